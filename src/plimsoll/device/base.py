@@ -1,0 +1,69 @@
+"""What every device backend offers, and the one way to get it.
+
+One file per backend (`cpu`, `cuda`): what the machine has, what is used, how a limit is enforced, which errors mean
+that memory ran out, how the allocator lets go of what it keeps. A backend holds no tensors and no state of a run.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+from plimsoll.records.device import Device, MemoryUse
+
+
+class Backend(Protocol):
+    """One kind of device. All sizes are bytes."""
+
+    kind: str
+
+    def probe(self) -> Device:
+        """Describe the device as it really is for this process."""
+
+    def use(self) -> MemoryUse:
+        """Read what this process uses now and at its peak since the last `reset_peak`."""
+
+    def reset_peak(self) -> None:
+        """Start a new peak from what is used now."""
+
+    def limited(self, budget_bytes: int) -> AbstractContextManager[None]:
+        """Make the allocator raise where this process would go past ``budget_bytes``; undone on exit.
+
+        Raises:
+            BudgetError: if more than the budget is in use already, or the device has less.
+        """
+
+    def release(self) -> None:
+        """Give back what the allocator keeps of freed memory."""
+
+    def oom_family(self, error: BaseException) -> str | None:
+        """Name the kind of out-of-memory error this is for this backend, or ``None`` if it is not one.
+
+        The names are those of `plimsoll.device.texts`.
+        """
+
+    def is_nearly_full(self) -> bool:
+        """Whether so little is left that an unspecific library error is likely an out-of-memory error in disguise."""
+
+    def random_state(self) -> object:
+        """Copy the state of the device's random number generators."""
+
+    def restore_random_state(self, state: object) -> None:
+        """Put back a state that `random_state` returned."""
+
+    def synchronize(self) -> None:
+        """Wait until the device has done what it was given."""
+
+
+def backend_for(device: str) -> Backend:
+    """Return the backend of ``"cpu"``, ``"cuda"`` or ``"cuda:1"``.
+
+    Raises:
+        DeviceError: if this machine or this build of torch has no such device.
+    """
+    from plimsoll.device import cpu, cuda
+
+    kind, _, index = device.partition(":")
+    if kind == "cpu":
+        return cpu.CpuBackend()
+    return cuda.CudaBackend(int(index or 0))

@@ -1,0 +1,78 @@
+"""Every error Plimsoll raises on purpose, and the exit code the command line gives it.
+
+    PlimsollError                          2
+    |-- InputError (ValueError)            2   something the user gave cannot be used
+    |   |-- JobError                           job.yaml: unknown field, wrong value, contradiction
+    |   |-- DataError                          text that is missing, empty, binary, not UTF-8, too short
+    |   |-- BudgetError                        a budget that cannot hold even the weights
+    |   |-- DeviceError                        a device or a limit this machine does not have
+    |   |-- RecordError                        a record file of an unknown kind or schema version
+    |   |-- OutputError                        an output that exists or cannot be written
+    |   `-- CheckpointError                    a checkpoint that is torn, or of another job
+    |-- NonFiniteLossError (ArithmeticError)  2   the loss became NaN or infinite; nothing was updated
+    |-- OutOfMemoryError (MemoryError)     3   no fallback held; the step was undone
+    |   `-- TornStepError                  3   an OOM inside optimizer.step() that could not be undone in memory
+    `-- Interrupted                      130   (143 for SIGTERM) the step was finished and saved
+
+A message says what was attempted, the values with their units, why it failed and what to type instead.
+"""
+
+
+class PlimsollError(Exception):
+    """Base of everything raised on purpose."""
+
+    exit_code = 2
+
+
+class InputError(PlimsollError, ValueError):
+    """Something the user gave cannot be used."""
+
+
+class JobError(InputError):
+    """A job file has an unknown field, a wrong value or a contradiction."""
+
+
+class DataError(InputError):
+    """A text source is missing, empty, binary, not UTF-8 or too short."""
+
+
+class BudgetError(InputError):
+    """A budget cannot hold even what exists before the first step."""
+
+
+class DeviceError(InputError):
+    """A device or a limit was asked for that this machine does not have."""
+
+
+class RecordError(InputError):
+    """A record file has an unknown kind or schema version, or is damaged."""
+
+
+class OutputError(InputError):
+    """An output exists already or cannot be written."""
+
+
+class CheckpointError(InputError):
+    """A checkpoint is torn, missing or belongs to another job."""
+
+
+class NonFiniteLossError(PlimsollError, ArithmeticError):
+    """The loss became NaN or infinite; parameters and optimizer states are as before the step."""
+
+
+class OutOfMemoryError(PlimsollError, MemoryError):
+    """Memory ran out and no fallback held; the step was undone."""
+
+    exit_code = 3
+
+
+class TornStepError(OutOfMemoryError):
+    """Memory ran out inside ``optimizer.step()`` where no copy for the undo could be kept: reload a checkpoint."""
+
+
+class Interrupted(PlimsollError):  # noqa: N818 -- it reports an outcome the user asked for, not a fault
+    """SIGINT or SIGTERM arrived; the step was finished and saved."""
+
+    def __init__(self, message: str, signal_number: int) -> None:
+        super().__init__(message)
+        self.exit_code = 128 + signal_number

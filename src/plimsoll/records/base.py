@@ -1,0 +1,101 @@
+"""What every record is: frozen, torch-free, and a JSON file with a kind and a schema version.
+
+    {"record": "run", "schema": 1, ...fields...}
+
+A record of an unknown kind, a newer schema or with a missing or extra field is refused by name; nothing is guessed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from plimsoll.errors import OutputError, RecordError
+
+
+class Frozen(BaseModel):
+    """A value: compared by content, never changed, no field beyond the declared ones."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=True, ser_json_inf_nan="constants")
+
+
+class Record(Frozen):
+    """A value that can be a file of its own."""
+
+    record_kind: ClassVar[str]
+    schema_version: ClassVar[int] = 1
+
+    def to_json(self) -> str:
+        """Return the record as one JSON object with its kind and schema version."""
+        head = {"record": self.record_kind, "schema": self.schema_version}
+        return json.dumps(head | self.model_dump(mode="json"), ensure_ascii=False)
+
+    @classmethod
+    def from_json(cls, text: str, source: str = "record") -> Self:
+        """Read a record back.
+
+        Raises:
+            RecordError: if the text is not JSON, is another kind of record, has another schema version or wrong fields.
+        """
+        try:
+            fields = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise RecordError(f"{source} is not JSON ({error}): it may be torn; write it again") from None
+        if not isinstance(fields, dict) or fields.get("record") != cls.record_kind:
+            found = fields.get("record") if isinstance(fields, dict) else type(fields).__name__
+            raise RecordError(f"{source} holds a record of kind {found!r}, but {cls.record_kind!r} is needed here: give that file")
+        if fields.get("schema") != cls.schema_version:
+            raise RecordError(
+                f"{source} has schema version {fields.get('schema')!r} of record {cls.record_kind!r}; this Plimsoll reads "
+                f"version {cls.schema_version}: use the Plimsoll that wrote it, or make the record again"
+            )
+        return cls._validated({k: v for k, v in fields.items() if k not in ("record", "schema")}, source)
+
+    @classmethod
+    def _validated(cls, fields: dict[str, Any], source: str) -> Self:
+        try:
+            return cls.model_validate(fields)
+        except ValidationError as error:
+            wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+            raise RecordError(f"{source} is not a valid {cls.record_kind!r} record ({wrong}): make the record again") from None
+
+    def save(self, path: Path) -> None:
+        """Write the record to ``path`` atomically (see `write_atomically`)."""
+        write_atomically(path, self.to_json().encode() + b"\n")
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Read a record from a file.
+
+        Raises:
+            RecordError: if the file is missing or not such a record.
+        """
+        try:
+            text = path.read_text(encoding="utf-8")
+        except FileNotFoundError:
+            raise RecordError(f"there is no {cls.record_kind!r} record at {path}: check the path") from None
+        return cls.from_json(text, source=str(path))
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Write a file so that a reader, or a crash, sees the old content or the new, never a part.
+
+    The content goes to a temporary name in the same folder, is synced to the disk, and is then renamed.
+
+    Raises:
+        OutputError: if the folder cannot be written or the disk is full; the old file is then untouched.
+    """
+    temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
+    try:
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise OutputError(f"cannot write {path}: {error.strerror}; free some space or give another --out") from error

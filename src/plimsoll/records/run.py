@@ -1,0 +1,233 @@
+"""What happened in a run: one line of ``metrics.jsonl`` per event, and the record made of them.
+
+A run directory is the run's memory: every line is appended when its event has happened, so a killed run can be read
+as well as a finished one. ``RunRecord.from_directory`` is the only reader.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, TypeAdapter, ValidationError
+
+from plimsoll.errors import RecordError
+from plimsoll.records.base import Frozen, Record
+from plimsoll.records.device import Device
+from plimsoll.records.plan import Plan
+
+Phase = Literal["fetch", "copy", "forward", "loss", "backward", "clip", "optimizer", "evaluation", "checkpoint"]
+PHASES: tuple[Phase, ...] = ("fetch", "copy", "forward", "loss", "backward", "clip", "optimizer", "evaluation", "checkpoint")
+
+
+class OomEvent(Frozen):
+    """An out-of-memory error: what was running, what was asked for, and what was done about it."""
+
+    event: Literal["oom"] = "oom"
+    time_seconds: float = 0.0
+    step: int | None = None
+    phase: Phase | None = None
+    family: str
+    requested_bytes: int | None = None
+    live_bytes: int | None = None
+    reserved_bytes: int | None = None
+    capacity_bytes: int | None = None
+    micro_batch: int | None = None
+    next_micro_batch: int | None = None
+    action: str = ""
+    raw_text: str = ""
+
+
+class StepLine(Frozen):
+    """One optimizer step that happened. ``first_sample``..``+num_samples`` are positions in the epoch's order."""
+
+    event: Literal["step"] = "step"
+    time_seconds: float
+    step: int
+    epoch: int
+    first_sample: int
+    num_samples: int
+    num_units: int
+    loss: float
+    gradient_norm: float | None = None
+    learning_rate: float
+    step_seconds: float
+    micro_batch: int
+    peak_bytes: int | None = None
+    updated: bool = True
+    memory: tuple[tuple[float, int], ...] = ()
+
+
+class EvaluationLine(Frozen):
+    """One pass over the validation samples."""
+
+    event: Literal["evaluation"] = "evaluation"
+    time_seconds: float
+    step: int
+    loss: float
+    num_samples: int
+    num_units: int
+    accuracy: float | None = None
+
+
+class CheckpointLine(Frozen):
+    """A checkpoint that is complete on disk."""
+
+    event: Literal["checkpoint"] = "checkpoint"
+    time_seconds: float
+    step: int
+    num_bytes: int
+
+
+class StartLine(Frozen):
+    """A training process began, at ``step`` finished steps; ``restarts`` counts those that were killed before it."""
+
+    event: Literal["start"] = "start"
+    time_seconds: float
+    step: int
+    micro_batch: int
+    baseline_bytes: int
+    restarts: int = 0
+    wall_time: str
+
+
+class DeathLine(Frozen):
+    """The training process was killed; ``evidence`` is what the machine says about it."""
+
+    event: Literal["death"] = "death"
+    time_seconds: float
+    signal: str
+    evidence: str
+    restarted_from_step: int | None = None
+    next_micro_batch: int | None = None
+
+
+class EndLine(Frozen):
+    """How the run ended."""
+
+    event: Literal["end"] = "end"
+    time_seconds: float
+    step: int
+    status: Literal["finished", "interrupted", "failed"]
+    message: str = ""
+
+
+Line = OomEvent | StepLine | EvaluationLine | CheckpointLine | StartLine | DeathLine | EndLine
+_LINE: TypeAdapter[Line] = TypeAdapter(Annotated[Line, Field(discriminator="event")])
+
+
+def read_lines(path: Path) -> Iterator[Line]:
+    """Read ``metrics.jsonl`` line by line; a last line torn by a kill is left out.
+
+    Raises:
+        RecordError: if a line other than the last cannot be read.
+    """
+    with path.open(encoding="utf-8") as file:
+        for number, text in enumerate(file, start=1):
+            if not text.endswith("\n"):
+                return
+            try:
+                yield _LINE.validate_json(text)
+            except ValidationError as error:
+                raise RecordError(
+                    f"line {number} of {path} is not a metrics line ({error.errors()[0]['msg']}): remove it or make the run again"
+                ) from None
+
+
+class Timeline(Frozen):
+    """Memory over time, as columns. ``used_bytes`` is private memory on the CPU, allocated memory on CUDA."""
+
+    source: Literal["predicted", "measured"]
+    time_seconds: tuple[float, ...] = ()
+    used_bytes: tuple[int, ...] = ()
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """The highest point; ``None`` for an empty timeline."""
+        return max(self.used_bytes, default=None)
+
+
+class RunRecord(Record):
+    """One run, finished or not."""
+
+    record_kind: ClassVar[str] = "run"
+
+    name: str
+    job: dict[str, Any]
+    plan: Plan
+    device: Device
+    status: Literal["running", "finished", "interrupted", "failed"]
+    message: str = ""
+    steps: tuple[StepLine, ...] = ()
+    evaluations: tuple[EvaluationLine, ...] = ()
+    checkpoints: tuple[CheckpointLine, ...] = ()
+    oom_events: tuple[OomEvent, ...] = ()
+    starts: tuple[StartLine, ...] = ()
+    deaths: tuple[DeathLine, ...] = ()
+    timeline: Timeline = Timeline(source="measured")
+
+    @property
+    def limit_bytes(self) -> int | None:
+        """The line: the budget of the device the run trained on."""
+        return self.plan.budget.device_bytes
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """The highest memory seen in any step or between two."""
+        seen = [step.peak_bytes for step in self.steps if step.peak_bytes is not None]
+        return max([*seen, *self.timeline.used_bytes], default=None)
+
+    @property
+    def units_per_second(self) -> float | None:
+        """Units of the loss (tokens or samples) per second of step time, the first step (warm-up) left out."""
+        counted = self.steps[1:] or self.steps
+        seconds = sum(step.step_seconds for step in counted)
+        return sum(step.num_units for step in counted) / seconds if seconds else None
+
+    @classmethod
+    def from_directory(cls, directory: Path) -> RunRecord:
+        """Read a run directory, also of a run that is still going or was killed.
+
+        Raises:
+            RecordError: if the directory is not a run directory or a file in it is damaged.
+        """
+        if not (directory / "plan.json").is_file():
+            raise RecordError(f"{directory} is not a run directory (it has no plan.json): give the --out of `plimsoll train`")
+        head = RunHead.load(directory / "run.json")
+        metrics = directory / "metrics.jsonl"
+        lines = list(read_lines(metrics)) if metrics.is_file() else []
+        steps = tuple(line for line in lines if isinstance(line, StepLine))
+        ends = [line for line in lines if isinstance(line, EndLine)]
+        ended = ends[-1] if ends and isinstance(lines[-1], EndLine) else None
+        points = [point for step in steps for point in step.memory]
+        return cls(
+            name=directory.name,
+            job=head.job,
+            device=head.device,
+            plan=Plan.load(directory / "plan.json"),
+            status=ended.status if ended else "running",
+            message=ended.message if ended else "",
+            steps=steps,
+            evaluations=tuple(line for line in lines if isinstance(line, EvaluationLine)),
+            checkpoints=tuple(line for line in lines if isinstance(line, CheckpointLine)),
+            oom_events=tuple(line for line in lines if isinstance(line, OomEvent)),
+            starts=tuple(line for line in lines if isinstance(line, StartLine)),
+            deaths=tuple(line for line in lines if isinstance(line, DeathLine)),
+            timeline=Timeline(
+                source="measured",
+                time_seconds=tuple(seconds for seconds, _ in points),
+                used_bytes=tuple(used for _, used in points),
+            ),
+        )
+
+
+class RunHead(Record):
+    """What is known of a run before its first step: ``run.json``."""
+
+    record_kind: ClassVar[str] = "run-head"
+
+    job: dict[str, Any]
+    device: Device
+    versions: dict[str, str]
+    fingerprint: dict[str, str]

@@ -1,0 +1,61 @@
+"""Bytes and seconds as text, both ways: the only place that knows how a size is written.
+
+Bytes are ``int`` everywhere; in text they are binary units with one decimal ("3.4 GiB"). "GB" is decimal (10^9) and
+"GiB" binary (2^30), as IEC 80000-13 has it; a bare number is bytes.
+"""
+
+import re
+
+from plimsoll.errors import InputError
+
+_BINARY = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+_UNITS = {
+    "": 1,
+    "b": 1,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+    **{name.lower(): size for name, size in _BINARY.items()},
+}
+_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
+
+
+def parse_bytes(text: str | int) -> int:
+    """Read a size such as ``"2GiB"``, ``"1.5 GB"``, ``"800MiB"`` or a number of bytes.
+
+    Raises:
+        InputError: if the text is not a positive size or names an unknown unit.
+    """
+    match = _SIZE.fullmatch(str(text))
+    if match is None or match[2].lower() not in _UNITS:
+        raise InputError(f"cannot read {text!r} as a size in bytes: write a number and a unit, for example 2GiB or 800MiB")
+    num_bytes = int(float(match[1]) * _UNITS[match[2].lower()])
+    if num_bytes <= 0:
+        raise InputError(f"a size must be more than 0 bytes, got {text!r}: write for example 2GiB or 800MiB")
+    return num_bytes
+
+
+def format_bytes(num_bytes: int | None) -> str:
+    """Write a number of bytes for a person: ``3_650_722_202`` is ``"3.4 GiB"``; ``None`` is ``"unknown"``."""
+    if num_bytes is None:
+        return "unknown"
+    sign, size = ("-", -num_bytes) if num_bytes < 0 else ("", num_bytes)
+    for name, unit in reversed(_BINARY.items()):
+        if size >= unit:
+            return f"{sign}{size / unit:.1f} {name}"
+    return f"{sign}{size} B"
+
+
+def format_seconds(seconds: float | None) -> str:
+    """Write a duration for a person: ``"850 ms"``, ``"12.3 s"``, ``"4 min 05 s"``, ``"3 h 07 min"``."""
+    if seconds is None:
+        return "unknown"
+    if seconds < 1:
+        return f"{seconds * 1000:.0f} ms"
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    return f"{minutes // 60} h {minutes % 60:02d} min"
