@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.live import Live
 
 from plimsoll.device.base import Backend
+from plimsoll.records.device import MemoryUse
 from plimsoll.records.run import StepLine
 from plimsoll.report.as_text import live_panel, progress_line
 
@@ -77,10 +78,10 @@ def thinned(samples: list[tuple[float, int]], num_kept: int) -> tuple[tuple[floa
 class View:
     """The live view on standard error; ``quiet`` draws nothing."""
 
-    def __init__(self, num_steps: int, limit_bytes: int | None, unit: str, quiet: bool = False) -> None:
+    def __init__(self, name: str, num_steps: int, unit_name: str, quiet: bool = False) -> None:
+        self._name = name
         self._num_steps = num_steps
-        self._limit_bytes = limit_bytes
-        self._unit = unit
+        self._unit_name = unit_name
         self._quiet = quiet
         self._console = Console(file=sys.stderr)
         self._live: Live | None = None
@@ -101,8 +102,13 @@ class View:
         if not self._quiet:
             self._console.print(text, highlight=False, markup=False)
 
-    def update(self, line: StepLine, used_bytes: int, host_bytes: int | None) -> None:
-        """Show the step that has just happened, unless another was drawn a moment ago."""
+    def update(self, line: StepLine, memory: dict[str, MemoryUse]) -> None:
+        """Show the step that has just happened, unless another was drawn a moment ago.
+
+        Args:
+            line: the step.
+            memory: what is used, by the place: ``device``, and ``host`` where that is another.
+        """
         self._first = self._first or line
         is_last = line.step == self._num_steps
         every_seconds = _DRAW_SECONDS if self._live is not None else _LINE_SECONDS
@@ -111,17 +117,11 @@ class View:
         self._drawn = time.monotonic()
         eta_seconds = self._eta_seconds(line)
         if self._live is None:
-            self._console.print(progress_line(line, self._num_steps, self._limit_bytes, used_bytes, eta_seconds))
+            use = memory["device"]
+            text = progress_line(line, self._num_steps, use.limit_bytes, use.used_bytes, eta_seconds, unit_name=self._unit_name)
+            self._console.print(text, no_wrap=True, overflow="ellipsis")
         else:
-            panel = live_panel(
-                line,
-                total_steps=self._num_steps,
-                limit_bytes=self._limit_bytes,
-                used_bytes=used_bytes,
-                host_bytes=host_bytes,
-                eta_seconds=eta_seconds,
-                unit=self._unit,
-            )
+            panel = live_panel(self._name, line, self._num_steps, memory, eta_seconds, unit_name=self._unit_name)
             self._live.update(panel, refresh=True)
 
     def _eta_seconds(self, line: StepLine) -> float | None:

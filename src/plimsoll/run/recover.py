@@ -6,7 +6,8 @@ not its number of samples: an outlier of long texts that did not fit says nothin
 outlier is cut before it fails.
 
 - A size that held before and fails now gets one more try after a clean-up: something else took the memory for a moment.
-- A size that fails without having held, or fails twice, is the known limit: no step goes as high again.
+  So does the smallest rung, where there is nothing to lose.
+- A size that fails otherwise, or twice, is the known limit: no step goes as high again.
 - After ``grow_after`` clean steps the next larger rung is taken, if it stays below the known limit.
 """
 
@@ -74,12 +75,13 @@ class Ladder:
     def failed(self, size: int, num_elements: int) -> int | None:
         """Memory ran out with micro-batches of ``size``: the size to try next, or ``None`` if there is none smaller."""
         self._num_clean_steps = 0
-        if num_elements <= self._held_elements and self._retried_elements != num_elements:
+        smaller = [rung for rung, rung_size in enumerate(self.sizes) if rung_size < size]
+        has_held = num_elements <= self._held_elements
+        if (has_held or not smaller) and self._retried_elements != num_elements:
             self._retried_elements = num_elements
             return size
         self._held_elements = min(self._held_elements, num_elements - 1)
         self._failed_elements = min(num_elements, self._failed_elements or num_elements)
-        smaller = [rung for rung, rung_size in enumerate(self.sizes) if rung_size < size]
         if not smaller:
             return None
         # An outlier batch may already run below the rung in force; only a failure at that rung moves it.

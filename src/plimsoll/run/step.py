@@ -132,6 +132,7 @@ class TrainStep:
         self._first_micro_batch = micro_batch
         self._recut_batch_norm = recut_batch_norm
         self._grow_after = grow_after
+        self._batch_norms = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
         self._undo = Undo(model, self.backend)
         self._commit = StepCommit(optimizer, self.backend, self.position)
         self._scaler = torch.amp.GradScaler(device.type) if precision == "fp16" else None
@@ -331,7 +332,7 @@ class TrainStep:
         top = self._first_micro_batch or num_samples
         if self.ladder is None or (self._first_micro_batch is None and top > self.ladder.sizes[0]):
             learned = self.ladder.state_dict() | {"size": top} if self.ladder else self._learned
-            self.ladder = Ladder(micro_batch_sizes(top), self._grow_after)
+            self.ladder = Ladder((top,) if self._must_stay_whole() else micro_batch_sizes(top), self._grow_after)
             if learned is not None:
                 self.ladder.load_state_dict(learned)
         return self.ladder
@@ -344,16 +345,13 @@ class TrainStep:
         """
         assert self.ladder is not None
         following = self.ladder.failed(size, math.ceil(size * shape.elements_per_sample))
-        must_stay_whole = self._must_stay_whole()
-        if following is None or (following < shape.num_samples and must_stay_whole):
-            raise OutOfMemoryError(_no_way_out(event, size, shape, must_stay_whole))
+        if following is None:
+            raise OutOfMemoryError(_no_way_out(event, size, shape, self._must_stay_whole()))
         action = "step undone, same micro-batch once more" if following == size else f"step undone, micro-batch {size} -> {following}"
         return event.model_copy(update={"next_micro_batch": following, "action": action})
 
     def _must_stay_whole(self) -> bool:
-        return not self._recut_batch_norm and any(
-            isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training for module in self.workload.model.modules()
-        )
+        return not self._recut_batch_norm and any(module.training for module in self._batch_norms)
 
     def _refuse_recut(self, size: int, shape: _Shape) -> None:
         if size < shape.num_samples and self._must_stay_whole():

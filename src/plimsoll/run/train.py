@@ -45,6 +45,7 @@ class Training:
     fingerprint: dict[str, str]
     sampler: MemorySampler
     view: View
+    host: Backend | None = None
     stop: StopRequest = field(default_factory=StopRequest)
 
     @property
@@ -150,7 +151,8 @@ def _note(training: Training, batch: Batch, result: StepResult) -> None:
         memory=samples,
     )
     training.directory.append(line)
-    training.view.update(line, use.used_bytes)
+    memory = {"device": use} if training.host is None else {"device": use, "host": training.host.use()}
+    training.view.update(line, memory)
 
 
 def _note_oom(training: Training, event: OomEvent) -> None:

@@ -71,8 +71,9 @@ def train_run(
         require_room(job, prepared, backend.use().used_bytes if device == "cpu" else 0, limit_bytes)
         if limit_bytes is not None:
             stack.enter_context(backend.limited(limit_bytes))
-        if device != "cpu" and job.budget.host_bytes is not None:
-            stack.enter_context(backend_for("cpu").limited(job.budget.host_bytes))
+        host = backend_for("cpu") if device != "cpu" else None
+        if host is not None and job.budget.host_bytes is not None:
+            stack.enter_context(host.limited(job.budget.host_bytes))
         RunHead(job=job.model_dump(mode="json"), device=backend.probe(), versions=_versions(), fingerprint=marks).save(directory.head)
         parts = assemble(job, prepared, device)
         step = TrainStep(
@@ -87,8 +88,8 @@ def train_run(
             recut_batch_norm="recut_batch_norm" in job.allow,
         )
         offset_seconds = max((line.time_seconds for line in directory.lines()), default=0.0)
-        view = View(job.steps, limit_bytes, "tokens" if job.task == "language-modeling" else "samples", quiet)
-        training = Training(job, parts, step, directory, marks, MemorySampler(backend, offset_seconds), view)
+        view = View(path.name, job.steps, "tokens" if job.task == "language-modeling" else "samples", quiet)
+        training = Training(job, parts, step, directory, marks, MemorySampler(backend, offset_seconds), view, host)
         if saved is not None:
             go_on(training, saved)
         train(training, restarts)
