@@ -143,7 +143,10 @@ def _loaded_model(folder: Path, shape: TextShape, device: str) -> nn.Module:
             f"model: {folder} was made for {found}, but the text has {wanted}: "
             "use the tokenizer and the task it was trained with"
         )
-    return build_recurrent(config) if device == "meta" else load_recurrent(folder)
+    if device == "cpu":
+        return load_recurrent(folder)
+    with torch.device(device):
+        return build_recurrent(config)
 
 
 def _no_such_model(name: str, shape: TextShape) -> JobError:

@@ -44,7 +44,6 @@ _LENGTH_FIELDS = ("max_position_embeddings", "max_seq_len")
 _MAX_UNUSED_ROWS = 1024
 """With more rows beyond the tokens it is another vocabulary, not rounding up (phi-2: 51200 rows, 50295 tokens)."""
 
-
 _CONFIGURATION_FAULTS = (
     ArithmeticError,
     AssertionError,
@@ -94,11 +93,10 @@ def build_hugging_face(architecture: str, fields: dict[str, Any], shape: TextSha
     """
     with _quiet():
         config = _new_config(architecture, fields, shape)
-        skeleton = _skeleton(config, shape)
-        if _fit_length(config, set(fields), shape, skeleton) or device == "cpu":
-            with torch.device(device):
-                skeleton = _auto_class(shape).from_config(config, dtype=torch.float32)
-    return _ready(skeleton, shape)
+        _fit_length(config, set(fields), shape, _skeleton(config, shape))
+        with torch.device(device):
+            model = _auto_class(shape).from_config(config, dtype=torch.float32)
+    return _ready(model, shape)
 
 
 def load_hugging_face(folder: Path, shape: TextShape, device: str) -> PreTrainedModel:
@@ -161,7 +159,8 @@ def _new_config(architecture: str, fields: dict[str, Any], shape: TextShape) -> 
     try:
         config = config_class(**given, **_fields_of_text(config_class, shape))
     except (StrictDataclassError, ValueError, TypeError, ArithmeticError) as error:
-        raise JobError(f"model: `{architecture}` cannot be built with {fields}: {error}") from None
+        reason = " ".join(str(error).split())
+        raise JobError(f"model: `{architecture}` cannot be built with {fields}: {reason}") from None
     _check_objective(config, shape)
     return config
 
@@ -205,7 +204,7 @@ def _checkpoint_config(folder: Path, shape: TextShape) -> PreTrainedConfig:
     from transformers import AutoConfig
 
     try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        config: PreTrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError, StrictDataclassError) as error:
         raise JobError(f"model: {folder} is not a Hugging Face checkpoint that can be read ({error})") from None
     _check_checkpoint(config, folder, shape)
@@ -261,10 +260,9 @@ def _skeleton(config: PreTrainedConfig, shape: TextShape) -> PreTrainedModel:
         raise JobError(f"model: `{config.model_type}` cannot be built with these fields: {error}") from None
 
 
-def _fit_length(config: PreTrainedConfig, given: set[str], shape: TextShape, skeleton: PreTrainedModel) -> bool:
-    """Make the position table as long as the sequence where it is not given; whether it changed."""
+def _fit_length(config: PreTrainedConfig, given: set[str], shape: TextShape, skeleton: PreTrainedModel) -> None:
+    """Make the position table as long as the sequence, or refuse it where its length is given."""
     needed = shape.sequence_length + _num_reserved_positions(skeleton)
-    changed = False
     for name in _LENGTH_FIELDS:
         longest = getattr(config, name, None)
         if longest is None or longest >= needed:
@@ -277,8 +275,6 @@ def _fit_length(config: PreTrainedConfig, given: set[str], shape: TextShape, ske
                 f"set sequence_length to {shape.sequence_length + longest - needed} or less"
             )
         setattr(config, name, needed)
-        changed = True
-    return changed
 
 
 def _num_reserved_positions(model: PreTrainedModel) -> int:

@@ -154,7 +154,7 @@ def load_recurrent(folder: Path) -> RecurrentModel:
     """Load a model that `save_recurrent` wrote, bitwise as it was.
 
     Raises:
-        JobError: if a file is missing or damaged, or the two do not belong together.
+        JobError: if a file is missing or damaged.
     """
     try:
         model = build_recurrent(json.loads((folder / "config.json").read_text(encoding="utf-8")))
