@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -195,7 +196,7 @@ def _faults(error: ValidationError) -> list[str]:
     for fault in error.errors():
         where = ".".join(str(part) for part in fault["loc"])
         if fault["type"] == "extra_forbidden":
-            lines.append(f"  {where}: unknown field; {_near(str(fault['loc'][-1]), _known_fields(fault['loc'][:-1]))}")
+            lines.append(f"  {where}: unknown field; {near(str(fault['loc'][-1]), _known_fields(fault['loc'][:-1]))}")
         elif fault["type"] == "missing":
             lines.append(f"  {where}: missing; add it, see the example in README.md")
         else:
@@ -216,6 +217,8 @@ def _known_fields(parents: tuple[int | str, ...]) -> list[str]:
     return [name.removesuffix("_bytes") for name in names] if model is Budget else names
 
 
-def _near(name: str, known: list[str]) -> str:
-    near = difflib.get_close_matches(name, known, n=1)
-    return f"did you mean `{near[0]}`?" if near else f"known here: {', '.join(known)}"
+def near(name: str, known: Iterable[str]) -> str:
+    """Return what to say of an unknown name: the known name nearest to it, or all of them."""
+    known = list(known)
+    matches = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean `{matches[0]}`?" if matches else f"known here: {', '.join(known)}"

@@ -1,0 +1,159 @@
+"""From a job to a model, and from a model to a folder.
+
+A job names a model in one of four ways:
+
+    model: {architecture: gpt2, n_layer: 6}   a transformers architecture, new weights   `hugging_face`
+    model: lstm                               or gru, rnn; with fields as above          `recurrent`
+    model: path/to/folder                     a checkpoint of one of these two           both
+    model: package.module:function            a function that returns an ``nn.Module``   `imported`
+
+Every model is called as ``model(input_ids=..., attention_mask=..., labels=...)`` and returns ``.loss``, the mean over
+the units of its task, and ``.logits``. New weights are drawn from torch's default generator: seed it first. It does NOT
+cover the Hugging Face Hub: download a checkpoint first.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_model as save_weights
+from torch import Tensor, nn
+
+from plimsoll.errors import JobError, OutputError
+from plimsoll.models.hugging_face import (
+    TextShape,
+    architectures,
+    build_hugging_face,
+    load_hugging_face,
+    save_hugging_face,
+)
+from plimsoll.models.imported import build_imported
+from plimsoll.models.recurrent import (
+    RECURRENT,
+    RecurrentModel,
+    build_recurrent,
+    load_recurrent,
+    save_recurrent,
+)
+from plimsoll.records.job import Job, near
+from plimsoll.workload import LossFunction, Units
+
+
+def build_model(
+    job: Job, vocab_size: int, num_labels: int | None, end_id: int, device: Literal["cpu", "meta"] = "cpu"
+) -> nn.Module:
+    """Build or load the model of a job, in training mode, with float32 weights.
+
+    Args:
+        job: ``model``, ``task`` and ``sequence_length`` are read.
+        vocab_size: tokens of the tokenizer; the model has at least as many rows.
+        num_labels: labels of a classification, at least 2; ``None`` for language modeling.
+        end_id: the token that ends a text and fills up shorter ones.
+        device: ``"meta"`` allocates nothing and gives the shapes only.
+
+    Raises:
+        JobError: if the model cannot be named, built, loaded or used so; the message says which field and why.
+    """
+    if job.task == "classification" and (num_labels is None or num_labels < 2):
+        raise JobError(
+            f"model: a classification needs at least 2 labels, but the data have {num_labels or 0}: "
+            "add texts of another label"
+        )
+    shape = TextShape(vocab_size, num_labels if job.task == "classification" else None, end_id, job.sequence_length)
+    if isinstance(job.model, dict):
+        return _new_model(job.model, shape, device)
+    if job.model in RECURRENT:
+        return _new_model({"architecture": job.model}, shape, device)
+    if Path(job.model).is_dir():
+        return _loaded_model(Path(job.model), shape, device)
+    if ":" in job.model:
+        with torch.device(device):
+            return build_imported(
+                job.model, vocab_size=shape.vocab_size, num_labels=shape.num_labels, end_id=shape.end_id
+            )
+    raise _no_such_model(job.model, shape)
+
+
+def save_model(model: nn.Module, folder: Path) -> None:
+    """Write a model into ``folder``, which is made if need be, without a copy of the weights in memory.
+
+    A Hugging Face model becomes a folder for ``from_pretrained`` and a recurrent one a folder for `load_recurrent`; of
+    any other model the weights are written to ``model.safetensors``.
+
+    Raises:
+        OutputError: if the folder cannot be written or the disk is full.
+    """
+    from transformers import PreTrainedModel
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if isinstance(model, PreTrainedModel):
+            save_hugging_face(model, folder)
+        elif isinstance(model, RecurrentModel):
+            save_recurrent(model, folder)
+        else:
+            save_weights(model, str(folder / "model.safetensors"))
+    except (OSError, SafetensorError) as error:
+        raise OutputError(
+            f"cannot write the model to {folder}: {error}; free some space or give another --out"
+        ) from error
+
+
+def loss_of(task: Literal["language-modeling", "classification"]) -> tuple[LossFunction, Units]:
+    """Return the loss function of a task, the model's own, and the units it is the mean of."""
+    return _own_loss, "next-tokens" if task == "language-modeling" else "samples"
+
+
+def _own_loss(model: nn.Module, batch: Any) -> Tensor:
+    loss: Tensor = model(**batch).loss
+    return loss
+
+
+def _new_model(fields: dict[str, Any], shape: TextShape, device: str) -> nn.Module:
+    architecture = fields.get("architecture")
+    if architecture in RECURRENT:
+        with torch.device(device):
+            return build_recurrent({**fields, "vocab_size": shape.vocab_size, "num_labels": shape.num_labels})
+    known = [*architectures(shape.num_labels), *RECURRENT]
+    if architecture not in known:
+        raise JobError(
+            f"model: there is no {shape.head} of architecture `{architecture}`; {near(str(architecture), known)}"
+        )
+    own_fields = {name: value for name, value in fields.items() if name != "architecture"}
+    return build_hugging_face(architecture, own_fields, shape, device)
+
+
+def _loaded_model(folder: Path, shape: TextShape, device: str) -> nn.Module:
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, json.JSONDecodeError) as error:
+        raise JobError(
+            f"model: {folder} is not a checkpoint folder, its config.json cannot be read ({error}): check the path"
+        ) from None
+    if config.get("architecture") not in RECURRENT:
+        return load_hugging_face(folder, shape, device)
+    wanted = {"vocab_size": shape.vocab_size, "num_labels": shape.num_labels}
+    found = {name: config.get(name) for name in wanted}
+    if found != wanted:
+        raise JobError(
+            f"model: {folder} was made for {found}, but the text has {wanted}: "
+            "use the tokenizer and the task it was trained with"
+        )
+    if device == "cpu":
+        return load_recurrent(folder)
+    with torch.device(device):
+        return build_recurrent(config)
+
+
+def _no_such_model(name: str, shape: TextShape) -> JobError:
+    known = [*architectures(shape.num_labels), *RECURRENT]
+    if name in known:
+        return JobError(f"model: there is no folder {name}; for a new model write `model: {{architecture: {name}}}`")
+    return JobError(
+        f"model: there is no folder {name}: download a model first (hf download {name} --local-dir {Path(name).name}), "
+        f"or name an architecture; {near(name, known)}"
+    )

@@ -1,0 +1,324 @@
+"""Hugging Face models: any text architecture of transformers with new weights, or a checkpoint folder.
+
+Transformers takes every field it does not know without a word, builds models that cannot hold the sequence, and leaves
+it to the user that a loss fits its labels; here each of these is refused by name. Weights are float32 (what the job's
+``precision`` changes is autocast), padding has the id `padding_id` says, and the key-value cache is off, which training
+has no use for; ``generate`` on the saved model has it on.
+
+It does NOT cover the Hugging Face Hub, encoder-decoder models, and models that also take images or sound.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
+
+import torch
+from torch import nn
+
+from plimsoll.errors import JobError
+from plimsoll.records.job import near
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+_OTHER_LOSS = {
+    "cpmant": "compares each position with its own label, not with the next",
+    "trocr": "compares each position with its own label, not with the next",
+    "xlm": "compares each position with its own label, not with the next",
+    "xlnet": "learns by permutation",
+}
+"""Architectures whose loss is not that of next tokens (read in transformers 5.23), encoder-decoders aside."""
+
+_SET_BY_JOB = frozenset(
+    {"use_cache", "bos_token_id", "eos_token_id", "pad_token_id", "num_labels", "dtype", "problem_type", "is_decoder"}
+)
+
+_ONE_LABEL: Literal["single_label_classification"] = "single_label_classification"
+
+_LENGTH_FIELDS = ("max_position_embeddings", "max_seq_len")
+
+_MAX_UNUSED_ROWS = 1024
+"""With more rows beyond the tokens it is another vocabulary, not rounding up (phi-2: 51200 rows, 50295 tokens)."""
+
+_CONFIGURATION_FAULTS = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+"""What model classes raise for fields that do not go together; it is not one kind of error."""
+
+
+class TextShape(NamedTuple):
+    """What the text asks of a model. ``num_labels`` is ``None`` for language models; ``end_id`` ends and pads texts."""
+
+    vocab_size: int
+    num_labels: int | None
+    end_id: int
+    sequence_length: int
+
+    @property
+    def head(self) -> str:
+        """The kind of model, in words."""
+        return "language model" if self.num_labels is None else "sequence classifier"
+
+
+def architectures(num_labels: int | None) -> list[str]:
+    """List the architecture names transformers has a language model (or, with labels, a sequence classifier) for."""
+    from transformers.models.auto import modeling_auto
+
+    if num_labels is None:
+        return sorted(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    return sorted(modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES)
+
+
+def build_hugging_face(architecture: str, fields: dict[str, Any], shape: TextShape, device: str) -> PreTrainedModel:
+    """Build a model with new weights on ``device`` (``"cpu"`` or ``"meta"``, which allocates nothing).
+
+    Args:
+        architecture: one of `architectures`.
+        fields: fields of its configuration class.
+        shape: what the text asks of it; the position table grows to ``sequence_length`` where ``fields`` do not say.
+        device: where the weights are.
+
+    Raises:
+        JobError: if a field is unknown, is set by the job, or has a value the model cannot be built or used with.
+    """
+    with _quiet():
+        config = _new_config(architecture, fields, shape)
+        _fit_length(config, set(fields), shape, _skeleton(config, shape))
+        with torch.device(device):
+            model = _auto_class(shape).from_config(config, dtype=torch.float32)
+    return _ready(model, shape)
+
+
+def load_hugging_face(folder: Path, shape: TextShape, device: str) -> PreTrainedModel:
+    """Load a checkpoint folder for training; on the meta device only its shapes.
+
+    A classifier gets a new head where the checkpoint has none.
+
+    Raises:
+        JobError: if the folder cannot be read, is of another vocabulary, length or number of labels, or lacks weights.
+    """
+    from safetensors import SafetensorError
+
+    with _quiet():
+        config = _checkpoint_config(folder, shape)
+        skeleton = _skeleton(config, shape)
+        _fit_length(config, set(_LENGTH_FIELDS), shape, skeleton)
+        if device == "meta":
+            return _ready(skeleton, shape)
+        try:
+            model, loading = _auto_class(shape).from_pretrained(
+                folder, config=config, dtype=torch.float32, local_files_only=True, output_loading_info=True
+            )
+        except (OSError, SafetensorError) as error:
+            raise JobError(
+                f"model: the weights in {folder} cannot be read ({error}): save or download it again"
+            ) from None
+    if shape.num_labels is None and loading["missing_keys"]:
+        missing = ", ".join(sorted(loading["missing_keys"]))
+        raise JobError(f"model: {folder} lacks weights of a language model ({missing}): give one that has a head")
+    return _ready(model, shape)
+
+
+def save_hugging_face(model: PreTrainedModel, folder: Path) -> None:
+    """Write a folder that ``from_pretrained`` reads. Safetensors writes from the weights: no copy of them is made."""
+    with _quiet():
+        model.save_pretrained(folder)
+
+
+def padding_id(model: nn.Module, end_id: int) -> int:
+    """Return the token id that texts of unequal length are to be padded with: a checkpoint's own, or ``end_id``.
+
+    Decoders with a classification head find the last token by it, so batches must be padded with the same one.
+    """
+    own = getattr(getattr(model, "config", None), "pad_token_id", None)
+    return end_id if own is None else own
+
+
+def _new_config(architecture: str, fields: dict[str, Any], shape: TextShape) -> PreTrainedConfig:
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    config_class = CONFIG_MAPPING[architecture]
+    _check_fields(architecture, config_class, fields)
+    given = {"vocab_size": shape.vocab_size, **fields}
+    if isinstance(given["vocab_size"], int) and given["vocab_size"] < shape.vocab_size:
+        raise JobError(
+            f"model: vocab_size is {given['vocab_size']}, but the tokenizer has {shape.vocab_size} tokens: "
+            "leave vocab_size out"
+        )
+    try:
+        config = config_class(**given, **_fields_of_text(config_class, shape))
+    except (StrictDataclassError, ValueError, TypeError, ArithmeticError) as error:
+        reason = " ".join(str(error).split())
+        raise JobError(f"model: `{architecture}` cannot be built with {fields}: {reason}") from None
+    _check_objective(config, shape)
+    return config
+
+
+def _check_fields(architecture: str, config_class: type[PreTrainedConfig], fields: dict[str, Any]) -> None:
+    from transformers import PreTrainedConfig
+
+    common = {field.name for field in dataclasses.fields(PreTrainedConfig)}
+    known = (_names_of(config_class) | config_class.attribute_map.keys()) - common - _SET_BY_JOB
+    for name in fields:
+        if name in _SET_BY_JOB:
+            raise JobError(f"model: `{name}` of `{architecture}` is set from the job and its tokenizer: leave it out")
+        if name not in known:
+            raise JobError(f"model: `{architecture}` has no field `{name}`; {near(name, sorted(known))}")
+    if "vocab_size" not in known:
+        raise JobError(f"model: `{architecture}` holds several models: give the architecture of its text model")
+
+
+def _names_of(config_class: type[PreTrainedConfig]) -> set[str]:
+    return {field.name for field in dataclasses.fields(config_class)}
+
+
+def _fields_of_text(config_class: type[PreTrainedConfig], shape: TextShape) -> dict[str, Any]:
+    """The fields that follow from the text: the ids of special tokens, and what the head predicts."""
+    is_language_model = shape.num_labels is None
+    pads_by_default = getattr(config_class, "pad_token_id", None) is not None
+    fields: dict[str, Any] = {
+        "bos_token_id": shape.end_id,
+        "eos_token_id": shape.end_id,
+        "pad_token_id": None if is_language_model and not pads_by_default else shape.end_id,
+    }
+    if is_language_model:
+        fields["is_decoder"] = True
+    fields = {name: value for name, value in fields.items() if name in _names_of(config_class)}
+    return fields if is_language_model else fields | {"num_labels": shape.num_labels, "problem_type": _ONE_LABEL}
+
+
+def _checkpoint_config(folder: Path, shape: TextShape) -> PreTrainedConfig:
+    """Read the configuration of a checkpoint, check that it fits the text, and set what training needs."""
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoConfig
+
+    try:
+        config: PreTrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, StrictDataclassError) as error:
+        raise JobError(f"model: {folder} is not a Hugging Face checkpoint that can be read ({error})") from None
+    _check_checkpoint(config, folder, shape)
+    if shape.num_labels is None:
+        config.is_decoder = True
+        return config
+    if config.num_labels != shape.num_labels:
+        config.num_labels = shape.num_labels
+    config.problem_type = _ONE_LABEL
+    if config.pad_token_id is None:
+        config.pad_token_id = shape.end_id
+    return config
+
+
+def _check_checkpoint(config: PreTrainedConfig, folder: Path, shape: TextShape) -> None:
+    if config.model_type not in architectures(shape.num_labels):
+        raise JobError(
+            f"model: {folder} is of architecture `{config.model_type}`, and transformers has no {shape.head} of it"
+        )
+    _check_objective(config, shape)
+    num_rows = getattr(config, "vocab_size", 0)
+    if not shape.vocab_size <= num_rows < shape.vocab_size + _MAX_UNUSED_ROWS:
+        raise JobError(
+            f"model: {folder} has {num_rows} token embeddings, but the tokenizer has {shape.vocab_size} tokens: "
+            f"set `tokenizer: {folder}`, or the folder of the tokenizer it was trained with"
+        )
+    is_classifier = any(name.endswith("ForSequenceClassification") for name in config.architectures or ())
+    if shape.num_labels and is_classifier and config.num_labels != shape.num_labels:
+        raise JobError(
+            f"model: {folder} tells {config.num_labels} labels apart, but the data have {shape.num_labels}: "
+            "give a checkpoint without a classification head"
+        )
+
+
+def _check_objective(config: PreTrainedConfig, shape: TextShape) -> None:
+    if config.is_encoder_decoder:
+        raise JobError(
+            f"model: `{config.model_type}` is an encoder-decoder, which cannot be a {shape.head}: use for example gpt2"
+        )
+    if shape.num_labels is None and config.model_type in _OTHER_LOSS:
+        raise JobError(
+            f"model: `{config.model_type}` {_OTHER_LOSS[config.model_type]}, so its loss is not a "
+            "language model's: use for example gpt2"
+        )
+
+
+def _skeleton(config: PreTrainedConfig, shape: TextShape) -> PreTrainedModel:
+    """Build the model without memory: whatever is raised here is about the configuration, never for want of memory."""
+    try:
+        with torch.device("meta"):
+            return cast("PreTrainedModel", _auto_class(shape).from_config(config, dtype=torch.float32))
+    except _CONFIGURATION_FAULTS as error:
+        raise JobError(f"model: `{config.model_type}` cannot be built with these fields: {error}") from None
+
+
+def _fit_length(config: PreTrainedConfig, given: set[str], shape: TextShape, skeleton: PreTrainedModel) -> None:
+    """Make the position table as long as the sequence, or refuse it where its length is given."""
+    needed = shape.sequence_length + _num_reserved_positions(skeleton)
+    for name in _LENGTH_FIELDS:
+        longest = getattr(config, name, None)
+        if longest is None or longest >= needed:
+            continue
+        own_name = config.attribute_map.get(name, name)
+        if given & {name, own_name}:
+            raise JobError(
+                f"model: `{config.model_type}` with {own_name} {longest} cannot hold sequence_length "
+                f"{shape.sequence_length}, which takes {needed}: "
+                f"set sequence_length to {shape.sequence_length + longest - needed} or less"
+            )
+        setattr(config, name, needed)
+
+
+def _num_reserved_positions(model: PreTrainedModel) -> int:
+    """Count the positions no token can have: RoBERTa and its kin count from the padding id on."""
+    tables = (getattr(module, "position_embeddings", None) for module in model.modules())
+    return max(
+        (
+            table.padding_idx + 1
+            for table in tables
+            if isinstance(table, nn.Embedding) and table.padding_idx is not None
+        ),
+        default=0,
+    )
+
+
+def _auto_class(shape: TextShape) -> Any:
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    return AutoModelForCausalLM if shape.num_labels is None else AutoModelForSequenceClassification
+
+
+def _ready(model: PreTrainedModel, shape: TextShape) -> PreTrainedModel:
+    """Set what training needs and the configuration file of an architecture has no field for."""
+    model.config.use_cache = False
+    if shape.num_labels is None:
+        # What transformers falls back to for classes not named ...ForCausalLM, with a warning.
+        model.loss_type = "ForCausalLM"
+        # Packed text has no padding: the end token is a token, and its embedding learns.
+        cast(nn.Embedding, model.get_input_embeddings()).padding_idx = None
+    model.train()
+    return model
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep transformers from writing to the terminal: what matters of it is checked here and raised."""
+    from transformers.utils import logging
+
+    verbosity, has_progress_bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if has_progress_bar:
+            logging.enable_progress_bar()  # type: ignore[no-untyped-call]

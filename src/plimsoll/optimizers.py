@@ -1,0 +1,115 @@
+"""The optimizer and the learning rate schedule that a job names.
+
+Optimizers are the classes of ``torch.optim``, by their name in lower case and with their own arguments; what a class
+does is its own documentation. Schedules are three formulas, given in `build_schedule`. It does NOT cover optimizers
+that are not in ``torch.optim``: build them yourself and give a `Workload`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterable
+from functools import partial
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from plimsoll.errors import JobError
+from plimsoll.records.job import OptimizerChoice, near
+
+_REFUSED = {
+    "lbfgs": "it computes the loss several times in one step, and a step here is one pass over its samples",
+    "sparseadam": "it takes sparse gradients only, and these models have dense ones",
+    "muon": "it takes matrices only, and every model here has vectors (biases, normalisations) as well",
+}
+
+
+def build_optimizer(choice: OptimizerChoice, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """Build a ``torch.optim`` optimizer.
+
+    Args:
+        choice: the class by its name in lower case, the learning rate and further arguments of the class.
+        parameters: what it updates.
+
+    Raises:
+        JobError: if the name or an argument is unknown, the class refuses a value, or it cannot be used here.
+    """
+    name = choice.name.lower()
+    classes = _optimizer_classes()
+    if name in _REFUSED:
+        raise JobError(f"optimizer: `{name}` cannot be used: {_REFUSED[name]}; use for example `adamw`")
+    if name not in classes:
+        raise JobError(f"optimizer: there is no `{choice.name}` in torch.optim; {near(name, classes)}")
+    accepted = [
+        argument for argument in inspect.signature(classes[name]).parameters if argument not in ("params", "lr")
+    ]
+    for argument in choice.arguments:
+        if argument not in accepted:
+            raise JobError(f"optimizer: `{name}` has no argument `{argument}`; {near(argument, accepted)}")
+    build = partial(classes[name], lr=choice.lr, **choice.arguments)
+    try:
+        # On one number first: there a RuntimeError is about the arguments and cannot be for want of memory.
+        build([nn.Parameter(torch.zeros(()))])
+    except (TypeError, ValueError, RuntimeError) as error:
+        given = {"lr": choice.lr, **choice.arguments}
+        raise JobError(f"optimizer: `{name}` refuses {given}: {error}; it takes lr, {', '.join(accepted)}") from None
+    return build(parameters)
+
+
+def build_schedule(choice: OptimizerChoice, optimizer: torch.optim.Optimizer, steps: int) -> LambdaLR | None:
+    """Build the schedule that multiplies the learning rate of step ``s`` (from 0), or ``None`` if it never changes.
+
+    With W ``warmup_steps`` and N ``steps``, the factor is (s + 1) / W in the warm-up, where s < W, and after it:
+
+    - constant: 1
+    - linear: (N - s) / (N - W), which reaches 0 after the last step
+    - cosine: (1 + cos(pi (s - W) / (N - W))) / 2, likewise (Loshchilov and Hutter 2016, arXiv:1608.03983)
+
+    Raises:
+        JobError: if the warm-up is longer than the training.
+    """
+    if choice.warmup_steps > steps:
+        raise JobError(
+            f"optimizer: a warm-up of {choice.warmup_steps} steps does not end in {steps} steps: "
+            f"set optimizer.warmup_steps to {steps} or less"
+        )
+    if choice.schedule == "constant" and choice.warmup_steps == 0:
+        return None
+    decay = _DECAYS[choice.schedule]
+    return LambdaLR(optimizer, partial(_factor, warmup_steps=choice.warmup_steps, steps=steps, decay=decay))
+
+
+def _factor(step: int, warmup_steps: int, steps: int, decay: Callable[[float], float]) -> float:
+    if step < warmup_steps:
+        return (step + 1) / warmup_steps
+    # Beyond the last step (the scheduler looks one step ahead) the factor stays what it is at the end.
+    share_done = min(1.0, (step - warmup_steps) / max(1, steps - warmup_steps))
+    return decay(share_done)
+
+
+def _constant(share_done: float) -> float:
+    return 1.0
+
+
+def _linear(share_done: float) -> float:
+    return 1 - share_done
+
+
+def _cosine(share_done: float) -> float:
+    return (1 + math.cos(math.pi * share_done)) / 2
+
+
+_DECAYS: dict[str, Callable[[float], float]] = {"constant": _constant, "linear": _linear, "cosine": _cosine}
+
+
+def _optimizer_classes() -> dict[str, Callable[..., torch.optim.Optimizer]]:
+    """The classes of ``torch.optim`` by lower-case name, without those that cannot be used here."""
+    members = vars(torch.optim).items()
+    classes = {
+        name.lower(): member
+        for name, member in members
+        if isinstance(member, type) and issubclass(member, torch.optim.Optimizer)
+    }
+    return {name: member for name, member in classes.items() if name not in {"optimizer", *_REFUSED}}
