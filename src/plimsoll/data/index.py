@@ -107,7 +107,7 @@ class Corpus:
     def sample(self, max_bytes: int) -> Iterator[str]:
         """Yield at most ``max_bytes`` of the texts: all of them, or slices of 32 KiB from evenly spaced places.
 
-        A slice runs on into the next texts (each comes as a string of its own); a character cut by a border is left out.
+        A slice runs on into the next texts, each a string of its own; a character cut by a border is left out.
         """
         num_slices = min(-(-self.num_bytes // _SLICE_BYTES), max_bytes // _SLICE_BYTES)
         begins = [number * self.num_bytes // num_slices for number in range(num_slices)]
@@ -152,7 +152,7 @@ class Corpus:
         raw = os.pread(self._open[1].descriptor, end - start, start)
         if len(raw) < end - start:
             raise DataError(
-                f"{path} ends before byte {end}, it was longer when it was indexed: start again to index it as it is now"
+                f"{path} ends before byte {end}, but was longer when it was indexed: start again to index it anew"
             )
         return raw
 
@@ -165,7 +165,7 @@ class _OpenFile:
             self.descriptor = os.open(path, os.O_RDONLY)
         except OSError as error:
             raise DataError(
-                f"cannot read {path} ({error.strerror}), which was there when it was indexed: put it back, or start again"
+                f"cannot read {path} ({error.strerror}), which was there when it was indexed: put it back"
             ) from None
         weakref.finalize(self, os.close, self.descriptor)
 
@@ -278,7 +278,7 @@ def _no_text(sources: tuple[str, ...], files: list[SourceFile], skipped: list[st
     where = ", ".join(sources)
     if len(skipped) == len(files):
         return f"none of the {len(files)} files of {where} is UTF-8 text, the first: {skipped[0]}"
-    return f"the {len(files) - len(skipped)} text files of {where} hold nothing but white space: give files with text in them"
+    return f"the {len(files) - len(skipped)} text files of {where} hold nothing but white space: give files with text"
 
 
 def _last_border(raw: bytes) -> int:
@@ -292,5 +292,5 @@ def _decoded(raw: bytes, path: str) -> str:
         return _FORMAT.decode(raw)
     except UnicodeDecodeError:
         raise DataError(
-            f"{path} is not the UTF-8 text it was when it was indexed: start again to index it as it is now"
+            f"{path} is not the UTF-8 text it was when it was indexed: start again to index it anew"
         ) from None

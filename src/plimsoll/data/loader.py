@@ -1,9 +1,9 @@
 """Batches with a cursor that moves only when told to, so a step that was undone gets the same samples again.
 
 A batch is a pure function of (seed, epoch, position): `Loader.peek` may be called any number of times, in any process,
-and a loader resumed at a cursor goes on exactly as one that was never stopped. The loader keeps no batch. The last batch
-of an epoch is smaller; none spills into the next epoch and no sample is dropped. Reads in the calling process: from a
-memory map a batch takes far less time than a step; there are NO worker processes.
+and a loader resumed at a cursor goes on exactly as one that was never stopped. The loader keeps no batch. The last
+batch of an epoch is smaller; none spills into the next epoch and no sample is dropped. It reads in the calling process:
+from a memory map a batch takes far less time than a step. There are NO worker processes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from plimsoll.errors import CheckpointError, DataError
 
 @dataclass(frozen=True)
 class Batch:
-    """Some samples: their tensors, their numbers in the dataset, and where in the epoch's order the first one stands."""
+    """Some samples: their tensors, their numbers in the dataset, and the place of the first in the epoch's order."""
 
     fields: dict[str, torch.Tensor]
     sample_ids: NDArray[np.int64]
@@ -80,8 +80,8 @@ class Loader:
         epoch, position = state["epoch"], state["position"]
         if epoch < 0 or not 0 <= position < len(self._dataset):
             raise CheckpointError(
-                f"the checkpoint is at sample {position} of epoch {epoch}, but the data has {len(self._dataset)} samples: it "
-                f"is not the data of that run; resume with the same text, sequence_length and validation share"
+                f"the checkpoint is at sample {position} of epoch {epoch}, but the data has {len(self._dataset)} "
+                f"samples, so it is not the data of that run: resume with the same text, sequence_length and share"
             )
         self._epoch, self._position = epoch, position
 

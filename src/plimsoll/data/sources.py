@@ -1,4 +1,4 @@
-"""Which files a corpus is made of: files, folders (with everything below them) and globs (``**`` works), sorted, once each.
+"""Which files a corpus is made of: files, folders (with all below them) and globs (``**`` works), sorted, once each.
 
 Hidden files and folders (``.git``) below a folder are left out, as a glob does; symbolic links to folders are not
 followed. It does NOT look into the files: what is text is decided where they are read.
@@ -16,7 +16,7 @@ from plimsoll.errors import DataError
 
 
 class SourceFile(NamedTuple):
-    """A file to read; ``named`` if the user gave this very path, so that a fault in it is an error, not a skipped file."""
+    """A file to read; ``named`` if the user gave this very path: a fault in it is an error, elsewhere it is skipped."""
 
     path: str
     num_bytes: int
@@ -57,7 +57,7 @@ def _nothing_found(source: str) -> str:
     if os.path.isdir(source):
         return f"the folder {source} {where} holds no file: put text files into it, or give another folder"
     if glob.has_magic(source):
-        return f"no file matches {source} {where}: check the pattern; `folder/**/*.txt` means all .txt files below a folder"
+        return f"no file matches {source} {where}: check the pattern; `folder/**/*.txt` means every .txt file below"
     return f"there is no file or folder {source} {where}: check the path"
 
 

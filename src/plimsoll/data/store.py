@@ -2,9 +2,9 @@
 
 A store is written under a temporary name, its manifest (each file's size and the checksum of its first 64 KiB, and
 facts of the caller's) last, everything is synced, and the folder is renamed. So a crash, a kill or a full disk leaves
-no store. One process writes a store at a time; others wait for it and use its result (``flock``: not on file
-systems without it, such as some NFS). It does NOT detect a byte changed later beyond the head of a file, and removes no store
-that is no longer needed: the cache folder may be deleted at any time nothing runs.
+no store. One process writes a store at a time; others wait for it and use its result (by ``flock``, which some network
+file systems lack). It does NOT detect a byte changed later beyond the head of a file, and removes no store that is no
+longer needed: the cache folder may be deleted whenever nothing runs.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ def require_space(folder: Path, needed_bytes: int) -> None:
     free_bytes = shutil.disk_usage(folder).free
     if needed_bytes > free_bytes:
         raise OutputError(
-            f"the cache needs about {format_bytes(needed_bytes)} more in {folder.parent}, but {format_bytes(free_bytes)} are free "
-            f"there: free some space, or put the cache on another disk"
+            f"the cache needs about {format_bytes(needed_bytes)} more in {folder.parent}, but the disk has "
+            f"{format_bytes(free_bytes)} free: free some space, or put the cache on another disk"
         )
 
 

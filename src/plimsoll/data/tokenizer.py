@@ -39,46 +39,37 @@ _USER_THREADS = os.environ.get(_THREADS)
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """A tokenizer, its folder in the cache, and what it calls the end of a text and padding."""
+    """A tokenizer, its folder in the cache, and its token for the end of a text."""
 
     backend: tokenizers.Tokenizer
     folder: Path
     end_token: str
-    pad_token: str
 
     @cached_property
     def key(self) -> str:
         """A hash of the whole tokenizer: equal keys give equal tokens."""
-        return _key(self.backend, self.end_token, self.pad_token)
+        return _key(self.backend, self.end_token)
 
     @cached_property
     def vocab_size(self) -> int:
         """One more than the largest id, so every id is a row of an embedding of this size."""
         return 1 + max(self.backend.get_vocab(with_added_tokens=True).values())
 
-    @property
+    @cached_property
     def end_id(self) -> int:
-        """The token after every text."""
-        return self._id(self.end_token)
-
-    @property
-    def pad_id(self) -> int:
-        """The token that fills short rows of a batch."""
-        return self._id(self.pad_token)
+        """The token that stands after every text and fills the short rows of a batch."""
+        number = self.backend.token_to_id(self.end_token)
+        assert number is not None, f"{self.end_token!r} was found when the tokenizer was loaded"
+        return number
 
     def save(self, folder: Path) -> None:
         """Write ``tokenizer.json`` and ``tokenizer_config.json`` for ``transformers.AutoTokenizer.from_pretrained``."""
         from transformers import PreTrainedTokenizerFast
 
-        fast = PreTrainedTokenizerFast(
-            tokenizer_object=self.backend, eos_token=self.end_token, pad_token=self.pad_token
+        fast = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+            tokenizer_object=self.backend, eos_token=self.end_token, pad_token=self.end_token
         )
         fast.save_pretrained(folder)
-
-    def _id(self, token: str) -> int:
-        number = self.backend.token_to_id(token)
-        assert number is not None, f"{token!r} was checked when the tokenizer was loaded"
-        return number
 
 
 def prepare_tokenizer(source: TokenizerSource, corpus: Corpus, cache: Path, progress: Progress = silent) -> Tokenizer:
@@ -95,12 +86,12 @@ def prepare_tokenizer(source: TokenizerSource, corpus: Corpus, cache: Path, prog
         OutputError: if the cache cannot be written.
     """
     if source.path is not None:
-        backend, end_token, pad_token = _load(Path(source.path))
-        folder = cache / f"tokenizer-{_key(backend, end_token, pad_token)[:16]}"
-        stored(folder, lambda place: _write(place, backend, end_token, pad_token))
+        backend, end_token = _load(Path(source.path))
+        folder = cache / f"tokenizer-{_key(backend, end_token)[:16]}"
+        stored(folder, lambda place: _write(place, backend, end_token))
     else:
         folder = cache / f"tokenizer-{_hash(*map(str, _settings(source, corpus)))[:16]}"
-        stored(folder, lambda place: _write(place, _train(corpus, source.vocab_size, progress), END_TOKEN, END_TOKEN))
+        stored(folder, lambda place: _write(place, _train(corpus, source.vocab_size, progress), END_TOKEN))
     return open_tokenizer(folder)
 
 
@@ -136,8 +127,8 @@ def _hash(*parts: str) -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
 
 
-def _key(backend: tokenizers.Tokenizer, end_token: str, pad_token: str) -> str:
-    return _hash(backend.to_str(), end_token, pad_token)
+def _key(backend: tokenizers.Tokenizer, end_token: str) -> str:
+    return _hash(backend.to_str(), end_token)
 
 
 def _settings(source: TokenizerSource, corpus: Corpus) -> tuple[str | int, ...]:
@@ -147,9 +138,9 @@ def _settings(source: TokenizerSource, corpus: Corpus) -> tuple[str | int, ...]:
     return (_RECIPE, tokenizers.__version__, corpus.key, source.train, source.vocab_size)
 
 
-def _write(folder: Path, backend: tokenizers.Tokenizer, end_token: str, pad_token: str) -> Facts:
+def _write(folder: Path, backend: tokenizers.Tokenizer, end_token: str) -> Facts:
     backend.save(str(folder / _TOKENIZER_FILE))
-    return {"end_token": end_token, "pad_token": pad_token}
+    return {"end_token": end_token}
 
 
 def _train(corpus: Corpus, vocab_size: int, progress: Progress) -> tokenizers.Tokenizer:
@@ -178,7 +169,7 @@ def _counted(corpus: Corpus, progress: Progress) -> Iterator[str]:
         progress("tokenizer", done_bytes, total_bytes)
 
 
-def _load(path: Path) -> tuple[tokenizers.Tokenizer, str, str]:
+def _load(path: Path) -> tuple[tokenizers.Tokenizer, str]:
     if not path.exists():
         raise DataError(f"there is no tokenizer at {path}: give a folder with a {_TOKENIZER_FILE}, or such a file")
     file = path / _TOKENIZER_FILE if path.is_dir() else path
@@ -192,7 +183,7 @@ def _load(path: Path) -> tuple[tokenizers.Tokenizer, str, str]:
         )
     backend.no_truncation()
     backend.no_padding()
-    return backend, end_token, roles.get("pad_token") or end_token
+    return backend, end_token
 
 
 def _from_file(file: Path) -> tuple[tokenizers.Tokenizer, dict[str, str]]:

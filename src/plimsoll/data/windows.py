@@ -57,7 +57,7 @@ class WindowDataset:
         return {name: field[0] for name, field in self.batch(np.array([range(len(self))[number]])).items()}
 
     def batch(self, ids: NDArray[np.int64]) -> dict[str, torch.Tensor]:
-        """Return ``input_ids`` and ``labels`` of shape (B, T): one and the same tensor, for the model shifts the labels."""
+        """Return ``input_ids`` and ``labels`` (B, T): one and the same tensor, for the model shifts the labels."""
         input_ids_BT = torch.from_numpy(self._windows[ids].astype(np.int64))
         return {"input_ids": input_ids_BT, "labels": input_ids_BT}
 
@@ -79,7 +79,11 @@ class DocumentDataset:
         self._store, self._labels = store, labels
         self._sequence_length, self._pad_id = sequence_length, pad_id
         self.num_truncated = sum(
-            int(np.count_nonzero(self._lengths(np.arange(begin, min(begin + _ITEMS_PER_PASS, len(labels)))) > sequence_length))
+            int(
+                np.count_nonzero(
+                    self._lengths(np.arange(begin, min(begin + _ITEMS_PER_PASS, len(labels)))) > sequence_length
+                )
+            )
             for begin in range(0, len(labels), _ITEMS_PER_PASS)
         )
 
@@ -90,7 +94,7 @@ class DocumentDataset:
         return {name: field[0] for name, field in self.batch(np.array([range(len(self))[number]])).items()}
 
     def batch(self, ids: NDArray[np.int64]) -> dict[str, torch.Tensor]:
-        """Return ``input_ids`` and ``attention_mask`` (B, T), T being the longest of these samples, and ``labels`` (B,)."""
+        """Return ``input_ids`` and ``attention_mask`` (B, T), T the longest of these samples, and ``labels`` (B,)."""
         lengths_B = np.clip(self._lengths(ids), 1, self._sequence_length)
         places_T = np.arange(lengths_B.max())
         inside_BT = places_T < lengths_B[:, None]
@@ -150,8 +154,8 @@ def split(num_samples: int, share: float, seed: int) -> tuple[Selection, Selecti
     num_held_out = min(max(round(num_samples * share), 1), num_samples - 1) if share else 0
     if share and num_samples < 2:
         raise DataError(
-            f"cannot hold out a share of {share:g} of {num_samples} sample: give more text, a shorter sequence_length, or a "
-            f"file for data.validation"
+            f"cannot hold out a share of {share:g} of {num_samples} sample: give more text, a shorter sequence_length, "
+            f"or a file for data.validation"
         )
     order = Order(num_samples, seed)
     return Selection(order, num_held_out, num_samples), Selection(order, 0, num_held_out)

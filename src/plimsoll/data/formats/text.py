@@ -1,9 +1,9 @@
 """Plain UTF-8 text: a document is a whole file, a line is what stands between two newline bytes.
 
-Lines are split at ``\\n`` only (not at ``\\r``, U+2028, form feed: what `str.splitlines` would cut is one line here); a
-``\\r`` before the ``\\n`` and a byte order mark at the begin of the file belong to no text. Texts of zero bytes are left
-out. Newlines are found with numpy in chunks that fit the processor's cache, so the memory needed does not depend on the
-file. It does NOT convert encodings: bytes that are not UTF-8 are an error, and a NUL byte near the begin marks a binary file.
+Lines are split at ``\\n`` only (not at ``\\r``, U+2028 or form feed, where `str.splitlines` would). A ``\\r`` before it
+and a byte order mark at the begin of the file belong to no text; texts of zero bytes are left out. Newlines are
+found with numpy in chunks, so the memory needed does not depend on the file. It does NOT convert encodings: bytes that
+are not UTF-8 are an error, and a NUL byte near the begin marks a binary file.
 """
 
 import codecs
@@ -57,8 +57,8 @@ def _torn_tail(raw: bytes, offset: int, final: bool) -> bytes:
         _, num_decoded = codecs.utf_8_decode(raw, "strict", final)
     except UnicodeDecodeError as error:
         raise DataError(
-            f"byte {offset + error.start} (0x{raw[error.start]:02x}) is not UTF-8 ({error.reason}): convert it, for example "
-            f"with `iconv -f latin1 -t utf-8`, or leave it out"
+            f"byte {offset + error.start} (0x{raw[error.start]:02x}) is not UTF-8 ({error.reason}): convert it, for "
+            f"example with `iconv -f latin1 -t utf-8`, or leave it out"
         ) from None
     return raw[num_decoded:]
 
