@@ -76,7 +76,7 @@ def prepare_tokenizer(source: TokenizerSource, corpus: Corpus, cache: Path, prog
     """Load the tokenizer ``source.path``, or train one on ``corpus``, and keep it in the cache.
 
     Args:
-        source: what to load, or the size of the vocabulary to train.
+        source: what to load, or the size of the vocabulary to train (too little text gives a smaller one).
         corpus: the texts to train on.
         cache: the folder for the result.
         progress: called with the stage ``"tokenizer"``.
