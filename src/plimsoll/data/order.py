@@ -53,15 +53,11 @@ class Order:
 
 
 def _round_keys(seed: int, epoch: int) -> list[np.uint64]:
-    state = (seed * _INCREMENT + _mixed_integer(epoch + 1)) & _MASK64
-    return [np.uint64(_mixed_integer(state + number * _INCREMENT)) for number in range(1, _ROUNDS + 1)]
+    of_epoch = _mixed(np.array([epoch + 1], np.uint64)) + np.uint64(seed * _INCREMENT & _MASK64)
+    return list(_mixed(of_epoch + np.arange(1, _ROUNDS + 1, dtype=np.uint64) * np.uint64(_INCREMENT)))
 
 
 def _mixed(numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
     for shift, multiplier in zip(_SHIFTS, _MULTIPLIERS, strict=False):
         numbers = (numbers ^ (numbers >> np.uint64(shift))) * np.uint64(multiplier)
     return numbers ^ (numbers >> np.uint64(_SHIFTS[-1]))
-
-
-def _mixed_integer(number: int) -> int:
-    return int(_mixed(np.array([number & _MASK64], np.uint64))[0])

@@ -18,7 +18,10 @@ from plimsoll.errors import DataError
 from plimsoll.records.job import TokenizerSource
 
 # https://github.com/openai/tiktoken/blob/main/tiktoken_ext/openai_public.py, cl100k_base; Llama 3 uses the same
-GPT4 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+GPT4 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
+    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 SPLITS = {
     "gpt2": pre_tokenizers.ByteLevel(add_prefix_space=False),
     "gpt4": pre_tokenizers.Sequence(

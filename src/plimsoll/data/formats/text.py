@@ -46,7 +46,9 @@ def _checked(chunks: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
 
 def _refuse_binary(head: bytes) -> None:
     if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        raise DataError("it is UTF-16, not UTF-8: convert it, for example with `iconv -f utf-16 -t utf-8`")
+        raise DataError(
+            f"its mark 0x{head[:2].hex()} says UTF-16: convert it, for example with `iconv -f utf-16 -t utf-8`"
+        )
     if (at := head.find(0)) >= 0:
         raise DataError(f"byte {at} is NUL, so it is binary, not text: leave it out, or give the text it was made from")
 
