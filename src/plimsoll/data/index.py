@@ -164,9 +164,7 @@ class _OpenFile:
         try:
             self.descriptor = os.open(path, os.O_RDONLY)
         except OSError as error:
-            raise DataError(
-                f"cannot read {path} ({error.strerror}), which was there when it was indexed: put it back"
-            ) from None
+            raise DataError(f"cannot read {path} ({error.strerror}): put it back, or allow reading it") from None
         weakref.finalize(self, os.close, self.descriptor)
 
 
@@ -251,12 +249,12 @@ class _Reading:
         self.blank = True
 
     def chunks(self) -> Iterator[bytes]:
-        with open(self._path, "rb", buffering=0) as file:
-            while chunk := file.read(_CHUNK_BYTES):
-                self.digest.update(chunk)
-                self.blank = self.blank and chunk.isspace()
-                self._report.add(len(chunk))
-                yield chunk
+        file = _OpenFile(self._path)
+        while chunk := os.read(file.descriptor, _CHUNK_BYTES):
+            self.digest.update(chunk)
+            self.blank = self.blank and chunk.isspace()
+            self._report.add(len(chunk))
+            yield chunk
 
 
 def _append_rows(rows: BinaryIO, chunks: Iterable[bytes], unit: Unit) -> tuple[int, int]:

@@ -28,7 +28,7 @@ def find_files(sources: tuple[str, ...]) -> list[SourceFile]:
     """Return the regular files that the sources mean, by absolute path, in the order of their paths.
 
     Raises:
-        DataError: if a source means no file, or a file cannot be read.
+        DataError: if a source means no file.
     """
     named: dict[str, bool] = {}
     for source in sources:
@@ -53,16 +53,14 @@ def _below(source: str) -> Iterator[str]:
 
 
 def _nothing_found(source: str) -> str:
-    where = f"(relative to {Path.cwd()})" if not os.path.isabs(source) else ""
+    where = f" (relative to {Path.cwd()})" if not os.path.isabs(source) else ""
     if os.path.isdir(source):
-        return f"the folder {source} {where} holds no file: put text files into it, or give another folder"
+        return f"the folder {source}{where} holds no file: put text files into it, or give another folder"
     if glob.has_magic(source):
-        return f"no file matches {source} {where}: check the pattern; `folder/**/*.txt` means every .txt file below"
-    return f"there is no file or folder {source} {where}: check the path"
+        return f"no file matches {source}{where}: check the pattern; `folder/**/*.txt` means every .txt file below"
+    return f"there is no file or folder {source}{where}: check the path"
 
 
 def _source_file(path: str, named: bool) -> SourceFile:
     status = os.stat(path)
-    if not os.access(path, os.R_OK):
-        raise DataError(f"no permission to read {path}: change it with `chmod +r`, or leave the file out")
     return SourceFile(path, status.st_size, status.st_mtime_ns, named)

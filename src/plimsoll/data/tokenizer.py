@@ -190,14 +190,14 @@ def _from_file(file: Path) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
     """Read a tokenizer and the roles of its special tokens, which stand in a file beside it."""
     import tokenizers
 
+    roles: dict[str, Any] = {}
     try:
         backend = tokenizers.Tokenizer.from_buffer(file.read_bytes())
+        for name in ("special_tokens_map.json", "tokenizer_config.json"):
+            if (beside := file.with_name(name)).is_file():
+                roles |= json.loads(beside.read_bytes())
     except ValueError as error:
         raise DataError(f"{file} is not a tokenizer of the `tokenizers` library ({error}): give another") from None
-    roles: dict[str, Any] = {}
-    for name in ("special_tokens_map.json", "tokenizer_config.json"):
-        if (beside := file.with_name(name)).is_file():
-            roles |= json.loads(beside.read_bytes())
     return backend, {role: _content(roles[role]) for role in _END_ROLES if roles.get(role)}
 
 
