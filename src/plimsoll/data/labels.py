@@ -1,0 +1,43 @@
+"""The classes of texts, from the names of the folders their files are in: ``data/<label>/*.txt``.
+
+Covers one class per file (with ``unit: line``, all lines of a file share it). NOT covered: labels in a table, several
+labels per text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from plimsoll.data.index import Corpus
+from plimsoll.errors import DataError
+
+
+def labels_from_folders(corpus: Corpus, names: Sequence[str] | None = None) -> tuple[tuple[str, ...], NDArray[Any]]:
+    """Return the names of the classes in alphabetical order, and the number of its class for every text.
+
+    Args:
+        corpus: the texts.
+        names: the classes to number by, where they are known already (those of the training texts).
+
+    Raises:
+        DataError: if there are fewer than 2 classes, or one that is not among ``names``.
+    """
+    folders = [path.parent.name for path in corpus.paths]
+    known = tuple(sorted(set(folders)) if names is None else names)
+    if len(known) < 2:
+        raise DataError(
+            f"classification needs at least 2 classes, but all {len(folders)} files are in folder {known[0]!r}: "
+            f"put the files of each class into a folder of its own, data/<label>/*.txt, and give the folder data"
+        )
+    if unknown := sorted(set(folders) - set(known)):
+        raise DataError(
+            f"the validation data has the classes {', '.join(unknown)}, but the training data only "
+            f"{', '.join(known)}: name its folders like those of the training data"
+        )
+    numbers = {name: number for number, name in enumerate(known)}
+    of_files = np.array([numbers[folder] for folder in folders], np.min_scalar_type(len(known) - 1))
+    return known, np.repeat(of_files, corpus.num_texts_of_paths)

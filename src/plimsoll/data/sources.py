@@ -1,0 +1,66 @@
+"""Which files a corpus is made of: files, folders (with all below them) and globs (``**`` works), sorted, once each.
+
+Hidden files and folders (``.git``) below a folder are left out, as a glob does; symbolic links to folders are not
+followed. It does NOT look into the files: what is text is decided where they are read.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from plimsoll.errors import DataError
+
+
+class SourceFile(NamedTuple):
+    """A file to read; ``named`` if the user gave this very path: a fault in it is an error, elsewhere it is skipped."""
+
+    path: str
+    num_bytes: int
+    mtime_ns: int
+    named: bool
+
+
+def find_files(sources: tuple[str, ...]) -> list[SourceFile]:
+    """Return the regular files that the sources mean, by absolute path, in the order of their paths.
+
+    Raises:
+        DataError: if a source means no file.
+    """
+    named: dict[str, bool] = {}
+    for source in sources:
+        if Path(source).is_file():
+            named[os.path.abspath(source)] = True
+            continue
+        found = [path for path in _below(source) if os.path.isfile(path)]
+        if not found:
+            raise DataError(_nothing_found(source))
+        for path in found:
+            named.setdefault(os.path.abspath(path), False)
+    return [_source_file(path, named[path]) for path in sorted(named)]
+
+
+def _below(source: str) -> Iterator[str]:
+    if not os.path.isdir(source):
+        yield from glob.iglob(source, recursive=True)
+        return
+    for folder, folders, files in os.walk(source):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        yield from (os.path.join(folder, name) for name in files if not name.startswith("."))
+
+
+def _nothing_found(source: str) -> str:
+    where = f" (relative to {Path.cwd()})" if not os.path.isabs(source) else ""
+    if os.path.isdir(source):
+        return f"the folder {source}{where} holds no file: put text files into it, or give another folder"
+    if glob.has_magic(source):
+        return f"no file matches {source}{where}: check the pattern; `folder/**/*.txt` means every .txt file below"
+    return f"there is no file or folder {source}{where}: check the path"
+
+
+def _source_file(path: str, named: bool) -> SourceFile:
+    status = os.stat(path)
+    return SourceFile(path, status.st_size, status.st_mtime_ns, named)

@@ -1,0 +1,127 @@
+"""A folder of files that opens whole or not at all: how everything in the cache is kept.
+
+A store is written under a temporary name, its manifest (each file's size and the checksum of its first 64 KiB, and
+facts of the caller's) last, everything is synced, and the folder is renamed. So a crash, a kill or a full disk leaves
+no store. One process writes a store at a time; others wait for it and use its result (by ``flock``, which some network
+file systems lack). It does NOT detect a byte changed later beyond the head of a file, and removes no store that is no
+longer needed: the cache folder may be deleted whenever nothing runs.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from plimsoll.errors import OutputError
+from plimsoll.records.base import write_atomically
+from plimsoll.records.units import format_bytes
+
+_MANIFEST = "manifest.json"
+_VERSION = 1  # raise it when the meaning of any stored file changes: old stores are then written again
+_HEAD_BYTES = 64 << 10
+
+Facts = dict[str, Any]
+
+
+def stored(folder: Path, write: Callable[[Path], Facts]) -> Facts:
+    """Return the facts of the store at ``folder``; where there is none, or a torn one, let ``write`` fill it first.
+
+    ``write`` gets a new empty folder to put files into and returns the facts to keep with them (JSON).
+
+    Raises:
+        OutputError: if the disk is full or the folder cannot be written; nothing is left behind.
+    """
+    facts = read_facts(folder)
+    if facts is not None:
+        return facts
+    with _translated(folder), _locked(folder):
+        facts = read_facts(folder)  # another process may have written it while this one waited
+        return _written(folder, write) if facts is None else facts
+
+
+def read_facts(folder: Path) -> Facts | None:
+    """Return the facts of the store at ``folder``, or ``None`` if it is missing, torn or of another version."""
+    try:
+        manifest = json.loads((folder / _MANIFEST).read_bytes())
+        if manifest["version"] != _VERSION or manifest["files"] != _fingerprints(folder):
+            return None
+    except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError):
+        return None
+    facts: Facts = manifest["facts"]
+    return facts
+
+
+def require_space(folder: Path, needed_bytes: int) -> None:
+    """Refuse early what cannot end well.
+
+    Raises:
+        OutputError: if the disk under ``folder`` has less than ``needed_bytes`` free.
+    """
+    free_bytes = shutil.disk_usage(folder).free
+    if needed_bytes > free_bytes:
+        raise OutputError(
+            f"the cache needs about {format_bytes(needed_bytes)} more in {folder.parent}, but the disk has "
+            f"{format_bytes(free_bytes)} free: free some space, or put the cache on another disk"
+        )
+
+
+def _written(folder: Path, write: Callable[[Path], Facts]) -> Facts:
+    temporary = folder.with_name(folder.name + ".part")
+    shutil.rmtree(temporary, ignore_errors=True)  # of a process that was killed: the lock is ours
+    temporary.mkdir()
+    try:
+        facts = write(temporary)
+        for path in temporary.iterdir():
+            _sync(path)
+        manifest = {"version": _VERSION, "files": _fingerprints(temporary), "facts": facts}
+        write_atomically(temporary / _MANIFEST, json.dumps(manifest).encode())
+        shutil.rmtree(folder, ignore_errors=True)  # a torn one
+        temporary.replace(folder)
+        _sync(folder.parent)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return facts
+
+
+def _fingerprints(folder: Path) -> dict[str, list[int]]:
+    """Map each file to its size in bytes and the checksum of its head."""
+    prints = {}
+    for path in sorted(folder.iterdir()):
+        if path.name != _MANIFEST:
+            with path.open("rb") as file:
+                prints[path.name] = [os.fstat(file.fileno()).st_size, zlib.crc32(file.read(_HEAD_BYTES))]
+    return prints
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _translated(folder: Path) -> Iterator[None]:
+    """Say an error of the disk in our words; errors of reading the text are translated where the text is read."""
+    try:
+        yield
+    except OSError as error:
+        raise OutputError(
+            f"cannot write the cache {folder}: {error.strerror}; free some space, or put the cache on another disk"
+        ) from error
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with folder.with_name(folder.name + ".lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

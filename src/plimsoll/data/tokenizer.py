@@ -1,0 +1,218 @@
+"""The tokenizer: an existing one, or byte-level BPE trained on a sample of the corpus; kept in the cache as a folder.
+
+Training (Hugging Face ``tokenizers``) sees at most 64 MiB of text, drawn evenly over the corpus, and is deterministic:
+the same texts and settings give the same file. Id 0 of a trained tokenizer is ``<|endoftext|>``, which stands between
+texts and fills padding. Covers any tokenizer that has a ``tokenizer.json`` or that ``transformers.AutoTokenizer`` can
+load from a local folder as a fast one; does NOT download, and does NOT keep chat templates. A special token written out
+in a text is read as the special token, as ``AutoTokenizer`` does.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from plimsoll.data.index import Corpus, Progress, silent
+from plimsoll.data.store import Facts, read_facts, stored
+from plimsoll.errors import DataError
+from plimsoll.records.job import TokenizerSource
+
+if TYPE_CHECKING:  # the training process imports this module, but need not pay for the library
+    import tokenizers
+
+END_TOKEN = "<|endoftext|>"
+_SAMPLE_BYTES = 64 << 20
+_RECIPE = 1  # raise it when training with the same settings gives other tokens
+_TOKENIZER_FILE = "tokenizer.json"
+_END_ROLES = ("eos_token", "sep_token", "pad_token")
+_END_NAMES = (END_TOKEN, "</s>", "<eos>", "<|end_of_text|>", "<|im_end|>", "[SEP]")
+_THREADS = "TOKENIZERS_PARALLELISM"
+_USER_THREADS = os.environ.get(_THREADS)
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """A tokenizer, its folder in the cache, and its token for the end of a text."""
+
+    backend: tokenizers.Tokenizer
+    folder: Path
+    end_token: str
+
+    @cached_property
+    def key(self) -> str:
+        """A hash of the whole tokenizer: equal keys give equal tokens."""
+        return _key(self.backend, self.end_token)
+
+    @cached_property
+    def vocab_size(self) -> int:
+        """One more than the largest id, so every id is a row of an embedding of this size."""
+        return 1 + max(self.backend.get_vocab(with_added_tokens=True).values())
+
+    @cached_property
+    def end_id(self) -> int:
+        """The token that stands after every text and fills the short rows of a batch."""
+        number = self.backend.token_to_id(self.end_token)
+        assert number is not None, f"{self.end_token!r} was found when the tokenizer was loaded"
+        return number
+
+    def save(self, folder: Path) -> None:
+        """Write ``tokenizer.json`` and ``tokenizer_config.json`` for ``transformers.AutoTokenizer.from_pretrained``."""
+        from transformers import PreTrainedTokenizerFast
+
+        fast = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+            tokenizer_object=self.backend, eos_token=self.end_token, pad_token=self.end_token
+        )
+        fast.save_pretrained(folder)
+
+
+def prepare_tokenizer(source: TokenizerSource, corpus: Corpus, cache: Path, progress: Progress = silent) -> Tokenizer:
+    """Load the tokenizer ``source.path``, or train one on ``corpus``, and keep it in the cache.
+
+    Args:
+        source: what to load, or the size of the vocabulary to train (too little text gives a smaller one).
+        corpus: the texts to train on.
+        cache: the folder for the result.
+        progress: called with the stage ``"tokenizer"``.
+
+    Raises:
+        DataError: if ``source.path`` holds no tokenizer that can be loaded, or one without an end token.
+        OutputError: if the cache cannot be written.
+    """
+    if source.path is not None:
+        backend, end_token = _load(Path(source.path))
+        folder = cache / f"tokenizer-{_key(backend, end_token)[:16]}"
+        stored(folder, lambda place: _write(place, backend, end_token))
+    else:
+        folder = cache / f"tokenizer-{_hash(*map(str, _settings(source, corpus)))[:16]}"
+        stored(folder, lambda place: _write(place, _train(corpus, source.vocab_size, progress), END_TOKEN))
+    return open_tokenizer(folder)
+
+
+def open_tokenizer(folder: Path) -> Tokenizer:
+    """Open a tokenizer that `prepare_tokenizer` put into the cache.
+
+    Raises:
+        DataError: if it is gone or torn.
+    """
+    import tokenizers
+
+    facts = read_facts(folder)
+    if facts is None:
+        raise DataError(f"the tokenizer {folder} is gone from the cache, or torn: prepare the data again")
+    return Tokenizer(tokenizers.Tokenizer.from_file(str(folder / _TOKENIZER_FILE)), folder, **facts)
+
+
+@contextmanager
+def tokenizer_threads() -> Iterator[None]:
+    """Let ``tokenizers`` use its threads inside, and none after.
+
+    A process that forks after the library has started threads would get a warning on standard error and, if the child
+    tokenises, might hang; with the variable set to "false" from then on neither happens. A value the user set stays.
+    """
+    os.environ[_THREADS] = _USER_THREADS or "true"
+    try:
+        yield
+    finally:
+        os.environ[_THREADS] = _USER_THREADS or "false"
+
+
+def _hash(*parts: str) -> str:
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
+
+
+def _key(backend: tokenizers.Tokenizer, end_token: str) -> str:
+    return _hash(backend.to_str(), end_token)
+
+
+def _settings(source: TokenizerSource, corpus: Corpus) -> tuple[str | int, ...]:
+    """Return everything the trained tokenizer depends on."""
+    import tokenizers
+
+    return (_RECIPE, tokenizers.__version__, corpus.key, source.train, source.vocab_size)
+
+
+def _write(folder: Path, backend: tokenizers.Tokenizer, end_token: str) -> Facts:
+    backend.save(str(folder / _TOKENIZER_FILE))
+    return {"end_token": end_token}
+
+
+def _train(corpus: Corpus, vocab_size: int, progress: Progress) -> tokenizers.Tokenizer:
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    backend = Backend(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_TOKEN],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    with tokenizer_threads():
+        backend.train_from_iterator(_counted(corpus, progress), trainer)
+    return backend
+
+
+def _counted(corpus: Corpus, progress: Progress) -> Iterator[str]:
+    done_bytes, total_bytes = 0, min(corpus.num_bytes, _SAMPLE_BYTES)
+    for text in corpus.sample(_SAMPLE_BYTES):
+        yield text
+        done_bytes += len(text.encode())
+        progress("tokenizer", done_bytes, total_bytes)
+
+
+def _load(path: Path) -> tuple[tokenizers.Tokenizer, str]:
+    if not path.exists():
+        raise DataError(f"there is no tokenizer at {path}: give a folder with a {_TOKENIZER_FILE}, or such a file")
+    file = path / _TOKENIZER_FILE if path.is_dir() else path
+    backend, roles = _from_file(file) if file.is_file() else _from_transformers(path)
+    known = [roles[role] for role in _END_ROLES if roles.get(role)] + list(_END_NAMES)
+    end_token = next((token for token in known if backend.token_to_id(token) is not None), None)
+    if end_token is None:
+        raise DataError(
+            f"the tokenizer {path} has no token for the end of a text: name one of its tokens as `eos_token` in the "
+            f"tokenizer_config.json beside it"
+        )
+    backend.no_truncation()
+    backend.no_padding()
+    return backend, end_token
+
+
+def _from_file(file: Path) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
+    """Read a tokenizer and the roles of its special tokens, which stand in a file beside it."""
+    import tokenizers
+
+    roles: dict[str, Any] = {}
+    try:
+        backend = tokenizers.Tokenizer.from_buffer(file.read_bytes())
+        for name in ("special_tokens_map.json", "tokenizer_config.json"):
+            if (beside := file.with_name(name)).is_file():
+                roles |= json.loads(beside.read_bytes())
+    except ValueError as error:
+        raise DataError(f"{file} is not a tokenizer of the `tokenizers` library ({error}): give another") from None
+    return backend, {role: _content(roles[role]) for role in _END_ROLES if roles.get(role)}
+
+
+def _content(token: str | dict[str, Any]) -> str:
+    return token if isinstance(token, str) else str(token["content"])
+
+
+def _from_transformers(folder: Path) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
+    """Let transformers convert what older folders hold (vocab.json and merges.txt, vocab.txt, sentencepiece)."""
+    from transformers import AutoTokenizer
+
+    try:
+        loaded = AutoTokenizer.from_pretrained(folder, local_files_only=True, use_fast=True)
+    except (OSError, ValueError, ImportError) as error:
+        raise DataError(f"{folder} holds no tokenizer that transformers can load ({error}): give another") from None
+    if not loaded.is_fast:
+        raise DataError(f"the tokenizer in {folder} has no fast form: convert it to a {_TOKENIZER_FILE} first")
+    return loaded.backend_tokenizer, {role: getattr(loaded, role) for role in _END_ROLES if getattr(loaded, role)}

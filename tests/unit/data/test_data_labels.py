@@ -1,0 +1,42 @@
+"""Classes from folders."""
+
+from pathlib import Path
+
+import pytest
+
+from plimsoll.data.index import Corpus, open_corpus
+from plimsoll.data.labels import labels_from_folders
+from plimsoll.errors import DataError
+
+
+def corpus_of(folder: Path, files: dict[str, str], unit: str = "document") -> Corpus:
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    return open_corpus((str(folder),), unit, folder.parent / "cache")
+
+
+def test_the_class_of_a_text_is_the_folder_of_its_file(tmp_path: Path):
+    files = {"spam/1.txt": "x\ny\n", "ham/1.txt": "x", "ham/2.txt": "x\ny\nz", "deep/spam/1.txt": "x"}
+    names, labels = labels_from_folders(corpus_of(tmp_path / "data", files))
+    assert names == ("ham", "spam")
+    assert labels.tolist() == [1, 0, 0, 1]  # deep/spam, ham, ham, spam
+    assert labels.dtype == "uint8"
+    _, of_lines = labels_from_folders(corpus_of(tmp_path / "data", {}, "line"))
+    assert of_lines.tolist() == [1, 0, 0, 0, 0, 1, 1]
+
+
+def test_validation_texts_are_numbered_like_the_training_texts(tmp_path: Path):
+    corpus = corpus_of(tmp_path / "data", {"b/1.txt": "x", "c/1.txt": "x"})
+    names, labels = labels_from_folders(corpus, ("a", "b", "c"))
+    assert (names, labels.tolist()) == (("a", "b", "c"), [1, 2])
+    with pytest.raises(DataError, match="has the classes c, but the training data only a, b: name its folders"):
+        labels_from_folders(corpus, ("a", "b"))
+
+
+def test_fewer_than_two_classes_are_an_error_that_shows_the_layout(tmp_path: Path):
+    corpus = corpus_of(tmp_path / "data", {"1.txt": "x", "2.txt": "x"})
+    with pytest.raises(
+        DataError, match=r"all 2 files are in folder 'data': put the files of each class .* data/<label>/\*\.txt"
+    ):
+        labels_from_folders(corpus)

@@ -1,0 +1,177 @@
+"""From a job to datasets through the cache, and what the training process does not have to load."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from plimsoll.data.prepare import Prepared, open_datasets, prepare
+from plimsoll.data.tokenizer import open_tokenizer
+from plimsoll.errors import DataError
+from plimsoll.records.job import Job
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> Path:
+    for label, word in (("ham", "good"), ("spam", "buy")):
+        for number in range(10):
+            path = tmp_path / "data" / label / f"{number}.txt"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(f"{word} text number {number}, with words to train on\n" * (number + 1))
+    return tmp_path / "data"
+
+
+def job_of(texts: Path, **fields) -> Job:
+    data = {"train": str(texts), **fields.pop("data", {})}
+    given = {"model": "gpt2", "data": data, "tokenizer": {"vocab_size": 260}, "sequence_length": 16, **fields}
+    return Job.from_fields(given)
+
+
+def first_tokens(dataset, number: int) -> list[int]:
+    return dataset.batch(np.array([number]))["input_ids"][0].tolist()
+
+
+def test_language_modelling_from_files_to_windows(texts: Path, tmp_path: Path):
+    job = job_of(texts)
+    prepared = prepare(job, tmp_path / "cache")
+    assert (prepared.train.num_documents, prepared.vocab_size, prepared.end_id, prepared.num_labels) == (
+        20,
+        260,
+        0,
+        None,
+    )
+    assert prepared.train.num_bytes == sum(path.stat().st_size for path in texts.rglob("*.txt"))
+    training, validation = open_datasets(prepared, job)
+    assert validation is None
+    assert len(training) == prepared.train.num_tokens // 16
+    backend = open_tokenizer(Path(prepared.tokenizer_folder)).backend
+    decoded = backend.decode(first_tokens(training, 0), skip_special_tokens=False)
+    assert (texts / "ham" / "0.txt").read_text().startswith(decoded)
+
+
+def test_prepared_data_are_a_record_that_can_be_a_file(texts: Path, tmp_path: Path):
+    (texts / "image.png").write_bytes(b"\0")
+    prepared = prepare(job_of(texts), tmp_path / "cache")
+    assert prepared.train.num_skipped == 1
+    assert "image.png: byte 0 is NUL" in prepared.train.skipped[0]
+    prepared.save(tmp_path / "prepared.json")
+    assert Prepared.load(tmp_path / "prepared.json") == prepared
+
+
+def test_nothing_is_done_twice_and_nothing_written_outside_the_cache(texts: Path, tmp_path: Path):
+    before = sorted(texts.rglob("*"))
+    stages = []
+    reports = []
+    for _ in range(2):
+        reports.append(prepare(job_of(texts), tmp_path / "cache", lambda stage, done, total: stages.append(stage)))
+    assert reports[0] == reports[1]
+    assert list(dict.fromkeys(stages)) == ["index", "tokenizer", "tokens"]
+    assert stages.count("tokens") == 1
+    assert sorted(texts.rglob("*")) == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["cache", "data"]
+
+
+def test_a_relative_cache_is_found_again_from_elsewhere(texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    prepared = prepare(job_of(texts), Path("cache"))
+    monkeypatch.chdir("/")
+    assert len(open_datasets(prepared, job_of(texts))[0])
+
+
+def test_a_share_is_held_out(texts: Path, tmp_path: Path):
+    job = job_of(texts, data={"validation": 0.2})
+    prepared = prepare(job, tmp_path / "cache")
+    training, validation = open_datasets(prepared, job)
+    num_windows = prepared.train.num_tokens // 16
+    assert len(validation) == round(num_windows * 0.2)
+    assert len(training) + len(validation) == num_windows
+
+
+def test_classification_with_validation_from_another_folder(texts: Path, tmp_path: Path):
+    other = tmp_path / "other" / "spam"
+    other.mkdir(parents=True)
+    (other / "1.txt").write_text("buy this")
+    job = job_of(texts, task="classification", data={"validation": str(tmp_path / "other")})
+    prepared = prepare(job, tmp_path / "cache")
+    assert (prepared.label_names, prepared.num_labels) == (("ham", "spam"), 2)
+    assert prepared.validation.num_documents == 1
+    training, validation = open_datasets(prepared, job)
+    assert training.batch(np.arange(20))["labels"].tolist() == [0] * 10 + [1] * 10
+    assert validation.batch(np.array([0]))["labels"].tolist() == [1]
+
+
+def test_the_key_is_of_the_samples_and_not_of_their_place(texts: Path, tmp_path: Path):
+    key = prepare(job_of(texts), tmp_path / "cache").key
+    assert prepare(job_of(texts), tmp_path / "elsewhere").key == key
+    assert prepare(job_of(texts, sequence_length=32, steps=5), tmp_path / "cache").key == key
+    moved = texts.rename(tmp_path / "moved")
+    assert prepare(job_of(moved), tmp_path / "cache").key == key
+    others = [
+        job_of(moved, tokenizer={"vocab_size": 258}),
+        job_of(moved, data={"validation": 0.1}),
+        job_of(moved, data={"unit": "line"}),
+        job_of(moved, task="classification"),
+    ]
+    keys = {prepare(other, tmp_path / "cache").key for other in others}
+    assert len(keys | {key}) == 5
+
+
+def test_a_cache_that_is_gone_is_said_so(texts: Path, tmp_path: Path):
+    job = job_of(texts, task="classification")
+    prepared = prepare(job, tmp_path / "cache")
+    (Path(prepared.train.labels_folder) / "labels.npy").write_bytes(b"")
+    with pytest.raises(DataError, match=r"the labels .* are gone from the cache, or torn: prepare the data again"):
+        open_datasets(prepared, job)
+    (Path(prepared.train.tokens_folder) / "tokens.bin").unlink()
+    with pytest.raises(DataError, match=r"the tokens .* are gone from the cache, or torn: prepare the data again"):
+        open_datasets(prepared, job)
+
+
+OPEN = """
+import sys
+from pathlib import Path
+import torch
+import numpy as np
+from plimsoll.data.loader import Loader
+from plimsoll.data.prepare import Prepared, open_datasets
+from plimsoll.records.job import Job
+
+def private_bytes():
+    _, resident, shared, *_ = map(int, Path("/proc/self/statm").read_text().split())
+    return (resident - shared) * 4096
+
+import plimsoll.data.windows
+job = Job.from_json(Path(sys.argv[1]).read_text())
+prepared = Prepared.load(Path(sys.argv[2]))
+torch.from_numpy(np.zeros(10))
+before = private_bytes()
+training, validation = open_datasets(prepared, job)
+loader = Loader(training, 4, 0)
+for _ in range(200):
+    loader.peek(); loader.advance()
+print(private_bytes() - before, sorted({"tokenizers", "transformers"} & set(sys.modules)))
+"""
+
+
+def test_the_training_process_loads_no_tokenizer_and_keeps_a_few_megabytes(texts: Path, tmp_path: Path):
+    (texts / "ham" / "long.txt").write_text("a long text of many words. " * 60_000)
+    job = job_of(texts, data={"validation": 0.1})
+    job.save(tmp_path / "job.json")
+    prepare(job, tmp_path / "cache").save(tmp_path / "prepared.json")
+    command = [sys.executable, "-c", OPEN, str(tmp_path / "job.json"), str(tmp_path / "prepared.json")]
+    grown_bytes, loaded = subprocess.check_output(command, text=True).split(maxsplit=1)
+    assert int(grown_bytes) < 4 << 20
+    assert loaded.strip() == "[]"
+
+
+def test_preparing_loads_no_torch(texts: Path, tmp_path: Path):
+    job_of(texts).save(tmp_path / "job.json")
+    code = (
+        "import sys; from pathlib import Path\n"
+        "from plimsoll.data.prepare import prepare; from plimsoll.records.job import Job\n"
+        "prepare(Job.from_json(Path(sys.argv[1]).read_text()), Path(sys.argv[2])); print('torch' in sys.modules)"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "job.json"), str(tmp_path / "cache")]
+    assert subprocess.check_output(command, text=True) == "False\n"
