@@ -70,7 +70,7 @@ class TornStepError(OutOfMemoryError):
     """Memory ran out inside ``optimizer.step()`` where no copy for the undo could be kept: reload a checkpoint."""
 
 
-class Interrupted(PlimsollError):  # noqa: N818 -- it reports an outcome the user asked for, not a fault
+class Interrupted(PlimsollError):
     """SIGINT or SIGTERM arrived; the step was finished and saved."""
 
     def __init__(self, message: str, signal_number: int) -> None:
