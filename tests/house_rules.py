@@ -17,18 +17,22 @@ from functools import cached_property
 from graphlib import CycleError, TopologicalSorter
 from pathlib import PurePosixPath
 
-# A module imports modules of a lower rank and of its own package only.
-RANKS = {
-    "errors": -1, "records": 0,
-    "device": 1, "data": 1, "embeddings": 1, "weights": 1, "models": 1, "workload": 1, "optimizers": 1, "report": 1,
-    "memory": 2, "assemble": 2,
-    "techniques": 3,
-    "plan": 4,
-    "run": 5,
-    "diagnose": 6, "integrations": 6,
-    "cli": 8,
-    "__init__": 9, "__main__": 10,
-}  # fmt: skip
+# A module imports modules of the lines above its own, and of its own package.
+LAYERS = (
+    {"errors"},
+    {"records"},
+    {"device", "data", "embeddings", "weights", "workload", "optimizers", "report"},
+    {"models"},
+    {"memory", "assemble"},
+    {"techniques"},
+    {"plan"},
+    {"run"},
+    {"diagnose", "integrations"},
+    {"cli"},
+    {"__init__"},
+    {"__main__"},
+)
+RANKS = {part: rank for rank, layer in enumerate(LAYERS) for part in layer}
 
 # These take seconds to load. What is read on any machine, also one without them, never imports them.
 HEAVY = {"torch", "transformers", "tokenizers"}
@@ -53,20 +57,26 @@ QUANTITIES = {
 }  # fmt: skip
 # ... ends in one of these, which say what it counts, ...
 UNITS = {
-    "bits", "bytes", "documents", "epochs", "factor", "lines", "pixels", "rows", "samples", "second", "seconds",
-    "share", "steps", "tokens", "units",
+    "bits", "bytes", "count", "documents", "epochs", "factor", "lines", "pixels", "rows", "samples", "second",
+    "seconds", "share", "steps", "tokens", "units",
 }  # fmt: skip
-# ... or is a word of the field: all of these are counts, of samples, vocabulary entries, features and processes.
+# ... or in a word of the field: all of these are counts, of samples, vocabulary entries, features and processes.
 COUNTS = {"batch_size", "vocab_size", "hidden_size", "embedding_size", "world_size"}
 
-# What to do instead: a clause of the message that begins with one of these verbs.
+# What to do instead: a clause that begins with one of these verbs, or names what can be typed.
+VERBS = """
+add allow ask call change check choose close convert correct create delete download drop export free give increase
+install keep leave load lower make move name open pass pick point prepare put quote raise reduce reload remove rename
+repair replace restart resume return run save see select set shorten split start stop switch train try turn update
+upgrade use wait write
+""".split()
 REMEDY = re.compile(
-    r"[:;,.(]\s*(?:please |first )?(?:add|allow|ask|call|change|check|choose|close|convert|correct|create|delete|"
-    r"did you mean|download|drop|export|free|give|increase|install|keep|load|lower|make|move|name|open|pass|pick|point|"
-    r"put|quote|raise|reduce|reload|remove|rename|repair|replace|restart|resume|run|save|see|select|set|shorten|split|"
-    r"start|stop|switch|train|try|turn|update|upgrade|use|wait|write)\b"
+    rf"[:;,.(]\s*(?:please |first )?(?:{'|'.join(VERBS)}|did you mean|known here)\b|\b(?:give|run|set|try|use|write) `"
 )
 HOST_PATH = re.compile(r"(?<![\w.*~-])/(?:work|tmp|root|home|Users)/[\w.-]")
+
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 @dataclass(frozen=True)
@@ -85,9 +95,9 @@ class Source:
         """The dotted name below `src`: ``plimsoll.data`` for ``src/plimsoll/data/__init__.py``."""
         return ".".join(PurePosixPath(self.path).with_suffix("").parts[1:]).removesuffix(".__init__")
 
-    @property
-    def functions(self) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
-        return [node for node in ast.walk(self.tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    @cached_property
+    def functions(self) -> list[Function]:
+        return [node for node in ast.walk(self.tree) if isinstance(node, Function)]
 
 
 @dataclass(frozen=True)
@@ -105,7 +115,7 @@ class Repository:
 
 
 def part_of(module: str) -> str:
-    """The part of the package a module belongs to, as named in `RANKS`."""
+    """The part of the package a module belongs to, as named in `LAYERS`."""
     return [*module.split("."), "__init__"][1]
 
 
@@ -126,7 +136,7 @@ def imports_point_down(repository: Repository) -> Iterator[str]:
     for source in repository.package:
         part = part_of(source.module)
         if part not in RANKS:
-            yield f"{source.path}: {part} has no rank in RANKS"
+            yield f"{source.path}: {part} is in no layer of LAYERS"
             continue
         for line, target in imports_of(source, modules):
             ours = target.split(".")[0] == "plimsoll"
@@ -134,7 +144,7 @@ def imports_point_down(repository: Repository) -> Iterator[str]:
             if target.startswith("."):
                 yield f"{source.path}:{line}: a relative import: write the whole name"
             elif ours and other != part and RANKS[other] >= RANKS[part]:
-                yield f"{source.path}:{line}: {part} (rank {RANKS[part]}) imports {target} (rank {RANKS[other]})"
+                yield f"{source.path}:{line}: {part} imports {target}, which is not in a layer below it"
 
 
 def no_import_cycle(repository: Repository) -> Iterator[str]:
@@ -153,7 +163,7 @@ def torch_free_parts_stay_so(repository: Repository) -> Iterator[str]:
                 yield f"{source.path}:{line}: {part_of(source.module)} imports {target}"
 
 
-def num_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+def num_lines(function: Function) -> int:
     """Lines from ``def`` to the end, without the docstring."""
     text = ast.get_docstring(function, clean=False)
     docstring = function.body[0].end_lineno - function.body[0].lineno + 1 if text is not None else 0
@@ -198,8 +208,8 @@ def broadly_caught(node: ast.AST) -> str | None:
         caught = node.args
     else:
         return None
-    names = {name.id for expression in caught for name in ast.walk(expression) if isinstance(name, ast.Name)}
-    return next(iter(names & {"Exception", "BaseException"}), None)
+    broad = [name for expression in caught for name in names_in(expression) & {"Exception", "BaseException"}]
+    return broad[0] if broad else None
 
 
 def every_module_has_its_tests(repository: Repository) -> Iterator[str]:
@@ -219,9 +229,10 @@ def has_code(tree: ast.Module) -> bool:
 def quantities_carry_their_unit(repository: Repository) -> Iterator[str]:
     for source in repository.package:
         for line, name, annotation in numbers(source.tree):
-            words = name.split("_")
+            *_, last = words = name.removesuffix("_of").split("_")
+            is_counted = last in UNITS or "_".join(words[-2:]) in COUNTS or words[0] == "num"
             is_number = annotation is not None and re.fullmatch(r"(int|float)( \| None)?", ast.unparse(annotation))
-            if is_number and QUANTITIES.intersection(words) and words[-1] not in UNITS and name not in COUNTS:
+            if is_number and QUANTITIES.intersection(words) and not is_counted:
                 yield f"{source.path}:{line}: {name}: {ast.unparse(annotation)} does not say its unit, such as _bytes"
 
 
@@ -232,11 +243,12 @@ def numbers(tree: ast.Module) -> Iterator[tuple[int, str, ast.expr | None]]:
             yield node.lineno, node.arg, node.annotation
         elif isinstance(node, ast.AnnAssign):
             yield node.lineno, ast.unparse(node.target).rpartition(".")[2], node.annotation
-        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        elif isinstance(node, Function):
             yield node.lineno, node.name, node.returns
 
 
 def errors_say_the_value_and_the_remedy(repository: Repository) -> Iterator[str]:
+    functions = [function for source in repository.package for function in source.functions]
     for source in repository.package:
         ours = {
             alias.asname or alias.name
@@ -248,7 +260,7 @@ def errors_say_the_value_and_the_remedy(repository: Repository) -> Iterator[str]
         for call in ast.walk(source.tree):
             if not (isinstance(call, ast.Call) and call.args and ast.unparse(call.func) in ours):
                 continue
-            text = message_text(call.args[0], source.tree)
+            text = message_text(call.args[0], source, functions)
             if "{}" not in text:
                 yield f"{source.path}:{call.lineno}: the message holds no value: {text}"
             if not REMEDY.search(text) and id(call) not in passed_on:
@@ -262,30 +274,31 @@ def messages_passed_on(tree: ast.Module, ours: set[str]) -> set[int]:
         for handler in ast.walk(tree)
         if isinstance(handler, ast.ExceptHandler) and handler.type and ast.unparse(handler.type) in ours
         for call in ast.walk(handler)
-        if isinstance(call, ast.Call)
-        and any(isinstance(name, ast.Name) and name.id == handler.name for name in ast.walk(call))
+        if isinstance(call, ast.Call) and handler.name in names_in(call)
     }
 
 
-def message_text(message: ast.expr, tree: ast.Module) -> str:
-    """The text of a message, with ``{}`` for its values, and of what in its module makes it: constants, functions."""
+def message_text(message: ast.expr, source: Source, functions: list[Function]) -> str:
+    """The text of a message, with ``{}`` for its values, and of the variables and functions it is made with."""
+    assignments = [node for node in ast.walk(source.tree) if isinstance(node, ast.Assign)]
     parts: list[ast.AST] = [message]
+    parts += [node.value for node in assignments if names_in(message) & {ast.unparse(name) for name in node.targets}]
     for part in parts:  # which grows on the way
-        named = {name.id for name in ast.walk(part) if isinstance(name, ast.Name)}
-        for node in ast.walk(tree):
-            is_function = isinstance(node, ast.FunctionDef) and node.name in named
-            is_value = isinstance(node, ast.Assign) and named & {ast.unparse(target) for target in node.targets}
-            if node not in parts and (is_function or (is_value and part is message)):
-                parts.append(node)
+        parts += [function for function in functions if function.name in names_in(part) and function not in parts]
     return " ".join(piece for part in parts for piece in literals(part))
 
 
+def names_in(node: ast.AST) -> set[str]:
+    return {name.id for name in ast.walk(node) if isinstance(name, ast.Name)}
+
+
 def literals(node: ast.AST) -> Iterator[str]:
+    """The text constants below a node; what stands for itself is a docstring and says nothing to the user."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         yield node.value
     elif isinstance(node, ast.JoinedStr):
         yield "".join(value.value if isinstance(value, ast.Constant) else "{}" for value in node.values)
-    else:
+    elif not isinstance(node, ast.Expr):
         for child in ast.iter_child_nodes(node):
             yield from literals(child)
 

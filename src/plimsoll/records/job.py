@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -217,11 +218,17 @@ def _place(location: tuple[int | str, ...]) -> tuple[str, list[str]]:
 def _sentence(fault: ErrorDetails, where: str, known: list[str]) -> str:
     match fault["type"]:
         case "extra_forbidden":
-            near = difflib.get_close_matches(where.rpartition(".")[2], known, n=1)
-            return "unknown field; " + (f"did you mean `{near[0]}`?" if near else f"known here: {', '.join(known)}")
+            return f"unknown field; {near(where.rpartition('.')[2], known)}"
         case "missing":
             return "missing; add it, see the example in README.md"
         case "model_type":
             return f"needs fields ({', '.join(known)}), write for example `{where}: {{{known[0]}: ...}}`"
         case _:
             return f"{fault['msg'].removeprefix('Value error, ')} (got {fault['input']!r})"
+
+
+def near(name: str, known: Iterable[str]) -> str:
+    """Return what to say of an unknown name: the known name nearest to it, or all of them."""
+    known = list(known)
+    matches = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean `{matches[0]}`?" if matches else f"known here: {', '.join(known)}"

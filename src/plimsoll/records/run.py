@@ -158,6 +158,7 @@ class RunRecord(Record):
     job: dict[str, Any]
     plan: Plan
     device: Device
+    versions: dict[str, str] = {}
     status: Literal["running", "finished", "interrupted", "failed"]
     message: str = ""
     steps: tuple[StepLine, ...] = ()
@@ -208,6 +209,7 @@ class RunRecord(Record):
             name=directory.resolve().name,
             job=head.job,
             device=head.device,
+            versions=head.versions,
             plan=Plan.load(directory / "plan.json"),
             status=ended.status if ended else "running",
             message=ended.message if ended else "",
