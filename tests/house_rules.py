@@ -63,15 +63,13 @@ UNITS = {
 # ... or in a word of the field: all of these are counts, of samples, vocabulary entries, features and processes.
 COUNTS = {"batch_size", "vocab_size", "hidden_size", "embedding_size", "world_size"}
 
-# What to do instead: a clause that begins with one of these verbs, or names what can be typed.
-VERBS = """
-add allow ask call change check choose close convert correct create delete download drop export free give increase
-install keep leave load lower make move name open pass pick point prepare put quote raise reduce reload remove rename
-repair replace restart resume return run save see select set shorten split start stop switch train try turn update
-upgrade use wait write
-""".split()
+# What to do instead: a clause that begins with one of these verbs, or says what can be typed.
 REMEDY = re.compile(
-    rf"[:;,.(]\s*(?:please |first )?(?:{'|'.join(VERBS)}|did you mean|known here)\b|\b(?:give|run|set|try|use|write) `"
+    r"[:;,.(]\s*(?:please |first )?(?:add|allow|ask|call|change|check|choose|close|convert|correct|create|delete|download|"
+    r"drop|export|free|give|increase|install|keep|leave|load|lower|make|move|name|open|pass|pick|point|prepare|put|quote|"
+    r"raise|reduce|reload|remove|rename|repair|replace|restart|resume|return|run|save|see|select|set|shorten|split|start|"
+    r"stop|switch|train|try|turn|update|upgrade|use|wait|write)\b"
+    r"|\b(?:give|run|set|try|use|write) `|\bdid you mean\b|\bknown here\b"
 )
 HOST_PATH = re.compile(r"(?<![\w.*~-])/(?:work|tmp|root|home|Users)/[\w.-]")
 
