@@ -25,7 +25,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	    echo "$(PYTHON) is not Python 3.11 or newer: give one that is, for example make install PYTHON=python3.12" >&2; \
 	    exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(RUN) -m pip install --quiet -c constraints.txt -e '.[dev]'
+	$(RUN) -m pip install -c constraints.txt -e '.[dev]'
 	@touch $@
 
 test: install ## run the tests

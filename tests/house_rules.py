@@ -65,10 +65,10 @@ COUNTS = {"batch_size", "vocab_size", "hidden_size", "embedding_size", "world_si
 
 # What to do instead: a clause that begins with one of these verbs, or says what can be typed.
 REMEDY = re.compile(
-    r"[:;,.(]\s*(?:please |first )?(?:add|allow|ask|call|change|check|choose|close|convert|correct|create|delete|download|"
-    r"drop|export|free|give|increase|install|keep|leave|load|lower|make|move|name|open|pass|pick|point|prepare|put|quote|"
-    r"raise|reduce|reload|remove|rename|repair|replace|restart|resume|return|run|save|see|select|set|shorten|split|start|"
-    r"stop|switch|train|try|turn|update|upgrade|use|wait|write)\b"
+    r"[:;,.(]\s*(?:please |first )?(?:add|allow|ask|call|change|check|choose|close|convert|correct|create|delete|"
+    r"download|drop|export|free|give|increase|install|keep|leave|load|lower|make|move|name|open|pass|pick|point|prepare|"
+    r"put|quote|raise|reduce|reload|remove|rename|repair|replace|restart|resume|return|run|save|see|select|set|shorten|"
+    r"split|start|stop|switch|train|try|turn|update|upgrade|use|wait|write)\b"
     r"|\b(?:give|run|set|try|use|write) `|\bdid you mean\b|\bknown here\b"
 )
 HOST_PATH = re.compile(r"(?<![\w.*~-])/(?:work|tmp|root|home|Users)/[\w.-]")
