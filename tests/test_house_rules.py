@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -206,9 +207,11 @@ def test_what_needs_no_torch_does_not_load_it(repository: Repository):
     light = [source.module for source in repository.package if part_of(source.module) in parts]
     code = [LIST_MODULES, f"import {', '.join(light)}", *([SHOW_HELP] if "plimsoll.cli.main" in light else [])]
     environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
+    start = time.perf_counter()
     done = subprocess.run(
         [sys.executable, "-c", "\n".join(code)], env=environment, capture_output=True, text=True, check=True
     )
+    print(f"loading {len(light)} modules and showing the help took {time.perf_counter() - start:.2f} s")
     loaded = json.loads(done.stderr.splitlines()[-1])
     assert set(light) <= set(loaded)
     assert not HEAVY & set(loaded)
