@@ -41,11 +41,9 @@ TORCH_FREE = {"records", "errors", "report"}
 # A folder in which every module (but `_x.py`) is one entry, and where the pages of its entries are.
 PAGES = {
     "data/formats": "docs/formats",
-    "embeddings/formats": "docs/formats",
     "techniques": "docs/techniques",
     "diagnose/causes": "docs/causes",
     "diagnose/lint": "docs/rules",
-    "weights/shrink": "docs/shrinking",
 }
 
 MAX_FILE_LINES, MAX_FUNCTION_LINES, MOST_FUNCTIONS_LINES, HALF_OF_FUNCTIONS_LINES = 500, 60, 40, 10
