@@ -1,0 +1,44 @@
+"""Plimsoll: PyTorch NLP training that stays inside a memory budget.
+
+    step = plimsoll.TrainStep(model, optimizer, units="next-tokens")
+    for batch in loader:
+        result = step(batch)          # memory runs out: the step is undone and done again in smaller pieces
+
+The public names are resolved when they are first used, so that ``import plimsoll`` does not import torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from plimsoll.device.limit import limited as limited
+    from plimsoll.device.probe import probe_machine as probe
+    from plimsoll.records.job import Job as Job
+    from plimsoll.records.run import OomEvent as OomEvent
+    from plimsoll.records.run import RunRecord as RunRecord
+    from plimsoll.report.render import render as render
+    from plimsoll.run.step import StepResult as StepResult
+    from plimsoll.run.step import TrainStep as TrainStep
+
+_HOMES = {
+    "Job": ("plimsoll.records.job", "Job"),
+    "OomEvent": ("plimsoll.records.run", "OomEvent"),
+    "RunRecord": ("plimsoll.records.run", "RunRecord"),
+    "StepResult": ("plimsoll.run.step", "StepResult"),
+    "TrainStep": ("plimsoll.run.step", "TrainStep"),
+    "limited": ("plimsoll.device.limit", "limited"),
+    "probe": ("plimsoll.device.probe", "probe_machine"),
+    "render": ("plimsoll.report.render", "render"),
+}
+__all__ = sorted(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module, attribute = _HOMES[name]
+    return getattr(import_module(module), attribute)
+
+
+def __dir__() -> list[str]:
+    return __all__

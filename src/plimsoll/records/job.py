@@ -93,7 +93,7 @@ class Job(Record):
         fields = _expanded(_read_yaml(path))
         for change in changes:
             _apply(fields, change)
-        return cls.from_fields(fields, source=str(path), folder=path.parent)
+        return cls.from_fields(fields, source=str(path), folder=path.parent.resolve())
 
     @classmethod
     def from_fields(cls, fields: dict[str, Any], source: str = "job", folder: Path | None = None) -> Job:

@@ -1,0 +1,105 @@
+"""From a job and its prepared data to live objects: the model, the optimizer, the loss and the loaders.
+
+Covers everything a run and a prediction need to have in common, so that both look at the same training. Does NOT move
+anything to a device it was not asked for, and does not train.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from plimsoll.data.loader import Loader
+from plimsoll.data.prepare import Prepared, open_datasets
+from plimsoll.errors import BudgetError
+from plimsoll.models.build import build_model, loss_of
+from plimsoll.optimizers import build_optimizer, build_schedule
+from plimsoll.records.job import Job
+from plimsoll.records.units import format_bytes
+from plimsoll.workload import LossFunction, Units, resident_bytes
+
+
+@dataclass(slots=True)
+class Assembled:
+    """One training, ready to run."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    schedule: torch.optim.lr_scheduler.LRScheduler | None
+    loss: LossFunction
+    units: Units
+    loader: Loader
+    validation: Any | None
+
+
+def choose_device(job: Job) -> str:
+    """The device the job names; ``auto`` is CUDA where there is one."""
+    if job.device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return job.device
+
+
+def assemble(job: Job, prepared: Prepared, device: str) -> Assembled:
+    """Build the training of ``job`` on ``device``, seeded by the job.
+
+    Raises:
+        JobError: if the model or the optimizer cannot be built as described.
+        DataError: if there are fewer samples than one batch.
+    """
+    torch.manual_seed(job.seed)
+    training, validation = open_datasets(prepared, job)
+    loader = Loader(training, job.batch_size, job.seed)
+    model = build_model(job, prepared.vocab_size, prepared.num_labels, prepared.end_id).to(device)
+    model.train()
+    optimizer = build_optimizer(job.optimizer, model.parameters())
+    loss, units = loss_of(job.task)
+    return Assembled(model, optimizer, build_schedule(job.optimizer, optimizer, job.steps), loss, units, loader, validation)
+
+
+def require_room(job: Job, prepared: Prepared, baseline_bytes: int, budget_bytes: int | None) -> None:
+    """Check, on the meta device, that the budget can hold what is there before the first activation.
+
+    Args:
+        job: the job.
+        prepared: its data, for the size of the vocabulary.
+        baseline_bytes: what the process already uses (interpreter and libraries).
+        budget_bytes: the limit of the device; ``None`` for no limit.
+
+    Raises:
+        BudgetError: if it cannot; it says how much is needed.
+    """
+    if budget_bytes is None:
+        return
+    model = build_model(job, prepared.vocab_size, prepared.num_labels, prepared.end_id, device="meta")
+    parts = {"interpreter and libraries": baseline_bytes} | {
+        name.replace("_", " "): size or 0 for name, size in resident_bytes(model, job.optimizer).items()
+    }
+    need_bytes = sum(parts.values())
+    if need_bytes > budget_bytes:
+        listed = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items() if size)
+        raise BudgetError(
+            f"a budget of {format_bytes(budget_bytes)} cannot hold this training: {format_bytes(need_bytes)} are needed before the first "
+            f"activation ({listed}); give a budget well above that, or a smaller model"
+        )
+
+
+def fingerprint(job: Job, prepared: Prepared) -> dict[str, str]:
+    """What must be equal for a checkpoint to belong to a job: everything that changes what is learned.
+
+    The budget, how often is saved and how long is trained may change between a checkpoint and its resume; the length may
+    not where the learning rate follows it.
+    """
+    facts = job.model_dump(mode="json", exclude={"budget", "checkpoint", "steps", "evaluate_every", "device", "data", "tokenizer"})
+    if job.optimizer.schedule != "constant":
+        facts["steps"] = job.steps
+    short = {name: value if isinstance(value, str | int) else _digest(value) for name, value in facts.items()}
+    return {name: str(value) for name, value in short.items()} | {"data": prepared.key}
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:12]

@@ -1,0 +1,18 @@
+"""``plimsoll probe``: what memory this machine has, what limits it, and what is used."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+
+def probe(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON record instead of tables.")] = False) -> None:
+    """Show the devices of this machine, their memory, and every limit on this process.
+
+    Example: plimsoll probe
+    """
+    from plimsoll.device.probe import probe_machine
+    from plimsoll.report.render import render
+
+    print(render(probe_machine(), "json" if as_json else "text"))

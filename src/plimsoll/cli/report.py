@@ -1,0 +1,36 @@
+"""``plimsoll report``: a run directory, or a record file, as text, JSON or one HTML page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def report(
+    run: Annotated[Path, typer.Argument(help="A run directory, also of a run that is still going.")],
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write one self-contained HTML page here.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON record instead of tables.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite the output.")] = False,
+) -> None:
+    """Show what happened in a run.
+
+    Examples: plimsoll report runs/a, plimsoll report runs/a -o a.html
+    """
+    from plimsoll.errors import OutputError
+    from plimsoll.records.base import write_atomically
+    from plimsoll.records.run import RunRecord
+    from plimsoll.report.render import render
+
+    record = RunRecord.from_directory(run)
+    if output is None:
+        print(render(record, "json" if as_json else "text"))
+        return
+    if output.exists() and not force:
+        raise OutputError(f"{output} exists already and is not overwritten: give another -o, or --force")
+    write_atomically(output, render(record, "html").encode())
+    if as_json:
+        print(render(record, "json"))
+    else:
+        print(output)

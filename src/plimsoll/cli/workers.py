@@ -1,0 +1,34 @@
+"""The two processes that ``plimsoll train`` starts; not for people.
+
+The data is prepared in a process of its own because its memory (a tokenizer's training, above all) is then given back
+whole; the training is a process of its own because the kernel may kill it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def prepare_worker(directory: Path, cache: Path, quiet: bool = False) -> None:
+    """Prepare the data of a run directory."""
+    from plimsoll.run.worker import prepare_run
+
+    prepare_run(directory, cache, quiet)
+
+
+def train_worker(
+    directory: Path,
+    resume: bool = False,
+    from_step: int | None = None,
+    resume_newest: bool = False,
+    micro_batch: Annotated[int | None, typer.Option()] = None,
+    restarts: int = 0,
+    quiet: bool = False,
+) -> None:
+    """Train in a run directory."""
+    from plimsoll.run.worker import train_run
+
+    train_run(directory, resume, from_step, resume_newest, micro_batch, restarts, quiet)

@@ -1,0 +1,78 @@
+"""Records as one HTML page that needs nothing else: no network, no second file.
+
+The style is inlined, and so is plotly.js (4.6 MiB, the one bundle the plotly package ships) where a page has charts;
+the page forbids every connection by its content security policy. Light and dark follow the reader's system. Text from
+a record is escaped by jinja2. Without JavaScript the charts are missing and the tables remain.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import yaml
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+from plotly.offline import get_plotlyjs
+
+from plimsoll.records.device import Device, Machine
+from plimsoll.records.plan import Plan
+from plimsoll.records.run import RunRecord
+from plimsoll.report import sheets
+from plimsoll.report.charts import run_charts
+
+
+@cache
+def _environment() -> Environment:
+    return Environment(
+        loader=PackageLoader("plimsoll.report"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+
+
+def run_page(record: RunRecord) -> str:
+    """Return the page of one run, finished or not."""
+    charts = run_charts(record)
+    has_charts = any(chart.figure for chart in charts)
+    return (
+        _environment()
+        .get_template("run.html")
+        .render(
+            record=record,
+            sentence=sheets.line_sentence(record),
+            key_numbers=sheets.key_numbers(record),
+            charts={chart.key: chart for chart in charts},
+            plotly_js=Markup(get_plotlyjs()) if has_charts else None,
+            budget_sentence=sheets.budget_sentence(record.plan.budget),
+            plan=sheets.plan_in_force_sheet(record),
+            oom_events=sheets.oom_sheet(record.oom_events),
+            deaths=sheets.death_sheet(record),
+            checkpoints=sheets.checkpoint_sheet(record),
+            steps=sheets.step_sheet(record),
+            device=sheets.device_sheet(record.device),
+            versions=sheets.version_sheet(record.versions),
+            job_yaml=yaml.safe_dump(record.job, sort_keys=False, allow_unicode=True),
+        )
+    )
+
+
+def machine_page(machine: Machine) -> str:
+    """Return the page of a machine: its devices, each in full, and the versions."""
+    devices = [sheets.device_sheet(device) for device in machine.devices]
+    return _sheets_page("Machine", "", sheets.machine_sheet(machine), *devices, sheets.version_sheet(machine.versions))
+
+
+def device_page(device: Device) -> str:
+    """Return the page of one device."""
+    return _sheets_page(device.name, "", sheets.device_sheet(device))
+
+
+def plan_page(plan: Plan) -> str:
+    """Return the page of a plan and its fallbacks."""
+    return _sheets_page("Plan", sheets.budget_sentence(plan.budget), sheets.plan_sheet(plan))
+
+
+def _sheets_page(title: str, sentence: str, *shown: sheets.Sheet) -> str:
+    return _environment().get_template("sheets.html").render(title=title, sentence=sentence, sheets=shown)

@@ -1,0 +1,199 @@
+"""Records in the terminal: rich renderables for the command line, and the panel that shows a run while it goes.
+
+Every function is pure: values in, a renderable out; nothing is printed here. Text from a record is never read as rich
+markup. Made to be readable at 80 columns; `plain` gives the same without colours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from io import StringIO
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from plimsoll.records.device import Device, Machine, MemoryUse
+from plimsoll.records.plan import Plan
+from plimsoll.records.run import RunRecord, StepLine
+from plimsoll.records.units import format_bytes, format_seconds
+from plimsoll.report import sheets
+
+_WIDTH_COLUMNS = 80
+_NEAR_THE_LINE = 0.95  # of the limit: from here a memory bar is shown in the colour of a warning
+_STATUS_STYLE = {"finished": "green", "running": "cyan", "interrupted": "yellow", "failed": "red"}
+
+
+def plain(renderable: RenderableType) -> str:
+    """Return a renderable as text of 80 columns without colours; it ends in a newline."""
+    console = Console(
+        file=StringIO(), width=_WIDTH_COLUMNS, color_system=None, force_terminal=False, legacy_windows=False
+    )
+    with console.capture() as captured:
+        console.print(renderable)
+    return "\n".join(line.rstrip() for line in captured.get().rstrip().splitlines()) + "\n"
+
+
+def run_report(record: RunRecord) -> Group:
+    """Return the whole report of a run; tables without rows are left out."""
+    tables = [
+        sheets.oom_sheet(record.oom_events),
+        sheets.death_sheet(record),
+        sheets.plan_in_force_sheet(record),
+    ]
+    return _spaced(run_panel(record), run_table(record), *(_table(sheet) for sheet in tables if sheet.rows))
+
+
+def run_panel(record: RunRecord) -> Panel:
+    """Return the headline: name, status, and whether the run stayed under the line."""
+    title = Text.assemble((record.name, "bold"), " ", (record.status, _STATUS_STYLE[record.status]))
+    body = [Text(sheets.line_sentence(record))]
+    if record.message:
+        body.append(Text(record.message))
+    return Panel(Group(*body), title=title, title_align="left", box=box.ROUNDED)
+
+
+def run_table(record: RunRecord) -> Table:
+    """Return the key numbers of a run, two to a row."""
+    table = Table.grid(padding=(0, 2, 0, 1), expand=False)
+    for style in ("dim", "bold", "dim", "bold"):
+        table.add_column(style=style)
+    numbers = sheets.key_numbers(record)
+    for left, right in zip(numbers[0::2], numbers[1::2], strict=True):
+        table.add_row(*(Text(cell) for cell in (*left, *right)))
+    return table
+
+
+def machine_report(machine: Machine) -> Group:
+    """Return the devices of a machine, what is worth knowing about them, and the versions."""
+    notes = [Text(f"{device.name}: {note}") for device in machine.devices for note in device.notes]
+    return _spaced(machine_table(machine), *notes, _table(sheets.version_sheet(machine.versions)))
+
+
+def machine_table(machine: Machine) -> Table:
+    """Return one row per device."""
+    return _table(sheets.machine_sheet(machine))
+
+
+def device_table(device: Device) -> Table:
+    """Return everything known of one device, one property per row."""
+    return _table(sheets.device_sheet(device))
+
+
+def plan_report(plan: Plan) -> Group:
+    """Return the budget, the plan and its fallbacks."""
+    return _spaced(Text(sheets.budget_sentence(plan.budget)), plan_table(plan))
+
+
+def plan_table(plan: Plan) -> Table:
+    """Return the plan and its fallbacks in the order they are taken."""
+    return _table(sheets.plan_sheet(plan))
+
+
+def _spaced(first: RenderableType, *others: RenderableType) -> Group:
+    """Set renderables below each other, a blank line between."""
+    return Group(first, *(Padding(other, (1, 0, 0, 0)) for other in others))
+
+
+def _table(sheet: sheets.Sheet) -> Table:
+    table = Table(
+        title=Text(sheet.title, "bold"), title_justify="left", box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False
+    )
+    for column in sheet.columns:
+        table.add_column(column.title, justify="right" if column.is_number else "left", overflow="fold")
+    for row in sheet.rows:
+        table.add_row(*(Text(cell) for cell in row))
+    return table
+
+
+def progress_line(
+    step_line: StepLine,
+    total_steps: int,
+    limit_bytes: int | None,
+    used_bytes: int | None,
+    eta_seconds: float | None,
+    *,
+    unit_name: str = "tokens",
+) -> Text:
+    """Return one line about the step that just finished; what does not fit the terminal is cut at the right.
+
+    Args:
+        step_line: the step; its number counts from 1.
+        total_steps: the steps of the whole run.
+        limit_bytes: the budget, or ``None`` without one.
+        used_bytes: what is used now, or ``None`` if it is not measured.
+        eta_seconds: the time left, or ``None`` if it is not known yet.
+        unit_name: what the loss averages over.
+    """
+    parts = [f"step {step_line.step}/{total_steps}", f"loss {sheets.format_loss(step_line.loss)}"]
+    if used_bytes is not None:
+        parts.append(_used_of_limit(used_bytes, limit_bytes))
+    if eta_seconds is not None:
+        parts.append(f"{format_seconds(eta_seconds)} left")
+    parts += [_speed(step_line, unit_name), f"micro-batch {step_line.micro_batch}"]
+    return Text("  ".join(parts), no_wrap=True, overflow="ellipsis")
+
+
+def live_panel(
+    name: str,
+    step_line: StepLine | None,
+    total_steps: int,
+    memory: Mapping[str, MemoryUse],
+    eta_seconds: float | None,
+    *,
+    unit_name: str = "tokens",
+) -> Panel:
+    """Return the panel that shows a run while it goes.
+
+    Args:
+        name: the run.
+        step_line: the step that finished last (its number counts from 1), or ``None`` before the first.
+        total_steps: the steps of the whole run.
+        memory: what is used, in bytes, by the place it is used in: ``{"device": ..., "host": ...}``; one bar each.
+        eta_seconds: the time left, or ``None`` if it is not known yet.
+        unit_name: what the loss averages over.
+    """
+    bars = Table.grid(padding=(0, 2, 0, 0), expand=True)
+    bars.add_column(style="dim")
+    bars.add_column(ratio=1)
+    bars.add_column(justify="right")
+    num_done = step_line.step if step_line else 0
+    left = "" if eta_seconds is None else f", {format_seconds(eta_seconds)} left"
+    bars.add_row("steps", ProgressBar(total_steps, num_done), Text(f"{num_done:,} of {total_steps:,}{left}"))
+    for place, use in memory.items():
+        bars.add_row(Text(place), _memory_bar(use), Text(_used_of_limit(use.used_bytes, use.limit_bytes)))
+    return Panel(
+        Group(bars, _step_text(step_line, unit_name)), title=Text(name, "bold"), title_align="left", box=box.ROUNDED
+    )
+
+
+def _memory_bar(use: MemoryUse) -> RenderableType:
+    """A bar has an end only where there is a limit."""
+    if use.limit_bytes is None:
+        return Text("no limit", "dim")
+    style = "red" if use.used_bytes >= _NEAR_THE_LINE * use.limit_bytes else "cyan"
+    return ProgressBar(use.limit_bytes, use.used_bytes, complete_style=style, finished_style=style)
+
+
+def _step_text(step_line: StepLine | None, unit_name: str) -> Text:
+    if step_line is None:
+        return Text("waiting for the first step", "dim")
+    parts = (
+        f"loss {sheets.format_loss(step_line.loss)}",
+        _speed(step_line, unit_name),
+        f"micro-batch {step_line.micro_batch}",
+    )
+    return Text("   ".join(parts))
+
+
+def _used_of_limit(used_bytes: int, limit_bytes: int | None) -> str:
+    used = format_bytes(used_bytes)
+    return used if limit_bytes is None else f"{used} of {format_bytes(limit_bytes)}"
+
+
+def _speed(step_line: StepLine, unit_name: str) -> str:
+    return sheets.format_speed(sheets.step_speed(step_line), unit_name)

@@ -1,0 +1,51 @@
+"""Any record as text, JSON or HTML: one table says which.
+
+Text is plain and 80 columns wide (the command line prints the coloured tables of `as_text` itself), JSON is the
+record's own file format, HTML is one self-contained file. Adding a record here is one row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal, get_args
+
+from rich.console import RenderableType
+
+from plimsoll.errors import InputError, RecordError
+from plimsoll.records.base import Record
+from plimsoll.records.device import Device, Machine
+from plimsoll.records.plan import Plan
+from plimsoll.records.run import RunRecord
+from plimsoll.report import as_html, as_text
+
+Format = Literal["text", "json", "html"]
+
+# record -> (rich renderable, HTML page)
+_SCREENS: dict[type[Record], tuple[Callable[[Any], RenderableType], Callable[[Any], str]]] = {
+    RunRecord: (as_text.run_report, as_html.run_page),
+    Machine: (as_text.machine_report, as_html.machine_page),
+    Device: (as_text.device_table, as_html.device_page),
+    Plan: (as_text.plan_report, as_html.plan_page),
+}
+
+
+def render(record: Record, format: Format = "text") -> str:
+    """Return a record as something to read.
+
+    Args:
+        record: a run, a machine, a device or a plan.
+        format: ``"text"`` (plain, 80 columns), ``"json"`` (the record's file) or ``"html"`` (one page, no network).
+
+    Raises:
+        RecordError: if there is no report for this kind of record.
+        InputError: if the format is not one of the three.
+    """
+    if type(record) not in _SCREENS:
+        known = ", ".join(kind.record_kind for kind in _SCREENS)
+        raise RecordError(f"there is no report for a {type(record).__name__}; the records with a report are: {known}")
+    if format not in get_args(Format):
+        raise InputError(f"cannot render a report as {format!r}: give one of {', '.join(get_args(Format))}")
+    if format == "json":
+        return record.to_json()
+    to_renderable, to_page = _SCREENS[type(record)]
+    return to_page(record) if format == "html" else as_text.plain(to_renderable(record))

@@ -1,0 +1,305 @@
+"""The words and numbers of a report, once: the terminal and the HTML page show the same sheets and sentences.
+
+A sheet is a small table of finished text. Nothing here knows colours, widths or HTML, and nothing is computed that the
+record does not hold: a number that was not measured is "unknown" or "none".
+
+It does NOT judge: what used the memory and what would free it is said by `plimsoll.diagnose`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from plimsoll.records.device import Budget, Device, Machine
+from plimsoll.records.plan import Choice, Plan
+from plimsoll.records.run import OomEvent, RunRecord, StepLine
+from plimsoll.records.units import format_bytes, format_seconds
+
+_MOST_STEP_ROWS = 20  # a table of the steps is there to be read; the charts have the rest
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column; numbers are set to the right."""
+
+    title: str
+    is_number: bool = False
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """A titled table of finished text. ``folded`` holds one long text per row, shown where it can be folded away."""
+
+    title: str
+    columns: tuple[Column, ...]
+    rows: tuple[tuple[str, ...], ...]
+    folded: tuple[str, ...] = ()
+
+    @property
+    def is_prose(self) -> bool:
+        """Whether more than two columns are words: too wide for a phone."""
+        return sum(not column.is_number for column in self.columns) > 2
+
+
+def finished_steps(record: RunRecord) -> tuple[StepLine, ...]:
+    """Return each step once, in order: a step repeated after a restart counts as it was written last."""
+    latest = {line.step: line for line in record.steps}
+    return tuple(latest[step] for step in sorted(latest))
+
+
+def unit_name(record: RunRecord) -> str:
+    """Return what the loss averages over: ``"samples"`` in classification, else ``"tokens"``."""
+    return "samples" if record.job.get("task") == "classification" else "tokens"
+
+
+def used_name(device: Device) -> str:
+    """Return what is measured on this kind of device: private memory (CPU) or allocated memory (CUDA)."""
+    return "private memory" if device.kind == "cpu" else "allocated memory"
+
+
+def format_loss(loss: float) -> str:
+    """Write a loss with four significant digits; ``nan`` and ``inf`` by name."""
+    return f"{loss:#.4g}" if math.isfinite(loss) else {"nan": "NaN", "inf": "infinite", "-inf": "-infinite"}[str(loss)]
+
+
+def step_speed(line: StepLine) -> float | None:
+    """Return units of the loss per second of one step; ``None`` for a step shorter than the clock's tick."""
+    return line.num_units / line.step_seconds if line.step_seconds else None
+
+
+def format_speed(units_per_second: float | None, unit_name: str) -> str:
+    """Write a speed: ``"12,345 tokens/s"``."""
+    return "unknown" if units_per_second is None else f"{units_per_second:,.0f} {unit_name}/s"
+
+
+def line_sentence(record: RunRecord) -> str:
+    """Say in one sentence whether the run stayed under the line."""
+    peak_bytes, limit_bytes = record.peak_bytes, record.limit_bytes
+    if limit_bytes is None:
+        return f"Peak {format_bytes(peak_bytes)}; no budget was set."
+    if peak_bytes is None:
+        return f"Nothing was measured against the budget of {format_bytes(limit_bytes)}."
+    # Rounded down, so that a run just under the line is not shown at 100 %.
+    share = (
+        f"Peak {format_bytes(peak_bytes)} of a {format_bytes(limit_bytes)} budget ({100 * peak_bytes // limit_bytes} %)"
+    )
+    if peak_bytes > limit_bytes:
+        return f"{share}: the run went past the line by {format_bytes(peak_bytes - limit_bytes)}."
+    return f"{share}: the run stayed under the line."
+
+
+def key_numbers(record: RunRecord) -> tuple[tuple[str, str], ...]:
+    """Return the numbers a reader looks for first, as label and value."""
+    steps = finished_steps(record)
+    num_steps_asked = record.job.get("steps")
+    return (
+        ("Steps", f"{len(steps):,} of {num_steps_asked:,}" if num_steps_asked else f"{len(steps):,}"),
+        ("Throughput", format_speed(record.units_per_second, unit_name(record))),
+        ("Time to last step", format_seconds(steps[-1].time_seconds) if steps else "none"),
+        ("Micro-batch", _micro_batch_in_force(record)),
+        ("First loss", format_loss(steps[0].loss) if steps else "none"),
+        ("Last loss", format_loss(steps[-1].loss) if steps else "none"),
+        ("Validation loss", _last_evaluation(record)),
+        ("Last checkpoint", f"step {record.checkpoints[-1].step:,}" if record.checkpoints else "none"),
+        ("Peak memory", format_bytes(record.peak_bytes)),
+        ("Budget", "none" if record.limit_bytes is None else format_bytes(record.limit_bytes)),
+        ("OOM events", _survived(record)),
+        ("Restarts", str(sum(death.restarted_from_step is not None for death in record.deaths))),
+    )
+
+
+def _micro_batch_in_force(record: RunRecord) -> str:
+    sizes = [start.micro_batch for start in record.starts[:1]] + [line.micro_batch for line in finished_steps(record)]
+    if not sizes:
+        return "not started"
+    return f"{sizes[0]:,} throughout" if len(set(sizes)) == 1 else f"{sizes[0]:,} at start, {sizes[-1]:,} at end"
+
+
+def _last_evaluation(record: RunRecord) -> str:
+    if not record.evaluations:
+        return "none"
+    last = record.evaluations[-1]
+    accuracy = "" if last.accuracy is None else f", accuracy {last.accuracy:.1%}"
+    return f"{format_loss(last.loss)} at step {last.step:,}{accuracy}"
+
+
+def _survived(record: RunRecord) -> str:
+    num_events = len(record.oom_events)
+    num_survived = sum(event.next_micro_batch is not None for event in record.oom_events)
+    if num_events == 0:
+        return "none"
+    return f"{num_events}, all survived" if num_survived == num_events else f"{num_events}, {num_survived} survived"
+
+
+def oom_sheet(events: Sequence[OomEvent]) -> Sheet:
+    """List the out-of-memory errors and what was done about each."""
+    columns = (
+        Column("Step", True),
+        Column("Phase"),
+        Column("Family"),
+        Column("Requested", True),
+        Column("Live", True),
+        Column("Action"),
+    )
+    rows = tuple(
+        (
+            "none" if event.step is None else f"{event.step:,}",
+            event.phase or "unknown",
+            event.family,
+            format_bytes(event.requested_bytes),
+            format_bytes(event.live_bytes),
+            _action(event),
+        )
+        for event in events
+    )
+    return Sheet("Out-of-memory events", columns, rows, tuple(event.raw_text for event in events))
+
+
+def _action(event: OomEvent) -> str:
+    """The change of micro-batch is added where the written action does not hold it."""
+    if event.micro_batch is None or event.next_micro_batch is None:
+        return event.action or "none"
+    change = f"micro-batch {event.micro_batch} to {event.next_micro_batch}"
+    return f"{event.action} ({change})" if event.action else change
+
+
+def death_sheet(record: RunRecord) -> Sheet:
+    """List the times the training process was killed, with the machine's evidence."""
+    rows = tuple(
+        (
+            format_seconds(death.time_seconds),
+            death.signal,
+            death.evidence,
+            "not restarted"
+            if death.restarted_from_step is None
+            else f"restarted from step {death.restarted_from_step:,}",
+        )
+        for death in record.deaths
+    )
+    return Sheet(
+        "Deaths and restarts", (Column("After", True), Column("Signal"), Column("Evidence"), Column("Then")), rows
+    )
+
+
+def checkpoint_sheet(record: RunRecord) -> Sheet:
+    """List the complete checkpoints."""
+    rows = tuple(
+        (f"{line.step:,}", format_seconds(line.time_seconds), format_bytes(line.num_bytes))
+        for line in record.checkpoints
+    )
+    return Sheet(
+        f"Checkpoints, {len(rows):,}", (Column("Step", True), Column("After", True), Column("Size", True)), rows
+    )
+
+
+def step_sheet(record: RunRecord) -> Sheet:
+    """List the steps, evenly thinned to about twenty; the first and the last are always there."""
+    steps = finished_steps(record)
+    stride = -(-len(steps) // _MOST_STEP_ROWS) or 1
+    shown = [*steps[:-1:stride], *steps[-1:]]
+    titles = ("Step", "Loss", "Learning rate", "Time", unit_name(record).capitalize(), "Micro-batch", "Peak")
+    rows = tuple(
+        (
+            f"{line.step:,}",
+            format_loss(line.loss),
+            f"{line.learning_rate:.3g}",
+            format_seconds(line.step_seconds),
+            f"{line.num_units:,}",
+            f"{line.micro_batch:,}",
+            format_bytes(line.peak_bytes),
+        )
+        for line in shown
+    )
+    return Sheet(f"Steps, {len(shown)} of {len(steps):,}", tuple(Column(title, True) for title in titles), rows)
+
+
+def choices_text(choices: Sequence[Choice]) -> str:
+    """Write choices in install order: ``micro_batch samples=16, recompute every=2``."""
+    written = (
+        " ".join([choice.technique, *(f"{name}={value}" for name, value in choice.options.items())])
+        for choice in choices
+    )
+    return ", ".join(written) or "nothing installed"
+
+
+def plan_sheet(plan: Plan) -> Sheet:
+    """List the plan and its fallbacks in the order they are taken."""
+    rows = tuple(
+        (_rung_name(index), choices_text(choices)) for index, choices in enumerate((plan.choices, *plan.fallbacks))
+    )
+    return Sheet("Plan and fallbacks", (Column("Order"), Column("Choices")), rows)
+
+
+def plan_in_force_sheet(record: RunRecord) -> Sheet:
+    """List the plan and its fallbacks with the number of steps each was in force, told by the micro-batch."""
+    sheet = plan_sheet(record.plan)
+    steps_at = Counter(line.micro_batch for line in finished_steps(record))
+    ladder = (record.plan.choices, *record.plan.fallbacks)
+    rows = tuple((*row, f"{_num_steps(choices, steps_at):,}") for row, choices in zip(sheet.rows, ladder, strict=True))
+    return Sheet(sheet.title, (*sheet.columns, Column("Steps in force", True)), rows)
+
+
+def _rung_name(index: int) -> str:
+    return f"fallback {index}" if index else "plan"
+
+
+def _num_steps(choices: Sequence[Choice], steps_at: Counter[int]) -> int:
+    sizes = {int(choice.options["samples"]) for choice in choices if choice.technique == "micro_batch"}
+    return sum(steps_at[size] for size in sizes)
+
+
+def budget_sentence(budget: Budget) -> str:
+    """Say the budget of device and host; without one, the machine's own limits hold."""
+    named = {"device": budget.device_bytes, "host": budget.host_bytes}
+    given = [f"{name} {format_bytes(num_bytes)}" for name, num_bytes in named.items() if num_bytes is not None]
+    return f"Budget: {', '.join(given)}." if given else "No budget was set: the limit is what the machine has."
+
+
+def device_sheet(device: Device) -> Sheet:
+    """Describe one device and what bounds it."""
+    facts = [
+        ("Name", device.name),
+        ("Usable", f"{format_bytes(device.capacity_bytes)}, bounded by {_bound(device)}"),
+        ("Free", format_bytes(device.free_bytes)),
+        ("Hardware", format_bytes(device.hardware_bytes)),
+        *((f"Limit: {limit.source}", format_bytes(limit.bytes)) for limit in device.limits),
+        ("Used by this process", f"{format_bytes(device.use.used_bytes)}, peak {format_bytes(device.use.peak_bytes)}"),
+        ("Used by others", format_bytes(device.use.others_bytes)),
+        *([("Cores", str(device.num_cores))] if device.num_cores else []),
+        *([("Architecture", device.architecture)] if device.architecture else []),
+        *(("Note", note) for note in device.notes),
+    ]
+    return Sheet(f"Device {_place(device)}", (Column("Property"), Column("Value")), tuple(facts))
+
+
+def machine_sheet(machine: Machine) -> Sheet:
+    """List every device with what it has, what is free and what bounds it."""
+    columns = (Column("Device"), Column("Name"), Column("Usable", True), Column("Free", True), Column("Bounded by"))
+    rows = tuple(
+        (
+            _place(device),
+            device.name,
+            format_bytes(device.capacity_bytes),
+            format_bytes(device.free_bytes),
+            _bound(device),
+        )
+        for device in machine.devices
+    )
+    return Sheet("Devices", columns, rows)
+
+
+def version_sheet(versions: dict[str, str]) -> Sheet:
+    """List the libraries and their versions."""
+    return Sheet("Versions", (Column("Library"), Column("Version")), tuple(sorted(versions.items())))
+
+
+def _place(device: Device) -> str:
+    return "cpu" if device.kind == "cpu" else f"{device.kind}:{device.index}"
+
+
+def _bound(device: Device) -> str:
+    """Name what the capacity comes from: the limit of that size, or the hardware."""
+    return next((limit.source for limit in device.limits if limit.bytes == device.capacity_bytes), "hardware")

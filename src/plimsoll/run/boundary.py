@@ -1,0 +1,70 @@
+"""The only place that catches an out-of-memory error.
+
+`attempt` runs a piece of work. If memory runs out it returns an `OomEvent`, plain numbers and text, and by then the
+``except`` block has been left: the exception is gone, and with it the traceback whose frames held the tensors
+(https://docs.pytorch.org/docs/stable/notes/faq.html, "My out of memory exception handler can't allocate memory").
+Every other exception passes through unchanged.
+
+What counts as out of memory is the backend's business: by type where there is one, by text where there is not, and
+library errors that hide one (cuDNN, cuBLAS, oneDNN) only while the device is nearly full.
+
+Does NOT cover a process that is killed (see `plimsoll.run.supervise`) and does not undo anything: that is the caller's.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from plimsoll.device.base import Backend
+from plimsoll.device.texts import requested_bytes
+from plimsoll.errors import PlimsollError
+from plimsoll.records.run import OomEvent, Phase
+
+T = TypeVar("T")
+
+_LONGEST_TEXT = 2000  # characters of the raw error kept in the record; CUDA's longest messages have about 900
+
+
+@dataclass(slots=True)
+class Position:
+    """Where the run is, so that an error can say where it happened."""
+
+    step: int = 0
+    phase: Phase = "fetch"
+    micro_batch: int | None = None
+
+
+def attempt(work: Callable[[], T], backend: Backend, position: Position) -> T | OomEvent:
+    """Run ``work`` and return its result, or the event if memory ran out in it.
+
+    The caller frees what the work left behind: nothing of it is referenced from here any more.
+    """
+    try:
+        return work()
+    except BaseException as error:
+        family = None if isinstance(error, PlimsollError) else backend.oom_family(error)
+        if family is None:
+            raise
+        event = _event(error, family, backend, position)
+        # A debugger or a reference cycle may keep the exception alive; what its frames held must go all the same.
+        traceback.clear_frames(error.__traceback__)
+    return event
+
+
+def _event(error: BaseException, family: str, backend: Backend, position: Position) -> OomEvent:
+    text = str(error)
+    use = backend.use()
+    return OomEvent(
+        step=position.step,
+        phase=position.phase,
+        family=family,
+        requested_bytes=requested_bytes(text),
+        live_bytes=use.used_bytes,
+        reserved_bytes=use.reserved_bytes,
+        capacity_bytes=use.limit_bytes,
+        micro_batch=position.micro_batch,
+        raw_text=f"{type(error).__name__}: {text}"[:_LONGEST_TEXT],
+    )

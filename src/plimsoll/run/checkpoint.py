@@ -1,0 +1,212 @@
+"""Checkpoints that are whole or not there: model, optimizer, random numbers, and how far the run has come.
+
+    checkpoints/step-00000100/
+        model.pt  optimizer.pt  random.pt   tensors (torch.save, read back with weights_only)
+        progress.json                       step, data cursor, ladder, schedule, scaler, fingerprint of the job
+        manifest.json                       bytes and CRC-32 of each of the others; written last
+
+A checkpoint is written to a temporary folder, each file synced, and the folder renamed; only then are older ones removed.
+So a kill or a full disk at any moment leaves the previous checkpoint as it was. On reading every byte is checked: a torn
+checkpoint, or one of another job, is refused with the reason and the previous good one is named.
+
+Writing makes no second copy of the tensors. Does NOT cover sharded checkpoints of several ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from plimsoll.errors import CheckpointError, OutputError
+from plimsoll.records.base import write_atomically
+from plimsoll.run.failpoints import failpoint
+
+_TENSOR_FILES = ("model.pt", "optimizer.pt", "random.pt")
+_CHUNK_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A whole checkpoint on disk and what its ``progress.json`` says."""
+
+    folder: Path
+    step: int
+    progress: dict[str, Any]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all its files."""
+        return sum(file.stat().st_size for file in self.folder.iterdir())
+
+    def restore(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+        """Put the tensors into the model and the optimizer; returns the random state for the backend."""
+        # Mapped, not read: the values are copied into the model, and a second copy of it may not fit.
+        weights = torch.load(self.folder / "model.pt", map_location="cpu", mmap=True, weights_only=True)
+        model.load_state_dict(weights)
+        del weights
+        optimizer.load_state_dict(torch.load(self.folder / "optimizer.pt", map_location="cpu", weights_only=True))
+        return torch.load(self.folder / "random.pt", map_location="cpu", weights_only=True)
+
+
+def save(
+    root: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, random_state: Any, progress: dict[str, Any], keep: int
+) -> Checkpoint:
+    """Write the checkpoint of ``step`` under ``root`` and keep the last ``keep``.
+
+    Raises:
+        OutputError: if it cannot be written (disk full, no permission); the earlier checkpoints are untouched.
+    """
+    root.mkdir(parents=True, exist_ok=True)
+    _remove_leftovers(root)
+    folder = root / f"step-{step:08d}"
+    temporary = root / f".{folder.name}.tmp-{os.getpid()}"
+    try:
+        temporary.mkdir()
+        for name, content in zip(_TENSOR_FILES, (model.state_dict(), optimizer.state_dict(), random_state), strict=True):
+            _write_tensors(temporary / name, content)
+            failpoint("checkpoint")
+        write_atomically(temporary / "progress.json", json.dumps(progress | {"step": step}).encode())
+        manifest = {name: _facts(temporary / name) for name in (*_TENSOR_FILES, "progress.json")}
+        write_atomically(temporary / "manifest.json", json.dumps(manifest).encode())
+        _sync_folder(temporary)
+        if folder.exists():
+            shutil.rmtree(folder)
+        temporary.rename(folder)
+        _sync_folder(root)
+    except OSError as error:
+        raise OutputError(
+            f"cannot write the checkpoint of step {step} to {root}: {error.strerror or error}; earlier checkpoints are intact: free "
+            "some space and go on with --resume"
+        ) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    for old in _steps(root)[:-keep]:
+        shutil.rmtree(root / f"step-{old:08d}")
+    return Checkpoint(folder, step, progress | {"step": step})
+
+
+def load(root: Path, fingerprint: dict[str, str], step: int | None = None) -> Checkpoint:
+    """Open the checkpoint of ``step``, or the newest.
+
+    Raises:
+        CheckpointError: if there is none, it is torn, or it belongs to another job; a good earlier one is named.
+    """
+    steps = _steps(root)
+    if not steps:
+        raise CheckpointError(f"there is no checkpoint in {root}: start the run without --resume")
+    if step is not None and step not in steps:
+        raise CheckpointError(f"there is no checkpoint of step {step} in {root}: choose one of {', '.join(map(str, steps))}")
+    chosen = steps[-1] if step is None else step
+    fault = _fault(root, chosen, fingerprint)
+    if fault is None:
+        return _open(root, chosen)
+    good = next((other for other in reversed(steps) if other < chosen and _fault(root, other, fingerprint) is None), None)
+    remedy = f"the one of step {good} is good: go on from it with --from-step {good}" if good is not None else "start anew in another --out"
+    raise CheckpointError(f"the checkpoint of step {chosen} in {root} {fault}; {remedy}")
+
+
+def newest_good(root: Path, fingerprint: dict[str, str]) -> Checkpoint | None:
+    """The newest checkpoint that is whole and of this job, or ``None``."""
+    good = (step for step in reversed(_steps(root)) if _fault(root, step, fingerprint) is None)
+    step = next(good, None)
+    return None if step is None else _open(root, step)
+
+
+def _open(root: Path, step: int) -> Checkpoint:
+    folder = root / f"step-{step:08d}"
+    return Checkpoint(folder, step, json.loads((folder / "progress.json").read_text()))
+
+
+def _steps(root: Path) -> list[int]:
+    return sorted(int(folder.name.removeprefix("step-")) for folder in root.glob("step-*") if folder.is_dir())
+
+
+def _fault(root: Path, step: int, fingerprint: dict[str, str]) -> str | None:
+    """What is wrong with a checkpoint, or ``None``."""
+    folder = root / f"step-{step:08d}"
+    try:
+        manifest = json.loads((folder / "manifest.json").read_text())
+        for name, facts in manifest.items():
+            found = _facts(folder / name)
+            if found != facts:
+                return f"is torn ({name} has {found['bytes']} bytes and CRC {found['crc32']:08x}, written were {facts['bytes']} and {facts['crc32']:08x})"
+        saved = json.loads((folder / "progress.json").read_text())["fingerprint"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return f"is torn ({type(error).__name__}: {error})"
+    different = [
+        f"{key} was {saved.get(key)}, is {fingerprint.get(key)}" for key in sorted({*saved, *fingerprint}) if saved.get(key) != fingerprint.get(key)
+    ]
+    return f"belongs to another job ({'; '.join(different)})" if different else None
+
+
+class _PlainFile:
+    """A file for `torch.save` that reports a full disk as the ``OSError`` it is, whatever torch makes of it."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("wb", buffering=0)
+        self.error: OSError | None = None
+
+    def write(self, content: Any) -> int:
+        view, num_bytes = memoryview(content).cast("B"), 0
+        try:
+            while num_bytes < len(view):
+                num_bytes += self._file.write(view[num_bytes:]) or 0
+        except OSError as error:
+            self.error = error
+            raise
+        return num_bytes
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def close(self) -> None:
+        os.fsync(self._file.fileno())
+        self._file.close()
+
+
+def _write_tensors(path: Path, content: Any) -> None:
+    file = _PlainFile(path)
+    try:
+        torch.save(content, file)  # type: ignore[arg-type]  # it needs no more than `write` and `flush`
+        file.close()
+    except RuntimeError:
+        if file.error is None:
+            raise
+    if file.error is not None:
+        raise file.error
+
+
+def _facts(path: Path) -> dict[str, int]:
+    crc = 0
+    for chunk in _chunks(path):
+        crc = zlib.crc32(chunk, crc)
+    return {"bytes": path.stat().st_size, "crc32": crc}
+
+
+def _chunks(path: Path) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            yield chunk
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _remove_leftovers(root: Path) -> None:
+    """Remove what a killed process left half written."""
+    for leftover in root.glob(".step-*.tmp-*"):
+        shutil.rmtree(leftover, ignore_errors=True)

@@ -1,0 +1,252 @@
+"""`optimizer.step()` as a transaction: afterwards the whole step has happened, or none of it.
+
+An optimizer changes parameters and states in place, so memory running out half way (Adam's temporaries, or its states in
+the first step) leaves some parameters updated and some not. Here the step is done in *pieces*, each a few parameters
+whose values and states are copied just before, so a piece can always be undone. The copy is small, dropped with the
+piece, and costs about half of the optimizer's own time, which is below 1 % of a step of 1,000 tokens or more
+(`benchmarks/overhead.py`).
+
+That a failure can always be mended follows from the order. The largest parameter goes first, so the first piece needs
+most; the states that the first step will still create are proven to fit by allocating as much once; and every finished
+piece gives its gradients back. So memory runs out in the first piece, which is undone and nothing has happened, or not
+at all. A later failure is something else taking memory: the piece is undone and done again, in halves where it has more
+than one parameter. If a single parameter fails twice, what was done cannot be taken back: `TornStepError` says so, and a
+checkpoint is the way back.
+
+Where not even the copy of a piece fits, the piece is done without one, but only after the memory that its update can take
+at most has been shown to be there.
+
+Covers optimizers of ``torch.optim`` piece by piece; an optimizer from elsewhere, or one with step hooks, may look at all
+parameters together and is therefore one single piece. Does NOT cover state kept outside ``optimizer.state``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from plimsoll.device.base import Backend
+from plimsoll.errors import TornStepError
+from plimsoll.records.run import OomEvent
+from plimsoll.records.units import format_bytes
+from plimsoll.run.boundary import Position, attempt
+from plimsoll.run.failpoints import failpoint
+
+# A piece on the CPU stays in the cache between its copy and its update; on a GPU small pieces would cost launches.
+_PIECE_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}
+_TEMPORARIES = 3  # times the parameters' bytes; `torch.optim` needs at most two
+_MOST_STATES = 2  # times the parameters' bytes: Adam and its kin; only AMSGrad keeps three
+
+
+@dataclass(slots=True)
+class _Piece:
+    """Some parameters of each parameter group: ``groups`` maps the group's index to them."""
+
+    groups: dict[int, list[nn.Parameter]] = field(default_factory=dict)
+    num_bytes: int = 0
+    num_failures: int = 0
+
+    @property
+    def device(self) -> torch.device:
+        return self.parameters()[0].device
+
+    def parameters(self) -> list[nn.Parameter]:
+        return [parameter for parameters in self.groups.values() for parameter in parameters]
+
+    def add(self, group: int, parameter: nn.Parameter) -> None:
+        self.groups.setdefault(group, []).append(parameter)
+        self.num_bytes += _bytes(parameter)
+
+    def release_gradients(self) -> None:
+        for parameter in self.parameters():
+            parameter.grad = None
+
+    def may_be_tried_again(self) -> bool:
+        """Whether it can be cut further, or is one parameter that has failed only once."""
+        self.num_failures += 1
+        return len(self.parameters()) > 1 or self.num_failures == 1
+
+    def halves(self) -> list[_Piece]:
+        """The piece as two, or itself if it is one parameter."""
+        members = [(group, parameter) for group, parameters in self.groups.items() for parameter in parameters]
+        if len(members) == 1:
+            return [self]
+        parts = [_Piece(), _Piece()]
+        for number, (group, parameter) in enumerate(members):
+            parts[number * 2 // len(members)].add(group, parameter)
+        return parts
+
+
+class _Copy:
+    """The parameters of a piece and their optimizer states, as they are now."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, piece: _Piece) -> None:
+        self._optimizer = optimizer
+        self._states = {p: dict(optimizer.state[p]) for p in piece.parameters() if p in optimizer.state}
+        self._fresh = [p for p in piece.parameters() if p not in optimizer.state]
+        self.is_of_fresh_states = bool(self._fresh)
+        tensors: list[torch.Tensor] = piece.parameters() + [
+            value for state in self._states.values() for value in state.values() if isinstance(value, torch.Tensor)
+        ]
+        alike: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+        for tensor in tensors:
+            alike.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+        # One concatenation per device and dtype: a clone per tensor would cost more time than the copying itself.
+        self._copies = [(group, torch.cat([t.detach().reshape(-1) for t in group])) for group in alike.values()]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        for tensors, flat in self._copies:
+            for tensor, value in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
+                tensor.copy_(value.view(tensor.shape))
+        for parameter, state in self._states.items():
+            self._optimizer.state[parameter].clear()
+            self._optimizer.state[parameter].update(state)
+        for parameter in self._fresh:
+            self._optimizer.state.pop(parameter, None)
+
+
+class StepCommit:
+    """Runs the step of one optimizer as a transaction.
+
+    It has ``param_groups`` and ``step`` like the optimizer, so that a ``GradScaler`` can unscale and step it.
+
+    Args:
+        optimizer: the optimizer; its gradients are released as they are used.
+        backend: the device's backend.
+        position: where the run is, for the record of an error.
+        piece_bytes: parameters per piece, in bytes; ``None`` for what suits the device.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, backend: Backend, position: Position, piece_bytes: int | None = None
+    ) -> None:
+        self.optimizer = optimizer
+        self.outcome: OomEvent | None = None
+        self.was_called = False
+        self._backend = backend
+        self._position = position
+        self._piece_bytes = piece_bytes or _PIECE_BYTES[backend.kind]
+
+    @property
+    def param_groups(self) -> list[dict[str, object]]:
+        """The optimizer's parameter groups."""
+        return self.optimizer.param_groups
+
+    def step(self) -> None:
+        """Do the whole step, or nothing; ``outcome`` is then ``None``, or the event that prevented it.
+
+        Raises:
+            TornStepError: if memory ran out where neither is possible any more.
+        """
+        self.was_called = True
+        self.outcome = None
+        waiting = list(reversed(_pieces(self.optimizer, self._piece_bytes)))
+        nothing_happened = True
+        while waiting:
+            piece = waiting.pop()
+            event = self._do(piece, sum(other.num_bytes for other in waiting) if nothing_happened else None)
+            if event is None:
+                nothing_happened = False
+                continue
+            self._backend.release()
+            if piece.may_be_tried_again():
+                waiting.extend(reversed(piece.halves()))
+            elif nothing_happened:
+                self.outcome = event
+                return
+            else:
+                raise _torn(event)
+
+    def _do(self, piece: _Piece, other_bytes: int | None) -> OomEvent | None:
+        """Update one piece and release its gradients, or leave it as it was.
+
+        ``other_bytes``: the bytes of the parameters whose new states must be proven to fit as well; ``None`` once that
+        has been done.
+        """
+        copy = attempt(lambda: _Copy(self.optimizer, piece), self._backend, self._position)
+        if isinstance(copy, OomEvent):
+            return self._do_without_copy(piece, other_bytes)
+        event = attempt(lambda: self._step_on(piece), self._backend, self._position)
+        if event is None and copy.is_of_fresh_states and other_bytes:
+            need_bytes = other_bytes * self._state_bytes(piece) // max(piece.num_bytes, 1)
+            event = attempt(lambda: _prove_room(need_bytes, piece.device), self._backend, self._position)
+        if event is not None:
+            copy.restore()
+            return event
+        piece.release_gradients()
+        return None
+
+    def _do_without_copy(self, piece: _Piece, other_bytes: int | None) -> OomEvent | None:
+        self._backend.release()
+        need_bytes = _TEMPORARIES * piece.num_bytes
+        if any(parameter not in self.optimizer.state for parameter in piece.parameters()):
+            need_bytes += _MOST_STATES * (piece.num_bytes + (other_bytes or 0))
+        no_room = attempt(lambda: _prove_room(need_bytes, piece.device), self._backend, self._position)
+        if no_room is not None:
+            return no_room
+        event = attempt(lambda: self._step_on(piece), self._backend, self._position)
+        if event is not None:
+            raise _torn(event)
+        piece.release_gradients()
+        return None
+
+    def _step_on(self, piece: _Piece) -> None:
+        with _only(self.optimizer, piece):
+            self.optimizer.step()
+        failpoint("optimizer")
+
+    def _state_bytes(self, piece: _Piece) -> int:
+        states = (self.optimizer.state[parameter] for parameter in piece.parameters())
+        return sum(_bytes(value) for state in states for value in state.values() if isinstance(value, torch.Tensor))
+
+
+def _pieces(optimizer: torch.optim.Optimizer, piece_bytes: int) -> list[_Piece]:
+    """The parameters that have a gradient, largest first, in pieces of at most ``piece_bytes`` (or one parameter)."""
+    members = [(i, p) for i, group in enumerate(optimizer.param_groups) for p in group["params"] if p.grad is not None]
+    members.sort(key=lambda member: -_bytes(member[1]))
+    is_separable = type(optimizer).__module__.startswith("torch.optim.") and not _has_step_hooks(optimizer)
+    pieces: list[_Piece] = []
+    for group, parameter in members:
+        if not pieces or (is_separable and pieces[-1].num_bytes + _bytes(parameter) > piece_bytes):
+            pieces.append(_Piece())
+        pieces[-1].add(group, parameter)
+    return pieces
+
+
+def _has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+
+
+@contextmanager
+def _only(optimizer: torch.optim.Optimizer, piece: _Piece) -> Iterator[None]:
+    """Let the optimizer see the parameters of one piece only."""
+    whole = [group["params"] for group in optimizer.param_groups]
+    for index, group in enumerate(optimizer.param_groups):
+        group["params"] = piece.groups.get(index, [])
+    try:
+        yield
+    finally:
+        for group, parameters in zip(optimizer.param_groups, whole, strict=True):
+            group["params"] = parameters
+
+
+def _prove_room(num_bytes: int, device: torch.device) -> None:
+    """Allocate and free ``num_bytes``: raises where they are not to be had."""
+    torch.empty(num_bytes, dtype=torch.uint8, device=device)
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _torn(event: OomEvent) -> TornStepError:
+    return TornStepError(
+        f"memory ran out inside optimizer.step() of step {event.step} (asked for {format_bytes(event.requested_bytes)} with "
+        f"{format_bytes(event.live_bytes)} in use) after part of the parameters had been updated, and there was no room for "
+        "a copy to undo it: reload the last checkpoint (`plimsoll train` does it by itself), and give a larger budget"
+    )

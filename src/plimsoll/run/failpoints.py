@@ -1,0 +1,64 @@
+"""Places where a test can make memory run out for real: ``with armed("backward", hit=3): ...``.
+
+An armed point asks the allocator for 2^60 bytes, so what is raised is the allocator's own error and passes through the
+same recognition as any other. `PLIMSOLL_FAILPOINTS="backward@3,optimizer@7"` arms points in a subprocess: the point's
+name and which passage of it fails, counted from 1. A failpoint that is not armed costs one look into an empty dictionary.
+
+Does NOT cover places inside a model: use a forward or a gradient hook that calls `exhaust_memory`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from plimsoll.errors import InputError
+
+_ABSURD_BYTES = 1 << 60
+_armed: dict[str, set[int]] = {}
+_passed: dict[str, int] = {}
+
+
+def failpoint(name: str) -> None:
+    """Run out of memory here if this passage of ``name`` is armed."""
+    if not _armed:
+        return
+    hits = _armed.get(name)
+    if hits is None:
+        return
+    _passed[name] = _passed.get(name, 0) + 1
+    if _passed[name] in hits:
+        exhaust_memory()
+
+
+def exhaust_memory() -> None:
+    """Ask the allocator for more than any machine has, so that its own error is raised."""
+    torch.empty(_ABSURD_BYTES, dtype=torch.uint8)
+
+
+@contextmanager
+def armed(name: str, *hits: int) -> Iterator[None]:
+    """Let the given passages (counted from 1) of the point ``name`` run out of memory while the block runs."""
+    _armed[name] = set(hits)
+    _passed[name] = 0
+    try:
+        yield
+    finally:
+        _armed.pop(name, None)
+
+
+def arm_from_environment() -> None:
+    """Arm what `PLIMSOLL_FAILPOINTS` names.
+
+    Raises:
+        InputError: if it is not of the form ``name@passage,...``.
+    """
+    for entry in filter(None, os.environ.get("PLIMSOLL_FAILPOINTS", "").split(",")):
+        name, _, hit = entry.partition("@")
+        if not hit.isdecimal():
+            raise InputError(f"PLIMSOLL_FAILPOINTS entry {entry!r} is not of the form name@passage: write for example backward@3")
+        _armed.setdefault(name, set()).add(int(hit))
+        _passed.setdefault(name, 0)

@@ -1,0 +1,453 @@
+"""The OOM-proof training step: either the whole optimizer step happens, once, or nothing does.
+
+    step = TrainStep(model, optimizer, units="next-tokens", clip_norm=1.0)
+    for batch in loader:
+        result = step(batch)
+
+A step cuts the batch into micro-batches, accumulates their gradients, clips, and updates. When memory runs out anywhere,
+everything is put back as it was before the step (gradients, random numbers, buffers, scaler; parameters and optimizer
+states by `plimsoll.run.commit`), and the same samples run again in smaller pieces. The sum of the gradients does not
+depend on the cut: each micro-batch's mean loss is weighted by its share of what the loss averages over.
+
+Numerics: with one micro-batch the same bits as the plain loop; with more, the same mathematics in another rounding order.
+Another cut draws other dropout masks, as it does in plain PyTorch. BatchNorm's batch statistics depend on the cut, so a
+model in which they are in use is not cut unless ``recut_batch_norm`` allows it.
+
+Does NOT cover: losses that do not average over samples or tokens (contrastive losses over the batch), LBFGS and other
+optimizers that need a closure, gradients that exist before the step (they are dropped).
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from plimsoll.device.base import Backend, backend_for
+from plimsoll.errors import DataError, InputError, NonFiniteLossError, OutOfMemoryError
+from plimsoll.records.run import OomEvent
+from plimsoll.records.units import format_bytes
+from plimsoll.run.boundary import Position, attempt
+from plimsoll.run.commit import StepCommit
+from plimsoll.run.failpoints import failpoint
+from plimsoll.run.recover import Ladder, micro_batch_sizes
+from plimsoll.run.undo import Undo
+from plimsoll.workload import LossFunction, Units, Workload, batch_size_of, count_units, model_loss, move_batch, split_batch
+
+_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_SMALLEST_SCALE = 1.0  # fp16 steps are skipped while the scale falls; below this the loss itself is not finite
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What one step did. ``loss`` is the mean over ``num_units``; ``updated`` is False where fp16 overflowed and was skipped."""
+
+    step: int
+    loss: float
+    num_samples: int
+    num_units: int
+    micro_batch: int
+    gradient_norm: float | None
+    learning_rate: float
+    step_seconds: float
+    updated: bool
+    oom_events: tuple[OomEvent, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """The mean loss over ``num_units`` of the evaluated samples."""
+
+    loss: float
+    num_samples: int
+    num_units: int
+    oom_events: tuple[OomEvent, ...]
+
+
+class _Outcome(NamedTuple):
+    """What a step that happened found on its way."""
+
+    loss: float
+    gradient_norm: float | None
+    learning_rate: float
+    updated: bool
+
+
+class _Shape(NamedTuple):
+    """What of a batch decides how it is cut and weighted."""
+
+    num_samples: int
+    num_units: int
+    elements_per_sample: float
+
+
+class TrainStep:
+    """One optimizer step as a transaction; see the module's docstring for what that promises.
+
+    Args:
+        model: the model, on the device it trains on.
+        optimizer: any ``torch.optim`` optimizer of its parameters (not LBFGS).
+        loss: ``loss(model, batch)`` returns the mean loss, a scalar tensor; by default ``model(**batch).loss``.
+        units: what that loss averages over: ``"samples"``, ``"tokens"`` (labels other than -100), ``"next-tokens"`` (the
+            same, for a causal model that shifts the labels), or a function from a batch to a number.
+        micro_batch: samples per forward and backward pass to begin with; ``None`` begins with the whole batch.
+        clip_norm: the global gradient norm to clip to, after accumulation.
+        schedule: a learning-rate schedule, stepped after every update.
+        precision: ``"fp32"``, or ``"bf16"`` / ``"fp16"`` by autocast (fp16 with a gradient scaler).
+        recut_batch_norm: allow cutting a batch although BatchNorm's statistics then differ from the whole batch's.
+        grow_after: clean steps after which the next larger micro-batch is tried.
+
+    Raises:
+        InputError: if the model is in half precision under fp16, parameters are on several devices, or the optimizer
+            needs a closure.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        loss: LossFunction = model_loss,
+        *,
+        units: Units = "samples",
+        micro_batch: int | None = None,
+        clip_norm: float | None = None,
+        schedule: torch.optim.lr_scheduler.LRScheduler | None = None,
+        precision: str = "fp32",
+        recut_batch_norm: bool = False,
+        grow_after: int = 50,
+    ) -> None:
+        device = _device_of(model)
+        _check(model, optimizer, precision, micro_batch)
+        self.workload = Workload(model, optimizer, loss, units, schedule, clip_norm, precision, device)
+        self.position = Position()
+        self.backend: Backend = backend_for(str(device))
+        self.ladder: Ladder | None = None
+        self._evaluation_ladder: Ladder | None = None
+        self._learned: dict[str, int | None] | None = None
+        self._first_micro_batch = micro_batch
+        self._recut_batch_norm = recut_batch_norm
+        self._grow_after = grow_after
+        self._undo = Undo(model, self.backend)
+        self._commit = StepCommit(optimizer, self.backend, self.position)
+        self._scaler = torch.amp.GradScaler(device.type) if precision == "fp16" else None
+
+    @property
+    def micro_batch(self) -> int | None:
+        """The micro-batch in force, in samples; ``None`` before the first batch if none was given."""
+        if self.ladder is None:
+            return self._learned["size"] if self._learned else self._first_micro_batch
+        return self.ladder.in_force
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that have happened."""
+        return self.position.step
+
+    def __call__(self, batch: Any, on_oom: Callable[[OomEvent], None] | None = None) -> StepResult:
+        """Do one optimizer step on ``batch``, whatever number of pieces it takes.
+
+        Args:
+            batch: a dict, tuple, list or tensor whose tensors have the samples in dimension 0.
+            on_oom: called with each event as it is recovered from.
+
+        Raises:
+            OutOfMemoryError: if memory ran out and no smaller micro-batch is left; the step is undone.
+            NonFiniteLossError: if the loss is NaN or infinite; the step is undone.
+            InputError: if the batch cannot be cut, or must not be (BatchNorm).
+        """
+        started = time.perf_counter()
+        shape = self._shape_of(batch)
+        ladder = self._ladder_for(shape.num_samples)
+        size = min(ladder.choose(shape.elements_per_sample), shape.num_samples)
+        self._refuse_recut(size, shape)
+        events: list[OomEvent] = []
+        self._undo.remember()
+        self.workload.optimizer.zero_grad(set_to_none=True)
+        outcome: _Outcome | OomEvent | None = None
+        try:
+            while not isinstance(outcome, _Outcome):
+                self.position.micro_batch = size
+                outcome = self._run(batch, size, shape.num_units)
+                if isinstance(outcome, OomEvent):
+                    self._put_back()
+                    events.append(self._with_next_size(outcome, size, shape))
+                    size = events[-1].next_micro_batch or size
+                    if on_oom is not None:
+                        on_oom(events[-1])
+        finally:
+            if not isinstance(outcome, _Outcome):
+                self._put_back()
+        ladder.held(math.ceil(size * shape.elements_per_sample))
+        self.position.step += 1
+        return StepResult(
+            step=self.num_steps,
+            num_samples=shape.num_samples,
+            num_units=shape.num_units,
+            micro_batch=size,
+            step_seconds=time.perf_counter() - started,
+            oom_events=tuple(events),
+            **outcome._asdict(),
+        )
+
+    def evaluate(self, batches: Iterable[Any]) -> Evaluation:
+        """Return the mean loss over ``batches`` without gradients; training flags and random numbers stay as they were.
+
+        Raises:
+            OutOfMemoryError: if not even single samples fit.
+        """
+        was_training = [module for module in self.workload.model.modules() if module.training]
+        random_state = self.backend.random_state()
+        phase, self.position.phase = self.position.phase, "evaluation"
+        self.workload.model.eval()
+        try:
+            with torch.no_grad():
+                return self._evaluate(batches)
+        finally:
+            for module in was_training:
+                module.training = True
+            self.backend.restore_random_state(random_state)
+            self.position.phase = phase
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint needs besides the model and the optimizer."""
+        schedule = self.workload.schedule
+        return {
+            "step": self.num_steps,
+            "ladder": self.ladder.state_dict() if self.ladder else None,
+            "scaler": self._scaler.state_dict() if self._scaler else None,
+            "schedule": schedule.state_dict() if schedule else None,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what `state_dict` returned."""
+        self.position.step = state["step"]
+        self.ladder, self._learned = None, state["ladder"]
+        if self._scaler is not None and state["scaler"] is not None:
+            self._scaler.load_state_dict(state["scaler"])
+        if self.workload.schedule is not None and state["schedule"] is not None:
+            self.workload.schedule.load_state_dict(state["schedule"])
+
+    # -- one try of a step ---------------------------------------------------------------------------------------------
+
+    def _run(self, batch: Any, size: int, num_units: int) -> _Outcome | OomEvent:
+        """Gradients, clipping and update with micro-batches of ``size``; after an event the caller puts everything back."""
+        gradients = attempt(lambda: self._gradients(batch, size, num_units), self.backend, self.position)
+        if isinstance(gradients, OomEvent):
+            return gradients
+        loss, gradient_norm = gradients
+        learning_rate = float(self.workload.optimizer.param_groups[0]["lr"])
+        self.position.phase = "optimizer"
+        self._commit.was_called = False
+        if self._scaler is None:
+            self._commit.step()
+        else:
+            self._scaler.step(self._commit)  # type: ignore[arg-type]  # it has what a scaler uses of an optimizer
+        if self._commit.was_called and self._commit.outcome is not None:
+            return self._commit.outcome
+        if self._scaler is not None:
+            self._scaler.update()
+        if self._commit.was_called and self.workload.schedule is not None:
+            self.workload.schedule.step()
+        return _Outcome(loss, gradient_norm, learning_rate, updated=self._commit.was_called)
+
+    def _gradients(self, batch: Any, size: int, num_units: int) -> tuple[float, float | None]:
+        """Accumulate the gradients of the whole batch and clip them; returns the mean loss and the gradient norm."""
+        total = torch.zeros((), device=self.workload.device)
+        for piece in split_batch(batch, size):
+            share = count_units(piece, self.workload.units) / num_units
+            if share:  # a piece without a target has no mean loss
+                total += self._forward_backward(piece, share)
+        loss = total.item()
+        self._refuse_non_finite("loss", loss)
+        self.position.phase = "clip"
+        failpoint("clip")
+        if self._scaler is not None:
+            self._scaler.unscale_(self._commit)  # type: ignore[arg-type]
+        if self.workload.clip_norm is None:
+            return loss, None
+        norm = nn.utils.clip_grad_norm_(self.workload.model.parameters(), self.workload.clip_norm).item()
+        self._refuse_non_finite("gradient norm", norm)
+        return loss, norm
+
+    def _forward_backward(self, piece: Any, share: float) -> torch.Tensor:
+        """Add one micro-batch's part to the gradients; everything it allocated is free when this returns."""
+        self.position.phase = "copy"
+        failpoint("copy")
+        piece = move_batch(piece, self.workload.device)
+        self.position.phase = "forward"
+        failpoint("forward")
+        with self._autocast():
+            loss = self.workload.loss(self.workload.model, piece)
+        self.position.phase = "loss"
+        failpoint("loss")
+        if share != 1:
+            loss = loss * share
+        self.position.phase = "backward"
+        (loss if self._scaler is None else self._scaler.scale(loss)).backward()
+        failpoint("backward")
+        return loss.detach().float()
+
+    def _autocast(self) -> torch.autocast:
+        dtype = _AUTOCAST.get(self.workload.precision)
+        return torch.autocast(self.workload.device.type, dtype=dtype, enabled=dtype is not None)
+
+    def _refuse_non_finite(self, what: str, value: float) -> None:
+        # Under fp16 an overflow is expected now and then: the scaler skips that update and lowers the scale.
+        if math.isfinite(value) or (self._scaler is not None and self._scaler.get_scale() >= _SMALLEST_SCALE):
+            return
+        raise NonFiniteLossError(
+            f"the {what} of step {self.num_steps + 1} is {value}; the step was undone, so the model is as it was after step "
+            f"{self.num_steps}: lower the learning rate (now {self.workload.optimizer.param_groups[0]['lr']:g}), set clip_norm, "
+            "or look at that batch"
+        )
+
+    # -- recovery ------------------------------------------------------------------------------------------------------
+
+    def _put_back(self) -> None:
+        self._undo.restore()
+        if self._scaler is not None:
+            # What `unscale_` noted for this optimizer can only be dropped with the scaler; its scale is unchanged.
+            state = self._scaler.state_dict()
+            self._scaler = torch.amp.GradScaler(self.workload.device.type)
+            self._scaler.load_state_dict(state)
+        self.backend.release()
+
+    def _shape_of(self, batch: Any) -> _Shape:
+        num_samples, num_units = batch_size_of(batch), count_units(batch, self.workload.units)
+        if num_units == 0:
+            raise DataError(
+                f"step {self.num_steps + 1}: none of the {num_samples} samples has a target (every label is -100), so there is no "
+                "loss to average: remove such batches"
+            )
+        return _Shape(num_samples, num_units, _num_elements(batch) / num_samples)
+
+    def _ladder_for(self, num_samples: int) -> Ladder:
+        """The ladder, made from the first batch and made anew for a larger one; the known limit is kept."""
+        top = self._first_micro_batch or num_samples
+        if self.ladder is None or (self._first_micro_batch is None and top > self.ladder.sizes[0]):
+            learned = self.ladder.state_dict() | {"size": top} if self.ladder else self._learned
+            self.ladder = Ladder(micro_batch_sizes(top), self._grow_after)
+            if learned is not None:
+                self.ladder.load_state_dict(learned)
+        return self.ladder
+
+    def _with_next_size(self, event: OomEvent, size: int, shape: _Shape) -> OomEvent:
+        """Say in the event what is done next.
+
+        Raises:
+            OutOfMemoryError: if nothing is left to do.
+        """
+        assert self.ladder is not None
+        following = self.ladder.failed(size, math.ceil(size * shape.elements_per_sample))
+        must_stay_whole = self._must_stay_whole()
+        if following is None or (following < shape.num_samples and must_stay_whole):
+            raise OutOfMemoryError(_no_way_out(event, size, shape, must_stay_whole))
+        action = "step undone, same micro-batch once more" if following == size else f"step undone, micro-batch {size} -> {following}"
+        return event.model_copy(update={"next_micro_batch": following, "action": action})
+
+    def _must_stay_whole(self) -> bool:
+        return not self._recut_batch_norm and any(
+            isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training for module in self.workload.model.modules()
+        )
+
+    def _refuse_recut(self, size: int, shape: _Shape) -> None:
+        if size < shape.num_samples and self._must_stay_whole():
+            raise InputError(
+                f"a micro-batch of {size} would cut the batch of {shape.num_samples} samples, but the model has BatchNorm in "
+                "training mode, whose statistics would then be of each piece and not of the batch: give micro_batch=None, or "
+                "allow it with recut_batch_norm=True (job.yaml: allow: [recut_batch_norm])"
+            )
+
+    # -- evaluation ----------------------------------------------------------------------------------------------------
+
+    def _evaluate(self, batches: Iterable[Any]) -> Evaluation:
+        loss_sum, num_samples, num_units = 0.0, 0, 0
+        events: list[OomEvent] = []
+        for batch in batches:
+            shape = self._shape_of(batch)
+            loss_sum += self._loss_of(batch, shape, events) * shape.num_units
+            num_samples += shape.num_samples
+            num_units += shape.num_units
+        if not num_units:
+            raise DataError(f"there is nothing to evaluate: {num_samples} samples were given; give at least one")
+        return Evaluation(loss_sum / num_units, num_samples, num_units, tuple(events))
+
+    def _loss_of(self, batch: Any, shape: _Shape, events: list[OomEvent]) -> float:
+        """The mean loss of one batch, in as large pieces as fit."""
+        if self._evaluation_ladder is None or self._evaluation_ladder.sizes[0] < shape.num_samples:
+            self._evaluation_ladder = Ladder(micro_batch_sizes(shape.num_samples), self._grow_after)
+        ladder = self._evaluation_ladder
+        size = min(ladder.choose(shape.elements_per_sample), shape.num_samples)
+        while True:
+            self.position.micro_batch = size
+            loss = attempt(lambda size=size: self._forward_only(batch, size, shape.num_units), self.backend, self.position)
+            num_elements = math.ceil(size * shape.elements_per_sample)
+            if not isinstance(loss, OomEvent):
+                ladder.held(num_elements)
+                return loss
+            self.backend.release()
+            following = ladder.failed(size, num_elements)
+            if following is None:
+                raise OutOfMemoryError(_no_way_out(loss, size, shape, must_stay_whole=False))
+            events.append(loss.model_copy(update={"next_micro_batch": following, "action": f"micro-batch {size} -> {following}"}))
+            size = following
+
+    def _forward_only(self, batch: Any, size: int, num_units: int) -> float:
+        total = torch.zeros((), device=self.workload.device)
+        for piece in split_batch(batch, size):
+            failpoint("evaluation")
+            share = count_units(piece, self.workload.units) / num_units
+            if share:
+                with self._autocast():
+                    total += self.workload.loss(self.workload.model, move_batch(piece, self.workload.device)).float() * share
+        return total.item()
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    devices = {parameter.device for parameter in model.parameters()}
+    if len(devices) != 1:
+        raise InputError(
+            f"the model's parameters are on {sorted(map(str, devices)) or 'no device'}: put it on one device before making the step"
+        )
+    return devices.pop()
+
+
+def _check(model: nn.Module, optimizer: torch.optim.Optimizer, precision: str, micro_batch: int | None) -> None:
+    if precision not in ("fp32", *_AUTOCAST):
+        raise InputError(f"precision {precision!r} is unknown: choose fp32, bf16 or fp16")
+    if precision == "fp16" and any(parameter.dtype == torch.float16 for parameter in model.parameters()):
+        raise InputError(
+            "precision fp16 scales gradients for a model whose parameters are float32, but this model is in half precision "
+            "(model.half() or torch_dtype=float16): small updates would be lost in its weights and the scaler refuses to unscale "
+            "float16 gradients; use model.float(), autocast does the rest"
+        )
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise InputError("LBFGS evaluates the loss several times in one step and needs a closure: use another optimizer, for example AdamW")
+    if micro_batch is not None and micro_batch < 1:
+        raise InputError(f"micro_batch is {micro_batch} samples, but a pass needs at least 1: give a positive number or None")
+
+
+def _num_elements(batch: Any) -> int:
+    """The elements of all tensors of a batch."""
+    if isinstance(batch, torch.Tensor):
+        return batch.numel()
+    values = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else ()
+    return sum(_num_elements(value) for value in values)
+
+
+def _no_way_out(event: OomEvent, size: int, shape: _Shape, must_stay_whole: bool) -> str:
+    where = f"memory ran out in the {event.phase} phase of step {event.step + 1 if event.step is not None else '?'}"
+    asked = f"asked for {format_bytes(event.requested_bytes)} with {format_bytes(event.live_bytes)} in use of {format_bytes(event.capacity_bytes)}"
+    if must_stay_whole:
+        why = (
+            f"the batch of {shape.num_samples} samples was not cut, because BatchNorm's statistics depend on the cut: allow it "
+            "with recut_batch_norm=True (job.yaml: allow: [recut_batch_norm]), or give a larger budget"
+        )
+    else:
+        why = f"micro-batch {size} is the smallest there is: give a larger budget, shorter sequences or a smaller model"
+    return f"{where} ({asked}); the step was undone. {why}"

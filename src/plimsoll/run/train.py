@@ -1,0 +1,237 @@
+"""The training loop: fetch, step, note, checkpoint, evaluate, until the steps are done or somebody asks to stop.
+
+The loop does not know the techniques and does not catch errors: a step is a transaction (`plimsoll.run.step`), what runs
+out of memory outside of it is tried again after a clean-up (`_survive`), and everything else ends the run with its
+checkpoints intact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any, TypeVar
+
+from plimsoll.assemble import Assembled
+from plimsoll.data.loader import Batch, iterate_once
+from plimsoll.device.base import Backend
+from plimsoll.errors import Interrupted, NonFiniteLossError, OutOfMemoryError, PlimsollError
+from plimsoll.models.save import save_model
+from plimsoll.records.job import Job
+from plimsoll.records.run import CheckpointLine, EndLine, EvaluationLine, OomEvent, Phase, RunRecord, StartLine, StepLine
+from plimsoll.records.units import format_bytes
+from plimsoll.run import checkpoint
+from plimsoll.run.boundary import attempt
+from plimsoll.run.directory import RunDirectory
+from plimsoll.run.failpoints import failpoint
+from plimsoll.run.monitor import MemorySampler, View
+from plimsoll.run.signals import StopRequest, stop_on_signal
+from plimsoll.run.step import StepResult, TrainStep
+
+_TRIES = 3  # of a fetch, an evaluation or a checkpoint, with everything that can be freed freed in between
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class Training:
+    """One training in progress: what is trained, where it is noted, and how it is watched."""
+
+    job: Job
+    parts: Assembled
+    step: TrainStep
+    directory: RunDirectory
+    fingerprint: dict[str, str]
+    sampler: MemorySampler
+    view: View
+    stop: StopRequest = field(default_factory=StopRequest)
+
+    @property
+    def backend(self) -> Backend:
+        """The device's backend."""
+        return self.step.backend
+
+
+def train(training: Training, restarts: int = 0) -> RunRecord:
+    """Run to the job's last step, from wherever the training stands.
+
+    Returns:
+        the record of the whole run, also written to ``record.json``.
+
+    Raises:
+        Interrupted: after SIGINT or SIGTERM, with the step finished and saved.
+        OutOfMemoryError, NonFiniteLossError: see `plimsoll.run.step`; the checkpoints are intact.
+    """
+    directory, step = training.directory, training.step
+    try:
+        with ExitStack() as stack:
+            stack.enter_context(training.sampler.running())
+            stack.enter_context(training.view.shown())
+            training.stop = stack.enter_context(stop_on_signal())
+            directory.append(_start_line(training, restarts))
+            _loop(training)
+        _finish(training)
+    except PlimsollError as error:
+        status = "interrupted" if isinstance(error, Interrupted) else "failed"
+        directory.append(EndLine(time_seconds=training.sampler.seconds(), step=step.num_steps, status=status, message=str(error)))
+        RunRecord.from_directory(directory.path).save(directory.record)
+        raise
+    directory.append(EndLine(time_seconds=training.sampler.seconds(), step=step.num_steps, status="finished"))
+    record = RunRecord.from_directory(directory.path)
+    record.save(directory.record)
+    return record
+
+
+def resume(training: Training, saved: checkpoint.Checkpoint) -> None:
+    """Put the training where ``saved`` left it; the metrics of later steps are taken out."""
+    random_state = saved.restore(training.parts.model, training.parts.optimizer)
+    training.step.load_state_dict(saved.progress["training_step"])
+    training.parts.loader.load_state_dict(saved.progress["loader"])
+    training.backend.restore_random_state(random_state)
+    training.directory.keep_until(saved.step)
+
+
+def _loop(training: Training) -> None:
+    job, step = training.job, training.step
+    saved_step = step.num_steps
+    while step.num_steps < job.steps and training.stop.signal_number is None:
+        batch: Batch = _survive(training, "fetch", lambda: _fetch(training))
+        result = _step(training, batch)
+        training.parts.loader.advance()
+        _note(training, batch, result)
+        if job.evaluate_every and result.step % job.evaluate_every == 0:
+            _evaluate(training)
+        if result.step % job.checkpoint.every == 0 or result.step == job.steps:
+            _save(training)
+            saved_step = result.step
+    if training.stop.signal_number is not None and step.num_steps < job.steps:
+        if saved_step != step.num_steps:
+            _save(training)
+        raise Interrupted(
+            f"stopped by signal {training.stop.signal_number} after step {step.num_steps} of {job.steps}, which is saved: go on with "
+            f"`plimsoll train --resume --out {training.directory.path}`",
+            training.stop.signal_number,
+        )
+
+
+def _fetch(training: Training) -> Batch:
+    failpoint("fetch")
+    return training.parts.loader.peek()
+
+
+def _step(training: Training, batch: Batch) -> StepResult:
+    try:
+        return training.step(batch.fields, on_oom=lambda event: _note_oom(training, event))
+    except NonFiniteLossError as error:
+        good = checkpoint.newest_good(training.directory.checkpoints, training.fingerprint)
+        where = f"the last good checkpoint is {good.folder}" if good else "there is no checkpoint yet"
+        raise NonFiniteLossError(f"{error}; {where}") from None
+
+
+def _note(training: Training, batch: Batch, result: StepResult) -> None:
+    samples = training.sampler.drain()
+    use = training.backend.use()
+    training.backend.reset_peak()
+    line = StepLine(
+        time_seconds=training.sampler.seconds(),
+        step=result.step,
+        epoch=batch.epoch,
+        first_sample=batch.first_sample,
+        num_samples=result.num_samples,
+        num_units=result.num_units,
+        loss=result.loss,
+        gradient_norm=result.gradient_norm,
+        learning_rate=result.learning_rate,
+        step_seconds=result.step_seconds,
+        micro_batch=result.micro_batch,
+        peak_bytes=use.peak_bytes,
+        updated=result.updated,
+        memory=samples,
+    )
+    training.directory.append(line)
+    training.view.update(line, use.used_bytes)
+
+
+def _note_oom(training: Training, event: OomEvent) -> None:
+    training.directory.append(event.model_copy(update={"time_seconds": training.sampler.seconds()}))
+    asked = f", asked for {format_bytes(event.requested_bytes)}" if event.requested_bytes else ""
+    training.view.say(f"out of memory in the {event.phase} phase after step {event.step}{asked}: {event.action}")
+
+
+def _evaluate(training: Training) -> None:
+    if training.parts.validation is None:
+        return
+    validation, batch_size = training.parts.validation, training.job.batch_size
+    batches = lambda: (batch.fields for batch in iterate_once(validation, batch_size))  # noqa: E731
+    evaluation = _survive(training, "evaluation", lambda: training.step.evaluate(batches()))
+    for event in evaluation.oom_events:
+        _note_oom(training, event)
+    line = EvaluationLine(
+        time_seconds=training.sampler.seconds(),
+        step=training.step.num_steps,
+        loss=evaluation.loss,
+        num_samples=evaluation.num_samples,
+        num_units=evaluation.num_units,
+    )
+    training.directory.append(line)
+    training.view.say(f"step {line.step}: validation loss {line.loss:.4f} over {line.num_samples} samples")
+
+
+def _save(training: Training) -> None:
+    step, parts = training.step, training.parts
+    progress: dict[str, Any] = {
+        "fingerprint": training.fingerprint,
+        "training_step": step.state_dict(),
+        "loader": parts.loader.state_dict(),
+    }
+    saved = _survive(
+        training,
+        "checkpoint",
+        lambda: checkpoint.save(
+            training.directory.checkpoints,
+            step.num_steps,
+            parts.model,
+            parts.optimizer,
+            training.backend.random_state(),
+            progress,
+            training.job.checkpoint.keep,
+        ),
+    )
+    training.directory.append(CheckpointLine(time_seconds=training.sampler.seconds(), step=saved.step, num_bytes=saved.num_bytes))
+
+
+def _survive(training: Training, phase: Phase, work: Callable[[], T]) -> T:
+    """Do something that changes nothing; if memory runs out, free what can be freed and do it again."""
+    training.step.position.phase = phase
+    for _ in range(_TRIES):
+        outcome = attempt(work, training.backend, training.step.position)
+        if not isinstance(outcome, OomEvent):
+            return outcome
+        training.backend.release()
+        _note_oom(training, outcome.model_copy(update={"action": "freed what could be freed, tried again", "micro_batch": None}))
+    raise OutOfMemoryError(
+        f"memory ran out {_TRIES} times in the {phase} phase after step {training.step.num_steps} (asked for "
+        f"{format_bytes(outcome.requested_bytes)} with {format_bytes(outcome.live_bytes)} in use of {format_bytes(outcome.capacity_bytes)}); "
+        "give a larger budget"
+    )
+
+
+def _finish(training: Training) -> None:
+    """Evaluate once more and write the model, with the memory of the optimizer given back first."""
+    if not training.job.evaluate_every or training.job.steps % training.job.evaluate_every:
+        _evaluate(training)
+    training.parts.optimizer.state.clear()
+    training.backend.release()
+    save_model(training.parts.model, training.directory.model)
+
+
+def _start_line(training: Training, restarts: int) -> StartLine:
+    return StartLine(
+        time_seconds=training.sampler.seconds(),
+        step=training.step.num_steps,
+        micro_batch=training.step.micro_batch or training.job.batch_size,
+        baseline_bytes=training.backend.use().used_bytes,
+        restarts=restarts,
+        wall_time=datetime.now(UTC).isoformat(timespec="seconds"),
+    )

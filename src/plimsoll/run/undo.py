@@ -1,0 +1,72 @@
+"""What a step can change before the optimizer runs, remembered so that it can be put back.
+
+Covers gradients (dropped), the random number generators of the host and the device, and the buffers of the model
+(BatchNorm's running statistics, spectral norm's vectors, any registered buffer). On the fast path a buffer is copied
+only if it changed since it was last copied: most buffers (masks, rotary tables) never do.
+
+Does NOT cover Python attributes that a module changes in ``forward`` (a cached hidden state, a counter): register a
+buffer instead.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from plimsoll.device.base import Backend
+
+
+@dataclass(slots=True)
+class _Saved:
+    """A buffer as it was: the tensor that was registered, its value, and its version counter at that time."""
+
+    module: nn.Module
+    name: str
+    tensor: torch.Tensor
+    copy: torch.Tensor
+    version: int
+
+    def is_current(self) -> bool:
+        # Batch-norm kernels write the running statistics without counting a new version, so the counter cannot be
+        # trusted for their owner.
+        unchanged = self.module._buffers[self.name] is self.tensor and self.tensor._version == self.version
+        return unchanged and not (self.module.training and hasattr(self.module, "running_mean"))
+
+
+class Undo:
+    """Remembers the state before a step and puts it back."""
+
+    def __init__(self, model: nn.Module, backend: Backend) -> None:
+        self._model = model
+        self._backend = backend
+        self._owners = [(module, name) for module in model.modules() for name in module._buffers]
+        self._buffers: dict[tuple[int, str], _Saved] = {}
+        self._random_state: object = None
+
+    def remember(self) -> None:
+        """Take the state as it is now for the one to go back to."""
+        self._random_state = self._backend.random_state()
+        for module, name in self._owners:
+            key = (id(module), name)
+            saved = self._buffers.get(key)
+            if saved is not None and saved.is_current():
+                continue
+            tensor = module._buffers.get(name)
+            if tensor is None:
+                self._buffers.pop(key, None)
+            else:
+                self._buffers[key] = _Saved(module, name, tensor, tensor.detach().clone(), tensor._version)
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Go back to the remembered state and drop every gradient."""
+        for parameter in self._model.parameters():
+            parameter.grad = None
+        for saved in self._buffers.values():
+            if not saved.is_current():
+                saved.module._buffers[saved.name] = saved.tensor
+                saved.tensor.copy_(saved.copy)
+                saved.version = saved.tensor._version
+        self._backend.restore_random_state(self._random_state)

@@ -1,0 +1,119 @@
+"""The training process and the preparing process: what they do between their start and `plimsoll.run.train.train`."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+
+from plimsoll.records.job import Job
+from plimsoll.records.plan import Plan
+from plimsoll.run.directory import RunDirectory
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def prepare_run(path: Path, cache: Path, quiet: bool) -> None:
+    """Index the text, make the tokenizer and tokenize, with progress on standard error."""
+    from plimsoll.data.prepare import prepare
+    from plimsoll.report.progress import stages
+
+    _end_with_supervisor()
+    directory = RunDirectory(path)
+    with stages(quiet) as progress:
+        prepared = prepare(Job.from_yaml(directory.job), cache, progress)
+    prepared.save(directory.prepared)
+
+
+def train_run(
+    path: Path, resume: bool, from_step: int | None, resume_newest: bool, micro_batch: int | None, restarts: int, quiet: bool
+) -> None:
+    """Train the job of a run directory, from the start or from a checkpoint, inside its budget.
+
+    Args:
+        path: the run directory.
+        resume: go on from a checkpoint, which must exist.
+        from_step: the step of that checkpoint; ``None`` for the newest.
+        resume_newest: go on from the newest good checkpoint if there is one (after a death).
+        micro_batch: samples to begin with; ``None`` for the plan's, or the checkpoint's.
+        restarts: how often the training process was killed before.
+        quiet: show nothing on standard error.
+    """
+    from plimsoll.assemble import assemble, choose_device, fingerprint, require_room
+    from plimsoll.data.prepare import Prepared
+    from plimsoll.device.base import backend_for
+    from plimsoll.records.run import RunHead
+    from plimsoll.run import checkpoint
+    from plimsoll.run.failpoints import arm_from_environment
+    from plimsoll.run.monitor import MemorySampler, View
+    from plimsoll.run.step import TrainStep
+    from plimsoll.run.train import Training, train
+    from plimsoll.run.train import resume as go_on
+
+    _end_with_supervisor()
+    arm_from_environment()
+    directory = RunDirectory.open(path)
+    job, prepared, plan = Job.from_yaml(directory.job), Prepared.load(directory.prepared), Plan.load(directory.plan)
+    device = choose_device(job)
+    backend = backend_for(device)
+    marks = fingerprint(job, prepared)
+    saved = None
+    if resume:
+        saved = checkpoint.load(directory.checkpoints, marks, from_step)
+    elif resume_newest:
+        saved = checkpoint.newest_good(directory.checkpoints, marks)
+    with ExitStack() as stack:
+        _warm(job)
+        limit_bytes = job.budget.device_bytes
+        require_room(job, prepared, backend.use().used_bytes if device == "cpu" else 0, limit_bytes)
+        if limit_bytes is not None:
+            stack.enter_context(backend.limited(limit_bytes))
+        if device != "cpu" and job.budget.host_bytes is not None:
+            stack.enter_context(backend_for("cpu").limited(job.budget.host_bytes))
+        RunHead(job=job.model_dump(mode="json"), device=backend.probe(), versions=_versions(), fingerprint=marks).save(directory.head)
+        parts = assemble(job, prepared, device)
+        step = TrainStep(
+            parts.model,
+            parts.optimizer,
+            parts.loss,
+            units=parts.units,
+            micro_batch=micro_batch or plan.micro_batches[0],
+            clip_norm=job.optimizer.clip_norm,
+            schedule=parts.schedule,
+            precision=job.precision,
+            recut_batch_norm="recut_batch_norm" in job.allow,
+        )
+        offset_seconds = max((line.time_seconds for line in directory.lines()), default=0.0)
+        view = View(job.steps, limit_bytes, "tokens" if job.task == "language-modeling" else "samples", quiet)
+        training = Training(job, parts, step, directory, marks, MemorySampler(backend, offset_seconds), view)
+        if saved is not None:
+            go_on(training, saved)
+        train(training, restarts)
+
+
+def _end_with_supervisor() -> None:
+    """Have the kernel send SIGTERM to this process when its supervisor dies, so that it saves and ends too."""
+    if "PLIMSOLL_SUPERVISOR" not in os.environ or not sys.platform.startswith("linux"):
+        return
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != int(os.environ["PLIMSOLL_SUPERVISOR"]):  # it died before the line above
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _warm(job: Job) -> None:
+    """Import what the job needs before memory is limited and counted."""
+    import torch._dynamo  # noqa: F401  -- torch.optim imports it at the first step otherwise
+
+    recurrent = isinstance(job.model, dict) and job.model.get("architecture") in ("lstm", "gru", "rnn")
+    if not recurrent:
+        import transformers  # noqa: F401
+
+
+def _versions() -> dict[str, str]:
+    from importlib.metadata import version
+
+    names = ("torch-plimsoll", "torch", "transformers", "tokenizers", "numpy")
+    return {"python": sys.version.split()[0]} | {name: version(name) for name in names}

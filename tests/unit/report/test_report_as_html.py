@@ -1,0 +1,151 @@
+"""The page of a run: complete, self-contained, escaped, and well-formed whatever the run looked like."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+
+import pytest
+from plotly.offline import get_plotlyjs
+from report_records import empty_run, eventful_run, gpu, machine, plan, step_line
+
+from plimsoll.records.device import Budget
+from plimsoll.records.plan import Plan
+from plimsoll.records.run import OomEvent, Timeline
+from plimsoll.report import as_html, sheets
+
+VOID = {"meta", "link"}
+HOSTILE = "</script><script>alert(1)</script> \"'&"
+
+
+class Page(HTMLParser):
+    """Reads a page, insists that every element is closed in order, and keeps what the tests ask for."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[str] = []
+        self.words: list[str] = []
+        self.figures: list[dict] = []
+        self.feed(text.replace(get_plotlyjs(), ""))
+        assert self.open == []
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append(tag)
+        if tag not in VOID:
+            self.open.append("json" if ("type", "application/json") in attributes else tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() in (tag, "json")
+
+    def handle_data(self, data):
+        if self.open[-1:] == ["json"]:
+            self.figures.append(json.loads(data))
+        elif self.open[-1:] not in (["script"], ["style"]):
+            self.words.append(data.strip())
+
+
+def test_the_page_of_an_eventful_run_tells_its_story():
+    page = Page(as_html.run_page(eventful_run()))
+    words = [word for word in page.words if word]
+    assert "Peak 768.0 MiB of a 1.0 GiB budget (75 %): the run stayed under the line." in words
+    for label, value in sheets.key_numbers(eventful_run()):
+        assert words[words.index(label) + 1] == value
+    assert "undone, took fallback 1 (micro-batch 64 to 32)" in words
+    assert "DefaultCPUAllocator: can't allocate memory" in words
+    assert "cgroup memory.events oom_kill rose by 1" in words
+    assert "batch_size: 64" in "".join(words)
+    assert words[words.index("torch") + 1] == "2.13.0"
+    assert len(page.figures) == 4
+
+
+def test_the_page_is_one_file_under_6_mb_with_plotly_once():
+    text = as_html.run_page(eventful_run(steps=tuple(step_line(step, loss=1.0) for step in range(1, 20_001))))
+    assert len(text.encode()) < 6_000_000
+    assert text.count(get_plotlyjs()) == 1
+
+
+def test_the_page_reaches_for_nothing_outside_itself():
+    own = as_html.run_page(eventful_run()).replace(get_plotlyjs(), "")
+    assert "default-src 'none'" in own
+    assert "http:" not in own
+    assert "https:" not in own
+    assert set(re.findall(r'(?:src|href)="([^"]*)"', own)) == {"data:,"}
+
+
+def test_text_of_a_record_is_escaped_everywhere():
+    event = OomEvent(family=HOSTILE, action=HOSTILE, raw_text=HOSTILE)
+    record = eventful_run(
+        name=HOSTILE,
+        message=HOSTILE,
+        job={"model": HOSTILE},
+        versions={HOSTILE: HOSTILE},
+        oom_events=(event,),
+        deaths=(eventful_run().deaths[0].model_copy(update={"evidence": HOSTILE}),),
+        device=gpu().model_copy(update={"name": HOSTILE}),
+    )
+    text = as_html.run_page(record)
+    assert "alert(1)</script>" not in text
+    page = Page(text)
+    assert page.tags.count("script") == 4 + 2  # four figures, plotly, and the script that draws
+    assert page.words.count(HOSTILE.strip()) == 9  # name, message, 3 of the event, evidence, device, 2 of versions
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        empty_run(),
+        empty_run(plan=Plan(budget=Budget(), choices=())),
+        empty_run(steps=(step_line(1, peak_bytes=None),)),
+        empty_run(steps=(step_line(1, loss=float("nan")),), plan=Plan(budget=Budget(), choices=())),
+        empty_run(timeline=Timeline(source="measured", time_seconds=(0.0,), used_bytes=(0,))),
+        eventful_run(evaluations=(), checkpoints=(), deaths=()),
+    ],
+    ids=["no steps", "no budget", "no memory", "nan loss", "no bytes used", "no validation"],
+)
+def test_a_run_that_lacks_something_still_has_a_page(record):
+    page = Page(as_html.run_page(record))
+    assert sheets.line_sentence(record) in page.words
+
+
+def test_plotly_is_left_out_where_there_is_nothing_to_draw():
+    text = as_html.run_page(empty_run())
+    assert len(text) < 20_000
+    assert "No step has finished." in text
+
+
+def test_every_colour_of_a_chart_is_defined_in_light_and_in_dark():
+    text = as_html.run_page(eventful_run())
+    used = set(re.findall(r"var\((--[a-z-]+)\)", json.dumps(Page(text).figures)))
+    light, dark = re.findall(r":root \{(.*?)\}", text, flags=re.DOTALL)[:2]
+    assert {"--accent", "--line", "--warning"} <= used
+    for scheme in (light, dark):
+        assert used <= set(re.findall(r"(--[a-z-]+):", scheme))
+
+
+def test_headings_are_in_order_and_wide_tables_take_the_focus():
+    text = as_html.run_page(eventful_run())
+    tags = [tag for tag in Page(text).tags if tag in ("h1", "h2", "h3")]
+    assert tags[0] == "h1"
+    assert tags.count("h1") == 1
+    assert text.count('tabindex="0"') == Page(text).tags.count("table") > 4
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (
+            as_html.machine_page(machine()),
+            ["Machine", "Example CPU", "Example GPU", "cgroup v2 memory.max", "no swap", "2.13.0"],
+        ),
+        (as_html.device_page(gpu()), ["Example GPU", "24.0 GiB, bounded by hardware"]),
+        (
+            as_html.plan_page(plan()),
+            ["Plan", "Budget: device 1.0 GiB, host 4.0 GiB.", "fallback 2", "micro_batch samples=16"],
+        ),
+    ],
+    ids=["machine", "device", "plan"],
+)
+def test_the_pages_without_charts(text, words):
+    assert set(words) <= set(Page(text).words)

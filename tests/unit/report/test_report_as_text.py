@@ -1,0 +1,72 @@
+"""The screens of the terminal, against golden files, and what no width or text may break."""
+
+from __future__ import annotations
+
+from io import StringIO
+
+import pytest
+from report_records import MIB, cpu, empty_run, eventful_run, machine, plan, step_line
+from rich.console import Console, Group
+
+from plimsoll.records.device import MemoryUse
+from plimsoll.report import as_text
+
+
+def use(used_mib: int, limit_mib: int | None) -> MemoryUse:
+    limit_bytes = None if limit_mib is None else limit_mib * MIB
+    return MemoryUse(used_bytes=used_mib * MIB, peak_bytes=used_mib * MIB, reserved_bytes=0, limit_bytes=limit_bytes)
+
+
+SCREENS = {
+    "run-eventful.txt": as_text.run_report(eventful_run()),
+    "run-empty.txt": as_text.run_report(empty_run(status="failed", message="The data folder is empty.")),
+    "machine.txt": as_text.machine_report(machine()),
+    "device.txt": as_text.device_table(cpu()),
+    "plan.txt": as_text.plan_report(plan()),
+    "live-first.txt": as_text.live_panel("tiny", None, 200, {"device": use(200, 1024)}, None),
+    "live.txt": as_text.live_panel(
+        "tiny", step_line(50, loss=2.5), 200, {"device": use(512, 1024), "host": use(300, None)}, 245.0
+    ),
+    "progress.txt": Group(
+        as_text.progress_line(step_line(3), 200, 1024 * MIB, 512 * MIB, 245.0),
+        as_text.progress_line(step_line(3), 200, None, None, None, unit_name="samples"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SCREENS)
+def test_screen(name, golden):
+    golden(name, as_text.plain(SCREENS[name]))
+
+
+@pytest.mark.parametrize("name", SCREENS)
+def test_no_screen_is_wider_than_80_columns(name):
+    assert max(len(line) for line in as_text.plain(SCREENS[name]).splitlines()) <= 80
+
+
+def test_text_of_a_record_is_not_read_as_markup():
+    text = as_text.plain(as_text.run_report(empty_run(name="[bold]x[/bold] [/]", message="[red]")))
+    assert "[bold]x[/bold] [/]" in text
+    assert "[red]" in text
+
+
+def test_a_progress_line_stays_one_line_on_a_narrow_terminal():
+    console = Console(file=StringIO(), width=30, color_system=None)
+    line = as_text.progress_line(step_line(3), 200, 1024 * MIB, 512 * MIB, 245.0)
+    assert ["".join(segment.text for segment in row) for row in console.render_lines(line)] == [
+        "step 3/200  loss 2.000  512.0…"
+    ]
+
+
+@pytest.mark.parametrize(("used_mib", "colour"), [(972, "cyan"), (973, "red")])
+def test_a_memory_bar_turns_red_at_95_percent_of_the_limit(used_mib, colour):
+    """95 % of 1024 MiB is 972.8 MiB."""
+    console = Console(file=StringIO(), width=80, force_terminal=True, color_system="standard")
+    panel = as_text.live_panel("tiny", None, 200, {"device": use(used_mib, 1024)}, None)
+    colours = {
+        segment.style.color.name
+        for segment in console.render(panel)
+        if segment.style and segment.style.color and "━" in segment.text
+    }
+    assert colour in colours
+    assert len(colours & {"red", "cyan"}) == 1

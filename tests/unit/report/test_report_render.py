@@ -1,0 +1,47 @@
+"""The one way to a report."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from report_records import cpu, empty_run, eventful_run, machine, plan
+
+from plimsoll.errors import InputError, RecordError
+from plimsoll.records.job import Job
+from plimsoll.records.run import RunRecord
+from plimsoll.report.render import render
+
+RECORDS = {"run": eventful_run(), "empty run": empty_run(), "machine": machine(), "device": cpu(), "plan": plan()}
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_every_record_has_all_three_formats(name):
+    record = RECORDS[name]
+    assert render(record).endswith("\n")
+    assert type(record).from_json(render(record, "json")) == record
+    assert render(record, "html").startswith("<!doctype html>")
+
+
+def test_a_run_directory_and_its_record_give_the_same_report():
+    record = eventful_run()
+    assert render(RunRecord.from_json(record.to_json()), "html") == render(record, "html")
+
+
+def test_a_record_without_a_report_is_refused_by_name():
+    job = Job.from_fields({"model": "lstm", "data": {"train": "a.txt"}})
+    with pytest.raises(
+        RecordError, match=r"no report for a Job; the records with a report are: run, machine, device, plan"
+    ):
+        render(job)
+
+
+def test_an_unknown_format_is_refused_with_the_known_ones():
+    with pytest.raises(InputError, match=r"cannot render a report as 'pdf': give one of text, json, html"):
+        render(plan(), "pdf")  # type: ignore[arg-type]
+
+
+def test_reports_need_no_torch():
+    code = "import sys, plimsoll.report.render; print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"

@@ -1,0 +1,145 @@
+"""The sentences and tables of a report, against the hand-built runs of `report_records`."""
+
+from __future__ import annotations
+
+import pytest
+from report_records import MIB, cpu, empty_run, eventful_run, gpu, step_line
+
+from plimsoll.records.device import Budget
+from plimsoll.records.plan import Choice, Plan
+from plimsoll.records.run import EvaluationLine, OomEvent, Timeline
+from plimsoll.report import sheets
+
+
+def run_at(peak_bytes: int, limit_bytes: int | None):
+    plan = Plan(budget=Budget(device_bytes=limit_bytes), choices=())
+    return empty_run(plan=plan, timeline=Timeline(source="measured", time_seconds=(0.0,), used_bytes=(peak_bytes,)))
+
+
+@pytest.mark.parametrize(
+    ("record", "sentence"),
+    [
+        (run_at(768 * MIB, 1024 * MIB), "Peak 768.0 MiB of a 1.0 GiB budget (75 %): the run stayed under the line."),
+        (
+            run_at(1024 * MIB - 1, 1024 * MIB),
+            "Peak 1024.0 MiB of a 1.0 GiB budget (99 %): the run stayed under the line.",
+        ),
+        (run_at(1024 * MIB, 1024 * MIB), "Peak 1.0 GiB of a 1.0 GiB budget (100 %): the run stayed under the line."),
+        (
+            run_at(1280 * MIB, 1024 * MIB),
+            "Peak 1.2 GiB of a 1.0 GiB budget (125 %): the run went past the line by 256.0 MiB.",
+        ),
+        (run_at(768 * MIB, None), "Peak 768.0 MiB; no budget was set."),
+        (empty_run(), "Nothing was measured against the budget of 1.0 GiB."),
+        (empty_run(plan=Plan(budget=Budget(), choices=())), "Peak unknown; no budget was set."),
+    ],
+)
+def test_the_headline_says_whether_the_run_stayed_under_the_line(record, sentence):
+    assert sheets.line_sentence(record) == sentence
+
+
+def test_key_numbers_of_a_run_with_a_restart():
+    assert dict(sheets.key_numbers(eventful_run())) == {
+        "Steps": "4 of 4",
+        "Throughput": "500 tokens/s",
+        "Time to last step": "11.0 s",
+        "Micro-batch": "64 at start, 64 at end",
+        "First loss": "8.000",
+        "Last loss": "1.000",
+        "Validation loss": "1.500 at step 4",
+        "Last checkpoint": "step 2",
+        "Peak memory": "768.0 MiB",
+        "Budget": "1.0 GiB",
+        "OOM events": "1, all survived",
+        "Restarts": "1",
+    }
+
+
+def test_key_numbers_of_a_run_in_which_nothing_happened():
+    numbers = dict(sheets.key_numbers(empty_run(job={})))
+    assert numbers["Steps"] == "0"
+    assert numbers["Throughput"] == "unknown"
+    assert numbers["Micro-batch"] == "not started"
+    assert numbers["Last loss"] == numbers["Validation loss"] == numbers["OOM events"] == "none"
+
+
+def test_a_step_repeated_after_a_restart_counts_once_as_written_last():
+    steps = sheets.finished_steps(eventful_run())
+    assert [line.step for line in steps] == [1, 2, 3, 4]
+    assert [line.loss for line in steps] == [8, 4, 2, 1]
+
+
+def test_one_micro_batch_all_along_is_said_as_such():
+    record = empty_run(steps=(step_line(1), step_line(2)))
+    assert dict(sheets.key_numbers(record))["Micro-batch"] == "64 throughout"
+
+
+def test_classification_counts_samples_and_shows_accuracy():
+    evaluation = EvaluationLine(time_seconds=1.0, step=1, loss=0.5, num_samples=8, num_units=8, accuracy=0.875)
+    record = empty_run(job={"task": "classification"}, steps=(step_line(1),), evaluations=(evaluation,))
+    numbers = dict(sheets.key_numbers(record))
+    assert numbers["Throughput"] == "500 samples/s"
+    assert numbers["Validation loss"] == "0.5000 at step 1, accuracy 87.5%"
+
+
+@pytest.mark.parametrize(
+    ("loss", "text"), [(float("nan"), "NaN"), (float("inf"), "infinite"), (float("-inf"), "-infinite"), (2.5, "2.500")]
+)
+def test_a_loss_that_is_not_finite_is_named(loss, text):
+    assert sheets.format_loss(loss) == text
+
+
+def test_an_oom_event_that_nothing_is_known_of_says_so():
+    bare = OomEvent(family="std::bad_alloc")
+    assert sheets.oom_sheet([bare]).rows == (("none", "unknown", "std::bad_alloc", "unknown", "unknown", "none"),)
+    assert dict(sheets.key_numbers(empty_run(oom_events=(bare,))))["OOM events"] == "1, 0 survived"
+
+
+def test_an_oom_event_shows_what_was_done():
+    (row,) = sheets.oom_sheet(eventful_run().oom_events).rows
+    assert row == (
+        "2",
+        "backward",
+        "cpu-allocator",
+        "128.0 MiB",
+        "960.0 MiB",
+        "undone, took fallback 1 (micro-batch 64 to 32)",
+    )
+
+
+def test_the_plan_shows_how_many_steps_each_rung_was_in_force():
+    assert sheets.plan_in_force_sheet(eventful_run()).rows == (
+        ("plan", "micro_batch samples=64", "2"),
+        ("fallback 1", "micro_batch samples=32", "2"),
+        ("fallback 2", "micro_batch samples=16", "0"),
+    )
+
+
+def test_choices_are_written_in_install_order():
+    choices = (
+        Choice(technique="recompute", options={"every": 2, "offload": True}),
+        Choice(technique="micro_batch", options={"samples": 4}),
+    )
+    assert sheets.choices_text(choices) == "recompute every=2 offload=True, micro_batch samples=4"
+    assert sheets.choices_text(()) == "nothing installed"
+
+
+@pytest.mark.parametrize(("num_steps", "shown"), [(0, 0), (1, 1), (20, 20), (21, 11), (1000, 21)])
+def test_the_table_of_steps_is_thinned_and_keeps_first_and_last(num_steps, shown):
+    """21 steps are shown every second one, 1, 3, ... 19, and the last; 1000 every 50th, and the last."""
+    rows = sheets.step_sheet(empty_run(steps=tuple(step_line(step) for step in range(1, num_steps + 1)))).rows
+    steps = [int(row[0].replace(",", "")) for row in rows]
+    assert len(steps) == len(set(steps)) == shown
+    if num_steps:
+        assert (steps[0], steps[-1]) == (1, num_steps)
+
+
+def test_a_device_is_bounded_by_the_limit_of_its_size_or_by_the_hardware():
+    assert ("Usable", "4.0 GiB, bounded by cgroup v2 memory.max") in sheets.device_sheet(cpu()).rows
+    assert ("Usable", "24.0 GiB, bounded by hardware") in sheets.device_sheet(gpu()).rows
+
+
+def test_a_step_shorter_than_the_clock_has_no_speed():
+    assert sheets.step_speed(step_line(1, step_seconds=0.0)) is None
+    assert sheets.format_speed(None, "tokens") == "unknown"
+    assert sheets.format_speed(12345.0, "tokens") == "12,345 tokens/s"
