@@ -148,7 +148,7 @@ BROKEN: list[tuple[Rule, dict[str, str], str]] = [
 # What looks like a fault and is none: no rule finds anything here.
 KEPT = {
     "__init__.py": '"""Docs."""\nfrom plimsoll.cli.main import main\n',
-    "__main__.py": "import plimsoll\n",
+    "__main__.py": "import plimsoll\nx = 1\n",
     "cli/main.py": "import torch\nfrom plimsoll.data.formats import csv\n",
     "data/formats/__init__.py": "from plimsoll.errors import DataError\n",
     "data/formats/_shared.py": "import plimsoll.data.formats\n",
@@ -158,7 +158,9 @@ KEPT = {
     "run/units.py": "def f(limit_bytes: int, batch_size: int, num_peak: int, step_seconds: float, size: str): x\n",
     "run/direct.py": raising("f'{path} is {size} long: use less'"),
     "run/constant.py": raising("TEXT.format(path)", "TEXT = '{} is long; give ' 'less'\nVALUE = f'{TEXT}'"),
-    "run/helper.py": raising("said(path)", "def said(path): return f'{path} is long' + remedy()"),
+    "run/helper.py": raising(
+        "said(path)", "from plimsoll.records.remedy import remedy\ndef said(path): return f'{path} is long' + remedy()"
+    ),
     "records/remedy.py": "def remedy(): return ', use less'\n",
     "run/again.py": raising(
         "f'{path}; use less'", "def g():\n    try: x\n    except JobError as error: raise DataError(f'x: {error}')"

@@ -11,7 +11,7 @@
     |   `-- CheckpointError                    a checkpoint that is torn, or of another job
     |-- NonFiniteLossError (ArithmeticError)  2   the loss became NaN or infinite; nothing was updated
     |-- OutOfMemoryError (MemoryError)     3   no fallback held; the step was undone
-    |   `-- TornStepError                 75   (3 where nobody reloads) an OOM inside optimizer.step() that could not be undone in memory
+    |   `-- TornStepError                 75   an OOM inside optimizer.step(), to be undone by a reload (3 without one)
     `-- Interrupted                      130   (143 for SIGTERM) the step was finished and saved
 
 A message says what was attempted, the values with their units, why it failed and what to type instead.

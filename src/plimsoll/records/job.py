@@ -93,7 +93,7 @@ class Job(Record):
         fields = _expanded(_read_yaml(path))
         for change in changes:
             _apply(fields, change)
-        return cls.from_fields(fields, source=str(path), folder=path.parent.resolve())
+        return cls.from_fields(fields, source=str(path), folder=path.parent)
 
     @classmethod
     def from_fields(cls, fields: dict[str, Any], source: str = "job", folder: Path | None = None) -> Job:
@@ -186,7 +186,7 @@ def _with_arguments(optimizer: dict[str, Any]) -> dict[str, Any]:
 def _from_folder(value: Any, folder: Path) -> Any:
     if isinstance(value, list | tuple):
         return [_from_folder(item, folder) for item in value]
-    return str(folder.absolute() / Path(value).expanduser()) if isinstance(value, str) else value
+    return str(folder.resolve() / Path(value).expanduser()) if isinstance(value, str) else value
 
 
 def _faults(error: ValidationError) -> list[str]:
