@@ -11,7 +11,7 @@
     |   `-- CheckpointError                    a checkpoint that is torn, or of another job
     |-- NonFiniteLossError (ArithmeticError)  2   the loss became NaN or infinite; nothing was updated
     |-- OutOfMemoryError (MemoryError)     3   no fallback held; the step was undone
-    |   `-- TornStepError                 75   (3 where nobody reloads) an OOM inside optimizer.step() that could not be undone in memory
+    |   `-- TornStepError                 75   an OOM inside optimizer.step(), to be undone by a reload (3 without one)
     `-- Interrupted                      130   (143 for SIGTERM) the step was finished and saved
 
 A message says what was attempted, the values with their units, why it failed and what to type instead.
@@ -72,7 +72,7 @@ class TornStepError(OutOfMemoryError):
     exit_code = 75  # EX_TEMPFAIL, from the training process to its supervisor, which reloads; users see 3
 
 
-class Interrupted(PlimsollError):  # noqa: N818 -- it reports an outcome the user asked for, not a fault
+class Interrupted(PlimsollError):
     """SIGINT or SIGTERM arrived; the step was finished and saved."""
 
     def __init__(self, message: str, signal_number: int) -> None:

@@ -7,6 +7,7 @@ A record of an unknown kind, a newer schema or with a missing or extra field is 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from pathlib import Path
@@ -47,11 +48,13 @@ class Record(Frozen):
             raise RecordError(f"{source} is not JSON ({error}): it may be torn; write it again") from None
         if not isinstance(fields, dict) or fields.get("record") != cls.record_kind:
             found = fields.get("record") if isinstance(fields, dict) else type(fields).__name__
-            raise RecordError(f"{source} holds a record of kind {found!r}, but {cls.record_kind!r} is needed here: give that file")
+            raise RecordError(
+                f"{source} holds a record of kind {found!r}, but {cls.record_kind!r} is needed here: give that file"
+            )
         if fields.get("schema") != cls.schema_version:
             raise RecordError(
-                f"{source} has schema version {fields.get('schema')!r} of record {cls.record_kind!r}; this Plimsoll reads "
-                f"version {cls.schema_version}: use the Plimsoll that wrote it, or make the record again"
+                f"{source} has schema version {fields.get('schema')!r} of record {cls.record_kind!r}; this Plimsoll "
+                f"reads version {cls.schema_version}: use the Plimsoll that wrote it, or make the record again"
             )
         return cls._validated({k: v for k, v in fields.items() if k not in ("record", "schema")}, source)
 
@@ -61,7 +64,9 @@ class Record(Frozen):
             return cls.model_validate(fields)
         except ValidationError as error:
             wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
-            raise RecordError(f"{source} is not a valid {cls.record_kind!r} record ({wrong}): make the record again") from None
+            raise RecordError(
+                f"{source} is not a valid {cls.record_kind!r} record ({wrong}): make the record again"
+            ) from None
 
     def save(self, path: Path) -> None:
         """Write the record to ``path`` atomically (see `write_atomically`)."""
@@ -72,12 +77,16 @@ class Record(Frozen):
         """Read a record from a file.
 
         Raises:
-            RecordError: if the file is missing or not such a record.
+            RecordError: if the file is missing, cannot be read or is not such a record.
         """
         try:
             text = path.read_text(encoding="utf-8")
         except FileNotFoundError:
             raise RecordError(f"there is no {cls.record_kind!r} record at {path}: check the path") from None
+        except (OSError, UnicodeDecodeError) as error:
+            raise RecordError(
+                f"cannot read {path} as a {cls.record_kind!r} record ({error}): give a JSON file"
+            ) from None
         return cls.from_json(text, source=str(path))
 
 
@@ -97,5 +106,7 @@ def write_atomically(path: Path, content: bytes) -> None:
             os.fsync(file.fileno())
         temporary.replace(path)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
+        # Where nothing can be written nothing can be removed either; the first error is the one to tell.
+        with contextlib.suppress(OSError):
+            temporary.unlink()
         raise OutputError(f"cannot write {path}: {error.strerror}; free some space or give another --out") from error

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import BeforeValidator
 
 from plimsoll.records.base import Frozen, Record
+from plimsoll.records.units import parse_bytes
 
 
 class Limit(Frozen):
@@ -56,8 +59,14 @@ class Machine(Record):
     versions: dict[str, str]
 
 
-class Budget(Frozen):
-    """The line: bytes a run may use on its device and on the host; ``None`` means what the machine has."""
+Size = Annotated[int, BeforeValidator(parse_bytes)]
 
-    device_bytes: int | None = None
-    host_bytes: int | None = None
+
+class Budget(Frozen):
+    """The line: bytes a run may use on its device and on the host; ``None`` means what the machine has.
+
+    A job file calls them ``device`` and ``host`` and may give them as text, for example ``2GiB``.
+    """
+
+    device_bytes: Size | None = None
+    host_bytes: Size | None = None

@@ -7,18 +7,18 @@ a model can be built: that is said where they are opened.
 from __future__ import annotations
 
 import difflib
-import json
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import yaml
 from pydantic import Field, ValidationError, field_validator
+from pydantic_core import ErrorDetails
 
-from plimsoll.errors import InputError, JobError
+from plimsoll.errors import JobError
 from plimsoll.records.base import Frozen, Record
 from plimsoll.records.device import Budget
-from plimsoll.records.units import parse_bytes
 
 
 class DataSource(Frozen):
@@ -41,25 +41,25 @@ class TokenizerSource(Frozen):
 
     path: str | None = None
     train: Literal["bpe"] = "bpe"
-    vocab_size: int = Field(8000, ge=257, le=1 << 20)
+    vocab_size: int = Field(default=8000, ge=257, le=1 << 20)
 
 
 class OptimizerChoice(Frozen):
     """A ``torch.optim`` optimizer by name, its learning rate, the schedule, and further arguments as they are."""
 
     name: str = "adamw"
-    lr: float = Field(3e-4, gt=0)
+    lr: float = Field(default=3e-4, gt=0, allow_inf_nan=False)
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    warmup_steps: int = Field(0, ge=0)
-    clip_norm: float | None = Field(None, gt=0)
+    warmup_steps: int = Field(default=0, ge=0)
+    clip_norm: float | None = Field(default=None, gt=0)
     arguments: dict[str, Any] = {}
 
 
 class CheckpointPolicy(Frozen):
     """A checkpoint ``every`` so many steps; the last ``keep`` stay."""
 
-    every: int = Field(50, ge=1)
-    keep: int = Field(2, ge=1)
+    every: int = Field(default=50, ge=1)
+    keep: int = Field(default=2, ge=1)
 
 
 class Job(Record):
@@ -71,150 +71,160 @@ class Job(Record):
     task: Literal["language-modeling", "classification"] = "language-modeling"
     data: DataSource
     tokenizer: TokenizerSource = TokenizerSource()
-    sequence_length: int = Field(256, ge=2)
-    batch_size: int = Field(32, ge=1)
+    sequence_length: int = Field(default=256, ge=2)
+    batch_size: int = Field(default=32, ge=1)
     optimizer: OptimizerChoice = OptimizerChoice()
-    steps: int = Field(100, ge=1)
+    steps: int = Field(default=100, ge=1)
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     allow: tuple[str, ...] = ()
     device: Literal["auto", "cpu", "cuda"] = "auto"
     budget: Budget = Budget()
     checkpoint: CheckpointPolicy = CheckpointPolicy()
-    evaluate_every: int | None = Field(None, ge=1)
-    seed: int = Field(0, ge=0)
+    evaluate_every: int | None = Field(default=None, ge=1)
+    seed: int = Field(default=0, ge=0, lt=1 << 63)
 
     @classmethod
     def from_yaml(cls, path: Path, changes: tuple[str, ...] = ()) -> Job:
-        """Read a job file and apply ``a.b=c`` changes to it. Relative data paths are taken from the file's folder.
+        """Read a job file and apply ``a.b=c`` changes to it. Relative paths are taken from the file's folder.
 
         Raises:
-            JobError: if the file is missing, is not YAML, or has a field or value that is not allowed; every fault at once.
+            JobError: if the file is missing, is not YAML, or has fields or values that are not allowed; all at once.
         """
-        fields = _read_yaml(path)
+        fields = _expanded(_read_yaml(path))
         for change in changes:
             _apply(fields, change)
-        return cls.from_fields(fields, source=str(path), folder=path.parent.resolve())
+        return cls.from_fields(fields, source=str(path), folder=path.parent)
 
     @classmethod
     def from_fields(cls, fields: dict[str, Any], source: str = "job", folder: Path | None = None) -> Job:
-        """Check plain fields and make the job of them.
+        """Check plain fields and make the job of them; the paths in them become absolute where ``folder`` is given.
 
         Raises:
             JobError: as `from_yaml`.
         """
-        fields = _normalised(dict(fields), source, folder)
         try:
-            return cls.model_validate(fields)
+            return cls.model_validate(_normalised(_expanded(fields), folder))
         except ValidationError as error:
             raise JobError(f"{source} cannot be used:\n" + "\n".join(_faults(error))) from None
 
 
+class _Loader(yaml.SafeLoader):
+    """YAML 1.1 with the floats of 1.2: ``1e-4`` is a number and not a text."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+[eE][-+]?[0-9]+"), list("-+0123456789")
+)
+
+
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
-        fields = yaml.safe_load(path.read_text(encoding="utf-8"))
+        fields = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
     except FileNotFoundError:
-        raise JobError(f"there is no job file at {path}: check the path, or start from the example in README.md") from None
+        raise JobError(f"there is no job file at {path}: check the path, or use the example in README.md") from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise JobError(f"{path} cannot be read as YAML ({error}): see the example in README.md") from None
     if not isinstance(fields, dict):
-        raise JobError(f"{path} holds {type(fields).__name__}, not fields like `model: ...`: see the example in README.md")
+        raise JobError(f"{path} holds {fields!r}, not fields like `model: ...`: see the example in README.md")
     return fields
 
 
 def _apply(fields: dict[str, Any], change: str) -> None:
     """Set one dotted field; the value is read as YAML, so ``steps=5`` is a number."""
     name, equals, value = change.partition("=")
-    if not equals or not name:
-        raise JobError(f"--set {change!r} is not of the form field=value: write for example --set optimizer.lr=1e-4")
     *parents, last = name.split(".")
+    if not equals or not all((*parents, last)):
+        raise JobError(f"--set {change!r} is not of the form field=value: write for example --set optimizer.lr=1e-4")
     place = fields
     for parent in parents:
-        place[parent] = dict(place.get(parent) or {}) if isinstance(place.get(parent), dict | None) else {}
+        if place.get(parent) is None:
+            place[parent] = {}
         place = place[parent]
-    place[last] = _yaml_scalar(value)
-
-
-def _yaml_scalar(text: str) -> Any:
-    """Read a value as YAML 1.2 would: also ``1e-4``, which YAML 1.1 takes for a text."""
-    value = yaml.safe_load(text)
-    if isinstance(value, str):
-        try:
-            return json.loads(value)
-        except json.JSONDecodeError:
-            return value
-    return value
-
-
-def _normalised(fields: dict[str, Any], source: str, folder: Path | None) -> dict[str, Any]:
-    """Bring the short forms a person writes to the full form: sizes as text, a tokenizer's path, relative paths."""
-    budget = fields.get("budget")
-    if isinstance(budget, str | int):
-        budget = {"device": budget}
-    if isinstance(budget, dict):
-        fields["budget"] = {_budget_field(key): _bytes(value, source) for key, value in budget.items()}
-    if isinstance(fields.get("tokenizer"), str):
-        fields["tokenizer"] = {"path": fields["tokenizer"]}
-    optimizer = fields.get("optimizer")
-    if isinstance(optimizer, str):
-        fields["optimizer"] = {"name": optimizer}
-    elif isinstance(optimizer, dict):
-        known = set(OptimizerChoice.model_fields)
-        extra = {key: value for key, value in optimizer.items() if key not in known}
-        fields["optimizer"] = {key: _number(value) for key, value in optimizer.items() if key in known}
-        fields["optimizer"]["arguments"] = dict(optimizer.get("arguments") or {}) | {k: _number(v) for k, v in extra.items()}
-    if folder is not None and isinstance(fields.get("data"), dict):
-        fields["data"] = {key: _from_folder(value, folder) if key in ("train", "validation") else value for key, value in fields["data"].items()}
-    return fields
-
-
-def _budget_field(key: str) -> str:
-    return {"device": "device_bytes", "host": "host_bytes"}.get(key, key)
-
-
-def _bytes(value: Any, source: str) -> int | None:
-    if value is None:
-        return None
+        if not isinstance(place, dict):
+            raise JobError(f"--set {change!r}: `{parent}` is {place!r}, which has no fields: set `{parent}` as a whole")
     try:
-        return parse_bytes(value)
-    except InputError as error:
-        raise JobError(f"{source}: budget: {error}") from None
+        place[last] = yaml.load(value, Loader=_Loader)
+    except yaml.YAMLError:
+        raise JobError(f"--set {change!r}: {value!r} is not YAML: quote the value, as in '{name}=\"*.txt\"'") from None
 
 
-def _number(value: Any) -> Any:
-    return _yaml_scalar(value) if isinstance(value, str) else value
+# What a plain value stands for where a group of fields can be given: `budget: 2GiB` is `budget: {device: 2GiB}`.
+_SHORT_FORMS = {"budget": "device", "data": "train", "tokenizer": "path", "optimizer": "name"}
+
+
+def _expanded(fields: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: {_SHORT_FORMS[name]: value} if name in _SHORT_FORMS and not isinstance(value, dict | None) else value
+        for name, value in fields.items()
+    }
+
+
+def _normalised(fields: dict[str, Any], folder: Path | None) -> dict[str, Any]:
+    """Bring the groups of fields from the way a person writes them to the way the records have them."""
+    groups = {name: dict(fields[name]) for name in _SHORT_FORMS if isinstance(fields.get(name), dict)}
+    if "budget" in groups:  # in the order written: a --set of `device` comes after what it replaces
+        full_names = {"device": "device_bytes", "host": "host_bytes"}
+        groups["budget"] = {full_names.get(name, name): value for name, value in groups["budget"].items()}
+    if "optimizer" in groups:
+        groups["optimizer"] = _with_arguments(groups["optimizer"])
+    for group, name in (("data", "train"), ("data", "validation"), ("tokenizer", "path")):
+        if folder is not None and name in groups.get(group, {}):
+            groups[group][name] = _from_folder(groups[group][name], folder)
+    return fields | groups
+
+
+def _with_arguments(optimizer: dict[str, Any]) -> dict[str, Any]:
+    """Gather the fields that are not ours: they are arguments of the optimizer."""
+    known = {name: value for name, value in optimizer.items() if name in OptimizerChoice.model_fields}
+    arguments = known.setdefault("arguments", {})
+    if not isinstance(arguments, dict):
+        return optimizer
+    others = {name: value for name, value in optimizer.items() if name not in known}
+    return known | {"arguments": arguments | others}
 
 
 def _from_folder(value: Any, folder: Path) -> Any:
     if isinstance(value, list | tuple):
         return [_from_folder(item, folder) for item in value]
-    return str(folder / Path(value).expanduser()) if isinstance(value, str) else value
+    return str(folder.resolve() / Path(value).expanduser()) if isinstance(value, str) else value
 
 
 def _faults(error: ValidationError) -> list[str]:
-    """One line per fault; an unknown field is shown with the nearest known one."""
-    lines = []
+    """One line per field; an unknown field is shown with the nearest known one."""
+    lines: dict[str, list[str]] = {}
     for fault in error.errors():
-        where = ".".join(str(part) for part in fault["loc"])
-        if fault["type"] == "extra_forbidden":
-            lines.append(f"  {where}: unknown field; {near(str(fault['loc'][-1]), _known_fields(fault['loc'][:-1]))}")
-        elif fault["type"] == "missing":
-            lines.append(f"  {where}: missing; add it, see the example in README.md")
-        else:
-            lines.append(f"  {where}: {fault['msg'].removeprefix('Value error, ')} (got {fault['input']!r})")
-    return lines
+        where, known = _place(fault["loc"])
+        lines.setdefault(where, []).append(_sentence(fault, where, known))
+    return [f"  {where}: {' or '.join(dict.fromkeys(sentences))}" for where, sentences in lines.items()]
 
 
-def _known_fields(parents: tuple[int | str, ...]) -> list[str]:
-    nested = {
-        "data": DataSource,
-        "tokenizer": TokenizerSource,
-        "optimizer": OptimizerChoice,
-        "checkpoint": CheckpointPolicy,
-        "budget": Budget,
-    }
-    model = nested.get(str(parents[0]), Job) if parents else Job
-    names = [name for name in model.model_fields if name != "arguments"]
-    return [name.removesuffix("_bytes") for name in names] if model is Budget else names
+def _place(location: tuple[int | str, ...]) -> tuple[str, list[str]]:
+    """Return a field as its user writes it, and the names that are known in its group.
+
+    What pydantic adds below a plain field (the branch of a union, an index) is left out.
+    """
+    group: type[Frozen] = Job
+    names = []
+    for part in location:
+        names.append(str(part))
+        inner = group.model_fields[str(part)].annotation if str(part) in group.model_fields else None
+        if not (isinstance(inner, type) and issubclass(inner, Frozen)):
+            break
+        group = inner
+    known = [name.removesuffix("_bytes") for name in group.model_fields if name != "arguments"]
+    return ".".join(names).removesuffix("_bytes"), known
+
+
+def _sentence(fault: ErrorDetails, where: str, known: list[str]) -> str:
+    match fault["type"]:
+        case "extra_forbidden":
+            return f"unknown field; {near(where.rpartition('.')[2], known)}"
+        case "missing":
+            return "missing; add it, see the example in README.md"
+        case "model_type":
+            return f"needs fields ({', '.join(known)}), write for example `{where}: {{{known[0]}: ...}}`"
+        case _:
+            return f"{fault['msg'].removeprefix('Value error, ')} (got {fault['input']!r})"
 
 
 def near(name: str, known: Iterable[str]) -> str:

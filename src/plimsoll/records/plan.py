@@ -28,7 +28,8 @@ class Plan(Record):
     def micro_batches(self) -> tuple[int, ...]:
         """The micro-batch (samples) of the plan and of each fallback, largest first."""
         ladder = (self.choices, *self.fallbacks)
-        return tuple(int(choice.options["samples"]) for rung in ladder for choice in rung if choice.technique == "micro_batch")
+        choices = (choice for rung in ladder for choice in rung)
+        return tuple(int(choice.options["samples"]) for choice in choices if choice.technique == "micro_batch")
 
 
 def micro_batch_plan(budget: Budget, sizes: tuple[int, ...]) -> Plan:

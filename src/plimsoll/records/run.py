@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import Field, TypeAdapter, ValidationError
 
@@ -18,7 +18,7 @@ from plimsoll.records.device import Device
 from plimsoll.records.plan import Plan
 
 Phase = Literal["fetch", "copy", "forward", "loss", "backward", "clip", "optimizer", "evaluation", "checkpoint"]
-PHASES: tuple[Phase, ...] = ("fetch", "copy", "forward", "loss", "backward", "clip", "optimizer", "evaluation", "checkpoint")
+PHASES: tuple[Phase, ...] = get_args(Phase)
 
 
 class OomEvent(Frozen):
@@ -123,15 +123,16 @@ def read_lines(path: Path) -> Iterator[Line]:
     Raises:
         RecordError: if a line other than the last cannot be read.
     """
-    with path.open(encoding="utf-8") as file:
+    with path.open("rb") as file:  # bytes: a line can be torn inside a character
         for number, text in enumerate(file, start=1):
-            if not text.endswith("\n"):
+            if not text.endswith(b"\n"):
                 return
             try:
                 yield _LINE.validate_json(text)
             except ValidationError as error:
+                why = error.errors()[0]["msg"]
                 raise RecordError(
-                    f"line {number} of {path} is not a metrics line ({error.errors()[0]['msg']}): remove it or make the run again"
+                    f"line {number} of {path} is not a metrics line ({why}): remove it or make the run again"
                 ) from None
 
 
@@ -194,7 +195,9 @@ class RunRecord(Record):
             RecordError: if the directory is not a run directory or a file in it is damaged.
         """
         if not (directory / "plan.json").is_file():
-            raise RecordError(f"{directory} is not a run directory (it has no plan.json): give the --out of `plimsoll train`")
+            raise RecordError(
+                f"{directory} is not a run directory (it has no plan.json): give the --out of `plimsoll train`"
+            )
         head = RunHead.load(directory / "run.json")
         metrics = directory / "metrics.jsonl"
         lines = list(read_lines(metrics)) if metrics.is_file() else []
@@ -203,7 +206,7 @@ class RunRecord(Record):
         ended = ends[-1] if ends and isinstance(lines[-1], EndLine) else None
         points = [point for step in steps for point in step.memory]
         return cls(
-            name=directory.name,
+            name=directory.resolve().name,
             job=head.job,
             device=head.device,
             versions=head.versions,

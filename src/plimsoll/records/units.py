@@ -5,6 +5,7 @@ Bytes are ``int`` everywhere; in text they are binary units with one decimal ("3
 """
 
 import re
+from decimal import Decimal
 
 from plimsoll.errors import InputError
 
@@ -29,8 +30,10 @@ def parse_bytes(text: str | int) -> int:
     """
     match = _SIZE.fullmatch(str(text))
     if match is None or match[2].lower() not in _UNITS:
-        raise InputError(f"cannot read {text!r} as a size in bytes: write a number and a unit, for example 2GiB or 800MiB")
-    num_bytes = int(float(match[1]) * _UNITS[match[2].lower()])
+        raise InputError(
+            f"cannot read {text!r} as a size in bytes: write a number and a unit, for example 2GiB or 800MiB"
+        )
+    num_bytes = int(Decimal(match[1]) * _UNITS[match[2].lower()])
     if num_bytes <= 0:
         raise InputError(f"a size must be more than 0 bytes, got {text!r}: write for example 2GiB or 800MiB")
     return num_bytes
@@ -42,7 +45,7 @@ def format_bytes(num_bytes: int | None) -> str:
         return "unknown"
     sign, size = ("-", -num_bytes) if num_bytes < 0 else ("", num_bytes)
     for name, unit in reversed(_BINARY.items()):
-        if size >= unit:
+        if size * 1024 >= unit * 1023.95:  # from here on the smaller unit would round to "1024.0"
             return f"{sign}{size / unit:.1f} {name}"
     return f"{sign}{size} B"
 
@@ -51,9 +54,9 @@ def format_seconds(seconds: float | None) -> str:
     """Write a duration for a person: ``"850 ms"``, ``"12.3 s"``, ``"4 min 05 s"``, ``"3 h 07 min"``."""
     if seconds is None:
         return "unknown"
-    if seconds < 1:
+    if round(seconds * 1000) < 1000:
         return f"{seconds * 1000:.0f} ms"
-    if seconds < 60:
+    if round(seconds, 1) < 60:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
     if minutes < 60:

@@ -1,0 +1,48 @@
+# `make` lists what there is. Every target that needs the environment makes it first, once.
+
+PYTHON ?= python3
+VENV ?= .venv
+# A text file or a pattern such as 'corpus/*.txt' for the demo and the benchmarks; empty: text they make themselves.
+DATA ?=
+# Processes that run the tests. 0 is one after the other: many tests fill a memory limit or watch the machine's memory.
+WORKERS ?= 0
+# Further arguments of pytest, for example ARGS='-k order'.
+ARGS ?=
+
+RUN = $(VENV)/bin/python
+INSTALLED = $(VENV)/.installed
+
+.PHONY: help install test demo lint bench clean
+
+help: ## list the targets
+	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' Makefile | expand -t 20
+	@echo "  with PYTHON=$(PYTHON) VENV=$(VENV) DATA=$(DATA) WORKERS=$(WORKERS) ARGS=$(ARGS)"
+
+install: $(INSTALLED) ## make the environment in VENV with the versions of constraints.txt
+
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	    echo "$(PYTHON) is not Python 3.11 or newer: give one that is, for example make install PYTHON=python3.12" >&2; \
+	    exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(RUN) -m pip install -c constraints.txt -e '.[dev]'
+	@touch $@
+
+test: install ## run the tests
+	$(RUN) -m pytest -n $(WORKERS) $(ARGS)
+
+demo: install ## train inside a budget that plain PyTorch does not survive
+	$(RUN) examples/demo.py $(if $(DATA),--data '$(DATA)')
+
+lint: install ## check formatting, style and types
+	$(RUN) -m ruff format --check .
+	$(RUN) -m ruff check .
+	$(RUN) -m mypy
+
+bench: install ## run every benchmark; each ends with one line of JSON
+	@set -e; for script in benchmarks/[a-z]*.py; do \
+	    echo "== $$script"; $(RUN) "$$script" $(if $(DATA),--data '$(DATA)'); done
+
+clean: ## remove builds and caches; runs and VENV stay
+	rm -rf build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache
+	find src tests benchmarks examples -name __pycache__ -prune -exec rm -rf {} +

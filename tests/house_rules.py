@@ -1,0 +1,351 @@
+"""The house rules, kept with `ast`: each rule is a function from the repository to the faults it finds.
+
+Covers what no linter in pyproject.toml does, or does only until somebody writes `noqa`: which package may import which,
+sizes, broad `except`, units in names, what an error says, which files belong together. Docstrings are ruff's (D1). It
+does NOT judge whether a name or a message is a good one.
+
+What it does and that every rule can fail is tested in `test_house_rules.py`.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from graphlib import CycleError, TopologicalSorter
+from pathlib import PurePosixPath
+
+# A module imports modules of the lines above its own, and of its own package.
+LAYERS = (
+    {"errors"},
+    {"records"},
+    {"device", "data", "embeddings", "weights", "workload", "optimizers", "report"},
+    {"models"},
+    {"memory", "assemble"},
+    {"techniques"},
+    {"plan"},
+    {"run"},
+    {"diagnose", "integrations"},
+    {"cli"},
+    {"__init__"},
+    {"__main__"},
+)
+RANKS = {part: rank for rank, layer in enumerate(LAYERS) for part in layer}
+
+# These take seconds to load. What is read on any machine, also one without them, never imports them.
+HEAVY = {"torch", "transformers", "tokenizers"}
+TORCH_FREE = {"records", "errors", "report"}
+
+# A folder in which every module (but `_x.py`) is one entry, and where the pages of its entries are.
+PAGES = {
+    "data/formats": "docs/formats",
+    "techniques": "docs/techniques",
+    "diagnose/causes": "docs/causes",
+    "diagnose/lint": "docs/rules",
+}
+
+# Modules without tests of their own, and why.
+UNTESTED = {"src/plimsoll/__main__.py": "one call of the command line, which has its tests"}
+
+MAX_FILE_LINES, MAX_FUNCTION_LINES, MOST_FUNCTIONS_LINES, HALF_OF_FUNCTIONS_LINES = 500, 60, 40, 10
+
+# A number whose name has one of these words ...
+QUANTITIES = {
+    "age", "budget", "capacity", "delay", "duration", "elapsed", "headroom", "interval", "latency", "limit", "memory",
+    "peak", "period", "size", "time", "timeout",
+}  # fmt: skip
+# ... ends in one of these, which say what it counts, ...
+UNITS = {
+    "bits", "bytes", "count", "documents", "epochs", "factor", "lines", "pixels", "rows", "samples", "second",
+    "seconds", "share", "steps", "tokens", "units",
+}  # fmt: skip
+# ... or in a word of the field: all of these are counts, of samples, vocabulary entries, features and processes.
+COUNTS = {"batch_size", "vocab_size", "hidden_size", "embedding_size", "world_size"}
+
+# What to do instead: a clause that begins with one of these verbs, or says what can be typed.
+REMEDY = re.compile(
+    r"[:;,.(]\s*(?:please |first )?(?:add|allow|ask|call|change|check|choose|close|convert|correct|create|delete|"
+    r"download|drop|export|free|give|go on|increase|install|keep|leave|load|lower|make|move|name|open|pass|pick|point|"
+    r"prepare|put|quote|raise|reduce|reload|remove|rename|repair|replace|restart|resume|return|run|save|see|select|set|"
+    r"shorten|split|start|stop|switch|train|try|turn|update|upgrade|use|wait|write)\b"
+    r"|\b(?:give|run|set|try|use|write) `|\bdid you mean\b|\bknown here\b"
+)
+HOST_PATH = re.compile(r"(?<![\w.*~-])/(?:work|tmp|root|home|Users)/[\w.-]")
+
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@dataclass(frozen=True)
+class Source:
+    """One Python file."""
+
+    path: str
+    text: str
+
+    @cached_property
+    def tree(self) -> ast.Module:
+        return ast.parse(self.text)
+
+    @cached_property
+    def module(self) -> str:
+        """The dotted name below `src`: ``plimsoll.data`` for ``src/plimsoll/data/__init__.py``."""
+        return ".".join(PurePosixPath(self.path).with_suffix("").parts[1:]).removesuffix(".__init__")
+
+    @cached_property
+    def functions(self) -> list[Function]:
+        return [node for node in ast.walk(self.tree) if isinstance(node, Function)]
+
+
+@dataclass(frozen=True)
+class Repository:
+    """Texts by their path from the root."""
+
+    files: dict[str, str]
+
+    def sources(self, folder: str) -> list[Source]:
+        return [Source(path, text) for path, text in self.files.items() if re.match(rf"{folder}/.*\.py$", path)]
+
+    @cached_property
+    def package(self) -> list[Source]:
+        return self.sources("src/plimsoll")
+
+
+def part_of(module: str) -> str:
+    """The part of the package a module belongs to, as named in `LAYERS`."""
+    return [*module.split("."), "__init__"][1]
+
+
+def imports_of(source: Source, modules: set[str]) -> Iterator[tuple[int, str]]:
+    """Lines and modules (of ours as `modules` has them, others as written) of all imports, also inside functions."""
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = "." * node.level + (node.module or "")
+            for alias in node.names:
+                inner = f"{base}.{alias.name}"
+                yield node.lineno, inner if inner in modules or base == "plimsoll" else base
+
+
+def imports_point_down(repository: Repository) -> Iterator[str]:
+    modules = {source.module for source in repository.package}
+    for source in repository.package:
+        part = part_of(source.module)
+        if part not in RANKS:
+            yield f"{source.path}: {part} is in no layer of LAYERS"
+            continue
+        for line, target in imports_of(source, modules):
+            ours = target.split(".")[0] == "plimsoll"
+            other = part_of(target) if ours and part_of(target) in RANKS else "__init__"
+            if target.startswith("."):
+                yield f"{source.path}:{line}: a relative import: write the whole name"
+            elif ours and other != part and RANKS[other] >= RANKS[part]:
+                yield f"{source.path}:{line}: {part} imports {target}, which is not in a layer below it"
+
+
+def no_import_cycle(repository: Repository) -> Iterator[str]:
+    modules = {source.module for source in repository.package}
+    graph = {source.module: {target for _, target in imports_of(source, modules)} for source in repository.package}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        yield "modules import each other: " + " <- ".join(error.args[1])
+
+
+def torch_free_parts_stay_so(repository: Repository) -> Iterator[str]:
+    for source in repository.package:
+        for line, target in imports_of(source, set()):
+            if part_of(source.module) in TORCH_FREE and target.split(".")[0] in HEAVY:
+                yield f"{source.path}:{line}: {part_of(source.module)} imports {target}"
+
+
+def num_lines(function: Function) -> int:
+    """Lines from ``def`` to the end, without the docstring."""
+    text = ast.get_docstring(function, clean=False)
+    docstring = function.body[0].end_lineno - function.body[0].lineno + 1 if text is not None else 0
+    return function.end_lineno - function.lineno + 1 - docstring
+
+
+def functions_and_files_are_short(repository: Repository) -> Iterator[str]:
+    for source in [*repository.package, *repository.sources("tests")]:
+        if (lines := source.text.count("\n")) > MAX_FILE_LINES:
+            yield f"{source.path} has {lines} lines, more than {MAX_FILE_LINES}"
+    lengths = sorted(num_lines(function) for source in repository.package for function in source.functions)
+    for share, limit in ((0.5, HALF_OF_FUNCTIONS_LINES), (0.9, MOST_FUNCTIONS_LINES)):
+        if lengths and (length := lengths[int(share * (len(lengths) - 1))]) > limit:
+            yield f"{share:.0%} of the functions have up to {length} lines, more than {limit}"
+    for source in repository.package:
+        for function in source.functions:
+            first = min([function.lineno, *(decorator.lineno for decorator in function.decorator_list)])
+            reason = re.match(r"\s*# long: \S", "\n".join(source.text.splitlines()[first - 2 : first - 1]))
+            if num_lines(function) > MAX_FUNCTION_LINES and not reason:
+                yield (
+                    f"{source.path}:{function.lineno}: {function.name} has {num_lines(function)} lines, more than "
+                    f"{MAX_FUNCTION_LINES}, and no line `# long: <reason>` above it"
+                )
+
+
+def no_global_and_no_broad_except(repository: Repository) -> Iterator[str]:
+    for source in repository.package:
+        for node in ast.walk(source.tree):
+            if isinstance(node, ast.Global):
+                yield f"{source.path}:{node.lineno}: global {', '.join(node.names)}"
+            if source.path != "src/plimsoll/run/boundary.py" and (caught := broadly_caught(node)):
+                yield f"{source.path}:{node.lineno}: catches {caught}"
+
+
+def broadly_caught(node: ast.AST) -> str | None:
+    """What an ``except`` or a ``suppress(...)`` catches, if that is everything."""
+    if isinstance(node, ast.ExceptHandler) and node.type is None:
+        return "everything"
+    if isinstance(node, ast.ExceptHandler):
+        caught: list[ast.expr] = [node.type]
+    elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("suppress"):
+        caught = node.args
+    else:
+        return None
+    broad = [name for expression in caught for name in names_in(expression) & {"Exception", "BaseException"}]
+    return broad[0] if broad else None
+
+
+def every_module_has_its_tests(repository: Repository) -> Iterator[str]:
+    for source in repository.package:
+        names = source.module.split(".")
+        folder = PurePosixPath("tests/unit", *PurePosixPath(source.path).parent.parts[2:])
+        accepted = [f"{folder}/test_{'_'.join(names[start:])}.py" for start in range(len(names))]
+        is_tested = source.path in UNTESTED or any(path in repository.files for path in accepted)
+        if has_code(source.tree) and not is_tested:
+            yield f"{source.path} has no tests: write {' or '.join(accepted[1:] or accepted)}"
+
+
+def has_code(tree: ast.Module) -> bool:
+    """Whether a module is more than a docstring and names taken from others."""
+    return any(not isinstance(node, ast.Expr | ast.Import | ast.ImportFrom) for node in tree.body)
+
+
+def quantities_carry_their_unit(repository: Repository) -> Iterator[str]:
+    for source in repository.package:
+        for line, name, annotation in numbers(source.tree):
+            *_, last = words = name.removesuffix("_of").split("_")
+            is_counted = last in UNITS or "_".join(words[-2:]) in COUNTS or words[0] == "num"
+            is_number = annotation is not None and re.fullmatch(r"(int|float)( \| None)?", ast.unparse(annotation))
+            if is_number and QUANTITIES.intersection(words) and not is_counted:
+                yield f"{source.path}:{line}: {name}: {ast.unparse(annotation)} does not say its unit, such as _bytes"
+
+
+def numbers(tree: ast.Module) -> Iterator[tuple[int, str, ast.expr | None]]:
+    """Parameters, annotated variables and fields, and functions with the type of what they return."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.arg):
+            yield node.lineno, node.arg, node.annotation
+        elif isinstance(node, ast.AnnAssign):
+            yield node.lineno, ast.unparse(node.target).rpartition(".")[2], node.annotation
+        elif isinstance(node, Function):
+            yield node.lineno, node.name, node.returns
+
+
+def errors_say_the_value_and_the_remedy(repository: Repository) -> Iterator[str]:
+    everywhere = [function for source in repository.package for function in source.functions]
+    for source in repository.package:
+        ours = names_from("plimsoll.errors", source.tree)
+        imported = names_from("plimsoll", source.tree)
+        functions = [*source.functions, *(f for f in everywhere if f.name in imported)]
+        passed_on = messages_passed_on(source.tree, ours)
+        for call in ast.walk(source.tree):
+            if not (isinstance(call, ast.Call) and call.args and ast.unparse(call.func) in ours):
+                continue
+            text = message_text(call.args[0], source, functions)
+            if "{}" not in text:
+                yield f"{source.path}:{call.lineno}: the message holds no value: {text}"
+            if not REMEDY.search(text) and id(call) not in passed_on:
+                yield f"{source.path}:{call.lineno}: the message does not say what to do: {text}"
+
+
+def names_from(package: str, tree: ast.Module) -> set[str]:
+    froms = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    return {alias.name for node in froms if f"{node.module}.".startswith(f"{package}.") for alias in node.names}
+
+
+def messages_passed_on(tree: ast.Module, ours: set[str]) -> set[int]:
+    """The calls inside ``except <our error> as error`` that repeat what ``error`` says, and with it the remedy."""
+    return {
+        id(call)
+        for handler in ast.walk(tree)
+        if isinstance(handler, ast.ExceptHandler) and handler.type and ast.unparse(handler.type) in ours
+        for call in ast.walk(handler)
+        if isinstance(call, ast.Call) and handler.name in names_in(call)
+    }
+
+
+def message_text(message: ast.expr, source: Source, functions: list[Function]) -> str:
+    """The text of a message, with ``{}`` for its values, and of the variables and functions it is made with."""
+    assignments = [node for node in ast.walk(source.tree) if isinstance(node, ast.Assign)]
+    parts: list[ast.AST] = [message]
+    parts += [node.value for node in assignments if names_in(message) & {ast.unparse(name) for name in node.targets}]
+    for part in parts:  # which grows on the way
+        parts += [function for function in functions if function.name in names_in(part) and function not in parts]
+    return " ".join(piece for part in parts for piece in literals(part))
+
+
+def names_in(node: ast.AST) -> set[str]:
+    return {name.id for name in ast.walk(node) if isinstance(name, ast.Name)}
+
+
+def literals(node: ast.AST) -> Iterator[str]:
+    """The text constants below a node; what stands for itself is a docstring and says nothing to the user."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        yield node.value
+    elif isinstance(node, ast.JoinedStr):
+        yield "".join(value.value if isinstance(value, ast.Constant) else "{}" for value in node.values)
+    elif not isinstance(node, ast.Expr):
+        for child in ast.iter_child_nodes(node):
+            yield from literals(child)
+
+
+def every_entry_has_its_page(repository: Repository) -> Iterator[str]:
+    for source in repository.package:
+        path = PurePosixPath(source.path)
+        folder = PAGES.get("/".join(path.parent.parts[2:]))
+        if folder and not path.name.startswith("_") and f"{folder}/{path.stem}.md" not in repository.files:
+            yield f"{source.path} has no page {folder}/{path.stem}.md"
+
+
+def no_test_is_skipped_without_a_reason(repository: Repository) -> Iterator[str]:
+    for source in repository.sources("tests"):
+        calls = {id(node.func): node for node in ast.walk(source.tree) if isinstance(node, ast.Call)}
+        for node in ast.walk(source.tree):
+            name = ast.unparse(node) if isinstance(node, ast.Attribute) else ""
+            if not re.fullmatch(r"pytest(\.mark)?\.(skip|skipif|xfail)", name):
+                continue
+            call = calls.get(id(node), ast.Call(node, [], []))
+            in_words = any(keyword.arg == "reason" for keyword in call.keywords)
+            takes_condition = name in ("pytest.mark.skipif", "pytest.mark.xfail")
+            if not in_words and (takes_condition or not call.args):
+                yield f"{source.path}:{node.lineno}: {name} without a reason"
+
+
+def no_path_of_one_machine(repository: Repository) -> Iterator[str]:
+    for path, text in repository.files.items():
+        if not path.startswith("tests/"):
+            for number, line in enumerate(text.splitlines(), start=1):
+                if found := HOST_PATH.search(line):
+                    yield f"{path}:{number}: {found[0]}... is a path of one machine"
+
+
+Rule = Callable[[Repository], Iterator[str]]
+RULES: tuple[Rule, ...] = (
+    imports_point_down,
+    no_import_cycle,
+    torch_free_parts_stay_so,
+    functions_and_files_are_short,
+    no_global_and_no_broad_except,
+    every_module_has_its_tests,
+    quantities_carry_their_unit,
+    errors_say_the_value_and_the_remedy,
+    every_entry_has_its_page,
+    no_test_is_skipped_without_a_reason,
+    no_path_of_one_machine,
+)

@@ -1,0 +1,219 @@
+"""The repository keeps its own rules (`house_rules.py`), and every rule can be broken."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from house_rules import (
+    HEAVY,
+    RULES,
+    TORCH_FREE,
+    Repository,
+    Rule,
+    errors_say_the_value_and_the_remedy,
+    every_entry_has_its_page,
+    every_module_has_its_tests,
+    functions_and_files_are_short,
+    imports_point_down,
+    no_global_and_no_broad_except,
+    no_import_cycle,
+    no_path_of_one_machine,
+    no_test_is_skipped_without_a_reason,
+    part_of,
+    quantities_carry_their_unit,
+    torch_free_parts_stay_so,
+)
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module")
+def repository() -> Repository:
+    """What is written by hand here: code, tests, pages and the files at the top."""
+    folders = [ROOT / name for name in ("src/plimsoll", "tests", "docs", "benchmarks", "examples")]
+    paths = [path for folder in folders for path in folder.rglob("*")] + list(ROOT.glob("*"))
+    texts = [path for path in paths if path.suffix in {".py", ".md", ".toml", ".txt", ".yaml", ".html"}]
+    texts += [path for path in (ROOT / "Makefile", ROOT / ".ci" / "run") if path.is_file()]
+    return Repository({path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in texts})
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_the_repository_keeps_the_rule(rule: Rule, repository: Repository):
+    faults = list(rule(repository))
+    assert not faults, "\n".join(["", *faults])
+
+
+def function_of(num_lines: int, name: str = "f") -> str:
+    return f"def {name}():" + "\n    x = 1" * (num_lines - 1) + (" x\n" if num_lines == 1 else "\n")
+
+
+def raising(message: str, before: str = "") -> str:
+    head = "from plimsoll.errors import DataError, JobError\n"
+    return f"{head}{before}\ndef f(path, size):\n    raise DataError({message})\n"
+
+
+# Each rule with files that break it and a part of what it says about them.
+BROKEN: list[tuple[Rule, dict[str, str], str]] = [
+    (imports_point_down, {"data/a.py": "import plimsoll.run.step"}, "data imports plimsoll.run.step, which is not"),
+    (
+        imports_point_down,
+        {"data/a.py": "def f():\n    from plimsoll.run import step"},
+        "a.py:2: data imports plimsoll.run",
+    ),
+    (imports_point_down, {"data/a.py": "from plimsoll.device import cpu"}, "imports plimsoll.device, which is not"),
+    (imports_point_down, {"report/a.py": "from plimsoll import device"}, "imports plimsoll.device, which is not"),
+    (imports_point_down, {"cli/a.py": "from plimsoll import train"}, "imports plimsoll.train, which is not"),
+    (imports_point_down, {"cli/a.py": "import plimsoll"}, "imports plimsoll, which is not"),
+    (imports_point_down, {"cli/a.py": "from .b import c"}, "a relative import"),
+    (imports_point_down, {"helpers.py": ""}, "helpers is in no layer"),
+    (
+        no_import_cycle,
+        {"run/a.py": "from plimsoll.run import b", "run/b.py": "def f():\n    import plimsoll.run.a"},
+        "modules import each other: plimsoll.run.",
+    ),
+    (torch_free_parts_stay_so, {"records/a.py": "def f():\n    import torch.nn"}, "a.py:2: records imports torch.nn"),
+    (torch_free_parts_stay_so, {"report/a.py": "from transformers import x"}, "report imports transformers"),
+    (functions_and_files_are_short, {"a.py": "x = 1\n" * 501}, "a.py has 501 lines, more than 500"),
+    (functions_and_files_are_short, {"a.py": function_of(11)}, "50% of the functions have up to 11 lines"),
+    (
+        functions_and_files_are_short,
+        {"a.py": function_of(1) + function_of(41) * 2},
+        "90% of the functions have up to 41",
+    ),
+    (functions_and_files_are_short, {"a.py": function_of(61)}, "a.py:1: f has 61 lines, more than 60"),
+    (functions_and_files_are_short, {"a.py": "# long:\n" + function_of(61)}, "a.py:2: f has 61 lines"),
+    (no_global_and_no_broad_except, {"a.py": "def f():\n    global x"}, "a.py:2: global x"),
+    (no_global_and_no_broad_except, {"a.py": "try: x\nexcept Exception: y"}, "a.py:2: catches Exception"),
+    (no_global_and_no_broad_except, {"a.py": "try: x\nexcept (OSError, BaseException): y"}, "catches BaseException"),
+    (no_global_and_no_broad_except, {"a.py": "try: x\nexcept: y"}, "a.py:2: catches everything"),
+    (no_global_and_no_broad_except, {"a.py": "with contextlib.suppress(Exception): x"}, "a.py:1: catches Exception"),
+    (
+        every_module_has_its_tests,
+        {"data/formats/csv.py": "x = 1"},
+        "csv.py has no tests: write tests/unit/data/formats/test_data_formats_csv.py or",
+    ),
+    (every_module_has_its_tests, {"data/__init__.py": "x = 1"}, "write tests/unit/data/test_data.py"),
+    (every_module_has_its_tests, {"__init__.py": "def __getattr__(name): x"}, "write tests/unit/test_plimsoll.py"),
+    (quantities_carry_their_unit, {"a.py": "def f(timeout: float): x"}, "a.py:1: timeout: float does not say its unit"),
+    (quantities_carry_their_unit, {"a.py": "class A:\n    step_time: float | None"}, "a.py:2: step_time: float | None"),
+    (
+        quantities_carry_their_unit,
+        {"a.py": "async def peak_memory() -> int: x"},
+        "peak_memory: int does not say its unit",
+    ),
+    (
+        errors_say_the_value_and_the_remedy,
+        {"a.py": raising("'too big: use less'")},
+        "a.py:4: the message holds no value",
+    ),
+    (
+        errors_say_the_value_and_the_remedy,
+        {"a.py": raising("f'{path} is too big'")},
+        "does not say what to do: {} is too",
+    ),
+    (errors_say_the_value_and_the_remedy, {"a.py": raising("f'{path} is of no use'")}, "does not say what to do"),
+    (
+        errors_say_the_value_and_the_remedy,
+        {"a.py": raising("said(path)", "def said(path):\n    'Too long; use less.'\n    return f'{path} is long'")},
+        "does not say what to do: {} is long",
+    ),
+    (errors_say_the_value_and_the_remedy, {"a.py": raising("str(size)")}, "the message does not say what to do"),
+    (
+        errors_say_the_value_and_the_remedy,
+        {"a.py": "from plimsoll.errors import DataError\ntry: x\nexcept OSError as e: raise DataError(f'x: {e}')"},
+        "does not say what to do: x: {}",
+    ),
+    (every_entry_has_its_page, {"data/formats/csv.py": ""}, "csv.py has no page docs/formats/csv.md"),
+    (no_test_is_skipped_without_a_reason, {"tests/a.py": "@pytest.mark.skip\ndef f(): x"}, "pytest.mark.skip without"),
+    (
+        no_test_is_skipped_without_a_reason,
+        {"tests/a.py": "pytest.skip()"},
+        "tests/a.py:1: pytest.skip without a reason",
+    ),
+    (
+        no_test_is_skipped_without_a_reason,
+        {"tests/a.py": "m = pytest.mark.skipif(x, y=1)"},
+        "pytest.mark.skipif without",
+    ),
+    (no_test_is_skipped_without_a_reason, {"tests/a.py": "m = pytest.mark.xfail(x)"}, "pytest.mark.xfail without"),
+    (no_path_of_one_machine, {"a.py": "x = '/home/anna/x'"}, "a.py:1: /home/a... is a path of one machine"),
+    (no_path_of_one_machine, {"docs/a.md": "see\n/tmp/x"}, "docs/a.md:2: /tmp/x... is a path"),
+]
+
+# What looks like a fault and is none: no rule finds anything here.
+KEPT = {
+    "__init__.py": '"""Docs."""\nfrom plimsoll.cli.main import main\n',
+    "__main__.py": "import plimsoll\nx = 1\n",
+    "cli/main.py": "import torch\nfrom plimsoll.data.formats import csv\n",
+    "data/formats/__init__.py": "from plimsoll.errors import DataError\n",
+    "data/formats/_shared.py": "import plimsoll.data.formats\n",
+    "data/formats/csv.py": "from plimsoll.data.formats import _shared\nx = 1\n",
+    "run/boundary.py": "def f():\n    try: x\n    except BaseException: y\n",
+    "run/step.py": "@x\n" + function_of(1, "g") * 9 + "# long: one table\n" + function_of(61),
+    "run/units.py": "def f(limit_bytes: int, batch_size: int, num_peak: int, step_seconds: float, size: str): x\n",
+    "run/direct.py": raising("f'{path} is {size} long: use less'"),
+    "run/constant.py": raising("TEXT.format(path)", "TEXT = '{} is long; give ' 'less'\nVALUE = f'{TEXT}'"),
+    "run/helper.py": raising(
+        "said(path)", "from plimsoll.records.remedy import remedy\ndef said(path): return f'{path} is long' + remedy()"
+    ),
+    "records/remedy.py": "def remedy(): return ', use less'\n",
+    "run/again.py": raising(
+        "f'{path}; use less'", "def g():\n    try: x\n    except JobError as error: raise DataError(f'x: {error}')"
+    ),
+    "tests/unit/data/formats/test_csv.py": "pytest.skip('no file')\nm = pytest.mark.xfail(x, reason='y')\n",
+    "tests/unit/run/test_boundary.py": "x = '/tmp/x'\n",
+    **{f"tests/unit/run/test_run_{name}.py": "" for name in ("step", "units", "direct", "constant", "helper", "again")},
+    "tests/unit/records/test_records_remedy.py": "",
+    "docs/formats/csv.md": "~/work/x, src/work/x and /tmp are anybody's\n",
+}  # fmt: skip
+
+
+def repository_of(files: dict[str, str]) -> Repository:
+    """Files by their paths from the root, or below the package where the path names no folder of the root."""
+    return Repository(
+        {path if path.startswith(("tests/", "docs/")) else f"src/plimsoll/{path}": text for path, text in files.items()}
+    )
+
+
+@pytest.mark.parametrize(
+    ("rule", "files", "fault"), BROKEN, ids=[f"{number}-{rule.__name__}" for number, (rule, _, _) in enumerate(BROKEN)]
+)
+def test_a_broken_rule_is_found(rule: Rule, files: dict[str, str], fault: str):
+    assert fault in "\n".join(rule(repository_of(files)))
+
+
+def test_every_rule_can_be_broken():
+    assert {rule for rule, _, _ in BROKEN} == set(RULES)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_what_keeps_the_rule_is_left_alone(rule: Rule):
+    assert not list(rule(repository_of(KEPT)))
+
+
+# What was loaded is printed at exit: `--help` ends in SystemExit.
+LIST_MODULES = (
+    "import atexit, json, sys; atexit.register(lambda: print(json.dumps(list(sys.modules)), file=sys.stderr))"
+)
+SHOW_HELP = "from plimsoll.cli.main import main; sys.argv = ['plimsoll', '--help']; main()"
+
+
+def test_what_needs_no_torch_does_not_load_it(repository: Repository):
+    """`import plimsoll`, `plimsoll --help`, records and reports start at once, also through what they import."""
+    parts = {*TORCH_FREE, "cli", "__init__"}
+    light = [source.module for source in repository.package if part_of(source.module) in parts]
+    code = [LIST_MODULES, f"import {', '.join(light)}", *([SHOW_HELP] if "plimsoll.cli.main" in light else [])]
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
+    start = time.perf_counter()
+    done = subprocess.run(
+        [sys.executable, "-c", "\n".join(code)], env=environment, capture_output=True, text=True, check=True
+    )
+    print(f"loading {len(light)} modules and showing the help took {time.perf_counter() - start:.2f} s")
+    loaded = json.loads(done.stderr.splitlines()[-1])
+    assert set(light) <= set(loaded)
+    assert not HEAVY & set(loaded)

@@ -1,0 +1,138 @@
+"""Every record comes back from its JSON as it was; what is not that record is refused by name; writing is atomic."""
+
+import importlib
+import json
+import os
+import pkgutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import plimsoll.records
+from plimsoll.errors import OutputError, RecordError
+from plimsoll.records.base import Record, write_atomically
+from plimsoll.records.plan import Plan
+
+for _module in pkgutil.iter_modules(plimsoll.records.__path__):
+    importlib.import_module(f"plimsoll.records.{_module.name}")
+
+RECORDS = sorted(
+    (cls for cls in Record.__subclasses__() if cls.__module__.startswith("plimsoll.records.")),
+    key=lambda cls: cls.record_kind,
+)
+
+
+@pytest.fixture
+def examples(device, machine, plan, job, head, run_record) -> dict[type[Record], Record]:
+    return {type(record): record for record in (device, machine, plan, job, head, run_record)}
+
+
+@pytest.mark.parametrize("cls", RECORDS, ids=lambda cls: cls.record_kind)
+def test_a_record_comes_back_from_its_file(cls: type[Record], examples: dict[type[Record], Record], tmp_path: Path):
+    record = examples[cls]  # a new record needs an example in conftest.py
+    record.save(tmp_path / "record.json")
+    assert cls.load(tmp_path / "record.json") == record
+    head = json.loads((tmp_path / "record.json").read_text())
+    assert (head["record"], head["schema"]) == (cls.record_kind, cls.schema_version)
+
+
+def test_no_two_records_share_a_kind():
+    assert len({cls.record_kind for cls in RECORDS}) == len(RECORDS)
+
+
+PLAN = {"record": "plan", "schema": 1, "budget": {}, "choices": []}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (
+            '{"record": "pl',
+            "x.json is not JSON (Unterminated string starting at: line 1 column 12 (char 11)): it may be",
+        ),
+        (PLAN | {"record": "run"}, "x.json holds a record of kind 'run', but 'plan' is needed here: give that file"),
+        ({"budget": {}}, "x.json holds a record of kind None, but 'plan' is needed here: give that file"),
+        ([PLAN], "x.json holds a record of kind 'list', but 'plan' is needed here: give that file"),
+        (
+            PLAN | {"schema": 2},
+            "x.json has schema version 2 of record 'plan'; this Plimsoll reads version 1: use the Plimsoll that",
+        ),
+        (
+            {"record": "plan", "schema": 1, "budget": {}},
+            "x.json is not a valid 'plan' record (choices: Field required): make the record again",
+        ),
+        (PLAN | {"colour": 1}, "(colour: Extra inputs are not permitted)"),
+        (PLAN | {"budget": {"device_bytes": -1}}, "(budget.device_bytes: Value error, cannot read -1 as a size"),
+    ],
+    ids=["torn", "other-kind", "no-kind", "list", "other-schema", "missing", "extra", "nested"],
+)
+def test_what_is_not_the_record_is_refused_by_name(content: object, message: str):
+    text = content if isinstance(content, str) else json.dumps(content)
+    with pytest.raises(RecordError) as caught:
+        Plan.from_json(text, source="x.json")
+    assert message in str(caught.value)
+
+
+def test_a_file_that_cannot_be_read_is_a_record_error(tmp_path: Path):
+    with pytest.raises(RecordError, match="there is no 'plan' record at .*plan.json: check the path"):
+        Plan.load(tmp_path / "plan.json")
+    with pytest.raises(RecordError, match="Is a directory.*give a JSON file"):
+        Plan.load(tmp_path)
+    (tmp_path / "plan.json").write_bytes(b"\xff\xfe")
+    with pytest.raises(RecordError, match="can't decode byte 0xff.*give a JSON file"):
+        Plan.load(tmp_path / "plan.json")
+
+
+def test_a_record_cannot_be_changed(plan: Plan):
+    with pytest.raises(ValueError, match="frozen"):
+        plan.choices = ()
+
+
+def test_writing_replaces_the_content_and_leaves_nothing_else(tmp_path: Path):
+    path = tmp_path / "record.json"
+    write_atomically(path, b"old")
+    write_atomically(path, b"new")
+    assert path.read_bytes() == b"new"
+    assert os.listdir(tmp_path) == ["record.json"]
+
+
+WRITE_PAST_THE_LIMIT = """
+import resource, signal, sys
+from pathlib import Path
+from plimsoll.errors import OutputError
+from plimsoll.records.base import write_atomically
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+try:
+    write_atomically(Path(sys.argv[1]), bytes(8192))
+except OutputError as error:
+    print(error)
+"""
+
+
+def test_a_write_that_fails_half_way_keeps_the_old_content(tmp_path: Path):
+    """RLIMIT_FSIZE lets the first 4096 bytes through and fails the rest, as a full disk does."""
+    path = tmp_path / "record.json"
+    path.write_bytes(b"old")
+    done = subprocess.run(
+        [sys.executable, "-c", WRITE_PAST_THE_LIMIT, str(path)], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == f"cannot write {path}: File too large; free some space or give another --out\n"
+    assert path.read_bytes() == b"old"
+    assert os.listdir(tmp_path) == ["record.json"]
+
+
+def test_a_folder_that_does_not_exist_or_is_a_file_is_an_output_error(tmp_path: Path):
+    (tmp_path / "file").touch()
+    with pytest.raises(OutputError, match="No such file or directory"):
+        write_atomically(tmp_path / "missing" / "record.json", b"")
+    with pytest.raises(OutputError, match="Not a directory"):
+        write_atomically(tmp_path / "file" / "record.json", b"")
+
+
+def test_a_folder_that_cannot_be_written_is_an_output_error():
+    """`/proc` refuses new files to everybody, also to root."""
+    with pytest.raises(OutputError, match="cannot write /proc/record.json"):
+        write_atomically(Path("/proc/record.json"), b"")

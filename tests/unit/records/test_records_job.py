@@ -1,0 +1,241 @@
+"""What a person may write in job.yaml and after --set, and what is said about every fault in it, at once."""
+
+from pathlib import Path
+
+import pytest
+
+from plimsoll.errors import JobError
+from plimsoll.records.job import Job
+
+MINIMAL = "model: lstm\ndata: {train: a.txt}\n"
+GIBIBYTE = 1024**3
+
+
+def job_of(folder: Path, text: str, *changes: str) -> Job:
+    (folder / "job.yaml").write_text(text, encoding="utf-8")
+    return Job.from_yaml(folder / "job.yaml", changes)
+
+
+def faults_of(folder: Path, text: str, *changes: str) -> list[str]:
+    with pytest.raises(JobError) as caught:
+        job_of(folder, text, *changes)
+    return str(caught.value).splitlines()
+
+
+def test_the_defaults(tmp_path: Path):
+    job = job_of(tmp_path, MINIMAL)
+    assert (job.batch_size, job.sequence_length, job.steps, job.seed) == (32, 256, 100, 0)
+    assert (job.task, job.precision, job.device) == ("language-modeling", "fp32", "auto")
+    assert (job.optimizer.name, job.optimizer.lr, job.checkpoint.every) == ("adamw", 3e-4, 50)
+    assert (job.budget.device_bytes, job.budget.host_bytes) == (None, None)
+
+
+def test_every_fault_is_told_at_once(tmp_path: Path):
+    text = """
+modle: lstm
+data: {trian: a.txt}
+batch_size: 0
+seed: 1.5
+precision: fp8
+budget: {device: lots, hots: 1, host: 0}
+checkpoint: {evry: 5}
+optimizer: {lr: 0, schedule: cosin}
+colour: blue
+"""
+    first, *faults = faults_of(tmp_path, text)
+    assert first == f"{tmp_path / 'job.yaml'} cannot be used:"
+    assert sorted(faults) == sorted(
+        [
+            "  model: missing; add it, see the example in README.md",
+            "  modle: unknown field; did you mean `model`?",
+            "  data.train: missing; add it, see the example in README.md",
+            "  data.trian: unknown field; did you mean `train`?",
+            "  batch_size: Input should be greater than or equal to 1 (got 0)",
+            "  seed: Input should be a valid integer, got a number with a fractional part (got 1.5)",
+            "  precision: Input should be 'fp32', 'bf16' or 'fp16' (got 'fp8')",
+            "  budget.device: cannot read 'lots' as a size in bytes: write a number and a unit, for example 2GiB or "
+            "800MiB (got 'lots')",
+            "  budget.hots: unknown field; did you mean `host`?",
+            "  budget.host: a size must be more than 0 bytes, got 0: write for example 2GiB or 800MiB (got 0)",
+            "  checkpoint.evry: unknown field; did you mean `every`?",
+            "  optimizer.lr: Input should be greater than 0 (got 0)",
+            "  optimizer.schedule: Input should be 'constant', 'linear' or 'cosine' (got 'cosin')",
+            "  colour: unknown field; known here: model, task, data, tokenizer, sequence_length, batch_size, "
+            "optimizer, steps, precision, allow, device, budget, checkpoint, evaluate_every, seed",
+        ]
+    )
+
+
+@pytest.mark.parametrize(
+    ("line", "fault"),
+    [
+        ("checkpoint: 5", "checkpoint: needs fields (every, keep), write for example `checkpoint: {every: ...}`"),
+        ("budget:", "budget: needs fields (device, host), write for example `budget: {device: ...}`"),
+        (
+            "tokenizer: {vocab_size: 256}",
+            "tokenizer.vocab_size: Input should be greater than or equal to 257 (got 256)",
+        ),
+        ("optimizer: {lr: .nan}", "optimizer.lr: Input should be a finite number (got nan)"),
+        ("optimizer: {arguments: fast}", "optimizer.arguments: Input should be a valid dictionary (got 'fast')"),
+        ("device: tpu", "device: Input should be 'auto', 'cpu' or 'cuda' (got 'tpu')"),
+        ("seed: 9223372036854775808", f"seed: Input should be less than {2**63} (got {2**63})"),
+        ("1: 2", "1: Keys should be strings (got 1)"),
+    ],
+)
+def test_a_wrong_value_is_shown_with_what_is_allowed(tmp_path: Path, line: str, fault: str):
+    assert faults_of(tmp_path, MINIMAL + line)[1:] == [f"  {fault}"]
+
+
+def test_a_value_of_no_allowed_type_is_one_fault(tmp_path: Path):
+    assert faults_of(tmp_path, "model: 5\ndata: {train: a.txt}")[1:] == [
+        "  model: Input should be a valid string (got 5) or Input should be a valid dictionary (got 5)"
+    ]
+
+
+@pytest.mark.parametrize("share", [0, 0.02, 0.999])
+def test_a_share_of_the_data_can_be_held_out(tmp_path: Path, share: float):
+    assert job_of(tmp_path, MINIMAL, f"data.validation={share}").data.validation == share
+
+
+@pytest.mark.parametrize("share", ["1", "1.0", "-0.1", ".nan"])
+def test_a_share_that_leaves_nothing_is_refused(tmp_path: Path, share: str):
+    (_, fault) = faults_of(tmp_path, MINIMAL, f"data.validation={share}")
+    assert fault.startswith("  data.validation: a held-out share is from 0 to less than 1, for example 0.02 (got ")
+
+
+@pytest.mark.parametrize(
+    ("budget", "device_bytes", "host_bytes"),
+    [
+        ("2GiB", 2 * GIBIBYTE, None),
+        ("2147483648", 2 * GIBIBYTE, None),
+        ("{device: 2GiB, host: 4GiB}", 2 * GIBIBYTE, 4 * GIBIBYTE),
+        ("{host: 4GiB}", None, 4 * GIBIBYTE),
+        ("{device_bytes: 2GiB}", 2 * GIBIBYTE, None),
+        ("{device: null}", None, None),
+    ],
+)
+def test_the_ways_to_write_a_budget(tmp_path: Path, budget: str, device_bytes: int | None, host_bytes: int | None):
+    job = job_of(tmp_path, f"{MINIMAL}budget: {budget}")
+    assert (job.budget.device_bytes, job.budget.host_bytes) == (device_bytes, host_bytes)
+
+
+def test_short_forms_stand_for_the_field_that_matters(tmp_path: Path):
+    short = job_of(tmp_path, "model: lstm\ndata: a.txt\ntokenizer: vocab\noptimizer: sgd\nbudget: 1GiB\n")
+    full = job_of(
+        tmp_path,
+        "model: lstm\ndata: {train: a.txt}\ntokenizer: {path: vocab}\noptimizer: {name: sgd}\nbudget: {device: 1GiB}\n",
+    )
+    assert short == full
+
+
+def test_what_plimsoll_does_not_know_of_an_optimizer_is_its_argument(tmp_path: Path):
+    text = MINIMAL + "optimizer: {name: adamw, eps: 1e-8, betas: [0.9, 0.95], arguments: {foreach: false}}"
+    job = job_of(tmp_path, text)
+    assert job.optimizer.arguments == {"foreach": False, "eps": 1e-8, "betas": [0.9, 0.95]}
+
+
+def test_relative_paths_are_taken_from_the_folder_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HOME", "/somewhere")
+    (tmp_path / "jobs").mkdir()
+    monkeypatch.chdir(tmp_path)
+    text = "model: lstm\ndata: {train: [a/*.txt, ../b.txt, /c.txt, ~/d.txt], validation: e.txt}\ntokenizer: bpe.json"
+    job = job_of(Path("jobs"), text)
+    here = tmp_path / "jobs"
+    assert job.data.train == (f"{here}/a/*.txt", f"{here}/../b.txt", "/c.txt", "/somewhere/d.txt")
+    assert (job.data.validation, job.tokenizer.path) == (f"{here}/e.txt", f"{here}/bpe.json")
+
+
+def test_fields_without_a_folder_keep_their_paths():
+    assert Job.from_fields({"model": "lstm", "data": {"train": "a.txt"}}).data.train == "a.txt"
+
+
+def test_checking_fields_does_not_change_them():
+    fields = {"model": "lstm", "data": "a.txt", "optimizer": {"eps": 1}, "budget": {"device": 5}}
+    Job.from_fields(fields, folder=Path("/data"))
+    assert fields == {"model": "lstm", "data": "a.txt", "optimizer": {"eps": 1}, "budget": {"device": 5}}
+
+
+@pytest.mark.parametrize(
+    ("change", "where", "value"),
+    [
+        ("steps=5", "steps", 5),
+        ("optimizer.lr=1e-4", "optimizer.lr", 1e-4),
+        ("optimizer.lr=2E+1", "optimizer.lr", 20.0),
+        ("optimizer.eps=1e-8", "optimizer.arguments", {"eps": 1e-8}),
+        ("optimizer=sgd", "optimizer.name", "sgd"),
+        ("budget=3GiB", "budget.device_bytes", 3 * GIBIBYTE),
+        ("budget.device=3GiB", "budget.device_bytes", 3 * GIBIBYTE),
+        ("checkpoint.keep=1", "checkpoint.keep", 1),
+        ("model={architecture: gpt2, resid_pdrop: 1e-1}", "model", {"architecture": "gpt2", "resid_pdrop": 0.1}),
+        ("allow=[prune, quantize]", "allow", ("prune", "quantize")),
+        ("evaluate_every=", "evaluate_every", None),
+        ("data.train=/x=y.txt", "data.train", "/x=y.txt"),
+        ('data.train="/*.txt"', "data.train", "/*.txt"),
+    ],
+)
+def test_a_change_sets_one_field(tmp_path: Path, change: str, where: str, value: object):
+    place = job_of(tmp_path, MINIMAL, change)
+    for name in where.split("."):
+        place = getattr(place, name)
+    assert place == value
+
+
+def test_a_change_below_a_short_form_keeps_what_it_stands_for(tmp_path: Path):
+    text = "model: lstm\ndata: a.txt\noptimizer: sgd\nbudget: 1GiB"
+    job = job_of(tmp_path, text, "optimizer.lr=0.1", "budget.host=2GiB", "data.validation=0.5", "budget.device=3GiB")
+    assert (job.optimizer.name, job.optimizer.lr) == ("sgd", 0.1)
+    assert (job.budget.device_bytes, job.budget.host_bytes) == (3 * GIBIBYTE, 2 * GIBIBYTE)
+    assert job.data.train == f"{tmp_path}/a.txt"
+
+
+def test_a_change_replaces_the_full_name_of_a_budget_too(tmp_path: Path):
+    job = job_of(tmp_path, MINIMAL + "budget: {device_bytes: 1}", "budget.device=2")
+    assert job.budget.device_bytes == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("steps", "--set 'steps' is not of the form field=value: write for example --set optimizer.lr=1e-4"),
+        ("=5", "--set '=5' is not of the form field=value: write for example --set optimizer.lr=1e-4"),
+        ("data.=5", "--set 'data.=5' is not of the form field=value: write for example --set optimizer.lr=1e-4"),
+        ("model.size=5", "--set 'model.size=5': `model` is 'lstm', which has no fields: set `model` as a whole"),
+        (
+            "data.train=*.txt",
+            "--set 'data.train=*.txt': '*.txt' is not YAML: quote the value, as in 'data.train=\"*.txt\"'",
+        ),
+    ],
+)
+def test_a_change_that_cannot_be_made_is_explained(tmp_path: Path, change: str, message: str):
+    assert faults_of(tmp_path, MINIMAL, change) == [message]
+
+
+def test_an_unknown_field_in_a_change_is_shown_with_the_nearest(tmp_path: Path):
+    assert faults_of(tmp_path, MINIMAL, "step=5", "checkpoint.every_steps=5")[1:] == [
+        "  checkpoint.every_steps: unknown field; did you mean `every`?",
+        "  step: unknown field; did you mean `steps`?",
+    ]
+
+
+def test_a_file_that_is_not_a_job(tmp_path: Path):
+    with pytest.raises(JobError, match=r"there is no job file at .*job\.yaml: check the path"):
+        Job.from_yaml(tmp_path / "job.yaml")
+    with pytest.raises(JobError, match="Is a directory.*: see the example in README.md"):
+        Job.from_yaml(tmp_path)
+    (tmp_path / "job.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(JobError, match="cannot be read as YAML"):
+        Job.from_yaml(tmp_path / "job.yaml")
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [("", "holds None, not fields like"), ("- a\n", r"holds \['a'\]"), ("a: [1", "cannot be read as YAML")],
+)
+def test_yaml_that_holds_no_fields(tmp_path: Path, text: str, why: str):
+    with pytest.raises(JobError, match=why):
+        job_of(tmp_path, text)
+
+
+def test_a_job_written_down_is_the_same_job(tmp_path: Path):
+    job = job_of(tmp_path, MINIMAL + "budget: 2GiB\noptimizer: {name: sgd, momentum: 0.9}\ndata: [a.txt, b.txt]\n")
+    assert Job.from_fields(job.model_dump(mode="json"), folder=Path("/elsewhere")) == job
