@@ -222,3 +222,9 @@ def _size_of(leaf: Any, path: str = "batch") -> int | None:
         f"cannot cut field {path} of a batch: a {type(leaf).__name__} is not a tensor, a list or a single value; "
         "make it one of these when the batch is collated"
     )
+
+
+def model_loss(model: nn.Module, batch: Any) -> Tensor:
+    """The loss that a Hugging Face model, or one called like it, computes itself: ``model(**batch).loss``."""
+    loss: Tensor = model(**batch).loss
+    return loss

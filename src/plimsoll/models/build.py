@@ -21,7 +21,7 @@ from typing import Any, Literal
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_model as save_weights
-from torch import Tensor, nn
+from torch import nn
 
 from plimsoll.errors import JobError, OutputError
 from plimsoll.models.hugging_face import (
@@ -40,7 +40,7 @@ from plimsoll.models.recurrent import (
     save_recurrent,
 )
 from plimsoll.records.job import Job, near
-from plimsoll.workload import LossFunction, Units
+from plimsoll.workload import LossFunction, Units, model_loss
 
 
 def build_model(
@@ -105,12 +105,7 @@ def save_model(model: nn.Module, folder: Path) -> None:
 
 def loss_of(task: Literal["language-modeling", "classification"]) -> tuple[LossFunction, Units]:
     """Return the loss function of a task, the model's own, and the units it is the mean of."""
-    return _own_loss, "next-tokens" if task == "language-modeling" else "samples"
-
-
-def _own_loss(model: nn.Module, batch: Any) -> Tensor:
-    loss: Tensor = model(**batch).loss
-    return loss
+    return model_loss, "next-tokens" if task == "language-modeling" else "samples"
 
 
 def _new_model(fields: dict[str, Any], shape: TextShape, device: str) -> nn.Module:

@@ -17,7 +17,7 @@ from plimsoll.assemble import Assembled
 from plimsoll.data.loader import Batch, iterate_once
 from plimsoll.device.base import Backend
 from plimsoll.errors import Interrupted, NonFiniteLossError, OutOfMemoryError, PlimsollError
-from plimsoll.models.save import save_model
+from plimsoll.models.build import save_model
 from plimsoll.records.job import Job
 from plimsoll.records.run import CheckpointLine, EndLine, EvaluationLine, OomEvent, Phase, RunRecord, StartLine, StepLine
 from plimsoll.records.units import format_bytes

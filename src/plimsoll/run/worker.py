@@ -45,6 +45,7 @@ def train_run(
     from plimsoll.assemble import assemble, choose_device, fingerprint, require_room
     from plimsoll.data.prepare import Prepared
     from plimsoll.device.base import backend_for
+    from plimsoll.device.probe import versions
     from plimsoll.records.run import RunHead
     from plimsoll.run import checkpoint
     from plimsoll.run.failpoints import arm_from_environment
@@ -74,7 +75,7 @@ def train_run(
         host = backend_for("cpu") if device != "cpu" else None
         if host is not None and job.budget.host_bytes is not None:
             stack.enter_context(host.limited(job.budget.host_bytes))
-        RunHead(job=job.model_dump(mode="json"), device=backend.probe(), versions=_versions(), fingerprint=marks).save(directory.head)
+        RunHead(job=job.model_dump(mode="json"), device=backend.probe(), versions=versions(), fingerprint=marks).save(directory.head)
         parts = assemble(job, prepared, device)
         step = TrainStep(
             parts.model,
@@ -111,10 +112,3 @@ def _warm(job: Job) -> None:
     recurrent = isinstance(job.model, dict) and job.model.get("architecture") in ("lstm", "gru", "rnn")
     if not recurrent:
         import transformers  # noqa: F401
-
-
-def _versions() -> dict[str, str]:
-    from importlib.metadata import version
-
-    names = ("torch-plimsoll", "torch", "transformers", "tokenizers", "numpy")
-    return {"python": sys.version.split()[0]} | {name: version(name) for name in names}
