@@ -1,0 +1,194 @@
+"""Two arms under one memory limit: the plain PyTorch loop, which dies, and Plimsoll, which finishes.
+
+    python examples/demo.py [--data PATH] [--limit 1GiB] [--steps 16] [--out demo-out]
+
+Trains a small GPT-2 on the sources of this machine's own Python standard library, or on the text in ``--data``. On the
+CPU the limit is on private memory and the peaks are measured from outside, by this process reading /proc/PID/statm of
+the training processes; with a CUDA device the limit is on its memory and the peaks are the allocator's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import shutil
+import subprocess
+import sys
+import sysconfig
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import yaml
+from rich.console import Console
+from rich.table import Table
+
+import plimsoll
+from plimsoll.data.prepare import prepare
+from plimsoll.device.process import private_bytes
+from plimsoll.errors import OutputError, PlimsollError
+from plimsoll.records.units import format_bytes, parse_bytes
+from plimsoll.report.progress import stages
+
+NEED_STEPS = 2
+POLL_SECONDS = 0.002
+HERE = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One arm's outcome. ``peak_bytes`` is measured from outside on the CPU."""
+
+    code: int
+    output: str
+    errors: str
+    peak_bytes: int
+
+
+def main() -> None:
+    """Run the demo."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", help="a text file, a folder or a pattern; by default the standard library's sources")
+    parser.add_argument("--limit", default="1GiB", help="memory both arms may use (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=16, help="optimizer steps of the Plimsoll arm (default: %(default)s)")
+    parser.add_argument("--out", type=Path, default=Path("demo-out"), help="folder for everything (default: %(default)s)")
+    arguments = parser.parse_args()
+    try:
+        demo(arguments.data, arguments.limit, arguments.steps, arguments.out)
+    except PlimsollError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+
+
+def demo(data: str | None, limit: str, num_steps: int, out: Path) -> None:
+    """Prepare the text, run the arms, print the table and write the report."""
+    console = Console(stderr=True)
+    job_file, prepared = prepared_job(data, num_steps, out)
+    plain = [sys.executable, str(HERE / "plain_loop.py"), str(job_file), str(prepared), "--steps", str(NEED_STEPS)]
+
+    console.rule("1. what the plain PyTorch loop needs (no limit)")
+    need = run(plain)
+    if need.code:
+        sys.exit(f"the plain loop failed without a limit:\n{need.errors}")
+    need_steps = [json.loads(line) for line in need.output.splitlines()]
+    on_cuda = plimsoll.probe().devices[-1].kind == "cuda"
+    need_bytes = need_steps[-1]["peak_bytes"] if on_cuda else need.peak_bytes
+    console.print(f"{format_bytes(need_bytes)}, loss {need_steps[0]['loss']:.4f} then {need_steps[1]['loss']:.4f}", highlight=False)
+
+    console.rule(f"2. the same loop inside {limit}")
+    died = run([*plain, "--limit", limit])
+    console.print(last_line(died.errors) if died.code else "it finished: the limit is not below its need", highlight=False, markup=False)
+
+    console.rule(f"3. Plimsoll inside {limit}")
+    command = ["train", str(job_file), "--budget", limit, "--cache", str(out / "data"), "--out", str(out / "run")]
+    ours = run([sys.executable, "-m", "plimsoll", *command], show_errors=True)
+    if ours.code:
+        sys.exit(ours.code)
+    record = plimsoll.RunRecord.from_directory(out / "run")
+    report = out / "report.html"
+    report.write_text(plimsoll.render(record, "html"), encoding="utf-8")
+    our_peak_bytes = record.peak_bytes if on_cuda else ours.peak_bytes
+    print_table(limit, need_bytes, need_steps, died, record, our_peak_bytes or 0)
+    print(f"Report: {report}")
+    if (our_peak_bytes or 0) > parse_bytes(limit):
+        sys.exit("the Plimsoll arm went past the limit")
+
+
+def prepared_job(data: str | None, num_steps: int, out: Path) -> tuple[Path, Path]:
+    """Write the job, index and tokenize its text; returns the job's and the prepared data's paths."""
+    if out.exists():
+        if not (out / "job.yaml").is_file():
+            raise OutputError(f"{out} exists and is not an earlier demo's: give another --out")
+        shutil.rmtree(out / "run", ignore_errors=True)  # the tokens are kept: they are found again by their content
+    out.mkdir(parents=True, exist_ok=True)
+    job = {
+        "model": {
+            "architecture": "gpt2",
+            **{"n_layer": 4, "n_embd": 192, "n_head": 4},
+            **{"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},  # so that the arms' losses can be compared
+        },
+        "data": {"train": standard_library() if data is None else [str(Path(data).resolve())], "validation": 0.001},
+        "tokenizer": {"train": "bpe", "vocab_size": 8000},
+        "sequence_length": 256,
+        "batch_size": 32,
+        "steps": num_steps,
+        "optimizer": {"name": "adamw", "lr": 1e-3, "clip_norm": 1.0},
+        "checkpoint": {"every": 50},
+    }
+    job_file, prepared = out / "job.yaml", out / "prepared.json"
+    job_file.write_text(yaml.safe_dump(job, sort_keys=False))
+    with stages(quiet=False) as progress:
+        prepare(plimsoll.Job.from_yaml(job_file), out / "data", progress).save(prepared)
+    return job_file, prepared
+
+
+def standard_library() -> list[str]:
+    """Patterns of the standard library's own sources, without what is installed beside them."""
+    root = Path(sysconfig.get_path("stdlib"))
+    folders = sorted(path for path in root.iterdir() if (path / "__init__.py").is_file() or path.name == "test")
+    return [str(root / "*.py"), *(str(folder / "**" / "*.py") for folder in folders if folder.name != "site-packages")]
+
+
+def run(command: list[str], show_errors: bool = False) -> Arm:
+    """Run a command and watch, from outside, the private memory of its largest process."""
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=None if show_errors else subprocess.PIPE, text=True)
+    peaks = [0]
+    watcher = threading.Thread(target=watch, args=(process, peaks))
+    watcher.start()
+    try:
+        output, errors = process.communicate()
+    except KeyboardInterrupt:
+        process.wait()
+        raise
+    watcher.join()
+    return Arm(process.returncode, output, errors or "", peaks[0])
+
+
+def watch(process: subprocess.Popen[str], peaks: list[int]) -> None:
+    """Keep the highest private memory of any one process of the tree in ``peaks``."""
+    tree = psutil.Process(process.pid)
+    pids, listed = [process.pid], 0.0
+    while process.poll() is None:
+        with contextlib.suppress(OSError, psutil.Error):
+            if time.monotonic() - listed > 0.1:
+                pids, listed = [process.pid, *(child.pid for child in tree.children(recursive=True))], time.monotonic()
+            peaks[0] = max([peaks[0], *(private_bytes(pid) for pid in pids)])
+        time.sleep(POLL_SECONDS)
+
+
+def last_line(text: str) -> str:
+    return next((line for line in reversed(text.splitlines()) if line.strip()), "")
+
+
+def print_table(limit: str, need_bytes: int, need_steps: list[dict], died: Arm, record: plimsoll.RunRecord, peak_bytes: int) -> None:
+    """Print the two arms side by side."""
+    tokens = record.steps[0].num_units
+    losses = ", ".join(f"{step.loss:.4f}" for step in record.steps[:NEED_STEPS])
+    table = Table(title=f"Batch of {record.job['batch_size']} x {record.job['sequence_length']} tokens, limit {limit}", title_justify="left")
+    for column in ("", "result", "peak", "tokens/s", "loss of steps 1, 2", "last loss"):
+        table.add_column(column, justify="left" if column in ("", "result") else "right", overflow="fold")
+    table.add_row(
+        "plain PyTorch, no limit",
+        "what it needs",
+        format_bytes(need_bytes),
+        f"{tokens / need_steps[-1]['seconds']:,.0f}",
+        ", ".join(f"{step['loss']:.4f}" for step in need_steps),
+        "",
+    )
+    table.add_row("plain PyTorch", "died: out of memory" if died.code else "finished", format_bytes(died.peak_bytes), "", "", "")
+    table.add_row(
+        "Plimsoll",
+        f"{record.status}, {len(record.steps)} steps, {len(record.oom_events)} OOM survived",
+        format_bytes(peak_bytes),
+        f"{record.units_per_second or 0:,.0f}",
+        losses,
+        f"{record.steps[-1].loss:.4f}",
+    )
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()
