@@ -6,9 +6,11 @@ that memory ran out, how the allocator lets go of what it keeps. A backend holds
 
 from __future__ import annotations
 
+import re
 from contextlib import AbstractContextManager
 from typing import Protocol
 
+from plimsoll.errors import DeviceError
 from plimsoll.records.device import Device, MemoryUse
 
 
@@ -63,7 +65,9 @@ def backend_for(device: str) -> Backend:
     """
     from plimsoll.device import cpu, cuda
 
-    kind, _, index = device.partition(":")
-    if kind == "cpu":
+    if device == "cpu":
         return cpu.CpuBackend()
-    return cuda.CudaBackend(int(index or 0))
+    match = re.fullmatch(r"cuda(?::(\d+))?", device)
+    if match is None:
+        raise DeviceError(f"there is no device {device!r}: give cpu, cuda, or cuda and a number such as cuda:1")
+    return cuda.CudaBackend(int(match[1] or 0))

@@ -1,0 +1,147 @@
+"""The memory limits, the use and the kills of the control groups that this process is in (containers, Slurm, systemd).
+
+Source: the kernel's admin-guide/cgroup-v2 ("Memory") and cgroup-v1/memory documents, proc_pid_mountinfo(5). Read are
+version 2, version 1, and hybrid machines that mount both. Every ancestor's limit holds too, so all of them are read, as
+far as the container shows them. Not covered: ``memory.high`` (it slows down, it does not kill) and swap. Needs no
+torch.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+from plimsoll.records.device import Limit
+
+_ROOT = Path("/")
+_NO_LIMIT_BYTES = 1 << 60  # version 1 writes "no limit" as the largest multiple of a page below 2^63
+
+
+class _Layout(NamedTuple):
+    """Where one version keeps its numbers: file, or file and key."""
+
+    version: str
+    limit: str
+    use: str
+    inactive_file: str
+    kills: tuple[str, str]
+    hits: tuple[str, str | None]
+
+
+_LAYOUTS = {
+    "cgroup2": _Layout(
+        "v2", "memory.max", "memory.current", "inactive_file", ("memory.events", "oom_kill"), ("memory.events", "max")
+    ),
+    "cgroup": _Layout(
+        "v1",
+        "memory.limit_in_bytes",
+        "memory.usage_in_bytes",
+        "total_inactive_file",
+        ("memory.oom_control", "oom_kill"),
+        ("memory.failcnt", None),
+    ),
+}
+
+
+class _Group(NamedTuple):
+    """The folder of this process's group, where its hierarchy is mounted, and how it writes its numbers."""
+
+    folder: Path
+    mount: Path
+    layout: _Layout
+
+
+def limits(root: Path = _ROOT) -> tuple[Limit, ...]:
+    """Return every memory limit on this process, of its own group and of each ancestor; empty where there is none.
+
+    ``root`` is the file system to read, for tests.
+    """
+    return tuple(limit for limit, _ in _limited_levels(root))
+
+
+def free_bytes(root: Path = _ROOT) -> int | None:
+    """Return how much may still be used under the tightest limit, ``None`` where there is no limit.
+
+    Cached file pages that are not in active use are free: the kernel drops them before it kills.
+    """
+    return min((max(0, limit.bytes - used) for limit, used in _limited_levels(root)), default=None)
+
+
+def oom_kill_count(root: Path = _ROOT) -> int | None:
+    """Return how many processes of this group the kernel has killed for memory, ``None`` where it does not count."""
+    return _counter(root, "kills")
+
+
+def limit_hit_count(root: Path = _ROOT) -> int | None:
+    """Return how often this group ran into its limit, killed or not, ``None`` where it is not counted."""
+    return _counter(root, "hits")
+
+
+def _counter(root: Path, name: str) -> int | None:
+    for group in _memory_groups(root):
+        file, key = getattr(group.layout, name)
+        value = _number(group.folder / file, key)
+        if value is not None:
+            return value
+    return None
+
+
+def _limited_levels(root: Path) -> list[tuple[Limit, int]]:
+    """Pair every limit with what is used of it, from this process's group up to the root of each hierarchy."""
+    levels = []
+    for group in _memory_groups(root):
+        for folder in (group.folder, *group.folder.parents):
+            limit_bytes = _number(folder / group.layout.limit)
+            if limit_bytes is not None and limit_bytes < _NO_LIMIT_BYTES:
+                source = f"cgroup {group.layout.version} {group.layout.limit} of /{folder.relative_to(group.mount)}"
+                levels.append(
+                    (Limit(source=source.removesuffix("."), bytes=limit_bytes), _busy_bytes(folder, group.layout))
+                )
+            if folder == group.mount:
+                break
+    return levels
+
+
+def _busy_bytes(folder: Path, layout: _Layout) -> int:
+    return (_number(folder / layout.use) or 0) - (_number(folder / "memory.stat", layout.inactive_file) or 0)
+
+
+def _memory_groups(root: Path) -> list[_Group]:
+    """Find this process's group in every mounted hierarchy that can hold memory limits."""
+    paths = _group_paths(root)
+    groups = []
+    for line in _lines(root / "proc/self/mountinfo"):
+        left, _, right = line.partition(" - ")
+        mounted, mount = left.split()[3:5]
+        kind, _, options = right.split(maxsplit=2)
+        if kind == "cgroup2" or (kind == "cgroup" and "memory" in options.split(",")):
+            # In a container the mount may begin at the container's own group; a group outside of it shows as "/..".
+            path = paths.get(kind, "/")
+            inside = path.removeprefix(mounted.rstrip("/")) if path.startswith(mounted) else ""
+            point = root / mount.lstrip("/")
+            folder = point / inside.lstrip("/")
+            groups.append(_Group(folder if ".." not in folder.parts else point, point, _LAYOUTS[kind]))
+    return groups
+
+
+def _group_paths(root: Path) -> dict[str, str]:
+    """Map ``cgroup2`` and ``cgroup`` (version 1's memory hierarchy) to the path of this process's group."""
+    paths = {}
+    for line in _lines(root / "proc/self/cgroup"):
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            paths["cgroup2"] = path
+        elif "memory" in controllers.split(","):
+            paths["cgroup"] = path
+    return paths
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text().splitlines() if path.is_file() else []
+
+
+def _number(path: Path, key: str | None = None) -> int | None:
+    """Read the number in a file, or after a key in a file of "key number" lines; ``None`` for "max" or none."""
+    words = [line.split() for line in _lines(path)]
+    value = next((row[-1] for row in words if key is None or row[0] == key), "max")
+    return int(value) if value != "max" else None

@@ -1,0 +1,119 @@
+"""A limit on this process's private memory that raises an error where the kernel would kill.
+
+``RLIMIT_DATA`` makes the kernel refuse private memory, so that the allocator raises. It counts address space (VmData),
+and a process with torch has some 150 MiB of it that is never touched: thread stacks and the .bss of libraries. The
+limit is therefore set to
+
+    budget + untouched bytes - MARGIN_BYTES
+
+with the untouched bytes as they are when the limit begins, less the heap's free blocks, which will be touched. As long
+as the untouched pages stay so, resident private memory cannot pass ``budget - MARGIN_BYTES``; `follow` lowers the limit
+as they do not. Only the soft limit is set: a child can raise its own.
+
+Not covered: mapped files and shared memory (they do not count), memory of child processes (a forked child gets room of
+its own, see `WORKER_ALLOWANCE_BYTES`; one that is executed inherits the soft limit and may raise it), systems other
+than Linux 4.7 or newer. libgomp ends the process where it cannot start a thread: start every thread pool before
+(`CpuBackend.limited` does). A Python thread takes its whole stack, usually 8 MiB, from the limit. Needs no torch.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from plimsoll.device import heap, process
+from plimsoll.errors import BudgetError
+from plimsoll.records.units import format_bytes
+
+MARGIN_BYTES = 16 << 20
+"""Kept back for pages counted as untouched that are touched before the next `follow`."""
+
+WORKER_ALLOWANCE_BYTES = 512 << 20
+"""What a forked child, such as a DataLoader worker, may allocate on top of what it inherits."""
+
+
+@dataclass
+class _Limit:
+    budget_bytes: int
+    untouched_bytes: int
+    previous_soft: int
+
+
+_IN_FORCE: list[_Limit] = []  # of this process: RLIMIT_DATA is the process's, not an object's; the last is the tightest
+
+
+@contextmanager
+def limited(budget_bytes: int) -> Iterator[None]:
+    """Keep this process's resident private memory under ``budget_bytes``; inside another limit the tighter one holds.
+
+    Raises:
+        BudgetError: if more is in use already.
+    """
+    memory = process.private_memory()
+    if memory.private_bytes > budget_bytes - MARGIN_BYTES:
+        raise BudgetError(
+            f"cannot limit this process to {format_bytes(budget_bytes)}: it uses "
+            f"{format_bytes(memory.private_bytes)} of private memory already, and {format_bytes(MARGIN_BYTES)} are kept "
+            f"back; give more than {format_bytes(memory.private_bytes + MARGIN_BYTES)}"
+        )
+    _make_room_in_children()
+    tightest_bytes = min([budget_bytes, *(limit.budget_bytes for limit in _IN_FORCE)])
+    untouched_bytes = memory.data_bytes - memory.private_bytes - heap.free_bytes()
+    soft, _ = resource.getrlimit(resource.RLIMIT_DATA)
+    _IN_FORCE.append(_Limit(tightest_bytes, untouched_bytes, soft))
+    _apply(_IN_FORCE[-1])
+    heap.map_blocks_from(heap.FAST_BYTES)
+    try:
+        yield
+    finally:
+        _set_soft(soft)
+        heap.map_blocks_from(heap.USUAL_BYTES)
+        del _IN_FORCE[-1:]  # none is left in a forked child
+
+
+def follow(memory: process.PrivateMemory) -> None:
+    """Lower the limit where pages counted as untouched have been touched; call once per step with a new reading."""
+    untouched_bytes = memory.data_bytes - memory.private_bytes
+    if _IN_FORCE and untouched_bytes < _IN_FORCE[-1].untouched_bytes:
+        _IN_FORCE[-1].untouched_bytes = untouched_bytes
+        _apply(_IN_FORCE[-1])
+
+
+def budget_in_force() -> int | None:
+    """Return the budget that holds now, in bytes, ``None`` outside `limited`."""
+    return _IN_FORCE[-1].budget_bytes if _IN_FORCE else None
+
+
+def soft_limit_of_others() -> int | None:
+    """Return the ``RLIMIT_DATA`` that was there before any `limited` of this process, ``None`` where there was none."""
+    soft = _IN_FORCE[0].previous_soft if _IN_FORCE else resource.getrlimit(resource.RLIMIT_DATA)[0]
+    return soft if soft != resource.RLIM_INFINITY else None
+
+
+def _apply(limit: _Limit) -> None:
+    soft = limit.budget_bytes + limit.untouched_bytes - MARGIN_BYTES
+    others = soft_limit_of_others()
+    _set_soft(soft if others is None else min(soft, others))
+
+
+def _set_soft(soft: int) -> None:
+    resource.setrlimit(resource.RLIMIT_DATA, (soft, resource.getrlimit(resource.RLIMIT_DATA)[1]))
+
+
+@functools.cache
+def _make_room_in_children() -> None:
+    os.register_at_fork(after_in_child=_leave_in_child)
+
+
+def _leave_in_child() -> None:
+    # The child begins with its parent's address space and limit, and could not allocate anything.
+    if not _IN_FORCE:
+        return
+    room_bytes = process.data_bytes() + WORKER_ALLOWANCE_BYTES
+    others = soft_limit_of_others()
+    _IN_FORCE.clear()
+    _set_soft(room_bytes if others is None else min(room_bytes, others))

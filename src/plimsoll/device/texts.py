@@ -1,0 +1,130 @@
+"""Which errors mean that memory ran out: by type first, by text where there is no type of its own.
+
+Sources: the texts of torch 0.1 to 2.13 (CUDA, HIP, XPU, MPS and CPU allocators), cuBLAS, cuDNN, NCCL and oneDNN status
+names, glibc, numpy, the DataLoader, the Linux OOM killer, Kubernetes and Slurm, and the infixes collected by
+torch-max-mem (https://github.com/mberr/torch-max-mem/issues/45).
+
+A *family* is a certain out-of-memory error. A *disguise* is an error that a library also gives for other reasons: it
+means out of memory only where the device is nearly full, which the caller must check. Not covered: the exit status of a
+killed process (see `cgroup`), and errors of other languages' allocators. Needs no torch.
+"""
+
+from __future__ import annotations
+
+import errno
+import re
+from collections.abc import Callable
+from decimal import Decimal
+
+# Checked in this order: a specific text before the general one that it contains.
+_FAMILIES = {
+    "cuda-async": r"would exceed allowed memory\. \(out of memory\)|cudaMallocAsync.*out of memory",
+    "hip": r"HIP out of memory|HIP error: out of memory|hipErrorOutOfMemory|rocblas_status_memory_error"
+    r"|(?:HIPBLAS|MIOPEN)_STATUS_ALLOC_FAILED|miopenStatusAllocFailed",
+    "xpu": r"XPU out of memory|UR_RESULT_ERROR_OUT_OF_(?:DEVICE|HOST|RESOURCES)",
+    "mps": r"MPS backend out of memory",
+    "cuda": r"CUDA out of memory",
+    "nccl": r"NCCL[^\n]*out of memory|Cuda failure (?:2 )?'out of memory'",
+    "cublas": r"CUBLAS_STATUS_ALLOC_FAILED",
+    "cudnn": r"CUDNN_STATUS_ALLOC_FAILED|Unable to find a valid cuDNN algorithm",
+    "cuda-driver": r"CUDA (?:driver )?error: out of memory|cuda runtime error \(2\)|cudaErrorMemoryAllocation"
+    r"|CUDA_ERROR_OUT_OF_MEMORY|handles_\.at\(i\) INTERNAL ASSERT FAILED[^\n]*CUDACachingAllocator",
+    "cpu-allocator": r"DefaultCPUAllocator: (?:can't allocate memory|not enough memory)",
+    "shared-memory": r"killed by signal: Bus error|insufficient shared memory|unable to allocate shared memory"
+    r"|</?torch_[^>\n]*>[^\n]*(?:No space left on device|Cannot allocate memory)|No space left on device: '/dev/shm/",
+    "worker-killed": r"DataLoader worker \(pid(?:\(s\))? [\d, ]+\) (?:is killed by signal: Killed|exited unexpectedly)",
+    "bad-alloc": r"std::bad_alloc",
+    "memory-error": r"\bMemoryError\b|ArrayMemoryError|Unable to allocate [\d.]+ \w+ for an array",
+    "os": r"Cannot allocate memory|\[Errno 12\]",
+    "oom-killer": r"OOMKilled|oom-kill|[Kk]illed process \d+|out-of-memory handler",
+}
+_DISGUISES = {
+    "cublas": r"CUBLAS_STATUS_NOT_INITIALIZED|CUBLAS_STATUS_INTERNAL_ERROR when calling .?cublas(?:Lt)?Create",
+    "cudnn": r"CUDNN_STATUS_(?:INTERNAL_ERROR|NOT_INITIALIZED)|unable to find an engine to execute this computation",
+    "nccl": r"NCCL[^\n]*(?:unhandled (?:cuda|system) error|internal error)|nccl(?:UnhandledCuda|System|Internal)Error",
+    "cuda-driver": r"CUDA driver error: device not ready",
+    "onednn": r"could not (?:create a primitive|create a memory object|execute a primitive)",
+    "os": r"can't start new thread",
+    "worker-killed": r"DataLoader worker \(pid \d+\) is killed by signal: Aborted",
+}
+# Errors that a retry with less memory cannot mend, though they may stand beside a text above.
+_LOOK_ALIKES = re.compile(
+    r"illegal memory access|device-side assert triggered|static TLS block|no kernel image|invalid device ordinal"
+    r"|Too many open files|killed by signal: Segmentation fault"
+)
+_FAMILY_PATTERNS = {family: re.compile(pattern) for family, pattern in _FAMILIES.items()}
+_DISGUISE_PATTERNS = {family: re.compile(pattern) for family, pattern in _DISGUISES.items()}
+
+_TYPES_WITH_TEXTS = (RuntimeError, OSError)
+
+_SIZE = r"(\d+(?:\.\d+)?) ?([KMGTPE]i?B|[Bb]ytes)"
+_REQUESTS = re.compile(rf"(?:[Tt]ried to allocate|Requested\s*:|Unable to allocate|unable to mmap) {_SIZE}")
+
+
+def oom_family(error: BaseException) -> str | None:
+    """Name the family of an error that certainly means out of memory, or return ``None``.
+
+    An error that it was raised *from* (``__cause__``) counts; one that it merely followed (``__context__``) does not. A
+    text counts only in the types that carry such texts: a ``ValueError`` about "out of memory" is no such error.
+    """
+    return _first_in_chain(error, _family_of_one)
+
+
+def disguised_family(error: BaseException) -> str | None:
+    """Name the family of an error that means out of memory where the device is nearly full, or return ``None``."""
+    return _first_in_chain(error, _disguise_of_one)
+
+
+def family_of_text(text: str) -> str | None:
+    """Name the family of the out-of-memory error that a message or a piece of a log tells of, or return ``None``."""
+    return None if _LOOK_ALIKES.search(text) else _first_match(_FAMILY_PATTERNS, text)
+
+
+def requested_bytes(text: str) -> int | None:
+    """Return the size in bytes that the first failed allocation in the text asked for, or ``None``.
+
+    torch, numpy and Metal print binary sizes, also where they write "GB". A size of 2^63 or more is a negative number
+    that some drivers print as unsigned, and is no size.
+    """
+    match = _REQUESTS.search(text)
+    if match is None:
+        return None
+    exponent = 0 if match[2].lower() == "bytes" else "KMGTPE".index(match[2][0]) + 1
+    num_bytes = round(Decimal(match[1]) * 1024**exponent)
+    return num_bytes if num_bytes < 1 << 63 else None
+
+
+def _first_in_chain(error: BaseException, family_of: Callable[[BaseException], str | None]) -> str | None:
+    chain: list[BaseException] = []
+    cause: BaseException | None = error
+    while cause is not None and cause not in chain:
+        chain.append(cause)
+        cause = cause.__cause__
+    if any(_LOOK_ALIKES.search(str(one)) for one in chain):
+        return None
+    return next(filter(None, map(family_of, chain)), None)
+
+
+def _family_of_one(error: BaseException) -> str | None:
+    if _is_torch_out_of_memory(error):
+        return family_of_text(str(error)) or "cuda"
+    if isinstance(error, MemoryError):
+        return family_of_text(str(error)) or "memory-error"
+    if isinstance(error, OSError) and error.errno == errno.ENOMEM:
+        return "os"
+    return family_of_text(str(error)) if isinstance(error, _TYPES_WITH_TEXTS) else None
+
+
+def _disguise_of_one(error: BaseException) -> str | None:
+    return _first_match(_DISGUISE_PATTERNS, str(error)) if isinstance(error, _TYPES_WITH_TEXTS) else None
+
+
+def _is_torch_out_of_memory(error: BaseException) -> bool:
+    # By name, so that torch need not be imported to watch a process that uses it.
+    return any(
+        kind.__name__ == "OutOfMemoryError" and kind.__module__.startswith("torch") for kind in type(error).__mro__
+    )
+
+
+def _first_match(patterns: dict[str, re.Pattern[str]], text: str) -> str | None:
+    return next((family for family, pattern in patterns.items() if pattern.search(text)), None)
