@@ -143,10 +143,7 @@ class CudaBackend:
 
         Call it before the memory is released: a disguise counts only while the device is nearly full.
         """
-        family = texts.oom_family(error)
-        if family is None and (disguise := texts.disguised_family(error)) is not None and self.is_nearly_full():
-            return disguise
-        return family
+        return texts.oom_family_on(error, self.is_nearly_full)
 
     def is_nearly_full(self) -> bool:
         """Whether the driver has less than 1 GiB left to give to a library."""

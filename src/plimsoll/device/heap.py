@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import ctypes
 
-# A block of the heap that is freed between two that are not keeps counting as the process's data. A block that is a mapping
-# of its own does not, but its pages are cleared anew each time. GPT-2 training steps on 2 cores, glibc 2.36, torch 2.13:
+# A block of the heap that is freed between two that are not keeps counting as the process's data. A block that is a
+# mapping of its own does not, but its pages are cleared anew each time. GPT-2 training steps, glibc 2.36, torch 2.13,
+# 2 cores:
 #
 #     blocks mapped from                        glibc's own      4 MiB      1 MiB    128 KiB
 #     peak, 4 layers, vocabulary 8000, MiB             1055        977        879        871

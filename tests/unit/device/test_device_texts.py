@@ -53,7 +53,7 @@ def test_a_real_text_is_read_as_its_label_says(label):
 
 
 def _error_of(action):
-    with pytest.raises(BaseException) as caught:  # noqa: PT011 -- which type comes is what is being tested
+    with pytest.raises(BaseException) as caught:  # which type comes is what is being tested
         action()
     return caught.value
 
@@ -142,7 +142,12 @@ def test_torchs_own_type_needs_no_text(kind):
         (RuntimeError("CUDA error: invalid device ordinal"), None),
         (RuntimeError("CUDA error: no kernel image is available for execution on the device"), None),
         (RuntimeError("DataLoader worker (pid 5) is killed by signal: Segmentation fault. "), None),
-        (RuntimeError("unable to open shared memory object </torch_1_2> in read-write mode: Too many open files (24)"), None),
+        (
+            RuntimeError(
+                "unable to open shared memory object </torch_1_2> in read-write mode: Too many open files (24)"
+            ),
+            None,
+        ),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), None),
     ],
     ids=lambda value: str(value)[:50],
