@@ -8,7 +8,7 @@ torch.
 
 from __future__ import annotations
 
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 from plimsoll.records.device import Limit
@@ -93,10 +93,9 @@ def _limited_levels(root: Path) -> list[tuple[Limit, int]]:
         for folder in (group.folder, *group.folder.parents):
             limit_bytes = _number(folder / group.layout.limit)
             if limit_bytes is not None and limit_bytes < _NO_LIMIT_BYTES:
-                source = f"cgroup {group.layout.version} {group.layout.limit} of /{folder.relative_to(group.mount)}"
-                levels.append(
-                    (Limit(source=source.removesuffix("."), bytes=limit_bytes), _busy_bytes(folder, group.layout))
-                )
+                path = "/".join(("", *folder.relative_to(group.mount).parts)) or "/"
+                source = f"cgroup {group.layout.version} {group.layout.limit} of {path}"
+                levels.append((Limit(source=source, bytes=limit_bytes), _busy_bytes(folder, group.layout)))
             if folder == group.mount:
                 break
     return levels
@@ -116,11 +115,10 @@ def _memory_groups(root: Path) -> list[_Group]:
         kind, _, options = right.split(maxsplit=2)
         if kind == "cgroup2" or (kind == "cgroup" and "memory" in options.split(",")):
             # In a container the mount may begin at the container's own group; a group outside of it shows as "/..".
-            path = paths.get(kind, "/")
-            inside = path.removeprefix(mounted.rstrip("/")) if path.startswith(mounted) else ""
-            point = root / mount.lstrip("/")
-            folder = point / inside.lstrip("/")
-            groups.append(_Group(folder if ".." not in folder.parts else point, point, _LAYOUTS[kind]))
+            path, point = PurePosixPath(paths.get(kind, "/")), root / mount.lstrip("/")
+            is_shown = path.is_relative_to(mounted) and ".." not in path.parts
+            folder = point / path.relative_to(mounted) if is_shown else point
+            groups.append(_Group(folder, point, _LAYOUTS[kind]))
     return groups
 
 

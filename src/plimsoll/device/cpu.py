@@ -90,16 +90,18 @@ class CpuBackend:
             yield
 
     def release(self) -> None:
-        """Collect garbage and give the heap's free pages back to the system."""
+        """Collect garbage and give the heap's free pages back; inside `limited`, keep fewer from now on."""
         gc.collect()
         heap.trim()
+        if data_limit.budget_in_force() is not None:
+            heap.map_blocks_from(heap.TIGHT_BYTES)
 
     def oom_family(self, error: BaseException) -> str | None:
         """Name the kind of out-of-memory error this is (see `texts`), or return ``None``.
 
         Call it before the memory is released: a disguise counts only while the limit is nearly reached.
         """
-        return texts.oom_family(error) or (texts.disguised_family(error) if self.is_nearly_full() else None)
+        return texts.oom_family_on(error, self.is_nearly_full)
 
     def is_nearly_full(self) -> bool:
         """Whether less than an eighth of the budget, or without one of the machine, was left at the peak."""

@@ -11,16 +11,13 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 from plimsoll.device import nvml, texts
 from plimsoll.device.host_random import copy_host_state, restore_host_state
 from plimsoll.errors import BudgetError, DeviceError
 from plimsoll.records.device import Device, Limit, MemoryUse
 from plimsoll.records.units import format_bytes
-
-if TYPE_CHECKING:
-    import torch
 
 _NEARLY_FULL_BYTES = 1 << 30
 """A library that fails in disguise wanted driver memory: cuDNN loads some 500 MB of kernels (pytorch#81620)."""
@@ -136,10 +133,7 @@ class CudaBackend:
 
         Call it before the memory is released: a disguise counts only while the device is nearly full.
         """
-        family = texts.oom_family(error)
-        if family is None and (disguise := texts.disguised_family(error)) is not None and self.is_nearly_full():
-            return disguise
-        return family
+        return texts.oom_family_on(error, self.is_nearly_full)
 
     def is_nearly_full(self) -> bool:
         """Whether the driver has less than 1 GiB left to give to a library."""

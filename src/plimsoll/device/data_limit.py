@@ -40,7 +40,7 @@ WORKER_ALLOWANCE_BYTES = 512 << 20
 class _Limit:
     budget_bytes: int
     untouched_bytes: int
-    previous_soft: int
+    previous_soft_bytes: int
 
 
 _IN_FORCE: list[_Limit] = []  # of this process: RLIMIT_DATA is the process's, not an object's; the last is the tightest
@@ -55,22 +55,27 @@ def limited(budget_bytes: int) -> Iterator[None]:
     """
     memory = process.private_memory()
     if memory.private_bytes > budget_bytes - MARGIN_BYTES:
+        least_bytes = memory.private_bytes + MARGIN_BYTES
         raise BudgetError(
             f"cannot limit this process to {format_bytes(budget_bytes)}: it uses "
-            f"{format_bytes(memory.private_bytes)} of private memory already, and {format_bytes(MARGIN_BYTES)} are kept "
-            f"back; give more than {format_bytes(memory.private_bytes + MARGIN_BYTES)}"
+            f"{format_bytes(memory.private_bytes)} of private memory already, and {format_bytes(MARGIN_BYTES)} are "
+            f"kept back; give more than {format_bytes(least_bytes)}"
         )
     _make_room_in_children()
     tightest_bytes = min([budget_bytes, *(limit.budget_bytes for limit in _IN_FORCE)])
     untouched_bytes = memory.data_bytes - memory.private_bytes - heap.free_bytes()
-    soft, _ = resource.getrlimit(resource.RLIMIT_DATA)
-    _IN_FORCE.append(_Limit(tightest_bytes, untouched_bytes, soft))
+    soft_bytes, _ = resource.getrlimit(resource.RLIMIT_DATA)
+    if not _IN_FORCE:
+        heap.map_blocks_from(heap.FAST_BYTES)
+    _IN_FORCE.append(_Limit(tightest_bytes, untouched_bytes, soft_bytes))
     _apply(_IN_FORCE[-1])
     try:
         yield
     finally:
-        _set_soft(soft)
+        _set_soft(soft_bytes)
         del _IN_FORCE[-1:]  # none is left in a forked child
+        if not _IN_FORCE:
+            heap.map_blocks_from(heap.USUAL_BYTES)
 
 
 def follow(memory: process.PrivateMemory) -> None:
@@ -88,18 +93,21 @@ def budget_in_force() -> int | None:
 
 def soft_limit_of_others() -> int | None:
     """Return the ``RLIMIT_DATA`` that was there before any `limited` of this process, ``None`` where there was none."""
-    soft = _IN_FORCE[0].previous_soft if _IN_FORCE else resource.getrlimit(resource.RLIMIT_DATA)[0]
-    return soft if soft != resource.RLIM_INFINITY else None
+    soft_bytes = _IN_FORCE[0].previous_soft_bytes if _IN_FORCE else resource.getrlimit(resource.RLIMIT_DATA)[0]
+    return soft_bytes if soft_bytes != resource.RLIM_INFINITY else None
 
 
 def _apply(limit: _Limit) -> None:
-    soft = limit.budget_bytes + limit.untouched_bytes - MARGIN_BYTES
-    others = soft_limit_of_others()
-    _set_soft(soft if others is None else min(soft, others))
+    _set_soft_within_others(limit.budget_bytes + limit.untouched_bytes - MARGIN_BYTES)
 
 
-def _set_soft(soft: int) -> None:
-    resource.setrlimit(resource.RLIMIT_DATA, (soft, resource.getrlimit(resource.RLIMIT_DATA)[1]))
+def _set_soft_within_others(soft_bytes: int) -> None:
+    others_bytes = soft_limit_of_others()
+    _set_soft(soft_bytes if others_bytes is None else min(soft_bytes, others_bytes))
+
+
+def _set_soft(soft_bytes: int) -> None:
+    resource.setrlimit(resource.RLIMIT_DATA, (soft_bytes, resource.getrlimit(resource.RLIMIT_DATA)[1]))
 
 
 @functools.cache
@@ -109,9 +117,6 @@ def _make_room_in_children() -> None:
 
 def _leave_in_child() -> None:
     # The child begins with its parent's address space and limit, and could not allocate anything.
-    if not _IN_FORCE:
-        return
-    room_bytes = process.data_bytes() + WORKER_ALLOWANCE_BYTES
-    others = soft_limit_of_others()
-    _IN_FORCE.clear()
-    _set_soft(room_bytes if others is None else min(room_bytes, others))
+    if _IN_FORCE:
+        _set_soft_within_others(process.data_bytes() + WORKER_ALLOWANCE_BYTES)
+        _IN_FORCE.clear()

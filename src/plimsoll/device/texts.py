@@ -21,7 +21,7 @@ _FAMILIES = {
     "cuda-async": r"would exceed allowed memory\. \(out of memory\)|cudaMallocAsync.*out of memory",
     "hip": r"HIP out of memory|HIP error: out of memory|hipErrorOutOfMemory|rocblas_status_memory_error"
     r"|(?:HIPBLAS|MIOPEN)_STATUS_ALLOC_FAILED|miopenStatusAllocFailed",
-    "xpu": r"XPU out of memory|UR_RESULT_ERROR_OUT_OF_(?:DEVICE|HOST|RESOURCES)",
+    "xpu": r"XPU out of memory|UR_RESULT_ERROR_OUT_OF_(?:DEVICE|HOST)_MEMORY",
     "mps": r"MPS backend out of memory",
     "cuda": r"CUDA out of memory",
     "nccl": r"NCCL[^\n]*out of memory|Cuda failure (?:2 )?'out of memory'",
@@ -43,6 +43,7 @@ _DISGUISES = {
     "cudnn": r"CUDNN_STATUS_(?:INTERNAL_ERROR|NOT_INITIALIZED)|unable to find an engine to execute this computation",
     "nccl": r"NCCL[^\n]*(?:unhandled (?:cuda|system) error|internal error)|nccl(?:UnhandledCuda|System|Internal)Error",
     "cuda-driver": r"CUDA driver error: device not ready",
+    "xpu": r"UR_RESULT_ERROR_OUT_OF_RESOURCES",
     "onednn": r"could not (?:create a primitive|create a memory object|execute a primitive)",
     "os": r"can't start new thread",
     "worker-killed": r"DataLoader worker \(pid \d+\) is killed by signal: Aborted",
@@ -73,6 +74,14 @@ def oom_family(error: BaseException) -> str | None:
 def disguised_family(error: BaseException) -> str | None:
     """Name the family of an error that means out of memory where the device is nearly full, or return ``None``."""
     return _first_in_chain(error, _disguise_of_one)
+
+
+def oom_family_on(error: BaseException, is_nearly_full: Callable[[], bool]) -> str | None:
+    """Name the family of an error, with the disguises where the device is nearly full, or return ``None``."""
+    family = oom_family(error)
+    if family is None and (disguise := disguised_family(error)) is not None and is_nearly_full():
+        return disguise
+    return family
 
 
 def family_of_text(text: str) -> str | None:

@@ -1,0 +1,33 @@
+"""glibc really gives blocks back at once when they are mapped by themselves."""
+
+import subprocess
+import sys
+
+import pytest
+
+_PROGRAM = """
+import sys
+from plimsoll.device import heap, process
+if sys.argv[1] == "mapped":
+    heap.map_blocks_from(heap.TIGHT_BYTES)
+else:
+    heap.map_blocks_from(heap.USUAL_BYTES)
+blocks = [bytearray(b"x") * (1 << 20) for _ in range(64)]
+pins = []
+for index in range(64):
+    pins.append(bytearray(b"x") * 2000)
+    blocks.append(bytearray(b"x") * (1 << 20))
+full, free = process.data_bytes(), heap.free_bytes()
+del blocks
+print((full - process.data_bytes()) >> 20, (heap.free_bytes() - free) >> 20)
+heap.trim()
+"""
+
+
+@pytest.mark.parametrize(("how", "least_given_back", "least_free"), [("mapped", 120, 0), ("heap", 0, 60)])
+def test_freed_blocks_stay_data_in_the_heap_and_not_when_mapped(how, least_given_back, least_free):
+    done = subprocess.run([sys.executable, "-c", _PROGRAM, how], capture_output=True, text=True, check=True)
+    given_back, free = map(int, done.stdout.split())
+    assert given_back >= least_given_back
+    assert free >= least_free
+    assert (given_back < 70) == (how == "heap")

@@ -1,0 +1,61 @@
+"""The counters follow memory that is really taken and given back."""
+
+import mmap
+import os
+import subprocess
+import sys
+
+import pytest
+
+from plimsoll.device import process
+
+MIB = 1 << 20
+
+
+def _touched(num_bytes):
+    block = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    block.write(b"x" * num_bytes)
+    return block
+
+
+def test_touched_memory_is_private_and_untouched_memory_is_only_data():
+    before = process.private_memory()
+    untouched = mmap.mmap(-1, 64 * MIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    reserved = process.private_memory()
+    assert reserved.data_bytes - before.data_bytes >= 64 * MIB
+    assert reserved.private_bytes - before.private_bytes < 8 * MIB
+    untouched.write(b"x" * 64 * MIB)
+    assert process.private_bytes() - before.private_bytes >= 64 * MIB - MIB
+    untouched.close()
+    assert process.private_bytes() < before.private_bytes + 32 * MIB
+    assert process.data_bytes() < before.data_bytes + 64 * MIB
+
+
+def test_shared_memory_and_files_are_not_private():
+    before = process.private_bytes()
+    with mmap.mmap(-1, 64 * MIB) as shared:
+        shared.write(b"x" * 64 * MIB)
+        assert process.private_bytes() - before < 8 * MIB
+        assert process.address_space_bytes() > 64 * MIB
+
+
+def test_the_peak_stays_when_memory_is_given_back_and_goes_with_a_reset():
+    counter = process.PeakCounter()
+    counter.reset()
+    before = process.private_bytes()
+    _touched(64 * MIB).close()
+    peak = counter.read(process.private_bytes())
+    assert before + 62 * MIB <= peak <= before + 160 * MIB  # the block, and the bytes that were written into it
+    counter.reset()
+    assert counter.read(process.private_bytes()) < before + 32 * MIB
+
+
+def test_another_process_is_read_by_its_number_and_so_are_all_children():
+    code = "block = bytearray(b'x') * (64 << 20); print(flush=True); input()"
+    child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    child.stdout.readline()
+    assert process.private_bytes(child.pid) >= 64 * MIB
+    assert process.children_private_bytes(os.getpid()) >= 64 * MIB
+    child.communicate(b"\n")
+    with pytest.raises(OSError, match=str(child.pid)):
+        process.private_bytes(child.pid)
