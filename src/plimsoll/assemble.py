@@ -58,7 +58,9 @@ def assemble(job: Job, prepared: Prepared, device: str) -> Assembled:
     model.train()
     optimizer = build_optimizer(job.optimizer, model.parameters())
     loss, units = loss_of(job.task)
-    return Assembled(model, optimizer, build_schedule(job.optimizer, optimizer, job.steps), loss, units, loader, validation)
+    return Assembled(
+        model, optimizer, build_schedule(job.optimizer, optimizer, job.steps), loss, units, loader, validation
+    )
 
 
 def require_room(job: Job, prepared: Prepared, baseline_bytes: int, budget_bytes: int | None) -> None:
@@ -83,18 +85,20 @@ def require_room(job: Job, prepared: Prepared, baseline_bytes: int, budget_bytes
     if need_bytes > budget_bytes:
         listed = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items() if size)
         raise BudgetError(
-            f"a budget of {format_bytes(budget_bytes)} cannot hold this training: {format_bytes(need_bytes)} are needed before the first "
-            f"activation ({listed}); give a budget well above that, or a smaller model"
+            f"a budget of {format_bytes(budget_bytes)} cannot hold this training: {format_bytes(need_bytes)} are needed "
+            f"before the first activation ({listed}); give a budget well above that, or a smaller model"
         )
 
 
 def fingerprint(job: Job, prepared: Prepared) -> dict[str, str]:
     """What must be equal for a checkpoint to belong to a job: everything that changes what is learned.
 
-    The budget, how often is saved and how long is trained may change between a checkpoint and its resume; the length may
-    not where the learning rate follows it.
+    The budget, how often is saved and how long is trained may change between a checkpoint and its resume; the length
+    may not where the learning rate follows it.
     """
-    facts = job.model_dump(mode="json", exclude={"budget", "checkpoint", "steps", "evaluate_every", "device", "data", "tokenizer"})
+    facts = job.model_dump(
+        mode="json", exclude={"budget", "checkpoint", "steps", "evaluate_every", "device", "data", "tokenizer"}
+    )
     if job.optimizer.schedule != "constant":
         facts["steps"] = job.steps
     short = {name: value if isinstance(value, str | int) else _digest(value) for name, value in facts.items()}

@@ -79,9 +79,12 @@ def batch_size_of(batch: Any) -> int:
     Raises:
         InputError: if two fields have different sizes in dimension 0, no field has a size, or a field cannot be cut.
     """
-    sizes = {path: size for path, leaf in _leaves(batch) if (size := _size_of(leaf, path)) is not None}
+    sizes = {path: size for path, leaf in _leaves(batch) if (size := _num_samples_of(leaf, path)) is not None}
     if not sizes:
-        raise InputError("cannot tell how many samples a batch has that holds no tensor and no list: put one in")
+        raise InputError(
+            f"cannot tell how many samples a batch has that holds no tensor and no list, but a {type(batch).__name__}: "
+            "put one in"
+        )
     if len(set(sizes.values())) > 1:
         listed = ", ".join(f"{path}: {size}" for path, size in sizes.items())
         raise InputError(
@@ -101,10 +104,10 @@ def split_batch(batch: Any, num_samples: int) -> list[Any]:
         InputError: as `batch_size_of`, or if ``num_samples`` is less than 1.
     """
     if num_samples < 1:
-        raise InputError(f"cannot cut a batch into pieces of {num_samples} samples: a piece has at least 1")
+        raise InputError(f"cannot cut a batch into pieces of {num_samples} samples: give 1 or more")
 
     def piece(start: int) -> Any:
-        return _mapped(batch, lambda leaf: leaf if _size_of(leaf) is None else leaf[start : start + num_samples])
+        return _mapped(batch, lambda leaf: leaf if _num_samples_of(leaf) is None else leaf[start : start + num_samples])
 
     return [piece(start) for start in range(0, batch_size_of(batch), num_samples)]
 
@@ -210,7 +213,7 @@ def _is_container(value: Any) -> bool:
     )
 
 
-def _size_of(leaf: Any, path: str = "batch") -> int | None:
+def _num_samples_of(leaf: Any, path: str = "batch") -> int | None:
     """Return how many samples a leaf has, or ``None`` if it belongs to all of them."""
     if isinstance(leaf, Tensor | np.ndarray):
         return leaf.shape[0] if leaf.ndim else None

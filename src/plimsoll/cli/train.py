@@ -13,12 +13,18 @@ if TYPE_CHECKING:
     from plimsoll.run.directory import RunDirectory
 
 
-def train(
-    job_file: Annotated[Path | None, typer.Argument(metavar="JOB", help="The job file; left out with --resume.")] = None,
+def train(  # noqa: PLR0917 -- typer calls it by name
+    job_file: Annotated[
+        Path | None, typer.Argument(metavar="JOB", help="The job file; left out with --resume.")
+    ] = None,
     out: Annotated[Path, typer.Option("--out", "-o", help="The run directory.")] = Path("runs/latest"),
     budget: Annotated[str | None, typer.Option(help="Memory the training may use, e.g. 2GiB.")] = None,
-    changes: Annotated[list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Change a field of the job.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out from its newest checkpoint.")] = False,
+    changes: Annotated[
+        list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Change a field of the job.")
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the run in --out from its newest checkpoint.")
+    ] = False,
     from_step: Annotated[int | None, typer.Option(help="With --resume: the checkpoint to go on from.")] = None,
     cache: Annotated[Path | None, typer.Option(help="Where tokens are kept; by default in the run directory.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Remove what is in --out first.")] = False,
@@ -36,7 +42,10 @@ def train(
     if resume:
         directory = _opened(out, job_file, budget, changes)
     elif job_file is None:
-        raise InputError(f"no job file was given for {out}: write `plimsoll train job.yaml --out {out}`, or add --resume to go on with it")
+        raise InputError(
+            f"no job file was given for {out}: write `plimsoll train job.yaml --out {out}`, "
+            "or add --resume to go on with it"
+        )
     else:
         directory = _created(out, _job(job_file, budget, changes), cache, force, as_json)
     arguments = ("--resume", *(("--from-step", str(from_step)) if from_step is not None else ())) if resume else ()
@@ -74,7 +83,10 @@ def _opened(out: Path, job_file: Path | None, budget: str | None, changes: list[
     from plimsoll.run.directory import RunDirectory
 
     if job_file is not None:
-        raise InputError(f"--resume goes on with the job kept in {out}, so {job_file} would be ignored: leave it out, or drop --resume")
+        raise InputError(
+            f"--resume goes on with the job kept in {out}, so {job_file} would be ignored: "
+            "leave it out, or drop --resume"
+        )
     directory = RunDirectory.open(out)
     if budget or changes:
         directory.write_job(_job(directory.job, budget, changes))

@@ -19,7 +19,7 @@ def prepare_worker(directory: Path, cache: Path, quiet: bool = False) -> None:
     prepare_run(directory, cache, quiet)
 
 
-def train_worker(
+def train_worker(  # noqa: PLR0917 -- typer calls it by name
     directory: Path,
     resume: bool = False,
     from_step: int | None = None,

@@ -5,9 +5,9 @@
         progress.json                       step, data cursor, ladder, schedule, scaler, fingerprint of the job
         manifest.json                       bytes and CRC-32 of each of the others; written last
 
-A checkpoint is written to a temporary folder, each file synced, and the folder renamed; only then are older ones removed.
-So a kill or a full disk at any moment leaves the previous checkpoint as it was. On reading every byte is checked: a torn
-checkpoint, or one of another job, is refused with the reason and the previous good one is named.
+A checkpoint is written to a temporary folder, each file synced, and the folder renamed; only then are older ones
+removed. So a kill or a full disk at any moment leaves the previous checkpoint as it was. On reading every byte is
+checked: a torn checkpoint, or one of another job, is refused with the reason and the previous good one is named.
 
 Writing makes no second copy of the tensors. Does NOT cover sharded checkpoints of several ranks.
 """
@@ -58,7 +58,14 @@ class Checkpoint:
 
 
 def save(
-    root: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, random_state: Any, progress: dict[str, Any], keep: int
+    root: Path,
+    step: int,
+    *,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    random_state: Any,
+    progress: dict[str, Any],
+    keep: int,
 ) -> Checkpoint:
     """Write the checkpoint of ``step`` under ``root`` and keep the last ``keep``.
 
@@ -71,7 +78,9 @@ def save(
     temporary = root / f".{folder.name}.tmp-{os.getpid()}"
     try:
         temporary.mkdir()
-        for name, content in zip(_TENSOR_FILES, (model.state_dict(), optimizer.state_dict(), random_state), strict=True):
+        for name, content in zip(
+            _TENSOR_FILES, (model.state_dict(), optimizer.state_dict(), random_state), strict=True
+        ):
             _write_tensors(temporary / name, content)
             failpoint("checkpoint")
         write_atomically(temporary / "progress.json", json.dumps(progress | {"step": step}).encode())
@@ -84,8 +93,8 @@ def save(
         _sync_folder(root)
     except OSError as error:
         raise OutputError(
-            f"cannot write the checkpoint of step {step} to {root}: {error.strerror or error}; earlier checkpoints are intact: free "
-            "some space and go on with --resume"
+            f"cannot write the checkpoint of step {step} to {root}: {error.strerror or error}; earlier checkpoints are "
+            "intact: free some space and go on with --resume"
         ) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -104,13 +113,21 @@ def load(root: Path, fingerprint: dict[str, str], step: int | None = None) -> Ch
     if not steps:
         raise CheckpointError(f"there is no checkpoint in {root}: start the run without --resume")
     if step is not None and step not in steps:
-        raise CheckpointError(f"there is no checkpoint of step {step} in {root}: choose one of {', '.join(map(str, steps))}")
+        raise CheckpointError(
+            f"there is no checkpoint of step {step} in {root}: choose one of {', '.join(map(str, steps))}"
+        )
     chosen = steps[-1] if step is None else step
     fault = _fault(root, chosen, fingerprint)
     if fault is None:
         return _open(root, chosen)
-    good = next((other for other in reversed(steps) if other < chosen and _fault(root, other, fingerprint) is None), None)
-    remedy = f"the one of step {good} is good: go on from it with --from-step {good}" if good is not None else "start anew in another --out"
+    good = next(
+        (other for other in reversed(steps) if other < chosen and _fault(root, other, fingerprint) is None), None
+    )
+    remedy = (
+        f"the one of step {good} is good: go on from it with --from-step {good}"
+        if good is not None
+        else "start anew in another --out"
+    )
     raise CheckpointError(f"the checkpoint of step {chosen} in {root} {fault}; {remedy}")
 
 
@@ -138,12 +155,17 @@ def _fault(root: Path, step: int, fingerprint: dict[str, str]) -> str | None:
         for name, facts in manifest.items():
             found = _facts(folder / name)
             if found != facts:
-                return f"is torn ({name} has {found['bytes']} bytes and CRC {found['crc32']:08x}, written were {facts['bytes']} and {facts['crc32']:08x})"
+                return (
+                    f"is torn ({name} has {found['bytes']} bytes and CRC {found['crc32']:08x}, "
+                    f"written were {facts['bytes']} and {facts['crc32']:08x})"
+                )
         saved = json.loads((folder / "progress.json").read_text())["fingerprint"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         return f"is torn ({type(error).__name__}: {error})"
     different = [
-        f"{key} was {saved.get(key)}, is {fingerprint.get(key)}" for key in sorted({*saved, *fingerprint}) if saved.get(key) != fingerprint.get(key)
+        f"{key} was {saved.get(key)}, is {fingerprint.get(key)}"
+        for key in sorted({*saved, *fingerprint})
+        if saved.get(key) != fingerprint.get(key)
     ]
     return f"belongs to another job ({'; '.join(different)})" if different else None
 

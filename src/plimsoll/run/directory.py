@@ -45,8 +45,8 @@ class RunDirectory:
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
             if not force:
                 raise OutputError(
-                    f"{path} exists already and is not overwritten: give another --out, go on with `plimsoll train --resume --out {path}`, "
-                    "or remove what is there with --force"
+                    f"{path} exists already and is not overwritten: give another --out, go on with "
+                    f"`plimsoll train --resume --out {path}`, or remove what is there with --force"
                 )
             _remove(path)
         try:
@@ -64,7 +64,9 @@ class RunDirectory:
             OutputError: if there is none.
         """
         if not (path / "job.yaml").is_file():
-            raise OutputError(f"{path} is not a run directory (it has no job.yaml): give the --out of an earlier `plimsoll train`")
+            raise OutputError(
+                f"{path} is not a run directory (it has no job.yaml): give the --out of an earlier `plimsoll train`"
+            )
         return cls(path)
 
     def write_job(self, job: Job) -> None:
@@ -82,7 +84,9 @@ class RunDirectory:
             with self.metrics.open("a", encoding="utf-8") as file:
                 file.write(line.model_dump_json() + "\n")
         except OSError as error:
-            raise OutputError(f"cannot write {self.metrics}: {error.strerror}; free some space and go on with --resume") from None
+            raise OutputError(
+                f"cannot write {self.metrics}: {error.strerror}; free some space and go on with --resume"
+            ) from None
 
     def lines(self) -> list[Line]:
         """All lines of the metrics."""

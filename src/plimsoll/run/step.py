@@ -9,9 +9,9 @@ everything is put back as it was before the step (gradients, random numbers, buf
 states by `plimsoll.run.commit`), and the same samples run again in smaller pieces. The sum of the gradients does not
 depend on the cut: each micro-batch's mean loss is weighted by its share of what the loss averages over.
 
-Numerics: with one micro-batch the same bits as the plain loop; with more, the same mathematics in another rounding order.
-Another cut draws other dropout masks, as it does in plain PyTorch. BatchNorm's batch statistics depend on the cut, so a
-model in which they are in use is not cut unless ``recut_batch_norm`` allows it.
+Numerics: with one micro-batch the same bits as the plain loop; with more, the same mathematics in another rounding
+order. Another cut draws other dropout masks, as it does in plain PyTorch. BatchNorm's batch statistics depend on the
+cut, so a model in which they are in use is not cut unless ``recut_batch_norm`` allows it.
 
 Does NOT cover: losses that do not average over samples or tokens (contrastive losses over the batch), LBFGS and other
 optimizers that need a closure, gradients that exist before the step (they are dropped).
@@ -23,6 +23,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -37,7 +38,16 @@ from plimsoll.run.commit import StepCommit
 from plimsoll.run.failpoints import failpoint
 from plimsoll.run.recover import Ladder, micro_batch_sizes
 from plimsoll.run.undo import Undo
-from plimsoll.workload import LossFunction, Units, Workload, batch_size_of, count_units, model_loss, move_batch, split_batch
+from plimsoll.workload import (
+    LossFunction,
+    Units,
+    Workload,
+    batch_size_of,
+    count_units,
+    model_loss,
+    move_batch,
+    split_batch,
+)
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _SMALLEST_SCALE = 1.0  # fp16 steps are skipped while the scale falls; below this the loss itself is not finite
@@ -45,7 +55,7 @@ _SMALLEST_SCALE = 1.0  # fp16 steps are skipped while the scale falls; below thi
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What one step did. ``loss`` is the mean over ``num_units``; ``updated`` is False where fp16 overflowed and was skipped."""
+    """What one step did. ``loss`` is the mean over ``num_units``; ``updated`` is False if fp16 overflowed: skipped."""
 
     step: int
     loss: float
@@ -132,7 +142,9 @@ class TrainStep:
         self._first_micro_batch = micro_batch
         self._recut_batch_norm = recut_batch_norm
         self._grow_after = grow_after
-        self._batch_norms = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+        self._batch_norms = [
+            module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)
+        ]
         self._undo = Undo(model, self.backend)
         self._commit = StepCommit(optimizer, self.backend, self.position)
         self._scaler = torch.amp.GradScaler(device.type) if precision == "fp16" else None
@@ -235,9 +247,9 @@ class TrainStep:
 
     # -- one try of a step ---------------------------------------------------------------------------------------------
 
-    def _run(self, batch: Any, size: int, num_units: int) -> _Outcome | OomEvent:
-        """Gradients, clipping and update with micro-batches of ``size``; after an event the caller puts everything back."""
-        gradients = attempt(lambda: self._gradients(batch, size, num_units), self.backend, self.position)
+    def _run(self, batch: Any, micro_batch: int, num_units: int) -> _Outcome | OomEvent:
+        """Gradients, clipping and update, cut into micro-batches; after an event the caller puts everything back."""
+        gradients = attempt(lambda: self._gradients(batch, micro_batch, num_units), self.backend, self.position)
         if isinstance(gradients, OomEvent):
             return gradients
         loss, gradient_norm = gradients
@@ -256,10 +268,10 @@ class TrainStep:
             self.workload.schedule.step()
         return _Outcome(loss, gradient_norm, learning_rate, updated=self._commit.was_called)
 
-    def _gradients(self, batch: Any, size: int, num_units: int) -> tuple[float, float | None]:
+    def _gradients(self, batch: Any, micro_batch: int, num_units: int) -> tuple[float, float | None]:
         """Accumulate the gradients of the whole batch and clip them; returns the mean loss and the gradient norm."""
         total = torch.zeros((), device=self.workload.device)
-        for piece in split_batch(batch, size):
+        for piece in split_batch(batch, micro_batch):
             share = count_units(piece, self.workload.units) / num_units
             if share:  # a piece without a target has no mean loss
                 total += self._forward_backward(piece, share)
@@ -289,7 +301,7 @@ class TrainStep:
         if share != 1:
             loss = loss * share
         self.position.phase = "backward"
-        (loss if self._scaler is None else self._scaler.scale(loss)).backward()
+        torch.autograd.backward(loss if self._scaler is None else self._scaler.scale(loss))
         failpoint("backward")
         return loss.detach().float()
 
@@ -302,9 +314,9 @@ class TrainStep:
         if math.isfinite(value) or (self._scaler is not None and self._scaler.get_scale() >= _SMALLEST_SCALE):
             return
         raise NonFiniteLossError(
-            f"the {what} of step {self.num_steps + 1} is {value}; the step was undone, so the model is as it was after step "
-            f"{self.num_steps}: lower the learning rate (now {self.workload.optimizer.param_groups[0]['lr']:g}), set clip_norm, "
-            "or look at that batch"
+            f"the {what} of step {self.num_steps + 1} is {value}; the step was undone, so the model is as it was after "
+            f"step {self.num_steps}: lower the learning rate (now {self.workload.optimizer.param_groups[0]['lr']:g}), "
+            "set clip_norm, or look at that batch"
         )
 
     # -- recovery ------------------------------------------------------------------------------------------------------
@@ -322,8 +334,8 @@ class TrainStep:
         num_samples, num_units = batch_size_of(batch), count_units(batch, self.workload.units)
         if num_units == 0:
             raise DataError(
-                f"step {self.num_steps + 1}: none of the {num_samples} samples has a target (every label is -100), so there is no "
-                "loss to average: remove such batches"
+                f"step {self.num_steps + 1}: none of the {num_samples} samples has a target (every label is -100), so "
+                "there is no loss to average: remove such batches"
             )
         return _Shape(num_samples, num_units, _num_elements(batch) / num_samples)
 
@@ -337,28 +349,28 @@ class TrainStep:
                 self.ladder.load_state_dict(learned)
         return self.ladder
 
-    def _with_next_size(self, event: OomEvent, size: int, shape: _Shape) -> OomEvent:
+    def _with_next_size(self, event: OomEvent, micro_batch: int, shape: _Shape) -> OomEvent:
         """Say in the event what is done next.
 
         Raises:
             OutOfMemoryError: if nothing is left to do.
         """
         assert self.ladder is not None
-        following = self.ladder.failed(size, math.ceil(size * shape.elements_per_sample))
+        following = self.ladder.failed(micro_batch, math.ceil(micro_batch * shape.elements_per_sample))
         if following is None:
-            raise OutOfMemoryError(_no_way_out(event, size, shape, self._must_stay_whole()))
-        action = "step undone, same micro-batch once more" if following == size else f"step undone, micro-batch {size} -> {following}"
-        return event.model_copy(update={"next_micro_batch": following, "action": action})
+            raise OutOfMemoryError(_no_way_out(event, micro_batch, shape, self._must_stay_whole()))
+        what = "same micro-batch once more" if following == micro_batch else f"micro-batch {micro_batch} -> {following}"
+        return event.model_copy(update={"next_micro_batch": following, "action": f"step undone, {what}"})
 
     def _must_stay_whole(self) -> bool:
         return not self._recut_batch_norm and any(module.training for module in self._batch_norms)
 
-    def _refuse_recut(self, size: int, shape: _Shape) -> None:
-        if size < shape.num_samples and self._must_stay_whole():
+    def _refuse_recut(self, micro_batch: int, shape: _Shape) -> None:
+        if micro_batch < shape.num_samples and self._must_stay_whole():
             raise InputError(
-                f"a micro-batch of {size} would cut the batch of {shape.num_samples} samples, but the model has BatchNorm in "
-                "training mode, whose statistics would then be of each piece and not of the batch: give micro_batch=None, or "
-                "allow it with recut_batch_norm=True (job.yaml: allow: [recut_batch_norm])"
+                f"a micro-batch of {micro_batch} would cut the batch of {shape.num_samples} samples, but the model has "
+                "BatchNorm in training mode, whose statistics would then be of each piece and not of the batch: give "
+                "micro_batch=None, or allow it with recut_batch_norm=True (job.yaml: allow: [recut_batch_norm])"
             )
 
     # -- evaluation ----------------------------------------------------------------------------------------------------
@@ -383,7 +395,7 @@ class TrainStep:
         size = min(ladder.choose(shape.elements_per_sample), shape.num_samples)
         while True:
             self.position.micro_batch = size
-            loss = attempt(lambda size=size: self._forward_only(batch, size, shape.num_units), self.backend, self.position)
+            loss = attempt(partial(self._forward_only, batch, size, shape.num_units), self.backend, self.position)
             num_elements = math.ceil(size * shape.elements_per_sample)
             if not isinstance(loss, OomEvent):
                 ladder.held(num_elements)
@@ -392,17 +404,19 @@ class TrainStep:
             following = ladder.failed(size, num_elements)
             if following is None:
                 raise OutOfMemoryError(_no_way_out(loss, size, shape, must_stay_whole=False))
-            events.append(loss.model_copy(update={"next_micro_batch": following, "action": f"micro-batch {size} -> {following}"}))
+            action = f"micro-batch {size} -> {following}"
+            events.append(loss.model_copy(update={"next_micro_batch": following, "action": action}))
             size = following
 
-    def _forward_only(self, batch: Any, size: int, num_units: int) -> float:
+    def _forward_only(self, batch: Any, micro_batch: int, num_units: int) -> float:
         total = torch.zeros((), device=self.workload.device)
-        for piece in split_batch(batch, size):
+        for piece in split_batch(batch, micro_batch):
             failpoint("evaluation")
             share = count_units(piece, self.workload.units) / num_units
             if share:
+                piece = move_batch(piece, self.workload.device)
                 with self._autocast():
-                    total += self.workload.loss(self.workload.model, move_batch(piece, self.workload.device)).float() * share
+                    total += self.workload.loss(self.workload.model, piece).float() * share
         return total.item()
 
 
@@ -410,7 +424,8 @@ def _device_of(model: nn.Module) -> torch.device:
     devices = {parameter.device for parameter in model.parameters()}
     if len(devices) != 1:
         raise InputError(
-            f"the model's parameters are on {sorted(map(str, devices)) or 'no device'}: put it on one device before making the step"
+            f"the model's parameters are on {sorted(map(str, devices)) or 'no device'}: put it on one device before "
+            "making the step"
         )
     return devices.pop()
 
@@ -418,16 +433,22 @@ def _device_of(model: nn.Module) -> torch.device:
 def _check(model: nn.Module, optimizer: torch.optim.Optimizer, precision: str, micro_batch: int | None) -> None:
     if precision not in ("fp32", *_AUTOCAST):
         raise InputError(f"precision {precision!r} is unknown: choose fp32, bf16 or fp16")
-    if precision == "fp16" and any(parameter.dtype == torch.float16 for parameter in model.parameters()):
+    num_half = sum(parameter.dtype == torch.float16 for parameter in model.parameters())
+    if precision == "fp16" and num_half:
         raise InputError(
-            "precision fp16 scales gradients for a model whose parameters are float32, but this model is in half precision "
-            "(model.half() or torch_dtype=float16): small updates would be lost in its weights and the scaler refuses to unscale "
-            "float16 gradients; use model.float(), autocast does the rest"
+            f"precision fp16 scales gradients for a model whose parameters are float32, but {num_half} of this one's are "
+            "float16 (model.half() or torch_dtype=float16): small updates would be lost in its weights and the scaler "
+            "refuses to unscale float16 gradients; use model.float(), autocast does the rest"
         )
     if isinstance(optimizer, torch.optim.LBFGS):
-        raise InputError("LBFGS evaluates the loss several times in one step and needs a closure: use another optimizer, for example AdamW")
+        raise InputError(
+            f"{type(optimizer).__name__} evaluates the loss several times in one step and needs a closure, which a step "
+            "that may be cut and undone cannot give: use another optimizer, for example AdamW"
+        )
     if micro_batch is not None and micro_batch < 1:
-        raise InputError(f"micro_batch is {micro_batch} samples, but a pass needs at least 1: give a positive number or None")
+        raise InputError(
+            f"micro_batch is {micro_batch} samples, but a pass needs at least 1: give a positive number or None"
+        )
 
 
 def _num_elements(batch: Any) -> int:
@@ -438,14 +459,20 @@ def _num_elements(batch: Any) -> int:
     return sum(_num_elements(value) for value in values)
 
 
-def _no_way_out(event: OomEvent, size: int, shape: _Shape, must_stay_whole: bool) -> str:
+def _no_way_out(event: OomEvent, micro_batch: int, shape: _Shape, must_stay_whole: bool) -> str:
     where = f"memory ran out in the {event.phase} phase of step {event.step + 1 if event.step is not None else '?'}"
-    asked = f"asked for {format_bytes(event.requested_bytes)} with {format_bytes(event.live_bytes)} in use of {format_bytes(event.capacity_bytes)}"
+    asked = (
+        f"asked for {format_bytes(event.requested_bytes)} with {format_bytes(event.live_bytes)} in use of "
+        f"{format_bytes(event.capacity_bytes)}"
+    )
     if must_stay_whole:
         why = (
-            f"the batch of {shape.num_samples} samples was not cut, because BatchNorm's statistics depend on the cut: allow it "
-            "with recut_batch_norm=True (job.yaml: allow: [recut_batch_norm]), or give a larger budget"
+            f"the batch of {shape.num_samples} samples was not cut, because BatchNorm's statistics depend on the cut: "
+            "allow it with recut_batch_norm=True (job.yaml: allow: [recut_batch_norm]), or give a larger budget"
         )
     else:
-        why = f"micro-batch {size} is the smallest there is: give a larger budget, shorter sequences or a smaller model"
+        why = (
+            f"micro-batch {micro_batch} is the smallest there is: give a larger budget, shorter sequences or a smaller "
+            "model"
+        )
     return f"{where} ({asked}); the step was undone. {why}"

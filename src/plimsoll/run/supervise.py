@@ -1,10 +1,10 @@
 """Watching the training process from outside: what the kernel kills is explained and started again.
 
-The supervisor holds no tensors and does not import torch. It starts the training in a process group of its own and hands
-on SIGINT and SIGTERM once, so that the step is finished and saved. A training process that is killed (SIGKILL by the
-kernel's OOM killer, SIGBUS by a full /dev/shm, an abort in a library that could not allocate) is started again from its
-last good checkpoint; with the next smaller micro-batch if memory was the cause, with the same if the machine's own
-counters say it was not. Two deaths without a checkpoint in between and without a smaller micro-batch end the run.
+The supervisor holds no tensors and does not import torch. It starts the training in a process group of its own and
+hands on SIGINT and SIGTERM once, so that the step is finished and saved. A training process that is killed (SIGKILL by
+the kernel's OOM killer, SIGBUS by a full /dev/shm, an abort in a library that could not allocate) is started again from
+its last good checkpoint; with the next smaller micro-batch if memory was the cause, with the same if the machine's own
+counters say it was not. Three deaths without a checkpoint in between and without a smaller micro-batch end the run.
 
 Does NOT watch other machines (see torchrun's elastic agent).
 """
@@ -15,11 +15,9 @@ import os
 import signal
 import subprocess
 import sys
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-
 from pathlib import Path
 from types import FrameType
 
@@ -73,9 +71,9 @@ def supervise(directory: RunDirectory, worker_arguments: tuple[str, ...] = ()) -
         _note(directory, death, None if gives_up else saved_step, following)
         if gives_up:
             raise OutOfMemoryError(
-                f"the training process was killed ({death.signal_name}) {fruitless} times without getting past step {saved_step}, at "
-                f"micro-batch {micro_batch}; {death.evidence}: give a smaller --budget, so that Plimsoll stops below the machine's own "
-                "limit, or free memory on the machine"
+                f"the training process was killed ({death.signal_name}) {fruitless} times without getting past step "
+                f"{saved_step}, at micro-batch {micro_batch}; {death.evidence}: give a smaller --budget, so that Plimsoll "
+                "stops below the machine's own limit, or free memory on the machine"
             )
         arguments = ("--resume-newest", "--micro-batch", str(following))
 
@@ -83,7 +81,12 @@ def supervise(directory: RunDirectory, worker_arguments: tuple[str, ...] = ()) -
 def _run_worker(arguments: list[str]) -> int:
     """Run a Plimsoll command in a process of its own; signals that arrive meanwhile are handed on to it."""
     command = [sys.executable, "-m", "plimsoll", *arguments]
-    with subprocess.Popen(command, process_group=0, env=os.environ | {"PLIMSOLL_SUPERVISOR": str(os.getpid())}) as process, _handing_on(process):
+    with (
+        subprocess.Popen(
+            command, process_group=0, env=os.environ | {"PLIMSOLL_SUPERVISOR": str(os.getpid())}
+        ) as process,
+        _handing_on(process),
+    ):
         return process.wait()
 
 
@@ -108,17 +111,25 @@ def _handing_on(process: subprocess.Popen[bytes]) -> Iterator[None]:
 def _death(code: int, kills_before: int | None) -> _Death | None:
     """What happened to a process with this return code; ``None`` if it ended by itself."""
     if code == TornStepError.exit_code:
-        return _Death("torn step", "memory ran out inside optimizer.step() and only a checkpoint can undo that", was_memory=True)
+        return _Death(
+            "torn step", "memory ran out inside optimizer.step() and only a checkpoint can undo that", was_memory=True
+        )
     if code >= 0 or -code not in _MEMORY_SIGNALS:
         return None
     name = signal.Signals(-code).name
     kills = oom_kill_count()
     if -code != signal.SIGKILL:
-        return _Death(name, "a library stopped the process, as they do when an allocation fails where none may", was_memory=True)
+        return _Death(
+            name, "a library stopped the process, as they do when an allocation fails where none may", was_memory=True
+        )
     if kills is None or kills_before is None:
         return _Death(name, "no memory cgroup can be read here, so the kernel's OOM killer is assumed", was_memory=True)
     if kills > kills_before:
-        return _Death(name, f"the memory cgroup counts {kills - kills_before} OOM kill(s) more than before: the kernel's OOM killer", was_memory=True)
+        return _Death(
+            name,
+            f"the memory cgroup counts {kills - kills_before} OOM kill(s) more than before: the kernel's OOM killer",
+            was_memory=True,
+        )
     return _Death(name, "the memory cgroup counts no OOM kill: somebody sent the signal", was_memory=False)
 
 
@@ -134,7 +145,11 @@ def _note(directory: RunDirectory, death: _Death, restarted_from_step: int | Non
             next_micro_batch=following,
         )
     )
-    then = "giving up" if restarted_from_step is None else f"going on from step {restarted_from_step} with micro-batch {following}"
+    then = (
+        "giving up"
+        if restarted_from_step is None
+        else f"going on from step {restarted_from_step} with micro-batch {following}"
+    )
     print(f"training process killed ({death.signal_name}): {death.evidence}; {then}", file=sys.stderr)
 
 

@@ -11,6 +11,7 @@ buffer instead.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -43,7 +44,7 @@ class Undo:
         self._backend = backend
         self._owners = [(module, name) for module in model.modules() for name in module._buffers]
         self._buffers: dict[tuple[int, str], _Saved] = {}
-        self._random_state: object = None
+        self._random_state: dict[str, Any] = {}
 
     def remember(self) -> None:
         """Take the state as it is now for the one to go back to."""

@@ -29,7 +29,13 @@ def prepare_run(path: Path, cache: Path, quiet: bool) -> None:
 
 
 def train_run(
-    path: Path, resume: bool, from_step: int | None, resume_newest: bool, micro_batch: int | None, restarts: int, quiet: bool
+    path: Path,
+    resume: bool,
+    from_step: int | None,
+    resume_newest: bool,
+    micro_batch: int | None,
+    restarts: int,
+    quiet: bool,
 ) -> None:
     """Train the job of a run directory, from the start or from a checkpoint, inside its budget.
 
@@ -75,7 +81,9 @@ def train_run(
         host = backend_for("cpu") if device != "cpu" else None
         if host is not None and job.budget.host_bytes is not None:
             stack.enter_context(host.limited(job.budget.host_bytes))
-        RunHead(job=job.model_dump(mode="json"), device=backend.probe(), versions=versions(), fingerprint=marks).save(directory.head)
+        RunHead(job=job.model_dump(mode="json"), device=backend.probe(), versions=versions(), fingerprint=marks).save(
+            directory.head
+        )
         parts = assemble(job, prepared, device)
         step = TrainStep(
             parts.model,
