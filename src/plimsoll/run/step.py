@@ -347,8 +347,14 @@ class TrainStep:
         following = self.ladder.failed(size, math.ceil(size * shape.elements_per_sample))
         if following is None:
             raise OutOfMemoryError(_no_way_out(event, size, shape, self._must_stay_whole()))
+        self._make_last_room(self.ladder, following)
         action = "step undone, same micro-batch once more" if following == size else f"step undone, micro-batch {size} -> {following}"
         return event.model_copy(update={"next_micro_batch": following, "action": action})
+
+    def _make_last_room(self, ladder: Ladder, size: int) -> None:
+        """Where no smaller micro-batch is left, give memory back even if that makes every further step slower."""
+        if size == ladder.sizes[-1]:
+            self.backend.release(last_resort=True)
 
     def _must_stay_whole(self) -> bool:
         return not self._recut_batch_norm and any(module.training for module in self._batch_norms)
@@ -392,6 +398,7 @@ class TrainStep:
             following = ladder.failed(size, num_elements)
             if following is None:
                 raise OutOfMemoryError(_no_way_out(loss, size, shape, must_stay_whole=False))
+            self._make_last_room(ladder, following)
             events.append(loss.model_copy(update={"next_micro_batch": following, "action": f"micro-batch {size} -> {following}"}))
             size = following
 
