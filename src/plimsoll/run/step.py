@@ -348,7 +348,7 @@ class TrainStep:
         if following is None:
             raise OutOfMemoryError(_no_way_out(event, size, shape, self._must_stay_whole()))
         self._make_last_room(self.ladder, following)
-        action = "step undone, same micro-batch once more" if following == size else f"step undone, micro-batch {size} -> {following}"
+        action = "same micro-batch once more" if following == size else f"micro-batch {size} -> {following}"
         return event.model_copy(update={"next_micro_batch": following, "action": action})
 
     def _make_last_room(self, ladder: Ladder, size: int) -> None:
@@ -446,7 +446,7 @@ def _num_elements(batch: Any) -> int:
 
 
 def _no_way_out(event: OomEvent, size: int, shape: _Shape, must_stay_whole: bool) -> str:
-    where = f"memory ran out in the {event.phase} phase of step {event.step + 1 if event.step is not None else '?'}"
+    where = f"memory ran out in the {event.phase} phase of step {event.step}"
     asked = f"asked for {format_bytes(event.requested_bytes)} with {format_bytes(event.live_bytes)} in use of {format_bytes(event.capacity_bytes)}"
     if must_stay_whole:
         why = (

@@ -157,8 +157,8 @@ def _note(training: Training, batch: Batch, result: StepResult) -> None:
 
 def _note_oom(training: Training, event: OomEvent) -> None:
     training.directory.append(event.model_copy(update={"time_seconds": training.sampler.seconds()}))
-    asked = f", asked for {format_bytes(event.requested_bytes)}" if event.requested_bytes else ""
-    training.view.say(f"out of memory in the {event.phase} phase after step {event.step}{asked}: {event.action}")
+    asked = f" (asked for {format_bytes(event.requested_bytes)})" if event.requested_bytes else ""
+    training.view.say(f"out of memory in {event.phase}, step {event.step}{asked}: {event.action}")
 
 
 def _evaluate(training: Training) -> None:
