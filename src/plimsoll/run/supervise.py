@@ -50,7 +50,7 @@ def supervise(directory: RunDirectory, worker_arguments: tuple[str, ...] = ()) -
         worker_arguments: further arguments of the first ``plimsoll train-worker``.
 
     Returns:
-        the exit code of the training process that ended by itself.
+        the exit code of the training process that ended by itself, 128 + n if signal n asked it to.
 
     Raises:
         OutOfMemoryError: if it keeps being killed without getting further.
@@ -62,7 +62,7 @@ def supervise(directory: RunDirectory, worker_arguments: tuple[str, ...] = ()) -
         code = _run_worker(["train-worker", str(directory.path), *arguments, "--restarts", str(restarts)])
         death = _death(code, kills_before)
         if death is None:
-            return code
+            return _exit_code(code)
         restarts += 1
         saved_step = _last_saved_step(directory)
         micro_batch = directory.micro_batch_in_force() or sizes[0]
@@ -88,8 +88,28 @@ def _run_worker(arguments: list[str]) -> int:
 
 
 def prepare_data(directory: RunDirectory, cache: Path, quiet: bool) -> int:
-    """Index, train the tokenizer and tokenize in a process of its own, whose memory is given back whole."""
-    return _run_worker(["prepare-worker", str(directory.path), str(cache), *(["--quiet"] if quiet else [])])
+    """Index, train the tokenizer and tokenize in a process of its own, whose memory is given back whole.
+
+    Returns:
+        its exit code.
+
+    Raises:
+        OutOfMemoryError: if it is killed.
+    """
+    kills_before = oom_kill_count()
+    code = _run_worker(["prepare-worker", str(directory.path), str(cache), *(["--quiet"] if quiet else [])])
+    death = _death(code, kills_before)
+    if death is not None:
+        raise OutOfMemoryError(
+            f"the process that prepares the data in {cache} was killed ({death.signal_name}); {death.evidence}: free memory on the "
+            "machine, or give the path of an existing tokenizer"
+        )
+    return _exit_code(code)
+
+
+def _exit_code(code: int) -> int:
+    """The exit code of a process that ended by itself, or by a signal that asked it to: 128 and its number, as in a shell."""
+    return code if code >= 0 else 128 - code
 
 
 @contextmanager
