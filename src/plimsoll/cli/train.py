@@ -40,7 +40,7 @@ def train(
     else:
         directory = _created(out, _job(job_file, budget, changes), cache, force, as_json)
     arguments = ("--resume", *(("--from-step", str(from_step)) if from_step is not None else ())) if resume else ()
-    code = supervise(directory, (*arguments, *(("--quiet",) if as_json else ())))
+    code = supervise(directory, arguments, quiet=as_json)
     if code not in (0, TornStepError.exit_code):
         sys.exit(code)
     print(render(RunRecord.from_directory(out), "json" if as_json else "text"))

@@ -42,12 +42,13 @@ class _Death:
     was_memory: bool
 
 
-def supervise(directory: RunDirectory, worker_arguments: tuple[str, ...] = ()) -> int:
+def supervise(directory: RunDirectory, worker_arguments: tuple[str, ...] = (), quiet: bool = False) -> int:
     """Run the training of ``directory`` to its end, through deaths of its process.
 
     Args:
         directory: the run directory, with its ``job.yaml``, ``plan.json`` and prepared data.
         worker_arguments: further arguments of the first ``plimsoll train-worker``.
+        quiet: show no progress.
 
     Returns:
         the exit code of the training process that ended by itself, 128 + n if signal n asked it to.
@@ -59,7 +60,8 @@ def supervise(directory: RunDirectory, worker_arguments: tuple[str, ...] = ()) -
     arguments, restarts, fruitless = worker_arguments, 0, 0
     while True:
         kills_before, step_before = oom_kill_count(), _last_saved_step(directory)
-        code = _run_worker(["train-worker", str(directory.path), *arguments, "--restarts", str(restarts)])
+        shown = ["--quiet"] if quiet else []
+        code = _run_worker(["train-worker", str(directory.path), *arguments, "--restarts", str(restarts), *shown])
         death = _death(code, kills_before)
         if death is None:
             return _exit_code(code)
@@ -77,7 +79,8 @@ def supervise(directory: RunDirectory, worker_arguments: tuple[str, ...] = ()) -
                 f"micro-batch {micro_batch}; {death.evidence}: give a smaller --budget, so that Plimsoll stops below the machine's own "
                 "limit, or free memory on the machine"
             )
-        arguments = ("--resume-newest", "--micro-batch", str(following))
+        # Where memory was not the cause the checkpoint says the micro-batch, and how far it may grow again.
+        arguments = ("--resume-newest", *(("--micro-batch", str(following)) if death.was_memory else ()))
 
 
 def _run_worker(arguments: list[str]) -> int:
