@@ -1,7 +1,8 @@
 """Watching the training process from outside: what the kernel kills is explained and started again.
 
 The supervisor holds no tensors and does not import torch. It starts the training in a process group of its own and hands
-on SIGINT and SIGTERM once, so that the step is finished and saved. A training process that is killed (SIGKILL by the
+on SIGINT and SIGTERM, both as SIGTERM: the step is finished and saved, and a second one ends the process wherever it is.
+(SIGINT would be a traceback from whatever library is being loaded.) A training process that is killed (SIGKILL by the
 kernel's OOM killer, SIGBUS by a full /dev/shm, an abort in a library that could not allocate) is started again from its
 last good checkpoint; with the next smaller micro-batch if memory was the cause, with the same if the machine's own
 counters say it was not. Two deaths without a checkpoint in between and without a smaller micro-batch end the run.
@@ -30,6 +31,7 @@ from plimsoll.records.run import CheckpointLine, DeathLine
 from plimsoll.run.directory import RunDirectory
 
 _MEMORY_SIGNALS = {signal.SIGKILL, signal.SIGBUS, signal.SIGABRT, signal.SIGSEGV}
+_STOPPED = {-signal.SIGTERM, 128 + signal.SIGTERM}
 _MOST_DEATHS_WITHOUT_PROGRESS = 3
 
 
@@ -84,10 +86,15 @@ def supervise(directory: RunDirectory, worker_arguments: tuple[str, ...] = (), q
 
 
 def _run_worker(arguments: list[str]) -> int:
-    """Run a Plimsoll command in a process of its own; signals that arrive meanwhile are handed on to it."""
+    """Run a Plimsoll command in a process of its own; signals that arrive meanwhile are handed on to it.
+
+    Returns:
+        its exit code, less than 0 if it was killed; 128 + n if it stopped because signal n was handed on.
+    """
     command = [sys.executable, "-m", "plimsoll", *arguments]
-    with subprocess.Popen(command, process_group=0, env=os.environ | {"PLIMSOLL_SUPERVISOR": str(os.getpid())}) as process, _handing_on(process):
-        return process.wait()
+    with subprocess.Popen(command, process_group=0, env=os.environ | {"PLIMSOLL_SUPERVISOR": str(os.getpid())}) as process, _handing_on(process) as received:
+        code = process.wait()
+    return 128 + received[0] if received and code in _STOPPED else code
 
 
 def prepare_data(directory: RunDirectory, cache: Path, quiet: bool) -> int:
@@ -116,13 +123,16 @@ def _exit_code(code: int) -> int:
 
 
 @contextmanager
-def _handing_on(process: subprocess.Popen[bytes]) -> Iterator[None]:
+def _handing_on(process: subprocess.Popen[bytes]) -> Iterator[list[int]]:
+    received: list[int] = []
+
     def hand_on(signal_number: int, _frame: FrameType | None) -> None:
-        process.send_signal(signal_number)
+        received.append(signal_number)
+        process.terminate()
 
     before = {number: signal.signal(number, hand_on) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield
+        yield received
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -111,7 +111,7 @@ def _loop(training: Training) -> None:
         if saved_step != step.num_steps:
             _save(training)
         raise Interrupted(
-            f"stopped by signal {training.stop.signal_number} after step {step.num_steps} of {job.steps}, which is saved: go on with "
+            f"stopped after step {step.num_steps} of {job.steps}, which is saved: go on with "
             f"`plimsoll train --resume --out {training.directory.path}`",
             training.stop.signal_number,
         )
