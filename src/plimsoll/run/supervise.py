@@ -1,7 +1,8 @@
 """Watching the training process from outside: what the kernel kills is explained and started again.
 
 The supervisor holds no tensors and does not import torch. It starts the training in a process group of its own and hands
-on SIGINT and SIGTERM once, so that the step is finished and saved. A training process that is killed (SIGKILL by the
+on SIGINT and SIGTERM, both as SIGTERM: the step is finished and saved, and a second one ends the process wherever it is.
+(SIGINT would be a traceback from whatever library is being loaded.) A training process that is killed (SIGKILL by the
 kernel's OOM killer, SIGBUS by a full /dev/shm, an abort in a library that could not allocate) is started again from its
 last good checkpoint; with the next smaller micro-batch if memory was the cause, with the same if the machine's own
 counters say it was not. Two deaths without a checkpoint in between and without a smaller micro-batch end the run.
@@ -30,6 +31,7 @@ from plimsoll.records.run import CheckpointLine, DeathLine
 from plimsoll.run.directory import RunDirectory
 
 _MEMORY_SIGNALS = {signal.SIGKILL, signal.SIGBUS, signal.SIGABRT, signal.SIGSEGV}
+_STOPPED = {-signal.SIGTERM, 128 + signal.SIGTERM}
 _MOST_DEATHS_WITHOUT_PROGRESS = 3
 
 
@@ -42,15 +44,16 @@ class _Death:
     was_memory: bool
 
 
-def supervise(directory: RunDirectory, worker_arguments: tuple[str, ...] = ()) -> int:
+def supervise(directory: RunDirectory, worker_arguments: tuple[str, ...] = (), quiet: bool = False) -> int:
     """Run the training of ``directory`` to its end, through deaths of its process.
 
     Args:
         directory: the run directory, with its ``job.yaml``, ``plan.json`` and prepared data.
         worker_arguments: further arguments of the first ``plimsoll train-worker``.
+        quiet: show no progress.
 
     Returns:
-        the exit code of the training process that ended by itself.
+        the exit code of the training process that ended by itself, 128 + n if signal n asked it to.
 
     Raises:
         OutOfMemoryError: if it keeps being killed without getting further.
@@ -59,10 +62,11 @@ def supervise(directory: RunDirectory, worker_arguments: tuple[str, ...] = ()) -
     arguments, restarts, fruitless = worker_arguments, 0, 0
     while True:
         kills_before, step_before = oom_kill_count(), _last_saved_step(directory)
-        code = _run_worker(["train-worker", str(directory.path), *arguments, "--restarts", str(restarts)])
+        shown = ["--quiet"] if quiet else []
+        code = _run_worker(["train-worker", str(directory.path), *arguments, "--restarts", str(restarts), *shown])
         death = _death(code, kills_before)
         if death is None:
-            return code
+            return _exit_code(code)
         restarts += 1
         saved_step = _last_saved_step(directory)
         micro_batch = directory.micro_batch_in_force() or sizes[0]
@@ -77,29 +81,58 @@ def supervise(directory: RunDirectory, worker_arguments: tuple[str, ...] = ()) -
                 f"micro-batch {micro_batch}; {death.evidence}: give a smaller --budget, so that Plimsoll stops below the machine's own "
                 "limit, or free memory on the machine"
             )
-        arguments = ("--resume-newest", "--micro-batch", str(following))
+        # Where memory was not the cause the checkpoint says the micro-batch, and how far it may grow again.
+        arguments = ("--resume-newest", *(("--micro-batch", str(following)) if death.was_memory else ()))
 
 
 def _run_worker(arguments: list[str]) -> int:
-    """Run a Plimsoll command in a process of its own; signals that arrive meanwhile are handed on to it."""
+    """Run a Plimsoll command in a process of its own; signals that arrive meanwhile are handed on to it.
+
+    Returns:
+        its exit code, less than 0 if it was killed; 128 + n if it stopped because signal n was handed on.
+    """
     command = [sys.executable, "-m", "plimsoll", *arguments]
-    with subprocess.Popen(command, process_group=0, env=os.environ | {"PLIMSOLL_SUPERVISOR": str(os.getpid())}) as process, _handing_on(process):
-        return process.wait()
+    with subprocess.Popen(command, process_group=0, env=os.environ | {"PLIMSOLL_SUPERVISOR": str(os.getpid())}) as process, _handing_on(process) as received:
+        code = process.wait()
+    return 128 + received[0] if received and code in _STOPPED else code
 
 
 def prepare_data(directory: RunDirectory, cache: Path, quiet: bool) -> int:
-    """Index, train the tokenizer and tokenize in a process of its own, whose memory is given back whole."""
-    return _run_worker(["prepare-worker", str(directory.path), str(cache), *(["--quiet"] if quiet else [])])
+    """Index, train the tokenizer and tokenize in a process of its own, whose memory is given back whole.
+
+    Returns:
+        its exit code.
+
+    Raises:
+        OutOfMemoryError: if it is killed.
+    """
+    kills_before = oom_kill_count()
+    code = _run_worker(["prepare-worker", str(directory.path), str(cache), *(["--quiet"] if quiet else [])])
+    death = _death(code, kills_before)
+    if death is not None:
+        raise OutOfMemoryError(
+            f"the process that prepares the data in {cache} was killed ({death.signal_name}); {death.evidence}: free memory on the "
+            "machine, or give the path of an existing tokenizer"
+        )
+    return _exit_code(code)
+
+
+def _exit_code(code: int) -> int:
+    """The exit code of a process that ended by itself, or by a signal that asked it to: 128 and its number, as in a shell."""
+    return code if code >= 0 else 128 - code
 
 
 @contextmanager
-def _handing_on(process: subprocess.Popen[bytes]) -> Iterator[None]:
+def _handing_on(process: subprocess.Popen[bytes]) -> Iterator[list[int]]:
+    received: list[int] = []
+
     def hand_on(signal_number: int, _frame: FrameType | None) -> None:
-        process.send_signal(signal_number)
+        received.append(signal_number)
+        process.terminate()
 
     before = {number: signal.signal(number, hand_on) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield
+        yield received
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

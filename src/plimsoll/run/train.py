@@ -85,11 +85,12 @@ def train(training: Training, restarts: int = 0) -> RunRecord:
 
 
 def resume(training: Training, saved: checkpoint.Checkpoint) -> None:
-    """Put the training where ``saved`` left it; the metrics of later steps are taken out."""
+    """Put the training where ``saved`` left it; the metrics and checkpoints of later steps are taken out."""
     random_state = saved.restore(training.parts.model, training.parts.optimizer)
     training.step.load_state_dict(saved.progress["training_step"])
     training.parts.loader.load_state_dict(saved.progress["loader"])
     training.backend.restore_random_state(random_state)
+    checkpoint.remove_later(training.directory.checkpoints, saved.step)
     training.directory.keep_until(saved.step)
 
 
@@ -110,7 +111,7 @@ def _loop(training: Training) -> None:
         if saved_step != step.num_steps:
             _save(training)
         raise Interrupted(
-            f"stopped by signal {training.stop.signal_number} after step {step.num_steps} of {job.steps}, which is saved: go on with "
+            f"stopped after step {step.num_steps} of {job.steps}, which is saved: go on with "
             f"`plimsoll train --resume --out {training.directory.path}`",
             training.stop.signal_number,
         )
