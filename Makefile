@@ -32,7 +32,7 @@ test: install ## run the tests
 	$(RUN) -m pytest -n $(WORKERS) $(ARGS)
 
 demo: install ## train inside a budget that plain PyTorch does not survive
-	$(RUN) examples/demo.py $(if $(DATA),--data '$(DATA)')
+	$(RUN) benchmarks/demo.py $(if $(DATA),--data '$(DATA)')
 
 lint: install ## check formatting, style and types
 	$(RUN) -m ruff format --check .

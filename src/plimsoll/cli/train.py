@@ -40,16 +40,15 @@ def train(  # noqa: PLR0917 -- typer calls it by name
     from plimsoll.run.supervise import supervise
 
     if resume:
-        directory = _opened(out, job_file, budget, changes)
+        directory = _opened(out, job_file)
+        code = _gone_on(directory, _job(directory.job, budget, changes), from_step, as_json)
     elif job_file is None:
         raise InputError(
             f"no job file was given for {out}: write `plimsoll train job.yaml --out {out}`, "
             "or add --resume to go on with it"
         )
     else:
-        directory = _created(out, _job(job_file, budget, changes), cache, force, as_json)
-    arguments = ("--resume", *(("--from-step", str(from_step)) if from_step is not None else ())) if resume else ()
-    code = supervise(directory, (*arguments, *(("--quiet",) if as_json else ())))
+        code = supervise(_created(out, _job(job_file, budget, changes), cache, force, as_json), quiet=as_json)
     if code not in (0, TornStepError.exit_code):
         sys.exit(code)
     print(render(RunRecord.from_directory(out), "json" if as_json else "text"))
@@ -63,22 +62,26 @@ def _job(job_file: Path, budget: str | None, changes: list[str] | None) -> Job:
 
 def _created(out: Path, job: Job, cache: Path | None, force: bool, quiet: bool) -> RunDirectory:
     """Make the run directory, with its plan and its data."""
-    from plimsoll.records.plan import micro_batch_plan
     from plimsoll.run.directory import RunDirectory
-    from plimsoll.run.recover import micro_batch_sizes
     from plimsoll.run.supervise import prepare_data
 
     directory = RunDirectory.create(out, force)
-    directory.write_job(job)
-    micro_batch_plan(job.budget, micro_batch_sizes(job.batch_size)).save(directory.plan)
+    _write(directory, job)
     code = prepare_data(directory, cache or directory.cache, quiet)
     if code:
         sys.exit(code)
     return directory
 
 
-def _opened(out: Path, job_file: Path | None, budget: str | None, changes: list[str] | None) -> RunDirectory:
-    """Open an earlier run; ``--budget`` and ``--set`` change its job (a checkpoint of another job is then refused)."""
+def _write(directory: RunDirectory, job: Job) -> None:
+    from plimsoll.records.plan import micro_batch_plan
+    from plimsoll.run.recover import micro_batch_sizes
+
+    directory.write_job(job)
+    micro_batch_plan(job.budget, micro_batch_sizes(job.batch_size)).save(directory.plan)
+
+
+def _opened(out: Path, job_file: Path | None) -> RunDirectory:
     from plimsoll.errors import InputError
     from plimsoll.run.directory import RunDirectory
 
@@ -88,6 +91,20 @@ def _opened(out: Path, job_file: Path | None, budget: str | None, changes: list[
             "leave it out, or drop --resume"
         )
     directory = RunDirectory.open(out)
-    if budget or changes:
-        directory.write_job(_job(directory.job, budget, changes))
+    if not directory.prepared.is_file():
+        raise InputError(f"{out} was stopped before its data was ready, so there is nothing to go on with: start it again with --force")
     return directory
+
+
+def _gone_on(directory: RunDirectory, job: Job, from_step: int | None, quiet: bool) -> int:
+    """Go on with a run whose job ``--budget`` and ``--set`` may have changed; if that is refused, its job stays as it was."""
+    from plimsoll.errors import InputError
+    from plimsoll.run.supervise import supervise
+
+    job_before, plan_before, metrics_before = (path.read_bytes() for path in (directory.job, directory.plan, directory.metrics))
+    _write(directory, job)
+    code = supervise(directory, ("--resume", *(("--from-step", str(from_step)) if from_step is not None else ())), quiet)
+    if code == InputError.exit_code and directory.metrics.read_bytes() == metrics_before:
+        directory.job.write_bytes(job_before)
+        directory.plan.write_bytes(plan_before)
+    return code

@@ -35,8 +35,8 @@ class Backend(Protocol):
             BudgetError: if more than the budget is in use already, or the device has less.
         """
 
-    def release(self) -> None:
-        """Give back what the allocator keeps of freed memory."""
+    def release(self, last_resort: bool = False) -> None:
+        """Give back what the allocator keeps of freed memory; as a last resort also in ways that cost time later."""
 
     def oom_family(self, error: BaseException) -> str | None:
         """Name the kind of out-of-memory error this is for this backend, or ``None`` if it is not one.

@@ -89,11 +89,15 @@ class CpuBackend:
         with data_limit.limited(budget_bytes):
             yield
 
-    def release(self) -> None:
-        """Collect garbage and give the heap's free pages back; inside `limited`, keep fewer from now on."""
+    def release(self, last_resort: bool = False) -> None:
+        """Collect garbage and give the heap's free pages back.
+
+        ``last_resort``: inside `limited`, also keep as little as possible from now on, which costs time in every step
+        (see `heap`).
+        """
         gc.collect()
         heap.trim()
-        if data_limit.budget_in_force() is not None:
+        if last_resort and data_limit.budget_in_force() is not None:
             heap.map_blocks_from(heap.TIGHT_BYTES)
 
     def oom_family(self, error: BaseException) -> str | None:

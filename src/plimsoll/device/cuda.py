@@ -121,8 +121,9 @@ class CudaBackend:
         finally:
             torch.cuda.set_per_process_memory_fraction(previous, self._index)
 
-    def release(self) -> None:
-        """Collect garbage and give the allocator's unused segments back to the driver."""
+    def release(self, last_resort: bool = False) -> None:
+        """Collect garbage and give the allocator's unused segments back to the driver; there is no further resort."""
+        del last_resort
         import torch
 
         gc.collect()

@@ -76,7 +76,7 @@ class Job(Record):
     optimizer: OptimizerChoice = OptimizerChoice()
     steps: int = Field(default=100, ge=1)
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    allow: tuple[str, ...] = ()
+    allow: tuple[Literal["recut_batch_norm"], ...] = ()
     device: Literal["auto", "cpu", "cuda"] = "auto"
     budget: Budget = Budget()
     checkpoint: CheckpointPolicy = CheckpointPolicy()

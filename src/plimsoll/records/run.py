@@ -18,11 +18,14 @@ from plimsoll.records.device import Device
 from plimsoll.records.plan import Plan
 
 Phase = Literal["fetch", "copy", "forward", "loss", "backward", "clip", "optimizer", "evaluation", "checkpoint"]
-PHASES: tuple[Phase, ...] = get_args(Phase)
+PHASES_OF_A_STEP: tuple[Phase, ...] = ("fetch", "copy", "forward", "loss", "backward", "clip", "optimizer")
 
 
 class OomEvent(Frozen):
-    """An out-of-memory error: what was running, what was asked for, and what was done about it."""
+    """An out-of-memory error: what was running, what was asked for, and what was done about it.
+
+    ``step`` is the step that was running, counted from 1; in an evaluation or a checkpoint the step before it.
+    """
 
     event: Literal["oom"] = "oom"
     time_seconds: float = 0.0

@@ -21,7 +21,7 @@ from typing import TypeVar
 from plimsoll.device.base import Backend
 from plimsoll.device.texts import requested_bytes
 from plimsoll.errors import PlimsollError
-from plimsoll.records.run import OomEvent, Phase
+from plimsoll.records.run import PHASES_OF_A_STEP, OomEvent, Phase
 
 T = TypeVar("T")
 
@@ -30,7 +30,7 @@ _LONGEST_TEXT = 2000  # characters of the raw error kept in the record; CUDA's l
 
 @dataclass(slots=True)
 class Position:
-    """Where the run is, so that an error can say where it happened."""
+    """Where the run is, so that an error can say where it happened; ``step`` counts the finished steps."""
 
     step: int = 0
     phase: Phase = "fetch"
@@ -58,7 +58,7 @@ def _event(error: BaseException, family: str, backend: Backend, position: Positi
     text = str(error)
     use = backend.use()
     return OomEvent(
-        step=position.step,
+        step=position.step + (position.phase in PHASES_OF_A_STEP),
         phase=position.phase,
         family=family,
         requested_bytes=requested_bytes(text),

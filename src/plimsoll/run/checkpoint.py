@@ -131,6 +131,13 @@ def load(root: Path, fingerprint: dict[str, str], step: int | None = None) -> Ch
     raise CheckpointError(f"the checkpoint of step {chosen} in {root} {fault}; {remedy}")
 
 
+def remove_later(root: Path, step: int) -> None:
+    """Remove the checkpoints of steps after ``step``: the run goes on from there, so they are of another past."""
+    for later in _steps(root):
+        if later > step:
+            shutil.rmtree(root / f"step-{later:08d}")
+
+
 def newest_good(root: Path, fingerprint: dict[str, str]) -> Checkpoint | None:
     """The newest checkpoint that is whole and of this job, or ``None``."""
     good = (step for step in reversed(_steps(root)) if _fault(root, step, fingerprint) is None)

@@ -359,8 +359,14 @@ class TrainStep:
         following = self.ladder.failed(micro_batch, math.ceil(micro_batch * shape.elements_per_sample))
         if following is None:
             raise OutOfMemoryError(_no_way_out(event, micro_batch, shape, self._must_stay_whole()))
+        self._make_last_room(self.ladder, following)
         what = "same micro-batch once more" if following == micro_batch else f"micro-batch {micro_batch} -> {following}"
-        return event.model_copy(update={"next_micro_batch": following, "action": f"step undone, {what}"})
+        return event.model_copy(update={"next_micro_batch": following, "action": what})
+
+    def _make_last_room(self, ladder: Ladder, micro_batch: int) -> None:
+        """Where no smaller micro-batch is left, give memory back even if that makes every further step slower."""
+        if micro_batch == ladder.sizes[-1]:
+            self.backend.release(last_resort=True)
 
     def _must_stay_whole(self) -> bool:
         return not self._recut_batch_norm and any(module.training for module in self._batch_norms)
@@ -404,6 +410,7 @@ class TrainStep:
             following = ladder.failed(size, num_elements)
             if following is None:
                 raise OutOfMemoryError(_no_way_out(loss, size, shape, must_stay_whole=False))
+            self._make_last_room(ladder, following)
             action = f"micro-batch {size} -> {following}"
             events.append(loss.model_copy(update={"next_micro_batch": following, "action": action}))
             size = following
@@ -460,7 +467,7 @@ def _num_elements(batch: Any) -> int:
 
 
 def _no_way_out(event: OomEvent, micro_batch: int, shape: _Shape, must_stay_whole: bool) -> str:
-    where = f"memory ran out in the {event.phase} phase of step {event.step + 1 if event.step is not None else '?'}"
+    where = f"memory ran out in the {event.phase} phase of step {event.step}"
     asked = (
         f"asked for {format_bytes(event.requested_bytes)} with {format_bytes(event.live_bytes)} in use of "
         f"{format_bytes(event.capacity_bytes)}"

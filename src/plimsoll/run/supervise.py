@@ -1,10 +1,11 @@
 """Watching the training process from outside: what the kernel kills is explained and started again.
 
-The supervisor holds no tensors and does not import torch. It starts the training in a process group of its own and
-hands on SIGINT and SIGTERM once, so that the step is finished and saved. A training process that is killed (SIGKILL by
-the kernel's OOM killer, SIGBUS by a full /dev/shm, an abort in a library that could not allocate) is started again from
-its last good checkpoint; with the next smaller micro-batch if memory was the cause, with the same if the machine's own
-counters say it was not. Three deaths without a checkpoint in between and without a smaller micro-batch end the run.
+The supervisor holds no tensors and does not import torch. It starts the training in a process group of its own and hands
+on SIGINT and SIGTERM, both as SIGTERM: the step is finished and saved, and a second one ends the process wherever it is.
+(SIGINT would be a traceback from whatever library is being loaded.) A training process that is killed (SIGKILL by the
+kernel's OOM killer, SIGBUS by a full /dev/shm, an abort in a library that could not allocate) is started again from its
+last good checkpoint; with the next smaller micro-batch if memory was the cause, with the same if the machine's own
+counters say it was not. Two deaths without a checkpoint in between and without a smaller micro-batch end the run.
 
 Does NOT watch other machines (see torchrun's elastic agent).
 """
@@ -15,9 +16,11 @@ import os
 import signal
 import subprocess
 import sys
+
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+
 from pathlib import Path
 from types import FrameType
 
@@ -28,6 +31,7 @@ from plimsoll.records.run import CheckpointLine, DeathLine
 from plimsoll.run.directory import RunDirectory
 
 _MEMORY_SIGNALS = {signal.SIGKILL, signal.SIGBUS, signal.SIGABRT, signal.SIGSEGV}
+_STOPPED = {-signal.SIGTERM, 128 + signal.SIGTERM}
 _MOST_DEATHS_WITHOUT_PROGRESS = 3
 
 
@@ -40,15 +44,16 @@ class _Death:
     was_memory: bool
 
 
-def supervise(directory: RunDirectory, worker_arguments: tuple[str, ...] = ()) -> int:
+def supervise(directory: RunDirectory, worker_arguments: tuple[str, ...] = (), quiet: bool = False) -> int:
     """Run the training of ``directory`` to its end, through deaths of its process.
 
     Args:
         directory: the run directory, with its ``job.yaml``, ``plan.json`` and prepared data.
         worker_arguments: further arguments of the first ``plimsoll train-worker``.
+        quiet: show no progress.
 
     Returns:
-        the exit code of the training process that ended by itself.
+        the exit code of the training process that ended by itself, 128 + n if signal n asked it to.
 
     Raises:
         OutOfMemoryError: if it keeps being killed without getting further.
@@ -57,10 +62,11 @@ def supervise(directory: RunDirectory, worker_arguments: tuple[str, ...] = ()) -
     arguments, restarts, fruitless = worker_arguments, 0, 0
     while True:
         kills_before, step_before = oom_kill_count(), _last_saved_step(directory)
-        code = _run_worker(["train-worker", str(directory.path), *arguments, "--restarts", str(restarts)])
+        shown = ["--quiet"] if quiet else []
+        code = _run_worker(["train-worker", str(directory.path), *arguments, "--restarts", str(restarts), *shown])
         death = _death(code, kills_before)
         if death is None:
-            return code
+            return _exit_code(code)
         restarts += 1
         saved_step = _last_saved_step(directory)
         micro_batch = directory.micro_batch_in_force() or sizes[0]
@@ -71,38 +77,62 @@ def supervise(directory: RunDirectory, worker_arguments: tuple[str, ...] = ()) -
         _note(directory, death, None if gives_up else saved_step, following)
         if gives_up:
             raise OutOfMemoryError(
-                f"the training process was killed ({death.signal_name}) {fruitless} times without getting past step "
-                f"{saved_step}, at micro-batch {micro_batch}; {death.evidence}: give a smaller --budget, so that Plimsoll "
-                "stops below the machine's own limit, or free memory on the machine"
+                f"the training process was killed ({death.signal_name}) {fruitless} times without getting past step {saved_step}, at "
+                f"micro-batch {micro_batch}; {death.evidence}: give a smaller --budget, so that Plimsoll stops below the machine's own "
+                "limit, or free memory on the machine"
             )
-        arguments = ("--resume-newest", "--micro-batch", str(following))
+        # Where memory was not the cause the checkpoint says the micro-batch, and how far it may grow again.
+        arguments = ("--resume-newest", *(("--micro-batch", str(following)) if death.was_memory else ()))
 
 
 def _run_worker(arguments: list[str]) -> int:
-    """Run a Plimsoll command in a process of its own; signals that arrive meanwhile are handed on to it."""
+    """Run a Plimsoll command in a process of its own; signals that arrive meanwhile are handed on to it.
+
+    Returns:
+        its exit code, less than 0 if it was killed; 128 + n if it stopped because signal n was handed on.
+    """
     command = [sys.executable, "-m", "plimsoll", *arguments]
-    with (
-        subprocess.Popen(
-            command, process_group=0, env=os.environ | {"PLIMSOLL_SUPERVISOR": str(os.getpid())}
-        ) as process,
-        _handing_on(process),
-    ):
-        return process.wait()
+    with subprocess.Popen(command, process_group=0, env=os.environ | {"PLIMSOLL_SUPERVISOR": str(os.getpid())}) as process, _handing_on(process) as received:
+        code = process.wait()
+    return 128 + received[0] if received and code in _STOPPED else code
 
 
 def prepare_data(directory: RunDirectory, cache: Path, quiet: bool) -> int:
-    """Index, train the tokenizer and tokenize in a process of its own, whose memory is given back whole."""
-    return _run_worker(["prepare-worker", str(directory.path), str(cache), *(["--quiet"] if quiet else [])])
+    """Index, train the tokenizer and tokenize in a process of its own, whose memory is given back whole.
+
+    Returns:
+        its exit code.
+
+    Raises:
+        OutOfMemoryError: if it is killed.
+    """
+    kills_before = oom_kill_count()
+    code = _run_worker(["prepare-worker", str(directory.path), str(cache), *(["--quiet"] if quiet else [])])
+    death = _death(code, kills_before)
+    if death is not None:
+        raise OutOfMemoryError(
+            f"the process that prepares the data in {cache} was killed ({death.signal_name}); {death.evidence}: free memory on the "
+            "machine, or give the path of an existing tokenizer"
+        )
+    return _exit_code(code)
+
+
+def _exit_code(code: int) -> int:
+    """The exit code of a process that ended by itself, or by a signal that asked it to: 128 and its number, as in a shell."""
+    return code if code >= 0 else 128 - code
 
 
 @contextmanager
-def _handing_on(process: subprocess.Popen[bytes]) -> Iterator[None]:
+def _handing_on(process: subprocess.Popen[bytes]) -> Iterator[list[int]]:
+    received: list[int] = []
+
     def hand_on(signal_number: int, _frame: FrameType | None) -> None:
-        process.send_signal(signal_number)
+        received.append(signal_number)
+        process.terminate()
 
     before = {number: signal.signal(number, hand_on) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield
+        yield received
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -111,25 +141,17 @@ def _handing_on(process: subprocess.Popen[bytes]) -> Iterator[None]:
 def _death(code: int, kills_before: int | None) -> _Death | None:
     """What happened to a process with this return code; ``None`` if it ended by itself."""
     if code == TornStepError.exit_code:
-        return _Death(
-            "torn step", "memory ran out inside optimizer.step() and only a checkpoint can undo that", was_memory=True
-        )
+        return _Death("torn step", "memory ran out inside optimizer.step() and only a checkpoint can undo that", was_memory=True)
     if code >= 0 or -code not in _MEMORY_SIGNALS:
         return None
     name = signal.Signals(-code).name
     kills = oom_kill_count()
     if -code != signal.SIGKILL:
-        return _Death(
-            name, "a library stopped the process, as they do when an allocation fails where none may", was_memory=True
-        )
+        return _Death(name, "a library stopped the process, as they do when an allocation fails where none may", was_memory=True)
     if kills is None or kills_before is None:
         return _Death(name, "no memory cgroup can be read here, so the kernel's OOM killer is assumed", was_memory=True)
     if kills > kills_before:
-        return _Death(
-            name,
-            f"the memory cgroup counts {kills - kills_before} OOM kill(s) more than before: the kernel's OOM killer",
-            was_memory=True,
-        )
+        return _Death(name, f"the memory cgroup counts {kills - kills_before} OOM kill(s) more than before: the kernel's OOM killer", was_memory=True)
     return _Death(name, "the memory cgroup counts no OOM kill: somebody sent the signal", was_memory=False)
 
 
@@ -145,11 +167,7 @@ def _note(directory: RunDirectory, death: _Death, restarted_from_step: int | Non
             next_micro_batch=following,
         )
     )
-    then = (
-        "giving up"
-        if restarted_from_step is None
-        else f"going on from step {restarted_from_step} with micro-batch {following}"
-    )
+    then = "giving up" if restarted_from_step is None else f"going on from step {restarted_from_step} with micro-batch {following}"
     print(f"training process killed ({death.signal_name}): {death.evidence}; {then}", file=sys.stderr)
 
 

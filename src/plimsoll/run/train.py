@@ -100,11 +100,12 @@ def train(training: Training, restarts: int = 0) -> RunRecord:
 
 
 def resume(training: Training, saved: checkpoint.Checkpoint) -> None:
-    """Put the training where ``saved`` left it; the metrics of later steps are taken out."""
+    """Put the training where ``saved`` left it; the metrics and checkpoints of later steps are taken out."""
     random_state = saved.restore(training.parts.model, training.parts.optimizer)
     training.step.load_state_dict(saved.progress["training_step"])
     training.parts.loader.load_state_dict(saved.progress["loader"])
     training.backend.restore_random_state(random_state)
+    checkpoint.remove_later(training.directory.checkpoints, saved.step)
     training.directory.keep_until(saved.step)
 
 
@@ -125,8 +126,8 @@ def _loop(training: Training) -> None:
         if saved_step != step.num_steps:
             _save(training)
         raise Interrupted(
-            f"stopped by signal {training.stop.signal_number} after step {step.num_steps} of {job.steps}, which is "
-            f"saved: go on with `plimsoll train --resume --out {training.directory.path}`",
+            f"stopped after step {step.num_steps} of {job.steps}, which is saved: go on with "
+            f"`plimsoll train --resume --out {training.directory.path}`",
             training.stop.signal_number,
         )
 
@@ -172,8 +173,8 @@ def _note(training: Training, batch: Batch, result: StepResult) -> None:
 
 def _note_oom(training: Training, event: OomEvent) -> None:
     training.directory.append(event.model_copy(update={"time_seconds": training.sampler.seconds()}))
-    asked = f", asked for {format_bytes(event.requested_bytes)}" if event.requested_bytes else ""
-    training.view.say(f"out of memory in the {event.phase} phase after step {event.step}{asked}: {event.action}")
+    asked = f" (asked for {format_bytes(event.requested_bytes)})" if event.requested_bytes else ""
+    training.view.say(f"out of memory in {event.phase}, step {event.step}{asked}: {event.action}")
 
 
 def _evaluate(training: Training) -> None:

@@ -101,6 +101,8 @@ def train_run(
         training = Training(job, parts, step, directory, marks, MemorySampler(backend, offset_seconds), view, host)
         if saved is not None:
             go_on(training, saved)
+        else:
+            directory.keep_until(0)  # of a process that died before its first checkpoint
         train(training, restarts)
 
 

@@ -1,6 +1,6 @@
 """Two arms under one memory limit: the plain PyTorch loop, which dies, and Plimsoll, which finishes.
 
-    python examples/demo.py [--data PATH] [--limit 1GiB] [--steps 16] [--out demo-out]
+    python benchmarks/demo.py [--data PATH] [--limit 1GiB] [--steps 16] [--out demo-out]
 
 Trains a small GPT-2 on the sources of this machine's own Python standard library, or on the text in ``--data``. On the
 CPU the limit is on private memory and the peaks are measured from outside, by this process reading /proc/PID/statm of
@@ -23,6 +23,7 @@ from pathlib import Path
 
 import psutil
 import yaml
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -53,25 +54,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", help="a text file, a folder or a pattern; by default the standard library's sources")
     parser.add_argument("--limit", default="1GiB", help="memory both arms may use (default: %(default)s)")
-    parser.add_argument(
-        "--steps", type=int, default=16, help="optimizer steps of the Plimsoll arm (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--out", type=Path, default=Path("demo-out"), help="folder for everything (default: %(default)s)"
-    )
+    parser.add_argument("--steps", type=int, default=16, help="optimizer steps of the Plimsoll arm (default: %(default)s)")
+    parser.add_argument("--out", type=Path, default=Path("demo-out"), help="folder for everything (default: %(default)s)")
+    parser.add_argument("--result", type=Path, help="also write the table to this Markdown file")
     arguments = parser.parse_args()
     try:
-        demo(arguments.data, arguments.limit, arguments.steps, arguments.out)
+        demo(arguments.data, arguments.limit, arguments.steps, arguments.out, arguments.result)
     except PlimsollError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
 
 
-def demo(data: str | None, limit: str, num_steps: int, out: Path) -> None:
+def demo(data: str | None, limit: str, num_steps: int, out: Path, result: Path | None) -> None:
     """Prepare the text, run the arms, print the table and write the report."""
     console = Console(stderr=True)
     job_file, prepared = prepared_job(data, num_steps, out)
-    plain = [sys.executable, str(HERE / "plain_loop.py"), str(job_file), str(prepared), "--steps", str(NEED_STEPS)]
+    plain = [sys.executable, str(HERE / "_plain_loop.py"), str(job_file), str(prepared), "--steps", str(NEED_STEPS)]
 
     console.rule("1. what the plain PyTorch loop needs (no limit)")
     need = run(plain)
@@ -80,18 +78,11 @@ def demo(data: str | None, limit: str, num_steps: int, out: Path) -> None:
     need_steps = [json.loads(line) for line in need.output.splitlines()]
     on_cuda = plimsoll.probe().devices[-1].kind == "cuda"
     need_bytes = need_steps[-1]["peak_bytes"] if on_cuda else need.peak_bytes
-    console.print(
-        f"{format_bytes(need_bytes)}, loss {need_steps[0]['loss']:.4f} then {need_steps[1]['loss']:.4f}",
-        highlight=False,
-    )
+    console.print(f"{format_bytes(need_bytes)}, loss {need_steps[0]['loss']:.4f} then {need_steps[1]['loss']:.4f}", highlight=False)
 
     console.rule(f"2. the same loop inside {limit}")
     died = run([*plain, "--limit", limit])
-    console.print(
-        last_line(died.errors) if died.code else "it finished: the limit is not below its need",
-        highlight=False,
-        markup=False,
-    )
+    console.print(last_line(died.errors) if died.code else "it finished: the limit is not below its need", highlight=False, markup=False)
 
     console.rule(f"3. Plimsoll inside {limit}")
     command = ["train", str(job_file), "--budget", limit, "--cache", str(out / "data"), "--out", str(out / "run")]
@@ -102,7 +93,11 @@ def demo(data: str | None, limit: str, num_steps: int, out: Path) -> None:
     report = out / "report.html"
     report.write_text(plimsoll.render(record, "html"), encoding="utf-8")
     our_peak_bytes = record.peak_bytes if on_cuda else ours.peak_bytes
-    print_table(limit, need_bytes, need_steps, died, record, our_peak_bytes or 0)
+    title = f"Batch of {record.job['batch_size']} x {record.job['sequence_length']} tokens inside {limit}"
+    table = rows(limit, need_bytes, need_steps, died, record, our_peak_bytes or 0)
+    print_table(title, *table)
+    if result is not None:
+        write_result(result, title, *table)
     print(f"Report: {report}")
     if (our_peak_bytes or 0) > parse_bytes(limit):
         sys.exit("the Plimsoll arm went past the limit")
@@ -145,9 +140,7 @@ def standard_library() -> list[str]:
 
 def run(command: list[str], show_errors: bool = False) -> Arm:
     """Run a command and watch, from outside, the private memory of its largest process."""
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=None if show_errors else subprocess.PIPE, text=True
-    )
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=None if show_errors else subprocess.PIPE, text=True)
     peaks = [0]
     watcher = threading.Thread(target=watch, args=(process, peaks))
     watcher.start()
@@ -176,38 +169,47 @@ def last_line(text: str) -> str:
     return next((line for line in reversed(text.splitlines()) if line.strip()), "")
 
 
-def print_table(
-    limit: str, need_bytes: int, need_steps: list[dict], died: Arm, record: plimsoll.RunRecord, peak_bytes: int
-) -> None:
-    """Print the two arms side by side."""
+def rows(limit: str, need_bytes: int, need_steps: list[dict], died: Arm, record: plimsoll.RunRecord, peak_bytes: int) -> list[list[str]]:
+    """The arms side by side, the first row being the header."""
     tokens = record.steps[0].num_units
-    losses = ", ".join(f"{step.loss:.4f}" for step in record.steps[:NEED_STEPS])
-    table = Table(
-        title=f"Batch of {record.job['batch_size']} x {record.job['sequence_length']} tokens, limit {limit}",
-        title_justify="left",
-    )
-    for column in ("", "result", "peak", "tokens/s", "loss of steps 1, 2", "last loss"):
-        table.add_column(column, justify="left" if column in ("", "result") else "right", overflow="fold")
-    table.add_row(
-        "plain PyTorch, no limit",
-        "what it needs",
-        format_bytes(need_bytes),
-        f"{tokens / need_steps[-1]['seconds']:,.0f}",
-        ", ".join(f"{step['loss']:.4f}" for step in need_steps),
-        "",
-    )
-    table.add_row(
-        "plain PyTorch", "died: out of memory" if died.code else "finished", format_bytes(died.peak_bytes), "", "", ""
-    )
-    table.add_row(
-        "Plimsoll",
-        f"{record.status}, {len(record.steps)} steps, {len(record.oom_events)} OOM survived",
-        format_bytes(peak_bytes),
-        f"{record.units_per_second or 0:,.0f}",
-        losses,
-        f"{record.steps[-1].loss:.4f}",
-    )
+    return [
+        ["arm", "result", "peak memory", "tokens/s", "loss, steps 1-2", "last loss"],
+        [
+            "plain PyTorch, no limit",
+            "what it needs",
+            format_bytes(need_bytes),
+            f"{tokens / need_steps[-1]['seconds']:,.0f}",
+            " ".join(f"{step['loss']:.4f}" for step in need_steps),
+            "",
+        ],
+        [f"plain PyTorch, {limit}", "died: out of memory" if died.code else "finished", format_bytes(died.peak_bytes), "", "", ""],
+        [
+            f"Plimsoll, {limit}",
+            f"{record.status}: {len(record.steps)} steps, {len(record.oom_events)} OOM survived",
+            format_bytes(peak_bytes),
+            f"{record.units_per_second or 0:,.0f}",
+            " ".join(f"{step.loss:.4f}" for step in record.steps[:NEED_STEPS]),
+            f"{record.steps[-1].loss:.4f}",
+        ],
+    ]
+
+
+def print_table(title: str, header: list[str], *body: list[str]) -> None:
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    for number, name in enumerate(header):
+        table.add_column(name, justify="left" if number < 2 else "right", overflow="fold")
+    for row in body:
+        table.add_row(*row)
     Console().print(table)
+
+
+def write_result(path: Path, title: str, header: list[str], *body: list[str]) -> None:
+    """File the table as Markdown, with what it was made with."""
+    made_with = ", ".join(f"{name} {version}" for name, version in plimsoll.probe().versions.items())
+    lines = [header, ["---"] * len(header), *body]
+    table = "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+    content = f"# {title}\n\n{table}\n\nMade by `python benchmarks/demo.py --result {path}` with {made_with}.\n"
+    path.write_text(content, encoding="utf-8")
 
 
 if __name__ == "__main__":

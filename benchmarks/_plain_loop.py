@@ -1,6 +1,6 @@
 """The plain PyTorch loop that the demo compares with: the same model, samples and optimizer, written as most people do.
 
-    python examples/plain_loop.py JOB PREPARED --steps 2 [--limit 1GiB]
+    python benchmarks/_plain_loop.py JOB PREPARED --steps 2 [--limit 1GiB]
 
 Prints one JSON object per step. Under ``--limit`` it dies as such a loop does, of an out-of-memory error.
 """
