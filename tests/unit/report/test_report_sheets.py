@@ -22,7 +22,7 @@ def run_at(peak_bytes: int, limit_bytes: int | None):
         (run_at(768 * MIB, 1024 * MIB), "Peak 768.0 MiB of a 1.0 GiB budget (75 %): the run stayed under the line."),
         (
             run_at(1024 * MIB - 1, 1024 * MIB),
-            "Peak 1024.0 MiB of a 1.0 GiB budget (99 %): the run stayed under the line.",
+            "Peak 1.0 GiB of a 1.0 GiB budget (99 %): the run stayed under the line.",
         ),
         (run_at(1024 * MIB, 1024 * MIB), "Peak 1.0 GiB of a 1.0 GiB budget (100 %): the run stayed under the line."),
         (
