@@ -129,6 +129,7 @@ class StepCommit:
         self.optimizer = optimizer
         self.outcome: OomEvent | None = None
         self.was_called = False
+        self.recovered: list[OomEvent] = []
         self._backend = backend
         self._position = position
         self._piece_bytes = piece_bytes or _PIECE_BYTES[backend.kind]
@@ -140,6 +141,8 @@ class StepCommit:
 
     def step(self) -> None:
         """Do the whole step, or nothing; ``outcome`` is then ``None``, or the event that prevented it.
+
+        Events that did not prevent it are added to ``recovered``.
 
         Raises:
             TornStepError: if memory ran out where neither is possible any more.
@@ -156,6 +159,7 @@ class StepCommit:
                 continue
             self._backend.release()
             if piece.may_be_tried_again():
+                self.recovered.append(event.model_copy(update={"action": "part of the update undone, done again"}))
                 waiting.extend(reversed(piece.halves()))
             elif nothing_happened:
                 self.outcome = event

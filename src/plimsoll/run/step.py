@@ -186,12 +186,14 @@ class TrainStep:
             while not isinstance(outcome, _Outcome):
                 self.position.micro_batch = size
                 outcome = self._run(batch, size, shape.num_units)
+                found, self._commit.recovered = self._commit.recovered, []
                 if isinstance(outcome, OomEvent):
                     self._put_back()
-                    events.append(self._with_next_size(outcome, size, shape))
-                    size = events[-1].next_micro_batch or size
-                    if on_oom is not None:
-                        on_oom(events[-1])
+                    found.append(self._with_next_size(outcome, size, shape))
+                    size = found[-1].next_micro_batch or size
+                events += found
+                for event in found if on_oom else ():
+                    on_oom(event)
         finally:
             if not isinstance(outcome, _Outcome):
                 self._put_back()
