@@ -92,7 +92,9 @@ def _opened(out: Path, job_file: Path | None) -> RunDirectory:
         )
     directory = RunDirectory.open(out)
     if not directory.prepared.is_file():
-        raise InputError(f"{out} was stopped before its data was ready, so there is nothing to go on with: start it again with --force")
+        raise InputError(
+            f"{out} was stopped before its data was ready, so there is nothing to go on with: start it again with --force"
+        )
     return directory
 
 
@@ -101,9 +103,13 @@ def _gone_on(directory: RunDirectory, job: Job, from_step: int | None, quiet: bo
     from plimsoll.errors import InputError
     from plimsoll.run.supervise import supervise
 
-    job_before, plan_before, metrics_before = (path.read_bytes() for path in (directory.job, directory.plan, directory.metrics))
+    job_before, plan_before, metrics_before = (
+        path.read_bytes() for path in (directory.job, directory.plan, directory.metrics)
+    )
     _write(directory, job)
-    code = supervise(directory, ("--resume", *(("--from-step", str(from_step)) if from_step is not None else ())), quiet)
+    code = supervise(
+        directory, ("--resume", *(("--from-step", str(from_step)) if from_step is not None else ())), quiet
+    )
     if code == InputError.exit_code and directory.metrics.read_bytes() == metrics_before:
         directory.job.write_bytes(job_before)
         directory.plan.write_bytes(plan_before)

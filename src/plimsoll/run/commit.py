@@ -17,7 +17,8 @@ Where not even the copy of a piece fits, the piece is done without one, but only
 take at most has been shown to be there.
 
 Covers optimizers of ``torch.optim`` piece by piece; an optimizer from elsewhere, or one with step hooks, may look at all
-parameters together and is therefore one single piece. Does NOT cover state kept outside ``optimizer.state``.
+parameters together and is therefore one single piece. Does NOT cover state kept outside ``optimizer.state``, and errors other than
+memory running out (a Ctrl-C in a loop of one's own) in the middle of an update.
 """
 
 from __future__ import annotations

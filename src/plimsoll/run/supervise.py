@@ -92,7 +92,12 @@ def _run_worker(arguments: list[str]) -> int:
         its exit code, less than 0 if it was killed; 128 + n if it stopped because signal n was handed on.
     """
     command = [sys.executable, "-m", "plimsoll", *arguments]
-    with subprocess.Popen(command, process_group=0, env=os.environ | {"PLIMSOLL_SUPERVISOR": str(os.getpid())}) as process, _handing_on(process) as received:
+    with (
+        subprocess.Popen(
+            command, process_group=0, env=os.environ | {"PLIMSOLL_SUPERVISOR": str(os.getpid())}
+        ) as process,
+        _handing_on(process) as received,
+    ):
         code = process.wait()
     return 128 + received[0] if received and code in _STOPPED else code
 
@@ -141,17 +146,25 @@ def _handing_on(process: subprocess.Popen[bytes]) -> Iterator[list[int]]:
 def _death(code: int, kills_before: int | None) -> _Death | None:
     """What happened to a process with this return code; ``None`` if it ended by itself."""
     if code == TornStepError.exit_code:
-        return _Death("torn step", "memory ran out inside optimizer.step() and only a checkpoint can undo that", was_memory=True)
+        return _Death(
+            "torn step", "memory ran out inside optimizer.step() and only a checkpoint can undo that", was_memory=True
+        )
     if code >= 0 or -code not in _MEMORY_SIGNALS:
         return None
     name = signal.Signals(-code).name
     kills = oom_kill_count()
     if -code != signal.SIGKILL:
-        return _Death(name, "a library stopped the process, as they do when an allocation fails where none may", was_memory=True)
+        return _Death(
+            name, "a library stopped the process, as they do when an allocation fails where none may", was_memory=True
+        )
     if kills is None or kills_before is None:
         return _Death(name, "no memory cgroup can be read here, so the kernel's OOM killer is assumed", was_memory=True)
     if kills > kills_before:
-        return _Death(name, f"the memory cgroup counts {kills - kills_before} OOM kill(s) more than before: the kernel's OOM killer", was_memory=True)
+        return _Death(
+            name,
+            f"the memory cgroup counts {kills - kills_before} OOM kill(s) more than before: the kernel's OOM killer",
+            was_memory=True,
+        )
     return _Death(name, "the memory cgroup counts no OOM kill: somebody sent the signal", was_memory=False)
 
 
@@ -167,7 +180,11 @@ def _note(directory: RunDirectory, death: _Death, restarted_from_step: int | Non
             next_micro_batch=following,
         )
     )
-    then = "giving up" if restarted_from_step is None else f"going on from step {restarted_from_step} with micro-batch {following}"
+    then = (
+        "giving up"
+        if restarted_from_step is None
+        else f"going on from step {restarted_from_step} with micro-batch {following}"
+    )
     print(f"training process killed ({death.signal_name}): {death.evidence}; {then}", file=sys.stderr)
 
 
