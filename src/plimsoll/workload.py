@@ -97,6 +97,11 @@ def batch_size_of(batch: Any) -> int:
     return next(iter(sizes.values()))
 
 
+def count_elements(batch: Any) -> int:
+    """Count the elements of all tensors of a batch, which is what its memory follows."""
+    return sum(leaf.numel() for _, leaf in _leaves(batch) if isinstance(leaf, Tensor))
+
+
 def split_batch(batch: Any, num_samples: int) -> list[Any]:
     """Cut a batch into pieces of ``num_samples`` samples, the last one what is left; order and samples stay.
 

@@ -39,6 +39,7 @@ class OomEvent(Frozen):
     micro_batch: int | None = None
     next_micro_batch: int | None = None
     action: str = ""
+    survived: bool = True
     raw_text: str = ""
 
 

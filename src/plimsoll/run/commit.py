@@ -17,7 +17,8 @@ Where not even the copy of a piece fits, the piece is done without one, but only
 take at most has been shown to be there.
 
 Covers optimizers of ``torch.optim`` piece by piece; an optimizer from elsewhere, or one with step hooks, may look at
-all parameters together and is therefore one single piece. Does NOT cover state kept outside ``optimizer.state``.
+all parameters together and is therefore one single piece. Does NOT cover state kept outside ``optimizer.state``,
+and errors other than memory running out (a Ctrl-C in a loop of one's own) in the middle of an update.
 """
 
 from __future__ import annotations
@@ -129,6 +130,7 @@ class StepCommit:
         self.optimizer = optimizer
         self.outcome: OomEvent | None = None
         self.was_called = False
+        self.recovered: list[OomEvent] = []
         self._backend = backend
         self._position = position
         self._piece_bytes = piece_bytes or _PIECE_BYTES[backend.kind]
@@ -140,6 +142,8 @@ class StepCommit:
 
     def step(self) -> None:
         """Do the whole step, or nothing; ``outcome`` is then ``None``, or the event that prevented it.
+
+        Events that did not prevent it are added to ``recovered``.
 
         Raises:
             TornStepError: if memory ran out where neither is possible any more.
@@ -156,6 +160,7 @@ class StepCommit:
                 continue
             self._backend.release()
             if piece.may_be_tried_again():
+                self.recovered.append(event.model_copy(update={"action": "part of the update undone, done again"}))
                 waiting.extend(reversed(piece.halves()))
             elif nothing_happened:
                 self.outcome = event

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -44,6 +44,7 @@ from plimsoll.workload import (
     Units,
     Workload,
     batch_size_of,
+    count_elements,
     count_units,
     model_loss,
     move_batch,
@@ -181,7 +182,7 @@ class TrainStep:
         self._refuse_recut(size, shape)
         events: list[OomEvent] = []
         self._undo.remember()
-        self.workload.optimizer.zero_grad(set_to_none=True)
+        self._drop_gradients()
         outcome: _Outcome | OomEvent | None = None
         try:
             while not isinstance(outcome, _Outcome):
@@ -189,15 +190,18 @@ class TrainStep:
                 outcome = self._run(batch, size, shape.num_units)
                 if isinstance(outcome, OomEvent):
                     self._put_back()
-                    events.append(self._with_next_size(outcome, size, shape))
-                    size = events[-1].next_micro_batch or size
-                    if on_oom is not None:
-                        on_oom(events[-1])
+                    event = self._with_next_size(outcome, size, shape)
+                    _note(event, events, on_oom)
+                    if event.next_micro_batch is None:
+                        raise OutOfMemoryError(_no_way_out(event, size, shape, self._must_stay_whole()))
+                    size = event.next_micro_batch
         finally:
             if not isinstance(outcome, _Outcome):
                 self._put_back()
         ladder.held(math.ceil(size * shape.elements_per_sample))
-        self.position.step += 1
+        self._after_update(outcome.updated)
+        for event in self._commit.recovered:
+            _note(event, events, on_oom)
         return StepResult(
             step=self.num_steps,
             num_samples=shape.num_samples,
@@ -256,18 +260,27 @@ class TrainStep:
         loss, gradient_norm = gradients
         learning_rate = float(self.workload.optimizer.param_groups[0]["lr"])
         self.position.phase = "optimizer"
-        self._commit.was_called = False
+        self._commit.was_called, self._commit.recovered = False, []
         if self._scaler is None:
             self._commit.step()
         else:
             self._scaler.step(self._commit)  # type: ignore[arg-type]  # it has what a scaler uses of an optimizer
         if self._commit.was_called and self._commit.outcome is not None:
             return self._commit.outcome
+        return _Outcome(loss, gradient_norm, learning_rate, updated=self._commit.was_called)
+
+    def _after_update(self, updated: bool) -> None:
+        self.position.step += 1
+        self._drop_gradients()
         if self._scaler is not None:
             self._scaler.update()
-        if self._commit.was_called and self.workload.schedule is not None:
+        if updated and self.workload.schedule is not None:
             self.workload.schedule.step()
-        return _Outcome(loss, gradient_norm, learning_rate, updated=self._commit.was_called)
+
+    def _drop_gradients(self) -> None:
+        """Of the model and, where the optimizer has parameters besides, of those."""
+        self.workload.model.zero_grad(set_to_none=True)
+        self.workload.optimizer.zero_grad(set_to_none=True)
 
     def _gradients(self, batch: Any, micro_batch: int, num_units: int) -> tuple[float, float | None]:
         """Accumulate the gradients of the whole batch and clip them; returns the mean loss and the gradient norm."""
@@ -323,6 +336,7 @@ class TrainStep:
     # -- recovery ------------------------------------------------------------------------------------------------------
 
     def _put_back(self) -> None:
+        self._drop_gradients()
         self._undo.restore()
         if self._scaler is not None:
             # What `unscale_` noted for this optimizer can only be dropped with the scaler; its scale is unchanged.
@@ -338,7 +352,7 @@ class TrainStep:
                 f"step {self.num_steps + 1}: none of the {num_samples} samples has a target (every label is -100), so "
                 "there is no loss to average: remove such batches"
             )
-        return _Shape(num_samples, num_units, _num_elements(batch) / num_samples)
+        return _Shape(num_samples, num_units, count_elements(batch) / num_samples)
 
     def _ladder_for(self, num_samples: int) -> Ladder:
         """The ladder, made from the first batch and made anew for a larger one; the known limit is kept."""
@@ -351,15 +365,11 @@ class TrainStep:
         return self.ladder
 
     def _with_next_size(self, event: OomEvent, micro_batch: int, shape: _Shape) -> OomEvent:
-        """Say in the event what is done next.
-
-        Raises:
-            OutOfMemoryError: if nothing is left to do.
-        """
+        """Say in the event what is done next; without a ``next_micro_batch`` nothing is left to do."""
         assert self.ladder is not None
         following = self.ladder.failed(micro_batch, math.ceil(micro_batch * shape.elements_per_sample))
         if following is None:
-            raise OutOfMemoryError(_no_way_out(event, micro_batch, shape, self._must_stay_whole()))
+            return event.model_copy(update={"survived": False, "action": "stopped: no smaller micro-batch is left"})
         self._make_last_room(self.ladder, following)
         what = "same micro-batch once more" if following == micro_batch else f"micro-batch {micro_batch} -> {following}"
         return event.model_copy(update={"next_micro_batch": following, "action": what})
@@ -459,12 +469,10 @@ def _check(model: nn.Module, optimizer: torch.optim.Optimizer, precision: str, m
         )
 
 
-def _num_elements(batch: Any) -> int:
-    """The elements of all tensors of a batch."""
-    if isinstance(batch, torch.Tensor):
-        return batch.numel()
-    values = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else ()
-    return sum(_num_elements(value) for value in values)
+def _note(event: OomEvent, events: list[OomEvent], on_oom: Callable[[OomEvent], None] | None) -> None:
+    events.append(event)
+    if on_oom is not None:
+        on_oom(event)
 
 
 def _no_way_out(event: OomEvent, micro_batch: int, shape: _Shape, must_stay_whole: bool) -> str:

@@ -227,12 +227,13 @@ def _save(training: Training) -> None:
 def _survive(training: Training, phase: Phase, work: Callable[[], T]) -> T:
     """Do something that changes nothing; if memory runs out, free what can be freed and do it again."""
     training.step.position.phase = phase
-    for _ in range(_TRIES):
+    for tries_left in reversed(range(_TRIES)):
         outcome = attempt(work, training.backend, training.step.position)
         if not isinstance(outcome, OomEvent):
             return outcome
-        training.backend.release()
-        event = outcome.model_copy(update={"action": "freed what could be freed, tried again", "micro_batch": None})
+        training.backend.release(last_resort=True)
+        what = "freed what could be freed, tried again" if tries_left else f"stopped after {_TRIES} tries"
+        event = outcome.model_copy(update={"action": what, "micro_batch": None, "survived": bool(tries_left)})
         _note_oom(training, event)
     raise OutOfMemoryError(
         f"memory ran out {_TRIES} times in the {phase} phase after step {training.step.num_steps} (asked for "

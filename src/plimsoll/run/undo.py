@@ -1,6 +1,6 @@
-"""What a step can change before the optimizer runs, remembered so that it can be put back.
+"""What a step can change before the optimizer runs, besides the gradients, remembered so that it can be put back.
 
-Covers gradients (dropped), the random number generators of the host and the device, and the buffers of the model
+Covers the random number generators of the host and the device, and the buffers of the model
 (BatchNorm's running statistics, spectral norm's vectors, any registered buffer). On the fast path a buffer is copied
 only if it changed since it was last copied: most buffers (masks, rotary tables) never do.
 
@@ -40,7 +40,6 @@ class Undo:
     """Remembers the state before a step and puts it back."""
 
     def __init__(self, model: nn.Module, backend: Backend) -> None:
-        self._model = model
         self._backend = backend
         self._owners = [(module, name) for module in model.modules() for name in module._buffers]
         self._buffers: dict[tuple[int, str], _Saved] = {}
@@ -62,9 +61,7 @@ class Undo:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Go back to the remembered state and drop every gradient."""
-        for parameter in self._model.parameters():
-            parameter.grad = None
+        """Go back to the remembered state."""
         for saved in self._buffers.values():
             if not saved.is_current():
                 saved.module._buffers[saved.name] = saved.tensor
