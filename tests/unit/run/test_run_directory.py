@@ -1,12 +1,12 @@
 """The run directory: what is made, refused, appended and taken out again."""
 
 import pytest
-from processes import run_program
 
 from plimsoll.errors import OutputError
 from plimsoll.records.job import Job
 from plimsoll.records.run import CheckpointLine, DeathLine, EndLine, EvaluationLine, OomEvent, StartLine, StepLine
 from plimsoll.run.directory import RunDirectory
+from processes import run_program
 
 
 def start(step=0, micro_batch=8):

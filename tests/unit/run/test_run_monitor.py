@@ -8,12 +8,12 @@ import tty
 
 import pytest
 import torch
-from processes import run_program
 
 from plimsoll.device.base import backend_for
 from plimsoll.records.device import MemoryUse
 from plimsoll.records.run import StepLine
 from plimsoll.run.monitor import MemorySampler, View, thinned
+from processes import run_program
 
 MIB = 1 << 20
 

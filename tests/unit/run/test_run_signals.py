@@ -4,9 +4,9 @@ import os
 import signal
 
 import pytest
-from processes import run_program
 
 from plimsoll.run.signals import stop_on_signal
+from processes import run_program
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
