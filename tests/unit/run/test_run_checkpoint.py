@@ -217,7 +217,7 @@ def test_a_kill_while_any_file_is_written_leaves_the_last_checkpoint_and_nothing
 
 
 FULL_DISK = """
-import resource, sys
+import os, resource, sys
 from pathlib import Path
 import torch
 from plimsoll.errors import OutputError
@@ -231,15 +231,17 @@ model = torch.nn.Linear(1000, 1000)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 save(10)
 resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, resource.RLIM_INFINITY))  # as if the disk were full
+num_open = len(os.listdir("/proc/self/fd"))
 try:
     save(20)
 except OutputError as error:
     print(error)
+assert len(os.listdir("/proc/self/fd")) == num_open
 """
 
 
 def test_a_full_disk_is_said_and_leaves_the_earlier_checkpoint(tmp_path):
-    done = run_program(FULL_DISK, tmp_path, PYTHONWARNINGS="always")
+    done = run_program(FULL_DISK, tmp_path)
     assert "cannot write the checkpoint of step 20" in done.stdout, done.stderr
     assert "File too large; earlier checkpoints are intact: free some space and go on with --resume" in done.stdout
     assert done.stderr == ""
