@@ -13,8 +13,8 @@ at all. A later failure is something else taking memory: the piece is undone and
 cut. If what cannot be cut fails twice, what was done cannot be taken back: `TornStepError` says so, and a checkpoint is
 the way back.
 
-Where not even the copy of a piece fits, the piece is done without one, but only after the memory that its update can
-take at most has been shown to be there.
+Where not even the copy of a piece fits, or it takes the memory that the update needs, the piece is done without one,
+but only after what its update can take at most has been shown to be there.
 
 Covers optimizers of ``torch.optim`` piece by piece; an optimizer from elsewhere, or one with step hooks, may look at
 all parameters together and is therefore one single piece. Does NOT cover state kept outside ``optimizer.state``,
@@ -178,8 +178,8 @@ class StepCommit:
         ``other_bytes``: the bytes of the parameters whose new states must be proven to fit as well; ``None`` once that
         has been done.
         """
-        copy = attempt(lambda: _Copy(self.optimizer, piece), self._backend, self._position)
-        if isinstance(copy, OomEvent):
+        copy = self._copy_of(piece)
+        if copy is None:
             return self._do_without_copy(piece, other_bytes)
         event = attempt(lambda: self._step_on(piece), self._backend, self._position)
         if event is None and copy.is_of_fresh_states and other_bytes:
@@ -191,12 +191,23 @@ class StepCommit:
         piece.release_gradients()
         return None
 
-    def _do_without_copy(self, piece: _Piece, other_bytes: int | None) -> OomEvent | None:
-        self._backend.release()
+    def _copy_of(self, piece: _Piece) -> _Copy | None:
+        """A copy to undo the piece with; ``None`` where it does not fit, or leaves too little for a second try."""
+        copy = attempt(lambda: _Copy(self.optimizer, piece), self._backend, self._position)
+        if isinstance(copy, OomEvent) or (piece.num_failures and self._lacks_room(piece, other_bytes=0) is not None):
+            return None
+        return copy
+
+    def _lacks_room(self, piece: _Piece, other_bytes: int) -> OomEvent | None:
+        """The event if what the update of the piece can take at most, and the states of the others, is not there."""
         need_bytes = _TEMPORARIES * piece.num_bytes
         if any(parameter not in self.optimizer.state for parameter in piece.parameters()):
-            need_bytes += _MOST_STATES * (piece.num_bytes + (other_bytes or 0))
-        no_room = attempt(lambda: _prove_room(need_bytes, piece.device), self._backend, self._position)
+            need_bytes += _MOST_STATES * (piece.num_bytes + other_bytes)
+        return attempt(lambda: _prove_room(need_bytes, piece.device), self._backend, self._position)
+
+    def _do_without_copy(self, piece: _Piece, other_bytes: int | None) -> OomEvent | None:
+        self._backend.release()
+        no_room = self._lacks_room(piece, other_bytes or 0)
         if no_room is not None:
             return no_room
         event = attempt(lambda: self._step_on(piece), self._backend, self._position)

@@ -236,9 +236,9 @@ def step(commit, parameters):
     commit.step()
 
 backend = backend_for("cpu")
-with backend.limited(backend.probe().capacity_bytes):  # starts the thread pools
+with backend.limited(backend.probe().capacity_bytes):  # large blocks are mapped, and gone when they are freed
     step(StepCommit(torch.optim.AdamW(p := [torch.nn.Parameter(torch.ones(1))]), backend, Position()), p)
-print(json.dumps([trained(*case) for case in json.loads(sys.argv[1])]))
+    print(json.dumps([trained(*case) for case in json.loads(sys.argv[1])]))
 """
 
 
