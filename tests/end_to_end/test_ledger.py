@@ -7,6 +7,7 @@ went through.
 from __future__ import annotations
 
 import functools
+import typing
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -23,7 +24,7 @@ from plimsoll.data.loader import Loader
 from plimsoll.data.windows import Subset
 from plimsoll.records.job import Job
 from plimsoll.records.plan import micro_batch_plan
-from plimsoll.records.run import PHASES, EvaluationLine, OomEvent, RunHead, StepLine
+from plimsoll.records.run import EvaluationLine, OomEvent, Phase, RunHead, StepLine
 from plimsoll.run.commit import StepCommit
 from plimsoll.run.directory import RunDirectory
 from plimsoll.run.failpoints import armed
@@ -184,7 +185,7 @@ def passages(phase: str, at_step: int, case: Case) -> tuple[int, ...]:
 def in_the_grid() -> Iterator[Any]:
     """Every phase of every model in steps 1, 3 and last; half of it, like a chessboard, is slow."""
     for row, case in enumerate(CASES):
-        for column, phase in enumerate(PHASES):
+        for column, phase in enumerate(typing.get_args(Phase)):
             for layer, at_step in enumerate((1, 3, LAST_STEP)):
                 marks = [pytest.mark.slow] if (row + column + layer) % 2 else []
                 yield pytest.param(case, phase, at_step, marks=marks, id=f"{case.name}-{phase}-{at_step}")
