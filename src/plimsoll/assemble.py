@@ -93,8 +93,8 @@ def require_room(job: Job, prepared: Prepared, baseline_bytes: int, budget_bytes
     if need_bytes > budget_bytes:
         listed = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items() if size)
         raise BudgetError(
-            f"a budget of {format_bytes(budget_bytes)} cannot hold this training: {format_bytes(need_bytes)} are needed "
-            f"before the first activation ({listed}); give a budget well above that, or a smaller model"
+            f"a budget of {format_bytes(budget_bytes)} cannot hold this training: before the first activation "
+            f"{format_bytes(need_bytes)} are needed ({listed}); give a budget well above that, or a smaller model"
         )
 
 

@@ -28,6 +28,9 @@ LossFunction = Callable[[nn.Module, Any], Tensor]
 Units = Literal["samples", "tokens", "next-tokens"] | Callable[[Any], int]
 """What a loss averages over; see `count_units`."""
 
+Precision = Literal["fp32", "bf16", "fp16"]
+"""What autocast computes in; fp32 is without autocast."""
+
 IGNORED_LABEL = -100
 """The label that ``torch.nn.functional.cross_entropy`` leaves out, its default ``ignore_index``."""
 
@@ -46,7 +49,7 @@ class Workload:
     units: Units
     schedule: torch.optim.lr_scheduler.LRScheduler | None = None
     clip_norm: float | None = None
-    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    precision: Precision = "fp32"
     device: torch.device = torch.device("cpu")  # noqa: RUF009 -- a torch.device is immutable
 
 
@@ -92,6 +95,11 @@ def batch_size_of(batch: Any) -> int:
             "make dimension 0 of every field the sample"
         )
     return next(iter(sizes.values()))
+
+
+def count_elements(batch: Any) -> int:
+    """Count the elements of all tensors of a batch, which is what its memory follows."""
+    return sum(leaf.numel() for _, leaf in _leaves(batch) if isinstance(leaf, Tensor))
 
 
 def split_batch(batch: Any, num_samples: int) -> list[Any]:

@@ -60,7 +60,7 @@ def test_accumulation_is_the_plain_loop_cut_the_same_way(case, cut):
 @pytest.mark.parametrize("cut", [1, 3, 4])
 @pytest.mark.parametrize("case", RECURRING, ids=lambda case: case.name)
 def test_without_dropout_the_cut_does_not_matter(case, cut):
-    """With SGD: Adam divides by the gradient's size, which blows up the rounding of gradients that are zero in theory."""
+    """With SGD: Adam divides by the gradient's size, which blows up the rounding of those that are zero in theory."""
     model = case.build(dropout=0.0)
     other = copy.deepcopy(model)
     step = TrainStep(model, sgd(model), units=case.units, clip_norm=1.0, micro_batch=cut)

@@ -93,13 +93,14 @@ def _opened(out: Path, job_file: Path | None) -> RunDirectory:
     directory = RunDirectory.open(out)
     if not directory.prepared.is_file():
         raise InputError(
-            f"{out} was stopped before its data was ready, so there is nothing to go on with: start it again with --force"
+            f"{out} was stopped before its data was ready, so there is nothing to go on with: "
+            "start it again with --force"
         )
     return directory
 
 
 def _gone_on(directory: RunDirectory, job: Job, from_step: int | None, quiet: bool) -> int:
-    """Go on with a run whose job ``--budget`` and ``--set`` may have changed; if that is refused, its job stays as it was."""
+    """Go on with a run whose job ``--budget`` and ``--set`` may have changed; what is refused is not kept."""
     from plimsoll.errors import InputError
     from plimsoll.run.supervise import supervise
 

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-Report = Callable[[str, int, int], None]
+
+class Report(Protocol):
+    """Told how far a stage is: ``done`` of ``total``."""
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        """Show it."""
+        ...
 
 
 @contextmanager

@@ -16,9 +16,9 @@ a checkpoint is the way back.
 Where not even the copy of a piece fits, the piece is done without one, but only after the memory that its update can
 take at most has been shown to be there.
 
-Covers optimizers of ``torch.optim`` piece by piece; an optimizer from elsewhere, or one with step hooks, may look at all
-parameters together and is therefore one single piece. Does NOT cover state kept outside ``optimizer.state``, and errors other than
-memory running out (a Ctrl-C in a loop of one's own) in the middle of an update.
+Covers optimizers of ``torch.optim`` piece by piece; an optimizer from elsewhere, or one with step hooks, may look at
+all parameters together and is therefore one single piece. Does NOT cover state kept outside ``optimizer.state``,
+and errors other than memory running out (a Ctrl-C in a loop of one's own) in the middle of an update.
 """
 
 from __future__ import annotations
@@ -253,7 +253,7 @@ def _bytes(tensor: torch.Tensor) -> int:
 def _torn(event: OomEvent) -> TornStepError:
     return TornStepError(
         f"memory ran out inside optimizer.step() of step {event.step} (asked for {format_bytes(event.requested_bytes)} "
-        f"with {format_bytes(event.live_bytes)} in use) after part of the parameters had been updated, and there was no "
-        "room for a copy to undo it: reload the last checkpoint (`plimsoll train` does it by itself), and give a "
+        f"with {format_bytes(event.live_bytes)} in use) after part of the parameters had been updated, and there was "
+        "no room for a copy to undo it: reload the last checkpoint (`plimsoll train` does it by itself), and give a "
         "larger budget"
     )

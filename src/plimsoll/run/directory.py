@@ -9,7 +9,6 @@ first, because those steps happen again. Each optimizer step is therefore in the
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import yaml
@@ -17,7 +16,17 @@ import yaml
 from plimsoll.errors import OutputError
 from plimsoll.records.base import write_atomically
 from plimsoll.records.job import Job
-from plimsoll.records.run import CheckpointLine, EndLine, EvaluationLine, Line, StartLine, StepLine, read_lines
+from plimsoll.records.run import (
+    CheckpointLine,
+    DeathLine,
+    EndLine,
+    EvaluationLine,
+    Line,
+    OomEvent,
+    StartLine,
+    StepLine,
+    read_lines,
+)
 
 
 class RunDirectory:
@@ -94,28 +103,24 @@ class RunDirectory:
 
     def keep_until(self, step: int) -> None:
         """Take out of the metrics what happened after ``step`` and will happen again, and the note of an end."""
-        self._rewrite(lambda line: not (_repeats(line) and line.step > step) and not isinstance(line, EndLine))
-
-    def _rewrite(self, is_kept: Callable[[Line], bool]) -> None:
-        kept = [line.model_dump_json() + "\n" for line in self.lines() if is_kept(line)]
+        kept = [line.model_dump_json() + "\n" for line in self.lines() if not _goes(line, step)]
         write_atomically(self.metrics, "".join(kept).encode())
-
-    def last_step(self) -> int:
-        """The number of the last step in the metrics; 0 if there is none."""
-        return max((line.step for line in self.lines() if isinstance(line, StepLine)), default=0)
 
     def micro_batch_in_force(self) -> int | None:
         """The micro-batch that the last training process used last."""
         for line in reversed(self.lines()):
             if isinstance(line, StepLine | StartLine):
                 return line.micro_batch
-            if getattr(line, "next_micro_batch", None) is not None:
-                return int(line.next_micro_batch)  # type: ignore[union-attr]
+            if isinstance(line, OomEvent | DeathLine) and line.next_micro_batch is not None:
+                return line.next_micro_batch
         return None
 
 
-def _repeats(line: Line) -> bool:
-    return isinstance(line, StepLine | EvaluationLine | CheckpointLine)
+def _goes(line: Line, step: int) -> bool:
+    """Whether a line says what will be said again when the run goes on after ``step``."""
+    if isinstance(line, StepLine | EvaluationLine | CheckpointLine):
+        return line.step > step
+    return isinstance(line, EndLine)
 
 
 def _remove(path: Path) -> None:

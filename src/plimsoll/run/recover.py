@@ -79,7 +79,7 @@ class Ladder:
         self._retried_elements = None
 
     def failed(self, num_samples: int, num_elements: int) -> int | None:
-        """Memory ran out with micro-batches of this size: the size to try next, or ``None`` if there is none smaller."""
+        """Memory ran out with micro-batches of this size: the size to try next, or ``None`` if none is left."""
         self._num_clean_steps = 0
         smaller = [rung for rung, size in enumerate(self.sizes) if size < num_samples]
         has_held = num_elements <= self._held_elements

@@ -4,10 +4,10 @@
     for batch in loader:
         result = step(batch)
 
-A step cuts the batch into micro-batches, accumulates their gradients, clips, and updates. When memory runs out anywhere,
-everything is put back as it was before the step (gradients, random numbers, buffers, scaler; parameters and optimizer
-states by `plimsoll.run.commit`), and the same samples run again in smaller pieces. The sum of the gradients does not
-depend on the cut: each micro-batch's mean loss is weighted by its share of what the loss averages over.
+A step cuts the batch into micro-batches, accumulates their gradients, clips, and updates. When memory runs out
+anywhere, everything is put back as it was before the step (gradients, random numbers, buffers, scaler; parameters and
+optimizer states by `plimsoll.run.commit`), and the same samples run again in smaller pieces. The sum of the gradients
+does not depend on the cut: each micro-batch's mean loss is weighted by its share of what the loss averages over.
 
 Numerics: with one micro-batch the same bits as the plain loop; with more, the same mathematics in another rounding
 order. Another cut draws other dropout masks, as it does in plain PyTorch. BatchNorm's batch statistics depend on the
@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -40,9 +40,11 @@ from plimsoll.run.recover import Ladder, micro_batch_sizes
 from plimsoll.run.undo import Undo
 from plimsoll.workload import (
     LossFunction,
+    Precision,
     Units,
     Workload,
     batch_size_of,
+    count_elements,
     count_units,
     model_loss,
     move_batch,
@@ -103,8 +105,8 @@ class TrainStep:
         model: the model, on the device it trains on.
         optimizer: any ``torch.optim`` optimizer of its parameters (not LBFGS).
         loss: ``loss(model, batch)`` returns the mean loss, a scalar tensor; by default ``model(**batch).loss``.
-        units: what that loss averages over: ``"samples"``, ``"tokens"`` (labels other than -100), ``"next-tokens"`` (the
-            same, for a causal model that shifts the labels), or a function from a batch to a number.
+        units: what that loss averages over: ``"samples"``, ``"tokens"`` (labels other than -100), ``"next-tokens"``
+            (the same, for a causal model that shifts the labels), or a function from a batch to a number.
         micro_batch: samples per forward and backward pass to begin with; ``None`` begins with the whole batch.
         clip_norm: the global gradient norm to clip to, after accumulation.
         schedule: a learning-rate schedule, stepped after every update.
@@ -127,7 +129,7 @@ class TrainStep:
         micro_batch: int | None = None,
         clip_norm: float | None = None,
         schedule: torch.optim.lr_scheduler.LRScheduler | None = None,
-        precision: str = "fp32",
+        precision: Precision = "fp32",
         recut_batch_norm: bool = False,
         grow_after: int = 50,
     ) -> None:
@@ -350,7 +352,7 @@ class TrainStep:
                 f"step {self.num_steps + 1}: none of the {num_samples} samples has a target (every label is -100), so "
                 "there is no loss to average: remove such batches"
             )
-        return _Shape(num_samples, num_units, _num_elements(batch) / num_samples)
+        return _Shape(num_samples, num_units, count_elements(batch) / num_samples)
 
     def _ladder_for(self, num_samples: int) -> Ladder:
         """The ladder, made from the first batch and made anew for a larger one; the known limit is kept."""
@@ -430,9 +432,9 @@ class TrainStep:
             failpoint("evaluation")
             share = count_units(piece, self.workload.units) / num_units
             if share:
-                piece = move_batch(piece, self.workload.device)
+                on_device = move_batch(piece, self.workload.device)
                 with self._autocast():
-                    total += self.workload.loss(self.workload.model, piece).float() * share
+                    total += self.workload.loss(self.workload.model, on_device).float() * share
         return total.item()
 
 
@@ -452,27 +454,19 @@ def _check(model: nn.Module, optimizer: torch.optim.Optimizer, precision: str, m
     num_half = sum(parameter.dtype == torch.float16 for parameter in model.parameters())
     if precision == "fp16" and num_half:
         raise InputError(
-            f"precision fp16 scales gradients for a model whose parameters are float32, but {num_half} of this one's are "
+            f"precision fp16 scales gradients for a model whose parameters are float32, but {num_half} of this one are "
             "float16 (model.half() or torch_dtype=float16): small updates would be lost in its weights and the scaler "
             "refuses to unscale float16 gradients; use model.float(), autocast does the rest"
         )
     if isinstance(optimizer, torch.optim.LBFGS):
         raise InputError(
-            f"{type(optimizer).__name__} evaluates the loss several times in one step and needs a closure, which a step "
-            "that may be cut and undone cannot give: use another optimizer, for example AdamW"
+            f"{type(optimizer).__name__} evaluates the loss several times in one step and needs a closure: use another "
+            "optimizer, for example AdamW"
         )
     if micro_batch is not None and micro_batch < 1:
         raise InputError(
             f"micro_batch is {micro_batch} samples, but a pass needs at least 1: give a positive number or None"
         )
-
-
-def _num_elements(batch: Any) -> int:
-    """The elements of all tensors of a batch."""
-    if isinstance(batch, torch.Tensor):
-        return batch.numel()
-    values = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else ()
-    return sum(_num_elements(value) for value in values)
 
 
 def _note(event: OomEvent, events: list[OomEvent], on_oom: Callable[[OomEvent], None] | None) -> None:

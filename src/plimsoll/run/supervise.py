@@ -1,11 +1,11 @@
 """Watching the training process from outside: what the kernel kills is explained and started again.
 
-The supervisor holds no tensors and does not import torch. It starts the training in a process group of its own and hands
-on SIGINT and SIGTERM, both as SIGTERM: the step is finished and saved, and a second one ends the process wherever it is.
-(SIGINT would be a traceback from whatever library is being loaded.) A training process that is killed (SIGKILL by the
-kernel's OOM killer, SIGBUS by a full /dev/shm, an abort in a library that could not allocate) is started again from its
-last good checkpoint; with the next smaller micro-batch if memory was the cause, with the same if the machine's own
-counters say it was not. Two deaths without a checkpoint in between and without a smaller micro-batch end the run.
+The supervisor holds no tensors and does not import torch. It starts the training in a process group of its own and
+hands on SIGINT and SIGTERM, both as SIGTERM: the step is finished and saved, and a second one ends the process wherever
+it is. (SIGINT would be a traceback from whatever library is being loaded.) A training process that is killed (SIGKILL
+by the kernel's OOM killer, SIGBUS by a full /dev/shm, an abort in a library that could not allocate) is started again
+from its last good checkpoint; with the next smaller micro-batch if memory was the cause, with the same if the machine's
+own counters say it was not. Three deaths without a checkpoint in between and without a smaller micro-batch end the run.
 
 Does NOT watch other machines (see torchrun's elastic agent).
 """
@@ -16,11 +16,9 @@ import os
 import signal
 import subprocess
 import sys
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-
 from pathlib import Path
 from types import FrameType
 
@@ -82,8 +80,8 @@ def supervise(directory: RunDirectory, worker_arguments: tuple[str, ...] = (), q
         if gives_up:
             remedy = _REMEDIES[death.was_memory].format(path=directory.path)
             raise OutOfMemoryError(
-                f"the training process was killed ({death.signal_name}) {fruitless} times without getting past step {saved_step}, at "
-                f"micro-batch {micro_batch}; {death.evidence}: {remedy}"
+                f"the training process was killed ({death.signal_name}) {fruitless} times without getting past step "
+                f"{saved_step}, at micro-batch {micro_batch}; {death.evidence}: {remedy}"
             )
         # Where memory was not the cause the checkpoint says the micro-batch, and how far it may grow again.
         arguments = ("--resume-newest", *(("--micro-batch", str(following)) if death.was_memory else ()))
@@ -96,12 +94,8 @@ def _run_worker(arguments: list[str]) -> int:
         its exit code, less than 0 if it was killed; 128 + n if it stopped because signal n was handed on.
     """
     command = [sys.executable, "-m", "plimsoll", *arguments]
-    with (
-        subprocess.Popen(
-            command, process_group=0, env=os.environ | {"PLIMSOLL_SUPERVISOR": str(os.getpid())}
-        ) as process,
-        _handing_on(process) as received,
-    ):
+    environment = os.environ | {"PLIMSOLL_SUPERVISOR": str(os.getpid())}
+    with subprocess.Popen(command, process_group=0, env=environment) as process, _handing_on(process) as received:
         code = process.wait()
     return 128 + received[0] if received and code in _STOPPED else code
 
@@ -120,14 +114,14 @@ def prepare_data(directory: RunDirectory, cache: Path, quiet: bool) -> int:
     death = _death(code, kills_before)
     if death is not None:
         raise OutOfMemoryError(
-            f"the process that prepares the data in {cache} was killed ({death.signal_name}); {death.evidence}: free memory on the "
-            "machine, or give the path of an existing tokenizer"
+            f"the process that prepares the data in {cache} was killed ({death.signal_name}); {death.evidence}: "
+            "free memory on the machine, or give the path of an existing tokenizer"
         )
     return _exit_code(code)
 
 
 def _exit_code(code: int) -> int:
-    """The exit code of a process that ended by itself, or by a signal that asked it to: 128 and its number, as in a shell."""
+    """What a shell makes of a return code: that of a process which ended by itself, or 128 and the signal's number."""
     return code if code >= 0 else 128 - code
 
 
