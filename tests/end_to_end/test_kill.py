@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import random
-import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
+
 from end_to_end.commands import (
     assert_each_sample_once,
     assert_same_bits,
@@ -27,7 +27,6 @@ from end_to_end.commands import (
     write_job,
 )
 from end_to_end.conftest import SLOW_STEPS
-
 from plimsoll.device.cgroup import oom_kill_count
 from plimsoll.records.run import CheckpointLine, DeathLine, RunRecord, StartLine
 
