@@ -23,8 +23,8 @@ from plimsoll.records.device import Device, Limit, MemoryUse
 from plimsoll.records.units import format_bytes
 
 _NEARLY_FULL_SHARE = 1 / 2
-"""Of the budget. A primitive of oneDNN that fails wanted a scratchpad about as large as a batch: an LSTM of 512 tokens fails
-so with 29 to 50 MiB of 290 MiB left. A retry too many costs less than a training that ends."""
+"""Of the budget. A primitive of oneDNN that fails wanted a scratchpad about as large as a batch: an LSTM of 512 tokens
+fails so with 29 to 50 MiB of 290 MiB left. A retry too many costs less than a training that ends."""
 
 
 @final
