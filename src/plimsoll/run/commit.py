@@ -9,9 +9,9 @@ piece, and costs about half of the optimizer's own time, which is below 1 % of a
 That a failure can always be mended follows from the order. The largest parameter goes first, so the first piece needs
 most; the states that the first step will still create are proven to fit by allocating as much once; and every finished
 piece gives its gradients back. So memory runs out in the first piece, which is undone and nothing has happened, or not
-at all. A later failure is something else taking memory: the piece is undone and done again, in halves where it has more
-than one parameter. If a single parameter fails twice, what was done cannot be taken back: `TornStepError` says so, and
-a checkpoint is the way back.
+at all. A later failure is something else taking memory: the piece is undone and done again, in halves where it can be
+cut. If what cannot be cut fails twice, what was done cannot be taken back: `TornStepError` says so, and a checkpoint is
+the way back.
 
 Where not even the copy of a piece fits, the piece is done without one, but only after the memory that its update can
 take at most has been shown to be there.
@@ -47,6 +47,7 @@ _MOST_STATES = 2  # times the parameters' bytes: Adam and its kin; only AMSGrad 
 class _Piece:
     """Some parameters of each parameter group: ``groups`` maps the group's index to them."""
 
+    is_separable: bool
     groups: dict[int, list[nn.Parameter]] = field(default_factory=dict)
     num_bytes: int = 0
     num_failures: int = 0
@@ -66,17 +67,20 @@ class _Piece:
         for parameter in self.parameters():
             parameter.grad = None
 
+    def can_be_cut(self) -> bool:
+        return self.is_separable and len(self.parameters()) > 1
+
     def may_be_tried_again(self) -> bool:
-        """Whether it can be cut further, or is one parameter that has failed only once."""
+        """Whether it can be cut further, or has failed only once."""
         self.num_failures += 1
-        return len(self.parameters()) > 1 or self.num_failures == 1
+        return self.can_be_cut() or self.num_failures == 1
 
     def halves(self) -> list[_Piece]:
-        """The piece as two, or itself if it is one parameter."""
-        members = [(group, parameter) for group, parameters in self.groups.items() for parameter in parameters]
-        if len(members) == 1:
+        """The piece as two, or itself if it cannot be cut."""
+        if not self.can_be_cut():
             return [self]
-        parts = [_Piece(), _Piece()]
+        members = [(group, parameter) for group, parameters in self.groups.items() for parameter in parameters]
+        parts = [_Piece(is_separable=True), _Piece(is_separable=True)]
         for number, (group, parameter) in enumerate(members):
             parts[number * 2 // len(members)].add(group, parameter)
         return parts
@@ -219,7 +223,7 @@ def _pieces(optimizer: torch.optim.Optimizer, piece_bytes: int) -> list[_Piece]:
     pieces: list[_Piece] = []
     for group, parameter in members:
         if not pieces or (is_separable and pieces[-1].num_bytes + _bytes(parameter) > piece_bytes):
-            pieces.append(_Piece())
+            pieces.append(_Piece(is_separable))
         pieces[-1].add(group, parameter)
     return pieces
 
