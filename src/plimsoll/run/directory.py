@@ -8,8 +8,10 @@ first, because those steps happen again. Each optimizer step is therefore in the
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
+from typing import BinaryIO
 
 import yaml
 
@@ -84,14 +86,15 @@ class RunDirectory:
         write_atomically(self.job, yaml.safe_dump(fields, sort_keys=False, allow_unicode=True).encode())
 
     def append(self, line: Line) -> None:
-        """Add one line to the metrics.
+        """Add one line to the metrics, in the place of what a kill left of another.
 
         Raises:
             OutputError: if it cannot be written.
         """
         try:
-            with self.metrics.open("a", encoding="utf-8") as file:
-                file.write(line.model_dump_json() + "\n")
+            with self.metrics.open("a+b") as file:
+                _drop_torn_line(file)
+                file.write(line.model_dump_json().encode() + b"\n")
         except OSError as error:
             raise OutputError(
                 f"cannot write {self.metrics}: {error.strerror}; free some space and go on with --resume"
@@ -114,6 +117,16 @@ class RunDirectory:
             if isinstance(line, OomEvent | DeathLine) and line.next_micro_batch is not None:
                 return line.next_micro_batch
         return None
+
+
+def _drop_torn_line(file: BinaryIO) -> None:
+    """Cut off what follows the last line end of a file that was opened to append."""
+    if file.tell() == 0:
+        return
+    file.seek(-1, os.SEEK_END)
+    if file.read(1) != b"\n":
+        file.seek(0)
+        file.truncate(file.read().rfind(b"\n") + 1)
 
 
 def _goes(line: Line, step: int) -> bool:
