@@ -86,7 +86,7 @@ class RunDirectory:
         write_atomically(self.job, yaml.safe_dump(fields, sort_keys=False, allow_unicode=True).encode())
 
     def append(self, line: Line) -> None:
-        """Add one line to the metrics, in the place of what a kill left of another.
+        """Add one line to the metrics.
 
         Raises:
             OutputError: if it cannot be written.
@@ -114,19 +114,11 @@ class RunDirectory:
         for line in reversed(self.lines()):
             if isinstance(line, StepLine | StartLine):
                 return line.micro_batch
+            if isinstance(line, OomEvent) and line.phase == "evaluation":
+                continue  # which has a ladder of its own
             if isinstance(line, OomEvent | DeathLine) and line.next_micro_batch is not None:
                 return line.next_micro_batch
         return None
-
-
-def _drop_torn_line(file: BinaryIO) -> None:
-    """Cut off what follows the last line end of a file that was opened to append."""
-    if file.tell() == 0:
-        return
-    file.seek(-1, os.SEEK_END)
-    if file.read(1) != b"\n":
-        file.seek(0)
-        file.truncate(file.read().rfind(b"\n") + 1)
 
 
 def _goes(line: Line, step: int) -> bool:
@@ -134,6 +126,19 @@ def _goes(line: Line, step: int) -> bool:
     if isinstance(line, StepLine | EvaluationLine | CheckpointLine):
         return line.step > step
     return isinstance(line, EndLine)
+
+
+def _drop_torn_line(file: BinaryIO) -> None:
+    """Cut off a last line without an end, which a kill or a full disk left: the next one would be glued to it."""
+    num_bytes = file.seek(0, os.SEEK_END)
+    while num_bytes and _byte_at(file, num_bytes - 1) != b"\n":
+        num_bytes -= 1
+    file.truncate(num_bytes)
+
+
+def _byte_at(file: BinaryIO, position: int) -> bytes:
+    file.seek(position)
+    return file.read(1)
 
 
 def _remove(path: Path) -> None:
