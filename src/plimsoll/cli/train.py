@@ -32,7 +32,12 @@ def train(  # noqa: PLR0917 -- typer calls it by name
 ) -> None:
     """Train a job inside a memory budget; survive running out of memory.
 
-    Examples: plimsoll train job.yaml --budget 2GiB --out runs/a, plimsoll train --resume --out runs/a
+    \b
+    Examples:
+      plimsoll train job.yaml --budget 2GiB --out runs/a
+      plimsoll train job.yaml --set steps=500 --set optimizer.lr=1e-3 --out runs/b
+      plimsoll train --resume --out runs/a
+      plimsoll train --resume --out runs/a --budget 1500MiB --from-step 100
     """
     from plimsoll.errors import InputError, TornStepError
     from plimsoll.records.run import RunRecord
