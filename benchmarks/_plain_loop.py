@@ -44,7 +44,10 @@ def main() -> None:
             parts.optimizer.step()
             parts.loader.advance()
             seconds = time.perf_counter() - started
-            print(json.dumps({"loss": loss.item(), "seconds": seconds, "peak_bytes": backend.use().peak_bytes}), flush=True)
+            print(
+                json.dumps({"loss": loss.item(), "seconds": seconds, "peak_bytes": backend.use().peak_bytes}),
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

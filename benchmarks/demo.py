@@ -1,6 +1,6 @@
 """Two arms under one memory limit: the plain PyTorch loop, which dies, and Plimsoll, which finishes.
 
-    python benchmarks/demo.py [--data PATH] [--limit 1GiB] [--steps 16] [--out demo-out]
+    python benchmarks/demo.py [--data PATH] [--limit 1GiB] [--steps 12] [--out demo-out]
 
 Trains a small GPT-2 on the sources of this machine's own Python standard library, or on the text in ``--data``. On the
 CPU the limit is on private memory and the peaks are measured from outside, by this process reading /proc/PID/statm of
@@ -54,8 +54,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", help="a text file, a folder or a pattern; by default the standard library's sources")
     parser.add_argument("--limit", default="1GiB", help="memory both arms may use (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=16, help="optimizer steps of the Plimsoll arm (default: %(default)s)")
-    parser.add_argument("--out", type=Path, default=Path("demo-out"), help="folder for everything (default: %(default)s)")
+    parser.add_argument(
+        "--steps", type=int, default=16, help="optimizer steps of the Plimsoll arm (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("demo-out"), help="folder for everything (default: %(default)s)"
+    )
     parser.add_argument("--result", type=Path, help="also write the table to this Markdown file")
     arguments = parser.parse_args()
     try:
@@ -78,11 +82,18 @@ def demo(data: str | None, limit: str, num_steps: int, out: Path, result: Path |
     need_steps = [json.loads(line) for line in need.output.splitlines()]
     on_cuda = plimsoll.probe().devices[-1].kind == "cuda"
     need_bytes = need_steps[-1]["peak_bytes"] if on_cuda else need.peak_bytes
-    console.print(f"{format_bytes(need_bytes)}, loss {need_steps[0]['loss']:.4f} then {need_steps[1]['loss']:.4f}", highlight=False)
+    console.print(
+        f"{format_bytes(need_bytes)}, loss {need_steps[0]['loss']:.4f} then {need_steps[1]['loss']:.4f}",
+        highlight=False,
+    )
 
     console.rule(f"2. the same loop inside {limit}")
     died = run([*plain, "--limit", limit])
-    console.print(last_line(died.errors) if died.code else "it finished: the limit is not below its need", highlight=False, markup=False)
+    console.print(
+        last_line(died.errors) if died.code else "it finished: the limit is not below its need",
+        highlight=False,
+        markup=False,
+    )
 
     console.rule(f"3. Plimsoll inside {limit}")
     command = ["train", str(job_file), "--budget", limit, "--cache", str(out / "data"), "--out", str(out / "run")]
@@ -140,7 +151,9 @@ def standard_library() -> list[str]:
 
 def run(command: list[str], show_errors: bool = False) -> Arm:
     """Run a command and watch, from outside, the private memory of its largest process."""
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=None if show_errors else subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=None if show_errors else subprocess.PIPE, text=True
+    )
     peaks = [0]
     watcher = threading.Thread(target=watch, args=(process, peaks))
     watcher.start()
@@ -169,7 +182,9 @@ def last_line(text: str) -> str:
     return next((line for line in reversed(text.splitlines()) if line.strip()), "")
 
 
-def rows(limit: str, need_bytes: int, need_steps: list[dict], died: Arm, record: plimsoll.RunRecord, peak_bytes: int) -> list[list[str]]:
+def rows(
+    limit: str, need_bytes: int, need_steps: list[dict], died: Arm, record: plimsoll.RunRecord, peak_bytes: int
+) -> list[list[str]]:
     """The arms side by side, the first row being the header."""
     tokens = record.steps[0].num_units
     return [
@@ -182,7 +197,14 @@ def rows(limit: str, need_bytes: int, need_steps: list[dict], died: Arm, record:
             " ".join(f"{step['loss']:.4f}" for step in need_steps),
             "",
         ],
-        [f"plain PyTorch, {limit}", "died: out of memory" if died.code else "finished", format_bytes(died.peak_bytes), "", "", ""],
+        [
+            f"plain PyTorch, {limit}",
+            "died: out of memory" if died.code else "finished",
+            format_bytes(died.peak_bytes),
+            "",
+            "",
+            "",
+        ],
         [
             f"Plimsoll, {limit}",
             f"{record.status}: {len(record.steps)} steps, {len(record.oom_events)} OOM survived",

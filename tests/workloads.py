@@ -41,16 +41,30 @@ class Case:
 def gpt2(dropout: float = 0.1) -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    sizes = dict(n_layer=2, n_embd=16, n_head=2, vocab_size=VOCABULARY, n_positions=LENGTH, bos_token_id=0, eos_token_id=0)
-    rates = dict(resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout)
+    sizes = {
+        "n_layer": 2,
+        "n_embd": 16,
+        "n_head": 2,
+        "vocab_size": VOCABULARY,
+        "n_positions": LENGTH,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+    }
+    rates = {"resid_pdrop": dropout, "embd_pdrop": dropout, "attn_pdrop": dropout}
     return GPT2LMHeadModel(GPT2Config(**sizes, **rates, use_cache=False, loss_type="ForCausalLMLoss"))
 
 
 def bert(dropout: float = 0.1) -> nn.Module:
     from transformers import BertConfig, BertForSequenceClassification
 
-    sizes = dict(num_hidden_layers=2, hidden_size=16, num_attention_heads=2, intermediate_size=32, vocab_size=VOCABULARY)
-    rates = dict(hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout)
+    sizes = {
+        "num_hidden_layers": 2,
+        "hidden_size": 16,
+        "num_attention_heads": 2,
+        "intermediate_size": 32,
+        "vocab_size": VOCABULARY,
+    }
+    rates = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
     return BertForSequenceClassification(BertConfig(**sizes, **rates, max_position_embeddings=LENGTH, num_labels=3))
 
 
@@ -81,7 +95,14 @@ class Cnn(nn.Module):
     def __init__(self, dropout: float = 0.1) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, 16)
-        self.layers = nn.Sequential(nn.Conv1d(16, 16, 3), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(dropout), nn.Conv1d(16, 16, 3), nn.BatchNorm1d(16))
+        self.layers = nn.Sequential(
+            nn.Conv1d(16, 16, 3),
+            nn.BatchNorm1d(16),
+            nn.ReLU(),
+            nn.Dropout(dropout),
+            nn.Conv1d(16, 16, 3),
+            nn.BatchNorm1d(16),
+        )
         self.head = nn.Linear(16, 3)
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> Output:
@@ -159,7 +180,7 @@ def weights_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
 
 
 def largest_relative_difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
-    """The largest difference of two tensors, in units of the largest value of the tensor it is in, or of 1e-3 if that is less.
+    """The largest difference of two tensors, in units of the tensor's largest value, or of 1e-3 if that is less.
 
     Some tensors hold nothing but rounding (the bias of an attention's keys has a gradient of zero), which is no scale.
     """

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from plimsoll.device.limit import limited as limited
-    from plimsoll.device.probe import probe_machine as probe
+    from plimsoll.device.probe import probe_machine as probe  # noqa: F401
     from plimsoll.records.job import Job as Job
     from plimsoll.records.run import OomEvent as OomEvent
     from plimsoll.records.run import RunRecord as RunRecord
@@ -30,7 +30,7 @@ _HOMES = {
     "probe": ("plimsoll.device.probe", "probe_machine"),
     "render": ("plimsoll.report.render", "render"),
 }
-__all__ = sorted(_HOMES)
+__all__ = list(_HOMES)
 
 
 def __getattr__(name: str) -> Any:

@@ -16,7 +16,7 @@ from torch import nn
 
 from plimsoll.data.loader import Loader
 from plimsoll.data.prepare import Prepared, open_datasets
-from plimsoll.errors import BudgetError
+from plimsoll.errors import BudgetError, JobError
 from plimsoll.models.build import build_model, loss_of
 from plimsoll.optimizers import build_optimizer, build_schedule
 from plimsoll.records.job import Job
@@ -56,9 +56,19 @@ def assemble(job: Job, prepared: Prepared, device: str) -> Assembled:
     loader = Loader(training, job.batch_size, job.seed)
     model = build_model(job, prepared.vocab_size, prepared.num_labels, prepared.end_id).to(device)
     model.train()
+    _require_kernels(model, job.precision, device)
     optimizer = build_optimizer(job.optimizer, model.parameters())
     loss, units = loss_of(job.task)
-    return Assembled(model, optimizer, build_schedule(job.optimizer, optimizer, job.steps), loss, units, loader, validation)
+    return Assembled(
+        model, optimizer, build_schedule(job.optimizer, optimizer, job.steps), loss, units, loader, validation
+    )
+
+
+def _require_kernels(model: nn.Module, precision: str, device: str) -> None:
+    if device == "cpu" and precision == "fp16" and any(isinstance(module, nn.RNNBase) for module in model.modules()):
+        raise JobError(
+            f"precision: {precision}: torch has no float16 kernels of recurrent nets for the CPU; use bf16 or fp32"
+        )
 
 
 def require_room(job: Job, prepared: Prepared, baseline_bytes: int, budget_bytes: int | None) -> None:
@@ -83,18 +93,20 @@ def require_room(job: Job, prepared: Prepared, baseline_bytes: int, budget_bytes
     if need_bytes > budget_bytes:
         listed = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items() if size)
         raise BudgetError(
-            f"a budget of {format_bytes(budget_bytes)} cannot hold this training: {format_bytes(need_bytes)} are needed before the first "
-            f"activation ({listed}); give a budget well above that, or a smaller model"
+            f"a budget of {format_bytes(budget_bytes)} cannot hold this training: before the first activation "
+            f"{format_bytes(need_bytes)} are needed ({listed}); give a budget well above that, or a smaller model"
         )
 
 
 def fingerprint(job: Job, prepared: Prepared) -> dict[str, str]:
     """What must be equal for a checkpoint to belong to a job: everything that changes what is learned.
 
-    The budget, how often is saved and how long is trained may change between a checkpoint and its resume; the length may
-    not where the learning rate follows it.
+    The budget, how often is saved and how long is trained may change between a checkpoint and its resume; the length
+    may not where the learning rate follows it.
     """
-    facts = job.model_dump(mode="json", exclude={"budget", "checkpoint", "steps", "evaluate_every", "device", "data", "tokenizer"})
+    facts = job.model_dump(
+        mode="json", exclude={"budget", "checkpoint", "steps", "evaluate_every", "device", "data", "tokenizer"}
+    )
     if job.optimizer.schedule != "constant":
         facts["steps"] = job.steps
     short = {name: value if isinstance(value, str | int) else _digest(value) for name, value in facts.items()}

@@ -54,7 +54,9 @@ def build_optimizer(choice: OptimizerChoice, parameters: Iterable[nn.Parameter])
         build([nn.Parameter(torch.zeros(()))])
     except (TypeError, ValueError, RuntimeError) as error:
         given = {"lr": choice.lr, **choice.arguments}
-        raise JobError(f"optimizer: `{name}` refuses {given}: {error}; it takes lr, {', '.join(accepted)}") from None
+        raise JobError(
+            f"optimizer: `{name}` refuses {given} ({error}): change it; it takes lr, {', '.join(accepted)}"
+        ) from None
     return build(parameters)
 
 

@@ -28,6 +28,9 @@ LossFunction = Callable[[nn.Module, Any], Tensor]
 Units = Literal["samples", "tokens", "next-tokens"] | Callable[[Any], int]
 """What a loss averages over; see `count_units`."""
 
+Precision = Literal["fp32", "bf16", "fp16"]
+"""What autocast computes in; fp32 is without autocast."""
+
 IGNORED_LABEL = -100
 """The label that ``torch.nn.functional.cross_entropy`` leaves out, its default ``ignore_index``."""
 
@@ -46,7 +49,7 @@ class Workload:
     units: Units
     schedule: torch.optim.lr_scheduler.LRScheduler | None = None
     clip_norm: float | None = None
-    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    precision: Precision = "fp32"
     device: torch.device = torch.device("cpu")  # noqa: RUF009 -- a torch.device is immutable
 
 
@@ -79,9 +82,12 @@ def batch_size_of(batch: Any) -> int:
     Raises:
         InputError: if two fields have different sizes in dimension 0, no field has a size, or a field cannot be cut.
     """
-    sizes = {path: size for path, leaf in _leaves(batch) if (size := _size_of(leaf, path)) is not None}
+    sizes = {path: size for path, leaf in _leaves(batch) if (size := _num_samples_of(leaf, path)) is not None}
     if not sizes:
-        raise InputError("cannot tell how many samples a batch has that holds no tensor and no list: put one in")
+        raise InputError(
+            f"cannot tell how many samples a batch has that holds no tensor and no list, but a {type(batch).__name__}: "
+            "put one in"
+        )
     if len(set(sizes.values())) > 1:
         listed = ", ".join(f"{path}: {size}" for path, size in sizes.items())
         raise InputError(
@@ -89,6 +95,11 @@ def batch_size_of(batch: Any) -> int:
             "make dimension 0 of every field the sample"
         )
     return next(iter(sizes.values()))
+
+
+def count_elements(batch: Any) -> int:
+    """Count the elements of all tensors of a batch, which is what its memory follows."""
+    return sum(leaf.numel() for _, leaf in _leaves(batch) if isinstance(leaf, Tensor))
 
 
 def split_batch(batch: Any, num_samples: int) -> list[Any]:
@@ -101,10 +112,10 @@ def split_batch(batch: Any, num_samples: int) -> list[Any]:
         InputError: as `batch_size_of`, or if ``num_samples`` is less than 1.
     """
     if num_samples < 1:
-        raise InputError(f"cannot cut a batch into pieces of {num_samples} samples: a piece has at least 1")
+        raise InputError(f"cannot cut a batch into pieces of {num_samples} samples: give 1 or more")
 
     def piece(start: int) -> Any:
-        return _mapped(batch, lambda leaf: leaf if _size_of(leaf) is None else leaf[start : start + num_samples])
+        return _mapped(batch, lambda leaf: leaf if _num_samples_of(leaf) is None else leaf[start : start + num_samples])
 
     return [piece(start) for start in range(0, batch_size_of(batch), num_samples)]
 
@@ -210,7 +221,7 @@ def _is_container(value: Any) -> bool:
     )
 
 
-def _size_of(leaf: Any, path: str = "batch") -> int | None:
+def _num_samples_of(leaf: Any, path: str = "batch") -> int | None:
     """Return how many samples a leaf has, or ``None`` if it belongs to all of them."""
     if isinstance(leaf, Tensor | np.ndarray):
         return leaf.shape[0] if leaf.ndim else None

@@ -1,4 +1,4 @@
-"""A step is a transaction: whatever fails inside it, the training that follows is the one that plain PyTorch would do."""
+"""A step is a transaction: whatever fails inside it, the training that follows is the one of plain PyTorch."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import copy
 
 import pytest
 import torch
-from workloads import BATCH_SIZE, CASES, Case, largest_relative_difference, plain_loop, weights_of
 
 from plimsoll.errors import InputError, NonFiniteLossError, OutOfMemoryError, TornStepError
 from plimsoll.run.commit import StepCommit
 from plimsoll.run.failpoints import armed, exhaust_memory
 from plimsoll.run.step import TrainStep
+from workloads import BATCH_SIZE, CASES, Case, largest_relative_difference, plain_loop, weights_of
 
 NUM_STEPS = 4
 CLOSE = 1e-5
@@ -60,7 +60,7 @@ def test_accumulation_is_the_plain_loop_cut_the_same_way(case, cut):
 @pytest.mark.parametrize("cut", [1, 3, 4])
 @pytest.mark.parametrize("case", RECURRING, ids=lambda case: case.name)
 def test_without_dropout_the_cut_does_not_matter(case, cut):
-    """With SGD: Adam divides by the gradient's size, and so blows up the rounding of gradients that are zero in theory."""
+    """With SGD: Adam divides by the gradient's size, which blows up the rounding of those that are zero in theory."""
     model = case.build(dropout=0.0)
     other = copy.deepcopy(model)
     step = TrainStep(model, sgd(model), units=case.units, clip_norm=1.0, micro_batch=cut)
@@ -125,7 +125,9 @@ def test_an_oom_in_the_middle_of_backward_leaves_no_gradient(case):
     assert largest_relative_difference(plain(case, [BATCH_SIZE] * NUM_STEPS), weights(step)) == 0
 
 
-@pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "NAdam", "Adafactor", "Adamax", "Rprop", "ASGD"])
+@pytest.mark.parametrize(
+    "name", ["SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "NAdam", "Adafactor", "Adamax", "Rprop", "ASGD"]
+)
 @pytest.mark.parametrize("hit", [1, 2, 9, 20, 28])
 def test_an_oom_at_any_parameter_of_any_optimizer_is_undone(name, hit):
     case = CASES[0]

@@ -12,7 +12,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from plimsoll.errors import InputError
 from plimsoll.records.job import OptimizerChoice
-from plimsoll.workload import batch_size_of, count_units, move_batch, resident_bytes, split_batch
+from plimsoll.workload import batch_size_of, count_elements, count_units, move_batch, resident_bytes, split_batch
 
 
 class Pair(NamedTuple):
@@ -90,6 +90,11 @@ def test_what_cannot_be_cut_is_named():
         split_batch(text_batch(), 0)
     with pytest.raises(InputError, match="holds no tensor"):
         batch_size_of({"name": "x", "scale": torch.tensor(1.0)})
+
+
+def test_elements_are_those_of_all_tensors():
+    assert count_elements(text_batch()) == 5 * 3 + 5 + 1
+    assert count_elements({"nested": (torch.ones(2, 3), [torch.ones(4)])}) == 10
 
 
 def test_units_are_what_the_mean_loss_is_divided_by():

@@ -18,7 +18,8 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    epilog="Start with: plimsoll probe; plimsoll train job.yaml --budget 2GiB --out runs/a; plimsoll report runs/a -o a.html",
+    epilog="Start with: plimsoll probe; plimsoll train job.yaml --budget 2GiB --out runs/a; "
+    "plimsoll report runs/a -o a.html",
 )
 app.command("probe")(probe.probe)
 app.command("train")(train.train)

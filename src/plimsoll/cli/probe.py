@@ -7,7 +7,9 @@ from typing import Annotated
 import typer
 
 
-def probe(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON record instead of tables.")] = False) -> None:
+def probe(
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON record instead of tables.")] = False,
+) -> None:
     """Show the devices of this machine, their memory, and every limit on this process.
 
     Example: plimsoll probe

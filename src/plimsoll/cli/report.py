@@ -10,7 +10,9 @@ import typer
 
 def report(
     run: Annotated[Path, typer.Argument(help="A run directory, also of a run that is still going.")],
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write one self-contained HTML page here.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write one self-contained HTML page here.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON record instead of tables.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Overwrite the output.")] = False,
 ) -> None:

@@ -13,12 +13,18 @@ if TYPE_CHECKING:
     from plimsoll.run.directory import RunDirectory
 
 
-def train(
-    job_file: Annotated[Path | None, typer.Argument(metavar="JOB", help="The job file; left out with --resume.")] = None,
+def train(  # noqa: PLR0917 -- typer calls it by name
+    job_file: Annotated[
+        Path | None, typer.Argument(metavar="JOB", help="The job file; left out with --resume.")
+    ] = None,
     out: Annotated[Path, typer.Option("--out", "-o", help="The run directory.")] = Path("runs/latest"),
     budget: Annotated[str | None, typer.Option(help="Memory the training may use, e.g. 2GiB.")] = None,
-    changes: Annotated[list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Change a field of the job.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out from its newest checkpoint.")] = False,
+    changes: Annotated[
+        list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Change a field of the job.")
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the run in --out from its newest checkpoint.")
+    ] = False,
     from_step: Annotated[int | None, typer.Option(help="With --resume: the checkpoint to go on from.")] = None,
     cache: Annotated[Path | None, typer.Option(help="Where tokens are kept; by default in the run directory.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Remove what is in --out first.")] = False,
@@ -37,7 +43,10 @@ def train(
         directory = _opened(out, job_file)
         code = _gone_on(directory, _job(directory.job, budget, changes), from_step, as_json)
     elif job_file is None:
-        raise InputError(f"no job file was given for {out}: write `plimsoll train job.yaml --out {out}`, or add --resume to go on with it")
+        raise InputError(
+            f"no job file was given for {out}: write `plimsoll train job.yaml --out {out}`, "
+            "or add --resume to go on with it"
+        )
     else:
         code = supervise(_created(out, _job(job_file, budget, changes), cache, force, as_json), quiet=as_json)
     if code not in (0, TornStepError.exit_code):
@@ -77,21 +86,31 @@ def _opened(out: Path, job_file: Path | None) -> RunDirectory:
     from plimsoll.run.directory import RunDirectory
 
     if job_file is not None:
-        raise InputError(f"--resume goes on with the job kept in {out}, so {job_file} would be ignored: leave it out, or drop --resume")
+        raise InputError(
+            f"--resume goes on with the job kept in {out}, so {job_file} would be ignored: "
+            "leave it out, or drop --resume"
+        )
     directory = RunDirectory.open(out)
     if not directory.prepared.is_file():
-        raise InputError(f"{out} was stopped before its data was ready, so there is nothing to go on with: start it again with --force")
+        raise InputError(
+            f"{out} was stopped before its data was ready, so there is nothing to go on with: "
+            "start it again with --force"
+        )
     return directory
 
 
 def _gone_on(directory: RunDirectory, job: Job, from_step: int | None, quiet: bool) -> int:
-    """Go on with a run whose job ``--budget`` and ``--set`` may have changed; if that is refused, its job stays as it was."""
+    """Go on with a run whose job ``--budget`` and ``--set`` may have changed; what is refused is not kept."""
     from plimsoll.errors import InputError
     from plimsoll.run.supervise import supervise
 
-    job_before, plan_before, metrics_before = (path.read_bytes() for path in (directory.job, directory.plan, directory.metrics))
+    job_before, plan_before, metrics_before = (
+        path.read_bytes() for path in (directory.job, directory.plan, directory.metrics)
+    )
     _write(directory, job)
-    code = supervise(directory, ("--resume", *(("--from-step", str(from_step)) if from_step is not None else ())), quiet)
+    code = supervise(
+        directory, ("--resume", *(("--from-step", str(from_step)) if from_step is not None else ())), quiet
+    )
     if code == InputError.exit_code and directory.metrics.read_bytes() == metrics_before:
         directory.job.write_bytes(job_before)
         directory.plan.write_bytes(plan_before)

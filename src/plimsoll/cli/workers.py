@@ -19,7 +19,7 @@ def prepare_worker(directory: Path, cache: Path, quiet: bool = False) -> None:
     prepare_run(directory, cache, quiet)
 
 
-def train_worker(
+def train_worker(  # noqa: PLR0917 -- typer calls it by name
     directory: Path,
     resume: bool = False,
     from_step: int | None = None,
@@ -31,4 +31,12 @@ def train_worker(
     """Train in a run directory."""
     from plimsoll.run.worker import train_run
 
-    train_run(directory, resume, from_step, resume_newest, micro_batch, restarts, quiet)
+    train_run(
+        directory,
+        resume=resume,
+        from_step=from_step,
+        resume_newest=resume_newest,
+        micro_batch=micro_batch,
+        restarts=restarts,
+        quiet=quiet,
+    )

@@ -160,7 +160,9 @@ def _new_config(architecture: str, fields: dict[str, Any], shape: TextShape) -> 
         config = config_class(**given, **_fields_of_text(config_class, shape))
     except (StrictDataclassError, ValueError, TypeError, ArithmeticError) as error:
         reason = " ".join(str(error).split())
-        raise JobError(f"model: `{architecture}` cannot be built with {fields}: {reason}") from None
+        raise JobError(
+            f"model: `{architecture}` cannot be built with {fields} ({reason}): change these fields"
+        ) from None
     _check_objective(config, shape)
     return config
 
@@ -206,7 +208,10 @@ def _checkpoint_config(folder: Path, shape: TextShape) -> PreTrainedConfig:
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError, StrictDataclassError) as error:
-        raise JobError(f"model: {folder} is not a Hugging Face checkpoint that can be read ({error})") from None
+        raise JobError(
+            f"model: {folder} is not a Hugging Face checkpoint that can be read ({error}): give a folder that "
+            "`save_pretrained` wrote"
+        ) from None
     _check_checkpoint(config, folder, shape)
     if shape.num_labels is None:
         config.is_decoder = True

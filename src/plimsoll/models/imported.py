@@ -27,7 +27,7 @@ def build_imported(name: str, **facts: Any) -> nn.Module:
         function = getattr(importlib.import_module(module_name), function_name)
     except (ModuleNotFoundError, AttributeError) as error:
         raise JobError(
-            f"model: `{name}` cannot be imported ({error}): is its folder on PYTHONPATH? e.g. PYTHONPATH=. plimsoll ..."
+            f"model: `{name}` cannot be imported ({error}): put its folder on the path, e.g. PYTHONPATH=. plimsoll ..."
         ) from None
     signature = inspect.signature(function)
     taken = {key: value for key, value in facts.items() if key in signature.parameters}

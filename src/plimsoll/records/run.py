@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError
 
@@ -39,6 +39,7 @@ class OomEvent(Frozen):
     micro_batch: int | None = None
     next_micro_batch: int | None = None
     action: str = ""
+    survived: bool = True
     raw_text: str = ""
 
 

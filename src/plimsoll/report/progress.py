@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-Report = Callable[[str, int, int], None]
+
+class Report(Protocol):
+    """Told how far a stage is: ``done`` of ``total``."""
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        """Show it."""
+        ...
 
 
 @contextmanager
@@ -17,7 +24,13 @@ def stages(quiet: bool) -> Iterator[Report]:
     if quiet:
         yield lambda stage, done, total: None
         return
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f} %"), TimeElapsedColumn(), TimeRemainingColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.percentage:>3.0f} %"),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns, console=Console(stderr=True)) as bars:
         tasks: dict[str, TaskID] = {}
 

@@ -42,7 +42,7 @@ def render(record: Record, format: Format = "text") -> str:
     """
     if type(record) not in _SCREENS:
         known = ", ".join(kind.record_kind for kind in _SCREENS)
-        raise RecordError(f"there is no report for a {type(record).__name__}; the records with a report are: {known}")
+        raise RecordError(f"there is no report for a {type(record).__name__}: give one of these records: {known}")
     if format not in get_args(Format):
         raise InputError(f"cannot render a report as {format!r}: give one of {', '.join(get_args(Format))}")
     if format == "json":

@@ -128,7 +128,7 @@ def _last_evaluation(record: RunRecord) -> str:
 
 def _survived(record: RunRecord) -> str:
     num_events = len(record.oom_events)
-    num_survived = sum(event.next_micro_batch is not None for event in record.oom_events)
+    num_survived = sum(event.survived for event in record.oom_events)
     if num_events == 0:
         return "none"
     return f"{num_events}, all survived" if num_survived == num_events else f"{num_events}, {num_survived} survived"
@@ -151,19 +151,11 @@ def oom_sheet(events: Sequence[OomEvent]) -> Sheet:
             event.family,
             format_bytes(event.requested_bytes),
             format_bytes(event.live_bytes),
-            _action(event),
+            event.action or "none",
         )
         for event in events
     )
     return Sheet("Out-of-memory events", columns, rows, tuple(event.raw_text for event in events))
-
-
-def _action(event: OomEvent) -> str:
-    """The change of micro-batch is added where the written action does not hold it."""
-    if event.micro_batch is None or event.next_micro_batch is None:
-        return event.action or "none"
-    change = f"micro-batch {event.micro_batch} to {event.next_micro_batch}"
-    return f"{event.action} ({change})" if event.action else change
 
 
 def death_sheet(record: RunRecord) -> Sheet:

@@ -5,9 +5,9 @@
         progress.json                       step, data cursor, ladder, schedule, scaler, fingerprint of the job
         manifest.json                       bytes and CRC-32 of each of the others; written last
 
-A checkpoint is written to a temporary folder, each file synced, and the folder renamed; only then are older ones removed.
-So a kill or a full disk at any moment leaves the previous checkpoint as it was. On reading every byte is checked: a torn
-checkpoint, or one of another job, is refused with the reason and the previous good one is named.
+A checkpoint is written to a temporary folder, each file synced, and the folder renamed; only then are older ones
+removed. So a kill or a full disk at any moment leaves the previous checkpoint as it was. On reading every byte is
+checked: a torn checkpoint, or one of another job, is refused with the reason and the previous good one is named.
 
 Writing makes no second copy of the tensors. Does NOT cover sharded checkpoints of several ranks.
 """
@@ -20,6 +20,7 @@ import shutil
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,14 @@ class Checkpoint:
 
 
 def save(
-    root: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, random_state: Any, progress: dict[str, Any], keep: int
+    root: Path,
+    step: int,
+    *,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    random_state: Any,
+    progress: dict[str, Any],
+    keep: int,
 ) -> Checkpoint:
     """Write the checkpoint of ``step`` under ``root`` and keep the last ``keep``.
 
@@ -71,7 +79,9 @@ def save(
     temporary = root / f".{folder.name}.tmp-{os.getpid()}"
     try:
         temporary.mkdir()
-        for name, content in zip(_TENSOR_FILES, (model.state_dict(), optimizer.state_dict(), random_state), strict=True):
+        for name, content in zip(
+            _TENSOR_FILES, (model.state_dict(), optimizer.state_dict(), random_state), strict=True
+        ):
             _write_tensors(temporary / name, content)
             failpoint("checkpoint")
         write_atomically(temporary / "progress.json", json.dumps(progress | {"step": step}).encode())
@@ -84,8 +94,8 @@ def save(
         _sync_folder(root)
     except OSError as error:
         raise OutputError(
-            f"cannot write the checkpoint of step {step} to {root}: {error.strerror or error}; earlier checkpoints are intact: free "
-            "some space and go on with --resume"
+            f"cannot write the checkpoint of step {step} to {root}: {error.strerror or error}; earlier checkpoints are "
+            "intact: free some space and go on with --resume"
         ) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -104,13 +114,21 @@ def load(root: Path, fingerprint: dict[str, str], step: int | None = None) -> Ch
     if not steps:
         raise CheckpointError(f"there is no checkpoint in {root}: start the run without --resume")
     if step is not None and step not in steps:
-        raise CheckpointError(f"there is no checkpoint of step {step} in {root}: choose one of {', '.join(map(str, steps))}")
+        raise CheckpointError(
+            f"there is no checkpoint of step {step} in {root}: choose one of {', '.join(map(str, steps))}"
+        )
     chosen = steps[-1] if step is None else step
     fault = _fault(root, chosen, fingerprint)
     if fault is None:
         return _open(root, chosen)
-    good = next((other for other in reversed(steps) if other < chosen and _fault(root, other, fingerprint) is None), None)
-    remedy = f"the one of step {good} is good: go on from it with --from-step {good}" if good is not None else "start anew in another --out"
+    good = next(
+        (other for other in reversed(steps) if other < chosen and _fault(root, other, fingerprint) is None), None
+    )
+    remedy = (
+        f"the one of step {good} is good: go on from it with --from-step {good}"
+        if good is not None
+        else "start anew in another --out"
+    )
     raise CheckpointError(f"the checkpoint of step {chosen} in {root} {fault}; {remedy}")
 
 
@@ -134,7 +152,8 @@ def _open(root: Path, step: int) -> Checkpoint:
 
 
 def _steps(root: Path) -> list[int]:
-    return sorted(int(folder.name.removeprefix("step-")) for folder in root.glob("step-*") if folder.is_dir())
+    names = (folder.name.removeprefix("step-") for folder in root.glob("step-*") if folder.is_dir())
+    return sorted(int(name) for name in names if name.isdecimal())  # others are copies that somebody made
 
 
 def _fault(root: Path, step: int, fingerprint: dict[str, str]) -> str | None:
@@ -145,12 +164,17 @@ def _fault(root: Path, step: int, fingerprint: dict[str, str]) -> str | None:
         for name, facts in manifest.items():
             found = _facts(folder / name)
             if found != facts:
-                return f"is torn ({name} has {found['bytes']} bytes and CRC {found['crc32']:08x}, written were {facts['bytes']} and {facts['crc32']:08x})"
+                return (
+                    f"is torn ({name} has {found['bytes']} bytes and CRC {found['crc32']:08x}, "
+                    f"written were {facts['bytes']} and {facts['crc32']:08x})"
+                )
         saved = json.loads((folder / "progress.json").read_text())["fingerprint"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         return f"is torn ({type(error).__name__}: {error})"
     different = [
-        f"{key} was {saved.get(key)}, is {fingerprint.get(key)}" for key in sorted({*saved, *fingerprint}) if saved.get(key) != fingerprint.get(key)
+        f"{key} was {saved.get(key)}, is {fingerprint.get(key)}"
+        for key in sorted({*saved, *fingerprint})
+        if saved.get(key) != fingerprint.get(key)
     ]
     return f"belongs to another job ({'; '.join(different)})" if different else None
 
@@ -158,8 +182,8 @@ def _fault(root: Path, step: int, fingerprint: dict[str, str]) -> str | None:
 class _PlainFile:
     """A file for `torch.save` that reports a full disk as the ``OSError`` it is, whatever torch makes of it."""
 
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("wb", buffering=0)
+    def __init__(self, file: FileIO) -> None:
+        self._file = file
         self.error: OSError | None = None
 
     def write(self, content: Any) -> int:
@@ -175,21 +199,18 @@ class _PlainFile:
     def flush(self) -> None:
         self._file.flush()
 
-    def close(self) -> None:
-        os.fsync(self._file.fileno())
-        self._file.close()
-
 
 def _write_tensors(path: Path, content: Any) -> None:
-    file = _PlainFile(path)
-    try:
-        torch.save(content, file)  # type: ignore[arg-type]  # it needs no more than `write` and `flush`
-        file.close()
-    except RuntimeError:
-        if file.error is None:
-            raise
-    if file.error is not None:
-        raise file.error
+    with path.open("wb", buffering=0) as raw:
+        file = _PlainFile(raw)
+        try:
+            torch.save(content, file)  # type: ignore[arg-type]  # it needs no more than `write` and `flush`
+        except RuntimeError:
+            if file.error is None:
+                raise
+        if file.error is not None:
+            raise file.error
+        os.fsync(raw.fileno())
 
 
 def _facts(path: Path) -> dict[str, int]:

@@ -1,7 +1,7 @@
 """`optimizer.step()` as a transaction: afterwards the whole step has happened, or none of it.
 
-An optimizer changes parameters and states in place, so memory running out half way (Adam's temporaries, or its states in
-the first step) leaves some parameters updated and some not. Here the step is done in *pieces*, each a few parameters
+An optimizer changes parameters and states in place, so memory running out half way (Adam's temporaries, or its states
+in the first step) leaves some parameters updated and some not. Here the step is done in *pieces*, each a few parameters
 whose values and states are copied just before, so a piece can always be undone. The copy is small, dropped with the
 piece, and costs about half of the optimizer's own time, which is below 1 % of a step of 1,000 tokens or more
 (`benchmarks/overhead.py`).
@@ -10,14 +10,15 @@ That a failure can always be mended follows from the order. The largest paramete
 most; the states that the first step will still create are proven to fit by allocating as much once; and every finished
 piece gives its gradients back. So memory runs out in the first piece, which is undone and nothing has happened, or not
 at all. A later failure is something else taking memory: the piece is undone and done again, in halves where it has more
-than one parameter. If a single parameter fails twice, what was done cannot be taken back: `TornStepError` says so, and a
-checkpoint is the way back.
+than one parameter. If a single parameter fails twice, what was done cannot be taken back: `TornStepError` says so, and
+a checkpoint is the way back.
 
-Where not even the copy of a piece fits, the piece is done without one, but only after the memory that its update can take
-at most has been shown to be there.
+Where not even the copy of a piece fits, the piece is done without one, but only after the memory that its update can
+take at most has been shown to be there.
 
-Covers optimizers of ``torch.optim`` piece by piece; an optimizer from elsewhere, or one with step hooks, may look at all
-parameters together and is therefore one single piece. Does NOT cover state kept outside ``optimizer.state``.
+Covers optimizers of ``torch.optim`` piece by piece; an optimizer from elsewhere, or one with step hooks, may look at
+all parameters together and is therefore one single piece. Does NOT cover state kept outside ``optimizer.state``,
+and errors other than memory running out (a Ctrl-C in a loop of one's own) in the middle of an update.
 """
 
 from __future__ import annotations
@@ -101,7 +102,8 @@ class _Copy:
     @torch.no_grad()
     def restore(self) -> None:
         for tensors, flat in self._copies:
-            for tensor, value in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
+            values = torch.split(flat, [tensor.numel() for tensor in tensors])
+            for tensor, value in zip(tensors, values, strict=True):
                 tensor.copy_(value.view(tensor.shape))
         for parameter, state in self._states.items():
             self._optimizer.state[parameter].clear()
@@ -128,6 +130,7 @@ class StepCommit:
         self.optimizer = optimizer
         self.outcome: OomEvent | None = None
         self.was_called = False
+        self.recovered: list[OomEvent] = []
         self._backend = backend
         self._position = position
         self._piece_bytes = piece_bytes or _PIECE_BYTES[backend.kind]
@@ -139,6 +142,8 @@ class StepCommit:
 
     def step(self) -> None:
         """Do the whole step, or nothing; ``outcome`` is then ``None``, or the event that prevented it.
+
+        Events that did not prevent it are added to ``recovered``.
 
         Raises:
             TornStepError: if memory ran out where neither is possible any more.
@@ -155,6 +160,7 @@ class StepCommit:
                 continue
             self._backend.release()
             if piece.may_be_tried_again():
+                self.recovered.append(event.model_copy(update={"action": "part of the update undone, done again"}))
                 waiting.extend(reversed(piece.halves()))
             elif nothing_happened:
                 self.outcome = event
@@ -246,7 +252,8 @@ def _bytes(tensor: torch.Tensor) -> int:
 
 def _torn(event: OomEvent) -> TornStepError:
     return TornStepError(
-        f"memory ran out inside optimizer.step() of step {event.step} (asked for {format_bytes(event.requested_bytes)} with "
-        f"{format_bytes(event.live_bytes)} in use) after part of the parameters had been updated, and there was no room for "
-        "a copy to undo it: reload the last checkpoint (`plimsoll train` does it by itself), and give a larger budget"
+        f"memory ran out inside optimizer.step() of step {event.step} (asked for {format_bytes(event.requested_bytes)} "
+        f"with {format_bytes(event.live_bytes)} in use) after part of the parameters had been updated, and there was "
+        "no room for a copy to undo it: reload the last checkpoint (`plimsoll train` does it by itself), and give a "
+        "larger budget"
     )

@@ -8,16 +8,27 @@ first, because those steps happen again. Each optimizer step is therefore in the
 
 from __future__ import annotations
 
+import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
+from typing import BinaryIO
 
 import yaml
 
 from plimsoll.errors import OutputError
 from plimsoll.records.base import write_atomically
 from plimsoll.records.job import Job
-from plimsoll.records.run import CheckpointLine, EndLine, EvaluationLine, Line, StartLine, StepLine, read_lines
+from plimsoll.records.run import (
+    CheckpointLine,
+    DeathLine,
+    EndLine,
+    EvaluationLine,
+    Line,
+    OomEvent,
+    StartLine,
+    StepLine,
+    read_lines,
+)
 
 
 class RunDirectory:
@@ -45,8 +56,8 @@ class RunDirectory:
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
             if not force:
                 raise OutputError(
-                    f"{path} exists already and is not overwritten: give another --out, go on with `plimsoll train --resume --out {path}`, "
-                    "or remove what is there with --force"
+                    f"{path} exists already and is not overwritten: give another --out, go on with "
+                    f"`plimsoll train --resume --out {path}`, or remove what is there with --force"
                 )
             _remove(path)
         try:
@@ -64,7 +75,9 @@ class RunDirectory:
             OutputError: if there is none.
         """
         if not (path / "job.yaml").is_file():
-            raise OutputError(f"{path} is not a run directory (it has no job.yaml): give the --out of an earlier `plimsoll train`")
+            raise OutputError(
+                f"{path} is not a run directory (it has no job.yaml): give the --out of an earlier `plimsoll train`"
+            )
         return cls(path)
 
     def write_job(self, job: Job) -> None:
@@ -79,10 +92,13 @@ class RunDirectory:
             OutputError: if it cannot be written.
         """
         try:
-            with self.metrics.open("a", encoding="utf-8") as file:
-                file.write(line.model_dump_json() + "\n")
+            with self.metrics.open("a+b") as file:
+                _drop_torn_line(file)
+                file.write(line.model_dump_json().encode() + b"\n")
         except OSError as error:
-            raise OutputError(f"cannot write {self.metrics}: {error.strerror}; free some space and go on with --resume") from None
+            raise OutputError(
+                f"cannot write {self.metrics}: {error.strerror}; free some space and go on with --resume"
+            ) from None
 
     def lines(self) -> list[Line]:
         """All lines of the metrics."""
@@ -90,28 +106,39 @@ class RunDirectory:
 
     def keep_until(self, step: int) -> None:
         """Take out of the metrics what happened after ``step`` and will happen again, and the note of an end."""
-        self._rewrite(lambda line: not (_repeats(line) and line.step > step) and not isinstance(line, EndLine))
-
-    def _rewrite(self, is_kept: Callable[[Line], bool]) -> None:
-        kept = [line.model_dump_json() + "\n" for line in self.lines() if is_kept(line)]
+        kept = [line.model_dump_json() + "\n" for line in self.lines() if not _goes(line, step)]
         write_atomically(self.metrics, "".join(kept).encode())
-
-    def last_step(self) -> int:
-        """The number of the last step in the metrics; 0 if there is none."""
-        return max((line.step for line in self.lines() if isinstance(line, StepLine)), default=0)
 
     def micro_batch_in_force(self) -> int | None:
         """The micro-batch that the last training process used last."""
         for line in reversed(self.lines()):
             if isinstance(line, StepLine | StartLine):
                 return line.micro_batch
-            if getattr(line, "next_micro_batch", None) is not None:
-                return int(line.next_micro_batch)  # type: ignore[union-attr]
+            if isinstance(line, OomEvent) and line.phase == "evaluation":
+                continue  # which has a ladder of its own
+            if isinstance(line, OomEvent | DeathLine) and line.next_micro_batch is not None:
+                return line.next_micro_batch
         return None
 
 
-def _repeats(line: Line) -> bool:
-    return isinstance(line, StepLine | EvaluationLine | CheckpointLine)
+def _goes(line: Line, step: int) -> bool:
+    """Whether a line says what will be said again when the run goes on after ``step``."""
+    if isinstance(line, StepLine | EvaluationLine | CheckpointLine):
+        return line.step > step
+    return isinstance(line, EndLine)
+
+
+def _drop_torn_line(file: BinaryIO) -> None:
+    """Cut off a last line without an end, which a kill or a full disk left: the next one would be glued to it."""
+    num_bytes = file.seek(0, os.SEEK_END)
+    while num_bytes and _byte_at(file, num_bytes - 1) != b"\n":
+        num_bytes -= 1
+    file.truncate(num_bytes)
+
+
+def _byte_at(file: BinaryIO, position: int) -> bytes:
+    file.seek(position)
+    return file.read(1)
 
 
 def _remove(path: Path) -> None:

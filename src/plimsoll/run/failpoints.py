@@ -2,7 +2,8 @@
 
 An armed point asks the allocator for 2^60 bytes, so what is raised is the allocator's own error and passes through the
 same recognition as any other. `PLIMSOLL_FAILPOINTS="backward@3,optimizer@7"` arms points in a subprocess: the point's
-name and which passage of it fails, counted from 1. A failpoint that is not armed costs one look into an empty dictionary.
+name and which passage of it fails, counted from 1. A failpoint that is not armed costs one look into an empty
+dictionary.
 
 Does NOT cover places inside a model: use a forward or a gradient hook that calls `exhaust_memory`.
 """
@@ -59,6 +60,8 @@ def arm_from_environment() -> None:
     for entry in filter(None, os.environ.get("PLIMSOLL_FAILPOINTS", "").split(",")):
         name, _, hit = entry.partition("@")
         if not hit.isdecimal():
-            raise InputError(f"PLIMSOLL_FAILPOINTS entry {entry!r} is not of the form name@passage: write for example backward@3")
+            raise InputError(
+                f"PLIMSOLL_FAILPOINTS entry {entry!r} is not of the form name@passage: write for example backward@3"
+            )
         _armed.setdefault(name, set()).add(int(hit))
         _passed.setdefault(name, 0)

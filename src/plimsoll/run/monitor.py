@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 
 from rich.console import Console
 from rich.live import Live
@@ -72,7 +73,7 @@ def thinned(samples: list[tuple[float, int]], num_kept: int) -> tuple[tuple[floa
     if len(samples) <= num_kept:
         return tuple(samples)
     bounds = [len(samples) * part // num_kept for part in range(num_kept + 1)]
-    return tuple(max(samples[a:b], key=lambda sample: sample[1]) for a, b in zip(bounds, bounds[1:], strict=False))
+    return tuple(max(samples[a:b], key=lambda sample: sample[1]) for a, b in pairwise(bounds))
 
 
 class View:
@@ -118,7 +119,9 @@ class View:
         eta_seconds = self._eta_seconds(line)
         if self._live is None:
             use = memory["device"]
-            text = progress_line(line, self._num_steps, use.limit_bytes, use.used_bytes, eta_seconds, unit_name=self._unit_name)
+            text = progress_line(
+                line, self._num_steps, use.limit_bytes, use.used_bytes, eta_seconds, unit_name=self._unit_name
+            )
             self._console.print(text, no_wrap=True, overflow="ellipsis")
         else:
             panel = live_panel(self._name, line, self._num_steps, memory, eta_seconds, unit_name=self._unit_name)

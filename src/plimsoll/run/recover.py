@@ -1,9 +1,9 @@
 """Which micro-batch is in force: down the planned ladder when memory runs out, up again when it is safe.
 
 The rungs are planned before the run (`micro_batch_sizes`, or a plan's fallbacks); nothing is searched in the crisis.
-What is learned is kept in *elements* (samples times elements per sample), because memory follows the shape of a batch and
-not its number of samples: an outlier of long texts that did not fit says nothing against as many short ones, and a later
-outlier is cut before it fails.
+What is learned is kept in *elements* (samples times elements per sample), because memory follows the shape of a batch
+and not its number of samples: an outlier of long texts that did not fit says nothing against as many short ones, and a
+later outlier is cut before it fails.
 
 - A size that held before and fails now gets one more try after a clean-up: something else took the memory for a moment.
   So does the smallest rung, where there is nothing to lose.
@@ -37,7 +37,9 @@ class Ladder:
 
     def __init__(self, sizes: Sequence[int], grow_after: int = 50) -> None:
         if not sizes or any(size < 1 for size in sizes) or list(sizes) != sorted(set(sizes), reverse=True):
-            raise InputError(f"micro-batches {list(sizes)} are not distinct sizes from large to small: give for example [32, 16, 8]")
+            raise InputError(
+                f"micro-batches {list(sizes)} are not distinct sizes from large to small: give for example [32, 16, 8]"
+            )
         self.sizes = tuple(sizes)
         self._grow_after = grow_after
         self._rung = 0
@@ -51,13 +53,17 @@ class Ladder:
         """The micro-batch in force, in samples."""
         return self.sizes[self._rung]
 
-    def start_at(self, size: int) -> None:
-        """Begin at the largest rung that is at most ``size`` samples."""
-        self._rung = next((rung for rung, rung_size in enumerate(self.sizes) if rung_size <= size), len(self.sizes) - 1)
+    def start_at(self, num_samples: int) -> None:
+        """Begin at the largest rung that is at most ``num_samples``."""
+        self._rung = next((rung for rung, size in enumerate(self.sizes) if size <= num_samples), len(self.sizes) - 1)
 
     def choose(self, elements_per_sample: float) -> int:
-        """The micro-batch for a batch of this shape: the one in force, or a smaller one that stays below the known limit."""
-        if self._rung > 0 and self._num_clean_steps >= self._grow_after and self._is_allowed(self._rung - 1, elements_per_sample):
+        """The micro-batch for a batch of this shape: the one in force, or a smaller one below the known limit."""
+        if (
+            self._rung > 0
+            and self._num_clean_steps >= self._grow_after
+            and self._is_allowed(self._rung - 1, elements_per_sample)
+        ):
             self._rung -= 1
             self._num_clean_steps = 0
         allowed = (rung for rung in range(self._rung, len(self.sizes)) if self._is_allowed(rung, elements_per_sample))
@@ -72,20 +78,20 @@ class Ladder:
         self._held_elements = max(self._held_elements, num_elements)
         self._retried_elements = None
 
-    def failed(self, size: int, num_elements: int) -> int | None:
-        """Memory ran out with micro-batches of ``size``: the size to try next, or ``None`` if there is none smaller."""
+    def failed(self, num_samples: int, num_elements: int) -> int | None:
+        """Memory ran out with micro-batches of this size: the size to try next, or ``None`` if none is left."""
         self._num_clean_steps = 0
-        smaller = [rung for rung, rung_size in enumerate(self.sizes) if rung_size < size]
+        smaller = [rung for rung, size in enumerate(self.sizes) if size < num_samples]
         has_held = num_elements <= self._held_elements
         if (has_held or not smaller) and self._retried_elements != num_elements:
             self._retried_elements = num_elements
-            return size
+            return num_samples
         self._held_elements = min(self._held_elements, num_elements - 1)
         self._failed_elements = min(num_elements, self._failed_elements or num_elements)
         if not smaller:
             return None
         # An outlier batch may already run below the rung in force; only a failure at that rung moves it.
-        if size >= self.in_force:
+        if num_samples >= self.in_force:
             self._rung = smaller[0]
         return self.sizes[smaller[0]]
 

@@ -4,14 +4,14 @@
     for batch in loader:
         result = step(batch)
 
-A step cuts the batch into micro-batches, accumulates their gradients, clips, and updates. When memory runs out anywhere,
-everything is put back as it was before the step (gradients, random numbers, buffers, scaler; parameters and optimizer
-states by `plimsoll.run.commit`), and the same samples run again in smaller pieces. The sum of the gradients does not
-depend on the cut: each micro-batch's mean loss is weighted by its share of what the loss averages over.
+A step cuts the batch into micro-batches, accumulates their gradients, clips, and updates. When memory runs out
+anywhere, everything is put back as it was before the step (gradients, random numbers, buffers, scaler; parameters and
+optimizer states by `plimsoll.run.commit`), and the same samples run again in smaller pieces. The sum of the gradients
+does not depend on the cut: each micro-batch's mean loss is weighted by its share of what the loss averages over.
 
-Numerics: with one micro-batch the same bits as the plain loop; with more, the same mathematics in another rounding order.
-Another cut draws other dropout masks, as it does in plain PyTorch. BatchNorm's batch statistics depend on the cut, so a
-model in which they are in use is not cut unless ``recut_batch_norm`` allows it.
+Numerics: with one micro-batch the same bits as the plain loop; with more, the same mathematics in another rounding
+order. Another cut draws other dropout masks, as it does in plain PyTorch. BatchNorm's batch statistics depend on the
+cut, so a model in which they are in use is not cut unless ``recut_batch_norm`` allows it.
 
 Does NOT cover: losses that do not average over samples or tokens (contrastive losses over the batch), LBFGS and other
 optimizers that need a closure, gradients that exist before the step (they are dropped).
@@ -21,8 +21,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -37,7 +38,18 @@ from plimsoll.run.commit import StepCommit
 from plimsoll.run.failpoints import failpoint
 from plimsoll.run.recover import Ladder, micro_batch_sizes
 from plimsoll.run.undo import Undo
-from plimsoll.workload import LossFunction, Units, Workload, batch_size_of, count_units, model_loss, move_batch, split_batch
+from plimsoll.workload import (
+    LossFunction,
+    Precision,
+    Units,
+    Workload,
+    batch_size_of,
+    count_elements,
+    count_units,
+    model_loss,
+    move_batch,
+    split_batch,
+)
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _SMALLEST_SCALE = 1.0  # fp16 steps are skipped while the scale falls; below this the loss itself is not finite
@@ -45,7 +57,7 @@ _SMALLEST_SCALE = 1.0  # fp16 steps are skipped while the scale falls; below thi
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What one step did. ``loss`` is the mean over ``num_units``; ``updated`` is False where fp16 overflowed and was skipped."""
+    """What one step did. ``loss`` is the mean over ``num_units``; ``updated`` is False if fp16 overflowed: skipped."""
 
     step: int
     loss: float
@@ -93,8 +105,8 @@ class TrainStep:
         model: the model, on the device it trains on.
         optimizer: any ``torch.optim`` optimizer of its parameters (not LBFGS).
         loss: ``loss(model, batch)`` returns the mean loss, a scalar tensor; by default ``model(**batch).loss``.
-        units: what that loss averages over: ``"samples"``, ``"tokens"`` (labels other than -100), ``"next-tokens"`` (the
-            same, for a causal model that shifts the labels), or a function from a batch to a number.
+        units: what that loss averages over: ``"samples"``, ``"tokens"`` (labels other than -100), ``"next-tokens"``
+            (the same, for a causal model that shifts the labels), or a function from a batch to a number.
         micro_batch: samples per forward and backward pass to begin with; ``None`` begins with the whole batch.
         clip_norm: the global gradient norm to clip to, after accumulation.
         schedule: a learning-rate schedule, stepped after every update.
@@ -117,7 +129,7 @@ class TrainStep:
         micro_batch: int | None = None,
         clip_norm: float | None = None,
         schedule: torch.optim.lr_scheduler.LRScheduler | None = None,
-        precision: str = "fp32",
+        precision: Precision = "fp32",
         recut_batch_norm: bool = False,
         grow_after: int = 50,
     ) -> None:
@@ -132,7 +144,9 @@ class TrainStep:
         self._first_micro_batch = micro_batch
         self._recut_batch_norm = recut_batch_norm
         self._grow_after = grow_after
-        self._batch_norms = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+        self._batch_norms = [
+            module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)
+        ]
         self._undo = Undo(model, self.backend)
         self._commit = StepCommit(optimizer, self.backend, self.position)
         self._scaler = torch.amp.GradScaler(device.type) if precision == "fp16" else None
@@ -168,7 +182,7 @@ class TrainStep:
         self._refuse_recut(size, shape)
         events: list[OomEvent] = []
         self._undo.remember()
-        self.workload.optimizer.zero_grad(set_to_none=True)
+        self._drop_gradients()
         outcome: _Outcome | OomEvent | None = None
         try:
             while not isinstance(outcome, _Outcome):
@@ -176,15 +190,18 @@ class TrainStep:
                 outcome = self._run(batch, size, shape.num_units)
                 if isinstance(outcome, OomEvent):
                     self._put_back()
-                    events.append(self._with_next_size(outcome, size, shape))
-                    size = events[-1].next_micro_batch or size
-                    if on_oom is not None:
-                        on_oom(events[-1])
+                    event = self._with_next_size(outcome, size, shape)
+                    _note(event, events, on_oom)
+                    if event.next_micro_batch is None:
+                        raise OutOfMemoryError(_no_way_out(event, size, shape, self._must_stay_whole()))
+                    size = event.next_micro_batch
         finally:
             if not isinstance(outcome, _Outcome):
                 self._put_back()
         ladder.held(math.ceil(size * shape.elements_per_sample))
-        self.position.step += 1
+        self._after_update(outcome.updated)
+        for event in self._commit.recovered:
+            _note(event, events, on_oom)
         return StepResult(
             step=self.num_steps,
             num_samples=shape.num_samples,
@@ -235,31 +252,40 @@ class TrainStep:
 
     # -- one try of a step ---------------------------------------------------------------------------------------------
 
-    def _run(self, batch: Any, size: int, num_units: int) -> _Outcome | OomEvent:
-        """Gradients, clipping and update with micro-batches of ``size``; after an event the caller puts everything back."""
-        gradients = attempt(lambda: self._gradients(batch, size, num_units), self.backend, self.position)
+    def _run(self, batch: Any, micro_batch: int, num_units: int) -> _Outcome | OomEvent:
+        """Gradients, clipping and update, cut into micro-batches; after an event the caller puts everything back."""
+        gradients = attempt(lambda: self._gradients(batch, micro_batch, num_units), self.backend, self.position)
         if isinstance(gradients, OomEvent):
             return gradients
         loss, gradient_norm = gradients
         learning_rate = float(self.workload.optimizer.param_groups[0]["lr"])
         self.position.phase = "optimizer"
-        self._commit.was_called = False
+        self._commit.was_called, self._commit.recovered = False, []
         if self._scaler is None:
             self._commit.step()
         else:
             self._scaler.step(self._commit)  # type: ignore[arg-type]  # it has what a scaler uses of an optimizer
         if self._commit.was_called and self._commit.outcome is not None:
             return self._commit.outcome
-        if self._scaler is not None:
-            self._scaler.update()
-        if self._commit.was_called and self.workload.schedule is not None:
-            self.workload.schedule.step()
         return _Outcome(loss, gradient_norm, learning_rate, updated=self._commit.was_called)
 
-    def _gradients(self, batch: Any, size: int, num_units: int) -> tuple[float, float | None]:
+    def _after_update(self, updated: bool) -> None:
+        self.position.step += 1
+        self._drop_gradients()
+        if self._scaler is not None:
+            self._scaler.update()
+        if updated and self.workload.schedule is not None:
+            self.workload.schedule.step()
+
+    def _drop_gradients(self) -> None:
+        """Of the model and, where the optimizer has parameters besides, of those."""
+        self.workload.model.zero_grad(set_to_none=True)
+        self.workload.optimizer.zero_grad(set_to_none=True)
+
+    def _gradients(self, batch: Any, micro_batch: int, num_units: int) -> tuple[float, float | None]:
         """Accumulate the gradients of the whole batch and clip them; returns the mean loss and the gradient norm."""
         total = torch.zeros((), device=self.workload.device)
-        for piece in split_batch(batch, size):
+        for piece in split_batch(batch, micro_batch):
             share = count_units(piece, self.workload.units) / num_units
             if share:  # a piece without a target has no mean loss
                 total += self._forward_backward(piece, share)
@@ -289,7 +315,7 @@ class TrainStep:
         if share != 1:
             loss = loss * share
         self.position.phase = "backward"
-        (loss if self._scaler is None else self._scaler.scale(loss)).backward()
+        torch.autograd.backward(loss if self._scaler is None else self._scaler.scale(loss))
         failpoint("backward")
         return loss.detach().float()
 
@@ -302,14 +328,15 @@ class TrainStep:
         if math.isfinite(value) or (self._scaler is not None and self._scaler.get_scale() >= _SMALLEST_SCALE):
             return
         raise NonFiniteLossError(
-            f"the {what} of step {self.num_steps + 1} is {value}; the step was undone, so the model is as it was after step "
-            f"{self.num_steps}: lower the learning rate (now {self.workload.optimizer.param_groups[0]['lr']:g}), set clip_norm, "
-            "or look at that batch"
+            f"the {what} of step {self.num_steps + 1} is {value}; the step was undone, so the model is as it was after "
+            f"step {self.num_steps}: lower the learning rate (now {self.workload.optimizer.param_groups[0]['lr']:g}), "
+            "set clip_norm, or look at that batch"
         )
 
     # -- recovery ------------------------------------------------------------------------------------------------------
 
     def _put_back(self) -> None:
+        self._drop_gradients()
         self._undo.restore()
         if self._scaler is not None:
             # What `unscale_` noted for this optimizer can only be dropped with the scaler; its scale is unchanged.
@@ -322,10 +349,10 @@ class TrainStep:
         num_samples, num_units = batch_size_of(batch), count_units(batch, self.workload.units)
         if num_units == 0:
             raise DataError(
-                f"step {self.num_steps + 1}: none of the {num_samples} samples has a target (every label is -100), so there is no "
-                "loss to average: remove such batches"
+                f"step {self.num_steps + 1}: none of the {num_samples} samples has a target (every label is -100), so "
+                "there is no loss to average: remove such batches"
             )
-        return _Shape(num_samples, num_units, _num_elements(batch) / num_samples)
+        return _Shape(num_samples, num_units, count_elements(batch) / num_samples)
 
     def _ladder_for(self, num_samples: int) -> Ladder:
         """The ladder, made from the first batch and made anew for a larger one; the known limit is kept."""
@@ -337,34 +364,30 @@ class TrainStep:
                 self.ladder.load_state_dict(learned)
         return self.ladder
 
-    def _with_next_size(self, event: OomEvent, size: int, shape: _Shape) -> OomEvent:
-        """Say in the event what is done next.
-
-        Raises:
-            OutOfMemoryError: if nothing is left to do.
-        """
+    def _with_next_size(self, event: OomEvent, micro_batch: int, shape: _Shape) -> OomEvent:
+        """Say in the event what is done next; without a ``next_micro_batch`` nothing is left to do."""
         assert self.ladder is not None
-        following = self.ladder.failed(size, math.ceil(size * shape.elements_per_sample))
+        following = self.ladder.failed(micro_batch, math.ceil(micro_batch * shape.elements_per_sample))
         if following is None:
-            raise OutOfMemoryError(_no_way_out(event, size, shape, self._must_stay_whole()))
+            return event.model_copy(update={"survived": False, "action": "stopped: no smaller micro-batch is left"})
         self._make_last_room(self.ladder, following)
-        action = "same micro-batch once more" if following == size else f"micro-batch {size} -> {following}"
-        return event.model_copy(update={"next_micro_batch": following, "action": action})
+        what = "same micro-batch once more" if following == micro_batch else f"micro-batch {micro_batch} -> {following}"
+        return event.model_copy(update={"next_micro_batch": following, "action": what})
 
-    def _make_last_room(self, ladder: Ladder, size: int) -> None:
+    def _make_last_room(self, ladder: Ladder, micro_batch: int) -> None:
         """Where no smaller micro-batch is left, give memory back even if that makes every further step slower."""
-        if size == ladder.sizes[-1]:
+        if micro_batch == ladder.sizes[-1]:
             self.backend.release(last_resort=True)
 
     def _must_stay_whole(self) -> bool:
         return not self._recut_batch_norm and any(module.training for module in self._batch_norms)
 
-    def _refuse_recut(self, size: int, shape: _Shape) -> None:
-        if size < shape.num_samples and self._must_stay_whole():
+    def _refuse_recut(self, micro_batch: int, shape: _Shape) -> None:
+        if micro_batch < shape.num_samples and self._must_stay_whole():
             raise InputError(
-                f"a micro-batch of {size} would cut the batch of {shape.num_samples} samples, but the model has BatchNorm in "
-                "training mode, whose statistics would then be of each piece and not of the batch: give micro_batch=None, or "
-                "allow it with recut_batch_norm=True (job.yaml: allow: [recut_batch_norm])"
+                f"a micro-batch of {micro_batch} would cut the batch of {shape.num_samples} samples, but the model has "
+                "BatchNorm in training mode, whose statistics would then be of each piece and not of the batch: give "
+                "micro_batch=None, or allow it with recut_batch_norm=True (job.yaml: allow: [recut_batch_norm])"
             )
 
     # -- evaluation ----------------------------------------------------------------------------------------------------
@@ -389,7 +412,7 @@ class TrainStep:
         size = min(ladder.choose(shape.elements_per_sample), shape.num_samples)
         while True:
             self.position.micro_batch = size
-            loss = attempt(lambda size=size: self._forward_only(batch, size, shape.num_units), self.backend, self.position)
+            loss = attempt(partial(self._forward_only, batch, size, shape.num_units), self.backend, self.position)
             num_elements = math.ceil(size * shape.elements_per_sample)
             if not isinstance(loss, OomEvent):
                 ladder.held(num_elements)
@@ -399,17 +422,19 @@ class TrainStep:
             if following is None:
                 raise OutOfMemoryError(_no_way_out(loss, size, shape, must_stay_whole=False))
             self._make_last_room(ladder, following)
-            events.append(loss.model_copy(update={"next_micro_batch": following, "action": f"micro-batch {size} -> {following}"}))
+            action = f"micro-batch {size} -> {following}"
+            events.append(loss.model_copy(update={"next_micro_batch": following, "action": action}))
             size = following
 
-    def _forward_only(self, batch: Any, size: int, num_units: int) -> float:
+    def _forward_only(self, batch: Any, micro_batch: int, num_units: int) -> float:
         total = torch.zeros((), device=self.workload.device)
-        for piece in split_batch(batch, size):
+        for piece in split_batch(batch, micro_batch):
             failpoint("evaluation")
             share = count_units(piece, self.workload.units) / num_units
             if share:
+                on_device = move_batch(piece, self.workload.device)
                 with self._autocast():
-                    total += self.workload.loss(self.workload.model, move_batch(piece, self.workload.device)).float() * share
+                    total += self.workload.loss(self.workload.model, on_device).float() * share
         return total.item()
 
 
@@ -417,7 +442,8 @@ def _device_of(model: nn.Module) -> torch.device:
     devices = {parameter.device for parameter in model.parameters()}
     if len(devices) != 1:
         raise InputError(
-            f"the model's parameters are on {sorted(map(str, devices)) or 'no device'}: put it on one device before making the step"
+            f"the model's parameters are on {sorted(map(str, devices)) or 'no device'}: put it on one device before "
+            "making the step"
         )
     return devices.pop()
 
@@ -425,34 +451,44 @@ def _device_of(model: nn.Module) -> torch.device:
 def _check(model: nn.Module, optimizer: torch.optim.Optimizer, precision: str, micro_batch: int | None) -> None:
     if precision not in ("fp32", *_AUTOCAST):
         raise InputError(f"precision {precision!r} is unknown: choose fp32, bf16 or fp16")
-    if precision == "fp16" and any(parameter.dtype == torch.float16 for parameter in model.parameters()):
+    num_half = sum(parameter.dtype == torch.float16 for parameter in model.parameters())
+    if precision == "fp16" and num_half:
         raise InputError(
-            "precision fp16 scales gradients for a model whose parameters are float32, but this model is in half precision "
-            "(model.half() or torch_dtype=float16): small updates would be lost in its weights and the scaler refuses to unscale "
-            "float16 gradients; use model.float(), autocast does the rest"
+            f"precision fp16 scales gradients for a model whose parameters are float32, but {num_half} of this one are "
+            "float16 (model.half() or torch_dtype=float16): small updates would be lost in its weights and the scaler "
+            "refuses to unscale float16 gradients; use model.float(), autocast does the rest"
         )
     if isinstance(optimizer, torch.optim.LBFGS):
-        raise InputError("LBFGS evaluates the loss several times in one step and needs a closure: use another optimizer, for example AdamW")
+        raise InputError(
+            f"{type(optimizer).__name__} evaluates the loss several times in one step and needs a closure: use another "
+            "optimizer, for example AdamW"
+        )
     if micro_batch is not None and micro_batch < 1:
-        raise InputError(f"micro_batch is {micro_batch} samples, but a pass needs at least 1: give a positive number or None")
+        raise InputError(
+            f"micro_batch is {micro_batch} samples, but a pass needs at least 1: give a positive number or None"
+        )
 
 
-def _num_elements(batch: Any) -> int:
-    """The elements of all tensors of a batch."""
-    if isinstance(batch, torch.Tensor):
-        return batch.numel()
-    values = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else ()
-    return sum(_num_elements(value) for value in values)
+def _note(event: OomEvent, events: list[OomEvent], on_oom: Callable[[OomEvent], None] | None) -> None:
+    events.append(event)
+    if on_oom is not None:
+        on_oom(event)
 
 
-def _no_way_out(event: OomEvent, size: int, shape: _Shape, must_stay_whole: bool) -> str:
+def _no_way_out(event: OomEvent, micro_batch: int, shape: _Shape, must_stay_whole: bool) -> str:
     where = f"memory ran out in the {event.phase} phase of step {event.step}"
-    asked = f"asked for {format_bytes(event.requested_bytes)} with {format_bytes(event.live_bytes)} in use of {format_bytes(event.capacity_bytes)}"
+    asked = (
+        f"asked for {format_bytes(event.requested_bytes)} with {format_bytes(event.live_bytes)} in use of "
+        f"{format_bytes(event.capacity_bytes)}"
+    )
     if must_stay_whole:
         why = (
-            f"the batch of {shape.num_samples} samples was not cut, because BatchNorm's statistics depend on the cut: allow it "
-            "with recut_batch_norm=True (job.yaml: allow: [recut_batch_norm]), or give a larger budget"
+            f"the batch of {shape.num_samples} samples was not cut, because BatchNorm's statistics depend on the cut: "
+            "allow it with recut_batch_norm=True (job.yaml: allow: [recut_batch_norm]), or give a larger budget"
         )
     else:
-        why = f"micro-batch {size} is the smallest there is: give a larger budget, shorter sequences or a smaller model"
+        why = (
+            f"micro-batch {micro_batch} is the smallest there is: give a larger budget, shorter sequences or a smaller "
+            "model"
+        )
     return f"{where} ({asked}); the step was undone. {why}"

@@ -1,11 +1,11 @@
 """Watching the training process from outside: what the kernel kills is explained and started again.
 
-The supervisor holds no tensors and does not import torch. It starts the training in a process group of its own and hands
-on SIGINT and SIGTERM, both as SIGTERM: the step is finished and saved, and a second one ends the process wherever it is.
-(SIGINT would be a traceback from whatever library is being loaded.) A training process that is killed (SIGKILL by the
-kernel's OOM killer, SIGBUS by a full /dev/shm, an abort in a library that could not allocate) is started again from its
-last good checkpoint; with the next smaller micro-batch if memory was the cause, with the same if the machine's own
-counters say it was not. Two deaths without a checkpoint in between and without a smaller micro-batch end the run.
+The supervisor holds no tensors and does not import torch. It starts the training in a process group of its own and
+hands on SIGINT and SIGTERM, both as SIGTERM: the step is finished and saved, and a second one ends the process wherever
+it is. (SIGINT would be a traceback from whatever library is being loaded.) A training process that is killed (SIGKILL
+by the kernel's OOM killer, SIGBUS by a full /dev/shm, an abort in a library that could not allocate) is started again
+from its last good checkpoint; with the next smaller micro-batch if memory was the cause, with the same if the machine's
+own counters say it was not. Three deaths without a checkpoint in between and without a smaller micro-batch end the run.
 
 Does NOT watch other machines (see torchrun's elastic agent).
 """
@@ -16,11 +16,9 @@ import os
 import signal
 import subprocess
 import sys
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-
 from pathlib import Path
 from types import FrameType
 
@@ -33,6 +31,10 @@ from plimsoll.run.directory import RunDirectory
 _MEMORY_SIGNALS = {signal.SIGKILL, signal.SIGBUS, signal.SIGABRT, signal.SIGSEGV}
 _STOPPED = {-signal.SIGTERM, 128 + signal.SIGTERM}
 _MOST_DEATHS_WITHOUT_PROGRESS = 3
+_REMEDIES = {
+    True: "give a smaller --budget, which stops it below the machine's own limit, or free memory on the machine",
+    False: "stop what kills it",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +79,9 @@ def supervise(directory: RunDirectory, worker_arguments: tuple[str, ...] = (), q
         _note(directory, death, None if gives_up else saved_step, following)
         if gives_up:
             raise OutOfMemoryError(
-                f"the training process was killed ({death.signal_name}) {fruitless} times without getting past step {saved_step}, at "
-                f"micro-batch {micro_batch}; {death.evidence}: give a smaller --budget, so that Plimsoll stops below the machine's own "
-                "limit, or free memory on the machine"
+                f"the training process was killed ({death.signal_name}) {fruitless} times without getting past step "
+                f"{saved_step}, at micro-batch {micro_batch}; {death.evidence}. "
+                f"{_REMEDIES[death.was_memory]}; use --resume then"
             )
         # Where memory was not the cause the checkpoint says the micro-batch, and how far it may grow again.
         arguments = ("--resume-newest", *(("--micro-batch", str(following)) if death.was_memory else ()))
@@ -92,7 +94,8 @@ def _run_worker(arguments: list[str]) -> int:
         its exit code, less than 0 if it was killed; 128 + n if it stopped because signal n was handed on.
     """
     command = [sys.executable, "-m", "plimsoll", *arguments]
-    with subprocess.Popen(command, process_group=0, env=os.environ | {"PLIMSOLL_SUPERVISOR": str(os.getpid())}) as process, _handing_on(process) as received:
+    environment = os.environ | {"PLIMSOLL_SUPERVISOR": str(os.getpid())}
+    with subprocess.Popen(command, process_group=0, env=environment) as process, _handing_on(process) as received:
         code = process.wait()
     return 128 + received[0] if received and code in _STOPPED else code
 
@@ -111,14 +114,14 @@ def prepare_data(directory: RunDirectory, cache: Path, quiet: bool) -> int:
     death = _death(code, kills_before)
     if death is not None:
         raise OutOfMemoryError(
-            f"the process that prepares the data in {cache} was killed ({death.signal_name}); {death.evidence}: free memory on the "
-            "machine, or give the path of an existing tokenizer"
+            f"the process that prepares the data in {cache} was killed ({death.signal_name}); {death.evidence}: "
+            "free memory on the machine, or give the path of an existing tokenizer"
         )
     return _exit_code(code)
 
 
 def _exit_code(code: int) -> int:
-    """The exit code of a process that ended by itself, or by a signal that asked it to: 128 and its number, as in a shell."""
+    """What a shell makes of a return code: that of a process which ended by itself, or 128 and the signal's number."""
     return code if code >= 0 else 128 - code
 
 
@@ -141,17 +144,25 @@ def _handing_on(process: subprocess.Popen[bytes]) -> Iterator[list[int]]:
 def _death(code: int, kills_before: int | None) -> _Death | None:
     """What happened to a process with this return code; ``None`` if it ended by itself."""
     if code == TornStepError.exit_code:
-        return _Death("torn step", "memory ran out inside optimizer.step() and only a checkpoint can undo that", was_memory=True)
+        return _Death(
+            "torn step", "memory ran out inside optimizer.step() and only a checkpoint can undo that", was_memory=True
+        )
     if code >= 0 or -code not in _MEMORY_SIGNALS:
         return None
     name = signal.Signals(-code).name
     kills = oom_kill_count()
     if -code != signal.SIGKILL:
-        return _Death(name, "a library stopped the process, as they do when an allocation fails where none may", was_memory=True)
+        return _Death(
+            name, "a library stopped the process, as they do when an allocation fails where none may", was_memory=True
+        )
     if kills is None or kills_before is None:
         return _Death(name, "no memory cgroup can be read here, so the kernel's OOM killer is assumed", was_memory=True)
     if kills > kills_before:
-        return _Death(name, f"the memory cgroup counts {kills - kills_before} OOM kill(s) more than before: the kernel's OOM killer", was_memory=True)
+        return _Death(
+            name,
+            f"the memory cgroup counts {kills - kills_before} OOM kill(s) more than before: the kernel's OOM killer",
+            was_memory=True,
+        )
     return _Death(name, "the memory cgroup counts no OOM kill: somebody sent the signal", was_memory=False)
 
 
@@ -167,7 +178,11 @@ def _note(directory: RunDirectory, death: _Death, restarted_from_step: int | Non
             next_micro_batch=following,
         )
     )
-    then = "giving up" if restarted_from_step is None else f"going on from step {restarted_from_step} with micro-batch {following}"
+    then = (
+        "giving up"
+        if restarted_from_step is None
+        else f"going on from step {restarted_from_step} with micro-batch {following}"
+    )
     print(f"training process killed ({death.signal_name}): {death.evidence}; {then}", file=sys.stderr)
 
 

@@ -1,7 +1,7 @@
 """The training loop: fetch, step, note, checkpoint, evaluate, until the steps are done or somebody asks to stop.
 
-The loop does not know the techniques and does not catch errors: a step is a transaction (`plimsoll.run.step`), what runs
-out of memory outside of it is tried again after a clean-up (`_survive`), and everything else ends the run with its
+The loop does not know the techniques and does not catch errors: a step is a transaction (`plimsoll.run.step`), what
+runs out of memory outside of it is tried again after a clean-up (`_survive`), and everything else ends the run with its
 checkpoints intact.
 """
 
@@ -19,7 +19,16 @@ from plimsoll.device.base import Backend
 from plimsoll.errors import Interrupted, NonFiniteLossError, OutOfMemoryError, PlimsollError
 from plimsoll.models.build import save_model
 from plimsoll.records.job import Job
-from plimsoll.records.run import CheckpointLine, EndLine, EvaluationLine, OomEvent, Phase, RunRecord, StartLine, StepLine
+from plimsoll.records.run import (
+    CheckpointLine,
+    EndLine,
+    EvaluationLine,
+    OomEvent,
+    Phase,
+    RunRecord,
+    StartLine,
+    StepLine,
+)
 from plimsoll.records.units import format_bytes
 from plimsoll.run import checkpoint
 from plimsoll.run.boundary import attempt
@@ -74,8 +83,14 @@ def train(training: Training, restarts: int = 0) -> RunRecord:
             _loop(training)
         _finish(training)
     except PlimsollError as error:
-        status = "interrupted" if isinstance(error, Interrupted) else "failed"
-        directory.append(EndLine(time_seconds=training.sampler.seconds(), step=step.num_steps, status=status, message=str(error)))
+        directory.append(
+            EndLine(
+                time_seconds=training.sampler.seconds(),
+                step=step.num_steps,
+                status="interrupted" if isinstance(error, Interrupted) else "failed",
+                message=str(error),
+            )
+        )
         RunRecord.from_directory(directory.path).save(directory.record)
         raise
     directory.append(EndLine(time_seconds=training.sampler.seconds(), step=step.num_steps, status="finished"))
@@ -167,8 +182,11 @@ def _evaluate(training: Training) -> None:
     if training.parts.validation is None:
         return
     validation, batch_size = training.parts.validation, training.job.batch_size
-    batches = lambda: (batch.fields for batch in iterate_once(validation, batch_size))  # noqa: E731
-    evaluation = _survive(training, "evaluation", lambda: training.step.evaluate(batches()))
+    evaluation = _survive(
+        training,
+        "evaluation",
+        lambda: training.step.evaluate(batch.fields for batch in iterate_once(validation, batch_size)),
+    )
     for event in evaluation.oom_events:
         _note_oom(training, event)
     line = EvaluationLine(
@@ -195,29 +213,33 @@ def _save(training: Training) -> None:
         lambda: checkpoint.save(
             training.directory.checkpoints,
             step.num_steps,
-            parts.model,
-            parts.optimizer,
-            training.backend.random_state(),
-            progress,
-            training.job.checkpoint.keep,
+            model=parts.model,
+            optimizer=parts.optimizer,
+            random_state=training.backend.random_state(),
+            progress=progress,
+            keep=training.job.checkpoint.keep,
         ),
     )
-    training.directory.append(CheckpointLine(time_seconds=training.sampler.seconds(), step=saved.step, num_bytes=saved.num_bytes))
+    training.directory.append(
+        CheckpointLine(time_seconds=training.sampler.seconds(), step=saved.step, num_bytes=saved.num_bytes)
+    )
 
 
 def _survive(training: Training, phase: Phase, work: Callable[[], T]) -> T:
     """Do something that changes nothing; if memory runs out, free what can be freed and do it again."""
     training.step.position.phase = phase
-    for _ in range(_TRIES):
+    for tries_left in reversed(range(_TRIES)):
         outcome = attempt(work, training.backend, training.step.position)
         if not isinstance(outcome, OomEvent):
             return outcome
-        training.backend.release()
-        _note_oom(training, outcome.model_copy(update={"action": "freed what could be freed, tried again", "micro_batch": None}))
+        training.backend.release(last_resort=True)
+        what = "freed what could be freed, tried again" if tries_left else f"stopped after {_TRIES} tries"
+        event = outcome.model_copy(update={"action": what, "micro_batch": None, "survived": bool(tries_left)})
+        _note_oom(training, event)
     raise OutOfMemoryError(
         f"memory ran out {_TRIES} times in the {phase} phase after step {training.step.num_steps} (asked for "
-        f"{format_bytes(outcome.requested_bytes)} with {format_bytes(outcome.live_bytes)} in use of {format_bytes(outcome.capacity_bytes)}); "
-        "give a larger budget"
+        f"{format_bytes(event.requested_bytes)} with {format_bytes(event.live_bytes)} in use of "
+        f"{format_bytes(event.capacity_bytes)}); give a larger budget"
     )
 
 

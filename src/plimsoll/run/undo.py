@@ -1,6 +1,6 @@
-"""What a step can change before the optimizer runs, remembered so that it can be put back.
+"""What a step can change before the optimizer runs, besides the gradients, remembered so that it can be put back.
 
-Covers gradients (dropped), the random number generators of the host and the device, and the buffers of the model
+Covers the random number generators of the host and the device, and the buffers of the model
 (BatchNorm's running statistics, spectral norm's vectors, any registered buffer). On the fast path a buffer is copied
 only if it changed since it was last copied: most buffers (masks, rotary tables) never do.
 
@@ -11,6 +11,7 @@ buffer instead.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,18 +21,18 @@ from plimsoll.device.base import Backend
 
 @dataclass(slots=True)
 class _Saved:
-    """A buffer as it was: the tensor that was registered, its value, and its version counter at that time."""
+    """A buffer as it was: the tensor that was registered (or none), its value, and its version counter then."""
 
     module: nn.Module
     name: str
-    tensor: torch.Tensor
-    copy: torch.Tensor
-    version: int
+    tensor: torch.Tensor | None
+    copy: torch.Tensor | None
+    version: int | None
 
     def is_current(self) -> bool:
         # Batch-norm kernels write the running statistics without counting a new version, so the counter cannot be
         # trusted for their owner.
-        unchanged = self.module._buffers[self.name] is self.tensor and self.tensor._version == self.version
+        unchanged = self.module._buffers[self.name] is self.tensor and _version(self.tensor) == self.version
         return unchanged and not (self.module.training and hasattr(self.module, "running_mean"))
 
 
@@ -39,11 +40,10 @@ class Undo:
     """Remembers the state before a step and puts it back."""
 
     def __init__(self, model: nn.Module, backend: Backend) -> None:
-        self._model = model
         self._backend = backend
         self._owners = [(module, name) for module in model.modules() for name in module._buffers]
         self._buffers: dict[tuple[int, str], _Saved] = {}
-        self._random_state: object = None
+        self._random_state: dict[str, Any] = {}
 
     def remember(self) -> None:
         """Take the state as it is now for the one to go back to."""
@@ -53,20 +53,22 @@ class Undo:
             saved = self._buffers.get(key)
             if saved is not None and saved.is_current():
                 continue
-            tensor = module._buffers.get(name)
-            if tensor is None:
-                self._buffers.pop(key, None)
-            else:
-                self._buffers[key] = _Saved(module, name, tensor, tensor.detach().clone(), tensor._version)
+            tensor = module._buffers[name]
+            copy = None if tensor is None else tensor.detach().clone()
+            self._buffers[key] = _Saved(module, name, tensor, copy, _version(tensor))
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Go back to the remembered state and drop every gradient."""
-        for parameter in self._model.parameters():
-            parameter.grad = None
+        """Go back to the remembered state."""
         for saved in self._buffers.values():
-            if not saved.is_current():
-                saved.module._buffers[saved.name] = saved.tensor
+            if saved.is_current():
+                continue
+            saved.module._buffers[saved.name] = saved.tensor
+            if saved.tensor is not None and saved.copy is not None:
                 saved.tensor.copy_(saved.copy)
-                saved.version = saved.tensor._version
+                saved.version = _version(saved.tensor)
         self._backend.restore_random_state(self._random_state)
+
+
+def _version(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor._version

@@ -8,10 +8,15 @@ import signal
 import sys
 from contextlib import ExitStack
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from plimsoll.records.job import Job
 from plimsoll.records.plan import Plan
 from plimsoll.run.directory import RunDirectory
+
+if TYPE_CHECKING:
+    from plimsoll.assemble import Assembled
+    from plimsoll.run.step import TrainStep
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -29,7 +34,14 @@ def prepare_run(path: Path, cache: Path, quiet: bool) -> None:
 
 
 def train_run(
-    path: Path, resume: bool, from_step: int | None, resume_newest: bool, micro_batch: int | None, restarts: int, quiet: bool
+    path: Path,
+    *,
+    resume: bool,
+    from_step: int | None,
+    resume_newest: bool,
+    micro_batch: int | None,
+    restarts: int,
+    quiet: bool,
 ) -> None:
     """Train the job of a run directory, from the start or from a checkpoint, inside its budget.
 
@@ -44,13 +56,13 @@ def train_run(
     """
     from plimsoll.assemble import assemble, choose_device, fingerprint, require_room
     from plimsoll.data.prepare import Prepared
+    from plimsoll.data.tokenizer import export_tokenizer
     from plimsoll.device.base import backend_for
     from plimsoll.device.probe import versions
     from plimsoll.records.run import RunHead
     from plimsoll.run import checkpoint
     from plimsoll.run.failpoints import arm_from_environment
     from plimsoll.run.monitor import MemorySampler, View
-    from plimsoll.run.step import TrainStep
     from plimsoll.run.train import Training, train
     from plimsoll.run.train import resume as go_on
 
@@ -75,19 +87,10 @@ def train_run(
         host = backend_for("cpu") if device != "cpu" else None
         if host is not None and job.budget.host_bytes is not None:
             stack.enter_context(host.limited(job.budget.host_bytes))
-        RunHead(job=job.model_dump(mode="json"), device=backend.probe(), versions=versions(), fingerprint=marks).save(directory.head)
+        head = RunHead(job=job.model_dump(mode="json"), device=backend.probe(), versions=versions(), fingerprint=marks)
+        head.save(directory.head)
         parts = assemble(job, prepared, device)
-        step = TrainStep(
-            parts.model,
-            parts.optimizer,
-            parts.loss,
-            units=parts.units,
-            micro_batch=micro_batch or plan.micro_batches[0],
-            clip_norm=job.optimizer.clip_norm,
-            schedule=parts.schedule,
-            precision=job.precision,
-            recut_batch_norm="recut_batch_norm" in job.allow,
-        )
+        step = _make_step(job, parts, micro_batch or plan.micro_batches[0])
         offset_seconds = max((line.time_seconds for line in directory.lines()), default=0.0)
         view = View(path.name, job.steps, "tokens" if job.task == "language-modeling" else "samples", quiet)
         training = Training(job, parts, step, directory, marks, MemorySampler(backend, offset_seconds), view, host)
@@ -96,6 +99,23 @@ def train_run(
         else:
             directory.keep_until(0)  # of a process that died before its first checkpoint
         train(training, restarts)
+        export_tokenizer(Path(prepared.tokenizer_folder), directory.model)
+
+
+def _make_step(job: Job, parts: Assembled, micro_batch: int) -> TrainStep:
+    from plimsoll.run.step import TrainStep
+
+    return TrainStep(
+        parts.model,
+        parts.optimizer,
+        parts.loss,
+        units=parts.units,
+        micro_batch=micro_batch,
+        clip_norm=job.optimizer.clip_norm,
+        schedule=parts.schedule,
+        precision=job.precision,
+        recut_batch_norm="recut_batch_norm" in job.allow,
+    )
 
 
 def _end_with_supervisor() -> None:

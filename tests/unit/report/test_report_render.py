@@ -32,7 +32,7 @@ def test_a_run_directory_and_its_record_give_the_same_report():
 def test_a_record_without_a_report_is_refused_by_name():
     job = Job.from_fields({"model": "lstm", "data": {"train": "a.txt"}})
     with pytest.raises(
-        RecordError, match=r"no report for a Job; the records with a report are: run, machine, device, plan"
+        RecordError, match=r"there is no report for a Job: give one of these records: run, machine, device, plan"
     ):
         render(job)
 
