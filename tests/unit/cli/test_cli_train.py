@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import pytest
 import yaml
+from typer.testing import CliRunner
 
+from plimsoll.cli.main import app
+from plimsoll.errors import InputError
 from plimsoll.records.plan import Plan
 from plimsoll.records.run import RunRecord, StepLine
 from plimsoll.run.directory import RunDirectory
@@ -97,3 +100,16 @@ def test_wrong_fields_are_listed_one_per_line(call, finished, tmp_path):
 def test_data_that_is_not_there_ends_the_command_with_one_line(refused, finished, tmp_path):
     message = refused("train", finished.job, "--out", tmp_path / "out", "--set", "data.train=none.txt", "--json")
     assert "none.txt" in message
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("--from-step", "2", "--out", "runs/a", "job.yaml"), "add --resume"),
+        (("--resume", "--force", "--out", "runs/a"), "leave out --force and --cache"),
+    ],
+)
+def test_flags_that_would_be_ignored_are_refused(arguments, text):
+    found = CliRunner().invoke(app, ["train", *arguments])
+    assert isinstance(found.exception, InputError)
+    assert text in str(found.exception)
