@@ -16,7 +16,7 @@ from torch import nn
 
 from plimsoll.data.loader import Loader
 from plimsoll.data.prepare import Prepared, open_datasets
-from plimsoll.errors import BudgetError
+from plimsoll.errors import BudgetError, JobError
 from plimsoll.models.build import build_model, loss_of
 from plimsoll.optimizers import build_optimizer, build_schedule
 from plimsoll.records.job import Job
@@ -56,11 +56,19 @@ def assemble(job: Job, prepared: Prepared, device: str) -> Assembled:
     loader = Loader(training, job.batch_size, job.seed)
     model = build_model(job, prepared.vocab_size, prepared.num_labels, prepared.end_id).to(device)
     model.train()
+    _require_kernels(model, job.precision, device)
     optimizer = build_optimizer(job.optimizer, model.parameters())
     loss, units = loss_of(job.task)
     return Assembled(
         model, optimizer, build_schedule(job.optimizer, optimizer, job.steps), loss, units, loader, validation
     )
+
+
+def _require_kernels(model: nn.Module, precision: str, device: str) -> None:
+    if device == "cpu" and precision == "fp16" and any(isinstance(module, nn.RNNBase) for module in model.modules()):
+        raise JobError(
+            f"precision: {precision}: torch has no float16 kernels of recurrent nets for the CPU; use bf16 or fp32"
+        )
 
 
 def require_room(job: Job, prepared: Prepared, baseline_bytes: int, budget_bytes: int | None) -> None:

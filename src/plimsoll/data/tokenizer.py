@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from plimsoll.data.index import Corpus, Progress, silent
 from plimsoll.data.store import Facts, read_facts, stored
 from plimsoll.errors import DataError
+from plimsoll.records.base import write_atomically
 from plimsoll.records.job import TokenizerSource
 
 if TYPE_CHECKING:  # the training process imports this module, but need not pay for the library
@@ -62,15 +63,6 @@ class Tokenizer:
         assert number is not None, f"{self.end_token!r} was found when the tokenizer was loaded"
         return number
 
-    def save(self, folder: Path) -> None:
-        """Write ``tokenizer.json`` and ``tokenizer_config.json`` for ``transformers.AutoTokenizer.from_pretrained``."""
-        from transformers import PreTrainedTokenizerFast
-
-        fast = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
-            tokenizer_object=self.backend, eos_token=self.end_token, pad_token=self.end_token
-        )
-        fast.save_pretrained(folder)
-
 
 def prepare_tokenizer(source: TokenizerSource, corpus: Corpus, cache: Path, progress: Progress = silent) -> Tokenizer:
     """Load the tokenizer ``source.path``, or train one on ``corpus``, and keep it in the cache.
@@ -103,10 +95,30 @@ def open_tokenizer(folder: Path) -> Tokenizer:
     """
     import tokenizers
 
+    facts = _facts(folder)
+    return Tokenizer(tokenizers.Tokenizer.from_file(str(folder / _TOKENIZER_FILE)), folder, **facts)
+
+
+def export_tokenizer(folder: Path, target: Path) -> None:
+    """Copy a tokenizer from the cache to where ``transformers.AutoTokenizer.from_pretrained(target)`` finds it.
+
+    It imports neither ``tokenizers`` nor ``transformers``, whose memory the training process may not have to spare.
+
+    Raises:
+        DataError: if the tokenizer is gone from the cache or torn.
+        OutputError: if ``target`` cannot be written.
+    """
+    end_token = _facts(folder)["end_token"]
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end_token, "pad_token": end_token}
+    write_atomically(target / _TOKENIZER_FILE, (folder / _TOKENIZER_FILE).read_bytes())
+    write_atomically(target / "tokenizer_config.json", json.dumps(config, indent=2).encode())
+
+
+def _facts(folder: Path) -> Facts:
     facts = read_facts(folder)
     if facts is None:
         raise DataError(f"the tokenizer {folder} is gone from the cache, or torn: prepare the data again")
-    return Tokenizer(tokenizers.Tokenizer.from_file(str(folder / _TOKENIZER_FILE)), folder, **facts)
+    return facts
 
 
 @contextmanager

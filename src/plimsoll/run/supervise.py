@@ -31,6 +31,10 @@ from plimsoll.run.directory import RunDirectory
 _MEMORY_SIGNALS = {signal.SIGKILL, signal.SIGBUS, signal.SIGABRT, signal.SIGSEGV}
 _STOPPED = {-signal.SIGTERM, 128 + signal.SIGTERM}
 _MOST_DEATHS_WITHOUT_PROGRESS = 3
+_REMEDIES = {
+    True: "give a smaller --budget, which stops it below the machine's own limit, or free memory on the machine",
+    False: "stop what kills it",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +80,8 @@ def supervise(directory: RunDirectory, worker_arguments: tuple[str, ...] = (), q
         if gives_up:
             raise OutOfMemoryError(
                 f"the training process was killed ({death.signal_name}) {fruitless} times without getting past step "
-                f"{saved_step}, at micro-batch {micro_batch}; {death.evidence}: give a smaller --budget, which stops "
-                "it below the machine's own limit, or free memory on the machine"
+                f"{saved_step}, at micro-batch {micro_batch}; {death.evidence}. "
+                f"{_REMEDIES[death.was_memory]}; use --resume then"
             )
         # Where memory was not the cause the checkpoint says the micro-batch, and how far it may grow again.
         arguments = ("--resume-newest", *(("--micro-batch", str(following)) if death.was_memory else ()))

@@ -56,6 +56,7 @@ def train_run(
     """
     from plimsoll.assemble import assemble, choose_device, fingerprint, require_room
     from plimsoll.data.prepare import Prepared
+    from plimsoll.data.tokenizer import export_tokenizer
     from plimsoll.device.base import backend_for
     from plimsoll.device.probe import versions
     from plimsoll.records.run import RunHead
@@ -98,6 +99,7 @@ def train_run(
         else:
             directory.keep_until(0)  # of a process that died before its first checkpoint
         train(training, restarts)
+        export_tokenizer(Path(prepared.tokenizer_folder), directory.model)
 
 
 def _make_step(job: Job, parts: Assembled, micro_batch: int) -> TrainStep:

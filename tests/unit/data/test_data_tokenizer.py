@@ -12,7 +12,7 @@ from tokenizers import models, pre_tokenizers
 from transformers import AutoTokenizer
 
 from plimsoll.data.index import Corpus, open_corpus
-from plimsoll.data.tokenizer import open_tokenizer, prepare_tokenizer
+from plimsoll.data.tokenizer import export_tokenizer, open_tokenizer, prepare_tokenizer
 from plimsoll.errors import DataError
 from plimsoll.records.job import TokenizerSource
 
@@ -65,7 +65,8 @@ def test_a_tokenizer_is_trained_once_for_each_corpus_and_size(corpus: Corpus, tm
 
 def test_transformers_loads_what_is_saved(corpus: Corpus, tmp_path: Path):
     tokenizer = bpe(corpus, tmp_path / "cache")
-    tokenizer.save(tmp_path / "model")
+    (tmp_path / "model").mkdir()
+    export_tokenizer(tokenizer.folder, tmp_path / "model")
     loaded = AutoTokenizer.from_pretrained(tmp_path / "model")
     assert {"tokenizer.json", "tokenizer_config.json"} <= {path.name for path in (tmp_path / "model").iterdir()}
     assert (loaded.eos_token_id, loaded.pad_token_id, len(loaded)) == (0, 0, 280)
@@ -75,7 +76,8 @@ def test_transformers_loads_what_is_saved(corpus: Corpus, tmp_path: Path):
 
 def test_a_saved_folder_or_file_is_loaded_as_the_same_tokenizer(corpus: Corpus, tmp_path: Path):
     tokenizer = bpe(corpus, tmp_path / "cache")
-    tokenizer.save(tmp_path / "model")
+    (tmp_path / "model").mkdir()
+    export_tokenizer(tokenizer.folder, tmp_path / "model")
     for path in (tmp_path / "model", tmp_path / "model" / "tokenizer.json"):
         loaded = prepare_tokenizer(TokenizerSource(path=str(path)), corpus, tmp_path / "cache")
         assert loaded.backend.encode(TEXT).ids == tokenizer.backend.encode(TEXT).ids

@@ -163,3 +163,15 @@ def test_a_line_torn_by_a_kill_is_left_out_and_does_not_spoil_the_next(directory
     assert directory.lines() == [step(1)]
     directory.append(death(4))
     assert directory.lines() == [step(1), death(4)]
+
+
+@pytest.mark.parametrize("whole", [[], [step(1)]])
+def test_a_line_may_be_torn_at_any_byte(whole, directory):
+    """Also the first line of all, and inside a character of two bytes."""
+    torn = EndLine(time_seconds=1, step=1, status="failed", message="é").model_dump_json().encode()
+    for num_bytes in range(1, len(torn)):
+        directory.metrics.write_bytes(b"".join(line.model_dump_json().encode() + b"\n" for line in whole))
+        with directory.metrics.open("ab") as file:
+            file.write(torn[:num_bytes])
+        directory.append(death(4))
+        assert directory.lines() == [*whole, death(4)]

@@ -4,6 +4,8 @@ import pytest
 
 from plimsoll.device.base import backend_for
 from plimsoll.errors import InputError
+from plimsoll.records.run import OomEvent
+from plimsoll.run.directory import RunDirectory
 from plimsoll.run.failpoints import arm_from_environment, armed, exhaust_memory, failpoint
 
 
@@ -61,3 +63,9 @@ def test_an_entry_of_another_form_is_refused(monkeypatch, entry):
     monkeypatch.setenv("PLIMSOLL_FAILPOINTS", entry)
     with pytest.raises(InputError, match=rf"'{entry}' is not of the form name@passage: write for example backward@3"):
         arm_from_environment()
+
+
+def test_a_training_process_is_armed_by_its_environment(finished):
+    """The run was started with ``backward@2``; each of its two steps passes there once."""
+    events = [line for line in RunDirectory(finished.path).lines() if isinstance(line, OomEvent)]
+    assert [(event.phase, event.step, event.requested_bytes) for event in events] == [("backward", 2, 1 << 60)]

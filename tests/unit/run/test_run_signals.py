@@ -46,3 +46,10 @@ def test_a_second_sigint_is_a_keyboard_interrupt():
     done = run_program(TWICE, int(signal.SIGINT))
     assert (done.returncode, done.stdout) == (-signal.SIGINT, "goes on\n")
     assert "KeyboardInterrupt" in done.stderr
+
+
+def test_a_signal_of_the_other_kind_is_a_request_too():
+    with stop_on_signal() as request:
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert request.signal_number == signal.SIGTERM

@@ -1,0 +1,222 @@
+"""Nothing is lost and nothing repeated: memory runs out in every phase of a training, and the ledger is exact.
+
+The ledger is what the loss function sees: of each step that was committed, the ids of the samples that its last attempt
+went through.
+"""
+
+from __future__ import annotations
+
+import functools
+import typing
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from plimsoll.assemble import Assembled
+from plimsoll.data.loader import Loader
+from plimsoll.data.windows import Subset
+from plimsoll.records.job import Job
+from plimsoll.records.plan import micro_batch_plan
+from plimsoll.records.run import EvaluationLine, OomEvent, Phase, RunHead, StepLine
+from plimsoll.run.commit import StepCommit
+from plimsoll.run.directory import RunDirectory
+from plimsoll.run.failpoints import armed
+from plimsoll.run.monitor import MemorySampler
+from plimsoll.run.recover import micro_batch_sizes
+from plimsoll.run.step import TrainStep
+from plimsoll.run.train import Training, train
+from workloads import BATCH_SIZE, CASES, Case, largest_relative_difference, plain_loop, weights_of
+
+NUM_SAMPLES = 20  # batches of 8, 8 and 4
+NUM_EPOCHS = 2
+LAST_STEP = 6
+CLOSE = 1e-5
+
+
+class Samples:
+    """The samples of a case as a dataset whose batches also carry their ids."""
+
+    def __init__(self, case: Case) -> None:
+        self._fields = case.data()
+        self._fields["sample_ids"] = torch.arange(len(self._fields["labels"]))
+
+    def __len__(self) -> int:
+        return len(self._fields["labels"])
+
+    def batch(self, ids: np.ndarray) -> dict[str, torch.Tensor]:
+        return {name: values[torch.from_numpy(ids)] for name, values in self._fields.items()}
+
+
+@dataclass
+class Ledger:
+    """The loss of a training, and the view of it: which samples went through the loss of steps that happened."""
+
+    seen: list[int] = field(default_factory=list)
+    committed: list[int] = field(default_factory=list)
+
+    def loss(self, model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        if model.training:
+            self.seen += batch["sample_ids"].tolist()
+        return model(**without_ids(batch)).loss
+
+    def update(self, line: StepLine, memory: Any) -> None:
+        self.committed += self.seen[-line.num_samples :]
+        self.seen.clear()
+
+    def say(self, text: str) -> None:
+        pass
+
+    @contextmanager
+    def shown(self) -> Iterator[Ledger]:
+        yield self
+
+    def epochs(self) -> list[list[int]]:
+        """The committed samples of each epoch, sorted."""
+        starts = range(0, len(self.committed), NUM_SAMPLES)
+        return [sorted(self.committed[start : start + NUM_SAMPLES]) for start in starts]
+
+
+def without_ids(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: values for name, values in batch.items() if name != "sample_ids"}
+
+
+@dataclass
+class Trained:
+    """What a training left behind."""
+
+    ledger: Ledger
+    steps: list[StepLine]
+    events: list[OomEvent]
+    validation_losses: list[float]
+    weights: dict[str, torch.Tensor]
+
+
+def trained(case: Case, path: Path) -> Trained:
+    """Train two epochs through the whole loop, with an evaluation and a checkpoint after every step."""
+    samples, ledger = Samples(case), Ledger()
+    job = Job.from_fields(
+        {
+            "model": "lstm",  # a job needs one; the case brings its own
+            "data": "none",
+            "batch_size": BATCH_SIZE,
+            "steps": LAST_STEP,
+            "evaluate_every": 1,
+            "checkpoint": {"every": 1, "keep": 1},
+        }
+    )
+    model, optimizer = case.fresh()
+    loader = Loader(Subset(samples, np.arange(NUM_SAMPLES)), BATCH_SIZE, seed=3)
+    held_out = Subset(samples, np.arange(NUM_SAMPLES, NUM_SAMPLES + BATCH_SIZE))
+    parts = Assembled(model, optimizer, None, ledger.loss, case.units, loader, held_out)
+    step = TrainStep(model, optimizer, ledger.loss, units=case.units, clip_norm=1.0)
+    step._commit = StepCommit(optimizer, step.backend, step.position, piece_bytes=1)
+    directory = RunDirectory.create(path, force=False)
+    micro_batch_plan(job.budget, micro_batch_sizes(BATCH_SIZE)).save(directory.plan)
+    head = RunHead(job=job.model_dump(mode="json"), device=step.backend.probe(), versions={}, fingerprint={})
+    head.save(directory.head)
+    train(Training(job, parts, step, directory, {}, MemorySampler(step.backend), ledger))
+    lines = directory.lines()
+    last = directory.checkpoints / f"step-{LAST_STEP:08d}"
+    states = torch.load(last / "optimizer.pt", weights_only=True)["state"]
+    return Trained(
+        ledger,
+        [line for line in lines if isinstance(line, StepLine)],
+        [line for line in lines if isinstance(line, OomEvent)],
+        [line.loss for line in lines if isinstance(line, EvaluationLine)],
+        torch.load(last / "model.pt", weights_only=True)
+        | {f"{index}.{name}": value for index, state in states.items() for name, value in state.items()},
+    )
+
+
+def plain(case: Case, committed: list[int], cuts: list[int]) -> dict[str, torch.Tensor]:
+    """The weights of the plain loop over the same samples, cut the same way."""
+    samples = Samples(case)
+    ids = [np.array(committed[epoch + start : epoch + stop]) for epoch in (0, NUM_SAMPLES) for start, stop in BATCHES]
+    batches = [without_ids(samples.batch(some)) for some in ids]
+    model, optimizer = case.fresh()
+    plain_loop(OfBatches(case.units, batches), model, optimizer, cuts)
+    return weights_of(model, optimizer)
+
+
+BATCHES = ((0, 8), (8, 16), (16, 20))
+
+
+@dataclass
+class OfBatches:
+    """What `plain_loop` needs of a case."""
+
+    units: str
+    listed: list[dict[str, torch.Tensor]]
+
+    def batches(self) -> list[dict[str, torch.Tensor]]:
+        return self.listed
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A function: the training of a case in which memory never ran out, done once."""
+    return functools.cache(lambda case: trained(case, tmp_path_factory.mktemp("undisturbed") / "run"))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_undisturbed_the_whole_loop_has_the_bits_of_the_plain_one(case, undisturbed):
+    found = undisturbed(case)
+    assert found.ledger.epochs() == [list(range(NUM_SAMPLES))] * NUM_EPOCHS
+    assert found.ledger.committed[:NUM_SAMPLES] != found.ledger.committed[NUM_SAMPLES:]
+    expected = plain(case, found.ledger.committed, [line.micro_batch for line in found.steps])
+    assert largest_relative_difference(expected, found.weights) == 0
+
+
+def passages(phase: str, at_step: int, case: Case) -> tuple[int, ...]:
+    """Which passages of a failpoint lie in the middle of a phase of a step, in a training that has not failed yet."""
+    num_parameters = len(list(case.build().parameters()))
+    return {
+        "optimizer": ((at_step - 1) * num_parameters + num_parameters // 2,),
+        "checkpoint": ((at_step - 1) * 3 + 2,),  # a checkpoint has three files
+    }.get(phase, (at_step,))
+
+
+def in_the_grid() -> Iterator[Any]:
+    """Every phase of every model in steps 1, 3 and last; half of it, like a chessboard, is slow."""
+    for row, case in enumerate(CASES):
+        for column, phase in enumerate(typing.get_args(Phase)):
+            for layer, at_step in enumerate((1, 3, LAST_STEP)):
+                marks = [pytest.mark.slow] if (row + column + layer) % 2 else []
+                yield pytest.param(case, phase, at_step, marks=marks, id=f"{case.name}-{phase}-{at_step}")
+
+
+@pytest.mark.parametrize(("case", "phase", "at_step"), list(in_the_grid()))
+def test_memory_that_runs_out_once_changes_nothing(case, phase, at_step, undisturbed, tmp_path):
+    with armed(phase, *passages(phase, at_step, case)):
+        found = trained(case, tmp_path / "run")
+    expected = undisturbed(case)
+    assert [event.phase for event in found.events] == [phase]
+    assert found.events[0].step == at_step
+    assert found.ledger.committed == expected.ledger.committed
+    assert found.ledger.epochs() == [list(range(NUM_SAMPLES))] * NUM_EPOCHS
+    is_cut = at_step == 1 and phase in ("copy", "forward", "loss", "backward", "clip") and not case.has_batch_norm
+    assert [line.micro_batch for line in found.steps] == [4 if is_cut else 8, 4 if is_cut else 8, 4] * NUM_EPOCHS
+    if is_cut:
+        plainly = plain(case, found.ledger.committed, [line.micro_batch for line in found.steps])
+        assert largest_relative_difference(plainly, found.weights) < CLOSE
+    else:
+        assert largest_relative_difference(expected.weights, found.weights) == 0
+        assert found.validation_losses == pytest.approx(expected.validation_losses, rel=CLOSE)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_memory_that_runs_out_in_every_phase_of_one_step_changes_nothing(case, undisturbed, tmp_path):
+    """Each recovery must leave the next one a clean start; the third step has held before, so it is not cut at once."""
+    with ExitStack() as stack:
+        for phase in ("fetch", "backward", "optimizer", "evaluation", "checkpoint"):
+            stack.enter_context(armed(phase, *passages(phase, 3, case)))
+        found = trained(case, tmp_path / "run")
+    assert [event.phase for event in found.events] == ["fetch", "backward", "optimizer", "evaluation", "checkpoint"]
+    assert found.ledger.committed == undisturbed(case).ledger.committed
+    assert largest_relative_difference(undisturbed(case).weights, found.weights) == 0

@@ -1,0 +1,121 @@
+"""A run that was stopped and goes on is the run that was never stopped."""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from end_to_end.commands import (
+    assert_each_sample_once,
+    assert_same_bits,
+    finish,
+    learned,
+    lines_of,
+    plimsoll,
+    start,
+    steps_of,
+    trained,
+    wait_for_worker,
+    wait_until,
+    write_job,
+)
+from end_to_end.conftest import SLOW_STEPS
+from plimsoll.records.run import EndLine, RunRecord, StartLine
+
+
+def losses(run: Path) -> list[tuple[float, float | None]]:
+    """The loss and the gradient norm of each step: every bit of the weights is in them."""
+    return [(step.loss, step.gradient_norm) for step in steps_of(run)]
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_stopped_run_saves_its_step_and_goes_on_bit_for_bit(number, code, slow_job, cache, undisturbed, tmp_path):
+    run = tmp_path / "run"
+    process = start("train", slow_job, "--out", run, "--cache", cache, "--json")
+    wait_until(lambda: len(steps_of(run)) >= 21, process)
+    process.send_signal(number)
+    stopped = finish(process)
+    assert stopped.returncode == code
+    num_done = len(steps_of(run))
+    assert stopped.stderr == (
+        f"error: stopped after step {num_done} of {SLOW_STEPS}, which is saved: "
+        f"go on with `plimsoll train --resume --out {run}`\n"
+    )
+    assert RunRecord.from_directory(run).status == "interrupted"
+    assert (run / "checkpoints" / f"step-{num_done:08d}").is_dir()
+    trained("--resume", "--out", run)
+    assert_same_bits(learned(undisturbed), learned(run))
+    assert_each_sample_once(steps_of(run), SLOW_STEPS)
+    assert losses(run) == losses(undisturbed)
+    assert RunRecord.from_directory(run).status == "finished"
+
+
+def test_a_second_interrupt_ends_at_once(cache, tmp_path):
+    """The first step sleeps for minutes: only the second Ctrl-C can be what ends it."""
+    run = tmp_path / "run"
+    job = write_job(tmp_path / "job.yaml", model="slow_models:endless")
+    process = start("train", job, "--out", run, "--cache", cache, "--json")
+    wait_until(lambda: any(isinstance(line, StartLine) for line in lines_of(run)), process)
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.5)
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    done = finish(process)
+    assert done.returncode == 130
+    assert "Traceback" not in done.stderr
+    assert steps_of(run) == []
+
+
+@pytest.mark.parametrize("stage", ["prepare-worker", "train-worker"])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_before_the_first_step_ends_the_command_with_its_code(number, code, stage, cache, tmp_path):
+    """Also while libraries are being loaded, when nobody has asked for the signal yet."""
+    run = tmp_path / "run"
+    process = start("train", write_job(tmp_path / "job.yaml"), "--out", run, "--cache", cache, "--json")
+    if stage == "train-worker":
+        wait_for_worker(process)
+    else:
+        wait_until((run / "plan.json").is_file, process)
+    time.sleep(0.4)
+    process.send_signal(number)
+    done = finish(process)
+    assert done.returncode == code
+    assert "Traceback" not in done.stderr
+    assert steps_of(run) == []
+
+
+def test_a_run_goes_on_for_more_steps_and_under_another_budget(short_run, undisturbed):
+    trained("--resume", "--out", short_run, "--set", "steps=9", "--budget", "700MiB")
+    assert losses(short_run) == losses(undisturbed)[:9]
+    assert_each_sample_once(steps_of(short_run), 9)
+    assert RunRecord.from_directory(short_run).limit_bytes == 700 << 20
+    assert [line.step for line in lines_of(short_run) if isinstance(line, EndLine)] == [9]
+
+
+def test_going_on_from_an_earlier_step_leaves_nothing_of_the_later_ones(short_run, undisturbed):
+    """Else the next death would be mended with a checkpoint of another past."""
+    trained("--resume", "--from-step", 2, "--out", short_run, "--set", "steps=5")
+    assert sorted(folder.name[-2:] for folder in (short_run / "checkpoints").iterdir()) == ["02", "04", "05"]
+    assert losses(short_run) == losses(undisturbed)[:5]
+    assert_each_sample_once(steps_of(short_run), 5)
+
+
+def test_a_change_that_the_checkpoint_refuses_is_not_kept(short_run):
+    kept = [(short_run / name).read_text() for name in ("job.yaml", "plan.json", "metrics.jsonl")]
+    refused = plimsoll("train", "--resume", "--out", short_run, "--set", "batch_size=8", "--json")
+    assert refused.returncode == 2
+    assert "batch_size was 16, is 8" in refused.stderr
+    assert kept == [(short_run / name).read_text() for name in ("job.yaml", "plan.json", "metrics.jsonl")]
+
+
+def test_a_run_that_was_stopped_before_it_had_data_says_so(short_run):
+    (short_run / "prepared.json").unlink()
+    done = plimsoll("train", "--resume", "--out", short_run, "--json")
+    assert (done.returncode, done.stderr) == (
+        2,
+        f"error: {short_run} was stopped before its data was ready, so there is nothing to go on with: "
+        "start it again with --force\n",
+    )
