@@ -1,50 +1,45 @@
-"""The public names: all there, found when they are used, and free of torch until then."""
-
-from __future__ import annotations
+"""The package itself: its public names, found when they are first used."""
 
 import subprocess
 import sys
 
 import pytest
+from processes import environment
 
 import plimsoll
-from end_to_end.commands import environment
 from plimsoll.device.limit import limited
 from plimsoll.device.probe import probe_machine
-from plimsoll.records.job import Job
-from plimsoll.records.run import OomEvent, RunRecord
-from plimsoll.report.render import render
-from plimsoll.run.step import StepResult, TrainStep
+from plimsoll.run.step import TrainStep
 
-PUBLIC = {
-    "Job": Job,
-    "OomEvent": OomEvent,
-    "RunRecord": RunRecord,
-    "StepResult": StepResult,
-    "TrainStep": TrainStep,
-    "limited": limited,
-    "probe": probe_machine,
-    "render": render,
-}
+NAMES = ["Job", "OomEvent", "RunRecord", "StepResult", "TrainStep", "limited", "probe", "render"]
 
 
-def test_the_public_names_are_these():
-    assert plimsoll.__all__ == dir(plimsoll) == list(PUBLIC)
-    assert {name: getattr(plimsoll, name) for name in PUBLIC} == PUBLIC
+def test_these_are_the_public_names():
+    assert sorted(plimsoll.__all__) == sorted(dir(plimsoll)) == NAMES
+    assert all(getattr(plimsoll, name) is not None for name in NAMES)
 
 
-def test_another_name_is_an_attribute_error():
-    with pytest.raises(AttributeError, match="module 'plimsoll' has no attribute 'train'"):
-        plimsoll.train
-    assert not hasattr(plimsoll, "train")
+def test_a_name_is_what_its_module_defines():
+    assert plimsoll.TrainStep is TrainStep
+    assert plimsoll.limited is limited
+    assert plimsoll.probe is probe_machine
 
 
-def test_torch_is_imported_with_the_first_name_that_needs_it():
-    program = """
-import sys, plimsoll
-plimsoll.Job, plimsoll.RunRecord, plimsoll.render
-assert "torch" not in sys.modules
-plimsoll.TrainStep
-assert "torch" in sys.modules
-"""
-    subprocess.run([sys.executable, "-c", program], env=environment(), check=True, timeout=60)
+def test_names_can_be_imported_all_at_once():
+    names: dict[str, object] = {}
+    exec("from plimsoll import *", names)
+    assert {*NAMES} <= names.keys()
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="module 'plimsoll' has no attribute 'TrainSteps'"):
+        plimsoll.TrainSteps  # noqa: B018
+
+
+@pytest.mark.parametrize(("name", "needs_torch"), [("Job", False), ("RunRecord", False), ("TrainStep", True)])
+def test_torch_is_loaded_when_a_name_needs_it(name, needs_torch):
+    program = f"import sys, plimsoll; a = 'torch' in sys.modules; plimsoll.{name}; print(a, 'torch' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment(), capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == ["False", str(needs_torch)]
