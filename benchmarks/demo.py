@@ -55,7 +55,7 @@ def main() -> None:
     parser.add_argument("--data", help="a text file, a folder or a pattern; by default the standard library's sources")
     parser.add_argument("--limit", default="1GiB", help="memory both arms may use (default: %(default)s)")
     parser.add_argument(
-        "--steps", type=int, default=16, help="optimizer steps of the Plimsoll arm (default: %(default)s)"
+        "--steps", type=int, default=12, help="optimizer steps of the Plimsoll arm (default: %(default)s)"
     )
     parser.add_argument(
         "--out", type=Path, default=Path("demo-out"), help="folder for everything (default: %(default)s)"

@@ -65,8 +65,11 @@ def train(  # noqa: PLR0917 -- typer calls it by name
 
 def _job(job_file: Path, budget: str | None, changes: list[str] | None) -> Job:
     from plimsoll.records.job import Job
+    from plimsoll.records.units import parse_bytes
 
-    return Job.from_yaml(job_file, (*(changes or ()), *((f"budget.device={budget}",) if budget else ())))
+    return Job.from_yaml(
+        job_file, (*(changes or ()), *((f"budget.device={parse_bytes(budget)}",) if budget is not None else ()))
+    )
 
 
 def _created(out: Path, job: Job, cache: Path | None, force: bool, quiet: bool) -> RunDirectory:

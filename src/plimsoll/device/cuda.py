@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, final
 
-from plimsoll.device import nvml, texts
+from plimsoll.device import heap, nvml, texts
 from plimsoll.device.host_random import copy_host_state, restore_host_state
 from plimsoll.errors import BudgetError, DeviceError
 from plimsoll.records.device import Device, Limit, MemoryUse
@@ -128,6 +128,7 @@ class CudaBackend:
 
         gc.collect()
         torch.cuda.empty_cache()
+        heap.trim()  # memory of the host may be what ran out
 
     def oom_family(self, error: BaseException) -> str | None:
         """Name the kind of out-of-memory error this is (see `texts`), or return ``None``.
@@ -154,7 +155,8 @@ class CudaBackend:
         import torch
 
         restore_host_state(state)
-        torch.cuda.set_rng_state(state["device"], self._index)
+        if "device" in state:  # a checkpoint written on the CPU has none
+            torch.cuda.set_rng_state(state["device"], self._index)
 
     def synchronize(self) -> None:
         """Wait until every stream of the device is done."""

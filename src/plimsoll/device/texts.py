@@ -107,7 +107,7 @@ def _first_in_chain(error: BaseException, family_of: Callable[[BaseException], s
     chain: list[BaseException] = []
     cause: BaseException | None = error
     while cause is not None and cause not in chain:
-        chain.append(cause)
+        chain += [cause, *(cause.exceptions if isinstance(cause, BaseExceptionGroup) else ())]
         cause = cause.__cause__
     if any(_LOOK_ALIKES.search(str(one)) for one in chain):
         return None

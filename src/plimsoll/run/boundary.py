@@ -20,8 +20,9 @@ from typing import TypeVar
 
 from plimsoll.device.base import Backend
 from plimsoll.device.texts import requested_bytes
-from plimsoll.errors import PlimsollError
+from plimsoll.errors import OutOfMemoryError, PlimsollError
 from plimsoll.records.run import PHASES_OF_A_STEP, OomEvent, Phase
+from plimsoll.records.units import format_bytes
 
 T = TypeVar("T")
 
@@ -52,6 +53,22 @@ def attempt(work: Callable[[], T], backend: Backend, position: Position) -> T | 
         # A debugger or a reference cycle may keep the exception alive; what its frames held must go all the same.
         traceback.clear_frames(error.__traceback__)
     return event
+
+
+def fitting(work: Callable[[], T], backend: Backend, what: str) -> T:
+    """Run ``work``, which cannot be done in less memory; where it does not fit, say so.
+
+    Raises:
+        OutOfMemoryError: if memory ran out.
+    """
+    outcome = attempt(work, backend, Position())
+    if isinstance(outcome, OomEvent):
+        raise OutOfMemoryError(
+            f"memory ran out while {what} (asked for {format_bytes(outcome.requested_bytes)} with "
+            f"{format_bytes(outcome.live_bytes)} in use of {format_bytes(outcome.capacity_bytes)}): "
+            "give a larger budget or a smaller model"
+        )
+    return outcome
 
 
 def _event(error: BaseException, family: str, backend: Backend, position: Position) -> OomEvent:

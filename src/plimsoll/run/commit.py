@@ -26,8 +26,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from operator import itemgetter
+from typing import Any
 
 import torch
+import torch.optim.optimizer as hooks  # the hooks that see every optimizer are registered here and nowhere public
 from torch import nn
 
 from plimsoll.device.base import Backend
@@ -38,7 +41,11 @@ from plimsoll.run.boundary import Position, attempt
 from plimsoll.run.failpoints import failpoint
 
 # A piece on the CPU stays in the cache between its copy and its update; on a GPU small pieces would cost launches.
-_PIECE_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}
+_PIECE_BYTES = {"cpu": 2 << 20, "cuda": 256 << 20}
+# On the CPU copies are made in memory that is kept: to take and free it in every step makes the C library give the top
+# of its heap back to the system and take it again, which costs up to twice as much as the copying. CUDA's allocator
+# keeps it.
+_KEPT_BYTES = {"cpu": 8 << 20, "cuda": 0}
 _TEMPORARIES = 3  # times the parameters' bytes; `torch.optim` needs at most two
 _MOST_STATES = 2  # times the parameters' bytes: Adam and its kin; only AMSGrad keeps three
 
@@ -61,7 +68,7 @@ class _Piece:
 
     def add(self, group: int, parameter: nn.Parameter) -> None:
         self.groups.setdefault(group, []).append(parameter)
-        self.num_bytes += _bytes(parameter)
+        self.num_bytes += parameter.nbytes
 
     def release_gradients(self) -> None:
         for parameter in self.parameters():
@@ -86,22 +93,50 @@ class _Piece:
         return parts
 
 
+class _Scratch:
+    """Memory for copies, kept from step to step up to ``kept_bytes`` for each dtype and device."""
+
+    def __init__(self, kept_bytes: int) -> None:
+        self._kept_bytes = kept_bytes
+        self._kept: dict[tuple[torch.dtype, int], torch.Tensor] = {}
+
+    @torch.no_grad()
+    def copies_of(self, tensors: list[torch.Tensor]) -> list[tuple[list[torch.Tensor], torch.Tensor]]:
+        """Copy the tensors that are alike into one: a copy for each would take more time than the copying itself."""
+        alike: dict[tuple[torch.dtype, int], list[torch.Tensor]] = {}
+        for tensor in tensors:  # the number of a device takes a fifth of the time of the device itself
+            alike.setdefault((tensor.dtype, tensor.get_device()), []).append(tensor)
+        return [(group, self._copy(key, group)) for key, group in alike.items()]
+
+    def _copy(self, key: tuple[torch.dtype, int], tensors: list[torch.Tensor]) -> torch.Tensor:
+        flat = [tensor.reshape(-1) for tensor in tensors]
+        num_elements = sum(map(len, flat))
+        memory = self._kept.get(key)
+        if memory is None or len(memory) < num_elements:
+            memory = torch.empty(num_elements, dtype=flat[0].dtype, device=flat[0].device)
+            if memory.nbytes <= self._kept_bytes:
+                self._kept[key] = memory
+        return torch.cat(flat, out=memory[:num_elements])
+
+
 class _Copy:
     """The parameters of a piece and their optimizer states, as they are now."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, piece: _Piece) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, piece: _Piece, scratch: _Scratch) -> None:
         self._optimizer = optimizer
-        self._states = {p: dict(optimizer.state[p]) for p in piece.parameters() if p in optimizer.state}
-        self._fresh = [p for p in piece.parameters() if p not in optimizer.state]
-        self.is_of_fresh_states = bool(self._fresh)
-        tensors: list[torch.Tensor] = piece.parameters() + [
-            value for state in self._states.values() for value in state.values() if isinstance(value, torch.Tensor)
-        ]
-        alike: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-        for tensor in tensors:
-            alike.setdefault((tensor.device, tensor.dtype), []).append(tensor)
-        # One concatenation per device and dtype: a clone per tensor would cost more time than the copying itself.
-        self._copies = [(group, torch.cat([t.detach().reshape(-1) for t in group])) for group in alike.values()]
+        self._states: list[tuple[nn.Parameter, dict[str, Any]]] = []
+        self._fresh: list[nn.Parameter] = []
+        tensors: list[torch.Tensor] = [*piece.parameters()]
+        for parameter in piece.parameters():
+            state = optimizer.state.get(parameter)
+            if state is None:
+                self._fresh.append(parameter)
+            else:
+                self._states.append((parameter, dict(state)))
+                tensors.extend(value for value in state.values() if isinstance(value, torch.Tensor))
+        self._copies = scratch.copies_of(tensors)
+        # Some optimizers count in their groups; which parameters are in them is put back by `_only`.
+        self._settings = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -109,11 +144,13 @@ class _Copy:
             values = torch.split(flat, [tensor.numel() for tensor in tensors])
             for tensor, value in zip(tensors, values, strict=True):
                 tensor.copy_(value.view(tensor.shape))
-        for parameter, state in self._states.items():
+        for parameter, state in self._states:
             self._optimizer.state[parameter].clear()
             self._optimizer.state[parameter].update(state)
         for parameter in self._fresh:
             self._optimizer.state.pop(parameter, None)
+        for group, settings in zip(self._optimizer.param_groups, self._settings, strict=True):
+            group.update(settings)
 
 
 class StepCommit:
@@ -137,6 +174,7 @@ class StepCommit:
         self.recovered: list[OomEvent] = []
         self._backend = backend
         self._position = position
+        self._scratch = _Scratch(_KEPT_BYTES[backend.kind])
         self._piece_bytes = piece_bytes or _PIECE_BYTES[backend.kind]
 
     @property
@@ -158,7 +196,7 @@ class StepCommit:
         nothing_happened = True
         while waiting:
             piece = waiting.pop()
-            event = self._do(piece, sum(other.num_bytes for other in waiting) if nothing_happened else None)
+            event = self._do(piece, self._stateless_bytes(waiting) if nothing_happened else 0)
             if event is None:
                 nothing_happened = False
                 continue
@@ -172,17 +210,16 @@ class StepCommit:
             else:
                 raise _torn(event)
 
-    def _do(self, piece: _Piece, other_bytes: int | None) -> OomEvent | None:
+    def _do(self, piece: _Piece, other_bytes: int) -> OomEvent | None:
         """Update one piece and release its gradients, or leave it as it was.
 
-        ``other_bytes``: the bytes of the parameters whose new states must be proven to fit as well; ``None`` once that
-        has been done.
+        ``other_bytes``: the bytes of the parameters whose new states must be proven to fit as well.
         """
         copy = self._copy_of(piece)
         if copy is None:
             return self._do_without_copy(piece, other_bytes)
         event = attempt(lambda: self._step_on(piece), self._backend, self._position)
-        if event is None and copy.is_of_fresh_states and other_bytes:
+        if event is None and other_bytes:
             need_bytes = other_bytes * self._state_bytes(piece) // max(piece.num_bytes, 1)
             event = attempt(lambda: _prove_room(need_bytes, piece.device), self._backend, self._position)
         if event is not None:
@@ -193,7 +230,7 @@ class StepCommit:
 
     def _copy_of(self, piece: _Piece) -> _Copy | None:
         """A copy to undo the piece with; ``None`` where it does not fit, or leaves too little for a second try."""
-        copy = attempt(lambda: _Copy(self.optimizer, piece), self._backend, self._position)
+        copy = attempt(lambda: _Copy(self.optimizer, piece, self._scratch), self._backend, self._position)
         if isinstance(copy, OomEvent) or (piece.num_failures and self._lacks_room(piece, other_bytes=0) is not None):
             return None
         return copy
@@ -201,13 +238,12 @@ class StepCommit:
     def _lacks_room(self, piece: _Piece, other_bytes: int) -> OomEvent | None:
         """The event if what the update of the piece can take at most, and the states of the others, is not there."""
         need_bytes = _TEMPORARIES * piece.num_bytes
-        if any(parameter not in self.optimizer.state for parameter in piece.parameters()):
-            need_bytes += _MOST_STATES * (piece.num_bytes + other_bytes)
+        need_bytes += _MOST_STATES * (self._stateless_bytes([piece]) + other_bytes)
         return attempt(lambda: _prove_room(need_bytes, piece.device), self._backend, self._position)
 
-    def _do_without_copy(self, piece: _Piece, other_bytes: int | None) -> OomEvent | None:
+    def _do_without_copy(self, piece: _Piece, other_bytes: int) -> OomEvent | None:
         self._backend.release()
-        no_room = self._lacks_room(piece, other_bytes or 0)
+        no_room = self._lacks_room(piece, other_bytes)
         if no_room is not None:
             return no_room
         event = attempt(lambda: self._step_on(piece), self._backend, self._position)
@@ -221,26 +257,37 @@ class StepCommit:
             self.optimizer.step()
         failpoint("optimizer")
 
+    def _stateless_bytes(self, pieces: list[_Piece]) -> int:
+        """The bytes of the parameters whose states this step will create."""
+        state = self.optimizer.state
+        return sum(parameter.nbytes for piece in pieces for parameter in piece.parameters() if not state.get(parameter))
+
     def _state_bytes(self, piece: _Piece) -> int:
         states = (self.optimizer.state[parameter] for parameter in piece.parameters())
-        return sum(_bytes(value) for state in states for value in state.values() if isinstance(value, torch.Tensor))
+        return sum(value.nbytes for state in states for value in state.values() if isinstance(value, torch.Tensor))
 
 
 def _pieces(optimizer: torch.optim.Optimizer, piece_bytes: int) -> list[_Piece]:
     """The parameters that have a gradient, largest first, in pieces of at most ``piece_bytes`` (or one parameter)."""
-    members = [(i, p) for i, group in enumerate(optimizer.param_groups) for p in group["params"] if p.grad is not None]
-    members.sort(key=lambda member: -_bytes(member[1]))
+    members = [
+        (parameter.nbytes, index, parameter)
+        for index, group in enumerate(optimizer.param_groups)
+        for parameter in group["params"]
+        if parameter.grad is not None
+    ]
+    members.sort(key=itemgetter(0), reverse=True)
     is_separable = type(optimizer).__module__.startswith("torch.optim.") and not _has_step_hooks(optimizer)
     pieces: list[_Piece] = []
-    for group, parameter in members:
-        if not pieces or (is_separable and pieces[-1].num_bytes + _bytes(parameter) > piece_bytes):
+    for num_bytes, group, parameter in members:
+        if not pieces or (is_separable and pieces[-1].num_bytes + num_bytes > piece_bytes):
             pieces.append(_Piece(is_separable))
         pieces[-1].add(group, parameter)
     return pieces
 
 
 def _has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+    own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    return bool(own or hooks._global_optimizer_pre_hooks or hooks._global_optimizer_post_hooks)
 
 
 @contextmanager
@@ -261,14 +308,10 @@ def _prove_room(num_bytes: int, device: torch.device) -> None:
     torch.empty(num_bytes, dtype=torch.uint8, device=device)
 
 
-def _bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
 def _torn(event: OomEvent) -> TornStepError:
     return TornStepError(
         f"memory ran out inside optimizer.step() of step {event.step} (asked for {format_bytes(event.requested_bytes)} "
-        f"with {format_bytes(event.live_bytes)} in use) after part of the parameters had been updated, and there was "
-        "no room for a copy to undo it: reload the last checkpoint (`plimsoll train` does it by itself), and give a "
-        "larger budget"
+        f"with {format_bytes(event.live_bytes)} in use) after part of the parameters had been updated, and "
+        "another part failed twice or could not be copied: reload the last checkpoint (`plimsoll train` does it by "
+        "itself), and give a larger budget"
     )

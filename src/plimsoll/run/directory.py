@@ -8,8 +8,11 @@ first, because those steps happen again. Each optimizer step is therefore in the
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
@@ -99,6 +102,23 @@ class RunDirectory:
             raise OutputError(
                 f"cannot write {self.metrics}: {error.strerror}; free some space and go on with --resume"
             ) from None
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Be the only process that trains here; the lock goes with the process, however it ends.
+
+        Raises:
+            OutputError: if another process trains here.
+        """
+        with (self.path / ".lock").open("w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise OutputError(
+                    f"another process is training in {self.path}, perhaps finishing its last step: wait for it to "
+                    "end, or give another --out"
+                ) from None
+            yield
 
     def lines(self) -> list[Line]:
         """All lines of the metrics."""

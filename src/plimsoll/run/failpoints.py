@@ -36,8 +36,8 @@ def failpoint(name: str) -> None:
 
 
 def exhaust_memory() -> None:
-    """Ask the allocator for more than any machine has, so that its own error is raised."""
-    torch.empty(_ABSURD_BYTES, dtype=torch.uint8)
+    """Ask the allocator for more than any machine has, so that its own error is raised: CUDA's where there is one."""
+    torch.empty(_ABSURD_BYTES, dtype=torch.uint8, device="cuda" if torch.cuda.is_available() else "cpu")
 
 
 @contextmanager

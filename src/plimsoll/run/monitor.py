@@ -23,6 +23,7 @@ from plimsoll.device.base import Backend
 from plimsoll.records.device import MemoryUse
 from plimsoll.records.run import StepLine
 from plimsoll.report.as_text import live_panel, progress_line
+from plimsoll.run.boundary import Position, attempt
 
 _SAMPLE_SECONDS = 0.05
 _DRAW_SECONDS = 0.25
@@ -52,7 +53,7 @@ class MemorySampler:
 
     def _run(self) -> None:
         while not self._stop.wait(_SAMPLE_SECONDS):
-            self.sample()
+            attempt(self.sample, self._backend, Position())  # near the limit even a sample may not fit: it is left out
 
     def sample(self) -> None:
         """Take one sample now."""

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -106,7 +106,8 @@ class TrainStep:
         optimizer: any ``torch.optim`` optimizer of its parameters (not LBFGS).
         loss: ``loss(model, batch)`` returns the mean loss, a scalar tensor; by default ``model(**batch).loss``.
         units: what that loss averages over: ``"samples"``, ``"tokens"`` (labels other than -100), ``"next-tokens"``
-            (the same, for a causal model that shifts the labels), or a function from a batch to a number.
+            (the same, for a causal model that shifts the labels), or a function from a batch to a number. It may be
+            left out where a sample has one label.
         micro_batch: samples per forward and backward pass to begin with; ``None`` begins with the whole batch.
         clip_norm: the global gradient norm to clip to, after accumulation.
         schedule: a learning-rate schedule, stepped after every update.
@@ -125,7 +126,7 @@ class TrainStep:
         optimizer: torch.optim.Optimizer,
         loss: LossFunction = model_loss,
         *,
-        units: Units = "samples",
+        units: Units | None = None,
         micro_batch: int | None = None,
         clip_norm: float | None = None,
         schedule: torch.optim.lr_scheduler.LRScheduler | None = None,
@@ -135,7 +136,9 @@ class TrainStep:
     ) -> None:
         device = _device_of(model)
         _check(model, optimizer, precision, micro_batch)
-        self.workload = Workload(model, optimizer, loss, units, schedule, clip_norm, precision, device)
+        self._units_are_assumed = units is None
+        self._has_own_loss = loss is not model_loss
+        self.workload = Workload(model, optimizer, loss, units or "samples", schedule, clip_norm, precision, device)
         self.position = Position()
         self.backend: Backend = backend_for(str(device))
         self.ladder: Ladder | None = None
@@ -143,6 +146,7 @@ class TrainStep:
         self._learned: dict[str, int | None] | None = None
         self._first_micro_batch = micro_batch
         self._recut_batch_norm = recut_batch_norm
+        self._update_has_failed = False
         self._grow_after = grow_after
         self._batch_norms = [
             module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)
@@ -184,6 +188,7 @@ class TrainStep:
         events: list[OomEvent] = []
         self._undo.remember()
         self._drop_gradients()
+        self._update_has_failed = False
         outcome: _Outcome | OomEvent | None = None
         try:
             while not isinstance(outcome, _Outcome):
@@ -299,7 +304,9 @@ class TrainStep:
         if self.workload.clip_norm is None:
             return loss, None
         norm = nn.utils.clip_grad_norm_(self.workload.model.parameters(), self.workload.clip_norm).item()
-        self._refuse_non_finite("gradient norm", norm)
+        # Under fp16 gradients overflow now and then: the scaler skips that update and lowers the scale.
+        if self._scaler is None or self._scaler.get_scale() < _SMALLEST_SCALE:
+            self._refuse_non_finite("gradient norm", norm)
         return loss, norm
 
     def _forward_backward(self, piece: Any, share: float) -> torch.Tensor:
@@ -311,6 +318,10 @@ class TrainStep:
         failpoint("forward")
         with self._autocast():
             loss = self.workload.loss(self.workload.model, piece)
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            raise InputError(
+                f"loss(model, batch) returned {_described(loss)}: return the mean loss, a tensor of one number"
+            )
         self.position.phase = "loss"
         failpoint("loss")
         if share != 1:
@@ -325,8 +336,7 @@ class TrainStep:
         return torch.autocast(self.workload.device.type, dtype=dtype, enabled=dtype is not None)
 
     def _refuse_non_finite(self, what: str, value: float) -> None:
-        # Under fp16 an overflow is expected now and then: the scaler skips that update and lowers the scale.
-        if math.isfinite(value) or (self._scaler is not None and self._scaler.get_scale() >= _SMALLEST_SCALE):
+        if math.isfinite(value):
             return
         raise NonFiniteLossError(
             f"the {what} of step {self.num_steps + 1} is {value}; the step was undone, so the model is as it was after "
@@ -347,6 +357,13 @@ class TrainStep:
         self.backend.release()
 
     def _shape_of(self, batch: Any) -> _Shape:
+        if not self._has_own_loss and not isinstance(batch, Mapping):
+            raise InputError(
+                f"a batch that is a {type(batch).__name__} cannot be passed to model(**batch).loss: give loss=, a "
+                "function loss(model, batch) that returns the mean loss, or batches that are dicts"
+            )
+        if self._units_are_assumed:
+            _refuse_many_labels(batch)
         num_samples, num_units = batch_size_of(batch), count_units(batch, self.workload.units)
         if num_units == 0:
             raise DataError(
@@ -368,17 +385,17 @@ class TrainStep:
     def _with_next_size(self, event: OomEvent, micro_batch: int, shape: _Shape) -> OomEvent:
         """Say in the event what is done next; without a ``next_micro_batch`` nothing is left to do."""
         assert self.ladder is not None
-        following = self.ladder.failed(micro_batch, math.ceil(micro_batch * shape.elements_per_sample))
+        if event.phase == "optimizer":  # the graph is gone by then: a smaller micro-batch would leave as much room
+            following = None if self._update_has_failed else micro_batch
+            self._update_has_failed = True
+        else:
+            following = self.ladder.failed(micro_batch, math.ceil(micro_batch * shape.elements_per_sample))
         if following is None:
-            return event.model_copy(update={"survived": False, "action": "stopped: no smaller micro-batch is left"})
-        self._make_last_room(self.ladder, following)
+            return event.model_copy(update={"survived": False, "action": "stopped: nothing is left to try"})
+        if event.phase == "optimizer" or following == self.ladder.sizes[-1]:
+            self.backend.release(last_resort=True)
         what = "same micro-batch once more" if following == micro_batch else f"micro-batch {micro_batch} -> {following}"
         return event.model_copy(update={"next_micro_batch": following, "action": what})
-
-    def _make_last_room(self, ladder: Ladder, micro_batch: int) -> None:
-        """Where no smaller micro-batch is left, give memory back even if that makes every further step slower."""
-        if micro_batch == ladder.sizes[-1]:
-            self.backend.release(last_resort=True)
 
     def _must_stay_whole(self) -> bool:
         return not self._recut_batch_norm and any(module.training for module in self._batch_norms)
@@ -422,7 +439,8 @@ class TrainStep:
             following = ladder.failed(size, num_elements)
             if following is None:
                 raise OutOfMemoryError(_no_way_out(loss, size, shape, must_stay_whole=False))
-            self._make_last_room(ladder, following)
+            if following == ladder.sizes[-1]:
+                self.backend.release(last_resort=True)
             action = f"micro-batch {size} -> {following}"
             events.append(loss.model_copy(update={"next_micro_batch": following, "action": action}))
             size = following
@@ -437,6 +455,20 @@ class TrainStep:
                 with self._autocast():
                     total += self.workload.loss(self.workload.model, on_device).float() * share
         return total.item()
+
+
+def _described(value: object) -> str:
+    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+
+
+def _refuse_many_labels(batch: Any) -> None:
+    labels = batch.get("labels") if isinstance(batch, Mapping) else None
+    if isinstance(labels, torch.Tensor) and labels.ndim > 1:
+        raise InputError(
+            f"labels of shape {tuple(labels.shape)} are several for each sample, and what the loss averages over "
+            'decides how the pieces of a batch are weighted: give units="next-tokens" (a causal model that shifts its labels), '
+            '"tokens", "samples", or a function'
+        )
 
 
 def _device_of(model: nn.Module) -> torch.device:
@@ -482,7 +514,9 @@ def _no_way_out(event: OomEvent, micro_batch: int, shape: _Shape, must_stay_whol
         f"asked for {format_bytes(event.requested_bytes)} with {format_bytes(event.live_bytes)} in use of "
         f"{format_bytes(event.capacity_bytes)}"
     )
-    if must_stay_whole:
+    if event.phase == "optimizer":
+        why = "no micro-batch changes what the update needs: give a larger budget, or an optimizer with fewer states"
+    elif must_stay_whole:
         why = (
             f"the batch of {shape.num_samples} samples was not cut, because BatchNorm's statistics depend on the cut: "
             "allow it with recut_batch_norm=True (job.yaml: allow: [recut_batch_norm]), or give a larger budget"

@@ -31,7 +31,7 @@ from plimsoll.records.run import (
 )
 from plimsoll.records.units import format_bytes
 from plimsoll.run import checkpoint
-from plimsoll.run.boundary import attempt
+from plimsoll.run.boundary import attempt, fitting
 from plimsoll.run.directory import RunDirectory
 from plimsoll.run.failpoints import failpoint
 from plimsoll.run.monitor import MemorySampler, View
@@ -249,7 +249,7 @@ def _finish(training: Training) -> None:
         _evaluate(training)
     training.parts.optimizer.state.clear()
     training.backend.release()
-    save_model(training.parts.model, training.directory.model)
+    fitting(lambda: save_model(training.parts.model, training.directory.model), training.backend, "writing the model")
 
 
 def _start_line(training: Training, restarts: int) -> StartLine:

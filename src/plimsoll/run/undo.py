@@ -1,8 +1,8 @@
 """What a step can change before the optimizer runs, besides the gradients, remembered so that it can be put back.
 
 Covers the random number generators of the host and the device, and the buffers of the model
-(BatchNorm's running statistics, spectral norm's vectors, any registered buffer). On the fast path a buffer is copied
-only if it changed since it was last copied: most buffers (masks, rotary tables) never do.
+(BatchNorm's running statistics, spectral norm's vectors, any registered buffer). On the fast path a buffer of integers
+or truth values (masks, positions) is copied only if its version counter moved since it was last copied.
 
 Does NOT cover Python attributes that a module changes in ``forward`` (a cached hidden state, a counter): register a
 buffer instead.
@@ -30,10 +30,10 @@ class _Saved:
     version: int | None
 
     def is_current(self) -> bool:
-        # Batch-norm kernels write the running statistics without counting a new version, so the counter cannot be
-        # trusted for their owner.
+        # Batch-norm kernels and changes through `.data` do not count a new version, and what they change are floats.
+        is_float = self.tensor is not None and self.tensor.is_floating_point()
         unchanged = self.module._buffers[self.name] is self.tensor and _version(self.tensor) == self.version
-        return unchanged and not (self.module.training and hasattr(self.module, "running_mean"))
+        return unchanged and not is_float
 
 
 class Undo:

@@ -61,6 +61,7 @@ def train_run(
     from plimsoll.device.probe import versions
     from plimsoll.records.run import RunHead
     from plimsoll.run import checkpoint
+    from plimsoll.run.boundary import fitting
     from plimsoll.run.failpoints import arm_from_environment
     from plimsoll.run.monitor import MemorySampler, View
     from plimsoll.run.train import Training, train
@@ -79,6 +80,7 @@ def train_run(
     elif resume_newest:
         saved = checkpoint.newest_good(directory.checkpoints, marks)
     with ExitStack() as stack:
+        stack.enter_context(directory.locked())
         _warm(job)
         limit_bytes = job.budget.device_bytes
         require_room(job, prepared, backend.use().used_bytes if device == "cpu" else 0, limit_bytes)
@@ -89,13 +91,13 @@ def train_run(
             stack.enter_context(host.limited(job.budget.host_bytes))
         head = RunHead(job=job.model_dump(mode="json"), device=backend.probe(), versions=versions(), fingerprint=marks)
         head.save(directory.head)
-        parts = assemble(job, prepared, device)
+        parts = fitting(lambda: assemble(job, prepared, device), backend, "building the model")
         step = _make_step(job, parts, micro_batch or plan.micro_batches[0])
         offset_seconds = max((line.time_seconds for line in directory.lines()), default=0.0)
         view = View(path.name, job.steps, "tokens" if job.task == "language-modeling" else "samples", quiet)
         training = Training(job, parts, step, directory, marks, MemorySampler(backend, offset_seconds), view, host)
         if saved is not None:
-            go_on(training, saved)
+            fitting(lambda: go_on(training, saved), backend, "reading the checkpoint")
         else:
             directory.keep_until(0)  # of a process that died before its first checkpoint
         train(training, restarts)
