@@ -4,12 +4,12 @@ import subprocess
 import sys
 
 import pytest
-from processes import environment
 
 import plimsoll
 from plimsoll.device.limit import limited
 from plimsoll.device.probe import probe_machine
 from plimsoll.run.step import TrainStep
+from processes import environment
 
 NAMES = ["Job", "OomEvent", "RunRecord", "StepResult", "TrainStep", "limited", "probe", "render"]
 
@@ -33,7 +33,7 @@ def test_names_can_be_imported_all_at_once():
 
 def test_an_unknown_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="module 'plimsoll' has no attribute 'TrainSteps'"):
-        plimsoll.TrainSteps  # noqa: B018
+        plimsoll.TrainSteps
 
 
 @pytest.mark.parametrize(("name", "needs_torch"), [("Job", False), ("RunRecord", False), ("TrainStep", True)])

@@ -1,10 +1,10 @@
 """The limit by itself, as people use it in a loop of their own."""
 
 import pytest
-from processes import run_program
 
 from plimsoll.device.limit import limited
 from plimsoll.errors import BudgetError, DeviceError, InputError
+from processes import run_program
 
 PROGRAM = """
 import plimsoll, torch
