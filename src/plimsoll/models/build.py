@@ -28,6 +28,7 @@ from plimsoll.models.hugging_face import (
     TextShape,
     architectures,
     build_hugging_face,
+    is_hugging_face,
     load_hugging_face,
     save_hugging_face,
 )
@@ -87,14 +88,12 @@ def save_model(model: nn.Module, folder: Path) -> None:
     Raises:
         OutputError: if the folder cannot be written or the disk is full.
     """
-    from transformers import PreTrainedModel
-
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if isinstance(model, PreTrainedModel):
-            save_hugging_face(model, folder)
-        elif isinstance(model, RecurrentModel):
+        if isinstance(model, RecurrentModel):
             save_recurrent(model, folder)
+        elif is_hugging_face(model):
+            save_hugging_face(model, folder)
         else:
             save_weights(model, str(folder / "model.safetensors"))
     except (OSError, SafetensorError) as error:

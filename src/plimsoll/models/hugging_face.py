@@ -14,7 +14,7 @@ import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeGuard, cast
 
 import torch
 from torch import nn
@@ -127,6 +127,13 @@ def load_hugging_face(folder: Path, shape: TextShape, device: str) -> PreTrained
         missing = ", ".join(sorted(loading["missing_keys"]))
         raise JobError(f"model: {folder} lacks weights of a language model ({missing}): give one that has a head")
     return _ready(model, shape)
+
+
+def is_hugging_face(model: nn.Module) -> TypeGuard[PreTrainedModel]:
+    """Whether a model is one of transformers, which is imported to tell."""
+    from transformers import PreTrainedModel
+
+    return isinstance(model, PreTrainedModel)
 
 
 def save_hugging_face(model: PreTrainedModel, folder: Path) -> None:

@@ -133,6 +133,8 @@ def _warm(job: Job) -> None:
     """Import what the job needs before memory is limited and counted."""
     import torch._dynamo  # noqa: F401  -- torch.optim imports it at the first step otherwise
 
-    recurrent = isinstance(job.model, dict) and job.model.get("architecture") in ("lstm", "gru", "rnn")
-    if not recurrent:
+    from plimsoll.models.recurrent import RECURRENT
+
+    architecture = job.model.get("architecture") if isinstance(job.model, dict) else job.model
+    if architecture not in RECURRENT:
         import transformers  # noqa: F401

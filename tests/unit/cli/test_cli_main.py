@@ -1,98 +1,124 @@
-"""The command as a whole: its commands and flags, its help, and how it ends."""
-
-from __future__ import annotations
+"""The command line as a whole: its commands, their flags, their help, and what becomes of an error."""
 
 import os
 import re
-import shlex
+import signal
 import subprocess
 import sys
-from importlib.metadata import version
+import time
 
 import pytest
 import typer
+from typer.testing import CliRunner
 
-from end_to_end.commands import environment
 from plimsoll.cli.main import app
+from processes import LONGEST_SECONDS, environment, run_program
 
-GROUP = typer.main.get_command(app)
+PLIMSOLL = typer.main.get_command(app)
+COMMANDS = PLIMSOLL.commands
 
-# A flag is a promise: one more needs a reason that is better than `--set FIELD=VALUE`.
+# Every flag there is. A field of a job is changed with --set and has no flag of its own: think twice before this grows.
 FLAGS = {
-    "probe": ["--json"],
-    "train": ["--out", "-o", "--budget", "--set", "--resume", "--from-step", "--cache", "--force", "--json"],
-    "report": ["--output", "-o", "--json", "--force"],
-}
+    "plimsoll": {"--version"},
+    "probe": {"--json"},
+    "train": {
+        "--out", "-o", "--budget", "--set", "--resume", "--from-step", "--cache", "--force", "--json",
+    },
+    "report": {"--output", "-o", "--json", "--force"},
+    "train-worker": {"--resume", "--from-step", "--resume-newest", "--micro-batch", "--restarts", "--quiet"},
+    "prepare-worker": {"--quiet"},
+}  # fmt: skip
 
 
-def flags_of(command: str) -> list[str]:
-    parameters = GROUP.commands[command].params
-    return [flag for parameter in parameters for flag in parameter.opts if flag.startswith("-")]
+def flags_of(command):
+    return {flag for parameter in command.params for flag in parameter.opts if flag.startswith("-")}
 
 
-def examples_in(screen: str) -> list[str]:
-    return re.findall(r"^ {3}(plimsoll .*?) *$", screen, re.MULTILINE)
+def test_there_are_these_flags_and_no_others():
+    found = {name: flags_of(command) for name, command in COMMANDS.items()}
+    assert {"plimsoll": flags_of(PLIMSOLL), **found} == FLAGS
 
 
-@pytest.mark.parametrize("command", FLAGS)
-def test_the_flags_are_these(command):
-    assert flags_of(command) == FLAGS[command]
+def test_the_processes_that_a_run_starts_are_not_shown_to_people():
+    shown = CliRunner().invoke(app, ["--help"]).stdout
+    assert [name for name, command in COMMANDS.items() if command.hidden] == ["train-worker", "prepare-worker"]
+    assert all((name in shown) != command.hidden for name, command in COMMANDS.items())
 
 
-def test_the_help_lists_the_commands_for_people(call):
-    code, out, err = call("--help")
-    assert (code, err) == (0, "")
-    assert [name for name in GROUP.commands if re.search(rf"│ {name} ", out)] == list(FLAGS)
-    assert max(map(len, out.splitlines())) <= 80
+@pytest.mark.parametrize("name", [name for name, command in COMMANDS.items() if not command.hidden])
+def test_every_help_has_examples_that_use_only_its_own_flags(name):
+    examples = re.findall(rf"plimsoll {name}[^\n`]*", COMMANDS[name].help)
+    assert examples
+    used = {flag for example in examples for flag in re.findall(r"(?<= )--?[a-z][a-z-]*", example)}
+    assert used <= FLAGS[name]
+    assert f"plimsoll {name}" in CliRunner().invoke(app, [name, "--help"]).stdout
 
 
-@pytest.mark.parametrize(("command", "num_examples"), [("", 3), ("probe", 2), ("train", 4), ("report", 3)])
-def test_each_example_is_a_line_of_its_own_that_the_command_accepts(command, num_examples, call):
-    examples = examples_in(call(*filter(None, [command]), "--help").out)
-    assert len(examples) == num_examples
-    for example in examples:
-        _, name, *arguments = shlex.split(example)
-        assert command in ("", name)
-        GROUP.commands[name].make_context(name, arguments)  # reads the arguments, and runs nothing
+def test_every_flag_says_what_it_does():
+    for name, command in COMMANDS.items():
+        if not command.hidden:
+            assert all(parameter.help for parameter in command.params), name
 
 
-def test_every_flag_is_explained_in_the_help(call):
-    for command, flags in FLAGS.items():
-        screen = call(command, "--help").out
-        for flag in flags:
-            # The flag, its short form, its type, and then a sentence.
-            assert re.search(rf" {flag} +(-o +)?<?[a-zA-Z=]+>? +[A-Z]", screen) or flag == "-o", (command, flag)
+def plimsoll(*arguments, **options):
+    """Run the command as a process of its own."""
+    return subprocess.run(
+        [sys.executable, "-m", "plimsoll", *map(str, arguments)],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=LONGEST_SECONDS,
+        check=False,
+        **options,
+    )
 
 
-def test_without_a_command_the_help_is_shown(call):
-    code, out, err = call()
-    assert code == 2
-    assert len(examples_in(out + err)) == 3
+def test_an_error_is_one_sentence_and_its_exit_code(tmp_path):
+    done = plimsoll("report", tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"error: {tmp_path} is not a run directory")
+    assert len(done.stderr.splitlines()) == 1
 
 
-def test_the_version(call):
-    assert call("--version") == (0, f"plimsoll {version('torch-plimsoll')}\n", "")
+@pytest.mark.parametrize("arguments", [["no-such-command"], ["probe", "--no-such-flag"], ["report"]])
+def test_what_the_command_line_does_not_know_is_bad_input(arguments):
+    done = plimsoll(*arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "Usage:" in done.stderr
 
 
-@pytest.mark.parametrize("arguments", [("tarin",), ("train", "--bugdet", "2GiB"), ("report",)])
-def test_a_command_line_that_cannot_be_read_ends_with_2_and_no_traceback(arguments, call):
-    code, out, err = call(*arguments)
-    assert (code, out) == (2, "")
-    assert "Usage: " in err
-    assert "Traceback" not in err
+@pytest.fixture
+def waiting(tmp_path):
+    """A command that reads a file nobody writes."""
+    (tmp_path / "plan.json").write_text("{}")
+    os.mkfifo(tmp_path / "run.json")
+    command = [sys.executable, "-m", "plimsoll", "report", str(tmp_path)]
+    process = subprocess.Popen(
+        command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, process_group=0
+    )
+    with open(tmp_path / "run.json", "w"):  # waits for the command to open it
+        time.sleep(0.1)
+        yield process
+    process.wait(timeout=LONGEST_SECONDS)
 
 
-def test_the_help_is_shown_without_torch():
-    program = "import sys; from plimsoll.cli.main import app; app(['--help'], standalone_mode=False); "
-    program += "sys.exit(bool({'torch', 'transformers', 'pydantic'} & set(sys.modules)))"
-    subprocess.run([sys.executable, "-c", program], env=environment(), capture_output=True, check=True, timeout=60)
+def test_ctrl_c_is_no_traceback(waiting):
+    waiting.send_signal(signal.SIGINT)
+    output, errors = waiting.communicate(timeout=LONGEST_SECONDS)
+    assert (waiting.returncode, output) == (130, "")
+    assert "Traceback" not in errors
 
 
-@pytest.mark.parametrize("form", [(), ("--json",)])
-def test_a_reader_that_goes_away_is_met_with_silence(form, finished):
-    reader, writer = os.pipe()
-    os.close(reader)
-    command = [sys.executable, "-m", "plimsoll", "report", str(finished.path), *form]
-    done = subprocess.run(command, env=environment(), stdout=writer, stderr=subprocess.PIPE, timeout=60)
-    os.close(writer)
-    assert (done.returncode, done.stderr) == (1, b"")
+# As `plimsoll --help | true`: the reader is gone before anything is written.
+NO_READER = """
+import os, subprocess, sys
+reader, writer = os.pipe()
+os.close(reader)
+done = subprocess.run([sys.executable, "-m", "plimsoll", *sys.argv[1:]], stdout=writer, stderr=subprocess.PIPE)
+print(done.returncode >= 0, done.stderr)
+"""
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["probe", "--json"]])
+def test_nothing_is_said_to_a_reader_that_went_away(arguments):
+    assert run_program(NO_READER, *arguments).stdout == "True b''\n"

@@ -1,57 +1,96 @@
-"""`plimsoll report`: one run in three forms, and nothing overwritten that was not to be."""
+"""`plimsoll report`, on the directory of a run written by hand."""
 
-from __future__ import annotations
+import pytest
+from typer.testing import CliRunner
 
-from plimsoll.records.run import EndLine, RunRecord
+from plimsoll.cli.main import app
+from plimsoll.errors import OutputError, RecordError
+from plimsoll.records.device import Budget, Device, MemoryUse
+from plimsoll.records.plan import micro_batch_plan
+from plimsoll.records.run import EndLine, RunHead, RunRecord, StepLine
 from plimsoll.run.directory import RunDirectory
 
-
-def test_the_json_is_one_run_record_and_nothing_else(call, finished):
-    code, out, err = call("report", finished.path, "--json")
-    assert (code, err) == (0, "")
-    assert out.count("\n") == 1
-    assert RunRecord.from_json(out) == RunRecord.from_directory(finished.path)
+GIBIBYTE = 1 << 30
 
 
-def test_the_text_tells_what_happened(call, finished):
-    code, out, err = call("report", finished.path)
-    assert (code, err) == (0, "")
-    assert "2.0 GiB" in out  # the budget
-    assert "finished" in out
-    assert "backward" in out  # where memory ran out
+@pytest.fixture
+def run(tmp_path):
+    """Two steps of 100 tokens, finished."""
+    directory = RunDirectory.create(tmp_path / "ship", force=False)
+    use = MemoryUse(used_bytes=GIBIBYTE // 2, peak_bytes=GIBIBYTE // 2, reserved_bytes=0)
+    device = Device(
+        name="a CPU", kind="cpu", capacity_bytes=GIBIBYTE, free_bytes=GIBIBYTE, hardware_bytes=GIBIBYTE, use=use
+    )
+    RunHead(job={"steps": 2, "batch_size": 4}, device=device, versions={}, fingerprint={}).save(directory.head)
+    micro_batch_plan(Budget(device_bytes=GIBIBYTE), (4, 2, 1)).save(directory.plan)
+    for number in (1, 2):
+        step = StepLine(
+            time_seconds=number,
+            step=number,
+            epoch=0,
+            first_sample=0,
+            num_samples=4,
+            num_units=100,
+            loss=3.25 - number,
+            learning_rate=0.1,
+            step_seconds=1.0,
+            micro_batch=4,
+            peak_bytes=GIBIBYTE // 2,
+        )
+        directory.append(step)
+    directory.append(EndLine(time_seconds=2.0, step=2, status="finished"))
+    return directory.path
 
 
-def test_a_run_that_is_still_going_is_shown(call, run_copy):
-    metrics = RunDirectory(run_copy).metrics
-    lines = metrics.read_text().splitlines(keepends=True)
-    metrics.write_text("".join(lines[:-1]) + lines[-1][:10])  # the end is being written at this moment
-    assert not isinstance(RunDirectory(run_copy).lines()[-1], EndLine)
-    assert '"status": "running"' in call("report", run_copy, "--json").out
+def invoke(*arguments):
+    return CliRunner().invoke(app, ["report", *map(str, arguments)])
 
 
-def test_the_page_is_written_once_and_overwritten_only_by_force(call, refused, finished, tmp_path):
-    page = tmp_path / "page.html"
-    assert call("report", finished.path, "-o", page) == (0, f"{page}\n", "")
-    assert page.read_text().startswith("<!")
+def test_the_text_says_how_it_ended(run):
+    done = invoke(run)
+    assert (done.exit_code, done.stderr) == (0, "")
+    assert "ship" in done.stdout
+    assert "finished" in done.stdout
+    assert "1.25" in done.stdout  # the last loss
+
+
+def test_json_is_the_record_and_nothing_else(run):
+    done = invoke(run, "--json")
+    (line,) = done.stdout.splitlines()
+    assert RunRecord.from_json(line) == RunRecord.from_directory(run)
+
+
+def test_a_page_is_written_and_its_path_said(run, tmp_path):
+    page = tmp_path / "ship.html"
+    assert invoke(run, "-o", page).stdout == f"{page}\n"
+    html = page.read_text(encoding="utf-8")
+    assert html.lower().startswith("<!doctype html>")
+    assert "ship" in html
+
+
+def test_with_a_page_json_is_still_one_record_and_nothing_else(run, tmp_path):
+    (line,) = invoke(run, "-o", tmp_path / "ship.html", "--json").stdout.splitlines()
+    assert RunRecord.from_json(line).name == "ship"
+
+
+def test_a_page_is_not_overwritten_without_force(run, tmp_path):
+    page = tmp_path / "ship.html"
     page.write_text("mine")
-    assert f"{page} exists already and is not overwritten" in refused("report", finished.path, "-o", page)
+    refused = invoke(run, "-o", page)
+    assert isinstance(refused.exception, OutputError)
+    assert str(refused.exception) == f"{page} exists already and is not overwritten: give another -o, or --force"
     assert page.read_text() == "mine"
-    assert call("report", finished.path, "--output", page, "--force").code == 0
-    assert page.read_text() != "mine"
+    assert invoke(run, "-o", page, "--force").exit_code == 0
+    assert page.read_text(encoding="utf-8") != "mine"
 
 
-def test_a_page_and_json_are_both_made(call, finished, tmp_path):
-    code, out, err = call("report", finished.path, "-o", tmp_path / "page.html", "--json")
-    assert (code, err) == (0, "")
-    assert RunRecord.from_json(out) == RunRecord.from_directory(finished.path)
-    assert (tmp_path / "page.html").is_file()
+def test_where_a_page_cannot_be_written_is_said(run, tmp_path):
+    refused = invoke(run, "-o", tmp_path / "no-such-folder" / "ship.html")
+    assert isinstance(refused.exception, OutputError)
 
 
-def test_a_page_in_a_folder_that_is_not_there_is_refused(refused, finished, tmp_path):
-    page = tmp_path / "none" / "page.html"
-    assert f"cannot write {page}: No such file or directory" in refused("report", finished.path, "-o", page)
-
-
-def test_what_is_not_a_run_directory_is_refused(refused, tmp_path):
-    assert f"{tmp_path} is not a run directory" in refused("report", tmp_path)
-    assert f"{tmp_path}/none is not a run directory" in refused("report", tmp_path / "none", "--json")
+@pytest.mark.parametrize("name", [".", "missing"])
+def test_what_is_no_run_is_refused(tmp_path, name):
+    refused = invoke(tmp_path / name)
+    assert isinstance(refused.exception, RecordError)
+    assert "give the --out of `plimsoll train`" in str(refused.exception)

@@ -1,39 +1,59 @@
-"""The two commands behind `plimsoll train`: what they accept, and what they do in the directory of a run."""
-
-from __future__ import annotations
+"""The processes that a run starts, called here as the supervisor calls them."""
 
 import pytest
-import typer
+import yaml
+from typer.testing import CliRunner
 
 from plimsoll.cli.main import app
 from plimsoll.data.prepare import Prepared
-
-COMMANDS = typer.main.get_command(app).commands
-
-
-@pytest.mark.parametrize(
-    ("command", "flags"),
-    [
-        ("prepare-worker", ["--quiet"]),
-        ("train-worker", ["--resume", "--from-step", "--resume-newest", "--micro-batch", "--restarts", "--quiet"]),
-    ],
-)
-def test_the_flags_are_these_and_people_are_not_shown_them(command, flags):
-    parameters = COMMANDS[command].params
-    assert [flag for parameter in parameters for flag in parameter.opts if flag.startswith("-")] == flags
-    assert COMMANDS[command].hidden
+from plimsoll.errors import CheckpointError
+from plimsoll.records.job import Job
+from plimsoll.records.plan import micro_batch_plan
+from plimsoll.records.run import RunRecord
+from plimsoll.run.directory import RunDirectory
 
 
-def test_what_the_cache_holds_is_found_again(call, finished, run_copy):
-    before = Prepared.load(run_copy / "prepared.json")
-    (run_copy / "prepared.json").unlink()
-    assert call("prepare-worker", run_copy, finished.cache, "--quiet") == (0, "", "")
-    assert Prepared.load(run_copy / "prepared.json") == before
+@pytest.fixture
+def directory(tmp_path):
+    """A run of four steps, as `plimsoll train` leaves it to the workers."""
+    (tmp_path / "text.txt").write_text("\n".join(f"line {i} of the text" for i in range(300)))
+    fields = {
+        "model": {"architecture": "gru", "embedding_size": 8, "hidden_size": 8},
+        "data": {"train": str(tmp_path / "text.txt")},
+        "tokenizer": {"vocab_size": 300},
+        "sequence_length": 16,
+        "batch_size": 4,
+        "steps": 4,
+        "checkpoint": {"every": 2},
+    }
+    directory = RunDirectory.create(tmp_path / "a", force=False)
+    directory.job.write_text(yaml.safe_dump(fields))
+    micro_batch_plan(Job.from_yaml(directory.job).budget, (4, 2, 1)).save(directory.plan)
+    return directory
 
 
-def test_a_folder_without_a_run_is_refused(refused, tmp_path):
-    assert f"{tmp_path} is not a run directory (it has no job.yaml)" in refused("train-worker", tmp_path)
+def invoke(*arguments):
+    return CliRunner().invoke(app, list(map(str, arguments)))
 
 
-def test_a_checkpoint_that_is_not_there_is_refused(refused, run_copy):
-    assert "7" in refused("train-worker", run_copy, "--resume", "--from-step", 7, "--quiet")
+def test_prepare_then_train_then_go_on(directory, tmp_path):
+    prepared = invoke("prepare-worker", directory.path, tmp_path / "cache", "--quiet")
+    assert (prepared.exit_code, prepared.output) == (0, "")
+    assert Prepared.load(directory.prepared).vocab_size == 300
+    trained = invoke("train-worker", directory.path, "--quiet", "--micro-batch", 2)
+    assert (trained.exit_code, trained.output) == (0, "")
+    record = RunRecord.from_directory(directory.path)
+    assert [step.micro_batch for step in record.steps] == [2] * 4
+    again = invoke("train-worker", directory.path, "--quiet", "--resume", "--from-step", 2, "--restarts", 3)
+    assert again.exit_code == 0
+    record = RunRecord.from_directory(directory.path)
+    assert [(start.step, start.restarts) for start in record.starts] == [(0, 0), (2, 3)]
+    assert [step.step for step in record.steps] == [1, 2, 3, 4]
+    wrong = invoke("train-worker", directory.path, "--quiet", "--resume", "--from-step", 3)
+    assert isinstance(wrong.exception, CheckpointError)
+
+
+def test_progress_is_shown_on_standard_error_unless_it_is_quiet(directory, tmp_path):
+    done = invoke("prepare-worker", directory.path, tmp_path / "cache")
+    assert done.stdout == ""
+    assert "tokens" in done.stderr

@@ -11,6 +11,7 @@ from plimsoll.errors import JobError, OutputError
 from plimsoll.models.build import build_model, loss_of, save_model
 from plimsoll.records.job import Job
 from plimsoll.workload import count_units, resident_bytes, split_batch
+from processes import run_program
 
 GPT2 = {"architecture": "gpt2", "n_embd": 8, "n_layer": 1, "n_head": 2}
 LSTM = {"architecture": "lstm", "embedding_size": 4, "hidden_size": 4}
@@ -36,6 +37,20 @@ def test_models_save_and_load_back_bitwise(tmp_path, model, task):
     assert all(torch.equal(loaded.state_dict()[name], tensor) for name, tensor in built.state_dict().items())
     shapes = build(str(tmp_path / "run" / "model"), task, device="meta")
     assert {p.device.type for p in shapes.parameters()} == {"meta"}
+
+
+SAVE_RECURRENT = """
+import sys
+from pathlib import Path
+from plimsoll.models.build import save_model
+from plimsoll.models.recurrent import build_recurrent
+save_model(build_recurrent({"architecture": "gru", "vocab_size": 9, "num_labels": None}), Path(sys.argv[1]))
+print("transformers" in sys.modules)
+"""
+
+
+def test_saving_a_recurrent_model_loads_nothing_more_into_a_memory_that_is_limited(tmp_path):
+    assert run_program(SAVE_RECURRENT, tmp_path).stdout == "False\n"
 
 
 @pytest.mark.parametrize("model", [GPT2, LSTM], ids=str)

@@ -1,86 +1,104 @@
-"""The processes behind `plimsoll train`: what they read and leave, and that they do not outlive their supervisor."""
+"""What the training process does before it trains: whose child it is, what it is given, what it refuses."""
 
-from __future__ import annotations
-
-import os
 import signal
-import subprocess
-import sys
-from collections.abc import Iterator
-from pathlib import Path
+import time
 
 import psutil
 import pytest
-from tokenizers import Tokenizer
+from small_runs import train_here
 
-from end_to_end.commands import environment, lines_of, plimsoll, steps_of, wait_until
-from plimsoll.records.run import CheckpointLine, EndLine, RunHead, StartLine
-from plimsoll.run.directory import RunDirectory
+from plimsoll.errors import BudgetError, CheckpointError
+from plimsoll.records.run import RunHead, StartLine, StepLine
+from plimsoll.run.failpoints import armed
+from processes import run_program
 
-_PARENT = """
-import os, subprocess, sys
-process = subprocess.Popen(sys.argv[1:], env=os.environ | {"PLIMSOLL_SUPERVISOR": str(os.getpid())})
-print(process.pid, flush=True)
-process.wait()
+LISTENS = """
+import time
+from plimsoll.run.worker import _end_with_supervisor
+_end_with_supervisor()
+print("listens", flush=True)
+time.sleep(60)
 """
 
 
-@pytest.fixture
-def endless_run(run_copy: Path) -> Path:
-    """The run of this session with more steps to do than a test waits for."""
-    job = RunDirectory(run_copy).job
-    job.write_text(job.read_text().replace("steps: 2\n", "steps: 1000000\n"))
-    return run_copy
+def test_a_worker_whose_supervisor_is_gone_already_ends_at_once():
+    assert run_program(LISTENS, PLIMSOLL_SUPERVISOR="1").returncode == -signal.SIGTERM
 
 
-@pytest.fixture
-def orphaned(endless_run: Path) -> Iterator[psutil.Process]:
-    """A training process whose supervisor, a real one, was killed when some steps were done."""
-    command = [sys.executable, "-m", "plimsoll", "train-worker", str(endless_run), "--resume", "--quiet"]
-    with subprocess.Popen(
-        [sys.executable, "-c", _PARENT, *command], env=environment(), stdout=subprocess.PIPE, text=True
-    ) as parent:
-        worker = psutil.Process(int(parent.stdout.readline()))
-        wait_until(lambda: len(steps_of(endless_run)) > 4, parent)
-        parent.send_signal(signal.SIGKILL)
-    yield worker
-    if worker.is_running():
-        worker.kill()
+# Starts a worker, says its number, and is gone.
+SUPERVISOR = """
+import os, subprocess, sys
+worker = subprocess.Popen(
+    [sys.executable, "-c", sys.argv[1]],
+    env=os.environ | {"PLIMSOLL_SUPERVISOR": str(os.getpid())},
+    stdout=subprocess.PIPE, text=True,
+)
+assert worker.stdout.readline() == "listens\\n"
+print(worker.pid, flush=True)
+os._exit(0)
+"""
 
 
-def test_a_training_process_ends_with_its_supervisor_and_saves_its_step(orphaned, endless_run):
-    psutil.wait_procs([orphaned], timeout=60)
-    assert not orphaned.is_running() or orphaned.status() == psutil.STATUS_ZOMBIE
-    *_, saved, end = lines_of(endless_run)
-    assert isinstance(saved, CheckpointLine)
-    assert isinstance(end, EndLine)
-    assert (end.status, end.step) == ("interrupted", saved.step)
-    assert saved.step == steps_of(endless_run)[-1].step
+def test_a_worker_ends_with_its_supervisor():
+    number = int(run_program(SUPERVISOR, LISTENS).stdout)
+    until = time.monotonic() + 30
+    while psutil.pid_exists(number) and psutil.Process(number).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < until
+        time.sleep(0.01)
 
 
-@pytest.mark.parametrize("command", ["train-worker", "prepare-worker"])
-def test_a_supervisor_that_is_gone_already_ends_the_process_before_it_writes(command, run_copy, tmp_path):
-    """This process's parent is not the supervisor that the variable names: it must have been, and died."""
-    before = lines_of(run_copy)
-    arguments = [] if command == "train-worker" else [tmp_path / "cache"]
-    done = plimsoll(command, run_copy, *arguments, PLIMSOLL_SUPERVISOR=str(os.getppid()))
-    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGTERM, "", "")
-    assert lines_of(run_copy) == before
-    assert not (tmp_path / "cache").exists()
+def steps_of(directory):
+    return [line for line in directory.lines() if isinstance(line, StepLine)]
 
 
-def test_a_process_that_was_started_by_hand_needs_no_supervisor(finished, run_copy):
-    done = plimsoll("prepare-worker", run_copy, finished.cache)
-    assert (done.returncode, done.stdout) == (0, "")
+def test_the_micro_batch_is_the_plans_unless_another_is_given(new_run):
+    first, second = new_run("a", steps=1), new_run("b", steps=1)
+    train_here(first)
+    train_here(second, micro_batch=2)
+    assert [directory.micro_batch_in_force() for directory in (first, second)] == [8, 2]
 
 
-def test_a_finished_training_leaves_its_head_its_start_and_a_model_with_its_tokenizer(finished):
-    directory = RunDirectory(finished.path)
+def test_what_is_known_before_the_first_step_is_kept(new_run):
+    directory = new_run(steps=1)
+    train_here(directory)
     head = RunHead.load(directory.head)
-    assert (head.job["steps"], head.device.kind) == (2, "cpu")
-    assert head.fingerprint["batch_size"] == "16"
-    assert head.versions["torch"]
+    assert head.job["steps"] == 1
+    assert head.device.kind == "cpu"
+    assert {"torch", "plimsoll"} <= head.versions.keys()
+    assert {"model", "seed", "data"} <= head.fingerprint.keys()
+
+
+def test_a_checkpoint_of_another_job_is_refused_before_anything_is_trained(new_run):
+    directory = new_run(steps=2)
+    train_here(directory)
+    lines = directory.lines()
+    directory.job.write_text(directory.job.read_text().replace("seed: 0", "seed: 1"))
+    with pytest.raises(CheckpointError, match="seed was 0, is 1"):
+        train_here(directory, resume=True)
+    assert directory.lines() == lines
+
+
+def test_a_budget_that_cannot_hold_the_model_is_refused_before_it_is_built(new_run):
+    directory = new_run(model={"architecture": "lstm", "hidden_size": 20_000}, budget={"device": "1GiB"})
+    with pytest.raises(BudgetError, match=r"a budget of 1\.0 GiB cannot hold this training"):
+        train_here(directory)
+    assert directory.lines() == []
+
+
+def test_a_run_that_goes_on_counts_time_from_where_it_stopped(new_run):
+    directory = new_run(steps=2)
+    train_here(directory)
+    stopped_seconds = directory.lines()[-2].time_seconds
+    directory.job.write_text(directory.job.read_text().replace("steps: 2", "steps: 4"))
+    train_here(directory, resume=True)
     starts = [line for line in directory.lines() if isinstance(line, StartLine)]
-    assert [(line.step, line.micro_batch, line.restarts) for line in starts] == [(0, 16, 0)]
-    assert (directory.model / "model.safetensors").is_file()
-    assert Tokenizer.from_file(str(directory.model / "tokenizer.json")).get_vocab_size() == 400
+    assert starts[1].time_seconds >= stopped_seconds
+    assert [step.step for step in steps_of(directory)] == [1, 2, 3, 4]
+
+
+def test_failpoints_come_from_the_environment(new_run, monkeypatch):
+    monkeypatch.setenv("PLIMSOLL_FAILPOINTS", "backward@1")
+    directory = new_run(steps=1)
+    with armed("backward"):  # disarms what the environment adds
+        train_here(directory)
+    assert steps_of(directory)[0].micro_batch == 4

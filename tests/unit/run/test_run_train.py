@@ -1,0 +1,187 @@
+"""The loop, with a tiny LSTM in this process: what it writes, where it stops, how it goes on."""
+
+import os
+import signal
+import threading
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from small_runs import make_run, small_job, train_here
+
+from plimsoll.errors import CheckpointError, Interrupted, NonFiniteLossError, OutOfMemoryError
+from plimsoll.records.job import Job
+from plimsoll.records.run import CheckpointLine, EvaluationLine, OomEvent, RunRecord, StepLine
+from plimsoll.run.failpoints import armed
+
+
+def record_of(directory):
+    return RunRecord.from_directory(directory.path)
+
+
+def weights_of(directory):
+    return load_file(directory.model / "model.safetensors")
+
+
+def assert_same_weights(one, other):
+    expected, found = weights_of(one), weights_of(other)
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(tensor, found[name]) for name, tensor in expected.items())
+
+
+def of_kind(directory, kind):
+    return [line for line in directory.lines() if isinstance(line, kind)]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, text, cache):
+    """A run of six steps that nothing disturbs."""
+    directory = make_run(tmp_path_factory.mktemp("runs") / "whole", small_job(text), cache)
+    train_here(directory)
+    return directory
+
+
+def test_a_run_writes_every_step_once_and_its_record(whole):
+    record = record_of(whole)
+    assert record == RunRecord.load(whole.record)
+    assert record.status == "finished"
+    assert [step.step for step in record.steps] == [1, 2, 3, 4, 5, 6]
+    assert [step.first_sample for step in record.steps] == [0, 8, 16, 24, 32, 40]
+    assert {step.num_units for step in record.steps} == {8 * 31}
+    assert [step.loss for step in record.steps] == sorted((step.loss for step in record.steps), reverse=True)
+    assert [line.step for line in record.checkpoints] == [2, 4, 6]
+    assert [line.step for line in record.evaluations] == [6]
+    assert record.evaluations[0].loss < record.steps[0].loss
+    assert [start.step for start in record.starts] == [0]
+    assert record.peak_bytes > record.starts[0].baseline_bytes
+    assert sorted(path.name for path in whole.checkpoints.iterdir()) == ["step-00000004", "step-00000006"]
+    assert {"config.json", "model.safetensors"} <= {path.name for path in whole.model.iterdir()}
+
+
+def test_the_times_of_the_lines_never_go_back(whole):
+    times = [line.time_seconds for line in whole.lines()]
+    assert times == sorted(times)
+
+
+def test_evaluations_come_as_often_as_asked_for_and_change_nothing(new_run, whole):
+    directory = new_run(evaluate_every=2)
+    train_here(directory)
+    assert [line.step for line in of_kind(directory, EvaluationLine)] == [2, 4, 6]
+    assert_same_weights(whole, directory)
+
+
+@pytest.mark.parametrize(("failing", "phase"), [("fetch", "fetch"), ("checkpoint", "checkpoint")])
+def test_memory_running_out_between_steps_is_survived(new_run, whole, failing, phase):
+    directory = new_run()
+    with armed(failing, 2):
+        train_here(directory)
+    (event,) = of_kind(directory, OomEvent)
+    assert (event.phase, event.action, event.micro_batch) == (phase, "freed what could be freed, tried again", None)
+    assert_same_weights(whole, directory)
+
+
+def test_memory_running_out_in_a_step_is_noted_where_it_happened(new_run):
+    directory = new_run()
+    with armed("forward", 1):
+        train_here(directory)
+    kinds = [type(line) for line in directory.lines()[1:3]]
+    assert kinds == [OomEvent, StepLine]
+    (event,) = of_kind(directory, OomEvent)
+    assert (event.step, event.phase, event.micro_batch, event.next_micro_batch) == (1, "forward", 8, 4)
+    assert [step.micro_batch for step in record_of(directory).steps] == [4] * 6
+
+
+def test_memory_that_stays_away_ends_the_run_with_its_checkpoints(new_run):
+    directory = new_run()
+    with (
+        armed("checkpoint", 4, 5, 6),
+        pytest.raises(OutOfMemoryError, match=r"ran out 3 times in the checkpoint phase"),
+    ):
+        train_here(directory)
+    record = record_of(directory)
+    assert (record.status, len(record.steps), len(record.oom_events)) == ("failed", 4, 3)
+    assert "give a larger budget" in record.message
+    assert [path.name for path in directory.checkpoints.iterdir()] == ["step-00000002"]
+
+
+def test_a_run_goes_on_from_its_newest_checkpoint_to_the_same_bits(new_run, whole):
+    directory = new_run()
+    with armed("fetch", 6, 7, 8), pytest.raises(OutOfMemoryError):  # in the sixth step, two after the checkpoint
+        train_here(directory)
+    train_here(directory, resume=True)
+    record = record_of(directory)
+    assert [step.step for step in record.steps] == [1, 2, 3, 4, 5, 6]
+    assert [start.step for start in record.starts] == [0, 4]
+    assert record.status == "finished"
+    assert_same_weights(whole, directory)
+
+
+def test_it_goes_on_from_an_earlier_one_if_told_to(new_run, whole):
+    directory = new_run()
+    train_here(directory)
+    train_here(directory, resume=True, from_step=4)
+    assert [start.step for start in record_of(directory).starts] == [0, 4]
+    assert [line.step for line in of_kind(directory, CheckpointLine)] == [2, 4, 6]
+    assert_same_weights(whole, directory)
+
+
+def test_a_finished_run_can_be_made_longer(new_run, whole):
+    directory = new_run(steps=4)
+    train_here(directory)
+    directory.write_job(Job.from_yaml(directory.job, ("steps=6",)))
+    train_here(directory, resume=True)
+    assert [step.step for step in record_of(directory).steps] == [1, 2, 3, 4, 5, 6]
+    assert_same_weights(whole, directory)
+
+
+def test_without_a_checkpoint_there_is_nothing_to_go_on_from(new_run):
+    with pytest.raises(CheckpointError, match="start the run without --resume"):
+        train_here(new_run(), resume=True)
+
+
+def test_after_a_death_before_the_first_checkpoint_it_begins_anew(new_run, whole):
+    directory = new_run()
+    with armed("fetch", 2, 3, 4), pytest.raises(OutOfMemoryError):
+        train_here(directory)
+    assert len(of_kind(directory, StepLine)) == 1
+    train_here(directory, resume_newest=True, restarts=1)
+    record = record_of(directory)
+    assert [step.step for step in record.steps] == [1, 2, 3, 4, 5, 6]
+    assert [start.restarts for start in record.starts] == [0, 1]
+    assert_same_weights(whole, directory)
+
+
+def test_a_signal_stops_it_after_a_step_that_is_saved(new_run, whole):
+    directory = new_run(steps=100_000, checkpoint={"every": 100_000})
+    done = threading.Event()
+
+    def send_after_some_steps():
+        while not done.is_set() and len(of_kind(directory, StepLine)) < 3:
+            done.wait(0.05)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    sender = threading.Thread(target=send_after_some_steps)
+    sender.start()
+    try:
+        with pytest.raises(
+            Interrupted, match=r"of 100000, which is saved: go on with `plimsoll train --resume"
+        ) as stop:
+            train_here(directory)
+    finally:
+        done.set()
+        sender.join()
+    record = record_of(directory)
+    assert stop.value.exit_code == 128 + signal.SIGTERM
+    assert record.status == "interrupted"
+    assert [line.step for line in record.checkpoints] == [record.steps[-1].step]
+
+
+def test_a_loss_that_is_not_finite_names_the_checkpoint_to_go_back_to(new_run):
+    # The first update makes weights whose products are beyond what float32 can hold.
+    directory = new_run(optimizer={"name": "sgd", "lr": 1e38}, checkpoint={"every": 1})
+    with pytest.raises(NonFiniteLossError, match=r"the step was undone.*the last good checkpoint is .*step-0000000"):
+        train_here(directory)
+    record = record_of(directory)
+    assert record.status == "failed"
+    assert record.steps
+    assert "lower the learning rate (now 1e+38)" in record.message
