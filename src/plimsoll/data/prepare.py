@@ -147,7 +147,7 @@ def _open(text: PreparedText, prepared: Prepared, job: Job) -> Dataset:
         return WindowDataset(store, job.sequence_length)
     folder = Path(text.labels_folder)
     if read_facts(folder) is None:
-        raise DataError(f"the labels {folder} are gone from the cache, or torn: prepare the data again")
+        raise DataError(f"the labels {folder} are gone from the cache, or torn: start the run again with --force")
     labels = np.load(folder / _LABELS_FILE, mmap_mode="r")
     return DocumentDataset(store, labels, job.sequence_length, prepared.end_id)
 

@@ -68,7 +68,7 @@ def open_tokens(folder: Path) -> TokenStore:
     """
     facts = read_facts(folder)
     if facts is None:
-        raise DataError(f"the tokens {folder} are gone from the cache, or torn: prepare the data again")
+        raise DataError(f"the tokens {folder} are gone from the cache, or torn: start the run again with --force")
     return TokenStore(folder, facts)
 
 

@@ -10,7 +10,7 @@ import difflib
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import yaml
 from pydantic import Field, ValidationError, field_validator
@@ -24,7 +24,7 @@ from plimsoll.records.device import Budget
 class DataSource(Frozen):
     """Where the text is. ``validation`` is a path, or the share (0 to 1) of the training units held out."""
 
-    train: str | tuple[str, ...]
+    train: Annotated[str, Field(min_length=1)] | tuple[Annotated[str, Field(min_length=1)], ...]
     validation: str | float | None = None
     unit: Literal["document", "line"] = "document"
 
@@ -186,7 +186,7 @@ def _with_arguments(optimizer: dict[str, Any]) -> dict[str, Any]:
 def _from_folder(value: Any, folder: Path) -> Any:
     if isinstance(value, list | tuple):
         return [_from_folder(item, folder) for item in value]
-    return str(folder.resolve() / Path(value).expanduser()) if isinstance(value, str) else value
+    return str(folder.resolve() / Path(value).expanduser()) if isinstance(value, str) and value else value
 
 
 def _faults(error: ValidationError) -> list[str]:

@@ -57,12 +57,13 @@ class RunDirectory:
             OutputError: if something is there already (unless ``force``, which removes it) or it cannot be written.
         """
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
-            if not force:
+            if not force and not _has_not_begun(path):
                 raise OutputError(
                     f"{path} exists already and is not overwritten: give another --out, go on with "
                     f"`plimsoll train --resume --out {path}`, or remove what is there with --force"
                 )
-            _remove(path)
+            if force:
+                _remove(path)
         try:
             path.mkdir(parents=True, exist_ok=True)
             write_atomically(path / "metrics.jsonl", b"")
@@ -159,6 +160,13 @@ def _drop_torn_line(file: BinaryIO) -> None:
 def _byte_at(file: BinaryIO, position: int) -> bytes:
     file.seek(position)
     return file.read(1)
+
+
+def _has_not_begun(path: Path) -> bool:
+    """Whether this is a run directory in which no step was done: what was wrong is corrected and tried again."""
+    if not (path / "job.yaml").is_file():
+        return False
+    return not any(isinstance(line, StepLine | CheckpointLine) for line in RunDirectory(path).lines())
 
 
 def _remove(path: Path) -> None:

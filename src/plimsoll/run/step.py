@@ -34,6 +34,7 @@ from plimsoll.errors import DataError, InputError, NonFiniteLossError, OutOfMemo
 from plimsoll.records.run import OomEvent
 from plimsoll.records.units import format_bytes
 from plimsoll.run.boundary import Position, attempt
+from plimsoll.run.checks import described, device_of, refuse, refuse_many_labels
 from plimsoll.run.commit import StepCommit
 from plimsoll.run.failpoints import failpoint
 from plimsoll.run.recover import Ladder, micro_batch_sizes
@@ -134,8 +135,8 @@ class TrainStep:
         recut_batch_norm: bool = False,
         grow_after: int = 50,
     ) -> None:
-        device = _device_of(model)
-        _check(model, optimizer, precision, micro_batch)
+        device = device_of(model)
+        refuse(model, optimizer, precision, micro_batch)
         self._units_are_assumed = units is None
         self._has_own_loss = loss is not model_loss
         self.workload = Workload(model, optimizer, loss, units or "samples", schedule, clip_norm, precision, device)
@@ -320,7 +321,7 @@ class TrainStep:
             loss = self.workload.loss(self.workload.model, piece)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             raise InputError(
-                f"loss(model, batch) returned {_described(loss)}: return the mean loss, a tensor of one number"
+                f"loss(model, batch) returned {described(loss)}: return the mean loss, a tensor of one number"
             )
         self.position.phase = "loss"
         failpoint("loss")
@@ -363,7 +364,7 @@ class TrainStep:
                 "function loss(model, batch) that returns the mean loss, or batches that are dicts"
             )
         if self._units_are_assumed:
-            _refuse_many_labels(batch)
+            refuse_many_labels(batch)
         num_samples, num_units = batch_size_of(batch), count_units(batch, self.workload.units)
         if num_units == 0:
             raise DataError(
@@ -455,51 +456,6 @@ class TrainStep:
                 with self._autocast():
                     total += self.workload.loss(self.workload.model, on_device).float() * share
         return total.item()
-
-
-def _described(value: object) -> str:
-    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
-
-
-def _refuse_many_labels(batch: Any) -> None:
-    labels = batch.get("labels") if isinstance(batch, Mapping) else None
-    if isinstance(labels, torch.Tensor) and labels.ndim > 1:
-        raise InputError(
-            f"labels of shape {tuple(labels.shape)} are several for each sample, and what the loss averages over "
-            'decides how the pieces of a batch are weighted: give units="next-tokens" (a causal model that shifts its labels), '
-            '"tokens", "samples", or a function'
-        )
-
-
-def _device_of(model: nn.Module) -> torch.device:
-    devices = {parameter.device for parameter in model.parameters()}
-    if len(devices) != 1:
-        raise InputError(
-            f"the model's parameters are on {sorted(map(str, devices)) or 'no device'}: put it on one device before "
-            "making the step"
-        )
-    return devices.pop()
-
-
-def _check(model: nn.Module, optimizer: torch.optim.Optimizer, precision: str, micro_batch: int | None) -> None:
-    if precision not in ("fp32", *_AUTOCAST):
-        raise InputError(f"precision {precision!r} is unknown: choose fp32, bf16 or fp16")
-    num_half = sum(parameter.dtype == torch.float16 for parameter in model.parameters())
-    if precision == "fp16" and num_half:
-        raise InputError(
-            f"precision fp16 scales gradients for a model whose parameters are float32, but {num_half} of this one are "
-            "float16 (model.half() or torch_dtype=float16): small updates would be lost in its weights and the scaler "
-            "refuses to unscale float16 gradients; use model.float(), autocast does the rest"
-        )
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise InputError(
-            f"{type(optimizer).__name__} evaluates the loss several times in one step and needs a closure: use another "
-            "optimizer, for example AdamW"
-        )
-    if micro_batch is not None and micro_batch < 1:
-        raise InputError(
-            f"micro_batch is {micro_batch} samples, but a pass needs at least 1: give a positive number or None"
-        )
 
 
 def _note(event: OomEvent, events: list[OomEvent], on_oom: Callable[[OomEvent], None] | None) -> None:

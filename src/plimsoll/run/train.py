@@ -76,7 +76,7 @@ def train(training: Training, restarts: int = 0) -> RunRecord:
     directory, step = training.directory, training.step
     try:
         with ExitStack() as stack:
-            stack.enter_context(training.sampler.running())
+            fitting(lambda: stack.enter_context(training.sampler.running()), training.backend, "starting")
             stack.enter_context(training.view.shown())
             training.stop = stack.enter_context(stop_on_signal())
             directory.append(_start_line(training, restarts))

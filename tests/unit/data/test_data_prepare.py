@@ -122,10 +122,14 @@ def test_a_cache_that_is_gone_is_said_so(texts: Path, tmp_path: Path):
     job = job_of(texts, task="classification")
     prepared = prepare(job, tmp_path / "cache")
     (Path(prepared.train.labels_folder) / "labels.npy").write_bytes(b"")
-    with pytest.raises(DataError, match=r"the labels .* are gone from the cache, or torn: prepare the data again"):
+    with pytest.raises(
+        DataError, match=r"the labels .* are gone from the cache, or torn: start the run again with --force"
+    ):
         open_datasets(prepared, job)
     (Path(prepared.train.tokens_folder) / "tokens.bin").unlink()
-    with pytest.raises(DataError, match=r"the tokens .* are gone from the cache, or torn: prepare the data again"):
+    with pytest.raises(
+        DataError, match=r"the tokens .* are gone from the cache, or torn: start the run again with --force"
+    ):
         open_datasets(prepared, job)
 
 
