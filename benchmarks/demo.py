@@ -1,6 +1,6 @@
 """Two arms under one memory limit: the plain PyTorch loop, which dies, and Plimsoll, which finishes.
 
-    python benchmarks/demo.py [--data PATH] [--limit 1GiB] [--steps 16] [--out demo-out]
+    python benchmarks/demo.py [--data PATH] [--limit 1GiB] [--steps 12] [--out demo-out]
 
 Trains a small GPT-2 on the sources of this machine's own Python standard library, or on the text in ``--data``. On the
 CPU the limit is on private memory and the peaks are measured from outside, by this process reading /proc/PID/statm of

@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+
 from end_to_end.commands import trained, write_job
 
 SLOW_STEPS = 50

@@ -1,4 +1,4 @@
-"""Models for job files (`model: slow_models:slow`): an LSTM whose steps take as long, or as much memory, as a test needs."""
+"""Models for job files (`model: slow_models:slow`): an LSTM whose steps take as long, or as much memory, as needed."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def with_hook(model: nn.Module, action: Any) -> nn.Module:
 
 
 def growing(vocab_size: int) -> nn.Module:
-    """From the ninth training pass on, each needs 32 MiB more per sample; the count is a buffer, so it is resumed too."""
+    """From the ninth training pass on, each needs 32 MiB more per sample; the count, a buffer, is resumed too."""
     model = lstm(vocab_size)
     model.register_buffer("num_passes", torch.zeros((), dtype=torch.int64))
 

@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from workloads import BATCH_SIZE, CASES, Case, largest_relative_difference, plain_loop, weights_of
 
 from plimsoll.assemble import Assembled
 from plimsoll.data.loader import Loader
@@ -32,6 +31,7 @@ from plimsoll.run.monitor import MemorySampler
 from plimsoll.run.recover import micro_batch_sizes
 from plimsoll.run.step import TrainStep
 from plimsoll.run.train import Training, train
+from workloads import BATCH_SIZE, CASES, Case, largest_relative_difference, plain_loop, weights_of
 
 NUM_SAMPLES = 20  # batches of 8, 8 and 4
 NUM_EPOCHS = 2

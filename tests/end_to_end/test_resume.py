@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
+
 from end_to_end.commands import (
     assert_each_sample_once,
     assert_same_bits,
@@ -22,7 +23,6 @@ from end_to_end.commands import (
     write_job,
 )
 from end_to_end.conftest import SLOW_STEPS
-
 from plimsoll.records.run import EndLine, RunRecord, StartLine
 
 

@@ -6,6 +6,8 @@ A command's module is imported when the command is called, so that ``plimsoll --
 from __future__ import annotations
 
 import sys
+from importlib.metadata import version
+from typing import Annotated
 
 import typer
 
@@ -14,13 +16,34 @@ from plimsoll.errors import PlimsollError
 
 app = typer.Typer(
     name="plimsoll",
-    help="PyTorch NLP training that stays inside a memory budget.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    epilog="Start with: plimsoll probe; plimsoll train job.yaml --budget 2GiB --out runs/a; "
-    "plimsoll report runs/a -o a.html",
 )
+
+
+def _print_version(is_wanted: bool) -> None:
+    if is_wanted:
+        print(f"plimsoll {version('torch-plimsoll')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _of_every_command(
+    _version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """PyTorch NLP training that stays inside a memory budget.
+
+    \b
+    Examples:
+      plimsoll probe
+      plimsoll train job.yaml --budget 2GiB --out runs/a
+      plimsoll report runs/a -o a.html
+    """
+
+
 app.command("probe")(probe.probe)
 app.command("train")(train.train)
 app.command("report")(report.report)
@@ -29,16 +52,12 @@ app.command("prepare-worker", hidden=True)(workers.prepare_worker)
 
 
 def main() -> None:
-    """Run the command line; the process ends with the exit code of `plimsoll.errors`."""
+    """Run the command line; the process ends with the exit code of `plimsoll.errors`.
+
+    Typer itself ends it with 130 after Ctrl-C, and in silence when the reader of its output goes away (``| head``).
+    """
     try:
         app()
     except PlimsollError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        sys.exit(130)
-    except BrokenPipeError:
-        # The reader of standard output went away (`plimsoll ... | head`): nothing is left to say to it.
-        sys.stderr.close()
-        sys.exit(0)

@@ -12,7 +12,10 @@ def probe(
 ) -> None:
     """Show the devices of this machine, their memory, and every limit on this process.
 
-    Example: plimsoll probe
+    \b
+    Examples:
+      plimsoll probe
+      plimsoll probe --json
     """
     from plimsoll.device.probe import probe_machine
     from plimsoll.report.render import render

@@ -1,4 +1,4 @@
-"""``plimsoll report``: a run directory, or a record file, as text, JSON or one HTML page."""
+"""``plimsoll report``: a run directory as text, JSON or one HTML page."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import typer
 
 
 def report(
-    run: Annotated[Path, typer.Argument(help="A run directory, also of a run that is still going.")],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory, also of a run that is still going.")],
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Write one self-contained HTML page here.")
     ] = None,
@@ -18,7 +18,11 @@ def report(
 ) -> None:
     """Show what happened in a run.
 
-    Examples: plimsoll report runs/a, plimsoll report runs/a -o a.html
+    \b
+    Examples:
+      plimsoll report runs/a
+      plimsoll report runs/a -o a.html
+      plimsoll report runs/a --json
     """
     from plimsoll.errors import OutputError
     from plimsoll.records.base import write_atomically

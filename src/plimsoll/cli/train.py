@@ -32,13 +32,22 @@ def train(  # noqa: PLR0917 -- typer calls it by name
 ) -> None:
     """Train a job inside a memory budget; survive running out of memory.
 
-    Examples: plimsoll train job.yaml --budget 2GiB --out runs/a, plimsoll train --resume --out runs/a
+    \b
+    Examples:
+      plimsoll train job.yaml --budget 2GiB --out runs/a
+      plimsoll train job.yaml --set steps=500 --set optimizer.lr=1e-3 --out runs/b
+      plimsoll train --resume --out runs/a
+      plimsoll train --resume --out runs/a --budget 1500MiB --from-step 100
     """
-    from plimsoll.errors import InputError, TornStepError
+    from plimsoll.errors import InputError
     from plimsoll.records.run import RunRecord
     from plimsoll.report.render import render
     from plimsoll.run.supervise import supervise
 
+    if resume and (force or cache):
+        raise InputError(f"--resume goes on with what is in {out}: leave out --force and --cache, or drop --resume")
+    if from_step is not None and not resume:
+        raise InputError(f"--from-step {from_step} chooses a checkpoint to go on from: add --resume, or leave it out")
     if resume:
         directory = _opened(out, job_file)
         code = _gone_on(directory, _job(directory.job, budget, changes), from_step, as_json)
@@ -49,7 +58,7 @@ def train(  # noqa: PLR0917 -- typer calls it by name
         )
     else:
         code = supervise(_created(out, _job(job_file, budget, changes), cache, force, as_json), quiet=as_json)
-    if code not in (0, TornStepError.exit_code):
+    if code:
         sys.exit(code)
     print(render(RunRecord.from_directory(out), "json" if as_json else "text"))
 

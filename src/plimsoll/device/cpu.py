@@ -23,8 +23,8 @@ from plimsoll.records.device import Device, Limit, MemoryUse
 from plimsoll.records.units import format_bytes
 
 _NEARLY_FULL_SHARE = 1 / 2
-"""Of the budget. A primitive of oneDNN that fails wanted a scratchpad about as large as a batch: an LSTM of 512 tokens fails
-so with 29 to 50 MiB of 290 MiB left. A retry too many costs less than a training that ends."""
+"""Of the budget. A primitive of oneDNN that fails wanted a scratchpad about as large as a batch: an LSTM of 512 tokens
+fails so with 29 to 50 MiB of 290 MiB left. A retry too many costs less than a training that ends."""
 
 
 @final
@@ -65,7 +65,7 @@ class CpuBackend:
             used_bytes=memory.private_bytes,
             peak_bytes=self._peak.read(memory.private_bytes),
             reserved_bytes=memory.data_bytes,
-            limit_bytes=data_limit.budget_in_force(),
+            limit_bytes=data_limit.budget_in_force_bytes(),
         )
 
     def reset_peak(self) -> None:
@@ -98,7 +98,7 @@ class CpuBackend:
         """
         gc.collect()
         heap.trim()
-        if last_resort and data_limit.budget_in_force() is not None:
+        if last_resort and data_limit.budget_in_force_bytes() is not None:
             heap.map_blocks_from(heap.TIGHT_BYTES)
 
     def oom_family(self, error: BaseException) -> str | None:
@@ -136,7 +136,7 @@ def _free_bytes(available_bytes: int) -> int:
 
 def _resource_limits() -> list[tuple[Limit, int]]:
     """Pair each resource limit that others set on this process with what counts against it."""
-    space, data = resource.getrlimit(resource.RLIMIT_AS)[0], data_limit.soft_limit_of_others()
+    space, data = resource.getrlimit(resource.RLIMIT_AS)[0], data_limit.soft_limit_of_others_bytes()
     found = []
     if space != resource.RLIM_INFINITY:
         found.append((Limit(source="RLIMIT_AS (ulimit -v)", bytes=space), process.address_space_bytes()))

@@ -86,12 +86,12 @@ def follow(memory: process.PrivateMemory) -> None:
         _apply(_IN_FORCE[-1])
 
 
-def budget_in_force() -> int | None:
+def budget_in_force_bytes() -> int | None:
     """Return the budget that holds now, in bytes, ``None`` outside `limited`."""
     return _IN_FORCE[-1].budget_bytes if _IN_FORCE else None
 
 
-def soft_limit_of_others() -> int | None:
+def soft_limit_of_others_bytes() -> int | None:
     """Return the ``RLIMIT_DATA`` that was there before any `limited` of this process, ``None`` where there was none."""
     soft_bytes = _IN_FORCE[0].previous_soft_bytes if _IN_FORCE else resource.getrlimit(resource.RLIMIT_DATA)[0]
     return soft_bytes if soft_bytes != resource.RLIM_INFINITY else None
@@ -102,7 +102,7 @@ def _apply(limit: _Limit) -> None:
 
 
 def _set_soft_within_others(soft_bytes: int) -> None:
-    others_bytes = soft_limit_of_others()
+    others_bytes = soft_limit_of_others_bytes()
     _set_soft(soft_bytes if others_bytes is None else min(soft_bytes, others_bytes))
 
 

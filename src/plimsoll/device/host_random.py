@@ -1,7 +1,7 @@
 """The host's random number generators, torch's, Python's and numpy's, copied and put back.
 
-A copy is a dictionary of numbers, tuples and tensors, so that a checkpoint can hold it without pickled classes. The cost
-is some 20 microseconds, once per step. Does NOT cover generators that a program makes itself.
+A copy is a dictionary of numbers, tuples and tensors, so that a checkpoint can hold it without pickled classes. It
+costs some 40 microseconds, once per step. Does NOT cover generators that a program makes itself.
 """
 
 from __future__ import annotations

@@ -147,7 +147,9 @@ def build_recurrent(fields: dict[str, Any]) -> RecurrentModel:
 def save_recurrent(model: RecurrentModel, folder: Path) -> None:
     """Write ``model.safetensors`` and ``config.json`` into an existing folder. No copy of the weights is made."""
     save_model(model, str(folder / "model.safetensors"))
-    (folder / "config.json").write_text(model.config.model_dump_json(indent=2) + "\n", encoding="utf-8")
+    (folder / "config.json").write_text(
+        model.config.model_dump_json(indent=2, exclude_none=True) + "\n", encoding="utf-8"
+    )
 
 
 def load_recurrent(folder: Path) -> RecurrentModel:

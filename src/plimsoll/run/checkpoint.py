@@ -20,6 +20,7 @@ import shutil
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -151,7 +152,8 @@ def _open(root: Path, step: int) -> Checkpoint:
 
 
 def _steps(root: Path) -> list[int]:
-    return sorted(int(folder.name.removeprefix("step-")) for folder in root.glob("step-*") if folder.is_dir())
+    names = (folder.name.removeprefix("step-") for folder in root.glob("step-*") if folder.is_dir())
+    return sorted(int(name) for name in names if name.isdecimal())  # others are copies that somebody made
 
 
 def _fault(root: Path, step: int, fingerprint: dict[str, str]) -> str | None:
@@ -180,8 +182,8 @@ def _fault(root: Path, step: int, fingerprint: dict[str, str]) -> str | None:
 class _PlainFile:
     """A file for `torch.save` that reports a full disk as the ``OSError`` it is, whatever torch makes of it."""
 
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("wb", buffering=0)
+    def __init__(self, file: FileIO) -> None:
+        self._file = file
         self.error: OSError | None = None
 
     def write(self, content: Any) -> int:
@@ -197,21 +199,18 @@ class _PlainFile:
     def flush(self) -> None:
         self._file.flush()
 
-    def close(self) -> None:
-        os.fsync(self._file.fileno())
-        self._file.close()
-
 
 def _write_tensors(path: Path, content: Any) -> None:
-    file = _PlainFile(path)
-    try:
-        torch.save(content, file)  # type: ignore[arg-type]  # it needs no more than `write` and `flush`
-        file.close()
-    except RuntimeError:
-        if file.error is None:
-            raise
-    if file.error is not None:
-        raise file.error
+    with path.open("wb", buffering=0) as raw:
+        file = _PlainFile(raw)
+        try:
+            torch.save(content, file)  # type: ignore[arg-type]  # it needs no more than `write` and `flush`
+        except RuntimeError:
+            if file.error is None:
+                raise
+        if file.error is not None:
+            raise file.error
+        os.fsync(raw.fileno())
 
 
 def _facts(path: Path) -> dict[str, int]:

@@ -9,12 +9,12 @@ piece, and costs about half of the optimizer's own time, which is below 1 % of a
 That a failure can always be mended follows from the order. The largest parameter goes first, so the first piece needs
 most; the states that the first step will still create are proven to fit by allocating as much once; and every finished
 piece gives its gradients back. So memory runs out in the first piece, which is undone and nothing has happened, or not
-at all. A later failure is something else taking memory: the piece is undone and done again, in halves where it has more
-than one parameter. If a single parameter fails twice, what was done cannot be taken back: `TornStepError` says so, and
-a checkpoint is the way back.
+at all. A later failure is something else taking memory: the piece is undone and done again, in halves where it can be
+cut. If what cannot be cut fails twice, what was done cannot be taken back: `TornStepError` says so, and a checkpoint is
+the way back.
 
-Where not even the copy of a piece fits, the piece is done without one, but only after the memory that its update can
-take at most has been shown to be there.
+Where not even the copy of a piece fits, or it takes the memory that the update needs, the piece is done without one,
+but only after what its update can take at most has been shown to be there.
 
 Covers optimizers of ``torch.optim`` piece by piece; an optimizer from elsewhere, or one with step hooks, may look at
 all parameters together and is therefore one single piece. Does NOT cover state kept outside ``optimizer.state``,
@@ -47,6 +47,7 @@ _MOST_STATES = 2  # times the parameters' bytes: Adam and its kin; only AMSGrad 
 class _Piece:
     """Some parameters of each parameter group: ``groups`` maps the group's index to them."""
 
+    is_separable: bool
     groups: dict[int, list[nn.Parameter]] = field(default_factory=dict)
     num_bytes: int = 0
     num_failures: int = 0
@@ -66,17 +67,20 @@ class _Piece:
         for parameter in self.parameters():
             parameter.grad = None
 
+    def can_be_cut(self) -> bool:
+        return self.is_separable and len(self.parameters()) > 1
+
     def may_be_tried_again(self) -> bool:
-        """Whether it can be cut further, or is one parameter that has failed only once."""
+        """Whether it can be cut further, or has failed only once."""
         self.num_failures += 1
-        return len(self.parameters()) > 1 or self.num_failures == 1
+        return self.can_be_cut() or self.num_failures == 1
 
     def halves(self) -> list[_Piece]:
-        """The piece as two, or itself if it is one parameter."""
-        members = [(group, parameter) for group, parameters in self.groups.items() for parameter in parameters]
-        if len(members) == 1:
+        """The piece as two, or itself if it cannot be cut."""
+        if not self.can_be_cut():
             return [self]
-        parts = [_Piece(), _Piece()]
+        members = [(group, parameter) for group, parameters in self.groups.items() for parameter in parameters]
+        parts = [_Piece(is_separable=True), _Piece(is_separable=True)]
         for number, (group, parameter) in enumerate(members):
             parts[number * 2 // len(members)].add(group, parameter)
         return parts
@@ -174,8 +178,8 @@ class StepCommit:
         ``other_bytes``: the bytes of the parameters whose new states must be proven to fit as well; ``None`` once that
         has been done.
         """
-        copy = attempt(lambda: _Copy(self.optimizer, piece), self._backend, self._position)
-        if isinstance(copy, OomEvent):
+        copy = self._copy_of(piece)
+        if copy is None:
             return self._do_without_copy(piece, other_bytes)
         event = attempt(lambda: self._step_on(piece), self._backend, self._position)
         if event is None and copy.is_of_fresh_states and other_bytes:
@@ -187,12 +191,23 @@ class StepCommit:
         piece.release_gradients()
         return None
 
-    def _do_without_copy(self, piece: _Piece, other_bytes: int | None) -> OomEvent | None:
-        self._backend.release()
+    def _copy_of(self, piece: _Piece) -> _Copy | None:
+        """A copy to undo the piece with; ``None`` where it does not fit, or leaves too little for a second try."""
+        copy = attempt(lambda: _Copy(self.optimizer, piece), self._backend, self._position)
+        if isinstance(copy, OomEvent) or (piece.num_failures and self._lacks_room(piece, other_bytes=0) is not None):
+            return None
+        return copy
+
+    def _lacks_room(self, piece: _Piece, other_bytes: int) -> OomEvent | None:
+        """The event if what the update of the piece can take at most, and the states of the others, is not there."""
         need_bytes = _TEMPORARIES * piece.num_bytes
         if any(parameter not in self.optimizer.state for parameter in piece.parameters()):
-            need_bytes += _MOST_STATES * (piece.num_bytes + (other_bytes or 0))
-        no_room = attempt(lambda: _prove_room(need_bytes, piece.device), self._backend, self._position)
+            need_bytes += _MOST_STATES * (piece.num_bytes + other_bytes)
+        return attempt(lambda: _prove_room(need_bytes, piece.device), self._backend, self._position)
+
+    def _do_without_copy(self, piece: _Piece, other_bytes: int | None) -> OomEvent | None:
+        self._backend.release()
+        no_room = self._lacks_room(piece, other_bytes or 0)
         if no_room is not None:
             return no_room
         event = attempt(lambda: self._step_on(piece), self._backend, self._position)
@@ -219,7 +234,7 @@ def _pieces(optimizer: torch.optim.Optimizer, piece_bytes: int) -> list[_Piece]:
     pieces: list[_Piece] = []
     for group, parameter in members:
         if not pieces or (is_separable and pieces[-1].num_bytes + _bytes(parameter) > piece_bytes):
-            pieces.append(_Piece())
+            pieces.append(_Piece(is_separable))
         pieces[-1].add(group, parameter)
     return pieces
 

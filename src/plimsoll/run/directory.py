@@ -8,8 +8,10 @@ first, because those steps happen again. Each optimizer step is therefore in the
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
+from typing import BinaryIO
 
 import yaml
 
@@ -90,8 +92,9 @@ class RunDirectory:
             OutputError: if it cannot be written.
         """
         try:
-            with self.metrics.open("a", encoding="utf-8") as file:
-                file.write(line.model_dump_json() + "\n")
+            with self.metrics.open("a+b") as file:
+                _drop_torn_line(file)
+                file.write(line.model_dump_json().encode() + b"\n")
         except OSError as error:
             raise OutputError(
                 f"cannot write {self.metrics}: {error.strerror}; free some space and go on with --resume"
@@ -111,6 +114,8 @@ class RunDirectory:
         for line in reversed(self.lines()):
             if isinstance(line, StepLine | StartLine):
                 return line.micro_batch
+            if isinstance(line, OomEvent) and line.phase == "evaluation":
+                continue  # which has a ladder of its own
             if isinstance(line, OomEvent | DeathLine) and line.next_micro_batch is not None:
                 return line.next_micro_batch
         return None
@@ -121,6 +126,19 @@ def _goes(line: Line, step: int) -> bool:
     if isinstance(line, StepLine | EvaluationLine | CheckpointLine):
         return line.step > step
     return isinstance(line, EndLine)
+
+
+def _drop_torn_line(file: BinaryIO) -> None:
+    """Cut off a last line without an end, which a kill or a full disk left: the next one would be glued to it."""
+    num_bytes = file.seek(0, os.SEEK_END)
+    while num_bytes and _byte_at(file, num_bytes - 1) != b"\n":
+        num_bytes -= 1
+    file.truncate(num_bytes)
+
+
+def _byte_at(file: BinaryIO, position: int) -> bytes:
+    file.seek(position)
+    return file.read(1)
 
 
 def _remove(path: Path) -> None:

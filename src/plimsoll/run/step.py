@@ -147,6 +147,7 @@ class TrainStep:
         self._batch_norms = [
             module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)
         ]
+        self._parameters = list(model.parameters())  # walking the modules anew in every step would cost more
         self._undo = Undo(model, self.backend)
         self._commit = StepCommit(optimizer, self.backend, self.position)
         self._scaler = torch.amp.GradScaler(device.type) if precision == "fp16" else None
@@ -271,16 +272,16 @@ class TrainStep:
 
     def _after_update(self, updated: bool) -> None:
         self.position.step += 1
-        self._drop_gradients()
         if self._scaler is not None:
             self._scaler.update()
         if updated and self.workload.schedule is not None:
             self.workload.schedule.step()
 
     def _drop_gradients(self) -> None:
-        """Of the model and, where the optimizer has parameters besides, of those."""
-        self.workload.model.zero_grad(set_to_none=True)
-        self.workload.optimizer.zero_grad(set_to_none=True)
+        """Of the model's parameters and of the optimizer's, which may be others."""
+        for parameters in (self._parameters, *(group["params"] for group in self.workload.optimizer.param_groups)):
+            for parameter in parameters:
+                parameter.grad = None
 
     def _gradients(self, batch: Any, micro_batch: int, num_units: int) -> tuple[float, float | None]:
         """Accumulate the gradients of the whole batch and clip them; returns the mean loss and the gradient norm."""

@@ -32,8 +32,8 @@ _MEMORY_SIGNALS = {signal.SIGKILL, signal.SIGBUS, signal.SIGABRT, signal.SIGSEGV
 _STOPPED = {-signal.SIGTERM, 128 + signal.SIGTERM}
 _MOST_DEATHS_WITHOUT_PROGRESS = 3
 _REMEDIES = {
-    True: "give a smaller --budget, so that Plimsoll stops below the machine's own limit, or free memory on the machine",
-    False: "stop what kills it, and go on with `plimsoll train --resume --out {path}`",
+    True: "give a smaller --budget, which stops it below the machine's own limit, or free memory on the machine",
+    False: "stop what kills it",
 }
 
 
@@ -78,10 +78,10 @@ def supervise(directory: RunDirectory, worker_arguments: tuple[str, ...] = (), q
         gives_up = fruitless >= _MOST_DEATHS_WITHOUT_PROGRESS
         _note(directory, death, None if gives_up else saved_step, following)
         if gives_up:
-            remedy = _REMEDIES[death.was_memory].format(path=directory.path)
             raise OutOfMemoryError(
                 f"the training process was killed ({death.signal_name}) {fruitless} times without getting past step "
-                f"{saved_step}, at micro-batch {micro_batch}; {death.evidence}: {remedy}"
+                f"{saved_step}, at micro-batch {micro_batch}; {death.evidence}. "
+                f"{_REMEDIES[death.was_memory]}; use --resume then"
             )
         # Where memory was not the cause the checkpoint says the micro-batch, and how far it may grow again.
         arguments = ("--resume-newest", *(("--micro-batch", str(following)) if death.was_memory else ()))

@@ -116,7 +116,7 @@ def _loop(training: Training) -> None:
         batch: Batch = _survive(training, "fetch", lambda: _fetch(training))
         result = _step(training, batch)
         training.parts.loader.advance()
-        _note(training, batch, result)
+        note_step(training, batch, result)
         if job.evaluate_every and result.step % job.evaluate_every == 0:
             _evaluate(training)
         if result.step % job.checkpoint.every == 0 or result.step == job.steps:
@@ -146,7 +146,8 @@ def _step(training: Training, batch: Batch) -> StepResult:
         raise NonFiniteLossError(f"{error}; {where}") from None
 
 
-def _note(training: Training, batch: Batch, result: StepResult) -> None:
+def note_step(training: Training, batch: Batch, result: StepResult) -> None:
+    """Write down a step that has happened, with the memory it took, and show it."""
     samples = training.sampler.drain()
     use = training.backend.use()
     training.backend.reset_peak()

@@ -21,18 +21,18 @@ from plimsoll.device.base import Backend
 
 @dataclass(slots=True)
 class _Saved:
-    """A buffer as it was: the tensor that was registered, its value, and its version counter at that time."""
+    """A buffer as it was: the tensor that was registered (or none), its value, and its version counter then."""
 
     module: nn.Module
     name: str
-    tensor: torch.Tensor
-    copy: torch.Tensor
-    version: int
+    tensor: torch.Tensor | None
+    copy: torch.Tensor | None
+    version: int | None
 
     def is_current(self) -> bool:
         # Batch-norm kernels write the running statistics without counting a new version, so the counter cannot be
         # trusted for their owner.
-        unchanged = self.module._buffers[self.name] is self.tensor and self.tensor._version == self.version
+        unchanged = self.module._buffers[self.name] is self.tensor and _version(self.tensor) == self.version
         return unchanged and not (self.module.training and hasattr(self.module, "running_mean"))
 
 
@@ -53,18 +53,22 @@ class Undo:
             saved = self._buffers.get(key)
             if saved is not None and saved.is_current():
                 continue
-            tensor = module._buffers.get(name)
-            if tensor is None:
-                self._buffers.pop(key, None)
-            else:
-                self._buffers[key] = _Saved(module, name, tensor, tensor.detach().clone(), tensor._version)
+            tensor = module._buffers[name]
+            copy = None if tensor is None else tensor.detach().clone()
+            self._buffers[key] = _Saved(module, name, tensor, copy, _version(tensor))
 
     @torch.no_grad()
     def restore(self) -> None:
         """Go back to the remembered state."""
         for saved in self._buffers.values():
-            if not saved.is_current():
-                saved.module._buffers[saved.name] = saved.tensor
+            if saved.is_current():
+                continue
+            saved.module._buffers[saved.name] = saved.tensor
+            if saved.tensor is not None and saved.copy is not None:
                 saved.tensor.copy_(saved.copy)
-                saved.version = saved.tensor._version
+                saved.version = _version(saved.tensor)
         self._backend.restore_random_state(self._random_state)
+
+
+def _version(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor._version

@@ -174,7 +174,7 @@ _NESTED = (
 base = process.private_bytes()
 budgets, softs = [], []
 def note():
-    budgets.append((data_limit.budget_in_force() or base) - base)
+    budgets.append((data_limit.budget_in_force_bytes() or base) - base)
     softs.append(soft())
 hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
 note()
@@ -210,7 +210,7 @@ with data_limit.limited(process.private_bytes() + 64 * MIB):
     if (child := os.fork()) == 0:
         block = bytearray(300 * MIB)
         room = soft() - process.data_bytes()
-        os.write(writer, json.dumps([room, data_limit.budget_in_force()]).encode())
+        os.write(writer, json.dumps([room, data_limit.budget_in_force_bytes()]).encode())
         os._exit(0)
     os.waitpid(child, 0)
     forked = json.loads(os.read(reader, 100))

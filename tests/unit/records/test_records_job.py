@@ -167,7 +167,7 @@ def test_checking_fields_does_not_change_them():
         ("budget.device=3GiB", "budget.device_bytes", 3 * GIBIBYTE),
         ("checkpoint.keep=1", "checkpoint.keep", 1),
         ("model={architecture: gpt2, resid_pdrop: 1e-1}", "model", {"architecture": "gpt2", "resid_pdrop": 0.1}),
-        ("allow=[prune, quantize]", "allow", ("prune", "quantize")),
+        ("allow=[recut_batch_norm]", "allow", ("recut_batch_norm",)),
         ("evaluate_every=", "evaluate_every", None),
         ("data.train=/x=y.txt", "data.train", "/x=y.txt"),
         ('data.train="/*.txt"', "data.train", "/*.txt"),

@@ -1,0 +1,117 @@
+"""The one place where an out-of-memory error is caught, with real ones."""
+
+import gc
+import sys
+import weakref
+from typing import get_args
+
+import numpy as np
+import pytest
+import torch
+
+from plimsoll.device.base import backend_for
+from plimsoll.errors import OutOfMemoryError
+from plimsoll.records.run import PHASES_OF_A_STEP, OomEvent, Phase
+from plimsoll.run.boundary import Position, attempt
+from plimsoll.run.failpoints import exhaust_memory
+
+EXBIBYTE = 1 << 60
+
+
+def attempted(work, position=None):
+    return attempt(work, backend_for("cpu"), position or Position())
+
+
+def test_the_result_of_work_that_succeeds_is_returned():
+    assert attempted(lambda: "done") == "done"
+
+
+def test_the_event_says_where_and_how_much():
+    event = attempted(exhaust_memory, Position(step=6, phase="backward", micro_batch=4))
+    assert (event.step, event.phase, event.micro_batch) == (7, "backward", 4)  # six are finished
+    assert (event.family, event.requested_bytes, event.capacity_bytes) == ("cpu-allocator", EXBIBYTE, None)
+    assert event.live_bytes > 1 << 20
+    assert event.raw_text.startswith("RuntimeError: ")
+
+
+@pytest.mark.parametrize("phase", get_args(Phase))
+def test_between_steps_the_event_names_the_last_finished_step(phase):
+    event = attempted(exhaust_memory, Position(step=6, phase=phase))
+    assert event.step == (7 if phase in PHASES_OF_A_STEP else 6)
+
+
+def test_numpy_and_python_run_out_of_memory_too():
+    assert attempted(lambda: np.empty(EXBIBYTE, dtype=np.uint8)).requested_bytes == EXBIBYTE
+    assert attempted(lambda: bytearray(EXBIBYTE)).family == "memory-error"
+
+
+@pytest.fixture
+def without_collector():
+    """So that nothing but the boundary can free what the failed frames held."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+class Failing:
+    """Work whose frame holds a tensor when memory runs out, two calls below the boundary."""
+
+    def __init__(self, keeps_error=False):
+        self.held = None
+        self.error = None
+        self._keeps_error = keeps_error
+
+    def __call__(self):
+        tensor = torch.ones(1 << 20)
+        self.held = weakref.ref(tensor)
+        try:
+            exhaust_memory()
+        except RuntimeError as error:
+            self.error = error if self._keeps_error else None
+            raise
+        return tensor
+
+
+@pytest.mark.usefixtures("without_collector")
+def test_what_the_failed_frames_held_is_free_when_the_event_is_returned():
+    work = Failing()
+    assert isinstance(attempted(lambda: work()), OomEvent)
+    assert work.held() is None
+    assert sys.exc_info() == (None, None, None)
+
+
+@pytest.mark.usefixtures("without_collector")
+def test_it_is_free_even_if_somebody_keeps_the_error():
+    work = Failing(keeps_error=True)
+    assert isinstance(attempted(lambda: work()), OomEvent)
+    assert work.error.__traceback__ is not None
+    assert work.held() is None
+
+
+@pytest.mark.parametrize(
+    "error",
+    [KeyError("x"), RuntimeError("shapes do not match"), KeyboardInterrupt(), SystemExit(3), StopIteration()],
+    ids=lambda error: type(error).__name__,
+)
+def test_another_error_passes_unchanged(error):
+    def work():
+        raise error
+
+    with pytest.raises(type(error)) as raised:
+        attempted(work)
+    assert raised.value is error
+
+
+def test_our_own_error_is_not_caught_though_it_is_a_memory_error():
+    def work():
+        raise OutOfMemoryError("no fallback held")
+
+    with pytest.raises(OutOfMemoryError, match="no fallback held"):
+        attempted(work)
+
+
+def test_a_long_text_is_cut():
+    def work():
+        raise MemoryError("x" * 5000)
+
+    assert len(attempted(work).raw_text) == 2000

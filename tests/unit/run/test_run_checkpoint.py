@@ -1,0 +1,284 @@
+"""Checkpoints on a real disk: whole, torn, foreign, half written by a process that was killed."""
+
+import json
+import os
+import random
+import shutil
+import signal
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from plimsoll.device.base import backend_for
+from plimsoll.errors import CheckpointError
+from plimsoll.run import checkpoint
+from processes import run_program
+
+MARKS = {"model": "gru", "seed": "0"}
+
+
+def training(seed=0):
+    """A model with a buffer, and AdamW after one step, so that it has states."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1 * (seed + 1))
+    model(torch.rand(4, 3)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def save(root, step, keep=3, seed=0, marks=MARKS):
+    model, optimizer = training(seed)
+    return checkpoint.save(
+        root,
+        step,
+        model=model,
+        optimizer=optimizer,
+        random_state=backend_for("cpu").random_state(),
+        progress={"fingerprint": marks, "loader": {"epoch": 1, "position": 8}},
+        keep=keep,
+    )
+
+
+def steps(root):
+    return sorted(int(path.name[-8:]) for path in root.iterdir() if path.name.startswith("step-"))
+
+
+def flat(state):
+    """The tensors and numbers of a nested state, in order."""
+    if isinstance(state, dict):
+        return [leaf for value in state.values() for leaf in flat(value)]
+    if isinstance(state, list | tuple):
+        return [leaf for value in state for leaf in flat(value)]
+    return [state.tolist() if isinstance(state, torch.Tensor) else state]
+
+
+def test_everything_comes_back_to_the_bit(tmp_path):
+    save(tmp_path, 7)
+    model, optimizer = training()
+    expected = flat(model.state_dict()), flat(optimizer.state_dict())
+    other, other_optimizer = training(seed=1)
+    assert (flat(other.state_dict()), flat(other_optimizer.state_dict())) != expected
+    saved = checkpoint.load(tmp_path, MARKS)
+    saved.restore(other, other_optimizer)
+    assert (flat(other.state_dict()), flat(other_optimizer.state_dict())) == expected
+    assert (saved.step, saved.progress["loader"]) == (7, {"epoch": 1, "position": 8})
+    assert saved.num_bytes == sum(file.stat().st_size for file in (tmp_path / "step-00000007").iterdir())
+
+
+def test_the_same_random_numbers_follow(tmp_path):
+    def draws():
+        return torch.rand(2).tolist(), random.random(), np.random.rand()
+
+    backend = backend_for("cpu")
+    model, optimizer = training()
+    fields = {"model": model, "optimizer": optimizer, "progress": {"fingerprint": MARKS}, "keep": 1}
+    checkpoint.save(tmp_path, 1, random_state=backend.random_state(), **fields)
+    expected = draws()
+    backend.restore_random_state(checkpoint.load(tmp_path, MARKS).restore(model, optimizer))
+    assert draws() == expected
+
+
+def test_the_last_ones_are_kept(tmp_path):
+    for step in (10, 20, 30, 40):
+        save(tmp_path, step, keep=2)
+    assert steps(tmp_path) == [30, 40]
+
+
+def test_the_same_step_is_replaced(tmp_path):
+    save(tmp_path, 10, seed=0)
+    save(tmp_path, 10, seed=1)
+    model, optimizer = training()
+    checkpoint.load(tmp_path, MARKS).restore(model, optimizer)
+    assert flat(model.state_dict()) == flat(training(seed=1)[0].state_dict())
+
+
+def test_the_newest_is_opened_unless_a_step_is_named(tmp_path):
+    for step in (10, 20):
+        save(tmp_path, step)
+    assert checkpoint.load(tmp_path, MARKS).step == 20
+    assert checkpoint.load(tmp_path, MARKS, step=10).step == 10
+    with pytest.raises(CheckpointError, match=r"no checkpoint of step 15 in .*: choose one of 10, 20"):
+        checkpoint.load(tmp_path, MARKS, step=15)
+
+
+def test_without_one_the_remedy_is_said(tmp_path):
+    for root in (tmp_path, tmp_path / "not-there"):
+        assert checkpoint.newest_good(root, MARKS) is None
+        with pytest.raises(CheckpointError, match="there is no checkpoint in .*: start the run without --resume"):
+            checkpoint.load(root, MARKS)
+
+
+def test_later_ones_can_be_removed(tmp_path):
+    for step in (10, 20, 30):
+        save(tmp_path, step)
+    checkpoint.remove_later(tmp_path, 10)
+    assert steps(tmp_path) == [10]
+
+
+def test_a_copy_that_somebody_made_is_left_alone(tmp_path):
+    save(tmp_path, 10, keep=1)
+    shutil.copytree(tmp_path / "step-00000010", tmp_path / "step-00000010.mine")
+    (tmp_path / "step-notes").mkdir()
+    save(tmp_path, 20, keep=1)
+    assert checkpoint.load(tmp_path, MARKS).step == 20
+    assert {path.name for path in tmp_path.iterdir()} == {"step-00000010.mine", "step-notes", "step-00000020"}
+
+
+FILES = ("model.pt", "optimizer.pt", "random.pt", "progress.json", "manifest.json")
+
+
+def flip_byte(file):
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def truncate(file):
+    os.truncate(file, file.stat().st_size - 1)
+
+
+def remove(file):
+    file.unlink()
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("damage", [flip_byte, truncate, remove])
+def test_a_torn_checkpoint_is_refused_and_the_good_one_named(tmp_path, name, damage):
+    save(tmp_path, 10)
+    save(tmp_path, 20)
+    damage(tmp_path / "step-00000020" / name)
+    with pytest.raises(CheckpointError, match=r"step 20 .* is torn .* step 10 is good: .* --from-step 10"):
+        checkpoint.load(tmp_path, MARKS)
+    assert checkpoint.newest_good(tmp_path, MARKS).step == 10
+    assert checkpoint.load(tmp_path, MARKS, step=10).step == 10
+
+
+def test_a_flipped_byte_is_shown_in_numbers(tmp_path):
+    save(tmp_path, 10)
+    flip_byte(tmp_path / "step-00000010" / "model.pt")
+    num_bytes = (tmp_path / "step-00000010" / "model.pt").stat().st_size
+    expected = rf"is torn \(model.pt has {num_bytes} bytes and CRC [0-9a-f]{{8}}, written were {num_bytes} and "
+    with pytest.raises(CheckpointError, match=expected + r"[0-9a-f]{8}\); start anew in another --out"):
+        checkpoint.load(tmp_path, MARKS)
+
+
+def test_a_checkpoint_of_another_job_is_refused_with_what_differs(tmp_path):
+    save(tmp_path, 10)
+    for marks, difference in [
+        (MARKS | {"seed": "1"}, "seed was 0, is 1"),
+        (MARKS | {"data": "a1"}, "data was None, is a1"),
+        ({"model": "gru"}, "seed was 0, is None"),
+    ]:
+        assert checkpoint.newest_good(tmp_path, marks) is None
+        with pytest.raises(CheckpointError, match=rf"belongs to another job \({difference}\); start anew"):
+            checkpoint.load(tmp_path, marks)
+
+
+# Pickling `Killer` ends a process: in the middle of writing the file that holds it.
+KILL = """
+import os, signal, sys
+from pathlib import Path
+import torch
+from plimsoll.run import checkpoint
+
+class Killer:
+    def __reduce__(self):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+class Model(torch.nn.Linear):
+    def get_extra_state(self):
+        return Killer() if where == "model.pt" else None
+
+def save(step):
+    model = Model(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.param_groups[0]["extra"] = Killer() if where == "optimizer.pt" else None
+    fields = {"random_state": Killer() if where == "random.pt" else None, "progress": {"fingerprint": {}}, "keep": 1}
+    checkpoint.save(Path(sys.argv[1]), step, model=model, optimizer=optimizer, **fields)
+
+for step, where in enumerate(("model.pt", "optimizer.pt", "random.pt"), start=11):
+    if os.fork() == 0:
+        save(step)
+    print(os.waitstatus_to_exitcode(os.wait()[1]))
+"""
+
+
+def test_a_kill_while_any_file_is_written_leaves_the_last_checkpoint_and_nothing_that_stays(tmp_path):
+    save(tmp_path, 10, keep=1)
+    assert run_program(KILL, tmp_path).stdout.split() == [str(-signal.SIGKILL)] * 3
+    assert steps(tmp_path) == [10]
+    assert checkpoint.load(tmp_path, MARKS).step == 10
+    assert [path.name[:18] for path in tmp_path.glob(".*")] == [".step-00000013.tmp"]  # a save removes earlier ones
+    save(tmp_path, 30, keep=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000030"]
+
+
+FULL_DISK = """
+import os, resource, sys
+from pathlib import Path
+import torch
+from plimsoll.errors import OutputError
+from plimsoll.run import checkpoint
+
+def save(step):
+    fields = {"random_state": torch.get_rng_state(), "progress": {"fingerprint": {}}, "keep": 1}
+    checkpoint.save(Path(sys.argv[1]), step, model=model, optimizer=optimizer, **fields)
+
+model = torch.nn.Linear(1000, 1000)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+save(10)
+resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, resource.RLIM_INFINITY))  # as if the disk were full
+num_open = len(os.listdir("/proc/self/fd"))
+try:
+    save(20)
+except OutputError as error:
+    print(error)
+assert len(os.listdir("/proc/self/fd")) == num_open
+"""
+
+
+def test_a_full_disk_is_said_and_leaves_the_earlier_checkpoint(tmp_path):
+    done = run_program(FULL_DISK, tmp_path)
+    assert "cannot write the checkpoint of step 20" in done.stdout, done.stderr
+    assert "File too large; earlier checkpoints are intact: free some space and go on with --resume" in done.stdout
+    assert done.stderr == ""
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000010"]
+    assert checkpoint.load(tmp_path, {}).step == 10
+
+
+MEMORY = """
+import json, sys
+from pathlib import Path
+import torch
+from plimsoll.device.base import backend_for
+from plimsoll.run import checkpoint
+
+backend, root = backend_for("cpu"), Path(sys.argv[1])
+model = torch.nn.Linear(2048, 2048)  # 16 MiB, and as much for each of two states
+optimizer = torch.optim.AdamW(model.parameters())
+model(torch.ones(1, 2048)).sum().backward()
+optimizer.step()
+
+def growth(work):
+    backend.release()
+    backend.reset_peak()
+    before = backend.use().used_bytes
+    work()
+    return backend.use().peak_bytes - before
+
+def save(step):
+    fields = {"random_state": backend.random_state(), "progress": {"fingerprint": {}}, "keep": 1}
+    checkpoint.save(root, step, model=model, optimizer=optimizer, **fields)
+
+save(1)
+print(json.dumps([growth(lambda: save(2)), growth(lambda: checkpoint.load(root, {}))]))
+"""
+
+
+def test_saving_and_checking_make_no_second_copy(tmp_path):
+    while_saving_bytes, while_checking_bytes = json.loads(run_program(MEMORY, tmp_path).stdout)
+    assert while_saving_bytes < 8 << 20
+    assert while_checking_bytes < 4 << 20

@@ -1,0 +1,275 @@
+"""The optimizer's step in pieces, each of which happens or does not; sizes in bytes by hand (float32 is 4 bytes)."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from plimsoll.device.base import backend_for
+from plimsoll.errors import TornStepError
+from plimsoll.run.boundary import Position
+from plimsoll.run.commit import StepCommit, _pieces
+from plimsoll.run.failpoints import armed, exhaust_memory
+from processes import run_program
+
+
+class FromElsewhere(torch.optim.SGD):
+    """An optimizer that is not of torch.optim: it might look at all parameters together."""
+
+
+def parameters(*lengths):
+    """Parameters of as many floats, each with a gradient of ones."""
+    made = [nn.Parameter(torch.full((length,), float(length))) for length in lengths]
+    for parameter in made:
+        parameter.grad = torch.ones_like(parameter)
+    return made
+
+
+def commit_of(optimizer, piece_bytes=1):
+    """Each parameter is a piece of its own, where nothing else is asked for."""
+    return StepCommit(optimizer, backend_for("cpu"), Position(step=4, phase="optimizer"), piece_bytes)
+
+
+def lengths_of_pieces(optimizer, piece_bytes):
+    return [[len(parameter) for parameter in piece.parameters()] for piece in _pieces(optimizer, piece_bytes)]
+
+
+@pytest.mark.parametrize(
+    ("piece_bytes", "lengths"),
+    [
+        (1, [[8], [4], [3], [2], [1]]),
+        (16, [[8], [4], [3], [2, 1]]),
+        (28, [[8], [4, 3], [2, 1]]),
+        (48, [[8, 4], [3, 2, 1]]),
+        (72, [[8, 4, 3, 2, 1]]),
+    ],
+)
+def test_the_largest_come_first_and_a_piece_has_at_most_so_many_bytes(piece_bytes, lengths):
+    optimizer = torch.optim.SGD(parameters(2, 8, 1, 4, 3), lr=0.1)
+    assert lengths_of_pieces(optimizer, piece_bytes) == lengths
+
+
+def test_a_parameter_without_a_gradient_is_in_no_piece():
+    first, second = parameters(3, 2)
+    first.grad = None
+    assert lengths_of_pieces(torch.optim.SGD([first, second], lr=0.1), 1) == [[2]]
+
+
+def test_the_groups_of_parameters_keep_their_own_options():
+    first, second, third = parameters(4, 2, 3)
+    optimizer = torch.optim.SGD([{"params": [first, second], "lr": 1.0}, {"params": [third], "lr": 10.0}])
+    commit_of(optimizer, piece_bytes=28).step()  # one piece of both groups, then the last parameter
+    assert (first.tolist(), second.tolist(), third.tolist()) == ([3] * 4, [1] * 2, [-7] * 3)
+    assert [group["params"] for group in optimizer.param_groups] == [[first, second], [third]]
+
+
+def hooked(chosen):
+    optimizer = torch.optim.SGD(chosen, lr=0.1)
+    optimizer.register_step_pre_hook(lambda *_: None)
+    return optimizer
+
+
+@pytest.mark.parametrize("make", [FromElsewhere, hooked], ids=["from elsewhere", "with a step hook"])
+def test_what_may_look_at_all_parameters_is_one_piece(make):
+    assert lengths_of_pieces(make(parameters(2, 8, 1)), 1) == [[8, 2, 1]]
+
+
+@pytest.mark.parametrize("make", [FromElsewhere, hooked], ids=["from elsewhere", "with a step hook"])
+def test_it_is_one_piece_after_a_failure_too(make):
+    optimizer = make(parameters(2, 8, 1))
+    sizes = []
+    optimizer.register_step_post_hook(lambda *_: sizes.append(len(optimizer.param_groups[0]["params"])))
+    commit = commit_of(optimizer)
+    with armed("optimizer", 1):
+        commit.step()
+    assert (sizes, commit.outcome) == ([3, 3], None)
+    with armed("optimizer", 1, 2):
+        give_gradients(optimizer)
+        commit.step()
+    assert sizes == [3] * 4
+    assert commit.outcome is not None
+
+
+def give_gradients(optimizer):
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.ones_like(parameter)
+
+
+def test_a_step_is_the_optimizers_own_and_gives_the_gradients_back():
+    mine, plain = parameters(5, 2, 3), parameters(5, 2, 3)
+    commit = commit_of(torch.optim.Adam(mine, lr=0.1))
+    other = torch.optim.Adam(plain, lr=0.1)
+    for _ in range(3):
+        give_gradients(commit.optimizer)
+        commit.step()
+        give_gradients(other)
+        other.step()
+    assert all(torch.equal(a, b) for a, b in zip(mine, plain, strict=True))
+    assert commit.outcome is None
+    assert commit.was_called
+    assert all(parameter.grad is None for parameter in mine)
+
+
+def test_when_the_first_piece_fails_twice_nothing_has_happened():
+    chosen = parameters(5, 2)
+    optimizer = torch.optim.Adam(chosen, lr=0.1)
+    commit = commit_of(optimizer)
+    with armed("optimizer", 1, 2):
+        commit.step()
+    assert (commit.outcome.phase, commit.outcome.step) == ("optimizer", 5)
+    assert [parameter.tolist() for parameter in chosen] == [[5] * 5, [2] * 2]
+    assert len(optimizer.state) == 0  # states that the step had made are gone again
+    assert all(parameter.grad is not None for parameter in chosen)
+    assert [group["params"] for group in optimizer.param_groups] == [chosen]
+
+
+def test_states_are_as_before_when_a_later_step_fails():
+    chosen = parameters(5, 2)
+    optimizer = torch.optim.Adam(chosen, lr=0.1)
+    commit = commit_of(optimizer)
+    commit.step()
+    before = [{name: value.clone() for name, value in state.items()} for state in optimizer.state.values()]
+    kept = [parameter.detach().clone() for parameter in chosen]
+    give_gradients(optimizer)
+    with armed("optimizer", 1, 2):
+        commit.step()
+    assert commit.outcome is not None
+    assert all(torch.equal(a, b) for a, b in zip(chosen, kept, strict=True))
+    assert [state.keys() for state in before] == [state.keys() for state in optimizer.state.values()]
+    for state, expected in zip(optimizer.state.values(), before, strict=True):
+        assert all(torch.equal(state[name], value) for name, value in expected.items())
+
+
+def test_a_piece_of_several_parameters_is_done_in_halves():
+    optimizer = torch.optim.SGD(parameters(4, 3, 2, 1), lr=1.0)
+    commit = commit_of(optimizer, piece_bytes=1000)
+    with armed("optimizer", 1, 2):  # the whole, then its first half
+        commit.step()
+    assert commit.outcome is None
+    assert [event.action for event in commit.recovered] == ["part of the update undone, done again"] * 2
+    assert [parameter[0].item() for parameter in optimizer.param_groups[0]["params"]] == [3, 2, 1, 0]
+
+
+def test_when_a_later_piece_fails_twice_the_step_is_torn_and_says_so():
+    commit = commit_of(torch.optim.SGD(parameters(4, 3, 2), lr=1.0))
+    with armed("optimizer", 2, 3), pytest.raises(TornStepError, match=r"of step 5 .*reload the last checkpoint"):
+        commit.step()
+
+
+class FailsInTheMiddle(torch.optim.SGD):
+    """Changes the first parameter, then runs out of memory, so often."""
+
+    num_failures = 1
+
+    def step(self, closure=None):
+        if self.num_failures:
+            self.num_failures -= 1
+            self.param_groups[0]["params"][0].data.zero_()
+            exhaust_memory()
+        return super().step(closure)
+
+
+def test_a_parameter_changed_before_memory_ran_out_is_put_back():
+    chosen = parameters(2, 1)
+    commit = commit_of(FailsInTheMiddle(chosen, lr=0.5))
+    commit.step()
+    assert [parameter.tolist() for parameter in chosen] == [[1.5] * 2, [0.5]]
+
+
+def test_another_error_passes_with_the_groups_whole_again():
+    class Broken(torch.optim.SGD):
+        def step(self, closure=None):
+            raise KeyError("x")
+
+    optimizer = Broken(parameters(2, 1), lr=0.5)
+    with pytest.raises(KeyError):
+        commit_of(optimizer).step()
+    assert len(optimizer.param_groups[0]["params"]) == 2
+
+
+# A real limit, in which all memory but `room_mib` is taken. Each parameter has 16 MiB.
+LIMITED = """
+import json, sys
+import torch
+from plimsoll.device.base import backend_for
+from plimsoll.run.boundary import Position
+from plimsoll.run.commit import StepCommit
+
+MIB = 1 << 20
+
+def trained(num_parameters, num_steps, room_mib, arguments):
+    parameters = [torch.nn.Parameter(torch.ones(4 * MIB)) for _ in range(num_parameters)]
+    optimizer = torch.optim.AdamW(parameters, **arguments)
+    commit = StepCommit(optimizer, backend, Position(phase="optimizer"), piece_bytes=1)
+    for _ in range(num_steps):
+        step(commit, parameters)
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    backend.release()
+    with backend.limited(backend.use().used_bytes + 500 * MIB):
+        ballast = all_but(room_mib)
+        commit.step()
+    is_done = commit.outcome is None
+    return {
+        "is_done": is_done,
+        "requested_mib": None if is_done else round(commit.outcome.requested_bytes / MIB),
+        "num_states": len(optimizer.state),
+        "values": [parameter[0].item() for parameter in parameters],
+    }
+
+def all_but(room_mib):
+    taken_mib = next(mib for mib in range(600, 0, -1) if fits(mib))
+    return torch.empty((taken_mib - room_mib) * MIB, dtype=torch.uint8)
+
+def fits(mib):
+    try:
+        torch.empty(mib * MIB, dtype=torch.uint8)
+    except RuntimeError:
+        return False
+    return True
+
+def step(commit, parameters):
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    commit.step()
+
+backend = backend_for("cpu")
+with backend.limited(backend.probe().capacity_bytes):  # large blocks are mapped, and gone when they are freed
+    step(StepCommit(torch.optim.AdamW(p := [torch.nn.Parameter(torch.ones(1))]), backend, Position()), p)
+    print(json.dumps([trained(*case) for case in json.loads(sys.argv[1])]))
+"""
+
+
+@pytest.fixture(scope="module")
+def inside_limits():
+    """What became of a step of AdamW, by the number of parameters, of steps before it, and the room in MiB."""
+    cases = [(4, 0, 120, {}), (4, 0, 160, {}), *((1, 1, room_mib, {}) for room_mib in (40, 56, 200))]
+    cases += [(1, 1, room_mib, {"amsgrad": True}) for room_mib in (56, 88, 200)]
+    done = run_program(LIMITED, json.dumps(cases))
+    assert done.returncode == 0, done.stderr
+    return dict(zip([(*case[:3], *case[3]) for case in cases], json.loads(done.stdout), strict=True))
+
+
+def test_the_first_step_is_done_only_where_all_its_states_will_fit(inside_limits):
+    """Of four parameters the first would fit into 120 MiB, the states of the others (3 x 2 x 16 MiB) would not."""
+    too_little, enough = inside_limits[4, 0, 120], inside_limits[4, 0, 160]
+    assert too_little == {"is_done": False, "requested_mib": 96, "num_states": 0, "values": [1, 1, 1, 1]}
+    assert (enough["is_done"], enough["num_states"]) == (True, 4)
+    assert len({*enough["values"]}) == 1
+    assert enough["values"][0] < 1
+
+
+@pytest.mark.parametrize("case", [(1, 1, 56), (1, 1, 56, "amsgrad"), (1, 1, 88, "amsgrad")])
+def test_where_a_copy_leaves_no_room_for_the_update_it_is_done_without_one(inside_limits, case):
+    """A copy is the parameter and its states: 48 MiB for Adam, 64 for AMSGrad; an update takes up to 2 x 16 more."""
+    with_a_copy = inside_limits[(1, 1, 200, *case[3:])]
+    assert inside_limits[case] == with_a_copy
+    assert with_a_copy["is_done"]
+
+
+def test_where_the_update_has_no_room_nothing_happens(inside_limits):
+    outcome = inside_limits[1, 1, 40]
+    assert (outcome["is_done"], outcome["requested_mib"]) == (False, 48)
+    assert outcome["values"][0] > inside_limits[1, 1, 200]["values"][0]  # one step less

@@ -1,0 +1,177 @@
+"""The run directory: what is made, refused, appended and taken out again."""
+
+import pytest
+
+from plimsoll.errors import OutputError
+from plimsoll.records.job import Job
+from plimsoll.records.run import CheckpointLine, DeathLine, EndLine, EvaluationLine, OomEvent, StartLine, StepLine
+from plimsoll.run.directory import RunDirectory
+from processes import run_program
+
+
+def start(step=0, micro_batch=8):
+    return StartLine(time_seconds=0, step=step, micro_batch=micro_batch, baseline_bytes=1, wall_time="2026-01-31")
+
+
+def step(number, micro_batch=8):
+    return StepLine(
+        time_seconds=number,
+        step=number,
+        epoch=0,
+        first_sample=0,
+        num_samples=8,
+        num_units=8,
+        loss=1.0,
+        learning_rate=0.1,
+        step_seconds=1.0,
+        micro_batch=micro_batch,
+    )
+
+
+def oom(next_micro_batch, phase="forward"):
+    return OomEvent(step=1, phase=phase, family="cpu-allocator", next_micro_batch=next_micro_batch)
+
+
+def death(next_micro_batch):
+    return DeathLine(time_seconds=1, signal="SIGKILL", evidence="", next_micro_batch=next_micro_batch)
+
+
+@pytest.fixture
+def directory(tmp_path):
+    return RunDirectory.create(tmp_path / "runs" / "a", force=False)
+
+
+def test_a_new_directory_is_made_with_its_parents(directory):
+    assert directory.path.is_dir()
+    assert directory.lines() == []
+
+
+def test_an_empty_folder_may_be_used(tmp_path):
+    assert RunDirectory.create(tmp_path, force=False).metrics.is_file()
+
+
+def test_nothing_is_overwritten_without_force(directory):
+    (directory.path / "notes.txt").write_text("mine")
+    with pytest.raises(OutputError, match=r"exists already .*`plimsoll train --resume --out .*with --force"):
+        RunDirectory.create(directory.path, force=False)
+    assert (directory.path / "notes.txt").read_text() == "mine"
+    RunDirectory.create(directory.path, force=True)
+    assert [file.name for file in directory.path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_file_in_the_way_is_not_overwritten_either(tmp_path):
+    path = tmp_path / "a"
+    path.write_text("mine")
+    with pytest.raises(OutputError, match="exists already"):
+        RunDirectory.create(path, force=False)
+    assert RunDirectory.create(path, force=True).path.is_dir()
+
+
+def test_where_a_folder_cannot_be_made_is_said(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(
+        OutputError, match=r"cannot make the run directory .*file/a: Not a directory; give another --out"
+    ):
+        RunDirectory.create(tmp_path / "file" / "a", force=False)
+
+
+def test_only_a_run_directory_is_opened(tmp_path):
+    with pytest.raises(OutputError, match=r"is not a run directory \(it has no job.yaml\): give the --out"):
+        RunDirectory.open(tmp_path)
+
+
+def test_the_job_is_kept_whole(directory):
+    job = Job.from_fields(
+        {"model": {"architecture": "lstm"}, "data": {"train": "/data/ä.txt"}, "budget": {"device": "2GiB"}, "steps": 7}
+    )
+    directory.write_job(job)
+    assert Job.from_yaml(RunDirectory.open(directory.path).job) == job
+
+
+def test_lines_come_back_in_order(directory):
+    lines = [start(), step(1), oom(4), step(2, 4), death(2), EndLine(time_seconds=9, step=2, status="finished")]
+    for line in lines:
+        directory.append(line)
+    assert directory.lines() == lines
+
+
+def test_what_will_happen_again_is_taken_out_and_nothing_else(directory):
+    kept = [start(), step(1), CheckpointLine(time_seconds=1, step=1, num_bytes=1), oom(4), death(4)]
+    gone = [
+        step(2),
+        EvaluationLine(time_seconds=2, step=2, loss=1, num_samples=1, num_units=1),
+        CheckpointLine(time_seconds=2, step=2, num_bytes=1),
+        EndLine(time_seconds=2, step=1, status="interrupted"),
+    ]
+    for line in [*kept, *gone]:
+        directory.append(line)
+    directory.keep_until(1)
+    assert directory.lines() == kept
+
+
+@pytest.mark.parametrize(
+    ("lines", "micro_batch"),
+    [
+        ([], None),
+        ([start(micro_batch=8)], 8),
+        ([start(micro_batch=8), step(1, 4)], 4),
+        ([start(), step(1, 8), oom(4)], 4),  # it died in the step that was being done again
+        ([start(), step(1, 8), oom(4), step(2, 4)], 4),
+        ([start(), step(1, 8), death(4)], 4),
+        ([start(), step(1, 8), oom(None, "checkpoint")], 8),
+        ([start(), step(1, 8), oom(2, "evaluation")], 8),  # which has a ladder of its own
+    ],
+)
+def test_the_micro_batch_in_force_is_the_last_that_was_used_or_chosen(directory, lines, micro_batch):
+    for line in lines:
+        directory.append(line)
+    assert directory.micro_batch_in_force() == micro_batch
+
+
+FULL_DISK = """
+import resource, sys
+from pathlib import Path
+from plimsoll.errors import OutputError
+from plimsoll.records.run import EndLine
+from plimsoll.run.directory import RunDirectory
+directory = RunDirectory.create(Path(sys.argv[1]), force=False)
+line = EndLine(time_seconds=1, step=1, status="failed", message="x" * 100)
+directory.append(line)
+num_bytes = directory.metrics.stat().st_size
+resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes + 50, resource.RLIM_INFINITY))  # as if the disk were full
+try:
+    directory.append(line)
+except OutputError as error:
+    print(error)
+resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+directory.append(line)
+print(directory.lines() == [line, line])
+"""
+
+
+def test_a_line_that_the_disk_has_no_room_for_leaves_no_part_behind(tmp_path):
+    done = run_program(FULL_DISK, tmp_path / "a")
+    message, is_whole = done.stdout.splitlines()
+    assert "metrics.jsonl: File too large; free some space and go on with --resume" in message
+    assert is_whole == "True", done.stderr
+
+
+def test_a_line_torn_by_a_kill_is_left_out_and_does_not_spoil_the_next(directory):
+    directory.append(step(1))
+    with directory.metrics.open("ab") as file:
+        file.write(b'{"event":"step","time_sec')
+    assert directory.lines() == [step(1)]
+    directory.append(death(4))
+    assert directory.lines() == [step(1), death(4)]
+
+
+@pytest.mark.parametrize("whole", [[], [step(1)]])
+def test_a_line_may_be_torn_at_any_byte(whole, directory):
+    """Also the first line of all, and inside a character of two bytes."""
+    torn = EndLine(time_seconds=1, step=1, status="failed", message="é").model_dump_json().encode()
+    for num_bytes in range(1, len(torn)):
+        directory.metrics.write_bytes(b"".join(line.model_dump_json().encode() + b"\n" for line in whole))
+        with directory.metrics.open("ab") as file:
+            file.write(torn[:num_bytes])
+        directory.append(death(4))
+        assert directory.lines() == [*whole, death(4)]

@@ -1,0 +1,45 @@
+"""The package itself: its public names, found when they are first used."""
+
+import subprocess
+import sys
+
+import pytest
+from processes import environment
+
+import plimsoll
+from plimsoll.device.limit import limited
+from plimsoll.device.probe import probe_machine
+from plimsoll.run.step import TrainStep
+
+NAMES = ["Job", "OomEvent", "RunRecord", "StepResult", "TrainStep", "limited", "probe", "render"]
+
+
+def test_these_are_the_public_names():
+    assert sorted(plimsoll.__all__) == sorted(dir(plimsoll)) == NAMES
+    assert all(getattr(plimsoll, name) is not None for name in NAMES)
+
+
+def test_a_name_is_what_its_module_defines():
+    assert plimsoll.TrainStep is TrainStep
+    assert plimsoll.limited is limited
+    assert plimsoll.probe is probe_machine
+
+
+def test_names_can_be_imported_all_at_once():
+    names: dict[str, object] = {}
+    exec("from plimsoll import *", names)
+    assert {*NAMES} <= names.keys()
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="module 'plimsoll' has no attribute 'TrainSteps'"):
+        plimsoll.TrainSteps  # noqa: B018
+
+
+@pytest.mark.parametrize(("name", "needs_torch"), [("Job", False), ("RunRecord", False), ("TrainStep", True)])
+def test_torch_is_loaded_when_a_name_needs_it(name, needs_torch):
+    program = f"import sys, plimsoll; a = 'torch' in sys.modules; plimsoll.{name}; print(a, 'torch' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment(), capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == ["False", str(needs_torch)]
