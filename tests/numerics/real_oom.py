@@ -1,8 +1,9 @@
 """Trainings under real limits, each in a fresh process, for `test_real_oom.py`: ``python real_oom.py gpt2 FOLDER``.
 
 It imports what the model needs, and for each line of standard input forks a process that trains one epoch: ``limited
-BYTES`` under a limit, with Plimsoll's step, or ``plain 8 4 4 4`` without one, with the plain loop and steps cut like this.
-Lines of JSON on standard output say its number, what happened, and how it ended; what it learned is saved in FOLDER.
+BYTES`` under a limit, with Plimsoll's step, or ``plain 8 4 4 4`` without one, with the plain loop and steps cut like
+this. Lines of JSON on standard output say its number, what happened, and how it ended; what it learned is saved in
+FOLDER.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from workloads import NUM_SAMPLES, Case, Output, plain_loop, weights_of
 
 from plimsoll.device.base import backend_for
 from plimsoll.device.limit import limited
 from plimsoll.run.step import TrainStep
+from workloads import NUM_SAMPLES, Case, Output, plain_loop, weights_of
 
 VOCABULARY = 2000
 NUM_STEPS = 3
@@ -29,14 +30,28 @@ NUM_STEPS = 3
 def gpt2() -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    shape = dict(n_layer=2, n_embd=64, n_head=4, vocab_size=VOCABULARY, n_positions=256, bos_token_id=0, eos_token_id=0)
+    shape = {
+        "n_layer": 2,
+        "n_embd": 64,
+        "n_head": 4,
+        "vocab_size": VOCABULARY,
+        "n_positions": 256,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+    }
     return GPT2LMHeadModel(GPT2Config(**shape, use_cache=False, loss_type="ForCausalLMLoss"))
 
 
 def bert() -> nn.Module:
     from transformers import BertConfig, BertForSequenceClassification
 
-    shape = dict(num_hidden_layers=2, hidden_size=64, num_attention_heads=4, intermediate_size=512, num_labels=3)
+    shape = {
+        "num_hidden_layers": 2,
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "intermediate_size": 512,
+        "num_labels": 3,
+    }
     return BertForSequenceClassification(BertConfig(**shape, vocab_size=VOCABULARY, max_position_embeddings=512))
 
 

@@ -1,7 +1,7 @@
 """Real out-of-memory errors: processes under an enforced limit in which the whole batch does not fit.
 
-Each kind of model is trained under eight limits, from tight to generous, in a process each (`real_oom.py`). What it uses
-is read from outside; what it learns is compared with plain PyTorch, cut the same way and without a limit.
+Each kind of model is trained under eight limits, from tight to generous, in a process each (`real_oom.py`). What it
+uses is read from outside; what it learns is compared with plain PyTorch, cut the same way and without a limit.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from typing import Any
 
 import pytest
 import torch
-from end_to_end.commands import PeakWatch
 from real_oom import CASES, NUM_STEPS
-from workloads import BATCH_SIZE, largest_relative_difference
 
+from end_to_end.commands import PeakWatch
 from plimsoll.device.data_limit import MARGIN_BYTES
+from workloads import BATCH_SIZE, largest_relative_difference
 
 CLOSE = 1e-5
 TESTS = Path(__file__).parents[1]
@@ -29,8 +29,8 @@ WHOLE, ONE_BY_ONE = [BATCH_SIZE] * NUM_STEPS, [1] * NUM_STEPS
 # From what single samples need to what the whole batch needs; 1.5 has room for what the heap cannot use.
 SHARES = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.65, 1.5)
 SCRATCH_BYTES = 48 << 20
-"""What MKL and oneDNN want for themselves, however small the piece; without it they fail at every size, and not always with
-an error (an LSTM under a limit that leaves it 45 MiB ends with a segmentation fault in one of 20 runs)."""
+"""What MKL and oneDNN want for themselves, however small the piece; without it they fail at every size, and not always
+with an error (an LSTM under a limit that leaves it 45 MiB ends with a segmentation fault in one of 20 runs)."""
 
 
 @dataclass(frozen=True)
@@ -82,5 +82,6 @@ def test_under_a_real_limit_training_is_the_plain_loop_cut_the_same_way(name, tm
             assert answer.num_readings > 10
             assert answer.peak_bytes <= budget_bytes
     assert process.returncode == 0
-    assert phases[0] and not phases[-1]
+    assert phases[0]
+    assert not phases[-1]
     assert len({phase for found in phases for phase in found}) >= 2
