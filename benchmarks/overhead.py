@@ -2,14 +2,14 @@
 
     python benchmarks/overhead.py [--rounds 300] [--seconds 180] [--threads 1] [--parts] [--sizes] [--data PATTERN]
 
-The arms run in one process and take turns: each does one step per round, in an order drawn anew. Each has its own copy of
-the model and of AdamW; batches and random numbers are the same, and at the end all weights must be bitwise equal, which
-proves that every arm did the same work. What is compared is the ratio to the plain loop's step of the same round: the
-median over the rounds with its 95 % interval (from order statistics), and the 10th and 90th percentile of single rounds.
+The arms run in one process and take turns, a step per round, in an order drawn anew. Each has its own copy of the model
+and of AdamW; batches and random numbers are the same, and at the end all weights must be bitwise equal, which proves
+that every arm did the same work. What is compared is the ratio to the plain loop's step of the same round: the median
+over the rounds with its 95 % interval (from order statistics), and the 10th and 90th percentile of single rounds.
 
 The plain loop is the one a careful person writes: zero_grad, forward, loss, backward, clip_grad_norm_, step, and one
-The arms run in one process and take turns, a step per round, in an order drawn anew. Each has its own copy of
-resolve.
+``loss.item()``, since everyone notes the loss. A second copy of it runs as one more arm and shows what the method
+cannot resolve.
 
 Quoted is the *processor time* of the whole process, all threads together. The wall time beside it is what a user waits
 for, but on a machine that others use too it counts their work as well.
