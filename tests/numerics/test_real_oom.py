@@ -63,7 +63,11 @@ def ask(process: subprocess.Popen[str], folder: Path, kind: str, *numbers: int) 
     return Answer(facts, torch.load(folder / f"{kind}.pt", weights_only=True), watch.peak_bytes, watch.num_readings)
 
 
-@pytest.mark.parametrize("name", CASES)
+# Each takes about a minute; the LSTM and the CNN are opt-in.
+MARKED = [pytest.param(name, marks=[pytest.mark.slow] if name in ("lstm", "cnn") else []) for name in CASES]
+
+
+@pytest.mark.parametrize("name", MARKED)
 def test_under_a_real_limit_training_is_the_plain_loop_cut_the_same_way(name, tmp_path):
     phases: list[list[str]] = []
     with started(name, tmp_path) as process:
