@@ -3,8 +3,7 @@
 An optimizer changes parameters and states in place, so memory running out half way (Adam's temporaries, or its states
 in the first step) leaves some parameters updated and some not. Here the step is done in *pieces*, each a few parameters
 whose values and states are copied just before, so a piece can always be undone. The copy is small, dropped with the
-piece, and costs about half of the optimizer's own time, which is below 1 % of a step of 1,000 tokens or more
-(`benchmarks/overhead.py`).
+piece, and most of what `benchmarks/overhead.py` measures.
 
 That a failure can always be mended follows from the order. The largest parameter goes first, so the first piece needs
 most; the states that the first step will still create are proven to fit by allocating as much once; and every finished
