@@ -22,10 +22,10 @@ and errors other than memory running out (a Ctrl-C in a loop of one's own) in th
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from operator import itemgetter
 from typing import Any
 
 import torch
@@ -55,26 +55,26 @@ class _Piece:
 
     is_separable: bool
     groups: dict[int, list[nn.Parameter]] = field(default_factory=dict)
+    parameters: list[nn.Parameter] = field(default_factory=list)
     num_bytes: int = 0
     num_failures: int = 0
+    layout: _Layout | None = None
 
     @property
     def device(self) -> torch.device:
-        return self.parameters()[0].device
-
-    def parameters(self) -> list[nn.Parameter]:
-        return [parameter for parameters in self.groups.values() for parameter in parameters]
+        return self.parameters[0].device
 
     def add(self, group: int, parameter: nn.Parameter) -> None:
         self.groups.setdefault(group, []).append(parameter)
+        self.parameters.append(parameter)
         self.num_bytes += parameter.nbytes
 
     def release_gradients(self) -> None:
-        for parameter in self.parameters():
+        for parameter in self.parameters:
             parameter.grad = None
 
     def can_be_cut(self) -> bool:
-        return self.is_separable and len(self.parameters()) > 1
+        return self.is_separable and len(self.parameters) > 1
 
     def may_be_tried_again(self) -> bool:
         """Whether it can be cut further, or has failed only once."""
@@ -92,27 +92,47 @@ class _Piece:
         return parts
 
 
+class _Layout:
+    """Where the tensors of a piece lie: found once, since looking it up in every step took longer than the copying.
+
+    ``alike`` has the tensors of one dtype and device as views of one dimension, which are copied together; ``others``
+    are not contiguous, or of a class of their own, and copied one by one.
+    """
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        self._tensors = tensors
+        plain = [t for t in tensors if type(t) in (torch.Tensor, nn.Parameter) and t.is_contiguous()]
+        self._plain, self._addresses = plain, _addresses(plain)
+        self.others = [tensor for tensor in tensors if not any(tensor is one for one in plain)]
+        self.alike: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+        for tensor in plain:
+            self.alike.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach().view(-1))
+        self.num_elements = {key: sum(map(len, flat)) for key, flat in self.alike.items()}
+
+    def is_of(self, tensors: list[torch.Tensor]) -> bool:
+        """Whether these are the tensors, and their memory (``.data`` can be exchanged) is where it was."""
+        same = len(tensors) == len(self._tensors) and all(map(operator.is_, tensors, self._tensors))
+        return same and _addresses(self._plain) == self._addresses
+
+
+def _addresses(tensors: list[torch.Tensor]) -> list[int]:
+    return [tensor.data_ptr() for tensor in tensors]
+
+
 class _Scratch:
     """Memory for copies, kept from step to step up to ``kept_bytes`` for each dtype and device."""
 
     def __init__(self, kept_bytes: int) -> None:
         self._kept_bytes = kept_bytes
-        self._kept: dict[tuple[torch.dtype, int], torch.Tensor] = {}
+        self._kept: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
 
-    @torch.no_grad()
-    def copies_of(self, tensors: list[torch.Tensor]) -> list[tuple[list[torch.Tensor], torch.Tensor]]:
-        """Copy the tensors that are alike into one: a copy for each would take more time than the copying itself."""
-        alike: dict[tuple[torch.dtype, int], list[torch.Tensor]] = {}
-        for tensor in tensors:  # the number of a device takes a fifth of the time of the device itself
-            alike.setdefault((tensor.dtype, tensor.get_device()), []).append(tensor)
-        return [(group, self._copy(key, group)) for key, group in alike.items()]
-
-    def _copy(self, key: tuple[torch.dtype, int], tensors: list[torch.Tensor]) -> torch.Tensor:
-        flat = [tensor.reshape(-1) for tensor in tensors]
-        num_elements = sum(map(len, flat))
+    def copy_of(
+        self, key: tuple[torch.dtype, torch.device], flat: list[torch.Tensor], num_elements: int
+    ) -> torch.Tensor:
+        """All the tensors, of so many elements together, in one."""
         memory = self._kept.get(key)
         if memory is None or len(memory) < num_elements:
-            memory = torch.empty(num_elements, dtype=flat[0].dtype, device=flat[0].device)
+            memory = torch.empty(num_elements, dtype=key[0], device=key[1])
             if memory.nbytes <= self._kept_bytes:
                 self._kept[key] = memory
         return torch.cat(flat, out=memory[:num_elements])
@@ -125,24 +145,31 @@ class _Copy:
         self._optimizer = optimizer
         self._states: list[tuple[nn.Parameter, dict[str, Any]]] = []
         self._fresh: list[nn.Parameter] = []
-        tensors: list[torch.Tensor] = [*piece.parameters()]
-        for parameter in piece.parameters():
+        tensors: list[torch.Tensor] = [*piece.parameters]
+        for parameter in piece.parameters:
             state = optimizer.state.get(parameter)
             if state is None:
                 self._fresh.append(parameter)
             else:
                 self._states.append((parameter, dict(state)))
-                tensors.extend(value for value in state.values() if isinstance(value, torch.Tensor))
-        self._copies = scratch.copies_of(tensors)
+                tensors.extend([value for value in state.values() if isinstance(value, torch.Tensor)])
+        if piece.layout is None or not piece.layout.is_of(tensors):
+            piece.layout = _Layout(tensors)
+        layout = piece.layout
+        self._alike = [
+            (flat, scratch.copy_of(key, flat, layout.num_elements[key])) for key, flat in layout.alike.items()
+        ]
+        self._others = [(tensor, tensor.detach().clone()) for tensor in layout.others]
         # Some optimizers count in their groups; which parameters are in them is put back by `_only`.
         self._settings = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
 
     @torch.no_grad()
     def restore(self) -> None:
-        for tensors, flat in self._copies:
-            values = torch.split(flat, [tensor.numel() for tensor in tensors])
-            for tensor, value in zip(tensors, values, strict=True):
-                tensor.copy_(value.view(tensor.shape))
+        for flat, copies in self._alike:
+            for tensor, value in zip(flat, torch.split(copies, [*map(len, flat)]), strict=True):
+                tensor.copy_(value)
+        for tensor, value in self._others:
+            tensor.copy_(value)
         for parameter, state in self._states:
             self._optimizer.state[parameter].clear()
             self._optimizer.state[parameter].update(state)
@@ -174,6 +201,8 @@ class StepCommit:
         self._backend = backend
         self._position = position
         self._scratch = _Scratch(_KEPT_BYTES[backend.kind])
+        self._pieces: list[_Piece] = []
+        self._made_for: object = None
         self._piece_bytes = piece_bytes or _PIECE_BYTES[backend.kind]
 
     @property
@@ -191,7 +220,7 @@ class StepCommit:
         """
         self.was_called = True
         self.outcome = None
-        waiting = list(reversed(_pieces(self.optimizer, self._piece_bytes)))
+        waiting = self._whole()[::-1]
         nothing_happened = True
         while waiting:
             piece = waiting.pop()
@@ -208,6 +237,16 @@ class StepCommit:
                 return
             else:
                 raise _torn(event)
+
+    def _whole(self) -> list[_Piece]:
+        """The pieces of the whole step: those of the step before, unless something about them has changed."""
+        members, is_separable = _members(self.optimizer), _is_separable(self.optimizer)
+        made_for = (is_separable, [(group, id(parameter), parameter.nbytes) for group, parameter in members])
+        if made_for != self._made_for:  # the ids are of living parameters: the pieces hold them
+            self._pieces, self._made_for = _pieces(members, is_separable, self._piece_bytes), made_for
+        for piece in self._pieces:
+            piece.num_failures = 0
+        return self._pieces
 
     def _do(self, piece: _Piece, other_bytes: int) -> OomEvent | None:
         """Update one piece and release its gradients, or leave it as it was.
@@ -259,29 +298,33 @@ class StepCommit:
     def _stateless_bytes(self, pieces: list[_Piece]) -> int:
         """The bytes of the parameters whose states this step will create."""
         state = self.optimizer.state
-        return sum(parameter.nbytes for piece in pieces for parameter in piece.parameters() if not state.get(parameter))
+        return sum(parameter.nbytes for piece in pieces for parameter in piece.parameters if not state.get(parameter))
 
     def _state_bytes(self, piece: _Piece) -> int:
-        states = (self.optimizer.state[parameter] for parameter in piece.parameters())
+        states = (self.optimizer.state[parameter] for parameter in piece.parameters)
         return sum(value.nbytes for state in states for value in state.values() if isinstance(value, torch.Tensor))
 
 
-def _pieces(optimizer: torch.optim.Optimizer, piece_bytes: int) -> list[_Piece]:
-    """The parameters that have a gradient, largest first, in pieces of at most ``piece_bytes`` (or one parameter)."""
-    members = [
-        (parameter.nbytes, index, parameter)
-        for index, group in enumerate(optimizer.param_groups)
-        for parameter in group["params"]
-        if parameter.grad is not None
+def _members(optimizer: torch.optim.Optimizer) -> list[tuple[int, nn.Parameter]]:
+    """The parameters that have a gradient, each with the index of its group."""
+    groups = enumerate(optimizer.param_groups)
+    return [
+        (index, parameter) for index, group in groups for parameter in group["params"] if parameter.grad is not None
     ]
-    members.sort(key=itemgetter(0), reverse=True)
-    is_separable = type(optimizer).__module__.startswith("torch.optim.") and not _has_step_hooks(optimizer)
+
+
+def _pieces(members: list[tuple[int, nn.Parameter]], is_separable: bool, piece_bytes: int) -> list[_Piece]:
+    """The members, largest first, in pieces of at most ``piece_bytes`` (or one parameter)."""
     pieces: list[_Piece] = []
-    for num_bytes, group, parameter in members:
-        if not pieces or (is_separable and pieces[-1].num_bytes + num_bytes > piece_bytes):
+    for group, parameter in sorted(members, key=lambda member: member[1].nbytes, reverse=True):
+        if not pieces or (is_separable and pieces[-1].num_bytes + parameter.nbytes > piece_bytes):
             pieces.append(_Piece(is_separable))
         pieces[-1].add(group, parameter)
     return pieces
+
+
+def _is_separable(optimizer: torch.optim.Optimizer) -> bool:
+    return type(optimizer).__module__.startswith("torch.optim.") and not _has_step_hooks(optimizer)
 
 
 def _has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:

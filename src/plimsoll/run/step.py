@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -194,7 +194,7 @@ class TrainStep:
         try:
             while not isinstance(outcome, _Outcome):
                 self.position.micro_batch = size
-                outcome = self._run(batch, size, shape.num_units)
+                outcome = self._run(batch, size, shape)
                 if isinstance(outcome, OomEvent):
                     self._put_back()
                     event = self._with_next_size(outcome, size, shape)
@@ -259,9 +259,9 @@ class TrainStep:
 
     # -- one try of a step ---------------------------------------------------------------------------------------------
 
-    def _run(self, batch: Any, micro_batch: int, num_units: int) -> _Outcome | OomEvent:
+    def _run(self, batch: Any, micro_batch: int, shape: _Shape) -> _Outcome | OomEvent:
         """Gradients, clipping and update, cut into micro-batches; after an event the caller puts everything back."""
-        gradients = attempt(lambda: self._gradients(batch, micro_batch, num_units), self.backend, self.position)
+        gradients = attempt(lambda: self._gradients(batch, micro_batch, shape), self.backend, self.position)
         if isinstance(gradients, OomEvent):
             return gradients
         loss, gradient_norm = gradients
@@ -289,13 +289,11 @@ class TrainStep:
             for parameter in parameters:
                 parameter.grad = None
 
-    def _gradients(self, batch: Any, micro_batch: int, num_units: int) -> tuple[float, float | None]:
+    def _gradients(self, batch: Any, micro_batch: int, shape: _Shape) -> tuple[float, float | None]:
         """Accumulate the gradients of the whole batch and clip them; returns the mean loss and the gradient norm."""
         total = torch.zeros((), device=self.workload.device)
-        for piece in split_batch(batch, micro_batch):
-            share = count_units(piece, self.workload.units) / num_units
-            if share:  # a piece without a target has no mean loss
-                total += self._forward_backward(piece, share)
+        for piece, share in self._weighted_pieces(batch, micro_batch, shape):
+            total += self._forward_backward(piece, share)
         loss = total.item()
         self._refuse_non_finite("loss", loss)
         self.position.phase = "clip"
@@ -309,6 +307,16 @@ class TrainStep:
         if self._scaler is None or self._scaler.get_scale() < _SMALLEST_SCALE:
             self._refuse_non_finite("gradient norm", norm)
         return loss, norm
+
+    def _weighted_pieces(self, batch: Any, micro_batch: int, shape: _Shape) -> Iterator[tuple[Any, float]]:
+        """Yield the micro-batches, each with its share of what the loss averages over."""
+        if micro_batch >= shape.num_samples:
+            yield batch, 1.0
+            return
+        for piece in split_batch(batch, micro_batch):
+            share = count_units(piece, self.workload.units) / shape.num_units
+            if share:  # a piece without a target has no mean loss
+                yield piece, share
 
     def _forward_backward(self, piece: Any, share: float) -> torch.Tensor:
         """Add one micro-batch's part to the gradients; everything it allocated is free when this returns."""
@@ -431,7 +439,7 @@ class TrainStep:
         size = min(ladder.choose(shape.elements_per_sample), shape.num_samples)
         while True:
             self.position.micro_batch = size
-            loss = attempt(partial(self._forward_only, batch, size, shape.num_units), self.backend, self.position)
+            loss = attempt(partial(self._forward_only, batch, size, shape), self.backend, self.position)
             num_elements = math.ceil(size * shape.elements_per_sample)
             if not isinstance(loss, OomEvent):
                 ladder.held(num_elements)
@@ -446,15 +454,13 @@ class TrainStep:
             events.append(loss.model_copy(update={"next_micro_batch": following, "action": action}))
             size = following
 
-    def _forward_only(self, batch: Any, micro_batch: int, num_units: int) -> float:
+    def _forward_only(self, batch: Any, micro_batch: int, shape: _Shape) -> float:
         total = torch.zeros((), device=self.workload.device)
-        for piece in split_batch(batch, micro_batch):
+        for piece, share in self._weighted_pieces(batch, micro_batch, shape):
             failpoint("evaluation")
-            share = count_units(piece, self.workload.units) / num_units
-            if share:
-                on_device = move_batch(piece, self.workload.device)
-                with self._autocast():
-                    total += self.workload.loss(self.workload.model, on_device).float() * share
+            on_device = move_batch(piece, self.workload.device)
+            with self._autocast():
+                total += self.workload.loss(self.workload.model, on_device).float() * share
         return total.item()
 
 

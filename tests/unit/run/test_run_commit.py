@@ -9,7 +9,7 @@ from torch import nn
 from plimsoll.device.base import backend_for
 from plimsoll.errors import TornStepError
 from plimsoll.run.boundary import Position
-from plimsoll.run.commit import StepCommit, _pieces
+from plimsoll.run.commit import StepCommit
 from plimsoll.run.failpoints import armed, exhaust_memory
 from processes import run_program
 
@@ -32,7 +32,7 @@ def commit_of(optimizer, piece_bytes=1):
 
 
 def lengths_of_pieces(optimizer, piece_bytes):
-    return [[len(parameter) for parameter in piece.parameters()] for piece in _pieces(optimizer, piece_bytes)]
+    return [[len(parameter) for parameter in piece.parameters] for piece in commit_of(optimizer, piece_bytes)._whole()]
 
 
 @pytest.mark.parametrize(
@@ -140,6 +140,42 @@ def test_states_are_as_before_when_a_later_step_fails():
     assert [state.keys() for state in before] == [state.keys() for state in optimizer.state.values()]
     for state, expected in zip(optimizer.state.values(), before, strict=True):
         assert all(torch.equal(state[name], value) for name, value in expected.items())
+
+
+class StridedStates(torch.optim.SGD):
+    """Like an optimizer that keeps a transposed state; it is of one piece."""
+
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter].setdefault("total", torch.zeros(3, 2).t())
+            state.add_(parameter.grad)
+            parameter.data.sub_(state)
+
+
+def test_a_state_that_is_not_contiguous_is_put_back():
+    parameter = nn.Parameter(torch.arange(6.0).view(2, 3))
+    optimizer = StridedStates([parameter], lr=0.1)
+    commit = commit_of(optimizer)
+    parameter.grad = torch.ones(2, 3)
+    commit.step()
+    parameter.grad = torch.full((2, 3), 10.0)
+    with armed("optimizer", 1, 2):
+        commit.step()
+    assert commit.outcome is not None
+    assert optimizer.state[parameter]["total"].tolist() == [[1] * 3, [1] * 3]
+    assert parameter.tolist() == [[-1, 0, 1], [2, 3, 4]]
+
+
+def test_memory_exchanged_between_two_steps_is_what_is_put_back():
+    chosen = parameters(3)
+    commit = commit_of(torch.optim.SGD(chosen, lr=1.0))
+    commit.step()
+    chosen[0].data = torch.full((3,), 7.0)
+    give_gradients(commit.optimizer)
+    with armed("optimizer", 1, 2):
+        commit.step()
+    assert commit.outcome is not None
+    assert chosen[0].tolist() == [7] * 3
 
 
 def test_a_piece_of_several_parameters_is_done_in_halves():
