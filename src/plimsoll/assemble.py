@@ -71,22 +71,20 @@ def _require_kernels(model: nn.Module, precision: str, device: str) -> None:
         )
 
 
-def require_room(job: Job, prepared: Prepared, baseline_bytes: int, budget_bytes: int | None) -> None:
+def require_room(job: Job, prepared: Prepared, baseline_bytes: int, budget_bytes: int) -> None:
     """Check, on the meta device, that the budget can hold what is there before the first activation.
 
     Args:
         job: the job.
         prepared: its data, for the size of the vocabulary.
-        baseline_bytes: what the process already uses (interpreter and libraries).
-        budget_bytes: the limit of the device; ``None`` for no limit.
+        baseline_bytes: the backend's; what is there without a training.
+        budget_bytes: the limit of the device.
 
     Raises:
         BudgetError: if it cannot; it says how much is needed.
     """
-    if budget_bytes is None:
-        return
     model = build_model(job, prepared.vocab_size, prepared.num_labels, prepared.end_id, device="meta")
-    parts = {"interpreter and libraries": baseline_bytes} | {
+    parts = {"process and libraries": baseline_bytes} | {
         name.replace("_", " "): size or 0 for name, size in resident_bytes(model, job.optimizer).items()
     }
     need_bytes = sum(parts.values())

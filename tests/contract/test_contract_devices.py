@@ -75,6 +75,15 @@ def test_a_budget_that_cannot_be_held_is_refused(backend, budget_bytes):
     assert kept.numel() == 16 * MIB
 
 
+def test_the_baseline_is_the_smallest_budget_that_can_be_held(backend):
+    backend.baseline_bytes()  # starts what it counts
+    baseline_bytes = backend.baseline_bytes()
+    with backend.limited(baseline_bytes + 4 * MIB):  # other tests' threads may take a little in between
+        pass
+    with pytest.raises(BudgetError, match="cannot limit"), backend.limited(baseline_bytes - 4 * MIB):
+        pass
+
+
 def test_the_error_of_a_size_no_machine_has_is_recognised(backend):
     with pytest.raises((RuntimeError, MemoryError)) as caught:
         torch.empty(1 << 50, dtype=torch.uint8, device=backend.kind)

@@ -25,6 +25,9 @@ class Backend(Protocol):
     def use(self) -> MemoryUse:
         """Read what this process uses now and at its peak since the last `reset_peak`."""
 
+    def baseline_bytes(self) -> int:
+        """Count what a budget must hold before anything of a training is there; starts what the training will need."""
+
     def reset_peak(self) -> None:
         """Start a new peak from what is used now."""
 

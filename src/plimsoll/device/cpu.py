@@ -68,6 +68,12 @@ class CpuBackend:
             limit_bytes=data_limit.budget_in_force_bytes(),
         )
 
+    def baseline_bytes(self) -> int:
+        """Count the interpreter, the libraries with their threads, and what `data_limit` keeps back."""
+        _start_thread_pools()
+        self.release()
+        return process.private_memory().private_bytes + data_limit.MARGIN_BYTES
+
     def reset_peak(self) -> None:
         """Start a new peak from what is used now."""
         self._peak.reset()

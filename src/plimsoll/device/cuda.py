@@ -78,12 +78,21 @@ class CudaBackend:
         import torch
 
         fraction = torch.cuda.get_per_process_memory_fraction(self._index)
+        stats = torch.cuda.memory_stats(self._index)  # empty before the first allocation
         return MemoryUse(
-            used_bytes=torch.cuda.memory_allocated(self._index),
-            peak_bytes=torch.cuda.max_memory_allocated(self._index),
-            reserved_bytes=torch.cuda.memory_reserved(self._index),
+            used_bytes=stats.get("allocated_bytes.all.current", 0),
+            peak_bytes=stats.get("allocated_bytes.all.peak", 0),
+            reserved_bytes=stats.get("reserved_bytes.all.current", 0),
             limit_bytes=int(fraction * self._total_bytes()) if fraction < 1 else None,
         )
+
+    def baseline_bytes(self) -> int:
+        """Count the context and what is reserved already."""
+        import torch
+
+        self.synchronize()  # makes the context, so that its size is known
+        self.release()
+        return int(torch.cuda.memory_reserved(self._index)) + self._context_bytes()
 
     def reset_peak(self) -> None:
         """Start a new peak from what is allocated now."""
@@ -102,10 +111,7 @@ class CudaBackend:
         """
         import torch
 
-        self.synchronize()  # makes the context, so that its size is known
-        self.release()
-        context_bytes, total_bytes = self._context_bytes(), self._total_bytes()
-        in_use_bytes = torch.cuda.memory_reserved(self._index) + context_bytes
+        in_use_bytes, context_bytes, total_bytes = self.baseline_bytes(), self._context_bytes(), self._total_bytes()
         if not in_use_bytes <= budget_bytes <= total_bytes:
             raise BudgetError(
                 f"cannot limit cuda:{self._index} to {format_bytes(budget_bytes)}: this process uses "

@@ -16,6 +16,7 @@ from plimsoll.errors import RecordError
 from plimsoll.records.base import Frozen, Record
 from plimsoll.records.device import Device
 from plimsoll.records.plan import Plan
+from plimsoll.records.units import format_bytes
 
 Phase = Literal["fetch", "copy", "forward", "loss", "backward", "clip", "optimizer", "evaluation", "checkpoint"]
 PHASES_OF_A_STEP: tuple[Phase, ...] = ("fetch", "copy", "forward", "loss", "backward", "clip", "optimizer")
@@ -41,6 +42,13 @@ class OomEvent(Frozen):
     action: str = ""
     survived: bool = True
     raw_text: str = ""
+
+    @property
+    def shortage(self) -> str:
+        """What was asked for (not every error says) and what was in use, for a message."""
+        asked = f"asked for {format_bytes(self.requested_bytes)} with " if self.requested_bytes else ""
+        limit = f" of {format_bytes(self.capacity_bytes)}" if self.capacity_bytes else ""
+        return f"{asked}{format_bytes(self.live_bytes)} in use{limit}"
 
 
 class StepLine(Frozen):

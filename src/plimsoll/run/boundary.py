@@ -22,7 +22,6 @@ from plimsoll.device.base import Backend
 from plimsoll.device.texts import requested_bytes
 from plimsoll.errors import OutOfMemoryError, PlimsollError
 from plimsoll.records.run import PHASES_OF_A_STEP, OomEvent, Phase
-from plimsoll.records.units import format_bytes
 
 T = TypeVar("T")
 
@@ -64,9 +63,7 @@ def fitting(work: Callable[[], T], backend: Backend, what: str) -> T:
     outcome = attempt(work, backend, Position())
     if isinstance(outcome, OomEvent):
         raise OutOfMemoryError(
-            f"memory ran out while {what} (asked for {format_bytes(outcome.requested_bytes)} with "
-            f"{format_bytes(outcome.live_bytes)} in use of {format_bytes(outcome.capacity_bytes)}): "
-            "give a larger budget or a smaller model"
+            f"memory ran out while {what} ({outcome.shortage}): give a larger budget or a smaller model"
         )
     return outcome
 

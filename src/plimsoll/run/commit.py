@@ -35,7 +35,6 @@ from torch import nn
 from plimsoll.device.base import Backend
 from plimsoll.errors import TornStepError
 from plimsoll.records.run import OomEvent
-from plimsoll.records.units import format_bytes
 from plimsoll.run.boundary import Position, attempt
 from plimsoll.run.failpoints import failpoint
 
@@ -224,7 +223,7 @@ class StepCommit:
         nothing_happened = True
         while waiting:
             piece = waiting.pop()
-            event = self._do(piece, self._stateless_bytes(waiting) if nothing_happened else 0)
+            event = self._do(piece, self._stateless(waiting) if nothing_happened else [])
             if event is None:
                 nothing_happened = False
                 continue
@@ -248,18 +247,18 @@ class StepCommit:
             piece.num_failures = 0
         return self._pieces
 
-    def _do(self, piece: _Piece, other_bytes: int) -> OomEvent | None:
+    def _do(self, piece: _Piece, others: list[int]) -> OomEvent | None:
         """Update one piece and release its gradients, or leave it as it was.
 
-        ``other_bytes``: the bytes of the parameters whose new states must be proven to fit as well.
+        ``others``: the bytes of each parameter whose new states must be proven to fit as well.
         """
         copy = self._copy_of(piece)
         if copy is None:
-            return self._do_without_copy(piece, other_bytes)
+            return self._do_without_copy(piece, others)
         event = attempt(lambda: self._step_on(piece), self._backend, self._position)
-        if event is None and other_bytes:
-            need_bytes = other_bytes * self._state_bytes(piece) // max(piece.num_bytes, 1)
-            event = attempt(lambda: _prove_room(need_bytes, piece.device), self._backend, self._position)
+        if event is None and others:
+            states = _blocks(others, self._state_bytes(piece) / max(piece.num_bytes, 1))
+            event = attempt(lambda: _prove_room(states, piece.device), self._backend, self._position)
         if event is not None:
             copy.restore()
             return event
@@ -269,19 +268,19 @@ class StepCommit:
     def _copy_of(self, piece: _Piece) -> _Copy | None:
         """A copy to undo the piece with; ``None`` where it does not fit, or leaves too little for a second try."""
         copy = attempt(lambda: _Copy(self.optimizer, piece, self._scratch), self._backend, self._position)
-        if isinstance(copy, OomEvent) or (piece.num_failures and self._lacks_room(piece, other_bytes=0) is not None):
+        if isinstance(copy, OomEvent) or (piece.num_failures and self._lacks_room(piece, others=[]) is not None):
             return None
         return copy
 
-    def _lacks_room(self, piece: _Piece, other_bytes: int) -> OomEvent | None:
+    def _lacks_room(self, piece: _Piece, others: list[int]) -> OomEvent | None:
         """The event if what the update of the piece can take at most, and the states of the others, is not there."""
-        need_bytes = _TEMPORARIES * piece.num_bytes
-        need_bytes += _MOST_STATES * (self._stateless_bytes([piece]) + other_bytes)
-        return attempt(lambda: _prove_room(need_bytes, piece.device), self._backend, self._position)
+        temporaries = _blocks([parameter.nbytes for parameter in piece.parameters], _TEMPORARIES)
+        states = _blocks(self._stateless([piece]) + others, _MOST_STATES)
+        return attempt(lambda: _prove_room(temporaries + states, piece.device), self._backend, self._position)
 
-    def _do_without_copy(self, piece: _Piece, other_bytes: int) -> OomEvent | None:
+    def _do_without_copy(self, piece: _Piece, others: list[int]) -> OomEvent | None:
         self._backend.release()
-        no_room = self._lacks_room(piece, other_bytes)
+        no_room = self._lacks_room(piece, others)
         if no_room is not None:
             return no_room
         event = attempt(lambda: self._step_on(piece), self._backend, self._position)
@@ -295,10 +294,10 @@ class StepCommit:
             self.optimizer.step()
         failpoint("optimizer")
 
-    def _stateless_bytes(self, pieces: list[_Piece]) -> int:
-        """The bytes of the parameters whose states this step will create."""
+    def _stateless(self, pieces: list[_Piece]) -> list[int]:
+        """The bytes of each parameter whose states this step will create."""
         state = self.optimizer.state
-        return sum(parameter.nbytes for piece in pieces for parameter in piece.parameters if not state.get(parameter))
+        return [parameter.nbytes for piece in pieces for parameter in piece.parameters if not state.get(parameter)]
 
     def _state_bytes(self, piece: _Piece) -> int:
         states = (self.optimizer.state[parameter] for parameter in piece.parameters)
@@ -345,15 +344,20 @@ def _only(optimizer: torch.optim.Optimizer, piece: _Piece) -> Iterator[None]:
             group["params"] = parameters
 
 
-def _prove_room(num_bytes: int, device: torch.device) -> None:
-    """Allocate and free ``num_bytes``: raises where they are not to be had."""
-    torch.empty(num_bytes, dtype=torch.uint8, device=device)
+def _blocks(sizes: list[int], times: float) -> list[int]:
+    """Blocks of ``times`` as many bytes as ``sizes`` together, as large as they are: holes may be too small for one."""
+    whole = int(times)
+    return sizes * whole + [round((times - whole) * sum(sizes))]
+
+
+def _prove_room(blocks: list[int], device: torch.device) -> None:
+    """Allocate blocks of so many bytes together and free them: raises where they are not to be had."""
+    [torch.empty(num_bytes, dtype=torch.uint8, device=device) for num_bytes in blocks]
 
 
 def _torn(event: OomEvent) -> TornStepError:
     return TornStepError(
-        f"memory ran out inside optimizer.step() of step {event.step} (asked for {format_bytes(event.requested_bytes)} "
-        f"with {format_bytes(event.live_bytes)} in use) after part of the parameters had been updated, and "
-        "another part failed twice or could not be copied: reload the last checkpoint (`plimsoll train` does it by "
-        "itself), and give a larger budget"
+        f"memory ran out inside optimizer.step() of step {event.step} ({event.shortage}) after part of the parameters "
+        "had been updated, and another part failed twice or could not be copied: reload the last checkpoint "
+        "(`plimsoll train` does it by itself), and give a larger budget"
     )

@@ -32,7 +32,6 @@ from torch import nn
 from plimsoll.device.base import Backend, backend_for
 from plimsoll.errors import DataError, InputError, NonFiniteLossError, OutOfMemoryError
 from plimsoll.records.run import OomEvent
-from plimsoll.records.units import format_bytes
 from plimsoll.run.boundary import Position, attempt
 from plimsoll.run.checks import described, device_of, refuse, refuse_many_labels
 from plimsoll.run.commit import StepCommit
@@ -472,10 +471,6 @@ def _note(event: OomEvent, events: list[OomEvent], on_oom: Callable[[OomEvent], 
 
 def _no_way_out(event: OomEvent, micro_batch: int, shape: _Shape, must_stay_whole: bool) -> str:
     where = f"memory ran out in the {event.phase} phase of step {event.step}"
-    asked = (
-        f"asked for {format_bytes(event.requested_bytes)} with {format_bytes(event.live_bytes)} in use of "
-        f"{format_bytes(event.capacity_bytes)}"
-    )
     if event.phase == "optimizer":
         why = "no micro-batch changes what the update needs: give a larger budget, or an optimizer with fewer states"
     elif must_stay_whole:
@@ -488,4 +483,4 @@ def _no_way_out(event: OomEvent, micro_batch: int, shape: _Shape, must_stay_whol
             f"micro-batch {micro_batch} is the smallest there is: give a larger budget, shorter sequences or a smaller "
             "model"
         )
-    return f"{where} ({asked}); the step was undone. {why}"
+    return f"{where} ({event.shortage}); the step was undone. {why}"

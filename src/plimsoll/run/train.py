@@ -237,9 +237,8 @@ def _survive(training: Training, phase: Phase, work: Callable[[], T]) -> T:
         event = outcome.model_copy(update={"action": what, "micro_batch": None, "survived": bool(tries_left)})
         _note_oom(training, event)
     raise OutOfMemoryError(
-        f"memory ran out {_TRIES} times in the {phase} phase after step {training.step.num_steps} (asked for "
-        f"{format_bytes(event.requested_bytes)} with {format_bytes(event.live_bytes)} in use of "
-        f"{format_bytes(event.capacity_bytes)}); give a larger budget"
+        f"memory ran out {_TRIES} times in the {phase} phase after step {training.step.num_steps} "
+        f"({event.shortage}); give a larger budget"
     )
 
 

@@ -83,8 +83,8 @@ def train_run(
         stack.enter_context(directory.locked())
         _warm(job)
         limit_bytes = job.budget.device_bytes
-        require_room(job, prepared, backend.use().used_bytes if device == "cpu" else 0, limit_bytes)
         if limit_bytes is not None:
+            require_room(job, prepared, backend.baseline_bytes(), limit_bytes)
             stack.enter_context(backend.limited(limit_bytes))
         host = backend_for("cpu") if device != "cpu" else None
         if host is not None and job.budget.host_bytes is not None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from plimsoll.errors import RecordError
-from plimsoll.records.run import Line, RunRecord, StepLine, Timeline, read_lines
+from plimsoll.records.run import Line, OomEvent, RunRecord, StepLine, Timeline, read_lines
 
 
 def test_every_kind_of_line_comes_back_as_it_was(run_directory: Path, lines: tuple[Line, ...]):
@@ -113,3 +113,15 @@ def test_a_loss_that_is_not_a_number_can_be_written_down(run_record: RunRecord, 
     (read,) = read_lines(tmp_path / "metrics.jsonl")
     assert isinstance(read, StepLine)
     assert read.loss != read.loss
+
+
+@pytest.mark.parametrize(
+    ("known", "text"),
+    [
+        ({"live_bytes": 3 << 20}, "3.0 MiB in use"),
+        ({"live_bytes": 3 << 20, "capacity_bytes": 4 << 20}, "3.0 MiB in use of 4.0 MiB"),
+        ({"requested_bytes": 1024, "live_bytes": 3 << 20}, "asked for 1.0 KiB with 3.0 MiB in use"),
+    ],
+)
+def test_a_shortage_says_what_is_known(known, text):
+    assert OomEvent(family="cpu", **known).shortage == text

