@@ -113,7 +113,9 @@ def load(root: Path, fingerprint: dict[str, str], step: int | None = None) -> Ch
     """
     steps = _steps(root)
     if not steps:
-        raise CheckpointError(f"there is no checkpoint in {root}: start the run without --resume")
+        raise CheckpointError(
+            f"there is no checkpoint in {root}: start the run again with --force in place of --resume"
+        )
     if step is not None and step not in steps:
         raise CheckpointError(
             f"there is no checkpoint of step {step} in {root}: choose one of {', '.join(map(str, steps))}"

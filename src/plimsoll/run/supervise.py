@@ -155,18 +155,21 @@ def supervise(directory: RunDirectory, worker_arguments: tuple[str, ...] = (), q
         death = _death(end, kills_before, _has_host_budget(directory))
         if death is None:
             return end.exit_code
-        if len(_starts(directory)) > num_starts:
+        has_begun = len(_starts(directory)) > num_starts
+        if has_begun:
             retries.note_begun()
             if _has_saved(directory):
                 retries.note_saved()
         in_force = directory.micro_batch_in_force() or retries.sizes[0]
-        following = retries.note_death(death.cause, in_force, _has_held(directory, in_force))
+        # A process that died while it was loading says nothing against a micro-batch.
+        has_held = not has_begun or _has_held(directory, in_force)
+        following = retries.note_death(death.cause, in_force, has_held)
         saved_step = _last_saved_step(directory)
         gives_up = death.cause is _Cause.CRASH or retries.num_fruitless >= _MOST_DEATHS_WITHOUT_PROGRESS
         _note(directory, death, None if gives_up else saved_step, following)
         if gives_up:
             what_happened = _what_happened(death, retries.num_fruitless, saved_step, in_force)
-            raise death.error(what_happened, death.cause.value, " with --resume")
+            raise death.error(what_happened, death.cause.value, " with --resume" if saved_step else " with --force")
 
 
 def _what_happened(death: _Death, num_deaths: int, saved_step: int, micro_batch: int) -> str:

@@ -224,7 +224,7 @@ def test_kills_from_outside_without_progress_end_the_run_with_the_name_of_the_si
         kill_worker(process)
     _, errors = process.communicate(timeout=LONGEST_SECONDS)
     assert "KilledError: the training process was killed (SIGKILL) 3 times without getting past step 0" in errors
-    assert "somebody sent the signal: stop what kills it; start it again then with --resume" in errors
+    assert "somebody sent the signal: stop what kills it; start it again then with --force" in errors
     deaths = of_kind(directory, DeathLine)
     assert [(death.restarted_from_step, death.next_micro_batch) for death in deaths] == [(0, 8), (0, 8), (None, 8)]
 
@@ -237,6 +237,7 @@ def test_a_crash_without_a_budget_is_not_tried_again(new_run, supervised):
     _, errors = process.communicate(timeout=LONGEST_SECONDS)
     assert "KilledError: the training process crashed with SIGSEGV after step" in errors
     assert "no budget was enforced that could have refused it memory: find what crashes" in errors
+    assert errors.endswith("start it again then with --resume\n")
     assert len(of_kind(directory, StartLine)) == 1
 
 
