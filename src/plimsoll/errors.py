@@ -12,6 +12,7 @@
     |-- NonFiniteLossError (ArithmeticError)  2   the loss became NaN or infinite; nothing was updated
     |-- OutOfMemoryError (MemoryError)     3   no fallback held; the step was undone
     |   `-- TornStepError                 75   an OOM inside optimizer.step(), to be undone by a reload (3 without one)
+    |-- KilledError                      137   (139 for SIGSEGV) the training died of a signal, and not surely of memory
     `-- Interrupted                      130   (143 for SIGTERM) the step was finished and saved
 
 A message says what was attempted, the values with their units, why it failed and what to type instead.
@@ -70,6 +71,14 @@ class TornStepError(OutOfMemoryError):
     """Memory ran out inside ``optimizer.step()`` where no copy for the undo could be kept: reload a checkpoint."""
 
     exit_code = 75  # EX_TEMPFAIL, from the training process to its supervisor, which reloads; users see 3
+
+
+class KilledError(PlimsollError):
+    """A process of the run was killed or crashed, again and again or with no use in a new try."""
+
+    def __init__(self, message: str, signal_number: int) -> None:
+        super().__init__(message)
+        self.exit_code = 128 + signal_number
 
 
 class Interrupted(PlimsollError):

@@ -32,7 +32,7 @@ from plimsoll.records.run import CheckpointLine, DeathLine, RunRecord, StartLine
 
 kills_are_counted = pytest.mark.skipif(
     oom_kill_count() is None,
-    reason="no memory cgroup can be read here, so every kill is taken for the kernel's and the micro-batch is cut",
+    reason="nothing counts OOM kills here, so nobody knows who sent SIGKILL and the micro-batch is cut",
 )
 
 
@@ -133,7 +133,10 @@ def test_a_death_before_the_first_checkpoint_starts_anew(slow_job, cache, undist
     assert [step.loss for step in steps_of(run)] == [step.loss for step in steps_of(undisturbed)[:4]]
     (death,) = (line for line in lines_of(run) if isinstance(line, DeathLine))
     assert death.restarted_from_step == 0
-    assert death.evidence == "the memory cgroup counts no OOM kill: somebody sent the signal"
+    assert death.evidence in {
+        "the memory cgroup counts no OOM kill: somebody sent the signal",
+        "the whole machine counts no OOM kill: somebody sent the signal",
+    }
 
 
 def test_when_only_the_supervisor_is_killed_the_training_process_saves_and_ends(slow_job, cache, tmp_path):

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from plimsoll import errors
-from plimsoll.errors import Interrupted, PlimsollError
+from plimsoll.errors import Interrupted, KilledError, PlimsollError
 
 CLASSES = [cls for _, cls in inspect.getmembers(errors, inspect.isclass) if issubclass(cls, PlimsollError)]
 
@@ -51,3 +51,8 @@ def test_an_error_is_the_built_in_one_and_has_its_exit_code(cls: str, built_in: 
 @pytest.mark.parametrize(("signal_number", "exit_code"), [(2, 130), (15, 143)])
 def test_an_interruption_has_the_exit_code_of_its_signal(signal_number: int, exit_code: int):
     assert Interrupted("saved", signal_number).exit_code == exit_code
+
+
+@pytest.mark.parametrize(("signal_number", "exit_code"), [(9, 137), (11, 139)])
+def test_a_death_by_a_signal_has_the_exit_code_that_a_shell_gives_it(signal_number: int, exit_code: int):
+    assert KilledError("killed", signal_number).exit_code == exit_code

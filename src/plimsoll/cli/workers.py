@@ -25,6 +25,7 @@ def train_worker(  # noqa: PLR0917 -- typer calls it by name
     from_step: int | None = None,
     resume_newest: bool = False,
     micro_batch: Annotated[int | None, typer.Option()] = None,
+    too_large: Annotated[int | None, typer.Option()] = None,
     restarts: int = 0,
     quiet: bool = False,
 ) -> None:
@@ -37,6 +38,7 @@ def train_worker(  # noqa: PLR0917 -- typer calls it by name
         from_step=from_step,
         resume_newest=resume_newest,
         micro_batch=micro_batch,
+        too_large=too_large,
         restarts=restarts,
         quiet=quiet,
     )

@@ -4,6 +4,8 @@ Source: the kernel's admin-guide/cgroup-v2 ("Memory") and cgroup-v1/memory docum
 version 2, version 1, and hybrid machines that mount both. Every ancestor's limit holds too, so all of them are read, as
 far as the container shows them. Not covered: ``memory.high`` (it slows down, it does not kill) and swap. Needs no
 torch.
+
+Where no group counts kills, ``oom_kill`` of /proc/vmstat does, since the machine was started and for all of it.
 """
 
 from __future__ import annotations
@@ -25,22 +27,25 @@ class _Layout(NamedTuple):
     use: str
     inactive_file: str
     kills: tuple[str, str]
-    hits: tuple[str, str | None]
 
 
 _LAYOUTS = {
-    "cgroup2": _Layout(
-        "v2", "memory.max", "memory.current", "inactive_file", ("memory.events", "oom_kill"), ("memory.events", "max")
-    ),
+    "cgroup2": _Layout("v2", "memory.max", "memory.current", "inactive_file", ("memory.events", "oom_kill")),
     "cgroup": _Layout(
         "v1",
         "memory.limit_in_bytes",
         "memory.usage_in_bytes",
         "total_inactive_file",
         ("memory.oom_control", "oom_kill"),
-        ("memory.failcnt", None),
     ),
 }
+
+
+class OomKills(NamedTuple):
+    """How many processes the kernel has killed for memory, and among which: this group's, or the whole machine's."""
+
+    number: int
+    is_whole_machine: bool
 
 
 class _Group(NamedTuple):
@@ -67,23 +72,18 @@ def free_bytes(root: Path = _ROOT) -> int | None:
     return min((max(0, limit.bytes - used) for limit, used in _limited_levels(root)), default=None)
 
 
-def oom_kill_count(root: Path = _ROOT) -> int | None:
-    """Return how many processes of this group the kernel has killed for memory, ``None`` where it does not count."""
-    return _counter(root, "kills")
+def oom_kill_count(root: Path = _ROOT) -> OomKills | None:
+    """Return how many processes of this group the kernel has killed for memory; of the machine, if no group counts.
 
-
-def limit_hit_count(root: Path = _ROOT) -> int | None:
-    """Return how often this group ran into its limit, killed or not, ``None`` where it is not counted."""
-    return _counter(root, "hits")
-
-
-def _counter(root: Path, name: str) -> int | None:
+    ``None`` where neither is counted (Linux before 4.13, some sandboxes).
+    """
     for group in _memory_groups(root):
-        file, key = getattr(group.layout, name)
-        value = _number(group.folder / file, key)
-        if value is not None:
-            return value
-    return None
+        file, key = group.layout.kills
+        count = _number(group.folder / file, key)
+        if count is not None:
+            return OomKills(count, is_whole_machine=False)
+    count = _number(root / "proc/vmstat", "oom_kill")
+    return None if count is None else OomKills(count, is_whole_machine=True)
 
 
 def _limited_levels(root: Path) -> list[tuple[Limit, int]]:

@@ -53,19 +53,6 @@ def address_space_bytes(pid: int | str = "self") -> int:
     return _statm(pid)[0] * _PAGE_BYTES
 
 
-def children_private_bytes(pid: int | None = None) -> int:
-    """Sum the private bytes of every descendant of a process; pages shared since a fork count once for each."""
-    import psutil
-
-    total_bytes = 0
-    for child in psutil.Process(pid).children(recursive=True):
-        try:
-            total_bytes += private_bytes(child.pid)
-        except (FileNotFoundError, ProcessLookupError):  # it ended between the listing and the reading
-            continue
-    return total_bytes
-
-
 class PeakCounter:
     """The highest private memory of this process since the last `reset`.
 

@@ -6,7 +6,9 @@
         manifest.json                       bytes and CRC-32 of each of the others; written last
 
 A checkpoint is written to a temporary folder, each file synced, and the folder renamed; only then are older ones
-removed. So a kill or a full disk at any moment leaves the previous checkpoint as it was. On reading every byte is
+removed. So a kill or a full disk at any moment leaves the previous checkpoint as it was. Where the step has one
+already, that one is renamed to ``.step-00000100.old-PID`` first and read from there as long as no other has its place.
+What is removed is renamed first, so that a kill does not leave half of it under a good name. On reading every byte is
 checked: a torn checkpoint, or one of another job, is refused with the reason and the previous good one is named.
 
 Writing makes no second copy of the tensors. Does NOT cover sharded checkpoints of several ranks.
@@ -16,6 +18,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import zlib
 from collections.abc import Iterator
@@ -33,6 +36,7 @@ from plimsoll.run.failpoints import failpoint
 
 _TENSOR_FILES = ("model.pt", "optimizer.pt", "random.pt")
 _CHUNK_BYTES = 1 << 20
+_NAMES = (re.compile(r"step-(\d+)"), re.compile(r"\.step-(\d+)\.old-\d+"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +92,7 @@ def save(
         manifest = {name: _facts(temporary / name) for name in (*_TENSOR_FILES, "progress.json")}
         write_atomically(temporary / "manifest.json", json.dumps(manifest).encode())
         _sync_folder(temporary)
-        if folder.exists():
-            shutil.rmtree(folder)
-        temporary.rename(folder)
-        _sync_folder(root)
+        _put_in_place(temporary, folder)
     except OSError as error:
         raise OutputError(
             f"cannot write the checkpoint of step {step} to {root}: {error.strerror or error}; earlier checkpoints are "
@@ -100,7 +101,7 @@ def save(
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     for old in _steps(root)[:-keep]:
-        shutil.rmtree(root / f"step-{old:08d}")
+        _remove(root, old)
     return Checkpoint(folder, step, progress | {"step": step})
 
 
@@ -112,7 +113,9 @@ def load(root: Path, fingerprint: dict[str, str], step: int | None = None) -> Ch
     """
     steps = _steps(root)
     if not steps:
-        raise CheckpointError(f"there is no checkpoint in {root}: start the run without --resume")
+        raise CheckpointError(
+            f"there is no checkpoint in {root}: start the run again with --force in place of --resume"
+        )
     if step is not None and step not in steps:
         raise CheckpointError(
             f"there is no checkpoint of step {step} in {root}: choose one of {', '.join(map(str, steps))}"
@@ -134,9 +137,10 @@ def load(root: Path, fingerprint: dict[str, str], step: int | None = None) -> Ch
 
 def remove_later(root: Path, step: int) -> None:
     """Remove the checkpoints of steps after ``step``: the run goes on from there, so they are of another past."""
+    _remove_leftovers(root)
     for later in _steps(root):
         if later > step:
-            shutil.rmtree(root / f"step-{later:08d}")
+            _remove(root, later)
 
 
 def newest_good(root: Path, fingerprint: dict[str, str]) -> Checkpoint | None:
@@ -146,19 +150,46 @@ def newest_good(root: Path, fingerprint: dict[str, str]) -> Checkpoint | None:
     return None if step is None else _open(root, step)
 
 
+def _put_in_place(temporary: Path, folder: Path) -> None:
+    """Rename a finished checkpoint; one of the same step keeps a name under which it is read until that is done."""
+    aside = folder.with_name(f".{folder.name}.old-{os.getpid()}")
+    if folder.exists():
+        folder.rename(aside)
+    try:
+        temporary.rename(folder)
+    finally:
+        if aside.exists() and not folder.exists():
+            aside.rename(folder)
+    _sync_folder(folder.parent)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def _remove(root: Path, step: int) -> None:
+    doomed = root / f".step-{step:08d}.tmp-{os.getpid()}"
+    _folder(root, step).rename(doomed)
+    shutil.rmtree(doomed)
+
+
 def _open(root: Path, step: int) -> Checkpoint:
-    folder = root / f"step-{step:08d}"
+    folder = _folder(root, step)
     return Checkpoint(folder, step, json.loads((folder / "progress.json").read_text()))
 
 
+def _folder(root: Path, step: int) -> Path:
+    """Where the checkpoint of a step is: a kill while it was replaced leaves it under the name it got then."""
+    folder = root / f"step-{step:08d}"
+    return folder if folder.exists() else next(root.glob(f".{folder.name}.old-*"), folder)
+
+
 def _steps(root: Path) -> list[int]:
-    names = (folder.name.removeprefix("step-") for folder in root.glob("step-*") if folder.is_dir())
-    return sorted(int(name) for name in names if name.isdecimal())  # others are copies that somebody made
+    folders = [folder for folder in root.glob("*step-*") if folder.is_dir()]
+    matches = (name.fullmatch(folder.name) for name in _NAMES for folder in folders)
+    return sorted({int(found[1]) for found in matches if found})  # others are copies that somebody made
 
 
 def _fault(root: Path, step: int, fingerprint: dict[str, str]) -> str | None:
     """What is wrong with a checkpoint, or ``None``."""
-    folder = root / f"step-{step:08d}"
+    folder = _folder(root, step)
     try:
         manifest = json.loads((folder / "manifest.json").read_text())
         for name, facts in manifest.items():
@@ -235,6 +266,12 @@ def _sync_folder(folder: Path) -> None:
 
 
 def _remove_leftovers(root: Path) -> None:
-    """Remove what a killed process left half written."""
+    """Remove what a killed process left half written or half removed, and put back what it was about to replace."""
     for leftover in root.glob(".step-*.tmp-*"):
         shutil.rmtree(leftover, ignore_errors=True)
+    for aside in root.glob(".step-*.old-*"):
+        folder = root / aside.name[1:].partition(".old-")[0]
+        if folder.exists():
+            shutil.rmtree(aside, ignore_errors=True)
+        else:
+            aside.rename(folder)

@@ -104,6 +104,24 @@ class RunDirectory:
                 f"cannot write {self.metrics}: {error.strerror}; free some space and go on with --resume"
             ) from None
 
+    def sync_metrics(self) -> None:
+        """Have every line on the disk: what is written after this is never found there without them.
+
+        Raises:
+            OutputError: if the disk cannot take them.
+        """
+        try:
+            for path in (self.metrics, self.path):
+                descriptor = os.open(path, os.O_RDONLY)
+                try:
+                    os.fsync(descriptor)
+                finally:
+                    os.close(descriptor)
+        except OSError as error:
+            raise OutputError(
+                f"cannot write {self.metrics}: {error.strerror}; free some space and go on with --resume"
+            ) from None
+
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Be the only process that trains here; the lock goes with the process, however it ends.
@@ -131,15 +149,18 @@ class RunDirectory:
         write_atomically(self.metrics, "".join(kept).encode())
 
     def micro_batch_in_force(self) -> int | None:
-        """The micro-batch that the last training process used last."""
+        """The micro-batch that the last training process had in force, as far as its steps show it."""
+        at_least = 0
         for line in reversed(self.lines()):
-            if isinstance(line, StepLine | StartLine):
-                return line.micro_batch
-            if isinstance(line, OomEvent) and line.phase == "evaluation":
+            if isinstance(line, StepLine) and line.micro_batch == line.num_samples:
+                at_least = max(at_least, line.micro_batch)  # the last batch of an epoch is smaller than what is allowed
+            elif isinstance(line, StepLine | StartLine):
+                return max(at_least, line.micro_batch)
+            elif isinstance(line, OomEvent) and line.phase == "evaluation":
                 continue  # which has a ladder of its own
-            if isinstance(line, OomEvent | DeathLine) and line.next_micro_batch is not None:
-                return line.next_micro_batch
-        return None
+            elif isinstance(line, OomEvent | DeathLine) and line.next_micro_batch is not None:
+                return max(at_least, line.next_micro_batch)
+        return at_least or None
 
 
 def _goes(line: Line, step: int) -> bool:

@@ -9,6 +9,8 @@ later outlier is cut before it fails.
   So does the smallest rung, where there is nothing to lose.
 - A size that fails otherwise, or twice, is the known limit: no step goes as high again.
 - After ``grow_after`` clean steps the next larger rung is taken, if it stays below the known limit.
+- A size at which the whole process was killed (`state_after_death`) is not counted in elements, which died with it:
+  the first batch after the restart says how many they were.
 """
 
 from __future__ import annotations
@@ -32,6 +34,20 @@ def micro_batch_sizes(batch_size: int) -> tuple[int, ...]:
     return tuple(sizes)
 
 
+def state_after_death(
+    state: dict[str, int | None] | None, num_samples: int, too_large_samples: int | None = None
+) -> dict[str, int | None]:
+    """The state to load into a ladder whose process was killed for memory.
+
+    Args:
+        state: what the checkpoint has; ``None`` without one.
+        num_samples: the micro-batch to begin with; larger ones are taken again after clean steps ...
+        too_large_samples: ... if they are smaller than this one, which is known to kill.
+    """
+    before = {"held_elements": 0, "failed_elements": None} if state is None else state
+    return before | {"size": num_samples, "num_clean_steps": 0, "too_large_samples": too_large_samples}
+
+
 class Ladder:
     """The micro-batch in force. Sizes are samples, largest first; elements are those of all tensors of a batch."""
 
@@ -46,6 +62,7 @@ class Ladder:
         self._num_clean_steps = 0
         self._held_elements = 0
         self._failed_elements: int | None = None
+        self._too_large_samples: int | None = None
         self._retried_elements: int | None = None
 
     @property
@@ -59,6 +76,9 @@ class Ladder:
 
     def choose(self, elements_per_sample: float) -> int:
         """The micro-batch for a batch of this shape: the one in force, or a smaller one below the known limit."""
+        if self._too_large_samples is not None:
+            self._note_limit(math.ceil(self._too_large_samples * elements_per_sample))
+            self._too_large_samples = None
         if (
             self._rung > 0
             and self._num_clean_steps >= self._grow_after
@@ -86,14 +106,17 @@ class Ladder:
         if (has_held or not smaller) and self._retried_elements != num_elements:
             self._retried_elements = num_elements
             return num_samples
-        self._held_elements = min(self._held_elements, num_elements - 1)
-        self._failed_elements = min(num_elements, self._failed_elements or num_elements)
+        self._note_limit(num_elements)
         if not smaller:
             return None
         # An outlier batch may already run below the rung in force; only a failure at that rung moves it.
         if num_samples >= self.in_force:
             self._rung = smaller[0]
         return self.sizes[smaller[0]]
+
+    def _note_limit(self, num_elements: int) -> None:
+        self._held_elements = min(self._held_elements, num_elements - 1)
+        self._failed_elements = min(num_elements, self._failed_elements or num_elements)
 
     def state_dict(self) -> dict[str, int | None]:
         """What a checkpoint needs to go on with the same sizes."""
@@ -102,6 +125,7 @@ class Ladder:
             "num_clean_steps": self._num_clean_steps,
             "held_elements": self._held_elements,
             "failed_elements": self._failed_elements,
+            "too_large_samples": self._too_large_samples,
         }
 
     def load_state_dict(self, state: dict[str, int | None]) -> None:
@@ -110,3 +134,4 @@ class Ladder:
         self._num_clean_steps = state["num_clean_steps"] or 0
         self._held_elements = state["held_elements"] or 0
         self._failed_elements = state["failed_elements"]
+        self._too_large_samples = state.get("too_large_samples")

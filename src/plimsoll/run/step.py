@@ -36,7 +36,7 @@ from plimsoll.run.boundary import Position, attempt
 from plimsoll.run.checks import described, device_of, refuse, refuse_many_labels
 from plimsoll.run.commit import StepCommit
 from plimsoll.run.failpoints import failpoint
-from plimsoll.run.recover import Ladder, micro_batch_sizes
+from plimsoll.run.recover import Ladder, micro_batch_sizes, state_after_death
 from plimsoll.run.undo import Undo
 from plimsoll.workload import (
     LossFunction,
@@ -160,7 +160,8 @@ class TrainStep:
     def micro_batch(self) -> int | None:
         """The micro-batch in force, in samples; ``None`` before the first batch if none was given."""
         if self.ladder is None:
-            return self._learned["size"] if self._learned else self._first_micro_batch
+            is_cut = self._learned is not None and not self._must_stay_whole()
+            return self._learned["size"] if self._learned and is_cut else self._first_micro_batch
         return self.ladder.in_force
 
     @property
@@ -255,6 +256,10 @@ class TrainStep:
             self._scaler.load_state_dict(state["scaler"])
         if self.workload.schedule is not None and state["schedule"] is not None:
             self.workload.schedule.load_state_dict(state["schedule"])
+
+    def begin_again_at(self, micro_batch: int, too_large: int | None = None) -> None:
+        """After the process was killed for memory: with a smaller micro-batch (see `state_after_death`)."""
+        self.ladder, self._learned = None, state_after_death(self._learned, micro_batch, too_large)
 
     # -- one try of a step ---------------------------------------------------------------------------------------------
 

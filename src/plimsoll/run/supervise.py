@@ -1,11 +1,17 @@
-"""Watching the training process from outside: what the kernel kills is explained and started again.
+"""Watching the training process from outside: a death is explained, and the training started again.
 
 The supervisor holds no tensors and does not import torch. It starts the training in a process group of its own and
 hands on SIGINT and SIGTERM, both as SIGTERM: the step is finished and saved, and a second one ends the process wherever
-it is. (SIGINT would be a traceback from whatever library is being loaded.) A training process that is killed (SIGKILL
-by the kernel's OOM killer, SIGBUS by a full /dev/shm, an abort in a library that could not allocate) is started again
-from its last good checkpoint; with the next smaller micro-batch if memory was the cause, with the same if the machine's
-own counters say it was not. Three deaths without a checkpoint in between and without a smaller micro-batch end the run.
+it is. (SIGINT would be a traceback from whatever library is being loaded.) What is made of a death:
+
+- SIGKILL that the machine's counters ascribe to the kernel's OOM killer, or an update that memory ran out in: started
+  again from the last good checkpoint with the next smaller micro-batch, which may grow again (`plimsoll.run.recover`).
+- SIGKILL that nobody counts, SIGBUS (a full /dev/shm), and SIGSEGV or SIGABRT inside an enforced budget (libraries that
+  do not check an allocation): perhaps memory, so the same, and it is called a guess.
+- SIGKILL that was not for memory: started again with the same micro-batch.
+- Any other crash would happen again: the run ends.
+
+Three deaths without a checkpoint in between and without a smaller micro-batch end the run, too.
 
 Does NOT watch other machines (see torchrun's elastic agent).
 """
@@ -16,34 +22,114 @@ import os
 import signal
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import Enum
 from pathlib import Path
 from types import FrameType
+from typing import NamedTuple
 
-from plimsoll.device.cgroup import oom_kill_count
-from plimsoll.errors import OutOfMemoryError, TornStepError
+from plimsoll.device.cgroup import OomKills, oom_kill_count
+from plimsoll.errors import KilledError, OutOfMemoryError, PlimsollError, TornStepError
 from plimsoll.records.plan import Plan
-from plimsoll.records.run import CheckpointLine, DeathLine
+from plimsoll.records.run import CheckpointLine, DeathLine, RunHead, StartLine, StepLine
 from plimsoll.run.directory import RunDirectory
 
-_MEMORY_SIGNALS = {signal.SIGKILL, signal.SIGBUS, signal.SIGABRT, signal.SIGSEGV}
-_STOPPED = {-signal.SIGTERM, 128 + signal.SIGTERM}
+_CRASHES_WITHOUT_MEMORY = {signal.SIGSEGV, signal.SIGABRT}
+_CRASHES = {*_CRASHES_WITHOUT_MEMORY, signal.SIGILL, signal.SIGFPE}
+_UNFINISHED = {128 + signal.SIGTERM, TornStepError.exit_code}
 _MOST_DEATHS_WITHOUT_PROGRESS = 3
-_REMEDIES = {
-    True: "give a smaller --budget, which stops it below the machine's own limit, or free memory on the machine",
-    False: "stop what kills it",
-}
 
 
-@dataclass(frozen=True, slots=True)
-class _Death:
-    """How a training process ended that did not end by itself."""
+class _Cause(Enum):
+    """Why a process died; the value is what to type, once starting it again is of no use."""
+
+    KERNEL = "give a smaller --budget, which stops it below the machine's own limit, or free memory on the machine"
+    TORN = "give a larger --budget"
+    GUESS = "if it is memory, give another --budget or free memory on the machine; else stop what kills it"
+    OUTSIDE = "stop what kills it"
+    CRASH = "find what crashes with PYTHONFAULTHANDLER=1 in the environment, which prints where it happens"
+
+    @property
+    def may_be_memory(self) -> bool:
+        """Whether a smaller micro-batch may help."""
+        return self in {_Cause.KERNEL, _Cause.TORN, _Cause.GUESS}
+
+
+class _Death(NamedTuple):
+    """How a process ended that did not end by itself."""
 
     signal_name: str
+    signal_number: int
     evidence: str
-    was_memory: bool
+    cause: _Cause
+
+    def error(self, what_happened: str, remedy: str, how: str = "") -> PlimsollError:
+        """Memory is blamed only where the machine does."""
+        text = f"{what_happened}; {self.evidence}: {remedy}; start it again then{how}"
+        if self.cause in {_Cause.KERNEL, _Cause.TORN}:
+            return OutOfMemoryError(text)
+        return KilledError(text, self.signal_number)
+
+
+class _End(NamedTuple):
+    """The return code of a process, less than 0 if it was killed, and the first signal that was handed on to it."""
+
+    return_code: int
+    asked_by: int | None
+
+    @property
+    def exit_code(self) -> int:
+        """What a shell makes of it: the process's own code, or 128 and the number of the signal."""
+        has_not_ended_by_itself = self.return_code < 0 or self.return_code in _UNFINISHED
+        if self.asked_by is not None and has_not_ended_by_itself:
+            return 128 + self.asked_by
+        return self.return_code if self.return_code >= 0 else 128 - self.return_code
+
+
+@dataclass(slots=True)
+class _Retries:
+    """What the next training process is given, and when to stop giving it."""
+
+    sizes: tuple[int, ...]
+    beginning: tuple[str, ...]
+    num_deaths: int = 0
+    num_fruitless: int = 0
+    micro_batch: int | None = None
+    too_large: int | None = None
+    deaths_at: Counter[int] = field(default_factory=Counter)
+
+    def arguments(self) -> list[str]:
+        """Further arguments for ``plimsoll train-worker``."""
+        sizes = {"--micro-batch": self.micro_batch, "--too-large": self.too_large if self.micro_batch else None}
+        given = (word for name, size in sizes.items() if size is not None for word in (name, str(size)))
+        return [*self.beginning, *given, "--restarts", str(self.num_deaths)]
+
+    def note_begun(self) -> None:
+        """A process took what ``beginning`` says; before that its checkpoints may be of another past."""
+        self.beginning = ("--resume-newest",)
+
+    def note_saved(self) -> None:
+        """A process wrote a checkpoint, in which its micro-batch is kept, too."""
+        self.num_fruitless, self.micro_batch = -1, None
+
+    def note_death(self, cause: _Cause, in_force: int, has_held: bool) -> int:
+        """Count a death; returns the micro-batch that is in force next."""
+        self.num_deaths += 1
+        self.num_fruitless += 1
+        if not cause.may_be_memory:
+            return self.micro_batch or in_force
+        self.deaths_at[in_force] += 1
+        # As in a step: what held before may have died of what another program took, and gets one more try later on.
+        if not has_held or self.deaths_at[in_force] > 1:
+            self.too_large = min(in_force, self.too_large or in_force)
+        following = next((size for size in self.sizes if size < in_force), in_force)
+        if following < min(in_force, self.micro_batch or in_force):
+            self.num_fruitless = 0
+        self.micro_batch = following
+        return following
 
 
 def supervise(directory: RunDirectory, worker_arguments: tuple[str, ...] = (), quiet: bool = False) -> int:
@@ -58,46 +144,51 @@ def supervise(directory: RunDirectory, worker_arguments: tuple[str, ...] = (), q
         the exit code of the training process that ended by itself, 128 + n if signal n asked it to.
 
     Raises:
-        OutOfMemoryError: if it keeps being killed without getting further.
+        OutOfMemoryError: if it keeps being killed for memory without getting further.
+        KilledError: if it keeps being killed for another reason, or crashes.
     """
-    sizes = Plan.load(directory.plan).micro_batches
-    arguments, restarts, fruitless = worker_arguments, 0, 0
+    retries = _Retries(Plan.load(directory.plan).micro_batches, worker_arguments)
+    shown = ["--quiet"] if quiet else []
     while True:
-        kills_before, step_before = oom_kill_count(), _last_saved_step(directory)
-        shown = ["--quiet"] if quiet else []
-        code = _run_worker(["train-worker", str(directory.path), *arguments, "--restarts", str(restarts), *shown])
-        death = _death(code, kills_before)
+        kills_before, num_starts = oom_kill_count(), len(_starts(directory))
+        end = _run_worker(["train-worker", str(directory.path), *retries.arguments(), *shown])
+        death = _death(end, kills_before, _has_host_budget(directory))
         if death is None:
-            return _exit_code(code)
-        restarts += 1
+            return end.exit_code
+        has_begun = len(_starts(directory)) > num_starts
+        if has_begun:
+            retries.note_begun()
+            if _has_saved(directory):
+                retries.note_saved()
+        in_force = directory.micro_batch_in_force() or retries.sizes[0]
+        # A process that died while it was loading says nothing against a micro-batch.
+        has_held = not has_begun or _has_held(directory, in_force)
+        following = retries.note_death(death.cause, in_force, has_held)
         saved_step = _last_saved_step(directory)
-        micro_batch = directory.micro_batch_in_force() or sizes[0]
-        smaller = next((size for size in sizes if size < micro_batch), None)
-        following = (smaller or micro_batch) if death.was_memory else micro_batch
-        fruitless = 0 if saved_step > step_before or following < micro_batch else fruitless + 1
-        gives_up = fruitless >= _MOST_DEATHS_WITHOUT_PROGRESS
+        gives_up = death.cause is _Cause.CRASH or retries.num_fruitless >= _MOST_DEATHS_WITHOUT_PROGRESS
         _note(directory, death, None if gives_up else saved_step, following)
         if gives_up:
-            raise OutOfMemoryError(
-                f"the training process was killed ({death.signal_name}) {fruitless} times without getting past step "
-                f"{saved_step}, at micro-batch {micro_batch}; {death.evidence}. "
-                f"{_REMEDIES[death.was_memory]}; use --resume then"
-            )
-        # Where memory was not the cause the checkpoint says the micro-batch, and how far it may grow again.
-        arguments = ("--resume-newest", *(("--micro-batch", str(following)) if death.was_memory else ()))
+            what_happened = _what_happened(death, retries.num_fruitless, saved_step, in_force)
+            raise death.error(what_happened, death.cause.value, " with --resume" if saved_step else " with --force")
 
 
-def _run_worker(arguments: list[str]) -> int:
-    """Run a Plimsoll command in a process of its own; signals that arrive meanwhile are handed on to it.
+def _what_happened(death: _Death, num_deaths: int, saved_step: int, micro_batch: int) -> str:
+    if death.cause is _Cause.CRASH:
+        return f"the training process crashed with {death.signal_name} after step {saved_step}, the last one saved"
+    return (
+        f"the training process was killed ({death.signal_name}) {num_deaths} times without getting past step "
+        f"{saved_step}, at micro-batch {micro_batch}"
+    )
 
-    Returns:
-        its exit code, less than 0 if it was killed; 128 + n if it stopped because signal n was handed on.
-    """
+
+def _run_worker(arguments: list[str]) -> _End:
+    """Run a Plimsoll command in a process of its own; signals that arrive meanwhile are handed on to it."""
     command = [sys.executable, "-m", "plimsoll", *arguments]
     environment = os.environ | {"PLIMSOLL_SUPERVISOR": str(os.getpid())}
-    with subprocess.Popen(command, process_group=0, env=environment) as process, _handing_on(process) as received:
-        code = process.wait()
-    return 128 + received[0] if received and code in _STOPPED else code
+    with _handing_on() as signals, subprocess.Popen(command, process_group=0, env=environment) as process:
+        signals.to(process)
+        return_code = process.wait()
+    return _End(return_code, signals.received[0] if signals.received else None)
 
 
 def prepare_data(directory: RunDirectory, cache: Path, quiet: bool) -> int:
@@ -107,63 +198,101 @@ def prepare_data(directory: RunDirectory, cache: Path, quiet: bool) -> int:
         its exit code.
 
     Raises:
-        OutOfMemoryError: if it is killed.
+        OutOfMemoryError: if it is killed for memory.
+        KilledError: if it is killed for another reason, or crashes.
     """
     kills_before = oom_kill_count()
-    code = _run_worker(["prepare-worker", str(directory.path), str(cache), *(["--quiet"] if quiet else [])])
-    death = _death(code, kills_before)
-    if death is not None:
-        raise OutOfMemoryError(
-            f"the process that prepares the data in {cache} was killed ({death.signal_name}); {death.evidence}: "
-            "free memory on the machine, or give the path of an existing tokenizer"
-        )
-    return _exit_code(code)
+    end = _run_worker(["prepare-worker", str(directory.path), str(cache), *(["--quiet"] if quiet else [])])
+    death = _death(end, kills_before, has_host_budget=False)
+    if death is None:
+        return end.exit_code
+    remedy = "free memory on the machine, or give the path of an existing tokenizer"
+    raise death.error(
+        f"the process that prepares the data in {cache} was killed ({death.signal_name})",
+        remedy if death.cause.may_be_memory else death.cause.value,
+    )
 
 
-def _exit_code(code: int) -> int:
-    """What a shell makes of a return code: that of a process which ended by itself, or 128 and the signal's number."""
-    return code if code >= 0 else 128 - code
+class _Signals:
+    """Signals that arrived, and the process that each is handed on to, also those from before it was there."""
+
+    def __init__(self) -> None:
+        self.received: list[int] = []
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def to(self, process: subprocess.Popen[bytes]) -> None:
+        self._process = process
+        for _ in self.received:
+            process.terminate()
+
+    def note(self, signal_number: int, _frame: FrameType | None) -> None:
+        self.received.append(signal_number)
+        if self._process is not None:
+            self._process.terminate()
 
 
 @contextmanager
-def _handing_on(process: subprocess.Popen[bytes]) -> Iterator[list[int]]:
-    received: list[int] = []
-
-    def hand_on(signal_number: int, _frame: FrameType | None) -> None:
-        received.append(signal_number)
-        process.terminate()
-
-    before = {number: signal.signal(number, hand_on) for number in (signal.SIGINT, signal.SIGTERM)}
+def _handing_on() -> Iterator[_Signals]:
+    signals = _Signals()
+    before = {number: signal.signal(number, signals.note) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield received
+        yield signals
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
-def _death(code: int, kills_before: int | None) -> _Death | None:
-    """What happened to a process with this return code; ``None`` if it ended by itself."""
-    if code == TornStepError.exit_code:
-        return _Death(
-            "torn step", "memory ran out inside optimizer.step() and only a checkpoint can undo that", was_memory=True
-        )
-    if code >= 0 or -code not in _MEMORY_SIGNALS:
+def _death(end: _End, kills_before: OomKills | None, has_host_budget: bool) -> _Death | None:
+    """What happened to a process; ``None`` if it ended by itself, or after somebody asked it to."""
+    if end.asked_by is not None:
         return None
-    name = signal.Signals(-code).name
-    kills = oom_kill_count()
-    if -code != signal.SIGKILL:
-        return _Death(
-            name, "a library stopped the process, as they do when an allocation fails where none may", was_memory=True
+    if end.return_code == TornStepError.exit_code:
+        evidence = "memory ran out inside optimizer.step() and only a checkpoint can undo that"
+        return _Death("torn step", 0, evidence, _Cause.TORN)
+    number = -end.return_code
+    if number not in {signal.SIGKILL, signal.SIGBUS, *_CRASHES}:
+        return None
+    if number == signal.SIGKILL:
+        cause, evidence = _killer(kills_before)
+    elif number == signal.SIGBUS:
+        cause = _Cause.GUESS
+        evidence = "a guess: a page of a mapped file could not be had, as where /dev/shm or the disk is full"
+    elif has_host_budget and number in _CRASHES_WITHOUT_MEMORY:
+        cause = _Cause.GUESS
+        evidence = "a guess: some libraries crash where the budget refuses them memory"
+    elif number in _CRASHES_WITHOUT_MEMORY:
+        cause, evidence = _Cause.CRASH, "no budget was enforced that could have refused it memory"
+    else:
+        cause, evidence = _Cause.CRASH, "no lack of memory does that"
+    return _Death(signal.Signals(number).name, number, evidence, cause)
+
+
+def _killer(before: OomKills | None) -> tuple[_Cause, str]:
+    """Who sent SIGKILL, by the kernel's own counters of before and now."""
+    now = oom_kill_count()
+    if now is None or before is None or now.is_whole_machine != before.is_whole_machine:
+        return _Cause.GUESS, "unknown who killed it: neither a memory cgroup nor /proc/vmstat counts OOM kills here"
+    num_kills = now.number - before.number
+    if not now.is_whole_machine:
+        if num_kills > 0:
+            return (
+                _Cause.KERNEL,
+                f"the memory cgroup counts {num_kills} OOM kill(s) more than before: the kernel's OOM killer",
+            )
+        return _Cause.OUTSIDE, "the memory cgroup counts no OOM kill: somebody sent the signal"
+    if num_kills > 0:
+        return _Cause.KERNEL, (
+            f"the whole machine counts {num_kills} OOM kill(s) more than before (no memory cgroup counts them): "
+            "probably the kernel's OOM killer"
         )
-    if kills is None or kills_before is None:
-        return _Death(name, "no memory cgroup can be read here, so the kernel's OOM killer is assumed", was_memory=True)
-    if kills > kills_before:
-        return _Death(
-            name,
-            f"the memory cgroup counts {kills - kills_before} OOM kill(s) more than before: the kernel's OOM killer",
-            was_memory=True,
-        )
-    return _Death(name, "the memory cgroup counts no OOM kill: somebody sent the signal", was_memory=False)
+    return _Cause.OUTSIDE, "the whole machine counts no OOM kill: somebody sent the signal"
+
+
+def _has_host_budget(directory: RunDirectory) -> bool:
+    """Whether host memory was really limited; a budget of a GPU does not limit it."""
+    budget = Plan.load(directory.plan).budget
+    is_on_cpu = directory.head.is_file() and RunHead.load(directory.head).device.kind == "cpu"
+    return budget.host_bytes is not None or (budget.device_bytes is not None and is_on_cpu)
 
 
 def _note(directory: RunDirectory, death: _Death, restarted_from_step: int | None, following: int) -> None:
@@ -184,6 +313,22 @@ def _note(directory: RunDirectory, death: _Death, restarted_from_step: int | Non
         else f"going on from step {restarted_from_step} with micro-batch {following}"
     )
     print(f"training process killed ({death.signal_name}): {death.evidence}; {then}", file=sys.stderr)
+
+
+def _starts(directory: RunDirectory) -> list[StartLine]:
+    return [line for line in directory.lines() if isinstance(line, StartLine)]
+
+
+def _has_saved(directory: RunDirectory) -> bool:
+    """Whether the last training process that began got as far as a checkpoint."""
+    for line in reversed(directory.lines()):
+        if isinstance(line, CheckpointLine | StartLine):
+            return isinstance(line, CheckpointLine)
+    return False
+
+
+def _has_held(directory: RunDirectory, micro_batch: int) -> bool:
+    return any(isinstance(line, StepLine) and line.micro_batch >= micro_batch for line in directory.lines())
 
 
 def _last_saved_step(directory: RunDirectory) -> int:

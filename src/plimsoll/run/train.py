@@ -207,6 +207,7 @@ def _save(training: Training) -> None:
         "training_step": step.state_dict(),
         "loader": parts.loader.state_dict(),
     }
+    training.directory.sync_metrics()  # after a power loss no checkpoint may be newer than the steps that led to it
     saved = _survive(
         training,
         "checkpoint",

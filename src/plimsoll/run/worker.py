@@ -40,6 +40,7 @@ def train_run(
     from_step: int | None,
     resume_newest: bool,
     micro_batch: int | None,
+    too_large: int | None,
     restarts: int,
     quiet: bool,
 ) -> None:
@@ -50,7 +51,8 @@ def train_run(
         resume: go on from a checkpoint, which must exist.
         from_step: the step of that checkpoint; ``None`` for the newest.
         resume_newest: go on from the newest good checkpoint if there is one (after a death).
-        micro_batch: samples to begin with; ``None`` for the plan's, or the checkpoint's.
+        micro_batch: samples to begin with, after a death; ``None`` for the plan's, or the checkpoint's.
+        too_large: with ``micro_batch``, a micro-batch that is known to kill and not to be taken again.
         restarts: how often the training process was killed before.
         quiet: show nothing on standard error.
     """
@@ -74,11 +76,8 @@ def train_run(
     device = choose_device(job)
     backend = backend_for(device)
     marks = fingerprint(job, prepared)
-    saved = None
-    if resume:
-        saved = checkpoint.load(directory.checkpoints, marks, from_step)
-    elif resume_newest:
-        saved = checkpoint.newest_good(directory.checkpoints, marks)
+    newest = checkpoint.newest_good(directory.checkpoints, marks) if resume_newest else None
+    saved = checkpoint.load(directory.checkpoints, marks, from_step) if resume else newest
     with ExitStack() as stack:
         stack.enter_context(directory.locked())
         _warm(job)
@@ -92,7 +91,7 @@ def train_run(
         head = RunHead(job=job.model_dump(mode="json"), device=backend.probe(), versions=versions(), fingerprint=marks)
         head.save(directory.head)
         parts = fitting(lambda: assemble(job, prepared, device), backend, "building the model")
-        step = _make_step(job, parts, micro_batch or plan.micro_batches[0])
+        step = _make_step(job, parts, plan.micro_batches[0])
         offset_seconds = max((line.time_seconds for line in directory.lines()), default=0.0)
         view = View(path.name, job.steps, "tokens" if job.task == "language-modeling" else "samples", quiet)
         training = Training(job, parts, step, directory, marks, MemorySampler(backend, offset_seconds), view, host)
@@ -100,6 +99,8 @@ def train_run(
             fitting(lambda: go_on(training, saved), backend, "reading the checkpoint")
         else:
             directory.keep_until(0)  # of a process that died before its first checkpoint
+        if micro_batch is not None:
+            step.begin_again_at(micro_batch, too_large)
         train(training, restarts)
         export_tokenizer(Path(prepared.tokenizer_folder), directory.model)
 

@@ -53,7 +53,7 @@ def test_v2_reads_every_ancestor_and_the_tightest_room_counts(tmp_path):
     assert _bytes_of(root) == [600, 1000]
     assert cgroup.limits(root)[0].source == "cgroup v2 memory.max of /slurm/job"
     assert cgroup.free_bytes(root) == 80  # 1000 - (950 - 30), which is less than 600 - 100
-    assert (cgroup.oom_kill_count(root), cgroup.limit_hit_count(root)) == (2, 7)
+    assert cgroup.oom_kill_count(root) == (2, False)
 
 
 def test_a_v2_container_sees_its_own_group_as_the_root(tmp_path):
@@ -81,12 +81,11 @@ def test_v1_beside_v2_reads_the_memory_hierarchy_and_ignores_the_number_that_mea
             f"{memory}/docker/abc/memory.usage_in_bytes": "300\n",
             f"{memory}/docker/abc/memory.stat": "inactive_file 1\ntotal_inactive_file 50\n",
             f"{memory}/docker/abc/memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 4\n",
-            f"{memory}/docker/abc/memory.failcnt": "11\n",
         },
     )
     assert _bytes_of(root) == [400]
     assert cgroup.free_bytes(root) == 150
-    assert (cgroup.oom_kill_count(root), cgroup.limit_hit_count(root)) == (4, 11)
+    assert cgroup.oom_kill_count(root) == (4, False)
 
 
 def test_v1_in_a_container_is_mounted_at_its_own_group(tmp_path):
@@ -98,6 +97,14 @@ def test_v1_in_a_container_is_mounted_at_its_own_group(tmp_path):
 def test_an_older_kernel_does_not_count_kills(tmp_path):
     files = {"sys/fs/cgroup/memory/memory.oom_control": "oom_kill_disable 0\nunder_oom 0\n"}
     assert cgroup.oom_kill_count(_tree(tmp_path, _v1("/") | files)) is None
+
+
+def test_where_no_group_counts_kills_the_machine_does(tmp_path):
+    vmstat = {"proc/vmstat": "oom_kill_other 1\nnr_free_pages 8\noom_kill 5\n"}
+    assert cgroup.oom_kill_count(_tree(tmp_path / "none", vmstat)) == (5, True)
+    events = {"sys/fs/cgroup/memory.events": "oom 3\noom_kill 2\n"}
+    assert cgroup.oom_kill_count(_tree(tmp_path / "root", _v2() | vmstat)) == (5, True)  # the root group has no events
+    assert cgroup.oom_kill_count(_tree(tmp_path / "v2", _v2() | vmstat | events)) == (2, False)
 
 
 def test_a_machine_without_groups_has_no_limits(tmp_path):

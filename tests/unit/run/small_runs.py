@@ -53,6 +53,7 @@ def train_here(directory: RunDirectory, **options: object) -> None:
         "from_step": None,
         "resume_newest": False,
         "micro_batch": None,
+        "too_large": None,
         "restarts": 0,
         "quiet": True,
     }

@@ -107,7 +107,9 @@ def test_the_newest_is_opened_unless_a_step_is_named(tmp_path):
 def test_without_one_the_remedy_is_said(tmp_path):
     for root in (tmp_path, tmp_path / "not-there"):
         assert checkpoint.newest_good(root, MARKS) is None
-        with pytest.raises(CheckpointError, match="there is no checkpoint in .*: start the run without --resume"):
+        with pytest.raises(
+            CheckpointError, match="there is no checkpoint in .*: start the run again with --force in place of --resume"
+        ):
             checkpoint.load(root, MARKS)
 
 
@@ -282,3 +284,99 @@ def test_saving_and_checking_make_no_second_copy(tmp_path):
     while_saving_bytes, while_checking_bytes = json.loads(run_program(MEMORY, tmp_path).stdout)
     assert while_saving_bytes < 8 << 20
     assert while_checking_bytes < 4 << 20
+
+
+# "os.rename" is told to an audit hook before it happens: there the process is killed, or the rename refused.
+IN_THE_WINDOW = """
+import os, signal, sys
+from pathlib import Path
+import torch
+from plimsoll.errors import OutputError
+from plimsoll.run import checkpoint
+
+def watch(event, arguments):
+    if event != "os.rename":
+        return
+    source, target = map(os.path.basename, arguments[:2])
+    if target == "step-00000010" and armed.pop(source[:19], None):
+        if sys.argv[2] == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise OSError(5, "Input/output error")
+
+armed = {".step-00000010.tmp-": True}
+sys.addaudithook(watch)
+model = torch.nn.Linear(2, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+fields = {"random_state": None, "progress": {"fingerprint": {}, "is_second": True}, "keep": 1}
+try:
+    checkpoint.save(Path(sys.argv[1]), 10, model=model, optimizer=optimizer, **fields)
+except OutputError as error:
+    print(error)
+print(armed)
+"""
+
+
+def test_a_kill_while_a_step_is_saved_anew_leaves_the_old_one(tmp_path):
+    save(tmp_path, 10, marks={})
+    done = run_program(IN_THE_WINDOW, tmp_path, "kill")
+    assert (done.returncode, done.stdout) == (-signal.SIGKILL, "")
+    assert not (tmp_path / "step-00000010").exists()
+    for saved in (
+        checkpoint.newest_good(tmp_path, {}),
+        checkpoint.load(tmp_path, {}),
+        checkpoint.load(tmp_path, {}, 10),
+    ):
+        assert (saved.step, saved.progress["loader"]) == (10, {"epoch": 1, "position": 8})
+        saved.restore(*training(seed=1))
+    checkpoint.remove_later(tmp_path, 10)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000010"]
+    save(tmp_path, 20, keep=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000020"]
+
+
+def test_a_failure_while_a_step_is_saved_anew_leaves_the_old_one(tmp_path):
+    save(tmp_path, 10, marks={})
+    done = run_program(IN_THE_WINDOW, tmp_path, "fail")
+    assert "cannot write the checkpoint of step 10" in done.stdout, done.stderr
+    assert done.stdout.endswith("{}\n")
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000010"]
+    assert checkpoint.load(tmp_path, {}).progress["loader"] == {"epoch": 1, "position": 8}
+
+
+def test_what_was_aside_when_the_new_one_was_in_place_is_removed(tmp_path):
+    save(tmp_path, 10, seed=0)
+    shutil.copytree(tmp_path / "step-00000010", tmp_path / ".step-00000010.old-7")
+    save(tmp_path, 10, seed=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000010"]
+
+
+# The second file that is removed ends the process.
+KILL_IN_REMOVAL = """
+import os, signal, sys
+from pathlib import Path
+from plimsoll.run import checkpoint
+
+def watch(event, arguments):
+    if event == "os.remove":
+        removed.append(arguments[0])
+        if len(removed) == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+removed = []
+sys.addaudithook(watch)
+checkpoint.remove_later(Path(sys.argv[1]), 10)
+"""
+
+
+def test_a_kill_in_the_removal_leaves_no_half_of_one_under_a_good_name(tmp_path):
+    for step in (10, 20):
+        save(tmp_path, step)
+    assert run_program(KILL_IN_REMOVAL, tmp_path).returncode == -signal.SIGKILL
+    assert steps(tmp_path) == [10]
+    assert checkpoint.load(tmp_path, MARKS).step == 10
+    (leftover,) = tmp_path.glob(".step-*")
+    save(tmp_path, 20)
+    leftover.mkdir()  # left by a process that had this one's number, as in another container
+    leftover.rename(tmp_path / f".step-00000020.tmp-{os.getpid()}").joinpath("model.pt").touch()
+    checkpoint.remove_later(tmp_path, 10)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000010"]

@@ -115,6 +115,9 @@ def test_what_will_happen_again_is_taken_out_and_nothing_else(directory):
         ([], None),
         ([start(micro_batch=8)], 8),
         ([start(micro_batch=8), step(1, 4)], 4),
+        ([start(micro_batch=16), step(1, 8)], 16),
+        ([start(micro_batch=4), step(1, 8)], 8),
+        ([step(1, 8)], 8),
         ([start(), step(1, 8), oom(4)], 4),  # it died in the step that was being done again
         ([start(), step(1, 8), oom(4), step(2, 4)], 4),
         ([start(), step(1, 8), death(4)], 4),
@@ -175,3 +178,10 @@ def test_a_line_may_be_torn_at_any_byte(whole, directory):
             file.write(torn[:num_bytes])
         directory.append(death(4))
         assert directory.lines() == [*whole, death(4)]
+
+
+def test_a_metrics_file_that_cannot_be_synced_is_said(directory):
+    directory.sync_metrics()
+    directory.metrics.unlink()
+    with pytest.raises(OutputError, match="cannot write .*metrics.jsonl: No such file .*--resume"):
+        directory.sync_metrics()

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from plimsoll.errors import InputError
-from plimsoll.run.recover import Ladder, micro_batch_sizes
+from plimsoll.run.recover import Ladder, micro_batch_sizes, state_after_death
 
 
 @pytest.mark.parametrize(
@@ -142,3 +142,53 @@ def test_a_ladder_put_back_from_json_goes_on_like_the_one_it_was():
     other = Ladder((8, 4, 2, 1), grow_after=3)
     other.load_state_dict(json.loads(json.dumps(ladder.state_dict())))
     assert decisions(other) == decisions(ladder) == [4, 4, 8, 8, 4, 4, 4, 2]
+
+
+def after_death(state, *sizes):
+    ladder = Ladder((8, 4, 2, 1), grow_after=3)
+    ladder.load_state_dict(state_after_death(state, *sizes))
+    return ladder
+
+
+def chosen_in(ladder, num_steps):
+    chosen = []
+    for _ in range(num_steps):
+        chosen.append(ladder.choose(10))
+        ladder.held(10 * chosen[-1])
+    return chosen
+
+
+def test_after_a_death_the_size_grows_back_to_the_top():
+    assert chosen_in(after_death(None, 2), 7) == [2, 2, 2, 4, 4, 4, 8]
+
+
+def test_the_clean_steps_before_a_death_do_not_count():
+    before = Ladder((8, 4, 2, 1), grow_after=3)
+    chosen_in(before, 3)
+    assert chosen_in(after_death(before.state_dict(), 4), 4) == [4, 4, 4, 8]
+
+
+def test_what_is_known_to_kill_is_the_limit_in_elements_of_the_first_batch():
+    ladder = after_death(None, 2, 8)
+    assert chosen_in(ladder, 9) == [2, 2, 2, 4, 4, 4, 4, 4, 4]
+    assert ladder.choose(9.9) == 8  # 79.2 elements, and 80 killed
+
+
+def test_a_limit_of_before_the_death_is_kept():
+    before = descended()
+    before.failed(4, 40)
+    assert chosen_in(after_death(before.state_dict(), 1, 8), 7) == [1, 1, 1, 2, 2, 2, 2]
+
+
+def test_what_killed_is_not_forgotten_before_the_first_batch():
+    again = Ladder((8, 4, 2, 1), grow_after=1)
+    again.load_state_dict(json.loads(json.dumps(after_death(None, 4, 8).state_dict())))
+    assert chosen_in(again, 3) == [4, 4, 4]
+
+
+def test_a_checkpoint_from_before_deaths_were_kept_can_be_read():
+    state = descended().state_dict()
+    del state["too_large_samples"]
+    ladder = Ladder((8, 4, 2, 1))
+    ladder.load_state_dict(state)
+    assert ladder.state_dict() == descended().state_dict()

@@ -1,53 +1,166 @@
 """The supervisor: what it makes of a process that ended, and one real run that is killed and goes on."""
 
-import os
 import signal
 import subprocess
 import sys
 import time
+from functools import partial
 
 import psutil
 import pytest
 
-from plimsoll.device.cgroup import oom_kill_count
+from plimsoll.device.cgroup import OomKills, oom_kill_count
 from plimsoll.errors import TornStepError
-from plimsoll.records.run import CheckpointLine, DeathLine, RunRecord, StartLine
+from plimsoll.records.device import Device, MemoryUse
+from plimsoll.records.run import CheckpointLine, DeathLine, RunHead, RunRecord, StartLine
 from plimsoll.run import supervise as module
-from plimsoll.run.supervise import _death, _exit_code, prepare_data
+from plimsoll.run.supervise import _Cause, _Death, _death, _End, _has_host_budget, _Retries, prepare_data
 from processes import LONGEST_SECONDS, environment
+
+OURS, MACHINE = partial(OomKills, is_whole_machine=False), partial(OomKills, is_whole_machine=True)
 
 
 @pytest.mark.parametrize("code", [0, 1, 2, 3, 130, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP])
 def test_a_process_that_ended_by_itself_or_was_asked_to_is_not_dead(code):
-    assert _death(code, kills_before=0) is None
+    assert _death(_End(code, None), OURS(0), has_host_budget=True) is None
 
 
-@pytest.mark.parametrize(("code", "exit_code"), [(0, 0), (3, 3), (-signal.SIGTERM, 143), (-signal.SIGINT, 130)])
-def test_the_exit_code_is_what_a_shell_would_say(code, exit_code):
-    assert _exit_code(code) == exit_code
+@pytest.mark.parametrize("code", [TornStepError.exit_code, -signal.SIGKILL, -signal.SIGSEGV])
+def test_after_a_signal_that_asked_it_to_stop_nothing_is_started_again(code):
+    end = _End(code, asked_by=signal.SIGINT)
+    assert _death(end, OURS(0), has_host_budget=True) is None
+    assert end.exit_code == 130
 
 
 @pytest.mark.parametrize(
-    ("code", "kills_before", "kills_after", "signal_name", "evidence", "was_memory"),
+    ("code", "asked_by", "exit_code"),
     [
-        (-signal.SIGKILL, 4, 5, "SIGKILL", "counts 1 OOM kill(s) more than before: the kernel's OOM killer", True),
-        (-signal.SIGKILL, 4, 4, "SIGKILL", "counts no OOM kill: somebody sent the signal", False),
-        (-signal.SIGKILL, None, None, "SIGKILL", "no memory cgroup can be read here", True),
-        (-signal.SIGKILL, None, 3, "SIGKILL", "no memory cgroup can be read here", True),
-        (-signal.SIGBUS, 4, 4, "SIGBUS", "a library stopped the process", True),
-        (-signal.SIGABRT, 4, 4, "SIGABRT", "a library stopped the process", True),
-        (-signal.SIGSEGV, 4, 4, "SIGSEGV", "a library stopped the process", True),
-        (TornStepError.exit_code, 4, 4, "torn step", "only a checkpoint can undo that", True),
+        (0, None, 0),
+        (3, None, 3),
+        (-signal.SIGTERM, None, 143),
+        (-signal.SIGINT, None, 130),
+        (143, signal.SIGINT, 130),
+        (-signal.SIGTERM, signal.SIGINT, 130),
+        (0, signal.SIGINT, 0),
+        (2, signal.SIGINT, 2),
     ],
 )
-def test_the_cause_of_a_death_is_what_the_machine_says(
-    monkeypatch, code, kills_before, kills_after, signal_name, evidence, was_memory
-):
+def test_the_exit_code_is_what_a_shell_would_say(code, asked_by, exit_code):
+    assert _End(code, asked_by).exit_code == exit_code
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "evidence", "cause"),
+    [
+        (OURS(4), OURS(5), "the memory cgroup counts 1 OOM kill(s) more than before: the kernel's", "KERNEL"),
+        (OURS(4), OURS(4), "the memory cgroup counts no OOM kill: somebody sent the signal", "OUTSIDE"),
+        (MACHINE(4), MACHINE(6), "the whole machine counts 2 OOM kill(s) more than before (no memory", "KERNEL"),
+        (MACHINE(4), MACHINE(4), "the whole machine counts no OOM kill: somebody sent the signal", "OUTSIDE"),
+        (None, None, "unknown who killed it", "GUESS"),
+        (None, OURS(3), "unknown who killed it", "GUESS"),
+        (MACHINE(2), OURS(3), "unknown who killed it", "GUESS"),
+    ],
+)
+def test_who_sent_sigkill_is_what_the_machine_says(monkeypatch, before, after, evidence, cause):
     # The kernel's OOM killer cannot be called here without ending more than this test.
-    monkeypatch.setattr(module, "oom_kill_count", lambda: kills_after)
-    death = _death(code, kills_before)
-    assert (death.signal_name, death.was_memory) == (signal_name, was_memory)
-    assert evidence in death.evidence
+    monkeypatch.setattr(module, "oom_kill_count", lambda: after)
+    death = _death(_End(-signal.SIGKILL, None), before, has_host_budget=False)
+    assert (death.signal_name, death.cause.name) == ("SIGKILL", cause)
+    assert death.evidence.startswith(evidence)
+
+
+@pytest.mark.parametrize(
+    ("code", "has_host_budget", "name", "evidence", "cause"),
+    [
+        (-signal.SIGBUS, False, "SIGBUS", "a guess: a page of a mapped file", "GUESS"),
+        (-signal.SIGABRT, True, "SIGABRT", "a guess: some libraries crash where the budget", "GUESS"),
+        (-signal.SIGSEGV, True, "SIGSEGV", "a guess: some libraries crash where the budget", "GUESS"),
+        (-signal.SIGSEGV, False, "SIGSEGV", "no budget was enforced", "CRASH"),
+        (-signal.SIGABRT, False, "SIGABRT", "no budget was enforced", "CRASH"),
+        (-signal.SIGILL, True, "SIGILL", "no lack of memory does that", "CRASH"),
+        (TornStepError.exit_code, False, "torn step", "memory ran out inside optimizer.step()", "TORN"),
+    ],
+)
+def test_a_crash_is_perhaps_memory_only_where_memory_was_limited(code, has_host_budget, name, evidence, cause):
+    death = _death(_End(code, None), OURS(4), has_host_budget)
+    assert (death.signal_name, death.cause.name) == (name, cause)
+    assert death.evidence.startswith(evidence)
+
+
+def test_only_host_memory_that_is_limited_counts_as_a_budget(new_run):
+    free, budgeted = new_run("free", steps=1), new_run("budgeted", steps=1, budget={"device": "4GiB"})
+    assert not _has_host_budget(budgeted)  # no process has begun there
+    RunHead(job={}, device=device_of("cuda"), versions={}, fingerprint={}).save(budgeted.head)
+    assert not _has_host_budget(budgeted)
+    for directory in (free, budgeted):
+        RunHead(job={}, device=device_of("cpu"), versions={}, fingerprint={}).save(directory.head)
+    assert [_has_host_budget(directory) for directory in (free, budgeted)] == [False, True]
+
+
+def device_of(kind):
+    use = MemoryUse(used_bytes=1, peak_bytes=1, reserved_bytes=1)
+    return Device(name="d", kind=kind, capacity_bytes=1, free_bytes=1, hardware_bytes=1, use=use)
+
+
+def retries():
+    return _Retries((8, 4, 2, 1), ("--resume", "--from-step", "2"))
+
+
+def test_memory_takes_the_next_smaller_size_and_what_held_may_come_back_once():
+    given = retries()
+    assert given.note_death(_Cause.KERNEL, 8, has_held=True) == 4
+    assert given.arguments()[-4:] == ["--micro-batch", "4", "--restarts", "1"]
+    given.note_begun()
+    given.note_saved()
+    assert given.arguments() == ["--resume-newest", "--restarts", "1"]  # the checkpoint knows the rest
+    assert given.note_death(_Cause.KERNEL, 8, has_held=True) == 4
+    assert given.arguments()[1:] == ["--micro-batch", "4", "--too-large", "8", "--restarts", "2"]
+
+
+def test_a_size_that_never_held_is_known_to_kill():
+    given = retries()
+    given.note_death(_Cause.KERNEL, 8, has_held=False)
+    given.note_death(_Cause.KERNEL, 4, has_held=True)
+    assert given.arguments()[3:] == ["--micro-batch", "2", "--too-large", "8", "--restarts", "2"]
+
+
+def test_a_death_from_outside_keeps_the_size_that_was_found_before_a_checkpoint_has_it():
+    given = retries()
+    given.note_death(_Cause.KERNEL, 8, has_held=True)
+    assert given.note_death(_Cause.OUTSIDE, 4, has_held=True) == 4
+    assert given.arguments()[3:5] == ["--micro-batch", "4"]
+
+
+@pytest.mark.parametrize("cause", [_Cause.KERNEL, _Cause.OUTSIDE])
+def test_deaths_count_until_a_checkpoint_is_written(cause):
+    given = retries()
+    counts = []
+    for has_saved in (False, False, True, False, False, False):
+        if has_saved:
+            given.note_saved()
+        given.note_death(cause, 1, has_held=True)
+        counts.append(given.num_fruitless)
+    assert counts == [1, 2, 0, 1, 2, 3]
+
+
+def test_a_smaller_size_counts_as_progress_but_only_once():
+    """A model that cannot be cut (BatchNorm) stays at 8, whatever it is given."""
+    given = retries()
+    counts = []
+    for in_force in (8, 4, 2, 1, 1, 8, 8):
+        given.note_death(_Cause.KERNEL, in_force, has_held=True)
+        counts.append(given.num_fruitless)
+    assert counts == [0, 0, 0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(("cause", "error"), [("KERNEL", 3), ("TORN", 3), ("GUESS", 137), ("OUTSIDE", 137)])
+def test_memory_is_blamed_only_where_the_machine_does(cause, error):
+    death = _Death("SIGKILL", signal.SIGKILL, "evidence", _Cause[cause])
+    found = death.error("it was killed", "do that", " with --resume")
+    assert (found.exit_code, str(found)) == (
+        error,
+        "it was killed; evidence: do that; start it again then with --resume",
+    )
 
 
 def test_preparing_says_with_its_code_that_it_could_not(new_run, tmp_path, capfd):
@@ -78,21 +191,99 @@ def of_kind(directory, kind):
     return [line for line in directory.lines() if isinstance(line, kind)]
 
 
-def test_a_killed_training_goes_on_from_its_checkpoint_and_a_signal_reaches_it(new_run):
-    directory = new_run(steps=100_000, checkpoint={"every": 20})
-    command = [sys.executable, "-c", SUPERVISE, str(directory.path)]
-    process = subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE, text=True)
-    try:
-        wait_until(lambda: of_kind(directory, CheckpointLine), process)
-        (worker,) = psutil.Process(process.pid).children()
-        worker.send_signal(signal.SIGKILL)
-        wait_until(lambda: len(of_kind(directory, StartLine)) == 2, process)
-        first = of_kind(directory, StartLine)[1].step
-        wait_until(lambda: directory.lines()[-1].event == "step" and directory.lines()[-1].step > first, process)
-        os.kill(process.pid, signal.SIGINT)
-        _, errors = process.communicate(timeout=LONGEST_SECONDS)
-    finally:
+@pytest.fixture
+def supervised():
+    """Start a supervisor of a run directory; nothing of it is left when the test ends."""
+    processes = []
+
+    def start(directory, **variables):
+        command = [sys.executable, "-c", SUPERVISE, str(directory.path)]
+        processes.append(subprocess.Popen(command, env=environment(**variables), stderr=subprocess.PIPE, text=True))
+        return processes[-1]
+
+    yield start
+    for process in processes:
         process.kill()
+        process.communicate()
+
+
+def kill_worker(process, number=signal.SIGKILL):
+    """Kill the training process and wait until it is gone."""
+    wait_until(psutil.Process(process.pid).children, process)
+    (worker,) = psutil.Process(process.pid).children()
+    worker.send_signal(number)
+    psutil.wait_procs([worker], timeout=LONGEST_SECONDS)
+
+
+@pytest.mark.skipif(oom_kill_count() is None, reason="nothing counts OOM kills here, so nobody knows who sent SIGKILL")
+def test_kills_from_outside_without_progress_end_the_run_with_the_name_of_the_signal(new_run, supervised):
+    directory = new_run(steps=100_000, checkpoint={"every": 100_000})
+    process = supervised(directory)
+    for number in range(1, 4):
+        wait_until(lambda number=number: len(of_kind(directory, StartLine)) == number, process)
+        kill_worker(process)
+    _, errors = process.communicate(timeout=LONGEST_SECONDS)
+    assert "KilledError: the training process was killed (SIGKILL) 3 times without getting past step 0" in errors
+    assert "somebody sent the signal: stop what kills it; start it again then with --force" in errors
+    deaths = of_kind(directory, DeathLine)
+    assert [(death.restarted_from_step, death.next_micro_batch) for death in deaths] == [(0, 8), (0, 8), (None, 8)]
+
+
+def test_a_crash_without_a_budget_is_not_tried_again(new_run, supervised):
+    directory = new_run(steps=100_000, checkpoint={"every": 1})
+    process = supervised(directory)
+    wait_until(lambda: of_kind(directory, CheckpointLine), process)
+    kill_worker(process, signal.SIGSEGV)
+    _, errors = process.communicate(timeout=LONGEST_SECONDS)
+    assert "KilledError: the training process crashed with SIGSEGV after step" in errors
+    assert "no budget was enforced that could have refused it memory: find what crashes" in errors
+    assert errors.endswith("start it again then with --resume\n")
+    assert len(of_kind(directory, StartLine)) == 1
+
+
+def test_a_crash_inside_a_budget_is_perhaps_memory_and_goes_on_smaller(new_run, supervised):
+    directory = new_run(steps=100_000, checkpoint={"every": 1}, budget={"device": "4GiB"})
+    process = supervised(directory)
+    wait_until(lambda: of_kind(directory, CheckpointLine), process)
+    kill_worker(process, signal.SIGSEGV)
+    wait_until(lambda: len(of_kind(directory, StartLine)) == 2, process)
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=LONGEST_SECONDS)
+    (death,) = of_kind(directory, DeathLine)
+    assert (death.signal, death.next_micro_batch) == ("SIGSEGV", 4)
+    assert death.evidence.startswith("a guess: ")
+    assert of_kind(directory, StartLine)[1].micro_batch == 4
+
+
+def test_a_training_that_is_killed_after_it_was_asked_to_stop_is_not_started_again(new_run, supervised):
+    directory = new_run(steps=100_000)
+    process = supervised(directory)
+    wait_until(lambda: of_kind(directory, StartLine), process)
+    (worker,) = psutil.Process(process.pid).children()
+    worker.suspend()
+    process.send_signal(signal.SIGINT)
+    wait_until(lambda: "SigPnd:\t0000000000000000\nShdPnd:\t0000000000000000" not in status_of(worker.pid), process)
+    worker.kill()
+    process.communicate(timeout=LONGEST_SECONDS)
+    assert process.returncode == 130
+    assert len(of_kind(directory, StartLine)) == 1
+
+
+def status_of(pid):
+    with open(f"/proc/{pid}/status") as file:
+        return file.read()
+
+
+def test_a_killed_training_goes_on_from_its_checkpoint_and_a_signal_reaches_it(new_run, supervised):
+    directory = new_run(steps=100_000, checkpoint={"every": 20})
+    process = supervised(directory)
+    wait_until(lambda: of_kind(directory, CheckpointLine), process)
+    kill_worker(process)
+    wait_until(lambda: len(of_kind(directory, StartLine)) == 2, process)
+    first = of_kind(directory, StartLine)[1].step
+    wait_until(lambda: directory.lines()[-1].event == "step" and directory.lines()[-1].step > first, process)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=LONGEST_SECONDS)
     record = RunRecord.from_directory(directory.path)
     (death,) = of_kind(directory, DeathLine)
     was_counted = oom_kill_count() is not None

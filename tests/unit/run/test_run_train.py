@@ -135,7 +135,7 @@ def test_a_finished_run_can_be_made_longer(new_run, whole):
 
 
 def test_without_a_checkpoint_there_is_nothing_to_go_on_from(new_run):
-    with pytest.raises(CheckpointError, match="start the run without --resume"):
+    with pytest.raises(CheckpointError, match="start the run again with --force in place of --resume"):
         train_here(new_run(), resume=True)
 
 
@@ -185,3 +185,17 @@ def test_a_loss_that_is_not_finite_names_the_checkpoint_to_go_back_to(new_run):
     assert record.status == "failed"
     assert record.steps
     assert "lower the learning rate (now 1e+38)" in record.message
+
+
+def test_the_steps_are_on_the_disk_before_the_checkpoint_that_follows_them(new_run, monkeypatch):
+    directory, synced, fsync = new_run(steps=2), [], os.fsync
+
+    def note(descriptor):
+        path = os.readlink(f"/proc/self/fd/{descriptor}")
+        synced.append((os.path.basename(path), [step.step for step in of_kind(directory, StepLine)]))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", note)
+    train_here(directory)
+    names = [name for name, _ in synced]
+    assert ("metrics.jsonl", [1, 2]) in synced[: names.index("model.pt")]

@@ -5,11 +5,15 @@ import time
 
 import psutil
 import pytest
+import torch
 from small_runs import train_here
+from torch import nn
 
 from plimsoll.errors import BudgetError, CheckpointError
 from plimsoll.records.run import RunHead, StartLine, StepLine
+from plimsoll.run import checkpoint
 from plimsoll.run.failpoints import armed
+from plimsoll.run.step import TrainStep
 from processes import run_program
 
 LISTENS = """
@@ -56,6 +60,24 @@ def test_the_micro_batch_is_the_plans_unless_another_is_given(new_run):
     train_here(first)
     train_here(second, micro_batch=2)
     assert [directory.micro_batch_in_force() for directory in (first, second)] == [8, 2]
+
+
+def test_after_a_death_the_ladder_is_still_made_from_the_batch(new_run):
+    """A checkpoint at 8 samples, a death there, and it goes on at 2; the next checkpoint says how far it may grow."""
+    directory = new_run(steps=2)
+    train_here(directory)
+    directory.job.write_text(directory.job.read_text().replace("steps: 2", "steps: 56"))
+    train_here(directory, resume_newest=True, micro_batch=2, too_large=8)
+    assert [line.micro_batch for line in directory.lines() if isinstance(line, StartLine)] == [8, 2]
+    assert [step.micro_batch for step in steps_of(directory)] == [8] * 2 + [2] * 50 + [4] * 4
+    saved = checkpoint.load(directory.checkpoints, RunHead.load(directory.head).fingerprint)
+    assert saved.progress["training_step"]["ladder"]["failed_elements"] == 8 * 2 * 32  # samples, tensors, tokens
+
+
+def test_a_model_that_cannot_be_cut_stays_whole_after_a_death(new_run):
+    step = TrainStep(nn.Sequential(nn.BatchNorm1d(1)), torch.optim.SGD([nn.Parameter(torch.ones(1))]), micro_batch=8)
+    step.begin_again_at(4)
+    assert step.micro_batch == 8
 
 
 def test_what_is_known_before_the_first_step_is_kept(new_run):
