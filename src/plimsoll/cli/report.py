@@ -35,7 +35,7 @@ def report(
         return
     if output.exists() and not force:
         raise OutputError(f"{output} exists already and is not overwritten: give another -o, or --force")
-    write_atomically(output, render(record, "html").encode())
+    write_atomically(output, render(record, "html").encode(), "-o/--output")
     if as_json:
         print(render(record, "json"))
     else:

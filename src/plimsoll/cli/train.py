@@ -65,11 +65,18 @@ def train(  # noqa: PLR0917 -- typer calls it by name
 
 def _job(job_file: Path, budget: str | None, changes: list[str] | None) -> Job:
     from plimsoll.records.job import Job
+
+    return Job.from_yaml(job_file, (*(changes or ()), *(_budget_change(budget) if budget is not None else ())))
+
+
+def _budget_change(budget: str) -> tuple[str]:
+    from plimsoll.errors import BudgetError, InputError
     from plimsoll.records.units import parse_bytes
 
-    return Job.from_yaml(
-        job_file, (*(changes or ()), *((f"budget.device={parse_bytes(budget)}",) if budget is not None else ()))
-    )
+    try:
+        return (f"budget.device={parse_bytes(budget)}",)
+    except InputError as error:
+        raise BudgetError(f"--budget: {error}") from None
 
 
 def _created(out: Path, job: Job, cache: Path | None, force: bool, quiet: bool) -> RunDirectory:

@@ -202,6 +202,11 @@ class RunRecord(Record):
             raise RecordError(
                 f"{directory} is not a run directory (it has no plan.json): give the --out of `plimsoll train`"
             )
+        if not (directory / "run.json").exists():
+            raise RecordError(
+                f"the run in {directory} has not begun to train, so there is nothing to report: wait until it has, or "
+                "train it with `plimsoll train`"
+            )
         head = RunHead.load(directory / "run.json")
         metrics = directory / "metrics.jsonl"
         lines = list(read_lines(metrics)) if metrics.is_file() else []

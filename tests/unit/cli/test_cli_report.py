@@ -87,6 +87,7 @@ def test_a_page_is_not_overwritten_without_force(run, tmp_path):
 def test_where_a_page_cannot_be_written_is_said(run, tmp_path):
     refused = invoke(run, "-o", tmp_path / "no-such-folder" / "ship.html")
     assert isinstance(refused.exception, OutputError)
+    assert "give another -o/--output" in str(refused.exception)
 
 
 @pytest.mark.parametrize("name", [".", "missing"])

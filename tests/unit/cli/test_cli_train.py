@@ -53,7 +53,7 @@ def test_a_job_file_that_is_not_there_is_said(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--budget", "much"], "much"),
+        (["--budget", "much"], "--budget: cannot read 'much'"),
         (["--set", "batchsize=3"], "batch_size"),
         (["--set", "steps=0"], "steps"),
         (["--from-step", 3], "add --resume"),
