@@ -100,8 +100,14 @@ def _run_worker(arguments: list[str]) -> int:
     return 128 + received[0] if received and code in _STOPPED else code
 
 
-def prepare_data(directory: RunDirectory, cache: Path, quiet: bool) -> int:
+def prepare_data(directory: RunDirectory, cache: Path, quiet: bool, again: bool = False) -> int:
     """Index, train the tokenizer and tokenize in a process of its own, whose memory is given back whole.
+
+    Args:
+        directory: the run directory, with its ``job.yaml``.
+        cache: where the tokens go.
+        quiet: show no progress.
+        again: it was prepared before, and what comes out must be the same.
 
     Returns:
         its exit code.
@@ -110,7 +116,8 @@ def prepare_data(directory: RunDirectory, cache: Path, quiet: bool) -> int:
         OutOfMemoryError: if it is killed.
     """
     kills_before = oom_kill_count()
-    code = _run_worker(["prepare-worker", str(directory.path), str(cache), *(["--quiet"] if quiet else [])])
+    shown = [*(["--quiet"] if quiet else []), *(["--again"] if again else [])]
+    code = _run_worker(["prepare-worker", str(directory.path), str(cache), *shown])
     death = _death(code, kills_before)
     if death is not None:
         raise OutOfMemoryError(

@@ -1,5 +1,9 @@
 """`plimsoll report`, on the directory of a run written by hand."""
 
+import shlex
+import subprocess
+import sys
+
 import pytest
 from typer.testing import CliRunner
 
@@ -9,6 +13,7 @@ from plimsoll.records.device import Budget, Device, MemoryUse
 from plimsoll.records.plan import micro_batch_plan
 from plimsoll.records.run import EndLine, RunHead, RunRecord, StepLine
 from plimsoll.run.directory import RunDirectory
+from processes import environment
 
 GIBIBYTE = 1 << 30
 
@@ -82,6 +87,15 @@ def test_a_page_is_not_overwritten_without_force(run, tmp_path):
     assert page.read_text() == "mine"
     assert invoke(run, "-o", page, "--force").exit_code == 0
     assert page.read_text(encoding="utf-8") != "mine"
+
+
+@pytest.mark.parametrize("flags", [(), ("--json",)])
+def test_a_reader_that_went_away_is_borne_in_silence(run, flags):
+    script = (
+        "set -o pipefail; " + shlex.join([sys.executable, "-m", "plimsoll", "report", str(run), *flags]) + " | true"
+    )
+    done = subprocess.run(["bash", "-c", script], env=environment(), capture_output=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) in {(141, b""), (0, b"")}  # 0 if it wrote before `true` was gone
 
 
 def test_where_a_page_cannot_be_written_is_said(run, tmp_path):
