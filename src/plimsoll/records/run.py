@@ -64,7 +64,7 @@ class StepLine(Frozen):
 
 
 class EvaluationLine(Frozen):
-    """One pass over the validation samples."""
+    """One pass over the validation samples; ``accuracy`` is the share of right labels, in classification only."""
 
     event: Literal["evaluation"] = "evaluation"
     time_seconds: float
