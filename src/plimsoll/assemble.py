@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,11 +18,13 @@ from torch import nn
 from plimsoll.data.loader import Loader
 from plimsoll.data.prepare import Prepared, open_datasets
 from plimsoll.errors import BudgetError, JobError
-from plimsoll.models.build import build_model, loss_of
+from plimsoll.models.build import build_model, loss_of, sketch_model
 from plimsoll.optimizers import build_optimizer, build_schedule
 from plimsoll.records.job import Job
 from plimsoll.records.units import format_bytes
 from plimsoll.workload import LossFunction, Units, resident_bytes
+
+_LONGEST_ENTRY = 100  # characters of a fingerprint's entry
 
 
 @dataclass(slots=True)
@@ -64,6 +67,19 @@ def assemble(job: Job, prepared: Prepared, device: str) -> Assembled:
     )
 
 
+def require_buildable(job: Job) -> None:
+    """Check, before the data are prepared, that the model and the optimizer can be built; nothing is allocated.
+
+    Raises:
+        JobError: if one cannot, as far as that does not depend on the data (see `sketch_model`).
+    """
+    model = sketch_model(job)
+    if model is not None:
+        _require_kernels(model, job.precision, choose_device(job))
+    optimizer = build_optimizer(job.optimizer, [nn.Parameter(torch.zeros(()))])
+    build_schedule(job.optimizer, optimizer, job.steps)
+
+
 def _require_kernels(model: nn.Module, precision: str, device: str) -> None:
     if device == "cpu" and precision == "fp16" and any(isinstance(module, nn.RNNBase) for module in model.modules()):
         raise JobError(
@@ -100,16 +116,22 @@ def fingerprint(job: Job, prepared: Prepared) -> dict[str, str]:
     """What must be equal for a checkpoint to belong to a job: everything that changes what is learned.
 
     The budget, how often is saved and how long is trained may change between a checkpoint and its resume; the length
-    may not where the learning rate follows it.
+    may not where the learning rate follows it. Each field has an entry of its own, so that a difference can be named.
     """
     facts = job.model_dump(
         mode="json", exclude={"budget", "checkpoint", "steps", "evaluate_every", "device", "data", "tokenizer"}
     )
     if job.optimizer.schedule != "constant":
         facts["steps"] = job.steps
-    short = {name: value if isinstance(value, str | int) else _digest(value) for name, value in facts.items()}
-    return {name: str(value) for name, value in short.items()} | {"data": prepared.key}
+    return dict(_entries(facts)) | {"data": prepared.key}
 
 
-def _digest(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:12]
+def _entries(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the dotted name and the value of every field; what is long is hashed."""
+    if isinstance(value, dict):
+        for inner, item in value.items():
+            yield from _entries(item, f"{name}.{inner}" if name else str(inner))
+        return
+    text = value if isinstance(value, str) else json.dumps(value, sort_keys=True)
+    is_long = len(text) > _LONGEST_ENTRY
+    yield name, f"sha256:{hashlib.sha256(text.encode()).hexdigest()[:12]}" if is_long else text

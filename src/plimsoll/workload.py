@@ -5,7 +5,9 @@ as one likes; or such a container with plain lists of one item per sample among 
 
 It does NOT cover a list of one tensor per sample (collate it first), tensors whose dimension 0 is not the sample (a
 mask shared by all samples, time-first recurrent input), and packed sequences: cutting one of them could drop or repeat
-samples, so sizes that disagree and types that are not known are refused by name.
+samples. Sizes in dimension 0 that disagree and types that are not known are refused by name. Sizes that agree by chance
+are NOT noticed: a list of tensors is a list of fields, so one of equally long per-sample tensors is cut through each
+sample, and so is time-first input whose sequences are as many as they are long.
 """
 
 from __future__ import annotations
@@ -80,7 +82,8 @@ def batch_size_of(batch: Any) -> int:
     """Count the samples of a batch.
 
     Raises:
-        InputError: if two fields have different sizes in dimension 0, no field has a size, or a field cannot be cut.
+        InputError: if two fields have different sizes in dimension 0, no field has a size, a field cannot be cut, or
+            there are no samples.
     """
     sizes = {path: size for path, leaf in _leaves(batch) if (size := _num_samples_of(leaf, path)) is not None}
     if not sizes:
@@ -94,7 +97,12 @@ def batch_size_of(batch: Any) -> int:
             f"cannot cut a batch whose fields have different numbers of samples in dimension 0 ({listed}): "
             "make dimension 0 of every field the sample"
         )
-    return next(iter(sizes.values()))
+    num_samples = next(iter(sizes.values()))
+    if num_samples == 0:
+        raise InputError(
+            f"a batch of 0 samples (a {type(batch).__name__}) has no mean loss: leave out empty batches, or empty files"
+        )
+    return num_samples
 
 
 def count_elements(batch: Any) -> int:

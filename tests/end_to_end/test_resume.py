@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -109,6 +110,30 @@ def test_a_change_that_the_checkpoint_refuses_is_not_kept(short_run):
     assert refused.returncode == 2
     assert "batch_size was 16, is 8" in refused.stderr
     assert kept == [(short_run / name).read_text() for name in ("job.yaml", "plan.json", "metrics.jsonl")]
+
+
+@pytest.fixture
+def without_tokens(slow_job: Path, tmp_path: Path) -> Path:
+    """Two steps with a text of their own, whose tokens were deleted then."""
+    (tmp_path / "text.txt").write_text("the ship sinks to its line and no further, however it is loaded\n" * 400)
+    changes = ("--set", "steps=2", "--set", f"data.train={tmp_path / 'text.txt'}", "--set", "data.validation=")
+    trained(slow_job, "--out", tmp_path / "run", *changes)
+    shutil.rmtree(tmp_path / "run" / "data")
+    return tmp_path / "run"
+
+
+def test_tokens_that_were_deleted_are_made_again(without_tokens):
+    trained("--resume", "--out", without_tokens, "--set", "steps=4")
+    assert [step.step for step in steps_of(without_tokens)] == [1, 2, 3, 4]
+
+
+def test_tokens_that_were_deleted_are_not_made_of_another_text(without_tokens):
+    (without_tokens.parent / "text.txt").write_text("another text\n" * 400)
+    kept = [(without_tokens / name).read_text() for name in ("job.yaml", "prepared.json", "metrics.jsonl")]
+    refused = plimsoll("train", "--resume", "--out", without_tokens, "--set", "steps=4", "--json")
+    assert refused.returncode == 2
+    assert f"gone from {without_tokens / 'data'} and cannot be made again: the texts" in refused.stderr
+    assert kept == [(without_tokens / name).read_text() for name in ("job.yaml", "prepared.json", "metrics.jsonl")]
 
 
 def test_a_run_that_was_stopped_before_it_had_data_says_so(short_run):

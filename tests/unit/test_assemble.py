@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from plimsoll.assemble import assemble, choose_device, fingerprint, require_room
+from plimsoll.assemble import assemble, choose_device, fingerprint, require_buildable, require_room
 from plimsoll.data.prepare import Prepared, PreparedText, prepare
-from plimsoll.errors import BudgetError, DataError
+from plimsoll.errors import BudgetError, DataError, JobError
 from plimsoll.records.job import Job
 
 # 300 x 8 embedding, 32 x 16 + 64 LSTM, 300 x 8 + 300 output: 5,676 parameters of 4 bytes.
@@ -54,12 +54,14 @@ SAME = [
     {"device": "cpu"},
 ]
 OTHER = [
-    ({"model": {**LSTM, "num_layers": 2}}, "model"),
+    ({"model": {**LSTM, "num_layers": 2}}, "model.num_layers"),
+    ({"model": {**LSTM, "hidden_size": 9}}, "model.hidden_size"),
     ({"task": "classification"}, "task"),
     ({"sequence_length": 17}, "sequence_length"),
     ({"batch_size": 5}, "batch_size"),
-    ({"optimizer": {"lr": 1e-5}}, "optimizer"),
-    ({"optimizer": {"clip_norm": 1.0}}, "optimizer"),
+    ({"optimizer": {"lr": 1e-5}}, "optimizer.lr"),
+    ({"optimizer": {"clip_norm": 1.0}}, "optimizer.clip_norm"),
+    ({"optimizer": {"weight_decay": 0.1}}, "optimizer.arguments.weight_decay"),
     ({"precision": "bf16"}, "precision"),
     ({"allow": ["recut_batch_norm"]}, "allow"),
     ({"seed": 1}, "seed"),
@@ -67,8 +69,7 @@ OTHER = [
 
 
 def differences(one, other):
-    assert one.keys() == other.keys()
-    return [name for name in one if one[name] != other[name]]
+    return [name for name in sorted({*one, *other}) if one.get(name) != other.get(name)]
 
 
 @pytest.mark.parametrize("changes", SAME, ids=str)
@@ -79,6 +80,13 @@ def test_what_does_not_change_what_is_learned_does_not_change_the_fingerprint(pr
 @pytest.mark.parametrize(("changes", "name"), OTHER, ids=str)
 def test_what_changes_what_is_learned_changes_its_mark_and_no_other(prepared, changes, name):
     assert differences(fingerprint(job(), prepared), fingerprint(job(**changes), prepared)) == [name]
+
+
+def test_the_values_can_be_read_and_only_long_ones_are_hashed(prepared):
+    marks = fingerprint(job(model={**LSTM, "notes": "long " * 50}), prepared)
+    assert (marks["model.hidden_size"], marks["optimizer.lr"], marks["precision"]) == ("8", "0.0003", "fp32")
+    assert marks["model.notes"].startswith("sha256:")
+    assert max(map(len, marks.values())) < 110
 
 
 def test_every_field_of_a_job_is_in_one_of_the_lists():
@@ -149,3 +157,43 @@ def test_a_batch_that_the_data_cannot_fill_is_refused(real):
     source, prepared = real
     with pytest.raises(DataError, match=r"batch_size = 100000: give more text"):
         assemble(job(**source, batch_size=100_000), prepared, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model": {**LSTM, "hiden_size": 8}}, "did you mean `hidden_size`"),
+        ({"model": {"architecture": "gpt2", "n_layers": 2}}, "did you mean `n_layer`"),
+        ({"model": {"architecture": "gpt2", "n_embd": 10, "n_head": 3}}, "`gpt2` cannot be built"),
+        ({"model": "no/such/folder"}, "there is no folder"),
+        ({"model": "no_such_module:build"}, "cannot be imported"),
+        ({"model": LSTM, "precision": "fp16", "device": "cpu"}, "no float16 kernels"),
+        ({"optimizer": {"name": "adamv"}}, "did you mean `adam"),
+        ({"optimizer": {"weight_decoy": 1}}, "did you mean `weight_decay`"),
+        ({"optimizer": {"warmup_steps": 11}}, "does not end in 10 steps"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_built_is_refused_before_there_are_data(changes, message):
+    with pytest.raises(JobError, match=message):
+        require_buildable(job(**changes))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model": "lstm"},
+        {"task": "classification"},
+        {"model": {"architecture": "gpt2", "n_layer": 1, "vocab_size": 300}, "tokenizer": {"vocab_size": 8000}},
+        {"model": {"architecture": "bert", "vocab_size": 60}, "tokenizer": {"path": "/a"}, "task": "classification"},
+    ],
+    ids=str,
+)
+def test_what_only_the_data_can_decide_is_not_refused_before(changes):
+    require_buildable(job(**changes))
+
+
+def test_a_function_of_the_users_is_found_but_not_called(tmp_path, monkeypatch):
+    (tmp_path / "users_slow_model.py").write_text("def build(vocab_size):\n    raise RuntimeError\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    require_buildable(job(model="users_slow_model:build"))

@@ -90,6 +90,15 @@ def test_what_cannot_be_cut_is_named():
         split_batch(text_batch(), 0)
     with pytest.raises(InputError, match="holds no tensor"):
         batch_size_of({"name": "x", "scale": torch.tensor(1.0)})
+    with pytest.raises(InputError, match=r"a batch of 0 samples \(a dict\)"):
+        batch_size_of({"input_ids": torch.zeros(0, 4)})
+
+
+def test_a_list_of_tensors_is_a_list_of_fields():
+    """So tensors of one sample each are refused by their lengths, and where these agree nothing can be noticed."""
+    with pytest.raises(InputError, match="0: 3, 1: 4"):
+        split_batch([torch.zeros(3), torch.zeros(4)], 2)
+    assert [[len(field) for field in piece] for piece in split_batch([torch.zeros(3)] * 2, 2)] == [[2, 2], [1, 1]]
 
 
 def test_elements_are_those_of_all_tensors():

@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from plimsoll.cli import probe, report, train, workers
+from plimsoll.cli.output import tell
 from plimsoll.errors import PlimsollError
 
 app = typer.Typer(
@@ -54,10 +55,12 @@ app.command("prepare-worker", hidden=True)(workers.prepare_worker)
 def main() -> None:
     """Run the command line; the process ends with the exit code of `plimsoll.errors`.
 
-    Typer itself ends it with 130 after Ctrl-C, and in silence when the reader of its output goes away (``| head``).
+    Typer itself ends it with 130 after Ctrl-C. Results are printed by `plimsoll.cli.output.show`, which bears that
+    their reader goes away (``| head``).
     """
     try:
         app()
     except PlimsollError as error:
         print(f"error: {error}", file=sys.stderr)
+        tell(error)
         sys.exit(error.exit_code)

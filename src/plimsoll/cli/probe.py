@@ -17,7 +17,8 @@ def probe(
       plimsoll probe
       plimsoll probe --json
     """
+    from plimsoll.cli.output import show
     from plimsoll.device.probe import probe_machine
     from plimsoll.report.render import render
 
-    print(render(probe_machine(), "json" if as_json else "text"))
+    show(render(probe_machine(), "json" if as_json else "text"))

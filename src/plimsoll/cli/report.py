@@ -24,6 +24,7 @@ def report(
       plimsoll report runs/a -o a.html
       plimsoll report runs/a --json
     """
+    from plimsoll.cli.output import show
     from plimsoll.errors import OutputError
     from plimsoll.records.base import write_atomically
     from plimsoll.records.run import RunRecord
@@ -31,12 +32,12 @@ def report(
 
     record = RunRecord.from_directory(run)
     if output is None:
-        print(render(record, "json" if as_json else "text"))
+        show(render(record, "json" if as_json else "text"))
         return
     if output.exists() and not force:
         raise OutputError(f"{output} exists already and is not overwritten: give another -o, or --force")
-    write_atomically(output, render(record, "html").encode())
+    write_atomically(output, render(record, "html").encode(), "-o/--output")
     if as_json:
-        print(render(record, "json"))
+        show(render(record, "json"))
     else:
-        print(output)
+        show(str(output))

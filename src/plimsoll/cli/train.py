@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -28,7 +31,9 @@ def train(  # noqa: PLR0917 -- typer calls it by name
     from_step: Annotated[int | None, typer.Option(help="With --resume: the checkpoint to go on from.")] = None,
     cache: Annotated[Path | None, typer.Option(help="Where tokens are kept; by default in the run directory.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Remove what is in --out first.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the run's record as JSON; no progress.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON record, also of a failure; no progress.")
+    ] = False,
 ) -> None:
     """Train a job inside a memory budget; survive running out of memory.
 
@@ -39,50 +44,113 @@ def train(  # noqa: PLR0917 -- typer calls it by name
       plimsoll train --resume --out runs/a
       plimsoll train --resume --out runs/a --budget 1500MiB --from-step 100
     """
+    from plimsoll.cli.output import show
     from plimsoll.errors import InputError
     from plimsoll.records.run import RunRecord
     from plimsoll.report.render import render
-    from plimsoll.run.supervise import supervise
 
-    if resume and (force or cache):
-        raise InputError(f"--resume goes on with what is in {out}: leave out --force and --cache, or drop --resume")
-    if from_step is not None and not resume:
-        raise InputError(f"--from-step {from_step} chooses a checkpoint to go on from: add --resume, or leave it out")
-    if resume:
-        directory = _opened(out, job_file)
-        code = _gone_on(directory, _job(directory.job, budget, changes), from_step, as_json)
-    elif job_file is None:
+    with _failures_shown(out) if as_json else nullcontext():
+        if resume and (force or cache):
+            raise InputError(f"--resume goes on with what is in {out}: leave out --force and --cache, or drop --resume")
+        if from_step is not None and not resume:
+            raise InputError(
+                f"--from-step {from_step} chooses a checkpoint to go on from: add --resume, or leave it out"
+            )
+        if resume:
+            directory = _opened(out, job_file)
+            code = _gone_on(directory, _job(directory.job, budget, changes), from_step, as_json)
+        else:
+            code = _begun(out, _job(_given(job_file, out), budget, changes), cache, force, as_json)
+        if code:
+            sys.exit(code)
+    show(render(RunRecord.from_directory(out), "json" if as_json else "text"))
+
+
+@contextmanager
+def _failures_shown(out: Path) -> Iterator[None]:
+    """Print one JSON record if the block ends in a failure: the run's, if it failed in training, or the failure."""
+    from plimsoll.cli.output import failure, show, told
+    from plimsoll.errors import PlimsollError
+
+    metrics_before = _metrics(out)
+    with told() as file:
+        try:
+            yield
+        except PlimsollError as error:
+            show(_run_that_failed(out, metrics_before) or failure(type(error).__name__, str(error), error.exit_code))
+            raise
+        except SystemExit as end:
+            show(_run_that_failed(out, metrics_before) or _failure_told(file, int(end.code or 0)))
+            raise
+
+
+def _metrics(out: Path) -> bytes:
+    try:
+        return (out / "metrics.jsonl").read_bytes()
+    except OSError:
+        return b""
+
+
+def _run_that_failed(out: Path, metrics_before: bytes) -> str | None:
+    """The record of a run that this command wrote to, and that says itself how it ended."""
+    from plimsoll.errors import RecordError
+    from plimsoll.records.run import RunRecord
+
+    if _metrics(out) in {b"", metrics_before}:
+        return None
+    try:
+        record = RunRecord.from_directory(out)
+    except RecordError:
+        return None
+    return record.to_json() if record.status in {"interrupted", "failed"} else None
+
+
+def _failure_told(file: Path, code: int) -> str:
+    from plimsoll.cli.output import failure
+
+    try:
+        fields = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        message = f"the process that was started ended with exit code {code}; standard error has the reason, if any"
+        return failure("ProcessError", message, code)
+    return failure(fields["error"], fields["message"], code)
+
+
+def _given(job_file: Path | None, out: Path) -> Path:
+    from plimsoll.errors import InputError
+
+    if job_file is None:
         raise InputError(
             f"no job file was given for {out}: write `plimsoll train job.yaml --out {out}`, "
             "or add --resume to go on with it"
         )
-    else:
-        code = supervise(_created(out, _job(job_file, budget, changes), cache, force, as_json), quiet=as_json)
-    if code:
-        sys.exit(code)
-    print(render(RunRecord.from_directory(out), "json" if as_json else "text"))
+    return job_file
 
 
 def _job(job_file: Path, budget: str | None, changes: list[str] | None) -> Job:
     from plimsoll.records.job import Job
+
+    return Job.from_yaml(job_file, (*(changes or ()), *(_budget_change(budget) if budget is not None else ())))
+
+
+def _budget_change(budget: str) -> tuple[str]:
+    from plimsoll.errors import BudgetError, InputError
     from plimsoll.records.units import parse_bytes
 
-    return Job.from_yaml(
-        job_file, (*(changes or ()), *((f"budget.device={parse_bytes(budget)}",) if budget is not None else ()))
-    )
+    try:
+        return (f"budget.device={parse_bytes(budget)}",)
+    except InputError as error:
+        raise BudgetError(f"--budget: {error}") from None
 
 
-def _created(out: Path, job: Job, cache: Path | None, force: bool, quiet: bool) -> RunDirectory:
-    """Make the run directory, with its plan and its data."""
+def _begun(out: Path, job: Job, cache: Path | None, force: bool, quiet: bool) -> int:
+    """Make the run directory, with its plan and its data, and train."""
     from plimsoll.run.directory import RunDirectory
-    from plimsoll.run.supervise import prepare_data
+    from plimsoll.run.supervise import prepare_data, supervise
 
     directory = RunDirectory.create(out, force)
     _write(directory, job)
-    code = prepare_data(directory, cache or directory.cache, quiet)
-    if code:
-        sys.exit(code)
-    return directory
+    return prepare_data(directory, cache or directory.cache, quiet) or supervise(directory, quiet=quiet)
 
 
 def _write(directory: RunDirectory, job: Job) -> None:
@@ -111,6 +179,18 @@ def _opened(out: Path, job_file: Path | None) -> RunDirectory:
     return directory
 
 
+def _prepared_again(directory: RunDirectory, quiet: bool) -> int:
+    """Make the tokens again if the cache was deleted, where they were; of a run that was moved, in its directory."""
+    from plimsoll.data.prepare import Prepared, is_whole
+    from plimsoll.run.supervise import prepare_data
+
+    prepared = Prepared.load(directory.prepared)
+    if is_whole(prepared):
+        return 0
+    cache = Path(prepared.train.tokens_folder).parent
+    return prepare_data(directory, cache if cache.parent.is_dir() else directory.cache, quiet, again=True)
+
+
 def _gone_on(directory: RunDirectory, job: Job, from_step: int | None, quiet: bool) -> int:
     """Go on with a run whose job ``--budget`` and ``--set`` may have changed; what is refused is not kept."""
     from plimsoll.errors import InputError
@@ -120,7 +200,7 @@ def _gone_on(directory: RunDirectory, job: Job, from_step: int | None, quiet: bo
         path.read_bytes() for path in (directory.job, directory.plan, directory.metrics)
     )
     _write(directory, job)
-    code = supervise(
+    code = _prepared_again(directory, quiet) or supervise(
         directory, ("--resume", *(("--from-step", str(from_step)) if from_step is not None else ())), quiet
     )
     if code == InputError.exit_code and directory.metrics.read_bytes() == metrics_before:

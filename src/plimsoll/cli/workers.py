@@ -12,11 +12,11 @@ from typing import Annotated
 import typer
 
 
-def prepare_worker(directory: Path, cache: Path, quiet: bool = False) -> None:
+def prepare_worker(directory: Path, cache: Path, quiet: bool = False, again: bool = False) -> None:
     """Prepare the data of a run directory."""
     from plimsoll.run.worker import prepare_run
 
-    prepare_run(directory, cache, quiet)
+    prepare_run(directory, cache, quiet, again)
 
 
 def train_worker(  # noqa: PLR0917 -- typer calls it by name

@@ -275,8 +275,12 @@ def _append_rows(rows: BinaryIO, chunks: Iterable[bytes], unit: Unit) -> tuple[i
 def _no_text(sources: tuple[str, ...], files: list[SourceFile], skipped: list[str]) -> str:
     where = ", ".join(sources)
     if len(skipped) == len(files):
-        return f"none of the {len(files)} files of {where} is UTF-8 text, the first: {skipped[0]}"
-    return f"the {len(files) - len(skipped)} text files of {where} hold nothing but white space: give files with text"
+        which = "the only file" if len(files) == 1 else f"none of the {len(files)} files"
+        negated = " not" if len(files) == 1 else ""
+        return f"{which} of {where} is{negated} UTF-8 text, the first: {skipped[0]}"
+    num_texts = len(files) - len(skipped)
+    which = f"the only text file of {where} holds" if num_texts == 1 else f"the {num_texts} text files of {where} hold"
+    return f"{which} nothing but white space: give files with text"
 
 
 def _last_border(raw: bytes) -> int:

@@ -97,6 +97,34 @@ def prepare(job: Job, cache: Path, progress: Progress = silent) -> Prepared:
     )
 
 
+def is_whole(prepared: Prepared) -> bool:
+    """Whether the cache still holds all of it."""
+    texts = [text for text in (prepared.train, prepared.validation) if text is not None]
+    folders = [folder for text in texts for folder in (text.tokens_folder, text.labels_folder) if folder is not None]
+    return all(read_facts(Path(folder)) is not None for folder in (prepared.tokenizer_folder, *folders))
+
+
+def prepare_again(job: Job, known: Prepared, cache: Path, progress: Progress = silent) -> Prepared:
+    """Prepare what the cache no longer holds, to the same tokens as before.
+
+    Raises:
+        DataError: if the texts or the tokenizer are gone, or are no longer what they were.
+        OutputError: if the cache cannot be written.
+    """
+    lost = f"the tokens of this run are gone from {Path(known.train.tokens_folder).parent} and cannot be made again"
+    try:
+        prepared = prepare(job, cache, progress)
+    except DataError as error:
+        raise DataError(f"{lost}: {error}") from None
+    if prepared.key != known.key:
+        then, now = (f"{text.num_documents} texts of {text.num_bytes} bytes" for text in (known.train, prepared.train))
+        raise DataError(
+            f"{lost}: the texts, their labels or the tokenizer have changed (then {then}, now {now}): put them back as "
+            "they were, or start anew in another --out"
+        )
+    return prepared
+
+
 def open_datasets(prepared: Prepared, job: Job) -> tuple[Dataset, Dataset | None]:
     """Map the training samples and the validation samples, if the job has any.
 
@@ -147,7 +175,7 @@ def _open(text: PreparedText, prepared: Prepared, job: Job) -> Dataset:
         return WindowDataset(store, job.sequence_length)
     folder = Path(text.labels_folder)
     if read_facts(folder) is None:
-        raise DataError(f"the labels {folder} are gone from the cache, or torn: start the run again with --force")
+        raise DataError(f"the labels {folder} are gone from the cache, or torn: prepare them again, as --resume does")
     labels = np.load(folder / _LABELS_FILE, mmap_mode="r")
     return DocumentDataset(store, labels, job.sequence_length, prepared.end_id)
 

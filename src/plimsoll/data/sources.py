@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import glob
 import os
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -28,14 +29,14 @@ def find_files(sources: tuple[str, ...]) -> list[SourceFile]:
     """Return the regular files that the sources mean, by absolute path, in the order of their paths.
 
     Raises:
-        DataError: if a source means no file.
+        DataError: if a source means no file, or a file that it means is a link to nothing or has just been removed.
     """
     named: dict[str, bool] = {}
     for source in sources:
-        if Path(source).is_file():
+        if os.path.isfile(source):
             named[os.path.abspath(source)] = True
             continue
-        found = [path for path in _below(source) if os.path.isfile(path)]
+        found = [path for path in _below(source) if stat.S_ISREG(_status(path).st_mode)]
         if not found:
             raise DataError(_nothing_found(source))
         for path in found:
@@ -62,5 +63,17 @@ def _nothing_found(source: str) -> str:
 
 
 def _source_file(path: str, named: bool) -> SourceFile:
-    status = os.stat(path)
+    status = _status(path)
     return SourceFile(path, status.st_size, status.st_mtime_ns, named)
+
+
+def _status(path: str) -> os.stat_result:
+    try:
+        return os.stat(path)
+    except OSError as error:
+        # Leaving a text out without a word would make it another training.
+        if os.path.islink(path):
+            why = f"it is a symbolic link to {os.readlink(path)} ({error.strerror}): remove the link, or put that back"
+        else:
+            why = f"it was there a moment ago ({error.strerror}): start again when the folder no longer changes"
+        raise DataError(f"cannot use {path} as text: {why}") from None

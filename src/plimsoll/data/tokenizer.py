@@ -117,7 +117,7 @@ def export_tokenizer(folder: Path, target: Path) -> None:
 def _facts(folder: Path) -> Facts:
     facts = read_facts(folder)
     if facts is None:
-        raise DataError(f"the tokenizer {folder} is gone from the cache, or torn: start the run again with --force")
+        raise DataError(f"the tokenizer {folder} is gone from the cache, or torn: prepare it again, as --resume does")
     return facts
 
 

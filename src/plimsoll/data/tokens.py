@@ -68,7 +68,7 @@ def open_tokens(folder: Path) -> TokenStore:
     """
     facts = read_facts(folder)
     if facts is None:
-        raise DataError(f"the tokens {folder} are gone from the cache, or torn: start the run again with --force")
+        raise DataError(f"the tokens {folder} are gone from the cache, or torn: prepare them again, as --resume does")
     return TokenStore(folder, facts)
 
 

@@ -32,7 +32,7 @@ from plimsoll.models.hugging_face import (
     load_hugging_face,
     save_hugging_face,
 )
-from plimsoll.models.imported import build_imported
+from plimsoll.models.imported import build_imported, find_imported
 from plimsoll.models.recurrent import (
     RECURRENT,
     RecurrentModel,
@@ -42,6 +42,8 @@ from plimsoll.models.recurrent import (
 )
 from plimsoll.records.job import Job, near
 from plimsoll.workload import LossFunction, Units, model_loss
+
+_SMALLEST_VOCAB_SIZE = 257  # of a tokenizer that is trained: the bytes, and the end of a text
 
 
 def build_model(
@@ -77,6 +79,30 @@ def build_model(
                 job.model, vocab_size=shape.vocab_size, num_labels=shape.num_labels, end_id=shape.end_id
             )
     raise _no_such_model(job.model, shape)
+
+
+def sketch_model(job: Job) -> nn.Module | None:
+    """Build the model of a job on the meta device before there are data, with a stand-in for what these decide.
+
+    Returns:
+        the model; ``None`` where it can only be looked for: whether a checkpoint folder fits is decided by the
+        tokenizer and the labels, and a function of the user's is found but not called.
+
+    Raises:
+        JobError: as `build_model`.
+    """
+    num_labels = 2 if job.task == "classification" else None
+    if isinstance(job.model, str):
+        if Path(job.model).is_dir():
+            return None
+        if ":" in job.model:
+            find_imported(job.model, vocab_size=0, num_labels=num_labels, end_id=0)
+            return None
+    given = job.model.get("vocab_size") if isinstance(job.model, dict) else None
+    vocab_size = job.tokenizer.vocab_size
+    if isinstance(given, int):  # it may be as small as the tokenizer, which is not known yet
+        vocab_size = _SMALLEST_VOCAB_SIZE if job.tokenizer.path is None else given
+    return build_model(job, vocab_size, num_labels, 0, device="meta")
 
 
 def save_model(model: nn.Module, folder: Path) -> None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import importlib
 import inspect
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -21,6 +23,18 @@ def build_imported(name: str, **facts: Any) -> nn.Module:
 
     Raises:
         JobError: if there is no such module or function, it needs other arguments, or it returns something else.
+    """
+    model = find_imported(name, **facts)()
+    if not isinstance(model, nn.Module):
+        raise JobError(f"model: `{name}` returned a {type(model).__name__}, not an nn.Module: return the model")
+    return model
+
+
+def find_imported(name: str, **facts: Any) -> Callable[[], Any]:
+    """Find the function ``module:function`` and return it with those of the ``facts`` that it takes, not called.
+
+    Raises:
+        JobError: if there is no such module or function, or it needs other arguments.
     """
     module_name, _, function_name = name.partition(":")
     try:
@@ -37,7 +51,4 @@ def build_imported(name: str, **facts: Any) -> nn.Module:
         raise JobError(
             f"model: `{name}{signature}` cannot be called with {', '.join(facts)} ({error}): give the rest defaults"
         ) from None
-    model = function(**taken)
-    if not isinstance(model, nn.Module):
-        raise JobError(f"model: `{name}` returned a {type(model).__name__}, not an nn.Module: return the model")
-    return model
+    return partial(function, **taken)

@@ -90,10 +90,11 @@ class Record(Frozen):
         return cls.from_json(text, source=str(path))
 
 
-def write_atomically(path: Path, content: bytes) -> None:
+def write_atomically(path: Path, content: bytes, option: str = "--out") -> None:
     """Write a file so that a reader, or a crash, sees the old content or the new, never a part.
 
-    The content goes to a temporary name in the same folder, is synced to the disk, and is then renamed.
+    The content goes to a temporary name in the same folder, is synced to the disk, and is then renamed. ``option`` is
+    what a user chooses the place with, for the message.
 
     Raises:
         OutputError: if the folder cannot be written or the disk is full; the old file is then untouched.
@@ -109,4 +110,4 @@ def write_atomically(path: Path, content: bytes) -> None:
         # Where nothing can be written nothing can be removed either; the first error is the one to tell.
         with contextlib.suppress(OSError):
             temporary.unlink()
-        raise OutputError(f"cannot write {path}: {error.strerror}; free some space or give another --out") from error
+        raise OutputError(f"cannot write {path}: {error.strerror}; free some space or give another {option}") from error

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 import yaml
-from pydantic import Field, ValidationError, field_validator
+from pydantic import BeforeValidator, Field, ValidationError, field_validator
 from pydantic_core import ErrorDetails
 
 from plimsoll.errors import JobError
@@ -62,6 +62,10 @@ class CheckpointPolicy(Frozen):
     keep: int = Field(default=2, ge=1)
 
 
+def _listed(value: Any) -> Any:
+    return (value,) if isinstance(value, str) else value
+
+
 class Job(Record):
     """Everything a run needs to know; two runs of one job are the same run."""
 
@@ -76,7 +80,7 @@ class Job(Record):
     optimizer: OptimizerChoice = OptimizerChoice()
     steps: int = Field(default=100, ge=1)
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    allow: tuple[Literal["recut_batch_norm"], ...] = ()
+    allow: Annotated[tuple[Literal["recut_batch_norm"], ...], BeforeValidator(_listed)] = ()
     device: Literal["auto", "cpu", "cuda"] = "auto"
     budget: Budget = Budget()
     checkpoint: CheckpointPolicy = CheckpointPolicy()
@@ -93,11 +97,24 @@ class Job(Record):
         fields = _expanded(_read_yaml(path))
         for change in changes:
             _apply(fields, change)
-        return cls.from_fields(fields, source=str(path), folder=path.parent)
+            fields = _expanded(fields)
+        return cls.from_fields(fields, source=str(path), folder=path.parent, changes=changes)
 
     @classmethod
-    def from_fields(cls, fields: dict[str, Any], source: str = "job", folder: Path | None = None) -> Job:
+    def from_fields(
+        cls,
+        fields: dict[str, Any],
+        source: str = "job",
+        folder: Path | None = None,
+        changes: tuple[str, ...] = (),
+    ) -> Job:
         """Check plain fields and make the job of them; the paths in them become absolute where ``folder`` is given.
+
+        Args:
+            fields: as a job file has them.
+            source: what a fault is in, for the message.
+            folder: where relative paths begin.
+            changes: those ``a.b=c`` that are in ``fields`` already: a fault in one of them is said to be from there.
 
         Raises:
             JobError: as `from_yaml`.
@@ -105,7 +122,7 @@ class Job(Record):
         try:
             return cls.model_validate(_normalised(_expanded(fields), folder))
         except ValidationError as error:
-            raise JobError(f"{source} cannot be used:\n" + "\n".join(_faults(error))) from None
+            raise JobError(f"{source} cannot be used:\n" + "\n".join(_faults(error, changes))) from None
 
 
 class _Loader(yaml.SafeLoader):
@@ -118,15 +135,28 @@ _Loader.add_implicit_resolver(
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
+    if path.is_dir():
+        raise JobError(_no_file_but_folder(path))
     try:
         fields = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
     except FileNotFoundError:
         raise JobError(f"there is no job file at {path}: check the path, or use the example in README.md") from None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except OSError as error:
+        raise JobError(f"the job file {path} cannot be read ({error.strerror}): allow reading it") from None
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
         raise JobError(f"{path} cannot be read as YAML ({error}): see the example in README.md") from None
     if not isinstance(fields, dict):
         raise JobError(f"{path} holds {fields!r}, not fields like `model: ...`: see the example in README.md")
     return fields
+
+
+def _no_file_but_folder(path: Path) -> str:
+    if (path / "metrics.jsonl").is_file():
+        return (
+            f"{path} is the directory of a run, no job file: go on with it (`plimsoll train --resume --out {path}`), "
+            f"or give its job file {path / 'job.yaml'} and another --out"
+        )
+    return f"{path} is a folder, not a job file: give the path of the job file, such as {path / 'job.yaml'}"
 
 
 def _apply(fields: dict[str, Any], change: str) -> None:
@@ -189,13 +219,25 @@ def _from_folder(value: Any, folder: Path) -> Any:
     return str(folder.resolve() / Path(value).expanduser()) if isinstance(value, str) and value else value
 
 
-def _faults(error: ValidationError) -> list[str]:
-    """One line per field; an unknown field is shown with the nearest known one."""
+def _faults(error: ValidationError, changes: tuple[str, ...]) -> list[str]:
+    """One line per field, with the ``--set`` it is from; an unknown field is shown with the nearest known one."""
     lines: dict[str, list[str]] = {}
     for fault in error.errors():
         where, known = _place(fault["loc"])
         lines.setdefault(where, []).append(_sentence(fault, where, known))
-    return [f"  {where}: {' or '.join(dict.fromkeys(sentences))}" for where, sentences in lines.items()]
+    return [
+        f"  {where}: {' or '.join(dict.fromkeys(sentences))}{_origin(where, changes)}"
+        for where, sentences in lines.items()
+    ]
+
+
+def _origin(where: str, changes: tuple[str, ...]) -> str:
+    """Name the last change that set this field, one in it, or the group it is in; nothing if the file did."""
+    for change in reversed(changes):
+        name = change.partition("=")[0].replace("_bytes", "")
+        if f"{name}.".startswith(f"{where}.") or f"{where}.".startswith(f"{name}."):
+            return f"; this is from --set {change!r}"
+    return ""
 
 
 def _place(location: tuple[int | str, ...]) -> tuple[str, list[str]]:

@@ -72,7 +72,7 @@ class StepLine(Frozen):
 
 
 class EvaluationLine(Frozen):
-    """One pass over the validation samples."""
+    """One pass over the validation samples; ``accuracy`` is the share of right labels, in classification only."""
 
     event: Literal["evaluation"] = "evaluation"
     time_seconds: float
@@ -209,6 +209,11 @@ class RunRecord(Record):
         if not (directory / "plan.json").is_file():
             raise RecordError(
                 f"{directory} is not a run directory (it has no plan.json): give the --out of `plimsoll train`"
+            )
+        if not (directory / "run.json").exists():
+            raise RecordError(
+                f"the run in {directory} has not begun to train, so there is nothing to report: wait until it has, or "
+                "train it with `plimsoll train`"
             )
         head = RunHead.load(directory / "run.json")
         metrics = directory / "metrics.jsonl"

@@ -1,7 +1,8 @@
 """Bytes and seconds as text, both ways: the only place that knows how a size is written.
 
 Bytes are ``int`` everywhere; in text they are binary units with one decimal ("3.4 GiB"). "GB" is decimal (10^9) and
-"GiB" binary (2^30), as IEC 80000-13 has it; a bare number is bytes.
+"GiB" binary (2^30), as IEC 80000-13 has it; a bare number is bytes. Units go up to PB and PiB, in any case; sizes up to
+2^63 - 1 bytes, which is what the kernel counts in.
 """
 
 import re
@@ -9,7 +10,7 @@ from decimal import Decimal
 
 from plimsoll.errors import InputError
 
-_BINARY = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+_BINARY = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40, "PiB": 1 << 50}
 _UNITS = {
     "": 1,
     "b": 1,
@@ -17,8 +18,11 @@ _UNITS = {
     "mb": 10**6,
     "gb": 10**9,
     "tb": 10**12,
+    "pb": 10**15,
     **{name.lower(): size for name, size in _BINARY.items()},
 }
+_UNITS_SHOWN = "B, KiB, MiB, GiB, TiB, PiB, kB, MB, GB, TB or PB"
+_MOST_BYTES = (1 << 63) - 1
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
 
 
@@ -26,16 +30,19 @@ def parse_bytes(text: str | int) -> int:
     """Read a size such as ``"2GiB"``, ``"1.5 GB"``, ``"800MiB"`` or a number of bytes.
 
     Raises:
-        InputError: if the text is not a positive size or names an unknown unit.
+        InputError: if the text is not a size of 1 to 2^63 - 1 bytes, or names an unknown unit.
     """
     match = _SIZE.fullmatch(str(text))
     if match is None or match[2].lower() not in _UNITS:
         raise InputError(
-            f"cannot read {text!r} as a size in bytes: write a number and a unit, for example 2GiB or 800MiB"
+            f"cannot read {text!r} as a size in bytes: write a number and a unit ({_UNITS_SHOWN}), for example 2GiB or "
+            "800MiB"
         )
     num_bytes = int(Decimal(match[1]) * _UNITS[match[2].lower()])
     if num_bytes <= 0:
         raise InputError(f"a size must be more than 0 bytes, got {text!r}: write for example 2GiB or 800MiB")
+    if num_bytes > _MOST_BYTES:
+        raise InputError(f"a size must be less than 8192 PiB, got {text!r}: write for example 2GiB or 800MiB")
     return num_bytes
 
 

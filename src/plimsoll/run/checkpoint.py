@@ -203,11 +203,17 @@ def _fault(root: Path, step: int, fingerprint: dict[str, str]) -> str | None:
     except (OSError, ValueError, KeyError, TypeError) as error:
         return f"is torn ({type(error).__name__}: {error})"
     different = [
-        f"{key} was {saved.get(key)}, is {fingerprint.get(key)}"
+        _difference(key, saved.get(key), fingerprint.get(key))
         for key in sorted({*saved, *fingerprint})
         if saved.get(key) != fingerprint.get(key)
     ]
     return f"belongs to another job ({'; '.join(different)})" if different else None
+
+
+def _difference(key: str, was: str | None, is_now: str | None) -> str:
+    if key == "data":  # a hash of all three: it says nothing to a reader
+        return "the text, its labels or the tokenizer are others"
+    return f"{key} was {'not set' if was is None else was}, is {'not set' if is_now is None else is_now}"
 
 
 class _PlainFile:

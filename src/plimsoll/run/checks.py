@@ -9,8 +9,10 @@ import torch
 from torch import nn
 
 from plimsoll.errors import InputError
+from plimsoll.workload import model_loss
 
 PRECISIONS = ("fp32", "bf16", "fp16")
+UNITS = ("samples", "tokens", "next-tokens")
 
 
 def described(value: object) -> str:
@@ -48,13 +50,27 @@ def device_of(model: nn.Module) -> torch.device:
     return devices.pop()
 
 
-def refuse(model: nn.Module, optimizer: torch.optim.Optimizer, precision: str, micro_batch: int | None) -> None:
+def refuse(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    precision: str,
+    micro_batch: int | None,
+    *,
+    loss: object = model_loss,
+    units: object = None,
+) -> None:
     """Refuse what a step cannot be made of.
 
     Raises:
-        InputError: if the precision is unknown, the model is in half precision under fp16, the optimizer needs a
-            closure, or the micro-batch is no positive number of samples.
+        InputError: if the precision or the units are unknown, the model is in half precision under fp16, the optimizer
+            needs a closure or is of another model, the micro-batch is no positive number of samples, or the loss cannot
+            be called with a model and a batch.
     """
+    _refuse_loss(loss)
+    if not (units is None or callable(units) or units in UNITS):
+        raise InputError(
+            f"units {units!r} is unknown: choose samples, tokens or next-tokens, or give a function batch -> int"
+        )
     if precision not in PRECISIONS:
         raise InputError(f"precision {precision!r} is unknown: choose fp32, bf16 or fp16")
     num_half = sum(parameter.dtype == torch.float16 for parameter in model.parameters())
@@ -69,7 +85,43 @@ def refuse(model: nn.Module, optimizer: torch.optim.Optimizer, precision: str, m
             f"{type(optimizer).__name__} evaluates the loss several times in one step and needs a closure: use another "
             "optimizer, for example AdamW"
         )
-    if micro_batch is not None and micro_batch < 1:
+    _refuse_foreign(model, optimizer)
+    if micro_batch is None:
+        return
+    if not isinstance(micro_batch, int) or isinstance(micro_batch, bool):
+        raise InputError(
+            f"micro_batch is {micro_batch!r}, a {type(micro_batch).__name__}, but samples are counted: give a whole "
+            "number or None"
+        )
+    if micro_batch < 1:
         raise InputError(
             f"micro_batch is {micro_batch} samples, but a pass needs at least 1: give a positive number or None"
+        )
+
+
+def _refuse_loss(loss: object) -> None:
+    """Refuse torch's own losses, which compare two tensors: called with a model they fail deep inside torch."""
+    of_torch = {"torch.nn.modules.loss", "torch.nn.functional"}
+    kind = type(loss) if isinstance(loss, nn.Module) else loss
+    if callable(loss) and getattr(kind, "__module__", None) not in of_torch:
+        return
+    name = getattr(kind, "__name__", repr(loss))
+    raise InputError(
+        f"loss is {name}, but it is called as loss(model, batch) and must return the mean loss: give a function, for "
+        "example loss=lambda model, batch: nn.functional.cross_entropy(model(batch[0]), batch[1])"
+    )
+
+
+def _refuse_foreign(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer that was made of another model, as one is before a copy or a wrapping."""
+    updated = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    known = {id(parameter) for parameter in model.parameters()}
+    trainable = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
+    if updated <= known and updated:  # the others may be left as they are on purpose
+        return
+    if not trainable or trainable - updated:
+        raise InputError(
+            f"the optimizer updates {len(updated)} parameters, of which {len(updated & known)} are among the "
+            f"{len(trainable)} that the model trains: make it of this model, as in "
+            "torch.optim.AdamW(model.parameters()), after the model is built and on its device"
         )

@@ -116,8 +116,7 @@ class TrainStep:
         grow_after: clean steps after which the next larger micro-batch is tried.
 
     Raises:
-        InputError: if the model is in half precision under fp16, parameters are on several devices, or the optimizer
-            needs a closure.
+        InputError: if an argument cannot be used (see `plimsoll.run.checks`).
     """
 
     def __init__(
@@ -135,7 +134,7 @@ class TrainStep:
         grow_after: int = 50,
     ) -> None:
         device = device_of(model)
-        refuse(model, optimizer, precision, micro_batch)
+        refuse(model, optimizer, precision, micro_batch, loss=loss, units=units)
         self._units_are_assumed = units is None
         self._has_own_loss = loss is not model_loss
         self.workload = Workload(model, optimizer, loss, units or "samples", schedule, clip_norm, precision, device)
@@ -221,6 +220,9 @@ class TrainStep:
 
     def evaluate(self, batches: Iterable[Any]) -> Evaluation:
         """Return the mean loss over ``batches`` without gradients; training flags and random numbers stay as they were.
+
+        Memory that runs out inside ``batches`` itself, while the next batch is made, is not survived: an iterator
+        cannot be asked for the same batch again.
 
         Raises:
             OutOfMemoryError: if not even single samples fit.

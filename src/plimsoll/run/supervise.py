@@ -191,8 +191,14 @@ def _run_worker(arguments: list[str]) -> _End:
     return _End(return_code, signals.received[0] if signals.received else None)
 
 
-def prepare_data(directory: RunDirectory, cache: Path, quiet: bool) -> int:
+def prepare_data(directory: RunDirectory, cache: Path, quiet: bool, again: bool = False) -> int:
     """Index, train the tokenizer and tokenize in a process of its own, whose memory is given back whole.
+
+    Args:
+        directory: the run directory, with its ``job.yaml``.
+        cache: where the tokens go.
+        quiet: show no progress.
+        again: it was prepared before, and what comes out must be the same.
 
     Returns:
         its exit code.
@@ -202,7 +208,8 @@ def prepare_data(directory: RunDirectory, cache: Path, quiet: bool) -> int:
         KilledError: if it is killed for another reason, or crashes.
     """
     kills_before = oom_kill_count()
-    end = _run_worker(["prepare-worker", str(directory.path), str(cache), *(["--quiet"] if quiet else [])])
+    shown = [*(["--quiet"] if quiet else []), *(["--again"] if again else [])]
+    end = _run_worker(["prepare-worker", str(directory.path), str(cache), *shown])
     death = _death(end, kills_before, has_host_budget=False)
     if death is None:
         return end.exit_code

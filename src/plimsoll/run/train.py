@@ -7,7 +7,7 @@ checkpoints intact.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -31,12 +31,13 @@ from plimsoll.records.run import (
 )
 from plimsoll.records.units import format_bytes
 from plimsoll.run import checkpoint
+from plimsoll.run.accuracy import Accuracy
 from plimsoll.run.boundary import attempt, fitting
 from plimsoll.run.directory import RunDirectory
 from plimsoll.run.failpoints import failpoint
 from plimsoll.run.monitor import MemorySampler, View
 from plimsoll.run.signals import StopRequest, stop_on_signal
-from plimsoll.run.step import StepResult, TrainStep
+from plimsoll.run.step import Evaluation, StepResult, TrainStep
 
 _TRIES = 3  # of a fetch, an evaluation or a checkpoint, with everything that can be freed freed in between
 
@@ -182,11 +183,15 @@ def _evaluate(training: Training) -> None:
     if training.parts.validation is None:
         return
     validation, batch_size = training.parts.validation, training.job.batch_size
-    evaluation = _survive(
-        training,
-        "evaluation",
-        lambda: training.step.evaluate(batch.fields for batch in iterate_once(validation, batch_size)),
-    )
+
+    def evaluate() -> tuple[Evaluation, float | None]:
+        batches: Iterator[Any] = (batch.fields for batch in iterate_once(validation, batch_size))
+        if training.job.task != "classification":
+            return training.step.evaluate(batches), None
+        with Accuracy(training.parts.model) as accuracy:
+            return training.step.evaluate(accuracy.counted(batches)), accuracy.share()
+
+    evaluation, accuracy = _survive(training, "evaluation", evaluate)
     for event in evaluation.oom_events:
         _note_oom(training, event)
     line = EvaluationLine(
@@ -195,9 +200,11 @@ def _evaluate(training: Training) -> None:
         loss=evaluation.loss,
         num_samples=evaluation.num_samples,
         num_units=evaluation.num_units,
+        accuracy=accuracy,
     )
     training.directory.append(line)
-    training.view.say(f"step {line.step}: validation loss {line.loss:.4f} over {line.num_samples} samples")
+    shown = "" if line.accuracy is None else f", accuracy {line.accuracy:.1%}"
+    training.view.say(f"step {line.step}: validation loss {line.loss:.4f}{shown} over {line.num_samples} samples")
 
 
 def _save(training: Training) -> None:

@@ -21,15 +21,25 @@ if TYPE_CHECKING:
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
-def prepare_run(path: Path, cache: Path, quiet: bool) -> None:
-    """Index the text, make the tokenizer and tokenize, with progress on standard error."""
-    from plimsoll.data.prepare import prepare
+def prepare_run(path: Path, cache: Path, quiet: bool, again: bool = False) -> None:
+    """Index the text, make the tokenizer and tokenize, with progress on standard error.
+
+    What the job says wrongly of model and optimizer is found before that, which may take hours. With ``again`` the run
+    has been prepared already, and must come to the same data.
+    """
+    from plimsoll.assemble import require_buildable
+    from plimsoll.data.prepare import Prepared, prepare, prepare_again
     from plimsoll.report.progress import stages
 
     _end_with_supervisor()
     directory = RunDirectory(path)
+    job = Job.from_yaml(directory.job)
+    require_buildable(job)
     with stages(quiet) as progress:
-        prepared = prepare(Job.from_yaml(directory.job), cache, progress)
+        if again:
+            prepared = prepare_again(job, Prepared.load(directory.prepared), cache, progress)
+        else:
+            prepared = prepare(job, cache, progress)
     prepared.save(directory.prepared)
 
 

@@ -26,7 +26,7 @@ FLAGS = {
     },
     "report": {"--output", "-o", "--json", "--force"},
     "train-worker": {"--resume", "--from-step", "--resume-newest", "--micro-batch", "--restarts", "--quiet"},
-    "prepare-worker": {"--quiet"},
+    "prepare-worker": {"--quiet", "--again"},
 }  # fmt: skip
 
 

@@ -1,5 +1,9 @@
 """`plimsoll report`, on the directory of a run written by hand."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 from typer.testing import CliRunner
 
@@ -9,6 +13,7 @@ from plimsoll.records.device import Budget, Device, MemoryUse
 from plimsoll.records.plan import micro_batch_plan
 from plimsoll.records.run import EndLine, RunHead, RunRecord, StepLine
 from plimsoll.run.directory import RunDirectory
+from processes import environment
 
 GIBIBYTE = 1 << 30
 
@@ -84,9 +89,20 @@ def test_a_page_is_not_overwritten_without_force(run, tmp_path):
     assert page.read_text(encoding="utf-8") != "mine"
 
 
+@pytest.mark.parametrize("flags", [(), ("--json",)])
+def test_a_reader_that_went_away_is_borne_in_silence(run, flags):
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "plimsoll", "report", str(run), *flags]
+    done = subprocess.run(command, env=environment(), stdout=writer, stderr=subprocess.PIPE, timeout=60, check=False)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
 def test_where_a_page_cannot_be_written_is_said(run, tmp_path):
     refused = invoke(run, "-o", tmp_path / "no-such-folder" / "ship.html")
     assert isinstance(refused.exception, OutputError)
+    assert "give another -o/--output" in str(refused.exception)
 
 
 @pytest.mark.parametrize("name", [".", "missing"])

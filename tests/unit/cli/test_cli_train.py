@@ -53,7 +53,7 @@ def test_a_job_file_that_is_not_there_is_said(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--budget", "much"], "much"),
+        (["--budget", "much"], "--budget: cannot read 'much'"),
         (["--set", "batchsize=3"], "batch_size"),
         (["--set", "steps=0"], "steps"),
         (["--from-step", 3], "add --resume"),
@@ -90,19 +90,57 @@ def test_going_on_takes_only_what_makes_sense(tmp_path, arguments, message):
     assert message in str(error)
 
 
-def test_a_small_run_ends_with_one_record_on_standard_output(job, tmp_path):
-    out, cache = tmp_path / "a", tmp_path / "cache"
-    out.mkdir()
-    (out / "old.txt").write_text("")
-    arguments = ["--out", out, "--force", "--budget", "1GiB", "--set", "steps=2", "--set", "seed=7", "--cache", cache]
-    done = subprocess.run(
-        [sys.executable, "-m", "plimsoll", "train", str(job), *map(str, arguments), "--json"],
+def train_json(*arguments):
+    return subprocess.run(
+        [sys.executable, "-m", "plimsoll", "train", *map(str, arguments), "--json"],
         env=environment(),
         capture_output=True,
         text=True,
         timeout=LONGEST_SECONDS,
         check=False,
     )
+
+
+def failure_of(done):
+    """The one JSON object of a command that failed, which must say what standard error says."""
+    (line,) = done.stdout.splitlines()
+    fields = json.loads(line)
+    assert fields.keys() == {"error", "message", "exit_code"}
+    assert fields["exit_code"] == done.returncode
+    assert done.stderr == f"error: {fields['message']}\n"
+    return fields
+
+
+def test_json_says_what_this_process_refuses(job, tmp_path):
+    assert failure_of(train_json(job, "--out", tmp_path / "a", "--set", "steps=0"))["error"] == "JobError"
+
+
+def test_json_says_what_a_process_that_it_started_refuses(job, tmp_path):
+    failed = failure_of(train_json(job, "--out", tmp_path / "a", "--set", "model.hiden_size=4"))
+    assert (failed["error"], failed["exit_code"]) == ("JobError", 2)
+    assert "did you mean `hidden_size`" in failed["message"]
+
+
+def test_json_of_a_run_that_failed_in_training_is_its_record_and_of_one_that_was_refused_is_not(job, tmp_path):
+    out = tmp_path / "a"
+    diverging = ["--set", "optimizer={name: sgd, lr: 1e38}", "--set", "checkpoint.every=1", "--set", "seed=1"]
+    done = train_json(job, "--out", out, *diverging)
+    assert done.returncode == 2
+    (line,) = done.stdout.splitlines()
+    record = RunRecord.from_json(line)
+    assert (record.name, record.status) == ("a", "failed")
+    assert done.stderr == f"error: {record.message}\n"
+    assert failure_of(train_json(job, "--out", out))["error"] == "OutputError"  # the record is not of this command
+    refused = failure_of(train_json("--resume", "--out", out, "--set", "seed=2"))
+    assert (refused["error"], "seed was 1, is 2" in refused["message"]) == ("CheckpointError", True)
+
+
+def test_a_small_run_ends_with_one_record_on_standard_output(job, tmp_path):
+    out, cache = tmp_path / "a", tmp_path / "cache"
+    out.mkdir()
+    (out / "old.txt").write_text("")
+    arguments = ["--out", out, "--force", "--budget", "1GiB", "--set", "steps=2", "--set", "seed=7", "--cache", cache]
+    done = train_json(job, *arguments)
     assert (done.returncode, done.stderr) == (0, "")
     (line,) = done.stdout.splitlines()
     record = RunRecord.from_json(line)

@@ -78,8 +78,8 @@ def test_files_of_a_folder_that_are_no_text_are_left_out_with_the_reason(texts: 
     [
         (b"caf\xe9", r"bad\.txt as text: byte 3 \(0xe9\) is not UTF-8 .*iconv -f latin1 -t utf-8"),
         (b"a\0b", r"bad\.txt as text: byte 1 is NUL"),
-        (b"", "the 1 text files of .*bad.txt hold nothing but white space: give files with text"),
-        (b" \n\t\r\n", "the 1 text files of .*bad.txt hold nothing but white space"),
+        (b"", "the only text file of .*bad.txt holds nothing but white space: give files with text"),
+        (b" \n\t\r\n", "the only text file of .*bad.txt holds nothing but white space"),
     ],
 )
 def test_a_file_named_itself_must_be_text(tmp_path: Path, content: bytes, message: str):
@@ -92,7 +92,7 @@ def test_a_file_named_itself_must_be_text(tmp_path: Path, content: bytes, messag
 def test_a_folder_without_text_is_an_error_with_its_own_text(tmp_path: Path):
     (tmp_path / "x").mkdir()
     (tmp_path / "x" / "a.bin").write_bytes(b"\0")
-    with pytest.raises(DataError, match=r"none of the 1 files of .* is UTF-8 text, the first: .*a\.bin: byte 0 is NUL"):
+    with pytest.raises(DataError, match=r"the only file of .* is not UTF-8 text, the first: .*a\.bin: byte 0 is NUL"):
         opened(tmp_path / "x")
 
 

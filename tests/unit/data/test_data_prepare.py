@@ -1,5 +1,6 @@
 """From a job to datasets through the cache, and what the training process does not have to load."""
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from plimsoll.data.prepare import Prepared, open_datasets, prepare
+from plimsoll.data.prepare import Prepared, is_whole, open_datasets, prepare, prepare_again
 from plimsoll.data.tokenizer import open_tokenizer
 from plimsoll.errors import DataError
 from plimsoll.records.job import Job
@@ -123,12 +124,12 @@ def test_a_cache_that_is_gone_is_said_so(texts: Path, tmp_path: Path):
     prepared = prepare(job, tmp_path / "cache")
     (Path(prepared.train.labels_folder) / "labels.npy").write_bytes(b"")
     with pytest.raises(
-        DataError, match=r"the labels .* are gone from the cache, or torn: start the run again with --force"
+        DataError, match=r"the labels .* are gone from the cache, or torn: prepare them again, as --resume does"
     ):
         open_datasets(prepared, job)
     (Path(prepared.train.tokens_folder) / "tokens.bin").unlink()
     with pytest.raises(
-        DataError, match=r"the tokens .* are gone from the cache, or torn: start the run again with --force"
+        DataError, match=r"the tokens .* are gone from the cache, or torn: prepare them again, as --resume does"
     ):
         open_datasets(prepared, job)
 
@@ -179,3 +180,43 @@ def test_preparing_loads_no_torch(texts: Path, tmp_path: Path):
     )
     command = [sys.executable, "-c", code, str(tmp_path / "job.json"), str(tmp_path / "cache")]
     assert subprocess.check_output(command, text=True) == "False\n"
+
+
+@pytest.fixture
+def lost(texts: Path, tmp_path: Path) -> tuple[Job, Prepared]:
+    """Prepared data whose cache was deleted."""
+    job = job_of(texts, task="classification", data={"validation": str(texts)})
+    prepared = prepare(job, tmp_path / "cache")
+    assert is_whole(prepared)
+    shutil.rmtree(tmp_path / "cache")
+    return job, prepared
+
+
+def test_what_was_deleted_is_prepared_again_to_the_same_data(lost: tuple[Job, Prepared], tmp_path: Path):
+    job, prepared = lost
+    assert not is_whole(prepared)
+    assert prepare_again(job, prepared, tmp_path / "cache") == prepared
+    assert is_whole(prepared)
+
+
+@pytest.mark.parametrize("folder", ["tokens", "tokenizer", "labels"])
+def test_data_of_which_a_part_is_gone_are_not_whole(texts: Path, tmp_path: Path, folder: str):
+    prepared = prepare(job_of(texts, task="classification"), tmp_path / "cache")
+    shutil.rmtree(next((tmp_path / "cache").glob(f"{folder}-*[0-9a-f]")))
+    assert not is_whole(prepared)
+
+
+def test_other_texts_are_not_taken_for_those_that_were_lost(lost: tuple[Job, Prepared], texts: Path, tmp_path: Path):
+    (texts / "ham" / "0.txt").write_text("another text, of 28 bytes\n")
+    with pytest.raises(
+        DataError, match=r"cannot be made again: the texts.* have changed \(then 20 texts of \d+ bytes, now"
+    ):
+        prepare_again(*lost, tmp_path / "cache")
+
+
+def test_texts_that_are_gone_are_named(lost: tuple[Job, Prepared], texts: Path, tmp_path: Path):
+    shutil.rmtree(texts)
+    with pytest.raises(
+        DataError, match=r"gone from .*cache and cannot be made again: there is no file or folder .*data"
+    ):
+        prepare_again(*lost, tmp_path / "cache")

@@ -1,5 +1,7 @@
 """Which files a source means."""
 
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -43,6 +45,25 @@ def test_a_file_whose_name_looks_like_a_glob_is_that_file(tree: Path):
 def test_relative_paths_become_absolute(tree: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tree)
     assert find_files(("a.txt",)) == find_files((str(tree / "a.txt"),))
+
+
+@pytest.mark.parametrize("source", ["", "*"])
+def test_a_link_to_nothing_is_an_error_and_not_left_out(tree: Path, source: str):
+    (tree / "lost.txt").symlink_to("moved/lost.txt")
+    with pytest.raises(DataError, match=r"lost\.txt as text: it is a symbolic link to moved/lost\.txt \(No such file"):
+        find_files((str(tree / source),))
+
+
+def test_a_file_that_goes_away_while_its_folder_is_listed_is_an_error(tree: Path, monkeypatch: pytest.MonkeyPatch):
+    walk = os.walk
+
+    def walk_then_remove(folder: str) -> Iterator[object]:
+        yield from walk(folder)
+        (tree / "b.txt").unlink(missing_ok=True)
+
+    monkeypatch.setattr(os, "walk", lambda folder: iter(list(walk_then_remove(folder))))
+    with pytest.raises(DataError, match=r"b\.txt as text: it was there a moment ago \(No such file"):
+        find_files((str(tree),))
 
 
 @pytest.mark.parametrize(

@@ -121,5 +121,5 @@ def test_a_full_disk_is_an_output_error(tmp_path: Path):
 
 def test_space_that_is_not_there_is_refused_in_numbers(tmp_path: Path):
     require_space(tmp_path, 1)
-    with pytest.raises(OutputError, match=r"needs about 1048576\.0 TiB more in .* but the disk has .* free"):
+    with pytest.raises(OutputError, match=r"needs about 1024\.0 PiB more in .* but the disk has .* free"):
         require_space(tmp_path, 1 << 60)

@@ -47,7 +47,7 @@ print(process.{counted}())
 def test_a_budget_above_the_capacity_is_refused_with_both_numbers():
     backend = CpuBackend()
     with (
-        pytest.raises(BudgetError, match=r"to 1024\.0 TiB: this machine lets it use at most .* GiB; give that or less"),
+        pytest.raises(BudgetError, match=r"to 1\.0 PiB: this machine lets it use at most .* GiB; give that or less"),
         backend.limited(1 << 50),
     ):
         pass

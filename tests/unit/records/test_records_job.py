@@ -53,8 +53,8 @@ colour: blue
             "  batch_size: Input should be greater than or equal to 1 (got 0)",
             "  seed: Input should be a valid integer, got a number with a fractional part (got 1.5)",
             "  precision: Input should be 'fp32', 'bf16' or 'fp16' (got 'fp8')",
-            "  budget.device: cannot read 'lots' as a size in bytes: write a number and a unit, for example 2GiB or "
-            "800MiB (got 'lots')",
+            "  budget.device: cannot read 'lots' as a size in bytes: write a number and a unit (B, KiB, MiB, GiB, "
+            "TiB, PiB, kB, MB, GB, TB or PB), for example 2GiB or 800MiB (got 'lots')",
             "  budget.hots: unknown field; did you mean `host`?",
             "  budget.host: a size must be more than 0 bytes, got 0: write for example 2GiB or 800MiB (got 0)",
             "  checkpoint.evry: unknown field; did you mean `every`?",
@@ -212,15 +212,40 @@ def test_a_change_that_cannot_be_made_is_explained(tmp_path: Path, change: str, 
 
 def test_an_unknown_field_in_a_change_is_shown_with_the_nearest(tmp_path: Path):
     assert faults_of(tmp_path, MINIMAL, "step=5", "checkpoint.every_steps=5")[1:] == [
-        "  checkpoint.every_steps: unknown field; did you mean `every`?",
-        "  step: unknown field; did you mean `steps`?",
+        "  checkpoint.every_steps: unknown field; did you mean `every`?; this is from --set 'checkpoint.every_steps=5'",
+        "  step: unknown field; did you mean `steps`?; this is from --set 'step=5'",
+    ]
+
+
+@pytest.mark.parametrize("change", ["optimizer.lr=-1", "optimizer={lr: -1}"])
+def test_a_fault_is_blamed_on_the_change_it_is_from_and_on_no_other(tmp_path: Path, change: str):
+    assert faults_of(tmp_path, MINIMAL + "seed: -1", "steps=5", "optimizer.lr=3", change)[1:] == [
+        f"  optimizer.lr: Input should be greater than 0 (got -1); this is from --set {change!r}",
+        "  seed: Input should be greater than or equal to 0 (got -1)",
+    ]
+
+
+def test_a_change_to_a_short_form_and_one_below_it(tmp_path: Path):
+    job = job_of(tmp_path, MINIMAL, "budget=2GiB", "budget.device=1GiB", "data=b.txt", "data.validation=0.5")
+    assert (job.budget.device_bytes, job.data.train) == (GIBIBYTE, f"{tmp_path}/b.txt")
+
+
+def test_one_thing_that_is_allowed_needs_no_list(tmp_path: Path):
+    assert job_of(tmp_path, MINIMAL, "allow=recut_batch_norm").allow == ("recut_batch_norm",)
+    assert faults_of(tmp_path, MINIMAL + "allow: quantize")[1:] == [
+        "  allow: Input should be 'recut_batch_norm' (got 'quantize')"
     ]
 
 
 def test_a_file_that_is_not_a_job(tmp_path: Path):
     with pytest.raises(JobError, match=r"there is no job file at .*job\.yaml: check the path"):
         Job.from_yaml(tmp_path / "job.yaml")
-    with pytest.raises(JobError, match="Is a directory.*: see the example in README.md"):
+    with pytest.raises(
+        JobError, match=r"is a folder, not a job file: give the path of the job file, such as .*job\.yaml"
+    ):
+        Job.from_yaml(tmp_path)
+    (tmp_path / "metrics.jsonl").touch()
+    with pytest.raises(JobError, match=r"directory of a run, no job file: go on with it \(`plimsoll train --resume"):
         Job.from_yaml(tmp_path)
     (tmp_path / "job.yaml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(JobError, match="cannot be read as YAML"):

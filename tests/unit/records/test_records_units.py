@@ -21,6 +21,8 @@ from plimsoll.records.units import format_bytes, format_seconds, parse_bytes
         ("1.5 GB", 1_500_000_000),
         (" 1.5 GiB ", 1_610_612_736),
         ("1TiB", 1_099_511_627_776),
+        ("2PiB", 2_251_799_813_685_248),
+        ("2pb", 2_000_000_000_000_000),
         ("0.1GiB", 107_374_182),  # 107374182.4
         ("9007199254740993", 9_007_199_254_740_993),  # 2**53 + 1, which no float holds
         (2e9, 2_000_000_000),
@@ -37,8 +39,15 @@ def test_what_is_not_a_size_is_refused(text: object):
     with pytest.raises(InputError) as caught:
         parse_bytes(text)
     assert str(caught.value) == (
-        f"cannot read {text!r} as a size in bytes: write a number and a unit, for example 2GiB or 800MiB"
+        f"cannot read {text!r} as a size in bytes: write a number and a unit (B, KiB, MiB, GiB, TiB, PiB, kB, MB, GB, "
+        "TB or PB), for example 2GiB or 800MiB"
     )
+
+
+def test_a_size_beyond_what_the_kernel_counts_in_is_refused():
+    assert parse_bytes(str(2**63 - 1)) == 2**63 - 1
+    with pytest.raises(InputError, match="a size must be less than 8192 PiB, got '8192PiB'"):
+        parse_bytes("8192PiB")
 
 
 @pytest.mark.parametrize("text", ["0", 0, "0GiB", "0.4B"])
@@ -60,7 +69,8 @@ def test_a_size_of_less_than_one_byte_is_refused(text: str | int):
         (1_048_576, "1.0 MiB"),
         (3_650_722_202, "3.4 GiB"),
         (2**40, "1.0 TiB"),
-        (5000 * 2**40, "5000.0 TiB"),
+        (2**50, "1.0 PiB"),
+        (5000 * 2**50, "5000.0 PiB"),
         (-1536, "-1.5 KiB"),
     ],
 )

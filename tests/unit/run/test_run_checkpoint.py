@@ -171,8 +171,9 @@ def test_a_checkpoint_of_another_job_is_refused_with_what_differs(tmp_path):
     save(tmp_path, 10)
     for marks, difference in [
         (MARKS | {"seed": "1"}, "seed was 0, is 1"),
-        (MARKS | {"data": "a1"}, "data was None, is a1"),
-        ({"model": "gru"}, "seed was 0, is None"),
+        (MARKS | {"model.layers": "2"}, "model.layers was not set, is 2"),
+        (MARKS | {"data": "a1"}, "the text, its labels or the tokenizer are others"),
+        ({"model": "gru"}, "seed was 0, is not set"),
     ]:
         assert checkpoint.newest_good(tmp_path, marks) is None
         with pytest.raises(CheckpointError, match=rf"belongs to another job \({difference}\); start anew"):

@@ -20,11 +20,56 @@ SGD = torch.optim.SGD(MODEL.parameters(), lr=0.1)
         (nn.Linear(2, 2).half(), SGD, "fp16", None, "use model.float"),
         (MODEL, torch.optim.LBFGS(MODEL.parameters()), "fp32", None, "needs a closure"),
         (MODEL, SGD, "fp32", 0, "at least 1"),
+        (MODEL, SGD, "fp32", 2.0, "micro_batch is 2.0, a float, but samples are counted"),
+        (MODEL, SGD, "fp32", True, "micro_batch is True, a bool, but samples are counted"),
     ],
 )
 def test_what_cannot_be_stepped_is_refused_with_the_reason(model, optimizer, precision, micro_batch, text):
     with pytest.raises(InputError, match=text):
         refuse(model, optimizer, precision, micro_batch)
+
+
+@pytest.mark.parametrize(
+    ("loss", "name"),
+    [(nn.CrossEntropyLoss(), "CrossEntropyLoss"), (nn.functional.mse_loss, "mse_loss"), (None, "None")],
+    ids=str,
+)
+def test_a_loss_that_takes_no_model_is_refused_with_one_that_does(loss, name):
+    with pytest.raises(InputError, match=rf"loss is {name}, but it is called as loss\(model, batch\).*give a function"):
+        refuse(MODEL, SGD, "fp32", None, loss=loss)
+
+
+def test_a_loss_that_is_a_module_of_the_users_passes():
+    class Distilled(nn.Module):
+        def forward(self, model, batch):
+            return model(batch).mean()
+
+    refuse(MODEL, SGD, "fp32", None, loss=Distilled())
+
+
+def test_unknown_units_are_refused():
+    with pytest.raises(InputError, match="units 'token' is unknown: choose samples, tokens or next-tokens"):
+        refuse(MODEL, SGD, "fp32", None, units="token")
+    refuse(MODEL, SGD, "fp32", None, units=len)
+
+
+def optimizer_of(*modules):
+    return torch.optim.SGD([parameter for module in modules for parameter in module.parameters()], lr=0.1)
+
+
+def test_an_optimizer_of_another_model_is_refused():
+    with pytest.raises(InputError, match=r"updates 2 parameters, of which 0 are among the 2 that .* make it of this"):
+        refuse(MODEL, optimizer_of(nn.Linear(2, 2)), "fp32", None)
+    parts = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    with pytest.raises(InputError, match=r"updates 4 parameters, of which 2 are among the 4"):
+        refuse(parts, optimizer_of(parts[0], nn.Linear(2, 2)), "fp32", None)
+
+
+def test_an_optimizer_of_a_part_of_the_model_or_of_more_than_it_passes():
+    parts = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    refuse(parts, optimizer_of(parts[0]), "fp32", None)
+    refuse(parts, optimizer_of(parts, nn.Linear(2, 2)), "fp32", None)
+    refuse(parts.requires_grad_(False), optimizer_of(parts), "fp32", None)
 
 
 def test_what_can_be_stepped_passes():

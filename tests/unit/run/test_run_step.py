@@ -157,12 +157,25 @@ def test_a_batch_without_a_target_is_refused():
     [
         ({"precision": "fp8"}, "precision 'fp8' is unknown: choose fp32, bf16 or fp16"),
         ({"micro_batch": 0}, "micro_batch is 0 samples, but a pass needs at least 1"),
+        ({"micro_batch": 1.5}, "micro_batch is 1.5, a float, but samples are counted"),
+        ({"units": "sample"}, "units 'sample' is unknown: choose samples, tokens or next-tokens"),
         ({"optimizer": torch.optim.LBFGS}, "LBFGS .* needs a closure: use another optimizer"),
     ],
 )
 def test_what_cannot_be_used_is_refused_at_once(options, message):
     with pytest.raises(InputError, match=message):
         step_of(**options)
+
+
+def test_a_loss_of_torch_is_refused_before_it_is_called():
+    model = nn.Linear(1, 1)
+    with pytest.raises(InputError, match="loss is MSELoss, but it is called as"):
+        TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.MSELoss())
+
+
+def test_an_empty_batch_is_refused():
+    with pytest.raises(InputError, match="a batch of 0 samples"):
+        step_of(units=lambda batch: 1)(line_through(0))
 
 
 def test_a_model_on_two_devices_or_none_is_refused():

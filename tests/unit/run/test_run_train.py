@@ -70,6 +70,27 @@ def test_evaluations_come_as_often_as_asked_for_and_change_nothing(new_run, whol
     assert_same_weights(whole, directory)
 
 
+def test_a_classifier_says_how_often_it_is_right(tmp_path, new_run):
+    """Two classes that one word tells apart, learned to the end."""
+    for label, word in (("ham", "ship"), ("spam", "coin")):
+        (tmp_path / "texts" / label).mkdir(parents=True)
+        for number in range(20):
+            (tmp_path / "texts" / label / f"{number}.txt").write_text(f"{word} " * (number + 1))
+    directory = new_run(
+        task="classification",
+        data={"train": str(tmp_path / "texts"), "validation": str(tmp_path / "texts")},
+        steps=60,
+        optimizer={"lr": 0.03},
+    )
+    train_here(directory)
+    (line,) = of_kind(directory, EvaluationLine)
+    assert (line.num_samples, line.accuracy) == (40, 1.0)
+
+
+def test_a_language_model_has_no_accuracy(whole):
+    assert record_of(whole).evaluations[0].accuracy is None
+
+
 @pytest.mark.parametrize(("failing", "phase"), [("fetch", "fetch"), ("checkpoint", "checkpoint")])
 def test_memory_running_out_between_steps_is_survived(new_run, whole, failing, phase):
     directory = new_run()

@@ -87,7 +87,7 @@ def test_what_is_known_before_the_first_step_is_kept(new_run):
     assert head.job["steps"] == 1
     assert head.device.kind == "cpu"
     assert {"torch", "plimsoll"} <= head.versions.keys()
-    assert {"model", "seed", "data"} <= head.fingerprint.keys()
+    assert {"model.architecture", "seed", "data"} <= head.fingerprint.keys()
 
 
 def test_a_checkpoint_of_another_job_is_refused_before_anything_is_trained(new_run):

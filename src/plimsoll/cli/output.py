@@ -1,0 +1,55 @@
+"""What a command says on standard output, also when nobody reads it any more, and what ``--json`` says of a failure.
+
+A process that a command starts tells it of its failure through a file, named in the environment: its standard error
+belongs to people. Does NOT cover what typer prints itself (help, usage).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from plimsoll.errors import PlimsollError
+
+_VARIABLE = "PLIMSOLL_FAILURE_FILE"
+
+
+def show(text: str) -> None:
+    """Print the result of a command. Without a reader (``| true``) it ends as Unix tools do: silent, 128 + SIGPIPE."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        # What is still buffered would be written, and fail loudly, when the interpreter ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(128 + signal.SIGPIPE)
+
+
+def failure(error: str, message: str, exit_code: int) -> str:
+    """One JSON object that says why a command failed."""
+    return json.dumps({"error": error, "message": message, "exit_code": exit_code}, ensure_ascii=False)
+
+
+def tell(error: PlimsollError) -> None:
+    """Tell the command that started this process, if it asked, why this process fails."""
+    if _VARIABLE in os.environ:
+        with contextlib.suppress(OSError):  # the message on standard error is there anyway
+            Path(os.environ[_VARIABLE]).write_text(failure(type(error).__name__, str(error), error.exit_code), "utf-8")
+
+
+@contextmanager
+def told() -> Iterator[Path]:
+    """Ask the processes that are started in the block to tell; what the last of them told is in the file, if any."""
+    with TemporaryDirectory(prefix="plimsoll-") as folder:
+        file = Path(folder) / "failure.json"
+        os.environ[_VARIABLE] = str(file)
+        try:
+            yield file
+        finally:
+            del os.environ[_VARIABLE]

@@ -1,0 +1,44 @@
+"""What a command says on standard output, with and without somebody to read it."""
+
+import json
+import os
+
+import pytest
+
+from plimsoll.cli.output import failure, show, tell, told
+from plimsoll.errors import JobError
+from processes import run_program
+
+# As `... | true`: the reader is gone before anything is written.
+NO_READER = """
+import os, subprocess, sys
+reader, writer = os.pipe()
+os.close(reader)
+program = "import sys; from plimsoll.cli.output import show; show('x' * int(sys.argv[1])); print('not reached')"
+done = subprocess.run([sys.executable, "-c", program, *sys.argv[1:]], stdout=writer, stderr=subprocess.PIPE)
+print(done.returncode, done.stderr)
+"""
+
+
+@pytest.mark.parametrize("num_characters", [1, 1_000_000])
+def test_without_a_reader_it_ends_in_silence_as_unix_tools_do(num_characters):
+    assert run_program(NO_READER, num_characters).stdout == "141 b''\n"
+
+
+def test_with_a_reader_it_is_printed(capsys):
+    show("a record")
+    assert capsys.readouterr().out == "a record\n"
+
+
+def test_a_failure_is_one_json_object():
+    assert json.loads(failure("JobError", "no 'ä'", 2)) == {"error": "JobError", "message": "no 'ä'", "exit_code": 2}
+
+
+def test_what_a_process_tells_arrives_and_only_if_it_was_asked():
+    tell(JobError("nobody asked"))
+    with told() as file:
+        assert not file.exists()
+        tell(JobError("wrong"))
+        assert json.loads(file.read_text()) == {"error": "JobError", "message": "wrong", "exit_code": 2}
+    assert not file.exists()
+    assert "PLIMSOLL_FAILURE_FILE" not in os.environ
