@@ -25,7 +25,9 @@ FLAGS = {
         "--out", "-o", "--budget", "--set", "--resume", "--from-step", "--cache", "--force", "--json",
     },
     "report": {"--output", "-o", "--json", "--force"},
-    "train-worker": {"--resume", "--from-step", "--resume-newest", "--micro-batch", "--restarts", "--quiet"},
+    "train-worker": {
+        "--resume", "--from-step", "--resume-newest", "--micro-batch", "--too-large", "--restarts", "--quiet",
+    },
     "prepare-worker": {"--quiet", "--again"},
 }  # fmt: skip
 

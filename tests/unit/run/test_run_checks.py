@@ -32,7 +32,7 @@ def test_what_cannot_be_stepped_is_refused_with_the_reason(model, optimizer, pre
 @pytest.mark.parametrize(
     ("loss", "name"),
     [(nn.CrossEntropyLoss(), "CrossEntropyLoss"), (nn.functional.mse_loss, "mse_loss"), (None, "None")],
-    ids=str,
+    ids=["module", "function", "nothing"],
 )
 def test_a_loss_that_takes_no_model_is_refused_with_one_that_does(loss, name):
     with pytest.raises(InputError, match=rf"loss is {name}, but it is called as loss\(model, batch\).*give a function"):

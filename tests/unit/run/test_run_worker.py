@@ -75,7 +75,8 @@ def test_after_a_death_the_ladder_is_still_made_from_the_batch(new_run):
 
 
 def test_a_model_that_cannot_be_cut_stays_whole_after_a_death(new_run):
-    step = TrainStep(nn.Sequential(nn.BatchNorm1d(1)), torch.optim.SGD([nn.Parameter(torch.ones(1))]), micro_batch=8)
+    model = nn.Sequential(nn.BatchNorm1d(1))
+    step = TrainStep(model, torch.optim.SGD(model.parameters()), micro_batch=8)
     step.begin_again_at(4)
     assert step.micro_batch == 8
 
