@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from plimsoll.errors import OutputError
-from plimsoll.records.base import write_atomically
+from plimsoll.records.base import sync, write_atomically
 from plimsoll.records.units import format_bytes
 
 _MANIFEST = "manifest.json"
@@ -79,12 +79,12 @@ def _written(folder: Path, write: Callable[[Path], Facts]) -> Facts:
     try:
         facts = write(temporary)
         for path in temporary.iterdir():
-            _sync(path)
+            sync(path)
         manifest = {"version": _VERSION, "files": _fingerprints(temporary), "facts": facts}
         write_atomically(temporary / _MANIFEST, json.dumps(manifest).encode())
         shutil.rmtree(folder, ignore_errors=True)  # a torn one
         temporary.replace(folder)
-        _sync(folder.parent)
+        sync(folder.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return facts
@@ -98,14 +98,6 @@ def _fingerprints(folder: Path) -> dict[str, list[int]]:
             with path.open("rb") as file:
                 prints[path.name] = [os.fstat(file.fileno()).st_size, zlib.crc32(file.read(_HEAD_BYTES))]
     return prints
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 @contextmanager

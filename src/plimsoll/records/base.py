@@ -90,6 +90,19 @@ class Record(Frozen):
         return cls.from_json(text, source=str(path))
 
 
+def sync(path: Path) -> None:
+    """Have a file, or the names in a folder, on the disk.
+
+    Raises:
+        OSError: if the disk cannot take them.
+    """
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def write_atomically(path: Path, content: bytes, option: str = "--out") -> None:
     """Write a file so that a reader, or a crash, sees the old content or the new, never a part.
 

@@ -31,7 +31,7 @@ import torch
 from torch import nn
 
 from plimsoll.errors import CheckpointError, OutputError
-from plimsoll.records.base import write_atomically
+from plimsoll.records.base import sync, write_atomically
 from plimsoll.run.failpoints import failpoint
 
 _TENSOR_FILES = ("model.pt", "optimizer.pt", "random.pt")
@@ -91,7 +91,7 @@ def save(
         write_atomically(temporary / "progress.json", json.dumps(progress | {"step": step}).encode())
         manifest = {name: _facts(temporary / name) for name in (*_TENSOR_FILES, "progress.json")}
         write_atomically(temporary / "manifest.json", json.dumps(manifest).encode())
-        _sync_folder(temporary)
+        sync(temporary)
         _put_in_place(temporary, folder)
     except OSError as error:
         raise OutputError(
@@ -160,7 +160,7 @@ def _put_in_place(temporary: Path, folder: Path) -> None:
     finally:
         if aside.exists() and not folder.exists():
             aside.rename(folder)
-    _sync_folder(folder.parent)
+    sync(folder.parent)
     shutil.rmtree(aside, ignore_errors=True)
 
 
@@ -261,14 +261,6 @@ def _chunks(path: Path) -> Iterator[bytes]:
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK_BYTES):
             yield chunk
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _remove_leftovers(root: Path) -> None:

@@ -19,7 +19,7 @@ from typing import BinaryIO
 import yaml
 
 from plimsoll.errors import OutputError
-from plimsoll.records.base import write_atomically
+from plimsoll.records.base import sync, write_atomically
 from plimsoll.records.job import Job
 from plimsoll.records.run import (
     CheckpointLine,
@@ -111,12 +111,8 @@ class RunDirectory:
             OutputError: if the disk cannot take them.
         """
         try:
-            for path in (self.metrics, self.path):
-                descriptor = os.open(path, os.O_RDONLY)
-                try:
-                    os.fsync(descriptor)
-                finally:
-                    os.close(descriptor)
+            sync(self.metrics)
+            sync(self.path)
         except OSError as error:
             raise OutputError(
                 f"cannot write {self.metrics}: {error.strerror}; free some space and go on with --resume"
