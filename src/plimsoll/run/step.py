@@ -263,6 +263,12 @@ class TrainStep:
         """After the process was killed for memory: with a smaller micro-batch (see `state_after_death`)."""
         self.ladder, self._learned = None, state_after_death(self._learned, micro_batch, too_large)
 
+    def drop_optimizer_states(self) -> None:
+        """Give back the memory of the optimizer's states, when no step follows."""
+        self.workload.optimizer.state.clear()
+        self._commit = StepCommit(self.workload.optimizer, self.backend, self.position)  # it knows where they lay
+        self.backend.release()
+
     # -- one try of a step ---------------------------------------------------------------------------------------------
 
     def _run(self, batch: Any, micro_batch: int, shape: _Shape) -> _Outcome | OomEvent:

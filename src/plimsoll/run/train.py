@@ -254,8 +254,7 @@ def _finish(training: Training) -> None:
     """Evaluate once more and write the model, with the memory of the optimizer given back first."""
     if not training.job.evaluate_every or training.job.steps % training.job.evaluate_every:
         _evaluate(training)
-    training.parts.optimizer.state.clear()
-    training.backend.release()
+    training.step.drop_optimizer_states()
     fitting(lambda: save_model(training.parts.model, training.directory.model), training.backend, "writing the model")
 
 

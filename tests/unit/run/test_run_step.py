@@ -185,3 +185,13 @@ def test_a_model_on_two_devices_or_none_is_refused():
         TrainStep(model, optimizer, mean_square)
     with pytest.raises(InputError, match="are on no device: put it on one device"):
         TrainStep(nn.ReLU(), optimizer, mean_square)
+
+
+def test_dropped_optimizer_states_are_freed():
+    model = nn.Linear(4096, 2048)  # 32 MiB, and two states of as much
+    step = TrainStep(model, torch.optim.AdamW(model.parameters()), lambda model, batch: model(batch).mean())
+    step(torch.ones(2, 4096))
+    step(torch.ones(2, 4096))
+    with_states_bytes = step.backend.use().used_bytes
+    step.drop_optimizer_states()
+    assert with_states_bytes - step.backend.use().used_bytes > 60 << 20
