@@ -21,9 +21,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -35,7 +34,9 @@ from plimsoll.records.run import OomEvent
 from plimsoll.run.boundary import Position, attempt
 from plimsoll.run.checks import described, device_of, refuse, refuse_many_labels
 from plimsoll.run.commit import StepCommit
+from plimsoll.run.evaluate import Evaluation, Evaluator
 from plimsoll.run.failpoints import failpoint
+from plimsoll.run.pieces import Shape, autocast, no_way_out, weighted_pieces
 from plimsoll.run.recover import Ladder, micro_batch_sizes, state_after_death
 from plimsoll.run.undo import Undo
 from plimsoll.workload import (
@@ -48,10 +49,8 @@ from plimsoll.workload import (
     count_units,
     model_loss,
     move_batch,
-    split_batch,
 )
 
-_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _SMALLEST_SCALE = 1.0  # fp16 steps are skipped while the scale falls; below this the loss itself is not finite
 
 
@@ -71,16 +70,6 @@ class StepResult:
     oom_events: tuple[OomEvent, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Evaluation:
-    """The mean loss over ``num_units`` of the evaluated samples."""
-
-    loss: float
-    num_samples: int
-    num_units: int
-    oom_events: tuple[OomEvent, ...]
-
-
 class _Outcome(NamedTuple):
     """What a step that happened found on its way."""
 
@@ -88,14 +77,6 @@ class _Outcome(NamedTuple):
     gradient_norm: float | None
     learning_rate: float
     updated: bool
-
-
-class _Shape(NamedTuple):
-    """What of a batch decides how it is cut and weighted."""
-
-    num_samples: int
-    num_units: int
-    elements_per_sample: float
 
 
 class TrainStep:
@@ -141,7 +122,6 @@ class TrainStep:
         self.position = Position()
         self.backend: Backend = backend_for(str(device))
         self.ladder: Ladder | None = None
-        self._evaluation_ladder: Ladder | None = None
         self._learned: dict[str, int | None] | None = None
         self._first_micro_batch = micro_batch
         self._recut_batch_norm = recut_batch_norm
@@ -153,6 +133,7 @@ class TrainStep:
         self._parameters = list(model.parameters())  # walking the modules anew in every step would cost more
         self._undo = Undo(model, self.backend)
         self._commit = StepCommit(optimizer, self.backend, self.position)
+        self._evaluator = Evaluator(self.workload, self.backend, self.position, self._shape_of, grow_after)
         self._scaler = torch.amp.GradScaler(device.type) if precision == "fp16" else None
 
     @property
@@ -199,7 +180,7 @@ class TrainStep:
                     event = self._with_next_size(outcome, size, shape)
                     _note(event, events, on_oom)
                     if event.next_micro_batch is None:
-                        raise OutOfMemoryError(_no_way_out(event, size, shape, self._must_stay_whole()))
+                        raise OutOfMemoryError(no_way_out(event, size, shape, self._must_stay_whole()))
                     size = event.next_micro_batch
         finally:
             if not isinstance(outcome, _Outcome):
@@ -219,26 +200,12 @@ class TrainStep:
         )
 
     def evaluate(self, batches: Iterable[Any]) -> Evaluation:
-        """Return the mean loss over ``batches`` without gradients; training flags and random numbers stay as they were.
-
-        Memory that runs out inside ``batches`` itself, while the next batch is made, is not survived: an iterator
-        cannot be asked for the same batch again.
+        """Return the mean loss over ``batches`` without gradients; see `plimsoll.run.evaluate`.
 
         Raises:
             OutOfMemoryError: if not even single samples fit.
         """
-        was_training = [module for module in self.workload.model.modules() if module.training]
-        random_state = self.backend.random_state()
-        phase, self.position.phase = self.position.phase, "evaluation"
-        self.workload.model.eval()
-        try:
-            with torch.no_grad():
-                return self._evaluate(batches)
-        finally:
-            for module in was_training:
-                module.training = True
-            self.backend.restore_random_state(random_state)
-            self.position.phase = phase
+        return self._evaluator.evaluate(batches)
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint needs besides the model and the optimizer."""
@@ -271,7 +238,7 @@ class TrainStep:
 
     # -- one try of a step ---------------------------------------------------------------------------------------------
 
-    def _run(self, batch: Any, micro_batch: int, shape: _Shape) -> _Outcome | OomEvent:
+    def _run(self, batch: Any, micro_batch: int, shape: Shape) -> _Outcome | OomEvent:
         """Gradients, clipping and update, cut into micro-batches; after an event the caller puts everything back."""
         gradients = attempt(lambda: self._gradients(batch, micro_batch, shape), self.backend, self.position)
         if isinstance(gradients, OomEvent):
@@ -301,10 +268,10 @@ class TrainStep:
             for parameter in parameters:
                 parameter.grad = None
 
-    def _gradients(self, batch: Any, micro_batch: int, shape: _Shape) -> tuple[float, float | None]:
+    def _gradients(self, batch: Any, micro_batch: int, shape: Shape) -> tuple[float, float | None]:
         """Accumulate the gradients of the whole batch and clip them; returns the mean loss and the gradient norm."""
         total = torch.zeros((), device=self.workload.device)
-        for piece, share in self._weighted_pieces(batch, micro_batch, shape):
+        for piece, share in weighted_pieces(batch, micro_batch, shape, self.workload.units):
             total += self._forward_backward(piece, share)
         loss = total.item()
         self._refuse_non_finite("loss", loss)
@@ -320,16 +287,6 @@ class TrainStep:
             self._refuse_non_finite("gradient norm", norm)
         return loss, norm
 
-    def _weighted_pieces(self, batch: Any, micro_batch: int, shape: _Shape) -> Iterator[tuple[Any, float]]:
-        """Yield the micro-batches, each with its share of what the loss averages over."""
-        if micro_batch >= shape.num_samples:
-            yield batch, 1.0
-            return
-        for piece in split_batch(batch, micro_batch):
-            share = count_units(piece, self.workload.units) / shape.num_units
-            if share:  # a piece without a target has no mean loss
-                yield piece, share
-
     def _forward_backward(self, piece: Any, share: float) -> torch.Tensor:
         """Add one micro-batch's part to the gradients; everything it allocated is free when this returns."""
         self.position.phase = "copy"
@@ -337,7 +294,7 @@ class TrainStep:
         piece = move_batch(piece, self.workload.device)
         self.position.phase = "forward"
         failpoint("forward")
-        with self._autocast():
+        with autocast(self.workload):
             loss = self.workload.loss(self.workload.model, piece)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             raise InputError(
@@ -351,10 +308,6 @@ class TrainStep:
         torch.autograd.backward(loss if self._scaler is None else self._scaler.scale(loss))
         failpoint("backward")
         return loss.detach().float()
-
-    def _autocast(self) -> torch.autocast:
-        dtype = _AUTOCAST.get(self.workload.precision)
-        return torch.autocast(self.workload.device.type, dtype=dtype, enabled=dtype is not None)
 
     def _refuse_non_finite(self, what: str, value: float) -> None:
         if math.isfinite(value):
@@ -377,7 +330,7 @@ class TrainStep:
             self._scaler.load_state_dict(state)
         self.backend.release()
 
-    def _shape_of(self, batch: Any) -> _Shape:
+    def _shape_of(self, batch: Any) -> Shape:
         if not self._has_own_loss and not isinstance(batch, Mapping):
             raise InputError(
                 f"a batch that is a {type(batch).__name__} cannot be passed to model(**batch).loss: give loss=, a "
@@ -391,7 +344,7 @@ class TrainStep:
                 f"step {self.num_steps + 1}: none of the {num_samples} samples has a target (every label is -100), so "
                 "there is no loss to average: remove such batches"
             )
-        return _Shape(num_samples, num_units, count_elements(batch) / num_samples)
+        return Shape(num_samples, num_units, count_elements(batch) / num_samples)
 
     def _ladder_for(self, num_samples: int) -> Ladder:
         """The ladder, made from the first batch and made anew for a larger one; the known limit is kept."""
@@ -403,7 +356,7 @@ class TrainStep:
                 self.ladder.load_state_dict(learned)
         return self.ladder
 
-    def _with_next_size(self, event: OomEvent, micro_batch: int, shape: _Shape) -> OomEvent:
+    def _with_next_size(self, event: OomEvent, micro_batch: int, shape: Shape) -> OomEvent:
         """Say in the event what is done next; without a ``next_micro_batch`` nothing is left to do."""
         assert self.ladder is not None
         if event.phase == "optimizer":  # the graph is gone by then: a smaller micro-batch would leave as much room
@@ -421,7 +374,7 @@ class TrainStep:
     def _must_stay_whole(self) -> bool:
         return not self._recut_batch_norm and any(module.training for module in self._batch_norms)
 
-    def _refuse_recut(self, micro_batch: int, shape: _Shape) -> None:
+    def _refuse_recut(self, micro_batch: int, shape: Shape) -> None:
         if micro_batch < shape.num_samples and self._must_stay_whole():
             raise InputError(
                 f"a micro-batch of {micro_batch} would cut the batch of {shape.num_samples} samples, but the model has "
@@ -429,71 +382,8 @@ class TrainStep:
                 "micro_batch=None, or allow it with recut_batch_norm=True (job.yaml: allow: [recut_batch_norm])"
             )
 
-    # -- evaluation ----------------------------------------------------------------------------------------------------
-
-    def _evaluate(self, batches: Iterable[Any]) -> Evaluation:
-        loss_sum, num_samples, num_units = 0.0, 0, 0
-        events: list[OomEvent] = []
-        for batch in batches:
-            shape = self._shape_of(batch)
-            loss_sum += self._loss_of(batch, shape, events) * shape.num_units
-            num_samples += shape.num_samples
-            num_units += shape.num_units
-        if not num_units:
-            raise DataError(f"there is nothing to evaluate: {num_samples} samples were given; give at least one")
-        return Evaluation(loss_sum / num_units, num_samples, num_units, tuple(events))
-
-    def _loss_of(self, batch: Any, shape: _Shape, events: list[OomEvent]) -> float:
-        """The mean loss of one batch, in as large pieces as fit."""
-        if self._evaluation_ladder is None or self._evaluation_ladder.sizes[0] < shape.num_samples:
-            self._evaluation_ladder = Ladder(micro_batch_sizes(shape.num_samples), self._grow_after)
-        ladder = self._evaluation_ladder
-        size = min(ladder.choose(shape.elements_per_sample), shape.num_samples)
-        while True:
-            self.position.micro_batch = size
-            loss = attempt(partial(self._forward_only, batch, size, shape), self.backend, self.position)
-            num_elements = math.ceil(size * shape.elements_per_sample)
-            if not isinstance(loss, OomEvent):
-                ladder.held(num_elements)
-                return loss
-            self.backend.release()
-            following = ladder.failed(size, num_elements)
-            if following is None:
-                raise OutOfMemoryError(_no_way_out(loss, size, shape, must_stay_whole=False))
-            if following == ladder.sizes[-1]:
-                self.backend.release(last_resort=True)
-            action = f"micro-batch {size} -> {following}"
-            events.append(loss.model_copy(update={"next_micro_batch": following, "action": action}))
-            size = following
-
-    def _forward_only(self, batch: Any, micro_batch: int, shape: _Shape) -> float:
-        total = torch.zeros((), device=self.workload.device)
-        for piece, share in self._weighted_pieces(batch, micro_batch, shape):
-            failpoint("evaluation")
-            on_device = move_batch(piece, self.workload.device)
-            with self._autocast():
-                total += self.workload.loss(self.workload.model, on_device).float() * share
-        return total.item()
-
 
 def _note(event: OomEvent, events: list[OomEvent], on_oom: Callable[[OomEvent], None] | None) -> None:
     events.append(event)
     if on_oom is not None:
         on_oom(event)
-
-
-def _no_way_out(event: OomEvent, micro_batch: int, shape: _Shape, must_stay_whole: bool) -> str:
-    where = f"memory ran out in the {event.phase} phase of step {event.step}"
-    if event.phase == "optimizer":
-        why = "no micro-batch changes what the update needs: give a larger budget, or an optimizer with fewer states"
-    elif must_stay_whole:
-        why = (
-            f"the batch of {shape.num_samples} samples was not cut, because BatchNorm's statistics depend on the cut: "
-            "allow it with recut_batch_norm=True (job.yaml: allow: [recut_batch_norm]), or give a larger budget"
-        )
-    else:
-        why = (
-            f"micro-batch {micro_batch} is the smallest there is: give a larger budget, shorter sequences or a smaller "
-            "model"
-        )
-    return f"{where} ({event.shortage}); the step was undone. {why}"

@@ -34,10 +34,11 @@ from plimsoll.run import checkpoint
 from plimsoll.run.accuracy import Accuracy
 from plimsoll.run.boundary import attempt, fitting
 from plimsoll.run.directory import RunDirectory
+from plimsoll.run.evaluate import Evaluation
 from plimsoll.run.failpoints import failpoint
 from plimsoll.run.monitor import MemorySampler, View
 from plimsoll.run.signals import StopRequest, stop_on_signal
-from plimsoll.run.step import Evaluation, StepResult, TrainStep
+from plimsoll.run.step import StepResult, TrainStep
 
 _TRIES = 3  # of a fetch, an evaluation or a checkpoint, with everything that can be freed freed in between
 

@@ -119,32 +119,6 @@ def test_gradients_from_before_are_dropped():
     assert weight(step) == pytest.approx(0.3)
 
 
-def test_evaluation_by_hand():
-    """w = 0: losses 4, 16, 36, 64, 100; the mean of the five is 44, however they are batched."""
-    step = step_of()
-    data = line_through(5)
-    batches = [{name: values[start : start + 2] for name, values in data.items()} for start in (0, 2, 4)]
-    evaluation = step.evaluate(batches)
-    assert evaluation.loss == pytest.approx(44)
-    assert (evaluation.num_samples, evaluation.num_units, evaluation.oom_events) == (5, 5, ())
-    assert step.num_steps == 0
-    assert weight(step) == 0
-
-
-def test_evaluation_turns_dropout_off_and_leaves_each_part_of_the_model_as_it_was():
-    model = nn.Sequential(nn.Linear(1, 1), nn.Dropout(0.5), nn.Dropout(0.5).eval())
-    step = TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), mean_square)
-    losses = {step.evaluate([line_through()]).loss for _ in range(3)}
-    assert len(losses) == 1
-    assert [module.training for module in model] == [True, True, False]
-    assert model.training
-
-
-def test_there_must_be_something_to_evaluate():
-    with pytest.raises(DataError, match="0 samples were given; give at least one"):
-        step_of().evaluate([])
-
-
 def test_a_batch_without_a_target_is_refused():
     labels = torch.full((2, 3), -100)
     step = step_of(units="tokens")

@@ -1,0 +1,126 @@
+"""The mean loss over batches, without gradients, in as large pieces as fit.
+
+A batch that runs out of memory is evaluated again in smaller pieces; nothing else changes, so there is nothing to undo.
+
+Does NOT cover memory that runs out inside the iterable of batches, while the next batch is made: an iterator cannot be
+asked for the same batch again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from plimsoll.device.base import Backend
+from plimsoll.errors import DataError, OutOfMemoryError
+from plimsoll.records.run import OomEvent
+from plimsoll.run.boundary import Position, attempt
+from plimsoll.run.failpoints import failpoint
+from plimsoll.run.pieces import Shape, autocast, no_way_out, weighted_pieces
+from plimsoll.run.recover import Ladder, micro_batch_sizes
+from plimsoll.workload import Workload, move_batch
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """The mean loss over ``num_units`` of the evaluated samples."""
+
+    loss: float
+    num_samples: int
+    num_units: int
+    oom_events: tuple[OomEvent, ...]
+
+
+class Evaluator:
+    """Evaluates one workload; it remembers which sizes fit.
+
+    Args:
+        workload: what is evaluated.
+        backend: the device's backend.
+        position: where the run is, for the record of an error.
+        shape_of: counts a batch's samples and units, and refuses what cannot be cut.
+        grow_after: clean batches after which the next larger size is tried.
+    """
+
+    def __init__(
+        self,
+        workload: Workload,
+        backend: Backend,
+        position: Position,
+        shape_of: Callable[[Any], Shape],
+        grow_after: int,
+    ) -> None:
+        self._workload = workload
+        self._backend = backend
+        self._position = position
+        self._shape_of = shape_of
+        self._grow_after = grow_after
+        self._ladder: Ladder | None = None
+
+    def evaluate(self, batches: Iterable[Any]) -> Evaluation:
+        """Return the mean loss over ``batches`` without gradients; training flags and random numbers stay as they were.
+
+        Raises:
+            OutOfMemoryError: if not even single samples fit.
+        """
+        was_training = [module for module in self._workload.model.modules() if module.training]
+        random_state = self._backend.random_state()
+        phase, self._position.phase = self._position.phase, "evaluation"
+        self._workload.model.eval()
+        try:
+            with torch.no_grad():
+                return self._evaluate(batches)
+        finally:
+            for module in was_training:
+                module.training = True
+            self._backend.restore_random_state(random_state)
+            self._position.phase = phase
+
+    def _evaluate(self, batches: Iterable[Any]) -> Evaluation:
+        loss_sum, num_samples, num_units = 0.0, 0, 0
+        events: list[OomEvent] = []
+        for batch in batches:
+            shape = self._shape_of(batch)
+            loss_sum += self._loss_of(batch, shape, events) * shape.num_units
+            num_samples += shape.num_samples
+            num_units += shape.num_units
+        if not num_units:
+            raise DataError(f"there is nothing to evaluate: {num_samples} samples were given; give at least one")
+        return Evaluation(loss_sum / num_units, num_samples, num_units, tuple(events))
+
+    def _loss_of(self, batch: Any, shape: Shape, events: list[OomEvent]) -> float:
+        """The mean loss of one batch, in as large pieces as fit."""
+        if self._ladder is None or self._ladder.sizes[0] < shape.num_samples:
+            self._ladder = Ladder(micro_batch_sizes(shape.num_samples), self._grow_after)
+        ladder = self._ladder
+        size = min(ladder.choose(shape.elements_per_sample), shape.num_samples)
+        while True:
+            self._position.micro_batch = size
+            loss = attempt(partial(self._forward_only, batch, size, shape), self._backend, self._position)
+            num_elements = math.ceil(size * shape.elements_per_sample)
+            if not isinstance(loss, OomEvent):
+                ladder.held(num_elements)
+                return loss
+            self._backend.release()
+            following = ladder.failed(size, num_elements)
+            if following is None:
+                raise OutOfMemoryError(no_way_out(loss, size, shape, must_stay_whole=False))
+            if following == ladder.sizes[-1]:
+                self._backend.release(last_resort=True)
+            action = f"micro-batch {size} -> {following}"
+            events.append(loss.model_copy(update={"next_micro_batch": following, "action": action}))
+            size = following
+
+    def _forward_only(self, batch: Any, micro_batch: int, shape: Shape) -> float:
+        total = torch.zeros((), device=self._workload.device)
+        for piece, share in weighted_pieces(batch, micro_batch, shape, self._workload.units):
+            failpoint("evaluation")
+            on_device = move_batch(piece, self._workload.device)
+            with autocast(self._workload):
+                total += self._workload.loss(self._workload.model, on_device).float() * share
+        return total.item()

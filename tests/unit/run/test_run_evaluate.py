@@ -1,0 +1,61 @@
+"""An evaluation counts each sample once, in as large pieces as fit, and leaves the training as it was."""
+
+import pytest
+import torch
+from torch import nn
+
+from plimsoll.errors import DataError
+from plimsoll.run.failpoints import armed
+from plimsoll.run.step import TrainStep
+
+
+def mean_square(model, batch):
+    return (model(batch["x"]) - batch["y"]).square().mean()
+
+
+def line_through(num_samples):
+    """y = 2x for x = 1, 2, ...: with the weight 0 the losses of the samples are 4, 16, 36, 64, 100."""
+    x = torch.arange(1.0, num_samples + 1).unsqueeze(1)
+    return {"x": x, "y": 2 * x}
+
+
+def step_of():
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    return TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.01), mean_square)
+
+
+def test_evaluation_by_hand():
+    """The mean of the five is 44, however they are batched."""
+    step = step_of()
+    data = line_through(5)
+    batches = [{name: values[start : start + 2] for name, values in data.items()} for start in (0, 2, 4)]
+    evaluation = step.evaluate(batches)
+    assert evaluation.loss == pytest.approx(44)
+    assert (evaluation.num_samples, evaluation.num_units, evaluation.oom_events) == (5, 5, ())
+    assert step.num_steps == 0
+    assert step.workload.model.weight.item() == 0
+
+
+def test_evaluation_turns_dropout_off_and_leaves_each_part_of_the_model_as_it_was():
+    model = nn.Sequential(nn.Linear(1, 1), nn.Dropout(0.5), nn.Dropout(0.5).eval())
+    step = TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), mean_square)
+    losses = {step.evaluate([line_through(4)]).loss for _ in range(3)}
+    assert len(losses) == 1
+    assert [module.training for module in model] == [True, True, False]
+    assert model.training
+
+
+def test_there_must_be_something_to_evaluate():
+    with pytest.raises(DataError, match="0 samples were given; give at least one"):
+        step_of().evaluate([])
+
+
+def test_a_batch_that_runs_out_of_memory_is_evaluated_again_in_pieces():
+    """8 samples fail, of the two pieces of 4 the second fails, then four pieces of 2 go through."""
+    step = step_of()
+    with armed("evaluation", 1, 3):
+        evaluation = step.evaluate([line_through(8)])
+    assert evaluation.loss == pytest.approx(4 * sum(x * x for x in range(1, 9)) / 8)
+    assert [(event.micro_batch, event.next_micro_batch) for event in evaluation.oom_events] == [(8, 4), (4, 2)]
+    assert {event.phase for event in evaluation.oom_events} == {"evaluation"}

@@ -1,0 +1,36 @@
+"""A batch in pieces: the shares add up, and a piece without a target is left out."""
+
+import pytest
+import torch
+
+from plimsoll.records.run import OomEvent
+from plimsoll.run.pieces import Shape, no_way_out, weighted_pieces
+
+LABELS = torch.tensor([[1, 1], [-100, -100], [1, -100]])  # 2, 0 and 1 tokens
+SHAPE = Shape(num_samples=3, num_units=3, elements_per_sample=2.0)
+
+
+@pytest.mark.parametrize(("micro_batch", "shares"), [(1, [2 / 3, 1 / 3]), (2, [2 / 3, 1 / 3]), (3, [1.0]), (9, [1.0])])
+def test_a_piece_weighs_what_it_has_of_the_units(micro_batch, shares):
+    pieces = list(weighted_pieces({"labels": LABELS}, micro_batch, SHAPE, "tokens"))
+    assert [share for _, share in pieces] == shares
+    assert torch.cat([piece["labels"] for piece, _ in pieces]).ne(-100).sum() == 3
+
+
+@pytest.mark.parametrize(
+    ("phase", "must_stay_whole", "remedy"),
+    [
+        ("forward", False, "micro-batch 1 is the smallest there is: give a larger budget, shorter sequences"),
+        (
+            "backward",
+            True,
+            "the batch of 3 samples was not cut, because BatchNorm's statistics depend on the cut",
+        ),
+        ("optimizer", False, "no micro-batch changes what the update needs: give a larger budget"),
+    ],
+)
+def test_where_nothing_helps_the_remedy_fits_the_phase(phase, must_stay_whole, remedy):
+    event = OomEvent(family="cpu", step=7, phase=phase, live_bytes=1024)
+    text = no_way_out(event, 1, SHAPE, must_stay_whole)
+    assert text.startswith(f"memory ran out in the {phase} phase of step 7 (1.0 KiB in use); the step was undone.")
+    assert remedy in text
