@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+import random
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -54,7 +56,7 @@ def assemble(job: Job, prepared: Prepared, device: str) -> Assembled:
         JobError: if the model or the optimizer cannot be built as described.
         DataError: if there are fewer samples than one batch.
     """
-    torch.manual_seed(job.seed)
+    _seed(job.seed)
     training, validation = open_datasets(prepared, job)
     loader = Loader(training, job.batch_size, job.seed)
     model = build_model(job, prepared.vocab_size, prepared.num_labels, prepared.end_id).to(device)
@@ -80,6 +82,13 @@ def require_buildable(job: Job) -> None:
     build_schedule(job.optimizer, optimizer, job.steps)
 
 
+def _seed(seed: int) -> None:
+    """Seed every generator whose state a checkpoint keeps."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+
+
 def _require_kernels(model: nn.Module, precision: str, device: str) -> None:
     if device == "cpu" and precision == "fp16" and any(isinstance(module, nn.RNNBase) for module in model.modules()):
         raise JobError(
@@ -87,21 +96,22 @@ def _require_kernels(model: nn.Module, precision: str, device: str) -> None:
         )
 
 
-def require_room(job: Job, prepared: Prepared, baseline_bytes: int, budget_bytes: int) -> None:
+def require_room(job: Job, prepared: Prepared, baseline_bytes: Callable[[], int], budget_bytes: int) -> None:
     """Check, on the meta device, that the budget can hold what is there before the first activation.
 
     Args:
         job: the job.
         prepared: its data, for the size of the vocabulary.
-        baseline_bytes: the backend's; what is there without a training.
+        baseline_bytes: the backend's; what is there without a training, asked once a model has been built.
         budget_bytes: the limit of the device.
 
     Raises:
         BudgetError: if it cannot; it says how much is needed.
     """
     model = build_model(job, prepared.vocab_size, prepared.num_labels, prepared.end_id, device="meta")
-    parts = {"process and libraries": baseline_bytes} | {
-        name.replace("_", " "): size or 0 for name, size in resident_bytes(model, job.optimizer).items()
+    resident = resident_bytes(model, job.optimizer)
+    parts = {"process and libraries": baseline_bytes()} | {
+        name.replace("_", " "): size or 0 for name, size in resident.items()
     }
     need_bytes = sum(parts.values())
     if need_bytes > budget_bytes:

@@ -67,7 +67,7 @@ def test_a_real_limit_cuts_the_batch_and_the_loss_stays():
         return torch.nn.functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
 
     expected = loss(model, batch.cuda()).item()
-    step = TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), loss)
+    step = TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), loss, units="samples")
     backend = backend_for("cuda")
     with backend.limited(backend.baseline_bytes() + 1024 * MIB):
         result = step(batch)

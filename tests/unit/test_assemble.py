@@ -1,5 +1,8 @@
 """A job becomes live objects, and is refused where its budget cannot hold them; an LSTM small enough to count."""
 
+import random
+
+import numpy as np
 import pytest
 import torch
 
@@ -32,9 +35,9 @@ def prepared():
 def test_what_is_there_before_the_first_activation_must_fit(prepared, optimizer, copies):
     """Parameters, gradients and the optimizer's states, besides what the process uses already."""
     need_bytes = 1000 + copies * PARAMETER_BYTES
-    require_room(job(optimizer=optimizer), prepared, 1000, need_bytes)
+    require_room(job(optimizer=optimizer), prepared, lambda: 1000, need_bytes)
     with pytest.raises(BudgetError):
-        require_room(job(optimizer=optimizer), prepared, 1000, need_bytes - 1)
+        require_room(job(optimizer=optimizer), prepared, lambda: 1000, need_bytes - 1)
 
 
 def test_the_refusal_lists_what_is_needed(prepared):
@@ -43,7 +46,7 @@ def test_the_refusal_lists_what_is_needed(prepared):
         r"\(process and libraries 10\.0 KiB, parameters 22\.2 KiB, gradients 22\.2 KiB, optimizer states 44\.3 KiB"
     )
     with pytest.raises(BudgetError, match=listed):
-        require_room(job(), prepared, 10 * 1024, 64 * 1024)
+        require_room(job(), prepared, lambda: 10 * 1024, 64 * 1024)
 
 
 SAME = [
@@ -197,3 +200,13 @@ def test_a_function_of_the_users_is_found_but_not_called(tmp_path, monkeypatch):
     (tmp_path / "users_slow_model.py").write_text("def build(vocab_size):\n    raise RuntimeError\n")
     monkeypatch.syspath_prepend(tmp_path)
     require_buildable(job(model="users_slow_model:build"))
+
+
+def test_every_generator_that_a_checkpoint_keeps_is_seeded(prepared, monkeypatch):
+    monkeypatch.setattr("plimsoll.assemble.open_datasets", lambda prepared, job: ([0] * 8, None))
+    drawn = []
+    for seed in (3, 3, 4):
+        assemble(job(seed=seed), prepared, "cpu")
+        drawn.append((random.random(), np.random.rand(), torch.rand(()).item()))
+    assert drawn[0] == drawn[1]
+    assert all(one != other for one, other in zip(drawn[1], drawn[2], strict=True))

@@ -36,6 +36,16 @@ def failure(error: str, message: str, exit_code: int) -> str:
     return json.dumps({"error": error, "message": message, "exit_code": exit_code}, ensure_ascii=False)
 
 
+@contextmanager
+def failures_shown() -> Iterator[None]:
+    """Print one JSON record if the block ends in an error."""
+    try:
+        yield
+    except PlimsollError as error:
+        show(failure(type(error).__name__, str(error), error.exit_code))
+        raise
+
+
 def tell(error: PlimsollError) -> None:
     """Tell the command that started this process, if it asked, why this process fails."""
     if _VARIABLE in os.environ:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated
 
@@ -24,20 +25,21 @@ def report(
       plimsoll report runs/a -o a.html
       plimsoll report runs/a --json
     """
-    from plimsoll.cli.output import show
+    from plimsoll.cli.output import failures_shown, show
     from plimsoll.errors import OutputError
     from plimsoll.records.base import write_atomically
     from plimsoll.records.run import RunRecord
     from plimsoll.report.render import render
 
-    record = RunRecord.from_directory(run)
-    if output is None:
-        show(render(record, "json" if as_json else "text"))
-        return
-    if output.exists() and not force:
-        raise OutputError(f"{output} exists already and is not overwritten: give another -o, or --force")
-    write_atomically(output, render(record, "html").encode(), "-o/--output")
-    if as_json:
-        show(render(record, "json"))
-    else:
-        show(str(output))
+    with failures_shown() if as_json else nullcontext():
+        record = RunRecord.from_directory(run)
+        if output is None:
+            show(render(record, "json" if as_json else "text"))
+            return
+        if output.exists() and not force:
+            raise OutputError(f"{output} exists already and is not overwritten: give another -o, or --force")
+        write_atomically(output, render(record, "html").encode(), "-o/--output")
+        if as_json:
+            show(render(record, "json"))
+        else:
+            show(str(output))

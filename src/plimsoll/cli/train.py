@@ -174,7 +174,7 @@ def _opened(out: Path, job_file: Path | None) -> RunDirectory:
     if not directory.prepared.is_file():
         raise InputError(
             f"{out} was stopped before its data was ready, so there is nothing to go on with: "
-            "start it again with --force"
+            f"start it again with `plimsoll train job.yaml --out {out}`"
         )
     return directory
 
@@ -193,17 +193,26 @@ def _prepared_again(directory: RunDirectory, quiet: bool) -> int:
 
 def _gone_on(directory: RunDirectory, job: Job, from_step: int | None, quiet: bool) -> int:
     """Go on with a run whose job ``--budget`` and ``--set`` may have changed; what is refused is not kept."""
-    from plimsoll.errors import InputError
+    from plimsoll.errors import InputError, JobError
+    from plimsoll.records.base import write_atomically
+    from plimsoll.records.run import CheckpointLine
     from plimsoll.run.supervise import supervise
 
     job_before, plan_before, metrics_before = (
         path.read_bytes() for path in (directory.job, directory.plan, directory.metrics)
     )
-    _write(directory, job)
-    code = _prepared_again(directory, quiet) or supervise(
-        directory, ("--resume", *(("--from-step", str(from_step)) if from_step is not None else ())), quiet
-    )
-    if code == InputError.exit_code and directory.metrics.read_bytes() == metrics_before:
-        directory.job.write_bytes(job_before)
-        directory.plan.write_bytes(plan_before)
+    done = max((line.step for line in directory.lines() if isinstance(line, CheckpointLine)), default=0)
+    if from_step is None and job.steps < done:
+        raise JobError(f"steps is {job.steps}, but {done} are done: give as many or more, or choose with --from-step")
+    with directory.locked():  # nothing is changed under a process that trains here
+        _write(directory, job)
+    code = InputError.exit_code
+    try:
+        code = _prepared_again(directory, quiet) or supervise(
+            directory, ("--resume", *(("--from-step", str(from_step)) if from_step is not None else ())), quiet
+        )
+    finally:
+        if code == InputError.exit_code and directory.metrics.read_bytes() == metrics_before:
+            write_atomically(directory.job, job_before)
+            write_atomically(directory.plan, plan_before)
     return code

@@ -65,6 +65,7 @@ class Corpus:
         self.num_bytes: int = facts["num_bytes"]
         self.key: str = facts["key"]
         self.skipped: tuple[str, ...] = tuple(facts["skipped"])
+        self.left_out: tuple[Path, ...] = tuple(map(Path, facts.get("left_out", ())))
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -199,7 +200,7 @@ def _open_index(folder: Path) -> Corpus:
 def _write_index(
     folder: Path, sources: tuple[str, ...], files: list[SourceFile], unit: Unit, progress: Progress
 ) -> Facts:
-    paths, num_texts, skipped = [], [], []
+    paths, num_texts, skipped, left_out = [], [], [], []
     content, num_bytes, blank = hashlib.sha256(unit.encode()), 0, True
     report = _Report(progress, sum(file.num_bytes for file in files))
     with (folder / _ROWS_FILE).open("wb") as rows:
@@ -211,8 +212,11 @@ def _write_index(
                 if file.named:
                     raise DataError(f"cannot use {file.path} as text: {error}") from None
                 skipped.append(f"{file.path}: {error}")
+                left_out.append(file.path)
                 continue
-            if added_texts:
+            if not added_texts:
+                left_out.append(file.path)
+            else:
                 paths.append(file.path)
                 num_texts.append(added_texts)
                 num_bytes += added_bytes
@@ -225,6 +229,7 @@ def _write_index(
         "num_texts": num_texts,
         "num_bytes": num_bytes,
         "skipped": skipped,
+        "left_out": left_out,
         "key": content.hexdigest()[:32],
     }
 

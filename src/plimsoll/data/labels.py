@@ -24,7 +24,7 @@ def labels_from_folders(corpus: Corpus, names: Sequence[str] | None = None) -> t
         names: the classes to number by, where they are known already (those of the training texts).
 
     Raises:
-        DataError: if there are fewer than 2 classes, or one that is not among ``names``.
+        DataError: if there are fewer than 2 classes, one that has no text, or one that is not among ``names``.
     """
     folders = [path.parent.name for path in corpus.paths]
     known = tuple(sorted(set(folders)) if names is None else names)
@@ -32,6 +32,11 @@ def labels_from_folders(corpus: Corpus, names: Sequence[str] | None = None) -> t
         raise DataError(
             f"classification needs at least 2 classes, but all {len(folders)} files are in folder {known[0]!r}: "
             f"put the files of each class into a folder of its own, data/<label>/*.txt, and give the folder data"
+        )
+    if names is None and (without_text := sorted({path.parent.name for path in corpus.left_out} - set(known))):
+        raise DataError(
+            f"the classes {', '.join(without_text)} have no text (their files are empty or not UTF-8), but the model "
+            f"would have to tell them from {', '.join(known)}: put text into these folders, or remove them"
         )
     if unknown := sorted(set(folders) - set(known)):
         raise DataError(

@@ -226,9 +226,17 @@ def plan_sheet(plan: Plan) -> Sheet:
 
 
 def plan_in_force_sheet(record: RunRecord) -> Sheet:
-    """List the plan and its fallbacks with the number of steps each was in force, told by the micro-batch."""
+    """List the plan and its fallbacks with the number of steps each was in force, told by the micro-batch.
+
+    A batch that was not cut, such as the smaller last one of an epoch, is a step of the plan or fallback before it.
+    """
     sheet = plan_sheet(record.plan)
-    steps_at = Counter(line.micro_batch for line in finished_steps(record))
+    steps_at: Counter[int] = Counter()
+    in_force = next(iter(record.plan.micro_batches), 0)
+    for line in finished_steps(record):
+        if line.micro_batch < line.num_samples or line.micro_batch > in_force:
+            in_force = line.micro_batch
+        steps_at[in_force] += 1
     ladder = (record.plan.choices, *record.plan.fallbacks)
     rows = tuple((*row, f"{_num_steps(choices, steps_at):,}") for row, choices in zip(sheet.rows, ladder, strict=True))
     return Sheet(sheet.title, (*sheet.columns, Column("Steps in force", True)), rows)

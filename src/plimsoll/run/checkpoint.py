@@ -16,6 +16,7 @@ Writing makes no second copy of the tensors. Does NOT cover sharded checkpoints 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -77,11 +78,11 @@ def save(
     Raises:
         OutputError: if it cannot be written (disk full, no permission); the earlier checkpoints are untouched.
     """
-    root.mkdir(parents=True, exist_ok=True)
-    _remove_leftovers(root)
     folder = root / f"step-{step:08d}"
     temporary = root / f".{folder.name}.tmp-{os.getpid()}"
     try:
+        root.mkdir(parents=True, exist_ok=True)
+        _remove_leftovers(root)
         temporary.mkdir()
         for name, content in zip(
             _TENSOR_FILES, (model.state_dict(), optimizer.state_dict(), random_state), strict=True
@@ -100,8 +101,9 @@ def save(
         ) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    for old in _steps(root)[:-keep]:
-        _remove(root, old)
+    with contextlib.suppress(OSError):  # what cannot be removed now is in nobody's way, and tried again next time
+        for old in _steps(root)[:-keep]:
+            _remove(root, old)
     return Checkpoint(folder, step, progress | {"step": step})
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from plimsoll.errors import InputError
-from plimsoll.workload import model_loss
+from plimsoll.workload import IGNORED_LABEL, model_loss
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 UNITS = ("samples", "tokens", "next-tokens")
@@ -20,19 +20,25 @@ def described(value: object) -> str:
     return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
 
 
-def refuse_many_labels(batch: Any) -> None:
-    """Refuse a batch with several labels per sample where nobody said what the loss averages over.
+_CHOOSE_UNITS = (
+    'what the loss averages over decides how the pieces of a batch are weighted: give units="next-tokens" (a causal '
+    'model that shifts its labels), "tokens", "samples", or a function batch -> int'
+)
+
+
+def refuse_unclear_labels(batch: Mapping[str, Any]) -> None:
+    """Refuse a batch where a sample is not one term of the mean, if nobody said what the loss averages over.
 
     Raises:
-        InputError: if it has.
+        InputError: if it has no tensor ``labels`` with one label for each sample, or some of them are ignored.
     """
-    labels = batch.get("labels") if isinstance(batch, Mapping) else None
-    if isinstance(labels, torch.Tensor) and labels.ndim > 1:
-        raise InputError(
-            f"labels of shape {tuple(labels.shape)} are several for each sample, and what the loss averages over "
-            'decides how the pieces of a batch are weighted: give units="next-tokens" (a causal model that shifts its '
-            'labels), "tokens", "samples", or a function'
-        )
+    labels = batch.get("labels")
+    if not isinstance(labels, torch.Tensor):
+        raise InputError(f"a batch without a tensor `labels` (it has {', '.join(map(str, batch))}): {_CHOOSE_UNITS}")
+    if labels.ndim > 1:
+        raise InputError(f"labels of shape {tuple(labels.shape)} are several for each sample: {_CHOOSE_UNITS}")
+    if num_ignored := int((labels == IGNORED_LABEL).sum()):
+        raise InputError(f"{num_ignored} of {len(labels)} labels are {IGNORED_LABEL}, ignored: {_CHOOSE_UNITS}")
 
 
 def device_of(model: nn.Module) -> torch.device:
@@ -67,6 +73,8 @@ def refuse(
             be called with a model and a batch.
     """
     _refuse_loss(loss)
+    if units is None and loss is not model_loss:
+        raise InputError(f"loss= was given without units=: {_CHOOSE_UNITS}")
     if not (units is None or callable(units) or units in UNITS):
         raise InputError(
             f"units {units!r} is unknown: choose samples, tokens or next-tokens, or give a function batch -> int"

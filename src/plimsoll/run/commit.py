@@ -204,6 +204,11 @@ class StepCommit:
         self._made_for: object = None
         self._piece_bytes = piece_bytes or _PIECE_BYTES[backend.kind]
 
+    def forget(self) -> None:
+        """Let go of the scratch memory, and of the optimizer's states: views of them are kept from step to step."""
+        self._scratch = _Scratch(_KEPT_BYTES[self._backend.kind])
+        self._pieces, self._made_for = [], None
+
     @property
     def param_groups(self) -> list[dict[str, object]]:
         """The optimizer's parameter groups."""

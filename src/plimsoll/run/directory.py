@@ -33,6 +33,11 @@ from plimsoll.records.run import (
     read_lines,
 )
 
+_WRITTEN = (
+    *("job.yaml", "plan.json", "prepared.json", "run.json", "metrics.jsonl", "record.json"),
+    *("checkpoints", "model", "data"),
+)
+
 
 class RunDirectory:
     """Paths and the metrics file of one run."""
@@ -54,16 +59,24 @@ class RunDirectory:
         """Make a new, empty run directory.
 
         Raises:
-            OutputError: if something is there already (unless ``force``, which removes it) or it cannot be written.
+            OutputError: if something is there already (unless it is a run, and ``force`` removes that), another process
+                trains there, or it cannot be written.
         """
-        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        if path.exists() and not path.is_dir():
+            raise OutputError(f"{path} is a file, but a run needs a directory: give another --out")
+        if path.exists() and any(path.iterdir()):
+            if not _is_run(path):
+                raise OutputError(
+                    f"{path} is not empty and not a run, so nothing is written there or removed: give another --out"
+                )
             if not force and not _has_not_begun(path):
                 raise OutputError(
                     f"{path} exists already and is not overwritten: give another --out, go on with "
-                    f"`plimsoll train --resume --out {path}`, or remove what is there with --force"
+                    f"`plimsoll train --resume --out {path}`, or remove the run with --force"
                 )
-            if force:
-                _remove(path)
+            with cls(path).locked():
+                if force:
+                    _remove_run(path)
         try:
             path.mkdir(parents=True, exist_ok=True)
             write_atomically(path / "metrics.jsonl", b"")
@@ -78,10 +91,11 @@ class RunDirectory:
         Raises:
             OutputError: if there is none.
         """
-        if not (path / "job.yaml").is_file():
-            raise OutputError(
-                f"{path} is not a run directory (it has no job.yaml): give the --out of an earlier `plimsoll train`"
-            )
+        for name in ("job.yaml", "plan.json", "metrics.jsonl"):
+            if not (path / name).is_file():
+                raise OutputError(
+                    f"{path} is not a run directory (it has no {name}): give the --out of an earlier `plimsoll train`"
+                )
         return cls(path)
 
     def write_job(self, job: Job) -> None:
@@ -186,8 +200,18 @@ def _has_not_begun(path: Path) -> bool:
     return not any(isinstance(line, StepLine | CheckpointLine) for line in RunDirectory(path).lines())
 
 
-def _remove(path: Path) -> None:
+def _is_run(path: Path) -> bool:
+    return (path / "metrics.jsonl").is_file() or (path / "plan.json").is_file()
+
+
+def _remove_run(path: Path) -> None:
+    """Remove what Plimsoll writes; what somebody put beside it stays."""
     try:
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
+        for name in _WRITTEN:
+            entry = path / name
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry)
+            else:
+                entry.unlink(missing_ok=True)
     except OSError as error:
-        raise OutputError(f"cannot remove {path}: {error.strerror}; give another --out") from None
+        raise OutputError(f"cannot remove the run in {path}: {error.strerror}; give another --out") from None

@@ -13,10 +13,12 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import get_args
 
 import torch
 
 from plimsoll.errors import InputError
+from plimsoll.records.run import Phase
 
 _ABSURD_BYTES = 1 << 60
 _armed: dict[str, set[int]] = {}
@@ -59,9 +61,10 @@ def arm_from_environment() -> None:
     """
     for entry in filter(None, os.environ.get("PLIMSOLL_FAILPOINTS", "").split(",")):
         name, _, hit = entry.partition("@")
-        if not hit.isdecimal():
+        if name not in get_args(Phase) or not hit.isdecimal() or hit == "0":
             raise InputError(
-                f"PLIMSOLL_FAILPOINTS entry {entry!r} is not of the form name@passage: write for example backward@3"
+                f"PLIMSOLL_FAILPOINTS entry {entry!r} is not of the form name@passage: write for example backward@3 "
+                f"(the names are {', '.join(get_args(Phase))}; passages are counted from 1)"
             )
         _armed.setdefault(name, set()).add(int(hit))
         _passed.setdefault(name, 0)

@@ -32,7 +32,7 @@ from plimsoll.device.base import Backend, backend_for
 from plimsoll.errors import DataError, InputError, NonFiniteLossError, OutOfMemoryError
 from plimsoll.records.run import OomEvent
 from plimsoll.run.boundary import Position, attempt
-from plimsoll.run.checks import described, device_of, refuse, refuse_many_labels
+from plimsoll.run.checks import described, device_of, refuse, refuse_unclear_labels
 from plimsoll.run.commit import StepCommit
 from plimsoll.run.evaluate import Evaluation, Evaluator
 from plimsoll.run.failpoints import failpoint
@@ -88,7 +88,7 @@ class TrainStep:
         loss: ``loss(model, batch)`` returns the mean loss, a scalar tensor; by default ``model(**batch).loss``.
         units: what that loss averages over: ``"samples"``, ``"tokens"`` (labels other than -100), ``"next-tokens"``
             (the same, for a causal model that shifts the labels), or a function from a batch to a number. It may be
-            left out where a sample has one label.
+            left out where the model computes its own loss and each sample has one label.
         micro_batch: samples per forward and backward pass to begin with; ``None`` begins with the whole batch.
         clip_norm: the global gradient norm to clip to, after accumulation.
         schedule: a learning-rate schedule, stepped after every update.
@@ -233,7 +233,7 @@ class TrainStep:
     def drop_optimizer_states(self) -> None:
         """Give back the memory of the optimizer's states, when no step follows."""
         self.workload.optimizer.state.clear()
-        self._commit = StepCommit(self.workload.optimizer, self.backend, self.position)  # it knows where they lay
+        self._commit.forget()
         self.backend.release()
 
     # -- one try of a step ---------------------------------------------------------------------------------------------
@@ -322,6 +322,7 @@ class TrainStep:
 
     def _put_back(self) -> None:
         self._drop_gradients()
+        self._commit.forget()
         self._undo.restore()
         if self._scaler is not None:
             # What `unscale_` noted for this optimizer can only be dropped with the scaler; its scale is unchanged.
@@ -337,7 +338,7 @@ class TrainStep:
                 "function loss(model, batch) that returns the mean loss, or batches that are dicts"
             )
         if self._units_are_assumed:
-            refuse_many_labels(batch)
+            refuse_unclear_labels(batch)
         num_samples, num_units = batch_size_of(batch), count_units(batch, self.workload.units)
         if num_units == 0:
             raise DataError(

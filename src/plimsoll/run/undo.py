@@ -32,7 +32,7 @@ class _Saved:
     def is_current(self) -> bool:
         # Batch-norm kernels and changes through `.data` do not count a new version, and what they change are floats.
         is_float = self.tensor is not None and self.tensor.is_floating_point()
-        unchanged = self.module._buffers[self.name] is self.tensor and _version(self.tensor) == self.version
+        unchanged = self.module._buffers.get(self.name) is self.tensor and _version(self.tensor) == self.version
         return unchanged and not is_float
 
 
@@ -53,7 +53,7 @@ class Undo:
             saved = self._buffers.get(key)
             if saved is not None and saved.is_current():
                 continue
-            tensor = module._buffers[name]
+            tensor = module._buffers.get(name)  # a module may delete one
             copy = None if tensor is None else tensor.detach().clone()
             self._buffers[key] = _Saved(module, name, tensor, copy, _version(tensor))
 

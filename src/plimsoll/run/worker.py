@@ -92,14 +92,14 @@ def train_run(
         stack.enter_context(directory.locked())
         _warm(job)
         limit_bytes = job.budget.device_bytes
+        head = RunHead(job=job.model_dump(mode="json"), device=backend.probe(), versions=versions(), fingerprint=marks)
+        head.save(directory.head)  # before the limit: the supervisor judges a death by it
         if limit_bytes is not None:
-            require_room(job, prepared, backend.baseline_bytes(), limit_bytes)
+            require_room(job, prepared, backend.baseline_bytes, limit_bytes)
             stack.enter_context(backend.limited(limit_bytes))
         host = backend_for("cpu") if device != "cpu" else None
         if host is not None and job.budget.host_bytes is not None:
             stack.enter_context(host.limited(job.budget.host_bytes))
-        head = RunHead(job=job.model_dump(mode="json"), device=backend.probe(), versions=versions(), fingerprint=marks)
-        head.save(directory.head)
         parts = fitting(lambda: assemble(job, prepared, device), backend, "building the model")
         step = _make_step(job, parts, plan.micro_batches[0])
         offset_seconds = max((line.time_seconds for line in directory.lines()), default=0.0)

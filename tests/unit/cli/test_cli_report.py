@@ -1,5 +1,6 @@
 """`plimsoll report`, on the directory of a run written by hand."""
 
+import json
 import os
 import subprocess
 import sys
@@ -110,3 +111,16 @@ def test_what_is_no_run_is_refused(tmp_path, name):
     refused = invoke(tmp_path / name)
     assert isinstance(refused.exception, RecordError)
     assert "give the --out of `plimsoll train`" in str(refused.exception)
+
+
+def test_json_says_what_went_wrong(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "plimsoll", "report", tmp_path / "none", "--json"],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    failure = json.loads(done.stdout)
+    assert (failure["error"], failure["exit_code"]) == ("RecordError", done.returncode)
+    assert done.stderr == f"error: {failure['message']}\n"

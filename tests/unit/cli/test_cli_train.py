@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from plimsoll.cli.main import app
 from plimsoll.errors import InputError, JobError, OutputError
 from plimsoll.records.run import RunRecord
+from plimsoll.run.directory import RunDirectory
 from processes import LONGEST_SECONDS, environment
 
 JOB = {
@@ -68,11 +69,11 @@ def test_what_cannot_be_used_is_refused_and_nothing_is_made(job, tmp_path, argum
 
 def test_a_run_that_is_there_is_not_overwritten(job, tmp_path):
     (tmp_path / "a").mkdir()
-    (tmp_path / "a" / "notes.txt").write_text("mine")
+    (tmp_path / "a" / "metrics.jsonl").write_text("mine")
     error = refused(job, "--out", tmp_path / "a")
     assert isinstance(error, OutputError)
-    assert "or remove what is there with --force" in str(error)
-    assert (tmp_path / "a" / "notes.txt").read_text() == "mine"
+    assert "or remove the run with --force" in str(error)
+    assert (tmp_path / "a" / "metrics.jsonl").read_text() == "mine"
 
 
 @pytest.mark.parametrize(
@@ -138,7 +139,7 @@ def test_json_of_a_run_that_failed_in_training_is_its_record_and_of_one_that_was
 def test_a_small_run_ends_with_one_record_on_standard_output(job, tmp_path):
     out, cache = tmp_path / "a", tmp_path / "cache"
     out.mkdir()
-    (out / "old.txt").write_text("")
+    (out / "metrics.jsonl").write_text("")
     arguments = ["--out", out, "--force", "--budget", "1GiB", "--set", "steps=2", "--set", "seed=7", "--cache", cache]
     done = train_json(job, *arguments)
     assert (done.returncode, done.stderr) == (0, "")
@@ -148,6 +149,13 @@ def test_a_small_run_ends_with_one_record_on_standard_output(job, tmp_path):
     assert (record.status, len(record.steps), record.limit_bytes) == ("finished", 2, 1 << 30)
     assert (record.job["seed"], record.job["batch_size"]) == (7, 4)
     assert 0 < record.peak_bytes < 1 << 30
+    kept = (out / "job.yaml").read_bytes()
+    fewer = failure_of(train_json("--resume", "--out", out, "--set", "steps=1"))
+    assert fewer["message"] == "steps is 1, but 2 are done: give as many or more, or choose with --from-step"
+    with RunDirectory(out).locked():
+        busy = failure_of(train_json("--resume", "--out", out, "--set", "steps=9"))
+    assert "another process is training in" in busy["message"]
+    assert (out / "job.yaml").read_bytes() == kept
     assert not (out / "old.txt").exists()
     assert not (out / "data").exists()
     assert any(cache.iterdir())

@@ -40,3 +40,9 @@ def test_fewer_than_two_classes_are_an_error_that_shows_the_layout(tmp_path: Pat
         DataError, match=r"all 2 files are in folder 'data': put the files of each class .* data/<label>/\*\.txt"
     ):
         labels_from_folders(corpus)
+
+
+def test_a_class_without_text_is_not_dropped_in_silence(tmp_path: Path):
+    corpus = corpus_of(tmp_path / "data", {"a/1.txt": "x", "b/1.txt": "x", "b/2.txt": "", "c/1.txt": ""})
+    with pytest.raises(DataError, match=r"the classes c have no text .* from a, b: put text into these folders"):
+        labels_from_folders(corpus)

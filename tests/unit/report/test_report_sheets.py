@@ -115,6 +115,13 @@ def test_the_plan_shows_how_many_steps_each_rung_was_in_force():
     )
 
 
+def test_the_smaller_last_batch_of_an_epoch_is_no_fallback():
+    steps = (step_line(1), step_line(2, num_samples=16, micro_batch=16), step_line(3, micro_batch=32))
+    steps += (step_line(4, num_samples=16, micro_batch=16),)
+    rows = sheets.plan_in_force_sheet(eventful_run(steps=steps)).rows
+    assert [row[-1] for row in rows] == ["2", "2", "0"]
+
+
 def test_choices_are_written_in_install_order():
     choices = (
         Choice(technique="recompute", options={"every": 2, "offload": True}),

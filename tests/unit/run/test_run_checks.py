@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from plimsoll.errors import InputError
-from plimsoll.run.checks import described, device_of, refuse, refuse_many_labels
+from plimsoll.run.checks import described, device_of, refuse, refuse_unclear_labels
 
 MODEL = nn.Linear(2, 2)
 SGD = torch.optim.SGD(MODEL.parameters(), lr=0.1)
@@ -44,7 +44,7 @@ def test_a_loss_that_is_a_module_of_the_users_passes():
         def forward(self, model, batch):
             return model(batch).mean()
 
-    refuse(MODEL, SGD, "fp32", None, loss=Distilled())
+    refuse(MODEL, SGD, "fp32", None, loss=Distilled(), units="samples")
 
 
 def test_unknown_units_are_refused():
@@ -84,11 +84,23 @@ def test_a_model_on_no_device_or_two_is_refused():
         device_of(nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1, device="meta")))
 
 
-def test_several_labels_per_sample_need_units():
-    refuse_many_labels({"labels": torch.zeros(3)})
-    refuse_many_labels((torch.zeros(3, 4),))
-    with pytest.raises(InputError, match=r"labels of shape \(3, 4\)"):
-        refuse_many_labels({"labels": torch.zeros(3, 4)})
+@pytest.mark.parametrize(
+    ("batch", "what"),
+    [
+        ({"labels": torch.zeros(3, 4)}, r"labels of shape \(3, 4\) are several for each sample"),
+        ({"labels": torch.tensor([1, -100, -100])}, "2 of 3 labels are -100, ignored"),
+        ({"ids": torch.zeros(3, 4), "y": torch.zeros(3)}, r"without a tensor `labels` \(it has ids, y\)"),
+    ],
+)
+def test_where_a_sample_is_not_one_term_of_the_mean_units_are_needed(batch, what):
+    refuse_unclear_labels({"labels": torch.zeros(3)})
+    with pytest.raises(InputError, match=f"{what}: what the loss averages over .* give units="):
+        refuse_unclear_labels(batch)
+
+
+def test_a_loss_of_the_users_needs_units():
+    with pytest.raises(InputError, match="loss= was given without units=: what the loss averages over"):
+        refuse(MODEL, SGD, "fp32", None, loss=lambda model, batch: model(batch).mean())
 
 
 def test_values_are_described():

@@ -55,16 +55,27 @@ def test_nothing_is_overwritten_without_force(directory):
     with pytest.raises(OutputError, match=r"exists already .*`plimsoll train --resume --out .*with --force"):
         RunDirectory.create(directory.path, force=False)
     assert (directory.path / "notes.txt").read_text() == "mine"
+    (directory.checkpoints / "step-00000001").mkdir(parents=True)
     RunDirectory.create(directory.path, force=True)
-    assert [file.name for file in directory.path.iterdir()] == ["metrics.jsonl"]
+    assert not directory.checkpoints.exists()
+    assert (directory.path / "notes.txt").read_text() == "mine"  # which no run wrote
 
 
-def test_a_file_in_the_way_is_not_overwritten_either(tmp_path):
-    path = tmp_path / "a"
-    path.write_text("mine")
-    with pytest.raises(OutputError, match="exists already"):
-        RunDirectory.create(path, force=False)
-    assert RunDirectory.create(path, force=True).path.is_dir()
+@pytest.mark.parametrize("force", [False, True])
+def test_what_is_no_run_is_neither_used_nor_removed(tmp_path, force):
+    (tmp_path / "job.yaml").write_text("mine")
+    with pytest.raises(OutputError, match="is not empty and not a run, so nothing is written there or removed"):
+        RunDirectory.create(tmp_path, force)
+    with pytest.raises(OutputError, match="is a file, but a run needs a directory: give another --out"):
+        RunDirectory.create(tmp_path / "job.yaml", force)
+    assert (tmp_path / "job.yaml").read_text() == "mine"
+
+
+def test_a_run_that_is_training_is_not_removed(directory):
+    directory.job.write_text("theirs")
+    with directory.locked(), pytest.raises(OutputError, match="another process is training in"):
+        RunDirectory.create(directory.path, force=True)
+    assert directory.job.read_text() == "theirs"
 
 
 def test_where_a_folder_cannot_be_made_is_said(tmp_path):
@@ -85,6 +96,9 @@ def test_the_job_is_kept_whole(directory):
         {"model": {"architecture": "lstm"}, "data": {"train": "/data/ä.txt"}, "budget": {"device": "2GiB"}, "steps": 7}
     )
     directory.write_job(job)
+    with pytest.raises(OutputError, match=r"is not a run directory \(it has no plan.json\): give the --out"):
+        RunDirectory.open(directory.path)
+    directory.plan.write_text("{}")
     assert Job.from_yaml(RunDirectory.open(directory.path).job) == job
 
 

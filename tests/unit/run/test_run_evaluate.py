@@ -22,7 +22,7 @@ def line_through(num_samples):
 def step_of():
     model = nn.Linear(1, 1, bias=False)
     nn.init.zeros_(model.weight)
-    return TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.01), mean_square)
+    return TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.01), mean_square, units="samples")
 
 
 def test_evaluation_by_hand():
@@ -39,7 +39,7 @@ def test_evaluation_by_hand():
 
 def test_evaluation_turns_dropout_off_and_leaves_each_part_of_the_model_as_it_was():
     model = nn.Sequential(nn.Linear(1, 1), nn.Dropout(0.5), nn.Dropout(0.5).eval())
-    step = TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), mean_square)
+    step = TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), mean_square, units="samples")
     losses = {step.evaluate([line_through(4)]).loss for _ in range(3)}
     assert len(losses) == 1
     assert [module.training for module in model] == [True, True, False]

@@ -58,7 +58,7 @@ def test_nothing_is_armed_without_the_variable(monkeypatch):
     assert passages_that_fail("copy", 2) == []
 
 
-@pytest.mark.parametrize("entry", ["copy", "copy@", "copy@x", "copy@-1"])
+@pytest.mark.parametrize("entry", ["copy", "copy@", "copy@x", "copy@-1", "copy@0", "copi@1"])
 def test_an_entry_of_another_form_is_refused(monkeypatch, entry):
     monkeypatch.setenv("PLIMSOLL_FAILPOINTS", entry)
     with pytest.raises(InputError, match=rf"'{entry}' is not of the form name@passage: write for example backward@3"):

@@ -23,7 +23,7 @@ def step_of(lr=0.01, optimizer=torch.optim.SGD, **options):
     model = nn.Linear(1, 1, bias=False)
     nn.init.zeros_(model.weight)
     made = optimizer(model.parameters(), lr=lr)
-    return TrainStep(model, made, mean_square, **options)
+    return TrainStep(model, made, mean_square, **{"units": "samples", **options})
 
 
 def weight(step):
@@ -63,7 +63,7 @@ def test_the_learning_rate_of_a_step_is_the_one_it_was_done_with():
     model = nn.Linear(1, 1, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
-    step = TrainStep(model, optimizer, mean_square, schedule=schedule)
+    step = TrainStep(model, optimizer, mean_square, units="samples", schedule=schedule)
     with armed("clip", 2):  # the second step is done twice, the rate lowered once
         rates = [step(line_through()).learning_rate for _ in range(3)]
     assert rates == [1, 1 / 2, 1 / 3]
@@ -163,7 +163,9 @@ def test_a_model_on_two_devices_or_none_is_refused():
 
 def test_dropped_optimizer_states_are_freed():
     model = nn.Linear(4096, 2048)  # 32 MiB, and two states of as much
-    step = TrainStep(model, torch.optim.AdamW(model.parameters()), lambda model, batch: model(batch).mean())
+    step = TrainStep(
+        model, torch.optim.AdamW(model.parameters()), lambda model, batch: model(batch).mean(), units="samples"
+    )
     step(torch.ones(2, 4096))
     step(torch.ones(2, 4096))
     with_states_bytes = step.backend.use().used_bytes

@@ -121,3 +121,17 @@ def test_a_buffer_of_integers_that_did_not_change_is_copied_once():
     with Clones() as clones:
         undo.remember()
     assert clones.num_clones == 5
+
+
+def test_a_buffer_that_a_module_deleted_comes_back_and_may_stay_away():
+    model = nn.Module()
+    model.register_buffer("seen", torch.ones(2))
+    undo = Undo(model, backend_for("cpu"))
+    undo.remember()
+    del model.seen
+    undo.restore()
+    assert model.seen.tolist() == [1, 1]
+    del model.seen
+    undo.remember()
+    undo.restore()
+    assert not hasattr(model, "seen") or model.seen is None
