@@ -104,7 +104,7 @@ def test_a_job_with_a_wrong_field(case, golden, tmp_path):
 def test_an_out_that_exists_is_left_as_it_is(golden, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "thesis.txt").write_text("years of work")
-    message = refused(tiny_job(tmp_path), "--out", tmp_path / "run")
+    message = refused(tiny_job(tmp_path), "--out", tmp_path / "run", "--force")
     golden("errors/out-exists.txt", without_machine(message, tmp_path))
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["thesis.txt"]
 

@@ -132,7 +132,7 @@ def test_tokens_that_were_deleted_are_not_made_of_another_text(without_tokens):
     kept = [(without_tokens / name).read_text() for name in ("job.yaml", "prepared.json", "metrics.jsonl")]
     refused = plimsoll("train", "--resume", "--out", without_tokens, "--set", "steps=4", "--json")
     assert refused.returncode == 2
-    assert f"gone from {without_tokens / 'data'} and cannot be made again: the texts" in refused.stderr
+    assert f"the tokens of this run (in {without_tokens / 'data'}) cannot be made again: the texts" in refused.stderr
     assert kept == [(without_tokens / name).read_text() for name in ("job.yaml", "prepared.json", "metrics.jsonl")]
 
 
@@ -142,5 +142,5 @@ def test_a_run_that_was_stopped_before_it_had_data_says_so(short_run):
     assert (done.returncode, done.stderr) == (
         2,
         f"error: {short_run} was stopped before its data was ready, so there is nothing to go on with: "
-        "start it again with --force\n",
+        f"start it again with `plimsoll train job.yaml --out {short_run}`\n",
     )

@@ -58,7 +58,8 @@ def train(  # noqa: PLR0917 -- typer calls it by name
             )
         if resume:
             directory = _opened(out, job_file)
-            code = _gone_on(directory, _job(directory.job, budget, changes), from_step, as_json)
+            with directory.claimed():  # nothing is changed under a process that trains here
+                code = _gone_on(directory, _job(directory.job, budget, changes), from_step, as_json)
         else:
             code = _begun(out, _job(_given(job_file, out), budget, changes), cache, force, as_json)
         if code:
@@ -149,8 +150,9 @@ def _begun(out: Path, job: Job, cache: Path | None, force: bool, quiet: bool) ->
     from plimsoll.run.supervise import prepare_data, supervise
 
     directory = RunDirectory.create(out, force)
-    _write(directory, job)
-    return prepare_data(directory, cache or directory.cache, quiet) or supervise(directory, quiet=quiet)
+    with directory.claimed():
+        _write(directory, job)
+        return prepare_data(directory, cache or directory.cache, quiet) or supervise(directory, quiet=quiet)
 
 
 def _write(directory: RunDirectory, job: Job) -> None:
@@ -179,13 +181,16 @@ def _opened(out: Path, job_file: Path | None) -> RunDirectory:
     return directory
 
 
-def _prepared_again(directory: RunDirectory, quiet: bool) -> int:
-    """Make the tokens again if the cache was deleted, where they were; of a run that was moved, in its directory."""
+def _prepared_again(directory: RunDirectory, quiet: bool, other_data: bool) -> int:
+    """Make the tokens again if the cache was deleted, where they were; of a run that was moved, in its directory.
+
+    Where the job names other data than before, they must come to the same tokens.
+    """
     from plimsoll.data.prepare import Prepared, is_whole
     from plimsoll.run.supervise import prepare_data
 
     prepared = Prepared.load(directory.prepared)
-    if is_whole(prepared):
+    if is_whole(prepared) and not other_data:
         return 0
     cache = Path(prepared.train.tokens_folder).parent
     return prepare_data(directory, cache if cache.parent.is_dir() else directory.cache, quiet, again=True)
@@ -195,6 +200,7 @@ def _gone_on(directory: RunDirectory, job: Job, from_step: int | None, quiet: bo
     """Go on with a run whose job ``--budget`` and ``--set`` may have changed; what is refused is not kept."""
     from plimsoll.errors import InputError, JobError
     from plimsoll.records.base import write_atomically
+    from plimsoll.records.job import Job
     from plimsoll.records.run import CheckpointLine
     from plimsoll.run.supervise import supervise
 
@@ -204,11 +210,12 @@ def _gone_on(directory: RunDirectory, job: Job, from_step: int | None, quiet: bo
     done = max((line.step for line in directory.lines() if isinstance(line, CheckpointLine)), default=0)
     if from_step is None and job.steps < done:
         raise JobError(f"steps is {job.steps}, but {done} are done: give as many or more, or choose with --from-step")
-    with directory.locked():  # nothing is changed under a process that trains here
-        _write(directory, job)
+    before = Job.from_yaml(directory.job)
+    other_data = (job.data, job.tokenizer, job.task) != (before.data, before.tokenizer, before.task)
+    _write(directory, job)
     code = InputError.exit_code
     try:
-        code = _prepared_again(directory, quiet) or supervise(
+        code = _prepared_again(directory, quiet, other_data) or supervise(
             directory, ("--resume", *(("--from-step", str(from_step)) if from_step is not None else ())), quiet
         )
     finally:

@@ -111,7 +111,7 @@ def prepare_again(job: Job, known: Prepared, cache: Path, progress: Progress = s
         DataError: if the texts or the tokenizer are gone, or are no longer what they were.
         OutputError: if the cache cannot be written.
     """
-    lost = f"the tokens of this run are gone from {Path(known.train.tokens_folder).parent} and cannot be made again"
+    lost = f"the tokens of this run (in {Path(known.train.tokens_folder).parent}) cannot be made again"
     try:
         prepared = prepare(job, cache, progress)
     except DataError as error:

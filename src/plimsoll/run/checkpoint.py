@@ -102,7 +102,8 @@ def save(
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     with contextlib.suppress(OSError):  # what cannot be removed now is in nobody's way, and tried again next time
-        for old in _steps(root)[:-keep]:
+        others = [other for other in _steps(root) if other != step]
+        for old in others[: len(others) + 1 - keep]:
             _remove(root, old)
     return Checkpoint(folder, step, progress | {"step": step})
 

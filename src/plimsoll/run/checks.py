@@ -35,7 +35,7 @@ def refuse_unclear_labels(batch: Mapping[str, Any]) -> None:
     labels = batch.get("labels")
     if not isinstance(labels, torch.Tensor):
         raise InputError(f"a batch without a tensor `labels` (it has {', '.join(map(str, batch))}): {_CHOOSE_UNITS}")
-    if labels.ndim > 1:
+    if labels.numel() != len(labels):
         raise InputError(f"labels of shape {tuple(labels.shape)} are several for each sample: {_CHOOSE_UNITS}")
     if num_ignored := int((labels == IGNORED_LABEL).sum()):
         raise InputError(f"{num_ignored} of {len(labels)} labels are {IGNORED_LABEL}, ignored: {_CHOOSE_UNITS}")
@@ -93,7 +93,7 @@ def refuse(
             f"{type(optimizer).__name__} evaluates the loss several times in one step and needs a closure: use another "
             "optimizer, for example AdamW"
         )
-    _refuse_foreign(model, optimizer)
+    _refuse_foreign(model, optimizer, precision)
     if micro_batch is None:
         return
     if not isinstance(micro_batch, int) or isinstance(micro_batch, bool):
@@ -120,11 +120,19 @@ def _refuse_loss(loss: object) -> None:
     )
 
 
-def _refuse_foreign(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer that was made of another model, as one is before a copy or a wrapping."""
+def _refuse_foreign(model: nn.Module, optimizer: torch.optim.Optimizer, precision: str) -> None:
+    """Refuse an optimizer that was made of another model, as one is before a copy or a wrapping.
+
+    Under fp16 also one of some parameters only: the gradients of the others would stay scaled, and be clipped so.
+    """
     updated = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     known = {id(parameter) for parameter in model.parameters()}
     trainable = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
+    if precision == "fp16" and updated and updated < trainable:
+        raise InputError(
+            f"the optimizer updates {len(updated)} of the {len(trainable)} parameters that have gradients, and under "
+            "fp16 only theirs are unscaled: set requires_grad_(False) on the others, or use bf16"
+        )
     if updated <= known and updated:  # the others may be left as they are on purpose
         return
     if not trainable or trainable - updated:

@@ -101,7 +101,7 @@ class _Layout:
     def __init__(self, tensors: list[torch.Tensor]) -> None:
         self._tensors = tensors
         plain = [t for t in tensors if type(t) in (torch.Tensor, nn.Parameter) and t.is_contiguous()]
-        self._plain, self._addresses = plain, _addresses(plain)
+        self._plain, self._places = plain, _places(plain)
         self.others = [tensor for tensor in tensors if not any(tensor is one for one in plain)]
         self.alike: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
         for tensor in plain:
@@ -111,11 +111,11 @@ class _Layout:
     def is_of(self, tensors: list[torch.Tensor]) -> bool:
         """Whether these are the tensors, and their memory (``.data`` can be exchanged) is where it was."""
         same = len(tensors) == len(self._tensors) and all(map(operator.is_, tensors, self._tensors))
-        return same and _addresses(self._plain) == self._addresses
+        return same and _places(self._plain) == self._places
 
 
-def _addresses(tensors: list[torch.Tensor]) -> list[int]:
-    return [tensor.data_ptr() for tensor in tensors]
+def _places(tensors: list[torch.Tensor]) -> list[tuple[int, int]]:
+    return [(tensor.data_ptr(), tensor.numel() if tensor.is_contiguous() else -1) for tensor in tensors]
 
 
 class _Scratch:
@@ -202,6 +202,7 @@ class StepCommit:
         self._scratch = _Scratch(_KEPT_BYTES[backend.kind])
         self._pieces: list[_Piece] = []
         self._made_for: object = None
+        optimizer.register_load_state_dict_post_hook(lambda _: self.forget())
         self._piece_bytes = piece_bytes or _PIECE_BYTES[backend.kind]
 
     def forget(self) -> None:

@@ -33,6 +33,9 @@ from plimsoll.records.run import (
     read_lines,
 )
 
+_MARKER = ".plimsoll"
+"""Says that a run was made here. It stays when the run is removed, so that a removal that failed can be repeated."""
+
 _WRITTEN = (
     *("job.yaml", "plan.json", "prepared.json", "run.json", "metrics.jsonl", "record.json"),
     *("checkpoints", "model", "data"),
@@ -74,11 +77,12 @@ class RunDirectory:
                     f"{path} exists already and is not overwritten: give another --out, go on with "
                     f"`plimsoll train --resume --out {path}`, or remove the run with --force"
                 )
-            with cls(path).locked():
+            with cls(path).claimed():
                 if force:
                     _remove_run(path)
         try:
             path.mkdir(parents=True, exist_ok=True)
+            (path / _MARKER).touch()
             write_atomically(path / "metrics.jsonl", b"")
         except OSError as error:
             raise OutputError(f"cannot make the run directory {path}: {error.strerror}; give another --out") from None
@@ -133,20 +137,25 @@ class RunDirectory:
             ) from None
 
     @contextmanager
+    def claimed(self) -> Iterator[None]:
+        """Be the only command that prepares, trains or removes this run; what it starts is `locked`.
+
+        Raises:
+            OutputError: if another command or a training process that outlived its command is at it.
+        """
+        with _exclusive(self.path / _MARKER):
+            with _exclusive(self.path / ".lock"):
+                pass  # a training process of an earlier command may be finishing its last step
+            yield
+
+    @contextmanager
     def locked(self) -> Iterator[None]:
         """Be the only process that trains here; the lock goes with the process, however it ends.
 
         Raises:
             OutputError: if another process trains here.
         """
-        with (self.path / ".lock").open("w") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise OutputError(
-                    f"another process is training in {self.path}, perhaps finishing its last step: wait for it to "
-                    "end, or give another --out"
-                ) from None
+        with _exclusive(self.path / ".lock"):
             yield
 
     def lines(self) -> list[Line]:
@@ -200,8 +209,26 @@ def _has_not_begun(path: Path) -> bool:
     return not any(isinstance(line, StepLine | CheckpointLine) for line in RunDirectory(path).lines())
 
 
+@contextmanager
+def _exclusive(path: Path) -> Iterator[None]:
+    try:
+        file = path.open("a")
+    except OSError as error:
+        raise OutputError(f"cannot write {path}: {error.strerror}; allow it, or give another --out") from None
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise OutputError(
+                f"another process is training in {path.parent}, preparing its data or finishing its last step: wait "
+                "for it to end, or give another --out"
+            ) from None
+        yield
+
+
 def _is_run(path: Path) -> bool:
-    return (path / "metrics.jsonl").is_file() or (path / "plan.json").is_file()
+    """Whether a run was made here, in what was an empty folder then; other programs write files of the same names."""
+    return (path / _MARKER).is_file()
 
 
 def _remove_run(path: Path) -> None:

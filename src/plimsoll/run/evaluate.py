@@ -61,6 +61,11 @@ class Evaluator:
         self._shape_of = shape_of
         self._grow_after = grow_after
         self._ladder: Ladder | None = None
+        self._first_samples: int | None = None
+
+    def begin_at(self, num_samples: int) -> None:
+        """Begin with pieces of at most so many samples, since larger ones may have killed the process."""
+        self._ladder, self._first_samples = None, num_samples
 
     def evaluate(self, batches: Iterable[Any]) -> Evaluation:
         """Return the mean loss over ``batches`` without gradients; training flags and random numbers stay as they were.
@@ -86,17 +91,22 @@ class Evaluator:
         events: list[OomEvent] = []
         for batch in batches:
             shape = self._shape_of(batch)
-            loss_sum += self._loss_of(batch, shape, events) * shape.num_units
             num_samples += shape.num_samples
+            if not shape.num_units:
+                continue  # nothing in it has a target
+            loss_sum += self._loss_of(batch, shape, events) * shape.num_units
             num_units += shape.num_units
         if not num_units:
-            raise DataError(f"there is nothing to evaluate: {num_samples} samples were given; give at least one")
+            raise DataError(
+                f"there is nothing to evaluate: of {num_samples} samples none has a target; give at least one that has"
+            )
         return Evaluation(loss_sum / num_units, num_samples, num_units, tuple(events))
 
     def _loss_of(self, batch: Any, shape: Shape, events: list[OomEvent]) -> float:
         """The mean loss of one batch, in as large pieces as fit."""
         if self._ladder is None or self._ladder.sizes[0] < shape.num_samples:
             self._ladder = Ladder(micro_batch_sizes(shape.num_samples), self._grow_after)
+            self._ladder.start_at(self._first_samples or shape.num_samples)
         ladder = self._ladder
         size = min(ladder.choose(shape.elements_per_sample), shape.num_samples)
         while True:

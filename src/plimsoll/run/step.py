@@ -14,7 +14,8 @@ order. Another cut draws other dropout masks, as it does in plain PyTorch. Batch
 cut, so a model in which they are in use is not cut unless ``recut_batch_norm`` allows it.
 
 Does NOT cover: losses that do not average over samples or tokens (contrastive losses over the batch), LBFGS and other
-optimizers that need a closure, gradients that exist before the step (they are dropped).
+optimizers that need a closure, gradients that exist before the step (they are dropped), and parameters that the model
+gets after the step was made: make a new one.
 """
 
 from __future__ import annotations
@@ -163,6 +164,7 @@ class TrainStep:
         """
         started = time.perf_counter()
         shape = self._shape_of(batch)
+        self._refuse_no_target(shape)
         ladder = self._ladder_for(shape.num_samples)
         size = min(ladder.choose(shape.elements_per_sample), shape.num_samples)
         self._refuse_recut(size, shape)
@@ -229,6 +231,7 @@ class TrainStep:
     def begin_again_at(self, micro_batch: int, too_large: int | None = None) -> None:
         """After the process was killed for memory: with a smaller micro-batch (see `state_after_death`)."""
         self.ladder, self._learned = None, state_after_death(self._learned, micro_batch, too_large)
+        self._evaluator.begin_at(micro_batch)
 
     def drop_optimizer_states(self) -> None:
         """Give back the memory of the optimizer's states, when no step follows."""
@@ -281,7 +284,7 @@ class TrainStep:
             self._scaler.unscale_(self._commit)  # type: ignore[arg-type]
         if self.workload.clip_norm is None:
             return loss, None
-        norm = nn.utils.clip_grad_norm_(self.workload.model.parameters(), self.workload.clip_norm).item()
+        norm = nn.utils.clip_grad_norm_(self._parameters, self.workload.clip_norm).item()
         # Under fp16 gradients overflow now and then: the scaler skips that update and lowers the scale.
         if self._scaler is None or self._scaler.get_scale() < _SMALLEST_SCALE:
             self._refuse_non_finite("gradient norm", norm)
@@ -340,12 +343,14 @@ class TrainStep:
         if self._units_are_assumed:
             refuse_unclear_labels(batch)
         num_samples, num_units = batch_size_of(batch), count_units(batch, self.workload.units)
-        if num_units == 0:
-            raise DataError(
-                f"step {self.num_steps + 1}: none of the {num_samples} samples has a target (every label is -100), so "
-                "there is no loss to average: remove such batches"
-            )
         return Shape(num_samples, num_units, count_elements(batch) / num_samples)
+
+    def _refuse_no_target(self, shape: Shape) -> None:
+        if shape.num_units == 0:
+            raise DataError(
+                f"step {self.num_steps + 1}: none of the {shape.num_samples} samples has a target (every label is "
+                "-100), so there is no loss to average: remove such batches"
+            )
 
     def _ladder_for(self, num_samples: int) -> Ladder:
         """The ladder, made from the first batch and made anew for a larger one; the known limit is kept."""

@@ -82,20 +82,21 @@ def train_run(
     _end_with_supervisor()
     arm_from_environment()
     directory = RunDirectory.open(path)
-    job, prepared, plan = Job.from_yaml(directory.job), Prepared.load(directory.prepared), Plan.load(directory.plan)
-    device = choose_device(job)
-    backend = backend_for(device)
-    marks = fingerprint(job, prepared)
-    newest = checkpoint.newest_good(directory.checkpoints, marks) if resume_newest else None
-    saved = checkpoint.load(directory.checkpoints, marks, from_step) if resume else newest
     with ExitStack() as stack:
         stack.enter_context(directory.locked())
+        job, prepared, plan = Job.from_yaml(directory.job), Prepared.load(directory.prepared), Plan.load(directory.plan)
+        device = choose_device(job)
+        backend = backend_for(device)
+        marks = fingerprint(job, prepared)
+        newest = checkpoint.newest_good(directory.checkpoints, marks) if resume_newest else None
+        saved = checkpoint.load(directory.checkpoints, marks, from_step) if resume else newest
         _warm(job)
         limit_bytes = job.budget.device_bytes
         head = RunHead(job=job.model_dump(mode="json"), device=backend.probe(), versions=versions(), fingerprint=marks)
-        head.save(directory.head)  # before the limit: the supervisor judges a death by it
         if limit_bytes is not None:
             require_room(job, prepared, backend.baseline_bytes, limit_bytes)
+        head.save(directory.head)  # before the limit: the supervisor judges a death by it
+        if limit_bytes is not None:
             stack.enter_context(backend.limited(limit_bytes))
         host = backend_for("cpu") if device != "cpu" else None
         if host is not None and job.budget.host_bytes is not None:
@@ -108,7 +109,8 @@ def train_run(
         if saved is not None:
             fitting(lambda: go_on(training, saved), backend, "reading the checkpoint")
         else:
-            directory.keep_until(0)  # of a process that died before its first checkpoint
+            directory.keep_until(0)  # of a process that died before its first checkpoint, or whose are all torn
+            checkpoint.remove_later(directory.checkpoints, 0)
         if micro_batch is not None:
             step.begin_again_at(micro_batch, too_large)
         train(training, restarts)

@@ -69,10 +69,10 @@ def test_what_cannot_be_used_is_refused_and_nothing_is_made(job, tmp_path, argum
 
 def test_a_run_that_is_there_is_not_overwritten(job, tmp_path):
     (tmp_path / "a").mkdir()
-    (tmp_path / "a" / "metrics.jsonl").write_text("mine")
-    error = refused(job, "--out", tmp_path / "a")
+    (tmp_path / "a" / "metrics.jsonl").write_text("mine")  # not every file of that name is Plimsoll's
+    error = refused(job, "--out", tmp_path / "a", "--force")
     assert isinstance(error, OutputError)
-    assert "or remove the run with --force" in str(error)
+    assert "is not empty and not a run, so nothing is written there or removed" in str(error)
     assert (tmp_path / "a" / "metrics.jsonl").read_text() == "mine"
 
 
@@ -138,8 +138,7 @@ def test_json_of_a_run_that_failed_in_training_is_its_record_and_of_one_that_was
 
 def test_a_small_run_ends_with_one_record_on_standard_output(job, tmp_path):
     out, cache = tmp_path / "a", tmp_path / "cache"
-    out.mkdir()
-    (out / "metrics.jsonl").write_text("")
+    RunDirectory.create(out, force=False)
     arguments = ["--out", out, "--force", "--budget", "1GiB", "--set", "steps=2", "--set", "seed=7", "--cache", cache]
     done = train_json(job, *arguments)
     assert (done.returncode, done.stderr) == (0, "")
@@ -152,6 +151,8 @@ def test_a_small_run_ends_with_one_record_on_standard_output(job, tmp_path):
     kept = (out / "job.yaml").read_bytes()
     fewer = failure_of(train_json("--resume", "--out", out, "--set", "steps=1"))
     assert fewer["message"] == "steps is 1, but 2 are done: give as many or more, or choose with --from-step"
+    other = failure_of(train_json("--resume", "--out", out, "--set", f"data.train={job}"))
+    assert "cannot be made again: the texts" in other["message"]
     with RunDirectory(out).locked():
         busy = failure_of(train_json("--resume", "--out", out, "--set", "steps=9"))
     assert "another process is training in" in busy["message"]

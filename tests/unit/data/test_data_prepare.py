@@ -217,6 +217,6 @@ def test_other_texts_are_not_taken_for_those_that_were_lost(lost: tuple[Job, Pre
 def test_texts_that_are_gone_are_named(lost: tuple[Job, Prepared], texts: Path, tmp_path: Path):
     shutil.rmtree(texts)
     with pytest.raises(
-        DataError, match=r"gone from .*cache and cannot be made again: there is no file or folder .*data"
+        DataError, match=r"the tokens .*cache\) cannot be made again: there is no file or folder .*data"
     ):
         prepare_again(*lost, tmp_path / "cache")

@@ -381,3 +381,10 @@ def test_a_kill_in_the_removal_leaves_no_half_of_one_under_a_good_name(tmp_path)
     leftover.rename(tmp_path / f".step-00000020.tmp-{os.getpid()}").joinpath("model.pt").touch()
     checkpoint.remove_later(tmp_path, 10)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000010"]
+
+
+def test_what_was_just_saved_is_never_removed_for_later_steps(tmp_path):
+    """Torn checkpoints of later steps would otherwise count as the newest and displace every new one."""
+    for step in (90, 100, 10, 20):
+        save(tmp_path, step, keep=2)
+    assert steps(tmp_path) == [20, 100]

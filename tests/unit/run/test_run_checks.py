@@ -94,6 +94,7 @@ def test_a_model_on_no_device_or_two_is_refused():
 )
 def test_where_a_sample_is_not_one_term_of_the_mean_units_are_needed(batch, what):
     refuse_unclear_labels({"labels": torch.zeros(3)})
+    refuse_unclear_labels({"labels": torch.zeros(3, 1)})
     with pytest.raises(InputError, match=f"{what}: what the loss averages over .* give units="):
         refuse_unclear_labels(batch)
 
@@ -106,3 +107,11 @@ def test_a_loss_of_the_users_needs_units():
 def test_values_are_described():
     assert described(torch.zeros(2, 3)) == "a tensor of shape (2, 3)"
     assert described(None) == "NoneType"
+
+
+def test_under_fp16_an_optimizer_of_some_parameters_is_refused():
+    """The others' gradients would stay scaled by up to 2^16, and be clipped together with the unscaled ones."""
+    some = torch.optim.SGD([MODEL.weight], lr=0.1)
+    refuse(MODEL, some, "fp32", None)
+    with pytest.raises(InputError, match=r"updates 1 of the 2 parameters .* set requires_grad_\(False\)"):
+        refuse(MODEL, some, "fp16", None)

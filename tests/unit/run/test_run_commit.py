@@ -1,6 +1,9 @@
 """The optimizer's step in pieces, each of which happens or does not; sizes in bytes by hand (float32 is 4 bytes)."""
 
+import copy
+import gc
 import json
+import weakref
 
 import pytest
 import torch
@@ -176,6 +179,17 @@ def test_memory_exchanged_between_two_steps_is_what_is_put_back():
         commit.step()
     assert commit.outcome is not None
     assert chosen[0].tolist() == [7] * 3
+
+
+def test_states_that_were_replaced_are_not_kept_alive():
+    commit = commit_of(torch.optim.Adam(parameters(3), lr=1.0))
+    commit.step()
+    give_gradients(commit.optimizer)
+    commit.step()  # now the layout has the states
+    replaced = [weakref.ref(value) for state in commit.optimizer.state.values() for value in state.values()]
+    commit.optimizer.load_state_dict(copy.deepcopy(commit.optimizer.state_dict()))
+    gc.collect()
+    assert [tensor() for tensor in replaced] == [None] * 3
 
 
 def test_a_piece_of_several_parameters_is_done_in_halves():

@@ -47,7 +47,7 @@ def test_evaluation_turns_dropout_off_and_leaves_each_part_of_the_model_as_it_wa
 
 
 def test_there_must_be_something_to_evaluate():
-    with pytest.raises(DataError, match="0 samples were given; give at least one"):
+    with pytest.raises(DataError, match="of 0 samples none has a target; give at least one that has"):
         step_of().evaluate([])
 
 
@@ -59,3 +59,19 @@ def test_a_batch_that_runs_out_of_memory_is_evaluated_again_in_pieces():
     assert evaluation.loss == pytest.approx(4 * sum(x * x for x in range(1, 9)) / 8)
     assert [(event.micro_batch, event.next_micro_batch) for event in evaluation.oom_events] == [(8, 4), (4, 2)]
     assert {event.phase for event in evaluation.oom_events} == {"evaluation"}
+
+
+def test_a_batch_without_a_target_counts_for_nothing():
+    step = step_of()
+    step.workload.units = lambda batch: int((batch["y"] < 6).sum())  # the first two
+    evaluation = step.evaluate([line_through(2), {name: values[2:] for name, values in line_through(4).items()}])
+    assert (evaluation.loss, evaluation.num_samples, evaluation.num_units) == (pytest.approx(10), 4, 2)
+
+
+def test_after_a_death_it_begins_with_smaller_pieces():
+    sizes = []
+    step = step_of()
+    step.workload.model.register_forward_pre_hook(lambda _, arguments: sizes.append(len(arguments[0])))
+    step.begin_again_at(2, too_large=4)
+    step.evaluate([line_through(8)])
+    assert sizes == [2] * 4
