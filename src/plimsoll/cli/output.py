@@ -31,9 +31,14 @@ def show(text: str) -> None:
         sys.exit(128 + signal.SIGPIPE)
 
 
-def failure(error: str, message: str, exit_code: int) -> str:
+def failure(name: str, message: str, exit_code: int) -> str:
     """One JSON object that says why a command failed."""
-    return json.dumps({"error": error, "message": message, "exit_code": exit_code}, ensure_ascii=False)
+    return json.dumps({"error": name, "message": message, "exit_code": exit_code}, ensure_ascii=False)
+
+
+def failure_of(error: PlimsollError) -> str:
+    """The same for an error of ours."""
+    return failure(type(error).__name__, str(error), error.exit_code)
 
 
 @contextmanager
@@ -42,7 +47,7 @@ def failures_shown() -> Iterator[None]:
     try:
         yield
     except PlimsollError as error:
-        show(failure(type(error).__name__, str(error), error.exit_code))
+        show(failure_of(error))
         raise
 
 
@@ -50,7 +55,7 @@ def tell(error: PlimsollError) -> None:
     """Tell the command that started this process, if it asked, why this process fails."""
     if _VARIABLE in os.environ:
         with contextlib.suppress(OSError):  # the message on standard error is there anyway
-            Path(os.environ[_VARIABLE]).write_text(failure(type(error).__name__, str(error), error.exit_code), "utf-8")
+            Path(os.environ[_VARIABLE]).write_text(failure_of(error), "utf-8")
 
 
 @contextmanager

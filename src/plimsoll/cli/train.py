@@ -70,7 +70,7 @@ def train(  # noqa: PLR0917 -- typer calls it by name
 @contextmanager
 def _failures_shown(out: Path) -> Iterator[None]:
     """Print one JSON record if the block ends in a failure: the run's, if it failed in training, or the failure."""
-    from plimsoll.cli.output import failure, show, told
+    from plimsoll.cli.output import failure_of, show, told
     from plimsoll.errors import PlimsollError
 
     metrics_before = _metrics(out)
@@ -78,7 +78,7 @@ def _failures_shown(out: Path) -> Iterator[None]:
         try:
             yield
         except PlimsollError as error:
-            show(_run_that_failed(out, metrics_before) or failure(type(error).__name__, str(error), error.exit_code))
+            show(_run_that_failed(out, metrics_before) or failure_of(error))
             raise
         except SystemExit as end:
             show(_run_that_failed(out, metrics_before) or _failure_told(file, int(end.code or 0)))

@@ -253,9 +253,9 @@ def _survive(training: Training, phase: Phase, work: Callable[[], T]) -> T:
 
 def _finish(training: Training) -> None:
     """Evaluate once more and write the model, with the memory of the optimizer given back first."""
+    training.step.drop_optimizer_states()
     if not training.job.evaluate_every or training.job.steps % training.job.evaluate_every:
         _evaluate(training)
-    training.step.drop_optimizer_states()
     fitting(lambda: save_model(training.parts.model, training.directory.model), training.backend, "writing the model")
 
 

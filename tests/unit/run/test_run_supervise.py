@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from functools import partial
+from pathlib import Path
 
 import psutil
 import pytest
@@ -261,12 +262,17 @@ def test_a_training_that_is_killed_after_it_was_asked_to_stop_is_not_started_aga
     wait_until(lambda: of_kind(directory, StartLine), process)
     (worker,) = psutil.Process(process.pid).children()
     worker.suspend()
-    process.send_signal(signal.SIGINT)
+    wait_until(lambda: all("State:\tT" in text for text in statuses_of_threads(worker.pid)), process)
+    process.send_signal(signal.SIGINT)  # a thread that still ran would take it
     wait_until(lambda: "SigPnd:\t0000000000000000\nShdPnd:\t0000000000000000" not in status_of(worker.pid), process)
     worker.kill()
     process.communicate(timeout=LONGEST_SECONDS)
     assert process.returncode == 130
     assert len(of_kind(directory, StartLine)) == 1
+
+
+def statuses_of_threads(pid):
+    return [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/status")]
 
 
 def status_of(pid):
