@@ -1,0 +1,126 @@
+"""What a training will need: the peak with its range, when it happens, what is alive at it, and what would fit."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from plimsoll.records.base import Frozen, Record
+from plimsoll.records.gpu import DeviceSpec
+from plimsoll.records.trace import Assumption, Category, Phase
+
+
+class Estimate(Frozen):
+    """A number of bytes with its range. The parts say how it is known, and add up to ``likely_bytes``."""
+
+    likely_bytes: int
+    low_bytes: int
+    high_bytes: int
+    traced_bytes: int = 0
+    measured_bytes: int = 0
+    modelled_bytes: int = 0
+    assumed_bytes: int = 0
+
+
+class Moment(Frozen):
+    """Where in the training something happens; ``line`` is ``file:line``, empty texts are unknown."""
+
+    step: int
+    phase: Phase
+    op: str
+    module: str
+    line: str
+
+
+class Holding(Frozen):
+    """One allocation that is alive at the peak, with where it was made."""
+
+    num_bytes: int
+    category: Category
+    shape: str
+    made: Moment
+
+
+class MemoryTimeline(Frozen):
+    """Bytes over the events of a training, as columns of equal length, one row for each point kept.
+
+    ``categories`` has one column for each category that occurs; they add up to ``used_bytes``. ``reserved_bytes`` is
+    what the process has taken for it: the allocator's segments, context and libraries included. ``label`` says what
+    ran at each point, for a person.
+    """
+
+    source: Literal["predicted", "measured"]
+    phase: tuple[Phase, ...]
+    step: tuple[int, ...]
+    label: tuple[str, ...]
+    categories: dict[Category, tuple[int, ...]]
+    used_bytes: tuple[int, ...]
+    reserved_bytes: tuple[int, ...]
+    peak_row: int
+
+
+class WhatIf(Frozen):
+    """The same training with another micro-batch (samples) or sequence length (tokens)."""
+
+    micro_batch: int
+    sequence_length: int
+    peak: Estimate
+    fits: bool
+
+
+class Answer(Frozen):
+    """What fits: the largest micro-batch, the longest sequence, or the smallest device.
+
+    ``value`` is ``None`` if nothing does; ``is_bound`` says that the search stopped at its upper end, so that more may
+    fit too.
+    """
+
+    question: Literal["largest micro-batch", "longest sequence", "smallest device"]
+    value: int | str | None
+    peak: Estimate | None
+    is_bound: bool = False
+
+
+class Prediction(Record):
+    """The peak memory of a training before it runs.
+
+    ``peak`` counts as ``limit_bytes`` does: on CUDA all of the process on the device (context, reserved segments), on
+    the CPU its private memory. ``fits`` compares the likely value; ``verdict`` also looks at the range.
+    """
+
+    record_kind: ClassVar[str] = "prediction"
+
+    subject: str
+    device: DeviceSpec
+    limit_bytes: int
+    limit_source: str
+    micro_batch: int
+    sequence_length: int
+    batch_size: int
+    precision: str
+    peak: Estimate
+    allocated: Estimate
+    reserved: Estimate
+    context: Estimate
+    host: Estimate | None
+    moment: Moment
+    parts: dict[Category, int]
+    largest: tuple[Holding, ...]
+    timeline: MemoryTimeline
+    what_ifs: tuple[WhatIf, ...] = ()
+    answers: tuple[Answer, ...] = ()
+    assumptions: tuple[Assumption, ...] = ()
+    runs_out_at: Moment | None = None
+    versions: dict[str, str] = {}
+    predict_seconds: float
+
+    @property
+    def fits(self) -> bool:
+        """Whether the likely peak is within the limit and the allocator found room for every request."""
+        return self.runs_out_at is None and self.peak.likely_bytes <= self.limit_bytes
+
+    @property
+    def verdict(self) -> Literal["fits", "probably fits", "probably does not fit", "does not fit"]:
+        """The answer in words; "probably" where the limit lies within the range."""
+        if self.fits:
+            return "fits" if self.peak.high_bytes <= self.limit_bytes else "probably fits"
+        return "does not fit" if self.peak.low_bytes > self.limit_bytes else "probably does not fit"

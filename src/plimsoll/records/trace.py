@@ -1,0 +1,93 @@
+"""Every op of a training step and every storage it made, in order: what a prediction and a measurement both look at.
+
+A trace has two tables, kept as columns because a large model has 10^4 to 10^5 rows. ``ops`` is what ran; ``storages``
+is what was allocated and when it was given back. Texts that repeat (op names, module paths, source lines) are kept once
+in ``texts``, and a row has the number of its text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import ClassVar, Literal
+
+from plimsoll.records.base import Frozen, Record
+
+Category = Literal[
+    "parameters",
+    "buffers",
+    "gradients",
+    "optimizer states",
+    "activations",
+    "temporaries",
+    "inputs",
+    "embeddings",
+    "context",
+    "fragmentation",
+    "baseline",
+]
+"""What memory is used for; the same words everywhere."""
+
+CATEGORIES: tuple[Category, ...] = Category.__args__  # type: ignore[attr-defined]
+
+Phase = Literal["setup", "copy", "forward", "loss", "backward", "clip", "optimizer", "evaluation"]
+"""What a training does at a moment. ``setup`` is everything before the first step."""
+
+
+class OpTable(Frozen):
+    """One row per op that ran. ``name``, ``module`` and ``line`` are numbers of texts; ``step`` counts from 1."""
+
+    name: tuple[int, ...]
+    module: tuple[int, ...]
+    line: tuple[int, ...]
+    phase: tuple[Phase, ...]
+    step: tuple[int, ...]
+
+
+class StorageTable(Frozen):
+    """One row per allocation. ``born`` and ``died`` are rows of the ops; ``died`` is -1 if it was alive at the end.
+
+    ``shape`` is the number of a text like ``float32[8, 128, 768]``, of the first tensor in it. ``on_host`` says that
+    it is in the host's memory although the training is on another device.
+    """
+
+    num_bytes: tuple[int, ...]
+    category: tuple[Category, ...]
+    born: tuple[int, ...]
+    died: tuple[int, ...]
+    shape: tuple[int, ...]
+    on_host: tuple[bool, ...]
+
+
+class Assumption(Frozen):
+    """Something that was assumed in place of a fact, and by how much the peak may differ for it, in bytes."""
+
+    text: str
+    low_bytes: int = 0
+    high_bytes: int = 0
+
+
+class Trace(Record):
+    """The memory of one training: traced without allocating it (``PREDICTED``), or recorded while it ran.
+
+    ``events`` are the allocations and frees in the order they happened: ``storage + 1`` for its birth, ``-(storage +
+    1)`` for its death; ``event_op`` is the row of the op that was running.
+    """
+
+    record_kind: ClassVar[str] = "trace"
+
+    source: Literal["predicted", "measured"]
+    lowered_to: str
+    texts: tuple[str, ...]
+    ops: OpTable
+    storages: StorageTable
+    events: tuple[int, ...]
+    event_op: tuple[int, ...]
+    assumptions: tuple[Assumption, ...] = ()
+
+    def deltas(self, on_host: bool = False) -> Iterator[tuple[int, int, int]]:
+        """Yield ``(event, storage, bytes)`` of one place in order: bytes are positive for a birth, negative for a death."""
+        num_bytes, places = self.storages.num_bytes, self.storages.on_host
+        for event, signed in enumerate(self.events):
+            storage = abs(signed) - 1
+            if places[storage] == on_host:
+                yield event, storage, num_bytes[storage] if signed > 0 else -num_bytes[storage]
