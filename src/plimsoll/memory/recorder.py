@@ -1,0 +1,356 @@
+"""Records what a training allocates: every op, every storage with its birth, death and category.
+
+A `Recorder` sees each op below autograd, on fake tensors (nothing is allocated: a prediction) and on real ones (a
+measurement) alike, so that the two can be compared op by op. A storage is known by the object that torch keeps for it;
+it dies when the last tensor, saved tensor or gradient that uses it is gone.
+
+Where an op belongs: the module whose forward is running, found by torch's global module hooks; in backward, the module
+and the source line of the forward op whose gradient is computed, found by the number autograd gives to both (its
+sequence number); in a recomputed forward (checkpointing) the module again. The source line is the innermost frame that
+is not torch's and not Plimsoll's.
+
+Not seen: memory that a kernel takes and returns inside one op (lowering adds what is known of it), storages resized in
+place (``untyped_storage().resize_``), and ops of other threads (CUDA's backward runs in one: measure there with the
+allocator's own counters).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from itertools import chain
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from plimsoll.records.trace import Assumption, Category, OpTable, Phase, StorageTable, Trace
+
+_TORCH_FOLDER = os.path.dirname(torch.__file__) + os.sep
+_OWN_FOLDER = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_ASKS_ONLY = {torch.ops.prim.device.default, torch.ops.aten.is_same_size.default}  # run by fake tensors; no memory
+_DTYPES = {dtype: str(dtype).removeprefix("torch.") for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+
+Run = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+"""``(op, args, kwargs) -> result``: how an op is executed."""
+
+ScratchBytes = Callable[[Any, tuple[Any, ...], dict[str, Any]], int]
+"""``(op, args, kwargs) -> bytes`` that the target's kernel takes while it runs, beside its results."""
+
+
+class Recorder(TorchDispatchMode):
+    """Records while it is active (``with recorder:``); `trace` makes the record.
+
+    Args:
+        model: the model whose qualified names modules are called by; others have the name of their class.
+        phase: asked for the phase outside of backward; ``None`` infers it from modules and optimizers.
+        run: how an op is executed; ``None`` calls it.
+        scratch_bytes: what the target's kernels take beside their results; ``None`` for nothing.
+        on_host: whether a tensor is in the host's memory; ``None`` where there is only one place.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | None = None,
+        phase: Callable[[], Phase] | None = None,
+        run: Run | None = None,
+        scratch_bytes: ScratchBytes | None = None,
+        on_host: Callable[[Tensor], bool] | None = None,
+    ) -> None:
+        super().__init__()
+        self.step = 0
+        self._ask_phase = phase
+        self._run: Run = run or (lambda op, args, kwargs: op(*args, **kwargs))
+        self._scratch_bytes = scratch_bytes
+        self._on_host = on_host or (lambda tensor: False)
+        self._names = {module: name for name, module in model.named_modules()} if model is not None else {}
+        self._modules: list[int] = []
+        self._optimizers_running = 0
+        self._made_graph = False  # since the last backward or update: tells "loss" from "copy"
+        self._forced_phase: list[Phase] = []
+        self._texts: dict[str, int] = {"": 0}
+        self._op_names: dict[Any, int] = {}
+        self._code_is_inside: dict[CodeType, bool] = {}
+        self._forward_of: dict[int, tuple[int, int]] = {}  # autograd's sequence number -> module, line
+        self._storages = _Storages(self)
+        self._ops: tuple[list[int], ...] = ([], [], [], [])  # name, module, line, step
+        self._phases: list[Phase] = []
+        self._stack = ExitStack()
+
+    # -- what the caller says ------------------------------------------------------------------------------------------
+
+    def know(self, tensors: Iterable[Tensor], category: Category) -> None:
+        """Take note of tensors that exist already, such as parameters and inputs."""
+        if not self._phases:
+            self._begin_op("(before the first step)")
+        for tensor in tensors:
+            self._storages.see(tensor, category)
+
+    def mark(self, tensors: Iterable[Tensor], category: Category) -> None:
+        """Say what tensors are for that the recorder saw being made."""
+        for tensor in tensors:
+            self._storages.mark(tensor, category)
+
+    @contextmanager
+    def phase(self, phase: Phase) -> Iterator[None]:
+        """Say what the training does inside the block."""
+        self._forced_phase.append(phase)
+        try:
+            yield
+        finally:
+            self._forced_phase.pop()
+
+    def trace(
+        self, source: Any, lowered_to: str, assumptions: tuple[Assumption, ...] = (), with_events: bool = True
+    ) -> Trace:
+        """Return what was recorded."""
+        names, modules, lines, steps = map(tuple, self._ops)
+        table, events, event_ops = self._storages.tables(self._phases)
+        return Trace(
+            source=source,
+            lowered_to=lowered_to,
+            texts=tuple(self._texts),
+            ops=OpTable(name=names, module=modules, line=lines, phase=tuple(self._phases), step=steps),
+            storages=table,
+            events=events if with_events else (),
+            event_op=event_ops if with_events else (),
+            assumptions=assumptions,
+        )
+
+    # -- what torch says -----------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Recorder:
+        for handle in (
+            register_module_forward_pre_hook(self._enter_module),
+            register_module_forward_hook(self._leave_module, always_call=True),
+            register_optimizer_step_pre_hook(self._enter_optimizer),
+            register_optimizer_step_post_hook(self._leave_optimizer),
+        ):
+            self._stack.callback(handle.remove)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._stack.close()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run one op and note what it made."""
+        kwargs = kwargs or {}
+        if func in _ASKS_ONLY:
+            return func(*args, **kwargs)
+        self._begin_op(func)
+        scratch = self._scratch_bytes(func, args, kwargs) if self._scratch_bytes else 0
+        if scratch:
+            self._storages.begin_scratch(scratch)
+        result = self._run(func, args, kwargs)
+        if isinstance(result, Tensor):
+            self._storages.see(result)
+        elif result is not None:
+            for leaf in tree_leaves(result):
+                if isinstance(leaf, Tensor):
+                    self._storages.see(leaf)
+        if scratch:
+            self._storages.end_scratch()
+        return result
+
+    @property
+    def op_row(self) -> int:
+        """The row of the op that is running."""
+        return len(self._phases) - 1
+
+    def text(self, text: str) -> int:
+        """Return the number of a text."""
+        return self._texts.setdefault(text, len(self._texts))
+
+    def on_host(self, tensor: Tensor) -> bool:
+        """Whether a tensor is in the host's memory although the training is elsewhere."""
+        return self._on_host(tensor)
+
+    def _begin_op(self, op: Any) -> None:
+        name = self._op_names.get(op)
+        if name is None:
+            name = self._op_names[op] = self.text(str(op))
+        module, line, phase = self._where()
+        for column, value in zip(self._ops, (name, module, line, self.step), strict=True):
+            column.append(value)
+        self._phases.append(phase)
+
+    def _where(self) -> tuple[int, int, Phase]:
+        # Private names: which backward runs in this thread, which node of it, and the number the next node will get.
+        if torch._C._current_graph_task_id() == -1:
+            module, line = self._modules[-1] if self._modules else 0, self._line()
+            if torch.is_grad_enabled():
+                self._made_graph = True
+                self._forward_of.setdefault(torch._C._autograd._get_sequence_nr() - 1, (module, line))
+            return module, line, self._phase_outside_backward()
+        self._made_graph = False
+        node = torch._C._current_autograd_node()
+        module, line = self._forward_of.get(node._sequence_nr() if node is not None else -1, (0, 0))
+        if self._modules:  # recomputing a forward
+            module, line = self._modules[-1], self._line()
+            self._forward_of.setdefault(torch._C._autograd._get_sequence_nr() - 1, (module, line))
+        return module, line, self._forced_phase[-1] if self._forced_phase else "backward"
+
+    def _phase_outside_backward(self) -> Phase:
+        if self._forced_phase:
+            return self._forced_phase[-1]
+        if self._ask_phase is not None:
+            return self._ask_phase()
+        if self._optimizers_running:
+            return "optimizer"
+        if self.step == 0:
+            return "setup"
+        if self._modules:
+            return "forward" if torch.is_grad_enabled() else "evaluation"
+        return "loss" if self._made_graph else "copy"
+
+    def _enter_module(self, module: nn.Module, args: Any) -> None:
+        self._modules.append(self.text(self._names.get(module) or type(module).__name__))
+
+    def _leave_module(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._modules:
+            self._modules.pop()
+
+    def _enter_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self._mark_gradients(optimizer)
+        self._optimizers_running += 1
+        self._made_graph = False
+
+    def _leave_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self._optimizers_running -= 1
+        for state in optimizer.state.values():
+            self.mark((value for value in state.values() if isinstance(value, Tensor)), "optimizer states")
+
+    def _mark_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+        self.mark((p.grad for p in parameters if p.grad is not None), "gradients")
+
+    def _line(self) -> int:
+        """The number of ``file:line`` of the innermost frame that is the user's or a library's, not torch's."""
+        frame: FrameType | None = sys._getframe(2)
+        inside = self._code_is_inside
+        while frame is not None:
+            code = frame.f_code
+            is_inside = inside.get(code)
+            if is_inside is None:
+                name = code.co_filename
+                is_inside = inside[code] = name.startswith((_TORCH_FOLDER, _OWN_FOLDER, "<"))
+            if not is_inside:
+                return self.text(f"{code.co_filename}:{frame.f_lineno}")
+            frame = frame.f_back
+        return 0
+
+
+class _Storages:
+    """The storages seen so far; a dead one is told by a weak reference to the object torch keeps for it."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._row_of: dict[int, int] = {}  # address of the storage -> row, while it is alive
+        self._watch: dict[weakref.ref[Any], tuple[int, int]] = {}
+        self._num_bytes: list[int] = []
+        self._category: list[Category | None] = []
+        self._born: list[int] = []
+        self._died: list[int] = []
+        self._shape: list[int] = []
+        self._on_host: list[bool] = []
+        self._events: list[int] = []
+        self._event_op: list[int] = []
+        self._scratch_row = -1
+
+    def see(self, tensor: Tensor, category: Category | None = None) -> None:
+        if tensor.layout is not torch.strided:
+            for part in _parts_of(tensor):
+                self.see(part, category)
+            return
+        storage = tensor.untyped_storage()
+        address = storage._cdata
+        if address in self._row_of:
+            return
+        num_bytes = storage.nbytes()
+        if num_bytes == 0:
+            return
+        row = self._add(num_bytes, category, _shape_text(tensor), self._recorder.on_host(tensor))
+        self._row_of[address] = row
+        self._watch[weakref.ref(storage, self._dies)] = (address, row)
+
+    def mark(self, tensor: Tensor, category: Category) -> None:
+        if tensor.layout is torch.strided:
+            row = self._row_of.get(tensor.untyped_storage()._cdata)
+            if row is not None:
+                self._category[row] = category
+
+    def begin_scratch(self, num_bytes: int) -> None:
+        self._scratch_row = self._add(num_bytes, "temporaries", "scratch of the kernel", on_host=False)
+
+    def end_scratch(self) -> None:
+        self._end(self._scratch_row)
+
+    def tables(self, phases: list[Phase]) -> tuple[StorageTable, tuple[int, ...], tuple[int, ...]]:
+        categories = [
+            category or _category(phases[born], phases[died] if died >= 0 else None)
+            for category, born, died in zip(self._category, self._born, self._died, strict=True)
+        ]
+        table = StorageTable(
+            num_bytes=tuple(self._num_bytes),
+            category=tuple(categories),
+            born=tuple(self._born),
+            died=tuple(self._died),
+            shape=tuple(self._shape),
+            on_host=tuple(self._on_host),
+        )
+        return table, tuple(self._events), tuple(self._event_op)
+
+    def _add(self, num_bytes: int, category: Category | None, shape: str, on_host: bool) -> int:
+        row = len(self._num_bytes)
+        self._num_bytes.append(num_bytes)
+        self._category.append(category)
+        self._born.append(self._recorder.op_row)
+        self._died.append(-1)
+        self._shape.append(self._recorder.text(shape))
+        self._on_host.append(on_host)
+        self._events.append(row + 1)
+        self._event_op.append(self._recorder.op_row)
+        return row
+
+    def _end(self, row: int) -> None:
+        self._died[row] = self._recorder.op_row
+        self._events.append(-row - 1)
+        self._event_op.append(self._recorder.op_row)
+
+    def _dies(self, reference: weakref.ref[Any]) -> None:
+        address, row = self._watch.pop(reference)
+        if self._row_of.get(address) == row:
+            del self._row_of[address]
+        self._end(row)
+
+
+def _category(born: Phase, died: Phase | None) -> Category:
+    """What a storage is for that nobody has named: what forward leaves for backward is an activation."""
+    if born in ("forward", "loss") and died != born:
+        return "activations"
+    return "inputs" if born == "copy" else "temporaries"
+
+
+def _parts_of(tensor: Tensor) -> list[Tensor]:
+    """The dense tensors that a sparse one consists of."""
+    if tensor.layout is torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    return []  # mkldnn's own layout: its storage cannot be seen
+
+
+def _shape_text(tensor: Tensor) -> str:
+    return f"{_DTYPES[tensor.dtype]}{list(tensor.shape)}"
