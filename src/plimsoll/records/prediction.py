@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import ClassVar, Literal
 
 from plimsoll.records.base import Frozen, Record
-from plimsoll.records.gpu import DeviceSpec
 from plimsoll.records.trace import Assumption, Category, Phase
 
 
@@ -90,7 +89,9 @@ class Prediction(Record):
     record_kind: ClassVar[str] = "prediction"
 
     subject: str
-    device: DeviceSpec
+    device: str
+    device_kind: Literal["cpu", "cuda"]
+    capacity_bytes: int
     limit_bytes: int
     limit_source: str
     micro_batch: int
