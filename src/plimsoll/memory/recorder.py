@@ -32,15 +32,13 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from plimsoll.memory.lowering.base import Run
 from plimsoll.records.trace import Assumption, Category, OpTable, Phase, StorageTable, Trace
 
 _TORCH_FOLDER = os.path.dirname(torch.__file__) + os.sep
 _OWN_FOLDER = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _ASKS_ONLY = {torch.ops.prim.device.default, torch.ops.aten.is_same_size.default}  # run by fake tensors; no memory
 _DTYPES = {dtype: str(dtype).removeprefix("torch.") for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
-
-Run = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
-"""``(op, args, kwargs) -> result``: how an op is executed."""
 
 ScratchBytes = Callable[[Any, tuple[Any, ...], dict[str, Any]], int]
 """``(op, args, kwargs) -> bytes`` that the target's kernel takes while it runs, beside its results."""
@@ -49,8 +47,10 @@ ScratchBytes = Callable[[Any, tuple[Any, ...], dict[str, Any]], int]
 class Recorder(TorchDispatchMode):
     """Records while it is active (``with recorder:``); `trace` makes the record.
 
+    A module is called by its qualified name in the outermost module whose forward runs. ``step`` counts from 1; where
+    ``counts_steps`` is set, every ``optimizer.step()`` ends one.
+
     Args:
-        model: the model whose qualified names modules are called by; others have the name of their class.
         phase: asked for the phase outside of backward; ``None`` infers it from modules and optimizers.
         run: how an op is executed; ``None`` calls it.
         scratch_bytes: what the target's kernels take beside their results; ``None`` for nothing.
@@ -59,7 +59,6 @@ class Recorder(TorchDispatchMode):
 
     def __init__(
         self,
-        model: nn.Module | None = None,
         phase: Callable[[], Phase] | None = None,
         run: Run | None = None,
         scratch_bytes: ScratchBytes | None = None,
@@ -67,11 +66,12 @@ class Recorder(TorchDispatchMode):
     ) -> None:
         super().__init__()
         self.step = 0
+        self.counts_steps = False
         self._ask_phase = phase
         self._run: Run = run or (lambda op, args, kwargs: op(*args, **kwargs))
         self._scratch_bytes = scratch_bytes
         self._on_host = on_host or (lambda tensor: False)
-        self._names = {module: name for name, module in model.named_modules()} if model is not None else {}
+        self._names: dict[nn.Module, str] = {}
         self._modules: list[int] = []
         self._optimizers_running = 0
         self._made_graph = False  # since the last backward or update: tells "loss" from "copy"
@@ -88,16 +88,19 @@ class Recorder(TorchDispatchMode):
     # -- what the caller says ------------------------------------------------------------------------------------------
 
     def know(self, tensors: Iterable[Tensor], category: Category) -> None:
-        """Take note of tensors that exist already, such as parameters and inputs."""
+        """Say what tensors are for, whether the recorder has seen them being made or not."""
         if not self._phases:
-            self._begin_op("(before the first step)")
+            self._begin_op("before the first step")
         for tensor in tensors:
             self._storages.see(tensor, category)
-
-    def mark(self, tensors: Iterable[Tensor], category: Category) -> None:
-        """Say what tensors are for that the recorder saw being made."""
-        for tensor in tensors:
             self._storages.mark(tensor, category)
+
+    def know_model(self, model: nn.Module) -> None:
+        """Take note of a model: its parameters, buffers, and the names of its modules."""
+        for name, module in model.named_modules():
+            self._names.setdefault(module, name or type(model).__name__)
+        self.know(model.parameters(), "parameters")
+        self.know(model.buffers(), "buffers")
 
     @contextmanager
     def phase(self, phase: Phase) -> Iterator[None]:
@@ -164,6 +167,12 @@ class Recorder(TorchDispatchMode):
             self._storages.end_scratch()
         return result
 
+    def describe_place(self) -> str:
+        """Say where the training is, for a message: the source line, or the module."""
+        texts = list(self._texts)
+        module, line = (column[-1] for column in self._ops[1:3]) if self._phases else (0, 0)
+        return f" at {texts[line]}" if line else f" in {texts[module]}" if module else ""
+
     @property
     def op_row(self) -> int:
         """The row of the op that is running."""
@@ -216,7 +225,9 @@ class Recorder(TorchDispatchMode):
         return "loss" if self._made_graph else "copy"
 
     def _enter_module(self, module: nn.Module, args: Any) -> None:
-        self._modules.append(self.text(self._names.get(module) or type(module).__name__))
+        if module not in self._names:
+            self.know_model(module)
+        self._modules.append(self.text(self._names[module]))
 
     def _leave_module(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._modules:
@@ -229,12 +240,13 @@ class Recorder(TorchDispatchMode):
 
     def _leave_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self._optimizers_running -= 1
+        self.step += self.counts_steps
         for state in optimizer.state.values():
-            self.mark((value for value in state.values() if isinstance(value, Tensor)), "optimizer states")
+            self.know((value for value in state.values() if isinstance(value, Tensor)), "optimizer states")
 
     def _mark_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
-        self.mark((p.grad for p in parameters if p.grad is not None), "gradients")
+        self.know((p.grad for p in parameters if p.grad is not None), "gradients")
 
     def _line(self) -> int:
         """The number of ``file:line`` of the innermost frame that is the user's or a library's, not torch's."""

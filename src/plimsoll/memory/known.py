@@ -1,0 +1,191 @@
+"""Values that a trace needs although nothing is computed: masks, lengths, positions, and what is decided by them.
+
+A fake tensor has a shape and no values, yet models ask for some: whether a mask has padding, how long each sequence
+is. The batch's integers are known, so every op on known integers is also done for real, beside the fake one (they are
+small: at most `MOST_ELEMENTS`). What is asked of a tensor whose values are not known (a loss, a gradient norm, a
+router's choice) is answered with 0, or with as many elements as there can be, and said in ``assumptions``.
+
+It does NOT compute floating point values except of a few elements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map
+
+from plimsoll.errors import InputError
+from plimsoll.records.trace import Assumption
+
+MOST_ELEMENTS = 1 << 22
+_MOST_FLOATING = 4096
+_ATTRIBUTE = "_plimsoll_known"  # on a fake tensor: the real one with its values
+
+
+def values_of(tensor: Tensor) -> list[int]:
+    """Return the integers in a tensor of one dimension, fake or real.
+
+    Raises:
+        InputError: if it is fake and they are not known.
+    """
+    known = getattr(tensor, _ATTRIBUTE, None) if isinstance(tensor, FakeTensor) else tensor
+    if known is None:
+        raise InputError(
+            f"the values of a tensor of shape {list(tensor.shape)} decide how much memory is needed, and they are not "
+            "known before the run: compute them from the batch's integers (masks, lengths), or give fixed lengths"
+        )
+    with _disable_current_modes():
+        values: list[int] = known.tolist()
+    return values
+
+
+aten = torch.ops.aten
+_FACTORIES = {
+    aten.arange.default,
+    aten.arange.start,
+    aten.arange.start_step,
+    aten.zeros.default,
+    aten.ones.default,
+    aten.full.default,
+    aten.scalar_tensor.default,
+    aten.rand.default,
+    aten.lift_fresh.default,
+    aten.tril_indices.default,
+    aten.triu_indices.default,
+}
+_UNKNOWN_LENGTH: dict[Any, Callable[..., tuple[int, ...]]] = {
+    aten.nonzero.default: lambda tensor: (tensor.numel(), tensor.dim()),
+    aten.masked_select.default: lambda tensor, mask: (prod(torch.broadcast_shapes(tensor.shape, mask.shape)),),
+}
+
+
+class KnownValues:
+    """Runs ops on fake tensors and keeps the values of those that are known.
+
+    Args:
+        mode: the mode whose tensors these are.
+        where: describes the place in the training, for an assumption.
+    """
+
+    def __init__(self, mode: FakeTensorMode, where: Callable[[], str]) -> None:
+        self._mode = mode
+        self._where = where
+        self._wrong: set[int] = set()  # storages of real tensors that the training has overwritten with unknown values
+        self._assumed: dict[str, Assumption] = {}
+
+    @property
+    def assumptions(self) -> tuple[Assumption, ...]:
+        """What was assumed in place of a value."""
+        return tuple(self._assumed.values())
+
+    def assume(self, text: str, low_bytes: int = 0, high_bytes: int = 0) -> None:
+        """Note an assumption; said again, the widest range stays."""
+        old = self._assumed.get(text, Assumption(text=text))
+        self._assumed[text] = Assumption(
+            text=text, low_bytes=min(low_bytes, old.low_bytes), high_bytes=max(high_bytes, old.high_bytes)
+        )
+
+    def fake(self, real: Tensor) -> Tensor:
+        """Return a fake tensor like ``real``; integers and truth values stay known."""
+        if isinstance(real, FakeTensor):
+            return real
+        with _disable_current_modes():
+            tensor = self._mode.from_tensor(real, static_shapes=True)
+        if not real.is_floating_point() and real.numel() <= MOST_ELEMENTS:
+            setattr(tensor, _ATTRIBUTE, real)
+        return tensor
+
+    def run(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an op on fake tensors, and on what is known of their values."""
+        if op is aten._local_scalar_dense.default:
+            return self._scalar(args[0])
+        tensors = [*_tensors((args, kwargs))]
+        known = [self._value(tensor) for tensor in tensors]
+        if tensors and not any(value is not None for value in known):
+            if op in _UNKNOWN_LENGTH:
+                return self._longest(op, args)
+            return op(*args, **kwargs)
+        is_known = all(value is not None for value in known) and (bool(tensors) or op in _FACTORIES)
+        if is_known and torch.Tag.dynamic_output_shape in op.tags:
+            real = self._really(op, args, kwargs)
+            return tree_map(lambda value: self.fake(value) if isinstance(value, Tensor) else value, real)
+        if op in _UNKNOWN_LENGTH:
+            return self._longest(op, args)
+        result = op(*args, **kwargs)
+        made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, FakeTensor)]
+        if not is_known or not all(map(_is_small, made or tensors)):
+            self._forget_written(op, args)
+            return result
+        real = [leaf for leaf in tree_leaves(self._really(op, args, kwargs)) if isinstance(leaf, Tensor)]
+        for fake, value in zip(made, real, strict=True):
+            setattr(fake, _ATTRIBUTE, value)
+        return result
+
+    def _really(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        real_args, real_kwargs = tree_map(lambda x: self._value(x) if isinstance(x, Tensor) else x, (args, kwargs))
+        with _disable_current_modes(), torch.no_grad():
+            return op(*real_args, **real_kwargs)
+
+    def _value(self, tensor: Tensor) -> Tensor | None:
+        """The real tensor with the values of a fake one, ``None`` if they are not known."""
+        if not isinstance(tensor, FakeTensor):
+            return tensor
+        value: Tensor | None = getattr(tensor, _ATTRIBUTE, None)
+        if value is not None and value.untyped_storage()._cdata in self._wrong:
+            return None
+        return value
+
+    def _scalar(self, tensor: Tensor) -> Any:
+        value = self._value(tensor)
+        if value is not None:
+            with _disable_current_modes():
+                return value.item()
+        kind = str(tensor.dtype).removeprefix("torch.")
+        self.assume(f"the value of a {kind} tensor was taken for 0{self._where()}")
+        return _zero(tensor.dtype)
+
+    def _longest(self, op: Any, args: tuple[Any, ...]) -> Tensor:
+        shape = _UNKNOWN_LENGTH[op](*args)
+        dtype = torch.int64 if op is aten.nonzero.default else args[0].dtype
+        most_bytes = prod(shape) * dtype.itemsize
+        self.assume(f"{op} was taken to keep every element{self._where()}", low_bytes=-most_bytes)
+        return aten.empty.memory_format(shape, dtype=dtype, device=args[0].device)
+
+    def _forget_written(self, op: Any, args: tuple[Any, ...]) -> None:
+        if not op._schema.is_mutable:
+            return
+        for argument, value in zip(op._schema.arguments, args, strict=False):
+            if argument.is_write:
+                for tensor in _tensors(value):
+                    known = getattr(tensor, _ATTRIBUTE, None)
+                    if known is not None:
+                        self._wrong.add(known.untyped_storage()._cdata)
+
+
+def _zero(dtype: torch.dtype) -> bool | int | float | complex:
+    if dtype is torch.bool:
+        return False
+    return 0j if dtype.is_complex else 0.0 if dtype.is_floating_point else 0
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors among the arguments of an op, which are nested in lists at most."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _tensors(item)
+
+
+def _is_small(tensor: Tensor) -> bool:
+    """Whether the values of a tensor are worth keeping: integers and truth values, and a few numbers."""
+    return tensor.numel() <= (_MOST_FLOATING if tensor.dtype.is_floating_point else MOST_ELEMENTS)

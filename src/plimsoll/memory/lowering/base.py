@@ -1,0 +1,82 @@
+"""What every lowering offers: how a training that is traced on fake CPU tensors becomes the one the target runs.
+
+torch picks kernels by device: on CUDA another attention, another dropout, cuDNN's recurrent nets, `foreach` optimizers,
+other autocast lists. A fake CUDA tensor cannot be trained on a CPU build of torch (autograd ends the process), so the
+trace runs on fake CPU tensors, and while it does, the ops that differ are replaced by what the target calls, above
+autograd, so that what is saved for backward is the target's too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol
+
+import torch
+import torch.optim.optimizer as optimizer_module
+import torch.utils._foreach_utils as foreach_utils
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+Run = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+"""``(op, args, kwargs) -> result``: how an op is executed."""
+
+Note = Callable[[str, int, int], None]
+"""``(text, low_bytes, high_bytes)``: something was modelled, and the peak may differ by so much."""
+
+
+class Lowering(Protocol):
+    """One kind of target."""
+
+    name: str
+
+    def active(self, note: Note) -> AbstractContextManager[None]:
+        """Replace what the target does otherwise; undone on exit."""
+
+    def run_with(self, run: Run) -> Run:
+        """Wrap the function that executes an op."""
+
+    def scratch_bytes(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+        """Count what the target's kernel takes while it runs, beside its results."""
+
+    def on_host(self, tensor: Tensor) -> bool:
+        """Whether a tensor that an op has just made is in the host's memory, and the training elsewhere."""
+
+
+@contextmanager
+def kernels_replaced(kernels: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+    """Let other functions do what ``aten`` ops do on CPU tensors, with and without autograd; undone on exit.
+
+    Args:
+        kernels: functions with the op's signature, by the op's name (with its overload, if it has one).
+    """
+    library = torch.library.Library("aten", "IMPL")
+    try:
+        for name, kernel in kernels.items():
+            for key in ("AutogradCPU", "CPU"):
+                library.impl(name, kernel, key)
+        yield
+    finally:
+        library._destroy()
+
+
+@contextmanager
+def foreach_as_on(device_types: tuple[str, ...]) -> Iterator[None]:
+    """Let optimizers default to `foreach` as they do on some devices, also for fake tensors; undone on exit.
+
+    What decides it looks at the exact class of a parameter and at the type of its device; both lists are private.
+
+    Args:
+        device_types: the devices on which it is the default.
+    """
+    classes = [module._foreach_supported_types for module in (optimizer_module, foreach_utils)]
+    supported_devices = optimizer_module._get_foreach_kernels_supported_devices
+    for known in classes:
+        known.append(FakeTensor)
+    optimizer_module._get_foreach_kernels_supported_devices = lambda: list(device_types)
+    try:
+        yield
+    finally:
+        optimizer_module._get_foreach_kernels_supported_devices = supported_devices
+        for known in classes:
+            known.remove(FakeTensor)

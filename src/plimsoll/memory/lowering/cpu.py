@@ -1,0 +1,37 @@
+"""The CPU as target: what is traced is what runs, but for packed sequences, which cannot be traced as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+
+from plimsoll.memory.lowering.base import Note, Run, foreach_as_on, kernels_replaced
+from plimsoll.memory.lowering.packed_rnn import PACKED_RNN
+from plimsoll.memory.lowering.packing import PACKING
+
+
+class CpuLowering:
+    """`Lowering` onto the processor that traces."""
+
+    name = "cpu"
+
+    @contextmanager
+    def active(self, note: Note) -> Iterator[None]:
+        """Replace what reads the values of fake tensors."""
+        with foreach_as_on(("cuda", "xpu")), kernels_replaced({**PACKING, **PACKED_RNN}):
+            yield
+
+    def run_with(self, run: Run) -> Run:
+        """Return the function as it is."""
+        return run
+
+    def on_host(self, tensor: Tensor) -> bool:
+        """Return that there is one place only."""
+        return False
+
+    def scratch_bytes(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+        """Count what the kernel takes while it runs, beside its results."""
+        return 0

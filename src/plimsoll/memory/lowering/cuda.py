@@ -1,0 +1,79 @@
+"""CUDA as target: what runs there in place of what a CPU trace sees. The parts are files of their own.
+
+Dropout is ``native_dropout``, which keeps a bool mask (on the CPU it is a random tensor of the input's type).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plimsoll.memory.lowering.base import Note, Run, foreach_as_on, kernels_replaced
+from plimsoll.memory.lowering.packing import PACKING
+from plimsoll.memory.lowering.places import Places
+
+aten = torch.ops.aten
+
+
+class CudaLowering:
+    """`Lowering` onto an NVIDIA GPU.
+
+    Args:
+        capability: the compute capability, for example ``(8, 6)``.
+    """
+
+    def __init__(self, capability: tuple[int, int]) -> None:
+        self.name = f"cuda {capability[0]}.{capability[1]}"
+        self._capability = capability
+        self._places = Places()
+
+    @contextmanager
+    def active(self, note: Note) -> Iterator[None]:
+        """Replace what CUDA does otherwise."""
+        kernels = {**PACKING, "dropout": _dropout, "scaled_dot_product_attention": self._attention}
+        with foreach_as_on(("cpu", "cuda", "xpu")), kernels_replaced(kernels), self._places:
+            yield
+
+    def run_with(self, run: Run) -> Run:
+        """Follow which tensors are on the device."""
+        return self._places.run_with(run)
+
+    def on_host(self, tensor: Tensor) -> bool:
+        """Whether a tensor is in the host's memory."""
+        return self._places.on_host(tensor)
+
+    def scratch_bytes(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+        """Count what CUDA's kernel takes while it runs, beside its results."""
+        count = _SCRATCH_BYTES.get(op)
+        return count(*args, **kwargs) if count else 0
+
+    def _attention(
+        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+        is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
+    ) -> Tensor:  # fmt: skip
+        if attn_mask is not None:
+            if attn_mask.dtype == torch.bool:
+                attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(attn_mask, 1.0)
+            attn_mask = attn_mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+        return aten._scaled_dot_product_efficient_attention(
+            query, key, value, attn_mask, torch.is_grad_enabled(), dropout_p, is_causal, scale=scale
+        )[0]
+
+
+def _dropout(input: Tensor, p: float, train: bool) -> Tensor:
+    if not train or p == 0 or input.numel() == 0:
+        return input
+    return torch.native_dropout(input, p, True)[0]
+
+
+_SCRATCH_BYTES: dict[Any, Callable[..., int]] = {
+    # logsumexp's gradient, one float for each query
+    aten._scaled_dot_product_efficient_attention_backward.default: lambda grad, query, *rest, **options: (
+        query.shape[:3].numel() * 4
+    ),
+    aten.embedding_dense_backward.default: lambda grad, indices, *rest: indices.numel() * 8 * 2,
+}

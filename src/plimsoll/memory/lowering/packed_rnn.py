@@ -1,0 +1,184 @@
+"""Recurrent nets over packed sequences on the CPU, step by step, on fake tensors: torch's own read the batch sizes.
+
+The same ops in the same order as ``aten/src/ATen/native/RNN.cpp`` (torch 2.13): PackedLayer, ReversedPackedLayer,
+PackedBidirectionalLayer, apply_layer_stack, and the cells as they are without a fused kernel. Shapes: N packed tokens,
+B samples, H hidden size, P projected size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from plimsoll.memory.known import values_of
+
+State = tuple[Tensor, ...]
+"""The hidden state of one layer and direction; an LSTM has its cell state beside it."""
+
+
+class _Weights(NamedTuple):
+    input: Tensor
+    hidden: Tensor
+    input_bias: Tensor | None
+    hidden_bias: Tensor | None
+    projection: Tensor | None
+
+
+Cell = Callable[[Tensor, State, _Weights], State]
+"""``(input after its linear layer, state, weights) -> state`` of one step."""
+
+
+def _lstm_cell(step_input: Tensor, state: State, weights: _Weights) -> State:
+    hidden, memory = state
+    gates = functional.linear(hidden, weights.hidden, weights.hidden_bias).add_(step_input)
+    parts = gates.unsafe_chunk(4, 1)
+    in_gate, forget_gate, cell_gate, out_gate = (
+        parts[0].sigmoid_(),
+        parts[1].sigmoid_(),
+        parts[2].tanh_(),
+        parts[3].sigmoid_(),
+    )
+    memory = (forget_gate * memory).add_(in_gate * cell_gate)
+    hidden = out_gate * memory.tanh()
+    return (hidden if weights.projection is None else hidden @ weights.projection.t()), memory
+
+
+def _gru_cell(step_input: Tensor, state: State, weights: _Weights) -> State:
+    (hidden,) = state
+    of_input = step_input.unsafe_chunk(3, 1)
+    of_hidden = functional.linear(hidden, weights.hidden, weights.hidden_bias).unsafe_chunk(3, 1)
+    reset_gate = of_hidden[0].add_(of_input[0]).sigmoid_()
+    update_gate = of_hidden[1].add_(of_input[1]).sigmoid_()
+    new_gate = of_input[2].add(of_hidden[2].mul_(reset_gate)).tanh_()
+    return ((hidden - new_gate).mul_(update_gate).add_(new_gate),)
+
+
+def _plain_cell(function: Callable[[Tensor], Tensor]) -> Cell:
+    def cell(step_input: Tensor, state: State, weights: _Weights) -> State:
+        return (function(functional.linear(state[0], weights.hidden, weights.hidden_bias).add_(step_input)),)
+
+    return cell
+
+
+def _forwards(
+    data: Tensor, batch_sizes: list[int], state: State, weights: _Weights, cell: Cell
+) -> tuple[Tensor, State]:
+    """One layer from the first step to the last; a sample leaves where its sequence ends."""
+    projected = functional.linear(data, weights.input, weights.input_bias)
+    outputs, finished, offset, size = [], [], 0, batch_sizes[0]
+    for batch_size in batch_sizes:
+        if batch_size < size:
+            finished.append(tuple(part.narrow(0, batch_size, size - batch_size) for part in state))
+            state = tuple(part.narrow(0, 0, batch_size) for part in state)
+        state = cell(projected.narrow(0, offset, batch_size), state, weights)
+        outputs.append(state[0])
+        offset, size = offset + batch_size, batch_size
+    finished.append(state)
+    return torch.cat(outputs), tuple(torch.cat(parts) for parts in zip(*reversed(finished), strict=True))
+
+
+def _backwards(
+    data: Tensor, batch_sizes: list[int], first_state: State, weights: _Weights, cell: Cell
+) -> tuple[Tensor, State]:
+    """One layer from the last step to the first; a sample enters where its sequence ends."""
+    projected = functional.linear(data, weights.input, weights.input_bias)
+    size, offset = batch_sizes[-1], len(data)
+    state = tuple(part.narrow(0, 0, size) for part in first_state)
+    outputs = []
+    for batch_size in reversed(batch_sizes):
+        if batch_size > size:
+            entering = [part.narrow(0, size, batch_size - size) for part in first_state]
+            state = tuple(torch.cat(pair) for pair in zip(state, entering, strict=True))
+        offset, size = offset - batch_size, batch_size
+        state = cell(projected.narrow(0, offset, batch_size), state, weights)
+        outputs.append(state[0])
+    return torch.cat(outputs[::-1]), state
+
+
+def _grouped(flat: Sequence[Tensor], has_biases: bool, is_projected: bool) -> list[_Weights]:
+    """The weights of each layer and direction, in the order ``nn.RNNBase`` keeps them."""
+    stride = 2 + 2 * has_biases + is_projected
+    return [
+        _Weights(
+            flat[start],
+            flat[start + 1],
+            flat[start + 2] if has_biases else None,
+            flat[start + 3] if has_biases else None,
+            flat[start + stride - 1] if is_projected else None,
+        )
+        for start in range(0, len(flat), stride)
+    ]
+
+
+def _stack(
+    cell: Cell,
+    data: Tensor,
+    batch_sizes: Tensor,
+    states: list[State],
+    weights: list[_Weights],
+    dropout: float,
+    bidirectional: bool,
+) -> tuple[Tensor, list[State]]:
+    """All layers, with dropout between them; ``states`` and ``weights`` are one per layer and direction."""
+    sizes = values_of(batch_sizes)
+    last_states = []
+    num_directions = 1 + bidirectional
+    for first in range(0, len(weights), num_directions):
+        output, state = _forwards(data, sizes, states[first], weights[first], cell)
+        last_states.append(state)
+        if bidirectional:
+            reverse_output, state = _backwards(data, sizes, states[first + 1], weights[first + 1], cell)
+            last_states.append(state)
+            output = torch.cat((output, reverse_output), -1)
+        is_last = first + num_directions == len(weights)
+        data = output if is_last or not dropout else functional.dropout(output, dropout)
+    return data, last_states
+
+
+def _lstm(
+    data: Tensor,
+    batch_sizes: Tensor,
+    hx: Sequence[Tensor],
+    params: Sequence[Tensor],
+    has_biases: bool,
+    num_layers: int,
+    dropout: float,
+    train: bool,
+    bidirectional: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    weights = _grouped(params, has_biases, hx[0].shape[2] != hx[1].shape[2])
+    states: list[State] = list(zip(hx[0].unbind(0), hx[1].unbind(0), strict=True))
+    output, last = _stack(_lstm_cell, data, batch_sizes, states, weights, dropout * train, bidirectional)
+    return output, torch.stack([state[0] for state in last]), torch.stack([state[1] for state in last])
+
+
+def _single_state(cell: Cell) -> Callable[..., tuple[Tensor, Tensor]]:
+    def run(
+        data: Tensor,
+        batch_sizes: Tensor,
+        hx: Tensor,
+        params: Sequence[Tensor],
+        has_biases: bool,
+        num_layers: int,
+        dropout: float,
+        train: bool,
+        bidirectional: bool,
+    ) -> tuple[Tensor, Tensor]:
+        states: list[State] = [(state,) for state in hx.unbind(0)]
+        weights = _grouped(params, has_biases, is_projected=False)
+        output, last = _stack(cell, data, batch_sizes, states, weights, dropout * train, bidirectional)
+        return output, torch.stack([state[0] for state in last])
+
+    return run
+
+
+PACKED_RNN = {
+    "lstm.data": _lstm,
+    "gru.data": _single_state(_gru_cell),
+    "rnn_tanh.data": _single_state(_plain_cell(torch.tanh)),
+    "rnn_relu.data": _single_state(_plain_cell(torch.relu)),
+}

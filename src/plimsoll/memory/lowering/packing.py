@@ -1,0 +1,59 @@
+"""Packed sequences (``torch.nn.utils.rnn``) on fake tensors: torch's own kernels read the lengths from memory.
+
+Same shapes, same allocations as ``aten/src/ATen/native/PackedSequence.cpp`` (torch 2.13): packing makes the packed data
+and the batch sizes (which stay on the host), padding makes the padded output and the lengths. The lengths must be known
+(`plimsoll.memory.known`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plimsoll.memory.known import values_of
+
+
+class _Pack(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, num_packed: int) -> Tensor:
+        ctx.shape = input.shape
+        return input.new_empty((num_packed, *input.shape[2:]))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0].new_zeros(ctx.shape), None
+
+
+class _Pad(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, data: Tensor, shape: tuple[int, ...]) -> Tensor:
+        ctx.shape = data.shape
+        return data.new_empty(shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0].new_empty(ctx.shape), None
+
+
+def pack_padded_sequence(input: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
+    """Pack (T, B, ...) or, ``batch_first``, (B, T, ...) into (sum of lengths, ...), and count the samples per step."""
+    known = values_of(lengths)
+    batch_sizes = [sum(length > step for length in known) for step in range(max(known))]
+    time_first = input.transpose(0, 1) if batch_first else input
+    return _Pack.apply(time_first, sum(known)), torch.tensor(batch_sizes)  # type: ignore[no-untyped-call]
+
+
+def pad_packed_sequence(
+    data: Tensor, batch_sizes: Tensor, batch_first: bool, padding_value: float, total_length: int
+) -> tuple[Tensor, Tensor]:
+    """Undo `pack_padded_sequence`; returns the padded sequences and their lengths."""
+    known = values_of(batch_sizes)
+    num_steps = total_length if total_length > 0 else len(known)
+    lengths = [sum(size > sample for size in known) for sample in range(known[0])]
+    padded = _Pad.apply(data, (num_steps, known[0], *data.shape[1:]))  # type: ignore[no-untyped-call]
+    return (padded.transpose(0, 1) if batch_first else padded), torch.tensor(lengths)
+
+
+PACKING = {"_pack_padded_sequence": pack_padded_sequence, "_pad_packed_sequence": pad_packed_sequence}

@@ -1,0 +1,151 @@
+"""Which fake tensors stand for memory of the device and which for the host's, when both are traced as CPU tensors.
+
+Host: what user code makes without saying a device (``torch.tensor(0.0)``, as optimizers count their steps), batches as
+the loader gives them, what ``.cpu()`` returns, and what is computed from these alone. Device: everything else, also
+what ``.to(...)`` and ``.cuda()`` return; user code may say ``"cuda"`` or a device taken from another tensor.
+
+Not covered: a ``.to("cpu")`` that is meant to move to the host (say ``.cpu()``), and pinned memory's rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from plimsoll.memory.lowering.base import Run
+
+_ON_HOST = "_plimsoll_on_host"
+_FACTORIES = {
+    getattr(torch, name)
+    for name in (
+        "tensor as_tensor asarray from_numpy empty zeros ones full arange linspace logspace eye rand randn randint "
+        "randperm tril_indices triu_indices empty_strided scalar_tensor normal"
+    ).split()
+}
+
+
+class Places(TorchFunctionMode):
+    """Follows where tensors are; while active, ``"cuda"`` is understood on a build of torch without it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._makes_on_host = False
+        self._is_host_op = False
+        self._moves = False
+
+    def put_on_host(self, tensor: Tensor) -> Tensor:
+        """Say that a tensor is in the host's memory."""
+        setattr(tensor, _ON_HOST, True)
+        return tensor
+
+    def on_host(self, tensor: Tensor) -> bool:
+        """Whether a tensor, or what the running op makes, is in the host's memory."""
+        return self._is_host_op or hasattr(tensor, _ON_HOST)
+
+    def run_with(self, run: Run) -> Run:
+        """Let what an op makes be where its inputs are."""
+
+        def run_in_place(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            tensors = [leaf for leaf in args if isinstance(leaf, Tensor)]
+            if self._moves:
+                self._is_host_op = False
+            elif tensors:
+                self._is_host_op = all(hasattr(tensor, _ON_HOST) or not isinstance(tensor, FakeTensor) for tensor in tensors)
+            else:
+                self._is_host_op = self._makes_on_host
+            result = run(op, args, kwargs)
+            if self._is_host_op:
+                for leaf in tree_leaves(result):
+                    if isinstance(leaf, Tensor):
+                        self.put_on_host(leaf)
+            return result
+
+        return run_in_place
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Understand what a call says of devices, and do the call."""
+        kwargs = kwargs or {}
+        if func in _FACTORIES:
+            self._makes_on_host = kwargs.get("device") is None
+            try:
+                return func(*args, **_on_cpu(kwargs))
+            finally:
+                self._makes_on_host = False
+        if func is Tensor.cuda:
+            return self._moved(args[0])
+        if func is Tensor.to:
+            tensor = func(*(_known_device(arg) if _is_device(arg) else arg for arg in args), **_on_cpu(kwargs))
+            is_told = kwargs.get("device") is not None or any(map(_is_device, args[1:]))
+            return self._moved(tensor) if is_told else tensor
+        if func is Tensor.cpu:
+            return args[0] if self.on_host(args[0]) else self.put_on_host(args[0].clone())
+        return func(*args, **_on_cpu(kwargs))
+
+    def _moved(self, tensor: Tensor) -> Tensor:
+        """The tensor on the device: itself if it is there."""
+        if not self.on_host(tensor):
+            return tensor
+        self._moves = True
+        try:
+            return tensor.clone()
+        finally:
+            self._moves = False
+
+
+    def _apply_to_module(self, module: nn.Module, convert: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        """What ``nn.Module._apply`` does; torch's own refuses fake parameters that an optimizer refers to."""
+        if recurse:
+            for child in module.children():
+                child._apply(convert)
+        with torch.no_grad():
+            for parameter in module._parameters.values():
+                if parameter is not None:
+                    self._exchange(parameter, convert(parameter))
+                    if parameter.grad is not None:
+                        self._exchange(parameter.grad, convert(parameter.grad))
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = convert(buffer)
+        return module
+
+    def _exchange(self, tensor: Tensor, converted: Tensor) -> None:
+        """Give a tensor the memory of another, as ``tensor.data = converted`` does."""
+        if converted is tensor:
+            return
+        tensor.data = converted
+        if not self.on_host(converted) and hasattr(tensor, _ON_HOST):
+            delattr(tensor, _ON_HOST)
+
+    def __enter__(self) -> Self:
+        self._own_apply = nn.Module._apply
+        nn.Module._apply = lambda module, fn, recurse=True: self._apply_to_module(module, fn, recurse)  # type: ignore
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        nn.Module._apply = self._own_apply  # type: ignore[method-assign]
+
+
+_CPU = torch.device("cpu")
+
+
+def _is_device(value: Any) -> bool:
+    return isinstance(value, torch.device | str)
+
+
+def _known_device(value: Any) -> Any:
+    """A device of this build of torch in place of CUDA."""
+    return _CPU if torch.device(value).type == "cuda" else value
+
+
+def _on_cpu(kwargs: dict[str, Any]) -> dict[str, Any]:
+    device = kwargs.get("device")
+    return kwargs if device is None else {**kwargs, "device": _known_device(device)}

@@ -1,0 +1,131 @@
+"""Runs a training on fake tensors and records what it would allocate: nothing is computed, nothing is allocated.
+
+    trace = trace_training(train_three_steps, CudaLowering((8, 6)))
+
+The function builds the model, or takes one that `fake_model` made, and trains it for a few steps with plain PyTorch
+code; it runs as it is, under torch's fake tensors. What the target does otherwise is replaced while it runs (see
+`lowering.base`), and values that decide something are known or said to be assumed (see `known`).
+
+Works for any module and any training function whose ops have a fake version, Hugging Face models, packed sequences,
+checkpointing and custom autograd functions among them. Does NOT cover torch.compile, CUDA graphs, several devices, and
+tensors made by libraries that do not go through torch.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedFakeTensorException,
+)
+from torch.utils._pytree import tree_map
+
+from plimsoll.errors import InputError
+from plimsoll.memory.known import KnownValues
+from plimsoll.memory.lowering.base import Lowering
+from plimsoll.memory.recorder import Recorder
+from plimsoll.records.trace import Phase, Trace
+
+class Rehearsal:
+    """A place in which a training runs on fake tensors and is recorded; made by `rehearsal`.
+
+    ``recorder`` takes the phase and step from outside, where they are not to be inferred.
+    """
+
+    def __init__(self, lowering: Lowering, phase: Callable[[], Phase] | None) -> None:
+        self._lowering = lowering
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.known = KnownValues(self.mode, self._where)
+        self.recorder = Recorder(
+            phase=phase, run=lowering.run_with(self.known.run), scratch_bytes=lowering.scratch_bytes,
+            on_host=lowering.on_host,
+        )  # fmt: skip
+
+    def fake_model(self, model: nn.Module) -> nn.Module:
+        """Return a copy of a model whose parameters and buffers are fake; the model itself stays as it is."""
+        return _copied(model, self._faked(model))
+
+    def fake_training(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer
+    ) -> tuple[nn.Module, torch.optim.Optimizer]:
+        """Return copies of a model and its optimizer that belong together; states that exist are fake too."""
+        memo = self._faked(model)
+        for state in optimizer.state.values():
+            memo |= {id(value): self.known.fake(value) for value in state.values() if isinstance(value, Tensor)}
+        return _copied(model, memo), _copied(optimizer, memo)
+
+    def fake_batch(self, batch: Any) -> Any:
+        """Return a batch of fake tensors; its integers stay known."""
+        return tree_map(lambda leaf: self.known.fake(leaf) if isinstance(leaf, Tensor) else leaf, batch)
+
+    def trace(self) -> Trace:
+        """Return what was recorded."""
+        return self.recorder.trace("predicted", self._lowering.name, self.known.assumptions)
+
+    def _faked(self, model: nn.Module) -> dict[int, Any]:
+        """The fake of each parameter and buffer by its id: what ``copy.deepcopy`` takes as done."""
+        memo: dict[int, Any] = {}
+        for tensor in chain(model.parameters(), model.buffers()):
+            fake = self.known.fake(tensor.detach()).requires_grad_(tensor.requires_grad)
+            if isinstance(tensor, nn.Parameter):
+                fake._is_param = True  # type: ignore[attr-defined]  # what nn.Parameter itself does for a subclass
+            memo[id(tensor)] = fake
+        return memo
+
+    def _where(self) -> str:
+        return self.recorder.describe_place()
+
+
+@contextmanager
+def rehearsal(lowering: Lowering, phase: Callable[[], Phase] | None = None) -> Iterator[Rehearsal]:
+    """Run the block on fake tensors, with the kernels of the target, and record it.
+
+    Args:
+        lowering: the target.
+        phase: asked for the phase of the training; ``None`` infers it.
+
+    Raises:
+        InputError: if an op in the block has no fake version, or needs values that are not known.
+    """
+    place = Rehearsal(lowering, phase)
+    try:
+        with lowering.active(place.known.assume), place.mode, place.recorder:
+            yield place
+    except (UnsupportedFakeTensorException, DataDependentOutputException, DynamicOutputShapeException) as error:
+        raise InputError(_cannot_trace(error, place.recorder.describe_place())) from error
+
+
+def trace_training(train: Callable[[Rehearsal], Any], lowering: Lowering) -> Trace:
+    """Trace a function that trains; every ``optimizer.step()`` ends a step.
+
+    Args:
+        train: does a few steps; from the third on they are alike.
+        lowering: the target.
+
+    Raises:
+        InputError: if the function cannot be traced.
+    """
+    with rehearsal(lowering) as place:
+        place.recorder.step, place.recorder.counts_steps = 1, True
+        train(place)
+    return place.trace()
+
+
+def _copied(original: Any, memo: dict[int, Any]) -> Any:
+    return copy.deepcopy(original, memo)
+
+
+def _cannot_trace(error: Exception, where: str) -> str:
+    return (
+        f"cannot trace this training without running it: {error}{where} has no version for fake tensors, or its "
+        "result depends on values that are not known; register one (torch.library.register_fake), or leave that op out"
+    )
