@@ -1,0 +1,469 @@
+"""What torch's caching allocator for CUDA reserves for a sequence of allocations, in pure Python.
+
+After ``c10/cuda/CUDACachingAllocator.cpp`` (read at pytorch 001074d2; the sizes and options are those of torch 2.13,
+see `plimsoll.records.allocator`): requests are rounded, served by the best fit among the free blocks of a small and a
+large pool, split off them, merged with free neighbours when freed; segments are asked from the driver where nothing
+fits and given back only where memory runs out. Each method names the function it follows.
+
+NOT covered: several streams (a block freed on one is not reused on another), private pools of CUDA graphs,
+``cudaMallocAsync``, memory taken past the allocator (context, NCCL, cuFFT), and where the driver puts a segment. Here a
+new segment lies above all others; torch prefers, among free blocks of equal size, the one at the lowest address.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import final
+
+from plimsoll.records.allocator import AllocatorRules
+
+_ADDRESS_SPACE_BYTES = 1 << 50
+"""An expandable segment's range. torch takes 9/8 of the device and starts another range where that is too short."""
+
+
+class SimulatedOutOfMemory(Exception):
+    """A request did not fit, also after all that was cached had been given back.
+
+    ``requested_bytes`` is what was asked for, ``segment_bytes`` what torch would have asked the driver for and names in
+    its message; the others are the allocator's at that moment, with the cache given back.
+    """
+
+    def __init__(
+        self, requested_bytes: int, segment_bytes: int, allocated_bytes: int, reserved_bytes: int, limit_bytes: int
+    ) -> None:
+        super().__init__(
+            f"{requested_bytes} bytes do not fit: {reserved_bytes} of {limit_bytes} bytes are reserved, "
+            f"{allocated_bytes} of them allocated"
+        )
+        self.requested_bytes = requested_bytes
+        self.segment_bytes = segment_bytes
+        self.allocated_bytes = allocated_bytes
+        self.reserved_bytes = reserved_bytes
+        self.limit_bytes = limit_bytes
+
+
+@final
+class _Block:
+    """A range of one segment; ``before`` and ``after`` are its neighbours there, so a lone block is a whole segment."""
+
+    __slots__ = ("address", "after", "before", "born", "is_free", "is_mapped", "num_bytes", "pool", "requested_bytes")
+
+    def __init__(self, pool: _Pool, address: int, num_bytes: int, is_mapped: bool = True) -> None:
+        self.pool = pool
+        self.address = address
+        self.num_bytes = num_bytes
+        self.is_mapped = is_mapped
+        self.is_free = True
+        self.requested_bytes = 0
+        self.born = 0
+        self.before: _Block | None = None
+        self.after: _Block | None = None
+
+    @property
+    def is_split(self) -> bool:
+        return self.before is not None or self.after is not None
+
+    def insert_after(self, block: _Block) -> None:
+        """Become the neighbour behind ``block``."""
+        self.before, self.after = block, block.after
+        if block.after is not None:
+            block.after.before = self
+        block.after = self
+
+    def cut(self, num_bytes: int) -> _Block:
+        """Keep the first bytes and return a new block with the rest."""
+        rest = _Block(self.pool, self.address + num_bytes, self.num_bytes - num_bytes, self.is_mapped)
+        self.num_bytes = num_bytes
+        rest.insert_after(self)
+        return rest
+
+
+class _Pool:
+    """Free blocks in best-fit order, and ranges of address space with no memory behind them in order of address."""
+
+    def __init__(self, is_small: bool, page_bytes: int) -> None:
+        self.is_small = is_small
+        self.page_bytes = page_bytes
+        self.free: list[tuple[int, int, _Block]] = []
+        self.unmapped: list[tuple[int, _Block]] = []
+        self.num_searches = 0
+
+    def add(self, block: _Block) -> None:
+        if block.is_mapped:
+            block.born = self.num_searches
+            insort(self.free, (block.num_bytes, block.address, block))
+        else:
+            insort(self.unmapped, (block.address, block))
+
+    def remove(self, block: _Block) -> None:
+        if block.is_mapped:
+            del self.free[bisect_left(self.free, (block.num_bytes, block.address))]
+        else:
+            del self.unmapped[bisect_left(self.unmapped, (block.address,))]
+
+    def merge(self, block: _Block) -> None:
+        """Join a block, which is not in the pool, with its free neighbours, which are (`try_merge_blocks`)."""
+        before, after = block.before, block.after
+        if before is not None and before.is_free and before.is_mapped == block.is_mapped:
+            self.remove(before)
+            block.address = before.address
+            block.num_bytes += before.num_bytes
+            block.before = before.before
+            if block.before is not None:
+                block.before.after = block
+        if after is not None and after.is_free and after.is_mapped == block.is_mapped:
+            self.remove(after)
+            block.num_bytes += after.num_bytes
+            block.after = after.after
+            if block.after is not None:
+                block.after.before = block
+
+
+@final
+class CachingAllocator:
+    """One device's allocator on one stream; ``limit_bytes`` bounds what it reserves (None: nothing does).
+
+    The limit stands for the device's capacity less what lives outside the allocator, or for the per-process fraction.
+    The two differ with expandable segments only: a fraction would let the last page (20 MiB) pass the limit. As in
+    torch, garbage collection needs a limit.
+    """
+
+    def __init__(self, rules: AllocatorRules | None = None, limit_bytes: int | None = None) -> None:
+        self.rules = rules if rules is not None else AllocatorRules()
+        self.limit_bytes = limit_bytes
+        self.requested_bytes = self.allocated_bytes = self.reserved_bytes = 0
+        self.peak_requested_bytes = self.peak_allocated_bytes = self.peak_reserved_bytes = 0
+        self.num_retries = 0
+        self._small = _Pool(True, self.rules.small_segment_bytes)
+        self._large = _Pool(False, self.rules.large_segment_bytes)
+        self._live: dict[int, _Block] = {}
+        self._next_address = _ADDRESS_SPACE_BYTES
+
+    def allocate(self, num_bytes: int) -> int:
+        """Serve a request and return its block's handle: its simulated address, or 0 for no bytes (`malloc`).
+
+        Raises:
+            SimulatedOutOfMemory: if it does not fit, after cached segments were given back and the driver asked again.
+        """
+        if num_bytes == 0:
+            return 0
+        size_bytes = rounded_bytes(num_bytes, self.rules)
+        pool = self._small if size_bytes <= self.rules.small_bytes else self._large
+        block = self._best_fit(pool, size_bytes) or self._from_driver(pool, size_bytes, num_bytes)
+        if self._is_split_for(block, size_bytes):
+            pool.add(block.cut(size_bytes))
+        block.is_free = False
+        block.requested_bytes = num_bytes
+        self._live[block.address] = block
+        self.allocated_bytes += block.num_bytes
+        self.requested_bytes += num_bytes
+        self.peak_allocated_bytes = max(self.peak_allocated_bytes, self.allocated_bytes)
+        self.peak_requested_bytes = max(self.peak_requested_bytes, self.requested_bytes)
+        return block.address
+
+    def free(self, block: int) -> None:
+        """Take a block back, given by its handle (`free_block`).
+
+        Raises:
+            KeyError: if no such block is allocated.
+        """
+        if block == 0:
+            return
+        freed = self._live.pop(block)
+        self.allocated_bytes -= freed.num_bytes
+        self.requested_bytes -= freed.requested_bytes
+        freed.is_free = True
+        freed.pool.merge(freed)
+        freed.pool.add(freed)
+
+    def empty_cache(self) -> None:
+        """Give back all segments, or pages of expandable segments, of which nothing is used (`release_blocks`)."""
+        for pool in (self._large, self._small):
+            for _, _, block in list(pool.free):
+                if self.rules.expandable_segments:
+                    self._unmap(block)
+                elif not block.is_split:
+                    self._release(block)
+
+    def segment_bytes(self, num_bytes: int) -> int:
+        """Return what the driver is asked for where no cached block fits a rounded request (`get_allocation_size`)."""
+        if num_bytes <= self.rules.small_bytes:
+            return self.rules.small_segment_bytes
+        if num_bytes < self.rules.min_large_bytes:
+            return self.rules.large_segment_bytes
+        return _round_up(num_bytes, self.rules.round_large_bytes)
+
+    def _best_fit(self, pool: _Pool, size_bytes: int) -> _Block | None:
+        """Take the smallest free block that fits out of the pool (`get_free_block`)."""
+        pool.num_searches += 1
+        place = bisect_left(pool.free, (size_bytes,))
+        if place == len(pool.free):
+            return None
+        block = pool.free[place][2]
+        if self.rules.expandable_segments:
+            # A block that can grow counts with what it can grow to, so that the others are used first.
+            while place + 1 < len(pool.free) and _grown_bytes(pool.free[place + 1][2]) < _grown_bytes(block):
+                place += 1
+                block = pool.free[place][2]
+        if not self._may_serve(block, size_bytes):
+            return None
+        del pool.free[place]
+        return block
+
+    def _may_serve(self, block: _Block, size_bytes: int) -> bool:
+        """Whether ``max_split_bytes`` allows it: blocks from that size on serve requests of nearly their size only."""
+        oversize_bytes = self.rules.max_split_bytes
+        if oversize_bytes is None:
+            return True
+        if size_bytes < oversize_bytes:
+            return block.num_bytes < oversize_bytes
+        return block.num_bytes < size_bytes + self.rules.max_non_split_rounding_bytes
+
+    def _is_split_for(self, block: _Block, size_bytes: int) -> bool:
+        """Whether what a request leaves of a block becomes a block (`should_split`)."""
+        rest_bytes = block.num_bytes - size_bytes
+        if block.pool.is_small or self.rules.expandable_segments:
+            return rest_bytes >= self.rules.rounding_bytes
+        is_oversize = self.rules.max_split_bytes is not None and size_bytes >= self.rules.max_split_bytes
+        return not is_oversize and rest_bytes > self.rules.small_bytes
+
+    def _from_driver(self, pool: _Pool, size_bytes: int, num_bytes: int) -> _Block:
+        """Ask the driver, then give back ever more of the cache and ask again (`malloc`, its second half)."""
+        self._collect_garbage()
+        block = self._new_block(pool, size_bytes)
+        if block is None and self._release_oversize(pool, size_bytes):
+            block = self._new_block(pool, size_bytes)
+        if block is None:
+            self.empty_cache()
+            self.num_retries += 1
+            block = self._new_block(pool, size_bytes)
+        if block is None:
+            assert self.limit_bytes is not None
+            raise SimulatedOutOfMemory(
+                num_bytes, self.segment_bytes(size_bytes), self.allocated_bytes, self.reserved_bytes, self.limit_bytes
+            )
+        return block
+
+    def _new_block(self, pool: _Pool, size_bytes: int) -> _Block | None:
+        """Reserve a segment, or more of the expandable one (`alloc_block`)."""
+        segment_bytes = self.segment_bytes(size_bytes)
+        if not self._has_room(segment_bytes):
+            return None
+        if self.rules.expandable_segments:
+            return self._grow(pool, size_bytes)
+        self._reserve(segment_bytes)
+        return _Block(pool, self._new_address(segment_bytes), segment_bytes)
+
+    def _has_room(self, num_bytes: int) -> bool:
+        return self.limit_bytes is None or self.reserved_bytes + num_bytes <= self.limit_bytes
+
+    def _reserve(self, num_bytes: int) -> None:
+        self.reserved_bytes += num_bytes
+        self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
+
+    def _new_address(self, num_bytes: int) -> int:
+        address = self._next_address
+        self._next_address += _round_up(num_bytes, _ADDRESS_SPACE_BYTES)
+        return address
+
+    def _release(self, block: _Block) -> None:
+        """Give a whole segment back (`release_block`)."""
+        block.pool.remove(block)
+        self.reserved_bytes -= block.num_bytes
+
+    def _release_oversize(self, pool: _Pool, size_bytes: int) -> bool:
+        """Give back one oversize block of the needed size, or several (`release_available_cached_blocks`)."""
+        oversize_bytes = self.rules.max_split_bytes
+        if oversize_bytes is None or self.rules.expandable_segments:
+            return False
+        needed_bytes = max(size_bytes, oversize_bytes)
+        place = bisect_left(pool.free, (needed_bytes,))
+        if place < len(pool.free):
+            self._release(pool.free[place][2])
+            return True
+        released_bytes = 0
+        while released_bytes < needed_bytes and pool.free and pool.free[-1][0] >= oversize_bytes:
+            released_bytes += pool.free[-1][0]
+            self._release(pool.free[-1][2])
+        return released_bytes >= needed_bytes
+
+    def _collect_garbage(self) -> None:
+        """Give back whole large segments unused for longer than the mean (`garbage_collect_cached_blocks`)."""
+        threshold = self.rules.garbage_collection_threshold
+        if threshold is None or self.limit_bytes is None or self.rules.expandable_segments:
+            return
+        target_bytes = self.reserved_bytes - int(threshold * self.limit_bytes)
+        ages = {block: self._large.num_searches - block.born for _, _, block in self._large.free if not block.is_split}
+        while ages and target_bytes > 0:
+            mean = sum(ages.values()) / len(ages)
+            for block in [block for block, age in ages.items() if age >= mean]:
+                target_bytes -= block.num_bytes
+                del ages[block]
+                self._release(block)
+
+    def _grow(self, pool: _Pool, size_bytes: int) -> _Block | None:
+        """Put memory behind the lowest range of addresses that is long enough (`try_allocate_expandable_block`)."""
+        block = _growable(pool, size_bytes) or self._new_range(pool)
+        if not block.is_mapped and not self._map(block, min(block.num_bytes, size_bytes)):
+            return None
+        while block.num_bytes < size_bytes:
+            after = block.after
+            assert after is not None  # `_growable` saw enough free neighbours
+            if not self._map(after, min(size_bytes - block.num_bytes, after.num_bytes)):
+                return None
+            block = after  # which has taken in the one before
+        pool.remove(block)
+        return block
+
+    def _new_range(self, pool: _Pool) -> _Block:
+        """Reserve addresses for an expandable segment: whole pages, with no memory behind them."""
+        pages = _round_up(_ADDRESS_SPACE_BYTES, pool.page_bytes)
+        start = _round_up(self._new_address(2 * pages), pool.page_bytes)
+        block = _Block(pool, start, pages, is_mapped=False)
+        pool.add(block)
+        return block
+
+    def _map(self, block: _Block, num_bytes: int) -> bool:
+        """Put whole pages behind the start of a range and merge it with free neighbours (`map_block`)."""
+        pool = block.pool
+        mapped_bytes = _round_up(num_bytes, pool.page_bytes)
+        if not self._has_room(mapped_bytes):
+            return False
+        pool.remove(block)
+        if mapped_bytes < block.num_bytes:
+            pool.add(block.cut(mapped_bytes))
+        block.is_mapped = True
+        pool.merge(block)
+        pool.add(block)
+        self._reserve(mapped_bytes)
+        return True
+
+    def _unmap(self, block: _Block) -> None:
+        """Give the whole pages inside a free block back (`unmap_block`); parts of pages at its ends stay free."""
+        pool = block.pool
+        start = _round_up(block.address, pool.page_bytes)
+        num_bytes = (block.address + block.num_bytes) // pool.page_bytes * pool.page_bytes - start
+        if num_bytes <= 0:
+            return
+        pool.remove(block)
+        if start > block.address:
+            front, block = block, block.cut(start - block.address)
+            pool.add(front)
+        if block.num_bytes > num_bytes:
+            pool.add(block.cut(num_bytes))
+        block.is_mapped = False
+        pool.merge(block)
+        pool.add(block)
+        self.reserved_bytes -= num_bytes
+
+
+def rounded_bytes(num_bytes: int, rules: AllocatorRules) -> int:
+    """Return how many bytes of a segment a request takes (`round_size`, `roundup_power2_next_division`)."""
+    divisions = rules.divisions(num_bytes)
+    if divisions > 1 and num_bytes > rules.rounding_bytes * divisions:
+        power_bytes = 1 << (num_bytes.bit_length() - 1)
+        return _round_up(num_bytes, power_bytes // (1 << (divisions.bit_length() - 1)))
+    return _round_up(num_bytes, rules.rounding_bytes)
+
+
+def pinned_bytes(num_bytes: int) -> int:
+    """Return the host memory behind a pinned tensor: the next power of two.
+
+    After ``CachingHostAllocatorImpl::allocate`` (``ATen/core/CachingHostAllocator.h`` of torch 2.13) with its default
+    of no threshold for the rounding; origin pytorch#95827. Freed blocks are kept for requests of the same power of two.
+    """
+    return 0 if num_bytes == 0 else 1 << (num_bytes - 1).bit_length()
+
+
+@dataclass(frozen=True)
+class Replay:
+    """What an allocator did with a sequence of events; the columns have a row for each event that was done.
+
+    ``oom_at`` is the event that did not fit, ``oom`` what the allocator said then; the sequence ends before it.
+    ``live`` maps each storage that is not freed to its block's handle, to go on from.
+    """
+
+    allocated_bytes: list[int]
+    reserved_bytes: list[int]
+    live: dict[int, int]
+    oom_at: int | None = None
+    oom: SimulatedOutOfMemory | None = None
+
+    @cached_property
+    def peak_allocated_bytes(self) -> int:
+        """The largest number in the column; 0 without events."""
+        return max(self.allocated_bytes, default=0)
+
+    @cached_property
+    def peak_reserved_bytes(self) -> int:
+        """The largest number in the column; 0 without events."""
+        return max(self.reserved_bytes, default=0)
+
+    @cached_property
+    def most_allocated_at(self) -> int | None:
+        """The first event after which `peak_allocated_bytes` are allocated; None without events."""
+        return self.allocated_bytes.index(self.peak_allocated_bytes) if self.allocated_bytes else None
+
+    @cached_property
+    def most_reserved_at(self) -> int | None:
+        """The first event after which `peak_reserved_bytes` are reserved; None without events."""
+        return self.reserved_bytes.index(self.peak_reserved_bytes) if self.reserved_bytes else None
+
+
+def replay(
+    deltas: Iterable[tuple[int, int]], allocator: CachingAllocator, live: dict[int, int] | None = None
+) -> Replay:
+    """Run events (storage id, bytes to allocate; a negative number frees the storage) through an allocator, in order.
+
+    ``live`` are storages allocated before (`Replay.live` of an earlier call); it is not changed. A storage's id may be
+    used again after it was freed.
+
+    Raises:
+        ValueError: if a storage is allocated twice or freed without having been allocated.
+    """
+    handles = dict(live or {})
+    allocated_bytes: list[int] = []
+    reserved_bytes: list[int] = []
+    oom: SimulatedOutOfMemory | None = None
+    for at, (storage, num_bytes) in enumerate(deltas):
+        if (num_bytes < 0) != (storage in handles):
+            state = "is allocated already" if storage in handles else "is not allocated"
+            raise ValueError(f"event {at}, storage {storage}, {num_bytes} bytes: the storage {state}")
+        try:
+            if num_bytes < 0:
+                allocator.free(handles.pop(storage))
+            else:
+                handles[storage] = allocator.allocate(num_bytes)
+        except SimulatedOutOfMemory as error:
+            oom = error
+            break
+        allocated_bytes.append(allocator.allocated_bytes)
+        reserved_bytes.append(allocator.reserved_bytes)
+    return Replay(allocated_bytes, reserved_bytes, handles, len(allocated_bytes) if oom else None, oom)
+
+
+def _growable(pool: _Pool, size_bytes: int) -> _Block | None:
+    """The lowest start of free blocks and unmapped addresses that hold a request together (`find_expandable_block`)."""
+    for _, unmapped in pool.unmapped:
+        before = unmapped.before
+        first = before if before is not None and before.is_free else unmapped
+        num_bytes = 0
+        block: _Block | None = first
+        while num_bytes < size_bytes and block is not None and block.is_free:
+            num_bytes += block.num_bytes
+            block = block.after
+        if num_bytes >= size_bytes:
+            return first
+    return None
+
+
+def _grown_bytes(block: _Block) -> int:
+    after = block.after
+    return block.num_bytes + (after.num_bytes if after is not None and not after.is_mapped else 0)
+
+
+def _round_up(num_bytes: int, step_bytes: int) -> int:
+    return -(-num_bytes // step_bytes) * step_bytes
