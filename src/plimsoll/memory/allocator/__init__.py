@@ -1,0 +1,1 @@
+"""How each allocator counts, rounds and keeps what is asked of it."""
