@@ -1,0 +1,38 @@
+"""The settings of the C library's heap, as a value: what `mallopt` sets, and what glibc has without it.
+
+Source: mallopt(3) and malloc/malloc.c of glibc 2.36 (``do_set_mmap_threshold``, ``__libc_free``). Setting the mapping
+threshold ends its raising for good and leaves the trim threshold as it is at that moment: 128 KiB in a process that
+has not yet freed a mapped block, twice the largest one it has freed otherwise.
+"""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from plimsoll.records.base import Frozen
+
+_KIB, _MIB = 1 << 10, 1 << 20
+
+
+class HeapRules(Frozen):
+    """From which size a block is a mapping of its own, and when the top of the heap goes back to the system."""
+
+    mmap_threshold_bytes: int = Field(default=128 * _KIB, ge=0)
+    is_dynamic: bool = True
+    """Whether the free of a larger mapped block, up to 32 MiB, raises the thresholds to its size and to twice that."""
+    trim_threshold_bytes: int = Field(default=128 * _KIB, ge=0)
+    top_pad_bytes: int = Field(default=128 * _KIB, ge=0)
+    num_cached_per_size: int = Field(default=7, ge=0)
+    page_bytes: int = Field(default=4096, ge=1)
+    alignment_bytes: int = Field(default=64, ge=32)
+    """Of every block: torch asks for its CPU tensors with ``posix_memalign(64)``."""
+
+
+DEFAULT_HEAP = HeapRules()
+"""glibc's own, in a process that has freed nothing large yet."""
+
+FAST_HEAP = HeapRules(mmap_threshold_bytes=4 * _MIB, is_dynamic=False)
+"""Blocks from 4 MiB are mapped (``plimsoll.device.heap.FAST_BYTES``)."""
+
+TIGHT_HEAP = HeapRules(mmap_threshold_bytes=128 * _KIB, is_dynamic=False)
+"""Blocks from 128 KiB are mapped (``plimsoll.device.heap.TIGHT_BYTES``)."""
