@@ -35,6 +35,7 @@ from plimsoll.memory.lowering.base import Lowering
 from plimsoll.memory.recorder import Recorder
 from plimsoll.records.trace import Phase, Trace
 
+
 class Rehearsal:
     """A place in which a training runs on fake tensors and is recorded; made by `rehearsal`.
 

@@ -56,7 +56,9 @@ class Places(TorchFunctionMode):
             if self._moves:
                 self._is_host_op = False
             elif tensors:
-                self._is_host_op = all(hasattr(tensor, _ON_HOST) or not isinstance(tensor, FakeTensor) for tensor in tensors)
+                self._is_host_op = all(
+                    hasattr(tensor, _ON_HOST) or not isinstance(tensor, FakeTensor) for tensor in tensors
+                )
             else:
                 self._is_host_op = self._makes_on_host
             result = run(op, args, kwargs)
@@ -99,8 +101,9 @@ class Places(TorchFunctionMode):
         finally:
             self._moves = False
 
-
-    def _apply_to_module(self, module: nn.Module, convert: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+    def _apply_to_module(
+        self, module: nn.Module, convert: Callable[[Tensor], Tensor], recurse: bool = True
+    ) -> nn.Module:
         """What ``nn.Module._apply`` does; torch's own refuses fake parameters that an optimizer refers to."""
         if recurse:
             for child in module.children():
