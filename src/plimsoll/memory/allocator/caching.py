@@ -369,13 +369,16 @@ def rounded_bytes(num_bytes: int, rules: AllocatorRules) -> int:
     return _round_up(num_bytes, rules.rounding_bytes)
 
 
-def pinned_bytes(num_bytes: int) -> int:
-    """Return the host memory behind a pinned tensor: the next power of two.
+def pinned_bytes(num_bytes: int, rules: AllocatorRules | None = None) -> int:
+    """Return the host memory behind a pinned tensor: the next power of two, unless the rules end that at some size.
 
-    After ``CachingHostAllocatorImpl::allocate`` (``ATen/core/CachingHostAllocator.h`` of torch 2.13) with its default
-    of no threshold for the rounding; origin pytorch#95827. Freed blocks are kept for requests of the same power of two.
+    After ``CachingHostAllocatorImpl::allocate`` (``ATen/core/CachingHostAllocator.h`` of torch 2.13); origin
+    pytorch#95827. NOT covered: what is cached when tensors are freed, for requests of the same power of two.
     """
-    return 0 if num_bytes == 0 else 1 << (num_bytes - 1).bit_length()
+    most_bytes = rules.pinned_max_round_bytes if rules is not None else None
+    if num_bytes == 0 or (most_bytes is not None and num_bytes > most_bytes):
+        return num_bytes
+    return 1 << (num_bytes - 1).bit_length()
 
 
 @dataclass(frozen=True)

@@ -206,6 +206,8 @@ def test_power_of_two_divisions():
 
 def test_pinned_memory_is_a_power_of_two():
     assert [pinned_bytes(size) for size in (0, 1, 3, 4096, 4097, 5 * MIB)] == [0, 1, 4, 4096, 8192, 8 * MIB]
+    rules = AllocatorRules(pinned_max_round_bytes=4 * MIB)
+    assert [pinned_bytes(size * MIB, rules) for size in (3, 4, 5)] == [4 * MIB, 4 * MIB, 5 * MIB]
 
 
 def test_a_replay_has_columns_and_peaks():
