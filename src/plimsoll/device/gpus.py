@@ -242,7 +242,8 @@ def cublas_workspace_bytes(architecture: str) -> int:
     """Return what torch allocates for each cuBLAS handle and stream, from its pool: 32 MiB from 9.0 on, else 8.125 MiB.
 
     After `parseChosenWorkspaceSize` of pytorch's main branch in 2026, which has 9, 10 and 12 in its list; older torch
-    has 9.0 alone, so that a Blackwell card takes 24 MiB less there. NOT covered: ``CUBLAS_WORKSPACE_CONFIG``.
+    has 9.0 alone, so that a Blackwell card takes 24 MiB less there. cuBLASLt shares it in that source; before, it took
+    1 MiB of its own. NOT covered: ``CUBLAS_WORKSPACE_CONFIG``, ``CUBLASLT_WORKSPACE_SIZE``.
     """
     return 4096 * 8 * 1024 if architecture.partition(".")[0] in ("9", "10", "12") else 4096 * 1024 * 2 + 16 * 1024 * 8
 

@@ -220,6 +220,11 @@ def test_a_replay_has_columns_and_peaks():
     assert set(done.live) == {7, 8}
 
 
+def test_a_storage_of_no_bytes_comes_and_goes():
+    done = replay([(1, 0), (2, 0), (1, 0), (1, 512)], CachingAllocator())
+    assert (done.allocated_bytes, set(done.live)) == ([0, 0, 0, 512], {1, 2})
+
+
 def test_a_replay_goes_on_from_another():
     allocator = CachingAllocator()
     first = replay([(1, 512), (2, 512)], allocator)
