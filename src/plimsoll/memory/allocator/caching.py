@@ -127,8 +127,8 @@ class CachingAllocator:
     """One device's allocator on one stream; ``limit_bytes`` bounds what it reserves (None: nothing does).
 
     The limit stands for the device's capacity less what lives outside the allocator, or for the per-process fraction.
-    The two differ with expandable segments only: a fraction would let the last page (20 MiB) pass the limit. As in
-    torch, garbage collection needs a limit.
+    The two differ with expandable segments only: a fraction would let the last page (20 MiB) pass the limit. Garbage
+    collection needs a limit; in torch only the fraction is one.
     """
 
     def __init__(self, rules: AllocatorRules | None = None, limit_bytes: int | None = None) -> None:
@@ -369,13 +369,16 @@ def rounded_bytes(num_bytes: int, rules: AllocatorRules) -> int:
     return _round_up(num_bytes, rules.rounding_bytes)
 
 
-def pinned_bytes(num_bytes: int) -> int:
-    """Return the host memory behind a pinned tensor: the next power of two.
+def pinned_bytes(num_bytes: int, rules: AllocatorRules | None = None) -> int:
+    """Return the host memory behind a pinned tensor: the next power of two, unless the rules end that at some size.
 
-    After ``CachingHostAllocatorImpl::allocate`` (``ATen/core/CachingHostAllocator.h`` of torch 2.13) with its default
-    of no threshold for the rounding; origin pytorch#95827. Freed blocks are kept for requests of the same power of two.
+    After ``CachingHostAllocatorImpl::allocate`` (``ATen/core/CachingHostAllocator.h`` of torch 2.13); origin
+    pytorch#95827. NOT covered: what is cached when tensors are freed, for requests of the same power of two.
     """
-    return 0 if num_bytes == 0 else 1 << (num_bytes - 1).bit_length()
+    most_bytes = rules.pinned_max_round_bytes if rules is not None else None
+    if num_bytes == 0 or (most_bytes is not None and num_bytes > most_bytes):
+        return num_bytes
+    return 1 << (num_bytes - 1).bit_length()
 
 
 @dataclass(frozen=True)
@@ -419,7 +422,7 @@ def replay(
     """Run events (storage id, bytes to allocate; a negative number frees the storage) through an allocator, in order.
 
     ``live`` are storages allocated before (`Replay.live` of an earlier call); it is not changed. A storage's id may be
-    used again after it was freed.
+    used again after it was freed. A storage of 0 bytes is freed by its second event.
 
     Raises:
         ValueError: if a storage is allocated twice or freed without having been allocated.
@@ -429,11 +432,12 @@ def replay(
     reserved_bytes: list[int] = []
     oom: SimulatedOutOfMemory | None = None
     for at, (storage, num_bytes) in enumerate(deltas):
-        if (num_bytes < 0) != (storage in handles):
+        is_freed = num_bytes < 0 or (num_bytes == 0 and storage in handles)
+        if is_freed != (storage in handles):
             state = "is allocated already" if storage in handles else "is not allocated"
             raise ValueError(f"event {at}, storage {storage}, {num_bytes} bytes: the storage {state}")
         try:
-            if num_bytes < 0:
+            if is_freed:
                 allocator.free(handles.pop(storage))
             else:
                 handles[storage] = allocator.allocate(num_bytes)

@@ -206,6 +206,8 @@ def test_power_of_two_divisions():
 
 def test_pinned_memory_is_a_power_of_two():
     assert [pinned_bytes(size) for size in (0, 1, 3, 4096, 4097, 5 * MIB)] == [0, 1, 4, 4096, 8192, 8 * MIB]
+    rules = AllocatorRules(pinned_max_round_bytes=4 * MIB)
+    assert [pinned_bytes(size * MIB, rules) for size in (3, 4, 5)] == [4 * MIB, 4 * MIB, 5 * MIB]
 
 
 def test_a_replay_has_columns_and_peaks():
@@ -216,6 +218,11 @@ def test_a_replay_has_columns_and_peaks():
     assert (done.peak_allocated_bytes, done.most_allocated_at) == (35 * MIB, 1)
     assert (done.peak_reserved_bytes, done.most_reserved_at, done.oom_at, done.oom) == (50 * MIB, 1, None, None)
     assert set(done.live) == {7, 8}
+
+
+def test_a_storage_of_no_bytes_comes_and_goes():
+    done = replay([(1, 0), (2, 0), (1, 0), (1, 512)], CachingAllocator())
+    assert (done.allocated_bytes, set(done.live)) == ([0, 0, 0, 512], {1, 2})
 
 
 def test_a_replay_goes_on_from_another():
