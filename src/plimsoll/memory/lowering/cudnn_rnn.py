@@ -125,7 +125,7 @@ class _CudnnRnnFunction(torch.autograd.Function):
         ctx.call = call
         ctx.set_materialize_grads(False)
         x = call.time_first(inputs).contiguous()
-        output = x.new_empty(*x.shape[:-1], call.shape.output_size * call.shape.num_directions)
+        output = x.new_empty(*x.shape[:-1], call.shape.num_outputs * call.shape.num_directions)
         hy = torch.empty_like(hx)
         cy = None if cx is None else torch.empty_like(cx)
         buffer = None if _are_flat(weights, inputs.dtype) else x.new_zeros(call.shape.weight_elements)

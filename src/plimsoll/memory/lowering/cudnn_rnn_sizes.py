@@ -43,9 +43,9 @@ class RnnShape(NamedTuple):
     cell: Cell
     num_steps: int
     batch: int
-    input_size: int
+    num_inputs: int
     hidden_size: int
-    proj_size: int
+    num_projected: int
     num_layers: int
     bidirectional: bool
     element_bytes: int
@@ -57,17 +57,17 @@ class RnnShape(NamedTuple):
         return 2 if self.bidirectional else 1
 
     @property
-    def output_size(self) -> int:
+    def num_outputs(self) -> int:
         """P: what one direction gives per step."""
-        return self.proj_size or self.hidden_size
+        return self.num_projected or self.hidden_size
 
     @property
     def matrix_elements(self) -> int:
         """Weights without biases."""
         gates = _GATES[self.cell] * self.hidden_size
-        inputs = self.input_size + (self.num_layers - 1) * self.num_directions * self.output_size
-        per_direction = gates * (inputs + self.num_layers * self.output_size)
-        return self.num_directions * (per_direction + self.num_layers * self.proj_size * self.hidden_size)
+        inputs = self.num_inputs + (self.num_layers - 1) * self.num_directions * self.num_outputs
+        per_direction = gates * (inputs + self.num_layers * self.num_outputs)
+        return self.num_directions * (per_direction + self.num_layers * self.num_projected * self.hidden_size)
 
     @property
     def weight_elements(self) -> int:
@@ -90,9 +90,9 @@ def reserve_bytes(shape: RnnShape) -> SizeRange:
     """
     rows = shape.num_steps * shape.batch * shape.num_directions
     per_value = rows * shape.hidden_size * shape.num_layers
-    between = rows * shape.output_size * (shape.num_layers - 1)
+    between = rows * shape.num_outputs * (shape.num_layers - 1)
     least, usual, most = (count * per_value * shape.element_bytes for count in _KEPT[shape.cell])
-    projected = per_value * shape.element_bytes if shape.proj_size else 0
+    projected = per_value * shape.element_bytes if shape.num_projected else 0
     passed_on = between * shape.element_bytes
     dropped = between * (shape.element_bytes + 1) if shape.has_dropout else 0
     low = least + (0 if shape.cell == "lstm" else passed_on) + (between // 8 if shape.has_dropout else 0)
@@ -115,7 +115,7 @@ def workspace_bytes(shape: RnnShape) -> SizeRange:
         (2 * gates + _STATES[shape.cell] + 1) * shape.num_layers * num_directions * shape.batch * shape.hidden_size
     )
     likely = shape.element_bytes * (shape.matrix_elements + per_step)
-    all_steps = num_directions * (gates * shape.hidden_size + shape.output_size) + shape.input_size
+    all_steps = num_directions * (gates * shape.hidden_size + shape.num_outputs) + shape.num_inputs
     high = likely + shape.element_bytes * shape.num_steps * shape.batch * all_steps
     if shape.element_bytes == 2:
         high += 4 * shape.weight_elements

@@ -29,11 +29,11 @@ def test_the_plain_net_has_the_parameters_of_the_measurement_too():
 
 def test_a_bidirectional_layer_reads_both_directions_of_the_one_below():
     # LSTM, I 3, H 2, 2 layers, both directions: 8 x 3 + 8 x 2 below, 8 x 4 + 8 x 2 above, and 2 x 8 biases for each.
-    small = shape("lstm", input_size=3, hidden_size=2, num_layers=2, bidirectional=True)
+    small = shape("lstm", num_inputs=3, hidden_size=2, num_layers=2, bidirectional=True)
     assert small.matrix_elements == 2 * (24 + 16 + 32 + 16)
     assert small.weight_elements == small.matrix_elements + 4 * 16
     # With a projection to 1: 8 x 3 + 8 x 1 and 1 x 2 below, 8 x 2 + 8 x 1 and 1 x 2 above.
-    assert small._replace(proj_size=1).matrix_elements == 2 * (24 + 8 + 2 + 16 + 8 + 2)
+    assert small._replace(num_projected=1).matrix_elements == 2 * (24 + 8 + 2 + 16 + 8 + 2)
 
 
 def test_dropout_keeps_the_dropped_output_and_a_mask():
@@ -52,7 +52,7 @@ def test_the_likely_size_lies_in_its_range(cell: Cell):
             bidirectional=both,
             element_bytes=element_bytes,
             has_dropout=dropout,
-            proj_size=proj,
+            num_projected=proj,
         )
         for size in (reserve_bytes(changed), workspace_bytes(changed)):
             assert 0 <= size.low <= size.likely <= size.high
