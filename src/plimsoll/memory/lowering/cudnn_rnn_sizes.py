@@ -1,11 +1,13 @@
 """What cuDNN's recurrent kernels take beside the tensors: the reserve kept for backward, the workspace of one call.
 
-What is known of the sizes is little, since cuDNN tells them only at run time (``cudnnGetRNNTempSpaceSizes``). One
-public measurement (pytorch#2895, P100, cuDNN of 2017, float32, no dropout named) gives the bytes exactly; its script is
-not readable here, but the three parameter counts have one plausible solution: 4 layers of 320 units on 123 features.
-Both reserves are then whole only for 25,000 rows, and the workspaces fit 100 samples x 250 steps. So the formulas are
-*fitted to two points of one shape*; everything else (projection, dropout, half, plain RNN, other algorithms, cuDNN 9)
-is assumed, and the ranges say how far it may be off.
+What is known of the sizes is little, since cuDNN tells them only at run time (``cudnnGetRNNTempSpaceSizes``). The one
+public measurement found (pytorch#2895, P100, cuDNN of 2017) gives the bytes of an LSTM and a GRU, but its script could
+not be read, so the shape is inferred: the three parameter counts fit 4 layers of 320 units on 123 features and a linear
+layer to 10. In units of 320 floats the reserves are then 23 and 27 times 25,000 rows (or a part of that and so many
+times more), which reads as 4 layers x (5 or 6) + 3 outputs between; the workspaces less the matrices are 4 layers x
+(11 and 8) x 100, which reads as 100 samples, hence 250 steps. So the formulas are *fitted to two points of one inferred
+shape*. Everything else (projection, dropout, half, plain RNN, inference, cuDNN 9) is assumed, and so are the ranges:
+they are not bounds.
 
 It does NOT cover the switch to other algorithms (small hidden sizes, persistent kernels for half precision).
 
