@@ -7,7 +7,8 @@ import pytest
 
 from plimsoll.memory.lowering.cudnn_rnn_sizes import Cell, RnnShape, reserve_bytes, uncertainty_bytes, workspace_bytes
 
-# pytorch#2895; the shape is inferred from these numbers: 4 layers of 320 units on 123 features, 100 samples of 250 steps, float32, and a linear layer to 10.
+# pytorch#2895; the shape is inferred from these numbers: 4 layers of 320 units on 123 features, 100 samples of 250
+# steps, float32, and a linear layer to 10.
 MEASURED = [("lstm", 736_000_000, 17_730_560, 3_038_090), ("gru", 864_000_000, 13_169_920, 2_279_370)]
 
 
