@@ -1,0 +1,439 @@
+"""Recurrent layers as CUDA runs them: cuDNN's one kernel with its reserve, or a fused cell per step.
+
+A CPU torch unrolls ``nn.LSTM`` or calls oneDNN; CUDA calls cuDNN, which keeps an opaque *reserve* from forward to
+backward and takes a *workspace* for each call. ``CudnnRnn.replacements`` are for a ``TorchFunctionMode``: they allocate
+(``torch.empty``) what ``aten/src/ATen/native/cudnn/RNN.cpp`` allocates, in its order, and compute nothing.
+
+For one buffer of weights, as ``flatten_parameters`` makes on CUDA, call ``flatten_like_cudnn(model)`` once, inside the
+recorder, after the model is built: its parameters then share one storage, and so do their gradients after a backward.
+Without it every call copies the weights into a buffer of its own and keeps that for backward, as torch does there.
+
+How large cuDNN's two buffers are is not published: ``cudnn_rnn_sizes`` says what is known, and how far off it may be.
+
+It does NOT cover: the copy of the reserve that ``backward(retain_graph=True)`` makes, double backward, a packed
+sequence without cuDNN, and padding inside the weight buffer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._prims_common import make_contiguous_strides_for
+
+from plimsoll.errors import JobError
+from plimsoll.memory.lowering.cudnn_rnn_sizes import (
+    Cell,
+    RnnShape,
+    reserve_bytes,
+    uncertainty_bytes,
+    workspace_bytes,
+)
+
+Note = Callable[[str, int, int], None]
+
+_CUDNN_DTYPES = (torch.float16, torch.float32, torch.float64, torch.bfloat16)
+# torch.backends.cudnn.CUDNN_TENSOR_DTYPES has no bfloat16: such weights are never made one buffer.
+_FLATTENED_DTYPES = (torch.float16, torch.float32, torch.float64)
+DROPOUT_STATE_BYTES = 2 * 2**20 + 2**16  # "slightly over 2MB" says RNN.cpp, of GPUs of 2018
+_DROPOUT_STATE_HIGH_BYTES = 8 * 2**20
+
+
+def shape_of(module: nn.RNNBase, num_steps: int, batch: int) -> RnnShape:
+    """The shape of a module's call."""
+    cell: Cell = module.mode.lower()  # type: ignore[assignment]
+    return RnnShape(
+        cell,
+        num_steps,
+        batch,
+        module.input_size,
+        module.hidden_size,
+        module.proj_size,
+        module.num_layers,
+        module.bidirectional,
+        next(module.parameters()).element_size(),
+        bool(module.dropout) and module.num_layers > 1,
+    )
+
+
+def flat_weight_bytes(module: nn.RNNBase) -> int:
+    """The one buffer that ``flatten_parameters`` makes on CUDA (assumed without padding between the weights)."""
+    shape = shape_of(module, 1, 1)
+    return shape.weight_elements * shape.element_bytes
+
+
+def flatten_like_cudnn(model: nn.Module) -> int:
+    """Let the weights of every recurrent layer share one storage, as on CUDA; returns how many layers were changed.
+
+    Call it inside the recorder and the FakeTensorMode of the model: the buffer is born while the separate weights
+    live, and these die, as in ``.to("cuda")``. Layers that torch leaves alone are left alone: mixed types, bfloat16,
+    weights that share storage already (also those of an earlier call), weights that are no plain parameters.
+    """
+    layers = [module for module in model.modules() if isinstance(module, nn.RNNBase)]
+    return sum(_flatten(layer) for layer in layers)
+
+
+def _flatten(module: nn.RNNBase) -> bool:
+    weights = [weight for weight in module._flat_weights if isinstance(weight, nn.Parameter)]
+    storages = {weight.untyped_storage()._cdata for weight in weights}
+    dtypes = {weight.dtype for weight in weights}
+    if len(storages) != len(module._flat_weights) or len(dtypes) != 1 or not dtypes < set(_FLATTENED_DTYPES):
+        return False
+    with torch.no_grad():
+        buffer = torch.zeros(shape_of(module, 1, 1).weight_elements, dtype=weights[0].dtype, device=weights[0].device)
+        for weight, view in zip(weights, _views(buffer, weights), strict=True):
+            weight.set_(view)  # type: ignore[call-overload]
+    return True
+
+
+def _views(buffer: Tensor, weights: Sequence[Tensor]) -> Iterator[Tensor]:
+    """Slices of a buffer that autograd takes for tensors of their own, as RNN.cpp makes them (``set_``)."""
+    start = 0
+    for weight in weights:
+        yield buffer.new_empty(0).set_(
+            buffer.untyped_storage(), start, weight.shape, make_contiguous_strides_for(weight.shape)
+        )
+        start += weight.numel()
+
+
+class _Call(NamedTuple):
+    """One call of ``_cudnn_rnn``."""
+
+    shape: RnnShape
+    train: bool
+    batch_first: bool
+    packed: bool
+    has_biases: bool
+
+    def time_first(self, tensor: Tensor) -> Tensor:
+        return tensor.transpose(0, 1) if self.batch_first and not self.packed else tensor
+
+    def workspace(self, like: Tensor) -> Tensor:
+        return like.new_empty(workspace_bytes(self.shape).likely, dtype=torch.uint8)
+
+    def reserve(self, like: Tensor) -> Tensor:
+        return like.new_empty(reserve_bytes(self.shape).likely if self.train else 0, dtype=torch.uint8)
+
+
+class _CudnnRnnFunction(torch.autograd.Function):
+    """``_cudnn_rnn`` and ``_cudnn_rnn_backward``: the same tensors, born and freed in the same order."""
+
+    @staticmethod
+    def forward(ctx: Any, call: _Call, inputs: Tensor, hx: Tensor, cx: Tensor | None, *weights: Tensor) -> Any:
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        x = call.time_first(inputs).contiguous()
+        output = x.new_empty(*x.shape[:-1], call.shape.num_outputs * call.shape.num_directions)
+        hy = torch.empty_like(hx)
+        cy = None if cx is None else torch.empty_like(cx)
+        buffer = None if _are_flat(weights, inputs.dtype) else x.new_zeros(call.shape.weight_elements)
+        workspace = call.workspace(x)
+        reserve = call.reserve(x)
+        del workspace, x
+        output = call.time_first(output)
+        ctx.save_for_backward(inputs, hx, cx, output, buffer, reserve, *weights)
+        return output, hy, cy
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        call: _Call = ctx.call
+        inputs, hx, cx, output, _buffer, _reserve, *weights = ctx.saved_tensors
+        needed = ctx.needs_input_grad
+        if not call.train:
+            raise RuntimeError(
+                "cudnn RNN backward can only be called in training mode: call model.train() before the forward pass"
+            )
+        if all(grad is None for grad in grads):
+            return (None,) * len(needed)
+        dx, dhx, dcx = _backward_data(call, (inputs, hx, cx, output), grads)
+        dw = _backward_weights(call, inputs, weights) if any(needed[4:]) else [None] * len(weights)
+        wanted = [grad if need else None for grad, need in zip([dx, dhx, dcx, *dw], needed[1:], strict=True)]
+        return (None, *wanted)
+
+
+def _backward_data(
+    call: _Call, saved: Sequence[Any], grads: Sequence[Tensor | None]
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    inputs, hx, cx, output = saved
+    grad_output, grad_hy, grad_cy = grads
+    grad_output = (
+        torch.zeros_like(output, memory_format=torch.contiguous_format) if grad_output is None else grad_output
+    )
+    grad_hy = torch.zeros_like(hx) if grad_hy is None else grad_hy
+    if cx is not None and grad_cy is None:
+        grad_cy = torch.zeros_like(cx)
+    kept = [call.time_first(inputs).contiguous(), call.time_first(grad_output).contiguous()]
+    dx = torch.empty_like(kept[0])
+    kept += [grad.contiguous() for grad in (grad_hy, grad_cy) if grad is not None]
+    dhx = torch.empty_like(hx)
+    dcx = None if cx is None else torch.empty_like(cx)
+    kept.append(call.workspace(inputs))
+    return call.time_first(dx), dhx, dcx
+
+
+def _backward_weights(call: _Call, inputs: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
+    kept = [call.time_first(inputs).contiguous()]
+    buffer = inputs.new_zeros(call.shape.weight_elements)
+    kept.append(call.workspace(inputs))
+    views = list(_views(buffer, weights))
+    if not call.has_biases:  # the buffer has other tensors than the module, so RNN.cpp copies them out
+        return [torch.empty_like(weight).copy_(view) for weight, view in zip(weights, views, strict=True)]
+    return [view.to(weight.dtype) for weight, view in zip(weights, views, strict=True)]
+
+
+def _are_flat(weights: Sequence[Tensor], dtype: torch.dtype) -> bool:
+    return len({weight.untyped_storage()._cdata for weight in weights}) == 1 and weights[0].dtype == dtype
+
+
+class _FusedLstmCell(torch.autograd.Function):
+    """``_thnn_fused_lstm_cell`` (its meta kernel fails without biases): keeps [B, 4H], and the gates."""
+
+    @staticmethod
+    def forward(ctx: Any, igates: Tensor, hgates: Tensor, cx: Tensor, *biases: Tensor | None) -> Any:
+        workspace = torch.empty_like(igates, memory_format=torch.contiguous_format)
+        hy, cy = (torch.empty_like(cx, memory_format=torch.contiguous_format) for _ in range(2))
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(igates, hgates, cx, cy, *biases, workspace)
+        return hy, cy
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        _igates, _hgates, cx, _cy, b_ih, _b_hh, workspace = ctx.saved_tensors
+        if all(grad is None for grad in grads):
+            return (None,) * 5
+        grad_gates, grad_cx = torch.empty_like(workspace), torch.empty_like(cx)
+        grad_bias = None if b_ih is None else grad_gates.sum(0)
+        return grad_gates, grad_gates, grad_cx, grad_bias, grad_bias
+
+
+class _FusedGruCell(torch.autograd.Function):
+    """``_thnn_fused_gru_cell``, which has no meta kernel: keeps [B, 5H], and the gates for a double backward."""
+
+    @staticmethod
+    def forward(ctx: Any, igates: Tensor, hgates: Tensor, hx: Tensor, *biases: Tensor | None) -> Tensor:
+        workspace = hx.new_empty(hx.shape[0], hx.shape[1] * 5)
+        hy = torch.empty_like(hx, memory_format=torch.contiguous_format)
+        ctx.save_for_backward(igates, hgates, hx, *biases, workspace)
+        return hy
+
+    @staticmethod
+    def backward(ctx: Any, grad_hy: Tensor) -> Any:
+        igates, hgates, _hx, b_ih, _b_hh, _workspace = ctx.saved_tensors
+        grad_hy = grad_hy.contiguous()
+        dig, dhg, dhx = torch.empty_like(igates), torch.empty_like(hgates), torch.empty_like(grad_hy)
+        biases = (None, None) if b_ih is None else (dig.sum(0), dhg.sum(0))
+        return dig, dhg, dhx, *biases
+
+
+def _lstm_cell(x: Tensor, state: Sequence[Tensor], weights: Sequence[Tensor | None]) -> tuple[Tensor, Tensor]:
+    w_ih, w_hh, b_ih, b_hh, w_hr = weights
+    assert w_ih is not None
+    assert w_hh is not None
+    gates = x @ w_ih.t(), state[0] @ w_hh.t()
+    hy, cy = _FusedLstmCell.apply(*gates, state[1], b_ih, b_hh)  # type: ignore[no-untyped-call]
+    return (hy if w_hr is None else hy @ w_hr.t()), cy
+
+
+def _gru_cell(x: Tensor, state: Sequence[Tensor], weights: Sequence[Tensor | None]) -> tuple[Tensor]:
+    w_ih, w_hh, b_ih, b_hh, _w_hr = weights
+    assert w_ih is not None
+    assert w_hh is not None
+    return (_FusedGruCell.apply(x @ w_ih.t(), state[0] @ w_hh.t(), state[0], b_ih, b_hh),)  # type: ignore[no-untyped-call]
+
+
+def _rnn_cell(activation: Callable[[Tensor], Tensor]) -> Callable[..., tuple[Tensor]]:
+    def cell(x: Tensor, state: Sequence[Tensor], weights: Sequence[Tensor | None]) -> tuple[Tensor]:
+        w_ih, w_hh, b_ih, b_hh, _w_hr = weights
+        linear = nn.functional.linear
+        return (activation(linear(state[0], w_hh, b_hh).add_(linear(x, w_ih, b_ih))),)  # type: ignore[arg-type]
+
+    return cell
+
+
+_CELLS: dict[Cell, Callable[..., tuple[Tensor, ...]]] = {
+    "lstm": _lstm_cell,
+    "gru": _gru_cell,
+    "rnn_tanh": _rnn_cell(torch.tanh),
+    "rnn_relu": _rnn_cell(torch.relu),
+}
+_PADDED = ("input", "hx", "params", "has_biases", "num_layers", "dropout", "train", "bidirectional", "batch_first")
+_PACKED = ("data", "batch_sizes", *_PADDED[1:-1])
+
+
+class _Arguments(NamedTuple):
+    """A call of ``torch.lstm`` and its like, either overload, with names."""
+
+    cell: Cell
+    inputs: Tensor
+    batch_sizes: Tensor | None
+    states: Sequence[Tensor]
+    params: Sequence[Tensor]
+    has_biases: bool
+    num_layers: int
+    dropout: float
+    train: bool
+    bidirectional: bool
+    batch_first: bool = False
+
+    @classmethod
+    def of(cls, cell: Cell, args: Sequence[Any], kwargs: dict[str, Any]) -> _Arguments:
+        # The third (for an LSTM the second) argument of the padded overload is a list, of the packed one a tensor.
+        position = 1 if cell == "lstm" else 2
+        packed = "batch_sizes" in kwargs or (len(args) > position and isinstance(args[position], Tensor))
+        given = dict(zip(_PACKED if packed else _PADDED, args, strict=False)) | kwargs
+        hx = given.pop("hx")
+        inputs = given.pop("data" if packed else "input")
+        return cls(cell, inputs, given.pop("batch_sizes", None), hx if cell == "lstm" else [hx], **given)
+
+    @property
+    def num_steps(self) -> int:
+        """T: of a packed batch the longest length."""
+        if self.batch_sizes is not None:
+            return self.batch_sizes.shape[0]
+        return self.inputs.shape[1 if self.batch_first else 0]
+
+    def shape(self, dtype: torch.dtype) -> RnnShape:
+        hidden_size, output_size = self.states[-1].shape[2], self.states[0].shape[2]
+        return RnnShape(
+            self.cell,
+            self.num_steps,
+            self.states[0].shape[1],
+            self.inputs.shape[-1],
+            hidden_size,
+            output_size if output_size != hidden_size else 0,
+            self.num_layers,
+            self.bidirectional,
+            dtype.itemsize,
+            self.train and self.dropout > 0 and self.num_layers > 1,
+        )
+
+    def weights_by_layer(self) -> list[tuple[Tensor | None, ...]]:
+        """(w_ih, w_hh, b_ih, b_hh, w_hr) for each layer and direction, None where there is none."""
+        count = len(self.params) // (self.num_layers * (2 if self.bidirectional else 1))
+        groups = [self.params[i : i + count] for i in range(0, len(self.params), count)]
+        num_biases = 2 if self.has_biases else 0
+        return [
+            (*g[:2], *(g[2:4] if num_biases else (None, None)), g[2 + num_biases] if count > 2 + num_biases else None)
+            for g in groups
+        ]
+
+
+def _cell_weights(weights: Sequence[Tensor | None], named: dict[str, Tensor | None]) -> list[Tensor | None]:
+    given = dict(zip(("w_ih", "w_hh", "b_ih", "b_hh"), weights, strict=False)) | named
+    return [given.get(name) for name in ("w_ih", "w_hh", "b_ih", "b_hh", "w_hr")]
+
+
+class CudnnRnn:
+    """Replacements for the recurrent functions of torch while a step is traced.
+
+    ``note(text, less_bytes, more_bytes)`` is called once for every forward call whose sizes are not known exactly: it
+    may take so much less and so much more than was traced. Keep one object for a trace: it holds cuDNN's dropout state.
+    """
+
+    def __init__(self, note: Note, has_bfloat16: bool = True) -> None:
+        self._note = note
+        self._dtypes = _CUDNN_DTYPES if has_bfloat16 else _FLATTENED_DTYPES  # needs sm_80 and cuDNN 9.13
+        self._dropout_state: Tensor | None = None
+
+    @property
+    def replacements(self) -> dict[Any, Callable[..., Any]]:
+        """By the function that ``__torch_function__`` receives; ``torch.lstm`` and ``torch._VF.lstm`` are the same."""
+        layers = {getattr(torch, name): getattr(self, name) for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")}
+        return {**layers, torch.lstm_cell: self.lstm_cell, torch.gru_cell: self.gru_cell}
+
+    def lstm(self, *args: Any, **kwargs: Any) -> Any:
+        """``torch.lstm``: output, h, c."""
+        return self._layers(_Arguments.of("lstm", args, kwargs))
+
+    def gru(self, *args: Any, **kwargs: Any) -> Any:
+        """``torch.gru``: output, h."""
+        return self._layers(_Arguments.of("gru", args, kwargs))
+
+    def rnn_tanh(self, *args: Any, **kwargs: Any) -> Any:
+        """``torch.rnn_tanh``: output, h."""
+        return self._layers(_Arguments.of("rnn_tanh", args, kwargs))
+
+    def rnn_relu(self, *args: Any, **kwargs: Any) -> Any:
+        """``torch.rnn_relu``: output, h."""
+        return self._layers(_Arguments.of("rnn_relu", args, kwargs))
+
+    def lstm_cell(self, input: Tensor, hx: Sequence[Tensor], *weights: Tensor | None, **named: Tensor | None) -> Any:
+        """``torch.lstm_cell``, fused on CUDA whatever ``torch.backends.cudnn.enabled`` is."""
+        return _lstm_cell(input, hx, _cell_weights(weights, named))
+
+    def gru_cell(self, input: Tensor, hx: Tensor, *weights: Tensor | None, **named: Tensor | None) -> Any:
+        """``torch.gru_cell``, fused likewise."""
+        return _gru_cell(input, [hx], _cell_weights(weights, named))[0]
+
+    def _layers(self, a: _Arguments) -> Any:
+        dtype = _autocast_dtype(a.inputs)
+        if torch.backends.cudnn.enabled and dtype in self._dtypes and a.inputs.numel():
+            return self._cudnn(a, dtype)
+        if a.batch_sizes is not None:
+            raise JobError(
+                f"cannot trace a packed {a.cell} of {dtype} without cuDNN, whose steps differ in batch size: "
+                "set torch.backends.cudnn.enabled = True or use precision fp32"
+            )
+        return _unrolled(a)
+
+    def _cudnn(self, a: _Arguments, dtype: torch.dtype) -> Any:
+        shape = a.shape(dtype)
+        if a.train and a.dropout > 0:
+            self._make_dropout_state(a.inputs)
+        call = _Call(shape, a.train, a.batch_first, a.batch_sizes is not None, a.has_biases)
+        states = [state.to(dtype) for state in a.states]
+        less_bytes, more_bytes = uncertainty_bytes(shape, a.train)
+        self._note(
+            f"cuDNN's buffers for a {a.cell} ({shape.num_layers} layers of {shape.hidden_size}, {shape.batch} samples "
+            f"x {shape.num_steps} steps) are not published",
+            less_bytes,
+            more_bytes,
+        )
+        hidden = (states[0], states[1] if a.cell == "lstm" else None)
+        output, hy, cy = _CudnnRnnFunction.apply(call, a.inputs.to(dtype), *hidden, *a.params)  # type: ignore[no-untyped-call]
+        return (output, hy) if cy is None else (output, hy, cy)
+
+    def _make_dropout_state(self, like: Tensor) -> None:
+        """One for the device, kept for ever."""
+        if self._dropout_state is None:
+            self._dropout_state = like.new_empty(DROPOUT_STATE_BYTES, dtype=torch.uint8)
+            self._note("cuDNN's dropout state", 0, _DROPOUT_STATE_HIGH_BYTES - DROPOUT_STATE_BYTES)
+
+
+def _autocast_dtype(inputs: Tensor) -> torch.dtype:
+    """A trace runs on CPU tensors, whatever device the loop names in ``torch.autocast``."""
+    for device in ("cuda", "cpu"):
+        if torch.is_autocast_enabled(device) and inputs.dtype != torch.float64:
+            return torch.get_autocast_dtype(device)
+    return inputs.dtype
+
+
+def _unrolled(a: _Arguments) -> Any:
+    """What CUDA runs without cuDNN: a cell per step, outputs stacked."""
+    x = a.inputs.transpose(0, 1) if a.batch_first else a.inputs
+    weights, num_directions, finals = a.weights_by_layer(), 2 if a.bidirectional else 1, []
+    for layer in range(a.num_layers):
+        outputs = []
+        for direction in range(num_directions):
+            i = layer * num_directions + direction
+            output, state = _one_direction(a.cell, x, [s[i] for s in a.states], weights[i], direction == 1)
+            outputs.append(output)
+            finals.append(state)
+        x = torch.cat(outputs, -1) if a.bidirectional else outputs[0]
+        if a.dropout and a.train and layer < a.num_layers - 1:
+            x = torch.native_dropout(x, a.dropout, True)[0]
+    stacked = [torch.stack(states) for states in zip(*finals, strict=True)]
+    return (x.transpose(0, 1) if a.batch_first else x, *stacked)
+
+
+def _one_direction(
+    cell: Cell, x: Tensor, state: Sequence[Tensor], weights: Sequence[Tensor | None], backwards: bool
+) -> tuple[Tensor, Sequence[Tensor]]:
+    steps = list(x.unbind(0))
+    outputs = []
+    for step in reversed(steps) if backwards else steps:
+        state = _CELLS[cell](step, state, weights)
+        outputs.append(state[0])
+    return torch.stack(outputs[::-1] if backwards else outputs), state
