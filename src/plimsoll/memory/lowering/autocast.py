@@ -1,0 +1,320 @@
+"""CUDA's autocast, for tensors that live on the CPU.
+
+On a build without CUDA, `torch.autocast("cuda")` does nothing to tensors of the CPU, and `torch.autocast("cpu")` casts
+by lists of its own. Inside `cuda_autocast_lists` the CPU's autocast casts as CUDA's does, and what a program asks of
+"cuda"'s autocast is answered by it. How it works: torch keeps a table of kernels for each device's autocast. As long as
+the context lasts, every op of CUDA's lists has here a kernel that casts and goes on below autocast, and every op that
+only the CPU's lists have is left alone.
+
+The lists are read from the header of the torch that is installed (``ATen/autocast_mode.h``); how each is treated is
+`WrapFunction_` of the same file, and what is cast once for a whole region is `cached_cast` of ``autocast_mode.cpp``.
+Recurrent layers follow ``aten/src/ATen/cudnn/AutocastRNN.cpp``: half precision whatever the region asked for, and their
+weights copied at every call.
+
+It does NOT know a tensor that a program for CUDA would keep on the CPU: here it is cast like the others. It does not
+see a function of torch that was imported by name before the context began, nor `torch.autocast("cuda")` made before it.
+The tables are the process's: nothing else may autocast on the CPU meanwhile, and a context inside another adds nothing.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch.library import Library, fallthrough_kernel
+
+from plimsoll.errors import DeviceError
+
+Policy = Literal["lower_precision", "fp32", "fp32_set_opt_dtype", "fp32_append_dtype", "promote", "banned", "recurrent"]
+
+_LISTS: dict[str, Policy] = {
+    "LOWER_PRECISION_FP": "lower_precision",
+    "FP32": "fp32",
+    "FP32_SET_OPT_DTYPE": "fp32_set_opt_dtype",
+    "DIFFERENT_REDISPATCH_SIGNATURE": "fp32_append_dtype",
+    "PROMOTE": "promote",
+}
+# What TORCH_LIBRARY_IMPL(aten, Autocast, m) of aten/src/ATen/autocast_mode.cpp adds to the lists of the header.
+_BESIDE_THE_LISTS: dict[str, Policy] = {
+    "cudnn_convolution": "lower_precision",
+    "cudnn_convolution_transpose": "lower_precision",
+    "binary_cross_entropy": "banned",
+}
+# CUDA casts inside `_cudnn_rnn`, which these call and the CPU does not have.
+_RECURRENT = [f"{cell}.{form}" for cell in ("lstm", "gru", "rnn_tanh", "rnn_relu") for form in ("input", "data")]
+RECURRENT_DTYPE = torch.float16
+
+_BANNED = (
+    "torch.nn.functional.binary_cross_entropy and torch.nn.BCELoss are unsafe to autocast.\n"
+    "Many models use a sigmoid layer right before the binary cross entropy layer.\n"
+    "In this case, combine the two layers using torch.nn.functional.binary_cross_entropy_with_logits\n"
+    "or torch.nn.BCEWithLogitsLoss.  binary_cross_entropy_with_logits and BCEWithLogits are\n"
+    "safe to autocast."
+)
+_KEY = "AutocastCPU"
+
+
+@contextmanager
+def cuda_autocast_lists() -> Iterator[None]:
+    """Let the CPU's autocast do what CUDA's does, and answer for it.
+
+    Raises:
+        DeviceError: if the installed torch does not have what this needs.
+    """
+    _check_this_torch()
+    if _casts.active:
+        yield
+        return
+    # IMPL: kernels for ops that exist. The warning says that a kernel was replaced, which is the purpose.
+    library = Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+    with ExitStack() as undo:
+        undo.callback(library._destroy)  # the one way to take kernels back; torch's own tests use it
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=r"\s*Warning only once for all operators", category=UserWarning)
+            for name, kernel in _kernels():
+                library.impl(name, kernel, _KEY)  # type: ignore[no-untyped-call]
+        undo.callback(_casts.end)
+        _casts.active = True
+        _answer_for_cuda(undo)
+        yield
+
+
+def cast_to_lower_precision(*tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
+    """The tensors as an op of the lower-precision list would take them: as they are outside an autocast region."""
+    if not (_casts.active and torch.is_autocast_enabled("cpu")):
+        return list(tensors)
+    return [_cast(tensor, torch.get_autocast_dtype("cpu")) for tensor in tensors]
+
+
+@cache
+def cuda_policies() -> dict[str, Policy]:
+    """What CUDA's autocast does with each op, by the op's name without ``aten::``.
+
+    Raises:
+        DeviceError: if the installed torch comes without the header that says so.
+    """
+    header = Path(torch.__file__).parent / "include/ATen/autocast_mode.h"
+    if not header.is_file():
+        raise DeviceError(
+            f"autocast: torch {torch.__version__} has no include/ATen/autocast_mode.h beside it, where its lists of "
+            "ops are: install torch from a wheel of PyPI or download.pytorch.org"
+        )
+    text = header.read_text(encoding="utf-8")
+    policies = dict(_BESIDE_THE_LISTS)
+    for macro, policy in _LISTS.items():
+        # Lines that a backslash continues are one definition.
+        found = re.search(rf"#define AT_FORALL_{macro}\(_\)((?:.*\\\n)*.*\n)", text)
+        body = found[1] if found else ""
+        if policy == "fp32_append_dtype":
+            names = re.findall(r'"([\w.]+)"', body)
+        else:
+            names = [".".join(part.split(", ")) for part in re.findall(r"_\((\w+(?:, \w+)?)\)", body)]
+        if not names:
+            raise DeviceError(
+                f"autocast: AT_FORALL_{macro} in {header.name} of torch {torch.__version__} names no ops, so its form "
+                "is new: use torch 2.11 to 2.13"
+            )
+        policies |= dict.fromkeys(names, policy)
+    return policies
+
+
+def _kernels() -> Iterator[tuple[str, Callable[..., Any]]]:
+    """All kernels to install, by the op's name: CUDA's, and none for what only the CPU casts."""
+    policies = cuda_policies() | dict.fromkeys(_RECURRENT, "recurrent")
+    for name in policies:
+        if (operator := _operator(name)) is not None:
+            yield name, partial(_run, policies[name], operator)
+    # The name of the table of kernels; torch has no public way to list them.
+    for qualified in torch._C._dispatch_get_registrations_for_dispatch_key(_KEY):
+        if (name := qualified.removeprefix("aten::")) not in policies and qualified.startswith("aten::"):
+            yield name, fallthrough_kernel
+
+
+def _operator(name: str) -> Any:
+    """An op of ``torch.ops.aten``, or None where this version does not have it."""
+    base, _, overload = name.partition(".")
+    with suppress(AttributeError):
+        return getattr(getattr(torch.ops.aten, base), overload or "default")
+    return None
+
+
+def _run(policy: Policy, operator: Any, *args: Any, **kwargs: Any) -> Any:
+    """What `WrapFunction_` does for each policy, and for RNNs `_cudnn_rnn_cast_reflatten`."""
+    # Private names, both what torch.library.register_autocast uses: below this guard an op is not autocast again.
+    below = torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU))
+    # As in C++, neither a TorchFunctionMode nor a subclass of Tensor is asked about casts.
+    with below, torch._C.DisableTorchFunction():
+        if policy == "banned":
+            raise RuntimeError(_BANNED)
+        if policy == "fp32_append_dtype":
+            dtype = torch.float32 if _eligible(args[0]) else args[0].dtype
+            form = "ScalarOpt_dtype" if operator._overloadname == "Scalar" else "ScalarOpt_dim_dtype"
+            if (
+                form == "ScalarOpt_dim_dtype" and len(args) < 4
+            ):  # keepdim, which the form with a dtype has no default for
+                args = (*args, kwargs.pop("keepdim", False))
+            elif form == "ScalarOpt_dtype" and len(args) < 2:
+                args = (*args, 2)
+            return getattr(torch.ops.aten.norm, form)(*args, **kwargs, dtype=dtype)
+        if policy == "fp32_set_opt_dtype":
+            if _eligible(args[0]):
+                args, kwargs = _with_dtype(operator, args, kwargs)
+            return operator(*args, **kwargs)
+        if policy == "recurrent":
+            cast = partial(_cast, dtype=RECURRENT_DTYPE, may_keep=False)
+        else:
+            cast = partial(_cast, dtype=_dtype_of(policy, [*args, *kwargs.values()]))
+        return operator(*(_each(cast, value) for value in args), **{k: _each(cast, v) for k, v in kwargs.items()})
+
+
+def _dtype_of(policy: Policy, values: Iterable[Any]) -> torch.dtype:
+    if policy == "fp32":
+        return torch.float32
+    lower = torch.get_autocast_dtype("cpu")
+    if policy == "lower_precision":
+        return lower
+    widest = lower
+    for value in values:
+        for tensor in value if isinstance(value, list | tuple) else [value]:
+            if not _eligible(tensor):
+                continue
+            if tensor.dtype not in (torch.float32, lower):
+                raise RuntimeError("Unexpected floating ScalarType in at::autocast::prioritize")
+            widest = torch.float32 if torch.float32 in (tensor.dtype, widest) else lower
+    return widest
+
+
+def _with_dtype(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments with `dtype` set to fp32 where nobody chose another."""
+    names = [argument.name for argument in operator._schema.arguments if not argument.kwarg_only]
+    place = names.index("dtype") if "dtype" in names else len(args)
+    if place < len(args):
+        return ((*args[:place], args[place] or torch.float32, *args[place + 1 :]), kwargs)
+    return args, {**kwargs, "dtype": kwargs.get("dtype") or torch.float32}
+
+
+def _each(cast: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return cast(value)
+    if isinstance(value, list | tuple):
+        return type(value)(_each(cast, one) for one in value)
+    return value
+
+
+def _eligible(value: Any) -> bool:
+    return (
+        isinstance(value, torch.Tensor)
+        and value.device.type == "cpu"
+        and value.is_floating_point()
+        and value.dtype != torch.float64
+    )
+
+
+class _Casts:
+    """Weights that were cast for the region of autocast that is open: `cached_casts` of ``autocast_mode.cpp``."""
+
+    def __init__(self) -> None:
+        self.active = False
+        # By identity, with a reference that tells a parameter from a later one at the same address.
+        self.kept: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = {}
+
+    def end(self) -> None:
+        self.active = False
+        self.kept.clear()
+
+
+_casts = _Casts()
+
+
+def _cast(tensor: Any, dtype: torch.dtype, may_keep: bool = True) -> Any:
+    """`cached_cast`, without its exception for the tensors of CUDA graphs."""
+    if not _eligible(tensor) or tensor.dtype == dtype:
+        return tensor
+    keep = (
+        may_keep
+        and dtype == torch.get_autocast_dtype("cpu")
+        and tensor.dtype == torch.float32
+        and tensor.requires_grad
+        and tensor.is_leaf
+        and not tensor._is_view()
+        and torch.is_autocast_cache_enabled()
+    )
+    known = _casts.kept.get(id(tensor)) if keep else None
+    if known is not None and known[0]() is tensor:
+        return known[1]
+    cast = torch.ops.aten.to.dtype(tensor, dtype)
+    if keep:
+        _casts.kept[id(tensor)] = weakref.ref(tensor), cast
+    return cast
+
+
+def _answer_for_cuda(undo: ExitStack) -> None:
+    """Send what is asked of "cuda"'s autocast to the CPU's, and start with the dtype that "cuda" has."""
+
+    def replace(owner: Any, name: str, by: Callable[..., Any]) -> None:
+        undo.callback(setattr, owner, name, getattr(owner, name))
+        setattr(owner, name, by)
+
+    def here(device: str) -> str:
+        return "cpu" if device == "cuda" else device
+
+    asked, told = torch.is_autocast_enabled, torch.set_autocast_enabled
+    get_dtype, set_dtype = torch.get_autocast_dtype, torch.set_autocast_dtype
+    undo.callback(set_dtype, "cpu", get_dtype("cpu"))
+    set_dtype("cpu", get_dtype("cuda"))
+    replace(torch, "is_autocast_enabled", lambda device_type="cuda": asked(here(device_type)))
+    replace(torch, "get_autocast_dtype", lambda device_type: get_dtype(here(device_type)))
+    replace(torch, "set_autocast_dtype", lambda device_type, dtype: set_dtype(here(device_type), dtype))
+    replace(torch, "set_autocast_enabled", lambda *given: told(here(given[0] if given[1:] else "cuda"), given[-1]))
+    replace(torch, "get_autocast_gpu_dtype", lambda: get_dtype("cpu"))
+    replace(torch, "set_autocast_gpu_dtype", lambda dtype: set_dtype("cpu", dtype))
+
+    clear = torch.clear_autocast_cache
+
+    def clear_both() -> None:
+        _casts.kept.clear()
+        clear()
+
+    replace(torch, "clear_autocast_cache", clear_both)  # what the end of an outermost region calls
+    region = torch.amp.autocast_mode.autocast
+    begin = region.__init__
+
+    def begin_here(self: torch.autocast, device_type: str, *args: Any, **kwargs: Any) -> None:
+        begin(self, here(device_type), *args, **kwargs)
+
+    replace(region, "__init__", begin_here)
+    # What custom_fwd(cast_inputs=...) casts its arguments with, by the device in the decorator.
+    cast_inputs = torch.amp.autocast_mode._cast
+    replace(
+        torch.amp.autocast_mode, "_cast", lambda value, device_type, dtype: cast_inputs(value, here(device_type), dtype)
+    )
+
+
+def _check_this_torch() -> None:
+    needed = {
+        "torch._C": (
+            torch._C,
+            (
+                "_ExcludeDispatchKeyGuard",
+                "DispatchKeySet",
+                "DispatchKey",
+                "_dispatch_get_registrations_for_dispatch_key",
+                "DisableTorchFunction",
+            ),
+        ),
+        "torch.library.Library": (Library, ("_destroy", "impl")),
+        "torch.amp.autocast_mode": (torch.amp.autocast_mode, ("_cast", "autocast")),
+    }
+    for owner, (where, names) in needed.items():
+        if missing := [name for name in names if not hasattr(where, name)]:
+            raise DeviceError(
+                f"autocast: {owner} of torch {torch.__version__} has no {', '.join(missing)}, with which CUDA's "
+                "autocast is shown on a CPU: use torch 2.11 to 2.13"
+            )
