@@ -24,9 +24,10 @@ class Flops(Frozen):
 class DeviceSpec(Frozen):
     """A GPU's facts; ``None`` is "not known".
 
-    ``capacity_bytes`` is the smallest total memory that CUDA was seen to report, ``capacity_high_bytes`` the largest:
-    both lie below ``nominal_bytes``, the number in the name of the card, and depend on the driver. The context is what
-    the driver takes for a process outside torch's allocator, as a range: it grows with the kernels that are loaded.
+    ``capacity_bytes`` is the smallest total memory that CUDA was seen to report under Linux with ECC as the card is
+    sold, ``capacity_high_bytes`` the largest: both lie below ``nominal_bytes``, the number in the name of the card, and
+    depend on the driver. The context is what the driver takes for a process outside torch's allocator, as a range: it
+    grows with the kernels that are loaded.
     ``host_link_bytes_per_second`` is the theoretical rate of the card's own connector in one direction.
     """
 
