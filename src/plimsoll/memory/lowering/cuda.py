@@ -12,7 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from plimsoll.memory.lowering.autocast import cuda_autocast_lists
 from plimsoll.memory.lowering.base import Note, Run, foreach_as_on, kernels_replaced
+from plimsoll.memory.lowering.cudnn_rnn import CudnnRnn, weights_flattened
 from plimsoll.memory.lowering.packing import PACKING
 from plimsoll.memory.lowering.places import Places
 
@@ -34,8 +36,23 @@ class CudaLowering:
     @contextmanager
     def active(self, note: Note) -> Iterator[None]:
         """Replace what CUDA does otherwise."""
-        kernels = {**PACKING, "dropout": _dropout, "scaled_dot_product_attention": self._attention}
-        with foreach_as_on(("cpu", "cuda", "xpu")), kernels_replaced(kernels), self._places:
+        recurrent = CudnnRnn(note, has_bfloat16=self._capability >= (8, 0))
+        kernels: dict[str, Callable[..., Any]] = {
+            **PACKING,
+            "dropout": _dropout,
+            "scaled_dot_product_attention": self._attention,
+            "lstm_cell": recurrent.lstm_cell,
+            "gru_cell": recurrent.gru_cell,
+        }
+        for name in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
+            kernels |= {f"{name}.{overload}": getattr(recurrent, name) for overload in ("input", "data")}
+        with (
+            foreach_as_on(("cpu", "cuda", "xpu")),
+            cuda_autocast_lists(),
+            kernels_replaced(kernels),
+            weights_flattened(self._places.on_host),
+            self._places,
+        ):
             yield
 
     def run_with(self, run: Run) -> Run:

@@ -1,11 +1,11 @@
 """Recurrent layers as CUDA runs them: cuDNN's one kernel with its reserve, or a fused cell per step.
 
 A CPU torch unrolls ``nn.LSTM`` or calls oneDNN; CUDA calls cuDNN, which keeps an opaque *reserve* from forward to
-backward and takes a *workspace* for each call. ``CudnnRnn.replacements`` are for a ``TorchFunctionMode``: they allocate
+backward and takes a *workspace* for each call. The methods of `CudnnRnn` stand for ``aten``'s ops: they allocate
 (``torch.empty``) what ``aten/src/ATen/native/cudnn/RNN.cpp`` allocates, in its order, and compute nothing.
 
-For one buffer of weights, as ``flatten_parameters`` makes on CUDA, call ``flatten_like_cudnn(model)`` once, inside the
-recorder, after the model is built: its parameters then share one storage, and so do their gradients after a backward.
+For one buffer of weights, as ``flatten_parameters`` makes on CUDA, see `weights_flattened`: parameters then share one
+storage, and so do their gradients after a backward.
 Without it every call copies the weights into a buffer of its own and keeps that for backward, as torch does there.
 
 How large cuDNN's two buffers are is not published: ``cudnn_rnn_sizes`` says what is known, and how far off it may be.
@@ -17,6 +17,7 @@ sequence without cuDNN, and padding inside the weight buffer.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -73,6 +74,22 @@ def flatten_like_cudnn(model: nn.Module) -> int:
     """
     layers = [module for module in model.modules() if isinstance(module, nn.RNNBase)]
     return sum(_flatten(layer) for layer in layers)
+
+
+@contextmanager
+def weights_flattened(on_host: Callable[[Tensor], bool]) -> Iterator[None]:
+    """Let ``flatten_parameters`` do what it does on CUDA, for weights that are not on the host; undone on exit."""
+    original = nn.RNNBase.flatten_parameters
+
+    def flatten(module: nn.RNNBase) -> None:
+        if all(isinstance(weight, nn.Parameter) and not on_host(weight) for weight in module._flat_weights):
+            _flatten(module)
+
+    nn.RNNBase.flatten_parameters = flatten  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.RNNBase.flatten_parameters = original  # type: ignore[method-assign]
 
 
 def _flatten(module: nn.RNNBase) -> bool:
