@@ -107,7 +107,12 @@ def choose_backend(  # noqa: PLR0917 -- what torch asks, in its order
 def _order(call: Call) -> list[Backend]:
     """`priority_order` and `check_prefer_cudnn_attention`."""
     # Private, and the only way to see the order that sdpa_kernel(..., set_priority=True) set.
-    order = [_NAMES[number] for number in torch._C._get_sdp_priority_order() if number in _NAMES]
+    if (asked := getattr(torch._C, "_get_sdp_priority_order", None)) is None:
+        raise DeviceError(
+            f"attention: torch._C of torch {torch.__version__} has no _get_sdp_priority_order, which tells the order of "
+            "the kernels: use torch 2.11 to 2.13"
+        )
+    order = [_NAMES[number] for number in asked() if number in _NAMES]
     major, minor = call.capability
     wanted = os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") != "1"
     if order == _DEFAULT_ORDER and wanted and major in (9, 10) and minor in (0, 3) and call.cudnn_version > 91500:

@@ -122,3 +122,9 @@ def test_where_nothing_is_left_it_says_what_to_allow() -> None:
         pytest.raises(DeviceError, match=r"capability 8\.0, and `math` is switched off: allow SDPBackend\.MATH"),
     ):
         choose(A100, FP32)
+
+
+def test_a_torch_that_does_not_tell_its_order_is_refused(monkeypatch) -> None:
+    monkeypatch.delattr(torch._C, "_get_sdp_priority_order")
+    with pytest.raises(DeviceError, match=r"no _get_sdp_priority_order.*: use torch 2\.11"):
+        choose(A100)
