@@ -109,8 +109,8 @@ def _order(call: Call) -> list[Backend]:
     # Private, and the only way to see the order that sdpa_kernel(..., set_priority=True) set.
     if (asked := getattr(torch._C, "_get_sdp_priority_order", None)) is None:
         raise DeviceError(
-            f"attention: torch._C of torch {torch.__version__} has no _get_sdp_priority_order, which tells the order of "
-            "the kernels: use torch 2.11 to 2.13"
+            f"attention: torch._C of torch {torch.__version__} has no _get_sdp_priority_order, which tells the "
+            "order of the kernels: use torch 2.11 to 2.13"
         )
     order = [_NAMES[number] for number in asked() if number in _NAMES]
     major, minor = call.capability
