@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from plimsoll.memory.lowering.attention import scaled_dot_product_attention
 from plimsoll.memory.lowering.autocast import cuda_autocast_lists
 from plimsoll.memory.lowering.base import Note, Run, foreach_as_on, kernels_replaced
 from plimsoll.memory.lowering.cudnn_rnn import CudnnRnn, weights_flattened
@@ -40,7 +42,7 @@ class CudaLowering:
         kernels: dict[str, Callable[..., Any]] = {
             **PACKING,
             "dropout": _dropout,
-            "scaled_dot_product_attention": self._attention,
+            "scaled_dot_product_attention": partial(scaled_dot_product_attention, capability=self._capability),
             "lstm_cell": recurrent.lstm_cell,
             "gru_cell": recurrent.gru_cell,
         }
@@ -68,18 +70,6 @@ class CudaLowering:
         count = _SCRATCH_BYTES.get(op)
         return count(*args, **kwargs) if count else 0
 
-    def _attention(
-        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
-        is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
-    ) -> Tensor:  # fmt: skip
-        if attn_mask is not None:
-            if attn_mask.dtype == torch.bool:
-                attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(attn_mask, 1.0)
-            attn_mask = attn_mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
-        return aten._scaled_dot_product_efficient_attention(
-            query, key, value, attn_mask, torch.is_grad_enabled(), dropout_p, is_causal, scale=scale
-        )[0]
-
 
 def _dropout(input: Tensor, p: float, train: bool) -> Tensor:
     if not train or p == 0 or input.numel() == 0:
@@ -88,9 +78,5 @@ def _dropout(input: Tensor, p: float, train: bool) -> Tensor:
 
 
 _SCRATCH_BYTES: dict[Any, Callable[..., int]] = {
-    # logsumexp's gradient, one float for each query
-    aten._scaled_dot_product_efficient_attention_backward.default: lambda grad, query, *rest, **options: (
-        query.shape[:3].numel() * 4
-    ),
     aten.embedding_dense_backward.default: lambda grad, indices, *rest: indices.numel() * 8 * 2,
 }
