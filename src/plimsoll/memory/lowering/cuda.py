@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from plimsoll.memory.lowering.attention import scaled_dot_product_attention
 from plimsoll.memory.lowering.autocast import cuda_autocast_lists
-from plimsoll.memory.lowering.base import Note, Run, foreach_as_on, kernels_replaced
+from plimsoll.memory.lowering.base import Note, Run, fake_modules_can_be_converted, foreach_as_on, kernels_replaced
 from plimsoll.memory.lowering.cudnn_rnn import CudnnRnn, weights_flattened
 from plimsoll.memory.lowering.packing import PACKING
 from plimsoll.memory.lowering.places import Places
@@ -29,6 +29,9 @@ class CudaLowering:
     Args:
         capability: the compute capability, for example ``(8, 6)``.
     """
+
+    kind: Literal["cpu", "cuda"] = "cuda"
+    device = "cuda"
 
     def __init__(self, capability: tuple[int, int]) -> None:
         self.name = f"cuda {capability[0]}.{capability[1]}"
@@ -50,12 +53,17 @@ class CudaLowering:
             kernels |= {f"{name}.{overload}": getattr(recurrent, name) for overload in ("input", "data")}
         with (
             foreach_as_on(("cpu", "cuda", "xpu")),
+            fake_modules_can_be_converted(),
             cuda_autocast_lists(),
             kernels_replaced(kernels),
             weights_flattened(self._places.on_host),
             self._places,
         ):
             yield
+
+    def loaded(self, tensor: Tensor) -> Tensor:
+        """Let a tensor be in the host's memory."""
+        return self._places.put_on_host(tensor)
 
     def run_with(self, run: Run) -> Run:
         """Follow which tensors are on the device."""
