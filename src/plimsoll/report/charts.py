@@ -161,8 +161,8 @@ def empty_figure(x_title: str, y_title: str) -> go.Figure:
     layout: dict[str, Any] = {
         "template": "none",
         "font": {"family": "system-ui, sans-serif", "size": 13, "color": "var(--muted)"},
-        "paper_bgcolor": "rgba(0,0,0,0)",
-        "plot_bgcolor": "rgba(0,0,0,0)",
+        "paper_bgcolor": "var(--page)",
+        "plot_bgcolor": "var(--page)",  # and not transparent: the line under the pointer takes its edge from it
         "margin": {"l": 8, "r": 12, "t": 8, "b": 8},
         "hovermode": "x unified",
         "hoverlabel": {"bgcolor": "var(--card)", "bordercolor": "var(--rule)", "font": {"color": "var(--text)"}},
@@ -222,6 +222,7 @@ def limit_line(figure: go.Figure, y: float, label: str) -> None:
         annotation={
             "text": label,
             "font": {"color": "var(--line)", "size": 13},
+            "bgcolor": "var(--page)",  # it may be in front of what crosses the line
             "yanchor": "bottom",
             "showarrow": False,
         },

@@ -54,7 +54,8 @@ def _caption(prediction: Prediction, is_limit_near: bool) -> str:
     timeline = prediction.timeline
     limit = f"limit {format_bytes(prediction.limit_bytes)}{'' if is_limit_near else ', above the chart'}"
     used = format_bytes(max(timeline.used_bytes))
-    return f"{timeline.source.capitalize()}, in the order of allocations and frees. Most in use {used}, {limit}."
+    what = f"{timeline.source.capitalize()}, in the order of allocations and frees; backward and evaluation are shaded."
+    return f"{what} Most in use {used}, {limit}."
 
 
 def _drawn_rows(timeline: MemoryTimeline) -> list[int]:
@@ -147,6 +148,7 @@ def _add_bands(figure: go.Figure, bands: list[Band]) -> None:
         ticktext=[phase for phase, _, _, _ in named],
         unifiedhovertitle={"text": "point %{x:,}"},
         spikethickness=1,
+        spikedash="solid",
         spikecolor="var(--muted)",
     )
 

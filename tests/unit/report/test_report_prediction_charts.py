@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
-from prediction_records import MIB, bare, fitting, timeline, too_large
 
 from plimsoll.report.prediction_charts import prediction_chart
+from prediction_records import MIB, bare, fitting, timeline, too_large
 
 
 def traces(chart) -> dict[str, dict]:
@@ -58,7 +58,8 @@ def test_the_limit_is_a_line_unless_it_would_leave_the_chart_flat(limit_mib, is_
 
 def test_the_caption_says_what_the_chart_shows():
     assert prediction_chart(too_large()).caption == (
-        "Predicted, in the order of allocations and frees. Most in use 800.0 MiB, limit 2.0 GiB."
+        "Predicted, in the order of allocations and frees; backward and evaluation are shaded. "
+        "Most in use 800.0 MiB, limit 2.0 GiB."
     )
 
 
