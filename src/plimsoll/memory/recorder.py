@@ -231,12 +231,12 @@ class Recorder(TorchDispatchMode):
     def _phase_outside_backward(self) -> Phase:
         if self._forced_phase:
             return self._forced_phase[-1]
+        if self.step == 0:
+            return "setup"
         if self._ask_phase is not None:
             return self._ask_phase()
         if self._optimizers_running:
             return "optimizer"
-        if self.step == 0:
-            return "setup"
         if self._modules:
             return "forward" if torch.is_grad_enabled() else "evaluation"
         return "loss" if self._made_graph else "copy"

@@ -27,7 +27,7 @@ from plimsoll.records.device import Device, MemoryUse
 from plimsoll.records.job import Job
 from plimsoll.records.trace import Phase, Trace
 from plimsoll.run.boundary import Position
-from plimsoll.run.commit import PLAIN_TENSORS
+from plimsoll.run.commit import ADDRESS_OF
 from plimsoll.run.step import TrainStep
 
 _MOST_PIECES = 2
@@ -155,8 +155,8 @@ def _phase(position: Position) -> Phase:
 @contextmanager
 def _fake_tensors_are_plain() -> Iterator[None]:
     """Let the update copy fake tensors as it copies real ones."""
-    PLAIN_TENSORS.append(FakeTensor)
+    ADDRESS_OF[FakeTensor] = lambda tensor: tensor.untyped_storage()._cdata
     try:
         yield
     finally:
-        PLAIN_TENSORS.remove(FakeTensor)
+        del ADDRESS_OF[FakeTensor]
