@@ -10,8 +10,8 @@ torch asks for its tensors with ``posix_memalign(64)``, which takes 64 + 48 byte
 lies before the aligned address and what is left behind, and frees both. So a free block never fits a new one of its
 own size, unless something free is next to it: one reason for the holes of a heap.
 
-Approximated: chunks of up to 1,040 bytes are joined at once (glibc keeps the last seven of each size, and its fast bins
-until the next large request). Not covered: small blocks that others take (Python, C++ objects), which lie between the
+For a process that does nothing else the simulation is exact to a page. Chunks of up to 1,040 bytes that are cut off stay
+in the thread's cache for good, seven of each size: others would take them. Not covered: small blocks that others take (Python, C++ objects), which lie between the
 tensors; other arenas, so blocks that another thread allocates (torch's backward on a CPU runs in the calling thread);
 glibc from 2.38 on, whose memalign searches for an aligned block first; transparent huge pages; other C libraries.
 """
@@ -122,6 +122,7 @@ class GlibcHeap:
 
     def trim(self) -> None:
         """Give back whole free pages, as ``malloc_trim(0)``: inside the heap and at its top."""
+        self._join_fast()
         page_bytes = self.rules.page_bytes
         for start, chunk_bytes in self._free.chunks():
             first = _round_up(start + _CHUNK_STRUCT_BYTES, page_bytes)
@@ -129,6 +130,12 @@ class GlibcHeap:
             if last > first:
                 self._given_back.add(first, last)
         self._shrink(pad_bytes=0)
+
+    def map_blocks_from(self, num_bytes: int) -> None:
+        """Set the mapping threshold and end its raising, as ``mallopt(M_MMAP_THRESHOLD)``; free chunks stay as they are."""
+        self._join_fast()
+        self.rules = self.rules.model_copy(update={"mmap_threshold_bytes": num_bytes, "is_dynamic": False})
+        self._mmap_threshold_bytes = num_bytes
 
     def _find(self, wanted_bytes: int) -> tuple[int, int] | None:
         """Take a chunk of the heap, ``None`` where the block becomes a mapping."""
