@@ -20,7 +20,7 @@ _MOST_TRACES = 12
 class Found(Generic[T]):
     """The largest size that fits with what was said of it; ``None`` if not even the smallest does."""
 
-    size: int | None
+    value: int | None
     said: T | None
     is_bound: bool
     num_traces: int
@@ -50,11 +50,11 @@ def largest_that_fits(
             high = size
         if high - low <= max(1, int(precision * low)):
             break
-        size = min(max(_next_size(beyond_bytes, most), low + 1), high - 1)
+        size = min(max(_nearer(beyond_bytes, most), low + 1), high - 1)
     return Found(low or None, best, high > most, len(beyond_bytes))
 
 
-def _next_size(beyond_bytes: dict[int, int], most: int) -> int:
+def _nearer(beyond_bytes: dict[int, int], most: int) -> int:
     """Where the line through the two sizes nearest to the limit crosses it; with one size, double it or half of it."""
     nearest = sorted(beyond_bytes, key=lambda size: abs(beyond_bytes[size]))[:2]
     if len(nearest) == 1:

@@ -222,9 +222,7 @@ def context_of(spec: DeviceSpec) -> Estimate:
     if spec.context_low_bytes is not None and spec.context_high_bytes is not None:
         low_bytes, high_bytes = spec.context_low_bytes, spec.context_high_bytes
     likely_bytes = (low_bytes + high_bytes) // 2
-    return Estimate(
-        likely_bytes=likely_bytes, low_bytes=low_bytes, high_bytes=high_bytes, assumed_bytes=likely_bytes
-    )
+    return Estimate(likely_bytes=likely_bytes, low_bytes=low_bytes, high_bytes=high_bytes, assumed_bytes=likely_bytes)
 
 
 def moment_of(trace: Trace, op: int) -> Moment:

@@ -43,7 +43,7 @@ ScratchBytes = Callable[[Any, tuple[Any, ...], dict[str, Any]], int]
 """``(op, args, kwargs) -> bytes`` that the target's kernel takes while it runs, beside its results."""
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records while it is active (``with recorder:``); `trace` makes the record.
 
     A module is called by its qualified name in the outermost module whose forward runs. ``step`` counts from 1; where
@@ -64,7 +64,7 @@ class Recorder(TorchDispatchMode):
         scratch_bytes: ScratchBytes | None = None,
         on_host: Callable[[Tensor], bool] | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.step = 0
         self.counts_steps = False
         self._ask_phase = phase
@@ -105,7 +105,8 @@ class Recorder(TorchDispatchMode):
         for parameter in model.parameters():
             if parameter.requires_grad and parameter not in self._watched:
                 self._watched.add(parameter)
-                self._stack.callback(parameter.register_post_accumulate_grad_hook(self._know_gradient).remove)
+                handle = parameter.register_post_accumulate_grad_hook(self._know_gradient)  # type: ignore[no-untyped-call]
+                self._stack.callback(handle.remove)
 
     def know_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Take note of the states of an optimizer."""
@@ -150,11 +151,11 @@ class Recorder(TorchDispatchMode):
             handles.append(register_optimizer_step_post_hook(self._leave_optimizer))
         for handle in handles:
             self._stack.callback(handle.remove)
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
         self._stack.close()
 
     def __torch_dispatch__(

@@ -54,7 +54,8 @@ class Rehearsal:
 
     def fake_model(self, model: nn.Module) -> nn.Module:
         """Return a copy of a model whose parameters and buffers are fake; the model itself stays as it is."""
-        return _copied(model, self._faked(model))
+        copied: nn.Module = copy.deepcopy(model, self._faked(model))
+        return copied
 
     def fake_training(
         self, model: nn.Module, optimizer: torch.optim.Optimizer
@@ -63,7 +64,7 @@ class Rehearsal:
         memo = self._faked(model)
         for state in optimizer.state.values():
             memo |= {id(value): self.known.fake(value) for value in state.values() if isinstance(value, Tensor)}
-        return _copied(model, memo), _copied(optimizer, memo)
+        return copy.deepcopy(model, memo), copy.deepcopy(optimizer, memo)
 
     def fake_batch(self, batch: Any) -> Any:
         """Return a batch of fake tensors as a loader gives it, on the host; its integers stay known.
@@ -93,7 +94,7 @@ class Rehearsal:
         for tensor in chain(model.parameters(), model.buffers()):
             fake = self.known.fake(tensor.detach()).requires_grad_(tensor.requires_grad)
             if isinstance(tensor, nn.Parameter):
-                fake._is_param = True  # type: ignore[attr-defined]  # what nn.Parameter itself does for a subclass
+                fake._is_param = True  # what nn.Parameter itself does for a subclass
             memo[id(tensor)] = fake
         return memo
 
@@ -139,12 +140,8 @@ def trace_training(train: Callable[[Rehearsal], Any], lowering: Lowering) -> Tra
     return place.trace()
 
 
-def _copied(original: Any, memo: dict[int, Any]) -> Any:
-    return copy.deepcopy(original, memo)
-
-
 def _cannot_trace(error: Exception, where: str) -> str:
     return (
         f"cannot trace this training without running it: {error}{where} has no version for fake tensors, or its "
-        "result depends on values that are not known; register one (torch.library.register_fake), or leave that op out"
+        "result depends on values that are not known: give the op one (torch.library.register_fake), or use another"
     )

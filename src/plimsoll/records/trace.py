@@ -59,7 +59,10 @@ class StorageTable(Frozen):
 
 
 class Assumption(Frozen):
-    """Something that was assumed in place of a fact, and by how much the peak may differ for it, in bytes."""
+    """Something that was assumed in place of a fact.
+
+    The peak may be lower by ``-low_bytes`` (0 or negative) or higher by ``high_bytes`` for it.
+    """
 
     text: str
     low_bytes: int = 0
@@ -85,7 +88,7 @@ class Trace(Record):
     assumptions: tuple[Assumption, ...] = ()
 
     def deltas(self, on_host: bool = False) -> Iterator[tuple[int, int, int]]:
-        """Yield ``(event, storage, bytes)`` of one place in order: bytes are positive for a birth, negative for a death."""
+        """Yield ``(event, storage, bytes)`` of one place in order; bytes are negative for a death."""
         num_bytes, places = self.storages.num_bytes, self.storages.on_host
         for event, signed in enumerate(self.events):
             storage = abs(signed) - 1

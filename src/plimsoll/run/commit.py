@@ -120,9 +120,7 @@ class _Layout:
 
 
 def _places(tensors: list[torch.Tensor]) -> list[tuple[int, int]]:
-    return [
-        (ADDRESS_OF[type(tensor)](tensor), tensor.numel() if tensor.is_contiguous() else -1) for tensor in tensors
-    ]
+    return [(ADDRESS_OF[type(tensor)](tensor), tensor.numel() if tensor.is_contiguous() else -1) for tensor in tensors]
 
 
 class _Scratch:

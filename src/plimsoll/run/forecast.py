@@ -83,7 +83,7 @@ def predict_job(
 
     Args:
         job: what is to be trained.
-        device: ``"cpu"``, ``"local"`` or ``"cuda"`` for a GPU that is here, or the name of a GPU; ``None`` is the job's.
+        device: ``"cpu"``, ``"local"`` or ``"cuda"`` for what is here, or the name of a GPU; ``None`` is the job's.
         limit_bytes: what the training may use; ``None`` is the job's budget, or else all that the device has.
         micro_batch: samples of one forward and backward pass; ``None`` is the whole batch.
         search: find the largest micro-batch, the longest sequence and the smallest GPU that fit.
@@ -160,13 +160,13 @@ class _Forecast:
     def largest_micro_batch(self, start: int) -> Answer:
         """Find the largest micro-batch that fits; beyond the batch of the job, the batch is as large."""
         found = self._largest(partial(self._at, sequence_length=self.job.sequence_length), start, _LARGEST_BATCH)
-        return Answer(question="largest micro-batch", value=found.size, peak=found.said, is_bound=found.is_bound)
+        return Answer(question="largest micro-batch", value=found.value, peak=found.said, is_bound=found.is_bound)
 
     def longest_sequence(self, micro_batch: int) -> Answer:
         """Find the longest sequence that fits, as far as the model can be built for it."""
         most = self._longest_that_can_be_built()
         found = self._largest(lambda length: self._at(micro_batch, length), self.job.sequence_length, most)
-        return Answer(question="longest sequence", value=found.size, peak=found.said, is_bound=found.is_bound)
+        return Answer(question="longest sequence", value=found.value, peak=found.said, is_bound=found.is_bound)
 
     def smallest_device(self, micro_batch: int) -> Answer:
         """Find the GPU of the table with the least memory on which the job fits."""
@@ -283,22 +283,20 @@ def _cpu_target(job: Job, budget_bytes: int | None, progress: Progress) -> _Targ
 
 def _measured_baseline(job: Job) -> Estimate:
     """What a training process takes before it has a model, read from one."""
-    code = "from plimsoll.run.worker import print_baseline; print_baseline()"
-    child = subprocess.run(
-        [sys.executable, "-c", code], input=job.to_json(), capture_output=True, text=True, check=False
-    )
+    command = [sys.executable, "-m", "plimsoll", "baseline-worker"]
+    child = subprocess.run(command, input=job.to_json(), capture_output=True, text=True, check=False)
     if child.returncode != 0:
         last = child.stderr.strip().splitlines()[-1:] or ["no message"]
         raise DeviceError(
             f"cannot start a process to see what a training takes before it has a model (exit {child.returncode}: "
             f"{last[0]}): check that {sys.executable} runs"
         )
-    size = int(child.stdout)
+    private_bytes = int(child.stdout)
     return Estimate(
-        likely_bytes=size,
-        low_bytes=int(size * (1 - _BASELINE_SPREAD)),
-        high_bytes=int(size * (1 + _BASELINE_SPREAD)),
-        measured_bytes=size,
+        likely_bytes=private_bytes,
+        low_bytes=int(private_bytes * (1 - _BASELINE_SPREAD)),
+        high_bytes=int(private_bytes * (1 + _BASELINE_SPREAD)),
+        measured_bytes=private_bytes,
     )
 
 

@@ -119,7 +119,6 @@ def train_run(
 
 def print_baseline() -> None:
     """Print how many bytes a training process takes before it has a model; the job comes on standard input."""
-    import plimsoll.cli.main  # noqa: F401  -- a training process is a command
     from plimsoll import assemble  # noqa: F401
     from plimsoll.device.base import backend_for
     from plimsoll.run import train  # noqa: F401
