@@ -6,13 +6,14 @@ freed since the last search, the smallest free block that is large enough, the t
 (from the threshold on), a larger heap. A free block is joined with its free neighbours, and the top goes back to the
 system from the trim threshold on; what is freed below a live block stays resident.
 
-torch asks for its tensors with ``posix_memalign(64)``, which takes 64 + 48 bytes more than the block, cuts off what
-lies before the aligned address and what is left behind, and frees both. So a free block never fits a new one of its
-own size, unless something free is next to it: one reason for the holes of a heap.
+torch asks for its tensors with ``posix_memalign(64)``, which takes some 100 bytes more than the block, cuts off what
+lies before the aligned address and what is left behind, and frees both. So a free block does not fit a new one of its
+own size unless something beside it is free: one reason for the holes of a heap.
 
-For a process that does nothing else the simulation is exact to a page. Chunks of up to 1,040 bytes that are cut off stay
-in the thread's cache for good, seven of each size: others would take them. Not covered: small blocks that others take (Python, C++ objects), which lie between the
-tensors; other arenas, so blocks that another thread allocates (torch's backward on a CPU runs in the calling thread);
+For a process that does nothing else the simulation is exact to a few pages. Cut-off chunks of up to 1,040 bytes stay in
+the thread's cache for good, seven of each size: others would take them. Not covered: small blocks that others take
+(Python, C++ objects) and that lie between the tensors, by chance, so that with glibc's own thresholds a training holds
+up to 8 % more; other arenas, so what another thread allocates (torch's backward on a CPU runs in the calling thread);
 glibc from 2.38 on, whose memalign searches for an aligned block first; transparent huge pages; other C libraries.
 """
 
@@ -132,7 +133,10 @@ class GlibcHeap:
         self._shrink(pad_bytes=0)
 
     def map_blocks_from(self, num_bytes: int) -> None:
-        """Set the mapping threshold and end its raising, as ``mallopt(M_MMAP_THRESHOLD)``; free chunks stay as they are."""
+        """Set the mapping threshold and end its raising, as `plimsoll.device.heap.map_blocks_from`.
+
+        Free chunks and the trim threshold stay as they are: set late, it leaves the free blocks of the heap in use.
+        """
         self._join_fast()
         self.rules = self.rules.model_copy(update={"mmap_threshold_bytes": num_bytes, "is_dynamic": False})
         self._mmap_threshold_bytes = num_bytes
