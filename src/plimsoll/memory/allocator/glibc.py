@@ -44,8 +44,10 @@ class HeapReplay(NamedTuple):
     resident_bytes: list[int]
     """After each event."""
     peak_bytes: int
-    peak_index: int
-    """Of the event after which the peak was reached first; -1 for no events."""
+    index_of_highest: int
+    """Of the event after which the peak was reached first; -1 where no event passed what was there before."""
+    live: dict[int, int]
+    """The handle of each storage that is not freed."""
 
 
 class _Mapped(NamedTuple):
@@ -234,13 +236,17 @@ class GlibcHeap:
             self._given_back.remove(_round_up(self._touched_end, self.rules.page_bytes), None)
 
 
-def replay(deltas: Iterable[tuple[int, int]], heap: GlibcHeap) -> HeapReplay:
-    """Let a heap do what a trace says: ``(storage id, bytes)``, negative bytes for the storage's free.
+def replay(deltas: Iterable[tuple[int, int]], heap: GlibcHeap, live: dict[int, int] | None = None) -> HeapReplay:
+    """Let a heap do what a trace says: ``(storage id, bytes to allocate)``, negative bytes for the storage's free.
 
-    An id may be used again after its free. The heap keeps its state, so that a trace can be given in parts.
+    An id may be used again after its free. To go on with a heap, give the ``live`` of the replay before.
+
+    Raises:
+        KeyError: if a storage is freed that is not live.
     """
-    handles: dict[int, int] = {}
-    resident_bytes, peak_bytes, peak_index = [], heap.resident_bytes, -1
+    handles = dict(live or {})
+    resident_bytes: list[int] = []
+    peak_bytes, index_of_highest = heap.resident_bytes, -1
     for index, (storage, num_bytes) in enumerate(deltas):
         if num_bytes < 0:
             heap.free(handles.pop(storage))
@@ -249,8 +255,8 @@ def replay(deltas: Iterable[tuple[int, int]], heap: GlibcHeap) -> HeapReplay:
         now_bytes = heap.resident_bytes
         resident_bytes.append(now_bytes)
         if now_bytes > peak_bytes:
-            peak_bytes, peak_index = now_bytes, index
-    return HeapReplay(resident_bytes, peak_bytes, peak_index)
+            peak_bytes, index_of_highest = now_bytes, index
+    return HeapReplay(resident_bytes, peak_bytes, index_of_highest, handles)
 
 
 class _FreeChunks:

@@ -157,7 +157,6 @@ def test_every_event_leaves_what_the_real_heap_leaves(sequence, setting, real_he
 TRAININGS = [
     ("gpt2", DEFAULT_HEAP, 0, 0.12),
     ("gpt2", TIGHT_HEAP, TIGHT_HEAP.mmap_threshold_bytes, 0.03),
-    ("lstm", DEFAULT_HEAP, 0, 0.05),
     ("lstm", TIGHT_HEAP, TIGHT_HEAP.mmap_threshold_bytes, 0.03),
 ]
 
@@ -219,10 +218,13 @@ def test_a_threshold_that_is_set_late_leaves_the_free_blocks_of_the_heap_in_use(
 
 
 def test_a_replay_gives_the_column_and_the_first_peak():
-    assert replay([], GlibcHeap(TIGHT_HEAP)) == ([], 0, -1)
+    assert replay([], GlibcHeap(TIGHT_HEAP)) == ([], 0, -1, {})
     found = replay([(1, MIB), (2, 2 * MIB), (1, -MIB), (1, MIB), (3, 0), (3, 0)], GlibcHeap(TIGHT_HEAP))
     assert found.resident_bytes == [MIB + 4096, 3 * MIB + 8192, 2 * MIB + 4096] + [3 * MIB + 8192] * 3
-    assert (found.peak_bytes, found.peak_index) == (3 * MIB + 8192, 1)
+    assert (found.peak_bytes, found.index_of_highest) == (3 * MIB + 8192, 1)
+    heap = GlibcHeap(TIGHT_HEAP)
+    first = replay([(1, MIB), (2, MIB), (2, -MIB)], heap)
+    assert replay([(1, -MIB)], heap, first.live) == ([0], MIB + 4096, -1, {})
     with pytest.raises(KeyError):
         replay([(1, -MIB)], GlibcHeap(TIGHT_HEAP))
 
