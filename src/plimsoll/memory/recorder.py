@@ -191,6 +191,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return f" at {texts[line]}" if line else f" in {texts[module]}" if module else ""
 
     @property
+    def last_phase(self) -> Phase:
+        """The phase of the op that ran last."""
+        return self._phases[-1] if self._phases else "setup"
+
+    @property
     def is_in_module(self) -> bool:
         """Whether a module's forward is running, or one is recomputed."""
         return bool(self._modules)

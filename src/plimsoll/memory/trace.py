@@ -14,8 +14,10 @@ tensors made by libraries that do not go through torch.
 from __future__ import annotations
 
 import copy
+import logging
 import os
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import chain
@@ -46,6 +48,11 @@ _CANNOT_TRACE = (
 )
 _INNER_FOLDERS = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.dirname(__file__)) + os.sep)
 _MOST_FRAMES = 6
+_EXPECTED_WARNINGS = (
+    "Accessing the data pointer of FakeTensor",  # copy.deepcopy of a module
+    "torch.cuda.amp.GradScaler is enabled, but CUDA is not available",
+    "User provided device_type of 'cuda', but CUDA is not available",
+)
 
 
 class Rehearsal:
@@ -66,8 +73,7 @@ class Rehearsal:
 
     def fake_model(self, model: nn.Module) -> nn.Module:
         """Return a copy of a model whose parameters and buffers are fake; the model itself stays as it is."""
-        copied: nn.Module = copy.deepcopy(model, self._faked(model))
-        return copied
+        return self._arrived(copy.deepcopy(model, self._faked(model)))
 
     def fake_training(
         self, model: nn.Module, optimizer: torch.optim.Optimizer
@@ -76,7 +82,7 @@ class Rehearsal:
         memo = self._faked(model)
         for state in optimizer.state.values():
             memo |= {id(value): self.known.fake(value) for value in state.values() if isinstance(value, Tensor)}
-        return copy.deepcopy(model, memo), copy.deepcopy(optimizer, memo)
+        return self._arrived(copy.deepcopy(model, memo)), copy.deepcopy(optimizer, memo)
 
     def fake_batch(self, batch: Any) -> Any:
         """Return a batch of fake tensors as a loader gives it, on the host; its integers stay known.
@@ -104,11 +110,19 @@ class Rehearsal:
         """The fake of each parameter and buffer by its id: what ``copy.deepcopy`` takes as done."""
         memo: dict[int, Any] = {}
         for tensor in chain(model.parameters(), model.buffers()):
-            fake = self.known.fake(tensor.detach()).requires_grad_(tensor.requires_grad)
+            fake = self.known.fake(tensor).requires_grad_(tensor.requires_grad)
             if isinstance(tensor, nn.Parameter):
                 fake._is_param = True  # what nn.Parameter itself does for a subclass
             memo[id(tensor)] = fake
         return memo
+
+    @staticmethod
+    def _arrived(model: nn.Module) -> nn.Module:
+        """What ``model.to(device)`` does beside moving: cuDNN's layers join their weights."""
+        for module in model.modules():
+            if isinstance(module, nn.RNNBase):
+                module.flatten_parameters()
+        return model
 
     def _where(self) -> str | None:
         """The place that asks for a value; ``None`` for a step of Plimsoll's, which reads its loss and goes on."""
@@ -130,7 +144,7 @@ def rehearsal(lowering: Lowering, phase: Callable[[], Phase] | None = None) -> I
     """
     place = Rehearsal(lowering, phase)
     try:
-        with lowering.active(place.known.assume), place.mode, place.recorder:
+        with _quiet(), lowering.active(place.known.assume), place.mode, place.recorder:
             yield place
     except _CANNOT_TRACE as error:
         raise InputError(_cannot_trace(error, place.recorder.describe_place())) from error
@@ -152,6 +166,20 @@ def trace_training(train: Callable[[Rehearsal], Any], lowering: Lowering) -> Tra
     return place.trace()
 
 
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep torch from telling what the error that follows says anyway, and from warning of what is meant so."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    was_disabled, log.disabled = log.disabled, True
+    try:
+        with warnings.catch_warnings():
+            for message in _EXPECTED_WARNINGS:
+                warnings.filterwarnings("ignore", message=message)
+            yield
+    finally:
+        log.disabled = was_disabled
+
+
 class failures_explained:
     """Let an error of the user's code say what failed and where, in their frames only.
 
@@ -166,12 +194,12 @@ class failures_explained:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         """Raise the explanation in place of an error that is not Plimsoll's and not about fake tensors."""
-        if not isinstance(error, Exception) or isinstance(error, PlimsollError | _CANNOT_TRACE):
+        if not isinstance(error, Exception) or isinstance(error, (PlimsollError, *_CANNOT_TRACE)):
             return
         frames = [frame for frame in traceback.extract_tb(trace) if not frame.filename.startswith(_INNER_FOLDERS)]
         shown = "".join(traceback.format_list(frames[-_MOST_FRAMES:]))
         raise InputError(
-            f"{self._what} fails{self._place.recorder.describe_place()}, before anything is allocated: "
+            f"{self._what} fails in the {self._place.recorder.last_phase} phase, on tensors without memory: "
             f"{type(error).__name__}: {error}\n{shown}Check the model and the fields of its batch."
         ) from error
 
