@@ -17,6 +17,7 @@ def trace_of(*ops: tuple[str, int, str], assumptions: tuple[Assumption, ...] = (
     texts = {"": 0}
     rows: list[tuple[int, ...]] = []
     storages: dict[str, list] = {}
+    row_of: dict[str, int] = {}
     events, event_op = [], []
 
     def text(value: str) -> int:
@@ -25,16 +26,17 @@ def trace_of(*ops: tuple[str, int, str], assumptions: tuple[Assumption, ...] = (
     for number, (phase, step, script) in enumerate(ops):
         where = (text(f"aten.op{number}.default"), text(f"layer{number}"), text(f"train.py:{number}"))
         rows.append((*where, phase, step))
-        words = script.replace("optimizer states", "optimizer_states").split()
+        words = script.replace("optimizer states", "optimizer_states").split()[::-1]
         while words:
-            word = words.pop(0)
+            word = words.pop()
             sign, name = word[0], word[1:]
             if sign == "+":
-                category, num_bytes = words.pop(0).replace("_", " "), int(words.pop(0))
+                category, num_bytes = words.pop().replace("_", " "), int(words.pop())
+                row_of[name] = len(storages)
                 storages[name] = [num_bytes, category, number, -1, text(name), name.endswith("@host")]
             else:
                 storages[name][3] = number
-            events.append((1 + list(storages).index(name)) * (1 if sign == "+" else -1))
+            events.append((1 + row_of[name]) * (1 if sign == "+" else -1))
             event_op.append(number)
     names = ("name", "module", "line", "phase", "step")
     columns = ("num_bytes", "category", "born", "died", "shape", "on_host")
