@@ -12,7 +12,8 @@ def trace_of(*ops: tuple[str, int, str], assumptions: tuple[Assumption, ...] = (
 
     What happens is a list of births, ``+name category bytes``, and deaths, ``-name``; a name that ends in ``@host`` is
     in the host's memory. Op number ``i`` is called ``aten.op<i>.default``, is of module ``layer<i>`` and of line
-    ``train.py:<i>``; the shape of a storage is its name.
+    ``train.py:<i>``; the shape of a storage is its name without the marks ``'`` at its end, and what a model or optimizer
+    holds is called by its name.
     """
     texts = {"": 0}
     rows: list[tuple[int, ...]] = []
@@ -33,13 +34,22 @@ def trace_of(*ops: tuple[str, int, str], assumptions: tuple[Assumption, ...] = (
             if sign == "+":
                 category, num_bytes = words.pop().replace("_", " "), int(words.pop())
                 row_of[name] = len(storages)
-                storages[name] = [num_bytes, category, number, -1, text(name), name.endswith("@host")]
+                called = text(name if category in ("parameters", "gradients", "optimizer states") else "")
+                storages[name] = [
+                    num_bytes,
+                    category,
+                    number,
+                    -1,
+                    text(name.rstrip("'")),
+                    called,
+                    name.endswith("@host"),
+                ]
             else:
                 storages[name][3] = number
             events.append((1 + row_of[name]) * (1 if sign == "+" else -1))
             event_op.append(number)
     names = ("name", "module", "line", "phase", "step")
-    columns = ("num_bytes", "category", "born", "died", "shape", "on_host")
+    columns = ("num_bytes", "category", "born", "died", "shape", "name", "on_host")
     return Trace(
         source="predicted",
         lowered_to="by hand",
@@ -55,4 +65,4 @@ def trace_of(*ops: tuple[str, int, str], assumptions: tuple[Assumption, ...] = (
 
 
 _NO_OPS = OpTable(name=(), module=(), line=(), phase=(), step=())
-_NO_STORAGES = StorageTable(num_bytes=(), category=(), born=(), died=(), shape=(), on_host=())
+_NO_STORAGES = StorageTable(num_bytes=(), category=(), born=(), died=(), shape=(), name=(), on_host=())

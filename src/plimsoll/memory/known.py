@@ -96,9 +96,12 @@ class KnownValues:
         )
 
     def fake(self, real: Tensor) -> Tensor:
-        """Return a fake tensor like ``real``; integers and truth values stay known."""
+        """Return a fake CPU tensor like ``real``, which may be on any device; a CPU tensor's integers stay known."""
         if isinstance(real, FakeTensor):
             return real
+        if real.device.type != "cpu":  # a fake tensor of another device cannot be trained on a CPU build of torch
+            with self._mode:
+                return torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device="cpu")
         with _disable_current_modes():
             tensor = self._mode.from_tensor(real, static_shapes=True)
         if not real.is_floating_point() and real.numel() <= MOST_ELEMENTS:

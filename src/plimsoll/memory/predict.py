@@ -13,6 +13,7 @@ Does NOT cover other processes on the same device, several streams, and CUDA gra
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -28,6 +29,7 @@ from plimsoll.records.trace import Category, Trace
 
 MOST_ROWS = 4000
 _NUM_LARGEST = 10
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 # What is left between prediction and measurement: on CUDA 0.3 % in the median and 1.5 % in nine of ten runs with
 # batches of one length (benchmarks/predict_gpu_measured.py), on the CPU benchmarks/predict_cpu_rss.py.
@@ -117,16 +119,33 @@ class Counted:
         return None if self.oom_row is None else self.moment(int(self.live.event[self.oom_row]))
 
     def largest(self) -> tuple[Holding, ...]:
-        """The largest storages that are alive at the peak."""
+        """What is alive at the peak, alike things together, those that take most first."""
         storages, texts = self.trace.storages, self.trace.texts
+        groups: dict[tuple[str, ...], list[int]] = {}
+        for storage in self.live.alive_at(self.peak_row):
+            made = moment_of(self.trace, storages.born[storage])
+            name = texts[storages.name[storage]] or made.module
+            key = (storages.category[storage], texts[storages.shape[storage]], made.line, _NUMBER.sub("*", name))
+            groups.setdefault(key, []).append(storage)
+        sizes = {key: sum(storages.num_bytes[storage] for storage in group) for key, group in groups.items()}
         return tuple(
-            Holding(
-                num_bytes=storages.num_bytes[storage],
-                category=storages.category[storage],
-                shape=texts[storages.shape[storage]],
-                made=moment_of(self.trace, storages.born[storage]),
-            )
-            for storage in self.live.alive_at(self.peak_row)[:_NUM_LARGEST]
+            self._holding(groups[key], sizes[key], key[3])
+            for key in sorted(groups, key=lambda key: -sizes[key])[:_NUM_LARGEST]
+        )
+
+    def _holding(self, group: list[int], num_bytes: int, pattern: str) -> Holding:
+        storages, texts = self.trace.storages, self.trace.texts
+        made = moment_of(self.trace, storages.born[group[0]])
+        name = texts[storages.name[group[0]]]
+        if len(group) > 1:
+            name, made = (pattern, made) if name else ("", made.model_copy(update={"module": pattern}))
+        return Holding(
+            num_bytes=num_bytes,
+            count=len(group),
+            category=storages.category[group[0]],
+            shape=texts[storages.shape[group[0]]],
+            name=name,
+            made=made,
         )
 
     def timeline(self) -> MemoryTimeline:

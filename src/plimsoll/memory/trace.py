@@ -14,6 +14,8 @@ tensors made by libraries that do not go through torch.
 from __future__ import annotations
 
 import copy
+import os
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import chain
@@ -26,14 +28,24 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensorMode,
     UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
 )
 from torch.utils._pytree import tree_map
 
-from plimsoll.errors import InputError
+from plimsoll.errors import InputError, PlimsollError
 from plimsoll.memory.known import KnownValues
 from plimsoll.memory.lowering.base import Lowering
 from plimsoll.memory.recorder import Recorder
 from plimsoll.records.trace import Phase, Trace
+
+_CANNOT_TRACE = (
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+)
+_INNER_FOLDERS = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.dirname(__file__)) + os.sep)
+_MOST_FRAMES = 6
 
 
 class Rehearsal:
@@ -81,7 +93,7 @@ class Rehearsal:
             return fakes[id(leaf)]
 
         result = tree_map(fake, batch)
-        self.recorder.know(fakes.values(), "inputs")
+        self.recorder.know((("", tensor) for tensor in fakes.values()), "inputs")
         return result
 
     def trace(self) -> Trace:
@@ -120,7 +132,7 @@ def rehearsal(lowering: Lowering, phase: Callable[[], Phase] | None = None) -> I
     try:
         with lowering.active(place.known.assume), place.mode, place.recorder:
             yield place
-    except (UnsupportedFakeTensorException, DataDependentOutputException, DynamicOutputShapeException) as error:
+    except _CANNOT_TRACE as error:
         raise InputError(_cannot_trace(error, place.recorder.describe_place())) from error
 
 
@@ -138,6 +150,30 @@ def trace_training(train: Callable[[Rehearsal], Any], lowering: Lowering) -> Tra
         place.recorder.step, place.recorder.counts_steps = 1, True
         train(place)
     return place.trace()
+
+
+class failures_explained:
+    """Let an error of the user's code say what failed and where, in their frames only.
+
+    A class, because it must see errors of any type on their way out; none is held back.
+    """
+
+    def __init__(self, what: str, place: Rehearsal) -> None:
+        self._what, self._place = what, place
+
+    def __enter__(self) -> None:
+        """Begin."""
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        """Raise the explanation in place of an error that is not Plimsoll's and not about fake tensors."""
+        if not isinstance(error, Exception) or isinstance(error, PlimsollError | _CANNOT_TRACE):
+            return
+        frames = [frame for frame in traceback.extract_tb(trace) if not frame.filename.startswith(_INNER_FOLDERS)]
+        shown = "".join(traceback.format_list(frames[-_MOST_FRAMES:]))
+        raise InputError(
+            f"{self._what} fails{self._place.recorder.describe_place()}, before anything is allocated: "
+            f"{type(error).__name__}: {error}\n{shown}Check the model and the fields of its batch."
+        ) from error
 
 
 def _cannot_trace(error: Exception, where: str) -> str:

@@ -177,6 +177,30 @@ def test_the_largest_are_those_alive_at_the_peak_with_where_they_were_made():
     assert (first.made.step, first.made.phase, first.made.line) == (1, "forward", "train.py:1")
 
 
+def test_alike_storages_are_one_holding():
+    trace = trace_of(
+        ("setup", 0, f"+h.0.w parameters {5 * MIB} +h.0.w' parameters {5 * MIB} +bias parameters {7 * MIB}"),
+        ("forward", 1, f"+y activations {4 * MIB} +y' activations {4 * MIB} +y'' activations {3 * MIB}"),
+    )
+    largest = count_on_cuda(trace, CARD).largest()
+    assert [(one.num_bytes // MIB, one.count, one.category, one.name) for one in largest] == [
+        (11, 3, "activations", ""),
+        (7, 1, "parameters", "bias"),
+        (5, 1, "parameters", "h.0.w"),
+        (5, 1, "parameters", "h.0.w'"),
+    ]
+    assert largest[0].made.module == "layer1"
+
+
+def test_what_differs_by_a_number_in_its_name_is_alike():
+    names = [f"h.{layer}.w" for layer in range(12)]
+    trace = trace_of(("setup", 0, " ".join(f"+{name} parameters {layer + 1}" for layer, name in enumerate(names))))
+    shapes = (trace.storages.shape[0],) * 12
+    trace = trace.model_copy(update={"storages": trace.storages.model_copy(update={"shape": shapes})})
+    (one,) = count_on_cuda(trace, CARD).largest()
+    assert (one.num_bytes, one.count, one.name, one.shape) == (sum(range(1, 13)), 12, "h.*.w", "h.0.w")
+
+
 def test_a_short_timeline_has_every_event():
     counted = count_on_cuda(step_trace(), CARD)
     timeline = counted.timeline()

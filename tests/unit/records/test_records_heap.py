@@ -39,7 +39,7 @@ def test_they_are_read_back_as_they_were_written(rules: HeapRules):
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"page_bytes": 0}, {"alignment_bytes": 16}, {"trim_threshold_bytes": -1}, {"mmap_bytes": 1}]
+    "wrong", [{"page_bytes": 0}, {"alignment_bytes": 16}, {"mmap_threshold_bytes": -1}, {"mmap_bytes": 1}]
 )
 def test_numbers_that_no_heap_has_are_refused(wrong: dict[str, int]):
     with pytest.raises(ValidationError):

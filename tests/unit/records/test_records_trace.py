@@ -38,7 +38,9 @@ def test_what_lives_at_the_end_adds_up_to_the_sum_of_the_deltas():
 
 def test_a_storage_of_an_unknown_category_is_refused():
     with pytest.raises(ValidationError):
-        StorageTable(num_bytes=(1,), category=("weights",), born=(0,), died=(0,), shape=(0,), on_host=(False,))
+        StorageTable(
+            num_bytes=(1,), category=("weights",), born=(0,), died=(0,), shape=(0,), name=(0,), on_host=(False,)
+        )
     text = TRACE.to_json().replace('"parameters"', '"weights"')
     with pytest.raises(RecordError, match=r"storages\.category\.0"):
         Trace.from_json(text)
