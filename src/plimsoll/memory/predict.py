@@ -43,7 +43,7 @@ class Counted:
     """How a target counted a trace.
 
     The columns have a row for each event of `live`. ``reserved`` is what the process has taken, all its ``fixed`` bytes
-    included, and ``allocated`` what of it is in use. ``fixed`` names the parts that are there from the start.
+    included, and ``allocated`` what of it is in use beside these. ``fixed`` names what is there from the start.
     ``oom_row`` is the event for which there is no room within the limit; the columns are then those without a limit.
     """
 
@@ -149,8 +149,8 @@ class Counted:
         )
 
     def timeline(self) -> MemoryTimeline:
-        """The columns, thinned: of each stretch the row with the most and the one with the least, and the peak."""
-        rows = _thinned(self.live.total, self.peak_row)
+        """The columns, thinned: of each stretch the row with the most and the one with the least, and the peaks."""
+        rows = _thinned(self.live.total, self.peak_row, int(self.reserved.argmax()) if len(self.reserved) else -1)
         ops = [self.trace.event_op[event] for event in self.live.event[rows].tolist()]
         table, texts = self.trace.ops, self.trace.texts
         fixed_bytes = sum(part.likely_bytes for part in self.fixed.values())
@@ -207,7 +207,7 @@ def count_on_cuda(
     return Counted(
         trace=trace,
         live=live,
-        allocated=np.asarray(replayed.allocated_bytes[1:], dtype=np.int64),
+        allocated=np.asarray(replayed.allocated_bytes[1:], dtype=np.int64) - sum(replayed.allocated_bytes[:1]),
         reserved=np.asarray(replayed.reserved_bytes[1:], dtype=np.int64) + context.likely_bytes,
         fixed={"context": _sum(context, _exactly(workspace_bytes, modelled_bytes=workspace_bytes))},
         spread=_CUDA_SPREAD,
@@ -270,13 +270,13 @@ def _sum(*parts: Estimate) -> Estimate:
     return Estimate(**{name: sum(getattr(part, name) for part in parts) for name in Estimate.model_fields})
 
 
-def _thinned(total: Column, peak_row: int) -> Column:
-    """Rows of a column that keep its shape, in order."""
+def _thinned(total: Column, *peak_rows: int) -> Column:
+    """Rows of a column that keep its shape, in order, these among them."""
     num_rows = len(total)
     if num_rows <= MOST_ROWS:
         return np.arange(num_rows)
     stretch = -(-2 * num_rows // MOST_ROWS)
-    kept = {0, num_rows - 1, peak_row}
+    kept = {0, num_rows - 1, *peak_rows}
     for start in range(0, num_rows, stretch):
         part = total[start : start + stretch]
         kept |= {start + int(part.argmax()), start + int(part.argmin())}
