@@ -27,12 +27,14 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     UnsupportedFakeTensorException,
 )
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
 from plimsoll.errors import InputError
 from plimsoll.memory.known import KnownValues
 from plimsoll.memory.lowering.base import Lowering
 from plimsoll.memory.recorder import Recorder
+from plimsoll.memory.untraced import untraced
 from plimsoll.records.trace import Phase, Trace
 
 
@@ -76,7 +78,9 @@ class Rehearsal:
         """The fake of each parameter and buffer by its id: what ``copy.deepcopy`` takes as done."""
         memo: dict[int, Any] = {}
         for tensor in chain(model.parameters(), model.buffers()):
-            fake = self.known.fake(tensor.detach()).requires_grad_(tensor.requires_grad)
+            with _disable_current_modes():  # the copy is no op of the training
+                detached = tensor.detach()
+            fake = self.known.fake(detached).requires_grad_(tensor.requires_grad)
             if isinstance(tensor, nn.Parameter):
                 fake._is_param = True  # type: ignore[attr-defined]  # what nn.Parameter itself does for a subclass
             memo[id(tensor)] = fake
@@ -99,7 +103,7 @@ def rehearsal(lowering: Lowering, phase: Callable[[], Phase] | None = None) -> I
     """
     place = Rehearsal(lowering, phase)
     try:
-        with lowering.active(place.known.assume), place.mode, place.recorder:
+        with untraced(), lowering.active(place.known.assume), place.mode, place.recorder:
             yield place
     except (UnsupportedFakeTensorException, DataDependentOutputException, DynamicOutputShapeException) as error:
         raise InputError(_cannot_trace(error, place.recorder.describe_place())) from error
