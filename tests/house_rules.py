@@ -58,8 +58,8 @@ QUANTITIES = {
 }  # fmt: skip
 # ... ends in one of these, which say what it counts, ...
 UNITS = {
-    "bits", "bytes", "count", "documents", "epochs", "factor", "lines", "pixels", "rows", "samples", "second",
-    "seconds", "share", "steps", "tokens", "units",
+    "bits", "bytes", "count", "documents", "epochs", "factor", "lines", "pixels", "row", "rows", "samples",
+    "second", "seconds", "share", "steps", "tokens", "units",
 }  # fmt: skip
 # ... or in a word of the field: all of these are counts, of samples, vocabulary entries, features and processes.
 COUNTS = {"batch_size", "vocab_size", "hidden_size", "embedding_size", "world_size"}

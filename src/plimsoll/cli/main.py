@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from plimsoll.cli import probe, report, train, workers
+from plimsoll.cli import predict, probe, report, train, workers
 from plimsoll.cli.output import tell
 from plimsoll.errors import PlimsollError
 
@@ -40,12 +40,14 @@ def _of_every_command(
     \b
     Examples:
       plimsoll probe
+      plimsoll predict job.yaml --device rtx3060
       plimsoll train job.yaml --budget 2GiB --out runs/a
       plimsoll report runs/a -o a.html
     """
 
 
 app.command("probe")(probe.probe)
+app.command("predict")(predict.predict)
 app.command("train")(train.train)
 app.command("report")(report.report)
 app.command("train-worker", hidden=True)(workers.train_worker)

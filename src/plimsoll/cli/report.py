@@ -1,4 +1,4 @@
-"""``plimsoll report``: a run directory as text, JSON or one HTML page."""
+"""``plimsoll report``: a run directory, or a record in a file, as text, JSON or one HTML page."""
 
 from __future__ import annotations
 
@@ -10,29 +10,32 @@ import typer
 
 
 def report(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory, also of a run that is still going.")],
+    run: Annotated[
+        Path, typer.Argument(metavar="RUN", help="A run directory, also of a run still going, or a record in a file.")
+    ],
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Write one self-contained HTML page here.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON record instead of tables.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Overwrite the output.")] = False,
 ) -> None:
-    """Show what happened in a run.
+    """Show what happened in a run, or what a saved record says, such as a prediction.
 
     \b
     Examples:
       plimsoll report runs/a
       plimsoll report runs/a -o a.html
       plimsoll report runs/a --json
+      plimsoll report prediction.json -o prediction.html
     """
     from plimsoll.cli.output import failures_shown, show
     from plimsoll.errors import OutputError
     from plimsoll.records.base import write_atomically
     from plimsoll.records.run import RunRecord
-    from plimsoll.report.render import render
+    from plimsoll.report.render import load, render
 
     with failures_shown() if as_json else nullcontext():
-        record = RunRecord.from_directory(run)
+        record = load(run) if run.is_file() else RunRecord.from_directory(run)
         if output is None:
             show(render(record, "json" if as_json else "text"))
             return

@@ -78,7 +78,7 @@ def prepare_tokenizer(source: TokenizerSource, corpus: Corpus, cache: Path, prog
         OutputError: if the cache cannot be written.
     """
     if source.path is not None:
-        backend, end_token = _load(Path(source.path))
+        backend, end_token = load_tokenizer(Path(source.path))
         folder = cache / f"tokenizer-{_key(backend, end_token)[:16]}"
         stored(folder, lambda place: _write(place, backend, end_token))
     else:
@@ -181,7 +181,12 @@ def _counted(corpus: Corpus, progress: Progress) -> Iterator[str]:
         progress("tokenizer", done_bytes, total_bytes)
 
 
-def _load(path: Path) -> tuple[tokenizers.Tokenizer, str]:
+def load_tokenizer(path: Path) -> tuple[tokenizers.Tokenizer, str]:
+    """Load an existing tokenizer, and name its token for the end of a text.
+
+    Raises:
+        DataError: if there is none that can be loaded, or it has no such token.
+    """
     if not path.exists():
         raise DataError(f"there is no tokenizer at {path}: give a folder with a {_TOKENIZER_FILE}, or such a file")
     file = path / _TOKENIZER_FILE if path.is_dir() else path

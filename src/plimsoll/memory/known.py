@@ -10,6 +10,7 @@ It does NOT compute floating point values except of a few elements.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from math import prod
 from typing import Any
@@ -70,13 +71,14 @@ class KnownValues:
 
     Args:
         mode: the mode whose tensors these are.
-        where: describes the place in the training, for an assumption.
+        where: describes the place in the training that asks for a value; ``None`` if it is not worth a note.
     """
 
-    def __init__(self, mode: FakeTensorMode, where: Callable[[], str]) -> None:
+    def __init__(self, mode: FakeTensorMode, where: Callable[[], str | None]) -> None:
         self._mode = mode
         self._where = where
-        self._wrong: set[int] = set()  # storages of real tensors that the training has overwritten with unknown values
+        # Storages of real tensors that the training has overwritten with unknown values, while they live.
+        self._wrong: dict[int, weakref.ref[Any]] = {}
         self._assumed: dict[str, Assumption] = {}
 
     @property
@@ -137,8 +139,10 @@ class KnownValues:
         if not isinstance(tensor, FakeTensor):
             return tensor
         value: Tensor | None = getattr(tensor, _ATTRIBUTE, None)
-        if value is not None and value.untyped_storage()._cdata in self._wrong:
-            return None
+        if value is not None and self._wrong:
+            wrong = self._wrong.get(value.untyped_storage()._cdata)
+            if wrong is not None and wrong() is not None:
+                return None
         return value
 
     def _scalar(self, tensor: Tensor) -> Any:
@@ -146,15 +150,16 @@ class KnownValues:
         if value is not None:
             with _disable_current_modes():
                 return value.item()
-        kind = str(tensor.dtype).removeprefix("torch.")
-        self.assume(f"the value of a {kind} tensor was taken for 0{self._where()}")
+        where = self._where()
+        if where is not None:
+            self.assume(f"the value of a {str(tensor.dtype).removeprefix('torch.')} tensor was taken for 0{where}")
         return _zero(tensor.dtype)
 
     def _longest(self, op: Any, args: tuple[Any, ...]) -> Tensor:
         shape = _UNKNOWN_LENGTH[op](*args)
         dtype = torch.int64 if op is aten.nonzero.default else args[0].dtype
         most_bytes = prod(shape) * dtype.itemsize
-        self.assume(f"{op} was taken to keep every element{self._where()}", low_bytes=-most_bytes)
+        self.assume(f"{op} was taken to keep every element{self._where() or ''}", low_bytes=-most_bytes)
         return aten.empty.memory_format(shape, dtype=dtype, device=args[0].device)
 
     def _forget_written(self, op: Any, args: tuple[Any, ...]) -> None:
@@ -165,7 +170,8 @@ class KnownValues:
                 for tensor in _tensors(value):
                     known = getattr(tensor, _ATTRIBUTE, None)
                     if known is not None:
-                        self._wrong.add(known.untyped_storage()._cdata)
+                        storage = known.untyped_storage()
+                        self._wrong[storage._cdata] = weakref.ref(storage)
 
 
 def _zero(dtype: torch.dtype) -> bool | int | float | complex:

@@ -21,7 +21,6 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from itertools import chain
 from types import CodeType, FrameType
 from typing import Any
 
@@ -51,7 +50,8 @@ class Recorder(TorchDispatchMode):
     ``counts_steps`` is set, every ``optimizer.step()`` ends one.
 
     Args:
-        phase: asked for the phase outside of backward; ``None`` infers it from modules and optimizers.
+        phase: asked for the phase outside of backward; ``None`` infers it from modules and from optimizers, whose
+            states are then noted too (by hooks that an optimizer can see; otherwise see `know_optimizer`).
         run: how an op is executed; ``None`` calls it.
         scratch_bytes: what the target's kernels take beside their results; ``None`` for nothing.
         on_host: whether a tensor is in the host's memory; ``None`` where there is only one place.
@@ -72,6 +72,7 @@ class Recorder(TorchDispatchMode):
         self._scratch_bytes = scratch_bytes
         self._on_host = on_host or (lambda tensor: False)
         self._names: dict[nn.Module, str] = {}
+        self._watched: set[Tensor] = set()
         self._modules: list[int] = []
         self._optimizers_running = 0
         self._made_graph = False  # since the last backward or update: tells "loss" from "copy"
@@ -101,6 +102,15 @@ class Recorder(TorchDispatchMode):
             self._names.setdefault(module, name or type(model).__name__)
         self.know(model.parameters(), "parameters")
         self.know(model.buffers(), "buffers")
+        for parameter in model.parameters():
+            if parameter.requires_grad and parameter not in self._watched:
+                self._watched.add(parameter)
+                self._stack.callback(parameter.register_post_accumulate_grad_hook(self._know_gradient).remove)
+
+    def know_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Take note of the states of an optimizer."""
+        for state in optimizer.state.values():
+            self.know((value for value in state.values() if isinstance(value, Tensor)), "optimizer states")
 
     @contextmanager
     def phase(self, phase: Phase) -> Iterator[None]:
@@ -131,12 +141,14 @@ class Recorder(TorchDispatchMode):
     # -- what torch says -----------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Recorder:
-        for handle in (
+        handles = [
             register_module_forward_pre_hook(self._enter_module),
             register_module_forward_hook(self._leave_module, always_call=True),
-            register_optimizer_step_pre_hook(self._enter_optimizer),
-            register_optimizer_step_post_hook(self._leave_optimizer),
-        ):
+        ]
+        if self._ask_phase is None:
+            handles.append(register_optimizer_step_pre_hook(self._enter_optimizer))
+            handles.append(register_optimizer_step_post_hook(self._leave_optimizer))
+        for handle in handles:
             self._stack.callback(handle.remove)
         super().__enter__()
         return self
@@ -172,6 +184,11 @@ class Recorder(TorchDispatchMode):
         texts = list(self._texts)
         module, line = (column[-1] for column in self._ops[1:3]) if self._phases else (0, 0)
         return f" at {texts[line]}" if line else f" in {texts[module]}" if module else ""
+
+    @property
+    def is_in_module(self) -> bool:
+        """Whether a module's forward is running, or one is recomputed."""
+        return bool(self._modules)
 
     @property
     def op_row(self) -> int:
@@ -234,19 +251,17 @@ class Recorder(TorchDispatchMode):
             self._modules.pop()
 
     def _enter_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        self._mark_gradients(optimizer)
         self._optimizers_running += 1
         self._made_graph = False
 
     def _leave_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self._optimizers_running -= 1
         self.step += self.counts_steps
-        for state in optimizer.state.values():
-            self.know((value for value in state.values() if isinstance(value, Tensor)), "optimizer states")
+        self.know_optimizer(optimizer)
 
-    def _mark_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
-        self.know((p.grad for p in parameters if p.grad is not None), "gradients")
+    def _know_gradient(self, parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            self.know((parameter.grad,), "gradients")
 
     def _line(self) -> int:
         """The number of ``file:line`` of the innermost frame that is the user's or a library's, not torch's."""

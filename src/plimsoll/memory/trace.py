@@ -46,6 +46,7 @@ class Rehearsal:
 
     def __init__(self, lowering: Lowering, phase: Callable[[], Phase] | None) -> None:
         self._lowering = lowering
+        self._is_step = phase is not None
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.known = KnownValues(self.mode, self._where)
         self.recorder = Recorder(
@@ -67,8 +68,22 @@ class Rehearsal:
         return _copied(model, memo), _copied(optimizer, memo)
 
     def fake_batch(self, batch: Any) -> Any:
-        """Return a batch of fake tensors; its integers stay known."""
-        return tree_map(lambda leaf: self.known.fake(leaf) if isinstance(leaf, Tensor) else leaf, batch)
+        """Return a batch of fake tensors as a loader gives it, on the host; its integers stay known.
+
+        What is one tensor in the batch is one in the result.
+        """
+        fakes: dict[int, Tensor] = {}
+
+        def fake(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            if id(leaf) not in fakes:
+                fakes[id(leaf)] = self._lowering.loaded(self.known.fake(leaf))
+            return fakes[id(leaf)]
+
+        result = tree_map(fake, batch)
+        self.recorder.know(fakes.values(), "inputs")
+        return result
 
     def trace(self) -> Trace:
         """Return what was recorded."""
@@ -86,7 +101,10 @@ class Rehearsal:
             memo[id(tensor)] = fake
         return memo
 
-    def _where(self) -> str:
+    def _where(self) -> str | None:
+        """The place that asks for a value; ``None`` for a step of Plimsoll's, which reads its loss and goes on."""
+        if self._is_step and not self.recorder.is_in_module:
+            return None
         return self.recorder.describe_place()
 
 

@@ -16,9 +16,11 @@ from plotly.offline import get_plotlyjs
 
 from plimsoll.records.device import Device, Machine
 from plimsoll.records.plan import Plan
+from plimsoll.records.prediction import Prediction
 from plimsoll.records.run import RunRecord
-from plimsoll.report import sheets
+from plimsoll.report import prediction_sheets, sheets
 from plimsoll.report.charts import run_charts
+from plimsoll.report.prediction_charts import prediction_chart
 
 
 @cache
@@ -54,6 +56,36 @@ def run_page(record: RunRecord) -> str:
             device=sheets.device_sheet(record.device),
             versions=sheets.version_sheet(record.versions),
             job_yaml=yaml.safe_dump(record.job, sort_keys=False, allow_unicode=True),
+        )
+    )
+
+
+def prediction_page(prediction: Prediction) -> str:
+    """Return the page of a prediction."""
+    chart = prediction_chart(prediction)
+    return (
+        _environment()
+        .get_template("prediction.html")
+        .render(
+            prediction=prediction,
+            sentences=(
+                prediction_sheets.verdict_sentence(prediction),
+                *prediction_sheets.moment_sentences(prediction),
+            ),
+            key_numbers=prediction_sheets.key_numbers(prediction),
+            chart=chart,
+            plotly_js=Markup(get_plotlyjs()) if chart.figure else None,
+            parts_at_peak=prediction_sheets.part_sheet(prediction),
+            largest=prediction_sheets.largest_sheet(prediction),
+            answers=prediction_sheets.answer_sheet(prediction),
+            grid=prediction_sheets.what_if_grid(prediction),
+            grid_title=prediction_sheets.WHAT_IF_TITLE,
+            what_if_text=prediction_sheets.what_if_text,
+            range_text=prediction_sheets.range_text,
+            estimates=prediction_sheets.estimate_sheet(prediction),
+            assumptions=prediction_sheets.assumption_sheet(prediction),
+            known_how=prediction_sheets.known_how_sentence(prediction),
+            versions=sheets.version_sheet(prediction.versions),
         )
     )
 

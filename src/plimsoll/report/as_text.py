@@ -6,7 +6,7 @@ markup. Made to be readable at 80 columns; `plain` gives the same without colour
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from io import StringIO
 
 from rich import box
@@ -19,12 +19,20 @@ from rich.text import Text
 
 from plimsoll.records.device import Device, Machine, MemoryUse
 from plimsoll.records.plan import Plan
+from plimsoll.records.prediction import Prediction
 from plimsoll.records.run import RunRecord, StepLine
 from plimsoll.records.units import format_bytes, format_seconds
-from plimsoll.report import sheets
+from plimsoll.report import prediction_sheets, sheets
 
 _WIDTH_COLUMNS = 80
 _NEAR_THE_LINE = 0.95  # of the limit: from here a memory bar is shown in the colour of a warning
+_MOST_LENGTHS = 5  # sequence lengths of the what-ifs beside each other
+_VERDICT_STYLE = {
+    "fits": "green",
+    "probably fits": "yellow",
+    "probably does not fit": "yellow",
+    "does not fit": "red",
+}
 _STATUS_STYLE = {"finished": "green", "running": "cyan", "interrupted": "yellow", "failed": "red"}
 
 
@@ -59,10 +67,13 @@ def run_panel(record: RunRecord) -> Panel:
 
 def run_table(record: RunRecord) -> Table:
     """Return the key numbers of a run, two to a row."""
+    return _number_grid(sheets.key_numbers(record))
+
+
+def _number_grid(numbers: Sequence[tuple[str, str]]) -> Table:
     table = Table.grid(padding=(0, 2, 0, 1), expand=False)
     for style in ("dim", "bold", "dim", "bold"):
         table.add_column(style=style)
-    numbers = sheets.key_numbers(record)
     for left, right in zip(numbers[0::2], numbers[1::2], strict=True):
         table.add_row(*(Text(cell) for cell in (*left, *right)))
     return table
@@ -94,6 +105,43 @@ def plan_table(plan: Plan) -> Table:
     return _table(sheets.plan_sheet(plan))
 
 
+def prediction_report(prediction: Prediction) -> Group:
+    """Return the whole report of a prediction; tables without rows are left out."""
+    largest = prediction_sheets.largest_sheet(prediction)
+    tables = [
+        prediction_sheets.part_sheet(prediction),
+        _narrowed(largest, ("Size",), ("Used for", "Shape"), ("Module", "Source line")),
+        prediction_sheets.answer_sheet(prediction),
+    ]
+    what_ifs = [_table(sheet) for sheet in prediction_sheets.what_if_sheets(prediction, _MOST_LENGTHS)]
+    estimates = _table(_narrowed(prediction_sheets.estimate_sheet(prediction), ("What",), ("Likely",), ("Range",)))
+    assumptions = prediction_sheets.assumption_sheet(prediction)
+    return _spaced(
+        prediction_panel(prediction),
+        _number_grid(prediction_sheets.key_numbers(prediction)),
+        *(_table(sheet) for sheet in tables if sheet.rows),
+        *([Group(Text(prediction_sheets.WHAT_IF_TITLE, "bold"), _spaced(*what_ifs))] if what_ifs else []),
+        Group(estimates, Text(prediction_sheets.known_how_sentence(prediction))),
+        *([_table(assumptions)] if assumptions.rows else []),
+    )
+
+
+def prediction_panel(prediction: Prediction) -> Panel:
+    """Return the headline: what it is about, whether it fits, and when the peak is."""
+    verdict = Text(prediction_sheets.verdict_sentence(prediction), _VERDICT_STYLE[prediction.verdict])
+    moments = (Text(sentence) for sentence in prediction_sheets.moment_sentences(prediction))
+    title = Text(prediction.subject, "bold")
+    return Panel(Group(verdict, *moments), title=title, title_align="left", box=box.ROUNDED)
+
+
+def _narrowed(sheet: sheets.Sheet, *groups: tuple[str, ...]) -> sheets.Sheet:
+    """Set the columns of each group below each other and leave out the rest, for a terminal of 80 columns."""
+    places = {column.title: index for index, column in enumerate(sheet.columns)}
+    columns = tuple(sheets.Column(", ".join(group), sheet.columns[places[group[0]]].is_number) for group in groups)
+    rows = tuple(tuple("\n".join(row[places[title]] for title in group) for group in groups) for row in sheet.rows)
+    return sheets.Sheet(sheet.title, columns, rows)
+
+
 def _spaced(first: RenderableType, *others: RenderableType) -> Group:
     """Set renderables below each other, a blank line between."""
     return Group(first, *(Padding(other, (1, 0, 0, 0)) for other in others))
@@ -101,7 +149,11 @@ def _spaced(first: RenderableType, *others: RenderableType) -> Group:
 
 def _table(sheet: sheets.Sheet) -> Table:
     table = Table(
-        title=Text(sheet.title, "bold"), title_justify="left", box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False
+        title=Text(sheet.title, "bold") if sheet.title else None,
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        show_edge=False,
+        pad_edge=False,
     )
     for column in sheet.columns:
         table.add_column(column.title, justify="right" if column.is_number else "left", overflow="fold")

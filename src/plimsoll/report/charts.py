@@ -1,4 +1,4 @@
-"""The charts of a run as plotly figures: memory, loss, throughput and micro-batch.
+"""The charts of a run, and what all charts have in common, as plotly figures: memory, loss, throughput and micro-batch.
 
 Colours are CSS variables of the page (``var(--accent)``); the page's script puts in the values of the light or the dark
 scheme, so one figure serves both. A chart holds at most about 2000 points per line, whatever the run's length:
@@ -8,6 +8,7 @@ scheme, so one figure serves both. A chart holds at most about 2000 points per l
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +19,7 @@ from plimsoll.records.units import format_bytes, parse_bytes
 from plimsoll.report.sheets import finished_steps, step_speed, unit_name, used_name
 
 _MOST_POINTS = 2000  # about two per pixel of the widest chart
-_HEADROOM = 1.12  # of the highest value: room for the budget's label and the event marks
+HEADROOM = 1.12  # of the highest value: room for the budget's label and the event marks
 
 Points = list[tuple[float, float]]
 
@@ -40,14 +41,19 @@ def run_charts(record: RunRecord) -> tuple[Chart, ...]:
 
 def thinned(points: Points, most_points: int = _MOST_POINTS) -> Points:
     """Return the lowest and the highest point of equal stretches, and both ends: at most ``most_points`` + 2 points."""
-    if len(points) <= most_points:
-        return points
-    stretch = math.ceil(2 * len(points) / most_points)
-    kept = {0, len(points) - 1}
-    for start in range(0, len(points), stretch):
-        indices = range(start, min(start + stretch, len(points)))
-        kept |= {min(indices, key=lambda i: points[i][1]), max(indices, key=lambda i: points[i][1])}
-    return [points[i] for i in sorted(kept)]
+    return [points[row] for row in thinned_rows([y for _, y in points], most_points)]
+
+
+def thinned_rows(values: Sequence[float], most_rows: int = _MOST_POINTS) -> list[int]:
+    """Return the rows that `thinned` keeps of a column."""
+    if len(values) <= most_rows:
+        return list(range(len(values)))
+    stretch = math.ceil(2 * len(values) / most_rows)
+    kept = {0, len(values) - 1}
+    for start in range(0, len(values), stretch):
+        rows = range(start, min(start + stretch, len(values)))
+        kept |= {min(rows, key=values.__getitem__), max(rows, key=values.__getitem__)}
+    return sorted(kept)
 
 
 def memory_chart(record: RunRecord) -> Chart:
@@ -58,10 +64,10 @@ def memory_chart(record: RunRecord) -> Chart:
     peaks: Points = [(line.time_seconds, line.peak_bytes) for line in record.steps if line.peak_bytes is not None]
     if record.peak_bytes is None:
         return Chart("memory", title, "No memory was measured.", None)
-    top_bytes = _HEADROOM * max(record.peak_bytes, record.limit_bytes or 0)
-    byte_unit, unit_bytes = _byte_unit(record.peak_bytes)
+    top_bytes = HEADROOM * max(record.peak_bytes, record.limit_bytes or 0)
+    byte_unit, unit_bytes = unit_of(record.peak_bytes)
     time_unit, unit_seconds = _time_unit(max(seconds for seconds, _ in used + peaks))
-    figure = _figure(f"{time_unit} since the start", byte_unit)
+    figure = empty_figure(f"{time_unit} since the start", byte_unit)
     figure.update_yaxes(range=[0, top_bytes / unit_bytes])
     scale = (unit_seconds, unit_bytes)
     _line(figure, f"used, {timeline.source}", _scaled(thinned(used), scale), "var(--accent)", fill="var(--accent-soft)")
@@ -73,7 +79,7 @@ def memory_chart(record: RunRecord) -> Chart:
     budget = "no budget"
     if record.limit_bytes is not None:
         budget = f"budget {format_bytes(record.limit_bytes)}"
-        _budget_line(figure, record.limit_bytes / unit_bytes, budget)
+        limit_line(figure, record.limit_bytes / unit_bytes, budget)
     samples = f"sampled {len(used):,} times" if used else "known only as the peak of each step"
     what = f"{used_name(record.device).capitalize()}, {timeline.source}, {samples}"
     caption = f"{what}. Highest {format_bytes(record.peak_bytes)}, {budget}."
@@ -99,7 +105,7 @@ def loss_chart(record: RunRecord) -> Chart:
         return _no_steps("loss", "Loss")
     train: Points = [(line.step, line.loss) for line in steps if math.isfinite(line.loss)]
     validation: Points = [(line.step, line.loss) for line in record.evaluations if math.isfinite(line.loss)]
-    figure = _figure("step", "loss")
+    figure = empty_figure("step", "loss")
     _whole_steps(figure, len(steps))
     _line(figure, "training", thinned(train), "var(--accent)")
     _line(figure, "validation", validation, "var(--second)", mode="lines+markers")
@@ -131,8 +137,8 @@ def _no_steps(key: str, title: str) -> Chart:
 
 def _step_figure(y_title: str, points: Points) -> go.Figure:
     """A figure over the steps that begins at zero and has room above the highest point."""
-    figure = _figure("step", y_title)
-    figure.update_yaxes(range=[0, _HEADROOM * max(y for _, y in points)])
+    figure = empty_figure("step", y_title)
+    figure.update_yaxes(range=[0, HEADROOM * max(y for _, y in points)])
     _whole_steps(figure, len(points))
     return figure
 
@@ -143,7 +149,8 @@ def _whole_steps(figure: go.Figure, num_steps: int) -> None:
         figure.update_xaxes(dtick=1)
 
 
-def _figure(x_title: str, y_title: str) -> go.Figure:
+def empty_figure(x_title: str, y_title: str) -> go.Figure:
+    """Return a figure in the style of the page, without data."""
     axis = {
         "gridcolor": "var(--rule)",
         "linecolor": "var(--rule)",
@@ -154,8 +161,8 @@ def _figure(x_title: str, y_title: str) -> go.Figure:
     layout: dict[str, Any] = {
         "template": "none",
         "font": {"family": "system-ui, sans-serif", "size": 13, "color": "var(--muted)"},
-        "paper_bgcolor": "rgba(0,0,0,0)",
-        "plot_bgcolor": "rgba(0,0,0,0)",
+        "paper_bgcolor": "var(--page)",
+        "plot_bgcolor": "var(--page)",  # and not transparent: the line under the pointer takes its edge from it
         "margin": {"l": 8, "r": 12, "t": 8, "b": 8},
         "hovermode": "x unified",
         "hoverlabel": {"bgcolor": "var(--card)", "bordercolor": "var(--rule)", "font": {"color": "var(--text)"}},
@@ -207,13 +214,15 @@ def _marks(figure: go.Figure, name: str, points: Points, *, colour: str, symbol:
     )
 
 
-def _budget_line(figure: go.Figure, y: float, label: str) -> None:
+def limit_line(figure: go.Figure, y: float, label: str) -> None:
+    """Draw the line that nothing should cross."""
     figure.add_hline(
         y=y,
         line={"color": "var(--line)", "width": 1.6, "dash": "dash"},
         annotation={
             "text": label,
             "font": {"color": "var(--line)", "size": 13},
+            "bgcolor": "var(--page)",  # it may be in front of what crosses the line
             "yanchor": "bottom",
             "showarrow": False,
         },
@@ -226,7 +235,7 @@ def _scaled(points: Points, scale: tuple[float, float]) -> Points:
     return [(round(x / scale[0], 4), round(y / scale[1], 4)) for x, y in points]
 
 
-def _byte_unit(num_bytes: int) -> tuple[str, int]:
+def unit_of(num_bytes: int) -> tuple[str, int]:
     """Return the unit in which a size is written, and its bytes: the axis and the sentences use the same."""
     unit = format_bytes(num_bytes).split()[1]
     return unit, parse_bytes(f"1{unit}")

@@ -1,13 +1,14 @@
-"""Progress of long work on standard error: one bar per stage."""
+"""Progress of long work on standard error: one bar per stage, or a line where nobody knows how long it takes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.text import Text
 
 
 class Report(Protocol):
@@ -16,6 +17,17 @@ class Report(Protocol):
     def __call__(self, stage: str, done: int, total: int) -> None:
         """Show it."""
         ...
+
+
+@contextmanager
+def spinner(quiet: bool) -> Iterator[Callable[[str], None]]:
+    """Show what is being done, as last said, while the block runs; ``quiet``, or no terminal, shows nothing."""
+    console = Console(stderr=True)
+    if quiet or not console.is_terminal:
+        yield lambda message: None
+        return
+    with console.status("") as status:
+        yield lambda message: status.update(Text(message))
 
 
 @contextmanager

@@ -6,7 +6,9 @@ record's own file format, HTML is one self-contained file. Adding a record here 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 from rich.console import RenderableType
@@ -15,6 +17,7 @@ from plimsoll.errors import InputError, RecordError
 from plimsoll.records.base import Record
 from plimsoll.records.device import Device, Machine
 from plimsoll.records.plan import Plan
+from plimsoll.records.prediction import Prediction
 from plimsoll.records.run import RunRecord
 from plimsoll.report import as_html, as_text
 
@@ -26,14 +29,34 @@ _SCREENS: dict[type[Record], tuple[Callable[[Any], RenderableType], Callable[[An
     Machine: (as_text.machine_report, as_html.machine_page),
     Device: (as_text.device_table, as_html.device_page),
     Plan: (as_text.plan_report, as_html.plan_page),
+    Prediction: (as_text.prediction_report, as_html.prediction_page),
 }
+
+
+def load(path: Path) -> Record:
+    """Read a record of any kind that has a report from its file.
+
+    Raises:
+        RecordError: if the file cannot be read or holds no such record.
+    """
+    kinds = {kind.record_kind: kind for kind in _SCREENS}
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise RecordError(f"cannot read {path} as a record ({error}): give a JSON file that --json wrote") from None
+    name = found.get("record") if isinstance(found, dict) else None
+    if name not in kinds:
+        raise RecordError(
+            f"{path} holds a record of kind {name!r}, which has no report: give one of these: {', '.join(kinds)}"
+        )
+    return kinds[name].load(path)
 
 
 def render(record: Record, format: Format = "text") -> str:
     """Return a record as something to read.
 
     Args:
-        record: a run, a machine, a device or a plan.
+        record: a run, a machine, a device, a plan or a prediction.
         format: ``"text"`` (plain, 80 columns), ``"json"`` (the record's file) or ``"html"`` (one page, no network).
 
     Raises:

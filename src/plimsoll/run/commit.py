@@ -44,6 +44,8 @@ _PIECE_BYTES = {"cpu": 2 << 20, "cuda": 256 << 20}
 # of its heap back to the system and take it again, which costs up to twice as much as the copying. CUDA's allocator
 # keeps it.
 _KEPT_BYTES = {"cpu": 8 << 20, "cuda": 0}
+PLAIN_TENSORS: list[type[torch.Tensor]] = [torch.Tensor, nn.Parameter]
+"""Classes whose memory can be copied together; a rehearsal adds its own."""
 _TEMPORARIES = 3  # times the parameters' bytes; `torch.optim` needs at most two
 _MOST_STATES = 2  # times the parameters' bytes: Adam and its kin; only AMSGrad keeps three
 
@@ -100,7 +102,7 @@ class _Layout:
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
         self._tensors = tensors
-        plain = [t for t in tensors if type(t) in (torch.Tensor, nn.Parameter) and t.is_contiguous()]
+        plain = [t for t in tensors if type(t) in PLAIN_TENSORS and t.is_contiguous()]
         self._plain, self._places = plain, _places(plain)
         self.others = [tensor for tensor in tensors if not any(tensor is one for one in plain)]
         self.alike: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}

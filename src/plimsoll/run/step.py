@@ -96,6 +96,8 @@ class TrainStep:
         precision: ``"fp32"``, or ``"bf16"`` / ``"fp16"`` by autocast (fp16 with a gradient scaler).
         recut_batch_norm: allow cutting a batch although BatchNorm's statistics then differ from the whole batch's.
         grow_after: clean steps after which the next larger micro-batch is tried.
+        backend: stands in for the device's, in a rehearsal.
+        position: where the step says what it does; of its own by default.
 
     Raises:
         InputError: if an argument cannot be used (see `plimsoll.run.checks`).
@@ -114,14 +116,16 @@ class TrainStep:
         precision: Precision = "fp32",
         recut_batch_norm: bool = False,
         grow_after: int = 50,
+        backend: Backend | None = None,
+        position: Position | None = None,
     ) -> None:
         device = device_of(model)
         refuse(model, optimizer, precision, micro_batch, loss=loss, units=units)
         self._units_are_assumed = units is None
         self._has_own_loss = loss is not model_loss
         self.workload = Workload(model, optimizer, loss, units or "samples", schedule, clip_norm, precision, device)
-        self.position = Position()
-        self.backend: Backend = backend_for(str(device))
+        self.position = position or Position()
+        self.backend: Backend = backend or backend_for(str(device))
         self.ladder: Ladder | None = None
         self._learned: dict[str, int | None] | None = None
         self._first_micro_batch = micro_batch

@@ -21,6 +21,10 @@ COMMANDS = PLIMSOLL.commands
 FLAGS = {
     "plimsoll": {"--version"},
     "probe": {"--json"},
+    "predict": {
+        "--device", "--budget", "--set", "--micro-batch", "--search", "--what-if", "--output", "-o", "--force",
+        "--json",
+    },
     "train": {
         "--out", "-o", "--budget", "--set", "--resume", "--from-step", "--cache", "--force", "--json",
     },
@@ -44,6 +48,8 @@ def test_there_are_these_flags_and_no_others():
 def test_the_processes_that_a_run_starts_are_not_shown_to_people():
     shown = CliRunner().invoke(app, ["--help"]).stdout
     assert [name for name, command in COMMANDS.items() if command.hidden] == ["train-worker", "prepare-worker"]
+    visible = [name for name, command in COMMANDS.items() if not command.hidden]
+    assert visible == ["probe", "predict", "train", "report"]
     assert all((name in shown) != command.hidden for name, command in COMMANDS.items())
 
 

@@ -14,6 +14,7 @@ from plimsoll.records.device import Budget, Device, MemoryUse
 from plimsoll.records.plan import micro_batch_plan
 from plimsoll.records.run import EndLine, RunHead, RunRecord, StepLine
 from plimsoll.run.directory import RunDirectory
+from prediction_records import too_large
 from processes import environment
 
 GIBIBYTE = 1 << 30
@@ -77,6 +78,30 @@ def test_a_page_is_written_and_its_path_said(run, tmp_path):
 def test_with_a_page_json_is_still_one_record_and_nothing_else(run, tmp_path):
     (line,) = invoke(run, "-o", tmp_path / "ship.html", "--json").stdout.splitlines()
     assert RunRecord.from_json(line).name == "ship"
+
+
+@pytest.mark.parametrize("flags", [(), ("--json",)])
+def test_a_saved_prediction_is_shown(tmp_path, flags):
+    file = tmp_path / "prediction.json"
+    too_large().save(file)
+    done = invoke(file, *flags)
+    assert (done.exit_code, done.stderr) == (0, "")
+    assert "largest micro-batch" in done.stdout
+    assert invoke(file, "-o", tmp_path / "a.html").exit_code == 0
+    assert "Does not fit" in (tmp_path / "a.html").read_text(encoding="utf-8")
+
+
+def test_a_run_that_was_saved_as_json_is_shown_like_its_directory(run, tmp_path):
+    file = tmp_path / "run.json"
+    file.write_text(invoke(run, "--json").stdout, encoding="utf-8")
+    assert invoke(file).stdout == invoke(run).stdout
+
+
+def test_a_file_that_is_no_record_is_refused(tmp_path):
+    (tmp_path / "job.yaml").write_text("model: lstm")
+    refused = invoke(tmp_path / "job.yaml")
+    assert isinstance(refused.exception, RecordError)
+    assert "give a JSON file that --json wrote" in str(refused.exception)
 
 
 def test_a_page_is_not_overwritten_without_force(run, tmp_path):

@@ -6,6 +6,7 @@ import json
 import re
 from html.parser import HTMLParser
 
+import prediction_records
 import pytest
 from plotly.offline import get_plotlyjs
 from report_records import empty_run, eventful_run, gpu, machine, plan, step_line
@@ -13,7 +14,8 @@ from report_records import empty_run, eventful_run, gpu, machine, plan, step_lin
 from plimsoll.records.device import Budget
 from plimsoll.records.plan import Plan
 from plimsoll.records.run import OomEvent, Timeline
-from plimsoll.report import as_html, sheets
+from plimsoll.records.trace import CATEGORIES
+from plimsoll.report import as_html, prediction_sheets, sheets
 
 VOID = {"meta", "link"}
 HOSTILE = "</script><script>alert(1)</script> \"'&"
@@ -149,3 +151,65 @@ def test_headings_are_in_order_and_wide_tables_take_the_focus():
 )
 def test_the_pages_without_charts(text, words):
     assert set(words) <= set(Page(text).words)
+
+
+PREDICTIONS = {
+    "fits": prediction_records.fitting(),
+    "does not fit": prediction_records.too_large(),
+    "empty": prediction_records.bare(),
+    "cpu": prediction_records.on_cpu(),
+}
+
+
+@pytest.mark.parametrize("name", PREDICTIONS)
+def test_the_page_of_a_prediction_says_all_that_the_terminal_does(name):
+    prediction = PREDICTIONS[name]
+    page = Page(as_html.prediction_page(prediction))
+    assert prediction_sheets.verdict_sentence(prediction) in page.words
+    for make in ("part_sheet", "largest_sheet", "answer_sheet", "estimate_sheet", "assumption_sheet"):
+        for row in getattr(prediction_sheets, make)(prediction).rows:
+            assert set(row) <= set(page.words)
+    assert len(page.figures) == (name != "empty")
+    assert page.words.count("Details") == (name != "empty")
+
+
+def test_the_what_ifs_of_a_page_say_what_fits_and_which_is_the_jobs_own():
+    text = as_html.prediction_page(prediction_records.fitting())
+    cells = re.findall(r'<td class="number ([^"]*)" style="--share: ([0-9.]+)" title="([^"]*)">([^<]*)</td>', text)
+    assert cells == [
+        ("fitting", "0.34", "range 690.0 to 710.0 MiB", "700.0 MiB"),
+        ("fitting own", "0.49", "range 990.0 to 1010.0 MiB", "1000.0 MiB"),
+        ("fitting", "0.49", "range 990.0 to 1010.0 MiB", "1000.0 MiB"),
+        ("too-much", "1.00", "range 3.0 GiB", "✗ 3.0 GiB"),
+    ]
+
+
+def test_text_of_a_prediction_is_escaped_everywhere():
+    hostile = prediction_records.moment(op=HOSTILE, module=HOSTILE, line=HOSTILE)
+    holding = prediction_records.holding(1, "activations", HOSTILE).model_copy(update={"made": hostile})
+    prediction = prediction_records.fitting(
+        subject=HOSTILE,
+        device=HOSTILE,
+        limit_source=HOSTILE,
+        moment=hostile,
+        largest=(holding,),
+        timeline=prediction_records.timeline(label=(HOSTILE,) * 6),
+        versions={HOSTILE: HOSTILE},
+    )
+    text = as_html.prediction_page(prediction)
+    assert "alert(1)</script>" not in text
+    assert Page(text).tags.count("script") == 1 + 2  # the figure, plotly, and the script that draws
+
+
+def test_the_page_of_a_prediction_is_one_file_with_its_colours_in_light_and_in_dark():
+    categories = dict.fromkeys(CATEGORIES, (1,) * 6)
+    text = as_html.prediction_page(
+        prediction_records.fitting(timeline=prediction_records.timeline(categories=categories))
+    )
+    own = text.replace(get_plotlyjs(), "")
+    assert "http:" not in own
+    assert "https:" not in own
+    used = set(re.findall(r"var\((--[a-z-]+)\)", json.dumps(Page(text).figures)))
+    assert {f"--{category.replace(' ', '-')}" for category in CATEGORIES} <= used
+    for scheme in re.findall(r":root \{(.*?)\}", text, flags=re.DOTALL)[:2]:
+        assert used <= set(re.findall(r"(--[a-z-]+):", scheme))

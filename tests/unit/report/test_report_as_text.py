@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from io import StringIO
 
+import prediction_records
 import pytest
 from report_records import MIB, cpu, empty_run, eventful_run, machine, plan, step_line
 from rich.console import Console, Group
 
 from plimsoll.records.device import MemoryUse
+from plimsoll.records.prediction import WhatIf
 from plimsoll.report import as_text
 
 
@@ -18,6 +20,10 @@ def use(used_mib: int, limit_mib: int | None) -> MemoryUse:
 
 
 SCREENS = {
+    "prediction-fits.txt": as_text.prediction_report(prediction_records.fitting()),
+    "prediction-too-large.txt": as_text.prediction_report(prediction_records.too_large()),
+    "prediction-empty.txt": as_text.prediction_report(prediction_records.bare()),
+    "prediction-cpu.txt": as_text.prediction_report(prediction_records.on_cpu()),
     "run-eventful.txt": as_text.run_report(eventful_run()),
     "run-empty.txt": as_text.run_report(empty_run(status="failed", message="The data folder is empty.")),
     "machine.txt": as_text.machine_report(machine()),
@@ -48,6 +54,35 @@ def test_text_of_a_record_is_not_read_as_markup():
     text = as_text.plain(as_text.run_report(empty_run(name="[bold]x[/bold] [/]", message="[red]")))
     assert "[bold]x[/bold] [/]" in text
     assert "[red]" in text
+    assert "[red]" in as_text.plain(as_text.prediction_report(prediction_records.fitting(subject="[red]")))
+
+
+def test_many_sequence_lengths_are_set_below_each_other():
+    what_ifs = tuple(
+        WhatIf(micro_batch=1, sequence_length=length, peak=prediction_records.estimate(2000 * length), fits=False)
+        for length in range(1000, 1012)
+    )
+    text = as_text.plain(as_text.prediction_report(prediction_records.fitting(what_ifs=what_ifs)))
+    assert max(map(len, text.splitlines())) <= 80
+    assert [line.count("✗") for line in text.splitlines() if line.strip().startswith("1 ")] == [5, 5, 2]
+
+
+@pytest.mark.parametrize(
+    ("prediction", "colour"),
+    [
+        (prediction_records.fitting(), "green"),
+        (prediction_records.on_cpu(), "yellow"),
+        (prediction_records.too_large(), "red"),
+    ],
+)
+def test_the_verdict_has_its_colour(prediction, colour):
+    console = Console(file=StringIO(), width=80, force_terminal=True, color_system="standard")
+    (found,) = {
+        segment.style.color.name
+        for segment in console.render(as_text.prediction_panel(prediction))
+        if segment.style and segment.style.color
+    }
+    assert found == colour
 
 
 def test_a_progress_line_stays_one_line_on_a_narrow_terminal():

@@ -1,6 +1,16 @@
 """Progress bars of long work go to standard error, or nowhere."""
 
-from plimsoll.report.progress import stages
+import subprocess
+import sys
+
+from plimsoll.report.progress import spinner, stages
+from processes import LONGEST_SECONDS, environment
+
+SPIN = """
+from plimsoll.report.progress import spinner
+with spinner(quiet=False) as say:
+    say("tracing [step] 1")
+"""
 
 
 def test_each_stage_has_its_bar_on_standard_error(capsys):
@@ -19,4 +29,24 @@ def test_each_stage_has_its_bar_on_standard_error(capsys):
 def test_quiet_draws_nothing(capsys):
     with stages(quiet=True) as report:
         report("index", 1, 2)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_spinner_says_what_is_done_on_a_terminal_and_nothing_else():
+    done = subprocess.run(
+        [sys.executable, "-c", SPIN],
+        env=environment(FORCE_COLOR="1", TERM="xterm"),  # rich takes this for a terminal
+        capture_output=True,
+        text=True,
+        timeout=LONGEST_SECONDS,
+        check=True,
+    )
+    assert done.stdout == ""
+    assert "tracing [step] 1" in done.stderr
+
+
+def test_a_spinner_is_silent_without_a_terminal_and_if_it_is_to_be_quiet(capsys):
+    for quiet in (False, True):
+        with spinner(quiet) as say:
+            say("tracing")
     assert capsys.readouterr() == ("", "")

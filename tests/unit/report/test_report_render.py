@@ -6,14 +6,22 @@ import subprocess
 import sys
 
 import pytest
+from prediction_records import fitting
 from report_records import cpu, empty_run, eventful_run, machine, plan
 
 from plimsoll.errors import InputError, RecordError
 from plimsoll.records.job import Job
 from plimsoll.records.run import RunRecord
-from plimsoll.report.render import render
+from plimsoll.report.render import load, render
 
-RECORDS = {"run": eventful_run(), "empty run": empty_run(), "machine": machine(), "device": cpu(), "plan": plan()}
+RECORDS = {
+    "run": eventful_run(),
+    "empty run": empty_run(),
+    "machine": machine(),
+    "device": cpu(),
+    "plan": plan(),
+    "prediction": fitting(),
+}
 
 
 @pytest.mark.parametrize("name", RECORDS)
@@ -24,6 +32,28 @@ def test_every_record_has_all_three_formats(name):
     assert render(record, "html").startswith("<!doctype html>")
 
 
+@pytest.mark.parametrize("name", RECORDS)
+def test_a_saved_record_of_any_kind_is_read_back(name, tmp_path):
+    RECORDS[name].save(tmp_path / "record.json")
+    assert load(tmp_path / "record.json") == RECORDS[name]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"{", "cannot read"),
+        (b"\xff", "cannot read"),
+        (b"[]", "holds a record of kind None, which has no report: give one of these: run, machine"),
+        (b'{"record": "job"}', "holds a record of kind 'job', which has no report"),
+        (b'{"record": "plan", "schema": 99}', "has schema version 99 of record 'plan'"),
+    ],
+)
+def test_a_file_that_holds_no_such_record_is_refused(content, message, tmp_path):
+    (tmp_path / "a.json").write_bytes(content)
+    with pytest.raises(RecordError, match=message):
+        load(tmp_path / "a.json")
+
+
 def test_a_run_directory_and_its_record_give_the_same_report():
     record = eventful_run()
     assert render(RunRecord.from_json(record.to_json()), "html") == render(record, "html")
@@ -32,7 +62,8 @@ def test_a_run_directory_and_its_record_give_the_same_report():
 def test_a_record_without_a_report_is_refused_by_name():
     job = Job.from_fields({"model": "lstm", "data": {"train": "a.txt"}})
     with pytest.raises(
-        RecordError, match=r"there is no report for a Job: give one of these records: run, machine, device, plan"
+        RecordError,
+        match=r"there is no report for a Job: give one of these records: run, machine, device, plan, prediction",
     ):
         render(job)
 

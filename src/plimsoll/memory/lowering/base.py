@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.optim.optimizer as optimizer_module
 import torch.utils._foreach_utils as foreach_utils
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 Run = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -29,6 +29,11 @@ class Lowering(Protocol):
     """One kind of target."""
 
     name: str
+    kind: Literal["cpu", "cuda"]
+    device: str  # what a training says to get there
+
+    def loaded(self, tensor: Tensor) -> Tensor:
+        """Let a fake tensor be where a loader puts it."""
 
     def active(self, note: Note) -> AbstractContextManager[None]:
         """Replace what the target does otherwise; undone on exit."""
@@ -80,3 +85,41 @@ def foreach_as_on(device_types: tuple[str, ...]) -> Iterator[None]:
         optimizer_module._get_foreach_kernels_supported_devices = supported_devices
         for known in classes:
             known.remove(FakeTensor)
+
+
+@contextmanager
+def fake_modules_can_be_converted() -> Iterator[None]:
+    """Let ``module.to(...)`` convert fake parameters in place, as it does real ones; undone on exit.
+
+    torch exchanges whole tensor objects there, which it refuses where an optimizer or a recorder refers to them.
+    """
+    original = nn.Module._apply
+
+    def apply(module: nn.Module, convert: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        if recurse:
+            for child in module.children():
+                child._apply(convert)  # type: ignore[no-untyped-call]
+        with torch.no_grad():
+            for parameter in module._parameters.values():
+                if parameter is not None:
+                    _exchange(parameter, convert(parameter))
+                    if parameter.grad is not None:
+                        _exchange(parameter.grad, convert(parameter.grad))
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = convert(buffer)
+        return module
+
+    nn.Module._apply = apply  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        nn.Module._apply = original  # type: ignore[method-assign]
+
+
+def _exchange(tensor: Tensor, converted: Tensor) -> None:
+    """Give a tensor the memory of another, and what is known of it."""
+    if converted is not tensor:
+        tensor.data = converted
+        for name in [name for name in vars(tensor) if name.startswith("_plimsoll")]:
+            delattr(tensor, name)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
-from plimsoll.memory.lowering.base import Note, Run, foreach_as_on, kernels_replaced
+from plimsoll.memory.lowering.base import Note, Run, fake_modules_can_be_converted, foreach_as_on, kernels_replaced
 from plimsoll.memory.lowering.packed_rnn import PACKED_RNN
 from plimsoll.memory.lowering.packing import PACKING
 
@@ -17,11 +17,17 @@ class CpuLowering:
     """`Lowering` onto the processor that traces."""
 
     name = "cpu"
+    kind: Literal["cpu", "cuda"] = "cpu"
+    device = "cpu"
+
+    def loaded(self, tensor: Tensor) -> Tensor:
+        """Return the tensor as it is."""
+        return tensor
 
     @contextmanager
     def active(self, note: Note) -> Iterator[None]:
         """Replace what reads the values of fake tensors."""
-        with foreach_as_on(("cuda", "xpu")), kernels_replaced({**PACKING, **PACKED_RNN}):
+        with foreach_as_on(("cuda", "xpu")), fake_modules_can_be_converted(), kernels_replaced({**PACKING, **PACKED_RNN}):
             yield
 
     def run_with(self, run: Run) -> Run:

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from plimsoll.memory.lowering.attention import scaled_dot_product_attention
 from plimsoll.memory.lowering.autocast import cuda_autocast_lists
-from plimsoll.memory.lowering.base import Note, Run, foreach_as_on, kernels_replaced
+from plimsoll.memory.lowering.base import Note, Run, fake_modules_can_be_converted, foreach_as_on, kernels_replaced
 from plimsoll.memory.lowering.cudnn_rnn import CudnnRnn, weights_flattened
 from plimsoll.memory.lowering.packing import PACKING
 from plimsoll.memory.lowering.places import Places
@@ -28,6 +30,9 @@ class CudaLowering:
         capability: the compute capability, for example ``(8, 6)``.
     """
 
+    kind: Literal["cpu", "cuda"] = "cuda"
+    device = "cuda"
+
     def __init__(self, capability: tuple[int, int]) -> None:
         self.name = f"cuda {capability[0]}.{capability[1]}"
         self._capability = capability
@@ -40,7 +45,7 @@ class CudaLowering:
         kernels: dict[str, Callable[..., Any]] = {
             **PACKING,
             "dropout": _dropout,
-            "scaled_dot_product_attention": self._attention,
+            "scaled_dot_product_attention": partial(scaled_dot_product_attention, capability=self._capability),
             "lstm_cell": recurrent.lstm_cell,
             "gru_cell": recurrent.gru_cell,
         }
@@ -48,12 +53,17 @@ class CudaLowering:
             kernels |= {f"{name}.{overload}": getattr(recurrent, name) for overload in ("input", "data")}
         with (
             foreach_as_on(("cpu", "cuda", "xpu")),
+            fake_modules_can_be_converted(),
             cuda_autocast_lists(),
             kernels_replaced(kernels),
             weights_flattened(self._places.on_host),
             self._places,
         ):
             yield
+
+    def loaded(self, tensor: Tensor) -> Tensor:
+        """Let a tensor be in the host's memory."""
+        return self._places.put_on_host(tensor)
 
     def run_with(self, run: Run) -> Run:
         """Follow which tensors are on the device."""
@@ -68,18 +78,6 @@ class CudaLowering:
         count = _SCRATCH_BYTES.get(op)
         return count(*args, **kwargs) if count else 0
 
-    def _attention(
-        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
-        is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
-    ) -> Tensor:  # fmt: skip
-        if attn_mask is not None:
-            if attn_mask.dtype == torch.bool:
-                attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(attn_mask, 1.0)
-            attn_mask = attn_mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
-        return aten._scaled_dot_product_efficient_attention(
-            query, key, value, attn_mask, torch.is_grad_enabled(), dropout_p, is_causal, scale=scale
-        )[0]
-
 
 def _dropout(input: Tensor, p: float, train: bool) -> Tensor:
     if not train or p == 0 or input.numel() == 0:
@@ -88,9 +86,5 @@ def _dropout(input: Tensor, p: float, train: bool) -> Tensor:
 
 
 _SCRATCH_BYTES: dict[Any, Callable[..., int]] = {
-    # logsumexp's gradient, one float for each query
-    aten._scaled_dot_product_efficient_attention_backward.default: lambda grad, query, *rest, **options: (
-        query.shape[:3].numel() * 4
-    ),
     aten.embedding_dense_backward.default: lambda grad, indices, *rest: indices.numel() * 8 * 2,
 }

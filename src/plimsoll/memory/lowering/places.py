@@ -9,11 +9,10 @@ Not covered: a ``.to("cpu")`` that is meant to move to the host (say ``.cpu()``)
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Self
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
@@ -92,7 +91,7 @@ class Places(TorchFunctionMode):
         return func(*args, **_on_cpu(kwargs))
 
     def _moved(self, tensor: Tensor) -> Tensor:
-        """The tensor on the device: itself if it is there."""
+        """The tensor on the device: itself if it is there. A parameter stays the object that optimizers know."""
         if not self.on_host(tensor):
             return tensor
         self._moves = True
@@ -100,41 +99,6 @@ class Places(TorchFunctionMode):
             return tensor.clone()
         finally:
             self._moves = False
-
-    def _apply_to_module(
-        self, module: nn.Module, convert: Callable[[Tensor], Tensor], recurse: bool = True
-    ) -> nn.Module:
-        """What ``nn.Module._apply`` does; torch's own refuses fake parameters that an optimizer refers to."""
-        if recurse:
-            for child in module.children():
-                child._apply(convert)
-        with torch.no_grad():
-            for parameter in module._parameters.values():
-                if parameter is not None:
-                    self._exchange(parameter, convert(parameter))
-                    if parameter.grad is not None:
-                        self._exchange(parameter.grad, convert(parameter.grad))
-            for name, buffer in module._buffers.items():
-                if buffer is not None:
-                    module._buffers[name] = convert(buffer)
-        return module
-
-    def _exchange(self, tensor: Tensor, converted: Tensor) -> None:
-        """Give a tensor the memory of another, as ``tensor.data = converted`` does."""
-        if converted is tensor:
-            return
-        tensor.data = converted
-        if not self.on_host(converted) and hasattr(tensor, _ON_HOST):
-            delattr(tensor, _ON_HOST)
-
-    def __enter__(self) -> Self:
-        self._own_apply = nn.Module._apply
-        nn.Module._apply = lambda module, fn, recurse=True: self._apply_to_module(module, fn, recurse)  # type: ignore
-        return super().__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        nn.Module._apply = self._own_apply  # type: ignore[method-assign]
 
 
 _CPU = torch.device("cpu")

@@ -1,0 +1,135 @@
+"""``plimsoll predict``: the peak memory of a training before it runs, and what would fit."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from plimsoll.records.job import Job
+    from plimsoll.records.prediction import Prediction
+    from plimsoll.report.render import Format
+
+_DOES_NOT_FIT = 1
+_FORMATS: dict[str, Format] = {".html": "html", ".htm": "html", ".json": "json"}
+
+
+def predict(  # noqa: PLR0917 -- typer calls it by name
+    job_file: Annotated[Path, typer.Argument(metavar="JOB", help="The job file.")],
+    device: Annotated[
+        str | None,
+        typer.Option(
+            help="Where it is to train: local, cpu, cuda, or a device by name, e.g. rtx3060. Default: the job's."
+        ),
+    ] = None,
+    budget: Annotated[
+        str | None, typer.Option(help="Memory the training may use, e.g. 8GiB. Default: what there is.")
+    ] = None,
+    changes: Annotated[
+        list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Change a field of the job.")
+    ] = None,
+    micro_batch: Annotated[
+        int | None, typer.Option(help="Samples per forward and backward pass. Default: the whole batch.")
+    ] = None,
+    search: Annotated[
+        bool,
+        typer.Option("--search", help="Find the largest micro-batch, the longest sequence and the smallest device."),
+    ] = False,
+    what_if: Annotated[
+        bool, typer.Option("--what-if", help="Predict other micro-batches and sequence lengths too.")
+    ] = False,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write a page (.html) or the record (.json) here.")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite the output.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON record instead of tables.")] = False,
+) -> None:
+    """Predict the peak memory of a training without running it; exit code 1 if it does not fit.
+
+    \b
+    Examples:
+      plimsoll predict job.yaml
+      plimsoll predict job.yaml --device rtx3060 --search
+      plimsoll predict job.yaml --budget 8GiB --micro-batch 4
+      plimsoll predict job.yaml --set sequence_length=1024 --json
+      plimsoll predict job.yaml --what-if -o prediction.html
+    """
+    from plimsoll.cli.output import failures_shown
+    from plimsoll.records.job import Job
+    from plimsoll.report.progress import spinner
+
+    with failures_shown() if as_json else nullcontext():
+        # Everything that can be refused is refused before the work.
+        job = Job.from_yaml(job_file, tuple(changes or ()))
+        limit_bytes = _limit_bytes(budget)
+        _check_micro_batch(micro_batch, job)
+        _check_output(output, force)
+        from plimsoll.run.rehearse import predict_job
+
+        with spinner(quiet=as_json) as progress:
+            prediction = predict_job(
+                job,
+                device=device,
+                limit_bytes=limit_bytes,
+                micro_batch=micro_batch,
+                search=search,
+                what_if=what_if,
+                progress=progress,
+            )
+        _hand_over(prediction, output, as_json)
+    if not prediction.fits:
+        sys.exit(_DOES_NOT_FIT)
+
+
+def _limit_bytes(budget: str | None) -> int | None:
+    from plimsoll.errors import BudgetError, InputError
+    from plimsoll.records.units import parse_bytes
+
+    try:
+        return None if budget is None else parse_bytes(budget)
+    except InputError as error:
+        raise BudgetError(f"--budget: {error}") from None
+
+
+def _check_micro_batch(micro_batch: int | None, job: Job) -> None:
+    from plimsoll.errors import InputError
+
+    if micro_batch is not None and not 1 <= micro_batch <= job.batch_size:
+        raise InputError(
+            f"--micro-batch {micro_batch} is not a part of the job's batch of {job.batch_size}: give 1 to "
+            f"{job.batch_size}, or change the batch with --set batch_size={max(micro_batch, 1)}"
+        )
+
+
+def _check_output(output: Path | None, force: bool) -> None:
+    from plimsoll.errors import OutputError
+
+    if output is None:
+        return
+    if output.suffix.lower() not in _FORMATS:
+        raise OutputError(f"cannot tell from the name {output} what to write: give -o a name in .html or .json")
+    if output.exists() and not force:
+        raise OutputError(f"{output} exists already and is not overwritten: give another -o, or --force")
+    if not output.parent.is_dir():
+        raise OutputError(f"cannot write {output}, there is no folder {output.parent}: make it, or give another -o")
+
+
+def _hand_over(prediction: Prediction, output: Path | None, as_json: bool) -> None:
+    """Write the output, if any, and print: the record, the path of the output, or the tables."""
+    from plimsoll.cli.output import show
+    from plimsoll.records.base import write_atomically
+    from plimsoll.report.prediction_sheets import verdict_sentence
+    from plimsoll.report.render import render
+
+    if output is not None:
+        text = render(prediction, _FORMATS[output.suffix.lower()])
+        write_atomically(output, text.rstrip("\n").encode() + b"\n", "-o/--output")
+    if as_json or output is None:
+        show(render(prediction, "json" if as_json else "text"))
+        return
+    print(verdict_sentence(prediction), file=sys.stderr)
+    show(str(output))

@@ -1,0 +1,376 @@
+"""What CUDA runs for `scaled_dot_product_attention`, on fake tensors, and what that takes.
+
+`scaled_dot_product_attention` runs the op of the kernel that CUDA picks (`attention_choice`), after what
+``aten/src/ATen/native/transformers/attention.cpp`` does to its inputs, and lets it take what the kernel takes:
+``cuda/flash_attn/flash_api.cpp`` (mha_bwd), ``cuda/attention_backward.cu`` and ``mem_eff_attention/kernel_backward.h``
+with ``kernels/cutlassB.h``. Scratch is a tensor of bytes that lives as long as the kernel would run, so whoever records
+allocations sees it.
+
+It does NOT cover a batch above 65,535 and flash's split of the keys for a forward pass of few blocks. For cuDNN it
+takes what cudnn-frontend's ``scaled_dot_product_flash_attention.h`` asks for, and nothing that cuDNN adds by itself.
+Which tile of the efficient kernel fits a device follows from its shared memory and is a guess where torch has several:
+7.0, 8.0, 9.x and 10.x are taken to fit the larger.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from plimsoll.memory.lowering.attention_choice import HALF, Capability, choose_backend
+from plimsoll.memory.lowering.autocast import cast_to_lower_precision
+
+aten = torch.ops.aten
+# For the deterministic backward of flash, which splits the keys by them: A100, H100, B200; others as a large one.
+_MULTIPROCESSORS = {(8, 0): 108, (9, 0): 132, (10, 0): 148}
+_MOST_MULTIPROCESSORS = 188
+
+
+def scaled_dot_product_attention(  # noqa: PLR0917 -- the signature of torch's
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    capability: Capability,
+) -> Tensor:
+    """Run on fake tensors what CUDA runs, and take the memory it takes.
+
+    Args:
+        query: and the next seven, as `torch.nn.functional.scaled_dot_product_attention` has them.
+        key: see `query`.
+        value: see `query`.
+        attn_mask: see `query`.
+        dropout_p: see `query`.
+        is_causal: see `query`.
+        scale: see `query`.
+        enable_gqa: see `query`.
+        capability: of the device that is predicted.
+
+    Raises:
+        DeviceError: if no kernel that is switched on can run it.
+    """
+    query, key, value, mask = cast_to_lower_precision(query, key, value, attn_mask)  # type: ignore[assignment]
+    with _below_autocast():
+        trains = torch.is_grad_enabled() and any(one.requires_grad for one in (query, key, value))
+        backend = choose_backend(
+            query.shape,
+            key.shape,
+            value.shape,
+            query.dtype,
+            has_mask=mask is not None,
+            mask_requires_grad=mask is not None and mask.requires_grad,
+            dropout_p=dropout_p,
+            is_causal=is_causal,
+            enable_gqa=enable_gqa,
+            requires_grad=trains,
+            capability=capability,
+            mask_shape=None if mask is None else mask.shape,
+            last_strides_are_one=all(one is None or one.stride(-1) == 1 for one in (query, key, value, mask)),
+        )
+        own_scale = query.shape[-1] ** -0.5 if scale is None else scale
+        how = How(trains, dropout_p, is_causal, own_scale, enable_gqa, capability)
+        if backend == "math":
+            return _math(query, key, value, _as_addend(mask, query.dtype), how)
+        if backend == "flash":
+            return _flash(query, key, value, how)
+        if backend == "efficient":
+            bias = _efficient_bias(_as_addend(mask, query.dtype), query, key)
+            return _apply(_Efficient, query, key, value, bias, how)
+        return _apply(_CuDNN, query, key, value, _as_addend(mask, query.dtype, -65504.0), how)
+
+
+class How(NamedTuple):
+    """What all kernels are told beside the tensors."""
+
+    trains: bool
+    dropout_p: float
+    is_causal: bool
+    scale: float
+    enable_gqa: bool
+    capability: Capability
+
+
+@contextmanager
+def _below_autocast() -> Iterator[None]:
+    """No more casts: the op that was called is of the lists, those inside it are not asked."""
+    if not torch.is_autocast_enabled("cpu"):
+        yield
+        return
+    with torch.autocast("cpu", enabled=False):
+        yield
+
+
+def _apply(kernel: type[torch.autograd.Function], *arguments: Any) -> Tensor:
+    out: Tensor = kernel.apply(*arguments)  # type: ignore[no-untyped-call]
+    return out
+
+
+def _as_addend(mask: Tensor | None, dtype: torch.dtype, of_masked: float = -math.inf) -> Tensor | None:
+    """`convert_boolean_attn_mask`, which takes the same three tensors."""
+    if mask is None or mask.dtype != torch.bool:
+        return mask
+    return torch.where(mask.logical_not(), of_masked, torch.scalar_tensor(0.0, dtype=dtype, device=mask.device))
+
+
+def _efficient_bias(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
+    """`preprocess_mask`: rows that begin at multiples of 8 elements, copied if they do not, then expanded."""
+    if mask is None:
+        return None
+    if any(stride % 8 for stride in mask.stride()[:-1]) or mask.stride(-1) != 1:
+        width = mask.shape[-1]
+        mask = torch.nn.functional.pad(mask, (0, 8 - width % 8))[..., :width]
+    return mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+
+
+def _scratch(like: Tensor, size_bytes: int) -> Tensor:
+    """Bytes that a kernel works in: keep the tensor for as long as the kernel runs."""
+    return like.new_empty(size_bytes, dtype=torch.uint8)
+
+
+def _up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+def _flash(query: Tensor, key: Tensor, value: Tensor, how: How) -> Tensor:
+    """Widths are padded to a multiple of 8 before the kernel, and the scale is that of the unpadded one."""
+    width = query.shape[-1]
+    padded = [torch.nn.functional.pad(one, (0, -width % 8)) if width % 8 else one for one in (query, key, value)]
+    out = _apply(_Flash, *padded, how)
+    return out[..., :width] if width % 8 else out
+
+
+class _Flash(torch.autograd.Function):
+    """`_flash_attention_forward` and `_flash_attention_backward`."""
+
+    @staticmethod
+    def forward(ctx: Any, *given: Any) -> Tensor:
+        query, key, value, how = given
+        out: Tensor
+        out, logsumexp, *_ = aten._scaled_dot_product_flash_attention(
+            query, key, value, how.dropout_p, how.is_causal, scale=how.scale
+        )
+        # The op's own are on the meta device; a kernel puts them on the GPU, with dropout or not.
+        random = query.new_empty(2, dtype=torch.uint64), query.new_empty((), dtype=torch.uint64)
+        ctx.save_for_backward(query, key, value, out, logsumexp, *random)
+        ctx.how = how
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, out, logsumexp, *random = ctx.saved_tensors
+        how: How = ctx.how
+        gradient, out = (one.transpose(1, 2).contiguous().transpose(1, 2) for one in (gradients[0], out))
+        lengths = query.shape[2], key.shape[2]
+        grads = aten._scaled_dot_product_flash_attention_backward(
+            *(gradient, query, key, value, out, logsumexp, None, None, *lengths),
+            *(how.dropout_p, how.is_causal, *random),
+            scale=how.scale,
+        )
+        sizes = flash_backward_bytes(query.shape, key.shape, query.element_size(), how.capability)
+        scratch = [_scratch(query, size) for size in sizes]
+        del scratch
+        return (*grads, None)
+
+
+def flash_backward_bytes(
+    query_shape: Sequence[int], key_shape: Sequence[int], element_bytes: int, capability: Capability
+) -> list[int]:
+    """What `mha_bwd` takes beside the gradients: softmax_d, dq_accum, with grouped heads dk and dv of every head."""
+    batch, heads, length, width = query_shape
+    width_up, length_up = _up(width, 32 if width <= 128 else 64), _up(length, 128)
+    splits = 1
+    if torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled():
+        splits = math.ceil(_MULTIPROCESSORS.get(capability, _MOST_MULTIPROCESSORS) / (batch * heads))
+    sizes = [batch * heads * length_up * 4, splits * batch * length_up * heads * width_up * 4]
+    if key_shape[1] != heads:
+        sizes += [batch * key_shape[2] * heads * width * element_bytes] * 2
+    return sizes
+
+
+class _Efficient(torch.autograd.Function):
+    """`_efficient_attention_forward` and `_efficient_attention_backward`."""
+
+    @staticmethod
+    def forward(ctx: Any, *given: Any) -> Tensor:
+        query, key, value, bias, how = given
+        # Its seed and offset stay on the CPU unless a graph is captured.
+        out: Tensor
+        out, logsumexp, *random = aten._scaled_dot_product_efficient_attention(
+            query, key, value, bias, how.trains, how.dropout_p, how.is_causal, scale=how.scale
+        )
+        if value.shape[-1] > 128 and query.dtype != torch.float32:
+            accumulator = _scratch(query, out.numel() * 4)  # kNeedsOutputAccumulatorBuffer
+            del accumulator
+        ctx.save_for_backward(query, key, value, bias, out, logsumexp, *random)
+        ctx.how = how
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, bias, out, logsumexp, *random = ctx.saved_tensors
+        how: How = ctx.how
+        gradient = gradients[0].transpose(1, 2).contiguous().transpose(1, 2)
+        grads = aten._scaled_dot_product_efficient_attention_backward(
+            *(gradient, query, key, value, bias, out, logsumexp, *random, how.dropout_p),
+            *([True, True, True, bias is not None and ctx.needs_input_grad[3]], how.is_causal),
+            scale=how.scale,
+        )
+        tile = efficient_tile(query.shape[-1], value.shape[-1], query.dtype, how.dropout_p, how.capability)
+        if tile.computes_delta:
+            delta = query.new_empty(query.shape[:3], dtype=torch.float32)
+        else:
+            product = (gradient.float() * out.float()).transpose(1, 2)
+            delta = product.sum(-1).transpose(1, 2).contiguous()
+            del product
+        workspace = _scratch(query, efficient_workspace_bytes(query.shape, key.shape, value.shape[-1], tile))
+        del delta, workspace
+        return (*grads, None)
+
+
+class Tile(NamedTuple):
+    """The kernel of the efficient backward that runs, as ``cutlassB.h`` names it: rows x columns, most width."""
+
+    rows: int
+    columns: int
+    most_width: int
+    half: bool
+    architecture: int
+
+    @property
+    def keeps_outputs(self) -> bool:
+        """`kOutputInRF`."""
+        return self.half and self.most_width <= self.rows
+
+    @property
+    def computes_delta(self) -> bool:
+        """`kKernelComputesDelta`."""
+        return self.half and (self.keeps_outputs or self.architecture != 70)
+
+
+def efficient_tile(width: int, value_width: int, dtype: torch.dtype, dropout_p: float, capability: Capability) -> Tile:
+    """The first kernel of `dispatch_cutlassB` that takes these."""
+    number, half, most = capability[0] * 10 + capability[1], dtype in HALF, max(width, value_width)
+    architecture = 80 if number >= 80 else 75 if number >= 75 else 70 if number >= 70 else 50
+    roomy = number in (70, 80) or 90 <= number < 120
+
+    def tile(rows: int, columns: int, most_width: int) -> Tile:
+        return Tile(rows, columns, most_width, half, architecture)
+
+    if most <= 64:
+        return tile(64, 64, 32 if most <= 32 else 64)
+    if number in (86, 89) and half and most <= 96 and not dropout_p > 0:
+        return tile(128, 64, 96)
+    most_width = 128 if most <= 128 else 65536
+    if not roomy or architecture == 50 or (architecture == 70 and not half):
+        return tile(64, 64, most_width)
+    return tile(128, 128 if half and architecture == 80 and most <= 128 else 64, most_width)
+
+
+def efficient_workspace_bytes(
+    query_shape: Sequence[int], key_shape: Sequence[int], value_width: int, tile: Tile
+) -> int:
+    """`workspace_size`: sums for dk and dv where registers do not hold them, and for dq in any case."""
+    batch, heads, length, width = query_shape
+    splits = -(-key_shape[2] // tile.columns)
+    if batch * heads >= 256 and key_shape[2] <= 2 * tile.columns:
+        splits = 1
+    for_keys = 0
+    if tile.half and not tile.keeps_outputs:
+        splits = max(1, min(splits, 200 // (batch * heads))) if tile.architecture >= 70 else 1
+        if torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled():
+            splits = 1
+        for_keys = splits * tile.columns * (_up(width, tile.rows) + _up(value_width, tile.rows))
+    for_queries = 0
+    if tile.architecture >= 70 or tile.half:
+        # Each tile of dq has 16 bytes in front: a lock, a counter and padding.
+        blocks = -(-length // tile.rows) * -(-width // tile.columns)
+        for_queries = blocks * (16 + tile.rows * tile.columns * 4) // 4
+    return batch * heads * _up(for_keys + for_queries, 4) * 4
+
+
+class _CuDNN(torch.autograd.Function):
+    """`_cudnn_attention_forward` and `_cudnn_attention_backward`."""
+
+    @staticmethod
+    def forward(ctx: Any, *given: Any) -> Tensor:
+        query, key, value, bias, how = given
+        out: Tensor
+        out, logsumexp, *_ = aten._scaled_dot_product_cudnn_attention(
+            query, key, value, bias, how.trains, how.dropout_p, how.is_causal, scale=how.scale
+        )
+        random = query.new_empty((), dtype=torch.int64), query.new_empty((), dtype=torch.int64)
+        ctx.save_for_backward(query, key, value, bias, out, logsumexp if how.trains else None, *random)
+        ctx.how = how
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, bias, out, logsumexp, *random = ctx.saved_tensors
+        how: How = ctx.how
+        grads = aten._scaled_dot_product_cudnn_attention_backward(
+            *(gradients[0], query, key, value, out, logsumexp, *random, bias, None, None),
+            *(query.shape[2], key.shape[2], how.dropout_p, how.is_causal),
+            scale=how.scale,
+        )
+        scratch = _scratch(query, cudnn_backward_bytes(query.shape, key.shape))
+        del scratch
+        return (*grads, None, None)
+
+
+def cudnn_backward_bytes(query_shape: Sequence[int], key_shape: Sequence[int]) -> int:
+    """One workspace: dq in fp32, a sum for each row, and with grouped heads dk and dv of every head."""
+    batch, heads, length, width = query_shape
+    size = batch * heads * length * (width + 1) * 4
+    return size + (2 * batch * heads * key_shape[2] * width * 2 if key_shape[1] != heads else 0)
+
+
+def _math(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, how: How) -> Tensor:
+    """`_scaled_dot_product_attention_math`, with CUDA's dropout."""
+    dtype = query.dtype
+    reduced: bool = torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()  # type: ignore[no-untyped-call]
+    if dtype in HALF and not reduced:
+        query, key, value = query.float(), key.float(), value.float()
+    root = math.sqrt(abs(how.scale))
+    query = query * (-root if how.scale < 0 else root)
+    if how.is_causal:
+        kept = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()
+        mask = _as_addend(kept, query.dtype)
+    if how.enable_gqa and not query.shape[-3] == key.shape[-3] == value.shape[-3]:
+        key, value = (one.repeat_interleave(query.shape[-3] // one.shape[-3], -3) for one in (key, value))
+    scores = query @ (key.transpose(-2, -1) * root)
+    if mask is not None:
+        scores.add_(mask)
+    weights = _apply(_SafeSoftmax, scores)
+    del scores
+    if how.dropout_p > 0:
+        weights = torch.native_dropout(weights, how.dropout_p, True)[0]
+    out = (weights @ value).to(dtype)
+    weights.to(dtype)  # the second output, which nobody keeps
+    return out
+
+
+class _SafeSoftmax(torch.autograd.Function):
+    """`_safe_softmax` with what it takes inside: rows in which all is masked become zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor) -> Tensor:
+        weights = torch.softmax(scores, -1)
+        masked_rows = scores.eq(-math.inf).all(-1, keepdim=True)
+        weights = torch.where(masked_rows, torch.zeros((), dtype=weights.dtype, device=weights.device), weights)
+        ctx.save_for_backward(weights)
+        return weights
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor]:
+        (weights,) = ctx.saved_tensors
+        return (aten._softmax_backward_data(gradients[0], weights, -1, weights.dtype),)

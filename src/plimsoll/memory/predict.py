@@ -1,0 +1,255 @@
+"""From a trace and a target to the memory that the training will need there: how the target's allocators count.
+
+On CUDA that is what the process takes of the card: the segments that torch's allocator reserves, simulated over all
+steps in order and within the card's limit, and the CUDA context. On the CPU it is private memory: what the C library's
+heap keeps resident, simulated likewise, and the interpreter with its libraries and what these take for their threads.
+
+How sure an answer is: ``traced`` bytes are those of known storages, ``modelled`` ones follow from a model of an
+allocator or a library, ``assumed`` ones come from a table, ``measured`` ones were read from this machine. The range
+adds up what each part may be off by.
+
+Does NOT cover other processes on the same device, several streams, and CUDA graphs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from plimsoll.memory.allocator import caching, glibc
+from plimsoll.memory.live import Column, Live, live_bytes
+from plimsoll.records.allocator import AllocatorRules
+from plimsoll.records.gpu import DeviceSpec
+from plimsoll.records.heap import HeapRules
+from plimsoll.records.prediction import Estimate, Holding, MemoryTimeline, Moment
+from plimsoll.records.trace import Category, Trace
+
+MOST_ROWS = 4000
+_NUM_LARGEST = 10
+
+# What is left between prediction and measurement: on CUDA 0.3 % in the median and 1.5 % in nine of ten runs with
+# batches of one length (benchmarks/predict_gpu_measured.py), on the CPU benchmarks/predict_cpu_rss.py.
+_CUDA_SPREAD = 0.02
+_CPU_SPREAD = 0.05
+_UNKNOWN_CONTEXT_BYTES = (200 << 20, 700 << 20)  # over the cards of the table that have been measured
+
+
+@dataclass(frozen=True)
+class Counted:
+    """How a target counted a trace.
+
+    The columns have a row for each event of `live`; events after the one that did not fit (``oom_row``) are left out.
+    ``reserved`` is what the process has taken, all its ``fixed`` bytes included, and ``allocated`` what of it is in
+    use. ``fixed`` names the parts that are there from the start.
+    """
+
+    trace: Trace
+    live: Live
+    allocated: Column
+    reserved: Column
+    fixed: dict[Category, Estimate]
+    spread: float
+    oom_row: int | None = None
+    requested_bytes: int | None = None
+
+    @cached_property
+    def peak_row(self) -> int:
+        """The row at which most is alive; where the allocator finds no room, the last."""
+        if self.oom_row is not None:
+            return len(self.reserved) - 1
+        return int(np.argmax(self.live.total[: len(self.reserved)]))
+
+    @cached_property
+    def peak(self) -> Estimate:
+        """The most that the process takes, with its range."""
+        fixed_bytes = sum(part.likely_bytes for part in self.fixed.values())
+        grown_bytes = int(self.reserved.max(initial=0)) - fixed_bytes
+        traced_bytes = min(int(self.live.total[self.peak_row]), grown_bytes)
+        varying = Estimate(
+            likely_bytes=grown_bytes,
+            low_bytes=self._low(grown_bytes),
+            high_bytes=self._high(grown_bytes),
+            traced_bytes=traced_bytes,
+            modelled_bytes=grown_bytes - traced_bytes,
+        )
+        return _sum(varying, *self.fixed.values())
+
+    @cached_property
+    def most_allocated(self) -> Estimate:
+        """The most that is in use of what is reserved, without the fixed parts."""
+        likely_bytes = int(self.allocated.max(initial=0))
+        traced_bytes = min(self.live.peak_bytes, likely_bytes)
+        return Estimate(
+            likely_bytes=likely_bytes,
+            low_bytes=self._low(likely_bytes),
+            high_bytes=self._high(likely_bytes),
+            traced_bytes=traced_bytes,
+            modelled_bytes=likely_bytes - traced_bytes,
+        )
+
+    def parts(self) -> dict[Category, int]:
+        """What is alive at its peak; what the process takes beyond that at any time is fragmentation."""
+        row = self.peak_row
+        parts = {name: int(column[row]) for name, column in self.live.by_category.items() if column[row]}
+        for name, part in self.fixed.items():
+            parts[name] = parts.get(name, 0) + part.likely_bytes
+        parts["fragmentation"] = self.peak.likely_bytes - sum(parts.values())
+        return {name: size for name, size in parts.items() if size}
+
+    def moment(self, event: int) -> Moment:
+        """Where in the training an event of the trace is."""
+        return moment_of(self.trace, self.trace.event_op[event])
+
+    def peak_moment(self) -> Moment:
+        """Where the peak is."""
+        return self.moment(int(self.live.event[self.peak_row]))
+
+    def oom_moment(self) -> Moment | None:
+        """Where the allocator found no room, ``None`` if it always did."""
+        return None if self.oom_row is None else self.moment(int(self.live.event[self.oom_row]))
+
+    def largest(self) -> tuple[Holding, ...]:
+        """The largest storages that are alive at the peak."""
+        storages, texts = self.trace.storages, self.trace.texts
+        return tuple(
+            Holding(
+                num_bytes=storages.num_bytes[storage],
+                category=storages.category[storage],
+                shape=texts[storages.shape[storage]],
+                made=moment_of(self.trace, storages.born[storage]),
+            )
+            for storage in self.live.alive_at(self.peak_row)[:_NUM_LARGEST]
+        )
+
+    def timeline(self) -> MemoryTimeline:
+        """The columns, thinned: of each stretch the row with the most and the one with the least, and the peak."""
+        rows = _thinned(self.live.total[: len(self.reserved)], self.peak_row)
+        ops = [self.trace.event_op[event] for event in self.live.event[rows].tolist()]
+        table, texts = self.trace.ops, self.trace.texts
+        fixed_bytes = sum(part.likely_bytes for part in self.fixed.values())
+        categories: dict[Category, tuple[int, ...]] = {
+            name: (part.likely_bytes,) * len(rows) for name, part in self.fixed.items()
+        }
+        for name, column in self.live.by_category.items():
+            categories[name] = tuple(column[rows].tolist())
+        return MemoryTimeline(
+            source=self.trace.source,
+            phase=tuple(table.phase[op] for op in ops),
+            step=tuple(table.step[op] for op in ops),
+            label=tuple(f"{_short(texts[table.name[op]])} {texts[table.module[op]]}".strip() for op in ops),
+            categories=categories,
+            used_bytes=tuple((self.live.total[rows] + fixed_bytes).tolist()),
+            reserved_bytes=tuple(self.reserved[rows].tolist()),
+            peak_row=int(np.searchsorted(rows, self.peak_row)),
+        )
+
+    def _low(self, likely_bytes: int) -> int:
+        assumed = sum(assumption.low_bytes for assumption in self.trace.assumptions)
+        return max(0, int(likely_bytes * (1 - self.spread)) + assumed)
+
+    def _high(self, likely_bytes: int) -> int:
+        assumed = sum(assumption.high_bytes for assumption in self.trace.assumptions)
+        return int(likely_bytes * (1 + self.spread)) + assumed
+
+
+def count_on_cuda(
+    trace: Trace, spec: DeviceSpec, limit_bytes: int | None = None, rules: AllocatorRules | None = None
+) -> Counted:
+    """Simulate torch's caching allocator and add the context.
+
+    Args:
+        trace: lowered to the card's architecture.
+        spec: the card.
+        limit_bytes: what the process may take of it, the context included; ``None`` never runs out.
+        rules: how the allocator is set up; ``None`` as torch does by itself.
+    """
+    context = context_of(spec)
+    live = live_bytes(trace)
+    room_bytes = None if limit_bytes is None else max(limit_bytes - context.likely_bytes, 1)
+    allocator = caching.CachingAllocator(rules, room_bytes)
+    workspace_bytes = spec.cublas_workspace_bytes or 0
+    deltas = zip([-1, *live.storage.tolist()], [workspace_bytes, *live.delta.tolist()], strict=True)
+    replayed = caching.replay(deltas, allocator)
+    workspace = _exactly(workspace_bytes, modelled_bytes=workspace_bytes)
+    return Counted(
+        trace=trace,
+        live=live,
+        allocated=np.asarray(replayed.allocated_bytes[1:], dtype=np.int64),
+        reserved=np.asarray(replayed.reserved_bytes[1:], dtype=np.int64) + context.likely_bytes,
+        fixed={"context": _sum(context, workspace)},
+        spread=_CUDA_SPREAD,
+        oom_row=None if replayed.oom_at is None else max(replayed.oom_at - 1, 0),
+        requested_bytes=replayed.oom.requested_bytes if replayed.oom else None,
+    )
+
+
+def count_on_cpu(trace: Trace, baseline: Estimate, rules: HeapRules) -> Counted:
+    """Simulate the C library's heap and add the process.
+
+    Args:
+        trace: lowered to the CPU.
+        baseline: the interpreter and the libraries, with what they keep for their threads.
+        rules: how the heap is set up.
+    """
+    live = live_bytes(trace)
+    replayed = glibc.replay(zip(live.storage.tolist(), live.delta.tolist(), strict=True), glibc.GlibcHeap(rules))
+    return Counted(
+        trace=trace,
+        live=live,
+        allocated=live.total,
+        reserved=np.maximum(np.asarray(replayed.resident_bytes, dtype=np.int64), live.total) + baseline.likely_bytes,
+        fixed={"baseline": baseline},
+        spread=_CPU_SPREAD,
+    )
+
+
+def context_of(spec: DeviceSpec) -> Estimate:
+    """What the driver takes of a card for a process, outside torch's allocator."""
+    low_bytes, high_bytes = _UNKNOWN_CONTEXT_BYTES
+    if spec.context_low_bytes is not None and spec.context_high_bytes is not None:
+        low_bytes, high_bytes = spec.context_low_bytes, spec.context_high_bytes
+    likely_bytes = (low_bytes + high_bytes) // 2
+    return Estimate(
+        likely_bytes=likely_bytes, low_bytes=low_bytes, high_bytes=high_bytes, assumed_bytes=likely_bytes
+    )
+
+
+def moment_of(trace: Trace, op: int) -> Moment:
+    """Where in the training an op of the trace is."""
+    table, texts = trace.ops, trace.texts
+    return Moment(
+        step=table.step[op],
+        phase=table.phase[op],
+        op=_short(texts[table.name[op]]),
+        module=texts[table.module[op]],
+        line=texts[table.line[op]],
+    )
+
+
+def _short(op: str) -> str:
+    """``aten.add.Tensor`` as ``add``."""
+    parts = op.split(".")
+    return parts[1] if len(parts) == 3 and parts[0] == "aten" else op
+
+
+def _exactly(num_bytes: int, **known_how: int) -> Estimate:
+    return Estimate(likely_bytes=num_bytes, low_bytes=num_bytes, high_bytes=num_bytes, **known_how)
+
+
+def _sum(*parts: Estimate) -> Estimate:
+    return Estimate(**{name: sum(getattr(part, name) for part in parts) for name in Estimate.model_fields})
+
+
+def _thinned(total: Column, peak_row: int) -> Column:
+    """Rows of a column that keep its shape, in order."""
+    num_rows = len(total)
+    if num_rows <= MOST_ROWS:
+        return np.arange(num_rows)
+    stretch = -(-2 * num_rows // MOST_ROWS)
+    kept = {0, num_rows - 1, peak_row}
+    for start in range(0, num_rows, stretch):
+        part = total[start : start + stretch]
+        kept |= {start + int(part.argmax()), start + int(part.argmin())}
+    return np.asarray(sorted(kept))

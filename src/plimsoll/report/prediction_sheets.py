@@ -1,0 +1,249 @@
+"""The words and numbers of a prediction, once: the terminal and the HTML page show the same sheets and sentences.
+
+Nothing here knows colours, widths or HTML, and nothing is computed that the record does not hold. It does NOT judge
+what would free memory: that is for `plimsoll.diagnose`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from plimsoll.records.prediction import Answer, Estimate, Holding, Moment, Prediction, WhatIf
+from plimsoll.records.trace import Assumption
+from plimsoll.records.units import format_bytes, format_seconds
+from plimsoll.report.sheets import Column, Sheet
+
+DOES_NOT_FIT = "✗"  # also without colours, and for those who do not see them
+WHAT_IF_TITLE = f"What if: the peak by micro-batch and sequence length ({DOES_NOT_FIT} does not fit)"
+_MOST_PATH_CHARACTERS = 40
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The what-ifs as a table: a row per micro-batch, a cell per sequence length; ``None`` where none was predicted."""
+
+    sequence_lengths: tuple[int, ...]
+    rows: tuple[tuple[int, tuple[WhatIf | None, ...]], ...]
+
+
+def verdict_sentence(prediction: Prediction) -> str:
+    """Say in one sentence whether it fits, how sure that is, and what would fit if it does not."""
+    peak, limit_bytes = prediction.peak, prediction.limit_bytes
+    within = f" (range {range_text(peak)})" if peak.low_bytes < peak.high_bytes else ""
+    sentence = (
+        f"{prediction.verdict.capitalize()}: {format_bytes(peak.likely_bytes)} of {format_bytes(limit_bytes)}{within} "
+        f"on {prediction.device}"
+    )
+    if prediction.fits:
+        return f"{sentence}."
+    if peak.likely_bytes > limit_bytes:
+        sentence += f", {format_bytes(peak.likely_bytes - limit_bytes)} too much"
+    else:
+        sentence += ", but the allocator finds no room for one of the requests"
+    return f"{sentence}{_what_fits(prediction)}."
+
+
+def _what_fits(prediction: Prediction) -> str:
+    answers = [answer for answer in prediction.answers if answer.question == "largest micro-batch"]
+    if not answers:
+        return ""
+    if answers[0].value is None:
+        return "; no micro-batch fits, not even 1"
+    return f"; the largest micro-batch that fits is {_value_text(answers[0])}"
+
+
+def moment_sentences(prediction: Prediction) -> tuple[str, ...]:
+    """Say when the peak is, and where memory runs out if it does."""
+    sentences = [f"The peak is in {moment_text(prediction.moment)}."]
+    if prediction.runs_out_at is not None:
+        sentences.append(f"Memory runs out in {moment_text(prediction.runs_out_at)}.")
+    return tuple(sentences)
+
+
+def moment_text(moment: Moment) -> str:
+    """Write a moment: ``step 2, backward: aten::mm in h.0.mlp, at train.py:97``; what is unknown is left out."""
+    text = _phase_text(moment)
+    if moment.op:
+        text += f": {moment.op}"
+    if moment.module:
+        text += f" in {moment.module}"
+    return f"{text}, at {short_path(moment.line)}" if moment.line else text
+
+
+def _phase_text(moment: Moment) -> str:
+    return f"step {moment.step:,}, {moment.phase}" if moment.step and moment.phase != "setup" else moment.phase
+
+
+def short_path(line: str, most_characters: int = _MOST_PATH_CHARACTERS) -> str:
+    """Leave out folders from the left until a ``file:line`` is short; the name of the file and the line always stay."""
+    if len(line) <= most_characters:
+        return line
+    folders = line.replace("\\", "/").split("/")
+    while len(folders) > 1 and len("…/" + "/".join(folders)) > most_characters:
+        folders.pop(0)
+    return "…/" + "/".join(folders)
+
+
+def range_text(estimate: Estimate) -> str:
+    """Write a range, the unit once if it is the same: ``9.5 to 10.1 GiB``."""
+    low, high = format_bytes(estimate.low_bytes), format_bytes(estimate.high_bytes)
+    if low == high:
+        return high
+    return f"{low.split()[0]} to {high}" if low.split()[1] == high.split()[1] else f"{low} to {high}"
+
+
+def share_text(num_bytes: int, whole_bytes: int) -> str:
+    """Write a share in percent; one that is not 0 or 100 % is not rounded to it."""
+    if whole_bytes <= 0:
+        return "unknown"
+    percent = 100 * num_bytes / whole_bytes
+    if 0 < percent < 1:
+        return "<1 %"
+    return ">99 %" if 99 < percent < 100 else f"{percent:.0f} %"
+
+
+def known_how(estimate: Estimate) -> str:
+    """Say how the bytes of an estimate are known: ``96 % traced, 4 % modelled``."""
+    named = {
+        "traced": estimate.traced_bytes,
+        "measured": estimate.measured_bytes,
+        "modelled": estimate.modelled_bytes,
+        "assumed": estimate.assumed_bytes,
+    }
+    shares = (f"{share_text(part, estimate.likely_bytes)} {name}" for name, part in named.items() if part)
+    return ", ".join(shares) or "unknown"
+
+
+def known_how_sentence(prediction: Prediction) -> str:
+    """Say how the peak is known."""
+    return f"How the peak is known: {known_how(prediction.peak)}."
+
+
+def key_numbers(prediction: Prediction) -> tuple[tuple[str, str], ...]:
+    """Return what was predicted, against what, as label and value; an even number of them."""
+    return (
+        ("Micro-batch", f"{prediction.micro_batch:,}"),
+        ("Sequence length", f"{prediction.sequence_length:,}"),
+        ("Batch size", f"{prediction.batch_size:,}"),
+        ("Precision", prediction.precision),
+        ("Limit", format_bytes(prediction.limit_bytes)),
+        ("Limit from", prediction.limit_source),
+        ("The device has", format_bytes(prediction.capacity_bytes)),
+        ("Predicted in", format_seconds(prediction.predict_seconds)),
+    )
+
+
+def estimate_sheet(prediction: Prediction) -> Sheet:
+    """List every estimate with its range and how it is known."""
+    is_cpu = prediction.device_kind == "cpu"
+    estimates = {
+        "Peak (private memory)" if is_cpu else "Peak (on the device)": prediction.peak,
+        "Reserved": prediction.reserved,
+        "Allocated": prediction.allocated,
+        "Baseline" if is_cpu else "Context": prediction.context,
+        "Host": prediction.host,
+    }
+    rows = tuple(
+        (name, format_bytes(estimate.likely_bytes), range_text(estimate), known_how(estimate))
+        for name, estimate in estimates.items()
+        if estimate is not None
+    )
+    return Sheet(
+        "Estimates", (Column("What"), Column("Likely", True), Column("Range", True), Column("Known how")), rows
+    )
+
+
+def part_sheet(prediction: Prediction) -> Sheet:
+    """List what the memory at the peak is used for, the most first; the last row is the peak."""
+    peak_bytes = prediction.peak.likely_bytes
+    parts = sorted(prediction.parts.items(), key=lambda part: -part[1])
+    rows: list[tuple[str, ...]] = [
+        (name, format_bytes(part), share_text(part, peak_bytes)) for name, part in parts if part
+    ]
+    if rows:
+        rows.append(("peak", format_bytes(peak_bytes), share_text(peak_bytes, peak_bytes)))
+    return Sheet("At the peak", (Column("Used for"), Column("Size", True), Column("Share", True)), tuple(rows))
+
+
+def largest_sheet(prediction: Prediction, most_rows: int = 10) -> Sheet:
+    """List the largest allocations that are alive at the peak, and where each was made."""
+    titles = ("Used for", "Shape", "Made in", "Module", "Source line")
+    rows = tuple(_holding_row(holding) for holding in prediction.largest[:most_rows])
+    return Sheet("Largest at the peak", (Column("Size", True), *(Column(title) for title in titles)), rows)
+
+
+def _holding_row(holding: Holding) -> tuple[str, ...]:
+    made = holding.made
+    return (
+        format_bytes(holding.num_bytes),
+        holding.category,
+        holding.shape or "unknown",
+        f"{_phase_text(made)}: {made.op}" if made.op else _phase_text(made),
+        made.module or "unknown",
+        short_path(made.line) or "unknown",
+    )
+
+
+def answer_sheet(prediction: Prediction) -> Sheet:
+    """List what would fit."""
+    rows = tuple(
+        (answer.question.capitalize(), _value_text(answer), _peak_text(answer.peak)) for answer in prediction.answers
+    )
+    return Sheet(f"What fits in {format_bytes(prediction.limit_bytes)}", _ANSWER_COLUMNS, rows)
+
+
+_ANSWER_COLUMNS = (Column("Question"), Column("Answer"), Column("Peak"))
+
+
+def _value_text(answer: Answer) -> str:
+    if answer.value is None:
+        return "none"
+    value = f"{answer.value:,}" if isinstance(answer.value, int) else answer.value
+    return f"{value} or more" if answer.is_bound else value
+
+
+def _peak_text(peak: Estimate | None) -> str:
+    return "unknown" if peak is None else f"{format_bytes(peak.likely_bytes)} (range {range_text(peak)})"
+
+
+def what_if_grid(prediction: Prediction) -> Grid:
+    """Arrange the what-ifs by micro-batch and sequence length."""
+    found = {(what_if.micro_batch, what_if.sequence_length): what_if for what_if in prediction.what_ifs}
+    lengths = tuple(sorted({length for _, length in found}))
+    rows = tuple(
+        (micro_batch, tuple(found.get((micro_batch, length)) for length in lengths))
+        for micro_batch in sorted({micro_batch for micro_batch, _ in found})
+    )
+    return Grid(lengths, rows)
+
+
+def what_if_sheets(prediction: Prediction, most_lengths: int) -> Iterator[Sheet]:
+    """Return the what-ifs as sheets without a title, of at most so many sequence lengths each."""
+    grid = what_if_grid(prediction)
+    for start in range(0, len(grid.sequence_lengths), most_lengths):
+        part = slice(start, start + most_lengths)
+        columns = (Column(f"{length:,}", True) for length in grid.sequence_lengths[part])
+        rows = tuple((f"{micro_batch:,}", *map(what_if_text, cells[part])) for micro_batch, cells in grid.rows)
+        yield Sheet("", (Column("Micro-batch", True), *columns), rows)
+
+
+def what_if_text(what_if: WhatIf | None) -> str:
+    """Write one cell of the grid: the peak, marked if it does not fit."""
+    if what_if is None:
+        return ""
+    return f"{'' if what_if.fits else DOES_NOT_FIT + ' '}{format_bytes(what_if.peak.likely_bytes)}"
+
+
+def assumption_sheet(prediction: Prediction) -> Sheet:
+    """List what was assumed, and by how much the range is wider for it."""
+    rows = tuple((assumption.text, _difference_text(assumption)) for assumption in prediction.assumptions)
+    return Sheet("Assumptions", (Column("Assumed"), Column("Counted as")), rows)
+
+
+def _difference_text(assumption: Assumption) -> str:
+    ends = sorted({assumption.low_bytes, assumption.high_bytes} - {0})
+    said = [f"{format_bytes(abs(end))} {'less' if end < 0 else 'more'}" for end in ends]
+    if not said:
+        return "not counted"
+    return " to ".join(said) if 0 not in (assumption.low_bytes, assumption.high_bytes) else f"up to {said[0]}"

@@ -1,0 +1,162 @@
+"""The training that `plimsoll train` would do, on fake tensors: the real step, rehearsed.
+
+What is traced is `TrainStep` itself, with its copies for the undo, its micro-batches and its evaluation, so that a
+prediction and a run cannot drift apart. Three steps are rehearsed: the first makes the optimizer's states, the second
+has them, the third comes after an evaluation; a fourth would be like the third. A batch of many micro-batches is
+rehearsed with two of them: the first meets no gradients, those after it do, and the last may be smaller.
+
+Does NOT read the data: every sample is as long as ``sequence_length``, which is the longest there can be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from plimsoll.data.sketch import TextSketch
+from plimsoll.memory.lowering.base import Lowering
+from plimsoll.memory.trace import Rehearsal, rehearsal
+from plimsoll.models.build import build_model, loss_of
+from plimsoll.optimizers import build_optimizer, build_schedule
+from plimsoll.records.device import Device, MemoryUse
+from plimsoll.records.job import Job
+from plimsoll.records.trace import Phase, Trace
+from plimsoll.run.boundary import Position
+from plimsoll.run.commit import PLAIN_TENSORS
+from plimsoll.run.step import TrainStep
+
+_MOST_PIECES = 2
+
+
+class StageBackend:
+    """`Backend` of a rehearsal: memory never runs out, so nothing is counted, limited or put back."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+
+    def probe(self) -> Device:
+        """Not asked for in a step."""
+        raise NotImplementedError
+
+    def use(self) -> MemoryUse:
+        """Say that nothing is used."""
+        return MemoryUse(used_bytes=0, peak_bytes=0, reserved_bytes=0)
+
+    def baseline_bytes(self) -> int:
+        """Say that nothing is there."""
+        return 0
+
+    def reset_peak(self) -> None:
+        """Do nothing."""
+
+    def limited(self, budget_bytes: int) -> nullcontext[None]:
+        """Limit nothing."""
+        return nullcontext()
+
+    def release(self, last_resort: bool = False) -> None:
+        """Do nothing."""
+
+    def oom_family(self, error: BaseException) -> str | None:
+        """Say that an error is not for want of memory."""
+        return None
+
+    def is_nearly_full(self) -> bool:
+        """Say no."""
+        return False
+
+    def random_state(self) -> dict[str, Any]:
+        """Return no state: what is drawn does not matter."""
+        return {}
+
+    def restore_random_state(self, state: dict[str, Any]) -> None:
+        """Do nothing."""
+
+    def synchronize(self) -> None:
+        """Do nothing."""
+
+
+def rehearse_job(job: Job, texts: TextSketch, lowering: Lowering, micro_batch: int) -> Trace:
+    """Trace the training of a job.
+
+    Args:
+        job: the job.
+        texts: what its model must know of the data.
+        lowering: the target.
+        micro_batch: samples of one forward and backward pass.
+
+    Raises:
+        JobError: if the model or the optimizer cannot be built.
+        InputError: if the model cannot be traced.
+    """
+    position = Position()
+    batch = _batch(job, texts, _rehearsed_samples(job.batch_size, micro_batch))
+    held_out = _batch(job, texts, job.batch_size) if job.data.validation else None
+    with rehearsal(lowering, phase=lambda: _phase(position)) as stage, _fake_tensors_are_plain():
+        model = build_model(job, *texts).train()
+        model.to(lowering.device)
+        stage.recorder.know_model(model)
+        optimizer = build_optimizer(job.optimizer, model.parameters())
+        loss, units = loss_of(job.task)
+        step = TrainStep(
+            model,
+            optimizer,
+            loss,
+            units=units,
+            micro_batch=micro_batch,
+            clip_norm=job.optimizer.clip_norm,
+            schedule=build_schedule(job.optimizer, optimizer, job.steps),
+            precision=job.precision,
+            recut_batch_norm="recut_batch_norm" in job.allow,
+            backend=StageBackend(lowering.kind),
+            position=position,
+        )
+        _rehearse(stage, step, batch, held_out, has_states=bool(job.evaluate_every))
+    return stage.trace()
+
+
+def _rehearse(stage: Rehearsal, step: TrainStep, batch: Any, held_out: Any | None, has_states: bool) -> None:
+    """Three steps, and an evaluation where the training has one: between them, or after the states are dropped."""
+    for number in (1, 2, 3):
+        stage.recorder.step = number
+        step(stage.fake_batch(batch))
+        stage.recorder.know_optimizer(step.workload.optimizer)
+        if number == 2 and held_out is not None and has_states:
+            step.evaluate([stage.fake_batch(held_out)])
+    if held_out is not None and not has_states:
+        step.drop_optimizer_states()
+        step.evaluate([stage.fake_batch(held_out)])
+
+
+def _rehearsed_samples(batch_size: int, micro_batch: int) -> int:
+    """A batch of at most `_MOST_PIECES` micro-batches that ends as the whole batch does."""
+    if -(-batch_size // micro_batch) <= _MOST_PIECES:
+        return batch_size
+    return (_MOST_PIECES - 1) * micro_batch + (batch_size % micro_batch or micro_batch)
+
+
+def _batch(job: Job, texts: TextSketch, num_samples: int) -> dict[str, Tensor]:
+    """A batch as the loader makes it, of samples of the longest length."""
+    input_ids = torch.randint(texts.vocab_size, (num_samples, job.sequence_length))
+    if texts.num_labels is None:
+        return {"input_ids": input_ids, "labels": input_ids}
+    labels = torch.randint(texts.num_labels, (num_samples,))
+    return {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids), "labels": labels}
+
+
+def _phase(position: Position) -> Phase:
+    return position.phase if position.phase != "fetch" else "copy"  # type: ignore[return-value]
+
+
+@contextmanager
+def _fake_tensors_are_plain() -> Iterator[None]:
+    """Let the update copy fake tensors as it copies real ones."""
+    PLAIN_TENSORS.append(FakeTensor)
+    try:
+        yield
+    finally:
+        PLAIN_TENSORS.remove(FakeTensor)
