@@ -1,4 +1,6 @@
-"""The CPU as target: what is traced is what runs, but for packed sequences, which cannot be traced as they are."""
+"""The CPU as target: what is traced is what runs, but for packed sequences, which cannot be traced as they are, and for
+kernels whose results are larger or smaller than torch says of them.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +11,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from plimsoll.memory.lowering.base import Note, Run, fake_modules_can_be_converted, foreach_as_on, kernels_replaced
+from plimsoll.memory.lowering.cpu_kernels import corrected
 from plimsoll.memory.lowering.packed_rnn import PACKED_RNN
 from plimsoll.memory.lowering.packing import PACKING
 
@@ -27,12 +30,16 @@ class CpuLowering:
     @contextmanager
     def active(self, note: Note) -> Iterator[None]:
         """Replace what reads the values of fake tensors."""
-        with foreach_as_on(("cuda", "xpu")), fake_modules_can_be_converted(), kernels_replaced({**PACKING, **PACKED_RNN}):
+        with (
+            foreach_as_on(("cuda", "xpu")),
+            fake_modules_can_be_converted(),
+            kernels_replaced({**PACKING, **PACKED_RNN}),
+        ):
             yield
 
     def run_with(self, run: Run) -> Run:
-        """Return the function as it is."""
-        return run
+        """Give results the size that the CPU's kernels give them."""
+        return corrected(run)
 
     def on_host(self, tensor: Tensor) -> bool:
         """Return that there is one place only."""
