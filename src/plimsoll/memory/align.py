@@ -7,6 +7,7 @@ of ops, also where nothing matches. It does NOT find the longest common sequence
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator
 from itertools import groupby
 
@@ -16,7 +17,7 @@ Pair = tuple[int | None, int | None]
 """Rows of two traces that are the same op; ``None`` where only one has it."""
 
 _NUM_IN_A_ROW = 3  # ops alike before two places are taken for the same
-_MOST_SKIPPED = 24  # ops of both together
+_MOST_SKIPPED = 500  # ops of both together
 
 
 def align(one: Trace, other: Trace) -> Iterator[Pair]:
@@ -25,7 +26,11 @@ def align(one: Trace, other: Trace) -> Iterator[Pair]:
     others = dict(_parts(other))
     for key, (start, end) in _parts(one):
         other_start, other_end = others.pop(key, (0, 0))
-        yield from _matched(names, other_names, start, end, other_start, other_end)
+        for place, other_place in _matched(names[start:end], other_names[other_start:other_end]):
+            yield (
+                None if place is None else start + place,
+                None if other_place is None else other_start + other_place,
+            )
     for start, end in others.values():
         yield from ((None, row) for row in range(start, end))
 
@@ -44,28 +49,42 @@ def _parts(trace: Trace) -> Iterator[tuple[tuple[int, str, int], tuple[int, int]
         start = end
 
 
-def _matched(a: list[str], b: list[str], i: int, i_end: int, j: int, j_end: int) -> Iterator[Pair]:
+def _matched(a: list[str], b: list[str]) -> Iterator[Pair]:
+    """Pair the places of two lists of names."""
     tail = 0
-    while i < i_end - tail and j < j_end - tail and a[i_end - tail - 1] == b[j_end - tail - 1]:
+    while tail < min(len(a), len(b)) and a[-tail - 1] == b[-tail - 1]:
         tail += 1
-    i_last, j_last = i_end - tail, j_end - tail
-    while i < i_last or j < j_last:
-        if i < i_last and j < j_last and a[i] == b[j]:
+    i, j, i_end, j_end = 0, 0, len(a) - tail, len(b) - tail
+    places = _places_by_next_names(b, j_end)
+    while i < i_end or j < j_end:
+        if i < i_end and j < j_end and a[i] == b[j]:
             yield i, j
             i, j = i + 1, j + 1
             continue
-        skip, other_skip = _next_alike(a, b, i, i_last, j, j_last)
-        yield from ((row, None) for row in range(i, i + skip))
-        yield from ((None, row) for row in range(j, j + other_skip))
-        i, j = i + skip, j + other_skip
-    yield from zip(range(i_last, i_end), range(j_last, j_end), strict=True)
+        i_next, j_next = _next_alike(a, places, (i, j), (i_end, j_end))
+        yield from ((place, None) for place in range(i, i_next))
+        yield from ((None, place) for place in range(j, j_next))
+        i, j = i_next, j_next
+    yield from zip(range(i_end, len(a)), range(j_end, len(b)), strict=True)
 
 
-def _next_alike(a: list[str], b: list[str], i: int, i_end: int, j: int, j_end: int) -> tuple[int, int]:
-    """How many ops of each to leave out so that the next ones are alike, the fewest first; all, if none are near."""
-    for skipped in range(1, _MOST_SKIPPED + 1):
-        for other_skip in range(skipped + 1):
-            x, y = i + skipped - other_skip, j + other_skip
-            if x < i_end and y < j_end and a[x : x + _NUM_IN_A_ROW] == b[y : y + _NUM_IN_A_ROW]:
-                return skipped - other_skip, other_skip
-    return i_end - i, j_end - j
+def _places_by_next_names(names: list[str], end: int) -> dict[tuple[str, ...], list[int]]:
+    places: dict[tuple[str, ...], list[int]] = {}
+    for place in range(end):
+        places.setdefault(tuple(names[place : place + _NUM_IN_A_ROW]), []).append(place)
+    return places
+
+
+def _next_alike(
+    a: list[str], places: dict[tuple[str, ...], list[int]], start: tuple[int, int], end: tuple[int, int]
+) -> tuple[int, int]:
+    """Where the next few names of both are alike, with the fewest of both left out; the ends, if that is not near."""
+    best, num_skipped = end, _MOST_SKIPPED
+    for i in range(start[0], min(end[0], start[0] + _MOST_SKIPPED)):
+        if i - start[0] >= num_skipped:
+            break
+        found = places.get(tuple(a[i : i + _NUM_IN_A_ROW]), [])
+        nearest = bisect_left(found, start[1])
+        if nearest < len(found) and i - start[0] + found[nearest] - start[1] < num_skipped:
+            best, num_skipped = (i, found[nearest]), i - start[0] + found[nearest] - start[1]
+    return best

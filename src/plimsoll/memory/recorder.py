@@ -74,6 +74,7 @@ class Recorder(TorchDispatchMode):
         self._names: dict[nn.Module, str] = {}
         self._watched: set[Tensor] = set()
         self._modules: list[int] = []
+        self._evaluates = False
         self._optimizers_running = 0
         self._made_graph = False  # since the last backward or update: tells "loss" from "copy"
         self._forced_phase: list[Phase] = []
@@ -238,12 +239,14 @@ class Recorder(TorchDispatchMode):
         if self.step == 0:
             return "setup"
         if self._modules:
-            return "forward" if torch.is_grad_enabled() else "evaluation"
+            return "evaluation" if self._evaluates else "forward"
         return "loss" if self._made_graph else "copy"
 
     def _enter_module(self, module: nn.Module, args: Any) -> None:
         if module not in self._names:
             self.know_model(module)
+        if not self._modules:  # inside, custom functions and checkpoints turn gradients off and are no evaluation
+            self._evaluates = not torch.is_grad_enabled()
         self._modules.append(self.text(self._names[module]))
 
     def _leave_module(self, module: nn.Module, args: Any, output: Any) -> None:

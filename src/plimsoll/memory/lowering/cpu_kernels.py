@@ -11,6 +11,8 @@ Found by running ops on both (``benchmarks/predict_live_cpu.py``, torch 2.13); s
 - ``embedding_bag`` (``EmbeddingBag.cpp``) has one element more to count bags in, and none where it sums bfloat16 rows
   in one pass.
 
+- an LSTM layer of oneDNN: see `mkldnn_rnn`.
+
 It does NOT know other differences; a comparison shows them.
 """
 
@@ -23,6 +25,7 @@ import torch
 from torch import Tensor
 
 from plimsoll.memory.lowering.base import Run
+from plimsoll.memory.lowering.mkldnn_rnn import with_separate_biases, with_workspace
 
 aten = torch.ops.aten
 _HALF = (torch.bfloat16, torch.float16)
@@ -104,4 +107,6 @@ _CORRECTIONS: dict[Any, _Correct] = {
         _in_the_memory_of_the_losses,
     ),
     aten._embedding_bag.default: _bags_counted,
+    aten.mkldnn_rnn_layer.default: with_workspace,
+    aten.mkldnn_rnn_layer_backward.default: with_separate_biases,
 }
