@@ -68,7 +68,7 @@ def predict(  # noqa: PLR0917 -- typer calls it by name
         limit_bytes = _limit_bytes(budget)
         _check_micro_batch(micro_batch, job)
         _check_output(output, force)
-        from plimsoll.run.rehearse import predict_job
+        from plimsoll.run.forecast import predict_job
 
         with spinner(quiet=as_json) as progress:
             prediction = predict_job(

@@ -1,4 +1,4 @@
-"""The two processes that ``plimsoll train`` starts; not for people.
+"""The processes that ``plimsoll train`` and ``plimsoll predict`` start; not for people.
 
 The data is prepared in a process of its own because its memory (a tokenizer's training, above all) is then given back
 whole; the training is a process of its own because the kernel may kill it.
@@ -17,6 +17,13 @@ def prepare_worker(directory: Path, cache: Path, quiet: bool = False, again: boo
     from plimsoll.run.worker import prepare_run
 
     prepare_run(directory, cache, quiet, again)
+
+
+def baseline_worker() -> None:
+    """Print what a training process takes before it has a model."""
+    from plimsoll.run.worker import print_baseline
+
+    print_baseline()
 
 
 def train_worker(  # noqa: PLR0917 -- typer calls it by name

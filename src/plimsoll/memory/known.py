@@ -39,7 +39,7 @@ def values_of(tensor: Tensor) -> list[int]:
     if known is None:
         raise InputError(
             f"the values of a tensor of shape {list(tensor.shape)} decide how much memory is needed, and they are not "
-            "known before the run: compute them from the batch's integers (masks, lengths), or give fixed lengths"
+            "known before the run: use lengths that follow from the batch's integers (masks, lengths), or fixed ones"
         )
     with _disable_current_modes():
         values: list[int] = known.tolist()
@@ -62,7 +62,9 @@ _FACTORIES = {
 }
 _UNKNOWN_LENGTH: dict[Any, Callable[..., tuple[int, ...]]] = {
     aten.nonzero.default: lambda tensor: (tensor.numel(), tensor.dim()),
-    aten.masked_select.default: lambda tensor, mask: (prod(torch.broadcast_shapes(tensor.shape, mask.shape)),),
+    aten.masked_select.default: lambda tensor, mask: (
+        prod(map(max, zip(tensor.shape, mask.shape, strict=True))) if tensor.dim() == mask.dim() else tensor.numel(),
+    ),
 }
 
 
@@ -94,9 +96,12 @@ class KnownValues:
         )
 
     def fake(self, real: Tensor) -> Tensor:
-        """Return a fake tensor like ``real``; integers and truth values stay known."""
+        """Return a fake CPU tensor like ``real``, which may be on any device; a CPU tensor's integers stay known."""
         if isinstance(real, FakeTensor):
             return real
+        if real.device.type != "cpu":  # a fake tensor of another device cannot be trained on a CPU build of torch
+            with self._mode:
+                return torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device="cpu")
         with _disable_current_modes():
             tensor = self._mode.from_tensor(real, static_shapes=True)
         if not real.is_floating_point() and real.numel() <= MOST_ELEMENTS:
@@ -108,24 +113,20 @@ class KnownValues:
         if op is aten._local_scalar_dense.default:
             return self._scalar(args[0])
         tensors = [*_tensors((args, kwargs))]
-        known = [self._value(tensor) for tensor in tensors]
-        if tensors and not any(value is not None for value in known):
-            if op in _UNKNOWN_LENGTH:
-                return self._longest(op, args)
-            return op(*args, **kwargs)
-        is_known = all(value is not None for value in known) and (bool(tensors) or op in _FACTORIES)
+        known = [self._value(tensor) is not None for tensor in tensors]
+        is_known = all(known) if tensors else op in _FACTORIES
         if is_known and torch.Tag.dynamic_output_shape in op.tags:
             real = self._really(op, args, kwargs)
             return tree_map(lambda value: self.fake(value) if isinstance(value, Tensor) else value, real)
-        if op in _UNKNOWN_LENGTH:
-            return self._longest(op, args)
-        result = op(*args, **kwargs)
+        result = self._longest(op, args) if op in _UNKNOWN_LENGTH else op(*args, **kwargs)
+        if not any(known) and not is_known:
+            return result
         made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, FakeTensor)]
         if not is_known or not all(map(_is_small, made or tensors)):
             self._forget_written(op, args)
             return result
-        real = [leaf for leaf in tree_leaves(self._really(op, args, kwargs)) if isinstance(leaf, Tensor)]
-        for fake, value in zip(made, real, strict=True):
+        values = [leaf for leaf in tree_leaves(self._really(op, args, kwargs)) if isinstance(leaf, Tensor)]
+        for fake, value in zip(made, values, strict=True):
             setattr(fake, _ATTRIBUTE, value)
         return result
 
@@ -160,7 +161,8 @@ class KnownValues:
         dtype = torch.int64 if op is aten.nonzero.default else args[0].dtype
         most_bytes = prod(shape) * dtype.itemsize
         self.assume(f"{op} was taken to keep every element{self._where() or ''}", low_bytes=-most_bytes)
-        return aten.empty.memory_format(shape, dtype=dtype, device=args[0].device)
+        longest: Tensor = aten.empty.memory_format(shape, dtype=dtype, device=args[0].device)
+        return longest
 
     def _forget_written(self, op: Any, args: tuple[Any, ...]) -> None:
         if not op._schema.is_mutable:

@@ -16,8 +16,8 @@ Column = NDArray[np.int64]
 class Live:
     """Columns with a row for each event of one place; ``by_category`` has those that occur and adds up to ``total``.
 
-    ``event`` is the number of the event in the trace, ``storage`` the storage it is about, ``delta`` its bytes, negative
-    for a death.
+    ``event`` is the number of the event in the trace, ``storage`` the storage it is about, ``delta`` its bytes,
+    negative for a death.
     """
 
     event: Column

@@ -13,6 +13,7 @@ Does NOT cover other processes on the same device, several streams, and CUDA gra
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -28,6 +29,7 @@ from plimsoll.records.trace import Category, Trace
 
 MOST_ROWS = 4000
 _NUM_LARGEST = 10
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 # What is left between prediction and measurement: on CUDA 0.3 % in the median and 1.5 % in nine of ten runs with
 # batches of one length (benchmarks/predict_gpu_measured.py), on the CPU benchmarks/predict_cpu_rss.py.
@@ -40,9 +42,9 @@ _UNKNOWN_CONTEXT_BYTES = (200 << 20, 700 << 20)  # over the cards of the table t
 class Counted:
     """How a target counted a trace.
 
-    The columns have a row for each event of `live`; events after the one that did not fit (``oom_row``) are left out.
-    ``reserved`` is what the process has taken, all its ``fixed`` bytes included, and ``allocated`` what of it is in
-    use. ``fixed`` names the parts that are there from the start.
+    The columns have a row for each event of `live`. ``reserved`` is what the process has taken, all its ``fixed`` bytes
+    included, and ``allocated`` what of it is in use. ``fixed`` names the parts that are there from the start.
+    ``oom_row`` is the event for which there is no room within the limit; the columns are then those without a limit.
     """
 
     trace: Trace
@@ -52,29 +54,35 @@ class Counted:
     fixed: dict[Category, Estimate]
     spread: float
     oom_row: int | None = None
-    requested_bytes: int | None = None
 
     @cached_property
     def peak_row(self) -> int:
-        """The row at which most is alive; where the allocator finds no room, the last."""
-        if self.oom_row is not None:
-            return len(self.reserved) - 1
-        return int(np.argmax(self.live.total[: len(self.reserved)]))
+        """The row at which most is alive."""
+        return self.live.peak_row
 
     @cached_property
     def peak(self) -> Estimate:
         """The most that the process takes, with its range."""
+        return _sum(self.most_reserved, self.fixed_part)
+
+    @cached_property
+    def most_reserved(self) -> Estimate:
+        """The most that is taken without the fixed parts."""
         fixed_bytes = sum(part.likely_bytes for part in self.fixed.values())
         grown_bytes = int(self.reserved.max(initial=0)) - fixed_bytes
         traced_bytes = min(int(self.live.total[self.peak_row]), grown_bytes)
-        varying = Estimate(
+        return Estimate(
             likely_bytes=grown_bytes,
             low_bytes=self._low(grown_bytes),
             high_bytes=self._high(grown_bytes),
             traced_bytes=traced_bytes,
             modelled_bytes=grown_bytes - traced_bytes,
         )
-        return _sum(varying, *self.fixed.values())
+
+    @property
+    def fixed_part(self) -> Estimate:
+        """What is there from the start."""
+        return _sum(*self.fixed.values())
 
     @cached_property
     def most_allocated(self) -> Estimate:
@@ -111,21 +119,38 @@ class Counted:
         return None if self.oom_row is None else self.moment(int(self.live.event[self.oom_row]))
 
     def largest(self) -> tuple[Holding, ...]:
-        """The largest storages that are alive at the peak."""
+        """What is alive at the peak, alike things together, those that take most first."""
         storages, texts = self.trace.storages, self.trace.texts
+        groups: dict[tuple[str, ...], list[int]] = {}
+        for storage in self.live.alive_at(self.peak_row):
+            made = moment_of(self.trace, storages.born[storage])
+            name = texts[storages.name[storage]] or made.module
+            key = (storages.category[storage], texts[storages.shape[storage]], made.line, _NUMBER.sub("*", name))
+            groups.setdefault(key, []).append(storage)
+        sizes = {key: sum(storages.num_bytes[storage] for storage in group) for key, group in groups.items()}
         return tuple(
-            Holding(
-                num_bytes=storages.num_bytes[storage],
-                category=storages.category[storage],
-                shape=texts[storages.shape[storage]],
-                made=moment_of(self.trace, storages.born[storage]),
-            )
-            for storage in self.live.alive_at(self.peak_row)[:_NUM_LARGEST]
+            self._holding(groups[key], sizes[key], key[3])
+            for key in sorted(groups, key=lambda key: -sizes[key])[:_NUM_LARGEST]
+        )
+
+    def _holding(self, group: list[int], num_bytes: int, pattern: str) -> Holding:
+        storages, texts = self.trace.storages, self.trace.texts
+        made = moment_of(self.trace, storages.born[group[0]])
+        name = texts[storages.name[group[0]]]
+        if len(group) > 1:
+            name, made = (pattern, made) if name else ("", made.model_copy(update={"module": pattern}))
+        return Holding(
+            num_bytes=num_bytes,
+            count=len(group),
+            category=storages.category[group[0]],
+            shape=texts[storages.shape[group[0]]],
+            name=name,
+            made=made,
         )
 
     def timeline(self) -> MemoryTimeline:
         """The columns, thinned: of each stretch the row with the most and the one with the least, and the peak."""
-        rows = _thinned(self.live.total[: len(self.reserved)], self.peak_row)
+        rows = _thinned(self.live.total, self.peak_row)
         ops = [self.trace.event_op[event] for event in self.live.event[rows].tolist()]
         table, texts = self.trace.ops, self.trace.texts
         fixed_bytes = sum(part.likely_bytes for part in self.fixed.values())
@@ -167,21 +192,26 @@ def count_on_cuda(
     """
     context = context_of(spec)
     live = live_bytes(trace)
-    room_bytes = None if limit_bytes is None else max(limit_bytes - context.likely_bytes, 1)
-    allocator = caching.CachingAllocator(rules, room_bytes)
     workspace_bytes = spec.cublas_workspace_bytes or 0
-    deltas = zip([-1, *live.storage.tolist()], [workspace_bytes, *live.delta.tolist()], strict=True)
-    replayed = caching.replay(deltas, allocator)
-    workspace = _exactly(workspace_bytes, modelled_bytes=workspace_bytes)
+    deltas = list(zip([-1, *live.storage.tolist()], [workspace_bytes, *live.delta.tolist()], strict=True))
+    replayed = caching.replay(deltas, caching.CachingAllocator(rules))
+    oom_row = None
+    if limit_bytes is not None and replayed.peak_reserved_bytes > limit_bytes - context.likely_bytes:
+        # Near the limit the allocator gives back what it keeps, so that more fits than is reserved without one.
+        within = caching.CachingAllocator(rules, max(limit_bytes - context.likely_bytes, 1))
+        limited = caching.replay(deltas, within)
+        if limited.oom_at is None:
+            replayed = limited
+        else:
+            oom_row = max(limited.oom_at - 1, 0)
     return Counted(
         trace=trace,
         live=live,
         allocated=np.asarray(replayed.allocated_bytes[1:], dtype=np.int64),
         reserved=np.asarray(replayed.reserved_bytes[1:], dtype=np.int64) + context.likely_bytes,
-        fixed={"context": _sum(context, workspace)},
+        fixed={"context": _sum(context, _exactly(workspace_bytes, modelled_bytes=workspace_bytes))},
         spread=_CUDA_SPREAD,
-        oom_row=None if replayed.oom_at is None else max(replayed.oom_at - 1, 0),
-        requested_bytes=replayed.oom.requested_bytes if replayed.oom else None,
+        oom_row=oom_row,
     )
 
 
@@ -211,9 +241,7 @@ def context_of(spec: DeviceSpec) -> Estimate:
     if spec.context_low_bytes is not None and spec.context_high_bytes is not None:
         low_bytes, high_bytes = spec.context_low_bytes, spec.context_high_bytes
     likely_bytes = (low_bytes + high_bytes) // 2
-    return Estimate(
-        likely_bytes=likely_bytes, low_bytes=low_bytes, high_bytes=high_bytes, assumed_bytes=likely_bytes
-    )
+    return Estimate(likely_bytes=likely_bytes, low_bytes=low_bytes, high_bytes=high_bytes, assumed_bytes=likely_bytes)
 
 
 def moment_of(trace: Trace, op: int) -> Moment:

@@ -14,6 +14,8 @@ tensors made by libraries that do not go through torch.
 from __future__ import annotations
 
 import copy
+import os
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import chain
@@ -26,16 +28,26 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensorMode,
     UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
 )
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
-from plimsoll.errors import InputError
+from plimsoll.errors import InputError, PlimsollError
 from plimsoll.memory.known import KnownValues
 from plimsoll.memory.lowering.base import Lowering
 from plimsoll.memory.recorder import Recorder
 from plimsoll.memory.untraced import untraced
 from plimsoll.records.trace import Phase, Trace
+
+_CANNOT_TRACE = (
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+)
+_INNER_FOLDERS = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.dirname(__file__)) + os.sep)
+_MOST_FRAMES = 6
 
 
 class Rehearsal:
@@ -56,7 +68,8 @@ class Rehearsal:
 
     def fake_model(self, model: nn.Module) -> nn.Module:
         """Return a copy of a model whose parameters and buffers are fake; the model itself stays as it is."""
-        return _copied(model, self._faked(model))
+        copied: nn.Module = copy.deepcopy(model, self._faked(model))
+        return copied
 
     def fake_training(
         self, model: nn.Module, optimizer: torch.optim.Optimizer
@@ -65,7 +78,7 @@ class Rehearsal:
         memo = self._faked(model)
         for state in optimizer.state.values():
             memo |= {id(value): self.known.fake(value) for value in state.values() if isinstance(value, Tensor)}
-        return _copied(model, memo), _copied(optimizer, memo)
+        return copy.deepcopy(model, memo), copy.deepcopy(optimizer, memo)
 
     def fake_batch(self, batch: Any) -> Any:
         """Return a batch of fake tensors as a loader gives it, on the host; its integers stay known.
@@ -82,7 +95,7 @@ class Rehearsal:
             return fakes[id(leaf)]
 
         result = tree_map(fake, batch)
-        self.recorder.know(fakes.values(), "inputs")
+        self.recorder.know((("", tensor) for tensor in fakes.values()), "inputs")
         return result
 
     def trace(self) -> Trace:
@@ -97,7 +110,7 @@ class Rehearsal:
                 detached = tensor.detach()
             fake = self.known.fake(detached).requires_grad_(tensor.requires_grad)
             if isinstance(tensor, nn.Parameter):
-                fake._is_param = True  # type: ignore[attr-defined]  # what nn.Parameter itself does for a subclass
+                fake._is_param = True  # what nn.Parameter itself does for a subclass
             memo[id(tensor)] = fake
         return memo
 
@@ -123,7 +136,7 @@ def rehearsal(lowering: Lowering, phase: Callable[[], Phase] | None = None) -> I
     try:
         with untraced(), lowering.active(place.known.assume), place.mode, place.recorder:
             yield place
-    except (UnsupportedFakeTensorException, DataDependentOutputException, DynamicOutputShapeException) as error:
+    except _CANNOT_TRACE as error:
         raise InputError(_cannot_trace(error, place.recorder.describe_place())) from error
 
 
@@ -143,12 +156,32 @@ def trace_training(train: Callable[[Rehearsal], Any], lowering: Lowering) -> Tra
     return place.trace()
 
 
-def _copied(original: Any, memo: dict[int, Any]) -> Any:
-    return copy.deepcopy(original, memo)
+class failures_explained:
+    """Let an error of the user's code say what failed and where, in their frames only.
+
+    A class, because it must see errors of any type on their way out; none is held back.
+    """
+
+    def __init__(self, what: str, place: Rehearsal) -> None:
+        self._what, self._place = what, place
+
+    def __enter__(self) -> None:
+        """Begin."""
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        """Raise the explanation in place of an error that is not Plimsoll's and not about fake tensors."""
+        if not isinstance(error, Exception) or isinstance(error, PlimsollError | _CANNOT_TRACE):
+            return
+        frames = [frame for frame in traceback.extract_tb(trace) if not frame.filename.startswith(_INNER_FOLDERS)]
+        shown = "".join(traceback.format_list(frames[-_MOST_FRAMES:]))
+        raise InputError(
+            f"{self._what} fails{self._place.recorder.describe_place()}, before anything is allocated: "
+            f"{type(error).__name__}: {error}\n{shown}Check the model and the fields of its batch."
+        ) from error
 
 
 def _cannot_trace(error: Exception, where: str) -> str:
     return (
         f"cannot trace this training without running it: {error}{where} has no version for fake tensors, or its "
-        "result depends on values that are not known; register one (torch.library.register_fake), or leave that op out"
+        "result depends on values that are not known: give the op one (torch.library.register_fake), or use another"
     )

@@ -23,16 +23,23 @@ class HeapRules(Frozen):
     trim_threshold_bytes: int = Field(default=128 * _KIB, ge=0)
     top_pad_bytes: int = Field(default=128 * _KIB, ge=0)
     num_cached_per_size: int = Field(default=7, ge=0)
+    """Freed chunks of up to 1,040 bytes that the thread's cache keeps from being joined with their neighbours."""
     page_bytes: int = Field(default=4096, ge=1)
     alignment_bytes: int = Field(default=64, ge=32)
     """Of every block: torch asks for its CPU tensors with ``posix_memalign(64)``."""
 
 
-DEFAULT_HEAP = HeapRules()
+FRESH_HEAP = HeapRules()
 """glibc's own, in a process that has freed nothing large yet."""
 
-FAST_HEAP = HeapRules(mmap_threshold_bytes=4 * _MIB, is_dynamic=False)
-"""Blocks from 4 MiB are mapped (``plimsoll.device.heap.FAST_BYTES``)."""
+# Importing torch and transformers frees mapped blocks, the largest of 1.84 MiB; torch alone ends at 0.92 MiB.
+_AFTER_IMPORTS_BYTES = 1_925_120
 
-TIGHT_HEAP = HeapRules(mmap_threshold_bytes=128 * _KIB, is_dynamic=False)
-"""Blocks from 128 KiB are mapped (``plimsoll.device.heap.TIGHT_BYTES``)."""
+DEFAULT_HEAP = HeapRules(mmap_threshold_bytes=_AFTER_IMPORTS_BYTES, trim_threshold_bytes=2 * _AFTER_IMPORTS_BYTES)
+"""glibc's own, with torch and transformers imported."""
+
+FAST_HEAP = HeapRules(mmap_threshold_bytes=4 * _MIB, trim_threshold_bytes=2 * _AFTER_IMPORTS_BYTES, is_dynamic=False)
+"""Blocks from 4 MiB are mapped (``plimsoll.device.heap.FAST_BYTES``), set after the imports and before the model."""
+
+TIGHT_HEAP = HeapRules(mmap_threshold_bytes=128 * _KIB, trim_threshold_bytes=2 * _AFTER_IMPORTS_BYTES, is_dynamic=False)
+"""Blocks from 128 KiB are mapped (``plimsoll.device.heap.TIGHT_BYTES``), set at the same time."""

@@ -46,7 +46,8 @@ class OpTable(Frozen):
 class StorageTable(Frozen):
     """One row per allocation. ``born`` and ``died`` are rows of the ops; ``died`` is -1 if it was alive at the end.
 
-    ``shape`` is the number of a text like ``float32[8, 128, 768]``, of the first tensor in it. ``on_host`` says that
+    ``shape`` is the number of a text like ``float32[8, 128, 768]``, of the first tensor in it, ``name`` that of what it
+    is called (a parameter, its gradient, its states), or of the empty text. ``on_host`` says that
     it is in the host's memory although the training is on another device.
     """
 
@@ -55,11 +56,15 @@ class StorageTable(Frozen):
     born: tuple[int, ...]
     died: tuple[int, ...]
     shape: tuple[int, ...]
+    name: tuple[int, ...]
     on_host: tuple[bool, ...]
 
 
 class Assumption(Frozen):
-    """Something that was assumed in place of a fact, and by how much the peak may differ for it, in bytes."""
+    """Something that was assumed in place of a fact.
+
+    The peak may be lower by ``-low_bytes`` (0 or negative) or higher by ``high_bytes`` for it.
+    """
 
     text: str
     low_bytes: int = 0
@@ -85,7 +90,7 @@ class Trace(Record):
     assumptions: tuple[Assumption, ...] = ()
 
     def deltas(self, on_host: bool = False) -> Iterator[tuple[int, int, int]]:
-        """Yield ``(event, storage, bytes)`` of one place in order: bytes are positive for a birth, negative for a death."""
+        """Yield ``(event, storage, bytes)`` of one place in order; bytes are negative for a death."""
         num_bytes, places = self.storages.num_bytes, self.storages.on_host
         for event, signed in enumerate(self.events):
             storage = abs(signed) - 1

@@ -23,7 +23,7 @@ and errors other than memory running out (a Ctrl-C in a loop of one's own) in th
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -44,8 +44,11 @@ _PIECE_BYTES = {"cpu": 2 << 20, "cuda": 256 << 20}
 # of its heap back to the system and take it again, which costs up to twice as much as the copying. CUDA's allocator
 # keeps it.
 _KEPT_BYTES = {"cpu": 8 << 20, "cuda": 0}
-PLAIN_TENSORS: list[type[torch.Tensor]] = [torch.Tensor, nn.Parameter]
-"""Classes whose memory can be copied together; a rehearsal adds its own."""
+ADDRESS_OF: dict[type[torch.Tensor], Callable[[torch.Tensor], int]] = {
+    torch.Tensor: torch.Tensor.data_ptr,
+    nn.Parameter: torch.Tensor.data_ptr,
+}
+"""Where the memory of a tensor begins, for classes whose memory can be copied together; a rehearsal adds its own."""
 _TEMPORARIES = 3  # times the parameters' bytes; `torch.optim` needs at most two
 _MOST_STATES = 2  # times the parameters' bytes: Adam and its kin; only AMSGrad keeps three
 
@@ -102,7 +105,7 @@ class _Layout:
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
         self._tensors = tensors
-        plain = [t for t in tensors if type(t) in PLAIN_TENSORS and t.is_contiguous()]
+        plain = [t for t in tensors if type(t) in ADDRESS_OF and t.is_contiguous()]
         self._plain, self._places = plain, _places(plain)
         self.others = [tensor for tensor in tensors if not any(tensor is one for one in plain)]
         self.alike: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
@@ -117,7 +120,7 @@ class _Layout:
 
 
 def _places(tensors: list[torch.Tensor]) -> list[tuple[int, int]]:
-    return [(tensor.data_ptr(), tensor.numel() if tensor.is_contiguous() else -1) for tensor in tensors]
+    return [(ADDRESS_OF[type(tensor)](tensor), tensor.numel() if tensor.is_contiguous() else -1) for tensor in tensors]
 
 
 class _Scratch:

@@ -64,7 +64,7 @@ class Evaluator:
         self._first_samples: int | None = None
 
     def begin_at(self, num_samples: int) -> None:
-        """Begin with pieces of at most so many samples, since larger ones may have killed the process."""
+        """Begin with pieces of at most so many samples: what training began with, or what did not kill the process."""
         self._ladder, self._first_samples = None, num_samples
 
     def evaluate(self, batches: Iterable[Any]) -> Evaluation:

@@ -139,6 +139,8 @@ class TrainStep:
         self._undo = Undo(model, self.backend)
         self._commit = StepCommit(optimizer, self.backend, self.position)
         self._evaluator = Evaluator(self.workload, self.backend, self.position, self._shape_of, grow_after)
+        if micro_batch is not None:
+            self._evaluator.begin_at(micro_batch)
         self._scaler = torch.amp.GradScaler(device.type) if precision == "fp16" else None
 
     @property

@@ -117,6 +117,16 @@ def train_run(
         export_tokenizer(Path(prepared.tokenizer_folder), directory.model)
 
 
+def print_baseline() -> None:
+    """Print how many bytes a training process takes before it has a model; the job comes on standard input."""
+    from plimsoll import assemble  # noqa: F401
+    from plimsoll.device.base import backend_for
+    from plimsoll.run import train  # noqa: F401
+
+    _warm(Job.from_json(sys.stdin.read()))
+    print(backend_for("cpu").baseline_bytes())
+
+
 def _make_step(job: Job, parts: Assembled, micro_batch: int) -> TrainStep:
     from plimsoll.run.step import TrainStep
 

@@ -33,6 +33,7 @@ FLAGS = {
         "--resume", "--from-step", "--resume-newest", "--micro-batch", "--too-large", "--restarts", "--quiet",
     },
     "prepare-worker": {"--quiet", "--again"},
+    "baseline-worker": set(),
 }  # fmt: skip
 
 
@@ -47,7 +48,11 @@ def test_there_are_these_flags_and_no_others():
 
 def test_the_processes_that_a_run_starts_are_not_shown_to_people():
     shown = CliRunner().invoke(app, ["--help"]).stdout
-    assert [name for name, command in COMMANDS.items() if command.hidden] == ["train-worker", "prepare-worker"]
+    assert [name for name, command in COMMANDS.items() if command.hidden] == [
+        "train-worker",
+        "prepare-worker",
+        "baseline-worker",
+    ]
     visible = [name for name, command in COMMANDS.items() if not command.hidden]
     assert visible == ["probe", "predict", "train", "report"]
     assert all((name in shown) != command.hidden for name, command in COMMANDS.items())

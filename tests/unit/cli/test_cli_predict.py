@@ -38,7 +38,7 @@ def predicting(monkeypatch):
                 raise answer
             return answer
 
-        module = ModuleType("plimsoll.run.rehearse")
+        module = ModuleType("plimsoll.run.forecast")
         module.predict_job = predict_job
         monkeypatch.setitem(sys.modules, module.__name__, module)
         return asked

@@ -6,11 +6,11 @@ import json
 import re
 from html.parser import HTMLParser
 
-import prediction_records
 import pytest
 from plotly.offline import get_plotlyjs
 from report_records import empty_run, eventful_run, gpu, machine, plan, step_line
 
+import prediction_records
 from plimsoll.records.device import Budget
 from plimsoll.records.plan import Plan
 from plimsoll.records.run import OomEvent, Timeline

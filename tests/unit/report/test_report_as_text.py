@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from io import StringIO
 
-import prediction_records
 import pytest
 from report_records import MIB, cpu, empty_run, eventful_run, machine, plan, step_line
 from rich.console import Console, Group
 
+import prediction_records
 from plimsoll.records.device import MemoryUse
 from plimsoll.records.prediction import WhatIf
 from plimsoll.report import as_text

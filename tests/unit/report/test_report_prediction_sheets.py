@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from prediction_records import GPT2, MIB, bare, estimate, fitting, moment, on_cpu, too_large
 
 from plimsoll.records.prediction import Answer, Estimate, WhatIf
 from plimsoll.records.trace import Assumption
 from plimsoll.report import prediction_sheets as sheets
+from prediction_records import GPT2, MIB, bare, estimate, fitting, moment, on_cpu, too_large
 
 RTX = "on NVIDIA GeForce RTX 3060"
 

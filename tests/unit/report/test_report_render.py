@@ -6,13 +6,13 @@ import subprocess
 import sys
 
 import pytest
-from prediction_records import fitting
 from report_records import cpu, empty_run, eventful_run, machine, plan
 
 from plimsoll.errors import InputError, RecordError
 from plimsoll.records.job import Job
 from plimsoll.records.run import RunRecord
 from plimsoll.report.render import load, render
+from prediction_records import fitting
 
 RECORDS = {
     "run": eventful_run(),

@@ -55,14 +55,14 @@ def kernels_replaced(kernels: Mapping[str, Callable[..., Any]]) -> Iterator[None
     Args:
         kernels: functions with the op's signature, by the op's name (with its overload, if it has one).
     """
-    library = torch.library.Library("aten", "IMPL")
+    library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     try:
         for name, kernel in kernels.items():
             for key in ("AutogradCPU", "CPU"):
-                library.impl(name, kernel, key)
+                library.impl(name, kernel, key)  # type: ignore[no-untyped-call]
         yield
     finally:
-        library._destroy()
+        library._destroy()  # type: ignore[no-untyped-call]
 
 
 @contextmanager
@@ -75,14 +75,15 @@ def foreach_as_on(device_types: tuple[str, ...]) -> Iterator[None]:
         device_types: the devices on which it is the default.
     """
     classes = [module._foreach_supported_types for module in (optimizer_module, foreach_utils)]
-    supported_devices = optimizer_module._get_foreach_kernels_supported_devices
+    name = "_get_foreach_kernels_supported_devices"
+    supported_devices = getattr(optimizer_module, name)
     for known in classes:
         known.append(FakeTensor)
-    optimizer_module._get_foreach_kernels_supported_devices = lambda: list(device_types)
+    setattr(optimizer_module, name, lambda: list(device_types))
     try:
         yield
     finally:
-        optimizer_module._get_foreach_kernels_supported_devices = supported_devices
+        setattr(optimizer_module, name, supported_devices)
         for known in classes:
             known.remove(FakeTensor)
 
@@ -110,7 +111,7 @@ def fake_modules_can_be_converted() -> Iterator[None]:
                     module._buffers[name] = convert(buffer)
         return module
 
-    nn.Module._apply = apply  # type: ignore[method-assign,assignment]
+    nn.Module._apply = apply  # type: ignore[method-assign]
     try:
         yield
     finally:

@@ -8,10 +8,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from plimsoll.memory.lowering.base import Note, Run, fake_modules_can_be_converted, foreach_as_on, kernels_replaced
 from plimsoll.memory.lowering.cpu_kernels import corrected
+from plimsoll.memory.lowering.cpu_scratch import scratch_bytes
 from plimsoll.memory.lowering.packed_rnn import PACKED_RNN
 from plimsoll.memory.lowering.packing import PACKING
 
@@ -22,6 +24,10 @@ class CpuLowering:
     name = "cpu"
     kind: Literal["cpu", "cuda"] = "cpu"
     device = "cpu"
+
+    def __init__(self) -> None:
+        self._num_threads = torch.get_num_threads()
+        self._names: dict[Any, str] = {}
 
     def loaded(self, tensor: Tensor) -> Tensor:
         """Return the tensor as it is."""
@@ -47,4 +53,7 @@ class CpuLowering:
 
     def scratch_bytes(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         """Count what the kernel takes while it runs, beside its results."""
-        return 0
+        name = self._names.get(op)
+        if name is None:
+            name = self._names[op] = str(op)
+        return scratch_bytes(name, args, kwargs, self._num_threads)

@@ -85,7 +85,7 @@ def weights_flattened(on_host: Callable[[Tensor], bool]) -> Iterator[None]:
         if all(isinstance(weight, nn.Parameter) and not on_host(weight) for weight in module._flat_weights):
             _flatten(module)
 
-    nn.RNNBase.flatten_parameters = flatten  # type: ignore[method-assign]
+    nn.RNNBase.flatten_parameters = flatten  # type: ignore[method-assign,assignment]
     try:
         yield
     finally:

@@ -8,7 +8,7 @@ B samples, H hidden size, P projected size.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -115,7 +115,7 @@ def _grouped(flat: Sequence[Tensor], has_biases: bool, is_projected: bool) -> li
     ]
 
 
-def _stack(
+def _stack(  # noqa: PLR0917 -- what the ops below are given
     cell: Cell,
     data: Tensor,
     batch_sizes: Tensor,
@@ -136,7 +136,7 @@ def _stack(
     return data, last_states
 
 
-def _layer(
+def _layer(  # noqa: PLR0917 -- as above
     cell: Cell,
     data: Tensor,
     batch_sizes: list[int],
@@ -154,7 +154,7 @@ def _layer(
     return torch.cat((output, reverse_output), -1)
 
 
-def _lstm(
+def _lstm(  # noqa: PLR0917 -- the signature of the op
     data: Tensor,
     batch_sizes: Tensor,
     hx: Sequence[Tensor],
@@ -172,7 +172,7 @@ def _lstm(
 
 
 def _single_state(cell: Cell) -> Callable[..., tuple[Tensor, Tensor]]:
-    def run(
+    def run(  # noqa: PLR0917 -- the signature of the op
         data: Tensor,
         batch_sizes: Tensor,
         hx: Tensor,
@@ -191,7 +191,7 @@ def _single_state(cell: Cell) -> Callable[..., tuple[Tensor, Tensor]]:
     return run
 
 
-PACKED_RNN = {
+PACKED_RNN: dict[str, Callable[..., Any]] = {
     "lstm.data": _lstm,
     "gru.data": _single_state(_gru_cell),
     "rnn_tanh.data": _single_state(_plain_cell(torch.tanh)),

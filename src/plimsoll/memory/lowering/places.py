@@ -22,10 +22,11 @@ from plimsoll.memory.lowering.base import Run
 _ON_HOST = "_plimsoll_on_host"
 _FACTORIES = {
     getattr(torch, name)
-    for name in (
-        "tensor as_tensor asarray from_numpy empty zeros ones full arange linspace logspace eye rand randn randint "
-        "randperm tril_indices triu_indices empty_strided scalar_tensor normal"
-    ).split()
+    for name in [
+        *("tensor", "as_tensor", "asarray", "from_numpy", "scalar_tensor", "empty", "zeros", "ones", "full", "eye"),
+        *("arange", "linspace", "logspace", "empty_strided", "tril_indices", "triu_indices"),
+        *("rand", "randn", "randint", "randperm", "normal"),
+    ]
 }
 
 

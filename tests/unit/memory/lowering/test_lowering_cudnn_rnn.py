@@ -6,6 +6,7 @@ import weakref
 
 import pytest
 import torch
+from plimsoll.memory.lowering.packed_sequence import PackedSequences
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.utils.rnn import pack_padded_sequence
@@ -22,7 +23,6 @@ from plimsoll.memory.lowering.cudnn_rnn import (
     shape_of,
 )
 from plimsoll.memory.lowering.cudnn_rnn_sizes import reserve_bytes, uncertainty_bytes, workspace_bytes
-from plimsoll.memory.lowering.packed_sequence import PackedSequences
 
 I, H, T, B = 6, 8, 5, 3  # noqa: E741
 LENGTHS = torch.tensor([5, 3, 2])  # made before any trace, so its values are known

@@ -1,0 +1,164 @@
+"""What torch's ops take on a CPU beside the tensors they return: for the length of a call, and for good.
+
+Measured by ``benchmarks/_cpu_scratch.py`` (torch 2.13 CPU build, MKL 2024.2, oneDNN 3.12, AVX-512, float32) around
+every op of 35 forward and backward passes; an op that is not named here took less than 0.4 MiB. Matrix products, layer
+norm, GELU, dropout, cross entropy, the embedding's forward and AdamW took nothing but what MKL keeps (`KEPT_BYTES`).
+
+Arguments are the op's own; of a tensor only ``shape``, ``element_size()``, ``transpose()`` and ``is_contiguous()`` are
+asked, so fake tensors will do. Not covered: other types than float32, recurrent nets of several layers or directions in
+one call (torch makes none), other builds of torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+_MIB = 1 << 20
+
+
+class Kept(NamedTuple):
+    """What a library takes at its first use and keeps."""
+
+    bytes: int
+    least_bytes: int
+    most_bytes: int
+    is_per_thread: bool
+    reason: str
+
+
+KEPT_BYTES: Mapping[str, Kept] = {
+    "matmul": Kept(
+        bytes=7 * _MIB // 2,
+        least_bytes=_MIB // 2,
+        most_bytes=5 * _MIB,
+        is_per_thread=True,
+        reason="MKL packs its operands into a buffer of each thread, of up to 5 MiB (1.1 MiB for [2048, 1024] by "
+        "[1024, 1024], 3.3 for [2048, 256] by [256, 8000], 5.0 for [2048, 768] by [768, 50257]; twice that with two "
+        "threads), and keeps it for the next product",
+    ),
+    "recurrent": Kept(
+        bytes=10 * _MIB // 3,
+        least_bytes=16 * _MIB // 5,
+        most_bytes=17 * _MIB // 5,
+        is_per_thread=False,
+        reason="oneDNN writes code for the LSTM at its first use: 3.2 to 3.4 MiB for each of 8 shapes, alike with one "
+        "thread and two",
+    ),
+}
+
+
+def kept_bytes(num_threads: int = 1, has_recurrent: bool = False) -> int:
+    """Add up what the libraries keep of a training with that many threads."""
+    kept = [KEPT_BYTES["matmul"], *([KEPT_BYTES["recurrent"]] if has_recurrent else [])]
+    return sum(one.bytes * (num_threads if one.is_per_thread else 1) for one in kept)
+
+
+def scratch_bytes(
+    op_name: str, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None, num_threads: int = 1
+) -> int:
+    """Return what an op takes beside its results while it runs; 0 for an op that takes nothing.
+
+    ``op_name`` is the overload's, such as ``"aten.convolution.default"``.
+    """
+    rule = _RULES.get(op_name.removeprefix("aten.").partition(".")[0])
+    return rule(args, num_threads) if rule is not None else 0
+
+
+def workspace_bytes(op_name: str, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> int:
+    """Return the resident bytes of the workspace that an op returns as its last result, and that lives as long.
+
+    Only oneDNN's LSTM has one, in training. A fake tensor says 0 bytes of it; a real one says three times what is ever
+    written: the gates and the cell state of each step, 5 times the output (20.1 of 61.3 MiB for an output of 4 MiB).
+    """
+    if op_name.removeprefix("aten.").partition(".")[0] != "mkldnn_rnn_layer":
+        return 0
+    is_training = bool((kwargs or {}).get("train", args[15] if len(args) > 15 else True))
+    return 5 * _rnn_output_bytes(args) if is_training else 0
+
+
+def _bytes(tensor: Any) -> int:
+    return int(math.prod(tensor.shape) * tensor.element_size())
+
+
+def _rnn_output_bytes(args: Sequence[Any]) -> int:
+    steps, rows = args[0].shape[:2]
+    return int(steps * rows * args[2].shape[1] * args[0].element_size())  # the recurrent weight: [gates, hidden]
+
+
+def _rnn(args: Sequence[Any], num_threads: int) -> int:
+    """Both weights in oneDNN's layout, and the four gates of every step from the input."""
+    return 4 * _rnn_output_bytes(args) + _bytes(args[1]) + _bytes(args[2])
+
+
+def _rnn_backward(args: Sequence[Any], num_threads: int) -> int:
+    """Both weights and their gradients in oneDNN's layout, the four gates of every step; the output's gradient if it is
+    not contiguous; and four outputs' worth of the workspace that the forward left untouched, until it is freed.
+
+    One of seven shapes (256 to 384) took one output less than that: 6 % of what is said.
+    """
+    output_bytes = _rnn_output_bytes(args)
+    copied_bytes = 0 if args[10] is None or args[10].is_contiguous() else output_bytes
+    return 8 * output_bytes + copied_bytes + 2 * (_bytes(args[1]) + _bytes(args[2]))
+
+
+def _safe_softmax(args: Sequence[Any], num_threads: int) -> int:
+    """A boolean for each score: which rows are masked out altogether."""
+    return int(math.prod(args[0].shape))
+
+
+def _flash(args: Sequence[Any], num_threads: int) -> int:
+    """A tile of scores and one of results for each thread."""
+    rows, columns = _flash_tile(args[0].shape[-2], args[1].shape[-2])
+    return num_threads * rows * (columns + int(args[0].shape[-1])) * 4
+
+
+def _flash_backward(args: Sequence[Any], num_threads: int) -> int:
+    """Two tiles for each thread, and the gradient laid out as [batch, token, head] where it is not."""
+    rows, columns = _flash_tile(args[1].shape[-2], args[2].shape[-2])
+    copied_bytes = 0 if args[0].transpose(1, 2).is_contiguous() else _bytes(args[0])
+    return num_threads * 2 * rows * columns * 4 + copied_bytes
+
+
+def _flash_tile(num_queries: int, num_keys: int) -> tuple[int, int]:
+    # From FlashAttentionKernel.cpp: 256 rows from 768 queries on, 64 from 192 on; 512 columns.
+    rows = 256 if num_queries >= 768 else 64 if num_queries >= 192 else 32
+    return min(rows, num_queries), min(512, num_keys)
+
+
+def _convolution(args: Sequence[Any], num_threads: int) -> int:
+    """The input in oneDNN's layout, then the output in it: not both at once."""
+    images, weight = args[0], args[1]
+    pixels = 1
+    for axis, length in enumerate(images.shape[2:]):
+        stride, padding, dilation = (_along(args[index], axis) for index in (3, 4, 5))
+        pixels *= (length + 2 * padding - dilation * (weight.shape[2 + axis] - 1) - 1) // stride + 1
+    output_bytes = int(images.shape[0] * weight.shape[0] * pixels * images.element_size())
+    return max(_bytes(images), output_bytes)
+
+
+def _along(setting: Sequence[int], axis: int) -> int:
+    return int(setting[axis] if len(setting) > 1 else setting[0])
+
+
+def _convolution_backward(args: Sequence[Any], num_threads: int) -> int:
+    """The output's gradient and the input, both in oneDNN's layout."""
+    return _bytes(args[0]) + _bytes(args[1])
+
+
+def _embedding_backward(args: Sequence[Any], num_threads: int) -> int:
+    """The gradient once more where it is not contiguous, as behind a transposed batch."""
+    return 0 if args[0].is_contiguous() else _bytes(args[0])
+
+
+_RULES: Mapping[str, Callable[[Sequence[Any], int], int]] = {
+    "mkldnn_rnn_layer": _rnn,
+    "mkldnn_rnn_layer_backward": _rnn_backward,
+    "_safe_softmax": _safe_softmax,
+    "_scaled_dot_product_flash_attention_for_cpu": _flash,
+    "_scaled_dot_product_flash_attention_for_cpu_backward": _flash_backward,
+    "convolution": _convolution,
+    "convolution_backward": _convolution_backward,
+    "embedding_dense_backward": _embedding_backward,
+}

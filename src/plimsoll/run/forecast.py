@@ -1,0 +1,185 @@
+"""What a job will need, and what would fit: rehearses it and asks the target's allocators.
+
+    prediction = predict_job(job, device="rtx3060")
+
+Does NOT look at the texts (see `plimsoll.data.sketch`). What is predicted is the process that `plimsoll train` runs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+
+from plimsoll.assemble import choose_device
+from plimsoll.data.sketch import sketch_texts
+from plimsoll.device.gpus import all_gpus
+from plimsoll.errors import InputError, JobError
+from plimsoll.memory.inverse import Found, largest_that_fits
+from plimsoll.memory.predict import Counted
+from plimsoll.records.job import Job
+from plimsoll.records.prediction import Answer, Estimate, Prediction, WhatIf
+from plimsoll.run.rehearse import rehearse_job
+from plimsoll.run.targets import Target, find_target, gpu_target, job_baseline
+
+Progress = Callable[[str], None]
+
+_LONGEST_SEQUENCE = 1 << 17
+_LARGEST_BATCH = 1 << 14
+_FACTORS = (0.5, 1, 2)
+
+
+def predict_job(
+    job: Job,
+    *,
+    device: str | None = None,
+    limit_bytes: int | None = None,
+    micro_batch: int | None = None,
+    search: bool = False,
+    what_if: bool = False,
+    progress: Progress | None = None,
+) -> Prediction:
+    """Predict the peak memory of a job.
+
+    Args:
+        job: what is to be trained.
+        device: ``"cpu"``, ``"local"`` or ``"cuda"`` for what is here, or the name of a GPU; ``None`` is the job's.
+        limit_bytes: what the training may use; ``None`` is the job's budget, or else all that the device has.
+        micro_batch: samples of one forward and backward pass; ``None`` is the whole batch.
+        search: find the largest micro-batch, the longest sequence and the smallest GPU that fit.
+        what_if: predict other micro-batches and lengths too.
+        progress: told what is being done.
+
+    Raises:
+        JobError: if the model or the optimizer cannot be built.
+        DeviceError: if there is no such device.
+        InputError: if the model cannot be traced.
+    """
+    started_seconds = time.perf_counter()
+    forecast = _Forecast(job, device, limit_bytes, progress or (lambda text: None))
+    size = micro_batch or job.batch_size
+    if not 1 <= size <= job.batch_size:
+        raise InputError(f"a micro-batch of {size} is not a part of a batch of {job.batch_size}: give 1 to that many")
+    prediction = forecast.predict(size)
+    questions: list[Callable[[], Answer]] = []
+    if search or not prediction.fits:
+        questions.append(lambda: forecast.largest_micro_batch(size))
+    if search:
+        questions += [lambda: forecast.longest_sequence(size), lambda: forecast.smallest_device(size)]
+    answers = tuple(question() for question in questions)
+    what_ifs = forecast.what_ifs(size) if what_if else ()
+    return prediction.model_copy(
+        update={"answers": answers, "what_ifs": what_ifs, "predict_seconds": time.perf_counter() - started_seconds}
+    )
+
+
+@dataclass
+class _Forecast:
+    """Predictions of one job and its variants on one target; each is traced once."""
+
+    job: Job
+    device: str | None
+    limit_bytes: int | None
+    progress: Progress
+    _known: dict[tuple[int, int, str], tuple[Counted, Target]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.texts = sketch_texts(self.job)
+        budget_bytes = self.limit_bytes if self.limit_bytes is not None else self.job.budget.device_bytes
+        self.target = find_target(self.device or choose_device(self.job), budget_bytes, self._baseline)
+
+    def _baseline(self) -> Estimate:
+        self.progress("starting a process to see what it takes without a model")
+        return job_baseline(self.job)
+
+    def predict(self, micro_batch: int) -> Prediction:
+        """Predict the job as it is."""
+        job = self.job
+        counted = self._count(micro_batch, job.sequence_length, self.target)
+        return self.target.predict(
+            counted, _subject(job), job.precision, micro_batch, job.sequence_length, job.batch_size
+        )
+
+    def largest_micro_batch(self, start: int) -> Answer:
+        """Find the largest micro-batch that fits; beyond the batch of the job, the batch is as large."""
+        found = self._largest(partial(self._at, sequence_length=self.job.sequence_length), start, _LARGEST_BATCH)
+        return Answer(question="largest micro-batch", value=found.value, peak=found.said, is_bound=found.is_bound)
+
+    def longest_sequence(self, micro_batch: int) -> Answer:
+        """Find the longest sequence that fits, as far as the model can be built for it."""
+        most = self._longest_that_can_be_built()
+        found = self._largest(lambda length: self._at(micro_batch, length), self.job.sequence_length, most)
+        return Answer(question="longest sequence", value=found.value, peak=found.said, is_bound=found.is_bound)
+
+    def smallest_device(self, micro_batch: int) -> Answer:
+        """Find the GPU of the table with the least memory on which the job fits."""
+        gpus = sorted(all_gpus(), key=lambda gpu: (gpu.capacity_bytes, gpu.name))
+        low, high, best, best_peak = 0, len(gpus), None, None
+        while low < high:
+            middle = (low + high) // 2
+            target = gpu_target(gpus[middle], None)
+            self.progress(f"trying {target.name}")
+            counted = self._count(micro_batch, self.job.sequence_length, target)
+            if target.fits(counted):
+                high, best, best_peak = middle, target.name, counted.peak
+            else:
+                low = middle + 1
+        return Answer(question="smallest device", value=best, peak=best_peak)
+
+    def what_ifs(self, micro_batch: int) -> tuple[WhatIf, ...]:
+        """Predict half and double the micro-batch and the length."""
+        lengths = sorted({max(2, int(self.job.sequence_length * factor)) for factor in _FACTORS})
+        sizes = sorted({max(1, int(micro_batch * factor)) for factor in _FACTORS})
+        found = []
+        for length in lengths:
+            for size in sizes:
+                with suppress(JobError):  # the model cannot be that long
+                    counted = self._count(size, length, self.target)
+                    found.append(
+                        WhatIf(
+                            micro_batch=size,
+                            sequence_length=length,
+                            peak=counted.peak,
+                            fits=self.target.fits(counted),
+                        )
+                    )
+        return tuple(found)
+
+    def _largest(self, try_size: Callable[[int], Counted], start: int, most: int) -> Found[Estimate]:
+        def asked(value: int) -> tuple[int, bool, Estimate]:
+            counted = try_size(value)
+            return counted.peak.likely_bytes - self.target.limit_bytes, self.target.fits(counted), counted.peak
+
+        return largest_that_fits(asked, start, most)
+
+    def _at(self, micro_batch: int, sequence_length: int) -> Counted:
+        return self._count(micro_batch, sequence_length, self.target)
+
+    def _count(self, micro_batch: int, sequence_length: int, target: Target) -> Counted:
+        key = (micro_batch, sequence_length, target.name)
+        if key not in self._known:
+            self.progress(f"tracing micro-batch {micro_batch} of {sequence_length} tokens on {target.name}")
+            changes = {"sequence_length": sequence_length, "batch_size": max(micro_batch, self.job.batch_size)}
+            counted = target.count(
+                rehearse_job(self.job.model_copy(update=changes), self.texts, target.lowering(), micro_batch)
+            )
+            self._known[key] = counted, target
+        return self._known[key][0]
+
+    def _longest_that_can_be_built(self) -> int:
+        """The longest sequence, a power of two times the job's, that the model takes."""
+        from plimsoll.models.build import build_model
+
+        length = self.job.sequence_length
+        with suppress(JobError):
+            while length < _LONGEST_SEQUENCE:
+                build_model(self.job.model_copy(update={"sequence_length": 2 * length}), *self.texts, device="meta")
+                length *= 2
+        return length
+
+
+def _subject(job: Job) -> str:
+    model = job.model if isinstance(job.model, str) else job.model.get("architecture", "model")
+    return f"{model}, {job.task}, {job.batch_size} x {job.sequence_length} tokens a step, {job.precision}"
