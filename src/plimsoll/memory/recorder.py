@@ -78,6 +78,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._evaluates = False
         self._optimizers_running = 0
         self._made_graph = False  # since the last backward or update: tells "loss" from "copy"
+        self._num_nodes = torch._C._autograd._get_sequence_nr()
         self._forced_phase: list[Phase] = []
         self._texts: dict[str, int] = {"": 0}
         self._op_names: dict[Any, int] = {}
@@ -223,10 +224,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if torch._C._current_graph_task_id() == -1:
             module, line = self._modules[-1] if self._modules else 0, self._line()
             if torch.is_grad_enabled():
-                self._made_graph = True
-                self._forward_of.setdefault(torch._C._autograd._get_sequence_nr() - 1, (module, line))
+                num_nodes = torch._C._autograd._get_sequence_nr()
+                self._made_graph |= num_nodes != self._num_nodes
+                self._num_nodes = num_nodes
+                self._forward_of.setdefault(num_nodes - 1, (module, line))
             return module, line, self._phase_outside_backward()
-        self._made_graph = False
+        self._made_graph, self._num_nodes = False, torch._C._autograd._get_sequence_nr()
         node = torch._C._current_autograd_node()
         module, line = self._forward_of.get(node._sequence_nr() if node is not None else -1, (0, 0))
         if self._modules:  # recomputing a forward
