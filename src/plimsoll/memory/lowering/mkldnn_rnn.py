@@ -1,10 +1,11 @@
 """What an LSTM layer of oneDNN keeps for its backward pass on the CPU: a workspace that its fake version leaves out.
 
-Source: ``src/cpu/rnn/rnn_utils.{hpp,cpp}`` of oneDNN 3.x (``set_workspace_sizes``, ``set_offsets``, ``get_good_ld``): the
-gates and hidden states of every step, the states and their gradients of one step and one layer more, each from a page of
-its own. torch calls oneDNN once per layer and direction. Checked against torch 2.13 on x86-64 in the tests.
+Source: ``src/cpu/rnn/rnn_utils.{hpp,cpp}`` of oneDNN 3.x (``set_workspace_sizes``, ``set_offsets``, ``get_good_ld``):
+the gates and hidden states of every step, the states and their gradients of one step and one layer more, each from a
+page of its own. torch calls oneDNN once per layer and direction. Checked against torch 2.13 on x86-64 in the tests.
 
-It does NOT hold for other libraries (Arm Compute Library), nor for what oneDNN takes while it runs.
+These are the bytes of the tensor; a part of them is never written, so less is resident (`cpu_scratch`). It does NOT
+hold for other libraries (Arm Compute Library).
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ class RealLayers(Layers):
 
 
 def test_the_workspace_by_hand():
-    """Two steps of one sample, 16 wide in float32: gates 512, hidden 128, states 384 bytes in five parts: a page each."""
+    """Two steps of one sample, 16 wide, float32: gates 512, hidden 128, states five times 384 bytes: a page each."""
     assert workspace_bytes(2, 1, 16, 16, 4) == 7 * 4096
 
 
