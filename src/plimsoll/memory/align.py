@@ -1,8 +1,8 @@
 """Which op of one trace is which of another: two runs of the same training have the same ops in the same order.
 
 Where they have not, the ops of the same part (the same stretch of one step and phase) are matched: from the front, from
-the back, and between the two by looking for the next few ops that both have. It takes time in proportion to the number
-of ops, also where nothing matches. It does NOT find the longest common sequence.
+the back, and between the two by looking for the next few ops that both have. It does NOT find the longest common
+sequence, and gives up on a part where that many ops in a row are in one trace only (`_MOST_SKIPPED`).
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     comparison = compare(predicted, measured)
     calibrate(Calibration(), comparison).save(path)
 
-The peak is that of live bytes: storages, as the recorder sees them, in one place (the device). What an allocator makes
-of them is known from the counters only, if they are given.
+The peak is that of live bytes: storages, as the recorder sees them, in one place (the device). What kernels take while
+they run is in a prediction only, and is left out. What an allocator makes of it all is known from the counters only.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from plimsoll.records.prediction import Moment
 from plimsoll.records.trace import Category, Trace
 
 _MOST_GROUPS = 20
+_SCRATCH = "scratch of the kernel"  # what the recorder says in place of a shape
 _Key = tuple[str, str, Category]  # op, module, category
 
 
@@ -40,6 +41,7 @@ def compare(predicted: Trace, measured: Trace, counters: Counters | None = None)
         measured: the recorded run.
         counters: what the device counted in that run.
     """
+    predicted = _without_scratch(predicted)
     differences = list(_differences(predicted, measured))
     (side, alive), (other_side, other_alive) = _peak(predicted), _peak(measured)
     groups = [
@@ -79,6 +81,13 @@ def calibrate(calibration: Calibration, comparison: Comparison) -> Calibration:
         beyond_ratio=old and old.beyond_ratio if beyond is None else _with_run(old and old.beyond_ratio, beyond),
     )
     return Calibration(targets={**calibration.targets, comparison.lowered_to: target})
+
+
+def _without_scratch(trace: Trace) -> Trace:
+    number, shapes = dict(zip(trace.texts, range(len(trace.texts)), strict=True)).get(_SCRATCH), trace.storages.shape
+    kept = [event for event, signed in enumerate(trace.events) if shapes[abs(signed) - 1] != number]
+    columns = {name: tuple(getattr(trace, name)[event] for event in kept) for name in ("events", "event_op")}
+    return trace.model_copy(update=columns)
 
 
 def _with_run(old: Learned | None, value: float) -> Learned:

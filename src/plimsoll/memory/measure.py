@@ -6,8 +6,8 @@
         train_three_steps()
     run.trace(), run.counters
 
-The recorder is the one that predictions are made with, so that both can be compared op by op (`plimsoll.memory.compare`). The
-counters are the device's: on CUDA the caching allocator's peaks, on the CPU private memory, read by a thread beside.
+The recorder is the one that predictions are made with, so that both can be compared op by op (`compare`). The counters
+are the device's: on CUDA the caching allocator's peaks, on the CPU private memory, read by a thread beside.
 
 Recording costs time (some 20 microseconds per op) and host memory (some 500 bytes per op): a few steps, not a run. See
 `recorder` for what it cannot see. Not covered: several devices, other processes.
@@ -23,7 +23,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from plimsoll.device.base import Backend, backend_for
 from plimsoll.memory.recorder import Recorder
@@ -55,7 +55,8 @@ class Measurement:
 
     def know_batch(self, batch: Any) -> Any:
         """Say that the tensors of a batch are inputs, as `Rehearsal.fake_batch` does; returns the batch."""
-        self.recorder.know((leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)), "inputs")
+        leaves, _ = tree_flatten_with_path(batch)
+        self.recorder.know(((keystr(path), leaf) for path, leaf in leaves if isinstance(leaf, Tensor)), "inputs")
         return batch
 
     def trace(self) -> Trace:

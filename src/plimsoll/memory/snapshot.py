@@ -1,9 +1,9 @@
 """The caching allocator's own record of a CUDA training: every block and segment it gave out and took back.
 
 The names of torch for it are private (``torch.cuda.memory._record_memory_history``, ``._snapshot``): they are used here
-only, and where this torch has not got them there is no record. The format is that of torch 2.11 to 2.13; what it holds
-beside ``device_traces`` is not read. Recording costs time and host memory, so it is asked for, never the default. It does NOT
-hold what was allocated before it began.
+only, and where this torch has not got them there is no record. The format is that of torch 2.11 to 2.13, of which
+``device_traces`` is read. Recording costs time and host memory, so it is asked for, never the default. It does NOT hold
+what was allocated before it began.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Models that ask whether they are being traced are told that they are not: they would take another way.
 
-transformers (``utils.import_utils.is_tracing``, 5.x) asks whether a tensor is fake, and if so does not look at its values:
-it builds the attention mask also where nothing is masked, and so allocates the mask and takes another attention kernel.
-In a rehearsal the values of masks and positions are known (`plimsoll.memory.known`), so the way of the real run is open.
+transformers (``utils.import_utils.is_tracing``, 5.x) asks whether a tensor is fake, and if so does not look at its
+values: it builds the attention mask also where nothing is masked, and then takes another attention kernel. In a
+rehearsal the values of masks and positions are known (`plimsoll.memory.known`), so the way of the real run is open.
 
 A library counts if it is imported when the block begins. Where it has no such function there is nothing to do.
 """

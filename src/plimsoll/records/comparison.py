@@ -78,9 +78,8 @@ class Group(Frozen):
 class Comparison(Record):
     """A prediction against a measurement of the same training.
 
-    ``groups`` are those that differ, the largest first: with those left out for their size (``num_groups`` in all) they
-    add up to the difference of the peaks. ``num_differing_ops`` counts ops that are in one trace only, or allocated or
-    freed otherwise.
+    ``groups`` are those that differ, the largest first; all of them (``num_groups``) add up to the difference of the
+    peaks. ``num_differing_ops`` counts ops that allocated or freed otherwise, also those in one trace only.
     """
 
     record_kind: ClassVar[str] = "comparison"

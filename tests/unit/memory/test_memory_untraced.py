@@ -20,7 +20,7 @@ def test_fake_tensors_pass_for_real_ones_inside_the_block_only():
 
 
 def test_a_model_without_padding_builds_no_mask_although_its_tensors_are_fake():
-    """A recomputed layer calls the model with positions of its own: these are where GPT-2 looks for packed sequences."""
+    """Positions that a caller gives are where GPT-2 looks for packed sequences."""
     model = GPT2LMHeadModel(GPT2Config(vocab_size=16, n_embd=4, n_head=2, n_layer=1, n_positions=8))
     model.config.use_cache = False
 
