@@ -32,12 +32,14 @@ from torch._subclasses.fake_tensor import (
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
 )
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
 from plimsoll.errors import InputError, PlimsollError
 from plimsoll.memory.known import KnownValues
 from plimsoll.memory.lowering.base import Lowering
 from plimsoll.memory.recorder import Recorder
+from plimsoll.memory.untraced import untraced
 from plimsoll.records.trace import Phase, Trace
 
 _CANNOT_TRACE = (
@@ -144,7 +146,7 @@ def rehearsal(lowering: Lowering, phase: Callable[[], Phase] | None = None) -> I
     """
     place = Rehearsal(lowering, phase)
     try:
-        with _quiet(), lowering.active(place.known.assume), place.mode, place.recorder:
+        with _quiet(), untraced(), lowering.active(place.known.assume), place.mode, place.recorder:
             yield place
     except _CANNOT_TRACE as error:
         raise InputError(_cannot_trace(error, place.recorder.describe_place())) from error
