@@ -184,6 +184,12 @@ def comparable(recording: dict[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
+def of_first_cases(rows: list[dict[str, Any]], num_cases: int) -> list[dict[str, Any]]:
+    """The rows of the first few cases, whatever the kind of the run: a case is traced once."""
+    first = list(dict.fromkeys(Case.from_dict(row["case"]) for row in rows))[:num_cases]
+    return [row for row in rows if Case.from_dict(row["case"]) in first]
+
+
 def compare(recording: dict[str, Any], rows: Iterable[dict[str, Any]] | None = None) -> list[Compared]:
     """Predict the rows of a recording, or all that can be compared."""
     return [_compared(recording["header"], row) for row in (comparable(recording) if rows is None else rows)]

@@ -43,7 +43,13 @@ class Meter:
 
     def nvml_used_bytes(self) -> int | None:
         """What all processes use together, as NVML says."""
-        return None if self._nvml is None else int(self._nvml[0].nvmlDeviceGetMemoryInfo(self._nvml[1]).used)
+        if self._nvml is None:
+            return None
+        library, handle = self._nvml
+        try:
+            return int(library.nvmlDeviceGetMemoryInfo(handle).used)
+        except library.NVMLError:
+            return None
 
     def nvml_process_bytes(self) -> int | None:
         """What this process uses; None where NVML does not say it (as in most containers)."""

@@ -47,7 +47,7 @@ def _row(fields: Row, work: Callable[[], Row]) -> Row:
 def cudnn_rnn(meter: Meter) -> Iterator[Row]:
     """The reserve and the workspaces of cuDNN's recurrent nets."""
     grid = itertools.product(
-        ("lstm", "gru"), (1, 2, 3), (0.0, 0.2), (FP32, FP16, BF16), (128, 512, 1024), (32, 128), (16, 64), (False, True)
+        ("lstm", "gru"), (1, 2, 3), (0.0, 0.2), (FP32, FP16), (128, 512, 1024), (32, 128), (16, 64), (False, True)
     )
     for cell, layers, dropout, dtype, hidden, length, batch, bidirectional in _some(meter, grid):
         if layers == 1 and dropout:
