@@ -171,6 +171,12 @@ def test_what_was_there_before_counts_except_the_dropout_state_of_recurrent_nets
     assert compare.predict(GRU, HEADER, before_bytes) == compare.predict(GRU, HEADER)
 
 
+def test_a_gradient_scaler_is_traced():
+    trace, _ = compare.trace_of(replace(GRU, precision="fp16"), (9, 0))
+    checks = [name for name in trace.ops.name if "_amp_foreach_non_finite" in trace.texts[name]]
+    assert len(checks) == cases.NUM_STEPS
+
+
 def test_every_mark_has_its_bytes():
     predicted = compare.predict(GPT2, HEADER)
     assert len(predicted.allocated_at) == 1 + 3 * cases.NUM_STEPS
