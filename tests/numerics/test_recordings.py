@@ -295,7 +295,7 @@ def test_recording_goes_through_on_the_cpu(tmp_path):
         [1, "optimizer"],
     ]
     assert rows["gru-cls-2x16-fp32-adamw-tiny@fresh"]["status"] == "ok"
-    assert rows["gru-cls-2x16-fp32-adamw-tiny@0.85"]["status"] == "left out"
+    assert rows["gru-cls-2x16-fp32-adamw-tiny@0.92"]["status"] == "left out"
     assert "gru-cls-8x16-fp32-adamw-accumulate4-tiny" in rows
     probes = {run_id: row["rows"] for run_id, row in rows.items() if row["kind"] == "probe"}
     assert len(probes) == 6
