@@ -76,7 +76,9 @@ class KnownValues:
     def __init__(self, mode: FakeTensorMode, where: Callable[[], str]) -> None:
         self._mode = mode
         self._where = where
-        self._wrong: set[int] = set()  # storages of real tensors that the training has overwritten with unknown values
+        # Storages of real tensors that the training has overwritten with unknown values, by their addresses; kept, since
+        # a freed one's address is soon another's.
+        self._wrong: dict[int, torch.UntypedStorage] = {}
         self._assumed: dict[str, Assumption] = {}
 
     @property
@@ -165,7 +167,8 @@ class KnownValues:
                 for tensor in _tensors(value):
                     known = getattr(tensor, _ATTRIBUTE, None)
                     if known is not None:
-                        self._wrong.add(known.untyped_storage()._cdata)
+                        storage = known.untyped_storage()
+                        self._wrong[storage._cdata] = storage
 
 
 def _zero(dtype: torch.dtype) -> bool | int | float | complex:
