@@ -10,6 +10,7 @@ It does NOT compute floating point values except of a few elements.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from math import prod
 from typing import Any
@@ -76,7 +77,9 @@ class KnownValues:
     def __init__(self, mode: FakeTensorMode, where: Callable[[], str]) -> None:
         self._mode = mode
         self._where = where
-        self._wrong: set[int] = set()  # storages of real tensors that the training has overwritten with unknown values
+        # Storages of real tensors that the training has overwritten with unknown values: by reference, since the
+        # address of one that is gone is soon another's.
+        self._wrong: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
         self._assumed: dict[str, Assumption] = {}
 
     @property
@@ -137,7 +140,7 @@ class KnownValues:
         if not isinstance(tensor, FakeTensor):
             return tensor
         value: Tensor | None = getattr(tensor, _ATTRIBUTE, None)
-        if value is not None and value.untyped_storage()._cdata in self._wrong:
+        if value is not None and value.untyped_storage() in self._wrong:
             return None
         return value
 
@@ -165,7 +168,7 @@ class KnownValues:
                 for tensor in _tensors(value):
                     known = getattr(tensor, _ATTRIBUTE, None)
                     if known is not None:
-                        self._wrong.add(known.untyped_storage()._cdata)
+                        self._wrong.add(known.untyped_storage())
 
 
 def _zero(dtype: torch.dtype) -> bool | int | float | complex:
