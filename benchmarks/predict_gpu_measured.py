@@ -165,8 +165,8 @@ def predict(run: Run, draw: int) -> Answer:
 def trace_run(run: Run, draw: int) -> Any:
     """Trace the loop of the measurements: which variables stay alive matters, so they are the same ones."""
     import torch
-    from _measured_models import build
 
+    from _measured_models import build
     from plimsoll.memory.lowering.cuda import CudaLowering
     from plimsoll.memory.trace import trace_training
 
@@ -206,6 +206,7 @@ def make_optimizer(name: str, model: Any) -> Any:
 def make_batches(run: Run, draw: int) -> list[dict[str, Any]]:
     """The batches of the steps: texts of drawn lengths, padded to the longest."""
     import torch
+
     from _measured_models import added_tokens, is_padded_before
 
     generator = torch.Generator().manual_seed(1000 * run.batch_size + draw)

@@ -32,7 +32,6 @@ from torch._subclasses.fake_tensor import (
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
 )
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
 from plimsoll.errors import InputError, PlimsollError

@@ -59,7 +59,7 @@ def test_what_kernels_take_while_they_run_is_left_out():
 
     def recorded(scratch_bytes: int) -> Recorder:
         with Recorder(scratch_bytes=lambda op, args, kwargs: scratch_bytes) as recorder:
-            ones + ones  # noqa: B018 -- its memory is what counts
+            ones + ones
         return recorder
 
     predicted = recorded(1000).trace("predicted", "cpu")

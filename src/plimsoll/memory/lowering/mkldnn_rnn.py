@@ -17,9 +17,7 @@ import torch
 _PAGE_BYTES, _LINE_BYTES = 4096, 64
 
 
-def workspace_bytes(
-    num_steps: int, batch_size: int, num_inputs: int, hidden_size: int, element_bytes: int
-) -> int:
+def workspace_bytes(num_steps: int, batch_size: int, num_inputs: int, hidden_size: int, element_bytes: int) -> int:
     """Count the workspace of one layer in one direction; gradients of states are float32 in any precision."""
     cells, states = num_steps * batch_size, 2 * (num_steps + 1) * batch_size
     widest = max(num_inputs, hidden_size)
