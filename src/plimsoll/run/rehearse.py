@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from plimsoll.data.sketch import TextSketch
+from plimsoll.device.host_random import copy_host_state
 from plimsoll.memory.lowering.base import Lowering
 from plimsoll.memory.trace import Rehearsal, failures_explained, rehearsal
 from plimsoll.models.build import build_model, loss_of
@@ -71,8 +72,8 @@ class StageBackend:
         return False
 
     def random_state(self) -> dict[str, Any]:
-        """Return no state: what is drawn does not matter."""
-        return {}
+        """Copy the host's: it takes memory, though what is drawn does not matter."""
+        return copy_host_state()
 
     def restore_random_state(self, state: dict[str, Any]) -> None:
         """Do nothing."""
