@@ -76,7 +76,7 @@ class KnownValues:
     def __init__(self, mode: FakeTensorMode, where: Callable[[], str]) -> None:
         self._mode = mode
         self._where = where
-        # Storages of real tensors that the training has overwritten with unknown values, by their addresses; kept, since
+        # Storages of real tensors that the training has overwritten with unknown values, by address; kept, since
         # a freed one's address is soon another's.
         self._wrong: dict[int, torch.UntypedStorage] = {}
         self._assumed: dict[str, Assumption] = {}
