@@ -17,9 +17,7 @@ import torch
 _PAGE_BYTES, _LINE_BYTES = 4096, 64
 
 
-def workspace_bytes(
-    num_steps: int, batch_size: int, num_inputs: int, hidden_size: int, element_bytes: int
-) -> int:
+def workspace_bytes(num_steps: int, batch_size: int, num_inputs: int, hidden_size: int, element_bytes: int) -> int:
     """Count the workspace of one layer in one direction; gradients of states are float32 in any precision."""
     cells, states = num_steps * batch_size, 2 * (num_steps + 1) * batch_size
     widest = max(num_inputs, hidden_size)
@@ -40,7 +38,8 @@ def with_workspace(result: Any, args: tuple[Any, ...]) -> Any:
     if not torch.is_grad_enabled():
         return *result[:3], None
     data, hidden = args[0], args[5]
-    size = workspace_bytes(*data.shape, hidden.shape[-1], data.element_size())
+    num_steps, batch_size, num_inputs = data.shape
+    size = workspace_bytes(num_steps, batch_size, num_inputs, hidden.shape[-1], data.element_size())
     return *result[:3], data.new_empty(size, dtype=torch.uint8)
 
 
