@@ -4,8 +4,8 @@
 
 Each case is a plain PyTorch loop of three steps (forward, backward, clip, optimizer, zero_grad) that is first traced on
 fake tensors and then run and recorded, in the same process. Kinds x precision (fp32, bf16 autocast) x activation
-checkpointing (off, on, where the model has it) x micro-batches per step (1, 2); AdamW and SGD take turns. Live bytes are
-those of all storages the recorder sees; what the allocator makes of them is another question (see `measure`).
+checkpointing (off, on, where the model has it) x micro-batches per step (1, 2); AdamW and SGD take turns. Live bytes
+are those of all storages the recorder sees; what the allocator makes of them is another question (see `measure`).
 
 The last line is one JSON object. A case that is not equal is listed with the op at which the two traces first differ.
 """
@@ -36,7 +36,7 @@ from torch.utils.checkpoint import checkpoint
 from plimsoll.memory.compare import compare
 from plimsoll.memory.lowering.cpu import CpuLowering
 from plimsoll.memory.measure import measure_training
-from plimsoll.memory.trace import trace_training
+from plimsoll.memory.trace import Rehearsal, trace_training
 from plimsoll.records.comparison import Comparison, Difference
 from plimsoll.records.units import format_bytes
 
@@ -128,6 +128,7 @@ class Kind:
 def kinds() -> list[Kind]:
     t = transformers
     deep = {"hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": 4}
+    albert = hugging_face("AlbertForMaskedLM", t.AlbertConfig(embedding_size=16, **BERT))
     return [
         Kind("gpt2", hugging_face("GPT2LMHeadModel", t.GPT2Config(n_embd=WIDTH, n_layer=2, n_head=4, **SIZES))),
         Kind("bert classifier", hugging_face("BertForSequenceClassification", t.BertConfig(**BERT)), "padded classes"),
@@ -136,7 +137,9 @@ def kinds() -> list[Kind]:
             "t5",
             hugging_face(
                 "T5ForConditionalGeneration",
-                t.T5Config(d_model=WIDTH, d_kv=8, num_heads=4, num_layers=2, d_ff=2 * WIDTH, decoder_start_token_id=0, **SIZES),
+                t.T5Config(
+                    d_model=WIDTH, d_kv=8, num_heads=4, num_layers=2, d_ff=2 * WIDTH, decoder_start_token_id=0, **SIZES
+                ),
             ),
             "padded",
         ),
@@ -172,7 +175,7 @@ def kinds() -> list[Kind]:
             ),
             "padded classes",
         ),
-        Kind("albert", hugging_face("AlbertForMaskedLM", t.AlbertConfig(embedding_size=16, **BERT)), "padded", can_checkpoint=False),
+        Kind("albert", albert, "padded", can_checkpoint=False),
         Kind("lstm", lambda: Recurrent(classifies=False), can_checkpoint=False),
         Kind("gru packed", lambda: Recurrent(classifies=True), "lengths", can_checkpoint=False),
         Kind("encoder", lambda: Layers([encoder_layer(), encoder_layer()]), "classes"),
@@ -263,9 +266,13 @@ def run(case: Case, tokens: Tensor) -> None:
     optimizer = make(parameters, lr=1e-3)
     batches = batches_of(case.kind, tokens, STEPS * case.num_micro_batches)
     started = time.perf_counter()
-    predicted = trace_training(
-        lambda place: loop(*place.fake_training(model, optimizer), place.fake_batch(batches), case), CpuLowering()
-    )
+    kept: list[Any] = []  # what the measured training is given outlives it too
+
+    def rehearse(place: Rehearsal) -> None:
+        kept.extend((*place.fake_training(model, optimizer), place.fake_batch(batches)))
+        loop(*kept, case)
+
+    predicted = trace_training(rehearse, CpuLowering())
     gc.collect()
     between = time.perf_counter()
     measured = measure_training(lambda run: loop(model, optimizer, run.know_batch(batches), case))

@@ -68,17 +68,14 @@ def calibrate(calibration: Calibration, comparison: Comparison) -> Calibration:
     live, predicted = comparison.measured.peak_bytes, comparison.predicted.peak_bytes
     if not live or not predicted:
         return calibration
-    old, counters = calibration.targets.get(comparison.lowered_to), comparison.counters
+    old, counters = calibration.targets.get(comparison.lowered_to, Target()), comparison.counters
     baseline = beyond = None
     if counters is not None:
-        baseline = float(counters.baseline_bytes)
-        beyond = (counters.peak_bytes - counters.baseline_bytes) / live
+        baseline, beyond = float(counters.baseline_bytes), (counters.peak_bytes - counters.baseline_bytes) / live
     target = Target(
-        live_ratio=_with_run(old and old.live_ratio, live / predicted),
-        baseline_bytes=old and old.baseline_bytes
-        if baseline is None
-        else _with_run(old and old.baseline_bytes, baseline),
-        beyond_ratio=old and old.beyond_ratio if beyond is None else _with_run(old and old.beyond_ratio, beyond),
+        live_ratio=_with_run(old.live_ratio, live / predicted),
+        baseline_bytes=_with_run(old.baseline_bytes, baseline),
+        beyond_ratio=_with_run(old.beyond_ratio, beyond),
     )
     return Calibration(targets={**calibration.targets, comparison.lowered_to: target})
 
@@ -90,7 +87,9 @@ def _without_scratch(trace: Trace) -> Trace:
     return trace.model_copy(update=columns)
 
 
-def _with_run(old: Learned | None, value: float) -> Learned:
+def _with_run(old: Learned | None, value: float | None) -> Learned | None:
+    if value is None:
+        return old
     return Learned(num_runs=1, mean=value, low=value, high=value) if old is None else old.with_run(value)
 
 

@@ -132,12 +132,13 @@ class Learned(Frozen):
 class Target(Frozen):
     """What the measured runs on one kind of target have taught.
 
-    ``live_ratio`` is measured over predicted peak of live bytes. The other two need counters: ``baseline_bytes`` is
-    what was in use before the training, ``beyond_ratio`` what the process took on top of that, over the measured peak
-    of live bytes: the allocator's rounding and kept blocks, and what kernels and libraries hold.
+    ``None`` is not known yet. ``live_ratio`` is measured over predicted peak of live bytes. The other two need
+    counters: ``baseline_bytes`` is what was in use before the training, ``beyond_ratio`` what the process took on top
+    of that, over the measured peak of live bytes: the allocator's rounding and kept blocks, and what kernels and
+    libraries hold.
     """
 
-    live_ratio: Learned
+    live_ratio: Learned | None = None
     baseline_bytes: Learned | None = None
     beyond_ratio: Learned | None = None
 

@@ -1,4 +1,4 @@
-"""What is recorded of small trainings on real tensors: births, deaths, categories, modules, lines and phases, by hand."""
+"""What is recorded of small trainings: births, deaths, categories, modules, lines and phases, by hand."""
 
 import re
 from typing import Any

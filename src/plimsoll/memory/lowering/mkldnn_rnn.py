@@ -38,7 +38,8 @@ def with_workspace(result: Any, args: tuple[Any, ...]) -> Any:
     if not torch.is_grad_enabled():
         return *result[:3], None
     data, hidden = args[0], args[5]
-    size = workspace_bytes(*data.shape, hidden.shape[-1], data.element_size())
+    num_steps, batch_size, num_inputs = data.shape
+    size = workspace_bytes(num_steps, batch_size, num_inputs, hidden.shape[-1], data.element_size())
     return *result[:3], data.new_empty(size, dtype=torch.uint8)
 
 

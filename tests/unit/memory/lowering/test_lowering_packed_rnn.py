@@ -1,4 +1,4 @@
-"""Recurrent nets over packed sequences: what is alive after the forward pass is, to the byte, what the real nets keep."""
+"""Recurrent nets over packed sequences: a step takes, to the byte, what it takes with the real nets."""
 
 from collections import Counter
 from itertools import product
