@@ -77,6 +77,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._modules: list[int] = []
         self._optimizers_running = 0
         self._made_graph = False  # since the last backward or update: tells "loss" from "copy"
+        self._next_node = 0  # the number of autograd's next node, when it was last looked at
         self._forced_phase: list[Phase] = []
         self._texts: dict[str, int] = {"": 0}
         self._op_names: dict[Any, int] = {}
@@ -156,6 +157,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for handle in handles:
             self._stack.callback(handle.remove)
         super().__enter__()  # type: ignore[no-untyped-call]
+        self._next_node = torch._C._autograd._get_sequence_nr()
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -222,10 +224,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if torch._C._current_graph_task_id() == -1:
             module, line = self._modules[-1] if self._modules else 0, self._line()
             if torch.is_grad_enabled():
-                self._made_graph = True
-                self._forward_of.setdefault(torch._C._autograd._get_sequence_nr() - 1, (module, line))
+                next_node = torch._C._autograd._get_sequence_nr()
+                self._made_graph |= next_node != self._next_node
+                self._next_node = next_node
+                self._forward_of.setdefault(next_node - 1, (module, line))
             return module, line, self._phase_outside_backward()
-        self._made_graph = False
+        self._made_graph, self._next_node = False, torch._C._autograd._get_sequence_nr()
         node = torch._C._current_autograd_node()
         module, line = self._forward_of.get(node._sequence_nr() if node is not None else -1, (0, 0))
         if self._modules:  # recomputing a forward

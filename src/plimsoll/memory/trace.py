@@ -104,7 +104,7 @@ class Rehearsal:
         """The fake of each parameter and buffer by its id: what ``copy.deepcopy`` takes as done."""
         memo: dict[int, Any] = {}
         for tensor in chain(model.parameters(), model.buffers()):
-            fake = self.known.fake(tensor.detach()).requires_grad_(tensor.requires_grad)
+            fake = self.known.fake(tensor).requires_grad_(tensor.requires_grad)
             if isinstance(tensor, nn.Parameter):
                 fake._is_param = True  # what nn.Parameter itself does for a subclass
             memo[id(tensor)] = fake
