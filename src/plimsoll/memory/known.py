@@ -104,8 +104,8 @@ class KnownValues:
                 return torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device="cpu")
         with _disable_current_modes():
             tensor = self._mode.from_tensor(real.detach(), static_shapes=True)
-            # A copy: what the training writes must not reach the real tensor. A single number may be an optimizer's count
-            # of its steps, which it divides by.
+            # A copy: what the training writes must not reach the real tensor. A single number may be an optimizer's
+            # count of its steps, which it divides by.
             if real.numel() <= (1 if real.is_floating_point() else MOST_ELEMENTS):
                 setattr(tensor, _ATTRIBUTE, real.detach().clone())
         return tensor

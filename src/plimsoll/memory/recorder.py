@@ -75,9 +75,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._watched: set[Tensor] = set()
         self._parameter_names: dict[Tensor, str] = {}
         self._modules: list[int] = []
+        self._evaluates = False
         self._optimizers_running = 0
         self._made_graph = False  # since the last backward or update: tells "loss" from "copy"
-        self._next_node = 0  # the number of autograd's next node, when it was last looked at
+        self._num_nodes = torch._C._autograd._get_sequence_nr()
         self._forced_phase: list[Phase] = []
         self._texts: dict[str, int] = {"": 0}
         self._op_names: dict[Any, int] = {}
@@ -157,7 +158,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for handle in handles:
             self._stack.callback(handle.remove)
         super().__enter__()  # type: ignore[no-untyped-call]
-        self._next_node = torch._C._autograd._get_sequence_nr()
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -193,6 +193,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return f" at {texts[line]}" if line else f" in {texts[module]}" if module else ""
 
     @property
+    def last_phase(self) -> Phase:
+        """The phase of the op that ran last."""
+        return self._phases[-1] if self._phases else "setup"
+
+    @property
     def is_in_module(self) -> bool:
         """Whether a module's forward is running, or one is recomputed."""
         return bool(self._modules)
@@ -224,12 +229,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if torch._C._current_graph_task_id() == -1:
             module, line = self._modules[-1] if self._modules else 0, self._line()
             if torch.is_grad_enabled():
-                next_node = torch._C._autograd._get_sequence_nr()
-                self._made_graph |= next_node != self._next_node
-                self._next_node = next_node
-                self._forward_of.setdefault(next_node - 1, (module, line))
+                num_nodes = torch._C._autograd._get_sequence_nr()
+                self._made_graph |= num_nodes != self._num_nodes
+                self._num_nodes = num_nodes
+                self._forward_of.setdefault(num_nodes - 1, (module, line))
             return module, line, self._phase_outside_backward()
-        self._made_graph, self._next_node = False, torch._C._autograd._get_sequence_nr()
+        self._made_graph, self._num_nodes = False, torch._C._autograd._get_sequence_nr()
         node = torch._C._current_autograd_node()
         module, line = self._forward_of.get(node._sequence_nr() if node is not None else -1, (0, 0))
         if self._modules:  # recomputing a forward
@@ -247,12 +252,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._optimizers_running:
             return "optimizer"
         if self._modules:
-            return "forward" if torch.is_grad_enabled() else "evaluation"
+            return "evaluation" if self._evaluates else "forward"
         return "loss" if self._made_graph else "copy"
 
     def _enter_module(self, module: nn.Module, args: Any) -> None:
         if module not in self._names:
             self.know_model(module)
+        if not self._modules:  # inside, custom functions and checkpoints turn gradients off and are no evaluation
+            self._evaluates = not torch.is_grad_enabled()
         self._modules.append(self.text(self._names[module]))
 
     def _leave_module(self, module: nn.Module, args: Any, output: Any) -> None:

@@ -312,13 +312,12 @@ def test_code_written_for_cuda_runs_as_it_is():
     trace_training(train, cuda())
 
 
-# Without a GPU torch warns and switches the scaler off.
-@pytest.mark.filterwarnings("ignore:torch.cuda.amp.GradScaler is enabled")
 def test_a_training_in_half_precision_with_a_scaler():
     def train(place: Rehearsal) -> None:
         model = nn.Linear(4, 4).to("cuda")
         optimizer = torch.optim.AdamW(model.parameters())
         scaler = torch.amp.GradScaler("cuda")
+        assert scaler.is_enabled()
         for _ in range(2):
             with torch.autocast("cuda", dtype=torch.float16):
                 loss = model(torch.randn(2, 4, device="cuda")).float().pow(2).mean()
