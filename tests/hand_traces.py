@@ -12,7 +12,7 @@ def trace_of(*ops: tuple[str, int, str], assumptions: tuple[Assumption, ...] = (
 
     What happens is a list of births, ``+name category bytes``, and deaths, ``-name``; a name that ends in ``@host`` is
     in the host's memory. Op number ``i`` is called ``aten.op<i>.default``, is of module ``layer<i>`` and of line
-    ``train.py:<i>``; the shape of a storage is its name without the marks ``'`` at its end; what a model or an optimizer
+    ``train.py:<i>``; the shape of a storage is its name without a mark ``'`` at its end; what a model or an optimizer
     holds is called by its name.
     """
     texts = {"": 0}

@@ -104,8 +104,10 @@ class KnownValues:
                 return torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device="cpu")
         with _disable_current_modes():
             tensor = self._mode.from_tensor(real.detach(), static_shapes=True)
-        if not real.is_floating_point() and real.numel() <= MOST_ELEMENTS:
-            setattr(tensor, _ATTRIBUTE, real)
+            # A copy: what the training writes must not reach the real tensor. A single number may be an optimizer's
+            # count of its steps, which it divides by.
+            if real.numel() <= (1 if real.is_floating_point() else MOST_ELEMENTS):
+                setattr(tensor, _ATTRIBUTE, real.detach().clone())
         return tensor
 
     def run(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
