@@ -42,6 +42,9 @@ def predict(  # noqa: PLR0917 -- typer calls it by name
     what_if: Annotated[
         bool, typer.Option("--what-if", help="Predict other micro-batches and sequence lengths too.")
     ] = False,
+    lengths: Annotated[
+        Path | None, typer.Option(help="Tokens of each text, one a line: batches of a classification are padded.")
+    ] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Write a page (.html) or the record (.json) here.")
     ] = None,
@@ -68,6 +71,7 @@ def predict(  # noqa: PLR0917 -- typer calls it by name
         limit_bytes = _limit_bytes(budget)
         _check_micro_batch(micro_batch, job)
         _check_output(output, force)
+        num_tokens = _read_lengths(lengths)
         from plimsoll.run.forecast import predict_job
 
         with spinner(quiet=as_json) as progress:
@@ -78,6 +82,7 @@ def predict(  # noqa: PLR0917 -- typer calls it by name
                 micro_batch=micro_batch,
                 search=search,
                 what_if=what_if,
+                lengths=num_tokens,
                 progress=progress,
             )
         _hand_over(prediction, output, as_json)
@@ -93,6 +98,19 @@ def _limit_bytes(budget: str | None) -> int | None:
         return None if budget is None else parse_bytes(budget)
     except InputError as error:
         raise BudgetError(f"--budget: {error}") from None
+
+
+def _read_lengths(path: Path | None) -> list[int] | None:
+    from plimsoll.errors import InputError
+
+    if path is None:
+        return None
+    try:
+        return [int(line) for line in path.read_text(encoding="utf-8").split()]
+    except (OSError, ValueError) as error:
+        raise InputError(
+            f"cannot read lengths from {path} ({error}): give a file with one whole number a line"
+        ) from None
 
 
 def _check_micro_batch(micro_batch: int | None, job: Job) -> None:

@@ -201,7 +201,7 @@ class failures_explained:
         shown = "".join(traceback.format_list(frames[-_MOST_FRAMES:]))
         raise InputError(
             f"{self._what} fails in the {self._place.recorder.last_phase} phase, on tensors without memory: "
-            f"{type(error).__name__}: {error}\n{shown}Check the model and the fields of its batch."
+            f"{type(error).__name__}: {error}\n{shown}To go on: check the model and the fields of its batch."
         ) from error
 
 

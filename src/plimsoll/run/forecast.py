@@ -8,10 +8,11 @@ Does NOT look at the texts (see `plimsoll.data.sketch`). What is predicted is th
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from random import Random
 
 from plimsoll.assemble import choose_device
 from plimsoll.data.sketch import sketch_texts
@@ -39,6 +40,7 @@ def predict_job(
     micro_batch: int | None = None,
     search: bool = False,
     what_if: bool = False,
+    lengths: Sequence[int] | None = None,
     progress: Progress | None = None,
 ) -> Prediction:
     """Predict the peak memory of a job.
@@ -50,6 +52,8 @@ def predict_job(
         micro_batch: samples of one forward and backward pass; ``None`` is the whole batch.
         search: find the largest micro-batch, the longest sequence and the smallest GPU that fit.
         what_if: predict other micro-batches and lengths too.
+        lengths: tokens of the texts, for a classification, whose batches are padded to their longest: the peak is that
+            of the longest batch there can be, among others that leave the allocator's memory in other pieces.
         progress: told what is being done.
 
     Raises:
@@ -58,7 +62,7 @@ def predict_job(
         InputError: if the model cannot be traced.
     """
     started_seconds = time.perf_counter()
-    forecast = _Forecast(job, device, limit_bytes, progress or (lambda text: None))
+    forecast = _Forecast(job, device, limit_bytes, _checked(lengths, job), progress or (lambda text: None))
     size = micro_batch or job.batch_size
     if not 1 <= size <= job.batch_size:
         raise InputError(f"a micro-batch of {size} is not a part of a batch of {job.batch_size}: give 1 to that many")
@@ -82,8 +86,9 @@ class _Forecast:
     job: Job
     device: str | None
     limit_bytes: int | None
+    lengths: Sequence[int]
     progress: Progress
-    _known: dict[tuple[int, int, str], tuple[Counted, Target]] = field(default_factory=dict)
+    _known: dict[tuple[int, int, str], Counted] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.texts = sketch_texts(self.job)
@@ -162,11 +167,11 @@ class _Forecast:
         if key not in self._known:
             self.progress(f"tracing micro-batch {micro_batch} of {sequence_length} tokens on {target.name}")
             changes = {"sequence_length": sequence_length, "batch_size": max(micro_batch, self.job.batch_size)}
-            counted = target.count(
-                rehearse_job(self.job.model_copy(update=changes), self.texts, target.lowering(), micro_batch)
-            )
-            self._known[key] = counted, target
-        return self._known[key][0]
+            job = self.job.model_copy(update=changes)
+            lengths = batch_lengths(self.lengths, job) if self.lengths else ()
+            trace = rehearse_job(job, self.texts, target.lowering(), micro_batch, lengths)
+            self._known[key] = target.count(trace)
+        return self._known[key]
 
     def _longest_that_can_be_built(self) -> int:
         """The longest sequence, a power of two times the job's, that the model takes."""
@@ -178,6 +183,28 @@ class _Forecast:
                 build_model(self.job.model_copy(update={"sequence_length": 2 * length}), *self.texts, device="meta")
                 length *= 2
         return length
+
+
+def batch_lengths(lengths: Sequence[int], job: Job) -> tuple[int, ...]:
+    """The tokens that four batches are padded to: two drawn as the loader would, each before the longest there can be."""
+    random = Random(job.seed)
+    usual = [min(max(random.choices(lengths, k=job.batch_size)), job.sequence_length) for _ in range(2)]
+    longest = min(max(lengths), job.sequence_length)
+    return usual[0], longest, usual[1], longest
+
+
+def _checked(lengths: Sequence[int] | None, job: Job) -> Sequence[int]:
+    if lengths is None:
+        return ()
+    if job.task != "classification":
+        raise InputError(
+            f"lengths of texts do not matter for {job.task}: it cuts windows of sequence_length={job.sequence_length}; "
+            "leave them out"
+        )
+    if not lengths or min(lengths) < 1:
+        shortest = min(lengths, default=0)
+        raise InputError(f"cannot use {len(lengths)} lengths, the shortest {shortest} tokens: give 1 or more")
+    return lengths
 
 
 def _subject(job: Job) -> str:

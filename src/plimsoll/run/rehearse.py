@@ -5,7 +5,8 @@ prediction and a run cannot drift apart. Three steps are rehearsed: the first ma
 has them, the third comes after an evaluation; a fourth would be like the third. A batch of many micro-batches is
 rehearsed with two of them: the first meets no gradients, those after it do, and the last may be smaller.
 
-Does NOT read the data: every sample is as long as ``sequence_length``, which is the longest there can be.
+Does NOT read the data: every sample is as long as ``sequence_length``, which is the longest there can be, unless the
+lengths of batches are given.
 """
 
 from __future__ import annotations
@@ -82,7 +83,9 @@ class StageBackend:
         """Do nothing."""
 
 
-def rehearse_job(job: Job, texts: TextSketch, lowering: Lowering, micro_batch: int) -> Trace:
+def rehearse_job(
+    job: Job, texts: TextSketch, lowering: Lowering, micro_batch: int, lengths: tuple[int, ...] = ()
+) -> Trace:
     """Trace the training of a job.
 
     Args:
@@ -90,13 +93,15 @@ def rehearse_job(job: Job, texts: TextSketch, lowering: Lowering, micro_batch: i
         texts: what its model must know of the data.
         lowering: the target.
         micro_batch: samples of one forward and backward pass.
+        lengths: the tokens that the batches of the steps are padded to; by default ``sequence_length``, three times.
 
     Raises:
         JobError: if the model or the optimizer cannot be built.
         InputError: if the model cannot be traced.
     """
-    batch = _batch(job, texts, _rehearsed_samples(job.batch_size, micro_batch))
-    held_out = _batch(job, texts, job.batch_size) if job.data.validation else None
+    num_samples = _rehearsed_samples(job.batch_size, micro_batch)
+    batches = [_batch(job, texts, num_samples, length) for length in lengths or (job.sequence_length,) * 3]
+    held_out = _batch(job, texts, job.batch_size, job.sequence_length) if job.data.validation else None
     loss, units = loss_of(job.task)
     position = Position()
     with _stage(lowering, position) as stage:
@@ -119,7 +124,7 @@ def rehearse_job(job: Job, texts: TextSketch, lowering: Lowering, micro_batch: i
             position=position,
         )
         with failures_explained("the model of this job", stage):
-            _rehearse(stage, step, batch, held_out, has_states=bool(job.evaluate_every))
+            _rehearse(stage, step, batches, held_out, has_states=bool(job.evaluate_every))
     return stage.trace()
 
 
@@ -170,7 +175,7 @@ def rehearse_step(
             position=position,
         )
         with failures_explained(f"the model {type(model).__name__}", stage):
-            _rehearse(stage, step, cut, None, has_states=False)
+            _rehearse(stage, step, [cut] * 3, None, has_states=False)
     return stage.trace()
 
 
@@ -180,9 +185,9 @@ def _stage(lowering: Lowering, position: Position) -> Iterator[Rehearsal]:
         yield stage
 
 
-def _rehearse(stage: Rehearsal, step: TrainStep, batch: Any, held_out: Any | None, has_states: bool) -> None:
-    """Three steps, and an evaluation where the training has one: between them, or after the states are dropped."""
-    for number in (1, 2, 3):
+def _rehearse(stage: Rehearsal, step: TrainStep, batches: list[Any], held_out: Any | None, has_states: bool) -> None:
+    """A step on each batch; an evaluation where the training has one: after two, or when the states are dropped."""
+    for number, batch in enumerate(batches, start=1):
         stage.recorder.step = number
         step(stage.fake_batch(batch))
         stage.recorder.know_optimizer(step.workload.optimizer)
@@ -200,9 +205,9 @@ def _rehearsed_samples(batch_size: int, micro_batch: int) -> int:
     return (_MOST_PIECES - 1) * micro_batch + (batch_size % micro_batch or micro_batch)
 
 
-def _batch(job: Job, texts: TextSketch, num_samples: int) -> dict[str, Tensor]:
-    """A batch as the loader makes it, of samples of the longest length."""
-    input_ids = torch.randint(texts.vocab_size, (num_samples, job.sequence_length))
+def _batch(job: Job, texts: TextSketch, num_samples: int, length: int) -> dict[str, Tensor]:
+    """A batch as the loader makes it, of samples of one length."""
+    input_ids = torch.randint(texts.vocab_size, (num_samples, length))
     if texts.num_labels is None:
         return {"input_ids": input_ids, "labels": input_ids}
     labels = torch.randint(texts.num_labels, (num_samples,))

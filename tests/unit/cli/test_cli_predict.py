@@ -67,14 +67,23 @@ def test_without_options_the_job_is_predicted_as_it_is(call, job, predicting):
     call("predict", job)
     asked[0].pop("progress")
     assert asked == [
-        {"batch_size": 16, "device": None, "limit_bytes": None, "micro_batch": None, "search": False, "what_if": False}
+        {
+            "batch_size": 16,
+            "device": None,
+            "limit_bytes": None,
+            "micro_batch": None,
+            "search": False,
+            "what_if": False,
+            "lengths": None,
+        }
     ]
 
 
-def test_every_option_arrives(call, job, predicting):
+def test_every_option_arrives(call, job, predicting, tmp_path):
     asked = predicting(fitting())
     options = ["--device", "rtx3060", "--budget", "8GiB", "--set", "batch_size=64", "--set", "steps=5"]
-    call("predict", job, *options, "--micro-batch", 32, "--search", "--what-if")
+    (tmp_path / "lengths.txt").write_text("3\n12\n")
+    call("predict", job, *options, "--micro-batch", 32, "--search", "--what-if", "--lengths", tmp_path / "lengths.txt")
     asked[0].pop("progress")
     assert asked == [
         {
@@ -84,6 +93,7 @@ def test_every_option_arrives(call, job, predicting):
             "micro_batch": 32,
             "search": True,
             "what_if": True,
+            "lengths": [3, 12],
         }
     ]
 
@@ -159,3 +169,14 @@ def test_json_says_what_went_wrong(call, job, predicting, tmp_path):
     }
     assert (done.code, done.err) == (2, "error: no device is called rtx1: use --device rtx3060\n")
     assert not (tmp_path / "a.json").exists()
+
+
+@pytest.mark.parametrize("content", [None, "3\nfour\n"])
+def test_lengths_that_cannot_be_read_are_refused(call, job, predicting, tmp_path, content):
+    predicting(fitting())
+    if content is not None:
+        (tmp_path / "lengths.txt").write_text(content)
+    done = call("predict", job, "--lengths", tmp_path / "lengths.txt")
+    assert done.code == 2
+    assert "cannot read lengths from" in done.err
+    assert "give a file with one whole number a line" in " ".join(done.err.split())

@@ -4,7 +4,7 @@ import pytest
 
 from plimsoll.errors import DeviceError, InputError, JobError
 from plimsoll.records.job import Job
-from plimsoll.run.forecast import predict_job
+from plimsoll.run.forecast import batch_lengths, predict_job
 
 MIB = 1 << 20
 LSTM = {"architecture": "lstm", "embedding_size": 64, "hidden_size": 64}
@@ -78,3 +78,26 @@ def test_what_cannot_be_is_refused_by_name():
         predict_job(job(), device="t4", micro_batch=17)
     with pytest.raises(JobError, match="there is no field `hiden_size`"):
         predict_job(job(model=LSTM | {"hiden_size": 3}), device="t4")
+
+
+def test_the_longest_batch_decides_where_texts_have_lengths(tmp_path):
+    for label in ("a", "b"):
+        (tmp_path / label).mkdir()
+        (tmp_path / label / "text.txt").write_text("a text\n")
+    classification = job(task="classification", data={"train": str(tmp_path)}, sequence_length=512, batch_size=4)
+    whole = predict_job(classification, device="t4")
+    short = predict_job(classification, device="t4", lengths=[8] * 99 + [64])
+    as_long = predict_job(classification.model_copy(update={"sequence_length": 64}), device="t4")
+    assert as_long.allocated.likely_bytes == short.allocated.likely_bytes < whole.allocated.likely_bytes
+
+
+def test_lengths_that_do_not_matter_or_cannot_be_are_refused():
+    with pytest.raises(InputError, match="lengths of texts do not matter for language-modeling"):
+        predict_job(job(), device="t4", lengths=[3])
+
+
+def test_batches_are_as_long_as_their_longest_text():
+    lengths = batch_lengths([8] * 999 + [30], job(batch_size=1))
+    assert lengths[1] == lengths[3] == 30
+    assert lengths[0] == lengths[2] == 8
+    assert batch_lengths([100], job(batch_size=1)) == (32, 32, 32, 32)
