@@ -82,7 +82,11 @@ class Rehearsal:
         """Return copies of a model and its optimizer that belong together; states that exist are fake too."""
         memo = self._faked(model)
         for state in optimizer.state.values():
-            memo |= {id(value): self.known.fake(value) for value in state.values() if isinstance(value, Tensor)}
+            for key, value in state.items():
+                if isinstance(value, Tensor):
+                    # torch keeps the count of steps on the host, and a CPU model's has to stay there.
+                    is_on_host = key == "step" and value.device.type == "cpu"
+                    memo[id(value)] = self._loaded(value) if is_on_host else self.known.fake(value)
         return self._arrived(copy.deepcopy(model, memo)), copy.deepcopy(optimizer, memo)
 
     def fake_batch(self, batch: Any) -> Any:
@@ -96,7 +100,7 @@ class Rehearsal:
             if not isinstance(leaf, Tensor):
                 return leaf
             if id(leaf) not in fakes:
-                fakes[id(leaf)] = self._lowering.loaded(self.known.fake(leaf))
+                fakes[id(leaf)] = self._loaded(leaf)
             return fakes[id(leaf)]
 
         result = tree_map(fake, batch)
@@ -116,6 +120,9 @@ class Rehearsal:
                 fake._is_param = True  # what nn.Parameter itself does for a subclass
             memo[id(tensor)] = fake
         return memo
+
+    def _loaded(self, real: Tensor) -> Tensor:
+        return self._lowering.loaded(self.known.fake(real))
 
     @staticmethod
     def _arrived(model: nn.Module) -> nn.Module:
