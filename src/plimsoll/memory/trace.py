@@ -32,7 +32,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
 )
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from plimsoll.errors import InputError, PlimsollError
 from plimsoll.memory.known import KnownValues
@@ -112,9 +112,13 @@ class Rehearsal:
         return self.recorder.trace("predicted", self._lowering.name, self.known.assumptions)
 
     def _faked(self, model: nn.Module) -> dict[int, Any]:
-        """The fake of each parameter and buffer by its id: what ``copy.deepcopy`` takes as done."""
+        """The fake of each tensor of a model by its id: what ``copy.deepcopy`` takes as done."""
         memo: dict[int, Any] = {}
-        for tensor in chain(model.parameters(), model.buffers()):
+        # A module may also keep tensors as plain attributes, as masks are.
+        plain = (leaf for module in model.modules() for leaf in tree_leaves(vars(module)) if isinstance(leaf, Tensor))
+        for tensor in chain(model.parameters(), model.buffers(), plain):
+            if id(tensor) in memo:
+                continue
             fake = self.known.fake(tensor).requires_grad_(tensor.requires_grad)
             if isinstance(tensor, nn.Parameter):
                 fake._is_param = True  # what nn.Parameter itself does for a subclass
