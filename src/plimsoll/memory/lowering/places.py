@@ -104,12 +104,12 @@ _CPU = torch.device("cpu")
 
 
 def _is_device(value: Any) -> bool:
-    return isinstance(value, torch.device | str)
+    return isinstance(value, torch.device | str | int) and not isinstance(value, bool)
 
 
 def _known_device(value: Any) -> Any:
-    """A device of this build of torch in place of CUDA."""
-    return _CPU if torch.device(value).type == "cuda" else value
+    """A device of this build of torch in place of CUDA, which a number means too."""
+    return _CPU if isinstance(value, int) or torch.device(value).type == "cuda" else value
 
 
 def _on_cpu(kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -45,6 +45,7 @@ def test_what_is_made_without_a_device_is_on_the_host(make):
     [
         lambda: torch.zeros(3, device="cuda"),
         lambda: torch.zeros(3, device="cuda:1"),
+        lambda: torch.zeros(3, device=0),
         lambda: torch.randn(3, device=torch.device("cuda")),
         lambda: torch.full((3,), 1.0, device="cuda").mul(2),
         lambda: torch.zeros_like(torch.empty(3, device="cuda")),
@@ -62,6 +63,8 @@ def test_what_is_made_on_the_device_and_from_it_is_there(make):
         lambda x: x.to(torch.device("cuda", 0)),
         lambda x: x.to(device="cuda"),
         lambda x: x.to("cuda", non_blocking=True),
+        lambda x: x.to(0),
+        lambda x: x.to(device=0),
         lambda x: x.cuda(),
         lambda x: x.cuda(0, non_blocking=True),
         lambda x: x.to(torch.zeros(1, device="cuda").device),
