@@ -56,11 +56,11 @@ def largest_that_fits(
         if high - low <= step:
             break
         num_slow = num_slow + 1 if 2 * (high - low) > between else 0
-        size = min(max(_nearer(beyond_bytes, low, high, num_slow), low + step), high - 1)
+        size = min(max(_next_to_try(beyond_bytes, low, high, num_slow), low + step), high - 1)
     return Found(low or None, best, high > most, len(beyond_bytes))
 
 
-def _nearer(beyond_bytes: dict[int, int], low: int, high: int, num_slow: int) -> int:
+def _next_to_try(beyond_bytes: dict[int, int], low: int, high: int, num_slow: int) -> int:
     """Where a line crosses the limit; a size between, the double or the half where lines do not get on."""
     sizes = sorted(beyond_bytes)
     if low in beyond_bytes and high in beyond_bytes:

@@ -32,7 +32,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
 )
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from plimsoll.errors import InputError, PlimsollError
 from plimsoll.memory.known import KnownValues
@@ -82,7 +82,11 @@ class Rehearsal:
         """Return copies of a model and its optimizer that belong together; states that exist are fake too."""
         memo = self._faked(model)
         for state in optimizer.state.values():
-            memo |= {id(value): self.known.fake(value) for value in state.values() if isinstance(value, Tensor)}
+            for key, value in state.items():
+                if isinstance(value, Tensor):
+                    # torch keeps the count of steps on the host, and a CPU model's has to stay there.
+                    is_on_host = key == "step" and value.device.type == "cpu"
+                    memo[id(value)] = self._loaded(value) if is_on_host else self.known.fake(value)
         return self._arrived(copy.deepcopy(model, memo)), copy.deepcopy(optimizer, memo)
 
     def fake_batch(self, batch: Any) -> Any:
@@ -96,7 +100,7 @@ class Rehearsal:
             if not isinstance(leaf, Tensor):
                 return leaf
             if id(leaf) not in fakes:
-                fakes[id(leaf)] = self._lowering.loaded(self.known.fake(leaf))
+                fakes[id(leaf)] = self._loaded(leaf)
             return fakes[id(leaf)]
 
         result = tree_map(fake, batch)
@@ -108,14 +112,21 @@ class Rehearsal:
         return self.recorder.trace("predicted", self._lowering.name, self.known.assumptions)
 
     def _faked(self, model: nn.Module) -> dict[int, Any]:
-        """The fake of each parameter and buffer by its id: what ``copy.deepcopy`` takes as done."""
+        """The fake of each tensor of a model by its id: what ``copy.deepcopy`` takes as done."""
         memo: dict[int, Any] = {}
-        for tensor in chain(model.parameters(), model.buffers()):
+        # A module may also keep tensors as plain attributes, as masks are.
+        plain = (leaf for module in model.modules() for leaf in tree_leaves(vars(module)) if isinstance(leaf, Tensor))
+        for tensor in chain(model.parameters(), model.buffers(), plain):
+            if id(tensor) in memo:
+                continue
             fake = self.known.fake(tensor).requires_grad_(tensor.requires_grad)
             if isinstance(tensor, nn.Parameter):
                 fake._is_param = True  # what nn.Parameter itself does for a subclass
             memo[id(tensor)] = fake
         return memo
+
+    def _loaded(self, real: Tensor) -> Tensor:
+        return self._lowering.loaded(self.known.fake(real))
 
     @staticmethod
     def _arrived(model: nn.Module) -> nn.Module:

@@ -175,6 +175,26 @@ def test_tied_weights_stay_tied(lowering: Lowering):
     assert live_bytes(trace).by_category["parameters"].max() == 10 * 4 * 4
 
 
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.mask = torch.ones(4, 4).tril()
+        self.others = {"calls": [torch.tensor(0)]}
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.others["calls"][0] += 1
+        return (self.linear(x) * self.mask).sum()
+
+
+@pytest.mark.parametrize("lowering", [cuda(), CpuLowering()], ids=lambda lowering: lowering.name)
+def test_tensors_that_are_plain_attributes_are_faked_too(lowering: Lowering):
+    model = Masked()
+    trace = few_steps(model, {"x": torch.zeros(4, 4)}, lowering, loss_of=lambda out: out)
+    assert model.others["calls"][0].item() == 0
+    assert live_bytes(trace).by_category["parameters"].max() == 4 * 20
+
+
 def test_the_optimizer_belongs_to_the_fake_model():
     model = nn.Linear(2, 3)
     optimizer = torch.optim.AdamW([{"params": [model.weight], "lr": 0.5}, {"params": [model.bias]}])

@@ -8,6 +8,7 @@ autograd, so that what is saved for backward is the target's too.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal, Protocol
@@ -57,9 +58,11 @@ def kernels_replaced(kernels: Mapping[str, Callable[..., Any]]) -> Iterator[None
     """
     library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     try:
-        for name, kernel in kernels.items():
-            for key in ("AutogradCPU", "CPU"):
-                library.impl(name, kernel, key)  # type: ignore[no-untyped-call]
+        with warnings.catch_warnings():  # torch warns of a kernel that is replaced, which is the purpose
+            warnings.filterwarnings("ignore", message=r"\s*Warning only once for all operators", category=UserWarning)
+            for name, kernel in kernels.items():
+                for key in ("AutogradCPU", "CPU"):
+                    library.impl(name, kernel, key)  # type: ignore[no-untyped-call]
         yield
     finally:
         library._destroy()  # type: ignore[no-untyped-call]

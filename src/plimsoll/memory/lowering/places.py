@@ -36,7 +36,7 @@ class Places(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self._makes_on_host = False
-        self._moves = False
+        self._copies_to_host: bool | None = None  # where the copy that is being made goes
 
     def put_on_host(self, tensor: Tensor) -> Tensor:
         """Say that a tensor is in the host's memory."""
@@ -52,12 +52,14 @@ class Places(TorchFunctionMode):
 
         def run_in_place(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             tensors = [leaf for leaf in args if isinstance(leaf, Tensor)]
-            if tensors:
+            if self._copies_to_host is not None:
+                makes_on_host = self._copies_to_host
+            elif tensors:
                 makes_on_host = all(hasattr(leaf, _ON_HOST) or not isinstance(leaf, FakeTensor) for leaf in tensors)
             else:
                 makes_on_host = self._makes_on_host
             result = run(op, args, kwargs)
-            if makes_on_host and not self._moves:
+            if makes_on_host:
                 for leaf in tree_leaves(result):
                     if isinstance(leaf, Tensor):
                         self.put_on_host(leaf)
@@ -83,30 +85,31 @@ class Places(TorchFunctionMode):
             is_told = kwargs.get("device") is not None or any(map(_is_device, args[1:]))
             return self._moved(tensor) if is_told else tensor
         if func is Tensor.cpu:
-            return args[0] if self.on_host(args[0]) else self.put_on_host(args[0].clone())
+            return args[0] if self.on_host(args[0]) else self._copied(args[0], to_host=True)
         return func(*args, **_on_cpu(kwargs))
 
     def _moved(self, tensor: Tensor) -> Tensor:
         """The tensor on the device: itself if it is there. A parameter stays the object that optimizers know."""
-        if not self.on_host(tensor):
-            return tensor
-        self._moves = True
+        return self._copied(tensor, to_host=False) if self.on_host(tensor) else tensor
+
+    def _copied(self, tensor: Tensor, to_host: bool) -> Tensor:
+        self._copies_to_host = to_host
         try:
             return tensor.clone()
         finally:
-            self._moves = False
+            self._copies_to_host = None
 
 
 _CPU = torch.device("cpu")
 
 
 def _is_device(value: Any) -> bool:
-    return isinstance(value, torch.device | str)
+    return isinstance(value, torch.device | str | int) and not isinstance(value, bool)
 
 
 def _known_device(value: Any) -> Any:
-    """A device of this build of torch in place of CUDA."""
-    return _CPU if torch.device(value).type == "cuda" else value
+    """A device of this build of torch in place of CUDA, which a number means too."""
+    return _CPU if isinstance(value, int) or torch.device(value).type == "cuda" else value
 
 
 def _on_cpu(kwargs: dict[str, Any]) -> dict[str, Any]:
