@@ -186,7 +186,7 @@ class _Forecast:
 
 
 def batch_lengths(lengths: Sequence[int], job: Job) -> tuple[int, ...]:
-    """The tokens that four batches are padded to: two drawn as the loader would, each before the longest there can be."""
+    """The tokens that four batches are padded to: two drawn as a loader does, each before the longest there can be."""
     random = Random(job.seed)
     usual = [min(max(random.choices(lengths, k=job.batch_size)), job.sequence_length) for _ in range(2)]
     longest = min(max(lengths), job.sequence_length)
