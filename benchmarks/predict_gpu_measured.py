@@ -23,6 +23,7 @@ from __future__ import annotations
 import argparse
 import csv
 import json
+import math
 import multiprocessing
 import os
 import statistics
@@ -95,7 +96,7 @@ class Answer:
 
     predicted_bytes: int
     is_oom: bool
-    seconds: float
+    seconds: float  # of the processor: the machine may be busy
     low_bytes: int = 0
     high_bytes: int = 0
     num_draws: int = 1
@@ -152,14 +153,14 @@ def predict(run: Run, draw: int) -> Answer:
     from plimsoll.memory.allocator.caching import CachingAllocator, replay
     from plimsoll.memory.workspaces import LT_BYTES, deltas_with_workspaces
 
-    started = time.perf_counter()
+    started = time.process_time()
     trace = trace_run(run, draw)
     major, minor = CAPABILITIES[run.card]
     workspace_bytes = 0 if run.layout.endswith(NO_WORKSPACE) else cublas_workspace_bytes(f"{major}.{minor}")
     allocator = CachingAllocator(limit_bytes=run.capacity_bytes - CONTEXT_BYTES)
     done = replay(deltas_with_workspaces(trace, workspace_bytes, lt_bytes=LT_BYTES), allocator)
     peak_bytes = allocator.peak_reserved_bytes + run.outside_bytes
-    return Answer(peak_bytes, done.oom_at is not None, time.perf_counter() - started)
+    return Answer(peak_bytes, done.oom_at is not None, time.process_time() - started)
 
 
 def trace_run(run: Run, draw: int) -> Any:
@@ -272,8 +273,8 @@ def combined(answers: list[Answer]) -> Answer:
 
 
 def quantile(values: list[float], share: float) -> float:
-    """The smallest value that ``share`` of the values do not exceed."""
-    return sorted(values)[max(0, -int(-share * len(values)) - 1)]
+    """The smallest of the values that ``share`` of them do not exceed."""
+    return sorted(values)[math.ceil(share * len(values) - 1e-9) - 1]
 
 
 def figures_of(pairs: Iterable[tuple[Run, int, bool]]) -> dict[str, float | int | None]:
@@ -323,7 +324,7 @@ def cells(figures: dict[str, Any]) -> list[str]:
 
 def model_table(found: dict[str, Any], answers: dict[str, list[Answer]]) -> str:
     """A table in Markdown, with xMem's figures on the same rows beside."""
-    head = ["model", "fits", "median %", "p90 %", "max %", "false fits", "false OOMs", "s a row", "xMem median %",
+    head = ["model", "fits", "median %", "p90 %", "max %", "false fits", "false OOMs", "CPU s a row", "xMem median %",
             "p90 %", "max %", "false fits", "false OOMs"]  # fmt: skip
     lines = []
     for name, figures in {**found["per_model"], "all": found["transformers"]}.items():

@@ -1,0 +1,50 @@
+"""Gradients that autograd adds up in place, although a trace sees a sum of its own.
+
+Where several gradients arrive at one node, autograd's engine adds the later ones to the first, in place if nobody else
+holds it; but never to a tensor subclass, and fake tensors are one (``accumulate`` and ``can_accumulate_inplace`` in
+torch/csrc/autograd/input_buffer.cpp). A trace would thus have a gradient too many at every residual connection, and the
+gradient of the largest matrix once more where an embedding is tied to the output.
+
+Whether a gradient is held elsewhere is told by torch's own reference counts, which are what the engine looks at. Not
+told apart: a sum that an op of torch computes inside its own backward formula, of a tensor only it holds.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plimsoll.memory.lowering.base import Run
+
+aten = torch.ops.aten
+# While the engine's sum is dispatched to Python: the buffer's own, and those of the call on its way here.
+_OWN_REFERENCES = 4
+# The tensor, and the object by which Python asks.
+_OWN_STORAGE_REFERENCES = 2
+
+
+def accumulating_in_place(run: Run) -> Run:
+    """Wrap the function that executes an op: the engine's sums of gradients go to their first operand."""
+
+    def run_accumulating(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if op is aten.add.Tensor and not kwargs and torch._C._current_graph_task_id() != -1 and _is_engines_own(*args):
+            run(aten.add_.Tensor, args, kwargs)
+            return args[0]
+        return run(op, args, kwargs)
+
+    return run_accumulating
+
+
+def _is_engines_own(first: Any, second: Any) -> bool:
+    return (
+        isinstance(second, Tensor)
+        and not torch.is_grad_enabled()
+        and first.layout is torch.strided
+        and second.layout is torch.strided
+        and first.shape == second.shape
+        and first._use_count() == _OWN_REFERENCES
+        and torch._C._storage_Use_Count(first.untyped_storage()._cdata) == _OWN_STORAGE_REFERENCES
+        and torch._prims_common.is_non_overlapping_and_dense_or_false(first)
+    )

@@ -1,0 +1,76 @@
+"""Sums of gradients by autograd's engine: a trace has as many in place as the engine does on real tensors."""
+
+import torch
+from torch import nn
+
+from plimsoll.memory.lowering.cuda import CudaLowering
+from plimsoll.memory.trace import trace_training
+
+
+class Residual(nn.Module):
+    """Residual connections, an RMS norm and a tied output: what gives a node several gradients."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.linear, self.embed = nn.LayerNorm(10), nn.Linear(10, 10), nn.Embedding(20, 10)
+        self.head = nn.Linear(10, 20, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for _ in range(3):
+            x = x + self.linear(self.norm(x))
+        return self.head(x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True))).logsumexp(-1).sum()
+
+
+def sums_of_real_engine():
+    loss = Residual()(torch.randint(0, 20, (3, 7)))
+    with torch.profiler.profile() as profile:
+        loss.backward()
+    names = [event.name for event in profile.events()]
+    return names.count("aten::add_"), names.count("aten::add")
+
+
+def sums_of_trace(model_class):
+    """How many sums in backward were in place, and how many made a tensor."""
+
+    def train(place):
+        model_class()(place.fake_batch(torch.randint(0, 20, (3, 7)))).backward()
+
+    trace = trace_training(train, CudaLowering((8, 6)))
+    ops = trace.ops
+    sums = {
+        row
+        for row, (name, phase) in enumerate(zip(ops.name, ops.phase, strict=True))
+        if trace.texts[name] == "aten.add.Tensor" and phase == "backward"
+    }
+    made = sums & set(trace.storages.born)
+    return len(sums - made), len(made)
+
+
+def test_a_trace_adds_in_place_what_the_engine_adds_in_place_on_real_tensors():
+    in_place, made = sums_of_trace(Residual)
+
+    assert (in_place, made) == sums_of_real_engine()
+    assert in_place > made > 0
+
+
+def test_a_sum_in_a_backward_of_the_users_own_makes_a_tensor():
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, grad):
+            half = grad * 1.0
+            return (half + grad) + half  # half is used again: adding to it would be wrong
+
+    class Model(nn.Linear):
+        def __init__(self):
+            super().__init__(7, 5)
+
+        def forward(self, tokens):
+            return Doubled.apply(super().forward(tokens.float())).sum()
+
+    assert sums_of_trace(Model) == (0, 2)
