@@ -1,9 +1,9 @@
 """Gradients that autograd adds up in place, although a trace sees a sum of its own.
 
 Where several gradients arrive at one node, autograd's engine adds the later ones to the first, in place if nobody else
-holds it; but never to a tensor subclass, and fake tensors are one (``accumulate`` and ``can_accumulate_inplace`` in
-torch/csrc/autograd/input_buffer.cpp). A trace would thus have a gradient too many at every residual connection, and the
-gradient of the largest matrix once more where an embedding is tied to the output.
+holds it; but never where a dispatch mode is active, as it is while a training is traced or recorded (``accumulate`` and
+``can_accumulate_inplace`` in torch/csrc/autograd/input_buffer.cpp). There would thus be a gradient too many at every
+residual connection, and that of the largest matrix once more where an embedding is tied to the output.
 
 Whether a gradient is held elsewhere is told by torch's own reference counts, which are what the engine looks at. Not
 told apart: a sum that an op of torch computes inside its own backward formula, of a tensor only it holds.

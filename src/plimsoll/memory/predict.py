@@ -21,6 +21,7 @@ import numpy as np
 
 from plimsoll.memory.allocator import caching, glibc
 from plimsoll.memory.live import Column, Live, live_bytes
+from plimsoll.memory.workspaces import deltas_with_workspaces
 from plimsoll.records.allocator import AllocatorRules
 from plimsoll.records.gpu import DeviceSpec
 from plimsoll.records.heap import HeapRules
@@ -192,8 +193,9 @@ def count_on_cuda(
     """
     context = context_of(spec)
     live = live_bytes(trace)
-    workspace_bytes = spec.cublas_workspace_bytes or 0
-    deltas = list(zip([-1, *live.storage.tolist()], [workspace_bytes, *live.delta.tolist()], strict=True))
+    deltas = list(deltas_with_workspaces(trace, spec.cublas_workspace_bytes or 0))
+    is_traced = np.asarray([storage < len(trace.storages.num_bytes) for storage, _ in deltas], dtype=bool)
+    workspaces_bytes = sum(num_bytes for (_, num_bytes), traced in zip(deltas, is_traced, strict=True) if not traced)
     replayed = caching.replay(deltas, caching.CachingAllocator(rules))
     oom_row = None
     if limit_bytes is not None and replayed.peak_reserved_bytes > limit_bytes - context.likely_bytes:
@@ -203,13 +205,17 @@ def count_on_cuda(
         if limited.oom_at is None:
             replayed = limited
         else:
-            oom_row = max(limited.oom_at - 1, 0)
+            oom_row = max(int(is_traced[: limited.oom_at + 1].sum()) - 1, 0)
+    # Workspaces count as fixed, also before the first product makes them.
+    missing = workspaces_bytes - np.cumsum([0 if t else b for (_, b), t in zip(deltas, is_traced, strict=True)])
+    allocated = np.asarray(replayed.allocated_bytes, dtype=np.int64) + missing - workspaces_bytes
+    reserved = np.maximum(np.asarray(replayed.reserved_bytes, dtype=np.int64), allocated + workspaces_bytes)
     return Counted(
         trace=trace,
         live=live,
-        allocated=np.asarray(replayed.allocated_bytes[1:], dtype=np.int64) - sum(replayed.allocated_bytes[:1]),
-        reserved=np.asarray(replayed.reserved_bytes[1:], dtype=np.int64) + context.likely_bytes,
-        fixed={"context": _sum(context, _exactly(workspace_bytes, modelled_bytes=workspace_bytes))},
+        allocated=allocated[is_traced],
+        reserved=reserved[is_traced] + context.likely_bytes,
+        fixed={"context": _sum(context, _exactly(workspaces_bytes, modelled_bytes=workspaces_bytes))},
         spread=_CUDA_SPREAD,
         oom_row=oom_row,
     )

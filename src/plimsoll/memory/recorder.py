@@ -31,6 +31,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from plimsoll.memory.accumulate import accumulating_in_place
 from plimsoll.memory.lowering.base import Run
 from plimsoll.records.trace import Assumption, Category, OpTable, Phase, StorageTable, Trace
 
@@ -68,7 +69,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.step = 0
         self.counts_steps = False
         self._ask_phase = phase
-        self._run: Run = run or (lambda op, args, kwargs: op(*args, **kwargs))
+        # While a dispatch mode is active autograd adds gradients up out of place, also real ones.
+        self._run = accumulating_in_place(run or (lambda op, args, kwargs: op(*args, **kwargs)))
         self._scratch_bytes = scratch_bytes
         self._on_host = on_host or (lambda tensor: False)
         self._names: dict[nn.Module, str] = {}

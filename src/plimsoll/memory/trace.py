@@ -35,7 +35,6 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._pytree import tree_leaves, tree_map
 
 from plimsoll.errors import InputError, PlimsollError
-from plimsoll.memory.accumulate import accumulating_in_place
 from plimsoll.memory.known import KnownValues
 from plimsoll.memory.lowering.base import Lowering
 from plimsoll.memory.recorder import Recorder
@@ -69,7 +68,7 @@ class Rehearsal:
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.known = KnownValues(self.mode, self._where)
         self.recorder = Recorder(
-            phase=phase, run=accumulating_in_place(lowering.run_with(self.known.run)),
+            phase=phase, run=lowering.run_with(self.known.run),
             scratch_bytes=lowering.scratch_bytes, on_host=lowering.on_host,
         )  # fmt: skip
 

@@ -84,8 +84,13 @@ def test_the_parts_are_what_is_alive_at_the_peak_and_add_up():
     assert sum(counted.parts().values()) == counted.peak.likely_bytes
 
 
-def test_the_workspace_of_cublas_is_there_from_the_start_and_no_part_of_the_rest():
-    counted = count_on_cuda(step_trace(), CARD.model_copy(update={"cublas_workspace_bytes": 32 * MIB}))
+def test_the_workspace_of_cublas_is_there_from_the_first_product_and_no_part_of_the_rest():
+    trace = step_trace()
+    texts = tuple(text.replace("aten.op1.default", "aten.mm.default") for text in trace.texts)
+    with_product = trace.model_copy(update={"texts": texts})
+    card = CARD.model_copy(update={"cublas_workspace_bytes": 32 * MIB})
+    assert count_on_cuda(trace, card).parts()["context"] == 400 * MIB
+    counted = count_on_cuda(with_product, card)
     assert mib(counted.reserved) == [448, 460, 476, 496, 496, 496, 496]
     assert counted.parts()["context"] == 432 * MIB
     assert counted.fixed_part.modelled_bytes == 32 * MIB
