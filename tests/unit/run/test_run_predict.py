@@ -64,6 +64,12 @@ def test_a_function_is_run_as_it_is_for_a_gpu_that_is_not_here():
     assert not torch.is_autocast_enabled()
 
 
+def test_the_host_holds_the_model_until_it_is_moved():
+    prediction = plimsoll.predict_function(train, device="rtx3060")
+    assert prediction.host.traced_bytes >= 512 * 512 * 4 + 512 * 4
+    assert prediction.host.low_bytes < prediction.host.likely_bytes < prediction.host.high_bytes
+
+
 def test_a_function_without_an_update_is_refused():
     with pytest.raises(InputError, match=r"made \d+ ops but no optimizer.step\(\): let it train for three steps"):
         plimsoll.predict_function(lambda: nn.Linear(4, 4)(torch.ones(2, 4)), device="t4")
