@@ -276,12 +276,12 @@ def _cpu_target(job: Job, budget_bytes: int | None, progress: Progress) -> _Targ
         capacity_bytes=device.capacity_bytes,
         limit_bytes=budget_bytes or device.capacity_bytes,
         limit_source="the budget" if budget_bytes else "all that this process may use of the machine",
-        baseline=_measured_baseline(job),
+        baseline=cpu_baseline(job, has_budget=budget_bytes is not None),
         has_budget=budget_bytes is not None,
     )
 
 
-def _measured_baseline(job: Job) -> Estimate:
+def cpu_baseline(job: Job, has_budget: bool) -> Estimate:
     """What a training process takes before it has a model, read from one."""
     command = [sys.executable, "-m", "plimsoll", "baseline-worker"]
     child = subprocess.run(command, input=job.to_json(), capture_output=True, text=True, check=False)
