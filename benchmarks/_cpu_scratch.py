@@ -87,7 +87,8 @@ class Watch(TorchDispatchMode):
             if t.untyped_storage().data_ptr() not in given_before
         }
         grown = sum(resident_bytes(t) for t in new.values())
-        grown += sum(resident_bytes(t) - given_before[t.untyped_storage().data_ptr()] for t in unique((args, kwargs)))
+        given = unique((args, kwargs))
+        grown += sum(resident_bytes(t) - given_before[t.untyped_storage().data_ptr()] for t in given)
         size = sum(t.untyped_storage().nbytes() for t in new.values())
         line = {
             "op": str(func),
@@ -199,7 +200,9 @@ CASES: dict[str, Callable[[], Callable[[], None]]] = {
     },
     **{
         f"conv1d {b}x{c}x{t} to {o}, {k}": (lambda b=b, c=c, t=t, o=o, k=k: convolution(b, c, t, o, k))
-        for b, c, t, o, k in ((16, 128, 256, 256, 3), (16, 128, 256, 256, 5), (32, 320, 128, 64, 5), (16, 128, 512, 256, 3))
+        for b, c, t, o, k in (
+            (16, 128, 256, 256, 3), (16, 128, 256, 256, 5), (32, 320, 128, 64, 5), (16, 128, 512, 256, 3),
+        )
     },
     "pointwise 2048x8000": lambda: pointwise(2048, 8000),
     "pointwise 8192x1024": lambda: pointwise(8192, 1024),

@@ -6,13 +6,14 @@ freed since the last search, the smallest free block that is large enough, the t
 (from the threshold on), a larger heap. A free block is joined with its free neighbours, and the top goes back to the
 system from the trim threshold on; what is freed below a live block stays resident.
 
-torch asks for its tensors with ``posix_memalign(64)``, which takes 64 + 48 bytes more than the block, cuts off what
-lies before the aligned address and what is left behind, and frees both. So a free block never fits a new one of its
-own size, unless something free is next to it: one reason for the holes of a heap.
+torch asks for its tensors with ``posix_memalign(64)``, which takes some 100 bytes more than the block, cuts off what
+lies before the aligned address and what is left behind, and frees both. So a free block does not fit a new one of its
+own size unless something beside it is free: one reason for the holes of a heap.
 
-For a process that does nothing else the simulation is exact to a page. Chunks of up to 1,040 bytes that are cut off stay
-in the thread's cache for good, seven of each size: others would take them. Not covered: small blocks that others take (Python, C++ objects), which lie between the
-tensors; other arenas, so blocks that another thread allocates (torch's backward on a CPU runs in the calling thread);
+For a process that does nothing else the simulation is exact to a few pages. Cut-off chunks of up to 1,040 bytes stay in
+the thread's cache for good, seven of each size: others would take them. Not covered: small blocks that others take
+(Python, C++ objects) and that lie between the tensors, by chance, so that with glibc's own thresholds a training holds
+up to 8 % more; other arenas, so what another thread allocates (torch's backward on a CPU runs in the calling thread);
 glibc from 2.38 on, whose memalign searches for an aligned block first; transparent huge pages; other C libraries.
 """
 
@@ -43,8 +44,10 @@ class HeapReplay(NamedTuple):
     resident_bytes: list[int]
     """After each event."""
     peak_bytes: int
-    peak_index: int
-    """Of the event after which the peak was reached first; -1 for no events."""
+    index_of_highest: int
+    """Of the event after which the peak was reached first; -1 where no event passed what was there before."""
+    live: dict[int, int]
+    """The handle of each storage that is not freed."""
 
 
 class _Mapped(NamedTuple):
@@ -132,7 +135,10 @@ class GlibcHeap:
         self._shrink(pad_bytes=0)
 
     def map_blocks_from(self, num_bytes: int) -> None:
-        """Set the mapping threshold and end its raising, as ``mallopt(M_MMAP_THRESHOLD)``; free chunks stay as they are."""
+        """Set the mapping threshold and end its raising, as `plimsoll.device.heap.map_blocks_from`.
+
+        Free chunks and the trim threshold stay as they are: set late, it leaves the free blocks of the heap in use.
+        """
         self._join_fast()
         self.rules = self.rules.model_copy(update={"mmap_threshold_bytes": num_bytes, "is_dynamic": False})
         self._mmap_threshold_bytes = num_bytes
@@ -230,13 +236,17 @@ class GlibcHeap:
             self._given_back.remove(_round_up(self._touched_end, self.rules.page_bytes), None)
 
 
-def replay(deltas: Iterable[tuple[int, int]], heap: GlibcHeap) -> HeapReplay:
-    """Let a heap do what a trace says: ``(storage id, bytes)``, negative bytes for the storage's free.
+def replay(deltas: Iterable[tuple[int, int]], heap: GlibcHeap, live: dict[int, int] | None = None) -> HeapReplay:
+    """Let a heap do what a trace says: ``(storage id, bytes to allocate)``, negative bytes for the storage's free.
 
-    An id may be used again after its free. The heap keeps its state, so that a trace can be given in parts.
+    An id may be used again after its free. To go on with a heap, give the ``live`` of the replay before.
+
+    Raises:
+        KeyError: if a storage is freed that is not live.
     """
-    handles: dict[int, int] = {}
-    resident_bytes, peak_bytes, peak_index = [], heap.resident_bytes, -1
+    handles = dict(live or {})
+    resident_bytes: list[int] = []
+    peak_bytes, index_of_highest = heap.resident_bytes, -1
     for index, (storage, num_bytes) in enumerate(deltas):
         if num_bytes < 0:
             heap.free(handles.pop(storage))
@@ -245,8 +255,8 @@ def replay(deltas: Iterable[tuple[int, int]], heap: GlibcHeap) -> HeapReplay:
         now_bytes = heap.resident_bytes
         resident_bytes.append(now_bytes)
         if now_bytes > peak_bytes:
-            peak_bytes, peak_index = now_bytes, index
-    return HeapReplay(resident_bytes, peak_bytes, peak_index)
+            peak_bytes, index_of_highest = now_bytes, index
+    return HeapReplay(resident_bytes, peak_bytes, index_of_highest, handles)
 
 
 class _FreeChunks:
