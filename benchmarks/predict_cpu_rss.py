@@ -230,14 +230,14 @@ class Predictor:
     """What `predict_job` does; the process without a model is measured once for each kind of model."""
 
     def __init__(self) -> None:
-        self._baselines: dict[tuple[bool, bool], Estimate] = {}
+        self._baselines: dict[tuple[str, bool], Estimate] = {}
 
     def counted(self, case: Case, is_limited: bool) -> Counted:
         job = case.job()
         texts = TextSketch(case.vocab_size, case.num_labels, 0)
         trace = rehearse_job(job, texts, CpuLowering(), case.micro_batch or job.batch_size)
         architecture = job.model.get("architecture") if isinstance(job.model, dict) else job.model
-        kind = (architecture in ("lstm", "gru"), is_limited)
+        kind = (str(architecture), is_limited)
         if kind not in self._baselines:
             self._baselines[kind] = cpu_baseline(job, has_budget=is_limited)
         return count_on_cpu(trace, self._baselines[kind], FAST_HEAP if is_limited else DEFAULT_HEAP)

@@ -205,7 +205,8 @@ def count_on_cpu(trace: Trace, baseline: Estimate, rules: HeapRules) -> Counted:
         rules: how the heap is set up.
     """
     live = live_bytes(trace)
-    replayed = glibc.replay(zip(live.storage.tolist(), live.delta.tolist(), strict=True), glibc.GlibcHeap(rules))
+    deltas = zip(live.storage.tolist(), live.delta.tolist(), strict=True)
+    replayed = glibc.replay(deltas, glibc.GlibcHeap(rules), beside_bytes=glibc.TENSOR_OBJECTS_BYTES)
     return Counted(
         trace=trace,
         live=live,
