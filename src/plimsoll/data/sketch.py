@@ -37,5 +37,5 @@ def sketch_texts(job: Job) -> TextSketch:
     if job.task != "classification":
         return TextSketch(vocab_size, None, end_id)
     sources = (job.data.train,) if isinstance(job.data.train, str) else job.data.train
-    folders = {Path(file.path).parent for file in find_files(sources)}
+    folders = {Path(file.path).parent.name for file in find_files(sources)}  # as `labels_from_folders` names them
     return TextSketch(vocab_size, max(len(folders), 2), end_id)

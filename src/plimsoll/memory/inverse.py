@@ -1,19 +1,21 @@
 """Which size fits: found with a handful of traces, and verified by one at the answer.
 
-Memory grows nearly in proportion to a batch or a sequence, in pieces (an allocator takes segments, a kernel changes at
-some size). So two traces give a line, the line gives the next size to try, and every trace narrows the bracket between
-a size that fits and one that does not, until the two are neighbours or as near as was asked.
+Memory grows nearly in proportion to a batch, and with the square of a sequence at worst, in pieces (an allocator takes
+segments, a kernel changes at some size). So two traces give a line, the line gives the next size to try, and every
+trace narrows the bracket between a size that fits and one that does not, until the two are neighbours or as near as was
+asked. Where lines narrow it too slowly, it is halved.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import isqrt
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
-_MOST_TRACES = 12
+_MOST_TRACES = 16  # a line takes 3 to 5, stairs and squares up to 15
 
 
 @dataclass(frozen=True)
@@ -41,27 +43,41 @@ def largest_that_fits(
     beyond_bytes: dict[int, int] = {}
     best: T | None = None
     low, high = 0, most + 1  # the largest size known to fit, the smallest known not to
+    num_slow = 0  # traces in a row that did not halve what is between them
     size = max(1, min(start, most))
     while len(beyond_bytes) < _MOST_TRACES:
+        between = high - low
         beyond_bytes[size], fits, said = try_size(size)
         if fits:
             low, best = size, said
         else:
             high = size
-        if high - low <= max(1, int(precision * low)):
+        step = max(1, int(precision * low))
+        if high - low <= step:
             break
-        size = min(max(_nearer(beyond_bytes, most), low + 1), high - 1)
+        num_slow = num_slow + 1 if 2 * (high - low) > between else 0
+        size = min(max(_next_size(beyond_bytes, low, high, num_slow), low + step), high - 1)
     return Found(low or None, best, high > most, len(beyond_bytes))
 
 
-def _nearer(beyond_bytes: dict[int, int], most: int) -> int:
-    """Where the line through the two sizes nearest to the limit crosses it; with one size, double it or half of it."""
-    nearest = sorted(beyond_bytes, key=lambda size: abs(beyond_bytes[size]))[:2]
-    if len(nearest) == 1:
-        (size,) = nearest
-        return size // 2 if beyond_bytes[size] > 0 else min(2 * size, most)
-    first, second = nearest
+def _next_size(beyond_bytes: dict[int, int], low: int, high: int, num_slow: int) -> int:
+    """Where a line crosses the limit; a size between, the double or the half where lines do not get on."""
+    sizes = sorted(beyond_bytes)
+    if low in beyond_bytes and high in beyond_bytes:
+        most_slow = 1 if high > 2 * low else 2  # a line that hits takes two: its crossing, and the size after it
+        line = _crossing(beyond_bytes, low, high) if num_slow < most_slow else None
+        return isqrt(low * high) if line is None or beyond_bytes[high] <= 0 else line
+    is_lost = len(sizes) >= 4
+    if low in beyond_bytes:
+        line = _crossing(beyond_bytes, *sizes[-2:])
+        return 2 * low if line is None else max(line, 2 * low) if is_lost else line
+    line = _crossing(beyond_bytes, *sizes[:2])
+    return high // 2 if line is None else min(line, high // 2) if is_lost else line
+
+
+def _crossing(beyond_bytes: dict[int, int], first: int, second: int | None = None) -> int | None:
+    """Where the line through two sizes crosses the limit; ``None`` for one size, or if it does not rise."""
+    if second is None or beyond_bytes[second] <= beyond_bytes[first]:
+        return None
     bytes_per_size = (beyond_bytes[second] - beyond_bytes[first]) / (second - first)
-    if bytes_per_size <= 0:  # the allocator's steps: go on by halves
-        return first // 2 if beyond_bytes[first] > 0 else min(2 * first, most)
     return int(first - beyond_bytes[first] / bytes_per_size)

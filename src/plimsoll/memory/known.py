@@ -96,13 +96,18 @@ class KnownValues:
         )
 
     def fake(self, real: Tensor) -> Tensor:
-        """Return a fake tensor like ``real``; integers and truth values stay known."""
+        """Return a fake CPU tensor like ``real``, which may be on any device; a CPU tensor's integers stay known."""
         if isinstance(real, FakeTensor):
             return real
+        if real.device.type != "cpu":  # a fake tensor of another device cannot be trained on a CPU build of torch
+            with self._mode:
+                return torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device="cpu")
         with _disable_current_modes():
-            tensor = self._mode.from_tensor(real, static_shapes=True)
-        if not real.is_floating_point() and real.numel() <= MOST_ELEMENTS:
-            setattr(tensor, _ATTRIBUTE, real)
+            tensor = self._mode.from_tensor(real.detach(), static_shapes=True)
+            # A copy: what the training writes must not reach the real tensor. A single number may be an optimizer's
+            # count of its steps, which it divides by.
+            if real.numel() <= (1 if real.is_floating_point() else MOST_ELEMENTS):
+                setattr(tensor, _ATTRIBUTE, real.detach().clone())
         return tensor
 
     def run(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -111,7 +116,7 @@ class KnownValues:
             return self._scalar(args[0])
         tensors = [*_tensors((args, kwargs))]
         known = [self._value(tensor) is not None for tensor in tensors]
-        is_known = all(known) if tensors else op in _FACTORIES
+        is_known = (all(known) if tensors else op in _FACTORIES) and op.overloadpacket is not aten.set_
         if is_known and torch.Tag.dynamic_output_shape in op.tags:
             real = self._really(op, args, kwargs)
             return tree_map(lambda value: self.fake(value) if isinstance(value, Tensor) else value, real)

@@ -13,6 +13,7 @@ Does NOT cover other processes on the same device, several streams, and CUDA gra
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -28,6 +29,7 @@ from plimsoll.records.trace import Category, Trace
 
 MOST_ROWS = 4000
 _NUM_LARGEST = 10
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 # What is left between prediction and measurement: on CUDA 0.3 % in the median and 1.5 % in nine of ten runs with
 # batches of one length (benchmarks/predict_gpu_measured.py), on the CPU benchmarks/predict_cpu_rss.py.
@@ -41,7 +43,7 @@ class Counted:
     """How a target counted a trace.
 
     The columns have a row for each event of `live`. ``reserved`` is what the process has taken, all its ``fixed`` bytes
-    included, and ``allocated`` what of it is in use. ``fixed`` names the parts that are there from the start.
+    included, and ``allocated`` what of it is in use beside these. ``fixed`` names what is there from the start.
     ``oom_row`` is the event for which there is no room within the limit; the columns are then those without a limit.
     """
 
@@ -117,21 +119,38 @@ class Counted:
         return None if self.oom_row is None else self.moment(int(self.live.event[self.oom_row]))
 
     def largest(self) -> tuple[Holding, ...]:
-        """The largest storages that are alive at the peak."""
+        """What is alive at the peak, alike things together, those that take most first."""
         storages, texts = self.trace.storages, self.trace.texts
+        groups: dict[tuple[str, ...], list[int]] = {}
+        for storage in self.live.alive_at(self.peak_row):
+            made = moment_of(self.trace, storages.born[storage])
+            name = texts[storages.name[storage]] or made.module
+            key = (storages.category[storage], texts[storages.shape[storage]], made.line, _NUMBER.sub("*", name))
+            groups.setdefault(key, []).append(storage)
+        sizes = {key: sum(storages.num_bytes[storage] for storage in group) for key, group in groups.items()}
         return tuple(
-            Holding(
-                num_bytes=storages.num_bytes[storage],
-                category=storages.category[storage],
-                shape=texts[storages.shape[storage]],
-                made=moment_of(self.trace, storages.born[storage]),
-            )
-            for storage in self.live.alive_at(self.peak_row)[:_NUM_LARGEST]
+            self._holding(groups[key], sizes[key], key[3])
+            for key in sorted(groups, key=lambda key: -sizes[key])[:_NUM_LARGEST]
+        )
+
+    def _holding(self, group: list[int], num_bytes: int, pattern: str) -> Holding:
+        storages, texts = self.trace.storages, self.trace.texts
+        made = moment_of(self.trace, storages.born[group[0]])
+        name = texts[storages.name[group[0]]]
+        if len(group) > 1:
+            name, made = (pattern, made) if name else ("", made.model_copy(update={"module": pattern}))
+        return Holding(
+            num_bytes=num_bytes,
+            count=len(group),
+            category=storages.category[group[0]],
+            shape=texts[storages.shape[group[0]]],
+            name=name,
+            made=made,
         )
 
     def timeline(self) -> MemoryTimeline:
-        """The columns, thinned: of each stretch the row with the most and the one with the least, and the peak."""
-        rows = _thinned(self.live.total, self.peak_row)
+        """The columns, thinned: of each stretch the row with the most and the one with the least, and the peaks."""
+        rows = _thinned(self.live.total, self.peak_row, int(self.reserved.argmax()) if len(self.reserved) else -1)
         ops = [self.trace.event_op[event] for event in self.live.event[rows].tolist()]
         table, texts = self.trace.ops, self.trace.texts
         fixed_bytes = sum(part.likely_bytes for part in self.fixed.values())
@@ -188,7 +207,7 @@ def count_on_cuda(
     return Counted(
         trace=trace,
         live=live,
-        allocated=np.asarray(replayed.allocated_bytes[1:], dtype=np.int64),
+        allocated=np.asarray(replayed.allocated_bytes[1:], dtype=np.int64) - sum(replayed.allocated_bytes[:1]),
         reserved=np.asarray(replayed.reserved_bytes[1:], dtype=np.int64) + context.likely_bytes,
         fixed={"context": _sum(context, _exactly(workspace_bytes, modelled_bytes=workspace_bytes))},
         spread=_CUDA_SPREAD,
@@ -252,13 +271,13 @@ def _sum(*parts: Estimate) -> Estimate:
     return Estimate(**{name: sum(getattr(part, name) for part in parts) for name in Estimate.model_fields})
 
 
-def _thinned(total: Column, peak_row: int) -> Column:
-    """Rows of a column that keep its shape, in order."""
+def _thinned(total: Column, *peak_rows: int) -> Column:
+    """Rows of a column that keep its shape, in order, these among them."""
     num_rows = len(total)
     if num_rows <= MOST_ROWS:
         return np.arange(num_rows)
     stretch = -(-2 * num_rows // MOST_ROWS)
-    kept = {0, num_rows - 1, peak_row}
+    kept = {0, num_rows - 1, *peak_rows}
     for start in range(0, num_rows, stretch):
         part = total[start : start + stretch]
         kept |= {start + int(part.argmax()), start + int(part.argmin())}

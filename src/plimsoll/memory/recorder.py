@@ -7,7 +7,7 @@ it dies when the last tensor, saved tensor or gradient that uses it is gone.
 Where an op belongs: the module whose forward is running, found by torch's global module hooks; in backward, the module
 and the source line of the forward op whose gradient is computed, found by the number autograd gives to both (its
 sequence number); in a recomputed forward (checkpointing) the module again. The source line is the innermost frame that
-is not torch's and not Plimsoll's.
+is neither torch's nor of this package.
 
 Not seen: memory that a kernel takes and returns inside one op (lowering adds what is known of it), storages resized in
 place (``untyped_storage().resize_``), and ops of other threads (CUDA's backward runs in one: measure there with the
@@ -35,7 +35,7 @@ from plimsoll.memory.lowering.base import Run
 from plimsoll.records.trace import Assumption, Category, OpTable, Phase, StorageTable, Trace
 
 _TORCH_FOLDER = os.path.dirname(torch.__file__) + os.sep
-_OWN_FOLDER = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_OWN_FOLDER = os.path.dirname(__file__) + os.sep
 _ASKS_ONLY = {torch.ops.prim.device.default, torch.ops.aten.is_same_size.default}  # run by fake tensors; no memory
 _DTYPES = {dtype: str(dtype).removeprefix("torch.") for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
@@ -73,9 +73,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._on_host = on_host or (lambda tensor: False)
         self._names: dict[nn.Module, str] = {}
         self._watched: set[Tensor] = set()
+        self._parameter_names: dict[Tensor, str] = {}
         self._modules: list[int] = []
+        self._evaluates = False
         self._optimizers_running = 0
         self._made_graph = False  # since the last backward or update: tells "loss" from "copy"
+        self._num_nodes = torch._C._autograd._get_sequence_nr()
         self._forced_phase: list[Phase] = []
         self._texts: dict[str, int] = {"": 0}
         self._op_names: dict[Any, int] = {}
@@ -88,21 +91,22 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     # -- what the caller says ------------------------------------------------------------------------------------------
 
-    def know(self, tensors: Iterable[Tensor], category: Category) -> None:
-        """Say what tensors are for, whether the recorder has seen them being made or not."""
+    def know(self, tensors: Iterable[tuple[str, Tensor]], category: Category) -> None:
+        """Say what tensors are for and what they are called, whether the recorder has seen them being made or not."""
         if not self._phases:
             self._begin_op("before the first step")
-        for tensor in tensors:
-            self._storages.see(tensor, category)
-            self._storages.mark(tensor, category)
+        for name, tensor in tensors:
+            self._storages.see(tensor)
+            self._storages.mark(tensor, category, name)
 
     def know_model(self, model: nn.Module) -> None:
         """Take note of a model: its parameters, buffers, and the names of its modules."""
         for name, module in model.named_modules():
             self._names.setdefault(module, name or type(model).__name__)
-        self.know(model.parameters(), "parameters")
-        self.know(model.buffers(), "buffers")
-        for parameter in model.parameters():
+        self.know(model.named_parameters(), "parameters")
+        self.know(model.named_buffers(), "buffers")
+        for name, parameter in model.named_parameters():
+            self._parameter_names[parameter] = name
             if parameter.requires_grad and parameter not in self._watched:
                 self._watched.add(parameter)
                 handle = parameter.register_post_accumulate_grad_hook(self._know_gradient)  # type: ignore[no-untyped-call]
@@ -110,8 +114,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def know_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Take note of the states of an optimizer."""
-        for state in optimizer.state.values():
-            self.know((value for value in state.values() if isinstance(value, Tensor)), "optimizer states")
+        for parameter, state in optimizer.state.items():
+            of = self._parameter_names.get(parameter, "a parameter")
+            tensors = ((f"{key} of {of}", value) for key, value in state.items() if isinstance(value, Tensor))
+            self.know(tensors, "optimizer states")
 
     @contextmanager
     def phase(self, phase: Phase) -> Iterator[None]:
@@ -187,6 +193,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return f" at {texts[line]}" if line else f" in {texts[module]}" if module else ""
 
     @property
+    def last_phase(self) -> Phase:
+        """The phase of the op that ran last."""
+        return self._phases[-1] if self._phases else "setup"
+
+    @property
     def is_in_module(self) -> bool:
         """Whether a module's forward is running, or one is recomputed."""
         return bool(self._modules)
@@ -218,10 +229,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if torch._C._current_graph_task_id() == -1:
             module, line = self._modules[-1] if self._modules else 0, self._line()
             if torch.is_grad_enabled():
-                self._made_graph = True
-                self._forward_of.setdefault(torch._C._autograd._get_sequence_nr() - 1, (module, line))
+                num_nodes = torch._C._autograd._get_sequence_nr()
+                self._made_graph |= num_nodes != self._num_nodes
+                self._num_nodes = num_nodes
+                self._forward_of.setdefault(num_nodes - 1, (module, line))
             return module, line, self._phase_outside_backward()
-        self._made_graph = False
+        self._made_graph, self._num_nodes = False, torch._C._autograd._get_sequence_nr()
         node = torch._C._current_autograd_node()
         module, line = self._forward_of.get(node._sequence_nr() if node is not None else -1, (0, 0))
         if self._modules:  # recomputing a forward
@@ -239,12 +252,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._optimizers_running:
             return "optimizer"
         if self._modules:
-            return "forward" if torch.is_grad_enabled() else "evaluation"
+            return "evaluation" if self._evaluates else "forward"
         return "loss" if self._made_graph else "copy"
 
     def _enter_module(self, module: nn.Module, args: Any) -> None:
         if module not in self._names:
             self.know_model(module)
+        if not self._modules:  # inside, custom functions and checkpoints turn gradients off and are no evaluation
+            self._evaluates = not torch.is_grad_enabled()
         self._modules.append(self.text(self._names[module]))
 
     def _leave_module(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -262,7 +277,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _know_gradient(self, parameter: Tensor) -> None:
         if parameter.grad is not None:
-            self.know((parameter.grad,), "gradients")
+            self.know(((f"gradient of {self._parameter_names[parameter]}", parameter.grad),), "gradients")
 
     def _line(self) -> int:
         """The number of ``file:line`` of the innermost frame that is the user's or a library's, not torch's."""
@@ -292,15 +307,16 @@ class _Storages:
         self._born: list[int] = []
         self._died: list[int] = []
         self._shape: list[int] = []
+        self._name: list[int] = []
         self._on_host: list[bool] = []
         self._events: list[int] = []
         self._event_op: list[int] = []
         self._scratch_row = -1
 
-    def see(self, tensor: Tensor, category: Category | None = None) -> None:
+    def see(self, tensor: Tensor) -> None:
         if tensor.layout is not torch.strided:
             for part in _parts_of(tensor):
-                self.see(part, category)
+                self.see(part)
             return
         storage = tensor.untyped_storage()
         address = storage._cdata
@@ -309,15 +325,16 @@ class _Storages:
         num_bytes = storage.nbytes()
         if num_bytes == 0:
             return
-        row = self._add(num_bytes, category, _shape_text(tensor), self._recorder.on_host(tensor))
+        row = self._add(num_bytes, None, _shape_text(tensor), self._recorder.on_host(tensor))
         self._row_of[address] = row
         self._watch[weakref.ref(storage, self._dies)] = (address, row)
 
-    def mark(self, tensor: Tensor, category: Category) -> None:
-        if tensor.layout is torch.strided:
-            row = self._row_of.get(tensor.untyped_storage()._cdata)
+    def mark(self, tensor: Tensor, category: Category, name: str) -> None:
+        for part in [tensor] if tensor.layout is torch.strided else _parts_of(tensor):
+            row = self._row_of.get(part.untyped_storage()._cdata)
             if row is not None:
                 self._category[row] = category
+                self._name[row] = self._recorder.text(name)
 
     def begin_scratch(self, num_bytes: int) -> None:
         self._scratch_row = self._add(num_bytes, "temporaries", "scratch of the kernel", on_host=False)
@@ -336,6 +353,7 @@ class _Storages:
             born=tuple(self._born),
             died=tuple(self._died),
             shape=tuple(self._shape),
+            name=tuple(self._name),
             on_host=tuple(self._on_host),
         )
         return table, tuple(self._events), tuple(self._event_op)
@@ -347,6 +365,7 @@ class _Storages:
         self._born.append(self._recorder.op_row)
         self._died.append(-1)
         self._shape.append(self._recorder.text(shape))
+        self._name.append(0)
         self._on_host.append(on_host)
         self._events.append(row + 1)
         self._event_op.append(self._recorder.op_row)

@@ -14,6 +14,10 @@ tensors made by libraries that do not go through torch.
 from __future__ import annotations
 
 import copy
+import logging
+import os
+import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import chain
@@ -26,14 +30,30 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensorMode,
     UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
 )
 from torch.utils._pytree import tree_map
 
-from plimsoll.errors import InputError
+from plimsoll.errors import InputError, PlimsollError
 from plimsoll.memory.known import KnownValues
 from plimsoll.memory.lowering.base import Lowering
 from plimsoll.memory.recorder import Recorder
+from plimsoll.memory.untraced import untraced
 from plimsoll.records.trace import Phase, Trace
+
+_CANNOT_TRACE = (
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+)
+_INNER_FOLDERS = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.dirname(__file__)) + os.sep)
+_MOST_FRAMES = 6
+_EXPECTED_WARNINGS = (
+    "Accessing the data pointer of FakeTensor",  # copy.deepcopy of a module
+    "torch.cuda.amp.GradScaler is enabled, but CUDA is not available",
+    "User provided device_type of 'cuda', but CUDA is not available",
+)
 
 
 class Rehearsal:
@@ -54,8 +74,7 @@ class Rehearsal:
 
     def fake_model(self, model: nn.Module) -> nn.Module:
         """Return a copy of a model whose parameters and buffers are fake; the model itself stays as it is."""
-        copied: nn.Module = copy.deepcopy(model, self._faked(model))
-        return copied
+        return self._arrived(copy.deepcopy(model, self._faked(model)))
 
     def fake_training(
         self, model: nn.Module, optimizer: torch.optim.Optimizer
@@ -64,7 +83,7 @@ class Rehearsal:
         memo = self._faked(model)
         for state in optimizer.state.values():
             memo |= {id(value): self.known.fake(value) for value in state.values() if isinstance(value, Tensor)}
-        return copy.deepcopy(model, memo), copy.deepcopy(optimizer, memo)
+        return self._arrived(copy.deepcopy(model, memo)), copy.deepcopy(optimizer, memo)
 
     def fake_batch(self, batch: Any) -> Any:
         """Return a batch of fake tensors as a loader gives it, on the host; its integers stay known.
@@ -81,7 +100,7 @@ class Rehearsal:
             return fakes[id(leaf)]
 
         result = tree_map(fake, batch)
-        self.recorder.know(fakes.values(), "inputs")
+        self.recorder.know((("", tensor) for tensor in fakes.values()), "inputs")
         return result
 
     def trace(self) -> Trace:
@@ -92,11 +111,19 @@ class Rehearsal:
         """The fake of each parameter and buffer by its id: what ``copy.deepcopy`` takes as done."""
         memo: dict[int, Any] = {}
         for tensor in chain(model.parameters(), model.buffers()):
-            fake = self.known.fake(tensor.detach()).requires_grad_(tensor.requires_grad)
+            fake = self.known.fake(tensor).requires_grad_(tensor.requires_grad)
             if isinstance(tensor, nn.Parameter):
                 fake._is_param = True  # what nn.Parameter itself does for a subclass
             memo[id(tensor)] = fake
         return memo
+
+    @staticmethod
+    def _arrived(model: nn.Module) -> nn.Module:
+        """What ``model.to(device)`` does beside moving: cuDNN's layers join their weights."""
+        for module in model.modules():
+            if isinstance(module, nn.RNNBase):
+                module.flatten_parameters()
+        return model
 
     def _where(self) -> str | None:
         """The place that asks for a value; ``None`` for a step of Plimsoll's, which reads its loss and goes on."""
@@ -118,9 +145,9 @@ def rehearsal(lowering: Lowering, phase: Callable[[], Phase] | None = None) -> I
     """
     place = Rehearsal(lowering, phase)
     try:
-        with lowering.active(place.known.assume), place.mode, place.recorder:
+        with _quiet(), untraced(), lowering.active(place.known.assume), place.mode, place.recorder:
             yield place
-    except (UnsupportedFakeTensorException, DataDependentOutputException, DynamicOutputShapeException) as error:
+    except _CANNOT_TRACE as error:
         raise InputError(_cannot_trace(error, place.recorder.describe_place())) from error
 
 
@@ -138,6 +165,44 @@ def trace_training(train: Callable[[Rehearsal], Any], lowering: Lowering) -> Tra
         place.recorder.step, place.recorder.counts_steps = 1, True
         train(place)
     return place.trace()
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep torch from telling what the error that follows says anyway, and from warning of what is meant so."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    was_disabled, log.disabled = log.disabled, True
+    try:
+        with warnings.catch_warnings():
+            for message in _EXPECTED_WARNINGS:
+                warnings.filterwarnings("ignore", message=message)
+            yield
+    finally:
+        log.disabled = was_disabled
+
+
+class failures_explained:
+    """Let an error of the user's code say what failed and where, in their frames only.
+
+    A class, because it must see errors of any type on their way out; none is held back.
+    """
+
+    def __init__(self, what: str, place: Rehearsal) -> None:
+        self._what, self._place = what, place
+
+    def __enter__(self) -> None:
+        """Begin."""
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        """Raise the explanation in place of an error that is not Plimsoll's and not about fake tensors."""
+        if not isinstance(error, Exception) or isinstance(error, (PlimsollError, *_CANNOT_TRACE)):
+            return
+        frames = [frame for frame in traceback.extract_tb(trace) if not frame.filename.startswith(_INNER_FOLDERS)]
+        shown = "".join(traceback.format_list(frames[-_MOST_FRAMES:]))
+        raise InputError(
+            f"{self._what} fails in the {self._place.recorder.last_phase} phase, on tensors without memory: "
+            f"{type(error).__name__}: {error}\n{shown}Check the model and the fields of its batch."
+        ) from error
 
 
 def _cannot_trace(error: Exception, where: str) -> str:

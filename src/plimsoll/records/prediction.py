@@ -31,11 +31,17 @@ class Moment(Frozen):
 
 
 class Holding(Frozen):
-    """One allocation that is alive at the peak, with where it was made."""
+    """Allocations alike that are alive at the peak, with where the first was made.
+
+    They have the same category, shape, source line and module but for the numbers in its name, which are then ``*``.
+    ``num_bytes`` is of all ``count`` of them together; ``name`` is empty for what has none.
+    """
 
     num_bytes: int
+    count: int = 1
     category: Category
     shape: str
+    name: str = ""
     made: Moment
 
 
@@ -83,7 +89,8 @@ class Prediction(Record):
     """The peak memory of a training before it runs.
 
     ``peak`` counts as ``limit_bytes`` does: on CUDA all of the process on the device (context, reserved segments), on
-    the CPU its private memory. ``fits`` compares the likely value; ``verdict`` also looks at the range.
+    the CPU its private memory. ``fits`` compares the likely value; ``verdict`` also looks at the range. Sizes of the
+    batch are ``None`` where a function trains that decides them itself.
     """
 
     record_kind: ClassVar[str] = "prediction"
@@ -94,9 +101,9 @@ class Prediction(Record):
     capacity_bytes: int
     limit_bytes: int
     limit_source: str
-    micro_batch: int
-    sequence_length: int
-    batch_size: int
+    micro_batch: int | None
+    sequence_length: int | None
+    batch_size: int | None
     precision: str
     peak: Estimate
     allocated: Estimate

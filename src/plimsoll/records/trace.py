@@ -46,7 +46,8 @@ class OpTable(Frozen):
 class StorageTable(Frozen):
     """One row per allocation. ``born`` and ``died`` are rows of the ops; ``died`` is -1 if it was alive at the end.
 
-    ``shape`` is the number of a text like ``float32[8, 128, 768]``, of the first tensor in it. ``on_host`` says that
+    ``shape`` is the number of a text like ``float32[8, 128, 768]``, of the first tensor in it, ``name`` that of what it
+    is called (a parameter, its gradient, its states), or of the empty text. ``on_host`` says that
     it is in the host's memory although the training is on another device.
     """
 
@@ -55,6 +56,7 @@ class StorageTable(Frozen):
     born: tuple[int, ...]
     died: tuple[int, ...]
     shape: tuple[int, ...]
+    name: tuple[int, ...]
     on_host: tuple[bool, ...]
 
 

@@ -123,9 +123,9 @@ def known_how_sentence(prediction: Prediction) -> str:
 def key_numbers(prediction: Prediction) -> tuple[tuple[str, str], ...]:
     """Return what was predicted, against what, as label and value; an even number of them."""
     return (
-        ("Micro-batch", f"{prediction.micro_batch:,}"),
-        ("Sequence length", f"{prediction.sequence_length:,}"),
-        ("Batch size", f"{prediction.batch_size:,}"),
+        ("Micro-batch", _count(prediction.micro_batch)),
+        ("Sequence length", _count(prediction.sequence_length)),
+        ("Batch size", _count(prediction.batch_size)),
         ("Precision", prediction.precision),
         ("Limit", format_bytes(prediction.limit_bytes)),
         ("Limit from", prediction.limit_source),
@@ -178,9 +178,9 @@ def _holding_row(holding: Holding) -> tuple[str, ...]:
     return (
         format_bytes(holding.num_bytes),
         holding.category,
-        holding.shape or "unknown",
+        (f"{holding.count} x " if holding.count > 1 else "") + (holding.shape or "unknown"),
         f"{_phase_text(made)}: {made.op}" if made.op else _phase_text(made),
-        made.module or "unknown",
+        holding.name or made.module or "unknown",
         short_path(made.line) or "unknown",
     )
 
@@ -247,3 +247,7 @@ def _difference_text(assumption: Assumption) -> str:
     if not said:
         return "not counted"
     return " to ".join(said) if 0 not in (assumption.low_bytes, assumption.high_bytes) else f"up to {said[0]}"
+
+
+def _count(number: int | None) -> str:
+    return "its own" if number is None else f"{number:,}"

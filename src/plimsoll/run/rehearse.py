@@ -15,12 +15,13 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from plimsoll.data.sketch import TextSketch
+from plimsoll.device.host_random import copy_host_state
 from plimsoll.memory.lowering.base import Lowering
-from plimsoll.memory.trace import Rehearsal, rehearsal
+from plimsoll.memory.trace import Rehearsal, failures_explained, rehearsal
 from plimsoll.models.build import build_model, loss_of
 from plimsoll.optimizers import build_optimizer, build_schedule
 from plimsoll.records.device import Device, MemoryUse
@@ -29,6 +30,7 @@ from plimsoll.records.trace import Phase, Trace
 from plimsoll.run.boundary import Position
 from plimsoll.run.commit import ADDRESS_OF
 from plimsoll.run.step import TrainStep
+from plimsoll.workload import LossFunction, Precision, Units, batch_size_of, split_batch
 
 _MOST_PIECES = 2
 
@@ -70,8 +72,8 @@ class StageBackend:
         return False
 
     def random_state(self) -> dict[str, Any]:
-        """Return no state: what is drawn does not matter."""
-        return {}
+        """Copy the host's: it takes memory, though what is drawn does not matter."""
+        return copy_host_state()
 
     def restore_random_state(self, state: dict[str, Any]) -> None:
         """Do nothing."""
@@ -93,15 +95,16 @@ def rehearse_job(job: Job, texts: TextSketch, lowering: Lowering, micro_batch: i
         JobError: if the model or the optimizer cannot be built.
         InputError: if the model cannot be traced.
     """
-    position = Position()
     batch = _batch(job, texts, _rehearsed_samples(job.batch_size, micro_batch))
     held_out = _batch(job, texts, job.batch_size) if job.data.validation else None
-    with rehearsal(lowering, phase=lambda: _phase(position)) as stage, _fake_tensors_are_plain():
-        model = build_model(job, *texts).train()
+    loss, units = loss_of(job.task)
+    position = Position()
+    with _stage(lowering, position) as stage:
+        with failures_explained("the model of this job", stage):
+            model = build_model(job, *texts).train()
         model.to(lowering.device)
         stage.recorder.know_model(model)
         optimizer = build_optimizer(job.optimizer, model.parameters())
-        loss, units = loss_of(job.task)
         step = TrainStep(
             model,
             optimizer,
@@ -115,8 +118,66 @@ def rehearse_job(job: Job, texts: TextSketch, lowering: Lowering, micro_batch: i
             backend=StageBackend(lowering.kind),
             position=position,
         )
-        _rehearse(stage, step, batch, held_out, has_states=bool(job.evaluate_every))
+        with failures_explained("the model of this job", stage):
+            _rehearse(stage, step, batch, held_out, has_states=bool(job.evaluate_every))
     return stage.trace()
+
+
+def rehearse_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batch: Any,
+    loss: LossFunction,
+    lowering: Lowering,
+    *,
+    units: Units | None,
+    micro_batch: int | None,
+    clip_norm: float | None,
+    precision: Precision,
+) -> Trace:
+    """Trace three steps of a model and optimizer that exist, on copies without memory.
+
+    Args:
+        model: see `TrainStep`, as are all but these two.
+        optimizer: see `model`.
+        batch: one batch, on the CPU.
+        loss: see `model`.
+        lowering: the target.
+        units: see `model`.
+        micro_batch: see `model`.
+        clip_norm: see `model`.
+        precision: see `model`.
+
+    Raises:
+        InputError: if the model fails, or cannot be traced.
+    """
+    position = Position()
+    num_samples = batch_size_of(batch)
+    cut = split_batch(batch, _rehearsed_samples(num_samples, micro_batch or num_samples))[0]
+    with _stage(lowering, position) as stage:
+        fake_model, fake_optimizer = stage.fake_training(model, optimizer)
+        stage.recorder.know_model(fake_model)
+        stage.recorder.know_optimizer(fake_optimizer)
+        step = TrainStep(
+            fake_model,
+            fake_optimizer,
+            loss,
+            units=units,
+            micro_batch=micro_batch,
+            clip_norm=clip_norm,
+            precision=precision,
+            backend=StageBackend(lowering.kind),
+            position=position,
+        )
+        with failures_explained(f"the model {type(model).__name__}", stage):
+            _rehearse(stage, step, cut, None, has_states=False)
+    return stage.trace()
+
+
+@contextmanager
+def _stage(lowering: Lowering, position: Position) -> Iterator[Rehearsal]:
+    with rehearsal(lowering, phase=lambda: _phase(position)) as stage, _fake_tensors_are_plain():
+        yield stage
 
 
 def _rehearse(stage: Rehearsal, step: TrainStep, batch: Any, held_out: Any | None, has_states: bool) -> None:

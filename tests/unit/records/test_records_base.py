@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 
 import plimsoll.records
+from hand_traces import trace_of
 from plimsoll.errors import OutputError, RecordError
 from plimsoll.records.base import Record, write_atomically
 from plimsoll.records.plan import Plan
+from prediction_records import fitting
 
 for _module in pkgutil.iter_modules(plimsoll.records.__path__):
     importlib.import_module(f"plimsoll.records.{_module.name}")
@@ -26,7 +28,8 @@ RECORDS = sorted(
 
 @pytest.fixture
 def examples(device, machine, plan, job, head, run_record) -> dict[type[Record], Record]:
-    return {type(record): record for record in (device, machine, plan, job, head, run_record)}
+    made = (device, machine, plan, job, head, run_record, fitting(), trace_of(("setup", 0, "+w parameters 8 -w")))
+    return {type(record): record for record in made}
 
 
 @pytest.mark.parametrize("cls", RECORDS, ids=lambda cls: cls.record_kind)

@@ -1,25 +1,46 @@
-"""The heap's settings are those of `plimsoll.device.heap`, and a fresh process's are glibc's."""
+"""The heap's settings: glibc's own numbers, and those that Plimsoll sets."""
 
 import pytest
 from pydantic import ValidationError
 
-from plimsoll.device import heap
+from plimsoll.device.heap import FAST_BYTES, TIGHT_BYTES
 from plimsoll.records.heap import DEFAULT_HEAP, FAST_HEAP, FRESH_HEAP, TIGHT_HEAP, HeapRules
 
 
-def test_the_thresholds_are_those_that_are_set():
-    assert FAST_HEAP.mmap_threshold_bytes == heap.FAST_BYTES
-    assert TIGHT_HEAP.mmap_threshold_bytes == heap.TIGHT_BYTES
+def test_a_fresh_heap_is_that_of_mallopt_3():
+    rules = FRESH_HEAP.model_dump()
+    assert rules == {
+        "mmap_threshold_bytes": 131072,
+        "is_dynamic": True,
+        "trim_threshold_bytes": 131072,
+        "top_pad_bytes": 131072,
+        "num_cached_per_size": 7,
+        "page_bytes": 4096,
+        "alignment_bytes": 64,
+    }
+
+
+def test_thresholds_that_were_raised_are_the_block_and_twice_the_block():
+    assert DEFAULT_HEAP.is_dynamic
+    assert DEFAULT_HEAP.trim_threshold_bytes == 2 * DEFAULT_HEAP.mmap_threshold_bytes == 3850240
+
+
+def test_the_heaps_that_are_set_have_the_thresholds_that_the_device_sets():
+    assert (FAST_HEAP.mmap_threshold_bytes, TIGHT_HEAP.mmap_threshold_bytes) == (FAST_BYTES, TIGHT_BYTES)
     assert not FAST_HEAP.is_dynamic
     assert not TIGHT_HEAP.is_dynamic
+    # Setting one threshold leaves the other where the imports had raised it to.
+    assert FAST_HEAP.trim_threshold_bytes == TIGHT_HEAP.trim_threshold_bytes == DEFAULT_HEAP.trim_threshold_bytes
 
 
-def test_setting_the_mapping_threshold_leaves_the_trim_threshold_of_the_imports():
-    assert FRESH_HEAP.trim_threshold_bytes == FRESH_HEAP.mmap_threshold_bytes == 128 << 10
-    for rules in (DEFAULT_HEAP, FAST_HEAP, TIGHT_HEAP):
-        assert rules.trim_threshold_bytes == 2 * DEFAULT_HEAP.mmap_threshold_bytes
+@pytest.mark.parametrize("rules", [FRESH_HEAP, DEFAULT_HEAP, FAST_HEAP, TIGHT_HEAP])
+def test_they_are_read_back_as_they_were_written(rules: HeapRules):
+    assert HeapRules.model_validate_json(rules.model_dump_json()) == rules
 
 
-def test_a_negative_threshold_is_refused():
+@pytest.mark.parametrize(
+    "wrong", [{"page_bytes": 0}, {"alignment_bytes": 16}, {"mmap_threshold_bytes": -1}, {"mmap_bytes": 1}]
+)
+def test_numbers_that_no_heap_has_are_refused(wrong: dict[str, int]):
     with pytest.raises(ValidationError):
-        HeapRules(mmap_threshold_bytes=-1)
+        HeapRules.model_validate(wrong)

@@ -276,6 +276,9 @@ def _answer_for_cuda(undo: ExitStack) -> None:
     replace(torch, "get_autocast_gpu_dtype", lambda: get_dtype("cpu"))
     replace(torch, "set_autocast_gpu_dtype", lambda dtype: set_dtype("cpu", dtype))
 
+    # Else a GradScaler for "cuda" warns, and scales and checks nothing.
+    replace(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)
+
     clear = torch.clear_autocast_cache
 
     def clear_both() -> None:

@@ -1,4 +1,6 @@
-"""The CPU as target: what is traced is what runs, but for packed sequences, which cannot be traced as they are."""
+"""The CPU as target: what is traced is what runs, but for packed sequences, which cannot be traced as they are, and for
+kernels whose results are larger or smaller than torch says of them.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +12,7 @@ import torch
 from torch import Tensor
 
 from plimsoll.memory.lowering.base import Note, Run, fake_modules_can_be_converted, foreach_as_on, kernels_replaced
+from plimsoll.memory.lowering.cpu_kernels import corrected
 from plimsoll.memory.lowering.cpu_scratch import scratch_bytes
 from plimsoll.memory.lowering.packed_rnn import PACKED_RNN
 from plimsoll.memory.lowering.packing import PACKING
@@ -41,8 +44,8 @@ class CpuLowering:
             yield
 
     def run_with(self, run: Run) -> Run:
-        """Return the function as it is."""
-        return run
+        """Give results the size that the CPU's kernels give them."""
+        return corrected(run)
 
     def on_host(self, tensor: Tensor) -> bool:
         """Return that there is one place only."""

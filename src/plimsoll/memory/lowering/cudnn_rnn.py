@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._prims_common import make_contiguous_strides_for
 
 from plimsoll.errors import JobError
 from plimsoll.memory.lowering.cudnn_rnn_sizes import (
@@ -106,12 +105,10 @@ def _flatten(module: nn.RNNBase) -> bool:
 
 
 def _views(buffer: Tensor, weights: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Slices of a buffer that autograd takes for tensors of their own, as RNN.cpp makes them (``set_``)."""
+    """Slices of a buffer, one for each weight. RNN.cpp makes them by ``set_``, whose storage a fake mode would keep."""
     start = 0
     for weight in weights:
-        yield buffer.new_empty(0).set_(
-            buffer.untyped_storage(), start, weight.shape, make_contiguous_strides_for(weight.shape)
-        )
+        yield buffer[start : start + weight.numel()].view(weight.shape)
         start += weight.numel()
 
 

@@ -71,10 +71,11 @@ def _forwards(
     projected = functional.linear(data, weights.input, weights.input_bias)
     outputs, finished, offset, size = [], [], 0, batch_sizes[0]
     for batch_size in batch_sizes:
+        step_input = projected.narrow(0, offset, batch_size)
         if batch_size < size:
             finished.append(tuple(part.narrow(0, batch_size, size - batch_size) for part in state))
             state = tuple(part.narrow(0, 0, batch_size) for part in state)
-        state = cell(projected.narrow(0, offset, batch_size), state, weights)
+        state = cell(step_input, state, weights)
         outputs.append(state[0])
         offset, size = offset + batch_size, batch_size
     finished.append(state)
@@ -125,18 +126,32 @@ def _stack(  # noqa: PLR0917 -- what the ops below are given
 ) -> tuple[Tensor, list[State]]:
     """All layers, with dropout between them; ``states`` and ``weights`` are one per layer and direction."""
     sizes = values_of(batch_sizes)
-    last_states = []
+    last_states: list[State] = []
     num_directions = 1 + bidirectional
     for first in range(0, len(weights), num_directions):
-        output, state = _forwards(data, sizes, states[first], weights[first], cell)
-        last_states.append(state)
-        if bidirectional:
-            reverse_output, state = _backwards(data, sizes, states[first + 1], weights[first + 1], cell)
-            last_states.append(state)
-            output = torch.cat((output, reverse_output), -1)
-        is_last = first + num_directions == len(weights)
-        data = output if is_last or not dropout else functional.dropout(output, dropout)
+        directions = slice(first, first + num_directions)
+        data = _layer(cell, data, sizes, states[directions], weights[directions], last_states)
+        if dropout and first + num_directions < len(weights):
+            data = functional.dropout(data, dropout)
     return data, last_states
+
+
+def _layer(  # noqa: PLR0917 -- as above
+    cell: Cell,
+    data: Tensor,
+    batch_sizes: list[int],
+    states: list[State],
+    weights: list[_Weights],
+    last_states: list[State],
+) -> Tensor:
+    """One layer in its directions. It is a function so that what only it needs is given back where it ends."""
+    output, state = _forwards(data, batch_sizes, states[0], weights[0], cell)
+    last_states.append(state)
+    if len(states) == 1:
+        return output
+    reverse_output, state = _backwards(data, batch_sizes, states[1], weights[1], cell)
+    last_states.append(state)
+    return torch.cat((output, reverse_output), -1)
 
 
 def _lstm(  # noqa: PLR0917 -- the signature of the op

@@ -21,8 +21,9 @@ from plimsoll.memory.known import values_of
 
 class _Pack(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, time_first: Tensor, batch_sizes: list[int]) -> Tensor:
+    def forward(ctx: Any, time_first: Tensor, counts: Tensor, batch_sizes: list[int]) -> Tensor:
         ctx.shape = time_first.shape
+        ctx.save_for_backward(counts)
         pieces, start = [], 0
         for size, run in groupby(batch_sizes):
             num_steps = len(list(run))
@@ -33,7 +34,7 @@ class _Pack(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return grads[0].new_zeros(ctx.shape), None
+        return grads[0].new_zeros(ctx.shape), None, None
 
 
 class _Pad(torch.autograd.Function):
@@ -52,8 +53,9 @@ def pack_padded_sequence(input: Tensor, lengths: Tensor, batch_first: bool) -> t
     known = values_of(lengths)
     batch_sizes = [sum(length > step for length in known) for step in range(max(known))]
     time_first = input.transpose(0, 1) if batch_first else input
-    packed: Tensor = _Pack.apply(time_first, batch_sizes)  # type: ignore[no-untyped-call]
-    return packed, torch.tensor(batch_sizes)
+    counts = torch.tensor(batch_sizes)
+    packed: Tensor = _Pack.apply(time_first, counts, batch_sizes)  # type: ignore[no-untyped-call]
+    return packed, counts
 
 
 def pad_packed_sequence(

@@ -22,11 +22,11 @@ from plimsoll.memory.lowering.base import Run
 _ON_HOST = "_plimsoll_on_host"
 _FACTORIES = {
     getattr(torch, name)
-    for name in (
-        ("tensor", "as_tensor", "asarray", "from_numpy", "scalar_tensor", "empty", "zeros", "ones", "full", "eye")
-        + ("arange", "linspace", "logspace", "empty_strided", "tril_indices", "triu_indices")
-        + ("rand", "randn", "randint", "randperm", "normal")
-    )
+    for name in [
+        *("tensor", "as_tensor", "asarray", "from_numpy", "scalar_tensor", "empty", "zeros", "ones", "full", "eye"),
+        *("arange", "linspace", "logspace", "empty_strided", "tril_indices", "triu_indices"),
+        *("rand", "randn", "randint", "randperm", "normal"),
+    ]
 }
 
 
@@ -36,7 +36,6 @@ class Places(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self._makes_on_host = False
-        self._is_host_op = False
         self._moves = False
 
     def put_on_host(self, tensor: Tensor) -> Tensor:
@@ -45,24 +44,20 @@ class Places(TorchFunctionMode):
         return tensor
 
     def on_host(self, tensor: Tensor) -> bool:
-        """Whether a tensor, or what the running op makes, is in the host's memory."""
-        return self._is_host_op or hasattr(tensor, _ON_HOST)
+        """Whether a tensor is in the host's memory."""
+        return hasattr(tensor, _ON_HOST)
 
     def run_with(self, run: Run) -> Run:
         """Let what an op makes be where its inputs are."""
 
         def run_in_place(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             tensors = [leaf for leaf in args if isinstance(leaf, Tensor)]
-            if self._moves:
-                self._is_host_op = False
-            elif tensors:
-                self._is_host_op = all(
-                    hasattr(tensor, _ON_HOST) or not isinstance(tensor, FakeTensor) for tensor in tensors
-                )
+            if tensors:
+                makes_on_host = all(hasattr(leaf, _ON_HOST) or not isinstance(leaf, FakeTensor) for leaf in tensors)
             else:
-                self._is_host_op = self._makes_on_host
+                makes_on_host = self._makes_on_host
             result = run(op, args, kwargs)
-            if self._is_host_op:
+            if makes_on_host and not self._moves:
                 for leaf in tree_leaves(result):
                     if isinstance(leaf, Tensor):
                         self.put_on_host(leaf)

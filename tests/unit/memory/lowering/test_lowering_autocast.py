@@ -463,6 +463,13 @@ def test_a_context_inside_another_ends_with_the_outer_one() -> None:
         assert torch.exp(x).dtype == BF16
 
 
+@pytest.mark.filterwarnings("ignore:.*CUDA is not available")
+def test_a_scaler_for_cuda_is_on_inside_only() -> None:
+    with cuda_autocast_lists():
+        assert torch.amp.GradScaler("cuda").is_enabled()
+    assert torch.amp.GradScaler("cuda").is_enabled() == torch.cuda.is_available()
+
+
 def test_a_torch_without_the_header_or_a_private_name_is_refused(monkeypatch, tmp_path) -> None:
     cuda_policies.cache_clear()
     monkeypatch.setattr(torch, "__file__", str(tmp_path / "__init__.py"))

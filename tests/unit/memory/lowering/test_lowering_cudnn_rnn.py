@@ -6,7 +6,6 @@ import weakref
 
 import pytest
 import torch
-from plimsoll.memory.lowering.packed_sequence import PackedSequences
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.utils.rnn import pack_padded_sequence
@@ -15,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from plimsoll.errors import JobError
+from plimsoll.memory.known import KnownValues
 from plimsoll.memory.lowering.cudnn_rnn import (
     DROPOUT_STATE_BYTES,
     CudnnRnn,
@@ -23,6 +23,7 @@ from plimsoll.memory.lowering.cudnn_rnn import (
     shape_of,
 )
 from plimsoll.memory.lowering.cudnn_rnn_sizes import reserve_bytes, uncertainty_bytes, workspace_bytes
+from plimsoll.memory.lowering.packing import PACKING
 
 I, H, T, B = 6, 8, 5, 3  # noqa: E741
 LENGTHS = torch.tensor([5, 3, 2])  # made before any trace, so its values are known
@@ -32,8 +33,9 @@ CELLS = {"lstm": nn.LSTM, "gru": nn.GRU, "rnn": nn.RNN}
 class Recorder(TorchDispatchMode):
     """The bytes of every storage that is alive, by the order of birth; storages seen before count as well."""
 
-    def __init__(self):
+    def __init__(self, known):
         super().__init__()
+        self.known = known
         self.live: dict[int, int] = {}
         self.peak = 0
         self.sizes: list[int] = []
@@ -53,7 +55,7 @@ class Recorder(TorchDispatchMode):
         return sum(self.live.values())
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
+        out = self.known.run(func, args, kwargs or {})
         for leaf in tree_leaves(out):
             if isinstance(leaf, torch.Tensor):
                 self.see(leaf)
@@ -63,7 +65,7 @@ class Recorder(TorchDispatchMode):
 class Replaced(TorchFunctionMode):
     def __init__(self, rnn: CudnnRnn):
         super().__init__()
-        self.replacements = {**rnn.replacements, **PackedSequences(lambda *_: None).replacements}
+        self.replacements = {**rnn.replacements, torch._pack_padded_sequence: PACKING["_pack_padded_sequence"]}
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         return self.replacements.get(func, func)(*args, **(kwargs or {}))
@@ -72,7 +74,8 @@ class Replaced(TorchFunctionMode):
 @contextlib.contextmanager
 def traced(notes=None, **options):
     rnn = CudnnRnn(lambda *note: None if notes is None else notes.append(note), **options)
-    with FakeTensorMode(allow_non_fake_inputs=True), Replaced(rnn), Recorder() as recorder:
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with mode, Replaced(rnn), Recorder(KnownValues(mode, lambda: None)) as recorder:
         yield recorder
 
 

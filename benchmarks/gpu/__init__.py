@@ -1,0 +1,1 @@
+"""What a GPU does with the trainings that Plimsoll predicts: recorded there, compared anywhere."""

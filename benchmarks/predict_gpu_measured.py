@@ -1,0 +1,436 @@
+"""How far predictions are from memory measured on real GPUs, on published runs: no GPU is needed.
+
+    python benchmarks/predict_gpu_measured.py --records records.csv [--rows] [--only NAME] [--out FILE.md]
+
+The runs are those of the xMem repository (Stone-ResearchLife/xMem, arXiv 2510.21048): 4 steps of a Hugging Face model
+on WikiText-2 in fp32, on an RTX 3060, an RTX 4060 or an A100, with torch 2.6 and transformers 4.51.3. Each row names a
+model, an optimizer, a batch size and when gradients are zeroed, and holds the memory that NVML saw and what four
+published predictors said. The library's version is part of the workload, so 4.51.3 is installed into a cache folder
+(``--cache``) and a child process runs with it; torch stays the one of this environment.
+
+Predicted is the peak of what the simulated allocator reserves, plus what the process takes outside of it
+(`OUTSIDE_MIB`). Batches are padded to their longest text, at most 128 tokens: the lengths of 4 batches are drawn from
+``wikitext2_lengths.json``; where they may well be shorter than 128, `NUM_DRAWS` times, and the median is the answer,
+with the lowest and highest beside it. Nothing is fitted to a single row.
+
+Errors are of runs that fitted (``real_oom`` false). A false fit is a real out-of-memory that was called a fit, a false
+OOM a fit that was called out of memory. Rows of kind ``cnn`` are left out: convolutions' workspaces depend on what
+cuDNN finds free when it runs. Does NOT cover noise of the measurement: repeats with small batches differ by 11 to 16 %.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import multiprocessing
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "plimsoll" / "transformers-4.51.3"
+# 4.51.3 with the tokenizers and hub it accepts; requests is what that hub needs beside what transformers 5 brings.
+PACKAGES = (
+    "transformers==4.51.3", "tokenizers==0.21.4", "huggingface-hub==0.36.0", "requests>=2.32", "urllib3>=2",
+    "certifi", "idna", "charset-normalizer",
+)  # fmt: skip
+MIB = 2**20
+
+# Outside the allocator, in MiB. In the old layout of the records a run in the same process again, with everything
+# loaded, took 18 MiB less on the RTX 3060, 14 on the 4060, 354 on Colab's A100, where the context is inside (NOTES.md
+# beside the records, section 2). The new layout's runs also recorded a snapshot, so torch's profiler ran in them (the
+# records have `snap_truth`, which needs both), and are 16 MiB above that.
+OUTSIDE_MIB = {"RTX 3060": 18, "RTX 4060": 14, "A100": 354}
+PROFILER_MIB = 16
+# In the old layout no cuBLAS workspace is inside the measurement: with one in the pool most rows come out 20 MiB too
+# high, without it they agree to the MiB. In the others it is where torch puts it.
+NO_WORKSPACE = "-old"
+# What a run cannot use: the context, about 140 MiB (NOTES.md, section 6).
+CONTEXT_BYTES = 140 * MIB
+CAPABILITIES = {"RTX 3060": (8, 6), "RTX 4060": (8, 9), "A100": (8, 0)}
+
+NUM_STEPS, MOST_TOKENS = 4, 128
+NUM_DRAWS, RARELY_SHARE = 9, 0.02
+RIVALS = ("xmem", "dnnmem", "schedtune", "llmem")
+
+
+@dataclass(frozen=True)
+class Run:
+    """One measured run and what others predicted for it."""
+
+    model: str
+    optimizer: str
+    batch_size: int
+    gpu: str
+    zero_grad: int
+    layout: str
+    capacity_bytes: int
+    measured_bytes: int
+    is_oom: bool
+    rivals: dict[str, tuple[int, bool]]  # bytes, and whether it said "does not fit"
+
+    @property
+    def card(self) -> str:
+        return next(card for card in OUTSIDE_MIB if card in self.gpu)
+
+    @property
+    def outside_bytes(self) -> int:
+        return (OUTSIDE_MIB[self.card] + PROFILER_MIB * self.layout.endswith("-new")) * MIB
+
+    @property
+    def name(self) -> str:
+        return f"{self.model} {self.optimizer} {self.batch_size} {self.gpu.split()[-1]}"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What one trace, or several of one run together, came to."""
+
+    predicted_bytes: int
+    is_oom: bool
+    seconds: float
+    low_bytes: int = 0
+    high_bytes: int = 0
+    num_draws: int = 1
+
+
+def read_runs(path: Path, only: str | None) -> tuple[list[Run], int]:
+    """Return the runs that can be built, and how many rows of other kinds were left out."""
+    with path.open(newline="") as lines:
+        rows = list(csv.DictReader(lines))
+    runs = [_run_of(row) for row in rows if row["kind"] == "transformer"]
+    return [run for run in runs if only is None or only in run.name], len(rows) - len(runs)
+
+
+def _run_of(row: dict[str, str]) -> Run:
+    rivals = {
+        name: (int(float(row[f"{name}_pred_bytes"])), row[f"{name}_oom"] == "true")
+        for name in RIVALS
+        if row.get(f"{name}_pred_bytes")
+    }
+    return Run(
+        model=row["model"],
+        optimizer=row["optimizer"],
+        batch_size=int(row["batch_size"]),
+        gpu=row["gpu"],
+        zero_grad=int(row["zero_grad_effective"][0]),
+        layout=row["experiment"],
+        capacity_bytes=int(row["gpu_total_bytes"]),
+        measured_bytes=int(row["ground_bytes"]),
+        is_oom=row["real_oom"] == "true",
+        rivals=rivals,
+    )
+
+
+# -- one run, traced ---------------------------------------------------------------------------------------------------
+
+
+def length_shares() -> list[float]:
+    """The share of texts by their number of tokens, 0 to 128."""
+    lines = json.loads((HERE / "wikitext2_lengths.json").read_text())["lines"]
+    return [count / sum(lines) for count in lines]
+
+
+def number_of_draws(run: Run) -> int:
+    """How often to draw lengths: once where a batch with no text of 128 tokens is rare."""
+    from _measured_models import is_padded_before
+
+    all_long = (1 - (1 - length_shares()[-1]) ** run.batch_size) ** NUM_STEPS
+    return 1 if is_padded_before(run.model) or 1 - all_long < RARELY_SHARE else NUM_DRAWS
+
+
+def predict(run: Run, draw: int) -> Answer:
+    """Trace the run once and simulate the allocator of its GPU."""
+    from plimsoll.device.gpus import cublas_workspace_bytes
+    from plimsoll.memory.allocator.caching import CachingAllocator, replay
+    from plimsoll.memory.workspaces import LT_BYTES, deltas_with_workspaces
+
+    started = time.perf_counter()
+    trace = trace_run(run, draw)
+    major, minor = CAPABILITIES[run.card]
+    workspace_bytes = 0 if run.layout.endswith(NO_WORKSPACE) else cublas_workspace_bytes(f"{major}.{minor}")
+    allocator = CachingAllocator(limit_bytes=run.capacity_bytes - CONTEXT_BYTES)
+    done = replay(deltas_with_workspaces(trace, workspace_bytes, lt_bytes=LT_BYTES), allocator)
+    peak_bytes = allocator.peak_reserved_bytes + run.outside_bytes
+    return Answer(peak_bytes, done.oom_at is not None, time.perf_counter() - started)
+
+
+def trace_run(run: Run, draw: int) -> Any:
+    """Trace the loop of the measurements: which variables stay alive matters, so they are the same ones."""
+    import torch
+
+    from _measured_models import build
+    from plimsoll.memory.lowering.cuda import CudaLowering
+    from plimsoll.memory.trace import trace_training
+
+    batches = make_batches(run, draw)
+
+    def train(place: Any) -> None:
+        model = build(run.model)
+        optimizer = make_optimizer(run.optimizer, model)
+        model.to("cuda")
+        for batch in batches:
+            if run.zero_grad == 0:
+                optimizer.zero_grad()
+            on_device = {name: place.fake_batch(tensor).to("cuda") for name, tensor in batch.items()}
+            outputs = model(**on_device)
+            if run.zero_grad == 1:
+                optimizer.zero_grad()
+            loss = outputs.loss
+            loss.backward()
+            optimizer.step()
+            if run.zero_grad == 2:
+                optimizer.zero_grad()
+
+    torch.manual_seed(draw)
+    return trace_training(train, CudaLowering(CAPABILITIES[run.card]))
+
+
+def make_optimizer(name: str, model: Any) -> Any:
+    import torch
+
+    if name == "Adafactor":  # called with relative_step=False, which only transformers' own takes
+        from transformers import Adafactor
+
+        return Adafactor(model.parameters(), lr=1e-3, relative_step=False)
+    return getattr(torch.optim, name)(model.parameters(), lr=1e-3)
+
+
+def make_batches(run: Run, draw: int) -> list[dict[str, Any]]:
+    """The batches of the steps: texts of drawn lengths, padded to the longest."""
+    import torch
+
+    from _measured_models import added_tokens, is_padded_before
+
+    generator = torch.Generator().manual_seed(1000 * run.batch_size + draw)
+    shares = torch.tensor(length_shares())
+    batches = []
+    for _ in range(NUM_STEPS):
+        drawn = torch.multinomial(shares, run.batch_size, replacement=True, generator=generator)
+        lengths = (drawn + added_tokens(run.model)).clamp(max=MOST_TOKENS)
+        width = MOST_TOKENS if is_padded_before(run.model) else max(1, int(lengths.max()))
+        mask = (torch.arange(width)[None] < lengths[:, None]).long()
+        tokens = torch.randint(0, 1000, (run.batch_size, width), generator=generator)
+        batches.append({"input_ids": tokens, "attention_mask": mask, "labels": tokens.where(mask == 1, -100)})
+    return batches
+
+
+def _predict_one(task: tuple[int, Run, int]) -> tuple[tuple[int, Run, int], Answer]:
+    _, run, draw = task
+    return task, predict(run, draw)
+
+
+def predict_all(runs: list[Run], num_processes: int) -> list[Answer]:
+    """Predict every run, in parallel."""
+    tasks = [(index, run, draw) for index, run in enumerate(runs) for draw in different_draws(run)]
+    tasks.sort(key=lambda task: task[1].batch_size)  # the largest models ran with the smallest batches
+    answers: list[list[Answer]] = [[] for _ in runs]
+    with multiprocessing.get_context("spawn").Pool(num_processes, _settle_worker) as pool:
+        for (index, run, draw), answer in pool.imap_unordered(_predict_one, tasks, chunksize=1):
+            answers[index] += different_draws(run)[draw] * [answer]
+    return [combined(of_run) for of_run in answers]
+
+
+def different_draws(run: Run) -> dict[int, int]:
+    """One draw of each kind, with the number of draws of its kind: the widths and whether any row is padded decide."""
+    kinds: dict[Any, list[int]] = {}
+    for draw in range(number_of_draws(run)):
+        masks = [batch["attention_mask"] for batch in make_batches(run, draw)]
+        kinds.setdefault(tuple((mask.shape, bool(mask.all())) for mask in masks), []).append(draw)
+    return {draws[0]: len(draws) for draws in kinds.values()}
+
+
+def _settle_worker() -> None:
+    import torch
+    import transformers
+
+    torch.set_num_threads(1)
+    transformers.utils.logging.set_verbosity_error()
+
+
+def combined(answers: list[Answer]) -> Answer:
+    """The median of several draws, and what most of them say of the capacity."""
+    predictions = sorted(answer.predicted_bytes for answer in answers)
+    return Answer(
+        predicted_bytes=predictions[len(predictions) // 2],
+        is_oom=sum(answer.is_oom for answer in answers) * 2 > len(answers),
+        seconds=sum({id(answer): answer.seconds for answer in answers}.values()),
+        low_bytes=predictions[0],
+        high_bytes=predictions[-1],
+        num_draws=len(answers),
+    )
+
+
+# -- figures -----------------------------------------------------------------------------------------------------------
+
+
+def quantile(values: list[float], share: float) -> float:
+    """The smallest value that ``share`` of the values do not exceed."""
+    return sorted(values)[max(0, -int(-share * len(values)) - 1)]
+
+
+def figures_of(pairs: Iterable[tuple[Run, int, bool]]) -> dict[str, float | int | None]:
+    """Errors of the runs that fitted, and wrong verdicts; the pairs are a run, the predicted bytes and the verdict."""
+    pairs = list(pairs)
+    errors = [abs(predicted / run.measured_bytes - 1) for run, predicted, _ in pairs if not run.is_oom]
+    return {
+        "n": len(errors),
+        "median": round(statistics.median(errors), 5) if errors else None,
+        "p90": round(quantile(errors, 0.9), 5) if errors else None,
+        "max": round(max(errors), 5) if errors else None,
+        "ooms": sum(run.is_oom for run, _, _ in pairs),
+        "false_fits": sum(run.is_oom and not says_oom for run, _, says_oom in pairs),
+        "false_ooms": sum(not run.is_oom and says_oom for run, _, says_oom in pairs),
+    }
+
+
+def rival_figures(runs: list[Run], name: str) -> dict[str, float | int | None]:
+    """A published predictor on the same rows; its ``memory`` includes what it adds for the framework."""
+    return figures_of((run, *run.rivals[name]) for run in runs if name in run.rivals)
+
+
+def summary(runs: list[Run], answers: list[Answer]) -> dict[str, Any]:
+    pairs = [(run, answer.predicted_bytes, answer.is_oom) for run, answer in zip(runs, answers, strict=True)]
+    names = sorted({run.model for run in runs})
+    seconds = [answer.seconds for answer in answers]
+    large = [pair for pair in pairs if pair[0].batch_size >= 15]
+    covered = [
+        answer.low_bytes * 0.995 <= run.measured_bytes <= answer.high_bytes * 1.005
+        for run, answer in zip(runs, answers, strict=True)
+        if not run.is_oom
+    ]
+    return {
+        "transformers": figures_of(pairs)
+        | {"seconds_per_row": round(statistics.mean(seconds), 2), "within_range": round(statistics.mean(covered), 3)},
+        "batch_15_and_more": figures_of(large),
+        "per_model": {name: figures_of(pair for pair in pairs if pair[0].model == name) for name in names},
+        "rivals": {rival: rival_figures(runs, rival) for rival in RIVALS},
+        "xmem_per_model": {name: rival_figures([r for r in runs if r.model == name], "xmem") for name in names},
+    }
+
+
+def cells(figures: dict[str, Any]) -> list[str]:
+    shares = ["-" if figures[name] is None else f"{100 * figures[name]:.2f}" for name in ("median", "p90", "max")]
+    return [str(figures["n"]), *shares, f"{figures['false_fits']} of {figures['ooms']}", str(figures["false_ooms"])]
+
+
+def model_table(found: dict[str, Any], answers: dict[str, list[Answer]]) -> str:
+    """A table in Markdown, with xMem's figures on the same rows beside."""
+    head = ["model", "fits", "median %", "p90 %", "max %", "false fits", "false OOMs", "s a row", "xMem median %",
+            "p90 %", "max %", "false fits", "false OOMs"]  # fmt: skip
+    lines = []
+    for name, figures in {**found["per_model"], "all": found["transformers"]}.items():
+        rival = found["rivals"]["xmem"] if name == "all" else found["xmem_per_model"][name]
+        taken = [answer.seconds for key, of in answers.items() for answer in of if name in ("all", key)]
+        lines.append([name, *cells(figures), f"{statistics.mean(taken):.1f}", *cells(rival)[1:]])
+    return markdown(head, lines)
+
+
+def row_table(runs: list[Run], answers: list[Answer]) -> str:
+    head = ["run", "zero_grad", "layout", "measured MiB", "predicted", "low - high", "draws", "error %", "verdict",
+            "really"]  # fmt: skip
+    lines = [
+        [
+            run.name,
+            str(run.zero_grad),
+            run.layout,
+            f"{run.measured_bytes / MIB:.0f}",
+            f"{answer.predicted_bytes / MIB:.0f}",
+            f"{answer.low_bytes / MIB:.0f} - {answer.high_bytes / MIB:.0f}",
+            str(answer.num_draws),
+            f"{100 * (answer.predicted_bytes / run.measured_bytes - 1):+.2f}",
+            "OOM" if answer.is_oom else "fits",
+            "OOM" if run.is_oom else "fits",
+        ]
+        for run, answer in zip(runs, answers, strict=True)
+    ]
+    return markdown(head, lines)
+
+
+def markdown(head: list[str], lines: list[list[str]]) -> str:
+    rule = ["---"] + ["--:"] * (len(head) - 1)
+    return "\n".join("| " + " | ".join(line) + " |" for line in (head, rule, *lines))
+
+
+def circumstances() -> str:
+    import platform
+
+    import torch
+    import transformers
+
+    return (
+        f"{len(os.sched_getaffinity(0))} cores, Python {platform.python_version()}, torch {torch.__version__}, "
+        f"transformers {transformers.__version__}"
+    )
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+
+def install(folder: Path) -> None:
+    """Put the measurements' library into a folder, once."""
+    done = folder / "complete"
+    if done.exists():
+        return
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--upgrade", "--target", str(folder)]
+    if subprocess.run([*command, *PACKAGES], check=False).returncode:
+        raise SystemExit(f"cannot install {PACKAGES[0]} into {folder}: see pip's message above; use --cache FOLDER")
+    done.touch()
+
+
+def run_with_library(folder: Path) -> int:
+    """Run this script again in a process that finds the library in the folder first."""
+    paths = [str(folder), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"}
+    return subprocess.run([sys.executable, *sys.argv, "--installed"], env=environment, check=False).returncode
+
+
+def report(arguments: argparse.Namespace) -> None:
+    from _measured_models import MODELS
+
+    runs, num_others = read_runs(arguments.records, arguments.only)
+    unknown = sorted({run.model for run in runs} - set(MODELS))
+    runs = [run for run in runs if run.model in MODELS]
+    started = time.perf_counter()
+    answers = predict_all(runs, arguments.processes)
+    found = summary(runs, answers)
+    by_model: dict[str, list[Answer]] = {}
+    for run, answer in zip(runs, answers, strict=True):
+        by_model.setdefault(run.model, []).append(answer)
+    parts = [model_table(found, by_model)]
+    if arguments.rows or arguments.out:
+        parts.append(row_table(runs, answers))
+    parts.append(f"Left out: {num_others} rows of other kinds (cnn)" + (f", models {unknown}." if unknown else "."))
+    parts.append(f"{time.perf_counter() - started:.0f} s in all; {circumstances()}.")
+    text = "\n\n".join(parts)
+    print(text)
+    if arguments.out:
+        arguments.out.write_text(f"# Predicted against memory measured on GPUs\n\n{text}\n")
+    print(json.dumps(found))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--records", type=Path, required=True, help="the measured runs, a CSV file")
+    parser.add_argument("--rows", action="store_true", help="also list every row")
+    parser.add_argument("--only", help="rows whose name contains this, for example 'T5-small AdamW'")
+    parser.add_argument("--out", type=Path, help="also write the tables to this file")
+    parser.add_argument("--cache", type=Path, default=CACHE, help="where the library goes (default: %(default)s)")
+    parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)), help="(default: %(default)s)")
+    parser.add_argument("--installed", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if not arguments.installed:
+        install(arguments.cache)
+        raise SystemExit(run_with_library(arguments.cache))
+    report(arguments)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+"""What cuBLAS takes from torch's allocator: buffers that no op returns, so that no trace has them.
+
+A thread that multiplies matrices gets a cuBLAS handle, and each handle (and stream) gets a workspace that is kept
+until the process ends: one for the forward pass at its first product, one for backward, which runs in autograd's own
+thread (``getCurrentCUDABlasHandle``, aten/src/ATen/cuda/CublasHandlePool.cpp). Where it lands matters more than its
+size: it splits a free block that an activation would have reused.
+
+Up to torch 2.6 a linear layer with a bias goes through cuBLASLt, which takes 1 MiB of its own and gives it back
+(``gemm_and_bias``, aten/src/ATen/cuda/CUDABlas.cpp; the size is from pytorch#73328); later it shares the workspace.
+
+Not covered: several streams, and products in other threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from plimsoll.records.trace import Trace
+
+LT_BYTES = 1 << 20
+"""cuBLASLt's own workspace up to torch 2.6."""
+
+_PRODUCTS = ("aten.mm.", "aten.addmm.", "aten.bmm.", "aten.baddbmm.", "aten.addmv.", "aten.mv.", "aten.dot.")
+_WITH_BIAS = "aten.addmm."
+
+
+def deltas_with_workspaces(
+    trace: Trace, workspace_bytes: int, *, lt_bytes: int = 0, num_threads: int = 2
+) -> Iterator[tuple[int, int]]:
+    """Yield ``(storage, bytes)`` of the device in order, with cuBLAS's buffers as storages of their own.
+
+    Args:
+        trace: a training on CUDA.
+        workspace_bytes: of each handle; 0 where they are there already or live outside the allocator.
+        lt_bytes: what a linear layer with a bias takes beside it while it runs.
+        num_threads: 2 where backward has a thread of its own, as on CUDA.
+    """
+    names = [trace.texts[name] for name in trace.ops.name]
+    new_storage = len(trace.storages.num_bytes)
+    have_workspace: set[bool] = set()
+    served = -1
+    for event, storage, num_bytes in trace.deltas():
+        yield storage, num_bytes
+        op = trace.event_op[event]
+        if num_bytes < 0 or op == served or not names[op].startswith(_PRODUCTS):
+            continue
+        served = op  # torch allocates the result first
+        thread = num_threads > 1 and trace.ops.phase[op] == "backward"
+        if workspace_bytes and thread not in have_workspace:
+            have_workspace.add(thread)
+            yield new_storage, workspace_bytes
+            new_storage += 1
+        if lt_bytes and names[op].startswith(_WITH_BIAS):
+            yield new_storage, lt_bytes
+            yield new_storage, -lt_bytes
+            new_storage += 1

@@ -1,0 +1,104 @@
+"""The peak memory of a training in a program of one's own, before it runs.
+
+    plimsoll.predict(model, optimizer, batch, units="next-tokens", device="rtx3060")     # TrainStep's
+    plimsoll.predict_function(train, device="rtx3060")                                   # whatever it does
+
+The model may be on any device, the meta device too: what is traced are copies of its shapes. A function is run as it
+is, on tensors without memory: let it do three steps. See `plimsoll.memory.trace` for what cannot be traced. A job is
+predicted by `plimsoll.run.forecast`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from plimsoll.errors import InputError
+from plimsoll.memory.trace import trace_training
+from plimsoll.records.prediction import Prediction
+from plimsoll.records.units import parse_bytes
+from plimsoll.run.rehearse import rehearse_step
+from plimsoll.run.targets import find_target, own_baseline
+from plimsoll.workload import LossFunction, Precision, Units, batch_size_of, model_loss
+
+
+def predict(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batch: Any,
+    loss: LossFunction = model_loss,
+    *,
+    units: Units | None = None,
+    micro_batch: int | None = None,
+    clip_norm: float | None = None,
+    precision: Precision = "fp32",
+    device: str = "local",
+    budget: str | int | None = None,
+) -> Prediction:
+    """Predict the peak memory of training with `TrainStep`.
+
+    Args:
+        model: the model; it is not changed, and its parameters need no memory (they may be on the meta device).
+        optimizer: its optimizer.
+        batch: one batch of the largest size there will be, on the CPU.
+        loss: see `TrainStep`, as are the next four.
+        units: see `loss`.
+        micro_batch: see `loss`.
+        clip_norm: see `loss`.
+        precision: see `loss`.
+        device: ``"cpu"``; ``"local"``, the GPU that is here, or else the processor; ``"cuda"``; or a GPU's name.
+        budget: what the training may use, such as ``"8GiB"``; ``None`` is all there is.
+
+    Raises:
+        InputError: if the model fails, or cannot be traced; with the place in its code.
+        DeviceError: if there is no such device.
+    """
+    in_memory = {t.untyped_storage()._cdata: t for t in _tensors_of(model, optimizer) if t.device.type == "cpu"}
+    traced_bytes = sum(tensor.untyped_storage().nbytes() for tensor in in_memory.values())
+    target = find_target(device, None if budget is None else parse_bytes(budget), lambda: own_baseline(traced_bytes))
+    trace = rehearse_step(
+        model, optimizer, batch, loss, target.lowering(),
+        units=units, micro_batch=micro_batch, clip_norm=clip_norm, precision=precision,
+    )  # fmt: skip
+    num_samples = batch_size_of(batch)
+    lengths = [leaf.shape[1] for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim() > 1]
+    return target.predict(
+        target.count(trace),
+        type(model).__name__,
+        precision,
+        micro_batch or num_samples,
+        max(lengths, default=None),
+        num_samples,
+    )
+
+
+def predict_function(train: Callable[[], Any], *, device: str = "local", budget: str | int | None = None) -> Prediction:
+    """Predict the peak memory of a function that builds a model and trains it for three steps.
+
+    Args:
+        train: plain PyTorch; it may say ``.to("cuda")`` and ``torch.autocast("cuda")`` on a machine without a GPU.
+        device: see `predict`.
+        budget: see `predict`.
+
+    Raises:
+        InputError: if the function fails, cannot be traced, or makes no ``optimizer.step()``.
+        DeviceError: if there is no such device.
+    """
+    target = find_target(device, None if budget is None else parse_bytes(budget), lambda: own_baseline(0))
+    trace = trace_training(lambda _: train(), target.lowering())
+    if "optimizer" not in trace.ops.phase:
+        raise InputError(
+            f"{getattr(train, '__name__', 'the function')} made {len(trace.ops.name)} ops but no optimizer.step(): let "
+            "it train for three steps"
+        )
+    return target.predict(target.count(trace), getattr(train, "__name__", "a function"), "as the function says")
+
+
+def _tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    states = chain.from_iterable(state.values() for state in optimizer.state.values())
+    return [*model.parameters(), *model.buffers(), *(value for value in states if isinstance(value, Tensor))]

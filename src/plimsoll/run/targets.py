@@ -1,0 +1,193 @@
+"""Where a training is to run, and the limit that holds there: this machine's processor, a GPU here, or one by name.
+
+On the CPU a prediction counts from what the process takes before there is a model: of a job, a training process is
+started for a moment to read it; in a program of one's own, it is read from this process.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from plimsoll.device.base import backend_for
+from plimsoll.device.gpus import find_gpu, spec_of
+from plimsoll.device.probe import versions
+from plimsoll.errors import BudgetError, DeviceError
+from plimsoll.memory.lowering.base import Lowering
+from plimsoll.memory.lowering.cpu import CpuLowering
+from plimsoll.memory.lowering.cuda import CudaLowering
+from plimsoll.memory.predict import Counted, count_on_cpu, count_on_cuda
+from plimsoll.records.gpu import DeviceSpec
+from plimsoll.records.heap import DEFAULT_HEAP, FAST_HEAP
+from plimsoll.records.job import Job
+from plimsoll.records.prediction import Estimate, Prediction
+from plimsoll.records.trace import Trace
+from plimsoll.records.units import format_bytes
+
+_BASELINE_SPREAD = 0.03  # of the process before there is a model: libraries load and start threads as they are used
+
+
+@dataclass
+class Target:
+    """A device and the limit on it; a CPU has a ``baseline``, a GPU a ``spec``."""
+
+    name: str
+    capacity_bytes: int
+    limit_bytes: int
+    limit_source: str
+    spec: DeviceSpec | None = None
+    baseline: Estimate | None = None
+    has_budget: bool = False
+    made_seconds: float = field(default_factory=time.perf_counter)
+
+    def lowering(self) -> Lowering:
+        """Return what a trace for here is lowered to."""
+        if self.spec is None:
+            return CpuLowering()
+        major, _, minor = (self.spec.architecture or "8.0").partition(".")
+        return CudaLowering((int(major), int(minor)))
+
+    def count(self, trace: Trace) -> Counted:
+        """Count a trace that was lowered to here."""
+        if self.spec is not None:
+            return count_on_cuda(trace, self.spec, self.limit_bytes)
+        assert self.baseline is not None
+        return count_on_cpu(trace, self.baseline, FAST_HEAP if self.has_budget else DEFAULT_HEAP)
+
+    def fits(self, counted: Counted) -> bool:
+        """Whether the likely peak is within the limit."""
+        return counted.oom_row is None and counted.peak.likely_bytes <= self.limit_bytes
+
+    def predict(  # noqa: PLR0917 -- fields of the record
+        self,
+        counted: Counted,
+        subject: str,
+        precision: str,
+        micro_batch: int | None = None,
+        sequence_length: int | None = None,
+        batch_size: int | None = None,
+    ) -> Prediction:
+        """Make the record of what was counted here."""
+        return Prediction(
+            subject=subject,
+            device=self.name,
+            device_kind="cpu" if self.spec is None else "cuda",
+            capacity_bytes=self.capacity_bytes,
+            limit_bytes=self.limit_bytes,
+            limit_source=self.limit_source,
+            micro_batch=micro_batch,
+            sequence_length=sequence_length,
+            batch_size=batch_size,
+            precision=precision,
+            peak=counted.peak,
+            allocated=counted.most_allocated,
+            reserved=counted.most_reserved,
+            context=counted.fixed_part,
+            host=None,
+            moment=counted.peak_moment(),
+            parts=counted.parts(),
+            largest=counted.largest(),
+            timeline=counted.timeline(),
+            assumptions=counted.trace.assumptions,
+            runs_out_at=counted.oom_moment(),
+            versions=versions(),
+            predict_seconds=time.perf_counter() - self.made_seconds,
+        )
+
+
+def find_target(device: str, budget_bytes: int | None, baseline: Callable[[], Estimate]) -> Target:
+    """Find a device and the limit on it.
+
+    Args:
+        device: ``"cpu"``; ``"local"``, the GPU that is here, or else the processor; ``"cuda"``; or a GPU's name.
+        budget_bytes: what the training may use; ``None`` is all there is.
+        baseline: asked, for a CPU, what the process takes without a model.
+
+    Raises:
+        DeviceError: if there is no such device.
+        BudgetError: if the budget is more than it has.
+    """
+    name = device.lower()
+    if name == "local":
+        name = "cuda" if _has_gpu() else "cpu"
+    if name == "cpu":
+        return _cpu_target(budget_bytes, baseline)
+    is_here = name == "cuda" or name.startswith("cuda:")
+    return gpu_target(spec_of(backend_for(name).probe()) if is_here else find_gpu(device), budget_bytes)
+
+
+def gpu_target(spec: DeviceSpec, budget_bytes: int | None) -> Target:
+    """Make the target of a GPU.
+
+    Raises:
+        BudgetError: if the budget is more than it has.
+    """
+    _refuse_more_than(budget_bytes, spec.capacity_high_bytes, spec.name)
+    return Target(
+        name=spec.name,
+        capacity_bytes=spec.capacity_bytes,
+        limit_bytes=budget_bytes or spec.capacity_bytes,
+        limit_source="the budget" if budget_bytes else "all that the card has",
+        spec=spec,
+    )
+
+
+def job_baseline(job: Job) -> Estimate:
+    """Read what a training process of a job takes before it has a model, from one that is started for it.
+
+    Raises:
+        DeviceError: if it cannot be started.
+    """
+    command = [sys.executable, "-m", "plimsoll", "baseline-worker"]
+    child = subprocess.run(command, input=job.to_json(), capture_output=True, text=True, check=False)
+    if child.returncode != 0:
+        last = child.stderr.strip().splitlines()[-1:] or ["no message"]
+        raise DeviceError(
+            f"cannot start a process to see what a training takes before it has a model (exit {child.returncode}: "
+            f"{last[0]}): check that {sys.executable} runs"
+        )
+    return _measured(int(child.stdout))
+
+
+def own_baseline(traced_bytes: int) -> Estimate:
+    """Read what this process takes, less the ``traced_bytes`` of it that a trace counts again."""
+    return _measured(max(0, backend_for("cpu").baseline_bytes() - traced_bytes))
+
+
+def _measured(private_bytes: int) -> Estimate:
+    return Estimate(
+        likely_bytes=private_bytes,
+        low_bytes=int(private_bytes * (1 - _BASELINE_SPREAD)),
+        high_bytes=int(private_bytes * (1 + _BASELINE_SPREAD)),
+        measured_bytes=private_bytes,
+    )
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _cpu_target(budget_bytes: int | None, baseline: Callable[[], Estimate]) -> Target:
+    device = backend_for("cpu").probe()
+    _refuse_more_than(budget_bytes, device.capacity_bytes, device.name)
+    return Target(
+        name=device.name,
+        capacity_bytes=device.capacity_bytes,
+        limit_bytes=budget_bytes or device.capacity_bytes,
+        limit_source="the budget" if budget_bytes else "all that this process may use of the machine",
+        baseline=baseline(),
+        has_budget=budget_bytes is not None,
+    )
+
+
+def _refuse_more_than(budget_bytes: int | None, capacity_bytes: int, name: str) -> None:
+    if budget_bytes is not None and budget_bytes > capacity_bytes:
+        raise BudgetError(
+            f"a budget of {format_bytes(budget_bytes)} is more than {name} has, {format_bytes(capacity_bytes)}: give "
+            "that or less, or another --device"
+        )

@@ -1,0 +1,66 @@
+"""Packed sequences of fake tensors have the shapes, the counts and the bytes of real ones."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
+
+from plimsoll.errors import InputError
+from plimsoll.memory.lowering.cpu import CpuLowering
+from plimsoll.memory.lowering.packing import pack_padded_sequence as pack
+from plimsoll.memory.trace import rehearsal
+
+LENGTHS = [[5, 3, 2], [2, 5, 3], [4, 4, 4], [5, 1, 1], [1]]
+
+
+def packed_and_padded(data: Tensor, lengths: Tensor, batch_first: bool) -> tuple[PackedSequence, Tensor, Tensor]:
+    packed = pack_padded_sequence(data, lengths, batch_first=batch_first, enforce_sorted=False)
+    return packed, *pad_packed_sequence(packed, batch_first=batch_first)
+
+
+@pytest.mark.parametrize("batch_first", [False, True])
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+def test_shapes_and_counts_are_those_of_the_real_ones(lengths: list[int], batch_first: bool):
+    shape = (len(lengths), 5, 2) if batch_first else (5, len(lengths), 2)
+    data, known = torch.ones(shape, requires_grad=True), torch.tensor(lengths)
+    real, real_padded, real_lengths = packed_and_padded(data, known, batch_first)
+    real_padded.sum().backward()
+    with rehearsal(CpuLowering()) as place:
+        fake_data = place.fake_batch(data.detach()).requires_grad_()
+        fake, padded, padded_lengths = packed_and_padded(fake_data, place.fake_batch(known), batch_first)
+        padded.sum().backward()
+        assert fake_data.grad is not None
+        assert fake_data.grad.shape == data.shape
+        assert fake.data.shape == real.data.shape
+        assert fake.data.untyped_storage().nbytes() == real.data.untyped_storage().nbytes()
+        assert (padded.shape, padded.stride()) == (real_padded.shape, real_padded.stride())
+        assert fake.batch_sizes.tolist() == real.batch_sizes.tolist()
+        assert padded_lengths.tolist() == real_lengths.tolist() == lengths
+
+
+def test_a_total_length_pads_further():
+    with rehearsal(CpuLowering()) as place:
+        packed = pack_padded_sequence(torch.empty(3, 2, 4), place.fake_batch(torch.tensor([3, 1])))
+        padded, _ = pad_packed_sequence(packed, total_length=7)
+    assert padded.shape == (7, 2, 4)
+
+
+def test_the_counts_stay_until_backward():
+    """Real packing saves them for its backward pass: 3 counts of 8 bytes."""
+    with rehearsal(CpuLowering()) as place:
+        data = torch.empty(3, 2, 4, requires_grad=True)
+        packed, counts = pack(data, place.fake_batch(torch.tensor([3, 1])), False)
+        loss = packed.sum()
+        del packed, counts
+        torch.empty(9)
+        loss.backward()
+        torch.empty(9)
+    trace = place.trace()
+    row = trace.storages.shape.index(trace.texts.index("int64[3]"))
+    assert trace.storages.num_bytes[row] == 24
+    assert trace.texts[trace.ops.name[trace.storages.died[row]]] == "aten.new_zeros.default"
+
+
+def test_lengths_must_be_known():
+    with rehearsal(CpuLowering()), pytest.raises(InputError, match="not known before the run"):
+        pack_padded_sequence(torch.empty(3, 2, 4), torch.empty(2, dtype=torch.int64), enforce_sorted=True)

@@ -1,0 +1,106 @@
+"""Values beside fake tensors: what is known, what is forgotten, and what is assumed and said."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from plimsoll.errors import InputError
+from plimsoll.memory.known import values_of
+from plimsoll.memory.lowering.cpu import CpuLowering
+from plimsoll.memory.lowering.cuda import CudaLowering
+from plimsoll.memory.trace import Rehearsal, rehearsal
+
+
+def test_lengths_are_computed_from_a_mask():
+    mask = torch.tensor([[1, 1, 1], [1, 0, 0]])
+    with rehearsal(CpuLowering()) as place:
+        fake = place.fake_batch(mask)
+        assert values_of(fake.sum(1)) == [3, 1]
+        assert not bool((fake == 1).all())
+        assert int(fake.sum(1).max()) == 3
+    assert place.trace().assumptions == ()
+
+
+def test_positions_are_known_without_a_batch():
+    with rehearsal(CpuLowering()):
+        positions = torch.arange(4)
+        assert values_of(positions[1:] * 2) == [2, 4, 6]
+        assert values_of(positions.view(2, 2)[1]) == [2, 3]
+
+
+def test_a_view_sees_what_is_written_through_another():
+    with rehearsal(CpuLowering()):
+        numbers = torch.zeros(4, dtype=torch.int64)
+        numbers[1:3].add_(5)
+        assert values_of(numbers) == [0, 5, 5, 0]
+
+
+def test_an_overwrite_by_unknown_values_forgets_all_views():
+    with rehearsal(CpuLowering()) as place:
+        numbers = torch.arange(4)
+        half = numbers[:2]
+        half.copy_(unknown(place, 2).long())
+        for forgotten in (numbers, half):
+            with pytest.raises(InputError, match="not known before the run: use lengths that follow"):
+                values_of(forgotten + 0)
+
+
+def test_a_real_tensor_keeps_its_values_when_a_fake_copy_is_forgotten():
+    real = torch.tensor([1, 2])
+    with rehearsal(CpuLowering()) as place:
+        values = place.fake_batch(real) + 0
+        values.copy_(unknown(place, 2).long())
+    assert real.tolist() == [1, 2]
+
+
+def test_an_unknown_answer_is_zero_and_said():
+    with rehearsal(CpuLowering()) as place:
+        loss = unknown(place, 3).sum()
+        assert loss.item() == 0
+        assert not bool(loss > 1)
+    texts = [assumption.text for assumption in place.trace().assumptions]
+    assert len(texts) == 2
+    assert "the value of a float32 tensor was taken for 0" in texts[0]
+    assert "test_memory_known.py" in texts[0]
+
+
+def test_known_places_of_values_are_counted():
+    with rehearsal(CpuLowering()) as place:
+        chosen = place.fake_batch(torch.tensor([0, 3, 0, 4])).nonzero()
+        assert chosen.shape == (2, 1)
+        assert values_of(chosen.squeeze(1)) == [1, 3]
+
+
+def test_unknown_places_are_as_many_as_there_can_be_and_said():
+    with rehearsal(CpuLowering()) as place:
+        chosen = (unknown(place, 3, 4) > 0).nonzero()
+        assert chosen.shape == (12, 2)
+        assert torch.masked_select(unknown(place, 5), unknown(place, 5) > 0).shape == (5,)
+    assumed = {assumption.text.split()[0]: assumption.low_bytes for assumption in place.trace().assumptions}
+    assert assumed == {"aten.nonzero.default": -12 * 2 * 8, "aten.masked_select.default": -5 * 4}
+
+
+def test_floating_point_values_of_a_few_elements_are_known():
+    with rehearsal(CpuLowering()):
+        share = torch.tensor(0.5) * torch.ones(2)
+        assert share.sum().item() == 1.0
+
+
+def unknown(place: Rehearsal, *shape: int) -> Tensor:
+    """A tensor whose values nobody knows."""
+    return place.fake_batch(torch.empty(*shape))
+
+
+def test_a_value_that_was_overwritten_is_unknown_and_one_made_later_in_its_place_is_known():
+    with rehearsal(CudaLowering((9, 0))) as place:
+        for _ in range(50):  # some of the later tensors get the memory of an earlier one
+            overwritten = torch.zeros(1, dtype=torch.int64)
+            overwritten.add_(torch.empty(1, dtype=torch.int64))
+            del overwritten
+            known = torch.arange(1) + 7
+            assert known.item() == 7
+        assert not place.known.assumptions
+        overwritten = torch.ones(1, dtype=torch.int64)
+        overwritten.add_(torch.empty(1, dtype=torch.int64))
+        assert overwritten.item() == 0
+    assert [one.text[:40] for one in place.known.assumptions] == ["the value of a int64 tensor was taken fo"]

@@ -1,0 +1,145 @@
+"""The real training step on fake tensors: what is traced is what a run does, to the byte."""
+
+import pytest
+import torch
+from torch import nn
+
+from plimsoll.data.sketch import TextSketch
+from plimsoll.errors import InputError
+from plimsoll.memory.live import live_bytes
+from plimsoll.memory.lowering.cpu import CpuLowering
+from plimsoll.memory.lowering.cuda import CudaLowering
+from plimsoll.memory.recorder import Recorder
+from plimsoll.records.job import Job
+from plimsoll.run.rehearse import rehearse_job, rehearse_step
+from plimsoll.run.step import TrainStep
+from plimsoll.workload import model_loss
+
+TEXTS = TextSketch(vocab_size=300, num_labels=None, end_id=0)
+LSTM = {"architecture": "lstm", "embedding_size": 16, "hidden_size": 16}
+
+
+def job(**changes):
+    fields = {"model": LSTM, "data": {"train": "nowhere.txt"}, "sequence_length": 8, "batch_size": 6}
+    return Job.from_fields(fields | changes)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(50, 8)
+        self.head = nn.Linear(8, 50)
+
+    def forward(self, ids):
+        return self.head(torch.tanh(self.embed(ids)))
+
+
+def loss(model, ids):
+    return nn.functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
+
+
+@pytest.mark.parametrize("micro_batch", [None, 2])
+@pytest.mark.parametrize("clip_norm", [None, 1.0])
+def test_a_rehearsed_step_needs_what_the_real_one_needs(micro_batch, clip_norm):
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    batch = torch.randint(50, (4, 6))
+    options = {"units": "tokens_of_all", "micro_batch": micro_batch, "clip_norm": clip_norm}
+    options["units"] = lambda ids: ids.numel()
+    trace = rehearse_step(model, optimizer, batch, loss, CpuLowering(), precision="fp32", **options)
+
+    step = TrainStep(model, optimizer, loss, **options)
+    recorder = Recorder(phase=lambda: "copy" if step.position.phase == "fetch" else step.position.phase)
+    with recorder:
+        recorder.know_model(model)
+        recorder.know((("", batch),), "inputs")
+        for number in (1, 2, 3):
+            recorder.step = number
+            step(batch)
+            recorder.know_optimizer(optimizer)
+    measured = live_bytes(recorder.trace("measured", "cpu"))
+    predicted = live_bytes(trace)
+    assert predicted.peak_bytes == measured.peak_bytes
+    row, measured_row = predicted.peak_row, measured.peak_row
+    at_peak = {name: int(column[row]) for name, column in predicted.by_category.items() if column[row]}
+    assert at_peak == {
+        name: int(column[measured_row]) for name, column in measured.by_category.items() if column[measured_row]
+    }
+
+
+def test_the_model_and_the_optimizer_stay_as_they_were():
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    rehearse_step(
+        model, optimizer, torch.randint(50, (4, 6)), loss, CudaLowering((8, 6)),
+        units=lambda ids: ids.numel(), micro_batch=2, clip_norm=None, precision="bf16",
+    )  # fmt: skip
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert not optimizer.state
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("lowering", [CpuLowering(), CudaLowering((8, 6))], ids=lambda one: one.name)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_job_has_three_steps_with_states_from_the_first(lowering, precision):
+    trace = rehearse_job(job(precision=precision), TEXTS, lowering, micro_batch=6)
+    assert set(trace.ops.step) == {0, 1, 2, 3}
+    states = [row for row, category in enumerate(trace.storages.category) if category == "optimizer states"]
+    parameters = [row for row, category in enumerate(trace.storages.category) if category == "parameters"]
+    on_device = [row for row in states if not trace.storages.on_host[row]]
+    assert {trace.ops.step[trace.storages.born[row]] for row in on_device} == {1}
+    num_bytes = trace.storages.num_bytes
+    assert sum(num_bytes[row] for row in on_device if num_bytes[row] > 4) == 2 * sum(
+        num_bytes[row] for row in parameters if not trace.storages.on_host[row]
+    )
+
+
+def test_an_evaluation_comes_between_steps_where_the_job_says_so():
+    held_out = {"train": "nowhere.txt", "validation": 0.1}
+    phases = dict.fromkeys(rehearse_job(job(), TEXTS, CpuLowering(), 6).ops.phase)
+    assert "evaluation" not in phases
+    trace = rehearse_job(job(data=held_out, evaluate_every=5), TEXTS, CpuLowering(), 6)
+    assert {step for step, phase in zip(trace.ops.step, trace.ops.phase, strict=True) if phase == "evaluation"} == {2}
+    trace = rehearse_job(job(data=held_out), TEXTS, CpuLowering(), 6)
+    assert {step for step, phase in zip(trace.ops.step, trace.ops.phase, strict=True) if phase == "evaluation"} == {3}
+
+
+def test_smaller_micro_batches_need_less():
+    peaks = [
+        live_bytes(rehearse_job(job(batch_size=64), TEXTS, CpuLowering(), size)).peak_bytes for size in (64, 16, 4)
+    ]
+    assert peaks[0] > peaks[1] > peaks[2]
+
+
+class Broken(Net):
+    def forward(self, ids):
+        return self.head(self.embed(ids)[..., :3])
+
+
+def test_a_model_that_fails_says_where_in_its_own_code():
+    model = Broken()
+    with pytest.raises(InputError, match="the model Broken fails in the forward phase") as caught:
+        rehearse_step(
+            model, torch.optim.SGD(model.parameters()), torch.randint(50, (4, 6)), loss, CpuLowering(),
+            units=lambda ids: ids.numel(), micro_batch=None, clip_norm=None, precision="fp32",
+        )  # fmt: skip
+    assert "[..., :3]" in str(caught.value)
+    assert "site-packages" not in str(caught.value)
+
+
+def test_a_batch_without_a_field_that_the_model_needs_is_said():
+    class NeedsMask(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.head = nn.Linear(2, 2)
+
+        def forward(self, x, mask):
+            return self.head(x * mask)
+
+    model = NeedsMask()
+    with pytest.raises(InputError, match="missing 1 required positional argument: 'mask'"):
+        rehearse_step(
+            model, torch.optim.SGD(model.parameters()), {"x": torch.ones(2, 2)}, model_loss,
+            CpuLowering(), units="samples", micro_batch=None, clip_norm=None, precision="fp32",
+        )  # fmt: skip

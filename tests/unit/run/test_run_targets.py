@@ -1,0 +1,57 @@
+"""Where a training is to run: devices by name, limits, and what a process takes without a model."""
+
+import pytest
+import torch
+
+from plimsoll.device.gpus import find_gpu
+from plimsoll.errors import BudgetError, DeviceError
+from plimsoll.records.job import Job
+from plimsoll.records.prediction import Estimate
+from plimsoll.run.targets import find_target, gpu_target, job_baseline, own_baseline
+
+GIB = 1 << 30
+MIB = 1 << 20
+
+
+def nothing():
+    return Estimate(likely_bytes=0, low_bytes=0, high_bytes=0)
+
+
+def test_a_gpu_by_name_has_all_of_its_memory_or_the_budget():
+    target = find_target("RTX 3060", None, nothing)
+    assert (target.limit_bytes, target.limit_source) == (find_gpu("rtx3060").capacity_bytes, "all that the card has")
+    assert target.lowering().name == "cuda 8.6"
+    target = find_target("rtx3060", 8 * GIB, nothing)
+    assert (target.limit_bytes, target.limit_source) == (8 * GIB, "the budget")
+
+
+def test_a_budget_beyond_the_card_is_refused():
+    with pytest.raises(
+        BudgetError, match="a budget of 24.0 GiB is more than RTX 3060 has, 11.8 GiB: give that or less"
+    ):
+        gpu_target(find_gpu("rtx3060"), 24 * GIB)
+
+
+def test_an_unknown_gpu_is_refused_with_the_list():
+    with pytest.raises(DeviceError, match=r"there is no GPU 'rtx3061' in the table: did you mean .*RTX 3060.*H200"):
+        find_target("rtx3061", None, nothing)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_local_is_the_processor_where_there_is_no_gpu():
+    target = find_target("local", None, nothing)
+    assert target.lowering().name == "cpu"
+    with pytest.raises(DeviceError):
+        find_target("cuda", None, nothing)
+
+
+def test_a_training_process_is_started_to_read_its_baseline():
+    job = Job.from_fields({"model": "lstm", "data": "nowhere.txt"})
+    estimate = job_baseline(job)
+    assert estimate.measured_bytes == estimate.likely_bytes
+    assert estimate.low_bytes < estimate.likely_bytes < estimate.high_bytes
+    assert 50 * MIB < estimate.likely_bytes < 1 * GIB
+
+
+def test_what_a_trace_counts_again_is_not_of_the_baseline():
+    assert own_baseline(100 * MIB).likely_bytes == pytest.approx(own_baseline(0).likely_bytes - 100 * MIB, abs=8 * MIB)
