@@ -37,12 +37,11 @@ from plimsoll.device.base import backend_for
 from plimsoll.device.probe import versions
 from plimsoll.device.process import private_bytes
 from plimsoll.memory.lowering.cpu import CpuLowering
-from plimsoll.memory.predict import Counted, count_on_cpu
-from plimsoll.records.heap import DEFAULT_HEAP, FAST_HEAP
+from plimsoll.memory.predict import Counted
 from plimsoll.records.job import Job
 from plimsoll.records.prediction import Estimate
-from plimsoll.run.forecast import cpu_baseline
 from plimsoll.run.rehearse import rehearse_job
+from plimsoll.run.targets import Target, job_baseline
 
 HERE = Path(__file__).parent
 MIB = 1 << 20
@@ -230,17 +229,17 @@ class Predictor:
     """What `predict_job` does; the process without a model is measured once for each kind of model."""
 
     def __init__(self) -> None:
-        self._baselines: dict[tuple[str, bool], Estimate] = {}
+        self._baselines: dict[str, Estimate] = {}
 
     def counted(self, case: Case, is_limited: bool) -> Counted:
         job = case.job()
         texts = TextSketch(case.vocab_size, case.num_labels, 0)
         trace = rehearse_job(job, texts, CpuLowering(), case.micro_batch or job.batch_size)
         architecture = job.model.get("architecture") if isinstance(job.model, dict) else job.model
-        kind = (str(architecture), is_limited)
-        if kind not in self._baselines:
-            self._baselines[kind] = cpu_baseline(job, has_budget=is_limited)
-        return count_on_cpu(trace, self._baselines[kind], FAST_HEAP if is_limited else DEFAULT_HEAP)
+        if str(architecture) not in self._baselines:
+            self._baselines[str(architecture)] = job_baseline(job)
+        baseline = self._baselines[str(architecture)]
+        return Target("cpu", 0, 0, "", baseline=baseline, has_budget=is_limited).count(trace)
 
 
 def row_of(case: Case, is_limited: bool, measurements: Measurements, predictor: Predictor) -> Row:
