@@ -179,10 +179,9 @@ class Row:
 
 def measured_peak_bytes(case: Case, is_limited: bool) -> int:
     """Train in a process of its own and return the most private memory it had."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])}
     process = subprocess.Popen(
         [sys.executable, str(HERE / "_rss_worker.py")],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     peaks = [0]
     watcher = threading.Thread(target=watch, args=(process, peaks))
@@ -213,8 +212,14 @@ class Measurements:
         self._path = path
         self._kept: dict[str, int] = json.loads(path.read_text()) if path and path.exists() else {}
 
+    def has(self, case: Case, is_limited: bool) -> bool:
+        return self._key(case, is_limited) in self._kept
+
+    def _key(self, case: Case, is_limited: bool) -> str:
+        return f"{case.name} {'limited' if is_limited else 'default'}"
+
     def of(self, case: Case, is_limited: bool) -> int:
-        key = f"{case.name} {'limited' if is_limited else 'default'}"
+        key = self._key(case, is_limited)
         if key not in self._kept:
             self._kept[key] = measured_peak_bytes(case, is_limited)
             if self._path is not None:
@@ -304,18 +309,22 @@ def main() -> None:
     parser.add_argument("--case", action="append", help="only the cases with this in their name")
     parser.add_argument("--out", type=Path, help="also write the tables to this Markdown file")
     parser.add_argument("--measured", type=Path, help="a file to keep measurements in")
+    parser.add_argument("--only-measured", action="store_true", help="leave out what is not in that file")
     arguments = parser.parse_args()
     cases = [case for case in CASES if case.name in QUICK] if arguments.quick else list(CASES)
     if arguments.case:
         cases = [case for case in cases if any(part in case.name for part in arguments.case)]
     chosen = np.unique(np.linspace(0, len(cases) - 1, min(arguments.runs, len(cases))).astype(int))
-    sys.path.insert(0, str(HERE))
+    sys.path.insert(0, str(HERE))  # for the models that are named by their function, here and in the processes
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
     measurements, predictor = Measurements(arguments.measured), Predictor()
     rows: dict[str, list[Row]] = {}
     for title, is_limited in (("inside a budget", True), ("without a limit: glibc's own malloc", False)):
         rows[title] = []
         print(title, flush=True)
         for number in chosen:
+            if arguments.only_measured and not measurements.has(cases[number], is_limited):
+                continue
             rows[title].append(row_of(cases[number], is_limited, measurements, predictor))
             print("  " + "  ".join(cells_of(rows[title][-1])), flush=True)
     if arguments.out is not None:
