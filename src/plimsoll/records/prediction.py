@@ -19,6 +19,10 @@ class Estimate(Frozen):
     modelled_bytes: int = 0
     assumed_bytes: int = 0
 
+    def __add__(self, other: Estimate) -> Estimate:
+        """Both together; the ranges add up."""
+        return Estimate(**{name: getattr(self, name) + getattr(other, name) for name in Estimate.model_fields})
+
 
 class Moment(Frozen):
     """Where in the training something happens; ``line`` is ``file:line``, empty texts are unknown."""

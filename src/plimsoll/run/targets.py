@@ -19,6 +19,7 @@ from plimsoll.errors import BudgetError, DeviceError
 from plimsoll.memory.live import live_bytes
 from plimsoll.memory.lowering.base import Lowering
 from plimsoll.memory.lowering.cpu import CpuLowering
+from plimsoll.memory.lowering.cpu_scratch import kept_by_libraries
 from plimsoll.memory.lowering.cuda import CudaLowering
 from plimsoll.memory.predict import Counted, count_on_cpu, count_on_cuda
 from plimsoll.records.gpu import DeviceSpec
@@ -59,7 +60,10 @@ class Target:
         if self.spec is not None:
             return count_on_cuda(trace, self.spec, self.limit_bytes)
         assert self.baseline is not None
-        return count_on_cpu(trace, self.baseline, FAST_HEAP if self.has_budget else DEFAULT_HEAP)
+        import torch
+
+        kept = kept_by_libraries(trace.texts, torch.get_num_threads())
+        return count_on_cpu(trace, self.baseline + kept, FAST_HEAP if self.has_budget else DEFAULT_HEAP)
 
     def fits(self, counted: Counted) -> bool:
         """Whether the likely peak is within the limit."""
@@ -158,7 +162,9 @@ def job_baseline(job: Job) -> Estimate:
 
 def own_baseline(traced_bytes: int) -> Estimate:
     """Read what this process takes, less the ``traced_bytes`` of it that a trace counts again."""
-    return _measured(max(0, backend_for("cpu").baseline_bytes() - traced_bytes))
+    backend = backend_for("cpu")
+    backend.baseline_bytes()  # starts the thread pools
+    return _measured(max(0, backend.use().used_bytes - traced_bytes))
 
 
 def _host(trace: Trace) -> Estimate:

@@ -121,10 +121,15 @@ def print_baseline() -> None:
     """Print how many bytes a training process takes before it has a model; the job comes on standard input."""
     from plimsoll import assemble  # noqa: F401
     from plimsoll.device.base import backend_for
+    from plimsoll.models.build import sketch_model
     from plimsoll.run import train  # noqa: F401
 
-    _warm(Job.from_json(sys.stdin.read()))
-    print(backend_for("cpu").baseline_bytes())
+    job = Job.from_json(sys.stdin.read())
+    _warm(job)
+    sketch_model(job)  # imports what the model is made of
+    backend = backend_for("cpu")
+    backend.baseline_bytes()  # starts the thread pools
+    print(backend.use().used_bytes)
 
 
 def _make_step(job: Job, parts: Assembled, micro_batch: int) -> TrainStep:

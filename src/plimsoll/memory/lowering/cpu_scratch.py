@@ -12,8 +12,10 @@ one call (torch makes none), other builds of torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
+
+from plimsoll.records.prediction import Estimate
 
 _MIB = 1 << 20
 
@@ -49,10 +51,18 @@ KEPT_BYTES: Mapping[str, Kept] = {
 }
 
 
-def kept_bytes(num_threads: int = 1, has_recurrent: bool = False) -> int:
-    """Add up what the libraries keep of a training with that many threads."""
-    kept = [KEPT_BYTES["matmul"], *([KEPT_BYTES["recurrent"]] if has_recurrent else [])]
-    return sum(one.bytes * (num_threads if one.is_per_thread else 1) for one in kept)
+def kept_by_libraries(op_names: Iterable[str], num_threads: int = 1) -> Estimate:
+    """Add up what the libraries keep of a training that runs these ops with that many threads."""
+    is_recurrent = any(name.startswith("aten.mkldnn_rnn_layer.") for name in op_names)
+    kept = [KEPT_BYTES["matmul"], *([KEPT_BYTES["recurrent"]] if is_recurrent else [])]
+    times = [num_threads if one.is_per_thread else 1 for one in kept]
+    likely_bytes = sum(one.bytes * number for one, number in zip(kept, times, strict=True))
+    return Estimate(
+        likely_bytes=likely_bytes,
+        low_bytes=sum(one.least_bytes * number for one, number in zip(kept, times, strict=True)),
+        high_bytes=sum(one.most_bytes * number for one, number in zip(kept, times, strict=True)),
+        modelled_bytes=likely_bytes,
+    )
 
 
 def scratch_bytes(

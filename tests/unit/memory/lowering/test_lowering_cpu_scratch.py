@@ -6,7 +6,7 @@ import platform
 import pytest
 import torch
 
-from plimsoll.memory.lowering.cpu_scratch import KEPT_BYTES, kept_bytes, scratch_bytes, workspace_bytes
+from plimsoll.memory.lowering.cpu_scratch import KEPT_BYTES, kept_by_libraries, scratch_bytes, workspace_bytes
 from processes import run_program
 
 MIB = 1 << 20
@@ -99,8 +99,10 @@ def test_a_recurrent_workspace_is_only_there_in_training():
 
 
 def test_what_matrix_products_keep_grows_with_the_threads_and_what_recurrent_nets_keep_does_not():
-    one, two = kept_bytes(1), kept_bytes(2)
-    assert two == 2 * one == 2 * KEPT_BYTES["matmul"].bytes
-    assert kept_bytes(2, has_recurrent=True) - two == KEPT_BYTES["recurrent"].bytes
+    one, two = kept_by_libraries([], 1), kept_by_libraries([], 2)
+    assert two.likely_bytes == two.modelled_bytes == 2 * one.likely_bytes == 2 * KEPT_BYTES["matmul"].bytes
+    recurrent = kept_by_libraries(["aten.mkldnn_rnn_layer.default"], 2)
+    assert recurrent.likely_bytes - two.likely_bytes == KEPT_BYTES["recurrent"].bytes
+    assert recurrent.low_bytes < recurrent.likely_bytes < recurrent.high_bytes
     for kept in KEPT_BYTES.values():
         assert kept.least_bytes <= kept.bytes <= kept.most_bytes

@@ -1,0 +1,337 @@
+"""How close the predicted memory of a CPU training is to the private memory its process really takes.
+
+    python benchmarks/predict_cpu_rss.py [--runs N] [--quick] [--out table.md] [--measured measured.json]
+
+Each case trains for a few steps in a process of its own, once inside a generous budget (then `plimsoll` sets the heap,
+see `device.heap`) and once without one, with glibc's own malloc. This process watches from outside: the highest of
+private memory (RssAnon) read every millisecond, and of the kernel's own high-water mark, counted anew from the first
+step on, less the mapped files. The prediction is what `plimsoll predict` computes, made without running the training.
+
+Beside it stands what a counter of live tensor bytes (such as torch's ``MemTracker``) would answer: the peak of the live
+bytes of the same trace, and nothing else.
+
+``--measured`` keeps the measurements in a file and reads those that are there: for work on the predictor. Not covered:
+data loading, checkpoints, evaluation; samples that differ in length.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from plimsoll.data.sketch import TextSketch
+from plimsoll.device.base import backend_for
+from plimsoll.device.probe import versions
+from plimsoll.device.process import private_bytes
+from plimsoll.memory.lowering.cpu import CpuLowering
+from plimsoll.memory.predict import Counted
+from plimsoll.records.job import Job
+from plimsoll.records.prediction import Estimate
+from plimsoll.run.rehearse import rehearse_job
+from plimsoll.run.targets import Target, job_baseline
+
+HERE = Path(__file__).parent
+MIB = 1 << 20
+POLL_SECONDS = 0.001
+NUM_STEPS = 4
+BUDGET_BYTES = 12 << 30
+QUICK = ("bert-4x256", "gpt2-4x192", "t5-small", "lstm-2x512", "gru-2x256", "cnn-small")
+_HIGH_WATER = re.compile(rb"VmHWM:\s*(\d+) kB.*?RssFile:\s*(\d+) kB\s*RssShmem:\s*(\d+) kB", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A training: ``shape`` is (samples, tokens)."""
+
+    name: str
+    model: dict[str, Any] | str
+    shape: tuple[int, int]
+    vocab_size: int = 8000
+    num_labels: int | None = None
+    micro_batch: int | None = None
+    optimizer: dict[str, Any] = field(default_factory=lambda: {"name": "adamw", "clip_norm": 1.0})
+    precision: str = "fp32"
+
+    def job(self) -> Job:
+        return Job(
+            model=self.model,
+            task="language-modeling" if self.num_labels is None else "classification",
+            data={"train": "random tokens"},
+            sequence_length=self.shape[1],
+            batch_size=self.shape[0],
+            optimizer=self.optimizer,
+            precision=self.precision,
+            device="cpu",
+            steps=NUM_STEPS,
+        )
+
+    def run(self, is_limited: bool) -> str:
+        return json.dumps(
+            {
+                "job": self.job().to_json(),
+                "vocab_size": self.vocab_size,
+                "num_labels": self.num_labels,
+                "micro_batch": self.micro_batch,
+                "steps": NUM_STEPS,
+                "budget_bytes": BUDGET_BYTES if is_limited else None,
+            }
+        )
+
+
+def bert(num_layers: int, width: int) -> dict[str, Any]:
+    shape = {"num_hidden_layers": num_layers, "hidden_size": width, "intermediate_size": 4 * width}
+    return {"architecture": "bert", **shape, "num_attention_heads": width // 64}
+
+
+def gpt2(num_layers: int, width: int, **fields: Any) -> dict[str, Any]:
+    return {"architecture": "gpt2", "n_layer": num_layers, "n_embd": width, "n_head": width // 64, **fields}
+
+
+def recurrent(kind: str, num_layers: int, width: int, **fields: Any) -> dict[str, Any]:
+    return {"architecture": kind, "num_layers": num_layers, "embedding_size": width, "hidden_size": width, **fields}
+
+
+SGD = {"name": "sgd", "lr": 0.01, "arguments": {"momentum": 0.9}}
+PLAIN_SGD = {"name": "sgd", "lr": 0.01}
+LARGE = {"vocab_size": 30000}
+TWO = {"num_labels": 2}
+CASES = (
+    Case("bert-2x128", bert(2, 128), (8, 64), **TWO),
+    Case("bert-4x256", bert(4, 256), (16, 128), **TWO),
+    Case("bert-6x256-30k", bert(6, 256), (16, 128), **LARGE, **TWO),
+    Case("bert-4x256-micro8", bert(4, 256), (32, 128), micro_batch=8, **TWO),
+    Case("bert-4x384-sgd", bert(4, 384), (16, 256), optimizer=PLAIN_SGD, **LARGE, **TWO),
+    Case("bert-4x256-bf16", bert(4, 256), (16, 128), precision="bf16", **TWO),
+    Case("bert-12x384-30k", bert(12, 384), (4, 64), **LARGE, **TWO),
+    Case("bert-2x256-long", bert(2, 256), (8, 512), **TWO),
+    Case("gpt2-2x128", gpt2(2, 128), (8, 64), vocab_size=2000),
+    Case("gpt2-4x192-micro8", gpt2(4, 192), (32, 256), micro_batch=8),
+    Case("gpt2-4x192", gpt2(4, 192), (16, 256)),
+    Case("gpt2-4x256-50k", gpt2(4, 256), (8, 256), vocab_size=50257),
+    Case("gpt2-4x256-50k-sgd", gpt2(4, 256), (4, 256), vocab_size=50257, optimizer=SGD),
+    Case("gpt2-6x384-long", gpt2(6, 384), (4, 512)),
+    Case("gpt2-4x256-bf16", gpt2(4, 256), (16, 128), precision="bf16"),
+    Case("gpt2-4x192-large", gpt2(4, 192), (32, 512)),
+    Case("gpt2-12x512-30k", gpt2(12, 512), (1, 64), **LARGE),
+    Case("gpt2-2x128-50k-long", gpt2(2, 128, attn_pdrop=0.0), (1, 1024), vocab_size=50257),
+    Case("t5-small", "_rss_worker:t5_small", (8, 128)),
+    Case("t5-wide-32k", "_rss_worker:t5_wide", (8, 128), vocab_size=32128),
+    Case("t5-wide-micro4", "_rss_worker:t5_wide", (16, 256), micro_batch=4),
+    Case("t5-wide-bf16", "_rss_worker:t5_wide", (8, 128), precision="bf16"),
+    Case("lstm-1x128", recurrent("lstm", 1, 128), (16, 64), vocab_size=2000),
+    Case("lstm-2x512", recurrent("lstm", 2, 512), (16, 128), vocab_size=20000),
+    Case("lstm-2x256-micro16", recurrent("lstm", 2, 256, dropout=0.1), (64, 64), micro_batch=16),
+    Case("lstm-1x512-long", recurrent("lstm", 1, 512), (32, 256)),
+    Case("lstm-2x256-30k-sgd", recurrent("lstm", 2, 256), (16, 128), optimizer=SGD, **LARGE),
+    Case("lstm-2x256-both-ways", recurrent("lstm", 2, 256, bidirectional=True), (32, 256), **TWO),
+    Case("lstm-2x256-bf16", recurrent("lstm", 2, 256), (16, 128), precision="bf16"),
+    Case("gru-2x256", recurrent("gru", 2, 256), (16, 128)),
+    Case("gru-1x512-20k", recurrent("gru", 1, 512), (16, 256), vocab_size=20000),
+    Case("gru-1x256-both-ways", recurrent("gru", 1, 256, bidirectional=True), (32, 128), **TWO),
+    Case("cnn-small", "_rss_worker:cnn_small", (64, 128), **TWO),
+    Case("cnn-wide-30k", "_rss_worker:cnn_wide", (64, 512), **LARGE, **TWO),
+    Case("cnn-wide-micro16-sgd", "_rss_worker:cnn_wide", (64, 256), micro_batch=16, optimizer=PLAIN_SGD, **TWO),
+    Case("cnn-wide-bf16", "_rss_worker:cnn_wide", (64, 256), precision="bf16", **TWO),
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One run beside its prediction; ``live_bytes`` is the rival's answer."""
+
+    name: str
+    predicted: Estimate
+    measured_bytes: int
+    live_bytes: int
+
+    @property
+    def error(self) -> float:
+        return self.predicted.likely_bytes / self.measured_bytes - 1
+
+    @property
+    def live_error(self) -> float:
+        return self.live_bytes / self.measured_bytes - 1
+
+    @property
+    def is_inside(self) -> bool:
+        return self.predicted.low_bytes <= self.measured_bytes <= self.predicted.high_bytes
+
+    @property
+    def half_width(self) -> float:
+        return (self.predicted.high_bytes - self.predicted.low_bytes) / 2 / self.predicted.likely_bytes
+
+
+# -- the truth ---------------------------------------------------------------------------------------------------------
+
+
+def measured_peak_bytes(case: Case, is_limited: bool) -> int:
+    """Train in a process of its own and return the most private memory it had."""
+    process = subprocess.Popen(
+        [sys.executable, str(HERE / "_rss_worker.py")],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    peaks = [0]
+    watcher = threading.Thread(target=watch, args=(process, peaks))
+    watcher.start()
+    output, errors = process.communicate(case.run(is_limited))
+    watcher.join()
+    if process.returncode:
+        sys.exit(f"{case.name} failed:\n{errors}")
+    steps = [json.loads(line) for line in output.splitlines()]
+    if any(step["ooms"] for step in steps):
+        sys.exit(f"{case.name} ran out of memory: it took other micro-batches than the prediction's")
+    return max([peaks[0], *(step["peak_bytes"] for step in steps)])
+
+
+def watch(process: subprocess.Popen[str], peaks: list[int]) -> None:
+    while process.poll() is None:
+        try:
+            peaks[0] = max(peaks[0], private_bytes(process.pid))
+        except OSError:
+            return
+        time.sleep(POLL_SECONDS)
+
+
+class Measurements:
+    """The measured peaks, kept in a file if one is given."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._kept: dict[str, int] = json.loads(path.read_text()) if path and path.exists() else {}
+
+    def has(self, case: Case, is_limited: bool) -> bool:
+        return self._key(case, is_limited) in self._kept
+
+    def _key(self, case: Case, is_limited: bool) -> str:
+        return f"{case.name} {'limited' if is_limited else 'default'}"
+
+    def of(self, case: Case, is_limited: bool) -> int:
+        key = self._key(case, is_limited)
+        if key not in self._kept:
+            self._kept[key] = measured_peak_bytes(case, is_limited)
+            if self._path is not None:
+                self._path.write_text(json.dumps(self._kept, indent=1))
+        return self._kept[key]
+
+
+# -- the prediction ----------------------------------------------------------------------------------------------------
+
+
+class Predictor:
+    """What `predict_job` does; the process without a model is measured once for each kind of model."""
+
+    def __init__(self) -> None:
+        self._baselines: dict[str, Estimate] = {}
+
+    def counted(self, case: Case, is_limited: bool) -> Counted:
+        job = case.job()
+        texts = TextSketch(case.vocab_size, case.num_labels, 0)
+        trace = rehearse_job(job, texts, CpuLowering(), case.micro_batch or job.batch_size)
+        architecture = job.model.get("architecture") if isinstance(job.model, dict) else job.model
+        if str(architecture) not in self._baselines:
+            self._baselines[str(architecture)] = job_baseline(job)
+        baseline = self._baselines[str(architecture)]
+        return Target("cpu", 0, 0, "", baseline=baseline, has_budget=is_limited).count(trace)
+
+
+def row_of(case: Case, is_limited: bool, measurements: Measurements, predictor: Predictor) -> Row:
+    measured_bytes = measurements.of(case, is_limited)
+    counted = predictor.counted(case, is_limited)
+    return Row(case.name, counted.peak, measured_bytes, counted.live.peak_bytes)
+
+
+# -- the table ---------------------------------------------------------------------------------------------------------
+
+
+def figures_of(rows: list[Row]) -> dict[str, float | int]:
+    errors = sorted(abs(row.error) for row in rows)
+    live = sorted(abs(row.live_error) for row in rows)
+    return {
+        "n": len(rows),
+        "median": round(statistics.median(errors), 4),
+        "p90": round(float(np.percentile(errors, 90)), 4),
+        "max": round(errors[-1], 4),
+        "inside_share": round(sum(row.is_inside for row in rows) / len(rows), 4),
+        "median_half_width": round(statistics.median(row.half_width for row in rows), 4),
+        "live_bytes_median": round(statistics.median(live), 4),
+        "live_bytes_max": round(live[-1], 4),
+    }
+
+
+def cells_of(row: Row) -> list[str]:
+    predicted = row.predicted
+    return [
+        row.name,
+        f"{predicted.likely_bytes / MIB:,.0f}",
+        f"{predicted.low_bytes / MIB:,.0f} - {predicted.high_bytes / MIB:,.0f}",
+        f"{row.measured_bytes / MIB:,.0f}",
+        f"{row.error:+.1%}",
+        "yes" if row.is_inside else "no",
+        f"{row.live_bytes / MIB:,.0f} ({row.live_error:+.0%})",
+    ]
+
+
+HEADER = ["case", "predicted MiB", "range", "measured MiB", "error", "inside", "live bytes alone"]
+
+
+def lines_of(rows: dict[str, list[Row]]) -> list[str]:
+    lines = ["# Predicted and measured private memory of CPU trainings", ""]
+    made_with = ", ".join(f"{name} {version}" for name, version in versions().items())
+    lines += [f"{backend_for('cpu').probe().name}, {torch.get_num_threads()} threads; {made_with}.", ""]
+    for title, body in rows.items():
+        figures = figures_of(body)
+        lines += [f"## {title}", ""]
+        lines += ["| " + " | ".join(cells) + " |" for cells in (HEADER, ["---"] * len(HEADER))]
+        lines += ["| " + " | ".join(cells_of(row)) + " |" for row in body]
+        shown = ", ".join(f"{name} {value}" for name, value in figures.items())
+        lines += ["", f"{shown}.", ""]
+    return lines
+
+
+def main() -> None:
+    """Run the benchmark."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=len(CASES), help="how many of the cases (default: all)")
+    parser.add_argument("--quick", action="store_true", help="one case of each kind of model")
+    parser.add_argument("--case", action="append", help="only the cases with this in their name")
+    parser.add_argument("--out", type=Path, help="also write the tables to this Markdown file")
+    parser.add_argument("--measured", type=Path, help="a file to keep measurements in")
+    parser.add_argument("--only-measured", action="store_true", help="leave out what is not in that file")
+    arguments = parser.parse_args()
+    cases = [case for case in CASES if case.name in QUICK] if arguments.quick else list(CASES)
+    if arguments.case:
+        cases = [case for case in cases if any(part in case.name for part in arguments.case)]
+    chosen = np.unique(np.linspace(0, len(cases) - 1, min(arguments.runs, len(cases))).astype(int))
+    sys.path.insert(0, str(HERE))  # for the models that are named by their function, here and in the processes
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
+    measurements, predictor = Measurements(arguments.measured), Predictor()
+    rows: dict[str, list[Row]] = {}
+    for title, is_limited in (("inside a budget", True), ("without a limit: glibc's own malloc", False)):
+        rows[title] = []
+        print(title, flush=True)
+        for number in chosen:
+            if arguments.only_measured and not measurements.has(cases[number], is_limited):
+                continue
+            rows[title].append(row_of(cases[number], is_limited, measurements, predictor))
+            print("  " + "  ".join(cells_of(rows[title][-1])), flush=True)
+    if arguments.out is not None:
+        arguments.out.write_text("\n".join(lines_of(rows)), encoding="utf-8")
+    limited, default = rows.values()
+    print(json.dumps({**figures_of(limited), "default_malloc": figures_of(default)}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,27 @@
+"""The predicted memory of a CPU training against what its process takes, read from outside."""
+
+from __future__ import annotations
+
+import platform
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+from predict_cpu_rss import Case, Predictor, gpt2, measured_peak_bytes, recurrent
+
+TOLERANCE = 0.08
+CASES = [
+    Case("gpt2", gpt2(2, 128), (8, 128), vocab_size=8000),
+    Case("lstm", recurrent("lstm", 2, 256), (16, 64), vocab_size=8000),
+]
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="predicts glibc's heap")
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_the_private_memory_of_a_training_is_predicted(case: Case):
+    predicted = Predictor().counted(case, is_limited=True).peak
+    measured_bytes = measured_peak_bytes(case, is_limited=True)
+    assert predicted.likely_bytes == pytest.approx(measured_bytes, rel=TOLERANCE)
