@@ -30,10 +30,10 @@ from plimsoll.memory.allocator.caching import CachingAllocator, replay
 from plimsoll.memory.allocator.options import rules_from_environment
 from plimsoll.memory.lowering.cuda import CudaLowering
 from plimsoll.memory.trace import Rehearsal, trace_training
+from plimsoll.memory.workspaces import deltas_with_workspaces
 from plimsoll.records.trace import Trace
 
-_PRODUCTS = {f"aten.{name}.default" for name in ("mm", "addmm", "bmm", "baddbmm")}
-_BEFORE, _WORKSPACES = -1, -2  # storages that are not the trace's
+_BEFORE = -1  # a storage that is not of the trace
 
 
 @dataclass(frozen=True)
@@ -150,18 +150,12 @@ def predict(case: Case, header: dict[str, Any], before_bytes: int = 0, limit_byt
 
 
 def _with_workspaces(trace: Trace, architecture: str) -> Iterator[tuple[int, int, int]]:
-    """``(op, storage, bytes)`` of the device, with cuBLAS's workspaces: one for each thread that multiplies matrices.
-
-    Forward runs in the user's thread and backward in one of autograd's. They are kept.
-    """
-    products = {number for number, text in enumerate(trace.texts) if text in _PRODUCTS}
-    has_workspace: set[bool] = set()
-    for event, storage, num_bytes in trace.deltas():
-        op = trace.event_op[event]
-        is_backward = trace.ops.phase[op] == "backward"
-        if trace.ops.name[op] in products and is_backward not in has_workspace:
-            has_workspace.add(is_backward)
-            yield op, _WORKSPACES - is_backward, cublas_workspace_bytes(architecture)
+    """``(op, storage, bytes)`` of the device, with cuBLAS's workspaces."""
+    own_ops = (trace.event_op[event] for event, _, _ in trace.deltas())
+    op = -1
+    for storage, num_bytes in deltas_with_workspaces(trace, cublas_workspace_bytes(architecture)):
+        if storage < len(trace.storages.num_bytes):
+            op = next(own_ops)
         yield op, storage, num_bytes
 
 

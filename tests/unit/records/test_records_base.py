@@ -14,6 +14,7 @@ import plimsoll.records
 from hand_traces import trace_of
 from plimsoll.errors import OutputError, RecordError
 from plimsoll.records.base import Record, write_atomically
+from plimsoll.records.comparison import Calibration, Comparison, Learned, Side, Target
 from plimsoll.records.plan import Plan
 from prediction_records import fitting
 
@@ -28,7 +29,14 @@ RECORDS = sorted(
 
 @pytest.fixture
 def examples(device, machine, plan, job, head, run_record) -> dict[type[Record], Record]:
-    made = (device, machine, plan, job, head, run_record, fitting(), trace_of(("setup", 0, "+w parameters 8 -w")))
+    side = Side(peak_bytes=8, parts={"activations": 8}, moment=fitting().moment)
+    comparison = Comparison(
+        lowered_to="cpu", predicted=side, measured=side, num_ops=1, num_differing_ops=0, first=None, groups=(),
+        num_groups=0,
+    )  # fmt: skip
+    calibration = Calibration(targets={"cpu": Target(live_ratio=Learned(num_runs=1, mean=1.0, low=1.0, high=1.0))})
+    trace = trace_of(("setup", 0, "+w parameters 8 -w"))
+    made = (device, machine, plan, job, head, run_record, fitting(), trace, comparison, calibration)
     return {type(record): record for record in made}
 
 
