@@ -5,7 +5,8 @@
 Each case trains for a few steps in a process of its own, once inside a generous budget (then `plimsoll` sets the heap,
 see `device.heap`) and once without one, with glibc's own malloc. Measured is the larger of two: private memory
 (RssAnon) as this process reads it from outside every millisecond, and what the training process reads of the kernel's
-high-water mark after each step, less the mapped files. The prediction is what `plimsoll predict` computes, made without running the training.
+high-water mark after each step, less the mapped files. The prediction is what `plimsoll predict`
+computes, made without running the training.
 
 Beside it stands what a counter of live tensor bytes (such as torch's ``MemTracker``) would answer: the peak of the live
 bytes of the same trace, and nothing else.

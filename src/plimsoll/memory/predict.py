@@ -32,8 +32,8 @@ _NUM_LARGEST = 10
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 # What is left between prediction and measurement: on CUDA 0.3 % in the median and 1.5 % in nine of ten runs with
-# batches of one length (benchmarks/predict_gpu_measured.py), on the CPU 1.3 % and 4.4 % inside a budget, where 33 of 36 processes were within
-# the range that this spread gives (benchmarks/predict_cpu_rss.py; 17 of 20 with glibc's own malloc).
+# batches of one length (benchmarks/predict_gpu_measured.py); on the CPU 1.3 % and 4.4 % inside a budget, where 33 of 36
+# processes were within the range that this gives, and 17 of 20 with glibc's own malloc (benchmarks/predict_cpu_rss.py).
 _CUDA_SPREAD = 0.02
 _CPU_SPREAD = 0.05
 _UNKNOWN_CONTEXT_BYTES = (200 << 20, 700 << 20)  # over the cards of the table that have been measured

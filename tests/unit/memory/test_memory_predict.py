@@ -149,7 +149,7 @@ def test_reserved_on_the_cpu_is_the_heap_and_the_process():
     in_heap = counted.reserved - 200 * MIB
     expected = np.array([16, 28, 44, 47, 44, 32, 44]) * MIB + np.array([1, 2, 3, 4, 3, 2, 3]) * page
     assert in_heap.tolist() == (expected + page).tolist()  # and a page of small blocks
-    assert counted.peak.likely_bytes == 247 * MIB + 4 * page
+    assert counted.peak.likely_bytes == 247 * MIB + 5 * page
     assert counted.peak.measured_bytes == 200 * MIB
     assert counted.peak.traced_bytes + counted.peak.modelled_bytes == 47 * MIB + 4 * page
     assert counted.peak.low_bytes == 190 * MIB + int((47 * MIB + 4 * page) * 0.95)
