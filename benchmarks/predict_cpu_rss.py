@@ -3,9 +3,10 @@
     python benchmarks/predict_cpu_rss.py [--runs N] [--quick] [--out table.md] [--measured measured.json]
 
 Each case trains for a few steps in a process of its own, once inside a generous budget (then `plimsoll` sets the heap,
-see `device.heap`) and once without one, with glibc's own malloc. This process watches from outside: the highest of
-private memory (RssAnon) read every millisecond, and of the kernel's own high-water mark, counted anew from the first
-step on, less the mapped files. The prediction is what `plimsoll predict` computes, made without running the training.
+see `device.heap`) and once without one, with glibc's own malloc. Measured is the larger of two: private memory
+(RssAnon) as this process reads it from outside every millisecond, and what the training process reads of the kernel's
+high-water mark after each step, less the mapped files. The prediction is what `plimsoll predict`
+computes, made without running the training.
 
 Beside it stands what a counter of live tensor bytes (such as torch's ``MemTracker``) would answer: the peak of the live
 bytes of the same trace, and nothing else.
@@ -19,7 +20,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import statistics
 import subprocess
 import sys
@@ -49,7 +49,6 @@ POLL_SECONDS = 0.001
 NUM_STEPS = 4
 BUDGET_BYTES = 12 << 30
 QUICK = ("bert-4x256", "gpt2-4x192", "t5-small", "lstm-2x512", "gru-2x256", "cnn-small")
-_HIGH_WATER = re.compile(rb"VmHWM:\s*(\d+) kB.*?RssFile:\s*(\d+) kB\s*RssShmem:\s*(\d+) kB", re.DOTALL)
 
 
 @dataclass(frozen=True)

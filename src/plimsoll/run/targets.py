@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from plimsoll.device.base import backend_for
+from plimsoll.device.data_limit import MARGIN_BYTES
 from plimsoll.device.gpus import find_gpu, spec_of
 from plimsoll.device.probe import versions
 from plimsoll.errors import BudgetError, DeviceError
@@ -29,6 +30,7 @@ from plimsoll.records.prediction import Estimate, Prediction
 from plimsoll.records.trace import Trace
 from plimsoll.records.units import format_bytes
 
+_WHOLE_MACHINE = "all that this process may use of the machine"
 # Resident bytes of the host's process when CUDA is in use: torch and transformers without it; with all kernels loaded
 # (pytorch#113326 reads 0.44 and 2.06 GB). Not measured here.
 _CUDA_HOST_BYTES = (420 << 20, 1965 << 20)
@@ -202,8 +204,8 @@ def _cpu_target(budget_bytes: int | None, baseline: Callable[[], Estimate]) -> T
     return Target(
         name=device.name,
         capacity_bytes=device.capacity_bytes,
-        limit_bytes=budget_bytes or device.capacity_bytes,
-        limit_source="the budget" if budget_bytes else "all that this process may use of the machine",
+        limit_bytes=device.capacity_bytes if budget_bytes is None else budget_bytes - MARGIN_BYTES,
+        limit_source=_WHOLE_MACHINE if budget_bytes is None else f"budget - {format_bytes(MARGIN_BYTES)} kept back",
         baseline=baseline(),
         has_budget=budget_bytes is not None,
     )

@@ -45,7 +45,10 @@ TENSOR_OBJECTS_BYTES = (24, 96, 176)
 """What torch takes of the heap for as long as a tensor's data live: the storage, the tensor, and a small one beside.
 
 Counted by wrapping malloc around a BERT step (torch 2.13): where 152 more tensors were alive than at its start, so were
-151 or 152 blocks of each of these sizes, and 5 others. What autograd notes in a forward pass is left out."""
+151 or 152 blocks of each of these sizes, and 5 others. That was between two passes; at the end of a forward pass there
+were more of them (1.6 of 176, 4.9 of 24 and 7 of 16 bytes for each tensor, and autograd's nodes), which is left out:
+with them three BERT trainings were predicted no better.
+"""
 
 
 class HeapReplay(NamedTuple):
