@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from plimsoll.errors import PlimsollError
+from plimsoll.errors import OutputError, PlimsollError
 
 _VARIABLE = "PLIMSOLL_FAILURE_FILE"
 
@@ -29,6 +29,9 @@ def show(text: str) -> None:
         # What is still buffered would be written, and fail loudly, when the interpreter ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(128 + signal.SIGPIPE)
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise OutputError(f"cannot write the result to standard output: {error.strerror}; give another place") from None
 
 
 def failure(name: str, message: str, exit_code: int) -> str:

@@ -29,7 +29,7 @@ class Found(Generic[T]):
 
 
 def largest_that_fits(
-    try_size: Callable[[int], tuple[int, bool, T]], start: int, most: int, precision: float = 0.02
+    try_size: Callable[[int], tuple[int, bool, T]], start: int, most: int, precision: float = 0.005
 ) -> Found[T]:
     """Find the largest size from 1 to ``most`` that fits.
 

@@ -60,11 +60,26 @@ _FACTORIES = {
     aten.tril_indices.default,
     aten.triu_indices.default,
 }
-_UNKNOWN_LENGTH: dict[Any, Callable[..., tuple[int, ...]]] = {
-    aten.nonzero.default: lambda tensor: (tensor.numel(), tensor.dim()),
-    aten.masked_select.default: lambda tensor, mask: (
-        prod(map(max, zip(tensor.shape, mask.shape, strict=True))) if tensor.dim() == mask.dim() else tensor.numel(),
-    ),
+_LIFTS = {aten.lift_fresh.default, aten.lift.default}  # what `torch.tensor` does with the numbers it was given
+
+KEEPS_ALL = "was taken to keep every element"
+"""In the text of an assumption about a result whose length depends on unknown values."""
+
+
+def _longest_of_mask(tensor: Tensor, mask: Tensor) -> tuple[int, ...]:
+    shape = zip(tensor.shape, mask.shape, strict=True) if tensor.dim() == mask.dim() else ((tensor.numel(), 1),)
+    return (prod(map(max, shape)),)
+
+
+# The shapes of the results if nothing is left out, with their types; a type of None is the first argument's.
+_UNKNOWN_LENGTH: dict[Any, Callable[..., list[tuple[tuple[int, ...], torch.dtype | None]]]] = {
+    aten.nonzero.default: lambda tensor: [((tensor.numel(), tensor.dim()), torch.int64)],
+    aten.masked_select.default: lambda tensor, mask: [(_longest_of_mask(tensor, mask), None)],
+    aten._unique2.default: lambda tensor, sorted=True, with_inverse=False, with_counts=False: [
+        ((tensor.numel(),), None),
+        (tuple(tensor.shape) if with_inverse else (0,), torch.int64),
+        ((tensor.numel(),) if with_counts else (0,), torch.int64),
+    ],
 }
 
 
@@ -74,10 +89,13 @@ class KnownValues:
     Args:
         mode: the mode whose tensors these are.
         where: describes the place in the training that asks for a value; ``None`` if it is not worth a note.
+        keeps_all: whether a result of unknown length is as long as it can be, or of one element.
     """
 
-    def __init__(self, mode: FakeTensorMode, where: Callable[[], str | None]) -> None:
+    def __init__(self, mode: FakeTensorMode, where: Callable[[], str | None], keeps_all: bool = True) -> None:
         self._mode = mode
+        self._keeps_all = keeps_all
+        self._of_outside: dict[int, tuple[Tensor, Tensor]] = {}
         self._where = where
         # Storages of real tensors that the training has overwritten with unknown values, while they live.
         self._wrong: dict[int, weakref.ref[Any]] = {}
@@ -114,13 +132,19 @@ class KnownValues:
         """Run an op on fake tensors, and on what is known of their values."""
         if op is aten._local_scalar_dense.default:
             return self._scalar(args[0])
+        if op is aten._pin_memory.default:  # a copy, for memory
+            op, args = aten.clone.default, args[:1]
         tensors = [*_tensors((args, kwargs))]
+        if op not in _LIFTS and not all(isinstance(tensor, FakeTensor) for tensor in tensors):
+            self._refuse_to_train(op, args)
+            args, kwargs = tree_map(self._adopted, (args, kwargs))
+            tensors = [*_tensors((args, kwargs))]
         known = [self._value(tensor) is not None for tensor in tensors]
         is_known = (all(known) if tensors else op in _FACTORIES) and op.overloadpacket is not aten.set_
         if is_known and torch.Tag.dynamic_output_shape in op.tags:
             real = self._really(op, args, kwargs)
             return tree_map(lambda value: self.fake(value) if isinstance(value, Tensor) else value, real)
-        result = self._longest(op, args) if op in _UNKNOWN_LENGTH else op(*args, **kwargs)
+        result = self._unknown_length(op, args, kwargs) if op in _UNKNOWN_LENGTH else op(*args, **kwargs)
         if not any(known) and not is_known:
             return result
         made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, FakeTensor)]
@@ -158,13 +182,35 @@ class KnownValues:
             self.assume(f"the value of a {str(tensor.dtype).removeprefix('torch.')} tensor was taken for 0{where}")
         return _zero(tensor.dtype)
 
-    def _longest(self, op: Any, args: tuple[Any, ...]) -> Tensor:
-        shape = _UNKNOWN_LENGTH[op](*args)
-        dtype = torch.int64 if op is aten.nonzero.default else args[0].dtype
-        most_bytes = prod(shape) * dtype.itemsize
-        self.assume(f"{op} was taken to keep every element{self._where() or ''}", low_bytes=-most_bytes)
-        longest: Tensor = aten.empty.memory_format(shape, dtype=dtype, device=args[0].device)
-        return longest
+    def _unknown_length(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The results of an op that may leave elements out: with all of them, or with one."""
+        self.assume(f"{op} {KEEPS_ALL}{self._where() or ''}")
+        results = []
+        for (length, *rest), dtype in _UNKNOWN_LENGTH[op](*args, **kwargs):
+            kept = length if self._keeps_all else min(length, 1)
+            like = {"dtype": dtype or args[0].dtype, "device": args[0].device}
+            results.append(aten.empty.memory_format((kept, *rest), **like))
+        return results[0] if len(results) == 1 else tuple(results)
+
+    def _adopted(self, value: Any) -> Any:
+        """A fake tensor for a real one that the training found outside; the same for the same."""
+        if not isinstance(value, Tensor) or isinstance(value, FakeTensor):
+            return value
+        if id(value) not in self._of_outside:
+            self._of_outside[id(value)] = value, self.fake(value)
+        return self._of_outside[id(value)][1]
+
+    def _refuse_to_train(self, op: Any, args: tuple[Any, ...]) -> None:
+        """Refuse what would change a real tensor."""
+        written = [argument.is_write for argument in op._schema.arguments[: len(args)]]
+        for is_written, value in zip(written, args, strict=True):
+            for tensor in _tensors(value):
+                if not isinstance(tensor, FakeTensor) and (is_written or tensor.requires_grad):
+                    raise InputError(
+                        f"a tensor of shape {list(tensor.shape)} that was made before the training is trained in it"
+                        f"{self._where() or ''}, and a prediction must not change it: make the model inside the "
+                        "function, or use plimsoll.predict(model, optimizer, batch)"
+                    )
 
     def _forget_written(self, op: Any, args: tuple[Any, ...]) -> None:
         if not op._schema.is_mutable:

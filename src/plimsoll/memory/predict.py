@@ -32,8 +32,8 @@ MOST_ROWS = 4000
 _NUM_LARGEST = 10
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
-# What is left between prediction and measurement. On CUDA 0.2 % in the median and 0.5 % in nine of ten runs with batches
-# of 15 and more; of all 41, padded batches of 5 among them, 39 lie within 2 % of the lengths drawn for them
+# What is left between prediction and measurement. On CUDA 0.2 % in the median and 0.5 % in nine of ten runs with
+# batches of 15 and more; of all 41, padded batches of 5 among them, 39 lie within 2 % of the lengths drawn for them
 # (benchmarks/predict_gpu_measured.py). On the CPU 1.3 % and 4.4 % inside a budget (benchmarks/predict_cpu_rss.py).
 _CUDA_SPREAD = 0.02
 _CPU_SPREAD = 0.06

@@ -16,6 +16,7 @@ from __future__ import annotations
 import copy
 import logging
 import os
+import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
@@ -35,7 +36,8 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._pytree import tree_leaves, tree_map
 
 from plimsoll.errors import InputError, PlimsollError
-from plimsoll.memory.known import KnownValues
+from plimsoll.memory.known import KEEPS_ALL, KnownValues
+from plimsoll.memory.live import live_bytes
 from plimsoll.memory.lowering.base import Lowering
 from plimsoll.memory.recorder import Recorder
 from plimsoll.memory.untraced import untraced
@@ -53,6 +55,7 @@ _EXPECTED_WARNINGS = (
     "Accessing the data pointer of FakeTensor",  # copy.deepcopy of a module
     "torch.cuda.amp.GradScaler is enabled, but CUDA is not available",
     "User provided device_type of 'cuda', but CUDA is not available",
+    "CUDA is not available or torch_xla is imported. Disabling autocast",
 )
 
 
@@ -62,11 +65,11 @@ class Rehearsal:
     ``recorder`` takes the phase and step from outside, where they are not to be inferred.
     """
 
-    def __init__(self, lowering: Lowering, phase: Callable[[], Phase] | None) -> None:
+    def __init__(self, lowering: Lowering, phase: Callable[[], Phase] | None, keeps_all: bool) -> None:
         self._lowering = lowering
         self._is_step = phase is not None
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
-        self.known = KnownValues(self.mode, self._where)
+        self.known = KnownValues(self.mode, self._where, keeps_all)
         self.recorder = Recorder(
             phase=phase, run=lowering.run_with(self.known.run),
             scratch_bytes=lowering.scratch_bytes, on_host=lowering.on_host,
@@ -143,39 +146,71 @@ class Rehearsal:
         return self.recorder.describe_place()
 
 
+_ONE_AT_A_TIME = threading.RLock()
+
+
 @contextmanager
-def rehearsal(lowering: Lowering, phase: Callable[[], Phase] | None = None) -> Iterator[Rehearsal]:
+def rehearsal(
+    lowering: Lowering, phase: Callable[[], Phase] | None = None, keeps_all: bool = True
+) -> Iterator[Rehearsal]:
     """Run the block on fake tensors, with the kernels of the target, and record it.
+
+    Kernels are replaced in the whole process: one rehearsal waits for another, and other threads must not use torch
+    meanwhile. Random numbers are afterwards as they were.
 
     Args:
         lowering: the target.
         phase: asked for the phase of the training; ``None`` infers it.
+        keeps_all: see `KnownValues`.
 
     Raises:
         InputError: if an op in the block has no fake version, or needs values that are not known.
     """
-    place = Rehearsal(lowering, phase)
-    try:
-        with _quiet(), untraced(), lowering.active(place.known.assume), place.mode, place.recorder:
-            yield place
-    except _CANNOT_TRACE as error:
-        raise InputError(_cannot_trace(error, place.recorder.describe_place())) from error
+    with _ONE_AT_A_TIME, torch.random.fork_rng(devices=[]):
+        place = Rehearsal(lowering, phase, keeps_all)
+        try:
+            with _quiet(), untraced(), lowering.active(place.known.assume), place.mode, place.recorder:
+                yield place
+        except _CANNOT_TRACE as error:
+            raise InputError(_cannot_trace(error, place.recorder.describe_place())) from error
 
 
-def trace_training(train: Callable[[Rehearsal], Any], lowering: Lowering) -> Trace:
+def trace_training(train: Callable[[Rehearsal], Any], lowering: Lowering, name: str = "the training") -> Trace:
     """Trace a function that trains; every ``optimizer.step()`` ends a step.
 
     Args:
-        train: does a few steps; from the third on they are alike.
+        train: does a few steps; from the third on they are alike. It is run twice where lengths are not known.
         lowering: the target.
+        name: of the function, for a message.
 
     Raises:
-        InputError: if the function cannot be traced.
+        InputError: if the function fails, or cannot be traced.
     """
-    with rehearsal(lowering) as place:
-        place.recorder.step, place.recorder.counts_steps = 1, True
-        train(place)
-    return place.trace()
+
+    def trace_with(keeps_all: bool) -> Trace:
+        with rehearsal(lowering, keeps_all=keeps_all) as place:
+            place.recorder.step, place.recorder.counts_steps = 1, True
+            with failures_explained(name, place):
+                train(place)
+        return place.trace()
+
+    return with_unknown_lengths(trace_with)
+
+
+def with_unknown_lengths(trace_with: Callable[[bool], Trace]) -> Trace:
+    """Trace with results of unknown length as long as they can be, and say how much less it is with the shortest.
+
+    Args:
+        trace_with: traces, as long as can be or (``False``) with one element.
+    """
+    trace = trace_with(True)
+    unknown = [number for number, one in enumerate(trace.assumptions) if KEEPS_ALL in one.text]
+    if not unknown:
+        return trace
+    less_bytes = live_bytes(trace).peak_bytes - live_bytes(trace_with(False)).peak_bytes
+    assumptions = list(trace.assumptions)
+    assumptions[unknown[0]] = assumptions[unknown[0]].model_copy(update={"low_bytes": -max(less_bytes, 0)})
+    return trace.model_copy(update={"assumptions": tuple(assumptions)})
 
 
 @contextmanager

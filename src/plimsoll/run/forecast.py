@@ -22,6 +22,7 @@ from plimsoll.memory.inverse import Found, largest_that_fits
 from plimsoll.memory.predict import Counted
 from plimsoll.records.job import Job
 from plimsoll.records.prediction import Answer, Estimate, Prediction, WhatIf
+from plimsoll.records.trace import Trace
 from plimsoll.run.rehearse import rehearse_job
 from plimsoll.run.targets import Target, find_target, gpu_target, job_baseline
 
@@ -88,12 +89,14 @@ class _Forecast:
     limit_bytes: int | None
     lengths: Sequence[int]
     progress: Progress
-    _known: dict[tuple[int, int, str], Counted] = field(default_factory=dict)
+    _traced: dict[tuple[int, int, str], Trace] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.texts = sketch_texts(self.job)
         budget_bytes = self.limit_bytes if self.limit_bytes is not None else self.job.budget.device_bytes
-        self.target = find_target(self.device or choose_device(self.job), budget_bytes, self._baseline)
+        self.target = find_target(
+            choose_device(self.job) if self.device is None else self.device, budget_bytes, self._baseline
+        )
 
     def _baseline(self) -> Estimate:
         self.progress("starting a process to see what it takes without a model")
@@ -120,18 +123,12 @@ class _Forecast:
 
     def smallest_device(self, micro_batch: int) -> Answer:
         """Find the GPU of the table with the least memory on which the job fits."""
-        gpus = sorted(all_gpus(), key=lambda gpu: (gpu.capacity_bytes, gpu.name))
-        low, high, best, best_peak = 0, len(gpus), None, None
-        while low < high:
-            middle = (low + high) // 2
-            target = gpu_target(gpus[middle], None)
-            self.progress(f"trying {target.name}")
+        for gpu in sorted(all_gpus(), key=lambda gpu: (gpu.capacity_bytes, gpu.name)):
+            target = gpu_target(gpu, None)
             counted = self._count(micro_batch, self.job.sequence_length, target)
             if target.fits(counted):
-                high, best, best_peak = middle, target.name, counted.peak
-            else:
-                low = middle + 1
-        return Answer(question="smallest device", value=best, peak=best_peak)
+                return Answer(question="smallest device", value=target.name, peak=counted.peak)
+        return Answer(question="smallest device", value=None, peak=None)
 
     def what_ifs(self, micro_batch: int) -> tuple[WhatIf, ...]:
         """Predict half and double the micro-batch and the length."""
@@ -163,15 +160,15 @@ class _Forecast:
         return self._count(micro_batch, sequence_length, self.target)
 
     def _count(self, micro_batch: int, sequence_length: int, target: Target) -> Counted:
-        key = (micro_batch, sequence_length, target.name)
-        if key not in self._known:
-            self.progress(f"tracing micro-batch {micro_batch} of {sequence_length} tokens on {target.name}")
+        lowering = target.lowering()
+        key = (micro_batch, sequence_length, lowering.name)
+        if key not in self._traced:
+            self.progress(f"tracing micro-batch {micro_batch} of {sequence_length} tokens for {lowering.name}")
             changes = {"sequence_length": sequence_length, "batch_size": max(micro_batch, self.job.batch_size)}
             job = self.job.model_copy(update=changes)
             lengths = batch_lengths(self.lengths, job) if self.lengths else ()
-            trace = rehearse_job(job, self.texts, target.lowering(), micro_batch, lengths)
-            self._known[key] = target.count(trace)
-        return self._known[key]
+            self._traced[key] = rehearse_job(job, self.texts, lowering, micro_batch, lengths)
+        return target.count(self._traced[key])
 
     def _longest_that_can_be_built(self) -> int:
         """The longest sequence, a power of two times the job's, that the model takes."""

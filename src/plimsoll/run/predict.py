@@ -5,7 +5,8 @@
 
 The model may be on any device, the meta device too: what is traced are copies of its shapes. A function is run as it
 is, on tensors without memory: let it do three steps. See `plimsoll.memory.trace` for what cannot be traced. A job is
-predicted by `plimsoll.run.forecast`.
+predicted by `plimsoll.run.forecast`. While a prediction is made, torch's kernels are others: let no other thread
+compute.
 """
 
 from __future__ import annotations
@@ -55,9 +56,16 @@ def predict(
         budget: what the training may use, such as ``"8GiB"``; ``None`` is all there is.
 
     Raises:
-        InputError: if the model fails, or cannot be traced; with the place in its code.
+        InputError: if the model fails, cannot be traced, or the batch cannot be cut so; with the place in its code.
         DeviceError: if there is no such device.
     """
+    num_samples = batch_size_of(batch)
+    if micro_batch is not None and not (isinstance(micro_batch, int) and 1 <= micro_batch <= num_samples):
+        raise InputError(
+            f"micro_batch={micro_batch!r} is not a part of the batch of {num_samples} samples: give 1 to {num_samples}"
+        )
+    if clip_norm is not None and not clip_norm > 0:
+        raise InputError(f"clip_norm={clip_norm!r} is no norm to clip to: give a number above 0, or leave it out")
     in_memory = {t.untyped_storage()._cdata: t for t in _tensors_of(model, optimizer) if t.device.type == "cpu"}
     traced_bytes = sum(tensor.untyped_storage().nbytes() for tensor in in_memory.values())
     target = find_target(device, None if budget is None else parse_bytes(budget), lambda: own_baseline(traced_bytes))
@@ -65,8 +73,8 @@ def predict(
         model, optimizer, batch, loss, target.lowering(),
         units=units, micro_batch=micro_batch, clip_norm=clip_norm, precision=precision,
     )  # fmt: skip
-    num_samples = batch_size_of(batch)
-    lengths = [leaf.shape[1] for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim() > 1]
+    tokens = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dtype == torch.int64]
+    lengths = [leaf.shape[1] for leaf in tokens if leaf.dim() == 2]
     return target.predict(
         target.count(trace),
         type(model).__name__,
@@ -90,13 +98,11 @@ def predict_function(train: Callable[[], Any], *, device: str = "local", budget:
         DeviceError: if there is no such device.
     """
     target = find_target(device, None if budget is None else parse_bytes(budget), lambda: own_baseline(0))
-    trace = trace_training(lambda _: train(), target.lowering())
+    name = getattr(train, "__name__", "the function")
+    trace = trace_training(lambda _: train(), target.lowering(), name)
     if "optimizer" not in trace.ops.phase:
-        raise InputError(
-            f"{getattr(train, '__name__', 'the function')} made {len(trace.ops.name)} ops but no optimizer.step(): let "
-            "it train for three steps"
-        )
-    return target.predict(target.count(trace), getattr(train, "__name__", "a function"), "as the function says")
+        raise InputError(f"{name} made {len(trace.ops.name)} ops but no optimizer.step(): let it train for three steps")
+    return target.predict(target.count(trace), name, "as the function says")
 
 
 def _tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:

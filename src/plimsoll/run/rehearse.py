@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from plimsoll.data.sketch import TextSketch
 from plimsoll.device.host_random import copy_host_state
 from plimsoll.memory.lowering.base import Lowering
-from plimsoll.memory.trace import Rehearsal, failures_explained, rehearsal
+from plimsoll.memory.trace import Rehearsal, failures_explained, rehearsal, with_unknown_lengths
 from plimsoll.models.build import build_model, loss_of
 from plimsoll.optimizers import build_optimizer, build_schedule
 from plimsoll.records.device import Device, MemoryUse
@@ -102,30 +102,42 @@ def rehearse_job(
     num_samples = _rehearsed_samples(job.batch_size, micro_batch)
     batches = [_batch(job, texts, num_samples, length) for length in lengths or (job.sequence_length,) * 3]
     held_out = _batch(job, texts, job.batch_size, job.sequence_length) if job.data.validation else None
+
+    def trace_with(keeps_all: bool) -> Trace:
+        position = Position()
+        with _stage(lowering, position, keeps_all) as stage:
+            _train_job(job, texts, stage, position, lowering, micro_batch, batches, held_out)
+        return stage.trace()
+
+    return with_unknown_lengths(trace_with)
+
+
+def _train_job(  # noqa: PLR0917 -- one call
+    job: Job, texts: TextSketch, stage: Rehearsal, position: Position, lowering: Lowering, micro_batch: int,
+    batches: list[Any], held_out: Any | None,
+) -> None:  # fmt: skip
+    """Do on a stage what a training process does."""
+    with failures_explained("the model of this job", stage):
+        model = build_model(job, *texts).train()
+    model.to(lowering.device)
+    stage.recorder.know_model(model)
+    optimizer = build_optimizer(job.optimizer, model.parameters())
     loss, units = loss_of(job.task)
-    position = Position()
-    with _stage(lowering, position) as stage:
-        with failures_explained("the model of this job", stage):
-            model = build_model(job, *texts).train()
-        model.to(lowering.device)
-        stage.recorder.know_model(model)
-        optimizer = build_optimizer(job.optimizer, model.parameters())
-        step = TrainStep(
-            model,
-            optimizer,
-            loss,
-            units=units,
-            micro_batch=micro_batch,
-            clip_norm=job.optimizer.clip_norm,
-            schedule=build_schedule(job.optimizer, optimizer, job.steps),
-            precision=job.precision,
-            recut_batch_norm="recut_batch_norm" in job.allow,
-            backend=StageBackend(lowering.kind),
-            position=position,
-        )
-        with failures_explained("the model of this job", stage):
-            _rehearse(stage, step, batches, held_out, has_states=bool(job.evaluate_every))
-    return stage.trace()
+    step = TrainStep(
+        model,
+        optimizer,
+        loss,
+        units=units,
+        micro_batch=micro_batch,
+        clip_norm=job.optimizer.clip_norm,
+        schedule=build_schedule(job.optimizer, optimizer, job.steps),
+        precision=job.precision,
+        recut_batch_norm="recut_batch_norm" in job.allow,
+        backend=StageBackend(lowering.kind),
+        position=position,
+    )
+    with failures_explained("the model of this job", stage):
+        _rehearse(stage, step, batches, held_out, has_states=bool(job.evaluate_every))
 
 
 def rehearse_step(
@@ -156,32 +168,38 @@ def rehearse_step(
     Raises:
         InputError: if the model fails, or cannot be traced.
     """
-    position = Position()
     num_samples = batch_size_of(batch)
     cut = split_batch(batch, _rehearsed_samples(num_samples, micro_batch or num_samples))[0]
-    with _stage(lowering, position) as stage:
-        fake_model, fake_optimizer = stage.fake_training(model, optimizer)
-        stage.recorder.know_model(fake_model)
-        stage.recorder.know_optimizer(fake_optimizer)
-        step = TrainStep(
-            fake_model,
-            fake_optimizer,
-            loss,
-            units=units,
-            micro_batch=micro_batch,
-            clip_norm=clip_norm,
-            precision=precision,
-            backend=StageBackend(lowering.kind),
-            position=position,
-        )
-        with failures_explained(f"the model {type(model).__name__}", stage):
-            _rehearse(stage, step, [cut] * 3, None, has_states=False)
-    return stage.trace()
+
+    def trace_with(keeps_all: bool) -> Trace:
+        position = Position()
+        with _stage(lowering, position, keeps_all) as stage:
+            if hasattr(model, "_orig_mod"):  # torch.compile's
+                stage.known.assume("the model is compiled, and was traced as if it were not")
+            fake_model, fake_optimizer = stage.fake_training(getattr(model, "_orig_mod", model), optimizer)
+            stage.recorder.know_model(fake_model)
+            stage.recorder.know_optimizer(fake_optimizer)
+            step = TrainStep(
+                fake_model,
+                fake_optimizer,
+                loss,
+                units=units,
+                micro_batch=micro_batch,
+                clip_norm=clip_norm,
+                precision=precision,
+                backend=StageBackend(lowering.kind),
+                position=position,
+            )
+            with failures_explained(f"the model {type(model).__name__}", stage):
+                _rehearse(stage, step, [cut] * 3, None, has_states=False)
+        return stage.trace()
+
+    return with_unknown_lengths(trace_with)
 
 
 @contextmanager
-def _stage(lowering: Lowering, position: Position) -> Iterator[Rehearsal]:
-    with rehearsal(lowering, phase=lambda: _phase(position)) as stage, _fake_tensors_are_plain():
+def _stage(lowering: Lowering, position: Position, keeps_all: bool) -> Iterator[Rehearsal]:
+    with rehearsal(lowering, lambda: _phase(position), keeps_all) as stage, _fake_tensors_are_plain():
         yield stage
 
 
@@ -207,10 +225,11 @@ def _rehearsed_samples(batch_size: int, micro_batch: int) -> int:
 
 def _batch(job: Job, texts: TextSketch, num_samples: int, length: int) -> dict[str, Tensor]:
     """A batch as the loader makes it, of samples of one length."""
-    input_ids = torch.randint(texts.vocab_size, (num_samples, length))
+    generator = torch.Generator().manual_seed(0)  # its own: the caller's random numbers stay as they are
+    input_ids = torch.randint(texts.vocab_size, (num_samples, length), generator=generator)
     if texts.num_labels is None:
         return {"input_ids": input_ids, "labels": input_ids}
-    labels = torch.randint(texts.num_labels, (num_samples,))
+    labels = torch.randint(texts.num_labels, (num_samples,), generator=generator)
     return {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids), "labels": labels}
 
 

@@ -6,6 +6,7 @@ started for a moment to read it; in a program of one's own, it is read from this
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -17,6 +18,7 @@ from plimsoll.device.data_limit import MARGIN_BYTES
 from plimsoll.device.gpus import find_gpu, spec_of
 from plimsoll.device.probe import versions
 from plimsoll.errors import BudgetError, DeviceError
+from plimsoll.memory.allocator.options import rules_from_environment
 from plimsoll.memory.live import live_bytes
 from plimsoll.memory.lowering.base import Lowering
 from plimsoll.memory.lowering.cpu import CpuLowering
@@ -60,7 +62,7 @@ class Target:
     def count(self, trace: Trace) -> Counted:
         """Count a trace that was lowered to here."""
         if self.spec is not None:
-            return count_on_cuda(trace, self.spec, self.limit_bytes)
+            return count_on_cuda(trace, self.spec, self.limit_bytes, rules_from_environment(os.environ))
         assert self.baseline is not None
         import torch
 

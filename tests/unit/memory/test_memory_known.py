@@ -8,7 +8,7 @@ from plimsoll.errors import InputError
 from plimsoll.memory.known import values_of
 from plimsoll.memory.lowering.cpu import CpuLowering
 from plimsoll.memory.lowering.cuda import CudaLowering
-from plimsoll.memory.trace import Rehearsal, rehearsal
+from plimsoll.memory.trace import Rehearsal, rehearsal, trace_training
 
 
 def test_lengths_are_computed_from_a_mask():
@@ -76,8 +76,20 @@ def test_unknown_places_are_as_many_as_there_can_be_and_said():
         chosen = (unknown(place, 3, 4) > 0).nonzero()
         assert chosen.shape == (12, 2)
         assert torch.masked_select(unknown(place, 5), unknown(place, 5) > 0).shape == (5,)
-    assumed = {assumption.text.split()[0]: assumption.low_bytes for assumption in place.trace().assumptions}
-    assert assumed == {"aten.nonzero.default": -12 * 2 * 8, "aten.masked_select.default": -5 * 4}
+        assert [one.shape for one in torch.unique(unknown(place, 6), return_inverse=True)] == [(6,), (6,)]
+    assumed = [assumption.text.split()[0] for assumption in place.trace().assumptions]
+    assert assumed == ["aten.nonzero.default", "aten.masked_select.default", "aten._unique2.default"]
+
+
+def test_how_much_less_it_is_where_nothing_is_kept_is_found_by_tracing_again():
+    def train(place):
+        data = unknown(place, 100)
+        kept = torch.masked_select(data, data > 0)
+        return kept * 2, kept
+
+    (assumption,) = trace_training(train, CpuLowering()).assumptions
+    # 100 numbers three times (the data, what is kept, its double), or the data, the mask of bytes and one number.
+    assert assumption.low_bytes == (100 * 4 + 100 + 4) - 3 * 100 * 4
 
 
 def test_floating_point_values_of_a_few_elements_are_known():

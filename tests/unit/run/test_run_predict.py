@@ -1,5 +1,7 @@
 """Predictions in a program of one's own: a model that exists, and a function that trains."""
 
+import threading
+
 import pytest
 import torch
 from torch import nn
@@ -20,6 +22,14 @@ def train():
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+
+
+def train_odd_sizes():
+    model = nn.Linear(1300, 1300).to("cuda")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        model(torch.ones(1300, 1300).to("cuda")).sum().backward()
+        optimizer.step()
 
 
 def mean_output(model, batch):
@@ -79,3 +89,126 @@ def test_a_negative_or_unreadable_budget_is_refused():
     for budget in ("-3GiB", "much", "0"):
         with pytest.raises(InputError, match="size"):
             plimsoll.predict_function(train, device="t4", budget=budget)
+
+
+def test_a_model_of_outside_is_refused_and_stays_as_it_was():
+    model = nn.Linear(4, 4)
+    before = model.weight.detach().clone()
+
+    def fine_tune():
+        optimizer = torch.optim.AdamW(model.parameters())
+        for _ in range(3):
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    for device in ("cpu", "t4"):
+        with pytest.raises(InputError, match=r"made before the training is trained in it at .*test_run_predict.py"):
+            plimsoll.predict_function(fine_tune, device=device)
+    assert torch.equal(model.weight, before)
+    assert model.weight.grad is None
+
+
+def test_data_of_outside_may_be_read():
+    data = torch.ones(64, 512)
+    before = data.clone()
+
+    def learn():
+        model = nn.Linear(512, 512).to("cuda")
+        optimizer = torch.optim.SGD(model.parameters())
+        for _ in range(3):
+            model(data.to("cuda")).sum().backward()
+            optimizer.step()
+
+    assert plimsoll.predict_function(learn, device="t4").parts["parameters"] == 512 * 512 * 4 + 512 * 4
+    assert torch.equal(data, before)
+
+
+def test_a_function_that_fails_says_so_with_its_place():
+    def fails():
+        return {}["missing"]
+
+    with pytest.raises(InputError, match="fails fails in the .* phase.*KeyError"):
+        plimsoll.predict_function(fails, device="t4")
+
+
+def test_code_that_says_cuda_is_predicted_for_the_processor_too():
+    assert plimsoll.predict_function(train, device="cpu").parts["parameters"] == 512 * 512 * 4 + 512 * 4
+
+
+def test_random_numbers_stay_as_they_were():
+    state = torch.get_rng_state()
+    plimsoll.predict_function(train, device="t4")
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("option", [{"micro_batch": 33}, {"micro_batch": "x"}, {"micro_batch": 0}, {"clip_norm": -1.0}])
+def test_a_step_that_cannot_be_is_refused(option):
+    model = nn.Linear(4, 4)
+    with pytest.raises(InputError, match="give"):
+        plimsoll.predict(
+            model, torch.optim.SGD(model.parameters()), torch.ones(32, 4), mean_output, units="samples", device="t4",
+            **option,
+        )  # fmt: skip
+
+
+class Experts(nn.Module):
+    """Each of 4 experts gets the tokens that chose it."""
+
+    def __init__(self):
+        super().__init__()
+        self.router = nn.Linear(64, 4)
+        self.experts = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+
+    def forward(self, x):
+        chosen = self.router(x).argmax(-1)
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            (rows,) = torch.where(chosen == number)
+            out = out.index_add(0, rows, expert(x[rows]).relu())
+        return out
+
+
+def test_where_the_router_decides_the_range_goes_from_one_token_to_all():
+    model = Experts()
+    prediction = plimsoll.predict(
+        model, torch.optim.SGD(model.parameters()), torch.ones(4096, 64), mean_output, units="samples", device="t4"
+    )
+    (assumption,) = [one for one in prediction.assumptions if "keep every element" in one.text][:1]
+    one_expert_bytes = 4096 * 64 * 4
+    assert assumption.low_bytes < -4 * one_expert_bytes
+    assert prediction.allocated.low_bytes < prediction.allocated.likely_bytes + assumption.low_bytes + one_expert_bytes
+
+
+def test_two_predictions_at_once_wait_for_each_other():
+    answers = []
+    alone = plimsoll.predict_function(train, device="t4").peak
+
+    def predict_it():
+        answers.append(plimsoll.predict_function(train, device="t4").peak)
+
+    threads = [threading.Thread(target=predict_it) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert answers == [alone] * 3
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_compiled_model_is_said_to_be_traced_as_if_it_were_not():
+    model = torch.compile(nn.Linear(4, 4))
+    prediction = plimsoll.predict(
+        model, torch.optim.SGD(model.parameters()), torch.ones(32, 4), mean_output, units="samples", device="t4"
+    )
+    assert "the model is compiled, and was traced as if it were not" in [one.text for one in prediction.assumptions]
+
+
+def test_the_allocators_settings_count(monkeypatch):
+    def reserved_bytes(settings):
+        monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", settings)
+        return plimsoll.predict_function(train_odd_sizes, device="t4").reserved.likely_bytes
+
+    assert reserved_bytes("roundup_power2_divisions:1") > reserved_bytes("expandable_segments:False")
+    with pytest.raises(InputError, match="garbage"):
+        reserved_bytes("garbage:1")

@@ -16,6 +16,7 @@ from plimsoll.memory.lowering.cpu_kernels import corrected
 from plimsoll.memory.lowering.cpu_scratch import scratch_bytes
 from plimsoll.memory.lowering.packed_rnn import PACKED_RNN
 from plimsoll.memory.lowering.packing import PACKING
+from plimsoll.memory.lowering.places import OnePlace
 
 
 class CpuLowering:
@@ -40,6 +41,7 @@ class CpuLowering:
             foreach_as_on(("cuda", "xpu")),
             fake_modules_can_be_converted(),
             kernels_replaced({**PACKING, **PACKED_RNN}),
+            OnePlace(),
         ):
             yield
 

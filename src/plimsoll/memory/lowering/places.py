@@ -30,6 +30,20 @@ _FACTORIES = {
 }
 
 
+class OnePlace(TorchFunctionMode):
+    """Lets code that says ``"cuda"`` run on the CPU, where there is one place only."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Do the call on the CPU."""
+        if func is Tensor.cuda:
+            return args[0]
+        if func is Tensor.to:
+            args = tuple(_known_device(arg) if _is_device(arg) else arg for arg in args)
+        return func(*args, **_on_cpu(kwargs or {}))
+
+
 class Places(TorchFunctionMode):
     """Follows where tensors are; while active, ``"cuda"`` is understood on a build of torch without it."""
 
