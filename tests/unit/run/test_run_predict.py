@@ -209,6 +209,6 @@ def test_the_allocators_settings_count(monkeypatch):
         monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", settings)
         return plimsoll.predict_function(train_odd_sizes, device="t4").reserved.likely_bytes
 
-    assert reserved_bytes("roundup_power2_divisions:1") > reserved_bytes("expandable_segments:False")
+    assert reserved_bytes("roundup_power2_divisions:2") > reserved_bytes("expandable_segments:False")
     with pytest.raises(InputError, match="garbage"):
         reserved_bytes("garbage:1")
