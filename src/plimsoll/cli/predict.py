@@ -18,6 +18,7 @@ _DOES_NOT_FIT = 1
 _FORMATS: dict[str, Format] = {".html": "html", ".htm": "html", ".json": "json"}
 
 
+# long: one call with one line for each option
 def predict(  # noqa: PLR0917 -- typer calls it by name
     job_file: Annotated[Path, typer.Argument(metavar="JOB", help="The job file.")],
     device: Annotated[
@@ -45,6 +46,9 @@ def predict(  # noqa: PLR0917 -- typer calls it by name
     lengths: Annotated[
         Path | None, typer.Option(help="Tokens of each text, one a line: batches of a classification are padded.")
     ] = None,
+    calibration: Annotated[
+        Path | None, typer.Option(help="What measured runs have taught, a record of that kind: it widens the range.")
+    ] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Write a page (.html) or the record (.json) here.")
     ] = None,
@@ -62,6 +66,7 @@ def predict(  # noqa: PLR0917 -- typer calls it by name
       plimsoll predict job.yaml --what-if -o prediction.html
     """
     from plimsoll.cli.output import failures_shown
+    from plimsoll.records.comparison import Calibration
     from plimsoll.records.job import Job
     from plimsoll.report.progress import spinner
 
@@ -72,6 +77,7 @@ def predict(  # noqa: PLR0917 -- typer calls it by name
         _check_micro_batch(micro_batch, job)
         _check_output(output, force)
         num_tokens = _read_lengths(lengths)
+        learned = None if calibration is None else Calibration.load(calibration)
         from plimsoll.run.forecast import predict_job
 
         with spinner(quiet=as_json) as progress:
@@ -83,6 +89,7 @@ def predict(  # noqa: PLR0917 -- typer calls it by name
                 search=search,
                 what_if=what_if,
                 lengths=num_tokens,
+                calibration=learned,
                 progress=progress,
             )
         _hand_over(prediction, output, as_json)

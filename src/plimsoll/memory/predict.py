@@ -23,6 +23,7 @@ from plimsoll.memory.allocator import caching, glibc
 from plimsoll.memory.live import Column, Live, live_bytes
 from plimsoll.memory.workspaces import deltas_with_workspaces
 from plimsoll.records.allocator import AllocatorRules
+from plimsoll.records.comparison import Learned
 from plimsoll.records.gpu import DeviceSpec
 from plimsoll.records.heap import HeapRules
 from plimsoll.records.prediction import Estimate, Holding, MemoryTimeline, Moment
@@ -46,6 +47,7 @@ class Counted:
 
     The columns have a row for each event of `live`. ``reserved`` is what the process has taken, all its ``fixed`` bytes
     included, and ``allocated`` what of it is in use beside these. ``fixed`` names what is there from the start.
+    ``learned`` is what measured runs have shown of predicted live bytes: it widens the range and moves no answer.
     ``oom_row`` is the event for which there is no room within the limit; the columns are then those without a limit.
     """
 
@@ -56,6 +58,7 @@ class Counted:
     fixed: dict[Category, Estimate]
     spread: float
     oom_row: int | None = None
+    learned: Learned | None = None
 
     @cached_property
     def peak_row(self) -> int:
@@ -174,11 +177,13 @@ class Counted:
 
     def _low(self, likely_bytes: int) -> int:
         assumed = sum(assumption.low_bytes for assumption in self.trace.assumptions)
-        return max(0, int(likely_bytes * (1 - self.spread)) + assumed)
+        learned = min(1.0, self.learned.low) if self.learned else 1.0
+        return max(0, int(likely_bytes * learned * (1 - self.spread)) + assumed)
 
     def _high(self, likely_bytes: int) -> int:
         assumed = sum(assumption.high_bytes for assumption in self.trace.assumptions)
-        return int(likely_bytes * (1 + self.spread)) + assumed
+        learned = max(1.0, self.learned.high) if self.learned else 1.0
+        return int(likely_bytes * learned * (1 + self.spread)) + assumed
 
 
 def count_on_cuda(

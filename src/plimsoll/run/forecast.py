@@ -20,6 +20,7 @@ from plimsoll.device.gpus import all_gpus
 from plimsoll.errors import InputError, JobError
 from plimsoll.memory.inverse import Found, largest_that_fits
 from plimsoll.memory.predict import Counted
+from plimsoll.records.comparison import Calibration
 from plimsoll.records.job import Job
 from plimsoll.records.prediction import Answer, Estimate, Prediction, WhatIf
 from plimsoll.records.trace import Trace
@@ -42,6 +43,7 @@ def predict_job(
     search: bool = False,
     what_if: bool = False,
     lengths: Sequence[int] | None = None,
+    calibration: Calibration | None = None,
     progress: Progress | None = None,
 ) -> Prediction:
     """Predict the peak memory of a job.
@@ -55,6 +57,7 @@ def predict_job(
         what_if: predict other micro-batches and lengths too.
         lengths: tokens of the texts, for a classification, whose batches are padded to their longest: the peak is that
             of the longest batch there can be, among others that leave the allocator's memory in other pieces.
+        calibration: what measured runs have taught, which widens the range (`plimsoll.memory.compare.calibrate`).
         progress: told what is being done.
 
     Raises:
@@ -64,6 +67,7 @@ def predict_job(
     """
     started_seconds = time.perf_counter()
     forecast = _Forecast(job, device, limit_bytes, _checked(lengths, job), progress or (lambda text: None))
+    forecast.target.calibration = calibration
     size = micro_batch or job.batch_size
     if not 1 <= size <= job.batch_size:
         raise InputError(f"a micro-batch of {size} is not a part of a batch of {job.batch_size}: give 1 to that many")

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from plimsoll.device.base import backend_for
 from plimsoll.device.data_limit import MARGIN_BYTES
@@ -25,6 +25,7 @@ from plimsoll.memory.lowering.cpu import CpuLowering
 from plimsoll.memory.lowering.cpu_scratch import kept_by_libraries
 from plimsoll.memory.lowering.cuda import CudaLowering
 from plimsoll.memory.predict import Counted, count_on_cpu, count_on_cuda
+from plimsoll.records.comparison import Calibration
 from plimsoll.records.gpu import DeviceSpec
 from plimsoll.records.heap import DEFAULT_HEAP, FAST_HEAP
 from plimsoll.records.job import Job
@@ -50,6 +51,7 @@ class Target:
     spec: DeviceSpec | None = None
     baseline: Estimate | None = None
     has_budget: bool = False
+    calibration: Calibration | None = None
     made_seconds: float = field(default_factory=time.perf_counter)
 
     def lowering(self) -> Lowering:
@@ -61,6 +63,11 @@ class Target:
 
     def count(self, trace: Trace) -> Counted:
         """Count a trace that was lowered to here."""
+        counted = self._counted(trace)
+        learned = self.calibration.targets.get(trace.lowered_to) if self.calibration else None
+        return replace(counted, learned=learned.live_ratio) if learned else counted
+
+    def _counted(self, trace: Trace) -> Counted:
         if self.spec is not None:
             return count_on_cuda(trace, self.spec, self.limit_bytes, rules_from_environment(os.environ))
         assert self.baseline is not None

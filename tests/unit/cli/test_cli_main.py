@@ -22,8 +22,8 @@ FLAGS = {
     "plimsoll": {"--version"},
     "probe": {"--json"},
     "predict": {
-        "--device", "--budget", "--set", "--micro-batch", "--search", "--what-if", "--lengths", "--output", "-o",
-        "--force", "--json",
+        "--device", "--budget", "--set", "--micro-batch", "--search", "--what-if", "--lengths", "--calibration",
+        "--output", "-o", "--force", "--json",
     },
     "train": {
         "--out", "-o", "--budget", "--set", "--resume", "--from-step", "--cache", "--force", "--json",

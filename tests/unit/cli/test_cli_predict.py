@@ -75,6 +75,7 @@ def test_without_options_the_job_is_predicted_as_it_is(call, job, predicting):
             "search": False,
             "what_if": False,
             "lengths": None,
+            "calibration": None,
         }
     ]
 
@@ -94,6 +95,7 @@ def test_every_option_arrives(call, job, predicting, tmp_path):
             "search": True,
             "what_if": True,
             "lengths": [3, 12],
+            "calibration": None,
         }
     ]
 

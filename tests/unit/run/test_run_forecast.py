@@ -3,6 +3,8 @@
 import pytest
 
 from plimsoll.errors import DeviceError, InputError, JobError
+from plimsoll.records.comparison import Calibration, Learned
+from plimsoll.records.comparison import Target as LearnedTarget
 from plimsoll.records.job import Job
 from plimsoll.run.forecast import batch_lengths, predict_job
 
@@ -101,3 +103,19 @@ def test_batches_are_as_long_as_their_longest_text():
     assert lengths[1] == lengths[3] == 30
     assert lengths[0] == lengths[2] == 8
     assert batch_lengths([100], job(batch_size=1)) == (32, 32, 32, 32)
+
+
+def test_what_measured_runs_have_taught_widens_the_range_and_leaves_the_answer(tmp_path):
+    learned = Learned(num_runs=2, mean=1.1, low=0.9, high=1.3)
+    path = tmp_path / "calibration.json"
+    Calibration(targets={"cuda 7.5": LearnedTarget(live_ratio=learned)}).save(path)
+    plain = predict_job(job(), device="t4")
+    taught = predict_job(job(), device="t4", calibration=Calibration.load(path)).reserved
+    less_bytes, more_bytes = (
+        sum(getattr(one, name) for one in plain.assumptions) for name in ("low_bytes", "high_bytes")
+    )
+    assert taught.likely_bytes == plain.reserved.likely_bytes
+    assert taught.low_bytes - less_bytes == pytest.approx(0.9 * (plain.reserved.low_bytes - less_bytes), abs=2)
+    assert taught.high_bytes - more_bytes == pytest.approx(1.3 * (plain.reserved.high_bytes - more_bytes), abs=2)
+    elsewhere = predict_job(job(), device="rtx3060", calibration=Calibration.load(path)).reserved
+    assert elsewhere == predict_job(job(), device="rtx3060").reserved
