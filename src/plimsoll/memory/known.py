@@ -201,11 +201,15 @@ class KnownValues:
         return self._of_outside[id(value)][1]
 
     def _refuse_to_train(self, op: Any, args: tuple[Any, ...]) -> None:
-        """Refuse what would change a real tensor."""
+        """Refuse what would change a real tensor: writing to it, or gradients for it."""
+        if op is aten.detach.default:
+            return
         written = [argument.is_write for argument in op._schema.arguments[: len(args)]]
         for is_written, value in zip(written, args, strict=True):
             for tensor in _tensors(value):
-                if not isinstance(tensor, FakeTensor) and (is_written or tensor.requires_grad):
+                if not isinstance(tensor, FakeTensor) and (
+                    is_written or (tensor.requires_grad and torch.is_grad_enabled())
+                ):
                     raise InputError(
                         f"a tensor of shape {list(tensor.shape)} that was made before the training is trained in it"
                         f"{self._where() or ''}, and a prediction must not change it: make the model inside the "

@@ -375,7 +375,7 @@ def test_an_op_without_a_fake_version_is_named_with_the_line(op_without_fake: st
 
 def test_what_depends_on_unknown_values_is_named_with_the_line():
     def train(place: Rehearsal) -> None:
-        torch.unique(torch.randn(10_000))
+        torch.unique_consecutive(torch.randn(10_000))
 
     line = train.__code__.co_firstlineno + 1
     with pytest.raises(InputError, match=rf"unique.* at .*test_memory_trace\.py:{line} "):
@@ -383,15 +383,19 @@ def test_what_depends_on_unknown_values_is_named_with_the_line():
 
 
 def test_as_many_elements_as_there_can_be_are_assumed_of_nonzero():
+    shapes = []
+
     def train(place: Rehearsal) -> None:
-        rows = (nn.Linear(4, 4)(torch.randn(5000, 4)) > 0).nonzero()
-        assert rows.shape == (20_000, 2)
+        shapes.append((torch.randn(5000, 4, device="cuda") > 0).nonzero().shape)
 
     line = train.__code__.co_firstlineno + 1
     (assumption,) = trace_training(train, cuda()).assumptions
     assert assumption.text.startswith("aten.nonzero.default was taken to keep every element at ")
     assert assumption.text.endswith(f"test_memory_trace.py:{line}")
-    assert (assumption.low_bytes, assumption.high_bytes) == (-20_000 * 2 * 8, 0)
+    assert shapes == [(20_000, 2), (1, 2)]  # it is traced again, to see how much less it may be
+    # With all of them the peak is beside the truth values, with one where those are made of the numbers.
+    assert assumption.low_bytes == (20_000 * 4 + 20_000) - (20_000 + 20_000 * 2 * 8)
+    assert assumption.high_bytes == 0
 
 
 def test_nonzero_of_a_mask_in_the_batch_is_known():
@@ -442,7 +446,7 @@ def test_everything_in_torch_is_as_it_was_also_after_an_error(lowering: Lowering
     before, lstm = patched_things(), layer(packed)[0].data
     attention = nn.functional.scaled_dot_product_attention(x, x, x)
     if fails:
-        with pytest.raises(RuntimeError, match="a and b must have same reduction dim|mat1 and mat2"):
+        with pytest.raises(InputError, match="RuntimeError: (a and b must have same reduction dim|mat1 and mat2)"):
             trace_training(train, lowering)
     else:
         trace_training(train, lowering)

@@ -1,5 +1,6 @@
 """Memory sampled beside a run, and the view of where it is."""
 
+import contextlib
 import os
 import pty
 import sys
@@ -143,8 +144,12 @@ def test_on_a_terminal_there_is_a_live_panel(monkeypatch):
         with view.shown():
             view.update(line(3, 6.0), MEMORY)
             view.say("stays above")
-        shown = os.read(reader, 1 << 16).decode()
+    pieces = []
+    with contextlib.suppress(OSError):  # the end: nobody writes any more
+        while piece := os.read(reader, 1 << 16):
+            pieces.append(piece)
     os.close(reader)
+    shown = b"".join(pieces).decode()
     assert "tiny" in shown
     assert "3 of 10" in shown
     assert "stays above" in shown

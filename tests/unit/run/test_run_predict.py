@@ -212,3 +212,20 @@ def test_the_allocators_settings_count(monkeypatch):
     assert reserved_bytes("roundup_power2_divisions:2") > reserved_bytes("expandable_segments:False")
     with pytest.raises(InputError, match="garbage"):
         reserved_bytes("garbage:1")
+
+
+def test_a_teacher_of_outside_may_be_asked():
+    teacher = nn.Linear(512, 512)
+
+    def distil():
+        model = nn.Linear(512, 512).to("cuda")
+        optimizer = torch.optim.SGD(model.parameters())
+        for _ in range(3):
+            batch = torch.ones(64, 512).to("cuda")
+            with torch.no_grad():
+                wanted = teacher(batch)
+            (model(batch) - wanted).pow(2).mean().backward()
+            optimizer.step()
+
+    assert plimsoll.predict_function(distil, device="t4").fits
+    assert teacher.weight.grad is None
