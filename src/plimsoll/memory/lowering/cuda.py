@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from math import prod
 from typing import Any, Literal
 
 import torch
@@ -85,6 +86,25 @@ def _dropout(input: Tensor, p: float, train: bool) -> Tensor:
     return torch.native_dropout(input, p, True)[0]
 
 
+def _layer_norm_backward(grad: Tensor, input: Tensor, normalized_shape: list[int], *rest: Any) -> int:
+    """Partial sums of the gradients of weight and bias, which many more rows than columns are added up in.
+
+    After ``LaunchGammaBetaBackwardCUDAKernel`` of aten/src/ATen/native/cuda/layer_norm_kernel.cu: beyond 65,536 rows, a
+    row of sums for every 32 rows, in a grid of at most 32,768 blocks of 32 columns. It takes this way only where the
+    columns are few for the card's multiprocessors, which is taken for granted here.
+    """
+    weight: Tensor | None = rest[2]
+    num_columns = prod(normalized_shape)
+    num_rows = input.numel() // num_columns
+    if weight is None or num_rows <= 64 * 1024:
+        return 0
+    num_sums = min(-(-num_rows // 32), 32 * 1024 // -(-num_columns // 32))
+    return int(2 * num_sums * num_columns * weight.element_size())
+
+
+# Cross entropy's backward takes nothing beside its results; attention's is in `attention`.
 _SCRATCH_BYTES: dict[Any, Callable[..., int]] = {
+    # The indices in order, and where each was (``embedding_dense_backward_cuda``, aten/src/ATen/native/cuda).
     aten.embedding_dense_backward.default: lambda grad, indices, *rest: indices.numel() * 8 * 2,
+    aten.native_layer_norm_backward.default: _layer_norm_backward,
 }
