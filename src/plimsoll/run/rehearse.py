@@ -43,8 +43,8 @@ class StageBackend:
         self.kind = kind
 
     def probe(self) -> Device:
-        """Not asked for in a step."""
-        raise NotImplementedError
+        """Refuse: a step does not ask what its device is."""
+        raise AssertionError("a rehearsal has no device to describe")
 
     def use(self) -> MemoryUse:
         """Say that nothing is used."""
