@@ -130,9 +130,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         finally:
             self._forced_phase.pop()
 
-    def trace(
-        self, source: Any, lowered_to: str, assumptions: tuple[Assumption, ...] = (), with_events: bool = True
-    ) -> Trace:
+    def trace(self, source: Any, lowered_to: str, assumptions: tuple[Assumption, ...] = ()) -> Trace:
         """Return what was recorded."""
         names, modules, lines, steps = map(tuple, self._ops)
         table, events, event_ops = self._storages.tables(self._phases)
@@ -142,8 +140,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             texts=tuple(self._texts),
             ops=OpTable(name=names, module=modules, line=lines, phase=tuple(self._phases), step=steps),
             storages=table,
-            events=events if with_events else (),
-            event_op=event_ops if with_events else (),
+            events=events,
+            event_op=event_ops,
             assumptions=assumptions,
         )
 
