@@ -75,10 +75,10 @@ def main() -> None:
     job = Job.from_json(run["job"])
     from plimsoll import assemble  # noqa: F401  -- as a training process imports
     from plimsoll.device.base import backend_for
-    from plimsoll.models.build import build_model, loss_of
-    from plimsoll.optimizers import build_optimizer, build_schedule
+    from plimsoll.models.build import build_model
+    from plimsoll.optimizers import build_optimizer
     from plimsoll.run import train  # noqa: F401
-    from plimsoll.run.step import TrainStep
+    from plimsoll.run.job_step import step_of
     from plimsoll.run.worker import _warm
 
     _warm(job)
@@ -90,17 +90,7 @@ def main() -> None:
         torch.manual_seed(job.seed)
         model = build_model(job, run["vocab_size"], run["num_labels"], 0).train()
         optimizer = build_optimizer(job.optimizer, model.parameters())
-        loss, units = loss_of(job.task)
-        step = TrainStep(
-            model,
-            optimizer,
-            loss,
-            units=units,
-            micro_batch=run["micro_batch"],
-            clip_norm=job.optimizer.clip_norm,
-            schedule=build_schedule(job.optimizer, optimizer, job.steps),
-            precision=job.precision,
-        )
+        step = step_of(job, model, optimizer, run["micro_batch"])
         for _ in range(run["steps"]):
             result = step(batch_of(job, run["vocab_size"], run["num_labels"]))
             use = backend.use()

@@ -23,13 +23,14 @@ from plimsoll.data.sketch import TextSketch
 from plimsoll.device.host_random import copy_host_state
 from plimsoll.memory.lowering.base import Lowering
 from plimsoll.memory.trace import Rehearsal, failures_explained, rehearsal, with_unknown_lengths
-from plimsoll.models.build import build_model, loss_of
-from plimsoll.optimizers import build_optimizer, build_schedule
+from plimsoll.models.build import build_model
+from plimsoll.optimizers import build_optimizer
 from plimsoll.records.device import Device, MemoryUse
 from plimsoll.records.job import Job
 from plimsoll.records.trace import Phase, Trace
 from plimsoll.run.boundary import Position
 from plimsoll.run.commit import ADDRESS_OF
+from plimsoll.run.job_step import step_of
 from plimsoll.run.step import TrainStep
 from plimsoll.workload import LossFunction, Precision, Units, batch_size_of, split_batch
 
@@ -122,20 +123,7 @@ def _train_job(  # noqa: PLR0917 -- one call
     model.to(lowering.device)
     stage.recorder.know_model(model)
     optimizer = build_optimizer(job.optimizer, model.parameters())
-    loss, units = loss_of(job.task)
-    step = TrainStep(
-        model,
-        optimizer,
-        loss,
-        units=units,
-        micro_batch=micro_batch,
-        clip_norm=job.optimizer.clip_norm,
-        schedule=build_schedule(job.optimizer, optimizer, job.steps),
-        precision=job.precision,
-        recut_batch_norm="recut_batch_norm" in job.allow,
-        backend=StageBackend(lowering.kind),
-        position=position,
-    )
+    step = step_of(job, model, optimizer, micro_batch, backend=StageBackend(lowering.kind), position=position)
     with failures_explained("the model of this job", stage):
         _rehearse(stage, step, batches, held_out, has_states=bool(job.evaluate_every))
 

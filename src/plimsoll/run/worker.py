@@ -8,15 +8,10 @@ import signal
 import sys
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from plimsoll.records.job import Job
 from plimsoll.records.plan import Plan
 from plimsoll.run.directory import RunDirectory
-
-if TYPE_CHECKING:
-    from plimsoll.assemble import Assembled
-    from plimsoll.run.step import TrainStep
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -43,6 +38,7 @@ def prepare_run(path: Path, cache: Path, quiet: bool, again: bool = False) -> No
     prepared.save(directory.prepared)
 
 
+# long: what a start does, in its order, with the imports it needs
 def train_run(
     path: Path,
     *,
@@ -75,6 +71,7 @@ def train_run(
     from plimsoll.run import checkpoint
     from plimsoll.run.boundary import fitting
     from plimsoll.run.failpoints import arm_from_environment
+    from plimsoll.run.job_step import step_of
     from plimsoll.run.monitor import MemorySampler, View
     from plimsoll.run.train import Training, train
     from plimsoll.run.train import resume as go_on
@@ -102,7 +99,7 @@ def train_run(
         if host is not None and job.budget.host_bytes is not None:
             stack.enter_context(host.limited(job.budget.host_bytes))
         parts = fitting(lambda: assemble(job, prepared, device), backend, "building the model")
-        step = _make_step(job, parts, plan.micro_batches[0])
+        step = step_of(job, parts.model, parts.optimizer, plan.micro_batches[0], schedule=parts.schedule)
         offset_seconds = max((line.time_seconds for line in directory.lines()), default=0.0)
         view = View(path.name, job.steps, "tokens" if job.task == "language-modeling" else "samples", quiet)
         training = Training(job, parts, step, directory, marks, MemorySampler(backend, offset_seconds), view, host)
@@ -130,22 +127,6 @@ def print_baseline() -> None:
     backend = backend_for("cpu")
     backend.baseline_bytes()  # starts the thread pools
     print(backend.use().used_bytes)
-
-
-def _make_step(job: Job, parts: Assembled, micro_batch: int) -> TrainStep:
-    from plimsoll.run.step import TrainStep
-
-    return TrainStep(
-        parts.model,
-        parts.optimizer,
-        parts.loss,
-        units=parts.units,
-        micro_batch=micro_batch,
-        clip_norm=job.optimizer.clip_norm,
-        schedule=parts.schedule,
-        precision=job.precision,
-        recut_batch_norm="recut_batch_norm" in job.allow,
-    )
 
 
 def _end_with_supervisor() -> None:

@@ -58,23 +58,6 @@ def shape_of(module: nn.RNNBase, num_steps: int, batch: int) -> RnnShape:
     )
 
 
-def flat_weight_bytes(module: nn.RNNBase) -> int:
-    """The one buffer that ``flatten_parameters`` makes on CUDA (assumed without padding between the weights)."""
-    shape = shape_of(module, 1, 1)
-    return shape.weight_elements * shape.element_bytes
-
-
-def flatten_like_cudnn(model: nn.Module) -> int:
-    """Let the weights of every recurrent layer share one storage, as on CUDA; returns how many layers were changed.
-
-    Call it inside the recorder and the FakeTensorMode of the model: the buffer is born while the separate weights
-    live, and these die, as in ``.to("cuda")``. Layers that torch leaves alone are left alone: mixed types, bfloat16,
-    weights that share storage already (also those of an earlier call), weights that are no plain parameters.
-    """
-    layers = [module for module in model.modules() if isinstance(module, nn.RNNBase)]
-    return sum(_flatten(layer) for layer in layers)
-
-
 @contextmanager
 def weights_flattened(on_host: Callable[[Tensor], bool]) -> Iterator[None]:
     """Let ``flatten_parameters`` do what it does on CUDA, for weights that are not on the host; undone on exit."""

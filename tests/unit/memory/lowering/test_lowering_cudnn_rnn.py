@@ -18,9 +18,8 @@ from plimsoll.memory.known import KnownValues
 from plimsoll.memory.lowering.cudnn_rnn import (
     DROPOUT_STATE_BYTES,
     CudnnRnn,
-    flat_weight_bytes,
-    flatten_like_cudnn,
     shape_of,
+    weights_flattened,
 )
 from plimsoll.memory.lowering.cudnn_rnn_sizes import reserve_bytes, uncertainty_bytes, workspace_bytes
 from plimsoll.memory.lowering.packing import PACKING
@@ -77,6 +76,21 @@ def traced(notes=None, **options):
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode, Replaced(rnn), Recorder(KnownValues(mode, lambda: None)) as recorder:
         yield recorder
+
+
+def flatten_like_cudnn(model):
+    """Join the weights of each recurrent layer, as ``.to("cuda")`` does; returns how many layers were changed."""
+    layers = [module for module in model.modules() if isinstance(module, nn.RNNBase)]
+    first = [layer._flat_weights[0].untyped_storage()._cdata for layer in layers]
+    with weights_flattened(lambda tensor: False):
+        for layer in layers:
+            layer.flatten_parameters()
+    return sum(layer._flat_weights[0].untyped_storage()._cdata != one for layer, one in zip(layers, first, strict=True))
+
+
+def flat_weight_bytes(module):
+    """cuDNN has room for biases also where a layer has none."""
+    return shape_of(module, 1, 1).weight_elements * next(module.parameters()).element_size()
 
 
 def module_of(cell, **options):

@@ -1,0 +1,50 @@
+"""The training step of a job: a run, its rehearsal and the benchmarks make the same one, so that none can drift."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from plimsoll.device.base import Backend
+from plimsoll.models.build import loss_of
+from plimsoll.optimizers import build_schedule
+from plimsoll.records.job import Job
+from plimsoll.run.boundary import Position
+from plimsoll.run.step import TrainStep
+
+
+def step_of(
+    job: Job,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    micro_batch: int | None,
+    *,
+    schedule: torch.optim.lr_scheduler.LRScheduler | None = None,
+    backend: Backend | None = None,
+    position: Position | None = None,
+) -> TrainStep:
+    """Make the step that a job describes.
+
+    Args:
+        job: its task, precision, clipping and schedule are read.
+        model: its model.
+        optimizer: its optimizer.
+        micro_batch: samples to begin with; ``None`` begins with the whole batch.
+        schedule: its schedule where there is one already; by default it is made.
+        backend: see `TrainStep`, as is ``position``.
+        position: see `backend`.
+    """
+    loss, units = loss_of(job.task)
+    return TrainStep(
+        model,
+        optimizer,
+        loss,
+        units=units,
+        micro_batch=micro_batch,
+        clip_norm=job.optimizer.clip_norm,
+        schedule=schedule or build_schedule(job.optimizer, optimizer, job.steps),
+        precision=job.precision,
+        recut_batch_norm="recut_batch_norm" in job.allow,
+        backend=backend,
+        position=position,
+    )

@@ -1,0 +1,23 @@
+"""The step of a job: what it takes over from the job."""
+
+import torch
+from torch import nn
+
+from plimsoll.records.job import Job
+from plimsoll.run.job_step import step_of
+
+
+def test_the_step_is_as_the_job_describes_it():
+    fields = {
+        "model": "lstm", "data": "nowhere.txt", "precision": "bf16", "steps": 10, "allow": "recut_batch_norm",
+        "optimizer": {"name": "sgd", "clip_norm": 0.5, "schedule": "linear"},
+    }  # fmt: skip
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    step = step_of(Job.from_fields(fields), model, optimizer, 3)
+    workload = step.workload
+    assert (workload.model, workload.optimizer, workload.units) == (model, optimizer, "next-tokens")
+    assert (workload.precision, workload.clip_norm, step.micro_batch) == ("bf16", 0.5, 3)
+    assert workload.schedule is not None
+    own = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    assert step_of(Job.from_fields(fields), model, optimizer, None, schedule=own).workload.schedule is own
