@@ -1,0 +1,60 @@
+"""Every technique there is, one module each, and how a set of them is put to work.
+
+    with installed(workload, choices):
+        ...
+
+`TECHNIQUES` is in the order of installation: what replaces parts of the model comes before what wraps calls of it.
+The contract tests run over the registry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+
+from plimsoll.errors import InputError
+from plimsoll.records.job import near
+from plimsoll.records.plan import Choice
+from plimsoll.techniques._base import Choices, Setting, Technique
+from plimsoll.techniques.micro_batch import MicroBatch
+from plimsoll.workload import Workload
+
+__all__ = ["TECHNIQUES", "Choices", "Setting", "Technique", "conflict_among", "in_order", "installed", "technique_of"]
+
+TECHNIQUES: dict[str, Technique] = {technique.name: technique for technique in (MicroBatch(),)}
+
+
+def technique_of(name: str) -> Technique:
+    """Return a technique by its name.
+
+    Raises:
+        InputError: if there is none; it names the nearest.
+    """
+    if name not in TECHNIQUES:
+        raise InputError(f"there is no technique `{name}`; {near(name, TECHNIQUES)}")
+    return TECHNIQUES[name]
+
+
+def in_order(choices: Iterable[Choice]) -> Choices:
+    """Sort choices into the order of installation."""
+    order = {name: number for number, name in enumerate(TECHNIQUES)}
+    return tuple(sorted(choices, key=lambda choice: order[choice.technique]))
+
+
+def conflict_among(choices: Choices, workload: Workload, setting: Setting) -> str | None:
+    """The first reason why choices cannot be installed together, or ``None``."""
+    for number, choice in enumerate(choices):
+        others = choices[:number] + choices[number + 1 :]
+        reason = technique_of(choice.technique).conflicts(choice, others, workload, setting)
+        if reason is not None:
+            return f"{choice}: {reason}"
+    return None
+
+
+@contextmanager
+def installed(workload: Workload, choices: Iterable[Choice]) -> Iterator[None]:
+    """Put techniques to work, in order; on exit the workload is exactly as it was."""
+    with ExitStack() as stack:
+        for choice in in_order(choices):
+            stack.enter_context(technique_of(choice.technique).install(workload, choice))
+        yield
