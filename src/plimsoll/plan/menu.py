@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from functools import cache
 
 from plimsoll.errors import InputError
+from plimsoll.plan.pins import Decided
 from plimsoll.records.plan import Choice, Rejected
 from plimsoll.techniques import TECHNIQUES, Choices, Setting, conflict_among, in_order, technique_of
 from plimsoll.workload import Workload
@@ -18,14 +19,13 @@ _ALWAYS = ("by_length",)
 class Problem:
     """What a plan is searched for: a training, the line, and what the user has decided already.
 
-    ``limit_bytes`` is what the device may hold; ``pinned`` choices are in every plan, ``forbidden`` techniques in none.
+    ``limit_bytes`` is what the device may hold.
     """
 
     workload: Workload
     setting: Setting
     limit_bytes: int
-    pinned: Choices = ()
-    forbidden: frozenset[str] = frozenset()
+    decided: Decided = Decided((), frozenset(), frozenset())
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def menu_of(problem: Problem) -> Menu:
     Raises:
         InputError: if the pinned choices contradict each other, or the training.
     """
-    workload, setting, pinned = problem.workload, problem.setting, problem.pinned
+    workload, setting, pinned = problem.workload, problem.setting, problem.decided.pinned
     names = {choice.technique for choice in pinned}
     options: dict[str, Choices] = {}
     closed: list[Choice] = []
@@ -58,7 +58,7 @@ def menu_of(problem: Problem) -> Menu:
         if name in names or name == "micro_batch":
             continue
         offered = technique.menu(workload, setting)
-        if name in problem.forbidden:
+        if name in problem.decided.forbidden:
             offered = "forbidden by the user"
         if isinstance(offered, str):
             rejected.append(Rejected(choices=(Choice(technique=name),), reason=offered))
@@ -82,10 +82,10 @@ def menu_of(problem: Problem) -> Menu:
 
 
 def _sizes(problem: Problem) -> tuple[int, ...] | str:
-    pinned = [choice for choice in problem.pinned if choice.technique == "micro_batch"]
+    pinned = [choice for choice in problem.decided.pinned if choice.technique == "micro_batch"]
     if pinned:
         return (int(pinned[0].options["samples"]),)
-    if "micro_batch" in problem.forbidden:
+    if "micro_batch" in problem.decided.forbidden:
         return "forbidden by the user"
     offered = technique_of("micro_batch").menu(problem.workload, problem.setting)
     return offered if isinstance(offered, str) else tuple(int(choice.options["samples"]) for choice in offered)

@@ -74,10 +74,9 @@ class _Search:
         if self._may_gain(reference, limit_bytes):
             self._learn_techniques(reference)
         chosen = self._best_within(limit_bytes)
-        if chosen is None:
-            if not self._learned:
-                self._learn_techniques(reference)
-                chosen = self._best_within(limit_bytes)
+        if chosen is None and not self._learned:
+            self._learn_techniques(reference)
+            chosen = self._best_within(limit_bytes)
         if chosen is None:
             leanest = self._leanest()
             return self._result(leanest, (), plain, fits=False, openings=self._openings(leanest))
@@ -106,19 +105,20 @@ class _Search:
         """Whether a technique could make the plan faster than the base at its best size, by more than can be told."""
         base, sizes = self._menu.base, self._menu.sizes
         fitting = [size for size in sizes if self._surrogate.need_bytes(base, size) <= limit_bytes]
-        if not fitting or self._may_be_faster(reference):
+        if not fitting or self._problem.decided.required or self._may_be_faster():
             return True
         fastest = min(self._surrogate.seconds(base, size) for size in sizes)
         return min(self._surrogate.seconds(base, size) for size in fitting) > (1 + _SAME_SECONDS) * fastest
 
-    def _may_be_faster(self, reference: Look) -> bool:
+    def _may_be_faster(self) -> bool:
         return any(technique_of(name).may_be_faster for name in self._menu.options)
 
     def _learn_techniques(self, reference: Look) -> None:
         for name, options in self._menu.options.items():
             technique = technique_of(name)
             reached_bytes = sum(reference.parts.get(category, 0) for category in technique.reaches)
-            if reached_bytes < _LEAST_PART * reference.need_bytes and not technique.may_be_faster:
+            is_wanted = technique.may_be_faster or name in self._problem.decided.required
+            if reached_bytes < _LEAST_PART * reference.need_bytes and not is_wanted:
                 continue
             for choice in dict.fromkeys((options[0], options[-1])):
                 self._learn(choice, reference.micro_batch)
@@ -137,7 +137,9 @@ class _Search:
     def _candidates(self, only_with: Choices | None = None) -> Iterator[tuple[Choices, int]]:
         """Every mix of what was learned with every size; ``only_with`` says what is for the whole run."""
         base = self._menu.base
-        for picked in product(*[(None, *choices) for choices in self._learned.values()]):
+        required = self._problem.decided.required
+        menus = [choices if name in required else [None, *choices] for name, choices in self._learned.items()]
+        for picked in product(*menus):
             mix = in_order((*base, *(choice for choice in picked if choice is not None)))
             if only_with is not None and _for_the_run(mix) != only_with:
                 continue
