@@ -50,7 +50,7 @@ def groups_by_length(batch: Any, num_samples: int) -> list[Group] | None:
         return None
     if num_samples >= len(lengths):
         return [(range(len(lengths)), max(lengths))]
-    num_columns = batch["attention_mask"].shape[1]
+    num_columns = int(batch["attention_mask"].shape[1])
     along_time = sum(1 for _ in _trimmable(batch, num_columns))
     beside_time = count_elements(batch) // len(lengths) - along_time * num_columns
 
