@@ -237,7 +237,13 @@ class _Search:
         others = [look for look in self._looks.values() if look is not chosen and look not in fallbacks]
         rejected = [_rejected(look, chosen, self._problem.limit_bytes) for look in others]
         return Found(
-            chosen, fallbacks, plain, fits, (*rejected, *self._menu.rejected), openings, len(self._looks) + len(openings)
+            chosen,
+            fallbacks,
+            plain,
+            fits,
+            (*rejected, *self._menu.rejected),
+            openings,
+            len(self._looks) + len(openings),
         )
 
 

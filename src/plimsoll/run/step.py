@@ -294,6 +294,8 @@ class TrainStep:
             self._scaler.update()
         if updated and self.workload.schedule is not None:
             self.workload.schedule.step()
+        for tidy_up in self.workload.after_step:
+            tidy_up()
 
     def _drop_gradients(self) -> None:
         """Of the model's parameters and of the optimizer's, which may be others."""
@@ -312,7 +314,8 @@ class TrainStep:
     def _gradients(self, batch: Any, micro_batch: int, shape: Shape) -> tuple[float, float | None]:
         """Accumulate the gradients of the whole batch and clip them; returns the mean loss and the gradient norm."""
         total = torch.zeros((), device=self.workload.device)
-        for piece, share in weighted_pieces(batch, micro_batch, shape, self.workload.units):
+        by_length = self.workload.cuts_by_length
+        for piece, share in weighted_pieces(batch, micro_batch, shape, self.workload.units, by_length):
             total += self._forward_backward(piece, share)
         loss = total.item()
         self._refuse_non_finite("loss", loss)
