@@ -66,6 +66,7 @@ class StepLine(Frozen):
     learning_rate: float
     step_seconds: float
     micro_batch: int
+    rung: int = 0
     peak_bytes: int | None = None
     updated: bool = True
     memory: tuple[tuple[float, int], ...] = ()
