@@ -123,7 +123,8 @@ def plan_page(plan: Plan) -> str:
             chosen=plan_sheets.chosen_sheet(plan),
             ladder=plan_sheets.ladder_sheet(plan),
             openings=plan_sheets.opening_sheet(plan),
-            rejected=plan_sheets.rejected_sheet(plan, plan_sheets.MOST_REJECTED_ON_PAGE),
+            rejected=plan_sheets.rejected_sheet(plan, plan_sheets.MOST_REJECTED),
+            more_rejected=_more_rejected(plan),
             parts_at_peak=prediction_sheets.part_sheet(prediction) if prediction else None,
             largest=prediction_sheets.largest_sheet(prediction) if prediction else None,
             assumptions=prediction_sheets.assumption_sheet(prediction) if prediction else None,
@@ -131,6 +132,12 @@ def plan_page(plan: Plan) -> str:
             versions=sheets.version_sheet(prediction.versions if prediction else {}),
         )
     )
+
+
+def _more_rejected(plan: Plan) -> sheets.Sheet | None:
+    if len(plan.rejected) <= plan_sheets.MOST_REJECTED:
+        return None
+    return plan_sheets.rejected_sheet(plan, plan_sheets.MOST_REJECTED_FOLDED)
 
 
 def _sheets_page(title: str, sentence: str, *shown: sheets.Sheet) -> str:

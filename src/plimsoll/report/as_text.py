@@ -101,7 +101,7 @@ def plan_report(plan: Plan) -> Group:
     chosen = _narrowed(plan_sheets.chosen_sheet(plan), ("Technique", "Numerics"), ("What it does", "Why"))
     openings = _narrowed(plan_sheets.opening_sheet(plan), ("Allow",), ("Choices", "What it means"), ("Peak", "A step"))
     rejected = _narrowed(
-        plan_sheets.rejected_sheet(plan, plan_sheets.MOST_REJECTED_IN_TEXT), ("Choices", "Why not"), ("Peak", "A step")
+        plan_sheets.rejected_sheet(plan, plan_sheets.MOST_REJECTED), ("Choices", "Why not"), ("Peak", "A step")
     )
     numbers, wishes = plan_sheets.key_numbers(plan), plan_sheets.wishes_sentence(plan)
     ladder = plan_sheets.ladder_sheet(plan)

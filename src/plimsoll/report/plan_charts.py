@@ -1,7 +1,7 @@
 """The chart of a plan: every way to run a step that has numbers, by what it needs and how long it takes.
 
-The line of the budget is upright: what is left of it fits. Whatever was not predicted is missing, and the caption says
-how many are drawn.
+The line of the budget is upright: what lies left of it fits. Whatever was not predicted is missing, and the caption
+says how many are drawn.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import plotly.graph_objects as go
 from plimsoll.records.plan import Plan, Rejected, Rung
 from plimsoll.records.units import format_bytes, format_seconds
 from plimsoll.report.charts import Chart, empty_figure, unit_of
-from plimsoll.report.plan_sheets import choices_text, limit_of
+from plimsoll.report.plan_sheets import choices_text, limit_bytes_of
 
 _MARGIN = 0.08  # of what the points span, on each side
 _MOST_LABELS = 6  # of fallbacks: more would cover each other
@@ -29,27 +29,27 @@ def ladder_chart(plan: Plan) -> Chart:
     ways = [way for group in groups.values() for way in group]
     if not ways:
         return Chart("ladder", title, "Nothing was predicted.", None)
-    limit_bytes = limit_of(plan)
+    limit_bytes = limit_bytes_of(plan)
     peaks = [_peak_bytes(way) for way in ways]
     unit, unit_bytes = unit_of(max(*peaks, limit_bytes or 0))
     figure = empty_figure(f"peak, {unit}", "seconds a step")
     for name, group in groups.items():
         _add_group(figure, name, group, unit_bytes)
-    _label_rungs(figure, plan.rungs, unit_bytes)
+    _label_rungs(figure, plan, unit_bytes)
     if limit_bytes is not None:
         _add_limit(figure, limit_bytes, unit_bytes)
     xs = [peak / unit_bytes for peak in peaks] + ([limit_bytes / unit_bytes] if limit_bytes is not None else [])
     figure.update_xaxes(range=_span(xs), showgrid=True)
     figure.update_yaxes(range=_span([_seconds(way) for way in ways]))
     figure.update_layout(hovermode="closest")
-    limit = "" if limit_bytes is None else f" What is left of the limit of {format_bytes(limit_bytes)} fits."
+    limit = "" if limit_bytes is None else f" What lies left of the limit of {format_bytes(limit_bytes)} fits."
     caption = f"Predicted, for {len(ways):,} ways to run the same step.{limit} Lower is faster."
     return Chart("ladder", title, caption, figure.to_plotly_json())
 
 
 def _groups(plan: Plan) -> dict[str, list[Way]]:
     """What is drawn alike; what comes later lies above."""
-    limit_bytes = limit_of(plan)
+    limit_bytes = limit_bytes_of(plan)
     rejected = _known(plan.rejected)
     return {
         "rejected, too large": [way for way in rejected if limit_bytes is not None and _peak_bytes(way) > limit_bytes],
@@ -106,15 +106,17 @@ def _told(way: Way) -> str:
     return f"{choices}<br>{format_bytes(_peak_bytes(way))}, {format_seconds(_seconds(way))} a step"
 
 
-def _label_rungs(figure: go.Figure, rungs: Sequence[Rung], unit_bytes: int) -> None:
-    for number, rung in enumerate(rungs[: _MOST_LABELS + 1]):
+def _label_rungs(figure: go.Figure, plan: Plan, unit_bytes: int) -> None:
+    first = "plan" if plan.fits else "needs least"
+    for number, rung in enumerate(plan.rungs[: _MOST_LABELS + 1]):
         if not _known([rung]):
             continue
         figure.add_annotation(
             x=round(_peak_bytes(rung) / unit_bytes, 4),
             y=round(_seconds(rung), 5),
-            text=str(number) if number else "plan",
+            text=str(number) if number else first,
             font={"color": "var(--accent)"},
+            bgcolor="var(--page)",
             yshift=14,
             showarrow=False,
         )

@@ -19,8 +19,8 @@ from plimsoll.records.units import format_bytes, format_seconds
 from plimsoll.report.prediction_sheets import range_text
 from plimsoll.report.sheets import Column, Sheet, finished_steps
 
-MOST_REJECTED_IN_TEXT = 12
-MOST_REJECTED_ON_PAGE = 60
+MOST_REJECTED = 12  # that are shown; a page has more, folded away
+MOST_REJECTED_FOLDED = 200
 _MIB, _GIB = 1 << 20, 1 << 30
 _BY_NUMBERS = (Column("Peak", True), Column("A step", True))
 
@@ -32,11 +32,11 @@ def verdict(plan: Plan) -> str:
     peak = plan.rungs[0].peak if plan.rungs else None
     if peak is None:
         return "not predicted"
-    limit_bytes = limit_of(plan)
+    limit_bytes = limit_bytes_of(plan)
     return "fits" if limit_bytes is None or peak.high_bytes <= limit_bytes else "probably fits"
 
 
-def limit_of(plan: Plan) -> int | None:
+def limit_bytes_of(plan: Plan) -> int | None:
     """What the peaks are compared with, in bytes."""
     if plan.limit_bytes is not None:
         return plan.limit_bytes
@@ -50,14 +50,14 @@ def headline(plan: Plan) -> str:
     rung = plan.rungs[0] if plan.rungs else Rung(choices=())
     if rung.peak is None:
         return "Nothing was predicted: what memory allows is found while it trains."
-    limit_bytes = limit_of(plan)
+    limit_bytes = limit_bytes_of(plan)
     of = "" if limit_bytes is None else f" of {format_bytes(limit_bytes)}"
     sentence = f"{verdict(plan).capitalize()}: {format_bytes(rung.peak.likely_bytes)}{of}{_within(rung.peak)}"
     return f"{sentence}{_on_device(plan)}{_about_seconds(rung.step_time)}."
 
 
 def _impossible(plan: Plan) -> str:
-    needed_bytes, limit_bytes = plan.smallest_budget_bytes or 0, limit_of(plan)
+    needed_bytes, limit_bytes = plan.smallest_budget_bytes or 0, limit_bytes_of(plan)
     sentence = f"Impossible: at least {format_bytes(needed_bytes)} are needed"
     if limit_bytes is not None:
         short = format_bytes(max(0, needed_bytes - limit_bytes))
@@ -104,7 +104,7 @@ def seconds_range_text(time: Duration) -> str:
 
 def plain_sentence(plan: Plan) -> str:
     """Say what a loop without any technique would need; empty where that was not predicted."""
-    plain, limit_bytes = plan.plain, limit_of(plan)
+    plain, limit_bytes = plan.plain, limit_bytes_of(plan)
     if plain is None or plain.peak is None:
         return ""
     if plan.rungs and _words(plan.rungs[0].choices) == _words(plain.choices):
@@ -118,7 +118,7 @@ def plain_sentence(plan: Plan) -> str:
 
 def opening_sentence(plan: Plan) -> str:
     """Say what has to be allowed for the first of the openings that stays under the limit; empty without one."""
-    limit_bytes = limit_of(plan)
+    limit_bytes = limit_bytes_of(plan)
     for opening in plan.openings:
         names = _lossy_names(plan, opening.choices)
         if names and opening.peak is not None and (limit_bytes is None or opening.peak.likely_bytes <= limit_bytes):
@@ -200,7 +200,7 @@ def _without(plan: Plan, choice: Choice) -> str:
         if found.peak is not None and (
             same == others or (choice.technique == "micro_batch" and same == others | whole)
         ):
-            return f"without it {_compared(found.peak, limit_of(plan))}{_about_seconds(found.step_time)}"
+            return f"without it {_compared(found.peak, limit_bytes_of(plan))}{_about_seconds(found.step_time)}"
     return ""
 
 
@@ -219,7 +219,7 @@ def ladder_sheet(plan: Plan) -> Sheet:
     """List the plan and its fallbacks in the order they are taken, with what is predicted of each, if anything is."""
     is_predicted = any(rung.peak or rung.step_time for rung in plan.rungs)
     rows = tuple(
-        (_rung_name(index), choices_text(rung.choices), *(_numbers(rung) if is_predicted else ()))
+        (_rung_name(index, plan), choices_text(rung.choices), *(_numbers(rung) if is_predicted else ()))
         for index, rung in enumerate(plan.rungs)
     )
     columns = (Column("Order"), Column("Choices"), *(_BY_NUMBERS if is_predicted else ()))
@@ -237,8 +237,10 @@ def _numbers(found: Rung | Rejected) -> tuple[str, str]:
     )
 
 
-def _rung_name(index: int) -> str:
-    return f"fallback {index}" if index else "plan"
+def _rung_name(index: int, plan: Plan) -> str:
+    if index:
+        return f"fallback {index}"
+    return "plan" if plan.fits else "needs least"
 
 
 def plan_in_force_sheet(record: RunRecord) -> Sheet:
@@ -259,7 +261,7 @@ def rejected_sheet(plan: Plan, most_rows: int) -> Sheet:
 
 def _most_telling(plan: Plan, most_rows: int) -> list[Rejected]:
     """The first ones of each of three kinds, as equally many of each as there are."""
-    limit_bytes = limit_of(plan)
+    limit_bytes = limit_bytes_of(plan)
     fitting = _sorted(plan.rejected, lambda peak: limit_bytes is None or peak.likely_bytes <= limit_bytes, _seconds_of)
     too_large = _sorted(
         plan.rejected, lambda peak: limit_bytes is not None and peak.likely_bytes > limit_bytes, _bytes_of

@@ -38,8 +38,9 @@ class Sheet:
 
     @property
     def is_prose(self) -> bool:
-        """Whether more than two columns are words: too wide for a phone."""
-        return sum(not column.is_number for column in self.columns) > 2
+        """Whether more than two columns are words, or two beside two of numbers: too wide for a phone."""
+        num_words = sum(not column.is_number for column in self.columns)
+        return num_words > 2 or (num_words == 2 and len(self.columns) > 3)
 
 
 def finished_steps(record: RunRecord) -> tuple[StepLine, ...]:

@@ -26,7 +26,7 @@ def step_of(
     """Make the step that a job describes.
 
     Args:
-        job: its task, precision, clipping and schedule are read.
+        job: its task, precision (``auto`` is fp32: a plan's choices change it), clipping and schedule are read.
         model: its model.
         optimizer: its optimizer.
         micro_batch: samples to begin with; ``None`` begins with the whole batch.
@@ -43,7 +43,7 @@ def step_of(
         micro_batch=micro_batch,
         clip_norm=job.optimizer.clip_norm,
         schedule=schedule or build_schedule(job.optimizer, optimizer, job.steps),
-        precision=job.precision,
+        precision=job.own_precision,
         recut_batch_norm="recut_batch_norm" in job.allow,
         backend=backend,
         position=position,

@@ -232,7 +232,7 @@ def test_the_page_of_a_plan_says_all_that_the_terminal_does(name):
         assert sentence(shown) in [*page.words, ""]
     tables = [
         plan_sheets.chosen_sheet(shown),
-        plan_sheets.ladder_sheet(shown),
+        *([plan_sheets.ladder_sheet(shown)] if len(shown.rungs) > 1 else []),
         plan_sheets.opening_sheet(shown),
         plan_sheets.rejected_sheet(shown, 60),
         plan_sheets.made_for_sheet(shown),
@@ -242,6 +242,15 @@ def test_the_page_of_a_plan_says_all_that_the_terminal_does(name):
         tables += [sheet(shown.prediction) for sheet in make]
     assert {cell for sheet in tables for row in sheet.rows for cell in row} <= {*page.words, ""}
     assert len(page.figures) == (2 if shown.prediction else 0)
+
+
+def test_of_many_rejected_the_page_shows_some_and_folds_the_rest_away():
+    many = tuple(plan_records.rejected(plan_records.OFFLOAD, reason=f"reason {i}") for i in range(14))
+    text = as_html.plan_page(plan_records.fitting_plan(rejected=many))
+    assert "<h2>Rejected, 12 of 14</h2>" in text
+    assert "<summary>Rejected</summary>" in text
+    assert Page(text).words.count("reason 0") == 2
+    assert Page(text).words.count("reason 13") == 1
 
 
 def test_the_page_of_a_plan_is_one_file_with_its_colours_in_light_and_in_dark():

@@ -42,7 +42,7 @@ def test_the_limit_is_upright_and_in_sight():
     assert low < 0.3906
     assert high > 5.0
     assert chart.caption == (
-        "Predicted, for 8 ways to run the same step. What is left of the limit of 2.0 GiB fits. Lower is faster."
+        "Predicted, for 8 ways to run the same step. What lies left of the limit of 2.0 GiB fits. Lower is faster."
     )
 
 
@@ -65,6 +65,7 @@ def labels(chart):
 def test_the_first_rungs_have_their_numbers():
     assert labels(ladder_chart(fitting_plan())) == ["plan", "1", "2"]
     assert labels(ladder_chart(wished_plan())) == ["plan"]
+    assert labels(ladder_chart(impossible_plan())) == ["needs least"]
     many = tuple(rung(micro_batch_choice(64 - i), mib=1000 - i, seconds=2 + i) for i in range(20))
     assert labels(ladder_chart(fitting_plan(rungs=many))) == ["plan", "1", "2", "3", "4", "5", "6"]
 

@@ -90,10 +90,10 @@ def test_a_budget_to_type_is_never_too_small(num_bytes, word):
 
 
 def test_the_limit_is_that_of_the_plan_or_of_its_prediction_or_the_budget():
-    assert plan_sheets.limit_of(fitting_plan(limit_bytes=1)) == 1
-    assert plan_sheets.limit_of(fitting_plan(limit_bytes=None, prediction=on_cpu())) == 1024 * MIB
-    assert plan_sheets.limit_of(bare_plan(budget=Budget(device_bytes=3))) == 3
-    assert plan_sheets.limit_of(bare_plan()) is None
+    assert plan_sheets.limit_bytes_of(fitting_plan(limit_bytes=1)) == 1
+    assert plan_sheets.limit_bytes_of(fitting_plan(limit_bytes=None, prediction=on_cpu())) == 1024 * MIB
+    assert plan_sheets.limit_bytes_of(bare_plan(budget=Budget(device_bytes=3))) == 3
+    assert plan_sheets.limit_bytes_of(bare_plan()) is None
 
 
 @pytest.mark.parametrize(
@@ -184,6 +184,11 @@ def test_a_fallback_without_numbers_is_unknown_beside_others_that_have_some():
         ("plan", "checkpointing=6, micro_batch=16", "1000.0 MiB", "1.9 s"),
         ("fallback 1", "checkpointing=all, micro_batch=1", "unknown", "unknown"),
     )
+
+
+def test_what_needs_least_is_no_plan():
+    assert plan_sheets.ladder_sheet(impossible_plan()).rows[0][0] == "needs least"
+    assert plan_sheets.chosen_sheet(impossible_plan()).title == "What needs least"
 
 
 def test_a_job_that_decides_its_own_batch_has_no_sizes():
