@@ -204,7 +204,7 @@ def _value(word: str, text: str) -> Value:
         value = json.loads(word)
     except ValueError:
         return word
-    is_number = isinstance(value, int | float) and math.isfinite(value)
+    is_number = isinstance(value, int) or (isinstance(value, float) and math.isfinite(value))
     return value if is_number or isinstance(value, str) else word
 
 
