@@ -20,6 +20,7 @@ from plimsoll.techniques.autocast import Autocast
 from plimsoll.techniques.by_length import ByLength
 from plimsoll.techniques.cache import Cache
 from plimsoll.techniques.checkpointing import Checkpointing
+from plimsoll.techniques.chunked_loss import ChunkedLoss
 from plimsoll.techniques.heap import Heap
 from plimsoll.techniques.micro_batch import MicroBatch
 from plimsoll.workload import Workload
@@ -30,6 +31,7 @@ TECHNIQUES: dict[str, Technique] = {
     technique.name: technique
     for technique in (
         Autocast(),
+        ChunkedLoss(),
         Checkpointing(),
         MicroBatch(),
         ByLength(),
