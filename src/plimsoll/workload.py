@@ -43,8 +43,8 @@ class Workload:
 
     ``loss`` returns the mean over ``units``; ``clip_norm`` bounds the 2-norm of all gradients together. Parameters are
     kept as the model has them; ``precision`` says what autocast computes in. The fields after ``device`` are what
-    techniques say to the step: samples of a training pass and of an evaluation pass (``None``: the whole batch), and
-    whether samples of alike length are put together in one pass, without the padding they do not need.
+    techniques say to the step: the most samples of an evaluation pass, and whether samples of alike length are put
+    together in one pass, without the padding they do not need.
     """
 
     model: nn.Module
@@ -55,7 +55,6 @@ class Workload:
     clip_norm: float | None = None
     precision: Precision = "fp32"
     device: torch.device = torch.device("cpu")  # noqa: RUF009 -- a torch.device is immutable
-    micro_batch: int | None = None
     evaluation_samples: int | None = None
     cuts_by_length: bool = False
 

@@ -31,8 +31,8 @@ def train_worker(  # noqa: PLR0917 -- typer calls it by name
     resume: bool = False,
     from_step: int | None = None,
     resume_newest: bool = False,
-    micro_batch: Annotated[int | None, typer.Option()] = None,
-    too_large: Annotated[int | None, typer.Option()] = None,
+    rung: Annotated[int | None, typer.Option()] = None,
+    too_large_rung: Annotated[int | None, typer.Option()] = None,
     restarts: int = 0,
     quiet: bool = False,
 ) -> None:
@@ -44,8 +44,8 @@ def train_worker(  # noqa: PLR0917 -- typer calls it by name
         resume=resume,
         from_step=from_step,
         resume_newest=resume_newest,
-        micro_batch=micro_batch,
-        too_large=too_large,
+        rung=rung,
+        too_large_rung=too_large_rung,
         restarts=restarts,
         quiet=quiet,
     )

@@ -105,6 +105,11 @@ class Plan(Record):
         return self.rungs[0].choices
 
     @property
+    def choices_by_rung(self) -> tuple[tuple[Choice, ...], ...]:
+        """What the training step takes."""
+        return tuple(rung.choices for rung in self.rungs)
+
+    @property
     def fits(self) -> bool:
         """Whether the plan stays under its budget, as far as is known."""
         return self.smallest_budget_bytes is None

@@ -45,8 +45,8 @@ def train_run(
     resume: bool,
     from_step: int | None,
     resume_newest: bool,
-    micro_batch: int | None,
-    too_large: int | None,
+    rung: int | None,
+    too_large_rung: int | None,
     restarts: int,
     quiet: bool,
 ) -> None:
@@ -57,8 +57,8 @@ def train_run(
         resume: go on from a checkpoint, which must exist.
         from_step: the step of that checkpoint; ``None`` for the newest.
         resume_newest: go on from the newest good checkpoint if there is one (after a death).
-        micro_batch: samples to begin with, after a death; ``None`` for the plan's, or the checkpoint's.
-        too_large: with ``micro_batch``, a micro-batch that is known to kill and not to be taken again.
+        rung: of the plan, to begin with after a death; ``None`` for the first, or the checkpoint's.
+        too_large_rung: with ``rung``, one that is known to kill and not to be taken again.
         restarts: how often the training process was killed before.
         quiet: show nothing on standard error.
     """
@@ -99,7 +99,7 @@ def train_run(
         if host is not None and job.budget.host_bytes is not None:
             stack.enter_context(host.limited(job.budget.host_bytes))
         parts = fitting(lambda: assemble(job, prepared, device), backend, "building the model")
-        step = step_of(job, parts.model, parts.optimizer, plan.micro_batches[0], schedule=parts.schedule)
+        step = step_of(job, parts.model, parts.optimizer, plan.choices_by_rung, schedule=parts.schedule)
         offset_seconds = max((line.time_seconds for line in directory.lines()), default=0.0)
         view = View(path.name, job.steps, "tokens" if job.task == "language-modeling" else "samples", quiet)
         training = Training(job, parts, step, directory, marks, MemorySampler(backend, offset_seconds), view, host)
@@ -108,8 +108,8 @@ def train_run(
         else:
             directory.keep_until(0)  # of a process that died before its first checkpoint, or whose are all torn
             checkpoint.remove_later(directory.checkpoints, 0)
-        if micro_batch is not None:
-            step.begin_again_at(micro_batch, too_large)
+        if rung is not None:
+            step.begin_again_at(rung, too_large_rung)
         train(training, restarts)
         export_tokenizer(Path(prepared.tokenizer_folder), directory.model)
 
