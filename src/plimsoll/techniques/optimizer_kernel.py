@@ -3,7 +3,7 @@
 - ``foreach`` computes every intermediate of many parameters at once: torch's own choice on CUDA, and the temporaries of
   a piece of the update (see `plimsoll.run.commit`) are as large as the piece.
 - ``loop`` computes one parameter after another: torch's own choice on the CPU.
-- ``fused`` computes a parameter in one pass and makes no intermediate at all. Only Adagrad, Adam, AdamW and SGD have it.
+- ``fused`` computes a parameter in one pass and makes no intermediate. Only Adagrad, Adam, AdamW and SGD have it.
 
 Numerics: the same formula, rounded in another order. What differs besides is where the count of steps is: on the host
 for `loop` and `foreach`, beside the parameter for `fused`. It is moved when the kernel changes, also of states that
@@ -57,7 +57,9 @@ class OptimizerKernel:
         return choices or (
             f"{type(optimizer).__name__} uses its `{' and '.join(sorted(in_force))}` kernel, and "
             + " and ".join(
-                f"for `{kernel}` {_obstacle(kernel, workload, setting.device)}" for kernel in get_args(Kernel) if kernel not in in_force
+                f"for `{kernel}` {_obstacle(kernel, workload, setting.device)}"
+                for kernel in get_args(Kernel)
+                if kernel not in in_force
             )
         )
 
@@ -76,7 +78,9 @@ class OptimizerKernel:
         """Choose the kernel in every group; states that exist or come meanwhile fit the kernel in force."""
         optimizer, kernel = workload.optimizer, choice.options["kernel"]
         given = [{key: group.get(key, _MISSING) for key in ("foreach", "fused")} for group in optimizer.param_groups]
-        defaults = {key: optimizer.defaults[key] for key in ("foreach", "fused") if key in optimizer.defaults}
+        defaults: dict[str, Any] = {
+            key: optimizer.defaults[key] for key in ("foreach", "fused") if key in optimizer.defaults
+        }
         attributes = {name: vars(optimizer).get(name, _MISSING) for name in _OF_FUSED}
         chosen = {"foreach": kernel == "foreach", "fused": kernel == "fused"}
 
@@ -128,15 +132,22 @@ def _obstacle(kernel: Any, workload: Workload, device: Literal["cpu", "cuda"]) -
         return None
     if any(group.get("differentiable") for group in groups):
         return "the update is to be differentiated, which only `loop` can be"
-    if kernel == "foreach":
-        needs_loop = any(isinstance(group["lr"], Tensor) and not group.get("capturable") for group in groups)
-        return "the learning rate is a tensor, which `foreach` takes only with capturable=True" if needs_loop else None
-    if not all(parameter.is_floating_point() for group in groups for parameter in group["params"]):
+    if kernel == "fused":
+        return _obstacle_to_fused(workload, device)
+    needs_loop = any(isinstance(group["lr"], Tensor) and not group.get("capturable") for group in groups)
+    return "the learning rate is a tensor, which `foreach` takes only with capturable=True" if needs_loop else None
+
+
+def _obstacle_to_fused(workload: Workload, device: Literal["cpu", "cuda"]) -> str | None:
+    kind = type(workload.optimizer)
+    parameters = (parameter for group in workload.optimizer.param_groups for parameter in group["params"])
+    if not all(parameter.is_floating_point() for parameter in parameters):
         return "some parameters are not of floating point, which `fused` does not take"
     if any(getattr(module, "sparse", False) for module in workload.model.modules() if isinstance(module, _EMBEDDINGS)):
         return "an embedding has sparse gradients, which `fused` does not take"
-    if device == "cuda" and "cuda_unsupported=True" in inspect.getsource(inspect.getmodule(type(optimizer)) or torch):
-        return f"this torch ({torch.__version__}) has no `fused` {name} for CUDA"
+    # Adagrad's came to CUDA later than to the CPU: torch 2.11 still refuses it by this argument.
+    if device == "cuda" and "cuda_unsupported=True" in inspect.getsource(inspect.getmodule(kind) or torch):
+        return f"this torch ({torch.__version__}) has no `fused` {kind.__name__} for CUDA"
     return None
 
 

@@ -174,15 +174,27 @@ def trained(case, optimizer_class, precision, chosen=None, fails=False, **option
     model, _ = case.fresh()
     optimizer = optimizer_class(model.parameters(), **options)
     train = TrainStep(model, optimizer, units=case.units, clip_norm=1.0, precision=precision)
-    with installed(train.workload, [kernel(chosen)] if chosen else []), armed("optimizer", *([1, 4, 6] if fails else [])):
+    with (
+        installed(train.workload, [kernel(chosen)] if chosen else []),
+        armed("optimizer", *([1, 4, 6] if fails else [])),
+    ):
         events = [event for batch in case.batches() for event in train(batch).oom_events]
     assert bool(events) == fails
     return weights_of(model, optimizer)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "fp16"])
 @pytest.mark.parametrize("chosen", ["foreach", "loop", "fused"])
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    ("case", "precision"),
+    # oneDNN has no LSTM in half precision for every CPU.
+    [
+        (case, precision)
+        for case in CASES
+        for precision in ("fp32", "fp16")
+        if (case.name, precision) != ("lstm", "fp16")
+    ],
+    ids=lambda value: getattr(value, "name", value),
+)
 def test_a_step_with_another_kernel_is_the_plain_one_and_survives_an_oom_in_the_update(case, chosen, precision):
     of_adam = {"optimizer_class": torch.optim.AdamW, "lr": 1e-2}
     undisturbed = trained(case, precision=precision, chosen=chosen, **of_adam)
