@@ -23,6 +23,7 @@ from plimsoll.techniques.checkpointing import Checkpointing
 from plimsoll.techniques.chunked_loss import ChunkedLoss
 from plimsoll.techniques.heap import Heap
 from plimsoll.techniques.micro_batch import MicroBatch
+from plimsoll.techniques.optimizer_kernel import OptimizerKernel
 from plimsoll.workload import Workload
 
 __all__ = ["TECHNIQUES", "Choices", "Setting", "Technique", "conflict_among", "in_order", "installed", "technique_of"]
@@ -33,6 +34,7 @@ TECHNIQUES: dict[str, Technique] = {
         Autocast(),
         ChunkedLoss(),
         Checkpointing(),
+        OptimizerKernel(),
         MicroBatch(),
         ByLength(),
         Heap(),
