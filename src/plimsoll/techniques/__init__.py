@@ -24,6 +24,7 @@ from plimsoll.techniques.chunked_loss import ChunkedLoss
 from plimsoll.techniques.heap import Heap
 from plimsoll.techniques.micro_batch import MicroBatch
 from plimsoll.techniques.optimizer_kernel import OptimizerKernel
+from plimsoll.techniques.optimizer_offload import OptimizerOffload
 from plimsoll.workload import Workload
 
 __all__ = ["TECHNIQUES", "Choices", "Setting", "Technique", "conflict_among", "in_order", "installed", "technique_of"]
@@ -35,6 +36,7 @@ TECHNIQUES: dict[str, Technique] = {
         ChunkedLoss(),
         Checkpointing(),
         OptimizerKernel(),
+        OptimizerOffload(),
         MicroBatch(),
         ByLength(),
         Heap(),
