@@ -53,6 +53,7 @@ class OptimizerOffload:
     summary: ClassVar[str] = "optimizer states in a mapped file (CPU) or in the host's memory (CUDA)"
     reaches: ClassVar[frozenset[Category]] = frozenset({"optimizer states"})
     is_for_the_run: ClassVar[bool] = False
+    may_be_faster: ClassVar[bool] = False
 
     def menu(self, workload: Workload, setting: Setting) -> Choices | str:
         """All states to the one place there is for the device."""
@@ -64,7 +65,9 @@ class OptimizerOffload:
         """The place must be one that the device does not count."""
         place = _PLACES[setting.device]
         if choice.options.get("to") != place:
-            return f"on {setting.device} states go to `{place}` and not to `{choice.options.get('to')}`: give to={place}"
+            return (
+                f"on {setting.device} states go to `{place}` and not to `{choice.options.get('to')}`: give to={place}"
+            )
         return None
 
     @contextmanager
