@@ -1,6 +1,6 @@
 """How fast a device is: measured here in two seconds, or from the table of GPUs for one that is not here.
 
-    speed = local_speed("cpu")            # measured once, then read from a file
+    speed = measured_speed()              # measured once, then read from a file
     speed = speed_of(find_gpu("rtx3060"))
 
 Measured are products with sides of several sizes, ops that move bytes (in the caches and beyond), the call of an op,
@@ -55,10 +55,11 @@ _UNKNOWN_BYTES_PER_SECOND, _UNKNOWN_SM_FLOPS, _UNKNOWN_NUM_SMS = 200e9, 256 * 1.
 _UNKNOWN_LINK_BYTES_PER_SECOND = 12e9
 
 
-def local_speed(device: str = "cpu") -> Speed:
+def measured_speed(progress: Callable[[str], object] = lambda text: None, device: str = "cpu") -> Speed:
     """Return the speed of a device that is here, from the file it is kept in, or measured now.
 
     Args:
+        progress: told when it is measured.
         device: ``"cpu"``, or a CUDA device of this machine.
     """
     name = _name_of(device)
@@ -69,6 +70,7 @@ def local_speed(device: str = "cpu") -> Speed:
             return speed
     except RecordError:
         pass  # there is none yet, or a torn one: measured again
+    progress(f"measuring the speed of {name}, once")
     speed = measure_speed(device)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -89,7 +91,7 @@ def measure_speed(device: str = "cpu") -> Speed:
     """Measure a device that is here, in about two seconds.
 
     Args:
-        device: see `local_speed`.
+        device: see `measured_speed`.
     """
     probe, name = _Probe(device), _name_of(device)
     gain = probe.gain_of_threads()

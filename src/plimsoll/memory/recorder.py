@@ -33,6 +33,7 @@ from torch.utils._pytree import tree_leaves
 
 from plimsoll.memory.accumulate import accumulating_in_place
 from plimsoll.memory.lowering.base import Run
+from plimsoll.memory.outside import is_outside
 from plimsoll.memory.work import NO_WORK, WorkCounter
 from plimsoll.records.trace import Assumption, Category, OpTable, Phase, StorageTable, Trace
 
@@ -56,7 +57,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             states are then noted too (by hooks that an optimizer can see; otherwise see `know_optimizer`).
         run: how an op is executed; ``None`` calls it.
         scratch_bytes: what the target's kernels take beside their results; ``None`` for nothing.
-        on_host: whether a tensor is in the host's memory; ``None`` where there is only one place.
+        on_host: whether a tensor is in the host's memory; ``None`` where there is only one place. What is made under
+            `outside_the_device` is noted as lying there in any case.
     """
 
     def __init__(
@@ -90,7 +92,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._storages = _Storages(self)
         self._ops: tuple[list[int], ...] = ([], [], [], [])  # name, module, line, step
         self._work: tuple[list[int], ...] = ([], [], [], [])  # flops, moved bytes, outside bytes, dtype
-        self._counter = WorkCounter(self._on_host)
+        self._counter = WorkCounter(lambda tensor: self._on_host(tensor) or self._storages.is_outside(tensor))
         self._phases: list[Phase] = []
         self._stack = ExitStack()
 
@@ -218,8 +220,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._texts.setdefault(text, len(self._texts))
 
     def on_host(self, tensor: Tensor) -> bool:
-        """Whether a tensor is in the host's memory although the training is elsewhere."""
-        return self._on_host(tensor)
+        """Whether a tensor that was just made does not lie in the device's memory."""
+        return is_outside() or self._on_host(tensor)
 
     def _begin_op(self, op: Any) -> None:
         name = self._op_names.get(op)
@@ -323,6 +325,7 @@ class _Storages:
         self._shape: list[int] = []
         self._name: list[int] = []
         self._on_host: list[bool] = []
+        self._has_outside = False
         self._events: list[int] = []
         self._event_op: list[int] = []
         self._scratch_row = -1
@@ -349,6 +352,13 @@ class _Storages:
             if row is not None:
                 self._category[row] = category
                 self._name[row] = self._recorder.text(name)
+
+    def is_outside(self, tensor: Tensor) -> bool:
+        """Whether a tensor was made outside the device; asked of every tensor of every op, so the usual answer first."""
+        if not self._has_outside or tensor.layout is not torch.strided:
+            return False
+        row = self._row_of.get(tensor.untyped_storage()._cdata)
+        return row is not None and self._on_host[row]
 
     def begin_scratch(self, num_bytes: int) -> None:
         self._scratch_row = self._add(num_bytes, "temporaries", "scratch of the kernel", on_host=False)
@@ -381,6 +391,7 @@ class _Storages:
         self._shape.append(self._recorder.text(shape))
         self._name.append(0)
         self._on_host.append(on_host)
+        self._has_outside |= on_host
         self._events.append(row + 1)
         self._event_op.append(self._recorder.op_row)
         return row

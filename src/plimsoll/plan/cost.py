@@ -1,6 +1,6 @@
 """The seconds of one optimizer step, from its trace and what the device can do.
 
-    duration = step_duration(trace, speed, num_pieces=8)
+    duration = step_duration(trace, speed, batch_size=64, micro_batch=8, rehearsed_samples=16)
 
 Each op takes what its products take at the device's rate for such products, or what its bytes take, whichever is more
 (a roofline); on a processor also the clearing of memory it is the first to touch, since large blocks are mapped anew
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from plimsoll.device.heap import USUAL_BYTES
 from plimsoll.records.comparison import Calibration, Learned, Target
-from plimsoll.records.heap import HeapRules
+from plimsoll.records.heap import FAST_HEAP, HeapRules
 from plimsoll.records.plan import Duration
 from plimsoll.records.speed import MovingKind, Speed, rate_at
 from plimsoll.records.trace import Phase, Trace
@@ -64,10 +64,11 @@ class _Seconds:
 def step_duration(
     trace: Trace,
     speed: Speed,
-    num_pieces: int,
     *,
-    ends_smaller: bool = False,
-    heap: HeapRules | None = None,
+    batch_size: int,
+    micro_batch: int,
+    rehearsed_samples: int,
+    heap: HeapRules = FAST_HEAP,
     learned: Learned | None = None,
 ) -> Duration:
     """Compute the seconds of one optimizer step, the last one of the trace.
@@ -75,13 +76,16 @@ def step_duration(
     Args:
         trace: a rehearsal, of one or two micro-batches a step.
         speed: of the device it was lowered to.
-        num_pieces: micro-batches of a real step.
-        ends_smaller: whether the last one has fewer samples than the others.
-        heap: how a processor's heap is set up; ``None`` where fresh memory costs nothing, as on a GPU.
+        batch_size: samples of a real step.
+        micro_batch: samples of one pass.
+        rehearsed_samples: samples of a step of the trace.
+        heap: how a processor's heap is set up; a GPU's memory is kept by torch, and nothing is cleared.
         learned: measured over predicted seconds, from runs like this one (`learned_ratio`).
     """
     pieces, once = _stretches(trace, speed, heap)
-    seconds = once + _of_all(pieces, num_pieces, ends_smaller)
+    seconds = once + sum(pieces)
+    if rehearsed_samples < batch_size:
+        seconds = once + _of_all(pieces, -(-batch_size // micro_batch), batch_size % micro_batch > 0)
     mean, low, high = (learned.mean, learned.low, learned.high) if learned else (1.0, 1.0, 1.0)
     return Duration(
         likely_seconds=seconds * mean,
@@ -134,23 +138,24 @@ def _set_name(techniques: Iterable[str]) -> str:
 
 def _of_all(pieces: Sequence[float], num_pieces: int, ends_smaller: bool) -> float:
     """The first piece meets no gradients to add to, all others do; only a last one of another size is unlike those."""
-    if not pieces or num_pieces <= len(pieces):
-        return sum(pieces)
+    if not pieces:
+        return 0.0
     first, last = pieces[0], pieces[-1]
     return first * (num_pieces - 1) + last if ends_smaller else first + last * (num_pieces - 1)
 
 
-def _stretches(trace: Trace, speed: Speed, heap: HeapRules | None) -> tuple[list[float], float]:
+def _stretches(trace: Trace, speed: Speed, heap: HeapRules) -> tuple[list[float], float]:
     """Seconds of each micro-batch of the last step, and of what a step does once."""
     ops, fresh_bytes = trace.ops, _fresh_bytes(trace, heap)
     names = [_plain_name(text) for text in trace.texts]
     pieces: list[_Seconds] = []
     once, last_phase = _Seconds(), None
-    last_step = max((step for step, phase in zip(ops.step, ops.phase, strict=True) if phase not in _NOT_COUNTED), default=0)
-    for row, (step, phase) in enumerate(zip(ops.step, ops.phase, strict=True)):
-        if step != last_step or phase in _NOT_COUNTED:
+    rows = [row for row, phase in enumerate(ops.phase) if phase not in _NOT_COUNTED]
+    last_step = max((ops.step[row] for row in rows), default=0)
+    for row in rows:
+        if ops.step[row] != last_step:
             continue
-        stretch = once
+        stretch, phase = once, ops.phase[row]
         if phase in _OF_A_PIECE:
             if not pieces or (last_phase == "backward" and phase != "backward"):
                 pieces.append(_Seconds())
@@ -176,10 +181,8 @@ def _add_op(stretch: _Seconds, trace: Trace, row: int, name: str, speed: Speed) 
     stretch.kernels += max(seconds, speed.kernel_seconds)
 
 
-def _fresh_bytes(trace: Trace, heap: HeapRules | None) -> dict[int, int]:
+def _fresh_bytes(trace: Trace, heap: HeapRules) -> dict[int, int]:
     """Bytes that each op is the first to touch, by its row: blocks that are mappings of their own."""
-    if heap is None:
-        return {}
     threshold_bytes = USUAL_BYTES if heap.is_dynamic else heap.mmap_threshold_bytes
     storages, found = trace.storages, dict[int, int]()
     for num_bytes, born, on_host in zip(storages.num_bytes, storages.born, storages.on_host, strict=True):
