@@ -37,6 +37,10 @@ class Choice(Frozen):
             return _written(self.technique, next(iter(self.options.values())), {})
         return _written(self.technique, None, self.options)
 
+    def __hash__(self) -> int:
+        """By what it says: a dict has no hash."""
+        return hash(str(self))
+
 
 class Pin(Frozen):
     """A technique that the user wants in the plan, see `parse_pin`.
