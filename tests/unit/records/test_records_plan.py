@@ -34,6 +34,13 @@ def test_a_plan_fits_unless_a_larger_budget_is_asked_for():
         ({"samples": 16}, "offload=16", Pin(technique="offload", value=16)),
         ({"share": 0.5}, "offload=0.5", Pin(technique="offload", value=0.5)),
         ({"blocks": "all"}, "offload=all", Pin(technique="offload", value="all")),
+        ({"blocks": "0,3-5"}, "offload=0,3-5", Pin(technique="offload", value="0,3-5")),
+        ({"blocks": "every 2"}, "offload=every 2", Pin(technique="offload", value="every 2")),
+        (
+            {"blocks": "0,3-5", "to": "disk"},
+            "offload(blocks=0,3-5,to=disk)",
+            Pin(technique="offload", options={"blocks": "0,3-5", "to": "disk"}),
+        ),
         ({"is_pinned": True}, "offload=true", Pin(technique="offload", value=True)),
         (
             {"every": 2, "to": "disk", "is_pinned": False},
