@@ -346,7 +346,7 @@ def test_after_a_death_at_a_rung_no_earlier_rung_is_taken_with_as_much():
     ladder = Ladder(LEVELS, grow_after=1)
     ladder.load_state_dict(json.loads(json.dumps(state_after_death(None, LEVELS[3], too_large_rung=2))))
     chosen = []
-    for elements_per_sample in (10, 10, 9, 9, 9, 10, 10):
+    for elements_per_sample in (10, 10, 9, 9, 4.9, 10, 10):
         chosen.append(ladder.choose(elements_per_sample))
         ladder.held(chosen[-1], 1)
     assert chosen == [3, 3, 2, 1, 0, 3, 3]
