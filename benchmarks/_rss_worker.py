@@ -77,6 +77,7 @@ def main() -> None:
     from plimsoll.device.base import backend_for
     from plimsoll.models.build import build_model
     from plimsoll.optimizers import build_optimizer
+    from plimsoll.records.plan import micro_batch_choice
     from plimsoll.run import train  # noqa: F401
     from plimsoll.run.job_step import step_of
     from plimsoll.run.worker import _warm
@@ -90,7 +91,7 @@ def main() -> None:
         torch.manual_seed(job.seed)
         model = build_model(job, run["vocab_size"], run["num_labels"], 0).train()
         optimizer = build_optimizer(job.optimizer, model.parameters())
-        step = step_of(job, model, optimizer, run["micro_batch"])
+        step = step_of(job, model, optimizer, [[micro_batch_choice(run["micro_batch"] or job.batch_size)]])
         for _ in range(run["steps"]):
             result = step(batch_of(job, run["vocab_size"], run["num_labels"]))
             use = backend.use()

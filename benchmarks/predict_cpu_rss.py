@@ -39,6 +39,7 @@ from plimsoll.device.process import private_bytes
 from plimsoll.memory.lowering.cpu import CpuLowering
 from plimsoll.memory.predict import Counted
 from plimsoll.records.job import Job
+from plimsoll.records.plan import micro_batch_choice
 from plimsoll.records.prediction import Estimate
 from plimsoll.run.rehearse import rehearse_job
 from plimsoll.run.targets import Target, job_baseline
@@ -238,7 +239,8 @@ class Predictor:
     def counted(self, case: Case, is_limited: bool) -> Counted:
         job = case.job()
         texts = TextSketch(case.vocab_size, case.num_labels, 0)
-        trace = rehearse_job(job, texts, CpuLowering(), case.micro_batch or job.batch_size)
+        choices = (micro_batch_choice(case.micro_batch or job.batch_size),)
+        trace = rehearse_job(job, texts, CpuLowering(), choices)
         architecture = job.model.get("architecture") if isinstance(job.model, dict) else job.model
         if str(architecture) not in self._baselines:
             self._baselines[str(architecture)] = job_baseline(job)

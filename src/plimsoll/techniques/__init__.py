@@ -57,9 +57,13 @@ def technique_of(name: str) -> Technique:
 
 
 def in_order(choices: Iterable[Choice]) -> Choices:
-    """Sort choices into the order of installation."""
-    order = {name: number for number, name in enumerate(TECHNIQUES)}
-    return tuple(sorted(choices, key=lambda choice: order[choice.technique]))
+    """Sort choices into the order of installation.
+
+    Raises:
+        InputError: if there is no such technique (see `technique_of`).
+    """
+    order = list(TECHNIQUES)
+    return tuple(sorted(choices, key=lambda choice: order.index(technique_of(choice.technique).name)))
 
 
 def conflict_among(choices: Choices, workload: Workload, setting: Setting) -> str | None:
