@@ -20,6 +20,7 @@ from plimsoll.techniques.autocast import Autocast
 from plimsoll.techniques.by_length import ByLength
 from plimsoll.techniques.cache import Cache
 from plimsoll.techniques.heap import Heap
+from plimsoll.techniques.lora import Lora
 from plimsoll.techniques.micro_batch import MicroBatch
 from plimsoll.workload import Workload
 
@@ -28,8 +29,9 @@ __all__ = ["TECHNIQUES", "Choices", "Setting", "Technique", "conflict_among", "i
 TECHNIQUES: dict[str, Technique] = {
     technique.name: technique
     for technique in (
-        Autocast(),
         MicroBatch(),
+        Lora(),
+        Autocast(),
         ByLength(),
         Heap(),
         Cache(),

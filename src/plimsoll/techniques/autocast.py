@@ -31,13 +31,19 @@ class Autocast:
     summary: ClassVar[str] = "matrix products in bf16, or in fp16 with a scaler of the loss"
     reaches: ClassVar[frozenset[Category]] = frozenset({"activations", "temporaries"})
     is_for_the_run: ClassVar[bool] = True
+    may_be_faster: ClassVar[bool] = True
 
     def menu(self, workload: Workload, setting: Setting) -> Choices | str:
         """What the device has kernels for, where the job leaves it open."""
         if setting.precision == "fp32":
             return "the job says precision: fp32; `precision: auto` leaves it to the plan"
         if setting.precision != "auto":
-            return (_choice(setting.precision),)
+            is_there = workload.precision == setting.precision
+            return (
+                f"the job says precision: {setting.precision}, which the step has by itself"
+                if is_there
+                else (_choice(setting.precision),)
+            )
         if any(parameter.dtype != torch.float32 for parameter in workload.model.parameters()):
             return "the model's weights are not float32: autocast would save nothing of their products"
         return (_choice("bf16"), _choice("fp16")) if setting.device == "cuda" else (_choice("bf16"),)

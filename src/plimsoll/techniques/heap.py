@@ -32,6 +32,7 @@ class Heap:
     summary: ClassVar[str] = "freed blocks go back to the system sooner, for more time in each step"
     reaches: ClassVar[frozenset[Category]] = frozenset({"fragmentation"})
     is_for_the_run: ClassVar[bool] = False
+    may_be_faster: ClassVar[bool] = False
 
     def menu(self, workload: Workload, setting: Setting) -> Choices | str:
         """What keeps less than a budget's default does."""
