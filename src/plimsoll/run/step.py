@@ -237,6 +237,7 @@ class TrainStep:
         return {
             "step": self.num_steps,
             "ladder": self.ladder.state_dict() if self.ladder else None,
+            "rungs": self._rungs.names,
             "scaler": self._scaler.state_dict() if self._scaler else None,
             "schedule": schedule.state_dict() if schedule else None,
         }
@@ -244,7 +245,8 @@ class TrainStep:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from what `state_dict` returned."""
         self.position.step = state["step"]
-        self.ladder, self._learned = None, state["ladder"]
+        self.ladder = None
+        self._learned = state["ladder"] if state["rungs"] == self._rungs.names else None  # of another plan
         if self._scaler is not None and state["scaler"] is not None:
             self._scaler.load_state_dict(state["scaler"])
         if self.workload.schedule is not None and state["schedule"] is not None:

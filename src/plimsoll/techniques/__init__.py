@@ -19,6 +19,7 @@ from plimsoll.techniques._base import Choices, Setting, Technique
 from plimsoll.techniques.autocast import Autocast
 from plimsoll.techniques.by_length import ByLength
 from plimsoll.techniques.cache import Cache
+from plimsoll.techniques.checkpointing import Checkpointing
 from plimsoll.techniques.heap import Heap
 from plimsoll.techniques.lora import Lora
 from plimsoll.techniques.micro_batch import MicroBatch
@@ -32,6 +33,7 @@ TECHNIQUES: dict[str, Technique] = {
         MicroBatch(),
         Lora(),
         Autocast(),
+        Checkpointing(),
         ByLength(),
         Heap(),
         Cache(),

@@ -49,7 +49,7 @@ class ByLength:
     summary: ClassVar[str] = "samples of alike length in one pass, without their common padding"
     reaches: ClassVar[frozenset[Category]] = frozenset({"activations", "temporaries", "inputs"})
     is_for_the_run: ClassVar[bool] = False
-    may_be_faster: ClassVar[bool] = True
+    may_be_faster: ClassVar[bool] = False
 
     def menu(self, workload: Workload, setting: Setting) -> Choices | str:
         """One choice, for a model that is known to give the same result with and without padding."""
