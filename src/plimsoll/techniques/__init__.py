@@ -20,9 +20,12 @@ from plimsoll.techniques.autocast import Autocast
 from plimsoll.techniques.by_length import ByLength
 from plimsoll.techniques.cache import Cache
 from plimsoll.techniques.checkpointing import Checkpointing
+from plimsoll.techniques.chunked_loss import ChunkedLoss
 from plimsoll.techniques.heap import Heap
 from plimsoll.techniques.lora import Lora
 from plimsoll.techniques.micro_batch import MicroBatch
+from plimsoll.techniques.optimizer_kernel import OptimizerKernel
+from plimsoll.techniques.optimizer_offload import OptimizerOffload
 from plimsoll.workload import Workload
 
 __all__ = ["TECHNIQUES", "Choices", "Setting", "Technique", "conflict_among", "in_order", "installed", "technique_of"]
@@ -30,10 +33,13 @@ __all__ = ["TECHNIQUES", "Choices", "Setting", "Technique", "conflict_among", "i
 TECHNIQUES: dict[str, Technique] = {
     technique.name: technique
     for technique in (
-        MicroBatch(),
         Lora(),
         Autocast(),
+        ChunkedLoss(),
         Checkpointing(),
+        OptimizerKernel(),
+        OptimizerOffload(),
+        MicroBatch(),
         ByLength(),
         Heap(),
         Cache(),

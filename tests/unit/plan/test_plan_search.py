@@ -4,8 +4,8 @@ from itertools import product
 from random import Random
 
 import pytest
-
 from plan.worlds import BATCH_SIZE, MadeUp, World
+
 from plimsoll.errors import InputError
 from plimsoll.plan.pins import Decided
 from plimsoll.plan.search import search
