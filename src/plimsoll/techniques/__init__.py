@@ -22,6 +22,7 @@ from plimsoll.techniques.cache import Cache
 from plimsoll.techniques.checkpointing import Checkpointing
 from plimsoll.techniques.chunked_loss import ChunkedLoss
 from plimsoll.techniques.heap import Heap
+from plimsoll.techniques.lora import Lora
 from plimsoll.techniques.micro_batch import MicroBatch
 from plimsoll.techniques.optimizer_kernel import OptimizerKernel
 from plimsoll.techniques.optimizer_offload import OptimizerOffload
@@ -32,6 +33,7 @@ __all__ = ["TECHNIQUES", "Choices", "Setting", "Technique", "conflict_among", "i
 TECHNIQUES: dict[str, Technique] = {
     technique.name: technique
     for technique in (
+        Lora(),
         Autocast(),
         ChunkedLoss(),
         Checkpointing(),
