@@ -33,8 +33,8 @@ __all__ = ["TECHNIQUES", "Choices", "Setting", "Technique", "conflict_among", "i
 TECHNIQUES: dict[str, Technique] = {
     technique.name: technique
     for technique in (
-        Lora(),
         Autocast(),
+        Lora(),
         ChunkedLoss(),
         Checkpointing(),
         OptimizerKernel(),
