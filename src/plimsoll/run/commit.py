@@ -6,8 +6,8 @@ whose values and states are copied just before, so a piece can always be undone.
 piece, and most of what `benchmarks/overhead.py` measures.
 
 That a failure can always be mended follows from the order. The largest parameter goes first, so the first piece needs
-most; the states that the first step will still create are proven to fit by allocating as much once; and every finished
-piece gives its gradients back. So memory runs out in the first piece, which is undone and nothing has happened, or not
+most; the states that the first step will still create are proven to fit by allocating as much once (those that leave the device
+with their piece need no room); and every finished piece gives its gradients back. So memory runs out in the first piece, which is undone and nothing has happened, or not
 at all. A later failure is something else taking memory: the piece is undone and done again, in halves where it can be
 cut. If what cannot be cut fails twice, what was done cannot be taken back: `TornStepError` says so, and a checkpoint is
 the way back.
@@ -33,6 +33,7 @@ from torch import nn
 
 from plimsoll.device.base import Backend
 from plimsoll.errors import TornStepError
+from plimsoll.memory.outside import keeps_states_outside
 from plimsoll.optimizers import is_separable
 from plimsoll.records.run import OomEvent
 from plimsoll.run.boundary import Position, attempt
@@ -234,7 +235,8 @@ class StepCommit:
         nothing_happened = True
         while waiting:
             piece = waiting.pop()
-            event = self._do(piece, self._stateless(waiting) if nothing_happened else [])
+            must_fit = nothing_happened and not keeps_states_outside(self.optimizer)
+            event = self._do(piece, self._stateless(waiting) if must_fit else [])
             if event is None:
                 nothing_happened = False
                 continue

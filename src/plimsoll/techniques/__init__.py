@@ -18,11 +18,19 @@ from plimsoll.records.plan import Choice
 from plimsoll.techniques._base import Choices, Setting, Technique
 from plimsoll.techniques.micro_batch import MicroBatch
 from plimsoll.techniques.optimizer_kernel import OptimizerKernel
+from plimsoll.techniques.optimizer_offload import OptimizerOffload
 from plimsoll.workload import Workload
 
 __all__ = ["TECHNIQUES", "Choices", "Setting", "Technique", "conflict_among", "in_order", "installed", "technique_of"]
 
-TECHNIQUES: dict[str, Technique] = {technique.name: technique for technique in (OptimizerKernel(), MicroBatch())}
+TECHNIQUES: dict[str, Technique] = {
+    technique.name: technique
+    for technique in (
+        OptimizerKernel(),
+        MicroBatch(),
+        OptimizerOffload(),
+    )
+}
 
 
 def technique_of(name: str) -> Technique:
