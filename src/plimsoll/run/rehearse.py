@@ -87,7 +87,12 @@ class StageBackend:
 
 
 def rehearse_job(
-    job: Job, texts: TextSketch, lowering: Lowering, choices: Choices, lengths: tuple[int, ...] = ()
+    job: Job,
+    texts: TextSketch,
+    lowering: Lowering,
+    choices: Choices,
+    lengths: tuple[int, ...] = (),
+    num_steps: int = 3,
 ) -> Trace:
     """Trace the training of a job.
 
@@ -96,14 +101,15 @@ def rehearse_job(
         texts: what its model must know of the data.
         lowering: the target.
         choices: the techniques, a micro-batch among them.
-        lengths: the tokens that the batches of the steps are padded to; by default ``sequence_length``, three times.
+        lengths: the tokens that the batches of the steps are padded to; by default ``sequence_length``.
+        num_steps: where no lengths are given; with two, what follows an evaluation is not seen.
 
     Raises:
         JobError: if the model or the optimizer cannot be built.
         InputError: if the model cannot be traced.
     """
     num_samples = rehearsed_samples(job.batch_size, samples_of(choices))
-    batches = [_batch(job, texts, num_samples, length) for length in lengths or (job.sequence_length,) * 3]
+    batches = [_batch(job, texts, num_samples, length) for length in lengths or (job.sequence_length,) * num_steps]
     held_out = _batch(job, texts, job.batch_size, job.sequence_length) if job.data.validation else None
 
     def trace_with(keeps_all: bool) -> Trace:

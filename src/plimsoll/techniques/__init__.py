@@ -16,6 +16,12 @@ from plimsoll.errors import InputError
 from plimsoll.records.job import near
 from plimsoll.records.plan import Choice
 from plimsoll.techniques._base import Choices, Setting, Technique
+from plimsoll.techniques.autocast import Autocast
+from plimsoll.techniques.by_length import ByLength
+from plimsoll.techniques.cache import Cache
+from plimsoll.techniques.checkpointing import Checkpointing
+from plimsoll.techniques.chunked_loss import ChunkedLoss
+from plimsoll.techniques.heap import Heap
 from plimsoll.techniques.micro_batch import MicroBatch
 from plimsoll.techniques.optimizer_kernel import OptimizerKernel
 from plimsoll.techniques.optimizer_offload import OptimizerOffload
@@ -26,9 +32,15 @@ __all__ = ["TECHNIQUES", "Choices", "Setting", "Technique", "conflict_among", "i
 TECHNIQUES: dict[str, Technique] = {
     technique.name: technique
     for technique in (
+        Autocast(),
+        ChunkedLoss(),
+        Checkpointing(),
         OptimizerKernel(),
-        MicroBatch(),
         OptimizerOffload(),
+        MicroBatch(),
+        ByLength(),
+        Heap(),
+        Cache(),
     )
 }
 

@@ -28,6 +28,7 @@ class MicroBatch:
     summary: ClassVar[str] = "the batch in pieces, whose gradients add up to the whole batch's"
     reaches: ClassVar[frozenset[Category]] = frozenset({"activations", "temporaries", "inputs"})
     is_for_the_run: ClassVar[bool] = False
+    may_be_faster: ClassVar[bool] = False
 
     def menu(self, workload: Workload, setting: Setting) -> Choices | str:
         """Every size that needs another number of pieces, largest first."""

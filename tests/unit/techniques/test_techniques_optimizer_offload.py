@@ -18,7 +18,6 @@ from plimsoll.run.rehearse import rehearse_step
 from plimsoll.run.step import TrainStep
 from plimsoll.techniques import TECHNIQUES, Setting, installed
 from plimsoll.workload import Workload
-from processes import run_program
 from workloads import CASES
 
 BATCH_SIZE = 8
