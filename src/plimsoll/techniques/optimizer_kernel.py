@@ -42,6 +42,7 @@ class OptimizerKernel:
     summary: ClassVar[str] = "the optimizer's update in a kernel with fewer temporaries"
     reaches: ClassVar[frozenset[Category]] = frozenset({"temporaries"})
     is_for_the_run: ClassVar[bool] = False
+    may_be_faster: ClassVar[bool] = True
 
     def menu(self, workload: Workload, setting: Setting) -> Choices | str:
         """The kernels that the class has and that are not in force, the one with most temporaries first."""

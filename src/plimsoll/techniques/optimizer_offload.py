@@ -64,7 +64,9 @@ class OptimizerOffload:
         """The place must be one that the device does not count."""
         place = _PLACES[setting.device]
         if choice.options.get("to") != place:
-            return f"on {setting.device} states go to `{place}` and not to `{choice.options.get('to')}`: give to={place}"
+            return (
+                f"on {setting.device} states go to `{place}` and not to `{choice.options.get('to')}`: give to={place}"
+            )
         return None
 
     @contextmanager
