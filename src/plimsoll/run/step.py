@@ -23,6 +23,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -36,6 +37,7 @@ from plimsoll.records.run import OomEvent
 from plimsoll.run.boundary import Position, attempt
 from plimsoll.run.checks import described, device_of, refuse, refuse_unclear_labels
 from plimsoll.run.commit import StepCommit
+from plimsoll.run.early import EarlyUpdate, early_update
 from plimsoll.run.evaluate import Evaluation, Evaluator
 from plimsoll.run.failpoints import failpoint
 from plimsoll.run.pieces import Shape, autocast, no_way_out, weighted_pieces
@@ -150,6 +152,7 @@ class TrainStep:
         self._parameters = list(model.parameters())  # walking the modules anew in every step would cost more
         self._undo = Undo(model, self.backend)
         self._commit = StepCommit(optimizer, self.backend, self.position)
+        self._early: EarlyUpdate | None = None
         self._evaluator = Evaluator(self.workload, self.backend, self.position, self._shape_of, grow_after)
         if micro_batch is not None or rungs:
             self._evaluator.begin_at(micro_batch or self._rungs.sizes[0].samples)
@@ -295,6 +298,7 @@ class TrainStep:
         return _Outcome(loss, gradient_norm, learning_rate, updated=self._commit.was_called)
 
     def _after_update(self, updated: bool) -> None:
+        self._early = None
         self.position.step += 1
         if self._scaler is not None:
             self._scaler.update()
@@ -321,8 +325,10 @@ class TrainStep:
         """Accumulate the gradients of the whole batch and clip them; returns the mean loss and the gradient norm."""
         total = torch.zeros((), device=self.workload.device)
         by_length = self.workload.cuts_by_length
-        for piece, share in weighted_pieces(batch, micro_batch, shape, self.workload.units, by_length):
-            total += self._forward_backward(piece, share)
+        self._early = early_update(self.workload, micro_batch, shape.num_samples)
+        with self._early.in_backward() if self._early else nullcontext():
+            for piece, share in weighted_pieces(batch, micro_batch, shape, self.workload.units, by_length):
+                total += self._forward_backward(piece, share)
         loss = total.item()
         self._refuse_non_finite("loss", loss)
         self.position.phase = "clip"
@@ -354,6 +360,8 @@ class TrainStep:
         failpoint("loss")
         if share != 1:
             loss = loss * share
+        if self._early is not None:  # afterwards it would be too late
+            self._refuse_non_finite("loss", loss.item())
         self.position.phase = "backward"
         torch.autograd.backward(loss if self._scaler is None else self._scaler.scale(loss))
         failpoint("backward")
@@ -372,6 +380,9 @@ class TrainStep:
 
     def _put_back(self) -> None:
         self._drop_gradients()
+        if self._early is not None:
+            self._early.undo()
+            self._early = None
         self._commit.forget()
         self._undo.restore()
         if self._scaler is not None:

@@ -24,6 +24,7 @@ from plimsoll.techniques.chunked_loss import ChunkedLoss
 from plimsoll.techniques.heap import Heap
 from plimsoll.techniques.lora import Lora
 from plimsoll.techniques.micro_batch import MicroBatch
+from plimsoll.techniques.optimizer_in_backward import OptimizerInBackward
 from plimsoll.techniques.optimizer_kernel import OptimizerKernel
 from plimsoll.techniques.optimizer_offload import OptimizerOffload
 from plimsoll.workload import Workload
@@ -39,6 +40,7 @@ TECHNIQUES: dict[str, Technique] = {
         Checkpointing(),
         OptimizerKernel(),
         OptimizerOffload(),
+        OptimizerInBackward(),
         MicroBatch(),
         ByLength(),
         Heap(),
