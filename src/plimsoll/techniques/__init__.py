@@ -16,13 +16,17 @@ from plimsoll.errors import InputError
 from plimsoll.records.job import near
 from plimsoll.records.plan import Choice
 from plimsoll.techniques._base import Choices, Setting, Technique
+from plimsoll.techniques.attention import Attention
 from plimsoll.techniques.checkpointing import Checkpointing
+from plimsoll.techniques.evaluation import EvaluationPass
 from plimsoll.techniques.micro_batch import MicroBatch
 from plimsoll.workload import Workload
 
 __all__ = ["TECHNIQUES", "Choices", "Setting", "Technique", "conflict_among", "in_order", "installed", "technique_of"]
 
-TECHNIQUES: dict[str, Technique] = {technique.name: technique for technique in (Checkpointing(), MicroBatch())}
+TECHNIQUES: dict[str, Technique] = {
+    technique.name: technique for technique in (Attention(), Checkpointing(), EvaluationPass(), MicroBatch())
+}
 
 
 def technique_of(name: str) -> Technique:

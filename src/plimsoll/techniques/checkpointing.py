@@ -47,6 +47,7 @@ class Checkpointing:
     summary: ClassVar[str] = "activations of some or all blocks computed again in backward"
     reaches: ClassVar[frozenset[Category]] = frozenset({"activations"})
     is_for_the_run: ClassVar[bool] = False
+    may_be_faster: ClassVar[bool] = False
 
     def menu(self, workload: Workload, setting: Setting) -> Choices | str:
         """Every fourth block, every second, all."""
@@ -108,7 +109,9 @@ def chosen_blocks(text: str, num_blocks: int) -> tuple[int, ...]:
             raise InputError(f"cannot read the blocks `{text}` at `{part}`: {remedy}")
         numbers.update(range(int(first), int(last or first) + 1))
     if max(numbers) >= num_blocks:
-        raise InputError(f"checkpointing={text}: there is no block {max(numbers)}, the model has {num_blocks}: {remedy}")
+        raise InputError(
+            f"checkpointing={text}: there is no block {max(numbers)}, the model has {num_blocks}: {remedy}"
+        )
     return tuple(sorted(numbers))
 
 
@@ -158,7 +161,9 @@ def saved_per_block(trace: Trace, names: tuple[str, ...]) -> tuple[BlockBytes, .
         np.asarray(column) for column in (trace.storages.num_bytes, trace.storages.born, trace.storages.died)
     )
     is_here = ~np.asarray(trace.storages.on_host, dtype=bool) & (np.asarray(trace.storages.category) == "activations")
-    return tuple(_largest_pass(block_of == block, pass_of, num_bytes, born, died, is_here) for block in range(len(names)))
+    return tuple(
+        _largest_pass(block_of == block, pass_of, num_bytes, born, died, is_here) for block in range(len(names))
+    )
 
 
 def _largest_pass(  # noqa: PLR0917 -- columns of one table
@@ -181,8 +186,8 @@ def _why_not(blocks: Blocks, workload: Workload, setting: Setting) -> str | None
         return f"the model {type(workload.model).__name__} has no repeated blocks"
     if any(getattr(module, "gradient_checkpointing", False) is True for module in workload.model.modules()):
         return (
-            "the model checkpoints itself (gradient_checkpointing is on): leave that to the plan with "
-            "`model.gradient_checkpointing_disable()`"
+            "the model checkpoints its layers itself: to let the plan do it, call "
+            "`model.activation_checkpointing_disable()`"
         )
     if setting.device == "cuda":
         for name, block in blocks:
