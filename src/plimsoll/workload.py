@@ -13,7 +13,7 @@ sample, and so is time-first input whose sequences are as many as they are long.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -43,8 +43,8 @@ class Workload:
 
     ``loss`` returns the mean over ``units``; ``clip_norm`` bounds the 2-norm of all gradients together. Parameters are
     kept as the model has them; ``precision`` says what autocast computes in. The fields after ``device`` are what
-    techniques say to the step: the most samples of an evaluation pass, and whether samples of alike length are put
-    together in one pass, without the padding they do not need.
+    techniques say to the step: the most samples of an evaluation pass, whether samples of alike length are put together
+    in one pass, without the padding they do not need, and what is called after each step that happened.
     """
 
     model: nn.Module
@@ -57,6 +57,7 @@ class Workload:
     device: torch.device = torch.device("cpu")  # noqa: RUF009 -- a torch.device is immutable
     evaluation_samples: int | None = None
     cuts_by_length: bool = False
+    after_step: tuple[Callable[[], None], ...] = ()
 
 
 def count_units(batch: Any, units: Units) -> int:
@@ -130,6 +131,19 @@ def split_batch(batch: Any, num_samples: int) -> list[Any]:
         return _mapped(batch, lambda leaf: leaf if _num_samples_of(leaf) is None else leaf[start : start + num_samples])
 
     return [piece(start) for start in range(0, batch_size_of(batch), num_samples)]
+
+
+def pick_samples(batch: Any, numbers: Sequence[int]) -> Any:
+    """Return the samples with these numbers, in this order, as a batch like ``batch``; tensors are copied."""
+
+    def picked(leaf: Any) -> Any:
+        if _num_samples_of(leaf) is None:
+            return leaf
+        if isinstance(leaf, Tensor):
+            return leaf.index_select(0, torch.tensor(numbers, device=leaf.device))
+        return leaf[list(numbers)] if isinstance(leaf, np.ndarray) else type(leaf)(leaf[number] for number in numbers)
+
+    return _mapped(batch, picked)
 
 
 def move_batch(batch: Any, device: torch.device) -> Any:

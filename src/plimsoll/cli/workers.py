@@ -19,6 +19,19 @@ def prepare_worker(directory: Path, cache: Path, quiet: bool = False, again: boo
     prepare_run(directory, cache, quiet, again)
 
 
+def plan_worker(
+    directory: Path,
+    given: Annotated[Path | None, typer.Option()] = None,
+    pin: Annotated[list[str] | None, typer.Option()] = None,
+    forbid: Annotated[list[str] | None, typer.Option()] = None,
+    quiet: bool = False,
+) -> None:
+    """Plan the run of a run directory."""
+    from plimsoll.run.worker import plan_run
+
+    plan_run(directory, given, tuple(pin or ()), tuple(forbid or ()), quiet)
+
+
 def baseline_worker() -> None:
     """Print what a training process takes before it has a model."""
     from plimsoll.run.worker import print_baseline

@@ -33,6 +33,7 @@ from torch.utils._pytree import tree_leaves
 
 from plimsoll.memory.accumulate import accumulating_in_place
 from plimsoll.memory.lowering.base import Run
+from plimsoll.memory.outside import is_outside
 from plimsoll.records.trace import Assumption, Category, OpTable, Phase, StorageTable, Trace
 
 _TORCH_FOLDER = os.path.dirname(torch.__file__) + os.sep
@@ -55,7 +56,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             states are then noted too (by hooks that an optimizer can see; otherwise see `know_optimizer`).
         run: how an op is executed; ``None`` calls it.
         scratch_bytes: what the target's kernels take beside their results; ``None`` for nothing.
-        on_host: whether a tensor is in the host's memory; ``None`` where there is only one place.
+        on_host: whether a tensor is in the host's memory; ``None`` where there is only one place. What is made under
+            `outside_the_device` is noted as lying there in any case.
     """
 
     def __init__(
@@ -212,8 +214,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._texts.setdefault(text, len(self._texts))
 
     def on_host(self, tensor: Tensor) -> bool:
-        """Whether a tensor is in the host's memory although the training is elsewhere."""
-        return self._on_host(tensor)
+        """Whether a tensor that was just made does not lie in the device's memory."""
+        return is_outside() or self._on_host(tensor)
 
     def _begin_op(self, op: Any) -> None:
         name = self._op_names.get(op)

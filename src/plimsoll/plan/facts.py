@@ -26,7 +26,9 @@ def facts_of(job: Job, texts: TextSketch, target: str) -> dict[str, str]:
     found = versions()
     facts = {name: found[name] for name in _VERSIONS if name in found}
     fields = job.model_dump(mode="json", exclude=_NOT_OF_A_PLAN)
-    facts |= {name: value if isinstance(value, str) else json.dumps(value, sort_keys=True) for name, value in fields.items()}
+    facts |= {
+        name: value if isinstance(value, str) else json.dumps(value, sort_keys=True) for name, value in fields.items()
+    }
     facts |= {"vocabulary": str(texts.vocab_size), "labels": str(texts.num_labels), "target": target}
     facts["evaluates"] = str(bool(job.data.validation))
     if isinstance(job.model, str) and ":" in job.model:

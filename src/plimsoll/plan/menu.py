@@ -11,6 +11,7 @@ from plimsoll.records.plan import Choice, Rejected
 from plimsoll.techniques import TECHNIQUES, Choices, Setting, conflict_among, in_order, technique_of
 from plimsoll.workload import Workload
 
+_NOTHING_DECIDED = Decided((), frozenset(), frozenset())
 _ALWAYS = ("by_length",)
 """Techniques that only leave work out."""
 
@@ -25,7 +26,7 @@ class Problem:
     workload: Workload
     setting: Setting
     limit_bytes: int
-    decided: Decided = Decided((), frozenset(), frozenset())
+    decided: Decided = _NOTHING_DECIDED
 
 
 @dataclass(frozen=True)

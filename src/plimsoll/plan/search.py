@@ -27,6 +27,7 @@ Refine = Callable[[Look, int], Choices | None]
 _SAME_SECONDS = 0.02  # of a step: the model of time cannot tell plans that differ by less
 _LEAST_PART = 0.02  # of a peak: what is less is not worth a trace
 _MOST_LOOKS = 10  # at mixes, for the plan and for each fallback
+_NEAR_SHARE = 0.5  # of the limit: a plan that needs less is not traced with techniques for its fallbacks
 _FALLBACK_SHARES = (0.8, 0.6, 0.45, 0.3)  # of what the plan needs
 
 
@@ -200,7 +201,7 @@ class _Search:
             if last.need_bytes <= limit_bytes:
                 continue
             following = self._best_within(limit_bytes, _for_the_run(chosen.mix))
-            if following is None and not self._learned:
+            if following is None and not self._learned and chosen.need_bytes > _NEAR_SHARE * self._problem.limit_bytes:
                 self._learn_techniques(last)
                 following = self._best_within(limit_bytes, _for_the_run(chosen.mix))
             if following is None:
@@ -237,7 +238,13 @@ class _Search:
         others = [look for look in self._looks.values() if look is not chosen and look not in fallbacks]
         rejected = [_rejected(look, chosen, self._problem.limit_bytes) for look in others]
         return Found(
-            chosen, fallbacks, plain, fits, (*rejected, *self._menu.rejected), openings, len(self._looks) + len(openings)
+            chosen,
+            fallbacks,
+            plain,
+            fits,
+            (*rejected, *self._menu.rejected),
+            openings,
+            len(self._looks) + len(openings),
         )
 
 

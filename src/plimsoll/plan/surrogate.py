@@ -51,7 +51,9 @@ class Surrogate:
         names: list[Phase] = sorted(set(small.phases) | set(large.phases))
         self._base = set(small.mix)
         self._alive = {
-            phase: _Line.through(*((size, _alive(look, phase)) for size, look in zip(sizes, (small, large), strict=True)))
+            phase: _Line.through(
+                *((size, _alive(look, phase)) for size, look in zip(sizes, (small, large), strict=True))
+            )
             for phase in names
         }
         self._beyond = _Line.through((sizes[0], _beyond(small)), (sizes[1], _beyond(large)))

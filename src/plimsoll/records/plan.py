@@ -36,6 +36,10 @@ class Choice(Frozen):
             return _written(self.technique, next(iter(self.options.values())), {})
         return _written(self.technique, None, self.options)
 
+    def __hash__(self) -> int:
+        """By what it says: a dict has no hash."""
+        return hash(str(self))
+
 
 class Pin(Frozen):
     """A technique that the user wants in the plan, see `parse_pin`.
@@ -171,13 +175,16 @@ def parse_pin(text: str) -> Pin:
     """
     name, inner, value = _parts(text)
     if not _NAME.fullmatch(name):
-        raise InputError(_NO_PIN.format(text=text))
+        raise InputError(_unreadable(text))
     if value is not None:
         return Pin(technique=name, value=_value(value, text))
     return Pin(technique=name, options=dict(_option(part, text) for part in inner))
 
 
-_NO_PIN = "cannot read {text!r} as a choice: write a technique, as in offload, micro_batch=4 or checkpointing(every=2)"
+def _unreadable(text: str) -> str:
+    return (
+        f"cannot read {text!r} as a choice: write a technique, as in offload, micro_batch=4 or checkpointing(every=2)"
+    )
 
 
 def _parts(text: str) -> tuple[str, list[str], str | None]:
@@ -193,7 +200,7 @@ def _parts(text: str) -> tuple[str, list[str], str | None]:
 def _option(part: str, text: str) -> tuple[str, Value]:
     name, equals, value = part.partition("=")
     if not equals or not _NAME.fullmatch(name.strip()):
-        raise InputError(_NO_PIN.format(text=text))
+        raise InputError(_unreadable(text))
     return name.strip(), _value(value, text)
 
 
@@ -201,12 +208,12 @@ def _value(word: str, text: str) -> Value:
     """JSON's scalars, which are YAML's too; what is none of them is a text."""
     word = word.strip()
     if not word:
-        raise InputError(_NO_PIN.format(text=text))
+        raise InputError(_unreadable(text))
     try:
         value = json.loads(word)
     except ValueError:
         return word
-    is_number = isinstance(value, int | float) and math.isfinite(value)
+    is_number = isinstance(value, int) or (isinstance(value, float) and math.isfinite(value))
     return value if is_number or isinstance(value, str) else word
 
 

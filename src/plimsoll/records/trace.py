@@ -48,7 +48,8 @@ class StorageTable(Frozen):
 
     ``shape`` is the number of a text like ``float32[8, 128, 768]``, of the first tensor in it, ``name`` that of what it
     is called (a parameter, its gradient, its states), or of the empty text. ``on_host`` says that
-    it is in the host's memory although the training is on another device.
+    it does not lie in the memory of the device that trains: it is in the host's memory and the training elsewhere, or
+    in a mapped file and the training on the CPU.
     """
 
     num_bytes: tuple[int, ...]

@@ -112,7 +112,7 @@ class _Forecast:
         job = self.job
         counted = self._count(micro_batch, job.sequence_length, self.target)
         return self.target.predict(
-            counted, _subject(job), job.precision, micro_batch, job.sequence_length, job.batch_size
+            counted, _subject(job), job.own_precision, micro_batch, job.sequence_length, job.batch_size
         )
 
     def largest_micro_batch(self, start: int) -> Answer:
@@ -212,4 +212,4 @@ def _checked(lengths: Sequence[int] | None, job: Job) -> Sequence[int]:
 
 def _subject(job: Job) -> str:
     model = job.model if isinstance(job.model, str) else job.model.get("architecture", "model")
-    return f"{model}, {job.task}, {job.batch_size} x {job.sequence_length} tokens a step, {job.precision}"
+    return f"{model}, {job.task}, {job.batch_size} x {job.sequence_length} tokens a step, {job.own_precision}"

@@ -29,7 +29,7 @@ def step_of(
     """Make the step that a job describes.
 
     Args:
-        job: its task, precision, clipping and schedule are read.
+        job: its task, precision (``auto`` is fp32: a plan's choices change it), clipping and schedule are read.
         model: its model.
         optimizer: its optimizer.
         rungs: the choices of a plan and of its fallbacks.
@@ -46,7 +46,7 @@ def step_of(
         rungs=rungs,
         clip_norm=job.optimizer.clip_norm,
         schedule=schedule or build_schedule(job.optimizer, optimizer, job.steps),
-        precision=job.precision,
+        precision=job.own_precision,
         recut_batch_norm="recut_batch_norm" in job.allow,
         backend=backend,
         position=position,

@@ -20,12 +20,16 @@ import torch
 
 from plimsoll.assemble import choose_device
 from plimsoll.data.sketch import sketch_texts
+from plimsoll.device.base import backend_for
+from plimsoll.device.gpus import spec_of
 from plimsoll.device.speed import measured_speed, speed_of
+from plimsoll.errors import BudgetError, InputError
+from plimsoll.memory.lowering.cpu import CpuLowering
 from plimsoll.memory.predict import Counted
 from plimsoll.models.build import build_model, loss_of
 from plimsoll.optimizers import build_optimizer
 from plimsoll.plan.cost import step_duration
-from plimsoll.plan.facts import facts_of
+from plimsoll.plan.facts import differences, facts_of
 from plimsoll.plan.look import Look, phase_peaks
 from plimsoll.plan.menu import Problem
 from plimsoll.plan.pins import Decided, decide
@@ -36,9 +40,10 @@ from plimsoll.records.job import Job
 from plimsoll.records.plan import Pin, Plan, Rejected, Rung, micro_batch_choice
 from plimsoll.records.prediction import Estimate, Prediction
 from plimsoll.records.trace import Trace
+from plimsoll.records.units import format_bytes
 from plimsoll.run.rehearse import rehearse_job, rehearsed_samples
 from plimsoll.run.rungs import samples_of
-from plimsoll.run.targets import Target, find_target, job_baseline
+from plimsoll.run.targets import Target, find_target, gpu_target, job_baseline
 from plimsoll.techniques import TECHNIQUES, Choices, Setting
 from plimsoll.techniques.heap import heap_rules
 from plimsoll.workload import Workload
@@ -81,6 +86,56 @@ def plan_job(
     started_seconds = time.perf_counter()
     planner = _Planner(job, device, limit_bytes, calibration, progress or (lambda text: None))
     return planner.plan(decide(pins, tuple(forbids), planner.workload, planner.setting), started_seconds)
+
+
+def require_that_fits(plan: Plan) -> None:
+    """Refuse a plan that no budget holds.
+
+    Raises:
+        BudgetError: if it does not fit; it says which budget would, and which lossy techniques.
+    """
+    if plan.fits:
+        return
+    assert plan.smallest_budget_bytes is not None
+    leanest = " ".join(map(str, plan.choices))
+    openings = "".join(
+        f"; with {one.choices[-1]}, if `allow: [{one.choices[-1].technique}]` in the job allows it, about "
+        f"{format_bytes(one.peak.likely_bytes)} would do"
+        for one in plan.openings
+        if one.peak is not None
+    )
+    raise BudgetError(
+        f"a budget of {format_bytes(plan.budget.device_bytes or 0)} cannot hold this training: what needs least, "
+        f"{leanest}, needs {format_bytes(plan.smallest_budget_bytes)}: give --budget "
+        f"{-(-plan.smallest_budget_bytes >> 20)}MiB or more{openings}"
+    )
+
+
+def require_same(plan: Plan, job: Job, source: str) -> Job:
+    """Check that a plan is of a job, and return the job with the plan's budget where it has none of its own.
+
+    Raises:
+        InputError: if the plan is of other code, data, another device or a larger budget; it says what differs.
+    """
+    texts = sketch_texts(job)
+    target = CpuLowering().name if choose_device(job) == "cpu" else _cuda_here().lowering().name
+    different = list(differences(plan.made_for, facts_of(job, texts, target)))
+    if different:
+        raise InputError(
+            f"the plan {source} is of another training: {'; '.join(different)}; make it again with `plimsoll plan`"
+        )
+    has_bytes, needs_bytes = job.budget.device_bytes, plan.budget.device_bytes
+    if has_bytes is not None and needs_bytes is not None and has_bytes < needs_bytes:
+        raise InputError(
+            f"the plan {source} is for a budget of {format_bytes(needs_bytes)}, and this run has "
+            f"{format_bytes(has_bytes)}: give that budget, or make the plan again with `plimsoll plan`"
+        )
+    require_that_fits(plan)
+    return job if has_bytes is not None else job.model_copy(update={"budget": plan.budget})
+
+
+def _cuda_here() -> Target:
+    return gpu_target(spec_of(backend_for("cuda").probe()), None)
 
 
 @dataclass

@@ -48,6 +48,11 @@ class Rungs:
         self._level_stack = ExitStack()
         self._level: int | None = None
 
+    @property
+    def names(self) -> list[str]:
+        """What tells these rungs from others, for a checkpoint."""
+        return [f"{size.samples} {self.described(size.level)}" for size in self.sizes]
+
     def is_in_force(self, level: int) -> bool:
         """Whether the techniques of a level are at work."""
         return self._level == level or (not self._levels and level == 0)

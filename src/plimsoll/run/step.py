@@ -237,6 +237,7 @@ class TrainStep:
         return {
             "step": self.num_steps,
             "ladder": self.ladder.state_dict() if self.ladder else None,
+            "rungs": self._rungs.names,
             "scaler": self._scaler.state_dict() if self._scaler else None,
             "schedule": schedule.state_dict() if schedule else None,
         }
@@ -244,7 +245,8 @@ class TrainStep:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from what `state_dict` returned."""
         self.position.step = state["step"]
-        self.ladder, self._learned = None, state["ladder"]
+        self.ladder = None
+        self._learned = state["ladder"] if state["rungs"] == self._rungs.names else None  # of another plan
         if self._scaler is not None and state["scaler"] is not None:
             self._scaler.load_state_dict(state["scaler"])
         if self.workload.schedule is not None and state["schedule"] is not None:
@@ -292,6 +294,8 @@ class TrainStep:
             self._scaler.update()
         if updated and self.workload.schedule is not None:
             self.workload.schedule.step()
+        for tidy_up in self.workload.after_step:
+            tidy_up()
 
     def _drop_gradients(self) -> None:
         """Of the model's parameters and of the optimizer's, which may be others."""
@@ -310,7 +314,8 @@ class TrainStep:
     def _gradients(self, batch: Any, micro_batch: int, shape: Shape) -> tuple[float, float | None]:
         """Accumulate the gradients of the whole batch and clip them; returns the mean loss and the gradient norm."""
         total = torch.zeros((), device=self.workload.device)
-        for piece, share in weighted_pieces(batch, micro_batch, shape, self.workload.units):
+        by_length = self.workload.cuts_by_length
+        for piece, share in weighted_pieces(batch, micro_batch, shape, self.workload.units, by_length):
             total += self._forward_backward(piece, share)
         loss = total.item()
         self._refuse_non_finite("loss", loss)

@@ -221,6 +221,33 @@ def prepare_data(directory: RunDirectory, cache: Path, quiet: bool, again: bool 
     )
 
 
+def make_plan(directory: RunDirectory, arguments: tuple[str, ...], quiet: bool) -> int:
+    """Plan the training in a process of its own, which imports torch.
+
+    Args:
+        directory: the run directory, with its ``job.yaml``.
+        arguments: of ``plimsoll plan-worker``.
+        quiet: show no progress.
+
+    Returns:
+        its exit code.
+
+    Raises:
+        OutOfMemoryError: if it is killed for memory.
+        KilledError: if it is killed for another reason, or crashes.
+    """
+    kills_before = oom_kill_count()
+    end = _run_worker(["plan-worker", str(directory.path), *arguments, *(["--quiet"] if quiet else [])])
+    death = _death(end, kills_before, has_host_budget=False)
+    if death is None:
+        return end.exit_code
+    remedy = "free memory on the machine, or train without a plan (--no-plan)"
+    raise death.error(
+        f"the process that plans the run in {directory.path} was killed ({death.signal_name})",
+        remedy if death.cause.may_be_memory else death.cause.value,
+    )
+
+
 class _Signals:
     """Signals that arrived, and the process that each is handed on to, also those from before it was there."""
 

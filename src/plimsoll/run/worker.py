@@ -38,6 +38,38 @@ def prepare_run(path: Path, cache: Path, quiet: bool, again: bool = False) -> No
     prepared.save(directory.prepared)
 
 
+def plan_run(path: Path, given: Path | None, pins: tuple[str, ...], forbids: tuple[str, ...], quiet: bool) -> None:
+    """Make the plan of a run directory, or take one from a file.
+
+    Args:
+        path: the run directory, with its ``job.yaml``; the budget of a plan that is given is written into it.
+        given: a plan made before; it must be of this job.
+        pins: see `plimsoll.records.plan.parse_pin`.
+        forbids: names of techniques.
+        quiet: show nothing on standard error.
+
+    Raises:
+        BudgetError: if nothing fits the budget; it says what would.
+        InputError: if the plan that is given is of something else, or the pins contradict each other.
+    """
+    from plimsoll.records.plan import parse_pin
+    from plimsoll.report.progress import spinner
+    from plimsoll.run.plan import plan_job, require_same, require_that_fits
+
+    _end_with_supervisor()
+    directory = RunDirectory(path)
+    job = Job.from_yaml(directory.job)
+    if given is None:
+        with spinner(quiet) as progress:
+            plan = plan_job(job, pins=[parse_pin(pin) for pin in pins], forbids=forbids, progress=progress)
+        require_that_fits(plan)
+    else:
+        plan = Plan.load(given)
+        job = require_same(plan, job, str(given))
+        directory.write_job(job)
+    plan.save(directory.plan)
+
+
 # long: what a start does, in its order, with the imports it needs
 def train_run(
     path: Path,

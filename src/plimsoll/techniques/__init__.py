@@ -17,15 +17,35 @@ from plimsoll.records.job import near
 from plimsoll.records.plan import Choice
 from plimsoll.techniques._base import Choices, Setting, Technique
 from plimsoll.techniques.attention import Attention
+from plimsoll.techniques.autocast import Autocast
+from plimsoll.techniques.by_length import ByLength
+from plimsoll.techniques.cache import Cache
 from plimsoll.techniques.checkpointing import Checkpointing
+from plimsoll.techniques.chunked_loss import ChunkedLoss
 from plimsoll.techniques.evaluation import EvaluationPass
+from plimsoll.techniques.heap import Heap
 from plimsoll.techniques.micro_batch import MicroBatch
+from plimsoll.techniques.optimizer_kernel import OptimizerKernel
+from plimsoll.techniques.optimizer_offload import OptimizerOffload
 from plimsoll.workload import Workload
 
 __all__ = ["TECHNIQUES", "Choices", "Setting", "Technique", "conflict_among", "in_order", "installed", "technique_of"]
 
 TECHNIQUES: dict[str, Technique] = {
-    technique.name: technique for technique in (Attention(), Checkpointing(), EvaluationPass(), MicroBatch())
+    technique.name: technique
+    for technique in (
+        Autocast(),
+        Attention(),
+        ChunkedLoss(),
+        Checkpointing(),
+        OptimizerKernel(),
+        OptimizerOffload(),
+        MicroBatch(),
+        ByLength(),
+        EvaluationPass(),
+        Heap(),
+        Cache(),
+    )
 }
 
 

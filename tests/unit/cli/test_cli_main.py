@@ -25,6 +25,9 @@ FLAGS = {
         "--device", "--budget", "--set", "--micro-batch", "--search", "--what-if", "--lengths", "--calibration",
         "--output", "-o", "--force", "--json",
     },
+    "plan": {
+        "--device", "--budget", "--set", "--pin", "--forbid", "--calibration", "--output", "-o", "--force", "--json",
+    },
     "train": {
         "--out", "-o", "--budget", "--set", "--resume", "--from-step", "--cache", "--force", "--json",
     },
@@ -54,7 +57,7 @@ def test_the_processes_that_a_run_starts_are_not_shown_to_people():
         "baseline-worker",
     ]
     visible = [name for name, command in COMMANDS.items() if not command.hidden]
-    assert visible == ["probe", "predict", "train", "report"]
+    assert visible == ["probe", "predict", "plan", "train", "report"]
     assert all((name in shown) != command.hidden for name, command in COMMANDS.items())
 
 

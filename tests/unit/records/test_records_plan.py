@@ -58,6 +58,8 @@ def test_a_choice_is_pinned_as_it_is_written(options, written, pin):
         ("a=null", Pin(technique="a", value="null")),
         ("a=0:4", Pin(technique="a", value="0:4")),
         ("a=b=c", Pin(technique="a", value="b=c")),
+        (f"a=1{'0' * 400}", Pin(technique="a", value=10**400)),
+        ("a=1e999", Pin(technique="a", value="1e999")),
         ("a=NaN", Pin(technique="a", value="NaN")),
     ],
 )

@@ -21,3 +21,9 @@ def test_the_step_is_as_the_job_describes_it():
     assert workload.schedule is not None
     own = torch.optim.lr_scheduler.ConstantLR(optimizer)
     assert step_of(Job.from_fields(fields), model, optimizer, None, schedule=own).workload.schedule is own
+
+
+def test_a_precision_that_is_left_to_the_plan_never_reaches_autocast():
+    job = Job.from_fields({"model": "lstm", "data": "nowhere.txt", "precision": "auto"})
+    model = nn.Linear(2, 2)
+    assert step_of(job, model, torch.optim.SGD(model.parameters()), 3).workload.precision == "fp32"
