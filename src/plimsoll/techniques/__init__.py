@@ -16,11 +16,13 @@ from plimsoll.errors import InputError
 from plimsoll.records.job import near
 from plimsoll.records.plan import Choice
 from plimsoll.techniques._base import Choices, Setting, Technique
+from plimsoll.techniques.attention import Attention
 from plimsoll.techniques.autocast import Autocast
 from plimsoll.techniques.by_length import ByLength
 from plimsoll.techniques.cache import Cache
 from plimsoll.techniques.checkpointing import Checkpointing
 from plimsoll.techniques.chunked_loss import ChunkedLoss
+from plimsoll.techniques.evaluation import EvaluationPass
 from plimsoll.techniques.heap import Heap
 from plimsoll.techniques.lora import Lora
 from plimsoll.techniques.micro_batch import MicroBatch
@@ -36,6 +38,7 @@ TECHNIQUES: dict[str, Technique] = {
     for technique in (
         Autocast(),
         Lora(),
+        Attention(),
         ChunkedLoss(),
         Checkpointing(),
         OptimizerKernel(),
@@ -43,6 +46,7 @@ TECHNIQUES: dict[str, Technique] = {
         OptimizerInBackward(),
         MicroBatch(),
         ByLength(),
+        EvaluationPass(),
         Heap(),
         Cache(),
     )
