@@ -79,7 +79,6 @@ def main() -> None:
     from plimsoll.device.base import backend_for
     from plimsoll.models.build import build_model
     from plimsoll.optimizers import build_optimizer
-    from plimsoll.records.plan import micro_batch_choice
     from plimsoll.run import train  # noqa: F401
     from plimsoll.run.job_step import step_of
     from plimsoll.run.worker import _warm

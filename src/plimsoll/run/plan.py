@@ -29,14 +29,15 @@ from plimsoll.memory.lowering.cpu import CpuLowering
 from plimsoll.memory.predict import Counted
 from plimsoll.models.build import build_model, loss_of
 from plimsoll.optimizers import build_optimizer
-from plimsoll.plan.cost import step_duration
+from plimsoll.plan.cost import learned_ratio, step_duration
 from plimsoll.plan.facts import differences, facts_of
 from plimsoll.plan.look import Look, phase_peaks
 from plimsoll.plan.menu import Problem
 from plimsoll.plan.pins import Decided, decide
 from plimsoll.plan.search import Found, search
-from plimsoll.records.comparison import Calibration
+from plimsoll.records.comparison import Calibration, Learned
 from plimsoll.records.device import Budget
+from plimsoll.records.heap import FAST_HEAP
 from plimsoll.records.job import Job
 from plimsoll.records.plan import Pin, Plan, Rejected, Rung, micro_batch_choice
 from plimsoll.records.prediction import Prediction
@@ -198,6 +199,8 @@ class _Planner:
             batch_size=self.job.batch_size,
             micro_batch=micro_batch,
             rehearsed_samples=rehearsed_samples(self.job.batch_size, micro_batch),
+            heap=heap_rules(choices) or FAST_HEAP,
+            learned=self._learned(choices),
         )
         return Look(
             choices, micro_batch, counted.peak, counted.oom_row is None, duration, phase_peaks(counted), counted.parts()
@@ -210,6 +213,12 @@ class _Planner:
     def _checked(self, look: Look) -> Look:
         self.progress(f"checking {' '.join(map(str, look.choices))}")
         return self.look(look.choices, self.full_length)
+
+    def _learned(self, choices: Choices) -> Learned | None:
+        if self.calibration is None:
+            return None
+        names = [choice.technique for choice in choices]
+        return learned_ratio(self.calibration, self.target.lowering().name, names)
 
     def _trace(self, choices: Choices, num_steps: int) -> Trace:
         return self._trace_for(self.target.lowering(), choices, num_steps)
