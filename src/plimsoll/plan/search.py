@@ -1,6 +1,6 @@
 """Which mix: the fastest that fits, jointly over all techniques and micro-batches, and the smaller ones behind it.
 
-A trace of a mix is exact and slow, so few are made: the plain training at two micro-batches, each technique that can
+A trace of a mix is exact and slow, so few are made: the plain training at two or three micro-batches, each technique that can
 reach what the peak is made of once on top of it, and then the mixes that a surrogate (`plimsoll.plan.surrogate`) takes
 for the fastest that fit, until the best guess is one that has been traced. Nothing is chosen untraced. If no mix can
 gain more than the model of time can tell, the techniques are not traced at all.
@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import product
+from math import isqrt
 
 import numpy as np
 
@@ -108,14 +109,19 @@ class _Search:
         return self._looks[choices]
 
     def _plain_line(self, limit_bytes: int) -> Look:
-        """Trace the base at two micro-batches, the smaller near where it stops fitting; returns the smaller one."""
+        """Trace the base at a few micro-batches, one near where it stops fitting; returns the smallest one."""
         base, sizes = self._menu.base, self._menu.sizes
         large = self._look(base, sizes[0])
         growing_bytes = _largest(large).growing_bytes
         room = (limit_bytes - large.need_bytes + growing_bytes) / max(growing_bytes, 1)  # of the whole batch
         wanted = max(1, min(int(0.9 * room * sizes[0]), sizes[0] // 2))
         small = self._look(base, max(size for size in sizes if size <= max(wanted, sizes[-1])))
-        self._surrogate = Surrogate(small, large, self._problem.setting.batch_size)
+        middle = isqrt(small.micro_batch * large.micro_batch)
+        if middle > 2 * small.micro_batch:
+            looks = (small, self._look(base, max(size for size in sizes if size <= middle)), large)
+        else:
+            looks = (small, large)
+        self._surrogate = Surrogate(looks)
         return small
 
     def _may_gain(self, limit_bytes: int) -> bool:
