@@ -72,7 +72,7 @@ def test_after_a_death_it_begins_with_smaller_pieces():
     sizes = []
     step = step_of()
     step.workload.model.register_forward_pre_hook(lambda _, arguments: sizes.append(len(arguments[0])))
-    step.begin_again_at(2, too_large=4)
+    step._evaluator.begin_at(2)
     step.evaluate([line_through(8)])
     assert sizes == [2] * 4
 
