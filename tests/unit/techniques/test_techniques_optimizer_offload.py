@@ -229,13 +229,17 @@ def test_a_rehearsed_step_needs_what_the_real_one_needs():
 
 @pytest.mark.parametrize(("choice", "lowering"), [(DISK, CpuLowering()), (HOST, CudaLowering((8, 6)))], ids=str)
 def test_a_trace_has_the_states_outside(choice, lowering):
-    plain, offloaded = (rehearsed(choices, lowering) for choices in ([micro_batch_choice(4)], [choice, micro_batch_choice(4)]))
+    plain, offloaded = (
+        rehearsed(choices, lowering) for choices in ([micro_batch_choice(4)], [choice, micro_batch_choice(4)])
+    )
     state_bytes = 2 * sum(parameter.nbytes for parameter in Net().parameters())
 
     def at_the_end(trace, on_host):
         table = trace.storages
         rows = zip(table.num_bytes, table.category, table.died, table.on_host, strict=True)
-        return sum(b for b, kind, died, host in rows if kind == "optimizer states" and died < 0 and host is on_host and b > 4)
+        return sum(
+            b for b, kind, died, host in rows if kind == "optimizer states" and died < 0 and host is on_host and b > 4
+        )
 
     assert (at_the_end(plain, False), at_the_end(plain, True)) == (state_bytes, 0)
     assert (at_the_end(offloaded, False), at_the_end(offloaded, True)) == (0, state_bytes)
