@@ -15,6 +15,7 @@ def test_the_first_size_is_in_force_and_the_others_follow():
     assert plan.choices == (Choice(technique="micro_batch", options={"samples": 64}),)
     assert [rung.micro_batch for rung in plan.rungs] == [64, 16, 4]
     assert [rung.others for rung in plan.rungs] == [(), (), ()]
+    assert plan.choices_by_rung[1:] == ((micro_batch_choice(16),), (micro_batch_choice(4),))
 
 
 def test_choices_of_other_techniques_are_not_micro_batches():
