@@ -127,9 +127,9 @@ class Evaluator:
             following = ladder.failed(rung, size, num_elements)
             if following is None:
                 raise OutOfMemoryError(no_way_out(loss, size, shape, must_stay_whole=False))
-            if following == len(ladder.sizes) - 1:
+            if ladder.is_last(following):
                 self._backend.release(last_resort=True)
-            next_size = ladder.sizes[following].samples
+            next_size = min(ladder.sizes[following].samples, shape.num_samples)
             action = f"micro-batch {size} -> {next_size}"
             events.append(loss.model_copy(update={"next_micro_batch": next_size, "action": action}))
             rung = following

@@ -24,7 +24,9 @@ from plimsoll.techniques.checkpointing import Checkpointing
 from plimsoll.techniques.chunked_loss import ChunkedLoss
 from plimsoll.techniques.evaluation import EvaluationPass
 from plimsoll.techniques.heap import Heap
+from plimsoll.techniques.lora import Lora
 from plimsoll.techniques.micro_batch import MicroBatch
+from plimsoll.techniques.optimizer_in_backward import OptimizerInBackward
 from plimsoll.techniques.optimizer_kernel import OptimizerKernel
 from plimsoll.techniques.optimizer_offload import OptimizerOffload
 from plimsoll.workload import Workload
@@ -35,11 +37,13 @@ TECHNIQUES: dict[str, Technique] = {
     technique.name: technique
     for technique in (
         Autocast(),
+        Lora(),
         Attention(),
         ChunkedLoss(),
         Checkpointing(),
         OptimizerKernel(),
         OptimizerOffload(),
+        OptimizerInBackward(),
         MicroBatch(),
         ByLength(),
         EvaluationPass(),
@@ -61,9 +65,13 @@ def technique_of(name: str) -> Technique:
 
 
 def in_order(choices: Iterable[Choice]) -> Choices:
-    """Sort choices into the order of installation."""
-    order = {name: number for number, name in enumerate(TECHNIQUES)}
-    return tuple(sorted(choices, key=lambda choice: order[choice.technique]))
+    """Sort choices into the order of installation.
+
+    Raises:
+        InputError: if there is no such technique (see `technique_of`).
+    """
+    order = list(TECHNIQUES)
+    return tuple(sorted(choices, key=lambda choice: order.index(technique_of(choice.technique).name)))
 
 
 def conflict_among(choices: Choices, workload: Workload, setting: Setting) -> str | None:
