@@ -16,13 +16,16 @@ from plimsoll.errors import InputError
 from plimsoll.records.job import near
 from plimsoll.records.plan import Choice
 from plimsoll.techniques._base import Choices, Setting, Technique
+from plimsoll.techniques.activation_offload import ActivationOffload
 from plimsoll.techniques.micro_batch import MicroBatch
 from plimsoll.techniques.optimizer_offload import OptimizerOffload
 from plimsoll.workload import Workload
 
 __all__ = ["TECHNIQUES", "Choices", "Setting", "Technique", "conflict_among", "in_order", "installed", "technique_of"]
 
-TECHNIQUES: dict[str, Technique] = {technique.name: technique for technique in (MicroBatch(), OptimizerOffload())}
+TECHNIQUES: dict[str, Technique] = {
+    technique.name: technique for technique in (MicroBatch(), OptimizerOffload(), ActivationOffload())
+}
 
 
 def technique_of(name: str) -> Technique:
