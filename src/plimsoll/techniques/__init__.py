@@ -16,6 +16,7 @@ from plimsoll.errors import InputError
 from plimsoll.records.job import near
 from plimsoll.records.plan import Choice
 from plimsoll.techniques._base import Choices, Setting, Technique
+from plimsoll.techniques.activation_offload import ActivationOffload
 from plimsoll.techniques.attention import Attention
 from plimsoll.techniques.autocast import Autocast
 from plimsoll.techniques.by_length import ByLength
@@ -41,6 +42,7 @@ TECHNIQUES: dict[str, Technique] = {
         Attention(),
         ChunkedLoss(),
         Checkpointing(),
+        ActivationOffload(),
         OptimizerKernel(),
         OptimizerOffload(),
         OptimizerInBackward(),
