@@ -61,7 +61,7 @@ def assemble(job: Job, prepared: Prepared, device: str) -> Assembled:
     loader = Loader(training, job.batch_size, job.seed)
     model = build_model(job, prepared.vocab_size, prepared.num_labels, prepared.end_id).to(device)
     model.train()
-    _require_kernels(model, job.precision, device)
+    _require_kernels(model, job.own_precision, device)
     optimizer = build_optimizer(job.optimizer, model.parameters())
     loss, units = loss_of(job.task)
     return Assembled(
@@ -77,7 +77,7 @@ def require_buildable(job: Job) -> None:
     """
     model = sketch_model(job)
     if model is not None:
-        _require_kernels(model, job.precision, choose_device(job))
+        _require_kernels(model, job.own_precision, choose_device(job))
     optimizer = build_optimizer(job.optimizer, [nn.Parameter(torch.zeros(()))])
     build_schedule(job.optimizer, optimizer, job.steps)
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 
 import torch
+import torch.optim.optimizer as optimizer_module  # the hooks that see every optimizer are here and nowhere public
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -104,6 +105,18 @@ def _cosine(share_done: float) -> float:
 
 
 _DECAYS: dict[str, Callable[[float], float]] = {"constant": _constant, "linear": _linear, "cosine": _cosine}
+
+
+def is_of_torch(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the class is one of ``torch.optim``'s own: each updates a parameter by that parameter alone."""
+    return f"{type(optimizer).__module__}.".startswith("torch.optim.")  # Adafactor says `torch.optim`
+
+
+def is_separable(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether parameters can be updated one after another: nothing in a step looks at several of them together."""
+    own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    of_all = optimizer_module._global_optimizer_pre_hooks or optimizer_module._global_optimizer_post_hooks
+    return is_of_torch(optimizer) and not (own or of_all)
 
 
 def _optimizer_classes() -> dict[str, Callable[..., torch.optim.Optimizer]]:

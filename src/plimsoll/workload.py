@@ -13,7 +13,7 @@ sample, and so is time-first input whose sequences are as many as they are long.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -43,8 +43,9 @@ class Workload:
 
     ``loss`` returns the mean over ``units``; ``clip_norm`` bounds the 2-norm of all gradients together. Parameters are
     kept as the model has them; ``precision`` says what autocast computes in. The fields after ``device`` are what
-    techniques say to the step: samples of a training pass and of an evaluation pass (``None``: the whole batch), and
-    whether samples of alike length are put together in one pass, without the padding they do not need.
+    techniques say to the step: the most samples of an evaluation pass, whether samples of alike length are put together
+    in one pass, without the padding they do not need, what is called after each step that happened, and what copies a
+    tensor to where the device's memory is not used (``None``: no parameter is updated before backward has ended).
     """
 
     model: nn.Module
@@ -55,9 +56,10 @@ class Workload:
     clip_norm: float | None = None
     precision: Precision = "fp32"
     device: torch.device = torch.device("cpu")  # noqa: RUF009 -- a torch.device is immutable
-    micro_batch: int | None = None
     evaluation_samples: int | None = None
     cuts_by_length: bool = False
+    copy_outside: Callable[[Tensor], Tensor] | None = None
+    after_step: tuple[Callable[[], None], ...] = ()
 
 
 def count_units(batch: Any, units: Units) -> int:
@@ -131,6 +133,19 @@ def split_batch(batch: Any, num_samples: int) -> list[Any]:
         return _mapped(batch, lambda leaf: leaf if _num_samples_of(leaf) is None else leaf[start : start + num_samples])
 
     return [piece(start) for start in range(0, batch_size_of(batch), num_samples)]
+
+
+def pick_samples(batch: Any, numbers: Sequence[int]) -> Any:
+    """Return the samples with these numbers, in this order, as a batch like ``batch``; tensors are copied."""
+
+    def picked(leaf: Any) -> Any:
+        if _num_samples_of(leaf) is None:
+            return leaf
+        if isinstance(leaf, Tensor):
+            return leaf.index_select(0, torch.tensor(numbers, device=leaf.device))
+        return leaf[list(numbers)] if isinstance(leaf, np.ndarray) else type(leaf)(leaf[number] for number in numbers)
+
+    return _mapped(batch, picked)
 
 
 def move_batch(batch: Any, device: torch.device) -> Any:

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from plimsoll.cli import predict, probe, report, train, workers
+from plimsoll.cli import plan, predict, probe, report, train, workers
 from plimsoll.cli.output import tell
 from plimsoll.errors import PlimsollError
 
@@ -41,6 +41,7 @@ def _of_every_command(
     Examples:
       plimsoll probe
       plimsoll predict job.yaml --device rtx3060
+      plimsoll plan job.yaml --budget 6GiB
       plimsoll train job.yaml --budget 2GiB --out runs/a
       plimsoll report runs/a -o a.html
     """
@@ -48,10 +49,12 @@ def _of_every_command(
 
 app.command("probe")(probe.probe)
 app.command("predict")(predict.predict)
+app.command("plan")(plan.plan)
 app.command("train")(train.train)
 app.command("report")(report.report)
 app.command("train-worker", hidden=True)(workers.train_worker)
 app.command("prepare-worker", hidden=True)(workers.prepare_worker)
+app.command("plan-worker", hidden=True)(workers.plan_worker)
 app.command("baseline-worker", hidden=True)(workers.baseline_worker)
 
 

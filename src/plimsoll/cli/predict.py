@@ -11,11 +11,8 @@ import typer
 
 if TYPE_CHECKING:
     from plimsoll.records.job import Job
-    from plimsoll.records.prediction import Prediction
-    from plimsoll.report.render import Format
 
 _DOES_NOT_FIT = 1
-_FORMATS: dict[str, Format] = {".html": "html", ".htm": "html", ".json": "json"}
 
 
 # long: one call with one line for each option
@@ -65,17 +62,19 @@ def predict(  # noqa: PLR0917 -- typer calls it by name
       plimsoll predict job.yaml --set sequence_length=1024 --json
       plimsoll predict job.yaml --what-if -o prediction.html
     """
+    from plimsoll.cli.answer import check_output, hand_over, limit_bytes_of
     from plimsoll.cli.output import failures_shown
     from plimsoll.records.comparison import Calibration
     from plimsoll.records.job import Job
+    from plimsoll.report.prediction_sheets import verdict_sentence
     from plimsoll.report.progress import spinner
 
     with failures_shown() if as_json else nullcontext():
         # Everything that can be refused is refused before the work.
         job = Job.from_yaml(job_file, tuple(changes or ()))
-        limit_bytes = _limit_bytes(budget)
+        limit_bytes = limit_bytes_of(budget)
         _check_micro_batch(micro_batch, job)
-        _check_output(output, force)
+        check_output(output, force)
         num_tokens = _read_lengths(lengths)
         learned = None if calibration is None else Calibration.load(calibration)
         from plimsoll.run.forecast import predict_job
@@ -92,19 +91,9 @@ def predict(  # noqa: PLR0917 -- typer calls it by name
                 calibration=learned,
                 progress=progress,
             )
-        _hand_over(prediction, output, as_json)
+        hand_over(prediction, verdict_sentence(prediction), output, as_json)
     if not prediction.fits:
         sys.exit(_DOES_NOT_FIT)
-
-
-def _limit_bytes(budget: str | None) -> int | None:
-    from plimsoll.errors import BudgetError, InputError
-    from plimsoll.records.units import parse_bytes
-
-    try:
-        return None if budget is None else parse_bytes(budget)
-    except InputError as error:
-        raise BudgetError(f"--budget: {error}") from None
 
 
 def _read_lengths(path: Path | None) -> list[int] | None:
@@ -128,33 +117,3 @@ def _check_micro_batch(micro_batch: int | None, job: Job) -> None:
             f"--micro-batch {micro_batch} is not a part of the job's batch of {job.batch_size}: give 1 to "
             f"{job.batch_size}, or change the batch with --set batch_size={max(micro_batch, 1)}"
         )
-
-
-def _check_output(output: Path | None, force: bool) -> None:
-    from plimsoll.errors import OutputError
-
-    if output is None:
-        return
-    if output.suffix.lower() not in _FORMATS:
-        raise OutputError(f"cannot tell from the name {output} what to write: give -o a name in .html or .json")
-    if output.exists() and not force:
-        raise OutputError(f"{output} exists already and is not overwritten: give another -o, or --force")
-    if not output.parent.is_dir():
-        raise OutputError(f"cannot write {output}, there is no folder {output.parent}: make it, or give another -o")
-
-
-def _hand_over(prediction: Prediction, output: Path | None, as_json: bool) -> None:
-    """Write the output, if any, and print: the record, the path of the output, or the tables."""
-    from plimsoll.cli.output import show
-    from plimsoll.records.base import write_atomically
-    from plimsoll.report.prediction_sheets import verdict_sentence
-    from plimsoll.report.render import render
-
-    if output is not None:
-        text = render(prediction, _FORMATS[output.suffix.lower()])
-        write_atomically(output, text.rstrip("\n").encode() + b"\n", "-o/--output")
-    if as_json or output is None:
-        show(render(prediction, "json" if as_json else "text"))
-        return
-    print(verdict_sentence(prediction), file=sys.stderr)
-    show(str(output))

@@ -19,14 +19,14 @@ def report(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON record instead of tables.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Overwrite the output.")] = False,
 ) -> None:
-    """Show what happened in a run, or what a saved record says, such as a prediction.
+    """Show what happened in a run, or what a saved record says, such as a plan.
 
     \b
     Examples:
       plimsoll report runs/a
       plimsoll report runs/a -o a.html
       plimsoll report runs/a --json
-      plimsoll report prediction.json -o prediction.html
+      plimsoll report plan.json -o plan.html
     """
     from plimsoll.cli.output import failures_shown, show
     from plimsoll.errors import OutputError

@@ -29,17 +29,29 @@ def train(  # noqa: PLR0917 -- typer calls it by name
         bool, typer.Option("--resume", help="Go on with the run in --out from its newest checkpoint.")
     ] = False,
     from_step: Annotated[int | None, typer.Option(help="With --resume: the checkpoint to go on from.")] = None,
+    plan: Annotated[Path | None, typer.Option(help="Run exactly this plan, made by `plimsoll plan -o`.")] = None,
+    no_plan: Annotated[
+        bool, typer.Option("--no-plan", help="Use no technique: begin with the whole batch, and halve it when need be.")
+    ] = False,
+    pins: Annotated[
+        list[str] | None, typer.Option("--pin", metavar="CHOICE", help="Use this in the plan: checkpointing=all.")
+    ] = None,
+    forbids: Annotated[
+        list[str] | None, typer.Option("--forbid", metavar="TECHNIQUE", help="Do not use this in the plan.")
+    ] = None,
     cache: Annotated[Path | None, typer.Option(help="Where tokens are kept; by default in the run directory.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Remove what is in --out first.")] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON record, also of a failure; no progress.")
     ] = False,
 ) -> None:
-    """Train a job inside a memory budget; survive running out of memory.
+    """Train a job inside a memory budget, with the fastest plan that fits; survive running out of memory.
 
     \b
     Examples:
       plimsoll train job.yaml --budget 2GiB --out runs/a
+      plimsoll train job.yaml --plan plan.json --out runs/a
+      plimsoll train job.yaml --budget 2GiB --pin checkpointing=all --forbid activation_offload --out runs/b
       plimsoll train job.yaml --set steps=500 --set optimizer.lr=1e-3 --out runs/b
       plimsoll train --resume --out runs/a
       plimsoll train --resume --out runs/a --budget 1500MiB --from-step 100
@@ -56,12 +68,13 @@ def train(  # noqa: PLR0917 -- typer calls it by name
             raise InputError(
                 f"--from-step {from_step} chooses a checkpoint to go on from: add --resume, or leave it out"
             )
+        planning = _planning(plan, no_plan, pins, forbids, resume)
         if resume:
             directory = _opened(out, job_file)
             with directory.claimed():  # nothing is changed under a process that trains here
                 code = _gone_on(directory, _job(directory.job, budget, changes), from_step, as_json)
         else:
-            code = _begun(out, _job(_given(job_file, out), budget, changes), cache, force, as_json)
+            code = _begun(out, _job(_given(job_file, out), budget, changes), planning, cache, force, as_json)
         if code:
             sys.exit(code)
     show(render(RunRecord.from_directory(out), "json" if as_json else "text"))
@@ -144,23 +157,77 @@ def _budget_change(budget: str) -> tuple[str]:
         raise BudgetError(f"--budget: {error}") from None
 
 
-def _begun(out: Path, job: Job, cache: Path | None, force: bool, quiet: bool) -> int:
-    """Make the run directory, with its plan and its data, and train."""
+def _planning(
+    plan: Path | None, no_plan: bool, pins: list[str] | None, forbids: list[str] | None, resume: bool
+) -> tuple[str, ...] | None:
+    """The arguments of the process that plans; ``None`` for no plan."""
+    from plimsoll.errors import InputError
+    from plimsoll.records.plan import Plan, check_pins, parse_pin
+
+    check_pins([parse_pin(pin) for pin in pins or ()], forbids or ())
+    wishes = (*(("--pin", pin) for pin in pins or ()), *(("--forbid", name) for name in forbids or ()))
+    given = [*([f"--plan {plan}"] if plan else []), *(["--no-plan"] if no_plan else []), *map(" ".join, wishes)]
+    if resume and given:
+        raise InputError(f"--resume goes on with the plan of the run: leave out {', '.join(given)}, or drop --resume")
+    if (plan or no_plan) and len(given) > 1:
+        raise InputError(f"{given[0]} leaves nothing to plan: leave out it, or {', '.join(given[1:])}")
+    if plan is not None:
+        Plan.load(plan)
+        return ("--given", str(plan.resolve()))
+    return None if no_plan else tuple(word for wish in wishes for word in wish)
+
+
+def _begun(  # noqa: PLR0917 -- one call
+    out: Path, job: Job, planning: tuple[str, ...] | None, cache: Path | None, force: bool, quiet: bool
+) -> int:
+    """Make the run directory, with its data and its plan, and train."""
     from plimsoll.run.directory import RunDirectory
     from plimsoll.run.supervise import prepare_data, supervise
 
     directory = RunDirectory.create(out, force)
     with directory.claimed():
         _write(directory, job)
-        return prepare_data(directory, cache or directory.cache, quiet) or supervise(directory, quiet=quiet)
+        return (
+            prepare_data(directory, cache or directory.cache, quiet)
+            or _planned(directory, job, planning, quiet)
+            or supervise(directory, quiet=quiet)
+        )
+
+
+def _planned(directory: RunDirectory, job: Job, planning: tuple[str, ...] | None, quiet: bool) -> int:
+    """Plan, where there is a line to stay under: a budget, or the memory of a GPU."""
+    from plimsoll.device import nvml
+    from plimsoll.run.supervise import make_plan
+
+    is_on_cpu = job.device == "cpu" or (job.device == "auto" and nvml.driver_version() is None)
+    if planning is None or (is_on_cpu and job.budget.device_bytes is None and not planning):
+        return 0
+    return make_plan(directory, planning, quiet)
 
 
 def _write(directory: RunDirectory, job: Job) -> None:
+    """Write the job, and the plan that is in force without any other."""
     from plimsoll.records.plan import micro_batch_plan
     from plimsoll.run.recover import micro_batch_sizes
 
     directory.write_job(job)
     micro_batch_plan(job.budget, micro_batch_sizes(job.batch_size)).save(directory.plan)
+
+
+def _planned_again(directory: RunDirectory, job: Job, before: Job, quiet: bool) -> int:
+    """Plan for another budget or device as the plan before was made, with what was pinned and forbidden."""
+    from plimsoll.records.plan import Plan
+
+    plan = Plan.load(directory.plan)
+    is_same = (job.budget, job.device) == (before.budget, before.device)
+    if plan.limit_bytes is None or is_same:
+        directory.write_job(job)
+        if not is_same:
+            plan.model_copy(update={"budget": job.budget}).save(directory.plan)
+        return 0
+    wishes = [("--pin", str(choice)) for choice in plan.pinned] + [("--forbid", name) for name in plan.forbidden]
+    _write(directory, job)
+    return _planned(directory, job, tuple(word for wish in wishes for word in wish), quiet)
 
 
 def _opened(out: Path, job_file: Path | None) -> RunDirectory:
@@ -212,11 +279,13 @@ def _gone_on(directory: RunDirectory, job: Job, from_step: int | None, quiet: bo
         raise JobError(f"steps is {job.steps}, but {done} are done: give as many or more, or choose with --from-step")
     before = Job.from_yaml(directory.job)
     other_data = (job.data, job.tokenizer, job.task) != (before.data, before.tokenizer, before.task)
-    _write(directory, job)
     code = InputError.exit_code
+    from_where = ("--resume", *(("--from-step", str(from_step)) if from_step is not None else ()))
     try:
-        code = _prepared_again(directory, quiet, other_data) or supervise(
-            directory, ("--resume", *(("--from-step", str(from_step)) if from_step is not None else ())), quiet
+        code = (
+            _planned_again(directory, job, before, quiet)
+            or _prepared_again(directory, quiet, other_data)
+            or supervise(directory, from_where, quiet)
         )
     finally:
         if code == InputError.exit_code and directory.metrics.read_bytes() == metrics_before:

@@ -19,6 +19,19 @@ def prepare_worker(directory: Path, cache: Path, quiet: bool = False, again: boo
     prepare_run(directory, cache, quiet, again)
 
 
+def plan_worker(
+    directory: Path,
+    given: Annotated[Path | None, typer.Option()] = None,
+    pin: Annotated[list[str] | None, typer.Option()] = None,
+    forbid: Annotated[list[str] | None, typer.Option()] = None,
+    quiet: bool = False,
+) -> None:
+    """Plan the run of a run directory."""
+    from plimsoll.run.worker import plan_run
+
+    plan_run(directory, given, tuple(pin or ()), tuple(forbid or ()), quiet)
+
+
 def baseline_worker() -> None:
     """Print what a training process takes before it has a model."""
     from plimsoll.run.worker import print_baseline
@@ -31,8 +44,8 @@ def train_worker(  # noqa: PLR0917 -- typer calls it by name
     resume: bool = False,
     from_step: int | None = None,
     resume_newest: bool = False,
-    micro_batch: Annotated[int | None, typer.Option()] = None,
-    too_large: Annotated[int | None, typer.Option()] = None,
+    rung: Annotated[int | None, typer.Option()] = None,
+    too_large_rung: Annotated[int | None, typer.Option()] = None,
     restarts: int = 0,
     quiet: bool = False,
 ) -> None:
@@ -44,8 +57,8 @@ def train_worker(  # noqa: PLR0917 -- typer calls it by name
         resume=resume,
         from_step=from_step,
         resume_newest=resume_newest,
-        micro_batch=micro_batch,
-        too_large=too_large,
+        rung=rung,
+        too_large_rung=too_large_rung,
         restarts=restarts,
         quiet=quiet,
     )

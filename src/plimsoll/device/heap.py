@@ -39,6 +39,11 @@ class _Mallinfo2(ctypes.Structure):
     _fields_ = (("others", ctypes.c_size_t * 8), ("fordblks", ctypes.c_size_t), ("keepcost", ctypes.c_size_t))
 
 
+def is_glibc() -> bool:
+    """Whether the C library's heap is the one that is known here."""
+    return hasattr(_C_LIBRARY, "mallopt") and hasattr(_C_LIBRARY, "malloc_trim")
+
+
 def trim() -> None:
     """Give the heap's free pages back to the system."""
     if hasattr(_C_LIBRARY, "malloc_trim"):

@@ -238,7 +238,12 @@ def count_on_cpu(trace: Trace, baseline: Estimate, rules: HeapRules) -> Counted:
     trace = _as_written(trace)
     live = live_bytes(trace)
     deltas = zip(live.storage.tolist(), live.delta.tolist(), strict=True)
-    replayed = glibc.replay(deltas, glibc.GlibcHeap(rules), beside_bytes=glibc.TENSOR_OBJECTS_BYTES)
+    replayed = glibc.replay(
+        deltas,
+        glibc.GlibcHeap(rules),
+        beside_bytes=glibc.TENSOR_OBJECTS_BYTES,
+        trims_before=_first_rows_of_steps(trace, live) if rules.trims_after_steps else (),
+    )
     return Counted(
         trace=trace,
         live=live,
@@ -247,6 +252,13 @@ def count_on_cpu(trace: Trace, baseline: Estimate, rules: HeapRules) -> Counted:
         fixed={"baseline": baseline},
         spread=_CPU_SPREAD,
     )
+
+
+def _first_rows_of_steps(trace: Trace, live: Live) -> frozenset[int]:
+    """The rows at which a step begins that follows another."""
+    steps = np.asarray(trace.ops.step, dtype=np.int64)[np.asarray(trace.event_op, dtype=np.int64)[live.event]]
+    begins = np.flatnonzero((steps[1:] > steps[:-1]) & (steps[:-1] > 0)) + 1
+    return frozenset(begins.tolist())
 
 
 def _as_written(trace: Trace) -> Trace:

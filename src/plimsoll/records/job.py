@@ -79,13 +79,18 @@ class Job(Record):
     batch_size: int = Field(default=32, ge=1)
     optimizer: OptimizerChoice = OptimizerChoice()
     steps: int = Field(default=100, ge=1)
-    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    precision: Literal["fp32", "bf16", "fp16", "auto"] = "fp32"
     allow: Annotated[tuple[Literal["recut_batch_norm"], ...], BeforeValidator(_listed)] = ()
     device: Literal["auto", "cpu", "cuda"] = "auto"
     budget: Budget = Budget()
     checkpoint: CheckpointPolicy = CheckpointPolicy()
     evaluate_every: int | None = Field(default=None, ge=1)
     seed: int = Field(default=0, ge=0, lt=1 << 63)
+
+    @property
+    def own_precision(self) -> Literal["fp32", "bf16", "fp16"]:
+        """What it computes in where no plan says otherwise: ``auto`` leaves it to the plan, and is fp32 without."""
+        return "fp32" if self.precision == "auto" else self.precision
 
     @classmethod
     def from_yaml(cls, path: Path, changes: tuple[str, ...] = ()) -> Job:

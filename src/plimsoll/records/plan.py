@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import math
+import re
+from collections.abc import Iterable, Sequence
 from typing import ClassVar, Literal
 
+from plimsoll.errors import InputError
 from plimsoll.records.base import Frozen, Record
 from plimsoll.records.device import Budget
 from plimsoll.records.prediction import Estimate, Prediction
@@ -13,24 +18,54 @@ Numerics = Literal["bitwise", "reordered", "reduced precision", "lossy"]
 does; or another model, or another training."""
 
 
+Value = int | float | str | bool
+"""Of an option."""
+
+_NAME = re.compile(r"[a-z][a-z0-9_]*")
+_BEFORE_OPTION = re.compile(r",(?=\s*[a-z][a-z0-9_]*\s*=)")  # a value may have commas: blocks=0,3-5
+
+
 class Choice(Frozen):
     """One technique with its options, e.g. ``micro_batch`` with ``{"samples": 16}``."""
 
     technique: str
-    options: dict[str, int | float | str | bool] = {}
+    options: dict[str, Value] = {}
 
     def __str__(self) -> str:
         """As it is written on a command line: ``micro_batch=16``, ``autocast=bf16``, ``offload``."""
-        values = list(self.options.values())
-        if not values:
-            return self.technique
-        if len(values) == 1:
-            return f"{self.technique}={_word(values[0])}"
-        inner = ",".join(f"{name}={_word(value)}" for name, value in self.options.items())
-        return f"{self.technique}({inner})"
+        if len(self.options) == 1:
+            return _written(self.technique, next(iter(self.options.values())), {})
+        return _written(self.technique, None, self.options)
+
+    def __hash__(self) -> int:
+        """By what it says: a dict has no hash."""
+        return hash(str(self))
 
 
-def _word(value: float | str | bool) -> str:
+class Pin(Frozen):
+    """A technique that the user wants in the plan, see `parse_pin`.
+
+    ``value`` is of the technique's first option, whose name only the technique knows; without one, and without
+    ``options``, the plan is free in how it uses the technique.
+    """
+
+    technique: str
+    value: Value | None = None
+    options: dict[str, Value] = {}
+
+    def __str__(self) -> str:
+        """As it is written on a command line."""
+        return _written(self.technique, self.value, self.options)
+
+
+def _written(technique: str, value: Value | None, options: dict[str, Value]) -> str:
+    if value is not None:
+        return f"{technique}={_word(value)}"
+    inner = ",".join(f"{name}={_word(value)}" for name, value in options.items())
+    return f"{technique}({inner})" if inner else technique
+
+
+def _word(value: Value) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
@@ -80,6 +115,9 @@ class Plan(Record):
     technique. ``made_for`` says of what the plan is: a plan is refused where one of these facts differs. Where nothing
     fits, ``rungs`` has what needs least, ``smallest_budget_bytes`` is the budget it would take, and ``openings`` is
     what techniques that change the training would need, if they were allowed.
+
+    For a reader, by the technique's name: ``about`` says what it does, ``numerics`` what it does to the numbers, and
+    ``why`` what it saves in this plan, or why it is in it.
     """
 
     record_kind: ClassVar[str] = "plan"
@@ -95,6 +133,9 @@ class Plan(Record):
     prediction: Prediction | None = None
     pinned: tuple[Choice, ...] = ()
     forbidden: tuple[str, ...] = ()
+    about: dict[str, str] = {}
+    numerics: dict[str, Numerics] = {}
+    why: dict[str, str] = {}
     made_for: dict[str, str] = {}
     num_traces: int = 0
     plan_seconds: float = 0.0
@@ -103,6 +144,11 @@ class Plan(Record):
     def choices(self) -> tuple[Choice, ...]:
         """What is in force at first."""
         return self.rungs[0].choices
+
+    @property
+    def choices_by_rung(self) -> tuple[tuple[Choice, ...], ...]:
+        """What the training step takes."""
+        return tuple(rung.choices for rung in self.rungs)
 
     @property
     def fits(self) -> bool:
@@ -118,3 +164,71 @@ def micro_batch_choice(samples: int) -> Choice:
 def micro_batch_plan(budget: Budget, sizes: tuple[int, ...]) -> Plan:
     """Make the plan whose rungs are the micro-batches ``sizes`` (samples), largest first, and nothing else."""
     return Plan(budget=budget, rungs=tuple(Rung(choices=(micro_batch_choice(size),)) for size in sizes))
+
+
+def parse_pin(text: str) -> Pin:
+    """Read ``name``, ``name=value`` or ``name(option=value,...)``, as a choice is written.
+
+    A value is a number, ``true``, ``false`` or a text, which may be in double quotes.
+
+    Raises:
+        InputError: if the text is none of these.
+    """
+    name, inner, value = _parts(text)
+    if not _NAME.fullmatch(name):
+        raise InputError(_unreadable(text))
+    if value is not None:
+        return Pin(technique=name, value=_value(value, text))
+    return Pin(technique=name, options=dict(_option(part, text) for part in inner))
+
+
+def _unreadable(text: str) -> str:
+    return (
+        f"cannot read {text!r} as a choice: write a technique, as in offload, micro_batch=4 or checkpointing(every=2)"
+    )
+
+
+def _parts(text: str) -> tuple[str, list[str], str | None]:
+    """The name, the options in brackets and the value after ``=``, of which there is one kind at most."""
+    stripped = text.strip()
+    match = re.fullmatch(r"(\w+)\((.+)\)", stripped)
+    if match:
+        return match[1], _BEFORE_OPTION.split(match[2]), None
+    name, equals, value = stripped.partition("=")
+    return name.strip(), [], value if equals else None
+
+
+def _option(part: str, text: str) -> tuple[str, Value]:
+    name, equals, value = part.partition("=")
+    if not equals or not _NAME.fullmatch(name.strip()):
+        raise InputError(_unreadable(text))
+    return name.strip(), _value(value, text)
+
+
+def _value(word: str, text: str) -> Value:
+    """JSON's scalars, which are YAML's too; what is none of them is a text."""
+    word = word.strip()
+    if not word:
+        raise InputError(_unreadable(text))
+    try:
+        value = json.loads(word)
+    except ValueError:
+        return word
+    is_number = isinstance(value, int) or (isinstance(value, float) and math.isfinite(value))
+    return value if is_number or isinstance(value, str) else word
+
+
+def check_pins(pins: Sequence[Pin], forbids: Iterable[str]) -> None:
+    """Refuse pins that contradict each other, or what is forbidden.
+
+    Raises:
+        InputError: if a technique is pinned twice in different ways, or is pinned and forbidden.
+    """
+    first: dict[str, Pin] = {}
+    for pin in pins:
+        before = first.setdefault(pin.technique, pin)
+        if before != pin:
+            raise InputError(f"`{before}` and `{pin}` are pinned both, which a plan cannot have: leave one of them out")
+    for name in forbids:
+        if name in first:
+            raise InputError(f"`{first[name]}` is pinned and `{name}` is forbidden: leave one of the two out")

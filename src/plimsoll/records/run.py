@@ -25,7 +25,8 @@ PHASES_OF_A_STEP: tuple[Phase, ...] = ("fetch", "copy", "forward", "loss", "back
 class OomEvent(Frozen):
     """An out-of-memory error: what was running, what was asked for, and what was done about it.
 
-    ``step`` is the step that was running, counted from 1; in an evaluation or a checkpoint the step before it.
+    ``step`` is the step that was running, counted from 1; in an evaluation or a checkpoint the step before it. Rungs
+    are those of the plan, counted from 0; an evaluation has none.
     """
 
     event: Literal["oom"] = "oom"
@@ -39,6 +40,8 @@ class OomEvent(Frozen):
     capacity_bytes: int | None = None
     micro_batch: int | None = None
     next_micro_batch: int | None = None
+    rung: int | None = None
+    next_rung: int | None = None
     action: str = ""
     survived: bool = True
     raw_text: str = ""
@@ -66,6 +69,7 @@ class StepLine(Frozen):
     learning_rate: float
     step_seconds: float
     micro_batch: int
+    rung: int = 0
     peak_bytes: int | None = None
     updated: bool = True
     memory: tuple[tuple[float, int], ...] = ()
@@ -99,6 +103,7 @@ class StartLine(Frozen):
     time_seconds: float
     step: int
     micro_batch: int
+    rung: int = 0
     baseline_bytes: int
     restarts: int = 0
     wall_time: str
@@ -112,6 +117,7 @@ class DeathLine(Frozen):
     signal: str
     evidence: str
     restarted_from_step: int | None = None
+    next_rung: int | None = None
     next_micro_batch: int | None = None
 
 

@@ -34,13 +34,21 @@ Phase = Literal["setup", "copy", "forward", "loss", "backward", "clip", "optimiz
 
 
 class OpTable(Frozen):
-    """One row per op that ran. ``name``, ``module`` and ``line`` are numbers of texts; ``step`` counts from 1."""
+    """One row per op that ran. ``name``, ``module`` and ``line`` are numbers of texts; ``step`` counts from 1.
+
+    ``flops`` are the operations of its products, in the type whose text has the number ``dtype``; ``moved_bytes`` are
+    read or written in the device's memory, ``outside_bytes`` in other memory. A view has none of these.
+    """
 
     name: tuple[int, ...]
     module: tuple[int, ...]
     line: tuple[int, ...]
     phase: tuple[Phase, ...]
     step: tuple[int, ...]
+    flops: tuple[int, ...]
+    moved_bytes: tuple[int, ...]
+    outside_bytes: tuple[int, ...]
+    dtype: tuple[int, ...]
 
 
 class StorageTable(Frozen):
@@ -48,7 +56,8 @@ class StorageTable(Frozen):
 
     ``shape`` is the number of a text like ``float32[8, 128, 768]``, of the first tensor in it, ``name`` that of what it
     is called (a parameter, its gradient, its states), or of the empty text. ``on_host`` says that
-    it is in the host's memory although the training is on another device.
+    it does not lie in the memory of the device that trains: it is in the host's memory and the training elsewhere, or
+    in a mapped file and the training on the CPU.
     """
 
     num_bytes: tuple[int, ...]
@@ -79,6 +88,7 @@ class Trace(Record):
     """
 
     record_kind: ClassVar[str] = "trace"
+    schema_version: ClassVar[int] = 2
 
     source: Literal["predicted", "measured"]
     lowered_to: str

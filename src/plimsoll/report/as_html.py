@@ -18,8 +18,9 @@ from plimsoll.records.device import Device, Machine
 from plimsoll.records.plan import Plan
 from plimsoll.records.prediction import Prediction
 from plimsoll.records.run import RunRecord
-from plimsoll.report import prediction_sheets, sheets
+from plimsoll.report import plan_sheets, prediction_sheets, sheets
 from plimsoll.report.charts import run_charts
+from plimsoll.report.plan_charts import ladder_chart
 from plimsoll.report.prediction_charts import prediction_chart
 
 
@@ -47,8 +48,8 @@ def run_page(record: RunRecord) -> str:
             key_numbers=sheets.key_numbers(record),
             charts={chart.key: chart for chart in charts},
             plotly_js=Markup(get_plotlyjs()) if has_charts else None,
-            budget_sentence=sheets.budget_sentence(record.plan.budget),
-            plan=sheets.plan_in_force_sheet(record),
+            budget_sentence=plan_sheets.budget_sentence(record.plan.budget),
+            plan=plan_sheets.plan_in_force_sheet(record),
             oom_events=sheets.oom_sheet(record.oom_events),
             deaths=sheets.death_sheet(record),
             checkpoints=sheets.checkpoint_sheet(record),
@@ -102,8 +103,41 @@ def device_page(device: Device) -> str:
 
 
 def plan_page(plan: Plan) -> str:
-    """Return the page of a plan and its fallbacks."""
-    return _sheets_page("Plan", sheets.budget_sentence(plan.budget), sheets.plan_sheet(plan))
+    """Return the page of a plan."""
+    prediction = plan.prediction
+    charts = [ladder_chart(plan), *([prediction_chart(prediction)] if prediction else [])]
+    sentences = [plan_sheets.headline(plan), plan_sheets.plain_sentence(plan), plan_sheets.opening_sentence(plan)]
+    if prediction:
+        sentences += prediction_sheets.moment_sentences(prediction)
+    return (
+        _environment()
+        .get_template("plan.html")
+        .render(
+            subject=prediction.subject if prediction else "Plan",
+            verdict=plan_sheets.verdict(plan),
+            sentences=[*filter(None, sentences)],
+            key_numbers=plan_sheets.key_numbers(plan),
+            wishes=[plan_sheets.budget_sentence(plan.budget), plan_sheets.wishes_sentence(plan)],
+            charts={chart.key: chart for chart in charts},
+            plotly_js=Markup(get_plotlyjs()) if any(chart.figure for chart in charts) else None,
+            chosen=plan_sheets.chosen_sheet(plan),
+            ladder=plan_sheets.ladder_sheet(plan),
+            openings=plan_sheets.opening_sheet(plan),
+            rejected=plan_sheets.rejected_sheet(plan, plan_sheets.MOST_REJECTED),
+            more_rejected=_more_rejected(plan),
+            parts_at_peak=prediction_sheets.part_sheet(prediction) if prediction else None,
+            largest=prediction_sheets.largest_sheet(prediction) if prediction else None,
+            assumptions=prediction_sheets.assumption_sheet(prediction) if prediction else None,
+            made_for=plan_sheets.made_for_sheet(plan),
+            versions=sheets.version_sheet(prediction.versions if prediction else {}),
+        )
+    )
+
+
+def _more_rejected(plan: Plan) -> sheets.Sheet | None:
+    if len(plan.rejected) <= plan_sheets.MOST_REJECTED:
+        return None
+    return plan_sheets.rejected_sheet(plan, plan_sheets.MOST_REJECTED_FOLDED)
 
 
 def _sheets_page(title: str, sentence: str, *shown: sheets.Sheet) -> str:

@@ -22,7 +22,7 @@ from plimsoll.records.plan import Plan
 from plimsoll.records.prediction import Prediction
 from plimsoll.records.run import RunRecord, StepLine
 from plimsoll.records.units import format_bytes, format_seconds
-from plimsoll.report import prediction_sheets, sheets
+from plimsoll.report import plan_sheets, prediction_sheets, sheets
 
 _WIDTH_COLUMNS = 80
 _NEAR_THE_LINE = 0.95  # of the limit: from here a memory bar is shown in the colour of a warning
@@ -33,6 +33,7 @@ _VERDICT_STYLE = {
     "probably does not fit": "yellow",
     "does not fit": "red",
 }
+_PLAN_STYLE = {"fits": "green", "probably fits": "yellow", "impossible": "red", "not predicted": "default"}
 _STATUS_STYLE = {"finished": "green", "running": "cyan", "interrupted": "yellow", "failed": "red"}
 
 
@@ -51,7 +52,7 @@ def run_report(record: RunRecord) -> Group:
     tables = [
         sheets.oom_sheet(record.oom_events),
         sheets.death_sheet(record),
-        sheets.plan_in_force_sheet(record),
+        plan_sheets.plan_in_force_sheet(record),
     ]
     return _spaced(run_panel(record), run_table(record), *(_table(sheet) for sheet in tables if sheet.rows))
 
@@ -96,21 +97,62 @@ def device_table(device: Device) -> Table:
 
 
 def plan_report(plan: Plan) -> Group:
-    """Return the budget, the plan and its fallbacks."""
-    return _spaced(Text(sheets.budget_sentence(plan.budget)), plan_table(plan))
+    """Return the whole report of a plan; tables without rows are left out."""
+    chosen = _narrowed(plan_sheets.chosen_sheet(plan), ("Technique", "Numerics"), ("What it does", "Why"))
+    openings = _narrowed(plan_sheets.opening_sheet(plan), ("Allow",), ("Choices", "What it means"), ("Peak", "A step"))
+    rejected = _narrowed(
+        plan_sheets.rejected_sheet(plan, plan_sheets.MOST_REJECTED), ("Choices", "Why not"), ("Peak", "A step")
+    )
+    numbers, wishes = plan_sheets.key_numbers(plan), plan_sheets.wishes_sentence(plan)
+    ladder = plan_sheets.ladder_sheet(plan)
+    is_shown = len(ladder.rows) > 1 or not chosen.rows
+    tables = [
+        *(_table(sheet, is_wide=True) for sheet in [chosen] if sheet.rows),
+        *([_table(ladder)] if ladder.rows and is_shown else []),
+        *(_table(sheet, is_wide=True) for sheet in [openings, rejected] if sheet.rows),
+        *(_table(sheet) for sheet in _prediction_tables(plan.prediction) if sheet.rows),
+    ]
+    return _spaced(
+        plan_panel(plan),
+        *([_number_grid(numbers)] if numbers else []),
+        *([Text(wishes)] if wishes else []),
+        *tables,
+    )
 
 
-def plan_table(plan: Plan) -> Table:
-    """Return the plan and its fallbacks in the order they are taken."""
-    return _table(sheets.plan_sheet(plan))
+def plan_panel(plan: Plan) -> Panel:
+    """Return the headline: of what it is, whether it fits, and when the peak is."""
+    sentences = [plan_sheets.plain_sentence(plan), plan_sheets.opening_sentence(plan)]
+    if plan.prediction is None:
+        title, moments = "Plan", [plan_sheets.budget_sentence(plan.budget)]
+    else:
+        title, moments = plan.prediction.subject, [*prediction_sheets.moment_sentences(plan.prediction)]
+    verdict = Text(plan_sheets.headline(plan), _PLAN_STYLE[plan_sheets.verdict(plan)])
+    rest = (Text(sentence) for sentence in (*sentences, *moments) if sentence)
+    return Panel(Group(verdict, *rest), title=Text(title, "bold"), title_align="left", box=box.ROUNDED)
+
+
+def _prediction_tables(prediction: Prediction | None) -> list[sheets.Sheet]:
+    """What a plan's report has of its prediction."""
+    if prediction is None:
+        return []
+    return [
+        prediction_sheets.part_sheet(prediction),
+        _largest(prediction),
+        prediction_sheets.assumption_sheet(prediction),
+    ]
+
+
+def _largest(prediction: Prediction) -> sheets.Sheet:
+    largest = prediction_sheets.largest_sheet(prediction)
+    return _narrowed(largest, ("Size",), ("Used for", "Shape"), ("Module", "Source line"))
 
 
 def prediction_report(prediction: Prediction) -> Group:
     """Return the whole report of a prediction; tables without rows are left out."""
-    largest = prediction_sheets.largest_sheet(prediction)
     tables = [
         prediction_sheets.part_sheet(prediction),
-        _narrowed(largest, ("Size",), ("Used for", "Shape"), ("Module", "Source line")),
+        _largest(prediction),
         prediction_sheets.answer_sheet(prediction),
     ]
     what_ifs = [_table(sheet) for sheet in prediction_sheets.what_if_sheets(prediction, _MOST_LENGTHS)]
@@ -138,7 +180,10 @@ def _narrowed(sheet: sheets.Sheet, *groups: tuple[str, ...]) -> sheets.Sheet:
     """Set the columns of each group below each other and leave out the rest, for a terminal of 80 columns."""
     places = {column.title: index for index, column in enumerate(sheet.columns)}
     columns = tuple(sheets.Column(", ".join(group), sheet.columns[places[group[0]]].is_number) for group in groups)
-    rows = tuple(tuple("\n".join(row[places[title]] for title in group) for group in groups) for row in sheet.rows)
+    rows = tuple(
+        tuple("\n".join(filter(None, (row[places[title]] for title in group))) for group in groups)
+        for row in sheet.rows
+    )
     return sheets.Sheet(sheet.title, columns, rows)
 
 
@@ -147,13 +192,15 @@ def _spaced(first: RenderableType, *others: RenderableType) -> Group:
     return Group(first, *(Padding(other, (1, 0, 0, 0)) for other in others))
 
 
-def _table(sheet: sheets.Sheet) -> Table:
+def _table(sheet: sheets.Sheet, *, is_wide: bool = False) -> Table:
+    """A table; one that is wide, and has its cells below each other, has a blank line between its rows."""
     table = Table(
         title=Text(sheet.title, "bold") if sheet.title else None,
         title_justify="left",
         box=box.SIMPLE_HEAD,
         show_edge=False,
         pad_edge=False,
+        leading=1 if is_wide else 0,
     )
     for column in sheet.columns:
         table.add_column(column.title, justify="right" if column.is_number else "left", overflow="fold")

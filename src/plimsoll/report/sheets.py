@@ -9,12 +9,10 @@ It does NOT judge: what used the memory and what would free it is said by `plims
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from plimsoll.records.device import Budget, Device, Machine
-from plimsoll.records.plan import Choice, Plan
+from plimsoll.records.device import Device, Machine
 from plimsoll.records.run import OomEvent, RunRecord, StepLine
 from plimsoll.records.units import format_bytes, format_seconds
 
@@ -40,8 +38,9 @@ class Sheet:
 
     @property
     def is_prose(self) -> bool:
-        """Whether more than two columns are words: too wide for a phone."""
-        return sum(not column.is_number for column in self.columns) > 2
+        """Whether more than two columns are words, or two beside two of numbers: too wide for a phone."""
+        num_words = sum(not column.is_number for column in self.columns)
+        return num_words > 2 or (num_words == 2 and len(self.columns) > 3)
 
 
 def finished_steps(record: RunRecord) -> tuple[StepLine, ...]:
@@ -108,6 +107,20 @@ def key_numbers(record: RunRecord) -> tuple[tuple[str, str], ...]:
         ("Budget", "none" if record.limit_bytes is None else format_bytes(record.limit_bytes)),
         ("OOM events", _survived(record)),
         ("Restarts", str(sum(death.restarted_from_step is not None for death in record.deaths))),
+        *_predicted(record, steps),
+    )
+
+
+def _predicted(record: RunRecord, steps: Sequence[StepLine]) -> tuple[tuple[str, str], ...]:
+    """What the plan said of the rung that the run began with, and the mean step of that rung after the first."""
+    rung = record.plan.rungs[0] if record.plan.rungs else None
+    if rung is None or rung.peak is None or rung.step_time is None:
+        return ()
+    seconds = [line.step_seconds for line in steps[1:] if line.rung == 0]
+    measured = f", measured {format_seconds(sum(seconds) / len(seconds))}" if seconds else ""
+    return (
+        ("Predicted peak", format_bytes(rung.peak.likely_bytes)),
+        ("Predicted step", f"{format_seconds(rung.step_time.likely_seconds)}{measured}"),
     )
 
 
@@ -206,56 +219,6 @@ def step_sheet(record: RunRecord) -> Sheet:
         for line in shown
     )
     return Sheet(f"Steps, {len(shown)} of {len(steps):,}", tuple(Column(title, True) for title in titles), rows)
-
-
-def choices_text(choices: Sequence[Choice]) -> str:
-    """Write choices in install order: ``micro_batch samples=16, recompute every=2``."""
-    written = (
-        " ".join([choice.technique, *(f"{name}={value}" for name, value in choice.options.items())])
-        for choice in choices
-    )
-    return ", ".join(written) or "nothing installed"
-
-
-def plan_sheet(plan: Plan) -> Sheet:
-    """List the plan and its fallbacks in the order they are taken."""
-    rows = tuple(
-        (_rung_name(index), choices_text(choices)) for index, choices in enumerate((plan.choices, *plan.fallbacks))
-    )
-    return Sheet("Plan and fallbacks", (Column("Order"), Column("Choices")), rows)
-
-
-def plan_in_force_sheet(record: RunRecord) -> Sheet:
-    """List the plan and its fallbacks with the number of steps each was in force, told by the micro-batch.
-
-    A batch that was not cut, such as the smaller last one of an epoch, is a step of the plan or fallback before it.
-    """
-    sheet = plan_sheet(record.plan)
-    steps_at: Counter[int] = Counter()
-    in_force = next(iter(record.plan.micro_batches), 0)
-    for line in finished_steps(record):
-        if line.micro_batch < line.num_samples or line.micro_batch > in_force:
-            in_force = line.micro_batch
-        steps_at[in_force] += 1
-    ladder = (record.plan.choices, *record.plan.fallbacks)
-    rows = tuple((*row, f"{_num_steps(choices, steps_at):,}") for row, choices in zip(sheet.rows, ladder, strict=True))
-    return Sheet(sheet.title, (*sheet.columns, Column("Steps in force", True)), rows)
-
-
-def _rung_name(index: int) -> str:
-    return f"fallback {index}" if index else "plan"
-
-
-def _num_steps(choices: Sequence[Choice], steps_at: Counter[int]) -> int:
-    sizes = {int(choice.options["samples"]) for choice in choices if choice.technique == "micro_batch"}
-    return sum(steps_at[size] for size in sizes)
-
-
-def budget_sentence(budget: Budget) -> str:
-    """Say the budget of device and host; without one, the machine's own limits hold."""
-    named = {"device": budget.device_bytes, "host": budget.host_bytes}
-    given = [f"{name} {format_bytes(num_bytes)}" for name, num_bytes in named.items() if num_bytes is not None]
-    return f"Budget: {', '.join(given)}." if given else "No budget was set: the limit is what the machine has."
 
 
 def device_sheet(device: Device) -> Sheet:

@@ -6,11 +6,11 @@ whose values and states are copied just before, so a piece can always be undone.
 piece, and most of what `benchmarks/overhead.py` measures.
 
 That a failure can always be mended follows from the order. The largest parameter goes first, so the first piece needs
-most; the states that the first step will still create are proven to fit by allocating as much once; and every finished
-piece gives its gradients back. So memory runs out in the first piece, which is undone and nothing has happened, or not
-at all. A later failure is something else taking memory: the piece is undone and done again, in halves where it can be
-cut. If what cannot be cut fails twice, what was done cannot be taken back: `TornStepError` says so, and a checkpoint is
-the way back.
+most; the states that the first step will still create are proven to fit by allocating as much once (those that leave
+the device with their piece need no room); and every finished piece gives its gradients back. So memory runs out in the
+first piece, which is undone and nothing has happened, or not at all. A later failure is something else taking memory:
+the piece is undone and done again, in halves where it can be cut. If what cannot be cut fails twice, what was done
+cannot be taken back: `TornStepError` says so, and a checkpoint is the way back.
 
 Where not even the copy of a piece fits, or it takes the memory that the update needs, the piece is done without one,
 but only after what its update can take at most has been shown to be there.
@@ -29,11 +29,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.optim.optimizer as hooks  # the hooks that see every optimizer are registered here and nowhere public
 from torch import nn
 
 from plimsoll.device.base import Backend
 from plimsoll.errors import TornStepError
+from plimsoll.memory.outside import keeps_states_outside
+from plimsoll.optimizers import is_separable
 from plimsoll.records.run import OomEvent
 from plimsoll.run.boundary import Position, attempt
 from plimsoll.run.failpoints import failpoint
@@ -164,7 +165,7 @@ class _Copy:
             (flat, scratch.copy_of(key, flat, layout.num_elements[key])) for key, flat in layout.alike.items()
         ]
         self._others = [(tensor, tensor.detach().clone()) for tensor in layout.others]
-        # Some optimizers count in their groups; which parameters are in them is put back by `_only`.
+        # Some optimizers count in their groups; which parameters are in them is put back by `only`.
         self._settings = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
 
     @torch.no_grad()
@@ -234,7 +235,8 @@ class StepCommit:
         nothing_happened = True
         while waiting:
             piece = waiting.pop()
-            event = self._do(piece, self._stateless(waiting) if nothing_happened else [])
+            must_fit = nothing_happened and not keeps_states_outside(self.optimizer)
+            event = self._do(piece, self._stateless(waiting) if must_fit else [])
             if event is None:
                 nothing_happened = False
                 continue
@@ -250,10 +252,10 @@ class StepCommit:
 
     def _whole(self) -> list[_Piece]:
         """The pieces of the whole step: those of the step before, unless something about them has changed."""
-        members, is_separable = _members(self.optimizer), _is_separable(self.optimizer)
-        made_for = (is_separable, [(group, id(parameter), parameter.nbytes) for group, parameter in members])
+        members, can_be_cut = _members(self.optimizer), is_separable(self.optimizer)
+        made_for = (can_be_cut, [(group, id(parameter), parameter.nbytes) for group, parameter in members])
         if made_for != self._made_for:  # the ids are of living parameters: the pieces hold them
-            self._pieces, self._made_for = _pieces(members, is_separable, self._piece_bytes), made_for
+            self._pieces, self._made_for = _pieces(members, can_be_cut, self._piece_bytes), made_for
         for piece in self._pieces:
             piece.num_failures = 0
         return self._pieces
@@ -301,7 +303,7 @@ class StepCommit:
         return None
 
     def _step_on(self, piece: _Piece) -> None:
-        with _only(self.optimizer, piece):
+        with only(self.optimizer, piece.groups):
             self.optimizer.step()
         failpoint("optimizer")
 
@@ -323,31 +325,22 @@ def _members(optimizer: torch.optim.Optimizer) -> list[tuple[int, nn.Parameter]]
     ]
 
 
-def _pieces(members: list[tuple[int, nn.Parameter]], is_separable: bool, piece_bytes: int) -> list[_Piece]:
+def _pieces(members: list[tuple[int, nn.Parameter]], can_be_cut: bool, piece_bytes: int) -> list[_Piece]:
     """The members, largest first, in pieces of at most ``piece_bytes`` (or one parameter)."""
     pieces: list[_Piece] = []
     for group, parameter in sorted(members, key=lambda member: member[1].nbytes, reverse=True):
-        if not pieces or (is_separable and pieces[-1].num_bytes + parameter.nbytes > piece_bytes):
-            pieces.append(_Piece(is_separable))
+        if not pieces or (can_be_cut and pieces[-1].num_bytes + parameter.nbytes > piece_bytes):
+            pieces.append(_Piece(can_be_cut))
         pieces[-1].add(group, parameter)
     return pieces
 
 
-def _is_separable(optimizer: torch.optim.Optimizer) -> bool:
-    return type(optimizer).__module__.startswith("torch.optim.") and not _has_step_hooks(optimizer)
-
-
-def _has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
-    return bool(own or hooks._global_optimizer_pre_hooks or hooks._global_optimizer_post_hooks)
-
-
 @contextmanager
-def _only(optimizer: torch.optim.Optimizer, piece: _Piece) -> Iterator[None]:
-    """Let the optimizer see the parameters of one piece only."""
+def only(optimizer: torch.optim.Optimizer, members: dict[int, list[nn.Parameter]]) -> Iterator[None]:
+    """Let the optimizer see these parameters only: ``members`` maps the index of a group to those of it."""
     whole = [group["params"] for group in optimizer.param_groups]
     for index, group in enumerate(optimizer.param_groups):
-        group["params"] = piece.groups.get(index, [])
+        group["params"] = members.get(index, [])
     try:
         yield
     finally:

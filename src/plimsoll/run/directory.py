@@ -167,19 +167,14 @@ class RunDirectory:
         kept = [line.model_dump_json() + "\n" for line in self.lines() if not _goes(line, step)]
         write_atomically(self.metrics, "".join(kept).encode())
 
-    def micro_batch_in_force(self) -> int | None:
-        """The micro-batch that the last training process had in force, as far as its steps show it."""
-        at_least = 0
+    def rung_in_force(self) -> int | None:
+        """The rung that the last training process had in force, as far as its steps show it."""
         for line in reversed(self.lines()):
-            if isinstance(line, StepLine) and line.micro_batch == line.num_samples:
-                at_least = max(at_least, line.micro_batch)  # the last batch of an epoch is smaller than what is allowed
-            elif isinstance(line, StepLine | StartLine):
-                return max(at_least, line.micro_batch)
-            elif isinstance(line, OomEvent) and line.phase == "evaluation":
-                continue  # which has a ladder of its own
-            elif isinstance(line, OomEvent | DeathLine) and line.next_micro_batch is not None:
-                return max(at_least, line.next_micro_batch)
-        return at_least or None
+            if isinstance(line, StepLine | StartLine):
+                return line.rung
+            if isinstance(line, OomEvent | DeathLine) and line.next_rung is not None:
+                return line.next_rung
+        return None
 
 
 def _goes(line: Line, step: int) -> bool:

@@ -1,6 +1,11 @@
 """The mean loss over batches, without gradients, in as large pieces as fit.
 
 A batch that runs out of memory is evaluated again in smaller pieces; nothing else changes, so there is nothing to undo.
+``workload.evaluation_samples`` bounds the pieces.
+
+It runs under ``torch.no_grad`` and not ``torch.inference_mode``, which saves no memory beyond it: what a module makes
+and keeps in the first forward (a mask, rotary positions) would be an inference tensor, and fail in the next training
+step, which may save it for backward.
 
 Does NOT cover memory that runs out inside the iterable of batches, while the next batch is made: an iterator cannot be
 asked for the same batch again.
@@ -104,31 +109,35 @@ class Evaluator:
 
     def _loss_of(self, batch: Any, shape: Shape, events: list[OomEvent]) -> float:
         """The mean loss of one batch, in as large pieces as fit."""
-        if self._ladder is None or self._ladder.sizes[0] < shape.num_samples:
+        if self._ladder is None or self._ladder.sizes[0].samples < shape.num_samples:
             self._ladder = Ladder(micro_batch_sizes(shape.num_samples), self._grow_after)
             self._ladder.start_at(self._first_samples or shape.num_samples)
         ladder = self._ladder
-        size = min(ladder.choose(shape.elements_per_sample), shape.num_samples)
+        rung = ladder.choose(shape.elements_per_sample)
+        most = min(shape.num_samples, self._workload.evaluation_samples or shape.num_samples)
         while True:
+            size = min(ladder.sizes[rung].samples, most)
             self._position.micro_batch = size
             loss = attempt(partial(self._forward_only, batch, size, shape), self._backend, self._position)
             num_elements = math.ceil(size * shape.elements_per_sample)
             if not isinstance(loss, OomEvent):
-                ladder.held(num_elements)
+                ladder.held(rung, num_elements)
                 return loss
             self._backend.release()
-            following = ladder.failed(size, num_elements)
+            following = ladder.failed(rung, size, num_elements)
             if following is None:
                 raise OutOfMemoryError(no_way_out(loss, size, shape, must_stay_whole=False))
-            if following == ladder.sizes[-1]:
+            if ladder.is_last(following):
                 self._backend.release(last_resort=True)
-            action = f"micro-batch {size} -> {following}"
-            events.append(loss.model_copy(update={"next_micro_batch": following, "action": action}))
-            size = following
+            next_size = min(ladder.sizes[following].samples, shape.num_samples)
+            action = f"micro-batch {size} -> {next_size}"
+            events.append(loss.model_copy(update={"next_micro_batch": next_size, "action": action}))
+            rung = following
 
     def _forward_only(self, batch: Any, micro_batch: int, shape: Shape) -> float:
         total = torch.zeros((), device=self._workload.device)
-        for piece, share in weighted_pieces(batch, micro_batch, shape, self._workload.units):
+        by_length = self._workload.cuts_by_length
+        for piece, share in weighted_pieces(batch, micro_batch, shape, self._workload.units, by_length):
             failpoint("evaluation")
             on_device = move_batch(piece, self._workload.device)
             with autocast(self._workload):

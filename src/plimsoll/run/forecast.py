@@ -22,6 +22,7 @@ from plimsoll.memory.inverse import Found, largest_that_fits
 from plimsoll.memory.predict import Counted
 from plimsoll.records.comparison import Calibration
 from plimsoll.records.job import Job
+from plimsoll.records.plan import micro_batch_choice
 from plimsoll.records.prediction import Answer, Estimate, Prediction, WhatIf
 from plimsoll.records.trace import Trace
 from plimsoll.run.rehearse import rehearse_job
@@ -111,7 +112,7 @@ class _Forecast:
         job = self.job
         counted = self._count(micro_batch, job.sequence_length, self.target)
         return self.target.predict(
-            counted, _subject(job), job.precision, micro_batch, job.sequence_length, job.batch_size
+            counted, _subject(job), job.own_precision, micro_batch, job.sequence_length, job.batch_size
         )
 
     def largest_micro_batch(self, start: int) -> Answer:
@@ -171,7 +172,8 @@ class _Forecast:
             changes = {"sequence_length": sequence_length, "batch_size": max(micro_batch, self.job.batch_size)}
             job = self.job.model_copy(update=changes)
             lengths = batch_lengths(self.lengths, job) if self.lengths else ()
-            self._traced[key] = rehearse_job(job, self.texts, lowering, micro_batch, lengths)
+            choices = (micro_batch_choice(micro_batch),)
+            self._traced[key] = rehearse_job(job, self.texts, lowering, choices, lengths)
         return target.count(self._traced[key])
 
     def _longest_that_can_be_built(self) -> int:
@@ -210,4 +212,4 @@ def _checked(lengths: Sequence[int] | None, job: Job) -> Sequence[int]:
 
 def _subject(job: Job) -> str:
     model = job.model if isinstance(job.model, str) else job.model.get("architecture", "model")
-    return f"{model}, {job.task}, {job.batch_size} x {job.sequence_length} tokens a step, {job.precision}"
+    return f"{model}, {job.task}, {job.batch_size} x {job.sequence_length} tokens a step, {job.own_precision}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 
@@ -9,6 +11,7 @@ from plimsoll.device.base import Backend
 from plimsoll.models.build import loss_of
 from plimsoll.optimizers import build_schedule
 from plimsoll.records.job import Job
+from plimsoll.records.plan import Choice
 from plimsoll.run.boundary import Position
 from plimsoll.run.step import TrainStep
 
@@ -17,7 +20,7 @@ def step_of(
     job: Job,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    micro_batch: int | None,
+    rungs: Sequence[Sequence[Choice]],
     *,
     schedule: torch.optim.lr_scheduler.LRScheduler | None = None,
     backend: Backend | None = None,
@@ -26,10 +29,10 @@ def step_of(
     """Make the step that a job describes.
 
     Args:
-        job: its task, precision, clipping and schedule are read.
+        job: its task, precision (``auto`` is fp32: a plan's choices change it), clipping and schedule are read.
         model: its model.
         optimizer: its optimizer.
-        micro_batch: samples to begin with; ``None`` begins with the whole batch.
+        rungs: the choices of a plan and of its fallbacks.
         schedule: its schedule where there is one already; by default it is made.
         backend: see `TrainStep`, as is ``position``.
         position: see `backend`.
@@ -40,10 +43,10 @@ def step_of(
         optimizer,
         loss,
         units=units,
-        micro_batch=micro_batch,
+        rungs=rungs,
         clip_norm=job.optimizer.clip_norm,
         schedule=schedule or build_schedule(job.optimizer, optimizer, job.steps),
-        precision=job.precision,
+        precision=job.own_precision,
         recut_batch_norm="recut_batch_norm" in job.allow,
         backend=backend,
         position=position,

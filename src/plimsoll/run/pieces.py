@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import torch
 
 from plimsoll.records.run import OomEvent
-from plimsoll.workload import Units, Workload, count_units, split_batch
+from plimsoll.techniques._lengths import Group, groups_by_length, trimmed
+from plimsoll.workload import Units, Workload, count_units, pick_samples, split_batch
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -24,8 +25,18 @@ class Shape(NamedTuple):
     elements_per_sample: float
 
 
-def weighted_pieces(batch: Any, micro_batch: int, shape: Shape, units: Units) -> Iterator[tuple[Any, float]]:
-    """Yield the micro-batches, each with its share of what the loss averages over."""
+def weighted_pieces(
+    batch: Any, micro_batch: int, shape: Shape, units: Units, by_length: bool = False
+) -> Iterator[tuple[Any, float]]:
+    """Yield the micro-batches, each with its share of what the loss averages over.
+
+    ``by_length`` puts samples of alike length together, without the padding that none of them needs and as many as
+    have no more elements than ``micro_batch`` samples of the batch, where the batch says how long they are.
+    """
+    groups = groups_by_length(batch, micro_batch) if by_length else None
+    if groups is not None:
+        yield from _weighted_groups(batch, groups, shape, units)
+        return
     if micro_batch >= shape.num_samples:
         yield batch, 1.0
         return
@@ -33,6 +44,17 @@ def weighted_pieces(batch: Any, micro_batch: int, shape: Shape, units: Units) ->
         share = count_units(piece, units) / shape.num_units
         if share:  # a piece without a target has no mean loss
             yield piece, share
+
+
+def _weighted_groups(batch: Any, groups: list[Group], shape: Shape, units: Units) -> Iterator[tuple[Any, float]]:
+    if len(groups) == 1:
+        yield trimmed(batch, groups[0][1]), 1.0
+        return
+    for numbers, num_columns in groups:
+        piece = pick_samples(batch, numbers)
+        share = count_units(piece, units) / shape.num_units
+        if share:
+            yield trimmed(piece, num_columns), share
 
 
 def autocast(workload: Workload) -> torch.autocast:

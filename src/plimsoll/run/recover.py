@@ -1,6 +1,7 @@
-"""Which micro-batch is in force: down the planned ladder when memory runs out, up again when it is safe.
+"""Which rung is in force: down the planned ladder when memory runs out, up again when it is safe.
 
-The rungs are planned before the run (`micro_batch_sizes`, or a plan's fallbacks); nothing is searched in the crisis.
+The rungs are planned before the run (a plan's, or `micro_batch_sizes`); nothing is searched in the crisis. A rung is a
+micro-batch and a *level*: the techniques that are in force with it. What did not fit at one level may fit at another.
 What is learned is kept in *elements* (samples times elements per sample), because memory follows the shape of a batch
 and not its number of samples: an outlier of long texts that did not fit says nothing against as many short ones, and a
 later outlier is cut before it fails.
@@ -17,6 +18,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 from plimsoll.errors import InputError
 
@@ -34,104 +37,157 @@ def micro_batch_sizes(batch_size: int) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-def state_after_death(
-    state: dict[str, int | None] | None, num_samples: int, too_large_samples: int | None = None
-) -> dict[str, int | None]:
+class Size(NamedTuple):
+    """A rung: samples of one pass, and which techniques are in force with it, counted from 0."""
+
+    samples: int
+    level: int = 0
+
+
+def state_after_death(state: dict[str, Any] | None, size: Size, too_large_rung: int | None = None) -> dict[str, Any]:
     """The state to load into a ladder whose process was killed for memory.
 
     Args:
         state: what the checkpoint has; ``None`` without one.
-        num_samples: the micro-batch to begin with; larger ones are taken again after clean steps ...
-        too_large_samples: ... if they are smaller than this one, which is known to kill.
+        size: the rung to begin with; earlier ones are taken again after clean steps ...
+        too_large_rung: ... if they are smaller than this one, which is known to kill.
     """
-    before = {"held_elements": 0, "failed_elements": None} if state is None else state
-    return before | {"size": num_samples, "num_clean_steps": 0, "too_large_samples": too_large_samples}
+    before = {"held_elements": [], "failed_elements": []} if state is None else state
+    return before | {
+        "size": size.samples, "level": size.level, "num_clean_steps": 0, "too_large_rung": too_large_rung
+    }  # fmt: skip
 
 
 class Ladder:
-    """The micro-batch in force. Sizes are samples, largest first; elements are those of all tensors of a batch."""
+    """The rung in force. Rungs fall from one to the next; elements are those of all tensors of a batch."""
 
-    def __init__(self, sizes: Sequence[int], grow_after: int = 50) -> None:
-        if not sizes or any(size < 1 for size in sizes) or list(sizes) != sorted(set(sizes), reverse=True):
+    def __init__(self, sizes: Sequence[int | Size], grow_after: int = 50, least_samples: int = 1) -> None:
+        self.sizes = tuple(size if isinstance(size, Size) else Size(size) for size in sizes)
+        if not _falls(self.sizes):
             raise InputError(
                 f"micro-batches {list(sizes)} are not distinct sizes from large to small: give for example [32, 16, 8]"
             )
-        self.sizes = tuple(sizes)
+        num_levels = self.sizes[-1].level + 1
+        # Rungs of smaller passes are kept, so that a rung has the number that the plan gives it, and never taken.
+        self._usable = [rung for rung, size in enumerate(self.sizes) if size.samples >= least_samples] or [0]
         self._grow_after = grow_after
-        self._rung = 0
+        self._rung = self._usable[0]
         self._num_clean_steps = 0
-        self._held_elements = 0
-        self._failed_elements: int | None = None
-        self._too_large_samples: int | None = None
-        self._retried_elements: int | None = None
+        self._held_elements = [0] * num_levels
+        self._failed_elements: list[int | None] = [None] * num_levels
+        self._too_large_rung: int | None = None
+        self._retried: set[tuple[int, int, bool]] = set()
 
     @property
     def in_force(self) -> int:
-        """The micro-batch in force, in samples."""
-        return self.sizes[self._rung]
+        """The rung in force."""
+        return self._rung
 
-    def start_at(self, num_samples: int) -> None:
-        """Begin at the largest rung that is at most ``num_samples``."""
-        self._rung = next((rung for rung, size in enumerate(self.sizes) if size <= num_samples), len(self.sizes) - 1)
+    def is_last(self, rung: int) -> bool:
+        """Whether no rung comes after this one."""
+        return rung == self._usable[-1]
+
+    def start_at(self, num_samples: int, level: int = 0) -> None:
+        """Begin at the first rung of at most ``num_samples`` of a level, or of a further level."""
+        sizes = ((rung, self.sizes[rung]) for rung in self._usable)
+        rungs = (rung for rung, size in sizes if (-size.level, size.samples) <= (-level, num_samples))
+        self._rung = next(rungs, self._usable[-1])
 
     def choose(self, elements_per_sample: float) -> int:
-        """The micro-batch for a batch of this shape: the one in force, or a smaller one below the known limit."""
-        if self._too_large_samples is not None:
-            self._note_limit(math.ceil(self._too_large_samples * elements_per_sample))
-            self._too_large_samples = None
-        if (
-            self._rung > 0
-            and self._num_clean_steps >= self._grow_after
-            and self._is_allowed(self._rung - 1, elements_per_sample)
-        ):
-            self._rung -= 1
+        """The rung for a batch of this shape: the one in force, or a later one below the known limit."""
+        if self._too_large_rung is not None:
+            for samples, level in self.sizes[: self._too_large_rung + 1]:  # earlier rungs need more
+                self._note_limit(level, math.ceil(samples * elements_per_sample))
+            self._too_large_rung = None
+        larger = [rung for rung in self._usable if rung < self._rung][-1:]
+        if larger and self._num_clean_steps >= self._grow_after and self._is_allowed(larger[0], elements_per_sample):
+            self._rung = larger[0]
             self._num_clean_steps = 0
-        allowed = (rung for rung in range(self._rung, len(self.sizes)) if self._is_allowed(rung, elements_per_sample))
-        return self.sizes[next(allowed, len(self.sizes) - 1)]
+        rungs = (rung for rung in self._usable if rung >= self._rung)
+        return next((rung for rung in rungs if self._is_allowed(rung, elements_per_sample)), self._usable[-1])
 
     def _is_allowed(self, rung: int, elements_per_sample: float) -> bool:
-        return self._failed_elements is None or self.sizes[rung] * elements_per_sample < self._failed_elements
+        samples, level = self.sizes[rung]
+        failed_elements = self._failed_elements[level]
+        return failed_elements is None or samples * elements_per_sample < failed_elements
 
-    def held(self, num_elements: int) -> None:
+    def held(self, rung: int, num_elements: int) -> None:
         """A step with micro-batches of up to ``num_elements`` went through."""
+        level = self.sizes[rung].level
         self._num_clean_steps += 1
-        self._held_elements = max(self._held_elements, num_elements)
-        self._retried_elements = None
+        self._held_elements[level] = max(self._held_elements[level], num_elements)
+        self._retried.clear()
 
-    def failed(self, num_samples: int, num_elements: int) -> int | None:
-        """Memory ran out with micro-batches of this size: the size to try next, or ``None`` if none is left."""
+    def failed(self, rung: int, num_samples: int, num_elements: int, needs_other_level: bool = False) -> int | None:
+        """Memory ran out: the rung to try next, which may be the same once more, or ``None`` if none is left.
+
+        Args:
+            rung: what it ran out with.
+            num_samples: samples of a pass, which are fewer than the rung's in a small batch.
+            num_elements: elements of a pass.
+            needs_other_level: it ran out where the size of a pass changes nothing.
+        """
         self._num_clean_steps = 0
-        smaller = [rung for rung, size in enumerate(self.sizes) if size < num_samples]
-        has_held = num_elements <= self._held_elements
-        if (has_held or not smaller) and self._retried_elements != num_elements:
-            self._retried_elements = num_elements
-            return num_samples
-        self._note_limit(num_elements)
+        level = self.sizes[rung].level
+        smaller = [
+            later
+            for later in self._usable
+            if self.sizes[later].level > level
+            or (later > rung and self.sizes[later].samples < num_samples and not needs_other_level)
+        ]
+        has_held = num_elements <= self._held_elements[level]
+        this = rung, num_elements, needs_other_level
+        if (has_held or not smaller or needs_other_level) and this not in self._retried:
+            self._retried.add(this)
+            return rung
+        if not needs_other_level:
+            self._note_limit(level, num_elements)
         if not smaller:
+            self._retried.clear()
             return None
+        if needs_other_level:
+            self._note_limit(level, 1)  # no pass is small enough there
         # An outlier batch may already run below the rung in force; only a failure at that rung moves it.
-        if num_samples >= self.in_force:
+        if rung <= self._rung:
             self._rung = smaller[0]
-        return self.sizes[smaller[0]]
+        return smaller[0]
 
-    def _note_limit(self, num_elements: int) -> None:
-        self._held_elements = min(self._held_elements, num_elements - 1)
-        self._failed_elements = min(num_elements, self._failed_elements or num_elements)
+    def _note_limit(self, level: int, num_elements: int) -> None:
+        self._held_elements[level] = min(self._held_elements[level], num_elements - 1)
+        self._failed_elements[level] = min(num_elements, self._failed_elements[level] or num_elements)
 
-    def state_dict(self) -> dict[str, int | None]:
+    def state_dict(self) -> dict[str, Any]:
         """What a checkpoint needs to go on with the same sizes."""
+        samples, level = self.sizes[self._rung]
         return {
-            "size": self.in_force,
+            "size": samples,
+            "level": level,
             "num_clean_steps": self._num_clean_steps,
-            "held_elements": self._held_elements,
-            "failed_elements": self._failed_elements,
-            "too_large_samples": self._too_large_samples,
+            "held_elements": [*self._held_elements],
+            "failed_elements": [*self._failed_elements],
+            "too_large_rung": self._too_large_rung,
         }
 
-    def load_state_dict(self, state: dict[str, int | None]) -> None:
-        """Go on from what `state_dict` returned."""
-        self.start_at(state["size"] or 1)
-        self._num_clean_steps = state["num_clean_steps"] or 0
-        self._held_elements = state["held_elements"] or 0
-        self._failed_elements = state["failed_elements"]
-        self._too_large_samples = state.get("too_large_samples")
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what `state_dict` returned; what is of levels that are no more is left out."""
+        self.start_at(state["size"], state.get("level", 0))
+        self._num_clean_steps = state["num_clean_steps"]
+        num_levels = len(self._held_elements)
+        self._held_elements = ([*_by_level(state["held_elements"]), *self._held_elements])[:num_levels]
+        self._failed_elements = ([*_by_level(state["failed_elements"]), *self._failed_elements])[:num_levels]
+        self._too_large_rung = state.get("too_large_rung")
+
+
+def _by_level(limits: list[int | None] | int | None) -> list[Any]:
+    """The limits of a checkpoint, which had one for all before there were levels."""
+    return limits if isinstance(limits, list) else [limits]
+
+
+def _falls(sizes: Sequence[Size]) -> bool:
+    """Whether sizes are positive and fall within each level, and the levels count up from 0."""
+    if not sizes or sizes[0].level != 0 or any(size.samples < 1 for size in sizes):
+        return False
+    return all(
+        after.level == before.level + 1 or (after.level == before.level and after.samples < before.samples)
+        for before, after in pairwise(sizes)
+    )

@@ -31,7 +31,9 @@ from plimsoll.records.trace import Phase, Trace
 from plimsoll.run.boundary import Position
 from plimsoll.run.commit import ADDRESS_OF
 from plimsoll.run.job_step import step_of
+from plimsoll.run.rungs import samples_of
 from plimsoll.run.step import TrainStep
+from plimsoll.techniques import Choices
 from plimsoll.workload import LossFunction, Precision, Units, batch_size_of, split_batch
 
 _MOST_PIECES = 2
@@ -84,8 +86,13 @@ class StageBackend:
         """Do nothing."""
 
 
-def rehearse_job(
-    job: Job, texts: TextSketch, lowering: Lowering, micro_batch: int, lengths: tuple[int, ...] = ()
+def rehearse_job(  # noqa: PLR0917 -- one call
+    job: Job,
+    texts: TextSketch,
+    lowering: Lowering,
+    choices: Choices,
+    lengths: tuple[int, ...] = (),
+    num_steps: int = 3,
 ) -> Trace:
     """Trace the training of a job.
 
@@ -93,39 +100,44 @@ def rehearse_job(
         job: the job.
         texts: what its model must know of the data.
         lowering: the target.
-        micro_batch: samples of one forward and backward pass.
-        lengths: the tokens that the batches of the steps are padded to; by default ``sequence_length``, three times.
+        choices: the techniques, a micro-batch among them.
+        lengths: the tokens that the batches of the steps are padded to; by default ``sequence_length``.
+        num_steps: where no lengths are given; with two, what follows an evaluation is not seen.
 
     Raises:
         JobError: if the model or the optimizer cannot be built.
         InputError: if the model cannot be traced.
     """
-    num_samples = _rehearsed_samples(job.batch_size, micro_batch)
-    batches = [_batch(job, texts, num_samples, length) for length in lengths or (job.sequence_length,) * 3]
+    num_samples = rehearsed_samples(job.batch_size, samples_of(choices))
+    batches = [_batch(job, texts, num_samples, length) for length in lengths or (job.sequence_length,) * num_steps]
     held_out = _batch(job, texts, job.batch_size, job.sequence_length) if job.data.validation else None
 
     def trace_with(keeps_all: bool) -> Trace:
         position = Position()
         with _stage(lowering, position, keeps_all) as stage:
-            _train_job(job, texts, stage, position, lowering, micro_batch, batches, held_out)
-        return stage.trace()
+            step = _train_job(job, texts, stage, position, lowering, choices, batches, held_out)
+            trace = stage.trace()
+            step.close()
+        return trace
 
     return with_unknown_lengths(trace_with)
 
 
 def _train_job(  # noqa: PLR0917 -- one call
-    job: Job, texts: TextSketch, stage: Rehearsal, position: Position, lowering: Lowering, micro_batch: int,
+    job: Job, texts: TextSketch, stage: Rehearsal, position: Position, lowering: Lowering, choices: Choices,
     batches: list[Any], held_out: Any | None,
-) -> None:  # fmt: skip
+) -> TrainStep:  # fmt: skip
     """Do on a stage what a training process does."""
     with failures_explained("the model of this job", stage):
         model = build_model(job, *texts).train()
     model.to(lowering.device)
     stage.recorder.know_model(model)
     optimizer = build_optimizer(job.optimizer, model.parameters())
-    step = step_of(job, model, optimizer, micro_batch, backend=StageBackend(lowering.kind), position=position)
+    step = step_of(job, model, optimizer, [choices], backend=StageBackend(lowering.kind), position=position)
+    stage.recorder.know_model(step.workload.model)  # a technique may have exchanged it
     with failures_explained("the model of this job", stage):
         _rehearse(stage, step, batches, held_out, has_states=bool(job.evaluate_every))
+    return step
 
 
 def rehearse_step(
@@ -157,7 +169,7 @@ def rehearse_step(
         InputError: if the model fails, or cannot be traced.
     """
     num_samples = batch_size_of(batch)
-    cut = split_batch(batch, _rehearsed_samples(num_samples, micro_batch or num_samples))[0]
+    cut = split_batch(batch, rehearsed_samples(num_samples, micro_batch or num_samples))[0]
 
     def trace_with(keeps_all: bool) -> Trace:
         position = Position()
@@ -204,7 +216,7 @@ def _rehearse(stage: Rehearsal, step: TrainStep, batches: list[Any], held_out: A
         step.evaluate([stage.fake_batch(held_out)])
 
 
-def _rehearsed_samples(batch_size: int, micro_batch: int) -> int:
+def rehearsed_samples(batch_size: int, micro_batch: int) -> int:
     """A batch of at most `_MOST_PIECES` micro-batches that ends as the whole batch does."""
     if -(-batch_size // micro_batch) <= _MOST_PIECES:
         return batch_size

@@ -22,7 +22,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -31,14 +32,17 @@ from torch import nn
 
 from plimsoll.device.base import Backend, backend_for
 from plimsoll.errors import DataError, InputError, NonFiniteLossError, OutOfMemoryError
+from plimsoll.records.plan import Choice
 from plimsoll.records.run import OomEvent
 from plimsoll.run.boundary import Position, attempt
 from plimsoll.run.checks import described, device_of, refuse, refuse_unclear_labels
 from plimsoll.run.commit import StepCommit
+from plimsoll.run.early import EarlyUpdate, early_update
 from plimsoll.run.evaluate import Evaluation, Evaluator
 from plimsoll.run.failpoints import failpoint
 from plimsoll.run.pieces import Shape, autocast, no_way_out, weighted_pieces
-from plimsoll.run.recover import Ladder, micro_batch_sizes, state_after_death
+from plimsoll.run.recover import Ladder, Size, micro_batch_sizes, state_after_death
+from plimsoll.run.rungs import Rungs
 from plimsoll.run.undo import Undo
 from plimsoll.workload import (
     LossFunction,
@@ -64,6 +68,7 @@ class StepResult:
     num_samples: int
     num_units: int
     micro_batch: int
+    rung: int
     gradient_norm: float | None
     learning_rate: float
     step_seconds: float
@@ -91,6 +96,8 @@ class TrainStep:
             (the same, for a causal model that shifts the labels), or a function from a batch to a number. It may be
             left out where the model computes its own loss and each sample has one label.
         micro_batch: samples per forward and backward pass to begin with; ``None`` begins with the whole batch.
+        rungs: in place of ``micro_batch``, the choices of a plan and of its fallbacks (``[rung.choices for rung in
+            plan.rungs]``): the techniques to begin with, and what to change to, in order, when memory runs out.
         clip_norm: the global gradient norm to clip to, after accumulation.
         schedule: a learning-rate schedule, stepped after every update.
         precision: ``"fp32"``, or ``"bf16"`` / ``"fp16"`` by autocast (fp16 with a gradient scaler).
@@ -111,6 +118,7 @@ class TrainStep:
         *,
         units: Units | None = None,
         micro_batch: int | None = None,
+        rungs: Sequence[Sequence[Choice]] | None = None,
         clip_norm: float | None = None,
         schedule: torch.optim.lr_scheduler.LRScheduler | None = None,
         precision: Precision = "fp32",
@@ -121,16 +129,22 @@ class TrainStep:
     ) -> None:
         device = device_of(model)
         refuse(model, optimizer, precision, micro_batch, loss=loss, units=units)
+        if rungs and micro_batch is not None:
+            raise InputError(
+                f"micro_batch={micro_batch} was given with {len(rungs)} rungs, which have micro-batches of their own: "
+                "leave one of the two out"
+            )
         self._units_are_assumed = units is None
         self._has_own_loss = loss is not model_loss
         self.workload = Workload(model, optimizer, loss, units or "samples", schedule, clip_norm, precision, device)
         self.position = position or Position()
         self.backend: Backend = backend or backend_for(str(device))
         self.ladder: Ladder | None = None
-        self._learned: dict[str, int | None] | None = None
+        self._rungs = Rungs(self.workload, rungs or ())
+        model, optimizer, precision = self.workload.model, self.workload.optimizer, self.workload.precision
+        self._learned: dict[str, Any] | None = None
         self._first_micro_batch = micro_batch
         self._recut_batch_norm = recut_batch_norm
-        self._update_has_failed = False
         self._grow_after = grow_after
         self._batch_norms = [
             module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)
@@ -138,18 +152,28 @@ class TrainStep:
         self._parameters = list(model.parameters())  # walking the modules anew in every step would cost more
         self._undo = Undo(model, self.backend)
         self._commit = StepCommit(optimizer, self.backend, self.position)
+        self._early: EarlyUpdate | None = None
         self._evaluator = Evaluator(self.workload, self.backend, self.position, self._shape_of, grow_after)
-        if micro_batch is not None:
-            self._evaluator.begin_at(micro_batch)
+        if micro_batch is not None or rungs:
+            self._evaluator.begin_at(micro_batch or self._rungs.sizes[0].samples)
         self._scaler = torch.amp.GradScaler(device.type) if precision == "fp16" else None
 
     @property
     def micro_batch(self) -> int | None:
         """The micro-batch in force, in samples; ``None`` before the first batch if none was given."""
-        if self.ladder is None:
-            is_cut = self._learned is not None and not self._must_stay_whole()
-            return self._learned["size"] if self._learned and is_cut else self._first_micro_batch
-        return self.ladder.in_force
+        if self.ladder is not None or self._rungs.sizes:
+            ladder = self._ladder_for(0)
+            return ladder.sizes[ladder.in_force].samples
+        if self._learned is not None and not self._must_stay_whole():
+            return int(self._learned["size"])
+        return self._first_micro_batch
+
+    @property
+    def rung(self) -> int:
+        """The rung in force; 0 before the first batch, unless a checkpoint or a death says otherwise."""
+        if self.ladder is None and not self._rungs.sizes:
+            return 0
+        return self._ladder_for(0).in_force
 
     @property
     def num_steps(self) -> int:
@@ -172,28 +196,28 @@ class TrainStep:
         shape = self._shape_of(batch)
         self._refuse_no_target(shape)
         ladder = self._ladder_for(shape.num_samples)
-        size = min(ladder.choose(shape.elements_per_sample), shape.num_samples)
-        self._refuse_recut(size, shape)
+        rung = ladder.choose(shape.elements_per_sample)
+        self._refuse_recut(ladder.sizes[rung].samples, shape)
         events: list[OomEvent] = []
         self._undo.remember()
         self._drop_gradients()
-        self._update_has_failed = False
         outcome: _Outcome | OomEvent | None = None
         try:
             while not isinstance(outcome, _Outcome):
+                size = min(ladder.sizes[rung].samples, shape.num_samples)
                 self.position.micro_batch = size
-                outcome = self._run(batch, size, shape)
+                outcome = self._run(batch, ladder.sizes[rung]._replace(samples=size), shape)
                 if isinstance(outcome, OomEvent):
                     self._put_back()
-                    event = self._with_next_size(outcome, size, shape)
+                    event, following = self._after_oom(outcome, rung, shape)
                     _note(event, events, on_oom)
-                    if event.next_micro_batch is None:
+                    if following is None:
                         raise OutOfMemoryError(no_way_out(event, size, shape, self._must_stay_whole()))
-                    size = event.next_micro_batch
+                    rung = following
         finally:
             if not isinstance(outcome, _Outcome):
                 self._put_back()
-        ladder.held(math.ceil(size * shape.elements_per_sample))
+        ladder.held(rung, math.ceil(size * shape.elements_per_sample))
         self._after_update(outcome.updated)
         for event in self._commit.recovered:
             _note(event, events, on_oom)
@@ -202,6 +226,7 @@ class TrainStep:
             num_samples=shape.num_samples,
             num_units=shape.num_units,
             micro_batch=size,
+            rung=rung,
             step_seconds=time.perf_counter() - started,
             oom_events=tuple(events),
             **outcome._asdict(),
@@ -221,6 +246,7 @@ class TrainStep:
         return {
             "step": self.num_steps,
             "ladder": self.ladder.state_dict() if self.ladder else None,
+            "rungs": self._rungs.names,
             "scaler": self._scaler.state_dict() if self._scaler else None,
             "schedule": schedule.state_dict() if schedule else None,
         }
@@ -228,16 +254,23 @@ class TrainStep:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from what `state_dict` returned."""
         self.position.step = state["step"]
-        self.ladder, self._learned = None, state["ladder"]
+        self.ladder = None
+        self._learned = state["ladder"] if state.get("rungs", []) == self._rungs.names else None  # of another plan
         if self._scaler is not None and state["scaler"] is not None:
             self._scaler.load_state_dict(state["scaler"])
         if self.workload.schedule is not None and state["schedule"] is not None:
             self.workload.schedule.load_state_dict(state["schedule"])
 
-    def begin_again_at(self, micro_batch: int, too_large: int | None = None) -> None:
-        """After the process was killed for memory: with a smaller micro-batch (see `state_after_death`)."""
-        self.ladder, self._learned = None, state_after_death(self._learned, micro_batch, too_large)
-        self._evaluator.begin_at(micro_batch)
+    def begin_again_at(self, rung: int, too_large_rung: int | None = None) -> None:
+        """After the process was killed for memory: at a later one of the rungs given (see `state_after_death`)."""
+        size = self._rungs.sizes[rung]
+        self.ladder, self._learned = None, state_after_death(self._learned, size, too_large_rung)
+        self._evaluator.begin_at(size.samples)
+
+    def close(self) -> None:
+        """Take the techniques back: the model is as it was given, but for what it has learned."""
+        self._commit.forget()
+        self._rungs.close()
 
     def drop_optimizer_states(self) -> None:
         """Give back the memory of the optimizer's states, when no step follows."""
@@ -247,9 +280,9 @@ class TrainStep:
 
     # -- one try of a step ---------------------------------------------------------------------------------------------
 
-    def _run(self, batch: Any, micro_batch: int, shape: Shape) -> _Outcome | OomEvent:
+    def _run(self, batch: Any, size: Size, shape: Shape) -> _Outcome | OomEvent:
         """Gradients, clipping and update, cut into micro-batches; after an event the caller puts everything back."""
-        gradients = attempt(lambda: self._gradients(batch, micro_batch, shape), self.backend, self.position)
+        gradients = attempt(lambda: self._gradients_at(batch, size, shape), self.backend, self.position)
         if isinstance(gradients, OomEvent):
             return gradients
         loss, gradient_norm = gradients
@@ -265,11 +298,14 @@ class TrainStep:
         return _Outcome(loss, gradient_norm, learning_rate, updated=self._commit.was_called)
 
     def _after_update(self, updated: bool) -> None:
+        self._early = None
         self.position.step += 1
         if self._scaler is not None:
             self._scaler.update()
         if updated and self.workload.schedule is not None:
             self.workload.schedule.step()
+        for tidy_up in self.workload.after_step:
+            tidy_up()
 
     def _drop_gradients(self) -> None:
         """Of the model's parameters and of the optimizer's, which may be others."""
@@ -277,11 +313,22 @@ class TrainStep:
             for parameter in parameters:
                 parameter.grad = None
 
+    def _gradients_at(self, batch: Any, size: Size, shape: Shape) -> tuple[float, float | None]:
+        """Gradients with the techniques of a level, which are installed first if others were in force."""
+        if not self._rungs.is_in_force(size.level):
+            self.position.phase = "copy"
+            self._commit.forget()  # techniques may move what it has views of
+            self._rungs.use(size.level)
+        return self._gradients(batch, size.samples, shape)
+
     def _gradients(self, batch: Any, micro_batch: int, shape: Shape) -> tuple[float, float | None]:
         """Accumulate the gradients of the whole batch and clip them; returns the mean loss and the gradient norm."""
         total = torch.zeros((), device=self.workload.device)
-        for piece, share in weighted_pieces(batch, micro_batch, shape, self.workload.units):
-            total += self._forward_backward(piece, share)
+        by_length = self.workload.cuts_by_length
+        self._early = early_update(self.workload, micro_batch, shape.num_samples)
+        with self._early.in_backward() if self._early else nullcontext():
+            for piece, share in weighted_pieces(batch, micro_batch, shape, self.workload.units, by_length):
+                total += self._forward_backward(piece, share)
         loss = total.item()
         self._refuse_non_finite("loss", loss)
         self.position.phase = "clip"
@@ -313,6 +360,8 @@ class TrainStep:
         failpoint("loss")
         if share != 1:
             loss = loss * share
+        if self._early is not None:  # afterwards it would be too late
+            self._refuse_non_finite("loss", loss.item())
         self.position.phase = "backward"
         torch.autograd.backward(loss if self._scaler is None else self._scaler.scale(loss))
         failpoint("backward")
@@ -331,6 +380,9 @@ class TrainStep:
 
     def _put_back(self) -> None:
         self._drop_gradients()
+        if self._early is not None:
+            self._early.undo()
+            self._early = None
         self._commit.forget()
         self._undo.restore()
         if self._scaler is not None:
@@ -359,29 +411,42 @@ class TrainStep:
             )
 
     def _ladder_for(self, num_samples: int) -> Ladder:
-        """The ladder, made from the first batch and made anew for a larger one; the known limit is kept."""
+        """The ladder: of the rungs given, or made from the first batch, and anew for a larger one; limits are kept."""
         top = self._first_micro_batch or num_samples
-        if self.ladder is None or (self._first_micro_batch is None and top > self.ladder.sizes[0]):
+        is_fixed = bool(self._rungs.sizes) or self._first_micro_batch is not None
+        if self.ladder is None or (not is_fixed and top > self.ladder.sizes[0].samples):
             learned = self.ladder.state_dict() | {"size": top} if self.ladder else self._learned
-            self.ladder = Ladder((top,) if self._must_stay_whole() else micro_batch_sizes(top), self._grow_after)
+            sizes: Sequence[int | Size] = self._rungs.sizes or micro_batch_sizes(top)
+            whole = self._rungs.sizes[0].samples if self._rungs.sizes else top
+            self.ladder = Ladder(sizes, self._grow_after, least_samples=whole if self._must_stay_whole() else 1)
             if learned is not None:
                 self.ladder.load_state_dict(learned)
         return self.ladder
 
-    def _with_next_size(self, event: OomEvent, micro_batch: int, shape: Shape) -> OomEvent:
-        """Say in the event what is done next; without a ``next_micro_batch`` nothing is left to do."""
+    def _after_oom(self, event: OomEvent, rung: int, shape: Shape) -> tuple[OomEvent, int | None]:
+        """What is done next, and the event that says so; ``None`` where nothing is left to do."""
         assert self.ladder is not None
-        if event.phase == "optimizer":  # the graph is gone by then: a smaller micro-batch would leave as much room
-            following = None if self._update_has_failed else micro_batch
-            self._update_has_failed = True
-        else:
-            following = self.ladder.failed(micro_batch, math.ceil(micro_batch * shape.elements_per_sample))
+        before, samples = self.ladder.sizes[rung], min(self.ladder.sizes[rung].samples, shape.num_samples)
+        # In the update the graph is gone, and before the techniques are at work there is none: a smaller micro-batch
+        # would leave as much room.
+        needs_other_level = event.phase == "optimizer" or not self._rungs.is_in_force(before.level)
+        num_elements = math.ceil(samples * shape.elements_per_sample)
+        following = self.ladder.failed(rung, samples, num_elements, needs_other_level)
         if following is None:
-            return event.model_copy(update={"survived": False, "action": "stopped: nothing is left to try"})
-        if event.phase == "optimizer" or following == self.ladder.sizes[-1]:
+            stopped = {"rung": rung, "survived": False, "action": "stopped: nothing is left to try"}
+            return event.model_copy(update=stopped), None
+        after = self.ladder.sizes[following]
+        if needs_other_level or self.ladder.is_last(following):
             self.backend.release(last_resort=True)
-        what = "same micro-batch once more" if following == micro_batch else f"micro-batch {micro_batch} -> {following}"
-        return event.model_copy(update={"next_micro_batch": following, "action": what})
+        next_size = min(after.samples, shape.num_samples)
+        action = f"micro-batch {samples} -> {next_size}" if next_size != samples else "same micro-batch"
+        if after.level != before.level:
+            action += f" with {self._rungs.described(after.level)}"
+        elif following == rung:
+            action += " once more"
+        return event.model_copy(
+            update={"next_micro_batch": next_size, "rung": rung, "next_rung": following, "action": action}
+        ), following
 
     def _must_stay_whole(self) -> bool:
         return not self._recut_batch_norm and any(module.training for module in self._batch_norms)

@@ -93,18 +93,18 @@ class _End(NamedTuple):
 class _Retries:
     """What the next training process is given, and when to stop giving it."""
 
-    sizes: tuple[int, ...]
+    num_rungs: int
     beginning: tuple[str, ...]
     num_deaths: int = 0
     num_fruitless: int = 0
-    micro_batch: int | None = None
-    too_large: int | None = None
+    rung: int | None = None
+    too_large_rung: int | None = None
     deaths_at: Counter[int] = field(default_factory=Counter)
 
     def arguments(self) -> list[str]:
         """Further arguments for ``plimsoll train-worker``."""
-        sizes = {"--micro-batch": self.micro_batch, "--too-large": self.too_large if self.micro_batch else None}
-        given = (word for name, size in sizes.items() if size is not None for word in (name, str(size)))
+        rungs = {"--rung": self.rung, "--too-large-rung": self.too_large_rung if self.rung is not None else None}
+        given = (word for name, rung in rungs.items() if rung is not None for word in (name, str(rung)))
         return [*self.beginning, *given, "--restarts", str(self.num_deaths)]
 
     def note_begun(self) -> None:
@@ -112,23 +112,23 @@ class _Retries:
         self.beginning = ("--resume-newest",)
 
     def note_saved(self) -> None:
-        """A process wrote a checkpoint, in which its micro-batch is kept, too."""
-        self.num_fruitless, self.micro_batch = -1, None
+        """A process wrote a checkpoint, in which its rung is kept, too."""
+        self.num_fruitless, self.rung = -1, None
 
     def note_death(self, cause: _Cause, in_force: int, has_held: bool) -> int:
-        """Count a death; returns the micro-batch that is in force next."""
+        """Count a death; returns the rung that is in force next."""
         self.num_deaths += 1
         self.num_fruitless += 1
         if not cause.may_be_memory:
-            return self.micro_batch or in_force
+            return in_force if self.rung is None else self.rung
         self.deaths_at[in_force] += 1
         # As in a step: what held before may have died of what another program took, and gets one more try later on.
         if not has_held or self.deaths_at[in_force] > 1:
-            self.too_large = min(in_force, self.too_large or in_force)
-        following = next((size for size in self.sizes if size < in_force), in_force)
-        if following < min(in_force, self.micro_batch or in_force):
+            self.too_large_rung = max(in_force, self.too_large_rung or 0)
+        following = min(in_force + 1, self.num_rungs - 1)
+        if following > max(in_force, self.rung or 0):
             self.num_fruitless = 0
-        self.micro_batch = following
+        self.rung = following
         return following
 
 
@@ -147,7 +147,8 @@ def supervise(directory: RunDirectory, worker_arguments: tuple[str, ...] = (), q
         OutOfMemoryError: if it keeps being killed for memory without getting further.
         KilledError: if it keeps being killed for another reason, or crashes.
     """
-    retries = _Retries(Plan.load(directory.plan).micro_batches, worker_arguments)
+    rungs = Plan.load(directory.plan).rungs
+    retries = _Retries(len(rungs), worker_arguments)
     shown = ["--quiet"] if quiet else []
     while True:
         kills_before, num_starts = oom_kill_count(), len(_starts(directory))
@@ -160,15 +161,15 @@ def supervise(directory: RunDirectory, worker_arguments: tuple[str, ...] = (), q
             retries.note_begun()
             if _has_saved(directory):
                 retries.note_saved()
-        in_force = directory.micro_batch_in_force() or retries.sizes[0]
-        # A process that died while it was loading says nothing against a micro-batch.
+        in_force = directory.rung_in_force() or 0
+        # A process that died while it was loading says nothing against a rung.
         has_held = not has_begun or _has_held(directory, in_force)
         following = retries.note_death(death.cause, in_force, has_held)
         saved_step = _last_saved_step(directory)
         gives_up = death.cause is _Cause.CRASH or retries.num_fruitless >= _MOST_DEATHS_WITHOUT_PROGRESS
-        _note(directory, death, None if gives_up else saved_step, following)
+        _note(directory, death, None if gives_up else saved_step, following, rungs[following].micro_batch)
         if gives_up:
-            what_happened = _what_happened(death, retries.num_fruitless, saved_step, in_force)
+            what_happened = _what_happened(death, retries.num_fruitless, saved_step, rungs[in_force].micro_batch)
             raise death.error(what_happened, death.cause.value, " with --resume" if saved_step else " with --force")
 
 
@@ -216,6 +217,33 @@ def prepare_data(directory: RunDirectory, cache: Path, quiet: bool, again: bool 
     remedy = "free memory on the machine, or give the path of an existing tokenizer"
     raise death.error(
         f"the process that prepares the data in {cache} was killed ({death.signal_name})",
+        remedy if death.cause.may_be_memory else death.cause.value,
+    )
+
+
+def make_plan(directory: RunDirectory, arguments: tuple[str, ...], quiet: bool) -> int:
+    """Plan the training in a process of its own, which imports torch.
+
+    Args:
+        directory: the run directory, with its ``job.yaml``.
+        arguments: of ``plimsoll plan-worker``.
+        quiet: show no progress.
+
+    Returns:
+        its exit code.
+
+    Raises:
+        OutOfMemoryError: if it is killed for memory.
+        KilledError: if it is killed for another reason, or crashes.
+    """
+    kills_before = oom_kill_count()
+    end = _run_worker(["plan-worker", str(directory.path), *arguments, *(["--quiet"] if quiet else [])])
+    death = _death(end, kills_before, has_host_budget=False)
+    if death is None:
+        return end.exit_code
+    remedy = "free memory on the machine, or train without a plan (--no-plan)"
+    raise death.error(
+        f"the process that plans the run in {directory.path} was killed ({death.signal_name})",
         remedy if death.cause.may_be_memory else death.cause.value,
     )
 
@@ -302,7 +330,9 @@ def _has_host_budget(directory: RunDirectory) -> bool:
     return budget.host_bytes is not None or (budget.device_bytes is not None and is_on_cpu)
 
 
-def _note(directory: RunDirectory, death: _Death, restarted_from_step: int | None, following: int) -> None:
+def _note(
+    directory: RunDirectory, death: _Death, restarted_from_step: int | None, following: int, micro_batch: int
+) -> None:
     lines = directory.lines()
     last = lines[-1].time_seconds if lines else 0.0
     directory.append(
@@ -311,13 +341,14 @@ def _note(directory: RunDirectory, death: _Death, restarted_from_step: int | Non
             signal=death.signal_name,
             evidence=death.evidence,
             restarted_from_step=restarted_from_step,
-            next_micro_batch=following,
+            next_rung=following,
+            next_micro_batch=micro_batch,
         )
     )
     then = (
         "giving up"
         if restarted_from_step is None
-        else f"going on from step {restarted_from_step} with micro-batch {following}"
+        else f"going on from step {restarted_from_step} with micro-batch {micro_batch}"
     )
     print(f"training process killed ({death.signal_name}): {death.evidence}; {then}", file=sys.stderr)
 
@@ -334,8 +365,8 @@ def _has_saved(directory: RunDirectory) -> bool:
     return False
 
 
-def _has_held(directory: RunDirectory, micro_batch: int) -> bool:
-    return any(isinstance(line, StepLine) and line.micro_batch >= micro_batch for line in directory.lines())
+def _has_held(directory: RunDirectory, rung: int) -> bool:
+    return any(isinstance(line, StepLine) and line.rung <= rung for line in directory.lines())
 
 
 def _last_saved_step(directory: RunDirectory) -> int:

@@ -27,7 +27,7 @@ from plimsoll.memory.lowering.cuda import CudaLowering
 from plimsoll.memory.predict import Counted, count_on_cpu, count_on_cuda
 from plimsoll.records.comparison import Calibration
 from plimsoll.records.gpu import DeviceSpec
-from plimsoll.records.heap import DEFAULT_HEAP, FAST_HEAP
+from plimsoll.records.heap import DEFAULT_HEAP, FAST_HEAP, HeapRules
 from plimsoll.records.job import Job
 from plimsoll.records.prediction import Estimate, Prediction
 from plimsoll.records.trace import Trace
@@ -61,20 +61,26 @@ class Target:
         major, _, minor = (self.spec.architecture or "8.0").partition(".")
         return CudaLowering((int(major), int(minor)))
 
-    def count(self, trace: Trace) -> Counted:
-        """Count a trace that was lowered to here."""
-        counted = self._counted(trace)
+    def count(self, trace: Trace, heap: HeapRules | None = None) -> Counted:
+        """Count a trace that was lowered to here.
+
+        Args:
+            trace: the trace.
+            heap: how the heap of a CPU is set up; ``None`` is as a training without a plan sets it.
+        """
+        counted = self._counted(trace, heap)
         learned = self.calibration.targets.get(trace.lowered_to) if self.calibration else None
         return replace(counted, learned=learned.live_ratio) if learned else counted
 
-    def _counted(self, trace: Trace) -> Counted:
+    def _counted(self, trace: Trace, heap: HeapRules | None) -> Counted:
         if self.spec is not None:
             return count_on_cuda(trace, self.spec, self.limit_bytes, rules_from_environment(os.environ))
         assert self.baseline is not None
         import torch
 
         kept = kept_by_libraries(trace.texts, torch.get_num_threads())
-        return count_on_cpu(trace, self.baseline + kept, FAST_HEAP if self.has_budget else DEFAULT_HEAP)
+        rules = heap or (FAST_HEAP if self.has_budget else DEFAULT_HEAP)
+        return count_on_cpu(trace, self.baseline + kept, rules)
 
     def fits(self, counted: Counted) -> bool:
         """Whether the likely peak is within the limit."""
@@ -160,15 +166,30 @@ def job_baseline(job: Job) -> Estimate:
     Raises:
         DeviceError: if it cannot be started.
     """
+    return started_baseline(job)()
+
+
+def started_baseline(job: Job) -> Callable[[], Estimate]:
+    """Start the process of `job_baseline`, and return what waits for its answer."""
     command = [sys.executable, "-m", "plimsoll", "baseline-worker"]
-    child = subprocess.run(command, input=job.to_json(), capture_output=True, text=True, check=False)
-    if child.returncode != 0:
-        last = child.stderr.strip().splitlines()[-1:] or ["no message"]
-        raise DeviceError(
-            f"cannot start a process to see what a training takes before it has a model (exit {child.returncode}: "
-            f"{last[0]}): check that {sys.executable} runs"
-        )
-    return _measured(int(child.stdout))
+    pipe = subprocess.PIPE
+    child = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+    assert child.stdin is not None
+    child.stdin.write(job.to_json())  # which is less than a pipe holds
+    child.stdin.close()
+    child.stdin = None
+
+    def answer() -> Estimate:
+        output, errors = child.communicate()
+        if child.returncode != 0:
+            last = errors.strip().splitlines()[-1:] or ["no message"]
+            raise DeviceError(
+                f"cannot start a process to see what a training takes before it has a model (exit {child.returncode}: "
+                f"{last[0]}): check that {sys.executable} runs"
+            )
+        return _measured(int(output))
+
+    return answer
 
 
 def own_baseline(traced_bytes: int) -> Estimate:

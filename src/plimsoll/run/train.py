@@ -165,6 +165,7 @@ def note_step(training: Training, batch: Batch, result: StepResult) -> None:
         learning_rate=result.learning_rate,
         step_seconds=result.step_seconds,
         micro_batch=result.micro_batch,
+        rung=result.rung,
         peak_bytes=use.peak_bytes,
         updated=result.updated,
         memory=samples,
@@ -256,6 +257,7 @@ def _finish(training: Training) -> None:
     training.step.drop_optimizer_states()
     if not training.job.evaluate_every or training.job.steps % training.job.evaluate_every:
         _evaluate(training)
+    training.step.close()
     fitting(lambda: save_model(training.parts.model, training.directory.model), training.backend, "writing the model")
 
 
@@ -264,6 +266,7 @@ def _start_line(training: Training, restarts: int) -> StartLine:
         time_seconds=training.sampler.seconds(),
         step=training.step.num_steps,
         micro_batch=training.step.micro_batch or training.job.batch_size,
+        rung=training.step.rung,
         baseline_bytes=training.backend.use().used_bytes,
         restarts=restarts,
         wall_time=datetime.now(UTC).isoformat(timespec="seconds"),

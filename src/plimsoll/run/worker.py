@@ -38,6 +38,38 @@ def prepare_run(path: Path, cache: Path, quiet: bool, again: bool = False) -> No
     prepared.save(directory.prepared)
 
 
+def plan_run(path: Path, given: Path | None, pins: tuple[str, ...], forbids: tuple[str, ...], quiet: bool) -> None:
+    """Make the plan of a run directory, or take one from a file.
+
+    Args:
+        path: the run directory, with its ``job.yaml``; the budget of a plan that is given is written into it.
+        given: a plan made before; it must be of this job.
+        pins: see `plimsoll.records.plan.parse_pin`.
+        forbids: names of techniques.
+        quiet: show nothing on standard error.
+
+    Raises:
+        BudgetError: if nothing fits the budget; it says what would.
+        InputError: if the plan that is given is of something else, or the pins contradict each other.
+    """
+    from plimsoll.records.plan import parse_pin
+    from plimsoll.report.progress import spinner
+    from plimsoll.run.plan import plan_job, require_same, require_that_fits
+
+    _end_with_supervisor()
+    directory = RunDirectory(path)
+    job = Job.from_yaml(directory.job)
+    if given is None:
+        with spinner(quiet) as progress:
+            plan = plan_job(job, pins=[parse_pin(pin) for pin in pins], forbids=forbids, progress=progress)
+        require_that_fits(plan)
+    else:
+        plan = Plan.load(given)
+        job = require_same(plan, job, str(given))
+        directory.write_job(job)
+    plan.save(directory.plan)
+
+
 # long: what a start does, in its order, with the imports it needs
 def train_run(
     path: Path,
@@ -45,8 +77,8 @@ def train_run(
     resume: bool,
     from_step: int | None,
     resume_newest: bool,
-    micro_batch: int | None,
-    too_large: int | None,
+    rung: int | None,
+    too_large_rung: int | None,
     restarts: int,
     quiet: bool,
 ) -> None:
@@ -57,8 +89,8 @@ def train_run(
         resume: go on from a checkpoint, which must exist.
         from_step: the step of that checkpoint; ``None`` for the newest.
         resume_newest: go on from the newest good checkpoint if there is one (after a death).
-        micro_batch: samples to begin with, after a death; ``None`` for the plan's, or the checkpoint's.
-        too_large: with ``micro_batch``, a micro-batch that is known to kill and not to be taken again.
+        rung: of the plan, to begin with after a death; ``None`` for the first, or the checkpoint's.
+        too_large_rung: with ``rung``, one that is known to kill and not to be taken again.
         restarts: how often the training process was killed before.
         quiet: show nothing on standard error.
     """
@@ -99,7 +131,7 @@ def train_run(
         if host is not None and job.budget.host_bytes is not None:
             stack.enter_context(host.limited(job.budget.host_bytes))
         parts = fitting(lambda: assemble(job, prepared, device), backend, "building the model")
-        step = step_of(job, parts.model, parts.optimizer, plan.micro_batches[0], schedule=parts.schedule)
+        step = step_of(job, parts.model, parts.optimizer, plan.choices_by_rung, schedule=parts.schedule)
         offset_seconds = max((line.time_seconds for line in directory.lines()), default=0.0)
         view = View(path.name, job.steps, "tokens" if job.task == "language-modeling" else "samples", quiet)
         training = Training(job, parts, step, directory, marks, MemorySampler(backend, offset_seconds), view, host)
@@ -108,8 +140,8 @@ def train_run(
         else:
             directory.keep_until(0)  # of a process that died before its first checkpoint, or whose are all torn
             checkpoint.remove_later(directory.checkpoints, 0)
-        if micro_batch is not None:
-            step.begin_again_at(micro_batch, too_large)
+        if rung is not None:
+            step.begin_again_at(rung, too_large_rung)
         train(training, restarts)
         export_tokenizer(Path(prepared.tokenizer_folder), directory.model)
 

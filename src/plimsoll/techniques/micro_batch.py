@@ -9,8 +9,7 @@ not cut unless the user allows it).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from typing import ClassVar
 
 from torch import nn
@@ -29,6 +28,7 @@ class MicroBatch:
     summary: ClassVar[str] = "the batch in pieces, whose gradients add up to the whole batch's"
     reaches: ClassVar[frozenset[Category]] = frozenset({"activations", "temporaries", "inputs"})
     is_for_the_run: ClassVar[bool] = False
+    may_be_faster: ClassVar[bool] = False
 
     def menu(self, workload: Workload, setting: Setting) -> Choices | str:
         """Every size that needs another number of pieces, largest first."""
@@ -50,14 +50,9 @@ class MicroBatch:
             return "the model has BatchNorm, whose statistics would be of each piece and not of the batch"
         return None
 
-    @contextmanager
-    def install(self, workload: Workload, choice: Choice) -> Iterator[None]:
-        """Say the size to the step."""
-        before, workload.micro_batch = workload.micro_batch, int(choice.options["samples"])
-        try:
-            yield
-        finally:
-            workload.micro_batch = before
+    def install(self, workload: Workload, choice: Choice) -> AbstractContextManager[None]:
+        """Do nothing: the step reads the size from the choice, because an outlier may need a smaller one."""
+        return nullcontext()
 
     @staticmethod
     def _must_stay_whole(workload: Workload, setting: Setting) -> bool:

@@ -53,7 +53,7 @@ def test_no_two_records_share_a_kind():
     assert len({cls.record_kind for cls in RECORDS}) == len(RECORDS)
 
 
-PLAN = {"record": "plan", "schema": 1, "budget": {}, "choices": []}
+PLAN = {"record": "plan", "schema": 2, "budget": {}, "rungs": []}
 
 
 @pytest.mark.parametrize(
@@ -67,12 +67,12 @@ PLAN = {"record": "plan", "schema": 1, "budget": {}, "choices": []}
         ({"budget": {}}, "x.json holds a record of kind None, but 'plan' is needed here: give that file"),
         ([PLAN], "x.json holds a record of kind 'list', but 'plan' is needed here: give that file"),
         (
-            PLAN | {"schema": 2},
-            "x.json has schema version 2 of record 'plan'; this Plimsoll reads version 1: use the Plimsoll that",
+            PLAN | {"schema": 3},
+            "x.json has schema version 3 of record 'plan'; this Plimsoll reads version 2: use the Plimsoll that",
         ),
         (
-            {"record": "plan", "schema": 1, "budget": {}},
-            "x.json is not a valid 'plan' record (choices: Field required): make the record again",
+            {"record": "plan", "schema": 2, "budget": {}},
+            "x.json is not a valid 'plan' record (rungs: Field required): make the record again",
         ),
         (PLAN | {"colour": 1}, "(colour: Extra inputs are not permitted)"),
         (PLAN | {"budget": {"device_bytes": -1}}, "(budget.device_bytes: Value error, cannot read -1 as a size"),
@@ -98,7 +98,7 @@ def test_a_file_that_cannot_be_read_is_a_record_error(tmp_path: Path):
 
 def test_a_record_cannot_be_changed(plan: Plan):
     with pytest.raises(ValueError, match="frozen"):
-        plan.choices = ()
+        plan.rungs = ()
 
 
 def test_writing_replaces_the_content_and_leaves_nothing_else(tmp_path: Path):

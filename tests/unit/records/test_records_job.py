@@ -30,6 +30,12 @@ def test_the_defaults(tmp_path: Path):
     assert (job.budget.device_bytes, job.budget.host_bytes) == (None, None)
 
 
+@pytest.mark.parametrize(("precision", "own"), [("fp32", "fp32"), ("bf16", "bf16"), ("fp16", "fp16"), ("auto", "fp32")])
+def test_a_precision_that_is_left_to_the_plan_is_fp32_without_one(tmp_path: Path, precision: str, own: str):
+    job = job_of(tmp_path, MINIMAL, f"precision={precision}")
+    assert (job.precision, job.own_precision) == (precision, own)
+
+
 def test_every_fault_is_told_at_once(tmp_path: Path):
     text = """
 modle: lstm
@@ -52,7 +58,7 @@ colour: blue
             "  data.trian: unknown field; did you mean `train`?",
             "  batch_size: Input should be greater than or equal to 1 (got 0)",
             "  seed: Input should be a valid integer, got a number with a fractional part (got 1.5)",
-            "  precision: Input should be 'fp32', 'bf16' or 'fp16' (got 'fp8')",
+            "  precision: Input should be 'fp32', 'bf16', 'fp16' or 'auto' (got 'fp8')",
             "  budget.device: cannot read 'lots' as a size in bytes: write a number and a unit (B, KiB, MiB, GiB, "
             "TiB, PiB, kB, MB, GB, TB or PB), for example 2GiB or 800MiB (got 'lots')",
             "  budget.hots: unknown field; did you mean `host`?",

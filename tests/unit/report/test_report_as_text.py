@@ -8,6 +8,7 @@ import pytest
 from report_records import MIB, cpu, empty_run, eventful_run, machine, plan, step_line
 from rich.console import Console, Group
 
+import plan_records
 import prediction_records
 from plimsoll.records.device import MemoryUse
 from plimsoll.records.prediction import WhatIf
@@ -29,6 +30,11 @@ SCREENS = {
     "machine.txt": as_text.machine_report(machine()),
     "device.txt": as_text.device_table(cpu()),
     "plan.txt": as_text.plan_report(plan()),
+    "plan-fits.txt": as_text.plan_report(plan_records.fitting_plan()),
+    "plan-wishes.txt": as_text.plan_report(plan_records.wished_plan()),
+    "plan-impossible.txt": as_text.plan_report(plan_records.impossible_plan()),
+    "plan-empty.txt": as_text.plan_report(plan_records.bare_plan()),
+    "run-planned.txt": as_text.run_report(eventful_run(plan=plan_records.fitting_plan())),
     "live-first.txt": as_text.live_panel("tiny", None, 200, {"device": use(200, 1024)}, None),
     "live.txt": as_text.live_panel(
         "tiny", step_line(50, loss=2.5), 200, {"device": use(512, 1024), "host": use(300, None)}, 245.0

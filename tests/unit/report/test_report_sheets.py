@@ -5,14 +5,15 @@ from __future__ import annotations
 import pytest
 from report_records import MIB, cpu, empty_run, eventful_run, gpu, step_line
 
+from plan_records import fitting_plan
 from plimsoll.records.device import Budget
-from plimsoll.records.plan import Choice, Plan
+from plimsoll.records.plan import Plan
 from plimsoll.records.run import EvaluationLine, OomEvent, Timeline
 from plimsoll.report import sheets
 
 
 def run_at(peak_bytes: int, limit_bytes: int | None):
-    plan = Plan(budget=Budget(device_bytes=limit_bytes), choices=())
+    plan = Plan(budget=Budget(device_bytes=limit_bytes), rungs=())
     return empty_run(plan=plan, timeline=Timeline(source="measured", time_seconds=(0.0,), used_bytes=(peak_bytes,)))
 
 
@@ -31,7 +32,7 @@ def run_at(peak_bytes: int, limit_bytes: int | None):
         ),
         (run_at(768 * MIB, None), "Peak 768.0 MiB; no budget was set."),
         (empty_run(), "Nothing was measured against the budget of 1.0 GiB."),
-        (empty_run(plan=Plan(budget=Budget(), choices=())), "Peak unknown; no budget was set."),
+        (empty_run(plan=Plan(budget=Budget(), rungs=())), "Peak unknown; no budget was set."),
     ],
 )
 def test_the_headline_says_whether_the_run_stayed_under_the_line(record, sentence):
@@ -107,28 +108,12 @@ def test_an_oom_event_shows_what_was_done():
     )
 
 
-def test_the_plan_shows_how_many_steps_each_rung_was_in_force():
-    assert sheets.plan_in_force_sheet(eventful_run()).rows == (
-        ("plan", "micro_batch samples=64", "2"),
-        ("fallback 1", "micro_batch samples=32", "2"),
-        ("fallback 2", "micro_batch samples=16", "0"),
-    )
-
-
-def test_the_smaller_last_batch_of_an_epoch_is_no_fallback():
-    steps = (step_line(1), step_line(2, num_samples=16, micro_batch=16), step_line(3, micro_batch=32))
-    steps += (step_line(4, num_samples=16, micro_batch=16),)
-    rows = sheets.plan_in_force_sheet(eventful_run(steps=steps)).rows
-    assert [row[-1] for row in rows] == ["2", "2", "0"]
-
-
-def test_choices_are_written_in_install_order():
-    choices = (
-        Choice(technique="recompute", options={"every": 2, "offload": True}),
-        Choice(technique="micro_batch", options={"samples": 4}),
-    )
-    assert sheets.choices_text(choices) == "recompute every=2 offload=True, micro_batch samples=4"
-    assert sheets.choices_text(()) == "nothing installed"
+def test_what_the_plan_said_stands_beside_what_was_measured():
+    """The steps after the first take 2 s each; those of another rung do not count."""
+    numbers = dict(sheets.key_numbers(eventful_run(plan=fitting_plan())))
+    assert (numbers["Predicted peak"], numbers["Predicted step"]) == ("1000.0 MiB", "1.9 s, measured 2.0 s")
+    steps = (step_line(1), step_line(2, rung=1))
+    assert dict(sheets.key_numbers(eventful_run(plan=fitting_plan(), steps=steps)))["Predicted step"] == "1.9 s"
 
 
 @pytest.mark.parametrize(("num_steps", "shown"), [(0, 0), (1, 1), (20, 20), (21, 11), (1000, 21)])

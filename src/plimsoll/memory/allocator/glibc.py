@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
 from plimsoll.records.heap import HeapRules
@@ -290,11 +290,13 @@ def replay(
     heap: GlibcHeap,
     live: dict[int, Handles] | None = None,
     beside_bytes: tuple[int, ...] = (),
+    trims_before: Collection[int] = (),
 ) -> HeapReplay:
     """Let a heap do what a trace says: ``(storage id, bytes to allocate)``, negative bytes for the storage's free.
 
     An id may be used again after its free. To go on with a heap, give the ``live`` of the replay before.
-    ``beside_bytes`` are small blocks that come and go with each storage (see `TENSOR_OBJECTS_BYTES`).
+    ``beside_bytes`` are small blocks that come and go with each storage (see `TENSOR_OBJECTS_BYTES`). Free pages are
+    given back before the deltas with the numbers ``trims_before``.
 
     Raises:
         KeyError: if a storage is freed that is not live.
@@ -303,6 +305,8 @@ def replay(
     resident_bytes: list[int] = []
     peak_bytes, index_of_highest = heap.resident_bytes, -1
     for index, (storage, num_bytes) in enumerate(deltas):
+        if index in trims_before:
+            heap.trim()
         if num_bytes < 0:
             for handle in handles.pop(storage):
                 heap.free(handle)

@@ -1,0 +1,72 @@
+"""What the commands that answer with one record have in common: the budget, where the answer goes, how it is given.
+
+Everything that can be refused is refused before the work, which takes seconds to minutes.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from plimsoll.records.base import Record
+    from plimsoll.report.render import Format
+
+_FORMATS: dict[str, Format] = {".html": "html", ".htm": "html", ".json": "json"}
+
+
+def limit_bytes_of(budget: str | None) -> int | None:
+    """Read ``--budget`` in bytes.
+
+    Raises:
+        BudgetError: if it is no size.
+    """
+    from plimsoll.errors import BudgetError, InputError
+    from plimsoll.records.units import parse_bytes
+
+    try:
+        return None if budget is None else parse_bytes(budget)
+    except InputError as error:
+        raise BudgetError(f"--budget: {error}") from None
+
+
+def check_output(output: Path | None, force: bool) -> None:
+    """Refuse an ``--output`` that cannot be written, or that is there.
+
+    Raises:
+        OutputError: it says why.
+    """
+    from plimsoll.errors import OutputError
+
+    if output is None:
+        return
+    if output.suffix.lower() not in _FORMATS:
+        raise OutputError(f"cannot tell from the name {output} what to write: give -o a name in .html or .json")
+    if output.exists() and not force:
+        raise OutputError(f"{output} exists already and is not overwritten: give another -o, or --force")
+    if not output.parent.is_dir():
+        raise OutputError(f"cannot write {output}, there is no folder {output.parent}: make it, or give another -o")
+
+
+def hand_over(record: Record, sentence: str, output: Path | None, as_json: bool) -> None:
+    """Write the output, if any, and print: the record, the path of the output, or the tables.
+
+    Args:
+        record: the answer.
+        sentence: what it comes to, for a person who is shown a path only.
+        output: a file that `check_output` has let pass.
+        as_json: print the record.
+    """
+    from plimsoll.cli.output import show
+    from plimsoll.records.base import write_atomically
+    from plimsoll.report.render import render
+
+    if output is not None:
+        text = render(record, _FORMATS[output.suffix.lower()])
+        write_atomically(output, text.rstrip("\n").encode() + b"\n", "-o/--output")
+    if as_json or output is None:
+        show(render(record, "json" if as_json else "text"))
+        return
+    print(sentence, file=sys.stderr)
+    show(str(output))

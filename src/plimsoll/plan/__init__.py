@@ -1,0 +1,1 @@
+"""The fastest mix of techniques that stays under a budget."""

@@ -1,0 +1,50 @@
+"""What a plan is made for: a plan is good only where all of these facts are as they were.
+
+Covers the versions of what decides how memory is used, the target, the job but for its budget and its length, the
+shapes of the data, and the source of a model that is the user's function. Does NOT cover what that function imports.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import sys
+from collections.abc import Iterator
+
+from plimsoll.data.sketch import TextSketch
+from plimsoll.device.probe import versions
+from plimsoll.models.imported import find_imported
+from plimsoll.records.job import Job
+
+_VERSIONS = ("plimsoll", "torch", "transformers")
+_NOT_OF_A_PLAN = {"budget", "checkpoint", "steps", "device", "data", "tokenizer", "seed", "evaluate_every"}
+
+
+def facts_of(job: Job, texts: TextSketch, target: str) -> dict[str, str]:
+    """Return what a plan depends on, each fact by its name."""
+    found = versions()
+    facts = {name: found[name] for name in _VERSIONS if name in found}
+    fields = job.model_dump(mode="json", exclude=_NOT_OF_A_PLAN)
+    facts |= {
+        name: value if isinstance(value, str) else json.dumps(value, sort_keys=True) for name, value in fields.items()
+    }
+    facts |= {"vocabulary": str(texts.vocab_size), "labels": str(texts.num_labels), "target": target}
+    facts["evaluates"] = str(bool(job.data.validation))
+    if isinstance(job.model, str) and ":" in job.model:
+        facts["code of the model"] = _source_of(job.model, texts)
+    return facts
+
+
+def differences(made_for: dict[str, str], now: dict[str, str]) -> Iterator[str]:
+    """Yield a sentence for each fact that is not as it was."""
+    for name in dict.fromkeys((*made_for, *now)):
+        before, after = made_for.get(name, "not known"), now.get(name, "not known")
+        if before != after:
+            yield f"{name} was {before}, is {after}"
+
+
+def _source_of(name: str, texts: TextSketch) -> str:
+    find_imported(name, vocab_size=texts.vocab_size, num_labels=texts.num_labels, end_id=texts.end_id)
+    source = inspect.getsource(sys.modules[name.partition(":")[0]])
+    return f"sha256:{hashlib.sha256(source.encode()).hexdigest()[:12]}"

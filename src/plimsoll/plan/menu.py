@@ -1,0 +1,106 @@
+"""What is possible: the choices that each technique offers for a training, and why others offer none."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import combinations
+
+from plimsoll.errors import InputError
+from plimsoll.plan.pins import Decided
+from plimsoll.records.plan import Choice, Rejected
+from plimsoll.techniques import TECHNIQUES, Choices, Setting, conflict_among, in_order, technique_of
+from plimsoll.workload import Workload
+
+_NOTHING_DECIDED = Decided((), frozenset(), frozenset())
+_ALWAYS = ("by_length",)
+"""Techniques that only leave work out."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What a plan is searched for: a training, the line, and what the user has decided already.
+
+    ``limit_bytes`` is what the device may hold.
+    """
+
+    workload: Workload
+    setting: Setting
+    limit_bytes: int
+    decided: Decided = _NOTHING_DECIDED
+
+
+@dataclass(frozen=True)
+class Menu:
+    """The choices to search among.
+
+    ``base`` is in every mix. ``options`` are the choices of each other technique, weakest first. ``closed`` are lossy
+    ones that are not allowed. ``rejected`` says what is impossible, and why.
+    """
+
+    base: Choices
+    sizes: tuple[int, ...]
+    options: dict[str, Choices] = field(default_factory=dict)
+    closed: Choices = ()
+    rejected: tuple[Rejected, ...] = ()
+
+
+def menu_of(problem: Problem) -> Menu:
+    """Ask every technique what it offers.
+
+    Raises:
+        InputError: if the pinned choices contradict each other, or the training.
+    """
+    workload, setting, pinned = problem.workload, problem.setting, problem.decided.pinned
+    names = {choice.technique for choice in pinned}
+    options: dict[str, Choices] = {}
+    closed: list[Choice] = []
+    rejected: list[Rejected] = []
+    for name, technique in TECHNIQUES.items():
+        if name in names or name == "micro_batch":
+            continue
+        offered = technique.menu(workload, setting)
+        if name in problem.decided.forbidden:
+            offered = "forbidden by the user"
+        if isinstance(offered, str):
+            rejected.append(Rejected(choices=(Choice(technique=name),), reason=offered))
+        elif technique.numerics == "lossy" and name not in setting.allow:
+            closed.append(offered[-1])
+            reason = f"changes the training, and is not allowed: `allow: [{name}]` in the job allows it"
+            rejected.append(Rejected(choices=(offered[-1],), reason=reason))
+        else:
+            options[name] = offered
+    always = tuple(options.pop(name)[-1] for name in _ALWAYS if name in options)
+    base = in_order((*pinned, *always))
+    conflict = conflict_among(base, workload, setting)
+    if conflict is not None:
+        raise InputError(f"the pinned choices cannot be used: {conflict}; leave out a --pin")
+    sizes = _sizes(problem)
+    if isinstance(sizes, str):
+        rejected.append(Rejected(choices=(Choice(technique="micro_batch"),), reason=sizes))
+        sizes = (setting.batch_size,)
+    base = tuple(choice for choice in base if choice.technique != "micro_batch")
+    return Menu(base, sizes, options, tuple(closed), tuple(rejected))
+
+
+def _sizes(problem: Problem) -> tuple[int, ...] | str:
+    pinned = [choice for choice in problem.decided.pinned if choice.technique == "micro_batch"]
+    if pinned:
+        return (int(pinned[0].options["samples"]),)
+    if "micro_batch" in problem.decided.forbidden:
+        return "forbidden by the user"
+    offered = technique_of("micro_batch").menu(problem.workload, problem.setting)
+    return offered if isinstance(offered, str) else tuple(int(choice.options["samples"]) for choice in offered)
+
+
+class Compatibility:
+    """Which choices can be installed together; each pair is asked once."""
+
+    def __init__(self, problem: Problem) -> None:
+        self._reason = cache(lambda choices: conflict_among(choices, problem.workload, problem.setting))
+
+    def allows(self, choices: Choices) -> bool:
+        """Whether no two of the choices exclude each other."""
+        return all(self._reason((choice,)) is None for choice in choices) and all(
+            self._reason(pair) is None for pair in combinations(choices, 2)
+        )

@@ -1,0 +1,68 @@
+"""What the user has decided already, in terms of what techniques offer: ``--pin`` and ``--forbid``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from plimsoll.errors import InputError
+from plimsoll.records.plan import Choice, Pin, Value, check_pins
+from plimsoll.techniques import Choices, Setting, technique_of
+from plimsoll.workload import Workload
+
+
+class Decided(NamedTuple):
+    """``pinned`` choices are in every plan; of a ``required`` technique the plan chooses the options."""
+
+    pinned: Choices
+    required: frozenset[str]
+    forbidden: frozenset[str]
+
+
+def decide(pins: Sequence[Pin], forbids: Iterable[str], workload: Workload, setting: Setting) -> Decided:
+    """Resolve pins and what is forbidden.
+
+    Raises:
+        InputError: if a technique does not exist, is pinned twice in different ways, is pinned and forbidden, or cannot
+            be used in this training; it says why.
+    """
+    check_pins(pins, forbids)
+    forbidden = frozenset(technique_of(name).name for name in forbids)
+    pinned: list[Choice] = []
+    required: list[str] = []
+    for pin in pins:
+        choice = _chosen(pin, workload, setting)
+        if choice is None:
+            required.append(pin.technique)
+        elif choice not in pinned:
+            pinned.append(choice)
+    return Decided(tuple(pinned), frozenset(required), forbidden)
+
+
+def _chosen(pin: Pin, workload: Workload, setting: Setting) -> Choice | None:
+    """The choice that a pin means; ``None`` where it leaves open which of several."""
+    technique = technique_of(pin.technique)
+    offered = technique.menu(workload, setting)
+    if isinstance(offered, str):
+        raise InputError(f"--pin {pin}: it cannot be used here: {offered}; leave it out")
+    names = list(offered[0].options)
+    options = dict(pin.options)
+    if pin.value is not None:
+        if not names:
+            raise InputError(f"--pin {pin}: {technique.name} has no options: write --pin {technique.name}")
+        options = {names[0]: pin.value}
+    unknown = sorted(set(options) - set(names))
+    if unknown:
+        raise InputError(f"--pin {pin}: {technique.name} has no option `{unknown[0]}`: give one of {', '.join(names)}")
+    options = {name: _as_offered(value, offered[0].options[name]) for name, value in options.items()}
+    alike = [choice for choice in offered if all(choice.options[name] == value for name, value in options.items())]
+    choice = alike[0] if alike else Choice(technique=technique.name, options=offered[0].options | options)
+    reason = technique.conflicts(choice, (), workload, setting)
+    if reason is not None:
+        raise InputError(f"--pin {pin}: {reason}; leave it out, or change the job")
+    return choice if options or len(offered) == 1 else None
+
+
+def _as_offered(value: Value, offered: Value) -> Value:
+    """A value whose option is a text: that of ``checkpointing=3``, one block, looks like a number."""
+    return str(value) if isinstance(offered, str) and isinstance(value, int | float) else value

@@ -1,0 +1,310 @@
+"""The words and numbers of a plan, once: the terminal and the HTML page show the same sheets and sentences.
+
+Nothing here knows colours, widths or HTML, and nothing is computed that the record does not hold, but for differences
+between its numbers. What a technique does is told by the record (``about``): techniques themselves import torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain, zip_longest
+
+from plimsoll.records.device import Budget
+from plimsoll.records.plan import Choice, Duration, Plan, Rejected, Rung
+from plimsoll.records.prediction import Estimate
+from plimsoll.records.run import RunRecord
+from plimsoll.records.units import format_bytes, format_seconds
+from plimsoll.report.prediction_sheets import range_text
+from plimsoll.report.sheets import Column, Sheet, finished_steps
+
+MOST_REJECTED = 12  # that are shown; a page has more, folded away
+MOST_REJECTED_FOLDED = 200
+_MIB, _GIB = 1 << 20, 1 << 30
+_BY_NUMBERS = (Column("Peak", True), Column("A step", True))
+
+
+def verdict(plan: Plan) -> str:
+    """The answer in one or two words; "probably" where the limit lies within the range."""
+    if not plan.fits:
+        return "impossible"
+    peak = plan.rungs[0].peak if plan.rungs else None
+    if peak is None:
+        return "not predicted"
+    return "fits" if stays_under(peak, limit_bytes_of(plan)) else "probably fits"
+
+
+def limit_bytes_of(plan: Plan) -> int | None:
+    """What the peaks are compared with, in bytes."""
+    if plan.limit_bytes is not None:
+        return plan.limit_bytes
+    return plan.budget.device_bytes if plan.prediction is None else plan.prediction.limit_bytes
+
+
+def stays_under(peak: Estimate, limit_bytes: int | None) -> bool:
+    """Whether a peak is below a limit with its whole range, as every rung of a plan is."""
+    return limit_bytes is None or peak.high_bytes <= limit_bytes
+
+
+def headline(plan: Plan) -> str:
+    """Say in one sentence whether there is a plan, and what it needs."""
+    if not plan.fits:
+        return _impossible(plan)
+    rung = plan.rungs[0] if plan.rungs else Rung(choices=())
+    if rung.peak is None:
+        return "Nothing was predicted: what memory allows is found while it trains."
+    limit_bytes = limit_bytes_of(plan)
+    of = "" if limit_bytes is None else f" of {format_bytes(limit_bytes)}"
+    sentence = f"{verdict(plan).capitalize()}: {format_bytes(rung.peak.likely_bytes)}{of}{_within(rung.peak)}"
+    return f"{sentence}{_on_device(plan)}{_about_seconds(rung.step_time)}."
+
+
+def _impossible(plan: Plan) -> str:
+    needed_bytes, limit_bytes = plan.smallest_budget_bytes or 0, limit_bytes_of(plan)
+    sentence = f"Impossible: at least {format_bytes(needed_bytes)} are needed"
+    if limit_bytes is not None:
+        short = format_bytes(max(0, needed_bytes - limit_bytes))
+        sentence += f", {short} more than the limit of {format_bytes(limit_bytes)}"
+    capacity_bytes = plan.prediction.capacity_bytes if plan.prediction else None
+    if capacity_bytes is not None and capacity_bytes < needed_bytes:
+        return f"{sentence}{_on_device(plan)}, which has {format_bytes(capacity_bytes)}: choose a larger device."
+    return f"{sentence}{_on_device(plan)}: give --budget {budget_word(needed_bytes)}."
+
+
+def budget_word(num_bytes: int) -> str:
+    """Write the smallest budget of at least so many bytes that is short to type: ``850MiB``, ``11.3GiB``."""
+    if num_bytes <= 10 * _GIB:
+        return f"{math.ceil(num_bytes / _MIB)}MiB"
+    return f"{math.ceil(10 * num_bytes / _GIB) / 10:g}GiB"
+
+
+def _within(peak: Estimate) -> str:
+    text = range_text(peak)
+    return f" (range {text})" if text != format_bytes(peak.likely_bytes) else ""
+
+
+def _on_device(plan: Plan) -> str:
+    return f" on {plan.prediction.device}" if plan.prediction else ""
+
+
+def _about_seconds(time: Duration | None) -> str:
+    return "" if time is None else f", about {format_seconds(time.likely_seconds)} a step{_time_range(time)}"
+
+
+def _time_range(time: Duration) -> str:
+    text = seconds_range_text(time)
+    return f" (range {text})" if text != format_seconds(time.likely_seconds) else ""
+
+
+def seconds_range_text(time: Duration) -> str:
+    """Write a range, the unit once if it is the same: ``1.5 to 2.4 s``."""
+    low, high = format_seconds(time.low_seconds), format_seconds(time.high_seconds)
+    if low == high:
+        return high
+    is_plain = len(low.split()) == len(high.split()) == 2 and low.split()[1] == high.split()[1]
+    return f"{low.split()[0]} to {high}" if is_plain else f"{low} to {high}"
+
+
+def plain_sentence(plan: Plan) -> str:
+    """Say what a loop without any technique would need; empty where that was not predicted."""
+    plain, limit_bytes = plan.plain, limit_bytes_of(plan)
+    if plain is None or plain.peak is None:
+        return ""
+    if plan.rungs and _words(plan.rungs[0].choices) == _words(plain.choices):
+        return "This is the plain loop: no technique is needed."
+    return f"The plain loop would need {_compared(plain.peak, limit_bytes)}{_about_seconds(plain.step_time)}."
+
+
+def opening_sentence(plan: Plan) -> str:
+    """Say what has to be allowed for the first of the openings that stays under the limit; empty without one."""
+    limit_bytes = limit_bytes_of(plan)
+    for opening in plan.openings:
+        names = _lossy_names(plan, opening.choices)
+        if names and opening.peak is not None and stays_under(opening.peak, limit_bytes):
+            allowed = ", ".join(names)
+            return (
+                f"With what changes the training it would fit: {format_bytes(opening.peak.likely_bytes)} with --set "
+                f"'allow=[{allowed}]'."
+            )
+    return ""
+
+
+def wishes_sentence(plan: Plan) -> str:
+    """Say what was pinned and what was forbidden; empty if nothing was."""
+    said = []
+    if plan.pinned:
+        said.append(f"Pinned: {', '.join(map(str, plan.pinned))}.")
+    if plan.forbidden:
+        said.append(f"Forbidden: {', '.join(plan.forbidden)}.")
+    return " ".join(said)
+
+
+def budget_sentence(budget: Budget) -> str:
+    """Say the budget of device and host; without one, the machine's own limits hold."""
+    named = {"device": budget.device_bytes, "host": budget.host_bytes}
+    given = [f"{name} {format_bytes(num_bytes)}" for name, num_bytes in named.items() if num_bytes is not None]
+    return f"Budget: {', '.join(given)}." if given else "No budget was set: the limit is what the machine has."
+
+
+def key_numbers(plan: Plan) -> tuple[tuple[str, str], ...]:
+    """Return of what the plan is and how it was found, as label and value; an even number of them."""
+    prediction = plan.prediction
+    if prediction is None:
+        return ()
+    batch_size, micro_batch = prediction.batch_size, prediction.micro_batch
+    return (
+        ("Batch size", "its own" if batch_size is None else f"{batch_size:,}"),
+        ("Micro-batch", "its own" if micro_batch is None else f"{micro_batch:,}"),
+        ("Limit from", prediction.limit_source),
+        ("The device has", format_bytes(prediction.capacity_bytes)),
+        ("Plans traced", f"{plan.num_traces:,}"),
+        ("Planned in", format_seconds(plan.plan_seconds)),
+    )
+
+
+def choices_text(choices: Sequence[Choice]) -> str:
+    """Write choices in install order, each as on the command line: ``micro_batch=16 + checkpointing=all``."""
+    return " + ".join(map(str, choices)) or "nothing installed"
+
+
+def chosen_sheet(plan: Plan) -> Sheet:
+    """List the techniques of the plan in install order: what each does, and what it does for this plan.
+
+    It has no rows where the record says nothing of them: they are in the ladder too.
+    """
+    columns = (Column("Technique"), Column("Numerics"), Column("What it does"), Column("Why"))
+    choices = plan.rungs[0].choices if plan.rungs else ()
+    rows = tuple(
+        (str(choice), plan.numerics.get(choice.technique, ""), plan.about.get(choice.technique, ""), _why(plan, choice))
+        for choice in choices
+    )
+    if not any(any(row[1:]) for row in rows):
+        rows = ()
+    return Sheet("Chosen" if plan.fits else "What needs least", columns, rows)
+
+
+def _why(plan: Plan, choice: Choice) -> str:
+    said = "Pinned. " if choice in plan.pinned else ""
+    why = plan.why.get(choice.technique) or _without(plan, choice)
+    return (said + why[:1].upper() + why[1:]).strip()
+
+
+def _without(plan: Plan, choice: Choice) -> str:
+    """What the plan would need without one of its choices, if that was looked at."""
+    others = _words(other for other in plan.rungs[0].choices if other.technique != choice.technique)
+    looked_at: list[Rejected | Rung] = [*plan.rejected, *plan.rungs[1:], *([plan.plain] if plan.plain else [])]
+    whole = _words(plan.plain.choices) if plan.plain else set()
+    for found in looked_at:
+        same = _words(found.choices)
+        if found.peak is not None and (
+            same == others or (choice.technique == "micro_batch" and same == others | whole)
+        ):
+            return f"without it {_compared(found.peak, limit_bytes_of(plan))}{_about_seconds(found.step_time)}"
+    return ""
+
+
+def _words(choices: Iterable[Choice]) -> set[str]:
+    return set(map(str, choices))
+
+
+def _compared(peak: Estimate, limit_bytes: int | None) -> str:
+    text = format_bytes(peak.likely_bytes)
+    if limit_bytes is None or peak.high_bytes <= limit_bytes:
+        return text
+    if peak.likely_bytes <= limit_bytes:
+        return f"{text}, which may be {format_bytes(peak.high_bytes - limit_bytes)} too much"
+    return f"{text}, {format_bytes(peak.likely_bytes - limit_bytes)} too much"
+
+
+def ladder_sheet(plan: Plan) -> Sheet:
+    """List the plan and its fallbacks in the order they are taken, with what is predicted of each, if anything is."""
+    is_predicted = any(rung.peak or rung.step_time for rung in plan.rungs)
+    rows = tuple(
+        (_rung_name(index, plan), choices_text(rung.choices), *(_numbers(rung) if is_predicted else ()))
+        for index, rung in enumerate(plan.rungs)
+    )
+    columns = (Column("Order"), Column("Choices"), *(_BY_NUMBERS if is_predicted else ()))
+    return Sheet("Plan and fallbacks", columns, rows)
+
+
+def _numbers(found: Rung | Rejected) -> tuple[str, str]:
+    """Peak and step time; nothing of what cannot be done at all."""
+    peak, time = found.peak, found.step_time
+    if isinstance(found, Rejected) and peak is None and time is None:
+        return "", ""
+    return (
+        format_bytes(None if peak is None else peak.likely_bytes),
+        format_seconds(None if time is None else time.likely_seconds),
+    )
+
+
+def _rung_name(index: int, plan: Plan) -> str:
+    if index:
+        return f"fallback {index}"
+    return "plan" if plan.fits else "needs least"
+
+
+def plan_in_force_sheet(record: RunRecord) -> Sheet:
+    """List the plan of a run and its fallbacks, with the number of steps each was in force."""
+    sheet = ladder_sheet(record.plan)
+    steps_at = Counter(line.rung for line in finished_steps(record))
+    rows = tuple((*row, f"{steps_at[index]:,}") for index, row in enumerate(sheet.rows))
+    return Sheet(sheet.title, (*sheet.columns, Column("Steps in force", True)), rows)
+
+
+def rejected_sheet(plan: Plan, most_rows: int) -> Sheet:
+    """List what was considered and not taken: what would fit, fastest first; what is nearly small enough; the rest."""
+    shown = _most_telling(plan, most_rows)
+    rows = tuple((choices_text(found.choices), *_numbers(found), found.reason) for found in shown)
+    title = "Rejected" if len(shown) == len(plan.rejected) else f"Rejected, {len(shown)} of {len(plan.rejected):,}"
+    return Sheet(title, (Column("Choices"), *_BY_NUMBERS, Column("Why not")), rows)
+
+
+def _most_telling(plan: Plan, most_rows: int) -> list[Rejected]:
+    """The first ones of each of three kinds, as equally many of each as there are."""
+    limit_bytes = limit_bytes_of(plan)
+    fitting = _sorted(plan.rejected, lambda peak: stays_under(peak, limit_bytes), _seconds_of)
+    too_large = _sorted(plan.rejected, lambda peak: not stays_under(peak, limit_bytes), _bytes_of)
+    unknown = [found for found in plan.rejected if found.peak is None]
+    in_turn = [found for found in chain(*zip_longest(fitting, too_large, unknown)) if found is not None][:most_rows]
+    kept = {id(found) for found in in_turn}
+    return [found for found in (*fitting, *too_large, *unknown) if id(found) in kept]
+
+
+def _sorted(
+    rejected: Iterable[Rejected], is_kept: Callable[[Estimate], bool], key: Callable[[Rejected], float]
+) -> list[Rejected]:
+    return sorted((found for found in rejected if found.peak is not None and is_kept(found.peak)), key=key)
+
+
+def _seconds_of(found: Rejected) -> float:
+    return math.inf if found.step_time is None else found.step_time.likely_seconds
+
+
+def _bytes_of(found: Rejected) -> float:
+    return math.inf if found.peak is None else found.peak.high_bytes
+
+
+def opening_sheet(plan: Plan) -> Sheet:
+    """List what techniques that change the training would open, and what has to be allowed for each."""
+    rows = tuple(
+        (
+            ", ".join(_lossy_names(plan, opening.choices)),
+            choices_text(opening.choices),
+            *_numbers(opening),
+            opening.reason,
+        )
+        for opening in plan.openings
+    )
+    columns = (Column("Allow"), Column("Choices"), *_BY_NUMBERS, Column("What it means"))
+    return Sheet("If what changes the training were allowed", columns, rows)
+
+
+def _lossy_names(plan: Plan, choices: Sequence[Choice]) -> list[str]:
+    return [choice.technique for choice in choices if plan.numerics.get(choice.technique) == "lossy"]
+
+
+def made_for_sheet(plan: Plan) -> Sheet:
+    """List the facts that must be the same where the plan is used."""
+    return Sheet("Made for", (Column("Fact"), Column("Value")), tuple(plan.made_for.items()))

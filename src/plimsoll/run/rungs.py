@@ -1,0 +1,102 @@
+"""The rungs of a plan on a live training: which techniques belong to which level, and those of one level at work.
+
+Rungs that follow each other with the same techniques, and other micro-batches, are one level: going from one to the
+next exchanges nothing. Techniques that are for the whole run are installed once and must be the same in every rung.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+from plimsoll.errors import InputError
+from plimsoll.records.plan import Choice
+from plimsoll.run.recover import Size
+from plimsoll.techniques import Choices, in_order, installed, technique_of
+from plimsoll.workload import Workload
+
+
+class Rungs:
+    """What a plan says, put to work on one workload.
+
+    Args:
+        workload: what the techniques are installed on; those for the whole run at once.
+        rungs: the choices of the plan and of its fallbacks, each with a micro-batch.
+
+    Raises:
+        InputError: if a rung has no micro-batch, or the techniques for the whole run differ between rungs.
+    """
+
+    def __init__(self, workload: Workload, rungs: Sequence[Sequence[Choice]]) -> None:
+        self._workload = workload
+        for_the_run = [_split(choices)[0] for choices in rungs] or [()]
+        different = list(dict.fromkeys(" ".join(map(str, choices)) or "none" for choices in for_the_run))
+        if len(different) > 1:
+            raise InputError(
+                f"the rungs of a plan differ in what changes the training ({' | '.join(different)}): give the same to "
+                "each"
+            )
+        self._levels: list[Choices] = []
+        sizes: list[Size] = []
+        for choices in rungs:
+            others = _split(choices)[1]
+            if not self._levels or others != self._levels[-1]:
+                self._levels.append(others)
+            sizes.append(Size(samples_of(choices), len(self._levels) - 1))
+        self.sizes = tuple(sizes)
+        self._run_stack = ExitStack()
+        self._run_stack.enter_context(installed(workload, for_the_run[0]))
+        self._level_stack = ExitStack()
+        self._level: int | None = None
+
+    @property
+    def names(self) -> list[str]:
+        """What tells these rungs from others, for a checkpoint."""
+        return [f"{size.samples} {self.described(size.level)}" for size in self.sizes]
+
+    def is_in_force(self, level: int) -> bool:
+        """Whether the techniques of a level are at work."""
+        return self._level == level or (not self._levels and level == 0)
+
+    def use(self, level: int) -> None:
+        """Put the techniques of a level to work in place of those that are; if that fails, none is."""
+        if self.is_in_force(level):
+            return
+        self.let_go()
+        self._level_stack.enter_context(installed(self._workload, self._levels[level]))
+        self._level = level
+
+    def described(self, level: int) -> str:
+        """The techniques of a level, for a person."""
+        return " ".join(map(str, self._levels[level])) or "no other technique"
+
+    def let_go(self) -> None:
+        """Take the techniques of the level back."""
+        self._level = None
+        self._level_stack.close()
+
+    def close(self) -> None:
+        """Take every technique back."""
+        self.let_go()
+        self._run_stack.close()
+
+
+def _split(choices: Sequence[Choice]) -> tuple[Choices, Choices]:
+    """Those for the whole run, and the others but for the micro-batch, in order of installation."""
+    others = [choice for choice in in_order(choices) if choice.technique != "micro_batch"]
+    return (
+        tuple(choice for choice in others if technique_of(choice.technique).is_for_the_run),
+        tuple(choice for choice in others if not technique_of(choice.technique).is_for_the_run),
+    )
+
+
+def samples_of(choices: Sequence[Choice]) -> int:
+    """Return the micro-batch of a rung.
+
+    Raises:
+        InputError: if it has none, or several.
+    """
+    sizes = [int(choice.options["samples"]) for choice in choices if choice.technique == "micro_batch"]
+    if len(sizes) != 1:
+        raise InputError(f"a rung has {len(sizes)} micro-batches ({' '.join(map(str, choices))}): give one to each")
+    return sizes[0]

@@ -1,0 +1,66 @@
+"""The repeated blocks of a model: the layers of a transformer, found in any module by its structure alone.
+
+Blocks are siblings of one class that have parts of their own: entries of a ``ModuleList`` or ``Sequential``
+(``transformer.h.0``, ``encoder.layer.0``, ``model.layers.0``), or attributes whose names differ by a number only
+(``block1``, ``block2``). The outermost ones count, and only where together they hold most of the weights that are
+neither embeddings nor of an embedding's shape (an output layer): small repeated heads are no blocks.
+
+Looks at modules and shapes, so it works for models on the meta device and of fake tensors. Does NOT find parts that are
+repeated under names without a number, and leaves stages of blocks (Swin's) whole.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+
+from torch import nn
+
+Blocks = tuple[tuple[str, nn.Module], ...]
+
+_LEAST_SHARE = 0.5  # of the weights in all blocks together ...
+_LEAST_SHARE_OF_A_CLASS = 0.05  # ... and in those of one class: a hybrid may have one attention in eight layers
+
+
+def blocks_of(model: nn.Module) -> Blocks:
+    """Return the qualified names and modules of the repeated blocks, in the order of the model; none if it has none."""
+    weights = {
+        id(parameter): parameter.numel()
+        for parameter in model.parameters()
+        if parameter.shape not in {module.weight.shape for module in model.modules() if type(module) is nn.Embedding}
+    }
+    blocks = {id(block): (name, block) for name, block in _outermost(model, "")}
+    held: Counter[type] = Counter()
+    for _, block in blocks.values():
+        held[type(block)] += sum(weights.get(id(parameter), 0) for parameter in block.parameters())
+    total = sum(weights.values())
+    classes = {kind for kind, num_weights in held.items() if num_weights >= _LEAST_SHARE_OF_A_CLASS * total}
+    if sum(held[kind] for kind in classes) < max(_LEAST_SHARE * total, 1):
+        return ()
+    return tuple((name, block) for name, block in blocks.values() if type(block) in classes)
+
+
+def _outermost(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+    """The candidates below a module, in its order; what is inside one of them is not looked at."""
+    children = list(module.named_children())
+    alike = Counter(_kind(name, child) for name, child in children if _has_parts(child))
+    is_list_of_one = isinstance(module, nn.ModuleList) and len(children) == 1
+    for name, child in children:
+        if _has_parts(child) and (alike[_kind(name, child)] > 1 or is_list_of_one):
+            yield prefix + name, child
+        else:
+            yield from _outermost(child, f"{prefix}{name}.")
+
+
+def _kind(name: str, child: nn.Module) -> tuple[str, type]:
+    """What siblings that repeat have in common: the name without its number, and the class."""
+    return re.sub(r"\d+", "", name), type(child)
+
+
+def _has_parts(module: nn.Module) -> bool:
+    """Whether a module computes more than one thing: not a list (which is never called), nor one layer of torch's."""
+    if isinstance(module, nn.ModuleList | nn.ModuleDict):
+        return False
+    is_single = next(module.children(), None) is None and type(module).__module__.startswith("torch.nn.")
+    return not is_single or isinstance(module, nn.RNNBase)

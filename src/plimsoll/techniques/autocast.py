@@ -1,0 +1,77 @@
+"""Matrix products in half precision: bf16, or fp16 with a scaler of the loss; parameters and reductions stay fp32.
+
+The step runs the forward pass in ``torch.autocast`` and, with fp16, makes the ``GradScaler``; which ops run in half
+precision is torch's list. Only as the job's ``precision`` says: ``auto`` leaves it to the plan, a named one is not
+changed.
+
+Does NOT cover models whose weights are in half precision, and fp16 on a CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import ClassVar, Literal
+
+import torch
+
+from plimsoll.records.plan import Choice, Numerics
+from plimsoll.records.trace import Category
+from plimsoll.techniques._base import Choices, Setting
+from plimsoll.workload import Workload
+
+Half = Literal["bf16", "fp16"]
+
+
+class Autocast:
+    """`Technique`: autocast to a half precision."""
+
+    name: ClassVar[str] = "autocast"
+    numerics: ClassVar[Numerics] = "reduced precision"
+    summary: ClassVar[str] = "matrix products in bf16, or in fp16 with a scaler of the loss"
+    reaches: ClassVar[frozenset[Category]] = frozenset({"activations", "temporaries"})
+    is_for_the_run: ClassVar[bool] = True
+    may_be_faster: ClassVar[bool] = True
+
+    def menu(self, workload: Workload, setting: Setting) -> Choices | str:
+        """What the device has kernels for, where the job leaves it open."""
+        if setting.precision == "fp32":
+            return "the job says precision: fp32; `precision: auto` leaves it to the plan"
+        if setting.precision != "auto":
+            is_there = workload.precision == setting.precision
+            return (
+                f"the job says precision: {setting.precision}, which the step has by itself"
+                if is_there
+                else (_choice(setting.precision),)
+            )
+        if any(parameter.dtype != torch.float32 for parameter in workload.model.parameters()):
+            return "the model's weights are not float32: autocast would save nothing of their products"
+        return (_choice("bf16"), _choice("fp16")) if setting.device == "cuda" else (_choice("bf16"),)
+
+    def conflicts(self, choice: Choice, others: Choices, workload: Workload, setting: Setting) -> str | None:
+        """Another precision than the job's; fp16 on a CPU."""
+        dtype = choice.options.get("dtype")
+        if dtype not in ("bf16", "fp16"):
+            return f"dtype is {dtype}: give bf16 or fp16"
+        if setting.precision not in ("auto", dtype):
+            return f"the job says precision: {setting.precision}; change it to auto or to {dtype}"
+        if dtype == "fp16" and setting.device == "cpu" and setting.precision == "auto":
+            return "on a CPU float16 is slower than float32 and overflows, and bf16 needs as little: give dtype=bf16"
+        return None
+
+    @contextmanager
+    def install(self, workload: Workload, choice: Choice) -> Iterator[None]:
+        """Say the precision to the step."""
+        before, workload.precision = workload.precision, _dtype(choice)
+        try:
+            yield
+        finally:
+            workload.precision = before
+
+
+def _dtype(choice: Choice) -> Half:
+    return "fp16" if choice.options["dtype"] == "fp16" else "bf16"
+
+
+def _choice(dtype: Half) -> Choice:
+    return Choice(technique=Autocast.name, options={"dtype": dtype})

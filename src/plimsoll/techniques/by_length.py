@@ -1,0 +1,103 @@
+"""Samples of alike length in one pass, without the padding that none of them needs: more of them where they are short.
+
+Within the batch of one optimizer step; which samples a batch has, and in what order batches come, stays the user's. The
+cutting is in `plimsoll.techniques._lengths`: a micro-batch is a budget of elements, that of so many samples of the
+batch's full length.
+
+Numerics: other samples are added up together, in another order; with dropout other masks are drawn, as with any other
+cut. Does NOT cover models whose result depends on the padding (`_SENSITIVE` lists those of transformers), padding on
+the left, and losses that count padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import ClassVar
+
+from torch import nn
+
+from plimsoll.models.recurrent import RecurrentClassifier, RecurrentLanguageModel
+from plimsoll.records.plan import Choice, Numerics
+from plimsoll.records.trace import Category
+from plimsoll.techniques._base import Choices, Setting
+from plimsoll.workload import Workload, model_loss
+
+_SENSITIVE = {
+    "canine": "convolves over the padding",
+    "convbert": "convolves over the padding",
+    "fnet": "mixes all positions",
+    "funnel": "pools over the padding",
+    "mobilebert": "joins each token with its neighbours",
+    "nystromformer": "averages over segments of all positions",
+    "reformer": "hashes all positions",
+    "xlnet": "reads the last position",
+    "yoso": "hashes all positions",
+}
+"""Architectures of transformers 5.23 whose loss with padding on the right is another than without, and why.
+
+Found by building each sequence classifier and causal language model that can be built small, with large random weights
+in float64, and comparing: these differ by 3e-4 to 0.5 of the loss, 150 others by less than 3e-7. canine, reformer and
+xlnet, which could not be built so, are here for what their code does."""
+
+
+class ByLength:
+    """`Technique`: micro-batches by length, trimmed."""
+
+    name: ClassVar[str] = "by_length"
+    numerics: ClassVar[Numerics] = "reordered"
+    summary: ClassVar[str] = "samples of alike length in one pass, without their common padding"
+    reaches: ClassVar[frozenset[Category]] = frozenset({"activations", "temporaries", "inputs"})
+    is_for_the_run: ClassVar[bool] = False
+    may_be_faster: ClassVar[bool] = False
+
+    def menu(self, workload: Workload, setting: Setting) -> Choices | str:
+        """One choice, for a model that is known to give the same result with and without padding."""
+        if not setting.lengths_vary:
+            return "nothing says that the samples of a batch are of different lengths: only an attention_mask does"
+        reason = _sensitive(workload.model)
+        if reason is not None:
+            return reason
+        if self.name in setting.allow:
+            return (Choice(technique=self.name),)
+        if not _is_known(workload.model):
+            return (
+                f"nothing is known of how {type(workload.model).__name__} treats padding: if padding on the right "
+                "changes nothing, say so with `allow: [by_length]`"
+            )
+        if callable(workload.units) or workload.loss is not model_loss:
+            return (
+                "the loss, or what it averages over, is a function of yours, which may count padding: if it does not, "
+                "say so with `allow: [by_length]`"
+            )
+        return (Choice(technique=self.name),)
+
+    def conflicts(self, choice: Choice, others: Choices, workload: Workload, setting: Setting) -> str | None:
+        """A model whose result depends on the padding."""
+        return _sensitive(workload.model)
+
+    @contextmanager
+    def install(self, workload: Workload, choice: Choice) -> Iterator[None]:
+        """Say it to the step."""
+        before, workload.cuts_by_length = workload.cuts_by_length, True
+        try:
+            yield
+        finally:
+            workload.cuts_by_length = before
+
+
+def _model_type(model: nn.Module) -> str | None:
+    """The architecture of a transformers model, ``None`` of others."""
+    found = getattr(getattr(model, "config", None), "model_type", None)
+    return found if isinstance(found, str) else None
+
+
+def _is_known(model: nn.Module) -> bool:
+    return isinstance(model, RecurrentClassifier | RecurrentLanguageModel) or _model_type(model) is not None
+
+
+def _sensitive(model: nn.Module) -> str | None:
+    if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()):
+        return "the model has BatchNorm, whose statistics are of the padding too"
+    why = _SENSITIVE.get(_model_type(model) or "")
+    return None if why is None else f"padding changes the result of {_model_type(model)}: it {why}"

@@ -1,0 +1,312 @@
+"""Activation checkpointing of blocks: their activations are dropped and computed again in backward.
+
+    Choice(technique="checkpointing", options={"blocks": "all"})     or "every 2", or "0,3-5"
+
+The forward of each chosen block runs under ``torch.utils.checkpoint`` (https://arxiv.org/abs/1604.06174), which keeps
+its inputs only and stops recomputing once it has what backward needs. The graph is the plain one, so loss and gradients
+have the same bits: random numbers and autocast are as they were, the statistics of BatchNorm count once, and a cache of
+keys and values is given to the second pass as it was before the first. Blocks are numbered as `_blocks.blocks_of` finds
+them; without gradients (evaluation) they run plainly.
+
+Does NOT cover blocks that draw from Python's or numpy's generators or from one of their own, that change other things
+than BatchNorm's statistics and a cache (a buffer that changes is refused), and on CUDA recurrent layers with dropout of
+their own (cuDNN draws it from a state that cannot be put back). Gradient checkpointing of Hugging Face's that the user
+has switched on is left alone, and this technique then refuses.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.checkpoint import checkpoint
+
+from plimsoll.errors import InputError
+from plimsoll.records.plan import Choice, Numerics
+from plimsoll.records.trace import Category, Trace
+from plimsoll.records.units import format_bytes
+from plimsoll.techniques._base import Choices, Setting
+from plimsoll.techniques._blocks import Blocks, blocks_of
+from plimsoll.techniques._caches import CachesBefore
+from plimsoll.workload import Workload
+
+_LEAST_SHARE = 0.01  # of the activations; where blocks keep less, recomputing them cannot lower a peak that is seen
+
+
+class Checkpointing:
+    """`Technique`: recompute the activations of blocks in backward."""
+
+    name: ClassVar[str] = "checkpointing"
+    numerics: ClassVar[Numerics] = "bitwise"
+    summary: ClassVar[str] = "activations of some or all blocks computed again in backward"
+    reaches: ClassVar[frozenset[Category]] = frozenset({"activations"})
+    is_for_the_run: ClassVar[bool] = False
+    may_be_faster: ClassVar[bool] = False
+
+    def menu(self, workload: Workload, setting: Setting) -> Choices | str:
+        """Every fourth block, every second, all."""
+        blocks = blocks_of(workload.model)
+        reason = _why_not(blocks, workload, setting) or _too_little(blocks, setting.trace)
+        if reason is not None:
+            return reason
+        texts = [f"every {step}" for step in (4, 2) if len(blocks) > step] + ["all"]
+        return tuple(checkpointing_choice(text) for text in texts)
+
+    def conflicts(self, choice: Choice, others: Choices, workload: Workload, setting: Setting) -> str | None:
+        """The blocks must exist, and nobody else checkpoints them."""
+        blocks = blocks_of(workload.model)
+        try:
+            numbers = chosen_blocks(str(choice.options["blocks"]), len(blocks))
+        except InputError as error:
+            return str(error)
+        return _why_not(tuple(blocks[number] for number in numbers), workload, setting)
+
+    @contextmanager
+    def install(self, workload: Workload, choice: Choice) -> Iterator[None]:
+        """Replace the forward of the chosen blocks, on the instances."""
+        blocks = blocks_of(workload.model)
+        numbers = chosen_blocks(str(choice.options["blocks"]), len(blocks))
+        with ExitStack() as stack:
+            for number in numbers:
+                stack.enter_context(_checkpointed(*blocks[number]))
+            yield
+
+
+def checkpointing_choice(blocks: str) -> Choice:
+    """The choice of some blocks, as text: ``"all"``, ``"every 2"`` or ``"0,3-5"``."""
+    return Choice(technique=Checkpointing.name, options={"blocks": blocks})
+
+
+def chosen_blocks(text: str, num_blocks: int) -> tuple[int, ...]:
+    """The numbers, from 0, of the blocks that a text names; of every n-th the first is one.
+
+    The first, because what is recomputed last needs its memory when least else is left.
+
+    >>> chosen_blocks("every 2", 5), chosen_blocks("0,3-4", 5)
+    ((0, 2, 4), (0, 3, 4))
+
+    Raises:
+        InputError: if it cannot be read, or names a block that there is not.
+    """
+    remedy = f"give `all`, `every 2`, or numbers from 0 to {num_blocks - 1} such as `0,3-5`"
+    if num_blocks == 0:
+        raise InputError(f"checkpointing={text}: the model has no repeated blocks: leave checkpointing out")
+    if text == "all":
+        return tuple(range(num_blocks))
+    word, _, step = text.partition(" ")
+    if word == "every" and step.isdecimal() and int(step) > 0:
+        return tuple(range(0, num_blocks, int(step)))
+    numbers: set[int] = set()
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        if not (first.isdecimal() and (last or first).isdecimal()) or (last and int(last) < int(first)):
+            raise InputError(f"cannot read the blocks `{text}` at `{part}`: {remedy}")
+        numbers.update(range(int(first), int(last or first) + 1))
+    if max(numbers) >= num_blocks:
+        raise InputError(
+            f"checkpointing={text}: there is no block {max(numbers)}, the model has {num_blocks}: {remedy}"
+        )
+    return tuple(sorted(numbers))
+
+
+def blocks_as_text(numbers: tuple[int, ...], num_blocks: int) -> str:
+    """The text of some blocks, as `chosen_blocks` reads it.
+
+    >>> blocks_as_text((0, 3, 4, 5), 8), blocks_as_text((0, 1), 2)
+    ('0,3-5', 'all')
+    """
+    if len(numbers) == num_blocks:
+        return "all"
+    ranges: list[list[int]] = []
+    for number in numbers:
+        if ranges and number == ranges[-1][-1] + 1:
+            ranges[-1][1:] = [number]
+        else:
+            ranges.append([number])
+    return ",".join("-".join(map(str, ends)) for ends in ranges)
+
+
+class BlockBytes(NamedTuple):
+    """What one pass of a block leaves for backward, and how much of it stays if the block is checkpointed."""
+
+    saved_bytes: int
+    kept_bytes: int
+
+
+def saved_per_block(trace: Trace, names: tuple[str, ...]) -> tuple[BlockBytes, ...]:
+    """What each block keeps for backward, in the pass of the last step in which it keeps most.
+
+    That is the storages that are born in its forward and outlive it; what its last op makes of them is taken for its
+    output, which the next block keeps in any case.
+
+    Args:
+        trace: of a training without checkpointing.
+        names: of the blocks, as `blocks_of` has them.
+    """
+    block_of_text = np.full(len(trace.texts), -1)
+    for number, text in enumerate(trace.texts):
+        for block, name in enumerate(names):
+            if text == name or text.startswith(f"{name}."):
+                block_of_text[number] = block
+    is_forward = (np.asarray(trace.ops.phase) == "forward") & (np.asarray(trace.ops.step) == max(trace.ops.step))
+    block_of = np.where(is_forward, block_of_text[np.asarray(trace.ops.module, dtype=int)], -1)
+    pass_of = np.cumsum(is_forward & ~np.roll(is_forward, 1))
+    num_bytes, born, died = (
+        np.asarray(column) for column in (trace.storages.num_bytes, trace.storages.born, trace.storages.died)
+    )
+    is_here = ~np.asarray(trace.storages.on_host, dtype=bool) & (np.asarray(trace.storages.category) == "activations")
+    return tuple(
+        _largest_pass(block_of == block, pass_of, num_bytes, born, died, is_here) for block in range(len(names))
+    )
+
+
+def _largest_pass(  # noqa: PLR0917 -- columns of one table
+    rows: Any, pass_of: Any, num_bytes: Any, born: Any, died: Any, is_here: Any
+) -> BlockBytes:
+    found = [BlockBytes(0, 0)]
+    for number in np.unique(pass_of[rows]):
+        own = rows & (pass_of == number)
+        end = np.flatnonzero(own)[-1]
+        saved = np.flatnonzero(is_here & own[born] & ((died > end) | (died < 0)))
+        if len(saved):
+            last = saved[born[saved] == born[saved[-1]]]  # a layer norm makes its statistics after its result
+            found.append(BlockBytes(int(num_bytes[saved].sum()), int(num_bytes[last].max())))
+    return max(found)
+
+
+def _why_not(blocks: Blocks, workload: Workload, setting: Setting) -> str | None:
+    """Why blocks cannot be checkpointed, or ``None``."""
+    if not blocks:
+        return f"the model {type(workload.model).__name__} has no repeated blocks"
+    if any(getattr(module, "gradient_checkpointing", False) is True for module in workload.model.modules()):
+        return (
+            "the model checkpoints its layers itself: to let the plan do it, call "
+            "`model.activation_checkpointing_disable()`"
+        )
+    if setting.device == "cuda":
+        for name, block in blocks:
+            if any(isinstance(part, nn.RNNBase) and part.dropout and part.num_layers > 1 for part in block.modules()):
+                return f"{name} has a recurrent layer whose dropout cuDNN would draw anew"
+    return None
+
+
+def _too_little(blocks: Blocks, trace: Trace | None) -> str | None:
+    """Why it would not pay, from what a trace says, or ``None``."""
+    if trace is None:
+        return None
+    is_kept = np.asarray(trace.storages.category) == "activations"
+    is_last = np.asarray(trace.ops.step)[np.asarray(trace.storages.born)] == max(trace.ops.step)
+    all_bytes = int(np.asarray(trace.storages.num_bytes)[is_kept & is_last].sum())
+    saved_bytes = sum(block.saved_bytes for block in saved_per_block(trace, tuple(name for name, _ in blocks)))
+    if saved_bytes > _LEAST_SHARE * all_bytes:
+        return None
+    return (
+        f"the {len(blocks)} blocks keep {format_bytes(saved_bytes)} of {format_bytes(all_bytes)} of activations for "
+        "backward: recomputing them would not lower the peak"
+    )
+
+
+# -- one block ---------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _checkpointed(name: str, block: nn.Module) -> Iterator[None]:
+    before = vars(block).get("forward")
+    vars(block)["forward"] = _Forward(name, block, block.forward)
+    try:
+        yield
+    finally:
+        del vars(block)["forward"]
+        if before is not None:
+            vars(block)["forward"] = before
+
+
+class _Forward:
+    """The forward of a block that is checkpointed. An object and no function, so that a copy of the model runs its own.
+
+    ``forward`` is what it was.
+    """
+
+    def __init__(self, name: str, block: nn.Module, forward: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, forward)
+        self.name, self.block, self.forward = name, block, forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self.forward(*args, **kwargs)
+        call = _Call(self)
+        # Tensors go in by position: torch looks for the devices whose random numbers it must keep among these only.
+        return checkpoint(call, *call.take(args, kwargs), use_reentrant=False, preserve_rng_state=True)
+
+
+class _Call:
+    """One call of a block, which runs a first time with the caller's own objects and then with copies."""
+
+    def __init__(self, of: _Forward) -> None:
+        self._of = of
+        self._first: tuple[Any, Any] | None = None
+
+    def take(self, args: Any, kwargs: Any) -> list[Tensor]:
+        """Take the arguments, and return their tensors, which are kept elsewhere."""
+        self._first = args, kwargs
+        leaves, self._structure = tree_flatten((args, kwargs), is_leaf=CachesBefore.is_cache)
+        self._caches = CachesBefore(leaves)
+        self._others = [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in self._caches.without(leaves)]
+        return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+
+    def __call__(self, *tensors: Tensor) -> Any:
+        """Run the block."""
+        first, self._first = self._first, None
+        if first is None:
+            return self._again(tensors)
+        versions = _versions(self._of.block)
+        result = self._of.forward(*first[0], **first[1])
+        for (name, buffer), version in _versions(self._of.block).items():
+            if versions.get((name, buffer), version) != version:
+                raise InputError(
+                    f"cannot checkpoint {self._of.name}: its forward changes its buffer {name}, and would do so twice: "
+                    "leave it out with `--forbid checkpointing`"
+                )
+        self._caches.forget_unchanged()
+        return result
+
+    def _again(self, tensors: tuple[Tensor, ...]) -> Any:
+        given = iter(tensors)
+        leaves = [next(given) if leaf is _TENSOR else leaf for leaf in self._caches.back_in(self._others)]
+        args, kwargs = tree_unflatten(leaves, self._structure)
+        with _statistics_kept(self._of.block):
+            return self._of.forward(*args, **kwargs)
+
+
+_TENSOR = object()  # stands where a tensor was
+
+
+def _norms(block: nn.Module) -> list[nn.Module]:
+    """The layers that count statistics in their buffers while they train."""
+    return [part for part in block.modules() if isinstance(part, nn.modules.batchnorm._NormBase)]
+
+
+def _versions(block: nn.Module) -> dict[tuple[str, int], int]:
+    """The version counters of the buffers that must not change, by name and identity: one may be replaced."""
+    statistics = {id(buffer) for norm in _norms(block) for buffer in norm.buffers(recurse=False)}
+    named = block.named_buffers()
+    return {(name, id(buffer)): buffer._version for name, buffer in named if id(buffer) not in statistics}
+
+
+@contextmanager
+def _statistics_kept(block: nn.Module) -> Iterator[None]:
+    """Let statistics be counted on copies: the first pass has counted them."""
+    saved = [(norm._buffers, dict(norm._buffers)) for norm in _norms(block) if norm.training]
+    try:
+        for buffers, before in saved:
+            buffers.update({name: None if one is None else one.clone() for name, one in before.items()})
+        yield
+    finally:
+        for buffers, before in saved:
+            buffers.update(before)

@@ -1,0 +1,86 @@
+"""The C library's heap on a CPU: from which size a block is a mapping of its own, and pages given back after each step.
+
+Freed blocks between live ones stay the process's; a mapping goes back at once and is cleared anew each time it is made
+(`plimsoll.device.heap` has the measured table). Inside a budget blocks are mapped from 4 MiB on, without this
+technique. Its effect is predicted by simulating the heap with its rules (`heap_rules`).
+
+Does NOT cover other C libraries than glibc, where nothing is done, and memory that no block of the heap is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import ClassVar
+
+from plimsoll.device import data_limit, heap
+from plimsoll.records.heap import FAST_HEAP, HeapRules
+from plimsoll.records.plan import Choice, Numerics
+from plimsoll.records.trace import Category
+from plimsoll.techniques._base import Choices, Setting
+from plimsoll.workload import Workload
+
+MAPPED_FROM_BYTES = {"4MiB": heap.FAST_BYTES, "1MiB": 1 << 20, "128KiB": heap.TIGHT_BYTES}
+"""The thresholds by the word for them, what keeps most first."""
+
+
+class Heap:
+    """`Technique`: how the heap of the host is set up."""
+
+    name: ClassVar[str] = "heap"
+    numerics: ClassVar[Numerics] = "bitwise"
+    summary: ClassVar[str] = "freed blocks go back to the system sooner, for more time in each step"
+    reaches: ClassVar[frozenset[Category]] = frozenset({"fragmentation"})
+    is_for_the_run: ClassVar[bool] = False
+    may_be_faster: ClassVar[bool] = False
+
+    def menu(self, workload: Workload, setting: Setting) -> Choices | str:
+        """What keeps less than a budget's default does."""
+        if setting.device != "cpu":
+            return "the heap is the host's; on this device `cache` empties what the allocator keeps"
+        if not heap.is_glibc():
+            return "the C library of this system is not glibc, so nothing is known of its heap"
+        return (_choice("4MiB", trims=True), _choice("1MiB"), _choice("128KiB"))
+
+    def conflicts(self, choice: Choice, others: Choices, workload: Workload, setting: Setting) -> str | None:
+        """Another device than the CPU, or a threshold that is none of those that were measured."""
+        if setting.device != "cpu":
+            return f"the heap is the host's, and this training is on {setting.device}"
+        if choice.options.get("mapped_from", "4MiB") not in MAPPED_FROM_BYTES:
+            return f"mapped_from is {choice.options['mapped_from']}: give one of {', '.join(MAPPED_FROM_BYTES)}"
+        return None
+
+    @contextmanager
+    def install(self, workload: Workload, choice: Choice) -> Iterator[None]:
+        """Set the threshold of this process; the exit sets what is in force without a plan."""
+        before = workload.after_step
+        if _trims(choice):
+            workload.after_step = (*before, heap.trim)
+        heap.map_blocks_from(_threshold_bytes(choice))
+        try:
+            yield
+        finally:
+            workload.after_step = before
+            has_budget = data_limit.budget_in_force_bytes() is not None
+            heap.map_blocks_from(heap.FAST_BYTES if has_budget else heap.USUAL_BYTES)
+
+
+def heap_rules(choices: Iterable[Choice]) -> HeapRules | None:
+    """The rules of the heap with these choices; ``None`` where none of them sets it up."""
+    for choice in choices:
+        if choice.technique == Heap.name:
+            changed = {"mmap_threshold_bytes": _threshold_bytes(choice), "trims_after_steps": _trims(choice)}
+            return FAST_HEAP.model_copy(update=changed)
+    return None
+
+
+def _choice(mapped_from: str, trims: bool = False) -> Choice:
+    return Choice(technique=Heap.name, options={"mapped_from": mapped_from, "trim": trims})
+
+
+def _threshold_bytes(choice: Choice) -> int:
+    return MAPPED_FROM_BYTES[str(choice.options.get("mapped_from", "4MiB"))]
+
+
+def _trims(choice: Choice) -> bool:
+    return bool(choice.options.get("trim", False))

@@ -1,0 +1,181 @@
+"""The kernel in which an optimizer of ``torch.optim`` does its update: `foreach`, `loop` or `fused`.
+
+- ``foreach`` computes every intermediate of many parameters at once: torch's own choice on CUDA, and the temporaries of
+  a piece of the update (see `plimsoll.run.commit`) are as large as the piece.
+- ``loop`` computes one parameter after another: torch's own choice on the CPU.
+- ``fused`` computes a parameter in one pass and makes no intermediate. Only Adagrad, Adam, AdamW and SGD have it.
+
+Numerics: the same formula, rounded in another order. What differs besides is where the count of steps is: on the host
+for `loop` and `foreach`, beside the parameter for `fused`. It is moved when the kernel changes, also of states that
+exist, and a checkpoint written meanwhile says the kernel that the training was given, not the one in force.
+
+Does NOT cover optimizers that are not of ``torch.optim``, ``differentiable=True``, and states on another device.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from plimsoll.optimizers import is_of_torch
+from plimsoll.records.plan import Choice, Numerics
+from plimsoll.records.trace import Category
+from plimsoll.techniques._base import Choices, Setting
+from plimsoll.workload import Workload
+
+Kernel = Literal["foreach", "loop", "fused"]
+_MISSING = object()
+# Attributes by which an optimizer that was made as `fused` says so to a gradient scaler and to itself.
+_OF_FUSED = ("_step_supports_amp_scaling", "_need_device_dtype_check_for_fused")
+
+
+class OptimizerKernel:
+    """`Technique`: another kernel for the update."""
+
+    name: ClassVar[str] = "optimizer_kernel"
+    numerics: ClassVar[Numerics] = "reordered"
+    summary: ClassVar[str] = "the optimizer's update in a kernel with fewer temporaries"
+    reaches: ClassVar[frozenset[Category]] = frozenset({"temporaries"})
+    is_for_the_run: ClassVar[bool] = False
+    may_be_faster: ClassVar[bool] = True
+
+    def menu(self, workload: Workload, setting: Setting) -> Choices | str:
+        """The kernels that the class has and that are not in force, the one with most temporaries first."""
+        optimizer = workload.optimizer
+        if not is_of_torch(optimizer) or "foreach" not in optimizer.defaults:
+            return f"{type(optimizer).__name__} has one kernel only"
+        in_force = {kernel_of(group, setting.device) for group in optimizer.param_groups}
+        choices = tuple(
+            Choice(technique=self.name, options={"kernel": kernel})
+            for kernel in get_args(Kernel)
+            if in_force != {kernel} and _obstacle(kernel, workload, setting.device) is None
+        )
+        return choices or (
+            f"{type(optimizer).__name__} uses its `{' and '.join(sorted(in_force))}` kernel, and "
+            + " and ".join(
+                f"for `{kernel}` {_obstacle(kernel, workload, setting.device)}"
+                for kernel in get_args(Kernel)
+                if kernel not in in_force
+            )
+        )
+
+    def conflicts(self, choice: Choice, others: Choices, workload: Workload, setting: Setting) -> str | None:
+        """A kernel has to be one of the class, and able to do what this optimizer was asked for."""
+        kernel = choice.options["kernel"]
+        if kernel not in get_args(Kernel):
+            return f"there is no kernel `{kernel}`: choose foreach, loop or fused"
+        replacing = next((other.technique for other in others if other.technique in _REPLACING), None)
+        if replacing is not None and kernel not in _REPLACING[replacing]:
+            return f"{replacing} replaces the optimizer by one that has no `{kernel}` kernel to choose"
+        return _obstacle(kernel, workload, setting.device)
+
+    @contextmanager
+    def install(self, workload: Workload, choice: Choice) -> Iterator[None]:
+        """Choose the kernel in every group; states that exist or come meanwhile fit the kernel in force."""
+        optimizer, kernel = workload.optimizer, choice.options["kernel"]
+        given = [{key: group.get(key, _MISSING) for key in ("foreach", "fused")} for group in optimizer.param_groups]
+        defaults: dict[str, Any] = {
+            key: optimizer.defaults[key] for key in ("foreach", "fused") if key in optimizer.defaults
+        }
+        attributes = {name: vars(optimizer).get(name, _MISSING) for name in _OF_FUSED}
+        chosen = {"foreach": kernel == "foreach", "fused": kernel == "fused"}
+
+        def choose(*_: Any) -> None:
+            for group in optimizer.param_groups:
+                group.update({key: value for key, value in chosen.items() if key in defaults})
+            _place_step_counts(optimizer)
+
+        def say_given(_: Any, state: dict[str, Any]) -> None:
+            for saved, values in zip(state["param_groups"], given, strict=False):
+                _set_or_drop(saved, values)
+
+        handles = [
+            optimizer.register_load_state_dict_post_hook(choose),
+            optimizer.register_state_dict_post_hook(say_given),
+        ]
+        # The scaler unscales for every kernel: `loop` and `foreach` could not do it themselves.
+        optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
+        optimizer.defaults.update({key: chosen[key] for key in defaults})
+        choose()
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            for group, values in zip(optimizer.param_groups, given, strict=True):
+                _set_or_drop(group, values)
+            optimizer.defaults.update(defaults)
+            _set_or_drop(vars(optimizer), attributes)
+            _place_step_counts(optimizer)
+
+
+def kernel_of(group: dict[str, Any], device: Literal["cpu", "cuda"]) -> Kernel:
+    """The kernel that a parameter group of ``torch.optim`` uses; torch chooses where nothing is said."""
+    if group.get("fused"):
+        return "fused"
+    is_left_open = group.get("foreach") is None and group.get("fused") is None
+    by_default = device == "cuda" and not group.get("differentiable") and not isinstance(group["lr"], Tensor)
+    return "foreach" if group.get("foreach") or (is_left_open and by_default) else "loop"
+
+
+def _obstacle(kernel: Any, workload: Workload, device: Literal["cpu", "cuda"]) -> str | None:
+    """Why a kernel cannot be used, or ``None``."""
+    optimizer = workload.optimizer
+    groups, name = optimizer.param_groups, type(optimizer).__name__
+    if not is_of_torch(optimizer) or ("fused" if kernel == "fused" else "foreach") not in optimizer.defaults:
+        return f"{name} has no `{kernel}` kernel to choose"
+    if kernel == "loop":
+        return None
+    if any(group.get("differentiable") for group in groups):
+        return "the update is to be differentiated, which only `loop` can be"
+    if kernel == "fused":
+        return _obstacle_to_fused(workload, device)
+    needs_loop = any(isinstance(group["lr"], Tensor) and not group.get("capturable") for group in groups)
+    return "the learning rate is a tensor, which `foreach` takes only with capturable=True" if needs_loop else None
+
+
+def _obstacle_to_fused(workload: Workload, device: Literal["cpu", "cuda"]) -> str | None:
+    kind = type(workload.optimizer)
+    parameters = (parameter for group in workload.optimizer.param_groups for parameter in group["params"])
+    if not all(parameter.is_floating_point() for parameter in parameters):
+        return "some parameters are not of floating point, which `fused` does not take"
+    if any(getattr(module, "sparse", False) for module in workload.model.modules() if isinstance(module, _EMBEDDINGS)):
+        return "an embedding has sparse gradients, which `fused` does not take"
+    # Adagrad's came to CUDA later than to the CPU: a torch without it refuses parameters there by this argument.
+    if device == "cuda" and "cuda_unsupported=True" in inspect.getsource(inspect.getmodule(kind) or torch):
+        return f"this torch ({torch.__version__}) has no `fused` {kind.__name__} for CUDA"
+    return None
+
+
+_EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
+# Techniques that replace the optimizer, and the kernels that what they put in its place has.
+_REPLACING: dict[str, tuple[Kernel, ...]] = {"adafactor": ("foreach", "loop"), "low_bit_optimizer": ()}
+
+
+def _place_step_counts(optimizer: torch.optim.Optimizer) -> None:
+    """Put the count of steps of every state where the kernel of its group wants it."""
+    for group in optimizer.param_groups:
+        is_beside = bool(group.get("fused") or group.get("capturable"))
+        for parameter in group["params"]:
+            state = optimizer.state.get(parameter, {})
+            count = state.get("step")
+            if isinstance(count, Tensor):
+                state["step"] = count.to(parameter.device, torch.float32) if is_beside else _on_host(count)
+
+
+def _on_host(count: Tensor) -> Tensor:
+    dtype = torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32  # as torch.optim makes it
+    return count.cpu().to(dtype)
+
+
+def _set_or_drop(settings: dict[str, Any], values: dict[str, Any]) -> None:
+    for key, value in values.items():
+        if value is _MISSING:
+            settings.pop(key, None)
+        else:
+            settings[key] = value

@@ -1,0 +1,232 @@
+"""Optimizer states off the device: in a mapped file (CPU), or in the host's memory and brought for the update (CUDA).
+
+The optimizer makes its states where it always does; right after the update in which they were made they move. The
+training step updates in pieces (`plimsoll.run.commit`), so that only one piece's fresh states are on the device at a
+time. In a mapped file an update is in place: the kernel brings the pages and writes them out. In the host's memory the
+states of the piece are copied to the device, updated there and copied back; an update that fails copies nothing back.
+
+Numerics: bitwise, the same kernels on the same values. What moves is every tensor of floating-point numbers with more
+than one element in ``optimizer.state``. Does NOT cover states that an optimizer keeps elsewhere, and sparse ones.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from itertools import chain
+from types import MethodType
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from plimsoll.memory.outside import states_outside
+from plimsoll.records.plan import Choice, Numerics
+from plimsoll.records.trace import Category
+from plimsoll.techniques._base import Choices, Setting
+from plimsoll.techniques._mapped import MappedPool
+from plimsoll.techniques._pinned import PinnedPool
+from plimsoll.workload import Workload, resident_bytes
+
+_PLACES = {"cpu": "disk", "cuda": "host"}
+
+
+class Pool(Protocol):
+    """Makes tensors off the device."""
+
+    def copy_of(self, tensor: Tensor) -> Tensor:
+        """Make a tensor like another, with its values."""
+        ...
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether a tensor was made here."""
+        ...
+
+
+class OptimizerOffload:
+    """`Technique`: optimizer states off the device."""
+
+    name: ClassVar[str] = "optimizer_offload"
+    numerics: ClassVar[Numerics] = "bitwise"
+    summary: ClassVar[str] = "optimizer states in a mapped file (CPU) or in the host's memory (CUDA)"
+    reaches: ClassVar[frozenset[Category]] = frozenset({"optimizer states"})
+    is_for_the_run: ClassVar[bool] = False
+    may_be_faster: ClassVar[bool] = False
+
+    def menu(self, workload: Workload, setting: Setting) -> Choices | str:
+        """All states to the one place there is for the device."""
+        if resident_bytes(workload.model, workload.optimizer)["optimizer_states"] == 0:
+            return f"{type(workload.optimizer).__name__} as it is set up keeps no states"
+        return (Choice(technique=self.name, options={"to": _PLACES[setting.device]}),)
+
+    def conflicts(self, choice: Choice, others: Choices, workload: Workload, setting: Setting) -> str | None:
+        """The place must be one that the device does not count."""
+        place = _PLACES[setting.device]
+        if choice.options.get("to") != place:
+            return (
+                f"on {setting.device} states go to `{place}` and not to `{choice.options.get('to')}`: give to={place}"
+            )
+        return None
+
+    @contextmanager
+    def install(self, workload: Workload, choice: Choice) -> Iterator[None]:
+        """Move the states there are, and those to come; on exit they come back."""
+        optimizer = workload.optimizer
+        is_streamed = choice.options["to"] == "host"
+        states = _States(optimizer, PinnedPool() if is_streamed else _file_for(workload), is_streamed)
+        handles = [
+            optimizer.register_load_state_dict_pre_hook(states.before_loading),
+            optimizer.register_load_state_dict_post_hook(states.after_loading),
+        ]
+        try:
+            with _step_wrapped(optimizer, states.update), states_outside(optimizer):
+                states.send(_parameters_of(optimizer))
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            states.bring_back()
+
+
+def _file_for(workload: Workload) -> MappedPool:
+    """A file with room for all the states, so that a disk that is too full is found before the training."""
+    pool = MappedPool()
+    parameters = _parameters_of(workload.optimizer)
+    num_bytes = resident_bytes(workload.model, workload.optimizer)["optimizer_states"]
+    if num_bytes and not any(isinstance(parameter, FakeTensor) for parameter in parameters):
+        pool.reserve(num_bytes + 256 * len(parameters))  # each tensor begins at a multiple of 64 bytes
+    return pool
+
+
+class _States:
+    """Where the states of an optimizer are, and how they get there."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, pool: Pool, is_streamed: bool) -> None:
+        self._optimizer, self._pool, self._is_streamed = optimizer, pool, is_streamed
+        self._set_aside: dict[Any, dict[str, Any]] = {}
+
+    def update(self, step: Callable[[], Any]) -> Any:
+        """Do an update of the parameters that the optimizer sees now; if it fails, states are what they were."""
+        parameters = _parameters_of(self._optimizer)
+        brought = self._bring(parameters) if self._is_streamed else []
+        try:
+            result = step()
+            _put_back(brought)
+        finally:
+            for state, key, kept, _ in brought:
+                state[key] = kept
+        del brought
+        self.send(parameters)
+        return result
+
+    def send(self, parameters: list[nn.Parameter]) -> None:
+        """Move the states that are still on the device."""
+        for _, state, key, value in self._of(parameters):
+            if not self._pool.holds(value):
+                state[key] = self._pool.copy_of(value)
+
+    def bring_back(self) -> None:
+        """Move every state to where its parameter is."""
+        for parameter, state, key, value in self._of(self._optimizer.state):
+            if self._pool.holds(value):
+                state[key] = _on_device(value, parameter)
+
+    def before_loading(self, optimizer: torch.optim.Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
+        """Keep the large tensors from being put on the device all together, and copy the others.
+
+        torch would take a count of steps as it is, and what was loaded may be the checkpoint's file itself.
+        """
+        self._set_aside = loaded["state"]
+        small = {
+            number: {
+                key: value.clone() if isinstance(value, Tensor) else value
+                for key, value in state.items()
+                if not _moves(value)
+            }
+            for number, state in loaded["state"].items()
+        }
+        return loaded | {"state": small}
+
+    def after_loading(self, optimizer: torch.optim.Optimizer) -> None:
+        """Move what was kept, one tensor at a time."""
+        full, self._set_aside = self._set_aside, {}
+        numbers = chain.from_iterable(group["params"] for group in optimizer.state_dict()["param_groups"])
+        for number, parameter in zip(numbers, _parameters_of(optimizer), strict=True):
+            small = optimizer.state.pop(parameter, {})
+            if number in full:
+                optimizer.state[parameter] = {
+                    key: self._pool.copy_of(value.to(parameter.dtype)) if _moves(value) else small[key]
+                    for key, value in full[number].items()
+                }
+
+    def _bring(self, parameters: list[nn.Parameter]) -> list[_Brought]:
+        """Put copies on the device in place of the states: all of them, or none if there is no room."""
+        brought = [
+            (state, key, value, _on_device(value, parameter))
+            for parameter, state, key, value in self._of(parameters)
+            if self._pool.holds(value)
+        ]
+        for state, key, _, copy in brought:
+            state[key] = copy
+        return brought
+
+    def _of(self, parameters: Iterable[Tensor]) -> list[tuple[Tensor, dict[str, Any], str, Tensor]]:
+        """The states of parameters that move."""
+        states = self._optimizer.state
+        return [
+            (parameter, states[parameter], key, value)
+            for parameter in parameters
+            if parameter in states
+            for key, value in states[parameter].items()
+            if _moves(value)
+        ]
+
+
+_Brought = tuple[dict[str, Any], str, Tensor, Tensor]
+"""A state, the key in it, the tensor that is kept off the device, and its copy on the device."""
+
+
+def _put_back(brought: list[_Brought]) -> None:
+    with torch.no_grad():
+        for state, key, kept, _ in brought:
+            kept.copy_(state[key], non_blocking=True)
+    if any(copy.is_cuda for *_, copy in brought):
+        torch.cuda.current_stream().synchronize()  # the host reads what is kept: copies for the undo, checkpoints
+
+
+def _moves(value: Any) -> bool:
+    """Whether a state is worth moving, and can be."""
+    is_dense = isinstance(value, Tensor) and value.layout is torch.strided
+    return is_dense and value.is_floating_point() and value.numel() > 1
+
+
+def _on_device(tensor: Tensor, parameter: Tensor) -> Tensor:
+    with torch.no_grad():
+        made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=parameter.device)
+        return made.copy_(tensor, non_blocking=True)
+
+
+def _parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+@contextmanager
+def _step_wrapped(optimizer: torch.optim.Optimizer, run: Callable[[Callable[[], Any]], Any]) -> Iterator[None]:
+    """Let ``run`` do each ``optimizer.step()``, which it is given; undone on exit."""
+    own = vars(optimizer).get("step")  # that of a learning rate schedule, which counts the steps
+    step = optimizer.step
+
+    @functools.wraps(step)
+    def wrapped(_: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        return run(lambda: step(*args, **kwargs))
+
+    optimizer.step = MethodType(wrapped, optimizer)  # type: ignore[method-assign]  # schedules ask for a method
+    try:
+        yield
+    finally:
+        if own is None:
+            del optimizer.step
+        else:
+            optimizer.step = own  # type: ignore[method-assign]

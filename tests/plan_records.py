@@ -1,0 +1,109 @@
+"""Plans small enough to check by hand; 1 MiB is 2**20 bytes."""
+
+from __future__ import annotations
+
+from plimsoll.records.device import Budget
+from plimsoll.records.plan import Choice, Duration, Plan, Rejected, Rung, micro_batch_choice
+from prediction_records import MIB, estimate, fitting, too_large
+
+CHECKPOINTS = Choice(technique="checkpointing", options={"blocks": "all"})
+HALF_CHECKPOINTS = Choice(technique="checkpointing", options={"blocks": 6})
+OFFLOAD = Choice(technique="offload")
+ADAFACTOR = Choice(technique="adafactor")
+DISK = Choice(technique="optimizer_streaming", options={"to": "disk", "bucket_mib": 64})
+
+
+def duration(likely_seconds: float, spread_seconds: float = 0.0) -> Duration:
+    """So many seconds, give or take the spread."""
+    return Duration(
+        likely_seconds=likely_seconds,
+        low_seconds=likely_seconds - spread_seconds,
+        high_seconds=likely_seconds + spread_seconds,
+    )
+
+
+def rung(*choices: Choice, mib: int, seconds: float, spread_mib: int = 0, spread_seconds: float = 0.0) -> Rung:
+    """One way to run a step, with what is predicted of it."""
+    return Rung(choices=choices, peak=estimate(mib, spread_mib), step_time=duration(seconds, spread_seconds))
+
+
+def rejected(*choices: Choice, reason: str, mib: int | None = None, seconds: float | None = None) -> Rejected:
+    """Something that was not taken; without numbers, something that cannot be done."""
+    return Rejected(
+        choices=choices,
+        reason=reason,
+        peak=None if mib is None else estimate(mib),
+        step_time=None if seconds is None else duration(seconds),
+    )
+
+
+def fitting_plan(**changes: object) -> Plan:
+    """Half the blocks recomputed and micro-batches of 16: 1000 of 2048 MiB, where the plain loop needs 5120.
+
+    Without checkpoints it is 2560 MiB, 512 too much; without micro-batches 3072, 1024 too much.
+    """
+    fields: dict[str, object] = {
+        "budget": Budget(device_bytes=2048 * MIB),
+        "limit_bytes": 2048 * MIB,
+        "rungs": (
+            rung(HALF_CHECKPOINTS, micro_batch_choice(16), mib=1000, seconds=1.9, spread_mib=40, spread_seconds=0.4),
+            rung(CHECKPOINTS, micro_batch_choice(8), mib=700, seconds=2.25),
+            rung(CHECKPOINTS, OFFLOAD, micro_batch_choice(1), mib=400, seconds=4.0),
+        ),
+        "plain": rung(micro_batch_choice(64), mib=5120, seconds=1.5),
+        "rejected": (
+            rejected(OFFLOAD, micro_batch_choice(16), reason="31 % slower than the plan", mib=900, seconds=2.5),
+            rejected(micro_batch_choice(16), reason="512.0 MiB too much", mib=2560, seconds=1.6),
+            rejected(HALF_CHECKPOINTS, micro_batch_choice(64), reason="1.0 GiB too much", mib=3072, seconds=1.75),
+            rejected(CHECKPOINTS, micro_batch_choice(16), reason="11 % slower than the plan", mib=800, seconds=2.1),
+            rejected(DISK, reason="the optimizer keeps no states: SGD without momentum"),
+        ),
+        "prediction": fitting(micro_batch=16),
+        "about": {
+            "checkpointing": "activations of these blocks are computed again in backward, not kept",
+            "micro_batch": "the batch in pieces, whose gradients add up to the whole batch's",
+            "offload": "activations wait in the host's memory for backward",
+            "adafactor": "a row and a column in place of Adam's second moment",
+        },
+        "numerics": {
+            "checkpointing": "bitwise",
+            "micro_batch": "reordered",
+            "offload": "bitwise",
+            "adafactor": "lossy",
+        },
+        "made_for": {"torch": "2.13.0", "sequence length": "1024"},
+        "num_traces": 31,
+        "plan_seconds": 12.34,
+    }
+    return Plan.model_validate(fields | changes)
+
+
+def wished_plan(**changes: object) -> Plan:
+    """The same with a wish for each side, one fallback without numbers, and why as the planner says it."""
+    fields: dict[str, object] = {
+        "pinned": (HALF_CHECKPOINTS,),
+        "forbidden": ("offload",),
+        "rungs": (*fitting_plan().rungs[:1], Rung(choices=(CHECKPOINTS, micro_batch_choice(1)))),
+        "why": {"micro_batch": "7 pieces of it would not be faster"},
+    }
+    return fitting_plan(**(fields | changes))
+
+
+def impossible_plan(**changes: object) -> Plan:
+    """All that is exact needs 2500 MiB of 2048; with Adafactor 1900 MiB would do, in bf16 on top 1700."""
+    fields: dict[str, object] = {
+        "rungs": (rung(CHECKPOINTS, micro_batch_choice(1), mib=2450, seconds=9.0),),
+        "rejected": fitting_plan().rejected[1:3],
+        "openings": (
+            rejected(ADAFACTOR, CHECKPOINTS, micro_batch_choice(1), reason="fits", mib=1900, seconds=9.5),
+            rejected(ADAFACTOR, reason="1.0 GiB too much", mib=3072, seconds=1.5),
+        ),
+        "smallest_budget_bytes": 2500 * MIB,
+        "prediction": too_large(micro_batch=1, answers=()),
+    }
+    return fitting_plan(**(fields | changes))
+
+
+def bare_plan(**changes: object) -> Plan:
+    """Nothing was predicted, and everything that may be empty is."""
+    return Plan.model_validate({"budget": Budget(), "rungs": ()} | changes)

@@ -1,0 +1,166 @@
+"""`plimsoll plan`: what it asks for, what it writes where, and how it ends.
+
+The plan itself is made by hand here: how it is found is tested where that is done.
+"""
+
+import json
+import sys
+from types import ModuleType
+
+import pytest
+import yaml
+
+from plan_records import MIB, fitting_plan, impossible_plan
+from plimsoll.errors import DeviceError
+from plimsoll.records.comparison import Calibration
+from plimsoll.records.plan import Pin, Plan
+
+JOB = {"model": "lstm", "data": {"train": "text.txt"}, "batch_size": 16}
+
+
+@pytest.fixture
+def job(tmp_path):
+    path = tmp_path / "job.yaml"
+    path.write_text(yaml.safe_dump(JOB))
+    return path
+
+
+@pytest.fixture
+def planning(monkeypatch):
+    """Return ``planning(plan or error)``: what `plan_job` then does; its list has what it was asked."""
+
+    def become(answer):
+        asked = []
+
+        def plan_job(job, **options):
+            asked.append({"batch_size": job.batch_size, "precision": job.precision, **options})
+            asked[-1].pop("progress")("tracing")
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+
+        module = ModuleType("plimsoll.run.plan")
+        module.plan_job = plan_job
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        return asked
+
+    return become
+
+
+@pytest.mark.parametrize(
+    ("plan", "code", "words"),
+    [
+        (fitting_plan(), 0, "Fits: 1000.0 MiB of 2.0 GiB"),
+        (impossible_plan(), 1, "Impossible: at least 2.4 GiB are needed"),
+    ],
+)
+def test_the_exit_code_says_whether_there_is_a_plan(call, job, planning, plan, code, words):
+    planning(plan)
+    done = call("plan", job)
+    assert (done.code, done.err) == (code, "")
+    assert words in done.out
+
+
+def test_without_options_the_job_is_planned_as_it_is(call, job, planning):
+    asked = planning(fitting_plan())
+    call("plan", job)
+    assert asked == [
+        {
+            "batch_size": 16,
+            "precision": "fp32",
+            "device": None,
+            "limit_bytes": None,
+            "pins": (),
+            "forbids": (),
+            "calibration": None,
+        }
+    ]
+
+
+def test_every_option_arrives(call, job, planning, tmp_path):
+    asked = planning(fitting_plan())
+    Calibration().save(tmp_path / "calibration.json")
+    options = ["--device", "rtx3060", "--budget", "8GiB", "--set", "batch_size=64", "--set", "precision=auto"]
+    options += ["--pin", "checkpointing=all", "--pin", "micro_batch=4", "--forbid", "offload", "--forbid", "lora"]
+    call("plan", job, *options, "--calibration", tmp_path / "calibration.json")
+    assert asked == [
+        {
+            "batch_size": 64,
+            "precision": "auto",
+            "device": "rtx3060",
+            "limit_bytes": 8192 * MIB,
+            "pins": (Pin(technique="checkpointing", value="all"), Pin(technique="micro_batch", value=4)),
+            "forbids": ("offload", "lora"),
+            "calibration": Calibration(),
+        }
+    ]
+
+
+@pytest.mark.parametrize("plan", [fitting_plan(), impossible_plan()])
+def test_json_is_the_record_and_nothing_else(call, job, planning, plan):
+    planning(plan)
+    done = call("plan", job, "--json")
+    (line,) = done.out.splitlines()
+    assert (done.code, done.err) == (0 if plan.fits else 1, "")
+    assert Plan.from_json(line) == plan
+
+
+def test_a_page_is_written_its_path_printed_and_the_headline_told_to_people(call, job, planning, tmp_path):
+    planning(impossible_plan())
+    page = tmp_path / "a.html"
+    done = call("plan", job, "-o", page)
+    assert (done.code, done.out) == (1, f"{page}\n")
+    assert done.err.startswith("Impossible: at least 2.4 GiB are needed")
+    assert page.read_text(encoding="utf-8").startswith("<!doctype html>")
+
+
+def test_a_plan_is_written_that_report_shows(call, job, planning, tmp_path):
+    planning(fitting_plan())
+    record = tmp_path / "plan.json"
+    printed = call("plan", job, "-o", record, "--json").out
+    assert record.read_text(encoding="utf-8") == printed
+    assert Plan.load(record) == fitting_plan()
+    assert call("report", record).out == call("plan", job).out
+    assert call("report", record, "-o", tmp_path / "plan.html").code == 0
+
+
+REFUSED = {
+    "plan-pin-unreadable": ["--pin", "micro batch=4"],
+    "plan-pinned-twice": ["--pin", "micro_batch=4", "--pin", "micro_batch=8"],
+    "plan-pinned-and-forbidden": ["--pin", "checkpointing=all", "--forbid", "checkpointing"],
+    "plan-budget": ["--budget", "much"],
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_contradicts_itself_is_refused_before_the_work(refused, job, planning, golden, name):
+    asked = planning(fitting_plan())
+    golden(f"errors/{name}.txt", refused("plan", job, *REFUSED[name]))
+    assert asked == []
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--set", "batchsize=3"], "batch_size"),
+        (["-o", "a.pdf"], "cannot tell from the name a.pdf what to write: give -o a name in .html or .json"),
+        (["--calibration", "none.json"], "there is no 'calibration' record at none.json: check the path"),
+    ],
+)
+def test_what_cannot_be_used_is_refused_before_the_work(call, job, planning, options, message):
+    asked = planning(fitting_plan())
+    done = call("plan", job, *options)
+    assert (done.code, done.out, asked) == (2, "", [])
+    assert done.err.startswith("error: ")
+    assert message in done.err
+
+
+def test_json_says_what_went_wrong(call, job, planning):
+    planning(DeviceError("no device is called rtx1: use --device rtx3060"))
+    done = call("plan", job, "--json")
+    assert json.loads(done.out) == {
+        "error": "DeviceError",
+        "message": "no device is called rtx1: use --device rtx3060",
+        "exit_code": 2,
+    }
+    assert (done.code, done.err) == (2, "error: no device is called rtx1: use --device rtx3060\n")

@@ -1,0 +1,141 @@
+"""The search against worlds in which the best mix is known, or found by trying all."""
+
+from itertools import product
+from random import Random
+
+import pytest
+from plan.worlds import BATCH_SIZE, MadeUp, World
+
+from plimsoll.errors import InputError
+from plimsoll.plan.pins import Decided
+from plimsoll.plan.search import search
+from plimsoll.records.plan import Choice, micro_batch_choice
+from plimsoll.techniques import conflict_among, in_order
+from plimsoll.techniques.micro_batch import sizes_of
+
+
+def searched(world, limit_bytes, decided=Decided((), frozenset(), frozenset()), allow=()):
+    problem = world.problem(limit_bytes, decided, allow)
+    return search(problem, world.look_at), problem
+
+
+def best_by_trying_all(world, problem):
+    """The fastest mix that fits, over every technique, option and size."""
+    fitting = []
+    menus = [(None, *technique.menu(None, None)) for technique in world.techniques if not technique.reason]
+    for picked in product(*menus):
+        mix = tuple(choice for choice in picked if choice is not None)
+        for size in sizes_of(BATCH_SIZE):
+            choices = (micro_batch_choice(size), *in_order(mix))
+            if conflict_among(choices, problem.workload, problem.setting) is None:
+                look = world.look_at(choices)
+                if look.need_bytes <= problem.limit_bytes:
+                    fitting.append(look)
+    return min(fitting, key=lambda look: look.seconds, default=None)
+
+
+def test_where_all_fits_nothing_is_traced_but_the_plain_training(inhabited):
+    world = inhabited(World([MadeUp("recompute", (8,), seconds=(0.3,))]))
+    found, _ = searched(world, 1000)
+    assert found.chosen.choices == (micro_batch_choice(16),)
+    assert found.fits
+    assert not [choices for choices in world.asked[:3] if len(choices) > 1]
+
+
+def test_a_smaller_micro_batch_comes_before_a_slow_technique(inhabited):
+    world = inhabited(World([MadeUp("recompute", (8,), seconds=(0.3,))]))
+    found, _ = searched(world, 250)  # 50 + 200 of the update; 10 samples a pass would do
+    assert found.chosen.micro_batch == 8
+    assert found.chosen.mix == ()
+
+
+def test_a_technique_that_saves_passes_may_be_faster_than_small_micro_batches(inhabited):
+    world = inhabited(World([MadeUp("cheap", (9,), saves_fixed=100, seconds=(0.001,))]))
+    found, _ = searched(world, 170)
+    assert [choice.technique for choice in found.chosen.mix] == ["cheap"]
+    assert found.chosen.micro_batch == 16  # 116 bytes in a pass: one pass is enough
+
+
+def test_the_update_sets_the_peak_and_only_what_reaches_it_is_chosen(inhabited):
+    states = MadeUp("offload", (0,), saves_fixed=100, seconds=(0.1,), reaches=frozenset({"optimizer states"}))
+    world = inhabited(World([MadeUp("recompute", (8,), seconds=(0.05,)), states]))
+    found, _ = searched(world, 200)
+    assert [choice.technique for choice in found.chosen.mix] == ["offload"]
+
+
+def test_nothing_fits_and_the_least_is_said(inhabited):
+    lossy = MadeUp("lossy", (5,), saves_fixed=150, seconds=(0.0,), numerics="lossy")
+    world = inhabited(World([MadeUp("recompute", (8,), saves_fixed=20, seconds=(0.3,)), lossy]))
+    found, _ = searched(world, 100)
+    assert not found.fits
+    assert found.chosen.need_bytes == 230  # 50 + 200 - 20: the update
+    assert [look.mix[-1].technique for look in found.openings] == ["lossy"]
+    found, _ = searched(world, 155, allow=["lossy"])
+    assert found.fits
+    assert "lossy" in [choice.technique for choice in found.chosen.mix]
+
+
+def test_pins_are_in_every_rung_and_what_is_forbidden_in_none(inhabited):
+    techniques = [MadeUp("recompute", (4, 8), seconds=(0.1, 0.3)), MadeUp("other", (9,), seconds=(0.01,))]
+    world = inhabited(World(techniques))
+    pinned = Choice(technique="recompute", options={"level": 1})
+    found, _ = searched(world, 1000, Decided((pinned,), frozenset(), frozenset({"other"})))
+    for look in (found.chosen, *found.fallbacks):
+        assert pinned in look.mix
+        assert "other" not in [choice.technique for choice in look.mix]
+    found, _ = searched(world, 1000, Decided((micro_batch_choice(4),), frozenset(), frozenset()))
+    assert {look.micro_batch for look in (found.chosen, *found.fallbacks)} == {4}
+    found, _ = searched(world, 1000, Decided((), frozenset({"recompute"}), frozenset()))
+    assert found.chosen.mix == (Choice(technique="recompute", options={"level": 0}),)
+
+
+def test_pins_that_exclude_each_other_are_refused(inhabited):
+    world = inhabited(World([MadeUp("a", refuses=frozenset({"b"})), MadeUp("b")]))
+    pinned = tuple(Choice(technique=name, options={"level": 0}) for name in "ab")
+    with pytest.raises(InputError, match=r"a=0: not with b; leave out a --pin"):
+        searched(world, 1000, Decided(pinned, frozenset(), frozenset()))
+
+
+def test_fallbacks_fall_and_keep_what_is_for_the_run(inhabited):
+    halves = MadeUp("half", (5,), seconds=(-0.4,), is_for_the_run=True, may_be_faster=True)
+    world = inhabited(World([halves, MadeUp("recompute", (4,), saves_fixed=60, seconds=(0.3,))]))
+    found, _ = searched(world, 1000)
+    needs = [look.need_bytes for look in (found.chosen, *found.fallbacks)]
+    assert needs == sorted(set(needs), reverse=True)
+    assert len(found.fallbacks) >= 1
+    assert all("half" in [choice.technique for choice in look.mix] for look in (found.chosen, *found.fallbacks))
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_it_is_as_fast_as_the_best_of_all_mixes(inhabited, seed):
+    """Effects that add up, and (odd seeds) techniques that cost each other memory, which only a trace can tell."""
+    random = Random(seed)
+    techniques = []
+    for number in range(4):
+        levels = random.randint(1, 2)
+        techniques.append(
+            MadeUp(
+                f"t{number}",
+                tuple(sorted(random.randint(0, 4) for _ in range(levels))),
+                saves_fixed=random.choice([0, 0, 40, 80]),
+                seconds=tuple(sorted(random.choice([0.02, 0.1, 0.3, 0.5]) for _ in range(levels))),
+                reaches=frozenset({"activations", "optimizer states"}),
+                refuses=frozenset({f"t{(number + 1) % 4}"}) if random.random() < 0.3 else frozenset(),
+            )
+        )
+    world = inhabited(World(techniques, clashes_bytes=(seed % 2) * 10))
+    for limit_bytes in (120, 180, 240, 300):
+        found, problem = searched(world, limit_bytes)
+        best = best_by_trying_all(world, problem)
+        assert found.fits == (best is not None)
+        if best is not None:
+            assert found.chosen.need_bytes <= limit_bytes
+            assert found.chosen.seconds <= 1.021 * best.seconds
+            assert found.num_looks <= 30
+
+
+def test_the_same_problem_has_the_same_plan(inhabited):
+    world = inhabited(World([MadeUp("a", (4,), seconds=(0.1,)), MadeUp("b", (4,), seconds=(0.1,))]))
+    first, _ = searched(world, 155)
+    second, _ = searched(world, 155)
+    assert first == second

@@ -1,0 +1,270 @@
+"""The sentences and tables of a plan, against the hand-built plans of `plan_records`."""
+
+from __future__ import annotations
+
+import pytest
+from report_records import MIB, eventful_run, plan, step_line
+
+from plan_records import (
+    ADAFACTOR,
+    CHECKPOINTS,
+    HALF_CHECKPOINTS,
+    OFFLOAD,
+    bare_plan,
+    duration,
+    fitting_plan,
+    impossible_plan,
+    rejected,
+    rung,
+    wished_plan,
+)
+from plimsoll.records.device import Budget
+from plimsoll.records.plan import Duration, Rung, micro_batch_choice
+from plimsoll.report import plan_sheets
+from prediction_records import fitting, on_cpu
+
+TIGHT = rung(micro_batch_choice(16), mib=2040, seconds=1.0, spread_mib=10)
+
+
+@pytest.mark.parametrize(
+    ("changes", "verdict", "headline"),
+    [
+        (
+            {},
+            "fits",
+            "Fits: 1000.0 MiB of 2.0 GiB (range 960.0 MiB to 1.0 GiB) on NVIDIA GeForce RTX 3060, about 1.9 s a step "
+            "(range 1.5 to 2.3 s).",
+        ),
+        (
+            {"rungs": (TIGHT,)},
+            "probably fits",
+            "Probably fits: 2.0 GiB of 2.0 GiB on NVIDIA GeForce RTX 3060, about 1.0 s a step.",
+        ),
+        (
+            {"rungs": (TIGHT,), "limit_bytes": None, "budget": Budget(), "prediction": None},
+            "fits",
+            "Fits: 2.0 GiB, about 1.0 s a step.",
+        ),
+        (
+            {"rungs": (Rung(choices=(micro_batch_choice(16),)),)},
+            "not predicted",
+            "Nothing was predicted: what memory allows is found while it trains.",
+        ),
+        (
+            {"rungs": (), "smallest_budget_bytes": 13 << 30},
+            "impossible",
+            "Impossible: at least 13.0 GiB are needed, 11.0 GiB more than the limit of 2.0 GiB on NVIDIA GeForce RTX "
+            "3060, which has 12.0 GiB: choose a larger device.",
+        ),
+        (
+            {"rungs": (), "smallest_budget_bytes": 2049 * MIB + 1},
+            "impossible",
+            "Impossible: at least 2.0 GiB are needed, 1.0 MiB more than the limit of 2.0 GiB on NVIDIA GeForce RTX "
+            "3060: give --budget 2050MiB.",
+        ),
+        (
+            {"rungs": (), "smallest_budget_bytes": 5 * MIB, "limit_bytes": None, "prediction": None},
+            "impossible",
+            "Impossible: at least 5.0 MiB are needed, 0 B more than the limit of 2.0 GiB: give --budget 5MiB.",
+        ),
+    ],
+)
+def test_the_headline_says_whether_there_is_a_plan_and_what_to_do_if_there_is_none(changes, verdict, headline):
+    made = fitting_plan(**changes)
+    assert plan_sheets.verdict(made) == verdict
+    assert plan_sheets.headline(made) == headline
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "word"),
+    [
+        (1, "1MiB"),
+        (850 * MIB, "850MiB"),
+        (850 * MIB + 1, "851MiB"),
+        (10 << 30, "10240MiB"),
+        ((10 << 30) + 1, "10.1GiB"),
+    ],
+)
+def test_a_budget_to_type_is_never_too_small(num_bytes, word):
+    assert plan_sheets.budget_word(num_bytes) == word
+
+
+def test_the_limit_is_that_of_the_plan_or_of_its_prediction_or_the_budget():
+    assert plan_sheets.limit_bytes_of(fitting_plan(limit_bytes=1)) == 1
+    assert plan_sheets.limit_bytes_of(fitting_plan(limit_bytes=None, prediction=on_cpu())) == 1024 * MIB
+    assert plan_sheets.limit_bytes_of(bare_plan(budget=Budget(device_bytes=3))) == 3
+    assert plan_sheets.limit_bytes_of(bare_plan()) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({}, "The plain loop would need 5.0 GiB, 3.0 GiB too much, about 1.5 s a step."),
+        ({"limit_bytes": 6000 * MIB}, "The plain loop would need 5.0 GiB, about 1.5 s a step."),
+        (
+            {"plain": rung(micro_batch_choice(64), mib=2000, seconds=1.0, spread_mib=60)},
+            "The plain loop would need 2.0 GiB, which may be 12.0 MiB too much, about 1.0 s a step.",
+        ),
+        ({"plain": None}, ""),
+        ({"plain": Rung(choices=())}, ""),
+        ({"plain": fitting_plan().rungs[0]}, "This is the plain loop: no technique is needed."),
+    ],
+)
+def test_the_plain_loop_is_compared(changes, sentence):
+    assert plan_sheets.plain_sentence(fitting_plan(**changes)) == sentence
+
+
+@pytest.mark.parametrize(
+    ("time", "text"),
+    [
+        (duration(2, 0.5), "1.5 to 2.5 s"),
+        (duration(1, 0.5), "500 ms to 1.5 s"),
+        (duration(2), "2.0 s"),
+        (Duration(likely_seconds=90, low_seconds=61, high_seconds=122), "1 min 01 s to 2 min 02 s"),
+    ],
+)
+def test_a_range_of_seconds_has_its_unit_once_if_it_is_the_same(time, text):
+    assert plan_sheets.seconds_range_text(time) == text
+
+
+def test_the_first_opening_that_fits_is_said_with_what_to_type():
+    assert plan_sheets.opening_sentence(impossible_plan()) == (
+        "With what changes the training it would fit: 1.9 GiB with --set 'allow=[adafactor]'."
+    )
+    assert plan_sheets.opening_sentence(impossible_plan(limit_bytes=1)) == ""
+    assert plan_sheets.opening_sentence(fitting_plan()) == ""
+
+
+def test_an_opening_names_what_has_to_be_allowed():
+    rows = plan_sheets.opening_sheet(impossible_plan()).rows
+    assert rows[0] == ("adafactor", "adafactor + checkpointing=all + micro_batch=1", "1.9 GiB", "9.5 s", "fits")
+
+
+def test_wishes_are_said():
+    assert plan_sheets.wishes_sentence(wished_plan()) == "Pinned: checkpointing=6. Forbidden: offload."
+    assert plan_sheets.wishes_sentence(fitting_plan()) == ""
+
+
+def test_a_chosen_technique_says_what_it_does_and_what_the_plan_would_need_without_it():
+    assert plan_sheets.chosen_sheet(fitting_plan()).rows == (
+        (
+            "checkpointing=6",
+            "bitwise",
+            "activations of these blocks are computed again in backward, not kept",
+            "Without it 2.5 GiB, 512.0 MiB too much, about 1.6 s a step",
+        ),
+        (
+            "micro_batch=16",
+            "reordered",
+            "the batch in pieces, whose gradients add up to the whole batch's",
+            "Without it 3.0 GiB, 1.0 GiB too much, about 1.8 s a step",
+        ),
+    )
+
+
+def test_why_is_what_the_planner_says_and_that_it_was_pinned():
+    whys = [row[-1] for row in plan_sheets.chosen_sheet(wished_plan()).rows]
+    assert whys == [
+        "Pinned. Without it 2.5 GiB, 512.0 MiB too much, about 1.6 s a step",
+        "7 pieces of it would not be faster",
+    ]
+
+
+def test_what_was_not_looked_at_is_not_said():
+    (*_, why), _ = plan_sheets.chosen_sheet(fitting_plan(rejected=())).rows
+    assert why == ""
+
+
+def test_a_plan_that_nothing_is_known_of_lists_its_ladder_only():
+    assert plan_sheets.chosen_sheet(plan()).rows == ()
+    assert plan_sheets.key_numbers(plan()) == ()
+    ladder = plan_sheets.ladder_sheet(plan())
+    assert [column.title for column in ladder.columns] == ["Order", "Choices"]
+    assert ladder.rows[-1] == ("fallback 2", "micro_batch=16")
+
+
+def test_a_fallback_without_numbers_is_unknown_beside_others_that_have_some():
+    assert plan_sheets.ladder_sheet(wished_plan()).rows == (
+        ("plan", "checkpointing=6 + micro_batch=16", "1000.0 MiB", "1.9 s"),
+        ("fallback 1", "checkpointing=all + micro_batch=1", "unknown", "unknown"),
+    )
+
+
+def test_what_needs_least_is_no_plan():
+    assert plan_sheets.ladder_sheet(impossible_plan()).rows[0][0] == "needs least"
+    assert plan_sheets.chosen_sheet(impossible_plan()).title == "What needs least"
+
+
+def test_a_job_that_decides_its_own_batch_has_no_sizes():
+    numbers = dict(plan_sheets.key_numbers(fitting_plan(prediction=fitting(batch_size=None, micro_batch=None))))
+    assert (numbers["Batch size"], numbers["Micro-batch"]) == ("its own", "its own")
+
+
+def test_choices_are_written_as_on_a_command_line():
+    assert plan_sheets.choices_text((HALF_CHECKPOINTS, OFFLOAD)) == "checkpointing=6 + offload"
+    assert plan_sheets.choices_text(()) == "nothing installed"
+
+
+def test_rejected_is_what_fits_fastest_first_then_what_is_nearly_small_enough_then_what_cannot_be_done():
+    sheet = plan_sheets.rejected_sheet(fitting_plan(), 12)
+    assert sheet.title == "Rejected"
+    assert [row[:3] for row in sheet.rows] == [
+        ("checkpointing=all + micro_batch=16", "800.0 MiB", "2.1 s"),
+        ("offload + micro_batch=16", "900.0 MiB", "2.5 s"),
+        ("micro_batch=16", "2.5 GiB", "1.6 s"),
+        ("checkpointing=6 + micro_batch=64", "3.0 GiB", "1.8 s"),
+        ("optimizer_streaming(to=disk,bucket_mib=64)", "", ""),
+    ]
+
+
+def test_of_many_rejected_each_kind_has_its_share():
+    """100 that fit, 100 too large and 1 impossible: of 12 rows the last kind has 1, the others 6 and 5."""
+    fits = [rejected(micro_batch_choice(i), reason="slow", mib=i, seconds=3 + i) for i in range(100, 0, -1)]
+    large = [rejected(CHECKPOINTS, reason="large", mib=2048 + i, seconds=1) for i in range(100, 0, -1)]
+    no = rejected(ADAFACTOR, reason="no")
+    sheet = plan_sheets.rejected_sheet(fitting_plan(rejected=(*fits, no, *large)), 12)
+    assert sheet.title == "Rejected, 12 of 201"
+    assert [row[-1] for row in sheet.rows] == ["slow"] * 6 + ["large"] * 5 + ["no"]
+    assert sheet.rows[0][:3] == ("micro_batch=1", "1.0 MiB", "4.0 s")
+
+
+def test_without_a_limit_nothing_is_too_large():
+    unlimited = fitting_plan(limit_bytes=None, budget=Budget(), prediction=None)
+    assert [row[1] for row in plan_sheets.rejected_sheet(unlimited, 12).rows][:4] == [
+        "2.5 GiB",
+        "3.0 GiB",
+        "800.0 MiB",
+        "900.0 MiB",
+    ]
+
+
+def test_a_run_shows_how_many_steps_each_rung_was_in_force():
+    assert plan_sheets.plan_in_force_sheet(eventful_run()).rows == (
+        ("plan", "micro_batch=64", "2"),
+        ("fallback 1", "micro_batch=32", "2"),
+        ("fallback 2", "micro_batch=16", "0"),
+    )
+
+
+def test_rungs_are_told_by_their_number_and_not_by_their_micro_batch():
+    """The smaller last batch of an epoch is no fallback, and two rungs may have the same micro-batch."""
+    steps = (step_line(1, num_samples=16, micro_batch=16), step_line(2, micro_batch=16, rung=1))
+    sheet = plan_sheets.plan_in_force_sheet(eventful_run(plan=fitting_plan(), steps=steps))
+    assert [row[-1] for row in sheet.rows] == ["1", "1", "0"]
+    assert [column.title for column in sheet.columns] == ["Order", "Choices", "Peak", "A step", "Steps in force"]
+
+
+@pytest.mark.parametrize(
+    ("budget", "sentence"),
+    [
+        (Budget(device_bytes=1024 * MIB, host_bytes=4096 * MIB), "Budget: device 1.0 GiB, host 4.0 GiB."),
+        (Budget(host_bytes=4096 * MIB), "Budget: host 4.0 GiB."),
+        (Budget(), "No budget was set: the limit is what the machine has."),
+    ],
+)
+def test_the_budget_is_said(budget, sentence):
+    assert plan_sheets.budget_sentence(budget) == sentence
+
+
+def test_what_a_plan_was_made_for_is_listed():
+    assert plan_sheets.made_for_sheet(fitting_plan()).rows == (("torch", "2.13.0"), ("sequence length", "1024"))

@@ -1,0 +1,189 @@
+"""Loss and gradients of a batch cut by length are those of the batch with its padding."""
+
+import pytest
+import torch
+from torch import nn
+
+import workloads
+from plimsoll.memory.live import live_bytes
+from plimsoll.memory.lowering.cpu import CpuLowering
+from plimsoll.models.recurrent import build_recurrent
+from plimsoll.records.plan import Choice, micro_batch_choice
+from plimsoll.run.pieces import Shape, weighted_pieces
+from plimsoll.run.step import TrainStep
+from plimsoll.techniques import Setting, installed
+from plimsoll.techniques.by_length import ByLength
+from plimsoll.workload import Workload, count_elements, count_units, model_loss
+
+LENGTHS = [12, 3, 7, 12, 1, 9, 4, 2]
+VARYING = Setting(device="cpu", batch_size=8, lengths_vary=True)
+BY_LENGTH = Choice(technique="by_length")
+
+
+def padded(kind):
+    generator = torch.Generator().manual_seed(3)
+    mask = (torch.arange(12) < torch.tensor(LENGTHS)[:, None]).long()
+    ids = torch.randint(1, workloads.VOCABULARY, (8, 12), generator=generator) * mask
+    labels = ids.masked_fill(mask == 0, -100) if kind == "tokens" else torch.arange(8) % 3
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+def classifier():
+    return build_recurrent(
+        {"architecture": "gru", "vocab_size": 50, "num_labels": 3, "embedding_size": 8, "hidden_size": 8}
+    )
+
+
+def language_model():
+    return build_recurrent({"architecture": "lstm", "vocab_size": 50, "embedding_size": 8, "hidden_size": 8})
+
+
+CASES = {
+    "bert": (lambda: workloads.bert(dropout=0.0), "samples"),
+    "gpt2": (lambda: workloads.gpt2(dropout=0.0), "next-tokens"),
+    "gru classifier": (classifier, "samples"),
+    "lstm": (language_model, "next-tokens"),
+}
+
+
+def made(name):
+    build, units = CASES[name]
+    torch.manual_seed(0)
+    model = build().train()
+    workload = Workload(model, torch.optim.SGD(model.parameters(), lr=1.0), model_loss, units)
+    return workload, padded("samples" if units == "samples" else "tokens")
+
+
+def shape_of(batch, units):
+    return Shape(8, count_units(batch, units), count_elements(batch) / 8)
+
+
+def loss_and_gradients(workload, batch, micro_batch):
+    workload.model.zero_grad()
+    shape = shape_of(batch, workload.units)
+    total = 0.0
+    for piece, share in weighted_pieces(batch, micro_batch, shape, workload.units, workload.cuts_by_length):
+        loss = workload.loss(workload.model, piece) * share
+        loss.backward()
+        total += loss.item()
+    return total, {name: parameter.grad.clone() for name, parameter in workload.model.named_parameters()}
+
+
+@pytest.mark.parametrize("micro_batch", [1, 2, 3, 8])
+@pytest.mark.parametrize("name", CASES)
+def test_loss_and_gradients_are_those_of_the_padded_batch(name, micro_batch):
+    workload, batch = made(name)
+    plain_loss, plain = loss_and_gradients(workload, batch, 8)
+    with installed(workload, [BY_LENGTH]):
+        loss, gradients = loss_and_gradients(workload, batch, micro_batch)
+    assert loss == pytest.approx(plain_loss, rel=1e-5)
+    assert workloads.largest_relative_difference(plain, gradients) < 1e-5
+    assert not workload.cuts_by_length
+
+
+def test_trimming_what_is_padding_for_all_leaves_the_loss_and_takes_fewer_columns():
+    workload, batch = made("bert")
+    short = {name: value[[1, 4, 6, 7]] for name, value in batch.items()}
+    (piece, share), *rest = weighted_pieces(short, 4, Shape(4, 4, 25.0), "samples", by_length=True)
+    assert not rest
+    assert share == 1.0
+    assert piece["input_ids"].shape == (4, 4)
+    with torch.no_grad():
+        assert torch.equal(model_loss(workload.model, piece), model_loss(workload.model, short))
+
+
+@pytest.mark.parametrize("units", ["samples", "tokens", "next-tokens", lambda batch: batch["input_ids"].numel()])
+def test_every_sample_is_there_once_and_the_shares_add_up(units):
+    batch = padded("tokens") | {"number": torch.arange(8)}
+    pieces = list(weighted_pieces(batch, 3, shape_of(batch, units), units, by_length=True))
+    seen = torch.cat([piece["number"] for piece, _ in pieces]).tolist()
+    assert seen == [0, 3, 5, 2, 6, 1, 7, 4][: len(seen)]
+    assert len(seen) == 8 - (units == "next-tokens")  # a sample of one token predicts nothing; alone it is left out
+    assert sum(share for _, share in pieces) == pytest.approx(1)
+    assert [len(piece["number"]) for piece, _ in pieces] == [3, 4, 1][: len(pieces)]
+    assert all(count_elements(piece) <= 3 * count_elements(batch) / 8 for piece, _ in pieces)
+
+
+def test_a_training_step_and_an_evaluation_do_it():
+    workload, batch = made("bert")
+    step = TrainStep(workload.model, workload.optimizer, units="samples", micro_batch=3)
+    seen = []
+    step.workload.loss = lambda model, piece: seen.append(tuple(piece["input_ids"].shape)) or model_loss(model, piece)
+    with installed(step.workload, [BY_LENGTH]):
+        step(batch)
+        assert seen == [(3, 12), (4, 7), (1, 1)]
+        seen.clear()
+        step.evaluate([batch])  # in pieces of 8, 4, 2 or 1 samples
+    assert seen == [(2, 12), (2, 9), (2, 4), (2, 2)]
+
+
+def test_a_rehearsal_knows_the_lengths_of_its_batch():
+    from plimsoll.memory.trace import rehearsal
+
+    workload, batch = made("bert")
+    widths = []
+    for by_length in (False, True):
+        with rehearsal(CpuLowering(), lambda: "forward") as stage:
+            model, optimizer = stage.fake_training(workload.model, workload.optimizer)
+            fake = Workload(model, optimizer, model_loss, "samples", cuts_by_length=by_length)
+            pieces = weighted_pieces(stage.fake_batch(batch), 3, shape_of(batch, "samples"), "samples", by_length)
+            widths.append([])
+            for piece, share in pieces:
+                (fake.loss(model, piece) * share).backward()
+                widths[-1].append(tuple(piece["input_ids"].shape))
+        assert live_bytes(stage.trace()).peak_bytes > 0
+    assert widths == [[(3, 12), (3, 12), (2, 12)], [(3, 12), (4, 7), (1, 1)]]
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(2)
+
+
+def workload_of(model, **fields):
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))])
+    return Workload(model, optimizer, fields.pop("loss", model_loss), fields.pop("units", "samples"))
+
+
+def fnet():
+    from transformers import FNetConfig, FNetForSequenceClassification
+
+    sizes = {"vocab_size": 9, "hidden_size": 8, "num_hidden_layers": 1, "intermediate_size": 8}
+    return FNetForSequenceClassification(FNetConfig(**sizes))
+
+
+@pytest.mark.parametrize(
+    ("workload", "setting", "reason"),
+    [
+        (lambda: made("bert")[0], Setting("cpu", 8), "nothing says that the samples of a batch are of different"),
+        (lambda: workload_of(Net()), VARYING, "BatchNorm"),
+        (lambda: workload_of(fnet()), VARYING, "padding changes the result of fnet: it mixes all positions"),
+        (
+            lambda: workload_of(nn.Linear(1, 1)),
+            VARYING,
+            "nothing is known of how Linear treats padding: if padding on the right",
+        ),
+        (lambda: workload_of(classifier(), units=len), VARYING, "may count padding"),
+        (lambda: workload_of(classifier(), loss=len), VARYING, "may count padding"),
+    ],
+)
+def test_the_menu_says_why_not(workload, setting, reason):
+    assert reason in ByLength().menu(workload(), setting)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_menu_has_it_for_models_that_ignore_padding(name):
+    assert ByLength().menu(made(name)[0], VARYING) == (BY_LENGTH,)
+
+
+def test_the_user_can_say_that_a_model_ignores_padding():
+    allowed = Setting("cpu", 8, lengths_vary=True, allow=frozenset({"by_length"}))
+    assert ByLength().menu(workload_of(nn.Linear(1, 1)), allowed) == (BY_LENGTH,)
+    assert "fnet" in ByLength().menu(workload_of(fnet()), allowed)
+
+
+def test_a_pin_is_refused_only_where_it_is_known_to_be_wrong():
+    others = (micro_batch_choice(2),)
+    assert ByLength().conflicts(BY_LENGTH, others, workload_of(nn.Linear(1, 1)), VARYING) is None
+    assert "fnet" in ByLength().conflicts(BY_LENGTH, others, workload_of(fnet()), VARYING)

@@ -1,0 +1,132 @@
+"""The heap of a process: what is set, what is put back, and what the predictor counts with."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from hand_traces import trace_of
+from plimsoll.device import heap
+from plimsoll.memory.predict import count_on_cpu
+from plimsoll.records.heap import FAST_HEAP, TIGHT_HEAP
+from plimsoll.records.plan import Choice, micro_batch_choice
+from plimsoll.records.prediction import Estimate
+from plimsoll.run.step import TrainStep
+from plimsoll.techniques import Setting, installed
+from plimsoll.techniques.heap import Heap, heap_rules
+from plimsoll.workload import Workload, model_loss
+
+CPU = Setting(device="cpu", batch_size=4)
+
+
+def choice(**options):
+    return Choice(technique="heap", options=options)
+
+
+def workload():
+    model = nn.Linear(2, 2)
+    return Workload(model, torch.optim.SGD(model.parameters(), lr=0.1), model_loss, "samples")
+
+
+def test_the_menu_is_for_the_processor_only():
+    assert [str(one) for one in Heap().menu(workload(), CPU)] == [
+        "heap(mapped_from=4MiB,trim=true)",
+        "heap(mapped_from=1MiB,trim=false)",
+        "heap(mapped_from=128KiB,trim=false)",
+    ]
+    assert "`cache` empties" in Heap().menu(workload(), Setting(device="cuda", batch_size=4))
+
+
+@pytest.mark.parametrize(
+    ("asked", "device", "reason"),
+    [
+        (choice(), "cpu", None),
+        (choice(mapped_from="1MiB"), "cpu", None),
+        (choice(mapped_from="3MiB"), "cpu", "mapped_from is 3MiB: give one of 4MiB, 1MiB, 128KiB"),
+        (choice(), "cuda", "the heap is the host's, and this training is on cuda"),
+    ],
+)
+def test_a_threshold_that_was_not_measured_is_refused(asked, device, reason):
+    assert Heap().conflicts(asked, (), workload(), Setting(device=device, batch_size=4)) == reason
+
+
+def test_the_predictor_counts_with_what_is_set():
+    assert heap_rules([micro_batch_choice(4)]) is None
+    assert heap_rules([choice(mapped_from="128KiB", trim=False)]) == TIGHT_HEAP
+    assert heap_rules([choice()]) == FAST_HEAP
+    assert heap_rules([choice(trim=True)]) == FAST_HEAP.model_copy(update={"trims_after_steps": True})
+
+
+def test_free_pages_go_back_after_each_step_that_happened():
+    made = workload()
+    calls = []
+    step = TrainStep(made.model, made.optimizer, lambda model, batch: model(batch).sum(), units="samples")
+    step.workload.after_step = (lambda: calls.append(step.num_steps),)
+    with installed(step.workload, [choice(trim=True)]):
+        assert step.workload.after_step[1] is heap.trim
+        step(torch.ones(4, 2))
+        step(torch.ones(4, 2))
+    assert calls == [1, 2]
+    assert len(step.workload.after_step) == 1
+    with installed(step.workload, [choice(mapped_from="1MiB")]):
+        assert len(step.workload.after_step) == 1
+
+
+_PROGRAM = """
+import torch
+from plimsoll.device import heap
+from plimsoll.device.base import backend_for
+from plimsoll.records.plan import Choice
+from plimsoll.techniques import installed
+from plimsoll.techniques.heap import Heap
+from plimsoll.workload import Workload
+
+kept = []
+
+def num_mapped():
+    heap.free_bytes()
+    return heap._C_LIBRARY.mallinfo2().others[3]  # hblks
+
+def is_mapped(num_bytes):  # of 20 blocks, for a few may find a hole
+    before = num_mapped()
+    kept.extend(torch.empty(num_bytes, dtype=torch.uint8) for _ in range(20))
+    return int(num_mapped() - before >= 10)
+
+def sizes():
+    return [is_mapped(size) for size in (256 << 10, 2 << 20, 6 << 20)]
+
+class Nothing:
+    after_step = ()
+
+with backend_for("cpu").limited(4 << 30):
+    found = [sizes()]
+    for word in ("4MiB", "1MiB", "128KiB"):
+        with installed(Nothing(), [Choice(technique="heap", options={"mapped_from": word})]):
+            found.append(sizes())
+    found.append(sizes())
+with installed(Nothing(), [Choice(technique="heap", options={"mapped_from": "128KiB"})]):
+    found.append(sizes())
+found.append(sizes())
+print(found)
+"""
+
+
+def test_blocks_are_mapped_from_there_on_and_afterwards_as_before():
+    done = subprocess.run([sys.executable, "-c", _PROGRAM], capture_output=True, text=True, check=True)
+    inside = [[0, 0, 1], [0, 0, 1], [0, 1, 1], [1, 1, 1], [0, 0, 1]]
+    assert eval(done.stdout) == [*inside, [1, 1, 1], [0, 0, 0]]
+
+
+def test_a_trim_between_steps_is_in_the_prediction():
+    """Step 1 leaves a hole of 3 MiB below a live block; step 2 takes a mapping, and the hole only counts untrimmed."""
+    mib = 1 << 20
+    trace = trace_of(
+        ("forward", 1, f"+a activations {3 * mib} +b gradients {mib} -a"),
+        ("forward", 2, f"+c activations {8 * mib} -c"),
+    )
+    nothing = Estimate(likely_bytes=0, low_bytes=0, high_bytes=0)
+    peaks = [count_on_cpu(trace, nothing, heap_rules([choice(trim=trim)])).peak.likely_bytes for trim in (False, True)]
+    assert (peaks[0] - peaks[1]) // mib == 2  # whole pages of the 3 MiB
+    assert 12 * mib <= peaks[0] < 13 * mib

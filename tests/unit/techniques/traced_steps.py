@@ -1,0 +1,79 @@
+"""A training step with techniques, rehearsed on fake tensors and run for real, both recorded op by op."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from plimsoll.memory.lowering.base import Lowering
+from plimsoll.memory.lowering.cpu import CpuLowering
+from plimsoll.memory.recorder import Recorder
+from plimsoll.records.plan import Choice
+from plimsoll.records.trace import Trace
+from plimsoll.run.boundary import Position
+from plimsoll.run.rehearse import StageBackend, _stage
+from plimsoll.run.step import TrainStep
+from plimsoll.techniques import installed
+from plimsoll.workload import LossFunction, model_loss
+
+NUM_STEPS = 3
+
+
+def phase_of(position: Position) -> Any:
+    return "copy" if position.phase == "fetch" else position.phase
+
+
+def rehearsed(
+    model: nn.Module,
+    batch: Any,
+    choices: Iterable[Choice] = (),
+    lowering: Lowering | None = None,
+    loss: LossFunction = model_loss,
+    precision: Any = "fp32",
+    *,
+    evaluates: bool = False,
+) -> Trace:
+    """Three steps of SGD on copies without memory."""
+    lowering, position = lowering or CpuLowering(), Position()
+    with _stage(lowering, position, keeps_all=True) as stage:
+        fake, optimizer = stage.fake_training(model, torch.optim.SGD(model.parameters(), lr=0.1, foreach=False))
+        stage.recorder.know_model(fake)
+        step = TrainStep(
+            fake, optimizer, loss, units="samples", precision=precision, backend=StageBackend(lowering.kind),
+            position=position,
+        )  # fmt: skip
+        with installed(step.workload, choices):
+            for number in range(NUM_STEPS):
+                stage.recorder.step = number + 1
+                step(stage.fake_batch(batch))
+            if evaluates:
+                step.evaluate([stage.fake_batch(batch)])
+    return stage.trace()
+
+
+def recorded(
+    model: nn.Module,
+    batch: Any,
+    choices: Iterable[Choice] = (),
+    loss: LossFunction = model_loss,
+    precision: Any = "fp32",
+    *,
+    evaluates: bool = False,
+) -> Trace:
+    """Three steps of SGD, for real."""
+    step = TrainStep(
+        model, torch.optim.SGD(model.parameters(), lr=0.1, foreach=False), loss, units="samples", precision=precision
+    )
+    recorder = Recorder(phase=lambda: phase_of(step.position))
+    with recorder, installed(step.workload, choices):
+        recorder.know_model(model)
+        recorder.know((("", tensor) for tensor in batch.values()), "inputs")
+        for number in range(NUM_STEPS):
+            recorder.step = number + 1
+            step(batch)
+        if evaluates:
+            step.evaluate([batch])
+    return recorder.trace("measured", "cpu")
