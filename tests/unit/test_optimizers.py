@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from plimsoll.errors import JobError
-from plimsoll.optimizers import build_optimizer, is_separable, build_schedule
+from plimsoll.optimizers import build_optimizer, build_schedule, is_separable
 from plimsoll.records.job import OptimizerChoice
 
 NAMES = sorted(

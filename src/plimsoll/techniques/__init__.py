@@ -16,6 +16,7 @@ from plimsoll.errors import InputError
 from plimsoll.records.job import near
 from plimsoll.records.plan import Choice
 from plimsoll.techniques._base import Choices, Setting, Technique
+from plimsoll.techniques.adafactor import Adafactor
 from plimsoll.techniques.autocast import Autocast
 from plimsoll.techniques.by_length import ByLength
 from plimsoll.techniques.cache import Cache
@@ -33,6 +34,7 @@ __all__ = ["TECHNIQUES", "Choices", "Setting", "Technique", "conflict_among", "i
 TECHNIQUES: dict[str, Technique] = {
     technique.name: technique
     for technique in (
+        Adafactor(),
         Autocast(),
         ChunkedLoss(),
         Checkpointing(),

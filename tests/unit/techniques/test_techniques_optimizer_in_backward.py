@@ -286,7 +286,7 @@ def predicted(chosen, lowering):
 
 
 def test_gradients_fall_as_predicted(monkeypatch):
-    """Eight gradients of 256 KiB, of which two are there at a time: one that is complete, one that is being computed."""
+    """Eight gradients of 256 KiB, of which one is there at a time."""
     monkeypatch.setattr("plimsoll.run.early._PIECE_BYTES", {"cpu": 1, "cuda": 1})
     layer_bytes = 256 * 256 * 4
     whole, whole_gradients = measured([])
