@@ -11,11 +11,19 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from plimsoll.plan.look import Look
 from plimsoll.records.plan import Choice
 from plimsoll.records.trace import Phase
 from plimsoll.techniques import Choices
+
+Column = NDArray[Any]
+
+_ALIKE = 2  # choices in which mixes may differ for the error of one to be taken for the other's
 
 
 @dataclass(frozen=True)
@@ -25,7 +33,7 @@ class _Line:
     constant: float
     slope: float
 
-    def at(self, x: float) -> float:
+    def at(self, x: Any) -> Any:
         return self.constant + self.slope * x
 
     @classmethod
@@ -65,10 +73,6 @@ class Surrogate:
         self._bytes_off: dict[Choices, float] = {}
         self._seconds_off: dict[Choices, float] = {}
 
-    def knows(self, choice: Choice) -> bool:
-        """Whether the effect of a choice was learned."""
-        return choice in self._added_seconds or choice in self._base
-
     def learn_effect(self, choice: Choice, look: Look, without: Look) -> None:
         """Learn what one choice does, from two traces that differ in it alone."""
         for phase in self._alive:
@@ -88,29 +92,46 @@ class Surrogate:
 
     def correct(self, look: Look) -> None:
         """Learn from a trace of a whole mix."""
-        self._bytes_off.pop(look.mix, None)
-        self._seconds_off.pop(look.mix, None)
-        self._bytes_off[look.mix] = look.need_bytes - self.need_bytes(look.mix, look.micro_batch)
-        self._seconds_off[look.mix] = look.seconds - self.seconds(look.mix, look.micro_batch)
+        size = np.asarray([look.micro_batch])
+        for off, guess, value in (
+            (self._bytes_off, self.need_bytes, look.need_bytes),
+            (self._seconds_off, self.seconds, look.seconds),
+        ):
+            before = self._nearest(off, look.mix)
+            off[look.mix] = before + value - float(guess(look.mix, size)[0])
 
-    def need_bytes(self, mix: Choices, micro_batch: int) -> float:
-        """Guess the budget a mix is safe in."""
+    def need_bytes(self, mix: Choices, micro_batches: Column) -> Column:
+        """Guess the budget that a mix is safe in, for each of several micro-batches."""
         added = [choice for choice in mix if choice not in self._base]
-        most = 0.0
+        most = np.zeros(len(micro_batches))
         for phase, line in self._alive.items():
             fixed = sum(self._fixed_effect[choice].get(phase, 0.0) for choice in added)
             growing = sum(self._growing_effect[choice].get(phase, 0.0) for choice in added)
-            most = max(most, line.constant + fixed + micro_batch * max(line.slope + growing, 0.0))
-        beyond = self._beyond.at(micro_batch) + sum(self._beyond_effect.get(choice, 0.0) for choice in added)
-        return most + max(beyond, 0.0) + self._bytes_off.get(mix, 0.0)
+            most = np.maximum(most, line.constant + fixed + micro_batches * max(line.slope + growing, 0.0))
+        beyond = self._beyond.at(micro_batches) + sum(self._beyond_effect.get(choice, 0.0) for choice in added)
+        return most + np.maximum(beyond, 0.0) + self._nearest(self._bytes_off, mix)
 
-    def seconds(self, mix: Choices, micro_batch: int) -> float:
-        """Guess the time of a step."""
+    def seconds(self, mix: Choices, micro_batches: Column) -> Column:
+        """Guess the time of a step, for each of several micro-batches."""
         added = sum(self._added_seconds.get(choice, 0.0) for choice in mix if choice not in self._base)
-        return self._seconds.at(self._pieces(micro_batch)) + added + self._seconds_off.get(mix, 0.0)
+        return self._seconds.at(self._pieces(micro_batches)) + added + self._nearest(self._seconds_off, mix)
 
-    def _pieces(self, micro_batch: int) -> int:
-        return -(-self._batch_size // micro_batch)
+    def is_useful(self, choice: Choice) -> bool:
+        """Whether a choice that was learned saves time, or memory in any phase."""
+        effects = (*self._fixed_effect[choice].values(), *self._growing_effect[choice].values())
+        least = min((*effects, self._beyond_effect[choice]))
+        return least < 0 or self._added_seconds[choice] < 0
+
+    @staticmethod
+    def _nearest(off: dict[Choices, float], mix: Choices) -> float:
+        """By how much the guess was off for the mix itself, or for the one most like it."""
+        here = frozenset(mix)
+        distances = {other: len(here ^ frozenset(other)) for other in off}
+        near = [other for other, distance in distances.items() if distance <= _ALIKE]
+        return off[min(near, key=lambda other: (distances[other], str(other)))] if near else 0.0
+
+    def _pieces(self, micro_batches: Any) -> Any:
+        return -(-self._batch_size // micro_batches)
 
 
 def _alive(look: Look, phase: Phase) -> float:

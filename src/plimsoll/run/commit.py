@@ -6,11 +6,11 @@ whose values and states are copied just before, so a piece can always be undone.
 piece, and most of what `benchmarks/overhead.py` measures.
 
 That a failure can always be mended follows from the order. The largest parameter goes first, so the first piece needs
-most; the states that the first step will still create are proven to fit by allocating as much once (those that leave the device
-with their piece need no room); and every finished piece gives its gradients back. So memory runs out in the first piece, which is undone and nothing has happened, or not
-at all. A later failure is something else taking memory: the piece is undone and done again, in halves where it can be
-cut. If what cannot be cut fails twice, what was done cannot be taken back: `TornStepError` says so, and a checkpoint is
-the way back.
+most; the states that the first step will still create are proven to fit by allocating as much once (those that leave
+the device with their piece need no room); and every finished piece gives its gradients back. So memory runs out in the
+first piece, which is undone and nothing has happened, or not at all. A later failure is something else taking memory:
+the piece is undone and done again, in halves where it can be cut. If what cannot be cut fails twice, what was done
+cannot be taken back: `TornStepError` says so, and a checkpoint is the way back.
 
 Where not even the copy of a piece fits, or it takes the memory that the update needs, the piece is done without one,
 but only after what its update can take at most has been shown to be there.

@@ -129,6 +129,11 @@ class TrainStep:
     ) -> None:
         device = device_of(model)
         refuse(model, optimizer, precision, micro_batch, loss=loss, units=units)
+        if rungs and micro_batch is not None:
+            raise InputError(
+                f"micro_batch={micro_batch} was given with {len(rungs)} rungs, which have micro-batches of their own: "
+                "leave one of the two out"
+            )
         self._units_are_assumed = units is None
         self._has_own_loss = loss is not model_loss
         self.workload = Workload(model, optimizer, loss, units or "samples", schedule, clip_norm, precision, device)
@@ -156,11 +161,12 @@ class TrainStep:
     @property
     def micro_batch(self) -> int | None:
         """The micro-batch in force, in samples; ``None`` before the first batch if none was given."""
-        if self.ladder is not None:
-            return self.ladder.sizes[self.ladder.in_force].samples
+        if self.ladder is not None or self._rungs.sizes:
+            ladder = self._ladder_for(0)
+            return ladder.sizes[ladder.in_force].samples
         if self._learned is not None and not self._must_stay_whole():
             return int(self._learned["size"])
-        return self._rungs.sizes[0].samples if self._rungs.sizes else self._first_micro_batch
+        return self._first_micro_batch
 
     @property
     def rung(self) -> int:
@@ -249,7 +255,7 @@ class TrainStep:
         """Go on from what `state_dict` returned."""
         self.position.step = state["step"]
         self.ladder = None
-        self._learned = state["ladder"] if state["rungs"] == self._rungs.names else None  # of another plan
+        self._learned = state["ladder"] if state.get("rungs", []) == self._rungs.names else None  # of another plan
         if self._scaler is not None and state["scaler"] is not None:
             self._scaler.load_state_dict(state["scaler"])
         if self.workload.schedule is not None and state["schedule"] is not None:
@@ -410,35 +416,34 @@ class TrainStep:
         is_fixed = bool(self._rungs.sizes) or self._first_micro_batch is not None
         if self.ladder is None or (not is_fixed and top > self.ladder.sizes[0].samples):
             learned = self.ladder.state_dict() | {"size": top} if self.ladder else self._learned
-            self.ladder = Ladder(self._sizes(top), self._grow_after)
+            sizes: Sequence[int | Size] = self._rungs.sizes or micro_batch_sizes(top)
+            whole = self._rungs.sizes[0].samples if self._rungs.sizes else top
+            self.ladder = Ladder(sizes, self._grow_after, least_samples=whole if self._must_stay_whole() else 1)
             if learned is not None:
                 self.ladder.load_state_dict(learned)
         return self.ladder
-
-    def _sizes(self, top: int) -> Sequence[int | Size]:
-        if not self._must_stay_whole():
-            return self._rungs.sizes or micro_batch_sizes(top)
-        whole = self._rungs.sizes[0].samples if self._rungs.sizes else top
-        return [size for size in self._rungs.sizes if size.samples >= whole] or [top]
 
     def _after_oom(self, event: OomEvent, rung: int, shape: Shape) -> tuple[OomEvent, int | None]:
         """What is done next, and the event that says so; ``None`` where nothing is left to do."""
         assert self.ladder is not None
         before, samples = self.ladder.sizes[rung], min(self.ladder.sizes[rung].samples, shape.num_samples)
-        # In the update the graph is gone: a smaller micro-batch would leave as much room.
-        num_elements, in_update = math.ceil(samples * shape.elements_per_sample), event.phase == "optimizer"
-        following = self.ladder.failed(rung, samples, num_elements, needs_other_level=in_update)
+        # In the update the graph is gone, and before the techniques are at work there is none: a smaller micro-batch
+        # would leave as much room.
+        needs_other_level = event.phase == "optimizer" or not self._rungs.is_in_force(before.level)
+        num_elements = math.ceil(samples * shape.elements_per_sample)
+        following = self.ladder.failed(rung, samples, num_elements, needs_other_level)
         if following is None:
-            return event.model_copy(update={"survived": False, "action": "stopped: nothing is left to try"}), None
+            stopped = {"rung": rung, "survived": False, "action": "stopped: nothing is left to try"}
+            return event.model_copy(update=stopped), None
         after = self.ladder.sizes[following]
-        if in_update or following == len(self.ladder.sizes) - 1:
+        if needs_other_level or self.ladder.is_last(following):
             self.backend.release(last_resort=True)
-        action = f"micro-batch {samples} -> {after.samples}" if after.samples != samples else "same micro-batch"
+        next_size = min(after.samples, shape.num_samples)
+        action = f"micro-batch {samples} -> {next_size}" if next_size != samples else "same micro-batch"
         if after.level != before.level:
             action += f" with {self._rungs.described(after.level)}"
         elif following == rung:
             action += " once more"
-        next_size = min(after.samples, shape.num_samples)
         return event.model_copy(
             update={"next_micro_batch": next_size, "rung": rung, "next_rung": following, "action": action}
         ), following
