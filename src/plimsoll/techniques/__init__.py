@@ -17,6 +17,7 @@ from plimsoll.records.job import near
 from plimsoll.records.plan import Choice
 from plimsoll.techniques._base import Choices, Setting, Technique
 from plimsoll.techniques.activation_offload import ActivationOffload
+from plimsoll.techniques.adafactor import Adafactor
 from plimsoll.techniques.attention import Attention
 from plimsoll.techniques.autocast import Autocast
 from plimsoll.techniques.by_length import ByLength
@@ -39,6 +40,7 @@ TECHNIQUES: dict[str, Technique] = {
     for technique in (
         Autocast(),
         Lora(),
+        Adafactor(),
         Attention(),
         ChunkedLoss(),
         Checkpointing(),
