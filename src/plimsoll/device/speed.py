@@ -119,7 +119,7 @@ def speed_of(spec: DeviceSpec) -> Speed:
     return Speed(
         device=spec.name,
         source="table",
-        flops_per_second={name: _shares_of(peak) for name, peak in peaks.items()},
+        flops_per_second={name: _shares_of(best) for name, best in peaks.items()},
         bytes_per_second={kind: (Point(at=1, rate=share * moved),) for kind, share in _MOVING_SHARES.items()},
         op_seconds=_GPU_CALL_SECONDS,
         kernel_seconds=_GPU_KERNEL_SECONDS,
@@ -129,8 +129,8 @@ def speed_of(spec: DeviceSpec) -> Speed:
     )
 
 
-def _shares_of(peak: float) -> Curve:
-    return tuple(Point(at=at, rate=share * peak) for at, share in _PRODUCT_SHARES)
+def _shares_of(flops_per_second: float) -> Curve:
+    return tuple(Point(at=at, rate=share * flops_per_second) for at, share in _PRODUCT_SHARES)
 
 
 def _name_of(device: str) -> str:
@@ -177,7 +177,8 @@ class _Probe:
     def best_seconds(self, run: Callable[[], object], most_seconds: float = 0.02, num_least: int = 3) -> float:
         """The shortest of several runs, of which the first does not count."""
         run()
-        found, ends = [], time.perf_counter() + most_seconds
+        found: list[float] = []
+        ends = time.perf_counter() + most_seconds
         while len(found) < num_least or time.perf_counter() < ends:
             self._wait()
             started = self._now()

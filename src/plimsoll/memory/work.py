@@ -27,13 +27,16 @@ _MOVE_NOTHING = {
     "lift_fresh", "detach", "_local_scalar_dense", "sym_size", "record_stream",
 }  # fmt: skip
 # Arguments that are written, or only looked at, but not read from end to end.
+_FIRST, _SECOND = frozenset({0}), frozenset({1})
 _NOT_READ = {
-    **dict.fromkeys(("zero_", "fill_", "copy_", "bernoulli_", "normal_", "uniform_", "exponential_", "random_"), {0}),
-    **dict.fromkeys(("zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "empty_like"), {0}),
-    **dict.fromkeys(("new_zeros", "new_ones", "new_full", "_foreach_zero_", "_foreach_copy_"), {0}),
-    **dict.fromkeys(("embedding", "index_select", "gather", "index", "nll_loss_forward", "nll_loss2d_forward"), {0}),
-    **dict.fromkeys(("index_put_", "index_add_", "scatter_", "scatter_add_", "_index_put_impl_"), {0}),
-    **dict.fromkeys(("nll_loss_backward", "nll_loss2d_backward", "embedding_renorm_"), {1}),
+    **dict.fromkeys(
+        ("zero_", "fill_", "copy_", "bernoulli_", "normal_", "uniform_", "exponential_", "random_"), _FIRST
+    ),
+    **dict.fromkeys(("zeros_like", "ones_like", "full_like", "rand_like", "randn_like"), _FIRST),
+    **dict.fromkeys(("new_zeros", "new_ones", "new_full", "_foreach_zero_", "_foreach_copy_"), _FIRST),
+    **dict.fromkeys(("embedding", "index_select", "gather", "index", "nll_loss_forward", "nll_loss2d_forward"), _FIRST),
+    **dict.fromkeys(("index_put_", "index_add_", "scatter_", "scatter_add_", "_index_put_impl_"), _FIRST),
+    **dict.fromkeys(("nll_loss_backward", "nll_loss2d_backward"), _SECOND),
 }
 # A result is read elsewhere as it is written: rows that are picked; arguments that are written only in places.
 _READS_AS_IT_WRITES = {"embedding", "index_select", "gather", "index"}
@@ -145,7 +148,7 @@ def _kind_of(op: Any) -> _Kind:
     is_view = bool(aliases) and not written
     return _Kind(
         moves=not is_view and name not in _MOVE_NOTHING,
-        not_read=frozenset(_NOT_READ.get(name, ())),
+        not_read=_NOT_READ.get(name, frozenset()),
         written=frozenset() if name in _WRITES_IN_PLACES else written,
         writes_result=not any(one.alias_info is not None for one in schema.returns),
         reads_as_it_writes=name in _READS_AS_IT_WRITES,
@@ -165,7 +168,8 @@ def _flops_of(op: Any, name: str) -> Flops | None:
 
 def _attention_flops(args: tuple[Any, ...]) -> int:
     (*batch, queries, width), (keys, value_width) = args[0].shape, args[2].shape[-2:]
-    return 2 * int(torch.Size(batch).numel()) * queries * keys * (width + value_width)
+    flops: int = 2 * torch.Size(batch).numel() * queries * keys * (width + value_width)
+    return flops
 
 
 def rnn_flops(num_steps: int, batch_size: int, num_inputs: int, hidden_size: int, num_gates: int) -> int:
