@@ -2,14 +2,15 @@
 
     python benchmarks/_rss_worker.py < run.json
 
-The JSON has the ``job``, ``vocab_size``, ``num_labels``, ``micro_batch``, ``steps`` and ``budget_bytes`` (``null`` for
-no limit, and glibc's own malloc). Every step prints one JSON line.
+The JSON has the ``job``, ``vocab_size``, ``num_labels``, ``choices`` (a micro-batch among them), ``steps`` and
+``budget_bytes`` (``null`` for no limit, and glibc's own malloc). Every step prints one JSON line.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+import time
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from plimsoll.records.job import Job
+from plimsoll.records.plan import Choice
 
 # -- models that a job names by their function -------------------------------------------------------------------------
 
@@ -90,12 +92,14 @@ def main() -> None:
         torch.manual_seed(job.seed)
         model = build_model(job, run["vocab_size"], run["num_labels"], 0).train()
         optimizer = build_optimizer(job.optimizer, model.parameters())
-        step = step_of(job, model, optimizer, run["micro_batch"])
+        step = step_of(job, model, optimizer, [[Choice(**choice) for choice in run["choices"]]])
         for _ in range(run["steps"]):
+            started = time.process_time()
             result = step(batch_of(job, run["vocab_size"], run["num_labels"]))
             use = backend.use()
             backend.reset_peak()
             line = {"loss": result.loss, "seconds": result.step_seconds, "ooms": len(result.oom_events)}
+            line["cpu_seconds"] = time.process_time() - started
             print(json.dumps({**line, "used_bytes": use.used_bytes, "peak_bytes": use.peak_bytes}), flush=True)
 
 

@@ -39,9 +39,11 @@ from plimsoll.device.process import private_bytes
 from plimsoll.memory.lowering.cpu import CpuLowering
 from plimsoll.memory.predict import Counted
 from plimsoll.records.job import Job
+from plimsoll.records.plan import Choice, micro_batch_choice
 from plimsoll.records.prediction import Estimate
 from plimsoll.run.rehearse import rehearse_job
 from plimsoll.run.targets import Target, job_baseline
+from plimsoll.techniques.heap import heap_rules
 
 HERE = Path(__file__).parent
 MIB = 1 << 20
@@ -63,6 +65,11 @@ class Case:
     micro_batch: int | None = None
     optimizer: dict[str, Any] = field(default_factory=lambda: {"name": "adamw", "clip_norm": 1.0})
     precision: str = "fp32"
+    others: tuple[Choice, ...] = ()
+
+    @property
+    def choices(self) -> tuple[Choice, ...]:
+        return (micro_batch_choice(self.micro_batch or self.shape[0]), *self.others)
 
     def job(self) -> Job:
         return Job(
@@ -83,7 +90,7 @@ class Case:
                 "job": self.job().to_json(),
                 "vocab_size": self.vocab_size,
                 "num_labels": self.num_labels,
-                "micro_batch": self.micro_batch,
+                "choices": [choice.model_dump() for choice in self.choices],
                 "steps": NUM_STEPS,
                 "budget_bytes": BUDGET_BYTES if is_limited else None,
             }
@@ -178,6 +185,11 @@ class Row:
 
 def measured_peak_bytes(case: Case, is_limited: bool) -> int:
     """Train in a process of its own and return the most private memory it had."""
+    return measured_run(case, is_limited)[0]
+
+
+def measured_run(case: Case, is_limited: bool) -> tuple[int, list[dict[str, Any]]]:
+    """Train in a process of its own; return the most private memory it had, and what its steps printed."""
     process = subprocess.Popen(
         [sys.executable, str(HERE / "_rss_worker.py")],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -192,7 +204,7 @@ def measured_peak_bytes(case: Case, is_limited: bool) -> int:
     steps = [json.loads(line) for line in output.splitlines()]
     if any(step["ooms"] for step in steps):
         sys.exit(f"{case.name} ran out of memory: it took other micro-batches than the prediction's")
-    return max([peaks[0], *(step["peak_bytes"] for step in steps)])
+    return max([peaks[0], *(step["peak_bytes"] for step in steps)]), steps
 
 
 def watch(process: subprocess.Popen[str], peaks: list[int]) -> None:
@@ -238,12 +250,12 @@ class Predictor:
     def counted(self, case: Case, is_limited: bool) -> Counted:
         job = case.job()
         texts = TextSketch(case.vocab_size, case.num_labels, 0)
-        trace = rehearse_job(job, texts, CpuLowering(), case.micro_batch or job.batch_size)
+        trace = rehearse_job(job, texts, CpuLowering(), case.choices)
         architecture = job.model.get("architecture") if isinstance(job.model, dict) else job.model
         if str(architecture) not in self._baselines:
             self._baselines[str(architecture)] = job_baseline(job)
         baseline = self._baselines[str(architecture)]
-        return Target("cpu", 0, 0, "", baseline=baseline, has_budget=is_limited).count(trace)
+        return Target("cpu", 0, 0, "", baseline=baseline, has_budget=is_limited).count(trace, heap_rules(case.choices))
 
 
 def row_of(case: Case, is_limited: bool, measurements: Measurements, predictor: Predictor) -> Row:

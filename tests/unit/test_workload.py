@@ -12,7 +12,15 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from plimsoll.errors import InputError
 from plimsoll.records.job import OptimizerChoice
-from plimsoll.workload import batch_size_of, count_elements, count_units, move_batch, resident_bytes, split_batch
+from plimsoll.workload import (
+    batch_size_of,
+    count_elements,
+    count_units,
+    move_batch,
+    pick_samples,
+    resident_bytes,
+    split_batch,
+)
 
 
 class Pair(NamedTuple):
@@ -30,6 +38,15 @@ def text_batch(num_samples=5):
         "name": "a batch",
         "extra": None,
     }
+
+
+def test_samples_are_picked_by_their_number_from_every_field():
+    picked = pick_samples(text_batch(), [4, 0])
+    assert picked["input_ids"].tolist() == [[12, 13, 14], [0, 1, 2]]
+    assert picked["texts"] == ["text 4", "text 0"]
+    assert picked["weights"].tolist() == [4.0, 0.0]
+    assert (picked["name"], picked["temperature"].item(), picked["extra"]) == ("a batch", 2.0, None)
+    assert isinstance(pick_samples(Pair(torch.zeros(3), torch.ones(3)), [1]), Pair)
 
 
 def test_pieces_hold_every_sample_once_and_in_order():

@@ -38,7 +38,12 @@ class Autocast:
         if setting.precision == "fp32":
             return "the job says precision: fp32; `precision: auto` leaves it to the plan"
         if setting.precision != "auto":
-            return (_choice(setting.precision),)
+            is_there = workload.precision == setting.precision
+            return (
+                f"the job says precision: {setting.precision}, which the step has by itself"
+                if is_there
+                else (_choice(setting.precision),)
+            )
         if any(parameter.dtype != torch.float32 for parameter in workload.model.parameters()):
             return "the model's weights are not float32: autocast would save nothing of their products"
         return (_choice("bf16"), _choice("fp16")) if setting.device == "cuda" else (_choice("bf16"),)

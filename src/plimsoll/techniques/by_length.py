@@ -58,13 +58,18 @@ class ByLength:
         reason = _sensitive(workload.model)
         if reason is not None:
             return reason
+        if self.name in setting.allow:
+            return (Choice(technique=self.name),)
         if not _is_known(workload.model):
             return (
-                f"nothing is known of how {type(workload.model).__name__} treats padding: pin it "
-                "(`--pin by_length`) if padding on the right changes nothing"
+                f"nothing is known of how {type(workload.model).__name__} treats padding: if padding on the right "
+                "changes nothing, say so with `allow: [by_length]`"
             )
         if callable(workload.units) or workload.loss is not model_loss:
-            return "the loss, or what it averages over, is a function of yours, which may count padding: pin it if not"
+            return (
+                "the loss, or what it averages over, is a function of yours, which may count padding: if it does not, "
+                "say so with `allow: [by_length]`"
+            )
         return (Choice(technique=self.name),)
 
     def conflicts(self, choice: Choice, others: Choices, workload: Workload, setting: Setting) -> str | None:

@@ -27,18 +27,15 @@ class Cache:
     name: ClassVar[str] = "cache"
     numerics: ClassVar[Numerics] = "bitwise"
     summary: ClassVar[str] = "cached blocks go back to the driver between steps, above a line"
-    reaches: ClassVar[frozenset[Category]] = frozenset({"fragmentation"})
+    reaches: ClassVar[frozenset[Category]] = frozenset()  # the process's own peak stays: the plan never tries it
     is_for_the_run: ClassVar[bool] = False
     may_be_faster: ClassVar[bool] = False
 
     def menu(self, workload: Workload, setting: Setting) -> Choices | str:
-        """Nothing by itself: what others need of the card is not known here."""
+        """After every step; a pin gives the line. Which line others need is not known here."""
         if setting.device != "cuda":
             return "there is no such cache on a CPU; `heap` gives free pages back"
-        return (
-            "torch's allocator empties its cache before it runs out; where others need the card as well, pin the line "
-            "above which it is emptied between steps: --pin cache=BYTES"
-        )
+        return (Choice(technique=self.name, options={"line_bytes": 0}),)
 
     def conflicts(self, choice: Choice, others: Choices, workload: Workload, setting: Setting) -> str | None:
         """A CPU, or no line."""

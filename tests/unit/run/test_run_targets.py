@@ -3,8 +3,10 @@
 import pytest
 import torch
 
+from hand_traces import trace_of
 from plimsoll.device.gpus import find_gpu
 from plimsoll.errors import BudgetError, DeviceError
+from plimsoll.records.heap import TIGHT_HEAP
 from plimsoll.records.job import Job
 from plimsoll.records.prediction import Estimate
 from plimsoll.run.targets import find_target, gpu_target, job_baseline, own_baseline
@@ -55,3 +57,12 @@ def test_a_training_process_is_started_to_read_its_baseline():
 
 def test_what_a_trace_counts_again_is_not_of_the_baseline():
     assert own_baseline(100 * MIB).likely_bytes == pytest.approx(own_baseline(0).likely_bytes - 100 * MIB, abs=8 * MIB)
+
+
+@pytest.mark.parametrize(("budget_bytes", "held_mib"), [(None, 0), (400 << 20, 3)])
+def test_a_plan_says_how_the_heap_is_counted(budget_bytes, held_mib):
+    mib = 1 << 20
+    trace = trace_of(("forward", 1, f"+a activations {3 * mib} +b gradients 1000 -a +c activations {8 * mib}"))
+    target = find_target("cpu", budget_bytes, lambda: Estimate(likely_bytes=0, low_bytes=0, high_bytes=0))
+    usual, tight = (target.count(trace, heap).peak.likely_bytes for heap in (None, TIGHT_HEAP))
+    assert round((usual - tight) / mib) == held_mib  # 3 MiB are below glibc's threshold inside a budget only

@@ -36,6 +36,12 @@ def test_the_menu_follows_the_job_and_the_device(asked, menu):
     assert Autocast().menu(workload(), asked) == menu
 
 
+def test_a_precision_that_the_step_has_already_needs_no_technique():
+    made = workload()
+    made.precision = "bf16"
+    assert "which the step has by itself" in Autocast().menu(made, setting("bf16"))
+
+
 def test_weights_in_half_precision_have_nothing_to_gain():
     assert "the model's weights are not float32" in Autocast().menu(workload(torch.bfloat16), setting())
 

@@ -159,7 +159,11 @@ def fnet():
         (lambda: made("bert")[0], Setting("cpu", 8), "nothing says that the samples of a batch are of different"),
         (lambda: workload_of(Net()), VARYING, "BatchNorm"),
         (lambda: workload_of(fnet()), VARYING, "padding changes the result of fnet: it mixes all positions"),
-        (lambda: workload_of(nn.Linear(1, 1)), VARYING, "nothing is known of how Linear treats padding: pin it"),
+        (
+            lambda: workload_of(nn.Linear(1, 1)),
+            VARYING,
+            "nothing is known of how Linear treats padding: if padding on the right",
+        ),
         (lambda: workload_of(classifier(), units=len), VARYING, "may count padding"),
         (lambda: workload_of(classifier(), loss=len), VARYING, "may count padding"),
     ],
@@ -171,6 +175,12 @@ def test_the_menu_says_why_not(workload, setting, reason):
 @pytest.mark.parametrize("name", CASES)
 def test_the_menu_has_it_for_models_that_ignore_padding(name):
     assert ByLength().menu(made(name)[0], VARYING) == (BY_LENGTH,)
+
+
+def test_the_user_can_say_that_a_model_ignores_padding():
+    allowed = Setting("cpu", 8, lengths_vary=True, allow=frozenset({"by_length"}))
+    assert ByLength().menu(workload_of(nn.Linear(1, 1)), allowed) == (BY_LENGTH,)
+    assert "fnet" in ByLength().menu(workload_of(fnet()), allowed)
 
 
 def test_a_pin_is_refused_only_where_it_is_known_to_be_wrong():

@@ -23,9 +23,10 @@ def workload(device="cpu"):
     return Workload(model, optimizer, model_loss, "samples", device=torch.device(device))
 
 
-def test_it_is_never_chosen_without_being_asked_for():
+def test_it_is_offered_on_cuda_to_be_pinned():
     assert "`heap` gives free pages back" in Cache().menu(workload(), CPU)
-    assert "pin the line" in Cache().menu(workload(), CUDA)
+    assert Cache().menu(workload(), CUDA) == (choice(line_bytes=0),)
+    assert not Cache().reaches
 
 
 @pytest.mark.parametrize(

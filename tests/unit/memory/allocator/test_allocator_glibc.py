@@ -231,6 +231,13 @@ def test_a_replay_gives_the_column_and_the_first_peak():
         replay([(1, -MIB)], GlibcHeap(TIGHT_HEAP))
 
 
+def test_a_replay_trims_before_the_deltas_it_is_told():
+    events = [(1, MIB), (2, 1000), (1, -MIB), (3, 2000), (3, -2000)]  # a hole of 1 MiB below a live block
+    kept, trimmed = (replay(events, GlibcHeap(FAST_HEAP), trims_before=at).resident_bytes for at in ((), {3}))
+    assert trimmed[:3] == kept[:3]
+    assert (kept[4] - trimmed[4]) // 4096 in (254, 255)  # its whole pages but the one in which 3 was
+
+
 _PYTHON_HEAP = """
 import ctypes, json, sys
 from plimsoll.device import heap, process

@@ -1,0 +1,144 @@
+"""Small adapters are trained beside the layers of a model that is frozen: no gradients and no states for the rest.
+
+Low-rank adaptation, Hu et al. 2021 (arXiv:2106.09685), as peft does it: beside each linear layer W of a block,
+``B A x * alpha / rank`` is added, with A and B of ``rank`` rows and columns; B begins with zeros. A classifier's head,
+which is new, is trained as a whole. The optimizer stays the user's, with its arguments and its schedule; it is given
+the adapters in place of the parameters. While it is installed ``save_pretrained`` writes the adapters, as peft's own
+folder; afterwards the model is as it was given, without what was learned.
+
+Does NOT cover models that are not of transformers, a quantized base, and parameter groups with options of their own
+(the adapters are in the first).
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from plimsoll.models.hugging_face import is_hugging_face
+from plimsoll.records.plan import Choice, Numerics
+from plimsoll.records.trace import Category
+from plimsoll.techniques._base import Choices, Setting
+from plimsoll.workload import Workload
+
+_RANK, _ALPHA = 8, 16
+"""peft's own rank, and twice as much for the scale, as its examples have it."""
+
+
+class Lora:
+    """`Technique`: train low-rank adapters of a frozen model."""
+
+    name: ClassVar[str] = "lora"
+    numerics: ClassVar[Numerics] = "lossy"
+    summary: ClassVar[str] = "small adapters are trained, the model is frozen"
+    reaches: ClassVar[frozenset[Category]] = frozenset({"gradients", "optimizer states"})
+    is_for_the_run: ClassVar[bool] = True
+    may_be_faster: ClassVar[bool] = False
+
+    def menu(self, workload: Workload, setting: Setting) -> Choices | str:
+        """One size of adapters; others can be pinned."""
+        return _impossible(workload.model) or (Choice(technique=self.name, options={"rank": _RANK, "alpha": _ALPHA}),)
+
+    def conflicts(self, choice: Choice, others: Choices, workload: Workload, setting: Setting) -> str | None:
+        """What is not allowed, cannot be imported or has no layers, and sizes that are none."""
+        if self.name not in setting.allow:
+            return "it is lossy: allow it with `allow: [lora]`"
+        for name in ("rank", "alpha"):
+            value = choice.options.get(name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                return f"{name} is {value}: give a whole number of 1 or more"
+        return _impossible(workload.model)
+
+    @contextmanager
+    def install(self, workload: Workload, choice: Choice) -> Iterator[None]:
+        """Freeze the model, add the adapters and give them to the optimizer."""
+        with _adapted(workload.model, choice), _only_trainable(workload.model, workload.optimizer):
+            yield
+
+
+def adapted_layers(model: nn.Module) -> list[str]:
+    """The linear layers in the repeated blocks of a model."""
+    from transformers.pytorch_utils import Conv1D
+
+    blocks = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, nn.ModuleList))
+    return [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear | Conv1D) and name.startswith(blocks)
+    ]
+
+
+def _impossible(model: nn.Module) -> str | None:
+    if find_spec("peft") is None:
+        return "peft is not installed: `pip install torch-plimsoll[lora]`"
+    if not is_hugging_face(model):
+        return f"a {type(model).__name__} is not a model of transformers, which are the ones that peft adapts"
+    return None if adapted_layers(model) else f"a {type(model).__name__} has no blocks with linear layers"
+
+
+def _head_of(model: nn.Module) -> list[str]:
+    """The parts of a classifier that are not the pretrained model: they have no weights to stay at."""
+    if getattr(model, "problem_type", None) is None and "Classification" not in type(model).__name__:
+        return []
+    prefix = getattr(model, "base_model_prefix", "")
+    return [name for name, part in model.named_children() if name != prefix and any(True for _ in part.parameters())]
+
+
+@contextmanager
+def _adapted(model: Any, choice: Choice) -> Iterator[None]:
+    modules, fields = dict(model.named_modules()), dict(vars(model))
+    were_trained = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    try:
+        _add_adapters(model, choice)
+        yield
+    finally:
+        for name, module in modules.items():
+            parent, _, child = name.rpartition(".")
+            if name and getattr(modules[parent], child) is not module:
+                setattr(modules[parent], child, module)
+        for name in set(vars(model)) - set(fields):
+            delattr(model, name)
+        vars(model).update(fields)
+        for parameter, requires_grad in were_trained:
+            parameter.requires_grad_(requires_grad)
+
+
+def _add_adapters(model: Any, choice: Choice) -> None:
+    from peft import LoraConfig
+
+    config = LoraConfig(
+        r=int(choice.options["rank"]),
+        lora_alpha=int(choice.options["alpha"]),
+        target_modules=adapted_layers(model),
+        modules_to_save=_head_of(model) or None,
+    )
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="fan_in_fan_out is set to")  # it is, for transformers' Conv1D
+        model.add_adapter(config)
+
+
+@contextmanager
+def _only_trainable(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Let an optimizer have what is trained of a model, in its first group, in place of what it has.
+
+    It stays the same object: a schedule belongs to it.
+    """
+    states = dict(optimizer.state)
+    members = [group["params"] for group in optimizer.param_groups]
+    optimizer.state.clear()
+    for group in optimizer.param_groups:
+        group["params"] = []
+    optimizer.param_groups[0]["params"] = [one for one in model.parameters() if one.requires_grad]
+    try:
+        yield
+    finally:
+        optimizer.state.clear()
+        optimizer.state.update(states)
+        for group, parameters in zip(optimizer.param_groups, members, strict=True):
+            group["params"] = parameters
