@@ -177,13 +177,13 @@ def main() -> None:
         for row in rows
     ]
     today = datetime.date.today().isoformat()
+    pairs, told = f"{found['pairs']} pairs of variants of one model", f"{found['rank_agreement']:.1%}"
+    error, worst = f"{found['median_ratio_error']:.0%}", f"{found['worst_ratio_error']:.0%}"
     text = (
         f"# The planner's time model, CPU, {today}\n\n`python benchmarks/plan_time_model.py --steps "
         f"{arguments.steps}`: {speed.device}. Seconds of the processor for one optimizer step.\n\n"
-        f"Of {found['pairs']} pairs of variants of one model that differ by more than {WORTH_TELLING:.0%}, "
-        f"the faster was told in {found['rank_agreement']:.1%}. A step was off by {found['median_ratio_error']:.0%} in the "
-        "median and "
-        f"{found['worst_ratio_error']:.0%} at worst. The variant predicted to be fastest took at most "
+        f"Of {pairs} that differ by more than {WORTH_TELLING:.0%}, the faster was told in {told}. A step was off by "
+        f"{error} in the median and {worst} at worst. The variant predicted to be fastest took at most "
         f"{found['worst_loss_of_the_choice']:.0%} longer than the fastest one.\n\n" + "\n".join(lines) + "\n"
     )
     print(text)

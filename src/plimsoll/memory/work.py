@@ -6,7 +6,7 @@ Operations are those of products (torch's own formulas, and oneDNN's and cuDNN's
 product has none, and its time follows from its bytes. Bytes are those of the tensors that an op reads or writes; views
 move nothing, and an op that picks rows of a tensor moves those rows. What a kernel takes for itself is left out.
 
-A lowering that runs no op for a product of the target's (cuDNN's recurrent layers) says so by `add_flops`.
+A lowering that runs no op for a product of the target's (cuDNN's recurrent layers) says so by `add_work`.
 """
 
 from __future__ import annotations
@@ -44,12 +44,13 @@ _WRITES_IN_PLACES = {"index_put_", "index_add_", "scatter_", "scatter_add_", "_i
 
 Flops = Callable[[tuple[Any, ...], dict[str, Any], Any], int]
 
-_said_flops: ContextVar[int] = ContextVar("said_flops", default=0)
+_NONE = (0, 0)
+_said: ContextVar[tuple[int, int]] = ContextVar("said", default=_NONE)
 
 
-def add_flops(flops: int) -> None:
-    """Say that the op that follows, or is running, stands for a product of so many operations."""
-    _said_flops.set(_said_flops.get() + flops)
+def add_work(flops: int, moved_bytes: int) -> None:
+    """Say that the op that follows stands for products of so many operations, which move so many bytes."""
+    _said.set((_said.get()[0] + flops, _said.get()[1] + moved_bytes))
 
 
 class Work(NamedTuple):
@@ -91,16 +92,16 @@ class WorkCounter:
         kind = self._kinds.get(op)
         if kind is None:
             kind = self._kinds[op] = _kind_of(op)
-        flops = _said_flops.get()
+        flops, said_bytes = _said.get()
         if flops:
-            _said_flops.set(0)
+            _said.set(_NONE)
         if not kind.moves:
-            return Work(flops, 0, 0, _dtype_of(result)) if flops else NO_WORK
+            return Work(flops, said_bytes, 0, _dtype_of(result)) if flops else NO_WORK
         with torch._C.DisableTorchFunction():
             if kind.flops is not None:
                 flops += kind.flops(args, kwargs, result)
             moved_bytes, outside_bytes = self._moved(kind, args, kwargs, result)
-            return Work(flops, moved_bytes, outside_bytes, _dtype_of((*args, result)) if flops else "")
+            return Work(flops, moved_bytes + said_bytes, outside_bytes, _dtype_of((*args, result)) if flops else "")
 
     def _moved(self, kind: _Kind, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> tuple[int, int]:
         sizes = [0, 0]

@@ -5,9 +5,11 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from plimsoll.memory.lowering.cuda import CudaLowering
 from plimsoll.memory.outside import outside_the_device
 from plimsoll.memory.recorder import Recorder
-from plimsoll.memory.work import NO_WORK, Work, WorkCounter, add_flops
+from plimsoll.memory.trace import rehearsal
+from plimsoll.memory.work import NO_WORK, Work, WorkCounter, add_work
 
 aten = torch.ops.aten
 A = torch.zeros(3, 4)
@@ -102,10 +104,22 @@ def test_a_layer_of_onednn_has_the_products_of_its_gates():
 
 def test_what_a_lowering_says_belongs_to_one_op():
     with Counted() as counted:
-        add_flops(1000)
+        add_work(1000, 8)
         torch.empty(3)
         torch.empty(3)
-    assert [work.flops for _, work in counted.work] == [1000, 0]
+    assert [work for _, work in counted.work] == [Work(1000, 8, 0, "float32"), NO_WORK]
+
+
+def test_cudnns_layer_has_the_products_of_all_its_weights_three_times():
+    with rehearsal(CudaLowering((8, 6))) as place:
+        place.recorder.step = 1
+        lstm = nn.LSTM(5, 7).to("cuda")
+        lstm(torch.zeros(6, 2, 5, device="cuda", requires_grad=True))[0].sum().backward()
+        ops = place.trace().ops
+    num_weights = 4 * 7 * (5 + 7) + 2 * 4 * 7
+    noted = [row for row, flops in enumerate(ops.flops) if flops]
+    assert [ops.flops[row] for row in noted] == [2 * 6 * 2 * num_weights] * 3
+    assert all(ops.moved_bytes[row] >= 6 * num_weights * 4 for row in noted)
 
 
 def test_a_recorder_notes_work_and_what_is_outside():
