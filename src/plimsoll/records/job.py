@@ -80,7 +80,7 @@ class Job(Record):
     optimizer: OptimizerChoice = OptimizerChoice()
     steps: int = Field(default=100, ge=1)
     precision: Literal["fp32", "bf16", "fp16", "auto"] = "fp32"
-    allow: Annotated[tuple[Literal["recut_batch_norm"], ...], BeforeValidator(_listed)] = ()
+    allow: Annotated[tuple[Literal["recut_batch_norm", "by_length", "lora"], ...], BeforeValidator(_listed)] = ()
     device: Literal["auto", "cpu", "cuda"] = "auto"
     budget: Budget = Budget()
     checkpoint: CheckpointPolicy = CheckpointPolicy()
