@@ -26,7 +26,7 @@ def trace_of(*ops: tuple[str, int, str], assumptions: tuple[Assumption, ...] = (
 
     for number, (phase, step, script) in enumerate(ops):
         where = (text(f"aten.op{number}.default"), text(f"layer{number}"), text(f"train.py:{number}"))
-        rows.append((*where, phase, step))
+        rows.append((*where, phase, step, *_NO_WORK))
         words = script.replace("optimizer states", "optimizer_states").split()[::-1]
         while words:
             word = words.pop()
@@ -48,7 +48,7 @@ def trace_of(*ops: tuple[str, int, str], assumptions: tuple[Assumption, ...] = (
                 storages[name][3] = number
             events.append((1 + row_of[name]) * (1 if sign == "+" else -1))
             event_op.append(number)
-    names = ("name", "module", "line", "phase", "step")
+    names = ("name", "module", "line", "phase", "step", "flops", "moved_bytes", "outside_bytes", "dtype")
     columns = ("num_bytes", "category", "born", "died", "shape", "name", "on_host")
     return Trace(
         source="predicted",
@@ -64,5 +64,8 @@ def trace_of(*ops: tuple[str, int, str], assumptions: tuple[Assumption, ...] = (
     )
 
 
-_NO_OPS = OpTable(name=(), module=(), line=(), phase=(), step=())
+_NO_WORK = (0, 0, 0, 0)  # the texts begin with the empty one
+_NO_OPS = OpTable(
+    name=(), module=(), line=(), phase=(), step=(), flops=(), moved_bytes=(), outside_bytes=(), dtype=()
+)
 _NO_STORAGES = StorageTable(num_bytes=(), category=(), born=(), died=(), shape=(), name=(), on_host=())

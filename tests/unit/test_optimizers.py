@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from plimsoll.errors import JobError
-from plimsoll.optimizers import build_optimizer, build_schedule
+from plimsoll.optimizers import build_optimizer, build_schedule, is_separable
 from plimsoll.records.job import OptimizerChoice
 
 NAMES = sorted(
@@ -111,3 +111,20 @@ def test_a_schedule_goes_on_where_it_was_saved():
         pair[0].step()
         pair[1].step()
     assert resumed.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
+
+
+@pytest.mark.parametrize("name", ["adafactor", "adam", "adamw", "sgd", "rmsprop"])
+def test_an_optimizer_of_torch_is_updated_parameter_by_parameter_unless_somebody_looks_on(name):
+    optimizer = build_optimizer(OptimizerChoice(name=name), [parameter()])
+    assert is_separable(optimizer)
+    handle = optimizer.register_step_pre_hook(lambda *_: None)
+    assert not is_separable(optimizer)
+    handle.remove()
+    assert is_separable(optimizer)
+
+
+def test_an_optimizer_from_elsewhere_may_look_at_all_parameters_together():
+    class Own(torch.optim.SGD):
+        pass
+
+    assert not is_separable(Own([parameter()]))

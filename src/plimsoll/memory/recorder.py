@@ -34,6 +34,7 @@ from torch.utils._pytree import tree_leaves
 from plimsoll.memory.accumulate import accumulating_in_place
 from plimsoll.memory.lowering.base import Run
 from plimsoll.memory.outside import is_outside
+from plimsoll.memory.work import NO_WORK, WorkCounter
 from plimsoll.records.trace import Assumption, Category, OpTable, Phase, StorageTable, Trace
 
 _TORCH_FOLDER = os.path.dirname(torch.__file__) + os.sep
@@ -90,6 +91,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._forward_of: dict[int, tuple[int, int]] = {}  # autograd's sequence number -> module, line
         self._storages = _Storages(self)
         self._ops: tuple[list[int], ...] = ([], [], [], [])  # name, module, line, step
+        self._work: tuple[list[int], ...] = ([], [], [], [])  # flops, moved bytes, outside bytes, dtype
+        self._counter = WorkCounter(lambda tensor: self._on_host(tensor) or self._storages.is_outside(tensor))
         self._phases: list[Phase] = []
         self._stack = ExitStack()
 
@@ -134,13 +137,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def trace(self, source: Any, lowered_to: str, assumptions: tuple[Assumption, ...] = ()) -> Trace:
         """Return what was recorded."""
-        names, modules, lines, steps = map(tuple, self._ops)
+        columns = dict(zip(("name", "module", "line", "step"), map(tuple, self._ops), strict=True))
+        work = dict(zip(("flops", "moved_bytes", "outside_bytes", "dtype"), map(tuple, self._work), strict=True))
         table, events, event_ops = self._storages.tables(self._phases)
         return Trace(
             source=source,
             lowered_to=lowered_to,
             texts=tuple(self._texts),
-            ops=OpTable(name=names, module=modules, line=lines, phase=tuple(self._phases), step=steps),
+            ops=OpTable(phase=tuple(self._phases), **columns, **work),
             storages=table,
             events=events,
             event_op=event_ops,
@@ -174,6 +178,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func in _ASKS_ONLY:
             return func(*args, **kwargs)
         self._begin_op(func)
+        row = self.op_row
         scratch = self._scratch_bytes(func, args, kwargs) if self._scratch_bytes else 0
         if scratch:
             self._storages.begin_scratch(scratch)
@@ -186,6 +191,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     self._storages.see(leaf)
         if scratch:
             self._storages.end_scratch()
+        self._note_work(row, func, args, kwargs, result)
         return result
 
     def describe_place(self) -> str:
@@ -224,7 +230,15 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         module, line, phase = self._where()
         for column, value in zip(self._ops, (name, module, line, self.step), strict=True):
             column.append(value)
+        for column in self._work:
+            column.append(0)
         self._phases.append(phase)
+
+    def _note_work(self, row: int, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        work = self._counter.count(op, args, kwargs, result)
+        if work is not NO_WORK:
+            for column, value in zip(self._work, (*work[:3], self.text(work.dtype)), strict=True):
+                column[row] = value
 
     def _where(self) -> tuple[int, int, Phase]:
         # Private names: which backward runs in this thread, which node of it, and the number the next node will get.
@@ -311,6 +325,7 @@ class _Storages:
         self._shape: list[int] = []
         self._name: list[int] = []
         self._on_host: list[bool] = []
+        self._has_outside = False
         self._events: list[int] = []
         self._event_op: list[int] = []
         self._scratch_row = -1
@@ -337,6 +352,13 @@ class _Storages:
             if row is not None:
                 self._category[row] = category
                 self._name[row] = self._recorder.text(name)
+
+    def is_outside(self, tensor: Tensor) -> bool:
+        """Whether a tensor was made outside the device; asked of every tensor of every op, so the usual answer first."""
+        if not self._has_outside or tensor.layout is not torch.strided:
+            return False
+        row = self._row_of.get(tensor.untyped_storage()._cdata)
+        return row is not None and self._on_host[row]
 
     def begin_scratch(self, num_bytes: int) -> None:
         self._scratch_row = self._add(num_bytes, "temporaries", "scratch of the kernel", on_host=False)
@@ -369,6 +391,7 @@ class _Storages:
         self._shape.append(self._recorder.text(shape))
         self._name.append(0)
         self._on_host.append(on_host)
+        self._has_outside |= on_host
         self._events.append(row + 1)
         self._event_op.append(self._recorder.op_row)
         return row

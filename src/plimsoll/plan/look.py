@@ -1,4 +1,4 @@
-"""What one trace says of a mix of techniques: its peak, its time, and what of each phase's peak grows with the batch."""
+"""What a trace says of a mix of techniques: its peak, its time, and what of each phase's peak grows with the batch."""
 
 from __future__ import annotations
 

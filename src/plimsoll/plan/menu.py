@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import combinations
 
 from plimsoll.errors import InputError
 from plimsoll.plan.pins import Decided
@@ -93,11 +94,13 @@ def _sizes(problem: Problem) -> tuple[int, ...] | str:
 
 
 class Compatibility:
-    """Which mixes can be installed together; each is asked once."""
+    """Which choices can be installed together; each pair is asked once."""
 
     def __init__(self, problem: Problem) -> None:
-        self.reason = cache(lambda choices: conflict_among(choices, problem.workload, problem.setting))
+        self._reason = cache(lambda choices: conflict_among(choices, problem.workload, problem.setting))
 
     def allows(self, choices: Choices) -> bool:
-        """Whether there is no conflict."""
-        return self.reason(choices) is None
+        """Whether no two of the choices exclude each other."""
+        return all(self._reason((choice,)) is None for choice in choices) and all(
+            self._reason(pair) is None for pair in combinations(choices, 2)
+        )

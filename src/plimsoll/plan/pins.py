@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from plimsoll.errors import InputError
-from plimsoll.records.plan import Choice, Pin, check_pins
+from plimsoll.records.plan import Choice, Pin, Value, check_pins
 from plimsoll.techniques import Choices, Setting, technique_of
 from plimsoll.workload import Workload
 
@@ -54,9 +54,15 @@ def _chosen(pin: Pin, workload: Workload, setting: Setting) -> Choice | None:
     unknown = sorted(set(options) - set(names))
     if unknown:
         raise InputError(f"--pin {pin}: {technique.name} has no option `{unknown[0]}`: give one of {', '.join(names)}")
+    options = {name: _as_offered(value, offered[0].options[name]) for name, value in options.items()}
     alike = [choice for choice in offered if all(choice.options[name] == value for name, value in options.items())]
     choice = alike[0] if alike else Choice(technique=technique.name, options=offered[0].options | options)
     reason = technique.conflicts(choice, (), workload, setting)
     if reason is not None:
         raise InputError(f"--pin {pin}: {reason}; leave it out, or change the job")
     return choice if options or len(offered) == 1 else None
+
+
+def _as_offered(value: Value, offered: Value) -> Value:
+    """A value whose option is a text: that of ``checkpointing=3``, one block, looks like a number."""
+    return str(value) if isinstance(offered, str) and isinstance(value, int | float) else value

@@ -1,6 +1,6 @@
 """Which mix: the fastest that fits, jointly over all techniques and micro-batches, and the smaller ones behind it.
 
-A trace of a mix is exact and slow, so few are made: the plain training at two micro-batches, each technique that can
+A trace of a mix is exact and slow, so few are made: the plain training at two or three micro-batches, each technique that can
 reach what the peak is made of once on top of it, and then the mixes that a surrogate (`plimsoll.plan.surrogate`) takes
 for the fastest that fit, until the best guess is one that has been traced. Nothing is chosen untraced. If no mix can
 gain more than the model of time can tell, the techniques are not traced at all.
@@ -13,10 +13,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import product
+from math import isqrt
 
-from plimsoll.plan.look import Look, LookAt
+import numpy as np
+
+from plimsoll.plan.look import Look, LookAt, PhasePeak
 from plimsoll.plan.menu import Compatibility, Menu, Problem, menu_of
-from plimsoll.plan.surrogate import Surrogate
+from plimsoll.plan.surrogate import Column, Surrogate
 from plimsoll.records.plan import Choice, Rejected, micro_batch_choice
 from plimsoll.records.units import format_bytes
 from plimsoll.techniques import Choices, in_order, technique_of
@@ -57,6 +60,18 @@ def search(problem: Problem, look_at: LookAt) -> Found:
     return _Search(problem, look_at).found()
 
 
+@dataclass(frozen=True)
+class _Mix:
+    """Choices but for the micro-batch, and the sizes (samples) it can have with them."""
+
+    choices: Choices
+    sizes: Column
+
+    def with_sizes(self) -> list[Choices]:
+        """The whole choices, one for each size."""
+        return [(micro_batch_choice(size), *self.choices) for size in self.sizes.tolist()]
+
+
 class _Search:
     def __init__(self, problem: Problem, look_at: LookAt) -> None:
         self._problem = problem
@@ -72,7 +87,7 @@ class _Search:
         limit_bytes = self._problem.limit_bytes
         plain = self._look((), self._problem.setting.batch_size)
         reference = self._plain_line(limit_bytes)
-        if self._may_gain(reference, limit_bytes):
+        if self._may_gain(limit_bytes):
             self._learn_techniques(reference)
         chosen = self._best_within(limit_bytes)
         if chosen is None and not self._learned:
@@ -86,33 +101,36 @@ class _Search:
     # -- looking -------------------------------------------------------------------------------------------------------
 
     def _look(self, mix: Choices, micro_batch: int) -> Look:
-        choices = (micro_batch_choice(micro_batch), *in_order(mix))
+        return self._look_at_choices((micro_batch_choice(micro_batch), *in_order(mix)))
+
+    def _look_at_choices(self, choices: Choices) -> Look:
         if choices not in self._looks:
             self._looks[choices] = self._look_at(choices)
         return self._looks[choices]
 
     def _plain_line(self, limit_bytes: int) -> Look:
-        """Trace the base at two micro-batches, the smaller near where it stops fitting; returns the smaller one."""
+        """Trace the base at a few micro-batches, one near where it stops fitting; returns the smallest one."""
         base, sizes = self._menu.base, self._menu.sizes
         large = self._look(base, sizes[0])
-        fixed_bytes = large.need_bytes - sum(peak.growing_bytes for peak in [_largest(large)])
-        room = (limit_bytes - fixed_bytes) / max(_largest(large).growing_bytes, 1)  # of the whole batch
+        growing_bytes = _largest(large).growing_bytes
+        room = (limit_bytes - large.need_bytes + growing_bytes) / max(growing_bytes, 1)  # of the whole batch
         wanted = max(1, min(int(0.9 * room * sizes[0]), sizes[0] // 2))
         small = self._look(base, max(size for size in sizes if size <= max(wanted, sizes[-1])))
-        self._surrogate = Surrogate(small, large, self._problem.setting.batch_size)
+        middle = isqrt(small.micro_batch * large.micro_batch)
+        if middle > 2 * small.micro_batch:
+            looks = (small, self._look(base, max(size for size in sizes if size <= middle)), large)
+        else:
+            looks = (small, large)
+        self._surrogate = Surrogate(looks)
         return small
 
-    def _may_gain(self, reference: Look, limit_bytes: int) -> bool:
+    def _may_gain(self, limit_bytes: int) -> bool:
         """Whether a technique could make the plan faster than the base at its best size, by more than can be told."""
-        base, sizes = self._menu.base, self._menu.sizes
-        fitting = [size for size in sizes if self._surrogate.need_bytes(base, size) <= limit_bytes]
-        if not fitting or self._problem.decided.required or self._may_be_faster():
+        needs, seconds, _ = self._guessed(_Mix(self._menu.base, np.asarray(self._menu.sizes)))
+        may_be_faster = any(technique_of(name).may_be_faster for name in self._menu.options)
+        if self._problem.decided.required or may_be_faster or needs.min() > limit_bytes:
             return True
-        fastest = min(self._surrogate.seconds(base, size) for size in sizes)
-        return min(self._surrogate.seconds(base, size) for size in fitting) > (1 + _SAME_SECONDS) * fastest
-
-    def _may_be_faster(self) -> bool:
-        return any(technique_of(name).may_be_faster for name in self._menu.options)
+        return bool(seconds[needs <= limit_bytes].min() > (1 + _SAME_SECONDS) * seconds.min())
 
     def _learn_techniques(self, reference: Look) -> None:
         for name, options in self._menu.options.items():
@@ -130,66 +148,70 @@ class _Search:
             if self._compatibility.allows((micro_batch_choice(size), *in_order((*base, choice)))):
                 look = self._look((*base, choice), size)
                 self._surrogate.learn_effect(choice, look, self._look(base, size))
-                self._learned.setdefault(choice.technique, []).append(choice)
+                if self._surrogate.is_useful(choice) or choice.technique in self._problem.decided.required:
+                    self._learned.setdefault(choice.technique, []).append(choice)
                 return
 
     # -- choosing ------------------------------------------------------------------------------------------------------
 
-    def _candidates(self, only_with: Choices | None = None) -> Iterator[tuple[Choices, int]]:
-        """Every mix of what was learned with every size; ``only_with`` says what is for the whole run."""
-        base = self._menu.base
-        required = self._problem.decided.required
+    def _mixes(self, only_with: Choices | None = None) -> list[_Mix]:
+        """Every mix of what was learned, with the sizes it can have; ``only_with`` says what is for the whole run."""
+        base, required = self._menu.base, self._problem.decided.required
         menus = [choices if name in required else [None, *choices] for name, choices in self._learned.items()]
+        found = []
         for picked in product(*menus):
             mix = in_order((*base, *(choice for choice in picked if choice is not None)))
-            if only_with is not None and _for_the_run(mix) != only_with:
+            if (only_with is not None and _for_the_run(mix) != only_with) or not self._compatibility.allows(mix):
                 continue
-            for size in self._menu.sizes:
-                if self._compatibility.allows((micro_batch_choice(size), *mix)):
-                    yield mix, size
+            allows = self._compatibility.allows
+            sizes = [
+                size
+                for size in self._menu.sizes
+                if all(allows((micro_batch_choice(size), choice)) for choice in mix or base)
+            ]
+            if sizes:
+                found.append(_Mix(mix, np.asarray(sizes)))
+        return found
+
+    def _guessed(self, mix: _Mix) -> tuple[Column, Column, Column]:
+        """Of each size of a mix, the need and the seconds as guessed or traced, and whether it is possible."""
+        needs = self._surrogate.need_bytes(mix.choices, mix.sizes)
+        seconds = self._surrogate.seconds(mix.choices, mix.sizes)
+        possible = np.ones(len(mix.sizes), dtype=bool)
+        for row, look in enumerate(map(self._looks.get, mix.with_sizes())):
+            if look is not None:
+                needs[row], seconds[row], possible[row] = look.need_bytes, look.seconds, look.fits
+        return needs, seconds, possible
 
     def _best_within(self, limit_bytes: int, only_with: Choices | None = None) -> Look | None:
         """The fastest mix that fits, traced; ``None`` if none is found."""
-        candidates = list(self._candidates(only_with))
+        mixes = self._mixes(only_with)
         for _ in range(_MOST_LOOKS):
-            best = self._best_guess(candidates, limit_bytes)
+            best = self._best_guess(mixes, limit_bytes)
             if best is None:
                 return None
-            if self._choices(*best) in self._looks:
-                return self._look(*best)
-            self._surrogate.correct(self._look(*best))
+            if best in self._looks:
+                return self._looks[best]
+            self._surrogate.correct(self._look_at_choices(best))
         fitting = [look for look in self._looks.values() if look.fits and look.need_bytes <= limit_bytes]
         fitting = [look for look in fitting if only_with is None or _for_the_run(look.mix) == only_with]
         return min(fitting, key=lambda look: look.seconds, default=None)
 
-    def _best_guess(self, candidates: list[tuple[Choices, int]], limit_bytes: int) -> tuple[Choices, int] | None:
-        """The candidate to take: of those about as fast as the fastest, that of the fewest techniques, then largest."""
-        fitting = [
-            (self._seconds(mix, size), mix, size)
-            for mix, size in candidates
-            if self._need_bytes(mix, size) <= limit_bytes and self._is_possible(mix, size)
-        ]
+    def _best_guess(self, mixes: list[_Mix], limit_bytes: int) -> Choices | None:
+        """The choices to take: of those about as fast as the fastest, the fewest techniques, then the largest size."""
+        fitting: list[tuple[float, _Mix, int]] = []
+        for mix in mixes:
+            needs, seconds, possible = self._guessed(mix)
+            fits = np.flatnonzero((needs <= limit_bytes) & possible)
+            fitting += [(float(seconds[row]), mix, int(row)) for row in fits]
         if not fitting:
             return None
         bound = (1 + _SAME_SECONDS) * min(seconds for seconds, _, _ in fitting)
-        near = [(len(mix), -size, seconds, mix, size) for seconds, mix, size in fitting if seconds <= bound]
-        best = min(near, key=lambda one: (*one[:3], str(one[3])))
-        return best[3], best[4]
-
-    def _choices(self, mix: Choices, size: int) -> Choices:
-        return (micro_batch_choice(size), *in_order(mix))
-
-    def _is_possible(self, mix: Choices, size: int) -> bool:
-        look = self._looks.get(self._choices(mix, size))
-        return look is None or look.fits
-
-    def _need_bytes(self, mix: Choices, size: int) -> float:
-        look = self._looks.get(self._choices(mix, size))
-        return self._surrogate.need_bytes(mix, size) if look is None else look.need_bytes
-
-    def _seconds(self, mix: Choices, size: int) -> float:
-        look = self._looks.get(self._choices(mix, size))
-        return self._surrogate.seconds(mix, size) if look is None else look.seconds
+        near = [
+            (len(mix.choices), -mix.sizes[row], seconds, mix, row) for seconds, mix, row in fitting if seconds <= bound
+        ]
+        best = min(near, key=lambda one: (*one[:3], str(one[3].choices)))
+        return best[3].with_sizes()[best[4]]
 
     # -- what is behind the plan ---------------------------------------------------------------------------------------
 
@@ -214,12 +236,17 @@ class _Search:
 
     def _leanest(self, only_with: Choices | None = None) -> Look:
         """The mix that needs least, traced."""
-        candidates = list(self._candidates(only_with))
+        mixes = self._mixes(only_with)
         for _ in range(_MOST_LOOKS):
-            mix, size = min(candidates, key=lambda one: (self._need_bytes(*one), len(one[0]), self._seconds(*one)))
-            if self._choices(mix, size) in self._looks:
+            needs = [
+                (need, len(mix.choices), second, mix.with_sizes()[row])
+                for mix in mixes
+                for row, (need, second) in enumerate(zip(*self._guessed(mix)[:2], strict=True))
+            ]
+            best = min(needs, key=lambda one: (*one[:3], str(one[3])))[3]
+            if best in self._looks:
                 break
-            self._surrogate.correct(self._look(mix, size))
+            self._surrogate.correct(self._look_at_choices(best))
         looks = [look for look in self._looks.values() if only_with is None or _for_the_run(look.mix) == only_with]
         looks = [look for look in looks if set(self._menu.base) <= set(look.mix)]
         return min(looks, key=lambda look: (look.need_bytes, look.seconds))
@@ -262,5 +289,5 @@ def _for_the_run(mix: Choices) -> Choices:
     return tuple(choice for choice in mix if technique_of(choice.technique).is_for_the_run)
 
 
-def _largest(look: Look):
+def _largest(look: Look) -> PhasePeak:
     return max(look.phases.values(), key=lambda peak: peak.fixed_bytes + peak.growing_bytes)

@@ -1,73 +1,68 @@
 """What mixes that were not traced will probably need and take, from a few that were: only to decide what to trace next.
 
 Within one phase the effects of techniques nearly add up; between phases they do not (a smaller backward does nothing
-for a peak in the update), so a peak is the largest of the phases' estimates. Two traces of the plain training give a
-line over micro-batches for each phase; a trace of each technique alone says what it takes from each phase and what
-time it adds. A trace of a mix corrects what is guessed of that mix. No plan is made from these guesses: what is chosen
-is traced as a whole.
+for a peak in the update), so a peak is the largest of the phases' estimates. A few traces of the plain training give a
+line over micro-batches for each phase, and the time between them; a trace of each technique alone says what it takes
+from each phase and what time it adds. A trace of a mix corrects what is guessed of that mix and of those most like it.
+No plan is made from these guesses: what is chosen is traced as a whole.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from plimsoll.plan.look import Look
 from plimsoll.records.plan import Choice
 from plimsoll.records.trace import Phase
 from plimsoll.techniques import Choices
 
+Column = NDArray[Any]
 
-@dataclass(frozen=True)
-class _Line:
-    """``constant + slope * x``."""
+_ALIKE = 2  # choices in which mixes may differ for the error of one to be taken for the other's
 
-    constant: float
-    slope: float
 
-    def at(self, x: float) -> float:
-        return self.constant + self.slope * x
+class _Curve:
+    """Straight between known points, and beyond them as between the two nearest."""
 
-    @classmethod
-    def through(cls, first: tuple[float, float], second: tuple[float, float]) -> _Line:
-        if first[0] == second[0]:
-            return cls(first[1], 0.0)
-        slope = (second[1] - first[1]) / (second[0] - first[0])
-        return cls(first[1] - slope * first[0], slope)
+    def __init__(self, points: Sequence[tuple[float, float]]) -> None:
+        self._x, self._y = np.asarray(sorted(points), dtype=float).T
+
+    def at(self, x: Column) -> Column:
+        x = np.asarray(x, dtype=float)
+        inside = np.interp(x, self._x, self._y)
+        if len(self._x) == 1:
+            return inside
+        below = self._y[0] + (x - self._x[0]) * (self._y[1] - self._y[0]) / (self._x[1] - self._x[0])
+        above = self._y[-1] + (x - self._x[-1]) * (self._y[-1] - self._y[-2]) / (self._x[-1] - self._x[-2])
+        return np.where(x < self._x[0], below, np.where(x > self._x[-1], above, inside))
 
 
 class Surrogate:
     """Guesses bytes and seconds of mixes.
 
     Args:
-        small: the plain training at a small micro-batch.
-        large: the plain training at a larger one, or the same look.
-        batch_size: samples of a step.
+        plain: the training without the techniques that are to be learned, at one or more micro-batches.
     """
 
-    def __init__(self, small: Look, large: Look, batch_size: int) -> None:
-        self._batch_size = batch_size
-        sizes = small.micro_batch, large.micro_batch
-        names: list[Phase] = sorted(set(small.phases) | set(large.phases))
-        self._base = set(small.mix)
-        self._alive = {
-            phase: _Line.through(
-                *((size, _alive(look, phase)) for size, look in zip(sizes, (small, large), strict=True))
-            )
-            for phase in names
-        }
-        self._beyond = _Line.through((sizes[0], _beyond(small)), (sizes[1], _beyond(large)))
-        self._seconds = _Line.through((self._pieces(sizes[0]), small.seconds), (self._pieces(sizes[1]), large.seconds))
+    def __init__(self, plain: Sequence[Look]) -> None:
+        looks = {look.micro_batch: look for look in plain}
+        names: list[Phase] = sorted({phase for look in plain for phase in look.phases})
+        self._base = set(plain[0].mix)
+        self._alive = {phase: _Curve([(size, _alive(look, phase)) for size, look in looks.items()]) for phase in names}
+        self._beyond = _Curve([(size, _beyond(look)) for size, look in looks.items()])
+        # Over the logarithm: from 1 sample to 2 as much may change as from 32 to 64.
+        self._seconds = _Curve([(np.log2(size), look.seconds) for size, look in looks.items()])
         self._fixed_effect: dict[Choice, dict[Phase, float]] = defaultdict(dict)
         self._growing_effect: dict[Choice, dict[Phase, float]] = defaultdict(dict)
         self._added_seconds: dict[Choice, float] = {}
         self._beyond_effect: dict[Choice, float] = {}
         self._bytes_off: dict[Choices, float] = {}
         self._seconds_off: dict[Choices, float] = {}
-
-    def knows(self, choice: Choice) -> bool:
-        """Whether the effect of a choice was learned."""
-        return choice in self._added_seconds or choice in self._base
 
     def learn_effect(self, choice: Choice, look: Look, without: Look) -> None:
         """Learn what one choice does, from two traces that differ in it alone."""
@@ -88,29 +83,43 @@ class Surrogate:
 
     def correct(self, look: Look) -> None:
         """Learn from a trace of a whole mix."""
-        self._bytes_off.pop(look.mix, None)
-        self._seconds_off.pop(look.mix, None)
-        self._bytes_off[look.mix] = look.need_bytes - self.need_bytes(look.mix, look.micro_batch)
-        self._seconds_off[look.mix] = look.seconds - self.seconds(look.mix, look.micro_batch)
+        size = np.asarray([look.micro_batch])
+        for off, guess, value in (
+            (self._bytes_off, self.need_bytes, look.need_bytes),
+            (self._seconds_off, self.seconds, look.seconds),
+        ):
+            before = self._nearest(off, look.mix)
+            off[look.mix] = before + value - float(guess(look.mix, size)[0])
 
-    def need_bytes(self, mix: Choices, micro_batch: int) -> float:
-        """Guess the budget a mix is safe in."""
+    def need_bytes(self, mix: Choices, micro_batches: Column) -> Column:
+        """Guess the budget that a mix is safe in, for each of several micro-batches."""
         added = [choice for choice in mix if choice not in self._base]
-        most = 0.0
-        for phase, line in self._alive.items():
+        most = np.zeros(len(micro_batches))
+        for phase, curve in self._alive.items():
             fixed = sum(self._fixed_effect[choice].get(phase, 0.0) for choice in added)
             growing = sum(self._growing_effect[choice].get(phase, 0.0) for choice in added)
-            most = max(most, line.constant + fixed + micro_batch * max(line.slope + growing, 0.0))
-        beyond = self._beyond.at(micro_batch) + sum(self._beyond_effect.get(choice, 0.0) for choice in added)
-        return most + max(beyond, 0.0) + self._bytes_off.get(mix, 0.0)
+            most = np.maximum(most, curve.at(micro_batches) + fixed + micro_batches * growing)
+        beyond = self._beyond.at(micro_batches) + sum(self._beyond_effect.get(choice, 0.0) for choice in added)
+        return most + np.maximum(beyond, 0.0) + self._nearest(self._bytes_off, mix)
 
-    def seconds(self, mix: Choices, micro_batch: int) -> float:
-        """Guess the time of a step."""
+    def seconds(self, mix: Choices, micro_batches: Column) -> Column:
+        """Guess the time of a step, for each of several micro-batches."""
         added = sum(self._added_seconds.get(choice, 0.0) for choice in mix if choice not in self._base)
-        return self._seconds.at(self._pieces(micro_batch)) + added + self._seconds_off.get(mix, 0.0)
+        return self._seconds.at(np.log2(micro_batches)) + added + self._nearest(self._seconds_off, mix)
 
-    def _pieces(self, micro_batch: int) -> int:
-        return -(-self._batch_size // micro_batch)
+    def is_useful(self, choice: Choice) -> bool:
+        """Whether a choice that was learned saves time, or memory in any phase."""
+        effects = (*self._fixed_effect[choice].values(), *self._growing_effect[choice].values())
+        least = min((*effects, self._beyond_effect[choice]))
+        return least < 0 or self._added_seconds[choice] < 0
+
+    @staticmethod
+    def _nearest(off: dict[Choices, float], mix: Choices) -> float:
+        """By how much the guess was off for the mix itself, or for the one most like it."""
+        here = frozenset(mix)
+        distances = {other: len(here ^ frozenset(other)) for other in off}
+        near = [other for other, distance in distances.items() if distance <= _ALIKE]
+        return off[min(near, key=lambda other: (distances[other], str(other)))] if near else 0.0
 
 
 def _alive(look: Look, phase: Phase) -> float:

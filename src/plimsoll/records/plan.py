@@ -22,6 +22,7 @@ Value = int | float | str | bool
 """Of an option."""
 
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
+_BEFORE_OPTION = re.compile(r",(?=\s*[a-z][a-z0-9_]*\s*=)")  # a value may have commas: blocks=0,3-5
 
 
 class Choice(Frozen):
@@ -192,7 +193,7 @@ def _parts(text: str) -> tuple[str, list[str], str | None]:
     stripped = text.strip()
     match = re.fullmatch(r"(\w+)\((.+)\)", stripped)
     if match:
-        return match[1], match[2].split(","), None
+        return match[1], _BEFORE_OPTION.split(match[2]), None
     name, equals, value = stripped.partition("=")
     return name.strip(), [], value if equals else None
 

@@ -34,13 +34,21 @@ Phase = Literal["setup", "copy", "forward", "loss", "backward", "clip", "optimiz
 
 
 class OpTable(Frozen):
-    """One row per op that ran. ``name``, ``module`` and ``line`` are numbers of texts; ``step`` counts from 1."""
+    """One row per op that ran. ``name``, ``module`` and ``line`` are numbers of texts; ``step`` counts from 1.
+
+    ``flops`` are the operations of its products, in the type whose text has the number ``dtype``; ``moved_bytes`` are
+    read or written in the device's memory, ``outside_bytes`` in other memory. A view has none of these.
+    """
 
     name: tuple[int, ...]
     module: tuple[int, ...]
     line: tuple[int, ...]
     phase: tuple[Phase, ...]
     step: tuple[int, ...]
+    flops: tuple[int, ...]
+    moved_bytes: tuple[int, ...]
+    outside_bytes: tuple[int, ...]
+    dtype: tuple[int, ...]
 
 
 class StorageTable(Frozen):
@@ -80,6 +88,7 @@ class Trace(Record):
     """
 
     record_kind: ClassVar[str] = "trace"
+    schema_version: ClassVar[int] = 2
 
     source: Literal["predicted", "measured"]
     lowered_to: str

@@ -14,7 +14,7 @@ import plotly.graph_objects as go
 from plimsoll.records.plan import Plan, Rejected, Rung
 from plimsoll.records.units import format_bytes, format_seconds
 from plimsoll.report.charts import Chart, empty_figure, unit_of
-from plimsoll.report.plan_sheets import choices_text, limit_bytes_of
+from plimsoll.report.plan_sheets import choices_text, limit_bytes_of, stays_under
 
 _MARGIN = 0.08  # of what the points span, on each side
 _MOST_LABELS = 6  # of fallbacks: more would cover each other
@@ -52,8 +52,8 @@ def _groups(plan: Plan) -> dict[str, list[Way]]:
     limit_bytes = limit_bytes_of(plan)
     rejected = _known(plan.rejected)
     return {
-        "rejected, too large": [way for way in rejected if limit_bytes is not None and _peak_bytes(way) > limit_bytes],
-        "rejected": [way for way in rejected if limit_bytes is None or _peak_bytes(way) <= limit_bytes],
+        "rejected, too large": [way for way in rejected if not _fits(way, limit_bytes)],
+        "rejected": [way for way in rejected if _fits(way, limit_bytes)],
         "not allowed": _known(plan.openings),
         "plain loop": _known([plan.plain] if plan.plain else []),
         "plan and fallbacks": _known(plan.rungs),
@@ -71,6 +71,11 @@ _STYLES = {
 
 def _known(ways: Sequence[Way]) -> list[Way]:
     return [way for way in ways if way.peak is not None and way.step_time is not None]
+
+
+def _fits(way: Way, limit_bytes: int | None) -> bool:
+    assert way.peak is not None
+    return stays_under(way.peak, limit_bytes)
 
 
 def _peak_bytes(way: Way) -> int:
@@ -102,7 +107,7 @@ def _add_group(figure: go.Figure, name: str, group: list[Way], unit_bytes: int) 
 
 def _told(way: Way) -> str:
     """What a point is, escaped and in lines: plotly reads markup in it."""
-    choices = html.escape(choices_text(way.choices), quote=False).replace(", ", ",<br>")
+    choices = html.escape(choices_text(way.choices), quote=False).replace(" + ", " +<br>")
     return f"{choices}<br>{format_bytes(_peak_bytes(way))}, {format_seconds(_seconds(way))} a step"
 
 

@@ -32,8 +32,7 @@ def verdict(plan: Plan) -> str:
     peak = plan.rungs[0].peak if plan.rungs else None
     if peak is None:
         return "not predicted"
-    limit_bytes = limit_bytes_of(plan)
-    return "fits" if limit_bytes is None or peak.high_bytes <= limit_bytes else "probably fits"
+    return "fits" if stays_under(peak, limit_bytes_of(plan)) else "probably fits"
 
 
 def limit_bytes_of(plan: Plan) -> int | None:
@@ -41,6 +40,11 @@ def limit_bytes_of(plan: Plan) -> int | None:
     if plan.limit_bytes is not None:
         return plan.limit_bytes
     return plan.budget.device_bytes if plan.prediction is None else plan.prediction.limit_bytes
+
+
+def stays_under(peak: Estimate, limit_bytes: int | None) -> bool:
+    """Whether a peak is below a limit with its whole range, as every rung of a plan is."""
+    return limit_bytes is None or peak.high_bytes <= limit_bytes
 
 
 def headline(plan: Plan) -> str:
@@ -109,11 +113,7 @@ def plain_sentence(plan: Plan) -> str:
         return ""
     if plan.rungs and _words(plan.rungs[0].choices) == _words(plain.choices):
         return "This is the plain loop: no technique is needed."
-    needed_bytes = plain.peak.likely_bytes
-    sentence = f"The plain loop would need {format_bytes(needed_bytes)}"
-    if limit_bytes is not None and needed_bytes > limit_bytes:
-        sentence += f", {format_bytes(needed_bytes - limit_bytes)} too much"
-    return f"{sentence}{_about_seconds(plain.step_time)}."
+    return f"The plain loop would need {_compared(plain.peak, limit_bytes)}{_about_seconds(plain.step_time)}."
 
 
 def opening_sentence(plan: Plan) -> str:
@@ -121,7 +121,7 @@ def opening_sentence(plan: Plan) -> str:
     limit_bytes = limit_bytes_of(plan)
     for opening in plan.openings:
         names = _lossy_names(plan, opening.choices)
-        if names and opening.peak is not None and (limit_bytes is None or opening.peak.likely_bytes <= limit_bytes):
+        if names and opening.peak is not None and stays_under(opening.peak, limit_bytes):
             allowed = ", ".join(names)
             return (
                 f"With what changes the training it would fit: {format_bytes(opening.peak.likely_bytes)} with --set "
@@ -164,8 +164,8 @@ def key_numbers(plan: Plan) -> tuple[tuple[str, str], ...]:
 
 
 def choices_text(choices: Sequence[Choice]) -> str:
-    """Write choices in install order, each as on the command line: ``micro_batch=16, checkpointing=all``."""
-    return ", ".join(map(str, choices)) or "nothing installed"
+    """Write choices in install order, each as on the command line: ``micro_batch=16 + checkpointing=all``."""
+    return " + ".join(map(str, choices)) or "nothing installed"
 
 
 def chosen_sheet(plan: Plan) -> Sheet:
@@ -210,8 +210,10 @@ def _words(choices: Iterable[Choice]) -> set[str]:
 
 def _compared(peak: Estimate, limit_bytes: int | None) -> str:
     text = format_bytes(peak.likely_bytes)
-    if limit_bytes is None or peak.likely_bytes <= limit_bytes:
+    if limit_bytes is None or peak.high_bytes <= limit_bytes:
         return text
+    if peak.likely_bytes <= limit_bytes:
+        return f"{text}, which may be {format_bytes(peak.high_bytes - limit_bytes)} too much"
     return f"{text}, {format_bytes(peak.likely_bytes - limit_bytes)} too much"
 
 
@@ -262,10 +264,8 @@ def rejected_sheet(plan: Plan, most_rows: int) -> Sheet:
 def _most_telling(plan: Plan, most_rows: int) -> list[Rejected]:
     """The first ones of each of three kinds, as equally many of each as there are."""
     limit_bytes = limit_bytes_of(plan)
-    fitting = _sorted(plan.rejected, lambda peak: limit_bytes is None or peak.likely_bytes <= limit_bytes, _seconds_of)
-    too_large = _sorted(
-        plan.rejected, lambda peak: limit_bytes is not None and peak.likely_bytes > limit_bytes, _bytes_of
-    )
+    fitting = _sorted(plan.rejected, lambda peak: stays_under(peak, limit_bytes), _seconds_of)
+    too_large = _sorted(plan.rejected, lambda peak: not stays_under(peak, limit_bytes), _bytes_of)
     unknown = [found for found in plan.rejected if found.peak is None]
     in_turn = [found for found in chain(*zip_longest(fitting, too_large, unknown)) if found is not None][:most_rows]
     kept = {id(found) for found in in_turn}
@@ -283,7 +283,7 @@ def _seconds_of(found: Rejected) -> float:
 
 
 def _bytes_of(found: Rejected) -> float:
-    return math.inf if found.peak is None else found.peak.likely_bytes
+    return math.inf if found.peak is None else found.peak.high_bytes
 
 
 def opening_sheet(plan: Plan) -> Sheet:

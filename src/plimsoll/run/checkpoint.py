@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import mmap
 import os
 import re
 import shutil
@@ -32,6 +33,7 @@ import torch
 from torch import nn
 
 from plimsoll.errors import CheckpointError, OutputError
+from plimsoll.memory.outside import keeps_states_outside
 from plimsoll.records.base import sync, write_atomically
 from plimsoll.run.failpoints import failpoint
 
@@ -59,8 +61,17 @@ class Checkpoint:
         weights = torch.load(self.folder / "model.pt", map_location="cpu", mmap=True, weights_only=True)
         model.load_state_dict(weights)
         del weights
-        optimizer.load_state_dict(torch.load(self.folder / "optimizer.pt", map_location="cpu", weights_only=True))
+        with _as_shared_file() if keeps_states_outside(optimizer) else contextlib.nullcontext(False) as is_mapped:
+            states = torch.load(self.folder / "optimizer.pt", map_location="cpu", mmap=is_mapped, weights_only=True)
+            optimizer.load_state_dict(states)
         return torch.load(self.folder / "random.pt", map_location="cpu", weights_only=True)
+
+
+@contextlib.contextmanager
+def _as_shared_file() -> Iterator[bool]:
+    """Let files be mapped so that no limit on memory counts them; what is read must be copied and not written to."""
+    with torch.serialization.set_default_mmap_options(mmap.MAP_SHARED):
+        yield True
 
 
 def save(

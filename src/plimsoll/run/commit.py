@@ -6,11 +6,11 @@ whose values and states are copied just before, so a piece can always be undone.
 piece, and most of what `benchmarks/overhead.py` measures.
 
 That a failure can always be mended follows from the order. The largest parameter goes first, so the first piece needs
-most; the states that the first step will still create are proven to fit by allocating as much once (those that leave the device
-with their piece need no room); and every finished piece gives its gradients back. So memory runs out in the first piece, which is undone and nothing has happened, or not
-at all. A later failure is something else taking memory: the piece is undone and done again, in halves where it can be
-cut. If what cannot be cut fails twice, what was done cannot be taken back: `TornStepError` says so, and a checkpoint is
-the way back.
+most; the states that the first step will still create are proven to fit by allocating as much once (those that leave
+the device with their piece need no room); and every finished piece gives its gradients back. So memory runs out in the
+first piece, which is undone and nothing has happened, or not at all. A later failure is something else taking memory:
+the piece is undone and done again, in halves where it can be cut. If what cannot be cut fails twice, what was done
+cannot be taken back: `TornStepError` says so, and a checkpoint is the way back.
 
 Where not even the copy of a piece fits, or it takes the memory that the update needs, the piece is done without one,
 but only after what its update can take at most has been shown to be there.
@@ -165,7 +165,7 @@ class _Copy:
             (flat, scratch.copy_of(key, flat, layout.num_elements[key])) for key, flat in layout.alike.items()
         ]
         self._others = [(tensor, tensor.detach().clone()) for tensor in layout.others]
-        # Some optimizers count in their groups; which parameters are in them is put back by `_only`.
+        # Some optimizers count in their groups; which parameters are in them is put back by `only`.
         self._settings = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
 
     @torch.no_grad()
@@ -303,7 +303,7 @@ class StepCommit:
         return None
 
     def _step_on(self, piece: _Piece) -> None:
-        with _only(self.optimizer, piece):
+        with only(self.optimizer, piece.groups):
             self.optimizer.step()
         failpoint("optimizer")
 
@@ -336,11 +336,11 @@ def _pieces(members: list[tuple[int, nn.Parameter]], can_be_cut: bool, piece_byt
 
 
 @contextmanager
-def _only(optimizer: torch.optim.Optimizer, piece: _Piece) -> Iterator[None]:
-    """Let the optimizer see the parameters of one piece only."""
+def only(optimizer: torch.optim.Optimizer, members: dict[int, list[nn.Parameter]]) -> Iterator[None]:
+    """Let the optimizer see these parameters only: ``members`` maps the index of a group to those of it."""
     whole = [group["params"] for group in optimizer.param_groups]
     for index, group in enumerate(optimizer.param_groups):
-        group["params"] = piece.groups.get(index, [])
+        group["params"] = members.get(index, [])
     try:
         yield
     finally:

@@ -1,6 +1,11 @@
 """The mean loss over batches, without gradients, in as large pieces as fit.
 
 A batch that runs out of memory is evaluated again in smaller pieces; nothing else changes, so there is nothing to undo.
+``workload.evaluation_samples`` bounds the pieces.
+
+It runs under ``torch.no_grad`` and not ``torch.inference_mode``, which saves no memory beyond it: what a module makes
+and keeps in the first forward (a mask, rotary positions) would be an inference tensor, and fail in the next training
+step, which may save it for backward.
 
 Does NOT cover memory that runs out inside the iterable of batches, while the next batch is made: an iterator cannot be
 asked for the same batch again.
@@ -109,8 +114,9 @@ class Evaluator:
             self._ladder.start_at(self._first_samples or shape.num_samples)
         ladder = self._ladder
         rung = ladder.choose(shape.elements_per_sample)
+        most = min(shape.num_samples, self._workload.evaluation_samples or shape.num_samples)
         while True:
-            size = min(ladder.sizes[rung].samples, shape.num_samples)
+            size = min(ladder.sizes[rung].samples, most)
             self._position.micro_batch = size
             loss = attempt(partial(self._forward_only, batch, size, shape), self._backend, self._position)
             num_elements = math.ceil(size * shape.elements_per_sample)
@@ -121,9 +127,9 @@ class Evaluator:
             following = ladder.failed(rung, size, num_elements)
             if following is None:
                 raise OutOfMemoryError(no_way_out(loss, size, shape, must_stay_whole=False))
-            if following == len(ladder.sizes) - 1:
+            if ladder.is_last(following):
                 self._backend.release(last_resort=True)
-            next_size = ladder.sizes[following].samples
+            next_size = min(ladder.sizes[following].samples, shape.num_samples)
             action = f"micro-batch {size} -> {next_size}"
             events.append(loss.model_copy(update={"next_micro_batch": next_size, "action": action}))
             rung = following

@@ -14,36 +14,38 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from itertools import pairwise
 
 import torch
 
 from plimsoll.assemble import choose_device
-from plimsoll.data.sketch import sketch_texts
+from plimsoll.data.sketch import TextSketch, sketch_texts
 from plimsoll.device.base import backend_for
 from plimsoll.device.gpus import spec_of
 from plimsoll.device.speed import measured_speed, speed_of
 from plimsoll.errors import BudgetError, InputError
+from plimsoll.memory.lowering.base import Lowering
 from plimsoll.memory.lowering.cpu import CpuLowering
 from plimsoll.memory.predict import Counted
 from plimsoll.models.build import build_model, loss_of
 from plimsoll.optimizers import build_optimizer
-from plimsoll.plan.cost import step_duration
+from plimsoll.plan.cost import learned_ratio, step_duration
 from plimsoll.plan.facts import differences, facts_of
 from plimsoll.plan.look import Look, phase_peaks
 from plimsoll.plan.menu import Problem
 from plimsoll.plan.pins import Decided, decide
 from plimsoll.plan.search import Found, search
-from plimsoll.records.comparison import Calibration
+from plimsoll.records.comparison import Calibration, Learned
 from plimsoll.records.device import Budget
+from plimsoll.records.heap import FAST_HEAP
 from plimsoll.records.job import Job
 from plimsoll.records.plan import Pin, Plan, Rejected, Rung, micro_batch_choice
-from plimsoll.records.prediction import Estimate, Prediction
+from plimsoll.records.prediction import Prediction
 from plimsoll.records.trace import Trace
 from plimsoll.records.units import format_bytes
 from plimsoll.run.rehearse import rehearse_job, rehearsed_samples
 from plimsoll.run.rungs import samples_of
-from plimsoll.run.targets import Target, find_target, gpu_target, job_baseline
+from plimsoll.run.targets import Target, find_target, gpu_target, job_baseline, started_baseline
 from plimsoll.techniques import TECHNIQUES, Choices, Setting
 from plimsoll.techniques.heap import heap_rules
 from plimsoll.workload import Workload
@@ -151,10 +153,15 @@ class _Planner:
 
     def __post_init__(self) -> None:
         self.texts = sketch_texts(self.job)
+        # What an evaluation leaves behind is seen in the step after it only.
+        self.full_length = 3 if self.job.data.validation and self.job.evaluate_every else 2
+        name = choose_device(self.job) if self.device is None else self.device
+        baseline = None
+        if name == "cpu":
+            baseline = started_baseline(self.job)  # it takes seconds, as the first trace does
+            self._trace_for(CpuLowering(), self._plain, 2)
         budget_bytes = self.limit_bytes if self.limit_bytes is not None else self.job.budget.device_bytes
-        self.target: Target = find_target(
-            choose_device(self.job) if self.device is None else self.device, budget_bytes, self._baseline
-        )
+        self.target: Target = find_target(name, budget_bytes, baseline or (lambda: job_baseline(self.job)))
         self.target.calibration = self.calibration
         self.kept_back_bytes = 0 if budget_bytes is None else budget_bytes - self.target.limit_bytes
         self.budget = Budget(device_bytes=budget_bytes, host_bytes=self.job.budget.host_bytes)
@@ -192,6 +199,8 @@ class _Planner:
             batch_size=self.job.batch_size,
             micro_batch=micro_batch,
             rehearsed_samples=rehearsed_samples(self.job.batch_size, micro_batch),
+            heap=heap_rules(choices) or FAST_HEAP,
+            learned=self._learned(choices),
         )
         return Look(
             choices, micro_batch, counted.peak, counted.oom_row is None, duration, phase_peaks(counted), counted.parts()
@@ -203,19 +212,22 @@ class _Planner:
 
     def _checked(self, look: Look) -> Look:
         self.progress(f"checking {' '.join(map(str, look.choices))}")
-        return self.look(look.choices, 3)
+        return self.look(look.choices, self.full_length)
 
-    def _baseline(self) -> Estimate:
-        self.progress("starting a process to see what it takes without a model")
-        return job_baseline(self.job)
+    def _learned(self, choices: Choices) -> Learned | None:
+        if self.calibration is None:
+            return None
+        names = [choice.technique for choice in choices]
+        return learned_ratio(self.calibration, self.target.lowering().name, names)
 
     def _trace(self, choices: Choices, num_steps: int) -> Trace:
+        return self._trace_for(self.target.lowering(), choices, num_steps)
+
+    def _trace_for(self, lowering: Lowering, choices: Choices, num_steps: int) -> Trace:
         seen = tuple(choice for choice in choices if choice.technique != "heap")  # which changes no op
         if (seen, num_steps) not in self._traced:
             self.progress(f"tracing {' '.join(map(str, choices))}")
-            self._traced[seen, num_steps] = rehearse_job(
-                self.job, self.texts, self.target.lowering(), seen, num_steps=num_steps
-            )
+            self._traced[seen, num_steps] = rehearse_job(self.job, self.texts, lowering, seen, num_steps=num_steps)
         return self._traced[seen, num_steps]
 
     def _count(self, choices: Choices, num_steps: int) -> Counted:
@@ -244,7 +256,7 @@ class _Planner:
         )
 
     def _prediction(self, choices: Choices) -> Prediction:
-        job, counted = self.job, self._count(choices, 3)
+        job, counted = self.job, self._count(choices, self.full_length)
         subject = f"{job.task}, {job.batch_size} x {job.sequence_length} tokens a step"
         return self.target.predict(
             counted, subject, job.precision, samples_of(choices), job.sequence_length, job.batch_size
@@ -254,7 +266,7 @@ class _Planner:
 def _ladder(rungs: list[Look]) -> tuple[Rung, ...]:
     """The rungs whose needs fall, and below the last one its halves down to single samples."""
     kept = [rungs[0]]
-    kept += [look for before, look in zip(rungs, rungs[1:], strict=False) if look.need_bytes < before.need_bytes]
+    kept += [look for before, look in pairwise(rungs) if look.need_bytes < before.need_bytes]
     last = kept[-1].choices
     halves = []
     size = samples_of(last)
@@ -268,9 +280,9 @@ def _opening(look: Look) -> Rejected:
     return Rejected(choices=look.choices, reason="is not allowed", peak=look.peak, step_time=look.step_time)
 
 
-def _workload_on_meta(job: Job, texts: Any) -> Workload:
+def _workload_on_meta(job: Job, texts: TextSketch) -> Workload:
     """The training with shapes only: what techniques look at to say what they can do."""
-    model = build_model(job, *texts, device="meta").train()
+    model = build_model(job, texts.vocab_size, texts.num_labels, texts.end_id, device="meta").train()
     loss, units = loss_of(job.task)
     return Workload(
         model,

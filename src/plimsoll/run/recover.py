@@ -61,47 +61,50 @@ def state_after_death(state: dict[str, Any] | None, size: Size, too_large_rung: 
 class Ladder:
     """The rung in force. Rungs fall from one to the next; elements are those of all tensors of a batch."""
 
-    def __init__(self, sizes: Sequence[int | Size], grow_after: int = 50) -> None:
+    def __init__(self, sizes: Sequence[int | Size], grow_after: int = 50, least_samples: int = 1) -> None:
         self.sizes = tuple(size if isinstance(size, Size) else Size(size) for size in sizes)
         if not _falls(self.sizes):
             raise InputError(
                 f"micro-batches {list(sizes)} are not distinct sizes from large to small: give for example [32, 16, 8]"
             )
         num_levels = self.sizes[-1].level + 1
+        # Rungs of smaller passes are kept, so that a rung has the number that the plan gives it, and never taken.
+        self._usable = [rung for rung, size in enumerate(self.sizes) if size.samples >= least_samples] or [0]
         self._grow_after = grow_after
-        self._rung = 0
+        self._rung = self._usable[0]
         self._num_clean_steps = 0
         self._held_elements = [0] * num_levels
         self._failed_elements: list[int | None] = [None] * num_levels
         self._too_large_rung: int | None = None
-        self._retried: tuple[int, int] | None = None
+        self._retried: set[tuple[int, int, bool]] = set()
 
     @property
     def in_force(self) -> int:
         """The rung in force."""
         return self._rung
 
+    def is_last(self, rung: int) -> bool:
+        """Whether no rung comes after this one."""
+        return rung == self._usable[-1]
+
     def start_at(self, num_samples: int, level: int = 0) -> None:
         """Begin at the first rung of at most ``num_samples`` of a level, or of a further level."""
-        last = len(self.sizes) - 1
-        rungs = (rung for rung, size in enumerate(self.sizes) if (-size.level, size.samples) <= (-level, num_samples))
-        self._rung = next(rungs, last)
+        sizes = ((rung, self.sizes[rung]) for rung in self._usable)
+        rungs = (rung for rung, size in sizes if (-size.level, size.samples) <= (-level, num_samples))
+        self._rung = next(rungs, self._usable[-1])
 
     def choose(self, elements_per_sample: float) -> int:
         """The rung for a batch of this shape: the one in force, or a later one below the known limit."""
         if self._too_large_rung is not None:
-            too_large = self.sizes[min(self._too_large_rung, len(self.sizes) - 1)]
-            self._note_limit(too_large.level, math.ceil(too_large.samples * elements_per_sample))
+            for samples, level in self.sizes[: self._too_large_rung + 1]:  # earlier rungs need more
+                self._note_limit(level, math.ceil(samples * elements_per_sample))
             self._too_large_rung = None
-        if (
-            self._rung > 0
-            and self._num_clean_steps >= self._grow_after
-            and self._is_allowed(self._rung - 1, elements_per_sample)
-        ):
-            self._rung -= 1
+        larger = [rung for rung in self._usable if rung < self._rung][-1:]
+        if larger and self._num_clean_steps >= self._grow_after and self._is_allowed(larger[0], elements_per_sample):
+            self._rung = larger[0]
             self._num_clean_steps = 0
-        allowed = (rung for rung in range(self._rung, len(self.sizes)) if self._is_allowed(rung, elements_per_sample))
-        return next(allowed, len(self.sizes) - 1)
+        rungs = (rung for rung in self._usable if rung >= self._rung)
+        return next((rung for rung in rungs if self._is_allowed(rung, elements_per_sample)), self._usable[-1])
 
     def _is_allowed(self, rung: int, elements_per_sample: float) -> bool:
         samples, level = self.sizes[rung]
@@ -113,7 +116,7 @@ class Ladder:
         level = self.sizes[rung].level
         self._num_clean_steps += 1
         self._held_elements[level] = max(self._held_elements[level], num_elements)
-        self._retried = None
+        self._retried.clear()
 
     def failed(self, rung: int, num_samples: int, num_elements: int, needs_other_level: bool = False) -> int | None:
         """Memory ran out: the rung to try next, which may be the same once more, or ``None`` if none is left.
@@ -128,17 +131,22 @@ class Ladder:
         level = self.sizes[rung].level
         smaller = [
             later
-            for later in range(rung + 1, len(self.sizes))
-            if self.sizes[later].level > level or (self.sizes[later].samples < num_samples and not needs_other_level)
+            for later in self._usable
+            if self.sizes[later].level > level
+            or (later > rung and self.sizes[later].samples < num_samples and not needs_other_level)
         ]
         has_held = num_elements <= self._held_elements[level]
-        if (has_held or not smaller or needs_other_level) and self._retried != (rung, num_elements):
-            self._retried = rung, num_elements
+        this = rung, num_elements, needs_other_level
+        if (has_held or not smaller or needs_other_level) and this not in self._retried:
+            self._retried.add(this)
             return rung
         if not needs_other_level:
             self._note_limit(level, num_elements)
         if not smaller:
+            self._retried.clear()
             return None
+        if needs_other_level:
+            self._note_limit(level, 1)  # no pass is small enough there
         # An outlier batch may already run below the rung in force; only a failure at that rung moves it.
         if rung <= self._rung:
             self._rung = smaller[0]
@@ -162,12 +170,17 @@ class Ladder:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from what `state_dict` returned; what is of levels that are no more is left out."""
-        self.start_at(state["size"], state["level"])
+        self.start_at(state["size"], state.get("level", 0))
         self._num_clean_steps = state["num_clean_steps"]
         num_levels = len(self._held_elements)
-        self._held_elements = ([*state["held_elements"], *self._held_elements])[:num_levels]
-        self._failed_elements = ([*state["failed_elements"], *self._failed_elements])[:num_levels]
-        self._too_large_rung = state["too_large_rung"]
+        self._held_elements = ([*_by_level(state["held_elements"]), *self._held_elements])[:num_levels]
+        self._failed_elements = ([*_by_level(state["failed_elements"]), *self._failed_elements])[:num_levels]
+        self._too_large_rung = state.get("too_large_rung")
+
+
+def _by_level(limits: list[int | None] | int | None) -> list[Any]:
+    """The limits of a checkpoint, which had one for all before there were levels."""
+    return limits if isinstance(limits, list) else [limits]
 
 
 def _falls(sizes: Sequence[Size]) -> bool:

@@ -86,7 +86,7 @@ class StageBackend:
         """Do nothing."""
 
 
-def rehearse_job(
+def rehearse_job(  # noqa: PLR0917 -- one call
     job: Job,
     texts: TextSketch,
     lowering: Lowering,
@@ -115,8 +115,10 @@ def rehearse_job(
     def trace_with(keeps_all: bool) -> Trace:
         position = Position()
         with _stage(lowering, position, keeps_all) as stage:
-            _train_job(job, texts, stage, position, lowering, choices, batches, held_out)
-        return stage.trace()
+            step = _train_job(job, texts, stage, position, lowering, choices, batches, held_out)
+            trace = stage.trace()
+            step.close()
+        return trace
 
     return with_unknown_lengths(trace_with)
 
@@ -124,7 +126,7 @@ def rehearse_job(
 def _train_job(  # noqa: PLR0917 -- one call
     job: Job, texts: TextSketch, stage: Rehearsal, position: Position, lowering: Lowering, choices: Choices,
     batches: list[Any], held_out: Any | None,
-) -> None:  # fmt: skip
+) -> TrainStep:  # fmt: skip
     """Do on a stage what a training process does."""
     with failures_explained("the model of this job", stage):
         model = build_model(job, *texts).train()
@@ -135,6 +137,7 @@ def _train_job(  # noqa: PLR0917 -- one call
     stage.recorder.know_model(step.workload.model)  # a technique may have exchanged it
     with failures_explained("the model of this job", stage):
         _rehearse(stage, step, batches, held_out, has_states=bool(job.evaluate_every))
+    return step
 
 
 def rehearse_step(

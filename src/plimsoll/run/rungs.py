@@ -30,10 +30,11 @@ class Rungs:
     def __init__(self, workload: Workload, rungs: Sequence[Sequence[Choice]]) -> None:
         self._workload = workload
         for_the_run = [_split(choices)[0] for choices in rungs] or [()]
-        if len(set(map(str, for_the_run))) > 1:
+        different = list(dict.fromkeys(" ".join(map(str, choices)) or "none" for choices in for_the_run))
+        if len(different) > 1:
             raise InputError(
-                f"the rungs of a plan differ in what changes the training ({' | '.join(map(str, for_the_run))}): give "
-                "the same to each"
+                f"the rungs of a plan differ in what changes the training ({' | '.join(different)}): give the same to "
+                "each"
             )
         self._levels: list[Choices] = []
         sizes: list[Size] = []

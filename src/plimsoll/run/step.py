@@ -23,6 +23,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -36,6 +37,7 @@ from plimsoll.records.run import OomEvent
 from plimsoll.run.boundary import Position, attempt
 from plimsoll.run.checks import described, device_of, refuse, refuse_unclear_labels
 from plimsoll.run.commit import StepCommit
+from plimsoll.run.early import EarlyUpdate, early_update
 from plimsoll.run.evaluate import Evaluation, Evaluator
 from plimsoll.run.failpoints import failpoint
 from plimsoll.run.pieces import Shape, autocast, no_way_out, weighted_pieces
@@ -127,6 +129,11 @@ class TrainStep:
     ) -> None:
         device = device_of(model)
         refuse(model, optimizer, precision, micro_batch, loss=loss, units=units)
+        if rungs and micro_batch is not None:
+            raise InputError(
+                f"micro_batch={micro_batch} was given with {len(rungs)} rungs, which have micro-batches of their own: "
+                "leave one of the two out"
+            )
         self._units_are_assumed = units is None
         self._has_own_loss = loss is not model_loss
         self.workload = Workload(model, optimizer, loss, units or "samples", schedule, clip_norm, precision, device)
@@ -145,6 +152,7 @@ class TrainStep:
         self._parameters = list(model.parameters())  # walking the modules anew in every step would cost more
         self._undo = Undo(model, self.backend)
         self._commit = StepCommit(optimizer, self.backend, self.position)
+        self._early: EarlyUpdate | None = None
         self._evaluator = Evaluator(self.workload, self.backend, self.position, self._shape_of, grow_after)
         if micro_batch is not None or rungs:
             self._evaluator.begin_at(micro_batch or self._rungs.sizes[0].samples)
@@ -153,11 +161,12 @@ class TrainStep:
     @property
     def micro_batch(self) -> int | None:
         """The micro-batch in force, in samples; ``None`` before the first batch if none was given."""
-        if self.ladder is not None:
-            return self.ladder.sizes[self.ladder.in_force].samples
+        if self.ladder is not None or self._rungs.sizes:
+            ladder = self._ladder_for(0)
+            return ladder.sizes[ladder.in_force].samples
         if self._learned is not None and not self._must_stay_whole():
             return int(self._learned["size"])
-        return self._rungs.sizes[0].samples if self._rungs.sizes else self._first_micro_batch
+        return self._first_micro_batch
 
     @property
     def rung(self) -> int:
@@ -246,7 +255,7 @@ class TrainStep:
         """Go on from what `state_dict` returned."""
         self.position.step = state["step"]
         self.ladder = None
-        self._learned = state["ladder"] if state["rungs"] == self._rungs.names else None  # of another plan
+        self._learned = state["ladder"] if state.get("rungs", []) == self._rungs.names else None  # of another plan
         if self._scaler is not None and state["scaler"] is not None:
             self._scaler.load_state_dict(state["scaler"])
         if self.workload.schedule is not None and state["schedule"] is not None:
@@ -289,6 +298,7 @@ class TrainStep:
         return _Outcome(loss, gradient_norm, learning_rate, updated=self._commit.was_called)
 
     def _after_update(self, updated: bool) -> None:
+        self._early = None
         self.position.step += 1
         if self._scaler is not None:
             self._scaler.update()
@@ -315,8 +325,10 @@ class TrainStep:
         """Accumulate the gradients of the whole batch and clip them; returns the mean loss and the gradient norm."""
         total = torch.zeros((), device=self.workload.device)
         by_length = self.workload.cuts_by_length
-        for piece, share in weighted_pieces(batch, micro_batch, shape, self.workload.units, by_length):
-            total += self._forward_backward(piece, share)
+        self._early = early_update(self.workload, micro_batch, shape.num_samples)
+        with self._early.in_backward() if self._early else nullcontext():
+            for piece, share in weighted_pieces(batch, micro_batch, shape, self.workload.units, by_length):
+                total += self._forward_backward(piece, share)
         loss = total.item()
         self._refuse_non_finite("loss", loss)
         self.position.phase = "clip"
@@ -348,6 +360,8 @@ class TrainStep:
         failpoint("loss")
         if share != 1:
             loss = loss * share
+        if self._early is not None:  # afterwards it would be too late
+            self._refuse_non_finite("loss", loss.item())
         self.position.phase = "backward"
         torch.autograd.backward(loss if self._scaler is None else self._scaler.scale(loss))
         failpoint("backward")
@@ -366,6 +380,9 @@ class TrainStep:
 
     def _put_back(self) -> None:
         self._drop_gradients()
+        if self._early is not None:
+            self._early.undo()
+            self._early = None
         self._commit.forget()
         self._undo.restore()
         if self._scaler is not None:
@@ -399,35 +416,34 @@ class TrainStep:
         is_fixed = bool(self._rungs.sizes) or self._first_micro_batch is not None
         if self.ladder is None or (not is_fixed and top > self.ladder.sizes[0].samples):
             learned = self.ladder.state_dict() | {"size": top} if self.ladder else self._learned
-            self.ladder = Ladder(self._sizes(top), self._grow_after)
+            sizes: Sequence[int | Size] = self._rungs.sizes or micro_batch_sizes(top)
+            whole = self._rungs.sizes[0].samples if self._rungs.sizes else top
+            self.ladder = Ladder(sizes, self._grow_after, least_samples=whole if self._must_stay_whole() else 1)
             if learned is not None:
                 self.ladder.load_state_dict(learned)
         return self.ladder
-
-    def _sizes(self, top: int) -> Sequence[int | Size]:
-        if not self._must_stay_whole():
-            return self._rungs.sizes or micro_batch_sizes(top)
-        whole = self._rungs.sizes[0].samples if self._rungs.sizes else top
-        return [size for size in self._rungs.sizes if size.samples >= whole] or [top]
 
     def _after_oom(self, event: OomEvent, rung: int, shape: Shape) -> tuple[OomEvent, int | None]:
         """What is done next, and the event that says so; ``None`` where nothing is left to do."""
         assert self.ladder is not None
         before, samples = self.ladder.sizes[rung], min(self.ladder.sizes[rung].samples, shape.num_samples)
-        # In the update the graph is gone: a smaller micro-batch would leave as much room.
-        num_elements, in_update = math.ceil(samples * shape.elements_per_sample), event.phase == "optimizer"
-        following = self.ladder.failed(rung, samples, num_elements, needs_other_level=in_update)
+        # In the update the graph is gone, and before the techniques are at work there is none: a smaller micro-batch
+        # would leave as much room.
+        needs_other_level = event.phase == "optimizer" or not self._rungs.is_in_force(before.level)
+        num_elements = math.ceil(samples * shape.elements_per_sample)
+        following = self.ladder.failed(rung, samples, num_elements, needs_other_level)
         if following is None:
-            return event.model_copy(update={"survived": False, "action": "stopped: nothing is left to try"}), None
+            stopped = {"rung": rung, "survived": False, "action": "stopped: nothing is left to try"}
+            return event.model_copy(update=stopped), None
         after = self.ladder.sizes[following]
-        if in_update or following == len(self.ladder.sizes) - 1:
+        if needs_other_level or self.ladder.is_last(following):
             self.backend.release(last_resort=True)
-        action = f"micro-batch {samples} -> {after.samples}" if after.samples != samples else "same micro-batch"
+        next_size = min(after.samples, shape.num_samples)
+        action = f"micro-batch {samples} -> {next_size}" if next_size != samples else "same micro-batch"
         if after.level != before.level:
             action += f" with {self._rungs.described(after.level)}"
         elif following == rung:
             action += " once more"
-        next_size = min(after.samples, shape.num_samples)
         return event.model_copy(
             update={"next_micro_batch": next_size, "rung": rung, "next_rung": following, "action": action}
         ), following

@@ -166,15 +166,30 @@ def job_baseline(job: Job) -> Estimate:
     Raises:
         DeviceError: if it cannot be started.
     """
+    return started_baseline(job)()
+
+
+def started_baseline(job: Job) -> Callable[[], Estimate]:
+    """Start the process of `job_baseline`, and return what waits for its answer."""
     command = [sys.executable, "-m", "plimsoll", "baseline-worker"]
-    child = subprocess.run(command, input=job.to_json(), capture_output=True, text=True, check=False)
-    if child.returncode != 0:
-        last = child.stderr.strip().splitlines()[-1:] or ["no message"]
-        raise DeviceError(
-            f"cannot start a process to see what a training takes before it has a model (exit {child.returncode}: "
-            f"{last[0]}): check that {sys.executable} runs"
-        )
-    return _measured(int(child.stdout))
+    pipe = subprocess.PIPE
+    child = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+    assert child.stdin is not None
+    child.stdin.write(job.to_json())  # which is less than a pipe holds
+    child.stdin.close()
+    child.stdin = None
+
+    def answer() -> Estimate:
+        output, errors = child.communicate()
+        if child.returncode != 0:
+            last = errors.strip().splitlines()[-1:] or ["no message"]
+            raise DeviceError(
+                f"cannot start a process to see what a training takes before it has a model (exit {child.returncode}: "
+                f"{last[0]}): check that {sys.executable} runs"
+            )
+        return _measured(int(output))
+
+    return answer
 
 
 def own_baseline(traced_bytes: int) -> Estimate:

@@ -16,14 +16,17 @@ from plimsoll.errors import InputError
 from plimsoll.records.job import near
 from plimsoll.records.plan import Choice
 from plimsoll.techniques._base import Choices, Setting, Technique
+from plimsoll.techniques.attention import Attention
 from plimsoll.techniques.autocast import Autocast
 from plimsoll.techniques.by_length import ByLength
 from plimsoll.techniques.cache import Cache
 from plimsoll.techniques.checkpointing import Checkpointing
 from plimsoll.techniques.chunked_loss import ChunkedLoss
+from plimsoll.techniques.evaluation import EvaluationPass
 from plimsoll.techniques.heap import Heap
 from plimsoll.techniques.lora import Lora
 from plimsoll.techniques.micro_batch import MicroBatch
+from plimsoll.techniques.optimizer_in_backward import OptimizerInBackward
 from plimsoll.techniques.optimizer_kernel import OptimizerKernel
 from plimsoll.techniques.optimizer_offload import OptimizerOffload
 from plimsoll.workload import Workload
@@ -33,14 +36,17 @@ __all__ = ["TECHNIQUES", "Choices", "Setting", "Technique", "conflict_among", "i
 TECHNIQUES: dict[str, Technique] = {
     technique.name: technique
     for technique in (
-        Lora(),
         Autocast(),
+        Lora(),
+        Attention(),
         ChunkedLoss(),
         Checkpointing(),
         OptimizerKernel(),
         OptimizerOffload(),
+        OptimizerInBackward(),
         MicroBatch(),
         ByLength(),
+        EvaluationPass(),
         Heap(),
         Cache(),
     )
@@ -59,9 +65,13 @@ def technique_of(name: str) -> Technique:
 
 
 def in_order(choices: Iterable[Choice]) -> Choices:
-    """Sort choices into the order of installation."""
-    order = {name: number for number, name in enumerate(TECHNIQUES)}
-    return tuple(sorted(choices, key=lambda choice: order[choice.technique]))
+    """Sort choices into the order of installation.
+
+    Raises:
+        InputError: if there is no such technique (see `technique_of`).
+    """
+    order = list(TECHNIQUES)
+    return tuple(sorted(choices, key=lambda choice: order.index(technique_of(choice.technique).name)))
 
 
 def conflict_among(choices: Choices, workload: Workload, setting: Setting) -> str | None:

@@ -223,8 +223,8 @@ def scratch_folder() -> Path:
         if folder.is_dir() and _file_system_of(folder) not in _IN_MEMORY:
             return folder
     raise OutputError(
-        f"cannot keep part of the training in a file in {' or '.join(map(str, candidates))}: that is no folder, or kept "
-        f"in memory (tmpfs), where it frees nothing; set {SCRATCH_VARIABLE} to a folder on a disk"
+        f"cannot keep part of the training in a file in {' or '.join(map(str, candidates))}: that is no folder, or "
+        f"kept in memory (tmpfs), where it frees nothing; set {SCRATCH_VARIABLE} to a folder on a disk"
     )
 
 

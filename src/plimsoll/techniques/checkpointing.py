@@ -186,8 +186,8 @@ def _why_not(blocks: Blocks, workload: Workload, setting: Setting) -> str | None
         return f"the model {type(workload.model).__name__} has no repeated blocks"
     if any(getattr(module, "gradient_checkpointing", False) is True for module in workload.model.modules()):
         return (
-            "the model checkpoints itself (gradient_checkpointing is on): leave that to the plan with "
-            "`model.gradient_checkpointing_disable()`"
+            "the model checkpoints its layers itself: to let the plan do it, call "
+            "`model.activation_checkpointing_disable()`"
         )
     if setting.device == "cuda":
         for name, block in blocks:

@@ -41,6 +41,7 @@ class ChunkedLoss:
     summary: ClassVar[str] = "output layer and cross entropy a few tokens at a time, without all logits"
     reaches: ClassVar[frozenset[Category]] = frozenset({"activations", "temporaries"})
     is_for_the_run: ClassVar[bool] = False
+    may_be_faster: ClassVar[bool] = True
 
     def menu(self, workload: Workload, setting: Setting) -> Choices | str:
         """Chunks of 1024, 256 and 64 tokens, where the output layer is large and its loss a cross entropy."""

@@ -42,6 +42,7 @@ class OptimizerKernel:
     summary: ClassVar[str] = "the optimizer's update in a kernel with fewer temporaries"
     reaches: ClassVar[frozenset[Category]] = frozenset({"temporaries"})
     is_for_the_run: ClassVar[bool] = False
+    may_be_faster: ClassVar[bool] = True
 
     def menu(self, workload: Workload, setting: Setting) -> Choices | str:
         """The kernels that the class has and that are not in force, the one with most temporaries first."""
@@ -145,7 +146,7 @@ def _obstacle_to_fused(workload: Workload, device: Literal["cpu", "cuda"]) -> st
         return "some parameters are not of floating point, which `fused` does not take"
     if any(getattr(module, "sparse", False) for module in workload.model.modules() if isinstance(module, _EMBEDDINGS)):
         return "an embedding has sparse gradients, which `fused` does not take"
-    # Adagrad's came to CUDA later than to the CPU: torch 2.11 still refuses it by this argument.
+    # Adagrad's came to CUDA later than to the CPU: a torch without it refuses parameters there by this argument.
     if device == "cuda" and "cuda_unsupported=True" in inspect.getsource(inspect.getmodule(kind) or torch):
         return f"this torch ({torch.__version__}) has no `fused` {kind.__name__} for CUDA"
     return None

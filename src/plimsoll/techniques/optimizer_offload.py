@@ -12,7 +12,7 @@ than one element in ``optimizer.state``. Does NOT cover states that an optimizer
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain
 from types import MethodType
@@ -53,6 +53,7 @@ class OptimizerOffload:
     summary: ClassVar[str] = "optimizer states in a mapped file (CPU) or in the host's memory (CUDA)"
     reaches: ClassVar[frozenset[Category]] = frozenset({"optimizer states"})
     is_for_the_run: ClassVar[bool] = False
+    may_be_faster: ClassVar[bool] = False
 
     def menu(self, workload: Workload, setting: Setting) -> Choices | str:
         """All states to the one place there is for the device."""
@@ -64,7 +65,9 @@ class OptimizerOffload:
         """The place must be one that the device does not count."""
         place = _PLACES[setting.device]
         if choice.options.get("to") != place:
-            return f"on {setting.device} states go to `{place}` and not to `{choice.options.get('to')}`: give to={place}"
+            return (
+                f"on {setting.device} states go to `{place}` and not to `{choice.options.get('to')}`: give to={place}"
+            )
         return None
 
     @contextmanager
@@ -126,15 +129,22 @@ class _States:
 
     def bring_back(self) -> None:
         """Move every state to where its parameter is."""
-        for parameter, state, key, value in self._of([*self._optimizer.state]):
+        for parameter, state, key, value in self._of(self._optimizer.state):
             if self._pool.holds(value):
                 state[key] = _on_device(value, parameter)
 
     def before_loading(self, optimizer: torch.optim.Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
-        """Keep the large tensors from being put on the device all together."""
+        """Keep the large tensors from being put on the device all together, and copy the others.
+
+        torch would take a count of steps as it is, and what was loaded may be the checkpoint's file itself.
+        """
         self._set_aside = loaded["state"]
         small = {
-            number: {key: value for key, value in state.items() if not _moves(value)}
+            number: {
+                key: value.clone() if isinstance(value, Tensor) else value
+                for key, value in state.items()
+                if not _moves(value)
+            }
             for number, state in loaded["state"].items()
         }
         return loaded | {"state": small}
@@ -162,7 +172,7 @@ class _States:
             state[key] = copy
         return brought
 
-    def _of(self, parameters: list[nn.Parameter]) -> list[tuple[nn.Parameter, dict[str, Any], str, Tensor]]:
+    def _of(self, parameters: Iterable[Tensor]) -> list[tuple[Tensor, dict[str, Any], str, Tensor]]:
         """The states of parameters that move."""
         states = self._optimizer.state
         return [
@@ -192,7 +202,7 @@ def _moves(value: Any) -> bool:
     return is_dense and value.is_floating_point() and value.numel() > 1
 
 
-def _on_device(tensor: Tensor, parameter: nn.Parameter) -> Tensor:
+def _on_device(tensor: Tensor, parameter: Tensor) -> Tensor:
     with torch.no_grad():
         made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=parameter.device)
         return made.copy_(tensor, non_blocking=True)

@@ -29,13 +29,15 @@ FLAGS = {
         "--device", "--budget", "--set", "--pin", "--forbid", "--calibration", "--output", "-o", "--force", "--json",
     },
     "train": {
-        "--out", "-o", "--budget", "--set", "--resume", "--from-step", "--cache", "--force", "--json",
+        "--out", "-o", "--budget", "--set", "--resume", "--from-step", "--plan", "--no-plan", "--pin", "--forbid",
+        "--cache", "--force", "--json",
     },
     "report": {"--output", "-o", "--json", "--force"},
     "train-worker": {
-        "--resume", "--from-step", "--resume-newest", "--micro-batch", "--too-large", "--restarts", "--quiet",
+        "--resume", "--from-step", "--resume-newest", "--rung", "--too-large-rung", "--restarts", "--quiet",
     },
     "prepare-worker": {"--quiet", "--again"},
+    "plan-worker": {"--given", "--pin", "--forbid", "--quiet"},
     "baseline-worker": set(),
 }  # fmt: skip
 
@@ -54,6 +56,7 @@ def test_the_processes_that_a_run_starts_are_not_shown_to_people():
     assert [name for name, command in COMMANDS.items() if command.hidden] == [
         "train-worker",
         "prepare-worker",
+        "plan-worker",
         "baseline-worker",
     ]
     visible = [name for name, command in COMMANDS.items() if not command.hidden]

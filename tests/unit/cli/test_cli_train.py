@@ -58,6 +58,12 @@ def test_a_job_file_that_is_not_there_is_said(tmp_path):
         (["--set", "batchsize=3"], "batch_size"),
         (["--set", "steps=0"], "steps"),
         (["--from-step", 3], "add --resume"),
+        (["--pin", "micro batch"], "cannot read 'micro batch' as a choice: write a technique, as in offload"),
+        (["--pin", "micro_batch=4", "--pin", "micro_batch=2"], "are pinned both"),
+        (["--pin", "micro_batch=4", "--forbid", "micro_batch"], "leave one of the two out"),
+        (["--no-plan", "--pin", "micro_batch=4"], "--no-plan leaves nothing to plan: leave out it, or --pin micro_b"),
+        (["--plan", "none.json", "--forbid", "offload"], "--plan none.json leaves nothing to plan"),
+        (["--plan", "none.json"], "there is no 'plan' record at none.json: check the path"),
     ],
 )
 def test_what_cannot_be_used_is_refused_and_nothing_is_made(job, tmp_path, arguments, message):
@@ -82,6 +88,9 @@ def test_a_run_that_is_there_is_not_overwritten(job, tmp_path):
         (["job.yaml"], "leave it out, or drop --resume"),
         (["--force"], "leave out --force and --cache, or drop --resume"),
         (["--cache", "c"], "leave out --force and --cache, or drop --resume"),
+        (["--no-plan"], "goes on with the plan of the run: leave out --no-plan, or drop --resume"),
+        (["--plan", "p.json"], "leave out --plan p.json, or drop --resume"),
+        (["--pin", "offload", "--forbid", "lora"], "leave out --pin offload, --forbid lora, or drop --resume"),
         ([], "is not a run directory"),
     ],
 )

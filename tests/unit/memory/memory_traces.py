@@ -34,7 +34,12 @@ def trace_of(ops: list[str], storages: list[Storage], phase: Phase = "forward", 
         lowered_to="cpu",
         texts=tuple(texts),
         ops=OpTable(
-            name=names, module=(1,) * len(ops), line=(0,) * len(ops), phase=(phase,) * len(ops), step=(1,) * len(ops)
+            name=names,
+            module=(1,) * len(ops),
+            line=(0,) * len(ops),
+            phase=(phase,) * len(ops),
+            step=(1,) * len(ops),
+            **dict.fromkeys(("flops", "moved_bytes", "outside_bytes", "dtype"), (0,) * len(ops)),
         ),
         storages=StorageTable(
             num_bytes=tuple(storage.num_bytes for storage in storages),

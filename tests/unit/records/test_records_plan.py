@@ -15,6 +15,7 @@ def test_the_first_size_is_in_force_and_the_others_follow():
     assert plan.choices == (Choice(technique="micro_batch", options={"samples": 64}),)
     assert [rung.micro_batch for rung in plan.rungs] == [64, 16, 4]
     assert [rung.others for rung in plan.rungs] == [(), (), ()]
+    assert plan.choices_by_rung[1:] == ((micro_batch_choice(16),), (micro_batch_choice(4),))
 
 
 def test_choices_of_other_techniques_are_not_micro_batches():
@@ -34,6 +35,13 @@ def test_a_plan_fits_unless_a_larger_budget_is_asked_for():
         ({"samples": 16}, "offload=16", Pin(technique="offload", value=16)),
         ({"share": 0.5}, "offload=0.5", Pin(technique="offload", value=0.5)),
         ({"blocks": "all"}, "offload=all", Pin(technique="offload", value="all")),
+        ({"blocks": "0,3-5"}, "offload=0,3-5", Pin(technique="offload", value="0,3-5")),
+        ({"blocks": "every 2"}, "offload=every 2", Pin(technique="offload", value="every 2")),
+        (
+            {"blocks": "0,3-5", "to": "disk"},
+            "offload(blocks=0,3-5,to=disk)",
+            Pin(technique="offload", options={"blocks": "0,3-5", "to": "disk"}),
+        ),
         ({"is_pinned": True}, "offload=true", Pin(technique="offload", value=True)),
         (
             {"every": 2, "to": "disk", "is_pinned": False},

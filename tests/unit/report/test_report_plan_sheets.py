@@ -101,6 +101,10 @@ def test_the_limit_is_that_of_the_plan_or_of_its_prediction_or_the_budget():
     [
         ({}, "The plain loop would need 5.0 GiB, 3.0 GiB too much, about 1.5 s a step."),
         ({"limit_bytes": 6000 * MIB}, "The plain loop would need 5.0 GiB, about 1.5 s a step."),
+        (
+            {"plain": rung(micro_batch_choice(64), mib=2000, seconds=1.0, spread_mib=60)},
+            "The plain loop would need 2.0 GiB, which may be 12.0 MiB too much, about 1.0 s a step.",
+        ),
         ({"plain": None}, ""),
         ({"plain": Rung(choices=())}, ""),
         ({"plain": fitting_plan().rungs[0]}, "This is the plain loop: no technique is needed."),
@@ -133,7 +137,7 @@ def test_the_first_opening_that_fits_is_said_with_what_to_type():
 
 def test_an_opening_names_what_has_to_be_allowed():
     rows = plan_sheets.opening_sheet(impossible_plan()).rows
-    assert rows[0] == ("adafactor", "adafactor, checkpointing=all, micro_batch=1", "1.9 GiB", "9.5 s", "fits")
+    assert rows[0] == ("adafactor", "adafactor + checkpointing=all + micro_batch=1", "1.9 GiB", "9.5 s", "fits")
 
 
 def test_wishes_are_said():
@@ -181,8 +185,8 @@ def test_a_plan_that_nothing_is_known_of_lists_its_ladder_only():
 
 def test_a_fallback_without_numbers_is_unknown_beside_others_that_have_some():
     assert plan_sheets.ladder_sheet(wished_plan()).rows == (
-        ("plan", "checkpointing=6, micro_batch=16", "1000.0 MiB", "1.9 s"),
-        ("fallback 1", "checkpointing=all, micro_batch=1", "unknown", "unknown"),
+        ("plan", "checkpointing=6 + micro_batch=16", "1000.0 MiB", "1.9 s"),
+        ("fallback 1", "checkpointing=all + micro_batch=1", "unknown", "unknown"),
     )
 
 
@@ -197,7 +201,7 @@ def test_a_job_that_decides_its_own_batch_has_no_sizes():
 
 
 def test_choices_are_written_as_on_a_command_line():
-    assert plan_sheets.choices_text((HALF_CHECKPOINTS, OFFLOAD)) == "checkpointing=6, offload"
+    assert plan_sheets.choices_text((HALF_CHECKPOINTS, OFFLOAD)) == "checkpointing=6 + offload"
     assert plan_sheets.choices_text(()) == "nothing installed"
 
 
@@ -205,10 +209,10 @@ def test_rejected_is_what_fits_fastest_first_then_what_is_nearly_small_enough_th
     sheet = plan_sheets.rejected_sheet(fitting_plan(), 12)
     assert sheet.title == "Rejected"
     assert [row[:3] for row in sheet.rows] == [
-        ("checkpointing=all, micro_batch=16", "800.0 MiB", "2.1 s"),
-        ("offload, micro_batch=16", "900.0 MiB", "2.5 s"),
+        ("checkpointing=all + micro_batch=16", "800.0 MiB", "2.1 s"),
+        ("offload + micro_batch=16", "900.0 MiB", "2.5 s"),
         ("micro_batch=16", "2.5 GiB", "1.6 s"),
-        ("checkpointing=6, micro_batch=64", "3.0 GiB", "1.8 s"),
+        ("checkpointing=6 + micro_batch=64", "3.0 GiB", "1.8 s"),
         ("optimizer_streaming(to=disk,bucket_mib=64)", "", ""),
     ]
 

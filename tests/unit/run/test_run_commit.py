@@ -4,6 +4,7 @@ import copy
 import gc
 import json
 import weakref
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ from torch import nn
 
 from plimsoll.device.base import backend_for
 from plimsoll.errors import TornStepError
+from plimsoll.memory.outside import states_outside
+from plimsoll.memory.recorder import Recorder
 from plimsoll.run.boundary import Position
 from plimsoll.run.commit import StepCommit
 from plimsoll.run.failpoints import armed, exhaust_memory
@@ -323,3 +326,15 @@ def test_where_the_update_has_no_room_nothing_happens(inside_limits):
     outcome = inside_limits[1, 1, 40]
     assert (outcome["is_done"], outcome["requested_mib"]) == (False, 16)
     assert outcome["values"][0] > inside_limits[1, 1, 200]["values"][0]  # one step less
+
+
+@pytest.mark.parametrize("leave", [False, True], ids=["on the device", "outside"])
+def test_states_to_come_must_fit_unless_they_leave_the_device(leave):
+    first, second = parameters(1000, 500)
+    optimizer = torch.optim.SGD([first, second], lr=0.1, momentum=0.9)
+    recorder = Recorder(phase=lambda: "optimizer")
+    with states_outside(optimizer) if leave else nullcontext(), recorder:
+        commit_of(optimizer).step()
+    trace = recorder.trace("measured", "cpu")
+    proven = [number for number in trace.storages.shape if trace.texts[number] == "uint8[2000]"]
+    assert len(proven) == (0 if leave else 1)

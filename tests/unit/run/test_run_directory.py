@@ -9,11 +9,11 @@ from plimsoll.run.directory import RunDirectory
 from processes import run_program
 
 
-def start(step=0, micro_batch=8):
-    return StartLine(time_seconds=0, step=step, micro_batch=micro_batch, baseline_bytes=1, wall_time="2026-01-31")
+def start(step=0, rung=0):
+    return StartLine(time_seconds=0, step=step, micro_batch=8, rung=rung, baseline_bytes=1, wall_time="2026-01-31")
 
 
-def step(number, micro_batch=8):
+def step(number, rung=0):
     return StepLine(
         time_seconds=number,
         step=number,
@@ -24,16 +24,17 @@ def step(number, micro_batch=8):
         loss=1.0,
         learning_rate=0.1,
         step_seconds=1.0,
-        micro_batch=micro_batch,
+        micro_batch=8,
+        rung=rung,
     )
 
 
-def oom(next_micro_batch, phase="forward"):
-    return OomEvent(step=1, phase=phase, family="cpu-allocator", next_micro_batch=next_micro_batch)
+def oom(next_rung, phase="forward"):
+    return OomEvent(step=1, phase=phase, family="cpu-allocator", next_rung=next_rung)
 
 
-def death(next_micro_batch):
-    return DeathLine(time_seconds=1, signal="SIGKILL", evidence="", next_micro_batch=next_micro_batch)
+def death(next_rung):
+    return DeathLine(time_seconds=1, signal="SIGKILL", evidence="", next_rung=next_rung)
 
 
 @pytest.fixture
@@ -124,25 +125,26 @@ def test_what_will_happen_again_is_taken_out_and_nothing_else(directory):
 
 
 @pytest.mark.parametrize(
-    ("lines", "micro_batch"),
+    ("lines", "rung"),
     [
         ([], None),
-        ([start(micro_batch=8)], 8),
-        ([start(micro_batch=8), step(1, 4)], 4),
-        ([start(micro_batch=16), step(1, 8)], 16),
-        ([start(micro_batch=4), step(1, 8)], 8),
-        ([step(1, 8)], 8),
-        ([start(), step(1, 8), oom(4)], 4),  # it died in the step that was being done again
-        ([start(), step(1, 8), oom(4), step(2, 4)], 4),
-        ([start(), step(1, 8), death(4)], 4),
-        ([start(), step(1, 8), oom(None, "checkpoint")], 8),
-        ([start(), step(1, 8), oom(2, "evaluation")], 8),  # which has a ladder of its own
+        ([start(rung=0)], 0),
+        ([start(rung=0), step(1, 1)], 1),
+        ([start(rung=2), step(1, 1)], 1),  # it grew
+        ([start(rung=2)], 2),
+        ([step(1, 1)], 1),
+        ([start(), step(1, 1), oom(2)], 2),  # it died in the step that was being done again
+        ([start(), step(1, 1), oom(2), step(2, 2)], 2),
+        ([start(), step(1, 1), death(2)], 2),
+        ([start(), step(1, 1), death(0)], 0),
+        ([start(), step(1, 1), oom(None, "checkpoint")], 1),
+        ([start(), step(1, 1), oom(None, "evaluation")], 1),  # which has a ladder of its own
     ],
 )
-def test_the_micro_batch_in_force_is_the_last_that_was_used_or_chosen(directory, lines, micro_batch):
+def test_the_rung_in_force_is_the_last_that_was_used_or_chosen(directory, lines, rung):
     for line in lines:
         directory.append(line)
-    assert directory.micro_batch_in_force() == micro_batch
+    assert directory.rung_in_force() == rung
 
 
 FULL_DISK = """

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from plimsoll.errors import DataError
+from plimsoll.records.plan import micro_batch_choice
 from plimsoll.run.failpoints import armed
 from plimsoll.run.step import TrainStep
 
@@ -70,8 +71,53 @@ def test_a_batch_without_a_target_counts_for_nothing():
 
 def test_after_a_death_it_begins_with_smaller_pieces():
     sizes = []
-    step = step_of()
+    step = step_of(rungs=[[micro_batch_choice(size)] for size in (8, 4, 2, 1)])
     step.workload.model.register_forward_pre_hook(lambda _, arguments: sizes.append(len(arguments[0])))
-    step.begin_again_at(2, too_large=4)
+    step.begin_again_at(2, too_large_rung=1)
     step.evaluate([line_through(8)])
     assert sizes == [2] * 4
+
+
+def test_a_technique_bounds_the_pieces_also_when_it_comes_later_or_would_grow():
+    sizes = []
+    step = step_of()
+    step.workload.model.register_forward_pre_hook(lambda _, arguments: sizes.append(len(arguments[0])))
+    step.evaluate([line_through(8)])
+    step.workload.evaluation_samples = 3
+    for _ in range(3):
+        evaluation = step.evaluate([line_through(8)])
+    step.workload.evaluation_samples = None
+    step.evaluate([line_through(8)])
+    assert sizes == [8, *[3, 3, 2] * 3, 8]
+    assert evaluation.loss == pytest.approx(4 * sum(x * x for x in range(1, 9)) / 8)
+
+
+def test_memory_that_runs_out_below_the_bound_is_cut_further():
+    step = step_of()
+    step.workload.evaluation_samples = 3
+    with armed("evaluation", 1):
+        evaluation = step.evaluate([line_through(8)])
+    assert [(event.micro_batch, event.next_micro_batch) for event in evaluation.oom_events] == [(3, 2)]
+
+
+class Masked(nn.Module):
+    """Makes a mask in its first forward, and keeps it: as many modules do."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+        self.mask = None
+
+    def forward(self, x):
+        if self.mask is None:
+            self.mask = torch.ones(1)
+        return x * self.weight * self.mask
+
+
+def test_what_a_module_keeps_from_an_evaluation_can_be_trained_with():
+    """Under inference mode the mask could not be saved for backward."""
+    model = Masked()
+    step = TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.01), mean_square, units="samples")
+    step.evaluate([line_through(2)])
+    step(line_through(2))
+    assert model.weight.item() != 0

@@ -11,11 +11,13 @@ from plimsoll.memory.lowering.cpu import CpuLowering
 from plimsoll.memory.lowering.cuda import CudaLowering
 from plimsoll.memory.recorder import Recorder
 from plimsoll.records.job import Job
+from plimsoll.records.plan import micro_batch_choice
 from plimsoll.run.rehearse import rehearse_job, rehearse_step
 from plimsoll.run.step import TrainStep
 from plimsoll.workload import model_loss
 
 TEXTS = TextSketch(vocab_size=300, num_labels=None, end_id=0)
+WHOLE = (micro_batch_choice(6),)
 LSTM = {"architecture": "lstm", "embedding_size": 16, "hidden_size": 16}
 
 
@@ -83,7 +85,7 @@ def test_the_model_and_the_optimizer_stay_as_they_were():
 @pytest.mark.parametrize("lowering", [CpuLowering(), CudaLowering((8, 6))], ids=lambda one: one.name)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_job_has_three_steps_with_states_from_the_first(lowering, precision):
-    trace = rehearse_job(job(precision=precision), TEXTS, lowering, micro_batch=6)
+    trace = rehearse_job(job(precision=precision), TEXTS, lowering, (micro_batch_choice(6),))
     assert set(trace.ops.step) == {0, 1, 2, 3}
     states = [row for row, category in enumerate(trace.storages.category) if category == "optimizer states"]
     parameters = [row for row, category in enumerate(trace.storages.category) if category == "parameters"]
@@ -97,17 +99,18 @@ def test_a_job_has_three_steps_with_states_from_the_first(lowering, precision):
 
 def test_an_evaluation_comes_between_steps_where_the_job_says_so():
     held_out = {"train": "nowhere.txt", "validation": 0.1}
-    phases = dict.fromkeys(rehearse_job(job(), TEXTS, CpuLowering(), 6).ops.phase)
+    phases = dict.fromkeys(rehearse_job(job(), TEXTS, CpuLowering(), WHOLE).ops.phase)
     assert "evaluation" not in phases
-    trace = rehearse_job(job(data=held_out, evaluate_every=5), TEXTS, CpuLowering(), 6)
+    trace = rehearse_job(job(data=held_out, evaluate_every=5), TEXTS, CpuLowering(), WHOLE)
     assert {step for step, phase in zip(trace.ops.step, trace.ops.phase, strict=True) if phase == "evaluation"} == {2}
-    trace = rehearse_job(job(data=held_out), TEXTS, CpuLowering(), 6)
+    trace = rehearse_job(job(data=held_out), TEXTS, CpuLowering(), WHOLE)
     assert {step for step, phase in zip(trace.ops.step, trace.ops.phase, strict=True) if phase == "evaluation"} == {3}
 
 
 def test_smaller_micro_batches_need_less():
     peaks = [
-        live_bytes(rehearse_job(job(batch_size=64), TEXTS, CpuLowering(), size)).peak_bytes for size in (64, 16, 4)
+        live_bytes(rehearse_job(job(batch_size=64), TEXTS, CpuLowering(), (micro_batch_choice(size),))).peak_bytes
+        for size in (64, 16, 4)
     ]
     assert peaks[0] > peaks[1] > peaks[2]
 

@@ -86,7 +86,7 @@ def test_a_cut_batch_grows_again_and_a_larger_batch_is_not_cut_for_it():
     step = step_of(grow_after=2)
     with armed("forward", 1):
         assert step(line_through()).micro_batch == 2
-    step.ladder._failed_elements = None  # as if that had been a moment's shortage
+    step.ladder._failed_elements = [None]  # as if that had been a moment's shortage
     assert [step(line_through()).micro_batch for _ in range(3)] == [2, 4, 4]
     assert step(line_through(8)).micro_batch == 8
 

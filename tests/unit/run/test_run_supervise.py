@@ -104,32 +104,32 @@ def device_of(kind):
 
 
 def retries():
-    return _Retries((8, 4, 2, 1), ("--resume", "--from-step", "2"))
+    return _Retries(4, ("--resume", "--from-step", "2"))
 
 
-def test_memory_takes_the_next_smaller_size_and_what_held_may_come_back_once():
+def test_memory_takes_the_next_rung_and_what_held_may_come_back_once():
     given = retries()
-    assert given.note_death(_Cause.KERNEL, 8, has_held=True) == 4
-    assert given.arguments()[-4:] == ["--micro-batch", "4", "--restarts", "1"]
+    assert given.note_death(_Cause.KERNEL, 0, has_held=True) == 1
+    assert given.arguments()[-4:] == ["--rung", "1", "--restarts", "1"]
     given.note_begun()
     given.note_saved()
     assert given.arguments() == ["--resume-newest", "--restarts", "1"]  # the checkpoint knows the rest
-    assert given.note_death(_Cause.KERNEL, 8, has_held=True) == 4
-    assert given.arguments()[1:] == ["--micro-batch", "4", "--too-large", "8", "--restarts", "2"]
+    assert given.note_death(_Cause.KERNEL, 0, has_held=True) == 1
+    assert given.arguments()[1:] == ["--rung", "1", "--too-large-rung", "0", "--restarts", "2"]
 
 
-def test_a_size_that_never_held_is_known_to_kill():
+def test_a_rung_that_never_held_is_known_to_kill():
     given = retries()
-    given.note_death(_Cause.KERNEL, 8, has_held=False)
-    given.note_death(_Cause.KERNEL, 4, has_held=True)
-    assert given.arguments()[3:] == ["--micro-batch", "2", "--too-large", "8", "--restarts", "2"]
+    given.note_death(_Cause.KERNEL, 0, has_held=False)
+    given.note_death(_Cause.KERNEL, 1, has_held=True)
+    assert given.arguments()[3:] == ["--rung", "2", "--too-large-rung", "0", "--restarts", "2"]
 
 
-def test_a_death_from_outside_keeps_the_size_that_was_found_before_a_checkpoint_has_it():
+def test_a_death_from_outside_keeps_the_rung_that_was_found_before_a_checkpoint_has_it():
     given = retries()
-    given.note_death(_Cause.KERNEL, 8, has_held=True)
-    assert given.note_death(_Cause.OUTSIDE, 4, has_held=True) == 4
-    assert given.arguments()[3:5] == ["--micro-batch", "4"]
+    given.note_death(_Cause.KERNEL, 0, has_held=True)
+    assert given.note_death(_Cause.OUTSIDE, 1, has_held=True) == 1
+    assert given.arguments()[3:5] == ["--rung", "1"]
 
 
 @pytest.mark.parametrize("cause", [_Cause.KERNEL, _Cause.OUTSIDE])
@@ -139,16 +139,16 @@ def test_deaths_count_until_a_checkpoint_is_written(cause):
     for has_saved in (False, False, True, False, False, False):
         if has_saved:
             given.note_saved()
-        given.note_death(cause, 1, has_held=True)
+        given.note_death(cause, 3, has_held=True)
         counts.append(given.num_fruitless)
     assert counts == [1, 2, 0, 1, 2, 3]
 
 
-def test_a_smaller_size_counts_as_progress_but_only_once():
-    """A model that cannot be cut (BatchNorm) stays at 8, whatever it is given."""
+def test_a_later_rung_counts_as_progress_but_only_once():
+    """A model that cannot be cut (BatchNorm) stays at the first, whatever it is given."""
     given = retries()
     counts = []
-    for in_force in (8, 4, 2, 1, 1, 8, 8):
+    for in_force in (0, 1, 2, 3, 3, 0, 0):
         given.note_death(_Cause.KERNEL, in_force, has_held=True)
         counts.append(given.num_fruitless)
     assert counts == [0, 0, 0, 1, 2, 3, 4]

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from plimsoll.device.gpus import find_gpu
 from hand_traces import trace_of
+from plimsoll.device.gpus import find_gpu
 from plimsoll.errors import BudgetError, DeviceError
 from plimsoll.records.heap import TIGHT_HEAP
 from plimsoll.records.job import Job

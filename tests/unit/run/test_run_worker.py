@@ -10,6 +10,7 @@ from small_runs import train_here
 from torch import nn
 
 from plimsoll.errors import BudgetError, CheckpointError
+from plimsoll.records.plan import micro_batch_choice
 from plimsoll.records.run import RunHead, StartLine, StepLine
 from plimsoll.run import checkpoint
 from plimsoll.run.failpoints import armed
@@ -55,11 +56,12 @@ def steps_of(directory):
     return [line for line in directory.lines() if isinstance(line, StepLine)]
 
 
-def test_the_micro_batch_is_the_plans_unless_another_is_given(new_run):
+def test_the_rung_is_the_plans_unless_another_is_given(new_run):
     first, second = new_run("a", steps=1), new_run("b", steps=1)
     train_here(first)
-    train_here(second, micro_batch=2)
-    assert [directory.micro_batch_in_force() for directory in (first, second)] == [8, 2]
+    train_here(second, rung=2)
+    assert [directory.rung_in_force() for directory in (first, second)] == [0, 2]
+    assert [steps_of(directory)[0].micro_batch for directory in (first, second)] == [8, 2]
 
 
 def test_after_a_death_the_ladder_is_still_made_from_the_batch(new_run):
@@ -67,18 +69,20 @@ def test_after_a_death_the_ladder_is_still_made_from_the_batch(new_run):
     directory = new_run(steps=2)
     train_here(directory)
     directory.job.write_text(directory.job.read_text().replace("steps: 2", "steps: 56"))
-    train_here(directory, resume_newest=True, micro_batch=2, too_large=8)
+    train_here(directory, resume_newest=True, rung=2, too_large_rung=0)
     assert [line.micro_batch for line in directory.lines() if isinstance(line, StartLine)] == [8, 2]
     assert [step.micro_batch for step in steps_of(directory)] == [8] * 2 + [2] * 50 + [4] * 4
     saved = checkpoint.load(directory.checkpoints, RunHead.load(directory.head).fingerprint)
-    assert saved.progress["training_step"]["ladder"]["failed_elements"] == 8 * 2 * 32  # samples, tensors, tokens
+    assert saved.progress["training_step"]["ladder"]["failed_elements"] == [8 * 2 * 32]  # samples, tensors, tokens
 
 
 def test_a_model_that_cannot_be_cut_stays_whole_after_a_death(new_run):
     model = nn.Sequential(nn.BatchNorm1d(1))
-    step = TrainStep(model, torch.optim.SGD(model.parameters()), micro_batch=8)
-    step.begin_again_at(4)
-    assert step.micro_batch == 8
+    step = TrainStep(
+        model, torch.optim.SGD(model.parameters()), rungs=[[micro_batch_choice(8)], [micro_batch_choice(4)]]
+    )
+    step.begin_again_at(1)
+    assert (step.micro_batch, step.rung) == (8, 0)
 
 
 def test_what_is_known_before_the_first_step_is_kept(new_run):

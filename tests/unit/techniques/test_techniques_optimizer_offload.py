@@ -3,21 +3,29 @@
 import copy
 import io
 from collections import defaultdict
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+from plimsoll.data.sketch import TextSketch
 from plimsoll.memory.live import live_bytes
 from plimsoll.memory.lowering.cpu import CpuLowering
 from plimsoll.memory.lowering.cuda import CudaLowering
 from plimsoll.memory.recorder import Recorder
+from plimsoll.models.build import build_model
+from plimsoll.optimizers import build_optimizer
+from plimsoll.records.job import Job
 from plimsoll.records.plan import Choice, micro_batch_choice
-from plimsoll.run import failpoints
-from plimsoll.run.rehearse import rehearse_step
+from plimsoll.run import checkpoint, failpoints
+from plimsoll.run.boundary import Position
+from plimsoll.run.job_step import step_of
+from plimsoll.run.rehearse import rehearse_job
 from plimsoll.run.step import TrainStep
 from plimsoll.techniques import TECHNIQUES, Setting, installed
 from plimsoll.workload import Workload
+from processes import run_program
 from workloads import CASES
 
 BATCH_SIZE = 8
@@ -105,7 +113,7 @@ def test_the_training_step_gives_the_same_bits_also_after_running_out_of_memory(
     plain, offloaded = case.fresh(), case.fresh()
     steps = [
         TrainStep(
-            *pair, units=case.units, clip_norm=1.0, recut_batch_norm=True, rungs=[[*choices, micro_batch_choice(8)]] * 2
+            *pair, units=case.units, clip_norm=1.0, recut_batch_norm=True, rungs=[[*choices, micro_batch_choice(8)]]
         )
         for pair, choices in ((plain, []), (offloaded, [choice]))
     ]
@@ -131,13 +139,24 @@ def test_afterwards_the_optimizer_is_an_ordinary_one(choice):
     with installed(workload_of(model, optimizer), [choice]):
         train(CASES[0], model, optimizer, 1)
         schedule.step()  # does not warn that the step was exchanged
-    assert vars(optimizer).keys() == before.keys()
+    assert vars(optimizer).keys() == before.keys() | {"_opt_called"}  # the schedule's own
     assert optimizer.step is step
     assert type(optimizer.state) is defaultdict
     assert all(type(state) is dict for state in optimizer.state.values())
     assert not any(map(is_mapped, large_states(optimizer)))
     assert not optimizer._optimizer_load_state_dict_pre_hooks
     assert not optimizer._optimizer_load_state_dict_post_hooks
+
+
+def test_a_schedule_can_be_made_meanwhile():
+    model, optimizer = fresh()
+    with installed(workload_of(model, optimizer), [DISK]):
+        schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
+        train(CASES[0], model, optimizer, 1)
+        schedule.step()
+        assert all(map(is_mapped, large_states(optimizer)))
+    train(CASES[0], model, optimizer, 1)
+    assert not any(map(is_mapped, large_states(optimizer)))
 
 
 @BOTH
@@ -171,6 +190,26 @@ def test_a_checkpoint_is_an_ordinary_one_and_goes_where_states_are(choice):
     torch.testing.assert_close(loaded, kept, rtol=0, atol=0)  # what was given stays as it was
 
 
+def test_a_run_goes_on_from_its_checkpoint_with_states_in_a_file_again(tmp_path):
+    plain, offloaded, resumed = fresh(), fresh(), fresh()
+    train(CASES[0], *plain)
+    with installed(workload_of(*offloaded), [DISK]):
+        torch.manual_seed(1)
+        train(CASES[0], *offloaded)
+        checkpoint.save(
+            tmp_path, 3, model=offloaded[0], optimizer=offloaded[1], random_state={},
+            progress={"fingerprint": {}}, keep=1,
+        )  # fmt: skip
+    with installed(workload_of(*resumed), [DISK]):
+        checkpoint.load(tmp_path, {}).restore(*resumed)
+        assert "optimizer.pt" not in Path("/proc/self/maps").read_text()  # what is updated is a copy
+        for state in resumed[1].state.values():
+            state["exp_avg"].add_(0)
+        assert all(map(is_mapped, large_states(resumed[1])))
+        torch.testing.assert_close(resumed[1].state_dict(), plain[1].state_dict(), rtol=0, atol=0)
+    checkpoint.load(tmp_path, {})
+
+
 def test_a_sentence_says_why_not():
     technique = TECHNIQUES["optimizer_offload"]
     model = nn.Linear(2, 2)
@@ -185,57 +224,80 @@ def test_a_sentence_says_why_not():
     )
 
 
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(500, 80)
-        self.head = nn.Linear(80, 500)
-
-    def forward(self, ids):
-        return self.head(torch.tanh(self.embed(ids)))
+TEXTS = TextSketch(vocab_size=2000, num_labels=None, end_id=0)
+LSTM = {"architecture": "lstm", "embedding_size": 64, "hidden_size": 64}
+JOB = Job.from_fields({"model": LSTM, "data": {"train": "nowhere.txt"}, "sequence_length": 8, "batch_size": 4})
+WHOLE = micro_batch_choice(4)
 
 
-def loss_of(model, ids):
-    return nn.functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
+def recorded(choices):
+    """What three real steps of the job allocate."""
+    model = build_model(JOB, *TEXTS)
+    optimizer = build_optimizer(JOB.optimizer, model.parameters())
+    position = Position()
+    step = step_of(JOB, model, optimizer, [choices], position=position)
+    batch = torch.randint(2000, (4, 8))
+    recorder = Recorder(phase=lambda: "copy" if position.phase == "fetch" else position.phase)
+    with recorder:
+        recorder.know_model(model)
+        for number in (1, 2, 3):
+            recorder.step = number
+            piece = batch.clone()
+            step({"input_ids": piece, "labels": piece})
+            recorder.know_optimizer(optimizer)
+        del piece
+    return recorder.trace("measured", "cpu")
 
 
-OPTIONS = {"units": lambda ids: ids.numel(), "clip_norm": None, "precision": "fp32"}
-
-
-def rehearsed(choices, lowering):
-    model = Net()
-    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
-    return rehearse_step(
-        model, optimizer, torch.randint(500, (4, 6)), loss_of, lowering, choices=choices, micro_batch=None, **OPTIONS
+def states_at_the_end(trace, on_host):
+    table = trace.storages
+    rows = zip(table.num_bytes, table.category, table.died, table.on_host, strict=True)
+    return sum(
+        num_bytes
+        for num_bytes, category, died, host in rows
+        if category == "optimizer states" and died < 0 and host is on_host and num_bytes > 4
     )
 
 
 def test_a_rehearsed_step_needs_what_the_real_one_needs():
-    predicted = live_bytes(rehearsed([DISK, micro_batch_choice(4)], CpuLowering()))
-    model = Net()
-    batch = torch.randint(500, (4, 6))
-    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
-    step = TrainStep(model, optimizer, loss_of, rungs=[[DISK, micro_batch_choice(4)]], **OPTIONS)
-    recorder = Recorder(phase=lambda: "copy" if step.position.phase == "fetch" else step.position.phase)
-    with recorder:
-        recorder.know_model(model)
-        recorder.know((("", batch),), "inputs")
-        for number in (1, 2, 3):
-            recorder.step = number
-            step(batch)
-            recorder.know_optimizer(optimizer)
-    assert predicted.peak_bytes == live_bytes(recorder.trace("measured", "cpu")).peak_bytes
+    predicted, measured = rehearse_job(JOB, TEXTS, CpuLowering(), (DISK, WHOLE)), recorded((DISK, WHOLE))
+    assert live_bytes(predicted).peak_bytes == live_bytes(measured).peak_bytes
+    assert states_at_the_end(predicted, on_host=True) == states_at_the_end(measured, on_host=True) > 0
 
 
 @pytest.mark.parametrize(("choice", "lowering"), [(DISK, CpuLowering()), (HOST, CudaLowering((8, 6)))], ids=str)
 def test_a_trace_has_the_states_outside(choice, lowering):
-    plain, offloaded = (rehearsed(choices, lowering) for choices in ([micro_batch_choice(4)], [choice, micro_batch_choice(4)]))
-    state_bytes = 2 * sum(parameter.nbytes for parameter in Net().parameters())
+    plain, offloaded = (rehearse_job(JOB, TEXTS, lowering, choices) for choices in ((WHOLE,), (choice, WHOLE)))
+    state_bytes = 2 * sum(parameter.nbytes for parameter in build_model(JOB, *TEXTS).parameters())
+    assert (states_at_the_end(plain, False), states_at_the_end(plain, True)) == (state_bytes, 0)
+    assert (states_at_the_end(offloaded, False), states_at_the_end(offloaded, True)) == (0, state_bytes)
+    if choice is DISK:
+        assert live_bytes(offloaded).peak_bytes < live_bytes(plain).peak_bytes
 
-    def at_the_end(trace, on_host):
-        table = trace.storages
-        rows = zip(table.num_bytes, table.category, table.died, table.on_host, strict=True)
-        return sum(b for b, kind, died, host in rows if kind == "optimizer states" and died < 0 and host is on_host and b > 4)
 
-    assert (at_the_end(plain, False), at_the_end(plain, True)) == (state_bytes, 0)
-    assert (at_the_end(offloaded, False), at_the_end(offloaded, True)) == (0, state_bytes)
+MEASURED = """
+import sys
+import torch
+from torch import nn
+from plimsoll.device.limit import limited
+from plimsoll.device.process import private_bytes
+from plimsoll.records.plan import Choice, micro_batch_choice
+from plimsoll.run.step import TrainStep
+
+torch.manual_seed(0)
+model = nn.Sequential(*[nn.Linear(512, 512) for _ in range(32)])  # 32 MiB, the states 64 MiB
+optimizer = torch.optim.AdamW(model.parameters())
+choices = [Choice(technique="optimizer_offload", options={"to": "disk"})] if sys.argv[1] == "offload" else []
+loss = lambda model, batch: model(batch["x"]).square().mean()
+with limited(4 << 30):  # as every run: the heap then gives back what is freed
+    step = TrainStep(model, optimizer, loss, units="samples", rungs=[[*choices, micro_batch_choice(4)]])
+    for _ in range(2):
+        step({"x": torch.ones(4, 512)})
+    print(private_bytes())
+"""
+
+
+def test_private_memory_is_really_lower():
+    plain, offloaded = (run_program(MEASURED, what) for what in ("plain", "offload"))
+    assert plain.returncode == offloaded.returncode == 0, offloaded.stderr
+    assert int(plain.stdout) - int(offloaded.stdout) > 56 << 20

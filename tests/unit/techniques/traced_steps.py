@@ -33,6 +33,8 @@ def rehearsed(
     lowering: Lowering | None = None,
     loss: LossFunction = model_loss,
     precision: Any = "fp32",
+    *,
+    evaluates: bool = False,
 ) -> Trace:
     """Three steps of SGD on copies without memory."""
     lowering, position = lowering or CpuLowering(), Position()
@@ -47,6 +49,8 @@ def rehearsed(
             for number in range(NUM_STEPS):
                 stage.recorder.step = number + 1
                 step(stage.fake_batch(batch))
+            if evaluates:
+                step.evaluate([stage.fake_batch(batch)])
     return stage.trace()
 
 
@@ -56,6 +60,8 @@ def recorded(
     choices: Iterable[Choice] = (),
     loss: LossFunction = model_loss,
     precision: Any = "fp32",
+    *,
+    evaluates: bool = False,
 ) -> Trace:
     """Three steps of SGD, for real."""
     step = TrainStep(
@@ -68,4 +74,6 @@ def recorded(
         for number in range(NUM_STEPS):
             recorder.step = number + 1
             step(batch)
+        if evaluates:
+            step.evaluate([batch])
     return recorder.trace("measured", "cpu")

@@ -1,0 +1,304 @@
+"""How fast a device is: measured here in two seconds, or from the table of GPUs for one that is not here.
+
+    speed = measured_speed()              # measured once, then read from a file
+    speed = speed_of(find_gpu("rtx3060"))
+
+Measured are products with sides of several sizes, ops that move bytes (in the caches and beyond), the call of an op,
+memory that was never touched, and the way to files (a processor) or to the host (a GPU): each a few times, of which the
+best counts, because other programs only ever make it slower. A processor is measured on one thread, by the time that
+thread ran: threads that wait for one another on a machine that others use tell nothing. What more threads add is
+bounded by what they can. A measurement holds for a processor, a number of threads
+and a torch; it is kept in ``PLIMSOLL_CACHE``, or ``plimsoll`` in the user's cache folder.
+
+Of a GPU in the table peaks are known and not what a training reaches of them: the shares taken here are assumed, and
+widen the range. It does NOT know clocks that fall when a device gets hot, nor what other programs do meanwhile.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import os
+import platform
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from plimsoll.errors import OutputError, RecordError
+from plimsoll.records.gpu import DeviceSpec
+from plimsoll.records.speed import Curve, MovingKind, Point, Speed
+
+_MIB = 1 << 20
+_MEASURED_SPREAD, _TABLE_SPREAD = 0.25, 0.5
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+# A training calls its ops from Python, through modules and autograd: so many times what a bare call in a loop takes
+# (benchmarks/plan_time_model.py, models of Hugging Face and torch.nn with very small tensors).
+_CALL_FACTOR = 5.0
+# The best share of a GPU's peak that products reach, by operations a byte; and of its bandwidth that ops reach.
+_PRODUCT_SHARES = ((4.0, 0.25), (32.0, 0.5), (256.0, 0.7))
+_MOVING_SHARES: dict[MovingKind, float] = {
+    "plain": 0.8, "strided": 0.6, "transcendental": 0.75, "normalize": 0.6, "random": 0.6, "gather": 0.4,
+}  # fmt: skip
+_GPU_CALL_SECONDS, _GPU_KERNEL_SECONDS = 10e-6, 3e-6
+_LINK_SHARE = 0.8
+_LEAST_GAIN = 0.6  # of the number of threads
+# Where a card's numbers are not known: of cards of the table the lowest bandwidth that still is usual, and operations
+# of an SM and cycle of Ampere and later at a usual clock.
+_UNKNOWN_BYTES_PER_SECOND, _UNKNOWN_SM_FLOPS, _UNKNOWN_NUM_SMS = 200e9, 256 * 1.7e9, 20
+_UNKNOWN_LINK_BYTES_PER_SECOND = 12e9
+
+
+def measured_speed(progress: Callable[[str], object] = lambda text: None, device: str = "cpu") -> Speed:
+    """Return the speed of a device that is here, from the file it is kept in, or measured now.
+
+    Args:
+        progress: told when it is measured.
+        device: ``"cpu"``, or a CUDA device of this machine.
+    """
+    name = _name_of(device)
+    path = cache_folder() / f"speed-{hashlib.sha256(name.encode()).hexdigest()[:16]}.json"
+    try:
+        speed = Speed.load(path)
+        if speed.device == name:
+            return speed
+    except RecordError:
+        pass  # there is none yet, or a torn one: measured again
+    progress(f"measuring the speed of {name}, once")
+    speed = measure_speed(device)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        speed.save(path)
+    except (OSError, OutputError):
+        pass  # it is measured again next time
+    return speed
+
+
+def cache_folder() -> Path:
+    """Return the folder for what can be made again."""
+    own = os.environ.get("PLIMSOLL_CACHE")
+    usual = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "plimsoll"
+    return Path(own) if own else usual
+
+
+def measure_speed(device: str = "cpu") -> Speed:
+    """Measure a device that is here, in about two seconds.
+
+    Args:
+        device: see `measured_speed`.
+    """
+    probe, name = _Probe(device), _name_of(device)
+    gain = probe.gain_of_threads()
+    with torch.no_grad(), torch.random.fork_rng(devices=[]), _one_thread():
+        return Speed(
+            device=name,
+            source="measured",
+            flops_per_second={name: _faster(probe.products(dtype), gain) for name, dtype in _DTYPES.items()},
+            bytes_per_second={kind: _faster(curve, gain) for kind, curve in probe.moving().items()},
+            op_seconds=probe.call_seconds() * (_CALL_FACTOR if probe.is_cpu else 1.0) + probe.extra_call_seconds,
+            kernel_seconds=0.0 if probe.is_cpu else _GPU_KERNEL_SECONDS,
+            fresh_seconds_per_byte=probe.fresh_seconds_per_byte() / gain if probe.is_cpu else 0.0,
+            link_bytes_per_second=probe.file_rate() if probe.is_cpu else probe.host_link_rate(),
+            overlaps=not probe.is_cpu,
+            spread=_MEASURED_SPREAD,
+        )
+
+
+def speed_of(spec: DeviceSpec) -> Speed:
+    """Return the speed of a GPU as its facts let expect it; what is not known of it is that of a small card."""
+    moved = float(spec.memory_bytes_per_second or _UNKNOWN_BYTES_PER_SECOND)
+    single = spec.flops.fp32 or (spec.num_sms or _UNKNOWN_NUM_SMS) * _UNKNOWN_SM_FLOPS
+    # Without units for a type its products run in float32, and are cast.
+    peaks = {"float32": single, "float16": spec.flops.fp16 or single, "bfloat16": spec.flops.bf16 or single / 2}
+    return Speed(
+        device=spec.name,
+        source="table",
+        flops_per_second={name: _shares_of(peak) for name, peak in peaks.items()},
+        bytes_per_second={kind: (Point(at=1, rate=share * moved),) for kind, share in _MOVING_SHARES.items()},
+        op_seconds=_GPU_CALL_SECONDS,
+        kernel_seconds=_GPU_KERNEL_SECONDS,
+        link_bytes_per_second=_LINK_SHARE * (spec.host_link_bytes_per_second or _UNKNOWN_LINK_BYTES_PER_SECOND),
+        overlaps=True,
+        spread=_TABLE_SPREAD,
+    )
+
+
+def _shares_of(peak: float) -> Curve:
+    return tuple(Point(at=at, rate=share * peak) for at, share in _PRODUCT_SHARES)
+
+
+def _name_of(device: str) -> str:
+    """What a measurement holds for."""
+    if device == "cpu":
+        what = f"{_processor_name()}, {torch.get_num_threads()} threads"
+    else:
+        what = torch.cuda.get_device_name(device)
+    return f"{what}, torch {torch.__version__}"
+
+
+def _processor_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
+    except OSError:
+        lines = []
+    named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return named[0] if named else platform.processor() or platform.machine()
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _faster(curve: Curve, gain: float) -> Curve:
+    return tuple(Point(at=point.at, rate=point.rate * gain) for point in curve)
+
+
+class _Probe:
+    """Measurements on one device."""
+
+    def __init__(self, device: str) -> None:
+        self._device = torch.device(device)
+        self.is_cpu = self._device.type == "cpu"
+        # Python, modules and autograd around a call, where the device does not wait for it.
+        self.extra_call_seconds = 0.0 if self.is_cpu else _GPU_CALL_SECONDS / 2
+
+    def best_seconds(self, run: Callable[[], object], most_seconds: float = 0.02, num_least: int = 3) -> float:
+        """The shortest of several runs, of which the first does not count."""
+        run()
+        found, ends = [], time.perf_counter() + most_seconds
+        while len(found) < num_least or time.perf_counter() < ends:
+            self._wait()
+            started = self._now()
+            run()
+            self._wait()
+            found.append(self._now() - started)
+        return min(found)
+
+    def _now(self) -> float:
+        return time.thread_time() if self.is_cpu else time.perf_counter()
+
+    def gain_of_threads(self) -> float:
+        """How many times as fast products are with all threads; at least what a busy machine must not hide."""
+        num_threads = torch.get_num_threads()
+        if not self.is_cpu or num_threads == 1:
+            return 1.0
+        left, right = self._random(512, 512), self._random(512, 512)
+
+        def seconds() -> float:
+            return min(self._wall_seconds(lambda: torch.mm(left, right)) for _ in range(10))
+
+        together = seconds()
+        with _one_thread():
+            alone = seconds()
+        return min(max(alone / together, _LEAST_GAIN * num_threads), float(num_threads))
+
+    @staticmethod
+    def _wall_seconds(run: Callable[[], object]) -> float:
+        started = time.perf_counter()
+        run()
+        return time.perf_counter() - started
+
+    def products(self, dtype: torch.dtype) -> Curve:
+        """Products of an ever larger matrix with a square one."""
+        side = 512 if self.is_cpu else 4096
+        points = []
+        for rows in (1, 8, 32, 128, side) if dtype == torch.float32 else (32, side):
+            left, right = self._random(rows, side).to(dtype), self._random(side, side).to(dtype)
+            result = left @ right
+            flops = 2 * rows * side * side
+            moved_bytes = sum(one.numel() * one.element_size() for one in (left, right, result))
+            seconds = self.best_seconds(lambda: torch.mm(left, right, out=result))  # noqa: B023 -- called at once
+            points.append(Point(at=flops / moved_bytes, rate=flops / seconds))
+        return tuple(points)
+
+    def moving(self) -> dict[MovingKind, Curve]:
+        """Ops of each kind; the plain one for several sizes."""
+        sides = (_MIB // 32, _MIB // 4, 2 * _MIB, 8 * _MIB) if self.is_cpu else (_MIB // 4, 4 * _MIB, 64 * _MIB)
+        num = _MIB // 2 if self.is_cpu else 16 * _MIB
+        source, result = self._random(num // 256, 256), self._random(num // 256, 256)
+        turned = source.view(-1, 8, 8, 256).transpose(1, 2)
+        rows = torch.randint(len(source), (len(source) // 4,), device=self._device)
+        picked = torch.empty(len(rows), 256, device=self._device)
+        kinds: dict[MovingKind, tuple[int, Callable[[], object]]] = {
+            "strided": (8 * num, lambda: result.view(-1, 8, 8, 256).copy_(turned)),
+            "transcendental": (8 * num, lambda: torch.tanh(source, out=result)),
+            "normalize": (8 * num, lambda: functional.log_softmax(source, -1)),
+            "random": (4 * num, lambda: result.bernoulli_(0.9)),
+            "gather": (2 * num, lambda: torch.index_select(source, 0, rows, out=picked)),
+        }
+        found: dict[MovingKind, Curve] = {"plain": tuple(self._plain(side) for side in sides)}
+        for kind, (num_bytes, run) in kinds.items():
+            found[kind] = (Point(at=num_bytes, rate=num_bytes / self.best_seconds(run)),)
+        return found
+
+    def _plain(self, num: int) -> Point:
+        first, second, result = (self._random(num) for _ in range(3))
+        seconds = self.best_seconds(lambda: torch.add(first, second, out=result))
+        return Point(at=12 * num, rate=12 * num / seconds)
+
+    def call_seconds(self) -> float:
+        """The call of an op on almost nothing."""
+        small, num_calls = self._random(8), 500
+
+        def run() -> None:
+            for _ in range(num_calls):
+                small.add(1.0)
+
+        return self.best_seconds(run) / num_calls
+
+    def fresh_seconds_per_byte(self) -> float:
+        """How much longer it takes to write memory for the first time."""
+        num_bytes = 32 * _MIB
+
+        def fill() -> float:
+            with mmap.mmap(-1, num_bytes) as mapped:
+                memory = torch.frombuffer(mapped, dtype=torch.float32)
+                started = time.thread_time()
+                memory.fill_(1.0)
+                first = time.thread_time()
+                memory.fill_(2.0)
+                ended = time.thread_time()
+                del memory
+            return (first - started) - (ended - first)
+
+        return max(min(fill() for _ in range(4)), 0.0) / num_bytes
+
+    def file_rate(self) -> float:
+        """Bytes a second into a mapped file and out of it again."""
+        num_bytes = 32 * _MIB
+        source = torch.ones(num_bytes // 4)
+        with tempfile.TemporaryFile() as file:
+            file.truncate(num_bytes)
+            with mmap.mmap(file.fileno(), num_bytes) as mapped:
+                memory = torch.frombuffer(mapped, dtype=torch.float32)
+                started = time.perf_counter()
+                memory.copy_(source)
+                source.copy_(memory)
+                seconds = time.perf_counter() - started
+                del memory
+        return 2 * num_bytes / seconds
+
+    def host_link_rate(self) -> float:
+        """Bytes a second from pinned memory to the device."""
+        source = torch.ones(16 * _MIB, pin_memory=True)
+        there = torch.empty_like(source, device=self._device)
+        return 64 * _MIB / self.best_seconds(lambda: there.copy_(source, non_blocking=True))
+
+    def _random(self, *shape: int) -> Tensor:
+        return torch.rand(*shape, device=self._device)
+
+    def _wait(self) -> None:
+        if not self.is_cpu:
+            torch.cuda.synchronize(self._device)

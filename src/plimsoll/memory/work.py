@@ -1,0 +1,190 @@
+"""What an op does, as far as its time follows from it: floating-point operations, and bytes it reads and writes.
+
+    flops, moved_bytes, outside_bytes, dtype = WorkCounter(on_host).count(op, args, kwargs, result)
+
+Operations are those of products (torch's own formulas, and oneDNN's and cuDNN's recurrent layers); an op without a
+product has none, and its time follows from its bytes. Bytes are those of the tensors that an op reads or writes; views
+move nothing, and an op that picks rows of a tensor moves those rows. What a kernel takes for itself is left out.
+
+A lowering that runs no op for a product of the target's (cuDNN's recurrent layers) says so by `add_flops`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextvars import ContextVar
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import flop_registry
+
+aten = torch.ops.aten
+
+_MOVE_NOTHING = {
+    "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "set_", "resize_",
+    "lift_fresh", "detach", "_local_scalar_dense", "sym_size", "record_stream",
+}  # fmt: skip
+# Arguments that are written, or only looked at, but not read from end to end.
+_NOT_READ = {
+    **dict.fromkeys(("zero_", "fill_", "copy_", "bernoulli_", "normal_", "uniform_", "exponential_", "random_"), {0}),
+    **dict.fromkeys(("zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "empty_like"), {0}),
+    **dict.fromkeys(("new_zeros", "new_ones", "new_full", "_foreach_zero_", "_foreach_copy_"), {0}),
+    **dict.fromkeys(("embedding", "index_select", "gather", "index", "nll_loss_forward", "nll_loss2d_forward"), {0}),
+    **dict.fromkeys(("index_put_", "index_add_", "scatter_", "scatter_add_", "_index_put_impl_"), {0}),
+    **dict.fromkeys(("nll_loss_backward", "nll_loss2d_backward", "embedding_renorm_"), {1}),
+}
+# A result is read elsewhere as it is written: rows that are picked; arguments that are written only in places.
+_READS_AS_IT_WRITES = {"embedding", "index_select", "gather", "index"}
+_WRITES_IN_PLACES = {"index_put_", "index_add_", "scatter_", "scatter_add_", "_index_put_impl_"}
+
+Flops = Callable[[tuple[Any, ...], dict[str, Any], Any], int]
+
+_said_flops: ContextVar[int] = ContextVar("said_flops", default=0)
+
+
+def add_flops(flops: int) -> None:
+    """Say that the op that follows, or is running, stands for a product of so many operations."""
+    _said_flops.set(_said_flops.get() + flops)
+
+
+class Work(NamedTuple):
+    """Of one op. ``dtype`` is that of its first floating-point tensor; empty where there is none."""
+
+    flops: int
+    moved_bytes: int
+    outside_bytes: int
+    dtype: str
+
+
+NO_WORK = Work(0, 0, 0, "")
+
+
+class _Kind(NamedTuple):
+    """What is the same for all calls of an op."""
+
+    moves: bool
+    not_read: frozenset[int]
+    written: frozenset[int]
+    writes_result: bool
+    reads_as_it_writes: bool
+    flops: Flops | None
+
+
+class WorkCounter:
+    """Counts the work of ops.
+
+    Args:
+        on_host: whether a tensor is outside the device.
+    """
+
+    def __init__(self, on_host: Callable[[Tensor], bool]) -> None:
+        self._on_host = on_host
+        self._kinds: dict[Any, _Kind] = {}
+
+    def count(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Work:
+        """Count one call of an op that has been made."""
+        kind = self._kinds.get(op)
+        if kind is None:
+            kind = self._kinds[op] = _kind_of(op)
+        flops = _said_flops.get()
+        if flops:
+            _said_flops.set(0)
+        if not kind.moves:
+            return Work(flops, 0, 0, _dtype_of(result)) if flops else NO_WORK
+        with torch._C.DisableTorchFunction():
+            if kind.flops is not None:
+                flops += kind.flops(args, kwargs, result)
+            moved_bytes, outside_bytes = self._moved(kind, args, kwargs, result)
+            return Work(flops, moved_bytes, outside_bytes, _dtype_of((*args, result)) if flops else "")
+
+    def _moved(self, kind: _Kind, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> tuple[int, int]:
+        sizes = [0, 0]
+        for position, arg in enumerate(args):
+            times = (position not in kind.not_read) + (position in kind.written)
+            if times and arg is not None:
+                self._add(sizes, arg, times)
+        for value in kwargs.values():
+            self._add(sizes, value, 1)
+        if kind.writes_result:
+            self._add(sizes, result, 2 if kind.reads_as_it_writes else 1)
+        return sizes[0], sizes[1]
+
+    def _add(self, sizes: list[int], value: Any, times: int) -> None:
+        if isinstance(value, Tensor):
+            sizes[self._on_host(value)] += times * _num_bytes(value)
+        elif isinstance(value, list | tuple):
+            for inner in value:
+                self._add(sizes, inner, times)
+
+
+def _num_bytes(tensor: Tensor) -> int:
+    if tensor.layout is not torch.strided:
+        return _num_bytes(tensor._values()) if tensor.layout is torch.sparse_coo else 0
+    return tensor.numel() * tensor.element_size()
+
+
+@cache
+def _text_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _dtype_of(values: Any) -> str:
+    for value in values if isinstance(values, Iterable) and not isinstance(values, Tensor) else (values,):
+        if isinstance(value, Tensor) and value.is_floating_point():
+            return _text_of(value.dtype)
+    return ""
+
+
+def _kind_of(op: Any) -> _Kind:
+    schema = op._schema
+    name = schema.name.removeprefix("aten::")
+    aliases = {number: one.alias_info for number, one in enumerate(schema.arguments) if one.alias_info is not None}
+    written = frozenset(number for number, alias in aliases.items() if alias.is_write)
+    is_view = bool(aliases) and not written
+    return _Kind(
+        moves=not is_view and name not in _MOVE_NOTHING,
+        not_read=frozenset(_NOT_READ.get(name, ())),
+        written=frozenset() if name in _WRITES_IN_PLACES else written,
+        writes_result=not any(one.alias_info is not None for one in schema.returns),
+        reads_as_it_writes=name in _READS_AS_IT_WRITES,
+        flops=_flops_of(op, name),
+    )
+
+
+def _flops_of(op: Any, name: str) -> Flops | None:
+    own = _OWN_FLOPS.get(name)
+    if own is not None:
+        return own
+    formula = flop_registry.get(op.overloadpacket)
+    if formula is None:
+        return None
+    return lambda args, kwargs, result: int(formula(*args, **kwargs, out_val=result))
+
+
+def _attention_flops(args: tuple[Any, ...]) -> int:
+    (*batch, queries, width), (keys, value_width) = args[0].shape, args[2].shape[-2:]
+    return 2 * int(torch.Size(batch).numel()) * queries * keys * (width + value_width)
+
+
+def rnn_flops(num_steps: int, batch_size: int, num_inputs: int, hidden_size: int, num_gates: int) -> int:
+    """Count the operations of the products of one recurrent layer in one direction, forward."""
+    return 2 * num_steps * batch_size * num_gates * hidden_size * (num_inputs + hidden_size)
+
+
+def _mkldnn_flops(args: tuple[Any, ...]) -> int:
+    """Of ``mkldnn_rnn_layer(input, w_ih, w_hh, b_ih, b_hh, hx, ...)``; the backward begins with the same tensors."""
+    num_steps, batch_size, num_inputs = args[0].shape
+    num_rows, hidden_size = args[2].shape
+    return rnn_flops(num_steps, batch_size, num_inputs, hidden_size, num_rows // hidden_size)
+
+
+_FLASH_ON_CPU = "_scaled_dot_product_flash_attention_for_cpu"
+_OWN_FLOPS: dict[str, Flops] = {
+    "mkldnn_rnn_layer": lambda args, kwargs, result: _mkldnn_flops(args),
+    "mkldnn_rnn_layer_backward": lambda args, kwargs, result: 2 * _mkldnn_flops(args),
+    _FLASH_ON_CPU: lambda args, kwargs, result: _attention_flops(args),
+    # The scores once more, and the gradients of query, key, value and of the weights.
+    f"{_FLASH_ON_CPU}_backward": lambda args, kwargs, result: 5 * _attention_flops(args[1:]) // 2,
+}

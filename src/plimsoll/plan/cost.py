@@ -1,0 +1,197 @@
+"""The seconds of one optimizer step, from its trace and what the device can do.
+
+    duration = step_duration(trace, speed, batch_size=64, micro_batch=8, rehearsed_samples=16)
+
+Each op takes what its products take at the device's rate for such products, or what its bytes take, whichever is more
+(a roofline); on a processor also the clearing of memory it is the first to touch, since large blocks are mapped anew
+each time; and its call. On a GPU calls, kernels and the copies over the link run beside one another, and the slowest
+counts. A rehearsal has at most two micro-batches, from which those of the real step follow; recomputation, copies and
+the work of any technique are ops of the trace like others.
+
+What counts is that of two plans the faster is said to be faster: `benchmarks/plan_time_model.py` holds that against
+measured steps. It does NOT cover reading the data, evaluation, and several devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from plimsoll.device.heap import USUAL_BYTES
+from plimsoll.records.comparison import Calibration, Learned, Target
+from plimsoll.records.heap import FAST_HEAP, HeapRules
+from plimsoll.records.plan import Duration
+from plimsoll.records.speed import MovingKind, Speed, rate_at
+from plimsoll.records.trace import Phase, Trace
+
+_OF_A_PIECE: frozenset[Phase] = frozenset({"copy", "forward", "loss", "backward"})
+_NOT_COUNTED: frozenset[Phase] = frozenset({"setup", "evaluation"})
+_VIEW_SHARE = 0.3  # of what a call takes, where an op moves nothing: no memory is asked for, no kernel is set up
+
+_KINDS: dict[str, MovingKind] = {
+    **dict.fromkeys(("clone", "copy_", "_to_copy", "tril", "triu", "sum", "mean", "constant_pad_nd"), "strided"),
+    **dict.fromkeys(
+        ("tanh", "tanh_", "gelu", "gelu_backward", "exp", "exp_", "erf", "log", "silu", "silu_backward", "sigmoid")
+        + ("sigmoid_", "mish", "mish_backward", "softplus", "sin", "cos", "logsumexp"), "transcendental",
+    ),
+    **dict.fromkeys(
+        ("_softmax", "_safe_softmax", "_log_softmax", "native_layer_norm", "native_layer_norm_backward", "cumsum")
+        + ("_fused_rms_norm", "_fused_rms_norm_backward", "native_batch_norm", "native_batch_norm_backward"),
+        "normalize",
+    ),
+    **dict.fromkeys(
+        ("bernoulli_", "bernoulli", "native_dropout", "normal_", "uniform_", "rand", "randn", "rand_like"), "random"
+    ),
+    **dict.fromkeys(
+        ("embedding", "embedding_dense_backward", "index_select", "gather", "index", "index_put_", "index_add_")
+        + ("index_add", "scatter_", "scatter_add_", "_index_put_impl_"), "gather",
+    ),
+}  # fmt: skip
+
+
+@dataclass
+class _Seconds:
+    """What a stretch of ops keeps busy: the device, the caller, the link."""
+
+    kernels: float = 0.0
+    calls: float = 0.0
+    link: float = 0.0
+
+    def total(self, overlaps: bool) -> float:
+        return max(self.kernels, self.calls, self.link) if overlaps else self.kernels + self.calls + self.link
+
+
+def step_duration(
+    trace: Trace,
+    speed: Speed,
+    *,
+    batch_size: int,
+    micro_batch: int,
+    rehearsed_samples: int,
+    heap: HeapRules = FAST_HEAP,
+    learned: Learned | None = None,
+) -> Duration:
+    """Compute the seconds of one optimizer step, the last one of the trace.
+
+    Args:
+        trace: a rehearsal, of one or two micro-batches a step.
+        speed: of the device it was lowered to.
+        batch_size: samples of a real step.
+        micro_batch: samples of one pass.
+        rehearsed_samples: samples of a step of the trace.
+        heap: how a processor's heap is set up; a GPU's memory is kept by torch, and nothing is cleared.
+        learned: measured over predicted seconds, from runs like this one (`learned_ratio`).
+    """
+    pieces, once = _stretches(trace, speed, heap)
+    seconds = once + sum(pieces)
+    if rehearsed_samples < batch_size:
+        seconds = once + _of_all(pieces, -(-batch_size // micro_batch), batch_size % micro_batch > 0)
+    mean, low, high = (learned.mean, learned.low, learned.high) if learned else (1.0, 1.0, 1.0)
+    return Duration(
+        likely_seconds=seconds * mean,
+        low_seconds=seconds * min(mean, low) / (1 + speed.spread),
+        high_seconds=seconds * max(mean, high) * (1 + speed.spread),
+    )
+
+
+def learned_ratio(calibration: Calibration, lowered_to: str, techniques: Iterable[str]) -> Learned | None:
+    """Return what runs have taught of the time of a set of techniques; of an unknown set, what the others have.
+
+    Sets that no run has tried must not look faster for it than those that were slower than predicted.
+    """
+    target = calibration.targets.get(lowered_to)
+    if target is None or not target.step_ratios:
+        return None
+    known = list(target.step_ratios.values())
+    return target.step_ratios.get(_set_name(techniques)) or Learned(
+        num_runs=sum(one.num_runs for one in known),
+        mean=sum(one.mean for one in known) / len(known),
+        low=min(one.low for one in known),
+        high=max(one.high for one in known),
+    )
+
+
+def learn_time(
+    calibration: Calibration, lowered_to: str, techniques: Iterable[str], predicted_seconds: float,
+    measured_seconds: float,
+) -> Calibration:  # fmt: skip
+    """Return what is known of step times after one more run.
+
+    Args:
+        calibration: what was known.
+        lowered_to: the target, as its traces call it.
+        techniques: the names of those that were in force.
+        predicted_seconds: of a step, without what had been learned.
+        measured_seconds: of a step, the median of the run.
+    """
+    target, name = calibration.targets.get(lowered_to, Target()), _set_name(techniques)
+    ratio, old = measured_seconds / predicted_seconds, target.step_ratios.get(name)
+    new = old.with_run(ratio) if old else Learned(num_runs=1, mean=ratio, low=ratio, high=ratio)
+    target = target.model_copy(update={"step_ratios": {**target.step_ratios, name: new}})
+    return calibration.model_copy(update={"targets": {**calibration.targets, lowered_to: target}})
+
+
+def _set_name(techniques: Iterable[str]) -> str:
+    """A micro-batch is in every plan; its size is what the trace tells."""
+    return "+".join(sorted(set(techniques) - {"micro_batch"}))
+
+
+def _of_all(pieces: Sequence[float], num_pieces: int, ends_smaller: bool) -> float:
+    """The first piece meets no gradients to add to, all others do; only a last one of another size is unlike those."""
+    if not pieces:
+        return 0.0
+    first, last = pieces[0], pieces[-1]
+    return first * (num_pieces - 1) + last if ends_smaller else first + last * (num_pieces - 1)
+
+
+def _stretches(trace: Trace, speed: Speed, heap: HeapRules) -> tuple[list[float], float]:
+    """Seconds of each micro-batch of the last step, and of what a step does once."""
+    ops, fresh_bytes = trace.ops, _fresh_bytes(trace, heap)
+    names = [_plain_name(text) for text in trace.texts]
+    pieces: list[_Seconds] = []
+    once, last_phase = _Seconds(), None
+    rows = [row for row, phase in enumerate(ops.phase) if phase not in _NOT_COUNTED]
+    last_step = max((ops.step[row] for row in rows), default=0)
+    for row in rows:
+        if ops.step[row] != last_step:
+            continue
+        stretch, phase = once, ops.phase[row]
+        if phase in _OF_A_PIECE:
+            if not pieces or (last_phase == "backward" and phase != "backward"):
+                pieces.append(_Seconds())
+            stretch, last_phase = pieces[-1], phase
+        _add_op(stretch, trace, row, names[ops.name[row]], speed)
+        stretch.kernels += fresh_bytes.get(row, 0) * speed.fresh_seconds_per_byte
+    return [piece.total(speed.overlaps) for piece in pieces], once.total(speed.overlaps)
+
+
+def _add_op(stretch: _Seconds, trace: Trace, row: int, name: str, speed: Speed) -> None:
+    ops = trace.ops
+    flops, moved_bytes, outside_bytes = ops.flops[row], ops.moved_bytes[row], ops.outside_bytes[row]
+    stretch.calls += speed.op_seconds * (1.0 if moved_bytes or flops or outside_bytes else _VIEW_SHARE)
+    stretch.link += outside_bytes / speed.link_bytes_per_second
+    if not moved_bytes and not flops:
+        return
+    curves = speed.bytes_per_second
+    seconds = moved_bytes / rate_at(curves.get(_KINDS.get(name, "plain")) or curves["plain"], moved_bytes or 1)
+    if flops:
+        products = speed.flops_per_second
+        curve = products.get(trace.texts[ops.dtype[row]]) or products["float32"]
+        seconds = max(seconds, flops / rate_at(curve, flops / (moved_bytes or 1)))
+    stretch.kernels += max(seconds, speed.kernel_seconds)
+
+
+def _fresh_bytes(trace: Trace, heap: HeapRules) -> dict[int, int]:
+    """Bytes that each op is the first to touch, by its row: blocks that are mappings of their own."""
+    threshold_bytes = USUAL_BYTES if heap.is_dynamic else heap.mmap_threshold_bytes
+    storages, found = trace.storages, dict[int, int]()
+    for num_bytes, born, on_host in zip(storages.num_bytes, storages.born, storages.on_host, strict=True):
+        if num_bytes >= threshold_bytes and not on_host:
+            found[born] = found.get(born, 0) + num_bytes
+    return found
+
+
+def _plain_name(op: str) -> str:
+    """``aten.add.Tensor`` as ``add``."""
+    parts = op.split(".")
+    return parts[1] if len(parts) == 3 else op

@@ -1,0 +1,63 @@
+"""What a device can do in a second: what the time of a training step follows from."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from math import exp, log
+from typing import ClassVar, Literal
+
+from plimsoll.records.base import Frozen, Record
+
+MovingKind = Literal["plain", "strided", "transcendental", "normalize", "random", "gather"]
+"""How an op handles bytes: one after the other; in another order than they lie; with exponentials or the like for each
+element; over rows, twice; with random numbers; rows picked by index."""
+
+
+class Point(Frozen):
+    """One measured point of a curve."""
+
+    at: float
+    rate: float
+
+
+Curve = tuple[Point, ...]
+
+
+def rate_at(curve: Curve, at: float) -> float:
+    """Read a curve between its points, which are straight lines in logarithms; constant beyond its ends.
+
+    >>> rate_at((Point(at=1, rate=10), Point(at=100, rate=1000)), 10)
+    100.0
+    """
+    place = bisect_left(curve, at, key=lambda point: point.at)
+    if place in {0, len(curve)}:
+        return curve[min(place, len(curve) - 1)].rate
+    before, after = curve[place - 1], curve[place]
+    share = log(at / before.at) / log(after.at / before.at)
+    return round(exp(log(before.rate) + share * log(after.rate / before.rate)), 9)
+
+
+class Speed(Record):
+    """Rates of one device.
+
+    ``flops_per_second`` is a curve for each type: over the operations of a product by the bytes it moves, which are few
+    where a side of a matrix is small. ``bytes_per_second`` is one for each kind of op: over the bytes that it moves,
+    more than the caches hold or less. A type or kind that is missing is as ``float32`` or ``plain``.
+    ``fresh_seconds_per_byte`` is what memory costs that was not touched before (pages are cleared). An op costs
+    ``op_seconds`` of the processor that calls it, and at least ``kernel_seconds`` of the device. Where ``overlaps``,
+    device, calls and the copies over the link run beside one another. ``link_bytes_per_second`` is to and from memory
+    outside the device: of a GPU the host's, of a processor files. ``spread`` is how far off a step may be, as a share.
+    """
+
+    record_kind: ClassVar[str] = "speed"
+
+    device: str
+    source: Literal["measured", "table"]
+    flops_per_second: dict[str, Curve]
+    bytes_per_second: dict[MovingKind, Curve]
+    op_seconds: float
+    kernel_seconds: float = 0.0
+    fresh_seconds_per_byte: float = 0.0
+    link_bytes_per_second: float
+    overlaps: bool = False
+    spread: float

@@ -1,0 +1,55 @@
+"""Evaluation in smaller passes, so that it does not need more memory than training.
+
+Without gradients a pass keeps nothing, but its logits and its largest layer may still be the peak of a run: of a model
+whose training is checkpointed or cut, or where the loss of training is computed in parts. `plimsoll.run.evaluate` cuts
+the batches; here is only how small. Logits are gone as soon as the loss of a pass is known.
+
+Numerics: training has the same bits. The loss of an evaluation is the same mean, summed in another order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import ClassVar
+
+from plimsoll.records.plan import Choice, Numerics
+from plimsoll.records.trace import Category
+from plimsoll.techniques._base import Choices, Setting
+from plimsoll.workload import Workload
+
+
+class EvaluationPass:
+    """`Technique`: bound the samples of one evaluation pass."""
+
+    name: ClassVar[str] = "evaluation"
+    numerics: ClassVar[Numerics] = "bitwise"
+    summary: ClassVar[str] = "evaluation in smaller passes than training"
+    reaches: ClassVar[frozenset[Category]] = frozenset({"temporaries", "inputs"})
+    is_for_the_run: ClassVar[bool] = False
+    may_be_faster: ClassVar[bool] = False
+
+    def menu(self, workload: Workload, setting: Setting) -> Choices | str:
+        """A half, a quarter, ... of the batch, if the training evaluates at all."""
+        if setting.batch_size == 1:
+            return "a batch of one sample cannot be cut"
+        if setting.trace is not None and "evaluation" not in setting.trace.ops.phase:
+            return "the training does not evaluate"
+        sizes = [setting.batch_size]
+        while sizes[-1] > 1:
+            sizes.append(-(-sizes[-1] // 2))
+        return tuple(Choice(technique=self.name, options={"samples": size}) for size in sizes[1:])
+
+    def conflicts(self, choice: Choice, others: Choices, workload: Workload, setting: Setting) -> str | None:
+        """A pass has at least one sample."""
+        samples = int(choice.options["samples"])
+        return None if samples >= 1 else f"an evaluation pass of {samples} samples evaluates nothing: give 1 or more"
+
+    @contextmanager
+    def install(self, workload: Workload, choice: Choice) -> Iterator[None]:
+        """Say the size to the evaluator."""
+        before, workload.evaluation_samples = workload.evaluation_samples, int(choice.options["samples"])
+        try:
+            yield
+        finally:
+            workload.evaluation_samples = before

@@ -1,0 +1,86 @@
+"""Gradient release: the optimizer updates each parameter in backward, and its gradient is freed at once.
+
+The training step does it (`plimsoll.run.early`); here is where what undoes a step is kept meanwhile: the old values and
+states in a mapped file where the training is on the CPU, and in pinned memory of the host where it is on CUDA. They are
+as large as parameters and states together, and written in every step.
+
+Numerics: bitwise. Does NOT cover what needs all gradients before the first update: accumulation, clipping of the global
+norm, a gradient scaler. Where the step has to cut a batch after all, it updates at the end as it does without this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import ClassVar
+
+import torch
+
+from plimsoll.optimizers import is_separable
+from plimsoll.records.plan import Choice, Numerics
+from plimsoll.records.trace import Category
+from plimsoll.techniques._base import Choices, Setting
+from plimsoll.techniques._mapped import MappedPool
+from plimsoll.techniques._pinned import PinnedPool
+from plimsoll.workload import Workload
+
+
+class OptimizerInBackward:
+    """`Technique`: update each parameter as soon as its gradient is complete."""
+
+    name: ClassVar[str] = "optimizer_in_backward"
+    numerics: ClassVar[Numerics] = "bitwise"
+    summary: ClassVar[str] = "each parameter updated in backward, its gradient freed at once"
+    reaches: ClassVar[frozenset[Category]] = frozenset({"gradients"})
+    is_for_the_run: ClassVar[bool] = False
+    may_be_faster: ClassVar[bool] = False
+
+    def menu(self, workload: Workload, setting: Setting) -> Choices | str:
+        """The one way there is, unless the training itself forbids it."""
+        return _obstacle(workload, setting) or (Choice(technique=self.name),)
+
+    def conflicts(self, choice: Choice, others: Choices, workload: Workload, setting: Setting) -> str | None:
+        """Nothing may need all gradients before the first update."""
+        reasons = (_obstacle_of(other, setting) for other in others)
+        return next(filter(None, reasons), None) or _obstacle(workload, setting)
+
+    @contextmanager
+    def install(self, workload: Workload, choice: Choice) -> Iterator[None]:
+        """Say to the step where to keep what undoes an update."""
+        pool = PinnedPool() if workload.device.type == "cuda" else MappedPool()
+        before, workload.copy_outside = workload.copy_outside, pool.copy_of
+        try:
+            yield
+        finally:
+            workload.copy_outside = before
+
+
+_SCALED = "fp16's scaler looks at all gradients before it lets any be used"
+
+
+def _obstacle_of(other: Choice, setting: Setting) -> str | None:
+    """Why another technique makes it impossible, or ``None``."""
+    if other.technique == "micro_batch" and int(other.options["samples"]) < setting.batch_size:
+        return (
+            f"gradients add up over micro-batches of {other.options['samples']} of {setting.batch_size} samples, and "
+            "are complete in the last one only"
+        )
+    if other.technique == "autocast" and "fp16" in map(str, other.options.values()):
+        return _SCALED
+    return _OBSTACLES.get(other.technique)
+
+
+_OBSTACLES = {
+    "by_length": "by_length cuts the batch, so gradients are complete in the last pass only",
+    "low_bit_optimizer": "low_bit_optimizer replaces the optimizer by one that may look at several parameters together",
+}
+
+
+def _obstacle(workload: Workload, setting: Setting) -> str | None:
+    if workload.clip_norm is not None:
+        return f"clip_norm ({workload.clip_norm:g}) needs the norm of all gradients before the first update"
+    if "fp16" in (workload.precision, setting.precision):
+        return _SCALED
+    if isinstance(workload.optimizer, torch.optim.LBFGS) or not is_separable(workload.optimizer):
+        return f"{type(workload.optimizer).__name__} (or a hook on its step) may look at several parameters together"
+    return None

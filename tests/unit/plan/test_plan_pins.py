@@ -1,0 +1,49 @@
+"""Pins in terms of what techniques offer."""
+
+import pytest
+
+from plan.worlds import MadeUp, World
+from plimsoll.errors import InputError
+from plimsoll.plan.pins import decide
+from plimsoll.records.plan import Choice, parse_pin
+
+
+def decided(world, pins=(), forbids=(), allow=()):
+    problem = world.problem(1000, allow=allow)
+    return decide([parse_pin(pin) for pin in pins], forbids, problem.workload, problem.setting)
+
+
+@pytest.fixture
+def world(inhabited):
+    lossy = MadeUp("lossy", numerics="lossy")
+    nothing = MadeUp("nothing", reason="there is nothing to do")
+    return inhabited(World([MadeUp("recompute", (4, 8), seconds=(0.1, 0.3)), lossy, nothing]))
+
+
+def test_a_value_is_of_the_first_option(world):
+    assert decided(world, ["recompute=1"]).pinned == (Choice(technique="recompute", options={"level": 1}),)
+    assert decided(world, ["recompute(level=1)"]) == decided(world, ["recompute=1"])
+    assert decided(world, ["micro_batch=5"]).pinned == (Choice(technique="micro_batch", options={"samples": 5}),)
+
+
+def test_a_name_alone_leaves_the_options_to_the_plan_unless_there_is_one(world):
+    assert decided(world, ["recompute"]) == ((), frozenset({"recompute"}), frozenset())
+    assert decided(world, ["lossy"], allow=["lossy"]).pinned == (Choice(technique="lossy", options={"level": 0}),)
+
+
+@pytest.mark.parametrize(
+    ("pins", "forbids", "message"),
+    [
+        (["recomptue=1"], [], r"there is no technique `recomptue`; did you mean `recompute`\?"),
+        ([], ["micro-batch"], r"there is no technique `micro-batch`; did you mean `micro_batch`\?"),
+        (["nothing"], [], "--pin nothing: it cannot be used here: there is nothing to do; leave it out"),
+        (["recompute(depth=1)"], [], "--pin recompute.depth=1.: recompute has no option `depth`: give one of level"),
+        (["lossy"], [], r"--pin lossy: is lossy: allow it with `allow: \[lossy\]`; leave it out, or change the job"),
+        (["micro_batch=17"], [], "a micro-batch of 17 is not a part of a batch of 16: give 1 to that many"),
+        (["recompute=0", "recompute=1"], [], "are pinned both, which a plan cannot have: leave one of them out"),
+        (["recompute=0"], ["recompute"], "is pinned and `recompute` is forbidden: leave one of the two out"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_the_reason(world, pins, forbids, message):
+    with pytest.raises(InputError, match=message):
+        decided(world, pins, forbids)
