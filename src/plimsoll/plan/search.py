@@ -17,6 +17,7 @@ from math import isqrt
 
 import numpy as np
 
+from plimsoll.plan.blocks import some_blocks
 from plimsoll.plan.look import Look, LookAt, PhasePeak
 from plimsoll.plan.menu import Compatibility, Menu, Problem, menu_of
 from plimsoll.plan.surrogate import Column, Surrogate
@@ -141,6 +142,16 @@ class _Search:
                 continue
             for choice in dict.fromkeys((options[0], options[-1])):
                 self._learn(choice, reference.micro_batch)
+            if name == "checkpointing":
+                self._learn_blocks(options[-1])
+
+    def _learn_blocks(self, every_block: Choice) -> None:
+        """Guess what some of the blocks do from what all of them do."""
+        problem, learned = self._problem, self._learned.get("checkpointing", [])
+        if every_block in learned and problem.setting.trace is not None:
+            for some in some_blocks(problem.workload, problem.setting.trace):
+                self._surrogate.interpolate(some.choice, every_block, some.bytes_share, some.seconds_share)
+                learned.append(some.choice)
 
     def _learn(self, choice: Choice, micro_batch: int) -> None:
         base = self._menu.base

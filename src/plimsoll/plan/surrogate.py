@@ -74,12 +74,12 @@ class Surrogate:
         self._added_seconds[choice] = look.seconds - without.seconds
         self._beyond_effect[choice] = _beyond(look) - _beyond(without)
 
-    def interpolate(self, choice: Choice, strong: Choice, share: float) -> None:
+    def interpolate(self, choice: Choice, strong: Choice, bytes_share: float, seconds_share: float) -> None:
         """Take a choice to have a share of the effect of a stronger one."""
         for effects in (self._fixed_effect, self._growing_effect):
-            effects[choice] = {phase: share * value for phase, value in effects[strong].items()}
-        self._added_seconds[choice] = share * self._added_seconds[strong]
-        self._beyond_effect[choice] = share * self._beyond_effect[strong]
+            effects[choice] = {phase: bytes_share * value for phase, value in effects[strong].items()}
+        self._beyond_effect[choice] = bytes_share * self._beyond_effect[strong]
+        self._added_seconds[choice] = seconds_share * self._added_seconds[strong]
 
     def correct(self, look: Look) -> None:
         """Learn from a trace of a whole mix."""
