@@ -217,7 +217,8 @@ class _Search:
             fitting += [(float(seconds[row]), mix, int(row)) for row in fits]
         if not fitting:
             return None
-        bound = (1 + _SAME_SECONDS) * min(seconds for seconds, _, _ in fitting)
+        fastest = min(seconds for seconds, _, _ in fitting)
+        bound = fastest + _SAME_SECONDS * abs(fastest)  # a guess may be below 0
         near = [
             (len(mix.choices), -mix.sizes[row], seconds, mix, row) for seconds, mix, row in fitting if seconds <= bound
         ]
