@@ -16,6 +16,8 @@ from plimsoll.errors import InputError
 from plimsoll.records.job import near
 from plimsoll.records.plan import Choice
 from plimsoll.techniques._base import Choices, Setting, Technique
+from plimsoll.techniques.activation_offload import ActivationOffload
+from plimsoll.techniques.adafactor import Adafactor
 from plimsoll.techniques.attention import Attention
 from plimsoll.techniques.autocast import Autocast
 from plimsoll.techniques.by_length import ByLength
@@ -38,9 +40,11 @@ TECHNIQUES: dict[str, Technique] = {
     for technique in (
         Autocast(),
         Lora(),
+        Adafactor(),
         Attention(),
         ChunkedLoss(),
         Checkpointing(),
+        ActivationOffload(),
         OptimizerKernel(),
         OptimizerOffload(),
         OptimizerInBackward(),
