@@ -5,8 +5,8 @@
 Forward and backward of one loss, each way in a process of its own. Memory is the process's peak of resident bytes
 beyond what it had before the first forward (hidden, weight and labels are there by then; gradients are part of it).
 Seconds are of the processor, of one thread unless told otherwise, the best round. Accuracy is against logits in fp32
-and the rest in fp64: the relative error of the loss, and the largest error in 512 rows of the weight's gradient relative
-to their largest element. The last line is JSON. Linux only.
+and the rest in fp64: the relative error of the loss, and the largest error in 512 rows of the weight's gradient
+relative to their largest element. The last line is JSON. Linux only.
 """
 
 from __future__ import annotations

@@ -17,7 +17,8 @@ from plimsoll.memory.lowering.cuda import CudaLowering
 from plimsoll.memory.recorder import Recorder
 from plimsoll.memory.trace import trace_training
 from plimsoll.models.recurrent import build_recurrent
-from plimsoll.records.plan import Choice
+from plimsoll.records.plan import Choice, micro_batch_choice
+from plimsoll.run.step import TrainStep
 from plimsoll.techniques import TECHNIQUES, Setting, installed
 from plimsoll.techniques.chunked_loss import find_head
 from plimsoll.workload import Workload, model_loss
@@ -159,6 +160,20 @@ def test_autocast_gives_the_loss_that_plain_autocast_gives(build):
     assert chunked[0].dtype == torch.float32
     torch.testing.assert_close(chunked[0], plain[0], rtol=1e-4, atol=0)
     assert_alike((plain[0], chunked[1]), plain, tolerance=0.03)
+
+
+@pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-5), ("bf16", 1e-2), ("fp16", 1e-3)])
+def test_training_steps_with_a_scaler_and_micro_batches_go_the_same_way(precision, tolerance):
+    def steps(*choices):
+        torch.manual_seed(0)
+        model = gpt2()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        rungs = [[micro_batch_choice(2), *choices]]
+        step = TrainStep(model, optimizer, units="next-tokens", clip_norm=1.0, precision=precision, rungs=rungs)
+        results = [step(batch_of(6, 20)) for _ in range(3)]
+        return torch.tensor([[one.loss, one.gradient_norm] for one in results])
+
+    torch.testing.assert_close(steps(chunks_of(8)), steps(), rtol=tolerance, atol=0)
 
 
 def test_restores_the_model_exactly():
