@@ -7,13 +7,18 @@ from plimsoll.records.trace import Assumption, OpTable, StorageTable, Trace
 MIB = 1 << 20
 
 
-def trace_of(*ops: tuple[str, int, str], assumptions: tuple[Assumption, ...] = ()) -> Trace:
+WORK = ("flops", "moved_bytes", "outside_bytes")
+
+
+def trace_of(
+    *ops: tuple[str, int, str], assumptions: tuple[Assumption, ...] = (), work: dict[int, dict[str, int]] | None = None
+) -> Trace:
     """Make a trace of ops ``(phase, step, what happens)``.
 
     What happens is a list of births, ``+name category bytes``, and deaths, ``-name``; a name that ends in ``@host`` is
     in the host's memory. Op number ``i`` is called ``aten.op<i>.default``, is of module ``layer<i>`` and of line
     ``train.py:<i>``; the shape of a storage is its name without a mark ``'`` at its end; what a model or an optimizer
-    holds is called by its name.
+    holds is called by its name. ``work`` has, by the number of an op, what it does of `WORK`, in float32.
     """
     texts = {"": 0}
     rows: list[tuple[int, ...]] = []
@@ -26,7 +31,8 @@ def trace_of(*ops: tuple[str, int, str], assumptions: tuple[Assumption, ...] = (
 
     for number, (phase, step, script) in enumerate(ops):
         where = (text(f"aten.op{number}.default"), text(f"layer{number}"), text(f"train.py:{number}"))
-        rows.append((*where, phase, step))
+        done = (work or {}).get(number, {})
+        rows.append((*where, phase, step, *(done.get(name, 0) for name in WORK), text("float32" if done else "")))
         words = script.replace("optimizer states", "optimizer_states").split()[::-1]
         while words:
             word = words.pop()
@@ -48,7 +54,7 @@ def trace_of(*ops: tuple[str, int, str], assumptions: tuple[Assumption, ...] = (
                 storages[name][3] = number
             events.append((1 + row_of[name]) * (1 if sign == "+" else -1))
             event_op.append(number)
-    names = ("name", "module", "line", "phase", "step")
+    names = ("name", "module", "line", "phase", "step", *WORK, "dtype")
     columns = ("num_bytes", "category", "born", "died", "shape", "name", "on_host")
     return Trace(
         source="predicted",
@@ -64,5 +70,5 @@ def trace_of(*ops: tuple[str, int, str], assumptions: tuple[Assumption, ...] = (
     )
 
 
-_NO_OPS = OpTable(name=(), module=(), line=(), phase=(), step=())
+_NO_OPS = OpTable(name=(), module=(), line=(), phase=(), step=(), flops=(), moved_bytes=(), outside_bytes=(), dtype=())
 _NO_STORAGES = StorageTable(num_bytes=(), category=(), born=(), died=(), shape=(), name=(), on_host=())

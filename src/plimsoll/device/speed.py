@@ -40,7 +40,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 # A training calls its ops from Python, through modules and autograd: so many times what a bare call in a loop takes
 # (benchmarks/plan_time_model.py, models of Hugging Face and torch.nn with very small tensors).
-_CALL_FACTOR = 5.0
+_CALL_FACTOR = 7.0
 # The best share of a GPU's peak that products reach, by operations a byte; and of its bandwidth that ops reach.
 _PRODUCT_SHARES = ((4.0, 0.25), (32.0, 0.5), (256.0, 0.7))
 _MOVING_SHARES: dict[MovingKind, float] = {
@@ -48,6 +48,7 @@ _MOVING_SHARES: dict[MovingKind, float] = {
 }  # fmt: skip
 _GPU_CALL_SECONDS, _GPU_KERNEL_SECONDS = 10e-6, 3e-6
 _LINK_SHARE = 0.8
+_FILE_SHARE = 0.5  # pages that were written to the disk meanwhile are faulted in again at the next write
 _LEAST_GAIN = 0.6  # of the number of threads
 # Where a card's numbers are not known: of cards of the table the lowest bandwidth that still is usual, and operations
 # of an SM and cycle of Ampere and later at a usual clock.
@@ -119,7 +120,7 @@ def speed_of(spec: DeviceSpec) -> Speed:
     return Speed(
         device=spec.name,
         source="table",
-        flops_per_second={name: _shares_of(peak) for name, peak in peaks.items()},
+        flops_per_second={name: _shares_of(best) for name, best in peaks.items()},
         bytes_per_second={kind: (Point(at=1, rate=share * moved),) for kind, share in _MOVING_SHARES.items()},
         op_seconds=_GPU_CALL_SECONDS,
         kernel_seconds=_GPU_KERNEL_SECONDS,
@@ -129,8 +130,8 @@ def speed_of(spec: DeviceSpec) -> Speed:
     )
 
 
-def _shares_of(peak: float) -> Curve:
-    return tuple(Point(at=at, rate=share * peak) for at, share in _PRODUCT_SHARES)
+def _shares_of(flops_per_second: float) -> Curve:
+    return tuple(Point(at=at, rate=share * flops_per_second) for at, share in _PRODUCT_SHARES)
 
 
 def _name_of(device: str) -> str:
@@ -177,7 +178,8 @@ class _Probe:
     def best_seconds(self, run: Callable[[], object], most_seconds: float = 0.02, num_least: int = 3) -> float:
         """The shortest of several runs, of which the first does not count."""
         run()
-        found, ends = [], time.perf_counter() + most_seconds
+        found: list[float] = []
+        ends = time.perf_counter() + most_seconds
         while len(found) < num_least or time.perf_counter() < ends:
             self._wait()
             started = self._now()
@@ -263,7 +265,7 @@ class _Probe:
         num_bytes = 32 * _MIB
 
         def fill() -> float:
-            with mmap.mmap(-1, num_bytes) as mapped:
+            with mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as mapped:
                 memory = torch.frombuffer(mapped, dtype=torch.float32)
                 started = time.thread_time()
                 memory.fill_(1.0)
@@ -276,19 +278,17 @@ class _Probe:
         return max(min(fill() for _ in range(4)), 0.0) / num_bytes
 
     def file_rate(self) -> float:
-        """Bytes a second into a mapped file and out of it again."""
+        """Bytes a second into a mapped file that has been written before, and out of it again."""
         num_bytes = 32 * _MIB
-        source = torch.ones(num_bytes // 4)
         with tempfile.TemporaryFile() as file:
             file.truncate(num_bytes)
             with mmap.mmap(file.fileno(), num_bytes) as mapped:
-                memory = torch.frombuffer(mapped, dtype=torch.float32)
-                started = time.perf_counter()
-                memory.copy_(source)
-                source.copy_(memory)
-                seconds = time.perf_counter() - started
-                del memory
-        return 2 * num_bytes / seconds
+                return _FILE_SHARE * 2 * num_bytes / self._seconds_of_copies(mapped)
+
+    def _seconds_of_copies(self, mapped: mmap.mmap) -> float:
+        there = torch.frombuffer(mapped, dtype=torch.float32)
+        here = torch.ones_like(there)
+        return self.best_seconds(lambda: here.copy_(there.copy_(here)))
 
     def host_link_rate(self) -> float:
         """Bytes a second from pinned memory to the device."""

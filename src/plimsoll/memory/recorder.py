@@ -354,7 +354,7 @@ class _Storages:
                 self._name[row] = self._recorder.text(name)
 
     def is_outside(self, tensor: Tensor) -> bool:
-        """Whether a tensor was made outside the device; asked of every tensor of every op, so the usual answer first."""
+        """Whether a tensor was made outside the device: asked of each tensor of each op, so the usual answer first."""
         if not self._has_outside or tensor.layout is not torch.strided:
             return False
         row = self._row_of.get(tensor.untyped_storage()._cdata)

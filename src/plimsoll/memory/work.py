@@ -6,7 +6,7 @@ Operations are those of products (torch's own formulas, and oneDNN's and cuDNN's
 product has none, and its time follows from its bytes. Bytes are those of the tensors that an op reads or writes; views
 move nothing, and an op that picks rows of a tensor moves those rows. What a kernel takes for itself is left out.
 
-A lowering that runs no op for a product of the target's (cuDNN's recurrent layers) says so by `add_flops`.
+A lowering that runs no op for a product of the target's (cuDNN's recurrent layers) says so by `add_work`.
 """
 
 from __future__ import annotations
@@ -27,13 +27,16 @@ _MOVE_NOTHING = {
     "lift_fresh", "detach", "_local_scalar_dense", "sym_size", "record_stream",
 }  # fmt: skip
 # Arguments that are written, or only looked at, but not read from end to end.
+_FIRST, _SECOND = frozenset({0}), frozenset({1})
 _NOT_READ = {
-    **dict.fromkeys(("zero_", "fill_", "copy_", "bernoulli_", "normal_", "uniform_", "exponential_", "random_"), {0}),
-    **dict.fromkeys(("zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "empty_like"), {0}),
-    **dict.fromkeys(("new_zeros", "new_ones", "new_full", "_foreach_zero_", "_foreach_copy_"), {0}),
-    **dict.fromkeys(("embedding", "index_select", "gather", "index", "nll_loss_forward", "nll_loss2d_forward"), {0}),
-    **dict.fromkeys(("index_put_", "index_add_", "scatter_", "scatter_add_", "_index_put_impl_"), {0}),
-    **dict.fromkeys(("nll_loss_backward", "nll_loss2d_backward", "embedding_renorm_"), {1}),
+    **dict.fromkeys(
+        ("zero_", "fill_", "copy_", "bernoulli_", "normal_", "uniform_", "exponential_", "random_"), _FIRST
+    ),
+    **dict.fromkeys(("zeros_like", "ones_like", "full_like", "rand_like", "randn_like"), _FIRST),
+    **dict.fromkeys(("new_zeros", "new_ones", "new_full", "_foreach_zero_", "_foreach_copy_"), _FIRST),
+    **dict.fromkeys(("embedding", "index_select", "gather", "index", "nll_loss_forward", "nll_loss2d_forward"), _FIRST),
+    **dict.fromkeys(("index_put_", "index_add_", "scatter_", "scatter_add_", "_index_put_impl_"), _FIRST),
+    **dict.fromkeys(("nll_loss_backward", "nll_loss2d_backward"), _SECOND),
 }
 # A result is read elsewhere as it is written: rows that are picked; arguments that are written only in places.
 _READS_AS_IT_WRITES = {"embedding", "index_select", "gather", "index"}
@@ -41,12 +44,13 @@ _WRITES_IN_PLACES = {"index_put_", "index_add_", "scatter_", "scatter_add_", "_i
 
 Flops = Callable[[tuple[Any, ...], dict[str, Any], Any], int]
 
-_said_flops: ContextVar[int] = ContextVar("said_flops", default=0)
+_NONE = (0, 0)
+_said: ContextVar[tuple[int, int]] = ContextVar("said", default=_NONE)
 
 
-def add_flops(flops: int) -> None:
-    """Say that the op that follows, or is running, stands for a product of so many operations."""
-    _said_flops.set(_said_flops.get() + flops)
+def add_work(flops: int, moved_bytes: int) -> None:
+    """Say that the op that follows stands for products of so many operations, which move so many bytes."""
+    _said.set((_said.get()[0] + flops, _said.get()[1] + moved_bytes))
 
 
 class Work(NamedTuple):
@@ -88,16 +92,16 @@ class WorkCounter:
         kind = self._kinds.get(op)
         if kind is None:
             kind = self._kinds[op] = _kind_of(op)
-        flops = _said_flops.get()
+        flops, said_bytes = _said.get()
         if flops:
-            _said_flops.set(0)
+            _said.set(_NONE)
         if not kind.moves:
-            return Work(flops, 0, 0, _dtype_of(result)) if flops else NO_WORK
+            return Work(flops, said_bytes, 0, _dtype_of(result)) if flops else NO_WORK
         with torch._C.DisableTorchFunction():
             if kind.flops is not None:
                 flops += kind.flops(args, kwargs, result)
             moved_bytes, outside_bytes = self._moved(kind, args, kwargs, result)
-            return Work(flops, moved_bytes, outside_bytes, _dtype_of((*args, result)) if flops else "")
+            return Work(flops, moved_bytes + said_bytes, outside_bytes, _dtype_of((*args, result)) if flops else "")
 
     def _moved(self, kind: _Kind, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> tuple[int, int]:
         sizes = [0, 0]
@@ -145,7 +149,7 @@ def _kind_of(op: Any) -> _Kind:
     is_view = bool(aliases) and not written
     return _Kind(
         moves=not is_view and name not in _MOVE_NOTHING,
-        not_read=frozenset(_NOT_READ.get(name, ())),
+        not_read=_NOT_READ.get(name, frozenset()),
         written=frozenset() if name in _WRITES_IN_PLACES else written,
         writes_result=not any(one.alias_info is not None for one in schema.returns),
         reads_as_it_writes=name in _READS_AS_IT_WRITES,
@@ -165,7 +169,8 @@ def _flops_of(op: Any, name: str) -> Flops | None:
 
 def _attention_flops(args: tuple[Any, ...]) -> int:
     (*batch, queries, width), (keys, value_width) = args[0].shape, args[2].shape[-2:]
-    return 2 * int(torch.Size(batch).numel()) * queries * keys * (width + value_width)
+    flops: int = 2 * torch.Size(batch).numel() * queries * keys * (width + value_width)
+    return flops
 
 
 def rnn_flops(num_steps: int, batch_size: int, num_inputs: int, hidden_size: int, num_gates: int) -> int:

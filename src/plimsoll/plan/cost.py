@@ -28,25 +28,24 @@ _OF_A_PIECE: frozenset[Phase] = frozenset({"copy", "forward", "loss", "backward"
 _NOT_COUNTED: frozenset[Phase] = frozenset({"setup", "evaluation"})
 _VIEW_SHARE = 0.3  # of what a call takes, where an op moves nothing: no memory is asked for, no kernel is set up
 
-_KINDS: dict[str, MovingKind] = {
-    **dict.fromkeys(("clone", "copy_", "_to_copy", "tril", "triu", "sum", "mean", "constant_pad_nd"), "strided"),
-    **dict.fromkeys(
-        ("tanh", "tanh_", "gelu", "gelu_backward", "exp", "exp_", "erf", "log", "silu", "silu_backward", "sigmoid")
-        + ("sigmoid_", "mish", "mish_backward", "softplus", "sin", "cos", "logsumexp"), "transcendental",
+# Of ops with products in them their bytes hardly ever count; any other op that is not named here is plain.
+_KIND_NAMES: dict[MovingKind, str] = {
+    "strided": "clone copy_ _to_copy tril triu sum mean constant_pad_nd",
+    "transcendental": (
+        "tanh tanh_ gelu gelu_backward exp exp_ erf log silu silu_backward sigmoid sigmoid_ mish mish_backward "
+        "softplus sin cos logsumexp"
     ),
-    **dict.fromkeys(
-        ("_softmax", "_safe_softmax", "_log_softmax", "native_layer_norm", "native_layer_norm_backward", "cumsum")
-        + ("_fused_rms_norm", "_fused_rms_norm_backward", "native_batch_norm", "native_batch_norm_backward"),
-        "normalize",
+    "normalize": (
+        "_softmax _safe_softmax _log_softmax native_layer_norm native_layer_norm_backward cumsum _fused_rms_norm "
+        "_fused_rms_norm_backward native_batch_norm native_batch_norm_backward"
     ),
-    **dict.fromkeys(
-        ("bernoulli_", "bernoulli", "native_dropout", "normal_", "uniform_", "rand", "randn", "rand_like"), "random"
+    "random": "bernoulli_ bernoulli native_dropout normal_ uniform_ rand randn rand_like",
+    "gather": (
+        "embedding embedding_dense_backward index_select gather index index_put_ index_add_ index_add scatter_ "
+        "scatter_add_ _index_put_impl_"
     ),
-    **dict.fromkeys(
-        ("embedding", "embedding_dense_backward", "index_select", "gather", "index", "index_put_", "index_add_")
-        + ("index_add", "scatter_", "scatter_add_", "_index_put_impl_"), "gather",
-    ),
-}  # fmt: skip
+}
+_KINDS: dict[str, MovingKind] = {name: kind for kind, names in _KIND_NAMES.items() for name in names.split()}
 
 
 @dataclass

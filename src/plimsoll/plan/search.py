@@ -1,9 +1,9 @@
 """Which mix: the fastest that fits, jointly over all techniques and micro-batches, and the smaller ones behind it.
 
-A trace of a mix is exact and slow, so few are made: the plain training at two micro-batches, each technique that can
-reach what the peak is made of once on top of it, and then the mixes that a surrogate (`plimsoll.plan.surrogate`) takes
-for the fastest that fit, until the best guess is one that has been traced. Nothing is chosen untraced. If no mix can
-gain more than the model of time can tell, the techniques are not traced at all.
+A trace of a mix is exact and slow, so few are made: the plain training at two or three micro-batches, each technique that
+can reach what the peak is made of once on top of it, and then the mixes that a surrogate (`plimsoll.plan.surrogate`)
+takes for the fastest that fit, until the best guess is one that has been traced. Nothing is chosen untraced. If no mix
+can gain more than the model of time can tell, the techniques are not traced at all.
 
 The same problem always has the same plan: nothing is drawn, and nothing depends on the clock.
 """
@@ -13,9 +13,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import product
+from math import isqrt
 
 import numpy as np
 
+from plimsoll.plan.blocks import some_blocks
 from plimsoll.plan.look import Look, LookAt, PhasePeak
 from plimsoll.plan.menu import Compatibility, Menu, Problem, menu_of
 from plimsoll.plan.surrogate import Column, Surrogate
@@ -26,6 +28,7 @@ from plimsoll.techniques import Choices, in_order, technique_of
 Refine = Callable[[Look, int], Choices | None]
 """A weaker mix that uses the room that is left under a limit (bytes), or ``None``."""
 
+_SAME_BYTES = 0.01  # of a need: not worth another technique
 _SAME_SECONDS = 0.02  # of a step: the model of time cannot tell plans that differ by less
 _LEAST_PART = 0.02  # of a peak: what is less is not worth a trace
 _MOST_LOOKS = 10  # at mixes, for the plan and for each fallback
@@ -108,14 +111,19 @@ class _Search:
         return self._looks[choices]
 
     def _plain_line(self, limit_bytes: int) -> Look:
-        """Trace the base at two micro-batches, the smaller near where it stops fitting; returns the smaller one."""
+        """Trace the base at a few micro-batches, one near where it stops fitting; returns the smallest one."""
         base, sizes = self._menu.base, self._menu.sizes
         large = self._look(base, sizes[0])
         growing_bytes = _largest(large).growing_bytes
         room = (limit_bytes - large.need_bytes + growing_bytes) / max(growing_bytes, 1)  # of the whole batch
         wanted = max(1, min(int(0.9 * room * sizes[0]), sizes[0] // 2))
         small = self._look(base, max(size for size in sizes if size <= max(wanted, sizes[-1])))
-        self._surrogate = Surrogate(small, large, self._problem.setting.batch_size)
+        middle = isqrt(small.micro_batch * large.micro_batch)
+        if middle > 2 * small.micro_batch:
+            looks = (small, self._look(base, max(size for size in sizes if size <= middle)), large)
+        else:
+            looks = (small, large)
+        self._surrogate = Surrogate(looks)
         return small
 
     def _may_gain(self, limit_bytes: int) -> bool:
@@ -135,6 +143,16 @@ class _Search:
                 continue
             for choice in dict.fromkeys((options[0], options[-1])):
                 self._learn(choice, reference.micro_batch)
+            if name == "checkpointing":
+                self._learn_blocks(options[-1])
+
+    def _learn_blocks(self, every_block: Choice) -> None:
+        """Guess what some of the blocks do from what all of them do."""
+        problem, learned = self._problem, self._learned.get("checkpointing", [])
+        if every_block in learned and problem.setting.trace is not None:
+            for some in some_blocks(problem.workload, problem.setting.trace):
+                self._surrogate.interpolate(some.choice, every_block, some.bytes_share, some.seconds_share)
+                learned.append(some.choice)
 
     def _learn(self, choice: Choice, micro_batch: int) -> None:
         base = self._menu.base
@@ -200,7 +218,8 @@ class _Search:
             fitting += [(float(seconds[row]), mix, int(row)) for row in fits]
         if not fitting:
             return None
-        bound = (1 + _SAME_SECONDS) * min(seconds for seconds, _, _ in fitting)
+        fastest = min(seconds for seconds, _, _ in fitting)
+        bound = fastest + _SAME_SECONDS * abs(fastest)  # a guess may be below 0
         near = [
             (len(mix.choices), -mix.sizes[row], seconds, mix, row) for seconds, mix, row in fitting if seconds <= bound
         ]
@@ -237,13 +256,15 @@ class _Search:
                 for mix in mixes
                 for row, (need, second) in enumerate(zip(*self._guessed(mix)[:2], strict=True))
             ]
-            best = min(needs, key=lambda one: (*one[:3], str(one[3])))[3]
+            bound = (1 + _SAME_BYTES) * min(need for need, *_ in needs)
+            best = min((one for one in needs if one[0] <= bound), key=lambda one: (*one[1:3], str(one[3])))[3]
             if best in self._looks:
                 break
             self._surrogate.correct(self._look_at_choices(best))
         looks = [look for look in self._looks.values() if only_with is None or _for_the_run(look.mix) == only_with]
         looks = [look for look in looks if set(self._menu.base) <= set(look.mix)]
-        return min(looks, key=lambda look: (look.need_bytes, look.seconds))
+        bound = (1 + _SAME_BYTES) * min(look.need_bytes for look in looks)
+        return min((look for look in looks if look.need_bytes <= bound), key=lambda look: (len(look.mix), look.seconds))
 
     def _openings(self, leanest: Look) -> tuple[Look, ...]:
         """What lossy techniques that are not allowed would need on top of the leanest mix."""

@@ -1,16 +1,16 @@
 """What mixes that were not traced will probably need and take, from a few that were: only to decide what to trace next.
 
 Within one phase the effects of techniques nearly add up; between phases they do not (a smaller backward does nothing
-for a peak in the update), so a peak is the largest of the phases' estimates. Two traces of the plain training give a
-line over micro-batches for each phase; a trace of each technique alone says what it takes from each phase and what
-time it adds. A trace of a mix corrects what is guessed of that mix. No plan is made from these guesses: what is chosen
-is traced as a whole.
+for a peak in the update), so a peak is the largest of the phases' estimates. A few traces of the plain training give a
+line over micro-batches for each phase, and the time between them; a trace of each technique alone says what it takes
+from each phase and what time it adds. A trace of a mix corrects what is guessed of that mix and of those most like it.
+No plan is made from these guesses: what is chosen is traced as a whole.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -26,46 +26,37 @@ Column = NDArray[Any]
 _ALIKE = 2  # choices in which mixes may differ for the error of one to be taken for the other's
 
 
-@dataclass(frozen=True)
-class _Line:
-    """``constant + slope * x``."""
+class _Curve:
+    """Straight between known points, and beyond them as between the two nearest."""
 
-    constant: float
-    slope: float
+    def __init__(self, points: Sequence[tuple[float, float]]) -> None:
+        self._x, self._y = np.asarray(sorted(points), dtype=float).T
 
-    def at(self, x: Any) -> Any:
-        return self.constant + self.slope * x
-
-    @classmethod
-    def through(cls, first: tuple[float, float], second: tuple[float, float]) -> _Line:
-        if first[0] == second[0]:
-            return cls(first[1], 0.0)
-        slope = (second[1] - first[1]) / (second[0] - first[0])
-        return cls(first[1] - slope * first[0], slope)
+    def at(self, x: Column) -> Column:
+        x = np.asarray(x, dtype=float)
+        inside = np.interp(x, self._x, self._y)
+        if len(self._x) == 1:
+            return inside
+        below = self._y[0] + (x - self._x[0]) * (self._y[1] - self._y[0]) / (self._x[1] - self._x[0])
+        above = self._y[-1] + (x - self._x[-1]) * (self._y[-1] - self._y[-2]) / (self._x[-1] - self._x[-2])
+        return np.where(x < self._x[0], below, np.where(x > self._x[-1], above, inside))
 
 
 class Surrogate:
     """Guesses bytes and seconds of mixes.
 
     Args:
-        small: the plain training at a small micro-batch.
-        large: the plain training at a larger one, or the same look.
-        batch_size: samples of a step.
+        plain: the training without the techniques that are to be learned, at one or more micro-batches.
     """
 
-    def __init__(self, small: Look, large: Look, batch_size: int) -> None:
-        self._batch_size = batch_size
-        sizes = small.micro_batch, large.micro_batch
-        names: list[Phase] = sorted(set(small.phases) | set(large.phases))
-        self._base = set(small.mix)
-        self._alive = {
-            phase: _Line.through(
-                *((size, _alive(look, phase)) for size, look in zip(sizes, (small, large), strict=True))
-            )
-            for phase in names
-        }
-        self._beyond = _Line.through((sizes[0], _beyond(small)), (sizes[1], _beyond(large)))
-        self._seconds = _Line.through((self._pieces(sizes[0]), small.seconds), (self._pieces(sizes[1]), large.seconds))
+    def __init__(self, plain: Sequence[Look]) -> None:
+        looks = {look.micro_batch: look for look in plain}
+        names: list[Phase] = sorted({phase for look in plain for phase in look.phases})
+        self._base = set(plain[0].mix)
+        self._alive = {phase: _Curve([(size, _alive(look, phase)) for size, look in looks.items()]) for phase in names}
+        self._beyond = _Curve([(size, _beyond(look)) for size, look in looks.items()])
+        # Over the logarithm: from 1 sample to 2 as much may change as from 32 to 64.
+        self._seconds = _Curve([(np.log2(size), look.seconds) for size, look in looks.items()])
         self._fixed_effect: dict[Choice, dict[Phase, float]] = defaultdict(dict)
         self._growing_effect: dict[Choice, dict[Phase, float]] = defaultdict(dict)
         self._added_seconds: dict[Choice, float] = {}
@@ -83,12 +74,12 @@ class Surrogate:
         self._added_seconds[choice] = look.seconds - without.seconds
         self._beyond_effect[choice] = _beyond(look) - _beyond(without)
 
-    def interpolate(self, choice: Choice, strong: Choice, share: float) -> None:
+    def interpolate(self, choice: Choice, strong: Choice, bytes_share: float, seconds_share: float) -> None:
         """Take a choice to have a share of the effect of a stronger one."""
         for effects in (self._fixed_effect, self._growing_effect):
-            effects[choice] = {phase: share * value for phase, value in effects[strong].items()}
-        self._added_seconds[choice] = share * self._added_seconds[strong]
-        self._beyond_effect[choice] = share * self._beyond_effect[strong]
+            effects[choice] = {phase: bytes_share * value for phase, value in effects[strong].items()}
+        self._beyond_effect[choice] = bytes_share * self._beyond_effect[strong]
+        self._added_seconds[choice] = seconds_share * self._added_seconds[strong]
 
     def correct(self, look: Look) -> None:
         """Learn from a trace of a whole mix."""
@@ -104,17 +95,17 @@ class Surrogate:
         """Guess the budget that a mix is safe in, for each of several micro-batches."""
         added = [choice for choice in mix if choice not in self._base]
         most = np.zeros(len(micro_batches))
-        for phase, line in self._alive.items():
+        for phase, curve in self._alive.items():
             fixed = sum(self._fixed_effect[choice].get(phase, 0.0) for choice in added)
             growing = sum(self._growing_effect[choice].get(phase, 0.0) for choice in added)
-            most = np.maximum(most, line.constant + fixed + micro_batches * max(line.slope + growing, 0.0))
+            most = np.maximum(most, curve.at(micro_batches) + fixed + micro_batches * growing)
         beyond = self._beyond.at(micro_batches) + sum(self._beyond_effect.get(choice, 0.0) for choice in added)
         return most + np.maximum(beyond, 0.0) + self._nearest(self._bytes_off, mix)
 
     def seconds(self, mix: Choices, micro_batches: Column) -> Column:
         """Guess the time of a step, for each of several micro-batches."""
         added = sum(self._added_seconds.get(choice, 0.0) for choice in mix if choice not in self._base)
-        return self._seconds.at(self._pieces(micro_batches)) + added + self._nearest(self._seconds_off, mix)
+        return self._seconds.at(np.log2(micro_batches)) + added + self._nearest(self._seconds_off, mix)
 
     def is_useful(self, choice: Choice) -> bool:
         """Whether a choice that was learned saves time, or memory in any phase."""
@@ -129,9 +120,6 @@ class Surrogate:
         distances = {other: len(here ^ frozenset(other)) for other in off}
         near = [other for other, distance in distances.items() if distance <= _ALIKE]
         return off[min(near, key=lambda other: (distances[other], str(other)))] if near else 0.0
-
-    def _pieces(self, micro_batches: Any) -> Any:
-        return -(-self._batch_size // micro_batches)
 
 
 def _alive(look: Look, phase: Phase) -> float:

@@ -16,6 +16,7 @@ from plimsoll.errors import InputError
 from plimsoll.records.job import near
 from plimsoll.records.plan import Choice
 from plimsoll.techniques._base import Choices, Setting, Technique
+from plimsoll.techniques.activation_offload import ActivationOffload
 from plimsoll.techniques.adafactor import Adafactor
 from plimsoll.techniques.attention import Attention
 from plimsoll.techniques.autocast import Autocast
@@ -37,12 +38,13 @@ __all__ = ["TECHNIQUES", "Choices", "Setting", "Technique", "conflict_among", "i
 TECHNIQUES: dict[str, Technique] = {
     technique.name: technique
     for technique in (
-        Adafactor(),
         Autocast(),
         Lora(),
+        Adafactor(),
         Attention(),
         ChunkedLoss(),
         Checkpointing(),
+        ActivationOffload(),
         OptimizerKernel(),
         OptimizerOffload(),
         OptimizerInBackward(),

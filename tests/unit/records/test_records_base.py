@@ -16,6 +16,7 @@ from plimsoll.errors import OutputError, RecordError
 from plimsoll.records.base import Record, write_atomically
 from plimsoll.records.comparison import Calibration, Comparison, Learned, Side, Target
 from plimsoll.records.plan import Plan
+from plimsoll.records.speed import Point, Speed
 from prediction_records import fitting
 
 for _module in pkgutil.iter_modules(plimsoll.records.__path__):
@@ -36,7 +37,12 @@ def examples(device, machine, plan, job, head, run_record) -> dict[type[Record],
     )  # fmt: skip
     calibration = Calibration(targets={"cpu": Target(live_ratio=Learned(num_runs=1, mean=1.0, low=1.0, high=1.0))})
     trace = trace_of(("setup", 0, "+w parameters 8 -w"))
-    made = (device, machine, plan, job, head, run_record, fitting(), trace, comparison, calibration)
+    curve = (Point(at=1.0, rate=2.0),)
+    speed = Speed(
+        device="cpu", source="measured", flops_per_second={"float32": curve}, bytes_per_second={"plain": curve},
+        op_seconds=1e-5, link_bytes_per_second=1e9, spread=0.25,
+    )  # fmt: skip
+    made = (device, machine, plan, job, head, run_record, fitting(), trace, comparison, calibration, speed)
     return {type(record): record for record in made}
 
 

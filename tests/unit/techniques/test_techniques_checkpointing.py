@@ -9,10 +9,12 @@ import torch
 from small_models import WITH_BLOCKS, Block, Blocks, fresh, gpt2_with
 from torch import nn
 from traced_steps import recorded, rehearsed
+from transformers import AlbertConfig, AlbertForMaskedLM
 
 from plimsoll.errors import InputError
 from plimsoll.memory.live import live_bytes
 from plimsoll.memory.lowering.cuda import CudaLowering
+from plimsoll.records.plan import micro_batch_choice
 from plimsoll.run.failpoints import armed
 from plimsoll.run.step import TrainStep
 from plimsoll.techniques import Setting, conflict_among, installed
@@ -163,7 +165,7 @@ def test_a_copy_of_an_installed_model_runs_itself():
 def test_a_step_that_fails_is_done_again(phase):
     def trained(*, fails):
         model, batch = fresh("gpt2")
-        rungs = [[ALL, choice(8)], [ALL, choice(4)]]
+        rungs = [[ALL, micro_batch_choice(8)], [ALL, micro_batch_choice(4)]]
         step = TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), units="samples", rungs=rungs)
         torch.manual_seed(1)
         if fails:
@@ -174,10 +176,48 @@ def test_a_step_that_fails_is_done_again(phase):
             step(batch)
         return model.state_dict()
 
-    from plimsoll.records.plan import micro_batch_choice as choice
-
     plain, failed = trained(fails=False), trained(fails=True)
     assert all(torch.equal(plain[key], failed[key]) for key in plain)
+
+
+def test_memory_that_runs_out_while_recomputing():
+    """The first call of a part of a block is in forward, the second when backward computes it again."""
+    results = []
+    for fails in (False, True):
+        model, batch = fresh("bert")
+        part, num_calls = blocks_of(model)[0][1].attention, []
+
+        def hook(module, args, fails=fails, num_calls=num_calls):
+            num_calls.append(len(args[0]))
+            if fails and len(num_calls) == 2:
+                raise RuntimeError(
+                    "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes."
+                )
+
+        part.register_forward_pre_hook(hook)
+        rungs = [[ALL, micro_batch_choice(8)], [ALL, micro_batch_choice(4)]]
+        step = TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), units="samples", rungs=rungs)
+        torch.manual_seed(1)
+        if not fails:
+            step.begin_again_at(1)
+        result = step(batch)
+        assert len(result.oom_events) == fails
+        results.append(model.state_dict())
+    assert all(torch.equal(results[0][key], results[1][key]) for key in results[0])
+
+
+def test_one_layer_that_is_called_again_and_again():
+    sizes = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 32, "embedding_size": 16}
+    config = AlbertConfig(**sizes, num_hidden_layers=4, vocab_size=50, hidden_dropout_prob=0.1)
+    _, batch = fresh("gpt2")
+    results = []
+    for choices in ((), (ALL,)):
+        torch.manual_seed(0)
+        model = AlbertForMaskedLM(config).train()
+        with installed(workload_of(model), choices):
+            model_loss(model, batch).backward()
+        results.append([parameter.grad for parameter in model.parameters() if parameter.grad is not None])
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
 
 
 # -- what can be chosen ------------------------------------------------------------------------------------------------
@@ -201,7 +241,7 @@ def test_why_nothing_applies():
     model.activation_checkpointing_enable()
     assert "the model checkpoints its layers itself" in menu(workload_of(model), CPU)
     assert "the model checkpoints its layers itself" in conflict_among((ALL,), workload_of(model), CPU)
-    wide = gpt2_with(n_layer=1, n_embd=2, n_head=1, vocab_size=2000)
+    wide = gpt2_with(n_layer=1, n_embd=2, n_head=1, vocab_size=20_000)
     trace = rehearsed(wide, {"input_ids": torch.ones(2, 4, dtype=int), "labels": torch.ones(2, 4, dtype=int)})
     reason = menu(workload_of(wide), Setting(device="cpu", batch_size=2, trace=trace))
     assert reason.startswith("the 1 blocks keep ")
@@ -311,3 +351,19 @@ def test_the_largest_of_several_passes_counts():
     names = tuple(name for name, _ in blocks_of(model))
     kept = [block.kept_bytes for block in saved_per_block(rehearsed(model, batch), names)]
     assert kept == [8 * 12 * 16 * 4] * 2
+
+
+def test_tensors_given_by_keyword_are_seen_by_torch(monkeypatch):
+    """It keeps the random numbers of the devices of positional tensors only."""
+    seen = []
+    real = torch.utils.checkpoint.checkpoint
+
+    def spy(function, *args, **kwargs):
+        seen.append(sorted(tensor.dim() for tensor in args))
+        return real(function, *args, **kwargs)
+
+    monkeypatch.setattr("plimsoll.techniques.checkpointing.checkpoint", spy)
+    model, batch = fresh("blocks")
+    with installed(workload_of(model), (ALL,)):
+        model_loss(model, batch).backward()
+    assert seen == [[0, 3], [0, 0, 3], [0, 0, 3]]  # the scale, what was seen, hidden states

@@ -31,6 +31,7 @@ from plimsoll.memory.lowering.cudnn_rnn_sizes import (
     uncertainty_bytes,
     workspace_bytes,
 )
+from plimsoll.memory.work import add_work
 
 Note = Callable[[str, int, int], None]
 
@@ -110,6 +111,12 @@ class _Call(NamedTuple):
     def workspace(self, like: Tensor) -> Tensor:
         return like.new_empty(workspace_bytes(self.shape).likely, dtype=torch.uint8)
 
+    def note_products(self, like: Tensor) -> None:
+        """Every weight is used once for each step and sample, and read once for each step."""
+        shape = self.shape
+        flops = 2 * shape.num_steps * shape.batch * shape.weight_elements
+        add_work(flops, shape.num_steps * shape.weight_elements * like.element_size())
+
     def reserve(self, like: Tensor) -> Tensor:
         return like.new_empty(reserve_bytes(self.shape).likely if self.train else 0, dtype=torch.uint8)
 
@@ -122,6 +129,7 @@ class _CudnnRnnFunction(torch.autograd.Function):
         ctx.call = call
         ctx.set_materialize_grads(False)
         x = call.time_first(inputs).contiguous()
+        call.note_products(x)
         output = x.new_empty(*x.shape[:-1], call.shape.num_outputs * call.shape.num_directions)
         hy = torch.empty_like(hx)
         cy = None if cx is None else torch.empty_like(cx)
@@ -162,6 +170,7 @@ def _backward_data(
     if cx is not None and grad_cy is None:
         grad_cy = torch.zeros_like(cx)
     kept = [call.time_first(inputs).contiguous(), call.time_first(grad_output).contiguous()]
+    call.note_products(inputs)
     dx = torch.empty_like(kept[0])
     kept += [grad.contiguous() for grad in (grad_hy, grad_cy) if grad is not None]
     dhx = torch.empty_like(hx)
@@ -172,6 +181,7 @@ def _backward_data(
 
 def _backward_weights(call: _Call, inputs: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
     kept = [call.time_first(inputs).contiguous()]
+    call.note_products(inputs)
     buffer = inputs.new_zeros(call.shape.weight_elements)
     kept.append(call.workspace(inputs))
     views = list(_views(buffer, weights))

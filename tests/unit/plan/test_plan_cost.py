@@ -1,0 +1,132 @@
+"""Seconds of hand-made traces: products run at 100 flops a second, bytes at 10, the link at 5; a call takes 1 s."""
+
+import pytest
+
+from hand_traces import trace_of
+from plimsoll.plan.cost import learn_time, learned_ratio, step_duration
+from plimsoll.records.comparison import Calibration, Learned
+from plimsoll.records.heap import HeapRules
+from plimsoll.records.speed import Point, Speed
+
+SPEED = Speed(
+    device="by hand",
+    source="measured",
+    flops_per_second={"float32": (Point(at=1, rate=100),)},
+    bytes_per_second={"plain": (Point(at=1, rate=10),)},
+    op_seconds=1,
+    link_bytes_per_second=5,
+    spread=0.25,
+)
+GPU = SPEED.model_copy(update={"overlaps": True, "kernel_seconds": 3})
+# A step of two micro-batches, and an update.
+TWO = (
+    ("setup", 0, ""), ("forward", 1, ""), ("forward", 2, ""), ("backward", 2, ""), ("forward", 2, ""),
+    ("backward", 2, ""), ("clip", 2, ""), ("optimizer", 2, ""), ("evaluation", 2, ""),
+)  # fmt: skip
+TWO_WORK = {
+    0: {"moved_bytes": 999}, 1: {"moved_bytes": 999}, 8: {"moved_bytes": 999},
+    2: {"flops": 400, "moved_bytes": 10},  # 4 s, more than 1 s for its bytes; and the call
+    3: {"moved_bytes": 50},  # 5 s
+    4: {"flops": 400, "moved_bytes": 10},
+    5: {"moved_bytes": 70},  # 7 s
+    6: {"moved_bytes": 20},  # 2 s
+    7: {"moved_bytes": 30},  # 3 s
+}  # fmt: skip
+
+
+def seconds_of(trace, speed=SPEED, batch=2, micro=1, rehearsed=2, **options):
+    duration = step_duration(trace, speed, batch_size=batch, micro_batch=micro, rehearsed_samples=rehearsed, **options)
+    return duration.likely_seconds
+
+
+def one(work, *ops, speed=SPEED, **options):
+    return seconds_of(trace_of(*(ops or (("forward", 1, ""),)), work={0: work}), speed, **options)
+
+
+def test_the_last_step_is_added_up_without_setup_and_evaluation():
+    assert seconds_of(trace_of(*TWO, work=TWO_WORK)) == (5 + 6) + (5 + 8) + 3 + 4
+
+
+@pytest.mark.parametrize(
+    ("batch", "micro", "rehearsed", "expected"),
+    [
+        (2, 1, 2, 11 + 13 + 7),
+        (5, 1, 2, 11 + 4 * 13 + 7),  # those after the first meet gradients, as the second does
+        (9, 2, 3, 4 * 11 + 13 + 7),  # four pieces of 2 samples, then one
+    ],
+)
+def test_micro_batches_that_were_not_rehearsed(batch, micro, rehearsed, expected):
+    assert seconds_of(trace_of(*TWO, work=TWO_WORK), batch=batch, micro=micro, rehearsed=rehearsed) == expected
+
+
+def test_the_range_is_the_speeds_spread():
+    duration = step_duration(trace_of(*TWO, work=TWO_WORK), SPEED, batch_size=2, micro_batch=1, rehearsed_samples=2)
+    assert (duration.low_seconds, duration.high_seconds) == (31 / 1.25, 31 * 1.25)
+
+
+def test_a_view_costs_a_part_of_a_call():
+    assert one({}) == pytest.approx(0.3)
+
+
+def test_memory_outside_moves_over_the_link():
+    assert one({"outside_bytes": 10}) == 1 + 2
+
+
+def test_an_op_that_is_of_no_known_kind_or_type_is_plain():
+    speed = SPEED.model_copy(update={"bytes_per_second": {**SPEED.bytes_per_second, "random": (Point(at=1, rate=1),)}})
+    assert one({"moved_bytes": 20}, speed=speed) == 1 + 2
+    trace = trace_of(("forward", 1, ""), work={0: {"moved_bytes": 20}})
+    texts = tuple(text.replace("aten.op0.default", "aten.bernoulli_.float") for text in trace.texts)
+    assert seconds_of(trace.model_copy(update={"texts": texts}), speed) == 1 + 20
+
+
+@pytest.mark.parametrize(("is_dynamic", "expected"), [(False, 1 + 64 * 0.5), (True, 1)])
+def test_large_blocks_are_cleared_anew(is_dynamic, expected):
+    speed = SPEED.model_copy(update={"fresh_seconds_per_byte": 0.5, "op_seconds": 1 / 0.3})
+    heap = HeapRules(mmap_threshold_bytes=64, is_dynamic=is_dynamic)
+    assert one({}, ("forward", 1, "+small activations 63 +large activations 64"), speed=speed, heap=heap) == expected
+
+
+def test_memory_outside_is_not_cleared():
+    speed = SPEED.model_copy(update={"fresh_seconds_per_byte": 0.5, "op_seconds": 0})
+    heap = HeapRules(mmap_threshold_bytes=64, is_dynamic=False)
+    assert one({}, ("forward", 1, "+large@host activations 64"), speed=speed, heap=heap) == 0
+
+
+def test_on_a_gpu_the_slowest_of_kernels_calls_and_link_counts():
+    assert one({"moved_bytes": 50}, speed=GPU) == 5
+    assert one({"moved_bytes": 10}, speed=GPU) == 3  # no kernel is shorter
+    assert one({"moved_bytes": 10, "outside_bytes": 35}, speed=GPU) == 7
+    assert one({}, speed=GPU) == pytest.approx(0.3)
+
+
+def test_an_empty_trace_takes_no_time():
+    assert seconds_of(trace_of()) == 0
+
+
+def test_what_runs_have_taught_moves_and_widens_the_answer():
+    learned = Learned(num_runs=2, mean=2, low=1.5, high=3)
+    duration = step_duration(
+        trace_of(*TWO, work=TWO_WORK), SPEED, batch_size=2, micro_batch=1, rehearsed_samples=2, learned=learned
+    )
+    assert (duration.likely_seconds, duration.low_seconds, duration.high_seconds) == (
+        62,
+        31 * 1.5 / 1.25,
+        31 * 3 * 1.25,
+    )
+
+
+def test_times_are_learned_by_the_set_of_techniques():
+    known = learn_time(Calibration(), "cpu", ["micro_batch"], predicted_seconds=2, measured_seconds=3)
+    known = learn_time(known, "cpu", ["micro_batch", "cache", "autocast"], predicted_seconds=2, measured_seconds=5)
+    known = learn_time(known, "cpu", [], predicted_seconds=2, measured_seconds=2)
+    assert learned_ratio(known, "cpu", ["micro_batch"]) == Learned(num_runs=2, mean=1.25, low=1, high=1.5)
+    assert learned_ratio(known, "cpu", ["autocast", "cache"]) == Learned(num_runs=1, mean=2.5, low=2.5, high=2.5)
+    assert Calibration.from_json(known.to_json()) == known
+
+
+def test_a_set_that_was_never_run_is_as_the_others():
+    known = learn_time(Calibration(), "cpu", [], predicted_seconds=2, measured_seconds=2)
+    known = learn_time(known, "cpu", ["cache"], predicted_seconds=1, measured_seconds=2)
+    assert learned_ratio(known, "cpu", ["autocast"]) == Learned(num_runs=2, mean=1.5, low=1, high=2)
+    assert learned_ratio(known, "cuda 8.6", []) is None

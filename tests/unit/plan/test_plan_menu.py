@@ -1,0 +1,48 @@
+"""What there is to search among."""
+
+from plan.worlds import MadeUp, World
+from plimsoll.plan.menu import Compatibility, menu_of
+from plimsoll.plan.pins import Decided
+from plimsoll.records.plan import Choice, micro_batch_choice
+
+
+def choice(name, level=0):
+    return Choice(technique=name, options={"level": level})
+
+
+def test_every_technique_offers_says_why_not_or_is_closed(inhabited):
+    techniques = [
+        MadeUp("open", seconds=(0.1, 0.2)), MadeUp("closed", numerics="lossy"), MadeUp("nothing", reason="no use"),
+        MadeUp("unwanted"),
+    ]  # fmt: skip
+    world = inhabited(World(techniques))
+    menu = menu_of(world.problem(100, Decided((), frozenset(), frozenset({"unwanted"}))))
+    assert menu.options == {"open": (choice("open", 0), choice("open", 1))}
+    assert menu.closed == (choice("closed"),)
+    assert {rejected.choices[0].technique: rejected.reason for rejected in menu.rejected} == {
+        "closed": "changes the training, and is not allowed: `allow: [closed]` in the job allows it",
+        "nothing": "no use",
+        "unwanted": "forbidden by the user",
+    }
+    assert menu.sizes == (16, 8, 6, 4, 3, 2, 1)
+
+
+def test_by_length_is_in_every_mix_it_is_possible_in(inhabited):
+    world = inhabited(World([MadeUp("by_length")]))
+    assert menu_of(world.problem(100)).base == (choice("by_length"),)
+    assert menu_of(world.problem(100, Decided((), frozenset(), frozenset({"by_length"})))).base == ()
+
+
+def test_a_pinned_or_forbidden_micro_batch_leaves_one_size(inhabited):
+    world = inhabited(World([]))
+    menu = menu_of(world.problem(100, Decided((micro_batch_choice(4),), frozenset(), frozenset())))
+    assert (menu.sizes, menu.base) == ((4,), ())
+    assert menu_of(world.problem(100, Decided((), frozenset(), frozenset({"micro_batch"})))).sizes == (16,)
+
+
+def test_what_excludes_each_other_is_not_allowed_together(inhabited):
+    techniques = [MadeUp("a", refuses=frozenset({"b"})), MadeUp("b"), MadeUp("c", refuses={"small micro-batch"})]
+    compatibility = Compatibility(inhabited(World(techniques)).problem(100))
+    assert compatibility.allows((choice("a"), choice("c"), micro_batch_choice(16)))
+    assert not compatibility.allows((choice("a"), choice("c"), choice("b")))
+    assert not compatibility.allows((micro_batch_choice(8), choice("c")))
