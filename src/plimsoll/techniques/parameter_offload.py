@@ -56,7 +56,8 @@ class ParameterOffload:
             if choice.options.get("gradients"):
                 for parameter in parameters:
                     if parameter.requires_grad:
-                        handle = parameter.register_post_accumulate_grad_hook(_Mover(pool))
+                        mover = _Mover(pool)
+                        handle = parameter.register_post_accumulate_grad_hook(mover)  # type: ignore[no-untyped-call]
                         stack.callback(handle.remove)
             _exchange([parameter for parameter in parameters if not pool.holds(parameter)], pool.copy_of)
             yield
