@@ -31,6 +31,7 @@ from plimsoll.techniques.micro_batch import MicroBatch
 from plimsoll.techniques.optimizer_in_backward import OptimizerInBackward
 from plimsoll.techniques.optimizer_kernel import OptimizerKernel
 from plimsoll.techniques.optimizer_offload import OptimizerOffload
+from plimsoll.techniques.parameter_offload import ParameterOffload
 from plimsoll.workload import Workload
 
 __all__ = ["TECHNIQUES", "Choices", "Setting", "Technique", "conflict_among", "in_order", "installed", "technique_of"]
@@ -45,6 +46,7 @@ TECHNIQUES: dict[str, Technique] = {
         ChunkedLoss(),
         Checkpointing(),
         ActivationOffload(),
+        ParameterOffload(),
         OptimizerKernel(),
         OptimizerOffload(),
         OptimizerInBackward(),

@@ -149,7 +149,7 @@ class _Pass:
         if kept is None:
             return tensor
         kept.num_uses += 1
-        return _Packed(kept, tensor.size(), tensor.stride(), tensor.storage_offset())
+        return _Packed(kept, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
     def all_left(self) -> None:
         """Let go of what was held while it was copied."""
@@ -233,7 +233,8 @@ class _Side:
     """Copies on a stream of their own; on the CPU they are done at once."""
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        is_cuda = device.type == "cuda"
+        self._stream = torch.cuda.Stream(device) if is_cuda else None  # type: ignore[no-untyped-call]
 
     def copy(self, target: Tensor, source: Tensor) -> torch.cuda.Event | None:
         """Copy after everything that was asked for so far; returns what to wait for, if anything."""
@@ -243,7 +244,8 @@ class _Side:
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         with torch.cuda.stream(self._stream):
             target.copy_(source, non_blocking=True)
-            return self._stream.record_event()
+            event: torch.cuda.Event = self._stream.record_event()
+        return event
 
 
 def _wait_for(event: torch.cuda.Event | None) -> None:
