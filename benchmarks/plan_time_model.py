@@ -117,6 +117,8 @@ def run_case(case: str, steps: int, speed, known: dict[tuple[str, str], float]) 
     for techniques, micro_batch in itertools.product(CASES[case][6], CASES[case][5]):
         choices = (*techniques, micro_batch_choice(micro_batch))
         name = " ".join(map(str, choices))
+        if known and (case, name) not in known:
+            continue
         try:
             predicted = predict(job, texts, choices, micro_batch, speed)
             measured = known.get((case, name)) or measure(job, texts, choices, steps)
@@ -153,6 +155,25 @@ def judge(rows: list[dict]) -> dict:
     }  # fmt: skip
 
 
+def report(rows: list[dict], found: dict, steps: int, device: str) -> str:
+    lines = ["| model | variant | predicted | measured | ratio |", "| --- | --- | --: | --: | --: |"]
+    lines += [
+        f"| {row['case']} | {row['variant']} | {row['predicted']:.3f} s | {row['measured']:.3f} s | "
+        f"{row['predicted'] / row['measured']:.2f} |"
+        for row in rows
+    ]
+    today = datetime.date.today().isoformat()
+    pairs, told = f"{found['pairs']} pairs of variants of one model", f"{found['rank_agreement']:.1%}"
+    error, worst = f"{found['median_ratio_error']:.0%}", f"{found['worst_ratio_error']:.0%}"
+    return (
+        f"# The planner's time model, CPU, {today}\n\n`python benchmarks/plan_time_model.py --steps "
+        f"{steps}`: {device}. Seconds of the processor for one optimizer step.\n\n"
+        f"Of {pairs} that differ by more than {WORTH_TELLING:.0%}, the faster was told in {told}. A step was off by "
+        f"{error} in the median and {worst} at worst. The variant predicted to be fastest took at most "
+        f"{found['worst_loss_of_the_choice']:.0%} longer than the fastest one.\n\n" + "\n".join(lines) + "\n"
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=3, help="measured steps of each variant")
@@ -170,26 +191,11 @@ def main() -> None:
     speed = measured_speed()
     rows = [row for case in CASES if arguments.only in case for row in run_case(case, arguments.steps, speed, known)]
     found = judge(rows)
-    lines = ["| model | variant | predicted | measured | ratio |", "| --- | --- | --: | --: | --: |"]
-    lines += [
-        f"| {row['case']} | {row['variant']} | {row['predicted']:.3f} s | {row['measured']:.3f} s | "
-        f"{row['predicted'] / row['measured']:.2f} |"
-        for row in rows
-    ]
-    today = datetime.date.today().isoformat()
-    pairs, told = f"{found['pairs']} pairs of variants of one model", f"{found['rank_agreement']:.1%}"
-    error, worst = f"{found['median_ratio_error']:.0%}", f"{found['worst_ratio_error']:.0%}"
-    text = (
-        f"# The planner's time model, CPU, {today}\n\n`python benchmarks/plan_time_model.py --steps "
-        f"{arguments.steps}`: {speed.device}. Seconds of the processor for one optimizer step.\n\n"
-        f"Of {pairs} that differ by more than {WORTH_TELLING:.0%}, the faster was told in {told}. A step was off by "
-        f"{error} in the median and {worst} at worst. The variant predicted to be fastest took at most "
-        f"{found['worst_loss_of_the_choice']:.0%} longer than the fastest one.\n\n" + "\n".join(lines) + "\n"
-    )
+    text = report(rows, found, arguments.steps, speed.device)
     print(text)
     if arguments.out:
         arguments.out.mkdir(parents=True, exist_ok=True)
-        (arguments.out / f"plan-time-model-cpu-{today}.md").write_text(text, "utf-8")
+        (arguments.out / f"plan-time-model-cpu-{datetime.date.today().isoformat()}.md").write_text(text, "utf-8")
     print(json.dumps({**found, "rows": rows}))
 
 
