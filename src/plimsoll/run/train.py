@@ -257,8 +257,8 @@ def _finish(training: Training) -> None:
     training.step.drop_optimizer_states()
     if not training.job.evaluate_every or training.job.steps % training.job.evaluate_every:
         _evaluate(training)
-    training.step.close()
     fitting(lambda: save_model(training.parts.model, training.directory.model), training.backend, "writing the model")
+    training.step.close()
 
 
 def _start_line(training: Training, restarts: int) -> StartLine:

@@ -49,6 +49,7 @@ class ActivationOffload:
     summary: ClassVar[str] = "what backward needs of forward in a mapped file (CPU) or in the host's memory (CUDA)"
     reaches: ClassVar[frozenset[Category]] = frozenset({"activations"})
     is_for_the_run: ClassVar[bool] = False
+    may_be_faster: ClassVar[bool] = False
 
     def menu(self, workload: Workload, setting: Setting) -> Choices | str:
         """Everything to the one place there is for the device."""

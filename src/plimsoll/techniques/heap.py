@@ -16,16 +16,12 @@ from typing import ClassVar
 from plimsoll.device import data_limit, heap
 from plimsoll.records.heap import FAST_HEAP, HeapRules
 from plimsoll.records.plan import Choice, Numerics
-from plimsoll.records.trace import Category, Trace
+from plimsoll.records.trace import Category
 from plimsoll.techniques._base import Choices, Setting
 from plimsoll.workload import Workload
 
 MAPPED_FROM_BYTES = {"4MiB": heap.FAST_BYTES, "1MiB": 1 << 20, "128KiB": heap.TIGHT_BYTES}
 """The thresholds by the word for them, what keeps most first."""
-
-# GPT-2 of 4 layers, where 424 and 447 MiB of a step's blocks become mappings of their own: 0.50 and 0.92 s of the
-# processor more (benchmarks/plan_heap.py). Pages are cleared, and entered one by one.
-_CLEARED_BYTES_PER_SECOND = 600 << 20
 
 
 class Heap:
@@ -76,23 +72,6 @@ def heap_rules(choices: Iterable[Choice]) -> HeapRules | None:
             changed = {"mmap_threshold_bytes": _threshold_bytes(choice), "trims_after_steps": _trims(choice)}
             return FAST_HEAP.model_copy(update=changed)
     return None
-
-
-def mapping_seconds(trace: Trace, choices: Iterable[Choice]) -> float:
-    """What the last step of a trace takes longer for blocks that are mappings with these choices, and are not without.
-
-    A trace has the same ops with and without them, so a model of time does not see it. Trimming, which cost 3 and
-    19 % of a step where it was measured, is left out.
-    """
-    rules = heap_rules(choices)
-    if rules is None:
-        return 0.0
-    sizes = range(rules.mmap_threshold_bytes, FAST_HEAP.mmap_threshold_bytes)
-    storages, steps = trace.storages, trace.ops.step
-    columns = zip(storages.num_bytes, storages.born, storages.on_host, strict=True)
-    last = max(steps, default=0)
-    mapped_bytes = sum(size for size, born, on_host in columns if size in sizes and steps[born] == last and not on_host)
-    return mapped_bytes / _CLEARED_BYTES_PER_SECOND
 
 
 def _choice(mapped_from: str, trims: bool = False) -> Choice:

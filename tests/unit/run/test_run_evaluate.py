@@ -20,10 +20,10 @@ def line_through(num_samples):
     return {"x": x, "y": 2 * x}
 
 
-def step_of():
+def step_of(**options):
     model = nn.Linear(1, 1, bias=False)
     nn.init.zeros_(model.weight)
-    return TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.01), mean_square, units="samples")
+    return TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.01), mean_square, units="samples", **options)
 
 
 def test_evaluation_by_hand():

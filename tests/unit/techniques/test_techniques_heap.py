@@ -15,7 +15,7 @@ from plimsoll.records.plan import Choice, micro_batch_choice
 from plimsoll.records.prediction import Estimate
 from plimsoll.run.step import TrainStep
 from plimsoll.techniques import Setting, installed
-from plimsoll.techniques.heap import Heap, heap_rules, mapping_seconds
+from plimsoll.techniques.heap import Heap, heap_rules
 from plimsoll.workload import Workload, model_loss
 
 CPU = Setting(device="cpu", batch_size=4)
@@ -130,15 +130,3 @@ def test_a_trim_between_steps_is_in_the_prediction():
     peaks = [count_on_cpu(trace, nothing, heap_rules([choice(trim=trim)])).peak.likely_bytes for trim in (False, True)]
     assert (peaks[0] - peaks[1]) // mib == 2  # whole pages of the 3 MiB
     assert 12 * mib <= peaks[0] < 13 * mib
-
-
-def test_what_mappings_cost_is_said_apart_from_the_trace():
-    mib = 1 << 20
-    trace = trace_of(
-        ("forward", 1, f"+a activations {3 * mib} -a"),
-        ("forward", 2, f"+b activations {3 * mib} +c activations {600 << 10} +d activations {8 * mib} +e inputs 1000"),
-    )
-    assert mapping_seconds(trace, [micro_batch_choice(4)]) == 0
-    assert mapping_seconds(trace, [choice(trim=True)]) == 0
-    assert mapping_seconds(trace, [choice(mapped_from="1MiB")]) == 3 / 600
-    assert mapping_seconds(trace, [choice(mapped_from="128KiB")]) == pytest.approx((3 + 600 / 1024) / 600)
