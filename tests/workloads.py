@@ -168,7 +168,8 @@ def plain_loop(
 def units_of(case: Case, batch: dict[str, Tensor]) -> int:
     if case.units == "samples":
         return len(batch["labels"])
-    return int((batch["labels"][:, 1:] != -100).sum())
+    labels = batch["labels"] if case.units == "tokens" else batch["labels"][:, 1:]
+    return int((labels != -100).sum())
 
 
 def weights_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

@@ -35,7 +35,8 @@ def report(
     from plimsoll.report.render import load, render
 
     with failures_shown() if as_json else nullcontext():
-        record = load(run) if run.is_file() else RunRecord.from_directory(run)
+        is_record = run.is_file() or (run.suffix == ".json" and not run.is_dir())
+        record = load(run) if is_record else RunRecord.from_directory(run)
         if output is None:
             show(render(record, "json" if as_json else "text"))
             return

@@ -82,6 +82,7 @@ def step_duration(
         learned: measured over predicted seconds, from runs like this one (`learned_ratio`).
     """
     pieces, once = _stretches(trace, speed, heap)
+    once += _given_back_bytes(trace, heap) * speed.fresh_seconds_per_byte
     seconds = once + sum(pieces)
     if rehearsed_samples < batch_size:
         seconds = once + _of_all(pieces, -(-batch_size // micro_batch), batch_size % micro_batch > 0)
@@ -188,6 +189,22 @@ def _fresh_bytes(trace: Trace, heap: HeapRules) -> dict[int, int]:
         if num_bytes >= threshold_bytes and not on_host:
             found[born] = found.get(born, 0) + num_bytes
     return found
+
+
+def _given_back_bytes(trace: Trace, heap: HeapRules) -> int:
+    """What a heap that is trimmed after each step has to be given again: the most of its blocks that live at once."""
+    if not heap.trims_after_steps:
+        return 0
+    storages, alive_bytes, most_bytes = trace.storages, 0, 0
+    last_step = max(trace.ops.step, default=0)
+    for signed in trace.events:
+        row = abs(signed) - 1
+        size = storages.num_bytes[row]
+        is_of_step = trace.ops.step[storages.born[row]] == last_step
+        if is_of_step and size < heap.mmap_threshold_bytes and not storages.on_host[row]:
+            alive_bytes += size if signed > 0 else -size
+            most_bytes = max(most_bytes, alive_bytes)
+    return most_bytes
 
 
 def _plain_name(op: str) -> str:

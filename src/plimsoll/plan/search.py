@@ -1,9 +1,9 @@
 """Which mix: the fastest that fits, jointly over all techniques and micro-batches, and the smaller ones behind it.
 
-A trace of a mix is exact and slow, so few are made: the plain training at two or three micro-batches, each technique that can
-reach what the peak is made of once on top of it, and then the mixes that a surrogate (`plimsoll.plan.surrogate`) takes
-for the fastest that fit, until the best guess is one that has been traced. Nothing is chosen untraced. If no mix can
-gain more than the model of time can tell, the techniques are not traced at all.
+A trace of a mix is exact and slow, so few are made: the plain training at two or three micro-batches, each technique that
+can reach what the peak is made of once on top of it, and then the mixes that a surrogate (`plimsoll.plan.surrogate`)
+takes for the fastest that fit, until the best guess is one that has been traced. Nothing is chosen untraced. If no mix
+can gain more than the model of time can tell, the techniques are not traced at all.
 
 The same problem always has the same plan: nothing is drawn, and nothing depends on the clock.
 """
@@ -28,6 +28,7 @@ from plimsoll.techniques import Choices, in_order, technique_of
 Refine = Callable[[Look, int], Choices | None]
 """A weaker mix that uses the room that is left under a limit (bytes), or ``None``."""
 
+_SAME_BYTES = 0.01  # of a need: not worth another technique
 _SAME_SECONDS = 0.02  # of a step: the model of time cannot tell plans that differ by less
 _LEAST_PART = 0.02  # of a peak: what is less is not worth a trace
 _MOST_LOOKS = 10  # at mixes, for the plan and for each fallback
@@ -217,7 +218,8 @@ class _Search:
             fitting += [(float(seconds[row]), mix, int(row)) for row in fits]
         if not fitting:
             return None
-        bound = (1 + _SAME_SECONDS) * min(seconds for seconds, _, _ in fitting)
+        fastest = min(seconds for seconds, _, _ in fitting)
+        bound = fastest + _SAME_SECONDS * abs(fastest)  # a guess may be below 0
         near = [
             (len(mix.choices), -mix.sizes[row], seconds, mix, row) for seconds, mix, row in fitting if seconds <= bound
         ]
@@ -254,13 +256,15 @@ class _Search:
                 for mix in mixes
                 for row, (need, second) in enumerate(zip(*self._guessed(mix)[:2], strict=True))
             ]
-            best = min(needs, key=lambda one: (*one[:3], str(one[3])))[3]
+            bound = (1 + _SAME_BYTES) * min(need for need, *_ in needs)
+            best = min((one for one in needs if one[0] <= bound), key=lambda one: (*one[1:3], str(one[3])))[3]
             if best in self._looks:
                 break
             self._surrogate.correct(self._look_at_choices(best))
         looks = [look for look in self._looks.values() if only_with is None or _for_the_run(look.mix) == only_with]
         looks = [look for look in looks if set(self._menu.base) <= set(look.mix)]
-        return min(looks, key=lambda look: (look.need_bytes, look.seconds))
+        bound = (1 + _SAME_BYTES) * min(look.need_bytes for look in looks)
+        return min((look for look in looks if look.need_bytes <= bound), key=lambda look: (len(look.mix), look.seconds))
 
     def _openings(self, leanest: Look) -> tuple[Look, ...]:
         """What lossy techniques that are not allowed would need on top of the leanest mix."""

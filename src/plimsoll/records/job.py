@@ -62,6 +62,10 @@ class CheckpointPolicy(Frozen):
     keep: int = Field(default=2, ge=1)
 
 
+Allowed = Literal["recut_batch_norm", "by_length", "adafactor", "lora"]
+"""What changes the training or its result, and happens only where the user names it."""
+
+
 def _listed(value: Any) -> Any:
     return (value,) if isinstance(value, str) else value
 
@@ -80,7 +84,7 @@ class Job(Record):
     optimizer: OptimizerChoice = OptimizerChoice()
     steps: int = Field(default=100, ge=1)
     precision: Literal["fp32", "bf16", "fp16", "auto"] = "fp32"
-    allow: Annotated[tuple[Literal["recut_batch_norm"], ...], BeforeValidator(_listed)] = ()
+    allow: Annotated[tuple[Allowed, ...], BeforeValidator(_listed)] = ()
     device: Literal["auto", "cpu", "cuda"] = "auto"
     budget: Budget = Budget()
     checkpoint: CheckpointPolicy = CheckpointPolicy()

@@ -262,14 +262,24 @@ def rejected_sheet(plan: Plan, most_rows: int) -> Sheet:
 
 
 def _most_telling(plan: Plan, most_rows: int) -> list[Rejected]:
-    """The first ones of each of three kinds, as equally many of each as there are."""
+    """The first ones of each of three kinds, as equally many of each as there are, of many techniques."""
     limit_bytes = limit_bytes_of(plan)
     fitting = _sorted(plan.rejected, lambda peak: stays_under(peak, limit_bytes), _seconds_of)
     too_large = _sorted(plan.rejected, lambda peak: not stays_under(peak, limit_bytes), _bytes_of)
     unknown = [found for found in plan.rejected if found.peak is None]
-    in_turn = [found for found in chain(*zip_longest(fitting, too_large, unknown)) if found is not None][:most_rows]
-    kept = {id(found) for found in in_turn}
-    return [found for found in (*fitting, *too_large, *unknown) if id(found) in kept]
+    kinds = (fitting, too_large, unknown)
+    in_turn = chain(*zip_longest(*map(_unlike_first, kinds)))
+    kept = {id(found) for found in [found for found in in_turn if found is not None][:most_rows]}
+    return [found for kind in kinds for found in kind if id(found) in kept]
+
+
+def _unlike_first(kind: Sequence[Rejected]) -> list[Rejected]:
+    """Put the first of each set of techniques before those that differ from it in their options only."""
+    first: dict[frozenset[str], Rejected] = {}
+    for found in kind:
+        first.setdefault(frozenset(choice.technique for choice in found.choices), found)
+    firsts = {id(found) for found in first.values()}
+    return [*first.values(), *(found for found in kind if id(found) not in firsts)]
 
 
 def _sorted(

@@ -25,6 +25,7 @@ from plimsoll.records.job import Job
 from plimsoll.records.plan import micro_batch_choice
 from plimsoll.records.prediction import Answer, Estimate, Prediction, WhatIf
 from plimsoll.records.trace import Trace
+from plimsoll.run.job_step import subject_of
 from plimsoll.run.rehearse import rehearse_job
 from plimsoll.run.targets import Target, find_target, gpu_target, job_baseline
 
@@ -112,7 +113,12 @@ class _Forecast:
         job = self.job
         counted = self._count(micro_batch, job.sequence_length, self.target)
         return self.target.predict(
-            counted, _subject(job), job.own_precision, micro_batch, job.sequence_length, job.batch_size
+            counted,
+            subject_of(job, job.own_precision),
+            job.own_precision,
+            micro_batch,
+            job.sequence_length,
+            job.batch_size,
         )
 
     def largest_micro_batch(self, start: int) -> Answer:
@@ -208,8 +214,3 @@ def _checked(lengths: Sequence[int] | None, job: Job) -> Sequence[int]:
         shortest = min(lengths, default=0)
         raise InputError(f"cannot use {len(lengths)} lengths, the shortest {shortest} tokens: give 1 or more")
     return lengths
-
-
-def _subject(job: Job) -> str:
-    model = job.model if isinstance(job.model, str) else job.model.get("architecture", "model")
-    return f"{model}, {job.task}, {job.batch_size} x {job.sequence_length} tokens a step, {job.own_precision}"

@@ -51,3 +51,9 @@ def step_of(
         backend=backend,
         position=position,
     )
+
+
+def subject_of(job: Job, precision: str) -> str:
+    """Say in a line what a job trains."""
+    model = job.model if isinstance(job.model, str) else job.model.get("architecture", "model")
+    return f"{model}, {job.task}, {job.batch_size} x {job.sequence_length} tokens a step, {precision}"

@@ -43,6 +43,7 @@ from plimsoll.records.plan import Pin, Plan, Rejected, Rung, micro_batch_choice
 from plimsoll.records.prediction import Prediction
 from plimsoll.records.trace import Trace
 from plimsoll.records.units import format_bytes
+from plimsoll.run.job_step import subject_of
 from plimsoll.run.rehearse import rehearse_job, rehearsed_samples
 from plimsoll.run.rungs import samples_of
 from plimsoll.run.targets import Target, find_target, gpu_target, job_baseline, started_baseline
@@ -257,9 +258,12 @@ class _Planner:
 
     def _prediction(self, choices: Choices) -> Prediction:
         job, counted = self.job, self._count(choices, self.full_length)
-        subject = f"{job.task}, {job.batch_size} x {job.sequence_length} tokens a step"
+        precision = next(
+            (str(one.options["dtype"]) for one in choices if one.technique == "autocast"), job.own_precision
+        )
+        subject = subject_of(job, precision)
         return self.target.predict(
-            counted, subject, job.precision, samples_of(choices), job.sequence_length, job.batch_size
+            counted, subject, precision, samples_of(choices), job.sequence_length, job.batch_size
         )
 
 

@@ -103,7 +103,7 @@ def train(training: Training, restarts: int = 0) -> RunRecord:
 
 def resume(training: Training, saved: checkpoint.Checkpoint) -> None:
     """Put the training where ``saved`` left it; the metrics and checkpoints of later steps are taken out."""
-    random_state = saved.restore(training.parts.model, training.parts.optimizer)
+    random_state = saved.restore(training.parts.model, training.step.workload.optimizer)
     training.step.load_state_dict(saved.progress["training_step"])
     training.parts.loader.load_state_dict(saved.progress["loader"])
     training.backend.restore_random_state(random_state)
@@ -224,7 +224,7 @@ def _save(training: Training) -> None:
             training.directory.checkpoints,
             step.num_steps,
             model=parts.model,
-            optimizer=parts.optimizer,
+            optimizer=step.workload.optimizer,  # a technique may have put another in the place of the job's
             random_state=training.backend.random_state(),
             progress=progress,
             keep=training.job.checkpoint.keep,
@@ -257,8 +257,8 @@ def _finish(training: Training) -> None:
     training.step.drop_optimizer_states()
     if not training.job.evaluate_every or training.job.steps % training.job.evaluate_every:
         _evaluate(training)
-    training.step.close()
     fitting(lambda: save_model(training.parts.model, training.directory.model), training.backend, "writing the model")
+    training.step.close()
 
 
 def _start_line(training: Training, restarts: int) -> StartLine:

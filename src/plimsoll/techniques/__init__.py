@@ -16,6 +16,8 @@ from plimsoll.errors import InputError
 from plimsoll.records.job import near
 from plimsoll.records.plan import Choice
 from plimsoll.techniques._base import Choices, Setting, Technique
+from plimsoll.techniques.activation_offload import ActivationOffload
+from plimsoll.techniques.adafactor import Adafactor
 from plimsoll.techniques.attention import Attention
 from plimsoll.techniques.autocast import Autocast
 from plimsoll.techniques.by_length import ByLength
@@ -29,6 +31,7 @@ from plimsoll.techniques.micro_batch import MicroBatch
 from plimsoll.techniques.optimizer_in_backward import OptimizerInBackward
 from plimsoll.techniques.optimizer_kernel import OptimizerKernel
 from plimsoll.techniques.optimizer_offload import OptimizerOffload
+from plimsoll.techniques.parameter_offload import ParameterOffload
 from plimsoll.workload import Workload
 
 __all__ = ["TECHNIQUES", "Choices", "Setting", "Technique", "conflict_among", "in_order", "installed", "technique_of"]
@@ -38,9 +41,12 @@ TECHNIQUES: dict[str, Technique] = {
     for technique in (
         Autocast(),
         Lora(),
+        Adafactor(),
         Attention(),
         ChunkedLoss(),
         Checkpointing(),
+        ActivationOffload(),
+        ParameterOffload(),
         OptimizerKernel(),
         OptimizerOffload(),
         OptimizerInBackward(),

@@ -111,15 +111,17 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, arriving: Tensor) -> tuple[Any, ...]:
         if torch.is_grad_enabled():
             raise InputError(
-                "cannot differentiate the chunked cross entropy twice (create_graph=True), because its gradients are "
-                "computed without a graph: leave chunked_loss out (--forbid chunked_loss)"
+                f"cannot differentiate the chunked cross entropy (chunk_tokens {ctx.options.chunk_tokens}) twice, with "
+                "create_graph=True, because its gradients are computed without a graph: leave chunked_loss out "
+                "(--forbid chunked_loss)"
             )
         if ctx.options.recomputes:
             return (*_recomputed(ctx, arriving), None, None)
         if ctx.gradients is None:
             raise InputError(
-                "cannot go backward through the chunked cross entropy a second time, because its gradients were given "
-                "away in the first: pass retain_graph=True to the first backward"
+                f"cannot go backward through the chunked cross entropy (chunk_tokens {ctx.options.chunk_tokens}) a "
+                "second time, because its gradients were given away in the first: pass retain_graph=True to the "
+                "first backward"
             )
         return (*_scaled(ctx, arriving), None, None)
 

@@ -28,8 +28,6 @@ from torch.utils._pytree import tree_map_only
 from plimsoll.errors import InputError
 from plimsoll.techniques._chunked_cross_entropy import Layer, LossOptions, chunked_cross_entropy
 
-_REMEDY = "leave chunked_loss out (--forbid chunked_loss)"
-
 
 @dataclass(frozen=True)
 class Form:
@@ -78,7 +76,9 @@ def lazy_linear(head: nn.Linear, hidden: Tensor, chunk_tokens: int, tally: Tally
     if not is_usual:
         return functional.linear(*layer)
     family = _Family(chunk_tokens, tally)
-    family.made_of = [(tensor, tensor._version) for tensor in layer if tensor is not None and not tensor.is_inference()]
+    family.made_of = [
+        (tensor.detach(), tensor._version) for tensor in layer if tensor is not None and not tensor.is_inference()
+    ]  # what is detached has the same version, and keeps no graph
     return _lazy(layer, Form(dtype, dtype, hidden.ndim - 1), family)
 
 
@@ -99,7 +99,7 @@ class LazyLogits(Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         lazy = args[0] if args and isinstance(args[0], LazyLogits) else None
-        if lazy is not None and not lazy.is_computed_for_good and func in _STAYS_LAZY:
+        if lazy is not None and _may_stay_lazy(lazy, func):
             answer = _STAYS_LAZY[func](*args, **kwargs)
             if answer is not NotImplemented:
                 return answer
@@ -115,7 +115,9 @@ class LazyLogits(Tensor):
     ) -> Any:
         """Compute the logits for code that torch functions do not reach; autograd is above this."""
         if func._schema.is_mutable:
-            raise InputError(f"cannot let {func} change logits that are not computed: {_REMEDY}")
+            raise InputError(
+                f"cannot let {func} change logits that are not computed: leave chunked_loss out (--forbid chunked_loss)"
+            )
         with torch.no_grad():
             values = tree_map_only(LazyLogits, lambda one: _computed(one, str(func)).detach(), (args, kwargs or {}))
             return func(*values[0], **values[1])
@@ -136,7 +138,10 @@ class _Node(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, arriving: Tensor) -> tuple[Any, ...]:
         if torch.is_grad_enabled():
-            raise InputError(f"cannot differentiate logits of the chunked loss twice (create_graph=True): {_REMEDY}")
+            raise InputError(
+                f"cannot differentiate logits {list(arriving.shape)} of the chunked loss twice, with "
+                "create_graph=True: leave chunked_loss out (--forbid chunked_loss)"
+            )
         inputs = ctx.layer.map(lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad))
         with torch.enable_grad():
             logits = _logits(inputs, ctx.form)
@@ -146,6 +151,8 @@ class _Node(torch.autograd.Function):
 
 
 def _lazy(layer: Layer, form: Form, family: _Family) -> LazyLogits:
+    if not torch.is_grad_enabled():
+        layer = layer.map(Tensor.detach)
     lazy: LazyLogits = _Node.apply(*layer, form)  # type: ignore[no-untyped-call]
     lazy.layer, lazy.form, lazy.family = layer, form, family
     lazy.computed, lazy.is_computed_for_good = None, False
@@ -160,6 +167,12 @@ def _logits(layer: Layer, form: Form) -> Tensor:
         if form.scale != 1:
             logits = logits * form.scale
         return logits if form.class_dim == logits.ndim - 1 else logits.movedim(-1, form.class_dim)
+
+
+def _may_stay_lazy(lazy: LazyLogits, func: Any) -> bool:
+    # Without gradients a tensor of ours may get a graph that we do not see: that of the autograd function we are in.
+    is_inside = lazy.requires_grad and not torch.is_grad_enabled() and func is not functional.cross_entropy
+    return func in _STAYS_LAZY and not is_inside and not lazy.is_computed_for_good
 
 
 def _computed(lazy: LazyLogits, name: str) -> Tensor:
@@ -181,7 +194,7 @@ def _compute_for_good(lazy: LazyLogits, name: str) -> None:
     if not lazy.is_computed_for_good and lazy.family.num_members > 1:
         raise InputError(
             f"cannot do `{name}` to logits of the chunked loss after other tensors were made of them, which would not "
-            f"see it: do it before, or {_REMEDY}"
+            "see it: move it before them, or leave chunked_loss out (--forbid chunked_loss)"
         )
     _computed(lazy, name)
     lazy.is_computed_for_good = True
@@ -190,8 +203,9 @@ def _compute_for_good(lazy: LazyLogits, name: str) -> None:
 def _check_unchanged(lazy: LazyLogits) -> None:
     if any(tensor._version != version for tensor, version in lazy.family.made_of):
         raise InputError(
-            "cannot compute the logits of the chunked loss any more, because the head's weight or its input has been "
-            f"changed since: use them before the optimizer's step, or {_REMEDY}"
+            f"cannot compute the logits {list(lazy.shape)} of the chunked loss any more, because the head's weight or "
+            "its input has been changed since: use them before the optimizer's step, or leave chunked_loss out "
+            "(--forbid chunked_loss)"
         )
 
 

@@ -2,7 +2,7 @@
 
 While it is installed, the forward of the model's output layer (a large ``nn.Linear`` to the vocabulary) returns logits
 that are not computed (`_lazy_logits`); ``F.cross_entropy`` of them goes over the tokens a chunk at a time
-(`_chunked_cross_entropy`). Model and loss need not know of it. Hooks of the layer fire as before and see the lazy logits.
+(`_chunked_cross_entropy`). Model and loss need not know of it. Hooks of the layer fire as before and see lazy logits.
 
 Numerics: sums in another order; in bf16 and fp16 the weight's gradient is added up in fp32. Nothing is approximated.
 
@@ -137,15 +137,15 @@ def _has_cross_entropy(trace: Trace, num_outputs: int) -> bool:
     has_loss = any(text.startswith(("aten.nll_loss_forward.", "aten.nll_loss2d_forward.")) for text in trace.texts)
     rows = zip(trace.storages.born, trace.storages.shape, strict=True)
     return has_loss and any(
-        trace.ops.name[born] in ops and _has_size(trace.texts[shape], num_outputs) for born, shape in rows
+        trace.ops.name[born] in ops and _has_extent(trace.texts[shape], num_outputs) for born, shape in rows
     )
 
 
-def _has_size(shape_text: str, size: int) -> bool:
-    """Whether a text like ``float32[8, 128, 768]`` has a size.
+def _has_extent(shape_text: str, extent: int) -> bool:
+    """Whether a text like ``float32[8, 128, 768]`` has a dimension of that extent.
 
-    >>> _has_size("float32[8, 128]", 128), _has_size("float32[8, 1280]", 128)
+    >>> _has_extent("float32[8, 128]", 128), _has_extent("float32[8, 1280]", 128)
     (True, False)
     """
     sizes = shape_text.partition("[")[2].rstrip("]").split(", ")
-    return str(size) in sizes
+    return str(extent) in sizes

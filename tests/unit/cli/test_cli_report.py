@@ -138,6 +138,13 @@ def test_what_is_no_run_is_refused(tmp_path, name):
     assert "give the --out of `plimsoll train`" in str(refused.exception)
 
 
+def test_a_record_that_is_not_there_is_not_taken_for_a_run(tmp_path):
+    refused = invoke(tmp_path / "plan.json")
+    assert isinstance(refused.exception, RecordError)
+    assert "No such file or directory" in str(refused.exception)
+    assert "give a JSON file that --json wrote" in str(refused.exception)
+
+
 def test_json_says_what_went_wrong(tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "plimsoll", "report", tmp_path / "none", "--json"],

@@ -1,6 +1,7 @@
 """What there is to search among."""
 
 from plan.worlds import MadeUp, World
+
 from plimsoll.plan.menu import Compatibility, menu_of
 from plimsoll.plan.pins import Decided
 from plimsoll.records.plan import Choice, micro_batch_choice

@@ -1,8 +1,8 @@
 """Pins in terms of what techniques offer."""
 
 import pytest
-
 from plan.worlds import MadeUp, World
+
 from plimsoll.errors import InputError
 from plimsoll.plan.pins import decide
 from plimsoll.records.plan import Choice, parse_pin

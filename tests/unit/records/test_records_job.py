@@ -174,6 +174,7 @@ def test_checking_fields_does_not_change_them():
         ("checkpoint.keep=1", "checkpoint.keep", 1),
         ("model={architecture: gpt2, resid_pdrop: 1e-1}", "model", {"architecture": "gpt2", "resid_pdrop": 0.1}),
         ("allow=[recut_batch_norm]", "allow", ("recut_batch_norm",)),
+        ("allow=[adafactor, lora]", "allow", ("adafactor", "lora")),
         ("evaluate_every=", "evaluate_every", None),
         ("data.train=/x=y.txt", "data.train", "/x=y.txt"),
         ('data.train="/*.txt"', "data.train", "/*.txt"),
@@ -239,7 +240,7 @@ def test_a_change_to_a_short_form_and_one_below_it(tmp_path: Path):
 def test_one_thing_that_is_allowed_needs_no_list(tmp_path: Path):
     assert job_of(tmp_path, MINIMAL, "allow=recut_batch_norm").allow == ("recut_batch_norm",)
     assert faults_of(tmp_path, MINIMAL + "allow: quantize")[1:] == [
-        "  allow: Input should be 'recut_batch_norm' (got 'quantize')"
+        "  allow: Input should be 'recut_batch_norm', 'by_length', 'adafactor' or 'lora' (got 'quantize')"
     ]
 
 

@@ -228,6 +228,18 @@ def test_of_many_rejected_each_kind_has_its_share():
     assert sheet.rows[0][:3] == ("micro_batch=1", "1.0 MiB", "4.0 s")
 
 
+def test_other_techniques_are_more_telling_than_other_options():
+    """Three sizes of micro-batches are alike; the offload, although slower, is shown before the second of them."""
+    alike = [rejected(micro_batch_choice(size), reason="", mib=100, seconds=10 - size) for size in (4, 2, 1)]
+    other = rejected(OFFLOAD, reason="", mib=100, seconds=20)
+    shown = [plan_sheets.rejected_sheet(fitting_plan(rejected=(*alike, other)), most).rows for most in (2, 3, 4)]
+    assert [[row[0] for row in rows] for rows in shown] == [
+        ["micro_batch=4", "offload"],
+        ["micro_batch=4", "micro_batch=2", "offload"],
+        ["micro_batch=4", "micro_batch=2", "micro_batch=1", "offload"],
+    ]
+
+
 def test_without_a_limit_nothing_is_too_large():
     unlimited = fitting_plan(limit_bytes=None, budget=Budget(), prediction=None)
     assert [row[1] for row in plan_sheets.rejected_sheet(unlimited, 12).rows][:4] == [

@@ -20,10 +20,10 @@ def line_through(num_samples):
     return {"x": x, "y": 2 * x}
 
 
-def step_of():
+def step_of(**options):
     model = nn.Linear(1, 1, bias=False)
     nn.init.zeros_(model.weight)
-    return TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.01), mean_square, units="samples")
+    return TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.01), mean_square, units="samples", **options)
 
 
 def test_evaluation_by_hand():
@@ -73,11 +73,7 @@ def test_after_a_death_it_begins_with_smaller_pieces():
     sizes = []
     step = step_of(rungs=[[micro_batch_choice(size)] for size in (8, 4, 2, 1)])
     step.workload.model.register_forward_pre_hook(lambda _, arguments: sizes.append(len(arguments[0])))
-<<<<<<< HEAD
     step.begin_again_at(2, too_large_rung=1)
-=======
-    step._evaluator.begin_at(2)
->>>>>>> ckpt
     step.evaluate([line_through(8)])
     assert sizes == [2] * 4
 

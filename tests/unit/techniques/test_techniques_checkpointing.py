@@ -351,3 +351,19 @@ def test_the_largest_of_several_passes_counts():
     names = tuple(name for name, _ in blocks_of(model))
     kept = [block.kept_bytes for block in saved_per_block(rehearsed(model, batch), names)]
     assert kept == [8 * 12 * 16 * 4] * 2
+
+
+def test_tensors_given_by_keyword_are_seen_by_torch(monkeypatch):
+    """It keeps the random numbers of the devices of positional tensors only."""
+    seen = []
+    real = torch.utils.checkpoint.checkpoint
+
+    def spy(function, *args, **kwargs):
+        seen.append(sorted(tensor.dim() for tensor in args))
+        return real(function, *args, **kwargs)
+
+    monkeypatch.setattr("plimsoll.techniques.checkpointing.checkpoint", spy)
+    model, batch = fresh("blocks")
+    with installed(workload_of(model), (ALL,)):
+        model_loss(model, batch).backward()
+    assert seen == [[0, 3], [0, 0, 3], [0, 0, 3]]  # the scale, what was seen, hidden states

@@ -286,7 +286,7 @@ def predicted(chosen, lowering):
 
 
 def test_gradients_fall_as_predicted(monkeypatch):
-    """Eight gradients of 256 KiB, of which two are there at a time: one that is complete, one that is being computed."""
+    """Eight gradients of 256 KiB, of which one is there at a time."""
     monkeypatch.setattr("plimsoll.run.early._PIECE_BYTES", {"cpu": 1, "cuda": 1})
     layer_bytes = 256 * 256 * 4
     whole, whole_gradients = measured([])
@@ -299,3 +299,41 @@ def test_gradients_fall_as_predicted(monkeypatch):
     assert on_cuda_gradients == layer_bytes
     assert on_cuda < predicted([], CudaLowering((8, 6)))[0]
     assert whole - released >= 6 * layer_bytes
+
+
+OTHERS = {
+    "kernel": [Choice(technique="optimizer_kernel", options={"kernel": "fused"})],
+    "offload": [Choice(technique="optimizer_offload", options={"to": "disk"})],
+    "streamed": [Choice(technique="optimizer_offload", options={"to": "host"})],
+    "adafactor": [Choice(technique="adafactor")],
+    "adafactor and offload": [
+        Choice(technique="adafactor"),
+        Choice(technique="optimizer_offload", options={"to": "disk"}),
+    ],
+    "kernel and offload": [
+        Choice(technique="optimizer_kernel", options={"kernel": "fused"}),
+        Choice(technique="optimizer_offload", options={"to": "disk"}),
+    ],
+}
+
+
+@pytest.mark.parametrize("fails", [(), (2,), (30,)])
+@pytest.mark.parametrize("others", OTHERS.values(), ids=OTHERS)
+def test_with_others_of_the_optimizer_the_bits_are_theirs_also_after_an_oom(others, fails, monkeypatch):
+    monkeypatch.setattr("plimsoll.run.early._PIECE_BYTES", {"cpu": 1})
+    case = CASES[0]
+    expected = made(case, rungs=[[*others, micro_batch_choice(8)]])
+    for batch in case.batches():
+        expected(batch)
+    step = made(case, rungs=[[*others, *WHOLE]])
+    model, before = step.workload.model, list(step.workload.model.parameters())
+    for batch in case.batches():
+        with armed("optimizer", *fails):
+            try:
+                step(batch)
+            except OutOfMemoryError:  # there is no other rung: the step was undone, and is done again
+                step(batch)
+    assert all(map(torch.equal, model.parameters(), expected.workload.model.parameters()))
+    assert largest_relative_difference(weights(expected), weights(step)) == 0
+    step.close()
+    assert [*map(id, model.parameters())] == [*map(id, before)]

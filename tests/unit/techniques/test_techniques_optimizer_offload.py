@@ -267,7 +267,6 @@ def test_a_rehearsed_step_needs_what_the_real_one_needs():
 
 @pytest.mark.parametrize(("choice", "lowering"), [(DISK, CpuLowering()), (HOST, CudaLowering((8, 6)))], ids=str)
 def test_a_trace_has_the_states_outside(choice, lowering):
-<<<<<<< HEAD
     plain, offloaded = (rehearse_job(JOB, TEXTS, lowering, choices) for choices in ((WHOLE,), (choice, WHOLE)))
     state_bytes = 2 * sum(parameter.nbytes for parameter in build_model(JOB, *TEXTS).parameters())
     assert (states_at_the_end(plain, False), states_at_the_end(plain, True)) == (state_bytes, 0)
@@ -275,19 +274,6 @@ def test_a_trace_has_the_states_outside(choice, lowering):
     if choice is DISK:
         assert live_bytes(offloaded).peak_bytes < live_bytes(plain).peak_bytes
 
-=======
-    plain, offloaded = (
-        rehearsed(choices, lowering) for choices in ([micro_batch_choice(4)], [choice, micro_batch_choice(4)])
-    )
-    state_bytes = 2 * sum(parameter.nbytes for parameter in Net().parameters())
-
-    def at_the_end(trace, on_host):
-        table = trace.storages
-        rows = zip(table.num_bytes, table.category, table.died, table.on_host, strict=True)
-        return sum(
-            b for b, kind, died, host in rows if kind == "optimizer states" and died < 0 and host is on_host and b > 4
-        )
->>>>>>> ckpt
 
 MEASURED = """
 import sys

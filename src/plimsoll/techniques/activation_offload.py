@@ -1,0 +1,260 @@
+"""What forward saves for backward off the device: in a mapped file (CPU), or in pinned host memory (CUDA).
+
+Torch's hooks on saved tensors see each one while ``workload.loss`` runs. The storage behind it is copied away, once for
+all tensors that share it, and given back to backward with the same strides. In a mapped file backward reads it where it
+is. In the host's memory it is copied back: copies run on a stream of their own beside the computation, and the one that
+backward will most likely need next is on its way while it works on the last.
+
+Parameters, buffers and their views stay, as do integers and whatever is below `LEAST_BYTES`. Blocks that are
+checkpointed save their inputs only, which are offloaded too; what a recomputation saves is not. A copy lives as long as
+the graph needs it, so that a step that is given up leaves none.
+
+Numerics: bitwise, backward sees the same values. Does NOT cover tensors that a custom function keeps as attributes and
+does not save, saved tensors that are changed in place (plain PyTorch refuses them; here backward sees what was saved),
+and sparse ones.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import chain
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from plimsoll.records.plan import Choice, Numerics
+from plimsoll.records.trace import Category
+from plimsoll.techniques._base import Choices, Setting
+from plimsoll.techniques._mapped import MappedPool
+from plimsoll.techniques._pinned import PinnedPool
+from plimsoll.workload import Workload
+
+LEAST_BYTES = 1 << 20
+"""Smaller storages stay: their copies would cost more than they free."""
+
+_PLACES = {"cpu": "disk", "cuda": "host"}
+_MOST_LEAVING = 2  # storages that are still on the device while their copies are on the way
+
+
+class ActivationOffload:
+    """`Technique`: what forward saves for backward off the device."""
+
+    name: ClassVar[str] = "activation_offload"
+    numerics: ClassVar[Numerics] = "bitwise"
+    summary: ClassVar[str] = "what backward needs of forward in a mapped file (CPU) or in the host's memory (CUDA)"
+    reaches: ClassVar[frozenset[Category]] = frozenset({"activations"})
+    is_for_the_run: ClassVar[bool] = False
+    may_be_faster: ClassVar[bool] = False
+
+    def menu(self, workload: Workload, setting: Setting) -> Choices | str:
+        """Everything to the one place there is for the device."""
+        return (Choice(technique=self.name, options={"to": _PLACES[setting.device]}),)
+
+    def conflicts(self, choice: Choice, others: Choices, workload: Workload, setting: Setting) -> str | None:
+        """The place must be one that the device does not count; the bound is a number of bytes."""
+        place = _PLACES[setting.device]
+        if choice.options.get("to") != place:
+            return f"on {setting.device} activations go to `{place}`, not `{choice.options.get('to')}`: give to={place}"
+        if int(choice.options.get("pool_bytes", 1)) <= 0:
+            return f"a pool of {choice.options['pool_bytes']} bytes holds nothing: give pool_bytes of 1 or more"
+        return None
+
+    @contextmanager
+    def install(self, workload: Workload, choice: Choice) -> Iterator[None]:
+        """Watch what the loss saves; on exit the loss is the one it was."""
+        loss = workload.loss
+        most_bytes = choice.options.get("pool_bytes")
+        away = _Away(choice.options["to"] == "host", None if most_bytes is None else int(most_bytes))
+
+        def offloaded(model: nn.Module, batch: Any) -> Tensor:
+            with away.saving(model):
+                return loss(model, batch)
+
+        workload.loss = offloaded
+        try:
+            yield
+        finally:
+            workload.loss = loss
+
+
+class _Away:
+    """Where saved storages are kept, and how many bytes of them there are."""
+
+    def __init__(self, is_host: bool, most_bytes: int | None) -> None:
+        self.pool = PinnedPool() if is_host else MappedPool()
+        self.is_host = is_host
+        self._most_bytes = most_bytes
+        self._kept: weakref.WeakSet[_Kept] = weakref.WeakSet()
+        self._side: dict[torch.device, _Side] = {}
+
+    @contextmanager
+    def saving(self, model: nn.Module) -> Iterator[None]:
+        """Keep here what is saved for backward in the block."""
+        pass_ = _Pass(self, model)
+        try:
+            with saved_tensors_hooks(pass_.pack, _unpack):
+                yield
+        finally:
+            pass_.all_left()
+
+    def side(self, device: torch.device) -> _Side:
+        """The copies to and from a device."""
+        return self._side.setdefault(device, _Side(device))
+
+    def has_room(self, num_bytes: int) -> bool:
+        """Whether so many bytes more are allowed."""
+        return self._most_bytes is None or sum(kept.away.nbytes for kept in self._kept) + num_bytes <= self._most_bytes
+
+    def keep(self, whole: Tensor, previous: _Kept | None) -> _Kept:
+        """Copy a storage away."""
+        kept = _Kept(whole, self, previous)
+        self._kept.add(kept)
+        return kept
+
+
+class _Packed(NamedTuple):
+    """What autograd holds in place of a saved tensor."""
+
+    kept: _Kept
+    size: torch.Size
+    strides: tuple[int, ...]
+    offset: int
+
+
+class _Pass:
+    """One forward pass: what it saves, each storage once."""
+
+    def __init__(self, away: _Away, model: nn.Module) -> None:
+        self._away = away
+        self._stays = {
+            tensor.untyped_storage()._cdata
+            for tensor in chain(model.parameters(), model.buffers())
+            if tensor.layout is torch.strided
+        }
+        # Weakly: as many forward passes as there are may end before their backward, or have none.
+        self._known: dict[tuple[int, int, torch.dtype], tuple[weakref.ref[Any], weakref.ref[_Kept]]] = {}
+        self._last: weakref.ref[_Kept] | None = None
+        self._leaving: deque[tuple[Tensor, _Kept]] = deque()
+
+    def pack(self, tensor: Tensor) -> Tensor | _Packed:
+        """Take a tensor that is saved for backward."""
+        if not self._goes(tensor):
+            return tensor
+        kept = self._kept(tensor.detach())
+        if kept is None:
+            return tensor
+        kept.num_uses += 1
+        return _Packed(kept, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+
+    def all_left(self) -> None:
+        """Let go of what was held while it was copied."""
+        while self._leaving:
+            self._one_left()
+
+    def _goes(self, tensor: Tensor) -> bool:
+        if tensor.layout is not torch.strided or tensor.is_inference():
+            return False
+        storage = tensor.untyped_storage()
+        is_worth_it = storage.nbytes() >= LEAST_BYTES and (tensor.is_floating_point() or tensor.dtype is torch.bool)
+        return is_worth_it and storage._cdata not in self._stays and storage.nbytes() % tensor.element_size() == 0
+
+    @torch.no_grad()
+    def _kept(self, tensor: Tensor) -> _Kept | None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata, tensor._version, tensor.dtype
+        of, known = self._known.get(key, (None, None))
+        if of is not None and known is not None and of() is storage and (kept := known()) is not None:
+            return kept
+        if not self._away.has_room(storage.nbytes()):
+            return None
+        whole = tensor.as_strided((storage.nbytes() // tensor.element_size(),), (1,), 0)
+        kept = self._away.keep(whole, self._last() if self._last is not None else None)
+        self._known[key] = weakref.ref(storage), weakref.ref(kept)
+        self._last = weakref.ref(kept)
+        if self._away.is_host:
+            self._leaving.append((whole, kept))
+            if len(self._leaving) > _MOST_LEAVING:
+                self._one_left()
+        return kept
+
+    def _one_left(self) -> None:
+        # The memory is given back, and so overwritten, only after what comes next on the device waits for the copy.
+        _, kept = self._leaving.popleft()
+        _wait_for(kept.sent)
+
+
+class _Kept:
+    """One storage off the device, as a tensor of one dimension, and its copy on the device while backward needs it."""
+
+    def __init__(self, whole: Tensor, away: _Away, previous: _Kept | None) -> None:
+        self.num_uses = 0
+        self._device, self._is_host = whole.device, away.is_host
+        self._side = away.side(whole.device)
+        self._previous = None if previous is None else weakref.ref(previous)
+        self._here: Tensor | None = None
+        self._arrived: torch.cuda.Event | None = None
+        self.away = away.pool.empty_like(whole)
+        self.sent = self._side.copy(self.away, whole)
+
+    def use(self) -> Tensor:
+        """The storage's values where backward can read them."""
+        if not self._is_host:
+            return self.away
+        self._fetch()
+        _wait_for(self._arrived)
+        here = self._here
+        assert here is not None
+        self.num_uses -= 1
+        if self.num_uses <= 0:
+            self._here = None
+        previous = self._previous() if self._previous is not None else None
+        if previous is not None and previous.num_uses > 0:
+            previous._fetch()
+        return here
+
+    def _fetch(self) -> None:
+        if self._here is None:
+            here = torch.empty(self.away.shape, dtype=self.away.dtype, device=self._device)
+            self._arrived = self._side.copy(here, self.away)
+            self._here = here
+
+    def __del__(self) -> None:
+        # A copy that nobody used may still be on its way into memory that is given back here.
+        if getattr(self, "_here", None) is not None:
+            _wait_for(self._arrived)
+
+
+class _Side:
+    """Copies on a stream of their own; on the CPU they are done at once."""
+
+    def __init__(self, device: torch.device) -> None:
+        is_cuda = device.type == "cuda"
+        self._stream = torch.cuda.Stream(device) if is_cuda else None  # type: ignore[no-untyped-call]
+
+    def copy(self, target: Tensor, source: Tensor) -> torch.cuda.Event | None:
+        """Copy after everything that was asked for so far; returns what to wait for, if anything."""
+        if self._stream is None:
+            target.copy_(source)
+            return None
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        with torch.cuda.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+            event: torch.cuda.Event = self._stream.record_event()
+        return event
+
+
+def _wait_for(event: torch.cuda.Event | None) -> None:
+    if event is not None:
+        torch.cuda.current_stream().wait_event(event)
+
+
+@torch.no_grad()
+def _unpack(packed: Tensor | _Packed) -> Tensor:
+    if isinstance(packed, Tensor):
+        return packed
+    return packed.kept.use().as_strided(packed.size, packed.strides, packed.offset)

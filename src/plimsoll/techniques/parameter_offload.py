@@ -1,0 +1,96 @@
+"""Parameters, and with ``gradients`` their gradients, in a mapped file: for a CPU budget that cannot hold them.
+
+The parameters stay the objects that the model and the optimizer know; their memory is exchanged for a file's, storage
+by storage, so that what is tied or a view stays so. The kernel brings the pages that a layer reads and writes out those
+that were not used for long. A gradient moves as soon as it is complete; later micro-batches add to it in place.
+
+Numerics: bitwise. Does NOT cover CUDA (weights would have to be brought before each layer, also in its recomputation),
+parameters that are not plain dense tensors, and buffers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from plimsoll.records.plan import Choice, Numerics
+from plimsoll.records.trace import Category
+from plimsoll.techniques._base import Choices, Setting
+from plimsoll.techniques._mapped import MappedPool
+from plimsoll.workload import Workload
+
+_NOT_ON_CUDA = "on CUDA it is not offered yet: weights would have to be brought to the device layer by layer"
+
+
+class ParameterOffload:
+    """`Technique`: parameters in a mapped file."""
+
+    name: ClassVar[str] = "parameter_offload"
+    numerics: ClassVar[Numerics] = "bitwise"
+    summary: ClassVar[str] = "parameters, and gradients as well, in a mapped file (CPU)"
+    reaches: ClassVar[frozenset[Category]] = frozenset({"parameters", "gradients"})
+    is_for_the_run: ClassVar[bool] = False
+    may_be_faster: ClassVar[bool] = False
+
+    def menu(self, workload: Workload, setting: Setting) -> Choices | str:
+        """The parameters; the parameters and their gradients."""
+        if setting.device == "cuda":
+            return _NOT_ON_CUDA
+        return tuple(Choice(technique=self.name, options={"gradients": gradients}) for gradients in (False, True))
+
+    def conflicts(self, choice: Choice, others: Choices, workload: Workload, setting: Setting) -> str | None:
+        """It is for the CPU."""
+        return _NOT_ON_CUDA if setting.device == "cuda" else None
+
+    @contextmanager
+    def install(self, workload: Workload, choice: Choice) -> Iterator[None]:
+        """Exchange the memory of the parameters; on exit it is exchanged again."""
+        pool = MappedPool()
+        parameters = [parameter for parameter in workload.model.parameters() if parameter.layout is torch.strided]
+        with ExitStack() as stack:
+            stack.callback(_bring_back, parameters, pool)
+            if choice.options.get("gradients"):
+                for parameter in parameters:
+                    if parameter.requires_grad:
+                        mover = _Mover(pool)
+                        handle = parameter.register_post_accumulate_grad_hook(mover)  # type: ignore[no-untyped-call]
+                        stack.callback(handle.remove)
+            _exchange([parameter for parameter in parameters if not pool.holds(parameter)], pool.copy_of)
+            yield
+
+
+class _Mover:
+    """Moves the gradient of a parameter when it is there."""
+
+    def __init__(self, pool: MappedPool) -> None:
+        self._pool = pool
+
+    def __call__(self, parameter: Tensor) -> None:
+        if parameter.grad is not None and not self._pool.holds(parameter.grad):
+            parameter.grad = self._pool.copy_of(parameter.grad)
+
+
+def _bring_back(parameters: list[nn.Parameter], pool: MappedPool) -> None:
+    _exchange([parameter for parameter in parameters if pool.holds(parameter)], Tensor.clone)
+    for parameter in parameters:
+        if parameter.grad is not None and pool.holds(parameter.grad):
+            parameter.grad = parameter.grad.clone()
+
+
+@torch.no_grad()
+def _exchange(parameters: list[nn.Parameter], copied: Callable[[Tensor], Tensor]) -> None:
+    """Give parameters the memory of copies, made one storage at a time; those of one storage stay together."""
+    sharing: dict[tuple[int, torch.dtype], list[nn.Parameter]] = {}
+    for parameter in parameters:
+        sharing.setdefault((parameter.untyped_storage()._cdata, parameter.dtype), []).append(parameter)
+    for members in sharing.values():
+        first = members[0].detach()
+        num_elements = first.untyped_storage().nbytes() // first.element_size()
+        whole = copied(first.as_strided((num_elements,), (1,), 0))
+        for parameter in members:
+            parameter.data = whole.as_strided(parameter.size(), parameter.stride(), parameter.storage_offset())
+        del first

@@ -1,0 +1,245 @@
+"""The rungs of a plan on a live training: which techniques are at work, and what memory running out changes there."""
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import nn
+
+from plimsoll.errors import InputError, OutOfMemoryError
+from plimsoll.records.plan import Choice, micro_batch_choice
+from plimsoll.run.failpoints import armed, exhaust_memory
+from plimsoll.run.recover import Size
+from plimsoll.run.rungs import Rungs, samples_of
+from plimsoll.run.step import TrainStep
+from plimsoll.techniques import TECHNIQUES
+from workloads import BATCH_SIZE, CASES, largest_relative_difference, plain_loop, weights_of
+
+NUM_STEPS = 3
+CASE, WITH_BATCH_NORM = CASES[0], CASES[3]
+
+
+class Noted:
+    """A technique that writes down what is done with it, and runs out of memory as often as it is told."""
+
+    numerics = "bitwise"
+
+    def __init__(self, name, notes, is_for_the_run):
+        self.name, self.notes, self.is_for_the_run = name, notes, is_for_the_run
+        self.num_failures = 0
+
+    @contextmanager
+    def install(self, workload, choice):
+        if self.num_failures:
+            self.num_failures -= 1
+            exhaust_memory()
+        self.notes.append(f"+{choice}")
+        try:
+            yield
+        finally:
+            self.notes.append(f"-{choice}")
+
+
+@pytest.fixture
+def notes(monkeypatch):
+    """What was done with the techniques `noted` and `lasting`; the latter is for the run."""
+    found = []
+    for name in ("lasting", "noted"):
+        monkeypatch.setitem(TECHNIQUES, name, Noted(name, found, is_for_the_run=name == "lasting"))
+    return found
+
+
+def rung(samples, level=None, lasting=None):
+    others = [Choice(technique="noted", options={"level": level})] if level is not None else []
+    others += [Choice(technique="lasting", options={"rank": lasting})] if lasting is not None else []
+    return (micro_batch_choice(samples), *others)
+
+
+def workload():
+    model = nn.Linear(1, 1)
+    return TrainStep(model, torch.optim.SGD(model.parameters()), units="samples").workload
+
+
+def test_rungs_with_the_same_techniques_are_one_level(notes):
+    rungs = Rungs(workload(), [rung(8), rung(4), rung(8, 1), rung(4, 1), rung(2)])
+    assert rungs.sizes == (Size(8, 0), Size(4, 0), Size(8, 1), Size(4, 1), Size(2, 2))
+    assert [rungs.described(level) for level in range(3)] == ["no other technique", "noted=1", "no other technique"]
+    assert len(set(rungs.names[:4])) == 4
+
+
+def test_one_level_is_at_work_at_a_time(notes):
+    rungs = Rungs(workload(), [rung(8, 0), rung(8, 1)])
+    assert notes == []
+    rungs.use(0)
+    rungs.use(0)
+    rungs.use(1)
+    assert rungs.is_in_force(1)
+    rungs.close()
+    rungs.close()
+    assert notes == ["+noted=0", "-noted=0", "+noted=1", "-noted=1"]
+
+
+def test_what_is_for_the_run_stays_from_the_beginning_to_the_end(notes):
+    rungs = Rungs(workload(), [rung(8, 0, lasting=4), rung(8, 1, lasting=4)])
+    rungs.use(0)
+    rungs.use(1)
+    rungs.close()
+    assert notes == ["+lasting=4", "+noted=0", "-noted=0", "+noted=1", "-noted=1", "-lasting=4"]
+
+
+def test_a_level_that_cannot_be_installed_leaves_none_at_work(notes):
+    rungs = Rungs(workload(), [rung(8, 0), rung(8, 1)])
+    rungs.use(0)
+    TECHNIQUES["noted"].num_failures = 1
+    with pytest.raises(RuntimeError):
+        rungs.use(1)
+    assert not rungs.is_in_force(0)
+    assert not rungs.is_in_force(1)
+    rungs.use(1)
+    assert notes == ["+noted=0", "-noted=0", "+noted=1"]
+
+
+def test_without_rungs_nothing_is_at_work_and_that_is_in_force():
+    rungs = Rungs(workload(), ())
+    assert rungs.is_in_force(0)
+    rungs.use(0)
+    assert rungs.sizes == ()
+
+
+def test_rungs_that_train_something_else_are_refused(notes):
+    with pytest.raises(InputError, match=r"differ in what changes the training \(lasting=4 \| none\): give the same"):
+        Rungs(workload(), [rung(8, lasting=4), rung(4)])
+    assert notes == []
+
+
+@pytest.mark.parametrize("choices", [(), (micro_batch_choice(2), micro_batch_choice(4))])
+def test_a_rung_has_one_micro_batch(choices):
+    with pytest.raises(InputError, match=rf"a rung has {len(choices)} micro-batches .*: give one to each"):
+        samples_of(choices)
+
+
+def test_rungs_and_a_micro_batch_together_are_refused():
+    model = nn.Linear(1, 1)
+    with pytest.raises(InputError, match="micro_batch=4 was given with 1 rungs"):
+        TrainStep(model, torch.optim.SGD(model.parameters()), micro_batch=4, rungs=[rung(8)])
+
+
+# -- in a training step ------------------------------------------------------------------------------------------------
+
+
+def step_with(*rungs, case=CASE):
+    model, optimizer = case.fresh()
+    return TrainStep(model, optimizer, units=case.units, clip_norm=1.0, rungs=rungs, grow_after=10**9)
+
+
+def run(step, case=CASE):
+    return [step(batch) for batch in case.batches()[:NUM_STEPS]]
+
+
+def require_plain_weights(step, case=CASE):
+    model, optimizer = case.fresh()
+    plain_loop(case, model, optimizer, [BATCH_SIZE] * NUM_STEPS)
+    found = weights_of(step.workload.model, step.workload.optimizer)
+    assert largest_relative_difference(weights_of(model, optimizer), found) == 0
+
+
+@pytest.mark.parametrize("phase", ["copy", "forward", "loss", "backward", "clip"])
+@pytest.mark.parametrize("case", [CASE, WITH_BATCH_NORM], ids=lambda case: case.name)
+def test_out_of_memory_installs_the_next_level_and_loses_nothing(notes, phase, case):
+    step = step_with(rung(8, 0), rung(8, 1), case=case)
+    with armed(phase, 1):
+        results = run(step, case)
+    (event,) = results[0].oom_events
+    assert (event.phase, event.rung, event.next_rung) == (phase, 0, 1)
+    assert event.action == "same micro-batch with noted=1"
+    assert [(result.rung, result.micro_batch) for result in results] == [(1, 8)] * NUM_STEPS
+    assert notes == ["+noted=0", "-noted=0", "+noted=1"]
+    require_plain_weights(step, case)
+    step.close()
+    assert notes[-1] == "-noted=1"
+
+
+def test_out_of_memory_in_the_update_takes_another_level_and_not_another_micro_batch(notes):
+    """The piece that is tried is halved to one parameter, which fails twice; then all of it once more."""
+    step = step_with(rung(8, 0), rung(4, 0), rung(8, 1))
+    with armed("optimizer", *range(1, 15)):  # the first piece is halved: 28 parameters, 14, 7, 4, 2, 1, 1; twice
+        results = run(step)
+    events = [event for event in results[0].oom_events if event.next_rung is not None]
+    assert [(event.phase, event.rung, event.next_rung, event.action) for event in events] == [
+        ("optimizer", 0, 0, "same micro-batch once more"),
+        ("optimizer", 0, 2, "same micro-batch with noted=1"),
+    ]
+    assert [result.rung for result in results] == [2] * NUM_STEPS
+    require_plain_weights(step)
+
+
+def test_out_of_memory_while_a_level_is_installed_takes_another_level(notes):
+    step = step_with(rung(8, 0), rung(8, 1), rung(4, 1), rung(8, 2))
+    TECHNIQUES["noted"].num_failures = 0
+
+    def fail_later(event):
+        TECHNIQUES["noted"].num_failures = {(0, 1): 2}.get(
+            (event.rung, event.next_rung), TECHNIQUES["noted"].num_failures
+        )
+
+    with armed("forward", 1):
+        result = step(CASE.batches()[0], on_oom=fail_later)
+    assert [(event.phase, event.rung, event.next_rung) for event in result.oom_events] == [
+        ("forward", 0, 1), ("copy", 1, 1), ("copy", 1, 3)
+    ]  # fmt: skip
+    for batch in CASE.batches()[1:NUM_STEPS]:
+        step(batch)
+    assert notes == ["+noted=0", "-noted=0", "+noted=2"]
+    require_plain_weights(step)
+
+
+def test_where_the_last_level_cannot_be_installed_the_step_is_undone(notes):
+    step = step_with(rung(8, 0), rung(4, 0))
+    before = weights_of(step.workload.model, step.workload.optimizer)
+    TECHNIQUES["noted"].num_failures = 2
+    told = []
+    with pytest.raises(OutOfMemoryError, match="in the copy phase of step 1"):
+        step(CASE.batches()[0], on_oom=told.append)
+    assert [(event.rung, event.survived) for event in told] == [(0, True), (0, False)]
+    assert largest_relative_difference(before, weights_of(step.workload.model, step.workload.optimizer)) == 0
+    run(step)  # and the step can be used again
+    require_plain_weights(step)
+
+
+def test_a_model_that_must_stay_whole_keeps_the_numbers_of_the_plan(notes):
+    step = step_with(rung(8, 0), rung(4, 0), rung(4, 1), rung(8, 2), case=WITH_BATCH_NORM)
+    with armed("forward", 1):
+        results = run(step, WITH_BATCH_NORM)
+    assert [(result.rung, result.micro_batch) for result in results] == [(3, 8)] * NUM_STEPS
+    assert step.rung == 3
+    require_plain_weights(step, WITH_BATCH_NORM)
+
+
+def test_a_small_batch_is_not_said_to_grow(notes):
+    step = step_with(rung(8, 0), rung(8, 1))
+    batch = {name: tensor[:3] for name, tensor in CASE.batches()[0].items()}
+    with armed("forward", 1):
+        (event,) = step(batch).oom_events
+    assert (event.action, event.next_micro_batch) == ("same micro-batch with noted=1", 3)
+
+
+def test_it_goes_on_at_the_rung_of_a_checkpoint_unless_the_plan_is_another(notes):
+    rungs = [rung(8, 0), rung(8, 1)]
+    step = step_with(*rungs)
+    with armed("forward", 1):
+        run(step)
+    again, other = step_with(*rungs), step_with(rung(8, 0), rung(8, 2))
+    for one in (again, other):
+        one.load_state_dict(step.state_dict())
+    assert (again.rung, other.rung) == (1, 0)
+    old = {name: value for name, value in step.state_dict().items() if name != "rungs"}
+    again.load_state_dict(old)  # of a checkpoint that was written before plans had levels
+    assert again.rung == 0
+
+
+def test_after_a_death_it_begins_at_a_later_rung(notes):
+    step = step_with(rung(8, 0), rung(8, 1), rung(4, 1))
+    step.begin_again_at(2, too_large_rung=1)
+    assert (step.rung, step.micro_batch) == (2, 4)
+    assert [result.rung for result in run(step)] == [2] * NUM_STEPS
+    assert notes == ["+noted=1"]
