@@ -3,7 +3,7 @@
     plan = plan_job(job, device="rtx3060", limit_bytes=6 << 30)
 
 Every mix that is looked at is the real training step, rehearsed with the techniques installed (`run.rehearse`); the
-target's allocators count it, and the model of time takes its ops. What is chosen, and each of its fallbacks, is
+target's allocators count it, and the model of time takes its ops. Looks are short rehearsals; what is chosen is
 rehearsed once more at full length before it is called a plan.
 
 Does NOT look at the texts, and does not train.
@@ -150,17 +150,15 @@ class _Planner:
     limit_bytes: int | None
     calibration: Calibration | None
     progress: Progress
-    _traced: dict[tuple[Choices, int], Trace] = field(default_factory=dict)
+    _traced: dict[tuple[Choices, bool], Trace] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.texts = sketch_texts(self.job)
-        # What an evaluation leaves behind is seen in the step after it only.
-        self.full_length = 3 if self.job.data.validation and self.job.evaluate_every else 2
         name = choose_device(self.job) if self.device is None else self.device
         baseline = None
         if name == "cpu":
             baseline = started_baseline(self.job)  # it takes seconds, as the first trace does
-            self._trace_for(CpuLowering(), self._plain, 2)
+            self._trace_for(CpuLowering(), self._plain, is_short=True)
         budget_bytes = self.limit_bytes if self.limit_bytes is not None else self.job.budget.device_bytes
         self.target: Target = find_target(name, budget_bytes, baseline or (lambda: job_baseline(self.job)))
         self.target.calibration = self.calibration
@@ -179,20 +177,21 @@ class _Planner:
     def plan(self, decided: Decided, started_seconds: float) -> Plan:
         """Search, check at full length, and search again with less room where that does not hold."""
         limit_bytes = self.target.limit_bytes
-        setting = replace(self.setting, trace=self._trace(self._plain, 2))
+        setting = replace(self.setting, trace=self._trace_for(self.target.lowering(), self._plain, is_short=True))
         for _ in range(_MOST_ROUNDS):
             problem = Problem(self.workload, setting, limit_bytes, decided)
-            found = search(problem, lambda choices: self.look(choices, 2))
-            rungs = [self._checked(look) for look in (found.chosen, *found.fallbacks)]
-            over_bytes = rungs[0].need_bytes - self.target.limit_bytes
+            found = search(problem, lambda choices: self.look(choices, is_short=True))
+            self.progress(f"checking {' '.join(map(str, found.chosen.choices))}")
+            chosen = self.look(found.chosen.choices, is_short=False)
+            over_bytes = chosen.need_bytes - self.target.limit_bytes
             if not found.fits or over_bytes <= 0:
                 break
             limit_bytes -= over_bytes
-        return self._record(found, rungs, decided, started_seconds)
+        return self._record(found, (chosen, *found.fallbacks), decided, started_seconds)
 
-    def look(self, choices: Choices, num_steps: int) -> Look:
+    def look(self, choices: Choices, is_short: bool) -> Look:
         """Trace a mix and say what it needs and takes."""
-        counted = self._count(choices, num_steps)
+        counted = self._count(choices, is_short)
         micro_batch = samples_of(choices)
         duration = step_duration(
             counted.trace,
@@ -211,30 +210,23 @@ class _Planner:
     def _plain(self) -> Choices:
         return (micro_batch_choice(self.job.batch_size),)
 
-    def _checked(self, look: Look) -> Look:
-        self.progress(f"checking {' '.join(map(str, look.choices))}")
-        return self.look(look.choices, self.full_length)
-
     def _learned(self, choices: Choices) -> Learned | None:
         if self.calibration is None:
             return None
         names = [choice.technique for choice in choices]
         return learned_ratio(self.calibration, self.target.lowering().name, names)
 
-    def _trace(self, choices: Choices, num_steps: int) -> Trace:
-        return self._trace_for(self.target.lowering(), choices, num_steps)
-
-    def _trace_for(self, lowering: Lowering, choices: Choices, num_steps: int) -> Trace:
+    def _trace_for(self, lowering: Lowering, choices: Choices, is_short: bool) -> Trace:
         seen = tuple(choice for choice in choices if choice.technique != "heap")  # which changes no op
-        if (seen, num_steps) not in self._traced:
+        if (seen, is_short) not in self._traced:
             self.progress(f"tracing {' '.join(map(str, choices))}")
-            self._traced[seen, num_steps] = rehearse_job(self.job, self.texts, lowering, seen, num_steps=num_steps)
-        return self._traced[seen, num_steps]
+            self._traced[seen, is_short] = rehearse_job(self.job, self.texts, lowering, seen, is_short=is_short)
+        return self._traced[seen, is_short]
 
-    def _count(self, choices: Choices, num_steps: int) -> Counted:
-        return self.target.count(self._trace(choices, num_steps), heap_rules(choices))
+    def _count(self, choices: Choices, is_short: bool) -> Counted:
+        return self.target.count(self._trace_for(self.target.lowering(), choices, is_short), heap_rules(choices))
 
-    def _record(self, found: Found, rungs: list[Look], decided: Decided, started_seconds: float) -> Plan:
+    def _record(self, found: Found, rungs: Sequence[Look], decided: Decided, started_seconds: float) -> Plan:
         names = {choice.technique for look in (*rungs, *found.openings) for choice in look.choices}
         names |= {choice.technique for one in found.rejected for choice in one.choices}
         smallest_bytes = None if found.fits else rungs[0].need_bytes + self.kept_back_bytes
@@ -257,7 +249,7 @@ class _Planner:
         )
 
     def _prediction(self, choices: Choices) -> Prediction:
-        job, counted = self.job, self._count(choices, self.full_length)
+        job, counted = self.job, self._count(choices, is_short=False)
         precision = next(
             (str(one.options["dtype"]) for one in choices if one.technique == "autocast"), job.own_precision
         )
@@ -267,7 +259,7 @@ class _Planner:
         )
 
 
-def _ladder(rungs: list[Look]) -> tuple[Rung, ...]:
+def _ladder(rungs: Sequence[Look]) -> tuple[Rung, ...]:
     """The rungs whose needs fall, and below the last one its halves down to single samples."""
     kept = [rungs[0]]
     kept += [look for before, look in pairwise(rungs) if look.need_bytes < before.need_bytes]

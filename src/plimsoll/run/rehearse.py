@@ -86,13 +86,14 @@ class StageBackend:
         """Do nothing."""
 
 
-def rehearse_job(  # noqa: PLR0917 -- one call
+def rehearse_job(
     job: Job,
     texts: TextSketch,
     lowering: Lowering,
     choices: Choices,
     lengths: tuple[int, ...] = (),
-    num_steps: int = 3,
+    *,
+    is_short: bool = False,
 ) -> Trace:
     """Trace the training of a job.
 
@@ -102,14 +103,17 @@ def rehearse_job(  # noqa: PLR0917 -- one call
         lowering: the target.
         choices: the techniques, a micro-batch among them.
         lengths: the tokens that the batches of the steps are padded to; by default ``sequence_length``.
-        num_steps: where no lengths are given; with two, what follows an evaluation is not seen.
+        is_short: rehearse two steps, the first of one micro-batch. What follows an evaluation is then not seen, and what
+            a first step may need beyond a second.
 
     Raises:
         JobError: if the model or the optimizer cannot be built.
         InputError: if the model cannot be traced.
     """
     num_samples = rehearsed_samples(job.batch_size, samples_of(choices))
-    batches = [_batch(job, texts, num_samples, length) for length in lengths or (job.sequence_length,) * num_steps]
+    batches = [_batch(job, texts, num_samples, length) for length in lengths or (job.sequence_length,) * 3]
+    if is_short:
+        batches = [split_batch(batches[0], samples_of(choices))[0], batches[1]]
     held_out = _batch(job, texts, job.batch_size, job.sequence_length) if job.data.validation else None
 
     def trace_with(keeps_all: bool) -> Trace:

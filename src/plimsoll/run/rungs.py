@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from itertools import takewhile
 
 from plimsoll.errors import InputError
 from plimsoll.records.plan import Choice
@@ -46,7 +47,7 @@ class Rungs:
         self.sizes = tuple(sizes)
         self._run_stack = ExitStack()
         self._run_stack.enter_context(installed(workload, for_the_run[0]))
-        self._level_stack = ExitStack()
+        self._at_work: list[tuple[Choice, ExitStack]] = []
         self._level: int | None = None
 
     @property
@@ -59,26 +60,36 @@ class Rungs:
         return self._level == level or (not self._levels and level == 0)
 
     def use(self, level: int) -> None:
-        """Put the techniques of a level to work in place of those that are; if that fails, none is."""
+        """Put the techniques of a level to work in place of those that are.
+
+        Those that both begin with stay, so that states in a file do not come back for a moment. If one cannot be
+        installed, those before it are, and no level is in force.
+        """
         if self.is_in_force(level):
             return
-        self.let_go()
-        self._level_stack.enter_context(installed(self._workload, self._levels[level]))
+        wanted, self._level = self._levels[level], None
+        both = zip(wanted, (choice for choice, _ in self._at_work), strict=False)
+        self._let_go(num_kept=len(list(takewhile(lambda pair: pair[0] == pair[1], both))))
+        for choice in wanted[len(self._at_work) :]:
+            stack = ExitStack()
+            stack.enter_context(installed(self._workload, [choice]))
+            self._at_work.append((choice, stack))
         self._level = level
 
     def described(self, level: int) -> str:
         """The techniques of a level, for a person."""
         return " ".join(map(str, self._levels[level])) or "no other technique"
 
-    def let_go(self) -> None:
-        """Take the techniques of the level back."""
-        self._level = None
-        self._level_stack.close()
-
     def close(self) -> None:
         """Take every technique back."""
-        self.let_go()
+        self._level = None
+        self._let_go(num_kept=0)
         self._run_stack.close()
+
+    def _let_go(self, num_kept: int) -> None:
+        """Take the techniques of the level back, the last first, but for the first few."""
+        while len(self._at_work) > num_kept:
+            self._at_work.pop()[1].close()
 
 
 def _split(choices: Sequence[Choice]) -> tuple[Choices, Choices]:

@@ -261,6 +261,11 @@ class TrainStep:
         if self.workload.schedule is not None and state["schedule"] is not None:
             self.workload.schedule.load_state_dict(state["schedule"])
 
+    def install(self) -> None:
+        """Put the techniques of the rung in force to work, as the next step would."""
+        if self._rungs.sizes:
+            self._rungs.use(self._rungs.sizes[self.rung].level)
+
     def begin_again_at(self, rung: int, too_large_rung: int | None = None) -> None:
         """After the process was killed for memory: at a later one of the rungs given (see `state_after_death`)."""
         size = self._rungs.sizes[rung]

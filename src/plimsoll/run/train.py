@@ -102,9 +102,12 @@ def train(training: Training, restarts: int = 0) -> RunRecord:
 
 
 def resume(training: Training, saved: checkpoint.Checkpoint) -> None:
-    """Put the training where ``saved`` left it; the metrics and checkpoints of later steps are taken out."""
+    """Put the training where ``saved`` left it; the metrics and checkpoints of later steps are taken out.
+
+    The step has its state already, which says the rung it stands at.
+    """
+    training.step.install()  # states that are to be in a file are read into one
     random_state = saved.restore(training.parts.model, training.step.workload.optimizer)
-    training.step.load_state_dict(saved.progress["training_step"])
     training.parts.loader.load_state_dict(saved.progress["loader"])
     training.backend.restore_random_state(random_state)
     checkpoint.remove_later(training.directory.checkpoints, saved.step)

@@ -136,12 +136,14 @@ def train_run(
         view = View(path.name, job.steps, "tokens" if job.task == "language-modeling" else "samples", quiet)
         training = Training(job, parts, step, directory, marks, MemorySampler(backend, offset_seconds), view, host)
         if saved is not None:
+            step.load_state_dict(saved.progress["training_step"])
+        if rung is not None:
+            step.begin_again_at(rung, too_large_rung)
+        if saved is not None:
             fitting(lambda: go_on(training, saved), backend, "reading the checkpoint")
         else:
             directory.keep_until(0)  # of a process that died before its first checkpoint, or whose are all torn
             checkpoint.remove_later(directory.checkpoints, 0)
-        if rung is not None:
-            step.begin_again_at(rung, too_large_rung)
         train(training, restarts)
         export_tokenizer(Path(prepared.tokenizer_folder), directory.model)
 

@@ -3,7 +3,8 @@
     with installed(workload, choices):
         ...
 
-`TECHNIQUES` is in the order of installation: what replaces parts of the model comes before what wraps calls of it.
+`TECHNIQUES` is in the order of installation: first what moves states and parameters, which stays at work when a plan
+goes on to a fallback that begins alike; then what replaces parts of the model, and what wraps calls of it.
 The contract tests run over the registry.
 """
 
