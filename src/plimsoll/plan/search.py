@@ -1,9 +1,10 @@
 """Which mix: the fastest that fits, jointly over all techniques and micro-batches, and the smaller ones behind it.
 
-A trace of a mix is exact and slow, so few are made: the plain training at two or three micro-batches, each technique that
-can reach what the peak is made of once on top of it, and then the mixes that a surrogate (`plimsoll.plan.surrogate`)
-takes for the fastest that fit, until the best guess is one that has been traced. Nothing is chosen untraced. If no mix
-can gain more than the model of time can tell, the techniques are not traced at all.
+A trace of a mix is exact and slow, so few are made: the plain training at two or three micro-batches, each technique
+that can reach what the peak is made of once on top of it, and then the mixes that a surrogate
+(`plimsoll.plan.surrogate`) takes for the fastest that fit, until the best guess is one that has been traced. Nothing is
+chosen untraced. Where the plain training fits and no room could make it faster, only techniques that may be faster are
+traced.
 
 The same problem always has the same plan: nothing is drawn, and nothing depends on the clock.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from math import isqrt
 
@@ -25,13 +27,13 @@ from plimsoll.records.plan import Choice, Rejected, micro_batch_choice
 from plimsoll.records.units import format_bytes
 from plimsoll.techniques import Choices, in_order, technique_of
 
-Refine = Callable[[Look, int], Choices | None]
-"""A weaker mix that uses the room that is left under a limit (bytes), or ``None``."""
-
 _SAME_BYTES = 0.01  # of a need: not worth another technique
 _SAME_SECONDS = 0.02  # of a step: the model of time cannot tell plans that differ by less
 _LEAST_PART = 0.02  # of a peak: what is less is not worth a trace
-_MOST_LOOKS = 10  # at mixes, for the plan and for each fallback
+_MOST_LOOKS = 8  # at mixes, for the plan ...
+_MOST_FALLBACK_LOOKS = 2  # ... and for each fallback, which need not be the fastest
+_FALLS_SHARE = 0.95  # of what is before it: what needs more is no fallback
+_MOVES = ("optimizer_kernel", "optimizer_offload", "parameter_offload")  # taking one back needs room in the crisis
 _NEAR_SHARE = 0.5  # of the limit: a plan that needs less is not traced with techniques for its fallbacks
 _FALLBACK_SHARES = (0.8, 0.6, 0.45, 0.3)  # of what the plan needs
 
@@ -82,18 +84,20 @@ class _Search:
         self._look_at = look_at
         self._looks: dict[Choices, Look] = {}
         self._surrogate: Surrogate
+        self._reference: Look
+        self._asked: set[str] = set()
         self._learned: dict[str, list[Choice]] = {}
 
     def found(self) -> Found:
         """Search."""
         limit_bytes = self._problem.limit_bytes
         plain = self._look((), self._problem.setting.batch_size)
-        reference = self._plain_line(limit_bytes)
-        if self._may_gain(limit_bytes):
-            self._learn_techniques(reference)
+        self._plain_line(limit_bytes)
+        fits_plainly, may_gain = self._judge_plain(limit_bytes)
+        self._learn_techniques(only_faster=fits_plainly and not may_gain)
         chosen = self._best_within(limit_bytes)
-        if chosen is None and not self._learned:
-            self._learn_techniques(reference)
+        if chosen is None and fits_plainly and not may_gain:
+            self._learn_techniques()
             chosen = self._best_within(limit_bytes)
         if chosen is None:
             leanest = self._leanest()
@@ -110,70 +114,84 @@ class _Search:
             self._looks[choices] = self._look_at(choices)
         return self._looks[choices]
 
-    def _plain_line(self, limit_bytes: int) -> Look:
-        """Trace the base at a few micro-batches, one near where it stops fitting; returns the smallest one."""
+    def _plain_line(self, limit_bytes: int) -> None:
+        """Trace the base at a few micro-batches, one near where it stops fitting, which is the reference for others."""
         base, sizes = self._menu.base, self._menu.sizes
         large = self._look(base, sizes[0])
         growing_bytes = _largest(large).growing_bytes
         room = (limit_bytes - large.need_bytes + growing_bytes) / max(growing_bytes, 1)  # of the whole batch
         wanted = max(1, min(int(0.9 * room * sizes[0]), sizes[0] // 2))
         small = self._look(base, max(size for size in sizes if size <= max(wanted, sizes[-1])))
+        looks = {small.micro_batch: small, large.micro_batch: large}
         middle = isqrt(small.micro_batch * large.micro_batch)
         if middle > 2 * small.micro_batch:
-            looks = (small, self._look(base, max(size for size in sizes if size <= middle)), large)
-        else:
-            looks = (small, large)
-        self._surrogate = Surrogate(looks)
-        return small
+            size = max(size for size in sizes if size <= middle)
+            looks[size] = self._look(base, size)
+        self._reference = small
+        self._surrogate = Surrogate(list(looks.values()))
 
-    def _may_gain(self, limit_bytes: int) -> bool:
-        """Whether a technique could make the plan faster than the base at its best size, by more than can be told."""
+    def _judge_plain(self, limit_bytes: int) -> tuple[bool, bool]:
+        """Whether the base fits, and whether more room could make it faster by more than can be told."""
         needs, seconds, _ = self._guessed(_Mix(self._menu.base, np.asarray(self._menu.sizes)))
-        may_be_faster = any(technique_of(name).may_be_faster for name in self._menu.options)
-        if self._problem.decided.required or may_be_faster or needs.min() > limit_bytes:
-            return True
-        return bool(seconds[needs <= limit_bytes].min() > (1 + _SAME_SECONDS) * seconds.min())
+        fits = needs <= limit_bytes
+        if not fits.any():
+            return False, True
+        return True, bool(seconds[fits].min() > (1 + _SAME_SECONDS) * seconds.min())
 
-    def _learn_techniques(self, reference: Look) -> None:
+    def _learn_techniques(self, only_faster: bool = False) -> None:
+        """Trace techniques that can reach what the reference's peak is made of, or may be faster."""
+        required = self._problem.decided.required
         for name, options in self._menu.options.items():
             technique = technique_of(name)
-            reached_bytes = sum(reference.parts.get(category, 0) for category in technique.reaches)
-            is_wanted = technique.may_be_faster or name in self._problem.decided.required
-            if reached_bytes < _LEAST_PART * reference.need_bytes and not is_wanted:
+            if name in self._asked:
                 continue
-            for choice in dict.fromkeys((options[0], options[-1])):
-                self._learn(choice, reference.micro_batch)
+            reached_bytes = sum(self._reference.parts.get(category, 0) for category in technique.reaches)
+            may_help = not only_faster and reached_bytes >= _LEAST_PART * self._reference.need_bytes
+            if not (may_help or technique.may_be_faster or name in required):
+                continue
+            self._asked.add(name)
+            strongest, weakest = options[-1], options[0]
+            learned = [strongest] if self._learn(strongest) else []
             if name == "checkpointing":
-                self._learn_blocks(options[-1])
+                learned += self._some_blocks(strongest) if learned else []
+            elif (
+                weakest != strongest
+                and (not learned or not self._surrogate.is_free(strongest))
+                and self._learn(weakest)
+            ):
+                learned.append(weakest)
+            if learned:
+                self._learned[name] = learned
 
-    def _learn_blocks(self, every_block: Choice) -> None:
-        """Guess what some of the blocks do from what all of them do."""
-        problem, learned = self._problem, self._learned.get("checkpointing", [])
-        if every_block in learned and problem.setting.trace is not None:
-            for some in some_blocks(problem.workload, problem.setting.trace):
-                self._surrogate.interpolate(some.choice, every_block, some.bytes_share, some.seconds_share)
-                learned.append(some.choice)
-
-    def _learn(self, choice: Choice, micro_batch: int) -> None:
+    def _learn(self, choice: Choice) -> bool:
+        """Trace one choice on top of the base; returns whether it is of use."""
         base = self._menu.base
-        for size in (micro_batch, self._menu.sizes[0]):
+        for size in dict.fromkeys((self._reference.micro_batch, self._menu.sizes[0])):
             if self._compatibility.allows((micro_batch_choice(size), *in_order((*base, choice)))):
                 look = self._look((*base, choice), size)
                 self._surrogate.learn_effect(choice, look, self._look(base, size))
-                if self._surrogate.is_useful(choice) or choice.technique in self._problem.decided.required:
-                    self._learned.setdefault(choice.technique, []).append(choice)
-                return
+                return self._surrogate.is_useful(choice) or choice.technique in self._problem.decided.required
+        return False
+
+    def _some_blocks(self, every_block: Choice) -> list[Choice]:
+        """Subsets of the blocks, guessed from what all of them do."""
+        problem, found = self._problem, list[Choice]()
+        if problem.setting.trace is not None:
+            for some in some_blocks(problem.workload, problem.setting.trace):
+                self._surrogate.interpolate(some.choice, every_block, some.bytes_share, some.seconds_share)
+                found.append(some.choice)
+        return found
 
     # -- choosing ------------------------------------------------------------------------------------------------------
 
-    def _mixes(self, only_with: Choices | None = None) -> list[_Mix]:
-        """Every mix of what was learned, with the sizes it can have; ``only_with`` says what is for the whole run."""
+    def _mixes(self) -> list[_Mix]:
+        """Every mix of what was learned, with the sizes it can have."""
         base, required = self._menu.base, self._problem.decided.required
         menus = [choices if name in required else [None, *choices] for name, choices in self._learned.items()]
         found = []
         for picked in product(*menus):
             mix = in_order((*base, *(choice for choice in picked if choice is not None)))
-            if (only_with is not None and _for_the_run(mix) != only_with) or not self._compatibility.allows(mix):
+            if not self._compatibility.allows(mix):
                 continue
             allows = self._compatibility.allows
             sizes = [
@@ -195,19 +213,26 @@ class _Search:
                 needs[row], seconds[row], possible[row] = look.need_bytes, look.seconds, look.fits
         return needs, seconds, possible
 
-    def _best_within(self, limit_bytes: int, only_with: Choices | None = None) -> Look | None:
-        """The fastest mix that fits, traced; ``None`` if none is found."""
-        mixes = self._mixes(only_with)
-        for _ in range(_MOST_LOOKS):
+    def _best_within(
+        self, limit_bytes: int, most_looks: int = _MOST_LOOKS, accepts: Callable[[Choices], bool] = lambda mix: True
+    ) -> Look | None:
+        """The fastest mix that fits, traced; ``None`` if none is found. ``accepts`` says which mixes may be taken."""
+        mixes = [mix for mix in self._mixes() if accepts(mix.choices)]
+        for _ in range(most_looks):
             best = self._best_guess(mixes, limit_bytes)
             if best is None:
                 return None
             if best in self._looks:
                 return self._looks[best]
             self._surrogate.correct(self._look_at_choices(best))
-        fitting = [look for look in self._looks.values() if look.fits and look.need_bytes <= limit_bytes]
-        fitting = [look for look in fitting if only_with is None or _for_the_run(look.mix) == only_with]
-        return min(fitting, key=lambda look: look.seconds, default=None)
+        looks = [look for look in self._looks.values() if look.fits and look.need_bytes <= limit_bytes]
+        return min((look for look in looks if self._is_base(look) and accepts(look.mix)), key=_seconds_of, default=None)
+
+    def _is_base(self, look: Look) -> bool:
+        """Whether a look has what every plan must have."""
+        names = {choice.technique for choice in look.mix}
+        has_size = look.micro_batch in self._menu.sizes
+        return has_size and set(self._menu.base) <= set(look.mix) and self._problem.decided.required <= names
 
     def _best_guess(self, mixes: list[_Mix], limit_bytes: int) -> Choices | None:
         """The choices to take: of those about as fast as the fastest, the fewest techniques, then the largest size."""
@@ -235,22 +260,23 @@ class _Search:
             limit_bytes = int(share * chosen.need_bytes)
             if last.need_bytes <= limit_bytes:
                 continue
-            following = self._best_within(limit_bytes, _for_the_run(chosen.mix))
-            if following is None and not self._learned and chosen.need_bytes > _NEAR_SHARE * self._problem.limit_bytes:
-                self._learn_techniques(last)
-                following = self._best_within(limit_bytes, _for_the_run(chosen.mix))
+            accepts = partial(_can_follow, last.mix)
+            following = self._best_within(limit_bytes, _MOST_FALLBACK_LOOKS, accepts)
+            if following is None and chosen.need_bytes > _NEAR_SHARE * self._problem.limit_bytes:
+                self._learn_techniques()
+                following = self._best_within(limit_bytes, _MOST_FALLBACK_LOOKS, accepts)
             if following is None:
                 break
             yield following
             last = following
-        leanest = self._leanest(_for_the_run(chosen.mix))
-        if leanest.need_bytes < last.need_bytes:
+        leanest = self._leanest(_MOST_FALLBACK_LOOKS, partial(_can_follow, last.mix))
+        if leanest.need_bytes < _FALLS_SHARE * last.need_bytes:
             yield leanest
 
-    def _leanest(self, only_with: Choices | None = None) -> Look:
-        """The mix that needs least, traced."""
-        mixes = self._mixes(only_with)
-        for _ in range(_MOST_LOOKS):
+    def _leanest(self, most_looks: int = _MOST_LOOKS, accepts: Callable[[Choices], bool] = lambda mix: True) -> Look:
+        """The mix that needs least, traced; of those that need about as little, the one of the fewest techniques."""
+        mixes = [mix for mix in self._mixes() if accepts(mix.choices)]
+        for _ in range(most_looks if mixes else 0):
             needs = [
                 (need, len(mix.choices), second, mix.with_sizes()[row])
                 for mix in mixes
@@ -261,8 +287,7 @@ class _Search:
             if best in self._looks:
                 break
             self._surrogate.correct(self._look_at_choices(best))
-        looks = [look for look in self._looks.values() if only_with is None or _for_the_run(look.mix) == only_with]
-        looks = [look for look in looks if set(self._menu.base) <= set(look.mix)]
+        looks = [look for look in self._looks.values() if self._is_base(look) and accepts(look.mix)]
         bound = (1 + _SAME_BYTES) * min(look.need_bytes for look in looks)
         return min((look for look in looks if look.need_bytes <= bound), key=lambda look: (len(look.mix), look.seconds))
 
@@ -300,8 +325,15 @@ def _rejected(look: Look, chosen: Look, limit_bytes: int) -> Rejected:
     return Rejected(choices=look.choices, reason=reason, peak=look.peak, step_time=look.step_time)
 
 
-def _for_the_run(mix: Choices) -> Choices:
-    return tuple(choice for choice in mix if technique_of(choice.technique).is_for_the_run)
+def _can_follow(before: Choices, mix: Choices) -> bool:
+    """Whether a mix can come after another in a run: what changes the training and what has moved states stays."""
+    for_the_run = [tuple(one for one in both if technique_of(one.technique).is_for_the_run) for both in (before, mix)]
+    moved = [tuple(one for one in both if one.technique in _MOVES) for both in (before, mix)]
+    return for_the_run[0] == for_the_run[1] and moved[1][: len(moved[0])] == moved[0]
+
+
+def _seconds_of(look: Look) -> float:
+    return look.seconds
 
 
 def _largest(look: Look) -> PhasePeak:

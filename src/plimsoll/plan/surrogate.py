@@ -23,6 +23,7 @@ from plimsoll.techniques import Choices
 
 Column = NDArray[Any]
 
+_WORTH_SHARE = 0.01  # of the time or the need
 _ALIKE = 2  # choices in which mixes may differ for the error of one to be taken for the other's
 
 
@@ -61,6 +62,8 @@ class Surrogate:
         self._growing_effect: dict[Choice, dict[Phase, float]] = defaultdict(dict)
         self._added_seconds: dict[Choice, float] = {}
         self._beyond_effect: dict[Choice, float] = {}
+        self._saved_bytes: dict[Choice, float] = {}
+        self._reference = plain[0]
         self._bytes_off: dict[Choices, float] = {}
         self._seconds_off: dict[Choices, float] = {}
 
@@ -73,6 +76,11 @@ class Surrogate:
                 self._growing_effect[choice][phase] = (after.growing_bytes - before.growing_bytes) / look.micro_batch
         self._added_seconds[choice] = look.seconds - without.seconds
         self._beyond_effect[choice] = _beyond(look) - _beyond(without)
+        phases = set(look.phases) & set(without.phases)
+        self._saved_bytes[choice] = max(
+            (without.need_bytes - look.need_bytes, *(_alive(without, phase) - _alive(look, phase) for phase in phases))
+        )
+        self._reference = without
 
     def interpolate(self, choice: Choice, strong: Choice, bytes_share: float, seconds_share: float) -> None:
         """Take a choice to have a share of the effect of a stronger one."""
@@ -108,10 +116,13 @@ class Surrogate:
         return self._seconds.at(np.log2(micro_batches)) + added + self._nearest(self._seconds_off, mix)
 
     def is_useful(self, choice: Choice) -> bool:
-        """Whether a choice that was learned saves time, or memory in any phase."""
-        effects = (*self._fixed_effect[choice].values(), *self._growing_effect[choice].values())
-        least = min((*effects, self._beyond_effect[choice]))
-        return least < 0 or self._added_seconds[choice] < 0
+        """Whether a choice that was learned saves time, or memory in any phase, that is worth another trace."""
+        saves_time = -self._added_seconds[choice] > _WORTH_SHARE * self._reference.seconds
+        return saves_time or self._saved_bytes[choice] > _WORTH_SHARE * self._reference.need_bytes
+
+    def is_free(self, choice: Choice) -> bool:
+        """Whether a choice that was learned takes no time."""
+        return self._added_seconds[choice] <= _WORTH_SHARE * self._reference.seconds
 
     @staticmethod
     def _nearest(off: dict[Choices, float], mix: Choices) -> float:

@@ -53,6 +53,7 @@ from plimsoll.workload import Workload
 
 Progress = Callable[[str], None]
 
+_LOOKS_OFF_SHARE = 0.005  # by which a short rehearsal may say too little
 _MOST_ROUNDS = 3  # of searching again, where a plan at full length needs more than at the length it was found with
 
 
@@ -176,7 +177,7 @@ class _Planner:
 
     def plan(self, decided: Decided, started_seconds: float) -> Plan:
         """Search, check at full length, and search again with less room where that does not hold."""
-        limit_bytes = self.target.limit_bytes
+        limit_bytes = int(self.target.limit_bytes * (1 - _LOOKS_OFF_SHARE))
         setting = replace(self.setting, trace=self._trace_for(self.target.lowering(), self._plain, is_short=True))
         for _ in range(_MOST_ROUNDS):
             problem = Problem(self.workload, setting, limit_bytes, decided)

@@ -99,7 +99,7 @@ def test_pins_that_exclude_each_other_are_refused(inhabited):
 def test_fallbacks_fall_and_keep_what_is_for_the_run(inhabited):
     halves = MadeUp("half", (5,), seconds=(-0.4,), is_for_the_run=True, may_be_faster=True)
     world = inhabited(World([halves, MadeUp("recompute", (4,), saves_fixed=60, seconds=(0.3,))]))
-    found, _ = searched(world, 1000)
+    found, _ = searched(world, 260)
     needs = [look.need_bytes for look in (found.chosen, *found.fallbacks)]
     assert needs == sorted(set(needs), reverse=True)
     assert len(found.fallbacks) >= 1
