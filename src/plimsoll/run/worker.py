@@ -8,10 +8,14 @@ import signal
 import sys
 from contextlib import ExitStack
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from plimsoll.records.job import Job
 from plimsoll.records.plan import Plan
 from plimsoll.run.directory import RunDirectory
+
+if TYPE_CHECKING:
+    from plimsoll.device.base import Backend
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -120,16 +124,13 @@ def train_run(
         newest = checkpoint.newest_good(directory.checkpoints, marks) if resume_newest else None
         saved = checkpoint.load(directory.checkpoints, marks, from_step) if resume else newest
         _warm(job)
-        limit_bytes = job.budget.device_bytes
         head = RunHead(job=job.model_dump(mode="json"), device=backend.probe(), versions=versions(), fingerprint=marks)
-        if limit_bytes is not None:
-            require_room(job, prepared, backend.baseline_bytes, limit_bytes)
+        if job.budget.device_bytes is not None and plan.limit_bytes is None:  # a plan knows better what there will be
+            require_room(job, prepared, backend.baseline_bytes, job.budget.device_bytes)
         head.save(directory.head)  # before the limit: the supervisor judges a death by it
-        if limit_bytes is not None:
-            stack.enter_context(backend.limited(limit_bytes))
         host = backend_for("cpu") if device != "cpu" else None
-        if host is not None and job.budget.host_bytes is not None:
-            stack.enter_context(host.limited(job.budget.host_bytes))
+        _limit(stack, backend, job.budget.device_bytes)
+        _limit(stack, host, job.budget.host_bytes)
         parts = fitting(lambda: assemble(job, prepared, device), backend, "building the model")
         step = step_of(job, parts.model, parts.optimizer, plan.choices_by_rung, schedule=parts.schedule)
         offset_seconds = max((line.time_seconds for line in directory.lines()), default=0.0)
@@ -146,6 +147,11 @@ def train_run(
             checkpoint.remove_later(directory.checkpoints, 0)
         train(training, restarts)
         export_tokenizer(Path(prepared.tokenizer_folder), directory.model)
+
+
+def _limit(stack: ExitStack, backend: Backend | None, limit_bytes: int | None) -> None:
+    if backend is not None and limit_bytes is not None:
+        stack.enter_context(backend.limited(limit_bytes))
 
 
 def print_baseline() -> None:
