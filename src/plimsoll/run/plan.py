@@ -40,14 +40,14 @@ from plimsoll.records.device import Budget
 from plimsoll.records.heap import FAST_HEAP
 from plimsoll.records.job import Job
 from plimsoll.records.plan import Pin, Plan, Rejected, Rung, micro_batch_choice
-from plimsoll.records.prediction import Prediction
+from plimsoll.records.prediction import Estimate, Prediction
 from plimsoll.records.trace import Trace
 from plimsoll.records.units import format_bytes
 from plimsoll.run.job_step import subject_of
 from plimsoll.run.rehearse import rehearse_job, rehearsed_samples
 from plimsoll.run.rungs import samples_of
-from plimsoll.run.targets import Target, find_target, gpu_target, job_baseline, started_baseline
-from plimsoll.techniques import TECHNIQUES, Choices, Setting
+from plimsoll.run.targets import Target, find_target, gpu_target, started_baseline
+from plimsoll.techniques import TECHNIQUES, Choices, Setting, technique_of
 from plimsoll.techniques.heap import heap_rules
 from plimsoll.workload import Workload
 
@@ -88,8 +88,21 @@ def plan_job(
         InputError: if a technique does not exist, pins contradict each other, or the model cannot be traced.
     """
     started_seconds = time.perf_counter()
-    planner = _Planner(job, device, limit_bytes, calibration, progress or (lambda text: None))
-    return planner.plan(decide(pins, tuple(forbids), planner.workload, planner.setting), started_seconds)
+    texts = sketch_texts(job)
+    name = choose_device(job) if device is None else device.lower()
+    asked = _Asked.of(job, texts, name, pins, tuple(forbids))  # before anything that takes time
+    return _Planner(job, texts, name, asked, limit_bytes, calibration, progress or (lambda text: None)).plan(
+        started_seconds
+    )
+
+
+def require_possible(job: Job, pins: Sequence[Pin], forbids: Iterable[str]) -> None:
+    """Refuse what can be told to be wrong with pins and what is forbidden, before the data are prepared.
+
+    Raises:
+        InputError: see `plan_job`.
+    """
+    _Asked.of(job, sketch_texts(job), choose_device(job), pins, tuple(forbids))
 
 
 def require_that_fits(plan: Plan) -> None:
@@ -142,45 +155,63 @@ def _cuda_here() -> Target:
     return gpu_target(spec_of(backend_for("cuda").probe()), None)
 
 
+@dataclass(frozen=True)
+class _Asked:
+    """A training with shapes only, and what the user has decided of its plan."""
+
+    workload: Workload
+    setting: Setting
+    decided: Decided
+
+    @classmethod
+    def of(cls, job: Job, texts: TextSketch, device: str, pins: Sequence[Pin], forbids: Sequence[str]) -> _Asked:
+        """Ask the techniques what of it is possible."""
+        for name in (*(pin.technique for pin in pins), *forbids):
+            technique_of(name)
+        is_on_cpu = device == "cpu" or (device == "local" and not torch.cuda.is_available())
+        setting = Setting(
+            device="cpu" if is_on_cpu else "cuda",
+            batch_size=job.batch_size,
+            precision=job.precision,
+            allow=frozenset(job.allow),
+            lengths_vary=job.task == "classification",
+        )
+        workload = _workload_on_meta(job, texts)
+        return cls(workload, setting, decide(pins, forbids, workload, setting))
+
+
 @dataclass
 class _Planner:
     """Looks at mixes of one job on one target; each is traced once."""
 
     job: Job
-    device: str | None
+    texts: TextSketch
+    device: str
+    asked: _Asked
     limit_bytes: int | None
     calibration: Calibration | None
     progress: Progress
     _traced: dict[tuple[Choices, bool], Trace] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.texts = sketch_texts(self.job)
-        name = choose_device(self.job) if self.device is None else self.device
-        baseline = None
-        if name == "cpu":
-            baseline = started_baseline(self.job)  # it takes seconds, as the first trace does
-            self._trace_for(CpuLowering(), self._plain, is_short=True)
         budget_bytes = self.limit_bytes if self.limit_bytes is not None else self.job.budget.device_bytes
-        self.target: Target = find_target(name, budget_bytes, baseline or (lambda: job_baseline(self.job)))
+        self.target: Target = find_target(self.device, budget_bytes, self._baseline)
         self.target.calibration = self.calibration
-        self.kept_back_bytes = 0 if budget_bytes is None else budget_bytes - self.target.limit_bytes
         self.budget = Budget(device_bytes=budget_bytes, host_bytes=self.job.budget.host_bytes)
-        self.workload = _workload_on_meta(self.job, self.texts)
-        self.setting = Setting(
-            device="cpu" if self.target.spec is None else "cuda",
-            batch_size=self.job.batch_size,
-            precision=self.job.precision,
-            allow=frozenset(self.job.allow),
-            lengths_vary=self.job.task == "classification",
-        )
         self.speed = measured_speed(self.progress) if self.target.spec is None else speed_of(self.target.spec)
 
-    def plan(self, decided: Decided, started_seconds: float) -> Plan:
+    def _baseline(self) -> Estimate:
+        answer = started_baseline(self.job)  # it takes seconds, as the first trace does
+        self._trace_for(CpuLowering(), self._plain, is_short=True)
+        return answer()
+
+    def plan(self, started_seconds: float) -> Plan:
         """Search, check at full length, and search again with less room where that does not hold."""
         limit_bytes = int(self.target.limit_bytes * (1 - _LOOKS_OFF_SHARE))
-        setting = replace(self.setting, trace=self._trace_for(self.target.lowering(), self._plain, is_short=True))
+        plain = self._trace_for(self.target.lowering(), self._plain, is_short=True)
+        setting = replace(self.asked.setting, trace=plain)
         for _ in range(_MOST_ROUNDS):
-            problem = Problem(self.workload, setting, limit_bytes, decided)
+            problem = Problem(self.asked.workload, setting, limit_bytes, self.asked.decided)
             found = search(problem, lambda choices: self.look(choices, is_short=True))
             self.progress(f"checking {' '.join(map(str, found.chosen.choices))}")
             chosen = self.look(found.chosen.choices, is_short=False)
@@ -188,7 +219,7 @@ class _Planner:
             if not found.fits or over_bytes <= 0:
                 break
             limit_bytes -= over_bytes
-        return self._record(found, (chosen, *found.fallbacks), decided, started_seconds)
+        return self._record(found, (chosen, *found.fallbacks), started_seconds)
 
     def look(self, choices: Choices, is_short: bool) -> Look:
         """Trace a mix and say what it needs and takes."""
@@ -227,10 +258,10 @@ class _Planner:
     def _count(self, choices: Choices, is_short: bool) -> Counted:
         return self.target.count(self._trace_for(self.target.lowering(), choices, is_short), heap_rules(choices))
 
-    def _record(self, found: Found, rungs: Sequence[Look], decided: Decided, started_seconds: float) -> Plan:
+    def _record(self, found: Found, rungs: Sequence[Look], started_seconds: float) -> Plan:
         names = {choice.technique for look in (*rungs, *found.openings) for choice in look.choices}
         names |= {choice.technique for one in found.rejected for choice in one.choices}
-        smallest_bytes = None if found.fits else rungs[0].need_bytes + self.kept_back_bytes
+        smallest_bytes = None if found.fits else rungs[0].need_bytes + self.target.kept_back_bytes
         return Plan(
             budget=self.budget,
             rungs=_ladder(rungs),
@@ -240,8 +271,8 @@ class _Planner:
             openings=tuple(_opening(look) for look in found.openings),
             smallest_budget_bytes=smallest_bytes,
             prediction=self._prediction(rungs[0].choices),
-            pinned=decided.pinned,
-            forbidden=tuple(sorted(decided.forbidden)),
+            pinned=self.asked.decided.pinned,
+            forbidden=tuple(sorted(self.asked.decided.forbidden)),
             about={name: TECHNIQUES[name].summary for name in sorted(names)},
             numerics={name: TECHNIQUES[name].numerics for name in sorted(names)},
             made_for=facts_of(self.job, self.texts, self.target.lowering().name),

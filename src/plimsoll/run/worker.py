@@ -20,20 +20,32 @@ if TYPE_CHECKING:
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
-def prepare_run(path: Path, cache: Path, quiet: bool, again: bool = False) -> None:
+def prepare_run(  # noqa: PLR0917 -- of a command
+    path: Path,
+    cache: Path,
+    quiet: bool,
+    again: bool = False,
+    pins: tuple[str, ...] = (),
+    forbids: tuple[str, ...] = (),
+) -> None:
     """Index the text, make the tokenizer and tokenize, with progress on standard error.
 
-    What the job says wrongly of model and optimizer is found before that, which may take hours. With ``again`` the run
-    has been prepared already, and must come to the same data.
+    What the job says wrongly of model and optimizer is found before that, which may take hours, and what is pinned or
+    forbidden and cannot be. With ``again`` the run has been prepared already, and must come to the same data.
     """
     from plimsoll.assemble import require_buildable
     from plimsoll.data.prepare import Prepared, prepare, prepare_again
+    from plimsoll.records.plan import parse_pin
     from plimsoll.report.progress import stages
 
     _end_with_supervisor()
     directory = RunDirectory(path)
     job = Job.from_yaml(directory.job)
     require_buildable(job)
+    if pins or forbids:
+        from plimsoll.run.plan import require_possible
+
+        require_possible(job, [parse_pin(pin) for pin in pins], forbids)
     with stages(quiet) as progress:
         if again:
             prepared = prepare_again(job, Prepared.load(directory.prepared), cache, progress)
