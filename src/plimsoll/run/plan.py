@@ -116,10 +116,11 @@ def require_that_fits(plan: Plan) -> None:
     assert plan.smallest_budget_bytes is not None
     leanest = " ".join(map(str, plan.choices))
     openings = "".join(
-        f"; with {one.choices[-1]}, if `allow: [{one.choices[-1].technique}]` in the job allows it, about "
+        f"; with {choice}, if `allow: [{choice.technique}]` in the job allows it, about "
         f"{format_bytes(one.peak.likely_bytes)} would do"
         for one in plan.openings
-        if one.peak is not None
+        for choice in one.choices
+        if one.peak is not None and choice not in plan.choices
     )
     raise BudgetError(
         f"a budget of {format_bytes(plan.budget.device_bytes or 0)} cannot hold this training: what needs least, "
@@ -206,6 +207,12 @@ class _Planner:
         return answer()
 
     def plan(self, started_seconds: float) -> Plan:
+        """Find what fits, or what needs least and the budget in which something is found."""
+        found, chosen = self._found()
+        smallest_bytes = None if found.fits else self._smallest_bytes(chosen.need_bytes)
+        return self._record(found, (chosen, *found.fallbacks), smallest_bytes, started_seconds)
+
+    def _found(self) -> tuple[Found, Look]:
         """Search, check at full length, and search again with less room where that does not hold."""
         limit_bytes = int(self.target.limit_bytes * (1 - _LOOKS_OFF_SHARE))
         plain = self._trace_for(self.target.lowering(), self._plain, is_short=True)
@@ -219,7 +226,21 @@ class _Planner:
             if not found.fits or over_bytes <= 0:
                 break
             limit_bytes -= over_bytes
-        return self._record(found, (chosen, *found.fallbacks), started_seconds)
+        return replace(found, fits=chosen.fits and over_bytes <= 0), chosen
+
+    def _smallest_bytes(self, need_bytes: int) -> int:
+        """The least limit from ``need_bytes`` on in which a plan is found: with another limit a search looks elsewhere."""
+        target = self.target
+        try:
+            for _ in range(_MOST_ROUNDS):
+                self.target = replace(target, limit_bytes=need_bytes)
+                found, chosen = self._found()
+                if found.fits:
+                    break
+                need_bytes = max(chosen.need_bytes, int(need_bytes * (1 + _LOOKS_OFF_SHARE)))
+        finally:
+            self.target = target
+        return need_bytes
 
     def look(self, choices: Choices, is_short: bool) -> Look:
         """Trace a mix and say what it needs and takes."""
@@ -258,18 +279,17 @@ class _Planner:
     def _count(self, choices: Choices, is_short: bool) -> Counted:
         return self.target.count(self._trace_for(self.target.lowering(), choices, is_short), heap_rules(choices))
 
-    def _record(self, found: Found, rungs: Sequence[Look], started_seconds: float) -> Plan:
+    def _record(self, found: Found, rungs: Sequence[Look], smallest_bytes: int | None, started_seconds: float) -> Plan:
         names = {choice.technique for look in (*rungs, *found.openings) for choice in look.choices}
         names |= {choice.technique for one in found.rejected for choice in one.choices}
-        smallest_bytes = None if found.fits else rungs[0].need_bytes + self.target.kept_back_bytes
         return Plan(
             budget=self.budget,
             rungs=_ladder(rungs),
             limit_bytes=self.target.limit_bytes,
             plain=found.plain.rung(),
             rejected=found.rejected,
-            openings=tuple(_opening(look) for look in found.openings),
-            smallest_budget_bytes=smallest_bytes,
+            openings=() if found.fits else tuple(_opening(look) for look in found.openings),
+            smallest_budget_bytes=None if smallest_bytes is None else smallest_bytes + self.target.kept_back_bytes,
             prediction=self._prediction(rungs[0].choices),
             pinned=self.asked.decided.pinned,
             forbidden=tuple(sorted(self.asked.decided.forbidden)),
