@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from plimsoll.report.render import render as render
     from plimsoll.run.forecast import predict_job as predict_job
     from plimsoll.run.plan import plan_job as plan_job
+    from plimsoll.run.plan import plan_step as plan_step
     from plimsoll.run.predict import predict as predict
     from plimsoll.run.predict import predict_function as predict_function
     from plimsoll.run.step import StepResult as StepResult
@@ -36,6 +37,7 @@ _HOMES = {
     "TrainStep": ("plimsoll.run.step", "TrainStep"),
     "limited": ("plimsoll.device.limit", "limited"),
     "plan_job": ("plimsoll.run.plan", "plan_job"),
+    "plan_step": ("plimsoll.run.plan", "plan_step"),
     "predict": ("plimsoll.run.predict", "predict"),
     "predict_function": ("plimsoll.run.predict", "predict_function"),
     "predict_job": ("plimsoll.run.forecast", "predict_job"),

@@ -13,7 +13,7 @@ from processes import environment
 
 NAMES = [
     *("Job", "OomEvent", "Plan", "Prediction", "RunRecord", "StepResult", "TrainStep"),
-    *("limited", "plan_job", "predict", "predict_function", "predict_job", "probe", "render"),
+    *("limited", "plan_job", "plan_step", "predict", "predict_function", "predict_job", "probe", "render"),
 ]
 
 

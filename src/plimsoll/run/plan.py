@@ -1,6 +1,7 @@
-"""The plan of a job: which mix of techniques trains it fastest under its budget, on a device that need not be here.
+"""The plan of a training: which mix of techniques is fastest under its budget, on a device that need not be here.
 
     plan = plan_job(job, device="rtx3060", limit_bytes=6 << 30)
+    plan = plan_step(model, optimizer, batch, units="next-tokens", budget="2GiB")
 
 Every mix that is looked at is the real training step, rehearsed with the techniques installed (`run.rehearse`); the
 target's allocators count it, and the model of time takes its ops. Looks are short rehearsals; what is chosen is
@@ -13,13 +14,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import pairwise
+from typing import Any, Literal
 
 import torch
+from torch import nn
 
 from plimsoll.assemble import choose_device
-from plimsoll.data.sketch import TextSketch, sketch_texts
+from plimsoll.data.sketch import sketch_texts
 from plimsoll.device.base import backend_for
 from plimsoll.device.gpus import spec_of
 from plimsoll.device.speed import measured_speed, speed_of
@@ -27,29 +30,27 @@ from plimsoll.errors import BudgetError, InputError
 from plimsoll.memory.lowering.base import Lowering
 from plimsoll.memory.lowering.cpu import CpuLowering
 from plimsoll.memory.predict import Counted
-from plimsoll.models.build import build_model, loss_of
-from plimsoll.optimizers import build_optimizer
 from plimsoll.plan.cost import learned_peak, learned_ratio, step_duration
 from plimsoll.plan.facts import differences, facts_of
 from plimsoll.plan.look import Look, phase_peaks
 from plimsoll.plan.menu import Problem
-from plimsoll.plan.pins import Decided, decide
+from plimsoll.plan.pins import decide
 from plimsoll.plan.search import Found, search
 from plimsoll.records.comparison import Calibration, Learned
 from plimsoll.records.device import Budget
 from plimsoll.records.heap import FAST_HEAP
 from plimsoll.records.job import Job
-from plimsoll.records.plan import Pin, Plan, Rejected, Rung, micro_batch_choice
+from plimsoll.records.plan import Pin, Plan, Rejected, Rung, micro_batch_choice, parse_pin
 from plimsoll.records.prediction import Prediction
 from plimsoll.records.trace import Trace
-from plimsoll.records.units import format_bytes
-from plimsoll.run.job_step import subject_of
-from plimsoll.run.rehearse import rehearse_job, rehearsed_samples
+from plimsoll.records.units import format_bytes, parse_bytes
+from plimsoll.run.rehearse import rehearsed_samples
 from plimsoll.run.rungs import samples_of
-from plimsoll.run.targets import Target, find_target, gpu_target, job_baseline, started_baseline
+from plimsoll.run.subjects import JobSubject, StepSubject, Subject
+from plimsoll.run.targets import Target, find_target, gpu_target, own_baseline
 from plimsoll.techniques import TECHNIQUES, Choices, Setting
 from plimsoll.techniques.heap import heap_rules
-from plimsoll.workload import Workload
+from plimsoll.workload import LossFunction, Units, model_loss
 
 Progress = Callable[[str], None]
 
@@ -87,9 +88,66 @@ def plan_job(
         BudgetError: if the device has less than the budget.
         InputError: if a technique does not exist, pins contradict each other, or the model cannot be traced.
     """
-    started_seconds = time.perf_counter()
-    planner = _Planner(job, device, limit_bytes, calibration, progress or (lambda text: None))
-    return planner.plan(decide(pins, tuple(forbids), planner.workload, planner.setting), started_seconds)
+    budget_bytes = limit_bytes if limit_bytes is not None else job.budget.device_bytes
+    budget = Budget(device_bytes=budget_bytes, host_bytes=job.budget.host_bytes)
+    name = choose_device(job) if device is None else _here(device)
+    subject = JobSubject(job)
+    return _Planner(subject, name, budget, pins, tuple(forbids), calibration, progress or (lambda text: None)).plan()
+
+
+def plan_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batch: Any,
+    loss: LossFunction = model_loss,
+    *,
+    budget: str | int,
+    units: Units | None = None,
+    clip_norm: float | None = None,
+    precision: Literal["fp32", "bf16", "fp16", "auto"] = "fp32",
+    allow: Iterable[str] = (),
+    device: str = "local",
+    pins: Sequence[str] = (),
+    forbids: Sequence[str] = (),
+    calibration: Calibration | None = None,
+) -> Plan:
+    """Find the fastest mix of techniques for a training with `TrainStep`, in a program of one's own.
+
+        plan = plan_step(model, optimizer, batch, units="next-tokens", budget="2GiB")
+        step = TrainStep(model, optimizer, units="next-tokens", rungs=plan.choices_by_rung)
+
+    Args:
+        model: the model; it is not changed, and its parameters need no memory (they may be on the meta device).
+        optimizer: its optimizer.
+        batch: one batch of the largest size there will be, on the CPU.
+        loss: see `TrainStep`, as are the next three; ``precision`` may also be left to the plan (``"auto"``).
+        budget: what the process may use of the device, such as ``"2GiB"``.
+        units: see `loss`.
+        clip_norm: see `loss`.
+        precision: see `loss`.
+        allow: lossy techniques that the plan may use, by name.
+        device: ``"cpu"``; ``"local"``, the GPU that is here, or else the processor; ``"cuda"``; or a GPU's name.
+        pins: what the plan must use, such as ``"checkpointing=all"``.
+        forbids: names of techniques that the plan must not use.
+        calibration: what measured runs have taught (`plimsoll.run.learning`).
+
+    Returns:
+        a plan; where nothing fits, one whose ``fits`` is False and that says what would.
+
+    Raises:
+        InputError: if the model fails or cannot be traced, a technique does not exist, or pins contradict each other.
+        DeviceError: if there is no such device.
+        BudgetError: if the device has less than the budget.
+    """
+    subject = StepSubject(model, optimizer, batch, loss, units, clip_norm, precision, frozenset(allow))
+    pinned = [parse_pin(pin) for pin in pins]
+    limit = Budget(device_bytes=parse_bytes(budget))
+    return _Planner(subject, _here(device), limit, pinned, tuple(forbids), calibration, lambda text: None).plan()
+
+
+def _here(device: str) -> str:
+    """What ``local`` stands for."""
+    return ("cuda" if torch.cuda.is_available() else "cpu") if device == "local" else device
 
 
 def require_that_fits(plan: Plan) -> None:
@@ -142,53 +200,48 @@ def _cuda_here() -> Target:
     return gpu_target(spec_of(backend_for("cuda").probe()), None)
 
 
-@dataclass
 class _Planner:
-    """Looks at mixes of one job on one target; each is traced once."""
+    """Looks at mixes of one training on one target; each is traced once."""
 
-    job: Job
-    device: str | None
-    limit_bytes: int | None
-    calibration: Calibration | None
-    progress: Progress
-    _traced: dict[tuple[Choices, bool], Trace] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.texts = sketch_texts(self.job)
-        name = choose_device(self.job) if self.device is None else self.device
-        baseline = None
-        if name == "cpu":
-            baseline = started_baseline(self.job)  # it takes seconds, as the first trace does
-            self._trace_for(CpuLowering(), self._plain, is_short=True)
-        budget_bytes = self.limit_bytes if self.limit_bytes is not None else self.job.budget.device_bytes
-        self.target: Target = find_target(name, budget_bytes, baseline or (lambda: job_baseline(self.job)))
-        self.target.calibration = self.calibration
-        self.kept_back_bytes = 0 if budget_bytes is None else budget_bytes - self.target.limit_bytes
-        self.budget = Budget(device_bytes=budget_bytes, host_bytes=self.job.budget.host_bytes)
-        self.workload = _workload_on_meta(self.job, self.texts)
-        self.setting = Setting(
-            device="cpu" if self.target.spec is None else "cuda",
-            batch_size=self.job.batch_size,
-            precision=self.job.precision,
-            allow=frozenset(self.job.allow),
-            lengths_vary=self.job.task == "classification",
+    def __init__(  # noqa: PLR0917 -- called here only
+        self, subject: Subject, device: str, budget: Budget, pins: Sequence[Pin], forbids: Sequence[str],
+        calibration: Calibration | None, progress: Progress,
+    ) -> None:  # fmt: skip
+        self._started_seconds = time.perf_counter()
+        self._subject, self._budget, self._calibration, self._progress = subject, budget, calibration, progress
+        self._traced: dict[tuple[Choices, bool], Trace] = {}
+        self._setting = Setting(
+            device="cpu" if device == "cpu" else "cuda",
+            batch_size=subject.batch_size,
+            precision=subject.precision,  # type: ignore[arg-type]  # it is one of them
+            allow=subject.allow,
+            lengths_vary=subject.lengths_vary,
         )
-        self.speed = measured_speed(self.progress) if self.target.spec is None else speed_of(self.target.spec)
+        self._decided = decide(pins, forbids, subject.workload, self._setting)
+        answer = None
+        if device == "cpu":
+            answer = subject.baseline()  # it may take seconds, as the first trace does
+            self._trace(CpuLowering(), self._plain, is_short=True)
+        self._target = find_target(device, budget.device_bytes, answer or (lambda: own_baseline(0)))
+        self._target.calibration = calibration
+        self._speed = measured_speed(progress) if self._target.spec is None else speed_of(self._target.spec)
 
-    def plan(self, decided: Decided, started_seconds: float) -> Plan:
+    def plan(self) -> Plan:
         """Search, check at full length, and search again with less room where that does not hold."""
-        limit_bytes = int(self.target.limit_bytes * (1 - _LOOKS_OFF_SHARE))
-        setting = replace(self.setting, trace=self._trace_for(self.target.lowering(), self._plain, is_short=True))
+        workload, limit_bytes = self._subject.workload, int(self._target.limit_bytes * (1 - _LOOKS_OFF_SHARE))
+        setting = replace(self._setting, trace=self._trace(self._target.lowering(), self._plain, is_short=True))
         for _ in range(_MOST_ROUNDS):
-            problem = Problem(self.workload, setting, limit_bytes, decided)
-            found = search(problem, lambda choices: self.look(choices, is_short=True))
-            self.progress(f"checking {' '.join(map(str, found.chosen.choices))}")
+            found = search(
+                Problem(workload, setting, limit_bytes, self._decided),
+                lambda choices: self.look(choices, is_short=True),
+            )
+            self._progress(f"checking {' '.join(map(str, found.chosen.choices))}")
             chosen = self.look(found.chosen.choices, is_short=False)
-            over_bytes = chosen.need_bytes - self.target.limit_bytes
+            over_bytes = chosen.need_bytes - self._target.limit_bytes
             if not found.fits or over_bytes <= 0:
                 break
             limit_bytes -= over_bytes
-        return self._record(found, (chosen, *found.fallbacks), decided, started_seconds)
+        return self._record(found, (chosen, *found.fallbacks))
 
     def look(self, choices: Choices, is_short: bool) -> Look:
         """Trace a mix and say what it needs and takes."""
@@ -196,10 +249,10 @@ class _Planner:
         micro_batch = samples_of(choices)
         duration = step_duration(
             counted.trace,
-            self.speed,
-            batch_size=self.job.batch_size,
+            self._speed,
+            batch_size=self._subject.batch_size,
             micro_batch=micro_batch,
-            rehearsed_samples=rehearsed_samples(self.job.batch_size, micro_batch),
+            rehearsed_samples=rehearsed_samples(self._subject.batch_size, micro_batch),
             heap=heap_rules(choices) or FAST_HEAP,
             learned=self._learned(choices),
         )
@@ -209,59 +262,64 @@ class _Planner:
 
     @property
     def _plain(self) -> Choices:
-        return (micro_batch_choice(self.job.batch_size),)
+        return (micro_batch_choice(self._subject.batch_size),)
 
     def _learned(self, choices: Choices) -> Learned | None:
-        if self.calibration is None:
+        if self._calibration is None:
             return None
         names = [choice.technique for choice in choices]
-        return learned_ratio(self.calibration, self.target.lowering().name, names)
+        return learned_ratio(self._calibration, self._target.lowering().name, names)
 
-    def _trace_for(self, lowering: Lowering, choices: Choices, is_short: bool) -> Trace:
+    def _trace(self, lowering: Lowering, choices: Choices, is_short: bool) -> Trace:
         seen = tuple(choice for choice in choices if choice.technique != "heap")  # which changes no op
         if (seen, is_short) not in self._traced:
-            self.progress(f"tracing {' '.join(map(str, choices))}")
-            self._traced[seen, is_short] = rehearse_job(self.job, self.texts, lowering, seen, is_short=is_short)
+            self._progress(f"tracing {' '.join(map(str, choices))}")
+            self._traced[seen, is_short] = self._subject.rehearse(lowering, seen, is_short)
         return self._traced[seen, is_short]
 
     def _count(self, choices: Choices, is_short: bool) -> Counted:
-        lowering, names = self.target.lowering(), [choice.technique for choice in choices]
-        counted = self.target.count(self._trace_for(lowering, choices, is_short), heap_rules(choices))
-        learned = learned_peak(self.calibration, lowering.name, names) if self.calibration else None
+        lowering, names = self._target.lowering(), [choice.technique for choice in choices]
+        counted = self._target.count(self._trace(lowering, choices, is_short), heap_rules(choices))
+        learned = learned_peak(self._calibration, lowering.name, names) if self._calibration else None
         return replace(counted, learned=learned) if learned else counted
 
-    def _record(self, found: Found, rungs: Sequence[Look], decided: Decided, started_seconds: float) -> Plan:
+    def _record(self, found: Found, rungs: Sequence[Look]) -> Plan:
         names = {choice.technique for look in (*rungs, *found.openings) for choice in look.choices}
         names |= {choice.technique for one in found.rejected for choice in one.choices}
         learned = self._learned(rungs[0].choices)
-        smallest_bytes = None if found.fits else rungs[0].need_bytes + self.kept_back_bytes
+        budget_bytes = self._budget.device_bytes or self._target.limit_bytes
+        kept_back_bytes = budget_bytes - self._target.limit_bytes
+        smallest_bytes = None if found.fits else rungs[0].need_bytes + kept_back_bytes
         return Plan(
-            budget=self.budget,
+            budget=self._budget,
             rungs=_ladder(rungs),
-            limit_bytes=self.target.limit_bytes,
+            limit_bytes=self._target.limit_bytes,
             plain=found.plain.rung(),
             rejected=found.rejected,
             openings=tuple(_opening(look) for look in found.openings),
             smallest_budget_bytes=smallest_bytes,
             prediction=self._prediction(rungs[0].choices),
-            pinned=decided.pinned,
-            forbidden=tuple(sorted(decided.forbidden)),
+            pinned=self._decided.pinned,
+            forbidden=tuple(sorted(self._decided.forbidden)),
             about={name: TECHNIQUES[name].summary for name in sorted(names)},
             numerics={name: TECHNIQUES[name].numerics for name in sorted(names)},
             time_factor=learned.mean if learned else 1.0,
-            made_for=facts_of(self.job, self.texts, self.target.lowering().name),
+            made_for=self._subject.facts(self._target.lowering().name),
             num_traces=len(self._traced),
-            plan_seconds=time.perf_counter() - started_seconds,
+            plan_seconds=time.perf_counter() - self._started_seconds,
         )
 
     def _prediction(self, choices: Choices) -> Prediction:
-        job, counted = self.job, self._count(choices, is_short=False)
-        precision = next(
-            (str(one.options["dtype"]) for one in choices if one.technique == "autocast"), job.own_precision
-        )
-        subject = subject_of(job, precision)
-        return self.target.predict(
-            counted, subject, precision, samples_of(choices), job.sequence_length, job.batch_size
+        subject = self._subject
+        named = [str(choice.options["dtype"]) for choice in choices if choice.technique == "autocast"]
+        precision = named[0] if named else str(subject.workload.precision)
+        return self._target.predict(
+            self._count(choices, is_short=False),
+            subject.described(precision),
+            precision,
+            samples_of(choices),
+            subject.sequence_length,
+            subject.batch_size,
         )
 
 
@@ -280,18 +338,3 @@ def _ladder(rungs: Sequence[Look]) -> tuple[Rung, ...]:
 
 def _opening(look: Look) -> Rejected:
     return Rejected(choices=look.choices, reason="is not allowed", peak=look.peak, step_time=look.step_time)
-
-
-def _workload_on_meta(job: Job, texts: TextSketch) -> Workload:
-    """The training with shapes only: what techniques look at to say what they can do."""
-    model = build_model(job, texts.vocab_size, texts.num_labels, texts.end_id, device="meta").train()
-    loss, units = loss_of(job.task)
-    return Workload(
-        model,
-        build_optimizer(job.optimizer, model.parameters()),
-        loss,
-        units,
-        clip_norm=job.optimizer.clip_norm,
-        precision="fp32" if job.precision == "auto" else job.precision,
-        device=torch.device("meta"),
-    )
