@@ -125,7 +125,7 @@ def test_an_out_without_permission(golden, tmp_path):
 
 
 def test_a_budget_below_what_exists_before_the_first_step(golden, tmp_path):
-    message = refused(tiny_job(tmp_path), "--out", tmp_path / "run", "--budget", "1MiB")
+    message = refused(tiny_job(tmp_path), "--out", tmp_path / "run", "--budget", "1MiB", "--no-plan")
     golden("errors/budget.txt", without_machine(message, tmp_path))
     needed = re.search(r"([\d.]+) MiB are needed", message)
     assert needed is not None

@@ -32,7 +32,7 @@ def plan(  # noqa: PLR0917 -- typer calls it by name
     ] = None,
     pins: Annotated[
         list[str] | None,
-        typer.Option("--pin", metavar="CHOICE", help="Have this in the plan, e.g. micro_batch=4 or offload."),
+        typer.Option("--pin", metavar="CHOICE", help="Have this in the plan, e.g. micro_batch=4 or heap."),
     ] = None,
     forbids: Annotated[
         list[str] | None, typer.Option("--forbid", metavar="TECHNIQUE", help="Do not have this in the plan.")
@@ -52,7 +52,7 @@ def plan(  # noqa: PLR0917 -- typer calls it by name
     Examples:
       plimsoll plan job.yaml --budget 6GiB
       plimsoll plan job.yaml --device rtx3060 -o plan.html
-      plimsoll plan job.yaml --budget 6GiB --pin checkpointing=all --forbid offload
+      plimsoll plan job.yaml --budget 6GiB --pin checkpointing=all --forbid activation_offload
       plimsoll plan job.yaml --budget 6GiB --set precision=auto
       plimsoll plan job.yaml --budget 6GiB -o plan.json
     """

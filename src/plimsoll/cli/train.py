@@ -185,11 +185,16 @@ def _begun(  # noqa: PLR0917 -- one call
     from plimsoll.run.supervise import prepare_data, supervise
 
     directory = RunDirectory.create(out, force)
+    is_given = planning is not None and planning[:1] == ("--given",)
     with directory.claimed():
         _write(directory, job)
+        # What can be refused is refused before the data are prepared, which may take hours.
+        code = _planned(directory, job, planning, quiet) if is_given else 0
+        wishes = () if is_given else planning or ()
         return (
-            prepare_data(directory, cache or directory.cache, quiet)
-            or _planned(directory, job, planning, quiet)
+            code
+            or prepare_data(directory, cache or directory.cache, quiet, wishes=wishes)
+            or (0 if is_given else _planned(directory, job, planning, quiet))
             or supervise(directory, quiet=quiet)
         )
 

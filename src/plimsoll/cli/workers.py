@@ -12,11 +12,18 @@ from typing import Annotated
 import typer
 
 
-def prepare_worker(directory: Path, cache: Path, quiet: bool = False, again: bool = False) -> None:
+def prepare_worker(  # noqa: PLR0917 -- typer calls it by name
+    directory: Path,
+    cache: Path,
+    quiet: bool = False,
+    again: bool = False,
+    pin: Annotated[list[str] | None, typer.Option()] = None,
+    forbid: Annotated[list[str] | None, typer.Option()] = None,
+) -> None:
     """Prepare the data of a run directory."""
     from plimsoll.run.worker import prepare_run
 
-    prepare_run(directory, cache, quiet, again)
+    prepare_run(directory, cache, quiet, again, tuple(pin or ()), tuple(forbid or ()))
 
 
 def plan_worker(

@@ -54,7 +54,7 @@ def _chosen(pin: Pin, workload: Workload, setting: Setting) -> Choice | None:
     unknown = sorted(set(options) - set(names))
     if unknown:
         raise InputError(f"--pin {pin}: {technique.name} has no option `{unknown[0]}`: give one of {', '.join(names)}")
-    options = {name: _as_offered(value, offered[0].options[name]) for name, value in options.items()}
+    options = {name: _as_offered(pin, name, value, offered[0].options[name]) for name, value in options.items()}
     alike = [choice for choice in offered if all(choice.options[name] == value for name, value in options.items())]
     choice = alike[0] if alike else Choice(technique=technique.name, options=offered[0].options | options)
     reason = technique.conflicts(choice, (), workload, setting)
@@ -63,6 +63,17 @@ def _chosen(pin: Pin, workload: Workload, setting: Setting) -> Choice | None:
     return choice if options or len(offered) == 1 else None
 
 
-def _as_offered(value: Value, offered: Value) -> Value:
-    """A value whose option is a text: that of ``checkpointing=3``, one block, looks like a number."""
-    return str(value) if isinstance(offered, str) and isinstance(value, int | float) else value
+def _as_offered(pin: Pin, name: str, value: Value, offered: Value) -> Value:
+    """A value of the kind that is offered; a text may look like a number: ``checkpointing=3``, one block."""
+    if isinstance(offered, str):
+        return str(value) if isinstance(value, int | float) else value
+    if isinstance(value, bool) != isinstance(offered, bool) or not isinstance(value, int):
+        kind = "true or false" if isinstance(offered, bool) else "a whole number"
+        raise InputError(
+            f"--pin {pin}: {name} is {_word(value)}: give {kind}, for example --pin {pin.technique}={_word(offered)}"
+        )
+    return value
+
+
+def _word(value: Value) -> str:
+    return str(value).lower()

@@ -35,7 +35,7 @@ class _Curve:
 
     def at(self, x: Column) -> Any:
         x = np.asarray(x, dtype=float)
-        inside = np.interp(x, self._x, self._y)
+        inside: Column = np.interp(x, self._x, self._y)
         if len(self._x) == 1:
             return inside
         below = self._y[0] + (x - self._x[0]) * (self._y[1] - self._y[0]) / (self._x[1] - self._x[0])

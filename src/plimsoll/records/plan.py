@@ -32,7 +32,7 @@ class Choice(Frozen):
     options: dict[str, Value] = {}
 
     def __str__(self) -> str:
-        """As it is written on a command line: ``micro_batch=16``, ``autocast=bf16``, ``offload``."""
+        """As it is written on a command line: ``micro_batch=16``, ``autocast=bf16``, ``adafactor``."""
         if len(self.options) == 1:
             return _written(self.technique, next(iter(self.options.values())), {})
         return _written(self.technique, None, self.options)
@@ -187,7 +187,8 @@ def parse_pin(text: str) -> Pin:
 
 def _unreadable(text: str) -> str:
     return (
-        f"cannot read {text!r} as a choice: write a technique, as in offload, micro_batch=4 or checkpointing(every=2)"
+        f"cannot read {text!r} as a choice: write a technique, as in activation_offload, micro_batch=4 or "
+        "checkpointing(blocks=0-3)"
     )
 
 

@@ -112,7 +112,7 @@ def plain_sentence(plan: Plan) -> str:
     if plain is None or plain.peak is None:
         return ""
     if plan.rungs and _words(plan.rungs[0].choices) == _words(plain.choices):
-        return "This is the plain loop: no technique is needed."
+        return "This is the plain loop: no technique is needed." if plan.fits else "This is the plain loop."
     return f"The plain loop would need {_compared(plain.peak, limit_bytes)}{_about_seconds(plain.step_time)}."
 
 

@@ -48,7 +48,7 @@ from plimsoll.run.rehearse import rehearsed_samples
 from plimsoll.run.rungs import samples_of
 from plimsoll.run.subjects import JobSubject, StepSubject, Subject
 from plimsoll.run.targets import Target, find_target, gpu_target, own_baseline
-from plimsoll.techniques import TECHNIQUES, Choices, Setting
+from plimsoll.techniques import TECHNIQUES, Choices, Setting, technique_of
 from plimsoll.techniques.heap import heap_rules
 from plimsoll.workload import LossFunction, Units, model_loss
 
@@ -90,9 +90,38 @@ def plan_job(
     """
     budget_bytes = limit_bytes if limit_bytes is not None else job.budget.device_bytes
     budget = Budget(device_bytes=budget_bytes, host_bytes=job.budget.host_bytes)
-    name = choose_device(job) if device is None else _here(device)
+    name, forbidden = choose_device(job) if device is None else _here(device), tuple(forbids)
+    _require_known(pins, forbidden)
     subject = JobSubject(job)
-    return _Planner(subject, name, budget, pins, tuple(forbids), calibration, progress or (lambda text: None)).plan()
+    return _Planner(subject, name, budget, pins, forbidden, calibration, progress or (lambda text: None)).plan()
+
+
+def require_possible(job: Job, pins: Sequence[Pin], forbids: Iterable[str]) -> None:
+    """Refuse what can be told to be wrong with pins and what is forbidden, before the data are prepared.
+
+    Raises:
+        InputError: see `plan_job`.
+    """
+    forbidden = tuple(forbids)
+    _require_known(pins, forbidden)
+    subject = JobSubject(job)
+    decide(pins, forbidden, subject.workload, _setting(subject, choose_device(job)))
+
+
+def _require_known(pins: Sequence[Pin], forbids: Sequence[str]) -> None:
+    """Refuse names of techniques that there are not, before a model is built."""
+    for name in (*(pin.technique for pin in pins), *forbids):
+        technique_of(name)
+
+
+def _setting(subject: Subject, device: str) -> Setting:
+    return Setting(
+        device="cpu" if device == "cpu" else "cuda",
+        batch_size=subject.batch_size,
+        precision=subject.precision,  # type: ignore[arg-type]  # it is one of them
+        allow=subject.allow,
+        lengths_vary=subject.lengths_vary,
+    )
 
 
 def plan_step(
@@ -146,8 +175,9 @@ def plan_step(
 
 
 def _here(device: str) -> str:
-    """What ``local`` stands for."""
-    return ("cuda" if torch.cuda.is_available() else "cpu") if device == "local" else device
+    """A device as it is called here, and what ``local`` stands for."""
+    name = device.lower()
+    return ("cuda" if torch.cuda.is_available() else "cpu") if name == "local" else name
 
 
 def require_that_fits(plan: Plan) -> None:
@@ -210,13 +240,7 @@ class _Planner:
         self._started_seconds = time.perf_counter()
         self._subject, self._budget, self._calibration, self._progress = subject, budget, calibration, progress
         self._traced: dict[tuple[Choices, bool], Trace] = {}
-        self._setting = Setting(
-            device="cpu" if device == "cpu" else "cuda",
-            batch_size=subject.batch_size,
-            precision=subject.precision,  # type: ignore[arg-type]  # it is one of them
-            allow=subject.allow,
-            lengths_vary=subject.lengths_vary,
-        )
+        self._setting = _setting(subject, device)
         self._decided = decide(pins, forbids, subject.workload, self._setting)
         answer = None
         if device == "cpu":
@@ -287,9 +311,7 @@ class _Planner:
         names = {choice.technique for look in (*rungs, *found.openings) for choice in look.choices}
         names |= {choice.technique for one in found.rejected for choice in one.choices}
         learned = self._learned(rungs[0].choices)
-        budget_bytes = self._budget.device_bytes or self._target.limit_bytes
-        kept_back_bytes = budget_bytes - self._target.limit_bytes
-        smallest_bytes = None if found.fits else rungs[0].need_bytes + kept_back_bytes
+        smallest_bytes = None if found.fits else rungs[0].need_bytes + self._target.kept_back_bytes
         return Plan(
             budget=self._budget,
             rungs=_ladder(rungs),

@@ -192,7 +192,9 @@ def _run_worker(arguments: list[str]) -> _End:
     return _End(return_code, signals.received[0] if signals.received else None)
 
 
-def prepare_data(directory: RunDirectory, cache: Path, quiet: bool, again: bool = False) -> int:
+def prepare_data(
+    directory: RunDirectory, cache: Path, quiet: bool, again: bool = False, wishes: tuple[str, ...] = ()
+) -> int:
     """Index, train the tokenizer and tokenize in a process of its own, whose memory is given back whole.
 
     Args:
@@ -200,6 +202,7 @@ def prepare_data(directory: RunDirectory, cache: Path, quiet: bool, again: bool 
         cache: where the tokens go.
         quiet: show no progress.
         again: it was prepared before, and what comes out must be the same.
+        wishes: ``--pin`` and ``--forbid`` with what is asked for, refused before the work if they cannot be.
 
     Returns:
         its exit code.
@@ -210,7 +213,7 @@ def prepare_data(directory: RunDirectory, cache: Path, quiet: bool, again: bool 
     """
     kills_before = oom_kill_count()
     shown = [*(["--quiet"] if quiet else []), *(["--again"] if again else [])]
-    end = _run_worker(["prepare-worker", str(directory.path), str(cache), *shown])
+    end = _run_worker(["prepare-worker", str(directory.path), str(cache), *wishes, *shown])
     death = _death(end, kills_before, has_host_budget=False)
     if death is None:
         return end.exit_code

@@ -42,7 +42,10 @@ _BASELINE_SPREAD = 0.03  # of the process before there is a model: libraries loa
 
 @dataclass
 class Target:
-    """A device and the limit on it; a CPU has a ``baseline``, a GPU a ``spec``."""
+    """A device and the limit on it; a CPU has a ``baseline``, a GPU a ``spec``.
+
+    ``limit_bytes`` is what is left of a budget without ``kept_back_bytes``.
+    """
 
     name: str
     capacity_bytes: int
@@ -51,6 +54,7 @@ class Target:
     spec: DeviceSpec | None = None
     baseline: Estimate | None = None
     has_budget: bool = False
+    kept_back_bytes: int = 0
     calibration: Calibration | None = None
     made_seconds: float = field(default_factory=time.perf_counter)
 
@@ -230,14 +234,16 @@ def _has_gpu() -> bool:
 
 def _cpu_target(budget_bytes: int | None, baseline: Callable[[], Estimate]) -> Target:
     device = backend_for("cpu").probe()
+    kept_back_bytes = 0 if budget_bytes is None else MARGIN_BYTES
     _refuse_more_than(budget_bytes, device.capacity_bytes, device.name)
     return Target(
         name=device.name,
         capacity_bytes=device.capacity_bytes,
-        limit_bytes=device.capacity_bytes if budget_bytes is None else budget_bytes - MARGIN_BYTES,
+        limit_bytes=max((device.capacity_bytes if budget_bytes is None else budget_bytes) - kept_back_bytes, 0),
         limit_source=_WHOLE_MACHINE if budget_bytes is None else f"budget - {format_bytes(MARGIN_BYTES)} kept back",
         baseline=baseline(),
         has_budget=budget_bytes is not None,
+        kept_back_bytes=kept_back_bytes,
     )
 
 
@@ -245,5 +251,5 @@ def _refuse_more_than(budget_bytes: int | None, capacity_bytes: int, name: str) 
     if budget_bytes is not None and budget_bytes > capacity_bytes:
         raise BudgetError(
             f"a budget of {format_bytes(budget_bytes)} is more than {name} has, {format_bytes(capacity_bytes)}: give "
-            "that or less, or another --device"
+            "that or less, or another device"
         )

@@ -8,28 +8,44 @@ import signal
 import sys
 from contextlib import ExitStack
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from plimsoll.records.job import Job
 from plimsoll.records.plan import Plan
 from plimsoll.run.directory import RunDirectory
 
+if TYPE_CHECKING:
+    from plimsoll.device.base import Backend
+
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
-def prepare_run(path: Path, cache: Path, quiet: bool, again: bool = False) -> None:
+def prepare_run(  # noqa: PLR0917 -- of a command
+    path: Path,
+    cache: Path,
+    quiet: bool,
+    again: bool = False,
+    pins: tuple[str, ...] = (),
+    forbids: tuple[str, ...] = (),
+) -> None:
     """Index the text, make the tokenizer and tokenize, with progress on standard error.
 
-    What the job says wrongly of model and optimizer is found before that, which may take hours. With ``again`` the run
-    has been prepared already, and must come to the same data.
+    What the job says wrongly of model and optimizer is found before that, which may take hours, and what is pinned or
+    forbidden and cannot be. With ``again`` the run has been prepared already, and must come to the same data.
     """
     from plimsoll.assemble import require_buildable
     from plimsoll.data.prepare import Prepared, prepare, prepare_again
+    from plimsoll.records.plan import parse_pin
     from plimsoll.report.progress import stages
 
     _end_with_supervisor()
     directory = RunDirectory(path)
     job = Job.from_yaml(directory.job)
     require_buildable(job)
+    if pins or forbids:
+        from plimsoll.run.plan import require_possible
+
+        require_possible(job, [parse_pin(pin) for pin in pins], forbids)
     with stages(quiet) as progress:
         if again:
             prepared = prepare_again(job, Prepared.load(directory.prepared), cache, progress)
@@ -128,16 +144,13 @@ def train_run(  # noqa: PLR0915 -- as above
         newest = checkpoint.newest_good(directory.checkpoints, marks) if resume_newest else None
         saved = checkpoint.load(directory.checkpoints, marks, from_step) if resume else newest
         _warm(job)
-        limit_bytes = job.budget.device_bytes
         head = RunHead(job=job.model_dump(mode="json"), device=backend.probe(), versions=versions(), fingerprint=marks)
-        if limit_bytes is not None:
-            require_room(job, prepared, backend.baseline_bytes, limit_bytes)
+        if job.budget.device_bytes is not None and plan.limit_bytes is None:  # a plan knows better what there will be
+            require_room(job, prepared, backend.baseline_bytes, job.budget.device_bytes)
         head.save(directory.head)  # before the limit: the supervisor judges a death by it
-        if limit_bytes is not None:
-            stack.enter_context(backend.limited(limit_bytes))
         host = backend_for("cpu") if device != "cpu" else None
-        if host is not None and job.budget.host_bytes is not None:
-            stack.enter_context(host.limited(job.budget.host_bytes))
+        _limit(stack, backend, job.budget.device_bytes)
+        _limit(stack, host, job.budget.host_bytes)
         parts = fitting(lambda: assemble(job, prepared, device), backend, "building the model")
         step = step_of(job, parts.model, parts.optimizer, plan.choices_by_rung, schedule=parts.schedule)
         offset_seconds = max((line.time_seconds for line in directory.lines()), default=0.0)
@@ -155,6 +168,11 @@ def train_run(  # noqa: PLR0915 -- as above
         record = train(training, restarts)
         learn(plan, record.steps)
         export_tokenizer(Path(prepared.tokenizer_folder), directory.model)
+
+
+def _limit(stack: ExitStack, backend: Backend | None, limit_bytes: int | None) -> None:
+    if backend is not None and limit_bytes is not None:
+        stack.enter_context(backend.limited(limit_bytes))
 
 
 def print_baseline() -> None:

@@ -58,7 +58,10 @@ def test_a_job_file_that_is_not_there_is_said(tmp_path):
         (["--set", "batchsize=3"], "batch_size"),
         (["--set", "steps=0"], "steps"),
         (["--from-step", 3], "add --resume"),
-        (["--pin", "micro batch"], "cannot read 'micro batch' as a choice: write a technique, as in offload"),
+        (
+            ["--pin", "micro batch"],
+            "cannot read 'micro batch' as a choice: write a technique, as in activation_offload",
+        ),
         (["--pin", "micro_batch=4", "--pin", "micro_batch=2"], "are pinned both"),
         (["--pin", "micro_batch=4", "--forbid", "micro_batch"], "leave one of the two out"),
         (["--no-plan", "--pin", "micro_batch=4"], "--no-plan leaves nothing to plan: leave out it, or --pin micro_b"),

@@ -77,7 +77,7 @@ def test_the_ways_to_write_a_pin(text, pin):
 
 @pytest.mark.parametrize("text", ["", "=4", "a=", "Micro Batch", "a()", "a(4)", "a(b=)", "a(b=1", "a(b=1)=2", "a,b"])
 def test_what_is_no_pin_is_refused_with_how_it_is_written(text):
-    with pytest.raises(InputError, match=r"as a choice: write a technique, as in offload, micro_batch=4 or"):
+    with pytest.raises(InputError, match=r"as a choice: write a technique, as in activation_offload, micro_batch=4 or"):
         parse_pin(text)
 
 

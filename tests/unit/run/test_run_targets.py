@@ -66,3 +66,10 @@ def test_a_plan_says_how_the_heap_is_counted(budget_bytes, held_mib):
     target = find_target("cpu", budget_bytes, lambda: Estimate(likely_bytes=0, low_bytes=0, high_bytes=0))
     usual, tight = (target.count(trace, heap).peak.likely_bytes for heap in (None, TIGHT_HEAP))
     assert round((usual - tight) / mib) == held_mib  # 3 MiB are below glibc's threshold inside a budget only
+
+
+def test_a_budget_below_what_is_kept_back_leaves_nothing():
+    target = find_target("cpu", 1 << 20, nothing)
+    assert (target.limit_bytes, target.kept_back_bytes) == (0, 16 << 20)
+    target = find_target("cpu", 100 << 20, nothing)
+    assert (target.limit_bytes, target.kept_back_bytes) == (84 << 20, 16 << 20)

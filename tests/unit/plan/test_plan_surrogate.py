@@ -1,0 +1,110 @@
+"""Guesses from looks that are made by hand, so that what has to come out can be added up in the head."""
+
+import numpy as np
+import pytest
+
+from plimsoll.plan.look import Look, PhasePeak
+from plimsoll.plan.surrogate import Surrogate
+from plimsoll.records.plan import Choice, Duration, micro_batch_choice
+from plimsoll.records.prediction import Estimate
+
+HALF, STATES, NONE = (Choice(technique=name) for name in ("half", "states", "none"))
+BEYOND = 50  # bytes that a process needs beside what is alive
+
+
+def look(size, mix=(), *, per_sample=10, update=200, seconds=1.0, beyond=BEYOND):
+    """100 bytes and some for each sample in forward, as much as is said in the update."""
+    phases = {"forward": PhasePeak(100, per_sample * size), "optimizer": PhasePeak(update, 0)}
+    need = max(100 + per_sample * size, update) + beyond
+    return Look(
+        (micro_batch_choice(size), *mix),
+        size,
+        Estimate(likely_bytes=need, low_bytes=need, high_bytes=need),
+        True,
+        Duration(likely_seconds=seconds, low_seconds=seconds, high_seconds=seconds),
+        phases,
+        {},
+    )
+
+
+PLAIN = [look(2, seconds=1.4), look(16, seconds=1.1)]
+
+
+def needs(surrogate, mix, *sizes):
+    return surrogate.need_bytes(mix, np.asarray(sizes)).tolist()
+
+
+def times(surrogate, mix, *sizes):
+    return surrogate.seconds(mix, np.asarray(sizes)).tolist()
+
+
+def test_between_two_looks_and_beyond_them_a_phase_grows_in_a_line():
+    """Forward is 100 + 10 a sample and the update 200: they meet at 10 samples."""
+    assert needs(Surrogate(PLAIN), (), 1, 2, 10, 12, 16, 32) == [250, 250, 250, 270, 310, 470]
+
+
+def test_seconds_are_in_a_line_over_the_doublings():
+    """0.3 s less over three doublings; 8 samples are two of them."""
+    assert times(Surrogate(PLAIN), (), 2, 8, 16) == pytest.approx([1.4, 1.2, 1.1])
+
+
+def test_one_look_is_all_there_is_to_go_by():
+    assert needs(Surrogate([PLAIN[0]]), (), 1, 2, 16) == [250, 250, 250]
+
+
+def test_effects_add_up_within_a_phase_and_the_largest_phase_counts():
+    surrogate = Surrogate(PLAIN)
+    surrogate.learn_effect(HALF, look(16, (HALF,), per_sample=5, seconds=1.3), PLAIN[1])
+    surrogate.learn_effect(STATES, look(16, (STATES,), update=120, seconds=1.5), PLAIN[1])
+    assert needs(surrogate, (HALF,), 16) == [250]  # forward 180, so the update
+    assert needs(surrogate, (STATES,), 16) == [310]  # forward 260
+    assert needs(surrogate, (HALF, STATES), 16, 8) == [230, 190]  # 180 and 140 in forward
+    assert times(surrogate, (HALF, STATES), 16) == pytest.approx([1.1 + 0.2 + 0.4])
+
+
+def test_what_grows_is_saved_for_each_sample():
+    """Learned at 2 samples, where it is hidden below the update, and used at 16."""
+    surrogate = Surrogate(PLAIN)
+    surrogate.learn_effect(HALF, look(2, (HALF,), per_sample=4), PLAIN[0])
+    assert needs(surrogate, (HALF,), 16, 32) == [250, 100 + 4 * 32 + BEYOND]
+
+
+def test_what_is_in_every_plain_look_has_no_effect_of_its_own():
+    base = [look(2, (NONE,)), look(16, (NONE,))]
+    surrogate = Surrogate(base)
+    assert needs(surrogate, (NONE,), 16) == [310]
+
+
+def test_a_share_of_a_choice_has_that_share_of_its_effect():
+    surrogate = Surrogate(PLAIN)
+    surrogate.learn_effect(HALF, look(16, (HALF,), per_sample=2, seconds=1.5), PLAIN[1])
+    some = Choice(technique="half", options={"blocks": "every 2"})
+    surrogate.interpolate(some, HALF, 0.5, 0.25)
+    assert needs(surrogate, (some,), 32) == [100 + 6 * 32 + BEYOND]
+    assert times(surrogate, (some,), 16) == pytest.approx([1.2])
+
+
+def test_a_look_at_a_mix_corrects_it_and_what_is_like_it():
+    surrogate = Surrogate(PLAIN)
+    surrogate.learn_effect(HALF, look(16, (HALF,), per_sample=5, seconds=1.3), PLAIN[1])
+    surrogate.learn_effect(STATES, look(16, (STATES,), update=120, seconds=1.5), PLAIN[1])
+    surrogate.correct(look(16, (HALF, STATES), per_sample=5, update=120, seconds=2.0, beyond=BEYOND + 8))
+    assert needs(surrogate, (HALF, STATES), 16, 8) == [238, 198]
+    assert times(surrogate, (HALF, STATES), 16) == pytest.approx([2.0])
+    assert needs(surrogate, (HALF,), 16) == [258]  # one choice away
+    others = tuple(Choice(technique=name) for name in "abc")
+    assert needs(surrogate, others, 16) == [310]  # five away: nothing is known of it
+    surrogate.correct(look(16, (HALF,), per_sample=5, seconds=1.3))
+    assert needs(surrogate, (HALF,), 16) == [250]  # its own look counts more
+
+
+def test_what_saves_neither_time_nor_memory_in_any_phase_is_of_no_use():
+    surrogate = Surrogate(PLAIN)
+    surrogate.learn_effect(NONE, look(16, (NONE,), seconds=1.1), PLAIN[1])
+    assert not surrogate.is_useful(NONE)
+    assert surrogate.is_free(NONE)
+    surrogate.learn_effect(STATES, look(16, (STATES,), update=120, seconds=1.5), PLAIN[1])
+    assert surrogate.is_useful(STATES)  # though the peak, which is in forward, stays
+    assert not surrogate.is_free(STATES)
+    surrogate.learn_effect(HALF, look(16, (HALF,), seconds=0.9), PLAIN[1])
+    assert surrogate.is_useful(HALF)
