@@ -33,7 +33,7 @@ class _Curve:
     def __init__(self, points: Sequence[tuple[float, float]]) -> None:
         self._x, self._y = np.asarray(sorted(points), dtype=float).T
 
-    def at(self, x: Column) -> Column:
+    def at(self, x: Column) -> Any:
         x = np.asarray(x, dtype=float)
         inside = np.interp(x, self._x, self._y)
         if len(self._x) == 1:

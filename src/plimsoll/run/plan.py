@@ -29,7 +29,7 @@ from plimsoll.memory.lowering.cpu import CpuLowering
 from plimsoll.memory.predict import Counted
 from plimsoll.models.build import build_model, loss_of
 from plimsoll.optimizers import build_optimizer
-from plimsoll.plan.cost import learned_ratio, step_duration
+from plimsoll.plan.cost import learned_peak, learned_ratio, step_duration
 from plimsoll.plan.facts import differences, facts_of
 from plimsoll.plan.look import Look, phase_peaks
 from plimsoll.plan.menu import Problem
@@ -75,7 +75,7 @@ def plan_job(
         limit_bytes: what the training may use; ``None`` is the job's budget, or else all that the device has.
         pins: what the plan must use.
         forbids: names of techniques that the plan must not use.
-        calibration: what measured runs have taught (`plimsoll.memory.compare.calibrate`).
+        calibration: what measured runs have taught (`plimsoll.run.learning`).
         progress: told what is being done.
 
     Returns:
@@ -225,11 +225,15 @@ class _Planner:
         return self._traced[seen, is_short]
 
     def _count(self, choices: Choices, is_short: bool) -> Counted:
-        return self.target.count(self._trace_for(self.target.lowering(), choices, is_short), heap_rules(choices))
+        lowering, names = self.target.lowering(), [choice.technique for choice in choices]
+        counted = self.target.count(self._trace_for(lowering, choices, is_short), heap_rules(choices))
+        learned = learned_peak(self.calibration, lowering.name, names) if self.calibration else None
+        return replace(counted, learned=learned) if learned else counted
 
     def _record(self, found: Found, rungs: Sequence[Look], decided: Decided, started_seconds: float) -> Plan:
         names = {choice.technique for look in (*rungs, *found.openings) for choice in look.choices}
         names |= {choice.technique for one in found.rejected for choice in one.choices}
+        learned = self._learned(rungs[0].choices)
         smallest_bytes = None if found.fits else rungs[0].need_bytes + self.kept_back_bytes
         return Plan(
             budget=self.budget,
@@ -244,6 +248,7 @@ class _Planner:
             forbidden=tuple(sorted(decided.forbidden)),
             about={name: TECHNIQUES[name].summary for name in sorted(names)},
             numerics={name: TECHNIQUES[name].numerics for name in sorted(names)},
+            time_factor=learned.mean if learned else 1.0,
             made_for=facts_of(self.job, self.texts, self.target.lowering().name),
             num_traces=len(self._traced),
             plan_seconds=time.perf_counter() - started_seconds,

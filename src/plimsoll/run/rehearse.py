@@ -103,8 +103,8 @@ def rehearse_job(
         lowering: the target.
         choices: the techniques, a micro-batch among them.
         lengths: the tokens that the batches of the steps are padded to; by default ``sequence_length``.
-        is_short: rehearse two steps, the first of one micro-batch. What follows an evaluation is then not seen, and what
-            a first step may need beyond a second.
+        is_short: rehearse two steps, the first of one micro-batch. What follows an evaluation is then not seen, nor
+            what a first step may need beyond a second.
 
     Raises:
         JobError: if the model or the optimizer cannot be built.
