@@ -70,7 +70,7 @@ def predict(
     target = find_target(
         device,
         None if budget is None else parse_bytes(budget),
-        lambda: own_baseline(bytes_in_memory(model, optimizer)),
+        lambda: own_baseline(model_bytes(model, optimizer)),
     )
     trace = rehearse_step(
         model, optimizer, batch, loss, target.lowering(),
@@ -109,7 +109,7 @@ def predict_function(train: Callable[[], Any], *, device: str = "local", budget:
     return target.predict(target.count(trace), name, "as the function says")
 
 
-def bytes_in_memory(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+def model_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
     """Count what a model and its optimizer's states take of the host's memory."""
     in_memory = {t.untyped_storage()._cdata: t for t in _tensors_of(model, optimizer) if t.device.type == "cpu"}
     return sum(tensor.untyped_storage().nbytes() for tensor in in_memory.values())

@@ -23,7 +23,7 @@ from plimsoll.records.job import Job
 from plimsoll.records.prediction import Estimate
 from plimsoll.records.trace import Trace
 from plimsoll.run.job_step import subject_of
-from plimsoll.run.predict import bytes_in_memory
+from plimsoll.run.predict import model_bytes
 from plimsoll.run.rehearse import rehearse_job, rehearse_step
 from plimsoll.run.targets import own_baseline, started_baseline
 from plimsoll.techniques import Choices
@@ -142,7 +142,7 @@ class StepSubject:
 
     def baseline(self) -> Callable[[], Estimate]:
         """Read what this process takes without the model and its states."""
-        return lambda: own_baseline(bytes_in_memory(self.model, self.optimizer))
+        return lambda: own_baseline(model_bytes(self.model, self.optimizer))
 
     def facts(self, target: str) -> dict[str, str]:
         """Return what a plan depends on."""
