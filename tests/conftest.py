@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+# What runs teach and how fast the machine is are kept in a folder; that of tests begins empty, and goes with them.
+_CACHE = tempfile.TemporaryDirectory(prefix="plimsoll-tests-")
+os.environ["PLIMSOLL_CACHE"] = _CACHE.name
 
 GOLDEN = Path(__file__).parent / "golden"
 

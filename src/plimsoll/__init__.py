@@ -14,11 +14,14 @@ if TYPE_CHECKING:
     from plimsoll.device.limit import limited as limited
     from plimsoll.device.probe import probe_machine as probe  # noqa: F401
     from plimsoll.records.job import Job as Job
+    from plimsoll.records.plan import Plan as Plan
     from plimsoll.records.prediction import Prediction as Prediction
     from plimsoll.records.run import OomEvent as OomEvent
     from plimsoll.records.run import RunRecord as RunRecord
     from plimsoll.report.render import render as render
     from plimsoll.run.forecast import predict_job as predict_job
+    from plimsoll.run.plan import plan_job as plan_job
+    from plimsoll.run.plan import plan_step as plan_step
     from plimsoll.run.predict import predict as predict
     from plimsoll.run.predict import predict_function as predict_function
     from plimsoll.run.step import StepResult as StepResult
@@ -29,9 +32,12 @@ _HOMES = {
     "OomEvent": ("plimsoll.records.run", "OomEvent"),
     "RunRecord": ("plimsoll.records.run", "RunRecord"),
     "StepResult": ("plimsoll.run.step", "StepResult"),
+    "Plan": ("plimsoll.records.plan", "Plan"),
     "Prediction": ("plimsoll.records.prediction", "Prediction"),
     "TrainStep": ("plimsoll.run.step", "TrainStep"),
     "limited": ("plimsoll.device.limit", "limited"),
+    "plan_job": ("plimsoll.run.plan", "plan_job"),
+    "plan_step": ("plimsoll.run.plan", "plan_step"),
     "predict": ("plimsoll.run.predict", "predict"),
     "predict_function": ("plimsoll.run.predict", "predict_function"),
     "predict_job": ("plimsoll.run.forecast", "predict_job"),

@@ -12,8 +12,8 @@ from plimsoll.run.step import TrainStep
 from processes import environment
 
 NAMES = [
-    *("Job", "OomEvent", "Prediction", "RunRecord", "StepResult", "TrainStep"),
-    *("limited", "predict", "predict_function", "predict_job", "probe", "render"),
+    *("Job", "OomEvent", "Plan", "Prediction", "RunRecord", "StepResult", "TrainStep"),
+    *("limited", "plan_job", "plan_step", "predict", "predict_function", "predict_job", "probe", "render"),
 ]
 
 

@@ -38,7 +38,7 @@ def plan(  # noqa: PLR0917 -- typer calls it by name
         list[str] | None, typer.Option("--forbid", metavar="TECHNIQUE", help="Do not have this in the plan.")
     ] = None,
     calibration: Annotated[
-        Path | None, typer.Option(help="What measured runs have taught, a record of that kind.")
+        Path | None, typer.Option(help="What measured runs have taught; by default what those of this machine have.")
     ] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Write a page (.html) or the plan (.json) here.")
@@ -70,6 +70,7 @@ def plan(  # noqa: PLR0917 -- typer calls it by name
         pinned, forbidden = _wishes(pins or (), forbids or ())
         check_output(output, force)
         learned = None if calibration is None else Calibration.load(calibration)
+        from plimsoll.run.learning import known_calibration
         from plimsoll.run.plan import plan_job
 
         with spinner(quiet=as_json) as progress:
@@ -79,7 +80,7 @@ def plan(  # noqa: PLR0917 -- typer calls it by name
                 limit_bytes=limit_bytes,
                 pins=pinned,
                 forbids=forbidden,
-                calibration=learned,
+                calibration=learned or known_calibration(),
                 progress=progress,
             )
         hand_over(found, headline(found), output, as_json)

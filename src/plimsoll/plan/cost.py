@@ -111,6 +111,12 @@ def learned_ratio(calibration: Calibration, lowered_to: str, techniques: Iterabl
     )
 
 
+def learned_peak(calibration: Calibration, lowered_to: str, techniques: Iterable[str]) -> Learned | None:
+    """Return what runs have taught of the peak with a set of techniques; nothing of a set that no run has tried."""
+    target = calibration.targets.get(lowered_to)
+    return target.peak_ratios.get(_set_name(techniques)) if target else None
+
+
 def learn_time(
     calibration: Calibration, lowered_to: str, techniques: Iterable[str], predicted_seconds: float,
     measured_seconds: float,
@@ -124,10 +130,26 @@ def learn_time(
         predicted_seconds: of a step, without what had been learned.
         measured_seconds: of a step, the median of the run.
     """
-    target, name = calibration.targets.get(lowered_to, Target()), _set_name(techniques)
-    ratio, old = measured_seconds / predicted_seconds, target.step_ratios.get(name)
-    new = old.with_run(ratio) if old else Learned(num_runs=1, mean=ratio, low=ratio, high=ratio)
-    target = target.model_copy(update={"step_ratios": {**target.step_ratios, name: new}})
+    target = calibration.targets.get(lowered_to, Target())
+    ratios = _with_run(target.step_ratios, _set_name(techniques), measured_seconds / predicted_seconds)
+    return _with_target(calibration, lowered_to, target.model_copy(update={"step_ratios": ratios}))
+
+
+def learn_peak(
+    calibration: Calibration, lowered_to: str, techniques: Iterable[str], predicted_bytes: int, measured_bytes: int
+) -> Calibration:
+    """Return what is known of a process's peaks after one more run; see `learn_time`."""
+    target = calibration.targets.get(lowered_to, Target())
+    ratios = _with_run(target.peak_ratios, _set_name(techniques), measured_bytes / predicted_bytes)
+    return _with_target(calibration, lowered_to, target.model_copy(update={"peak_ratios": ratios}))
+
+
+def _with_run(ratios: dict[str, Learned], name: str, ratio: float) -> dict[str, Learned]:
+    old = ratios.get(name)
+    return {**ratios, name: old.with_run(ratio) if old else Learned(num_runs=1, mean=ratio, low=ratio, high=ratio)}
+
+
+def _with_target(calibration: Calibration, lowered_to: str, target: Target) -> Calibration:
     return calibration.model_copy(update={"targets": {**calibration.targets, lowered_to: target}})
 
 

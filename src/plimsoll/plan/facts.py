@@ -12,6 +12,9 @@ import json
 import sys
 from collections.abc import Iterator
 
+import torch
+from torch import nn
+
 from plimsoll.data.sketch import TextSketch
 from plimsoll.device.probe import versions
 from plimsoll.models.imported import find_imported
@@ -34,6 +37,17 @@ def facts_of(job: Job, texts: TextSketch, target: str) -> dict[str, str]:
     if isinstance(job.model, str) and ":" in job.model:
         facts["code of the model"] = _source_of(job.model, texts)
     return facts
+
+
+def facts_of_model(model: nn.Module, optimizer: torch.optim.Optimizer, target: str) -> dict[str, str]:
+    """Return what a plan of a model in a program of one's own depends on."""
+    found = versions()
+    shapes = [f"{name} {tuple(value.shape)} {value.dtype}" for name, value in model.named_parameters()]
+    return {name: found[name] for name in _VERSIONS if name in found} | {
+        "model": f"{type(model).__name__} sha256:{hashlib.sha256(repr(shapes).encode()).hexdigest()[:12]}",
+        "optimizer": type(optimizer).__name__,
+        "target": target,
+    }
 
 
 def differences(made_for: dict[str, str], now: dict[str, str]) -> Iterator[str]:

@@ -33,7 +33,7 @@ class _Curve:
     def __init__(self, points: Sequence[tuple[float, float]]) -> None:
         self._x, self._y = np.asarray(sorted(points), dtype=float).T
 
-    def at(self, x: Column) -> Column:
+    def at(self, x: Column) -> Any:
         x = np.asarray(x, dtype=float)
         inside: Column = np.interp(x, self._x, self._y)
         if len(self._x) == 1:
@@ -99,7 +99,7 @@ class Surrogate:
             before = self._nearest(off, look.mix)
             off[look.mix] = before + value - float(guess(look.mix, size)[0])
 
-    def need_bytes(self, mix: Choices, micro_batches: Column) -> Column:
+    def need_bytes(self, mix: Choices, micro_batches: Column) -> Any:
         """Guess the budget that a mix is safe in, for each of several micro-batches."""
         added = [choice for choice in mix if choice not in self._base]
         most = np.zeros(len(micro_batches))
@@ -110,7 +110,7 @@ class Surrogate:
         beyond = self._beyond.at(micro_batches) + sum(self._beyond_effect.get(choice, 0.0) for choice in added)
         return most + np.maximum(beyond, 0.0) + self._nearest(self._bytes_off, mix)
 
-    def seconds(self, mix: Choices, micro_batches: Column) -> Column:
+    def seconds(self, mix: Choices, micro_batches: Column) -> Any:
         """Guess the time of a step, for each of several micro-batches."""
         added = sum(self._added_seconds.get(choice, 0.0) for choice in mix if choice not in self._base)
         return self._seconds.at(np.log2(micro_batches)) + added + self._nearest(self._seconds_off, mix)

@@ -135,14 +135,15 @@ class Target(Frozen):
     ``None`` is not known yet. ``live_ratio`` is measured over predicted peak of live bytes. The other two need
     counters: ``baseline_bytes`` is what was in use before the training, ``beyond_ratio`` what the process took on top
     of that, over the measured peak of live bytes: the allocator's rounding and kept blocks, and what kernels and
-    libraries hold. ``step_ratios`` are measured over predicted seconds of a step, by the techniques that were in force,
-    in order and joined by ``+`` (a micro-batch does not count).
+    libraries hold. ``step_ratios`` are measured over predicted seconds of a step, and ``peak_ratios`` of the process's
+    peak, by the techniques that were in force, in order and joined by ``+`` (a micro-batch does not count).
     """
 
     live_ratio: Learned | None = None
     baseline_bytes: Learned | None = None
     beyond_ratio: Learned | None = None
     step_ratios: dict[str, Learned] = {}
+    peak_ratios: dict[str, Learned] = {}
 
 
 class Calibration(Record):

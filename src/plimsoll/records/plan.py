@@ -116,6 +116,8 @@ class Plan(Record):
     fits, ``rungs`` has what needs least, ``smallest_budget_bytes`` is the budget it would take, and ``openings`` is
     what techniques that change the training would need, if they were allowed.
 
+    ``time_factor`` is what earlier runs have taught of the time, and in ``step_time``.
+
     For a reader, by the technique's name: ``about`` says what it does, ``numerics`` what it does to the numbers, and
     ``why`` what it saves in this plan, or why it is in it.
     """
@@ -137,6 +139,7 @@ class Plan(Record):
     numerics: dict[str, Numerics] = {}
     why: dict[str, str] = {}
     made_for: dict[str, str] = {}
+    time_factor: float = 1.0
     num_traces: int = 0
     plan_seconds: float = 0.0
 

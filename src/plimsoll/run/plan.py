@@ -1,6 +1,7 @@
-"""The plan of a job: which mix of techniques trains it fastest under its budget, on a device that need not be here.
+"""The plan of a training: which mix of techniques is fastest under its budget, on a device that need not be here.
 
     plan = plan_job(job, device="rtx3060", limit_bytes=6 << 30)
+    plan = plan_step(model, optimizer, batch, units="next-tokens", budget="2GiB")
 
 Every mix that is looked at is the real training step, rehearsed with the techniques installed (`run.rehearse`); the
 target's allocators count it, and the model of time takes its ops. Looks are short rehearsals; what is chosen is
@@ -13,13 +14,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import pairwise
+from typing import Any, Literal
 
 import torch
+from torch import nn
 
 from plimsoll.assemble import choose_device
-from plimsoll.data.sketch import TextSketch, sketch_texts
+from plimsoll.data.sketch import sketch_texts
 from plimsoll.device.base import backend_for
 from plimsoll.device.gpus import spec_of
 from plimsoll.device.speed import measured_speed, speed_of
@@ -27,29 +30,27 @@ from plimsoll.errors import BudgetError, InputError
 from plimsoll.memory.lowering.base import Lowering
 from plimsoll.memory.lowering.cpu import CpuLowering
 from plimsoll.memory.predict import Counted
-from plimsoll.models.build import build_model, loss_of
-from plimsoll.optimizers import build_optimizer
-from plimsoll.plan.cost import learned_ratio, step_duration
+from plimsoll.plan.cost import learned_peak, learned_ratio, step_duration
 from plimsoll.plan.facts import differences, facts_of
 from plimsoll.plan.look import Look, phase_peaks
 from plimsoll.plan.menu import Problem
-from plimsoll.plan.pins import Decided, decide
+from plimsoll.plan.pins import decide
 from plimsoll.plan.search import Found, search
 from plimsoll.records.comparison import Calibration, Learned
 from plimsoll.records.device import Budget
 from plimsoll.records.heap import FAST_HEAP
 from plimsoll.records.job import Job
-from plimsoll.records.plan import Pin, Plan, Rejected, Rung, micro_batch_choice
+from plimsoll.records.plan import Pin, Plan, Rejected, Rung, micro_batch_choice, parse_pin
 from plimsoll.records.prediction import Estimate, Prediction
 from plimsoll.records.trace import Trace
-from plimsoll.records.units import format_bytes
-from plimsoll.run.job_step import subject_of
-from plimsoll.run.rehearse import rehearse_job, rehearsed_samples
+from plimsoll.records.units import format_bytes, parse_bytes
+from plimsoll.run.rehearse import rehearsed_samples
 from plimsoll.run.rungs import samples_of
-from plimsoll.run.targets import Target, find_target, gpu_target, started_baseline
+from plimsoll.run.subjects import JobSubject, StepSubject, Subject
+from plimsoll.run.targets import Target, find_target, gpu_target
 from plimsoll.techniques import TECHNIQUES, Choices, Setting, technique_of
 from plimsoll.techniques.heap import heap_rules
-from plimsoll.workload import Workload
+from plimsoll.workload import LossFunction, Units, model_loss
 
 Progress = Callable[[str], None]
 
@@ -75,7 +76,7 @@ def plan_job(
         limit_bytes: what the training may use; ``None`` is the job's budget, or else all that the device has.
         pins: what the plan must use.
         forbids: names of techniques that the plan must not use.
-        calibration: what measured runs have taught (`plimsoll.memory.compare.calibrate`).
+        calibration: what measured runs have taught (`plimsoll.run.learning`).
         progress: told what is being done.
 
     Returns:
@@ -87,13 +88,12 @@ def plan_job(
         BudgetError: if the device has less than the budget.
         InputError: if a technique does not exist, pins contradict each other, or the model cannot be traced.
     """
-    started_seconds = time.perf_counter()
-    texts = sketch_texts(job)
-    name = choose_device(job) if device is None else device.lower()
-    asked = _Asked.of(job, texts, name, pins, tuple(forbids))  # before anything that takes time
-    return _Planner(job, texts, name, asked, limit_bytes, calibration, progress or (lambda text: None)).plan(
-        started_seconds
-    )
+    budget_bytes = limit_bytes if limit_bytes is not None else job.budget.device_bytes
+    budget = Budget(device_bytes=budget_bytes, host_bytes=job.budget.host_bytes)
+    name, forbidden = choose_device(job) if device is None else _here(device), tuple(forbids)
+    _require_known(pins, forbidden)
+    subject = JobSubject(job)
+    return _Planner(subject, name, budget, pins, forbidden, calibration, progress or (lambda text: None)).plan()
 
 
 def require_possible(job: Job, pins: Sequence[Pin], forbids: Iterable[str]) -> None:
@@ -102,7 +102,82 @@ def require_possible(job: Job, pins: Sequence[Pin], forbids: Iterable[str]) -> N
     Raises:
         InputError: see `plan_job`.
     """
-    _Asked.of(job, sketch_texts(job), choose_device(job), pins, tuple(forbids))
+    forbidden = tuple(forbids)
+    _require_known(pins, forbidden)
+    subject = JobSubject(job)
+    decide(pins, forbidden, subject.workload, _setting(subject, choose_device(job)))
+
+
+def _require_known(pins: Sequence[Pin], forbids: Sequence[str]) -> None:
+    """Refuse names of techniques that there are not, before a model is built."""
+    for name in (*(pin.technique for pin in pins), *forbids):
+        technique_of(name)
+
+
+def _setting(subject: Subject, device: str) -> Setting:
+    return Setting(
+        device="cpu" if device == "cpu" else "cuda",
+        batch_size=subject.batch_size,
+        precision=subject.precision,  # type: ignore[arg-type]  # it is one of them
+        allow=subject.allow,
+        lengths_vary=subject.lengths_vary,
+    )
+
+
+def plan_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batch: Any,
+    loss: LossFunction = model_loss,
+    *,
+    budget: str | int,
+    units: Units | None = None,
+    clip_norm: float | None = None,
+    precision: Literal["fp32", "bf16", "fp16", "auto"] = "fp32",
+    allow: Iterable[str] = (),
+    device: str = "local",
+    pins: Sequence[str] = (),
+    forbids: Sequence[str] = (),
+    calibration: Calibration | None = None,
+) -> Plan:
+    """Find the fastest mix of techniques for a training with `TrainStep`, in a program of one's own.
+
+        plan = plan_step(model, optimizer, batch, units="next-tokens", budget="2GiB")
+        step = TrainStep(model, optimizer, units="next-tokens", rungs=plan.choices_by_rung)
+
+    Args:
+        model: the model; it is not changed, and its parameters need no memory (they may be on the meta device).
+        optimizer: its optimizer.
+        batch: one batch of the largest size there will be, on the CPU.
+        loss: see `TrainStep`, as are the next three; ``precision`` may also be left to the plan (``"auto"``).
+        budget: what the process may use of the device, such as ``"2GiB"``.
+        units: see `loss`.
+        clip_norm: see `loss`.
+        precision: see `loss`.
+        allow: lossy techniques that the plan may use, by name.
+        device: ``"cpu"``; ``"local"``, the GPU that is here, or else the processor; ``"cuda"``; or a GPU's name.
+        pins: what the plan must use, such as ``"checkpointing=all"``.
+        forbids: names of techniques that the plan must not use.
+        calibration: what measured runs have taught (`plimsoll.run.learning`).
+
+    Returns:
+        a plan; where nothing fits, one whose ``fits`` is False and that says what would.
+
+    Raises:
+        InputError: if the model fails or cannot be traced, a technique does not exist, or pins contradict each other.
+        DeviceError: if there is no such device.
+        BudgetError: if the device has less than the budget.
+    """
+    subject = StepSubject(model, optimizer, batch, loss, units, clip_norm, precision, frozenset(allow))
+    pinned = [parse_pin(pin) for pin in pins]
+    limit = Budget(device_bytes=parse_bytes(budget))
+    return _Planner(subject, _here(device), limit, pinned, tuple(forbids), calibration, lambda text: None).plan()
+
+
+def _here(device: str) -> str:
+    """A device as it is called here, and what ``local`` stands for."""
+    name = device.lower()
+    return ("cuda" if torch.cuda.is_available() else "cpu") if name == "local" else name
 
 
 def require_that_fits(plan: Plan) -> None:
@@ -156,90 +231,62 @@ def _cuda_here() -> Target:
     return gpu_target(spec_of(backend_for("cuda").probe()), None)
 
 
-@dataclass(frozen=True)
-class _Asked:
-    """A training with shapes only, and what the user has decided of its plan."""
-
-    workload: Workload
-    setting: Setting
-    decided: Decided
-
-    @classmethod
-    def of(cls, job: Job, texts: TextSketch, device: str, pins: Sequence[Pin], forbids: Sequence[str]) -> _Asked:
-        """Ask the techniques what of it is possible."""
-        for name in (*(pin.technique for pin in pins), *forbids):
-            technique_of(name)
-        is_on_cpu = device == "cpu" or (device == "local" and not torch.cuda.is_available())
-        setting = Setting(
-            device="cpu" if is_on_cpu else "cuda",
-            batch_size=job.batch_size,
-            precision=job.precision,
-            allow=frozenset(job.allow),
-            lengths_vary=job.task == "classification",
-        )
-        workload = _workload_on_meta(job, texts)
-        return cls(workload, setting, decide(pins, forbids, workload, setting))
-
-
-@dataclass
 class _Planner:
-    """Looks at mixes of one job on one target; each is traced once."""
+    """Looks at mixes of one training on one target; each is traced once."""
 
-    job: Job
-    texts: TextSketch
-    device: str
-    asked: _Asked
-    limit_bytes: int | None
-    calibration: Calibration | None
-    progress: Progress
-    _traced: dict[tuple[Choices, bool], Trace] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        budget_bytes = self.limit_bytes if self.limit_bytes is not None else self.job.budget.device_bytes
-        self.target: Target = find_target(self.device, budget_bytes, self._baseline)
-        self.target.calibration = self.calibration
-        self.budget = Budget(device_bytes=budget_bytes, host_bytes=self.job.budget.host_bytes)
-        self.speed = measured_speed(self.progress) if self.target.spec is None else speed_of(self.target.spec)
+    def __init__(  # noqa: PLR0917 -- called here only
+        self, subject: Subject, device: str, budget: Budget, pins: Sequence[Pin], forbids: Sequence[str],
+        calibration: Calibration | None, progress: Progress,
+    ) -> None:  # fmt: skip
+        self._started_seconds = time.perf_counter()
+        self._subject, self._budget, self._calibration, self._progress = subject, budget, calibration, progress
+        self._traced: dict[tuple[Choices, bool], Trace] = {}
+        self._setting = _setting(subject, device)
+        self._decided = decide(pins, forbids, subject.workload, self._setting)
+        self._target: Target = find_target(device, budget.device_bytes, self._baseline)
+        self._target.calibration = calibration
+        self._speed = measured_speed(progress) if self._target.spec is None else speed_of(self._target.spec)
 
     def _baseline(self) -> Estimate:
-        answer = started_baseline(self.job)  # it takes seconds, as the first trace does
-        self._trace_for(CpuLowering(), self._plain, is_short=True)
+        answer = self._subject.baseline()  # it may take seconds, as the first trace does
+        self._trace(CpuLowering(), self._plain, is_short=True)
         return answer()
 
-    def plan(self, started_seconds: float) -> Plan:
+    def plan(self) -> Plan:
         """Find what fits, or what needs least and the budget in which something is found."""
         found, chosen = self._found()
         smallest_bytes = None if found.fits else self._smallest_bytes(chosen.need_bytes)
-        return self._record(found, (chosen, *found.fallbacks), smallest_bytes, started_seconds)
+        return self._record(found, (chosen, *found.fallbacks), smallest_bytes)
 
     def _found(self) -> tuple[Found, Look]:
         """Search, check at full length, and search again with less room where that does not hold."""
-        limit_bytes = int(self.target.limit_bytes * (1 - _LOOKS_OFF_SHARE))
-        plain = self._trace_for(self.target.lowering(), self._plain, is_short=True)
-        setting = replace(self.asked.setting, trace=plain)
+        workload, limit_bytes = self._subject.workload, int(self._target.limit_bytes * (1 - _LOOKS_OFF_SHARE))
+        setting = replace(self._setting, trace=self._trace(self._target.lowering(), self._plain, is_short=True))
         for _ in range(_MOST_ROUNDS):
-            problem = Problem(self.asked.workload, setting, limit_bytes, self.asked.decided)
-            found = search(problem, lambda choices: self.look(choices, is_short=True))
-            self.progress(f"checking {' '.join(map(str, found.chosen.choices))}")
+            found = search(
+                Problem(workload, setting, limit_bytes, self._decided),
+                lambda choices: self.look(choices, is_short=True),
+            )
+            self._progress(f"checking {' '.join(map(str, found.chosen.choices))}")
             chosen = self.look(found.chosen.choices, is_short=False)
-            over_bytes = chosen.need_bytes - self.target.limit_bytes
+            over_bytes = chosen.need_bytes - self._target.limit_bytes
             if not found.fits or over_bytes <= 0:
                 break
             limit_bytes -= over_bytes
         return replace(found, fits=chosen.fits and over_bytes <= 0), chosen
 
     def _smallest_bytes(self, need_bytes: int) -> int:
-        """The least limit from ``need_bytes`` on in which a plan is found: with another limit a search looks elsewhere."""
-        target = self.target
+        """The least limit from ``need_bytes`` on that is known to do: with another limit a search looks elsewhere."""
+        target = self._target
         try:
             for _ in range(_MOST_ROUNDS):
-                self.target = replace(target, limit_bytes=need_bytes)
+                self._target = replace(target, limit_bytes=need_bytes)
                 found, chosen = self._found()
                 if found.fits:
                     break
                 need_bytes = max(chosen.need_bytes, int(need_bytes * (1 + _LOOKS_OFF_SHARE)))
         finally:
-            self.target = target
+            self._target = target
         return need_bytes
 
     def look(self, choices: Choices, is_short: bool) -> Look:
@@ -248,10 +295,10 @@ class _Planner:
         micro_batch = samples_of(choices)
         duration = step_duration(
             counted.trace,
-            self.speed,
-            batch_size=self.job.batch_size,
+            self._speed,
+            batch_size=self._subject.batch_size,
             micro_batch=micro_batch,
-            rehearsed_samples=rehearsed_samples(self.job.batch_size, micro_batch),
+            rehearsed_samples=rehearsed_samples(self._subject.batch_size, micro_batch),
             heap=heap_rules(choices) or FAST_HEAP,
             learned=self._learned(choices),
         )
@@ -261,53 +308,61 @@ class _Planner:
 
     @property
     def _plain(self) -> Choices:
-        return (micro_batch_choice(self.job.batch_size),)
+        return (micro_batch_choice(self._subject.batch_size),)
 
     def _learned(self, choices: Choices) -> Learned | None:
-        if self.calibration is None:
+        if self._calibration is None:
             return None
         names = [choice.technique for choice in choices]
-        return learned_ratio(self.calibration, self.target.lowering().name, names)
+        return learned_ratio(self._calibration, self._target.lowering().name, names)
 
-    def _trace_for(self, lowering: Lowering, choices: Choices, is_short: bool) -> Trace:
+    def _trace(self, lowering: Lowering, choices: Choices, is_short: bool) -> Trace:
         seen = tuple(choice for choice in choices if choice.technique != "heap")  # which changes no op
         if (seen, is_short) not in self._traced:
-            self.progress(f"tracing {' '.join(map(str, choices))}")
-            self._traced[seen, is_short] = rehearse_job(self.job, self.texts, lowering, seen, is_short=is_short)
+            self._progress(f"tracing {' '.join(map(str, choices))}")
+            self._traced[seen, is_short] = self._subject.rehearse(lowering, seen, is_short)
         return self._traced[seen, is_short]
 
     def _count(self, choices: Choices, is_short: bool) -> Counted:
-        return self.target.count(self._trace_for(self.target.lowering(), choices, is_short), heap_rules(choices))
+        lowering, names = self._target.lowering(), [choice.technique for choice in choices]
+        counted = self._target.count(self._trace(lowering, choices, is_short), heap_rules(choices))
+        learned = learned_peak(self._calibration, lowering.name, names) if self._calibration else None
+        return replace(counted, learned=learned) if learned else counted
 
-    def _record(self, found: Found, rungs: Sequence[Look], smallest_bytes: int | None, started_seconds: float) -> Plan:
+    def _record(self, found: Found, rungs: Sequence[Look], smallest_bytes: int | None) -> Plan:
         names = {choice.technique for look in (*rungs, *found.openings) for choice in look.choices}
         names |= {choice.technique for one in found.rejected for choice in one.choices}
+        learned = self._learned(rungs[0].choices)
         return Plan(
-            budget=self.budget,
+            budget=self._budget,
             rungs=_ladder(rungs),
-            limit_bytes=self.target.limit_bytes,
+            limit_bytes=self._target.limit_bytes,
             plain=found.plain.rung(),
             rejected=found.rejected,
             openings=() if found.fits else tuple(_opening(look) for look in found.openings),
-            smallest_budget_bytes=None if smallest_bytes is None else smallest_bytes + self.target.kept_back_bytes,
+            smallest_budget_bytes=None if smallest_bytes is None else smallest_bytes + self._target.kept_back_bytes,
             prediction=self._prediction(rungs[0].choices),
-            pinned=self.asked.decided.pinned,
-            forbidden=tuple(sorted(self.asked.decided.forbidden)),
+            pinned=self._decided.pinned,
+            forbidden=tuple(sorted(self._decided.forbidden)),
             about={name: TECHNIQUES[name].summary for name in sorted(names)},
             numerics={name: TECHNIQUES[name].numerics for name in sorted(names)},
-            made_for=facts_of(self.job, self.texts, self.target.lowering().name),
+            time_factor=learned.mean if learned else 1.0,
+            made_for=self._subject.facts(self._target.lowering().name),
             num_traces=len(self._traced),
-            plan_seconds=time.perf_counter() - started_seconds,
+            plan_seconds=time.perf_counter() - self._started_seconds,
         )
 
     def _prediction(self, choices: Choices) -> Prediction:
-        job, counted = self.job, self._count(choices, is_short=False)
-        precision = next(
-            (str(one.options["dtype"]) for one in choices if one.technique == "autocast"), job.own_precision
-        )
-        subject = subject_of(job, precision)
-        return self.target.predict(
-            counted, subject, precision, samples_of(choices), job.sequence_length, job.batch_size
+        subject = self._subject
+        named = [str(choice.options["dtype"]) for choice in choices if choice.technique == "autocast"]
+        precision = named[0] if named else str(subject.workload.precision)
+        return self._target.predict(
+            self._count(choices, is_short=False),
+            subject.described(precision),
+            precision,
+            samples_of(choices),
+            subject.sequence_length,
+            subject.batch_size,
         )
 
 
@@ -326,18 +381,3 @@ def _ladder(rungs: Sequence[Look]) -> tuple[Rung, ...]:
 
 def _opening(look: Look) -> Rejected:
     return Rejected(choices=look.choices, reason="is not allowed", peak=look.peak, step_time=look.step_time)
-
-
-def _workload_on_meta(job: Job, texts: TextSketch) -> Workload:
-    """The training with shapes only: what techniques look at to say what they can do."""
-    model = build_model(job, texts.vocab_size, texts.num_labels, texts.end_id, device="meta").train()
-    loss, units = loss_of(job.task)
-    return Workload(
-        model,
-        build_optimizer(job.optimizer, model.parameters()),
-        loss,
-        units,
-        clip_norm=job.optimizer.clip_norm,
-        precision="fp32" if job.precision == "auto" else job.precision,
-        device=torch.device("meta"),
-    )

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from plimsoll.errors import InputError
 from plimsoll.memory.trace import trace_training
+from plimsoll.records.plan import micro_batch_choice
 from plimsoll.records.prediction import Prediction
 from plimsoll.records.units import parse_bytes
 from plimsoll.run.rehearse import rehearse_step
@@ -66,12 +67,15 @@ def predict(
         )
     if clip_norm is not None and not clip_norm > 0:
         raise InputError(f"clip_norm={clip_norm!r} is no norm to clip to: give a number above 0, or leave it out")
-    in_memory = {t.untyped_storage()._cdata: t for t in _tensors_of(model, optimizer) if t.device.type == "cpu"}
-    traced_bytes = sum(tensor.untyped_storage().nbytes() for tensor in in_memory.values())
-    target = find_target(device, None if budget is None else parse_bytes(budget), lambda: own_baseline(traced_bytes))
+    target = find_target(
+        device,
+        None if budget is None else parse_bytes(budget),
+        lambda: own_baseline(model_bytes(model, optimizer)),
+    )
     trace = rehearse_step(
         model, optimizer, batch, loss, target.lowering(),
-        units=units, micro_batch=micro_batch, clip_norm=clip_norm, precision=precision,
+        units=units, choices=(micro_batch_choice(micro_batch or num_samples),), clip_norm=clip_norm,
+        precision=precision,
     )  # fmt: skip
     tokens = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dtype == torch.int64]
     lengths = [leaf.shape[1] for leaf in tokens if leaf.dim() == 2]
@@ -103,6 +107,12 @@ def predict_function(train: Callable[[], Any], *, device: str = "local", budget:
     if "optimizer" not in trace.ops.phase:
         raise InputError(f"{name} made {len(trace.ops.name)} ops but no optimizer.step(): let it train for three steps")
     return target.predict(target.count(trace), name, "as the function says")
+
+
+def model_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """Count what a model and its optimizer's states take of the host's memory."""
+    in_memory = {t.untyped_storage()._cdata: t for t in _tensors_of(model, optimizer) if t.device.type == "cpu"}
+    return sum(tensor.untyped_storage().nbytes() for tensor in in_memory.values())
 
 
 def _tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:

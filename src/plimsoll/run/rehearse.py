@@ -103,7 +103,7 @@ def rehearse_job(
         lowering: the target.
         choices: the techniques, a micro-batch among them.
         lengths: the tokens that the batches of the steps are padded to; by default ``sequence_length``.
-        is_short: rehearse two steps, the first of one micro-batch. What follows an evaluation is then not seen, and
+        is_short: rehearse two steps, the first of one micro-batch. What follows an evaluation is then not seen, nor
             what a first step may need beyond a second.
 
     Raises:
@@ -152,28 +152,31 @@ def rehearse_step(
     lowering: Lowering,
     *,
     units: Units | None,
-    micro_batch: int | None,
+    choices: Choices,
     clip_norm: float | None,
     precision: Precision,
+    is_short: bool = False,
 ) -> Trace:
     """Trace three steps of a model and optimizer that exist, on copies without memory.
 
     Args:
-        model: see `TrainStep`, as are all but these two.
+        model: see `TrainStep`, as are those that are not said here.
         optimizer: see `model`.
         batch: one batch, on the CPU.
         loss: see `model`.
         lowering: the target.
         units: see `model`.
-        micro_batch: see `model`.
+        choices: the techniques, a micro-batch among them.
         clip_norm: see `model`.
         precision: see `model`.
+        is_short: see `rehearse_job`.
 
     Raises:
         InputError: if the model fails, or cannot be traced.
     """
-    num_samples = batch_size_of(batch)
-    cut = split_batch(batch, rehearsed_samples(num_samples, micro_batch or num_samples))[0]
+    micro_batch = samples_of(choices)
+    cut = split_batch(batch, rehearsed_samples(batch_size_of(batch), micro_batch))[0]
+    batches = [split_batch(cut, micro_batch)[0], cut] if is_short else [cut] * 3
 
     def trace_with(keeps_all: bool) -> Trace:
         position = Position()
@@ -188,15 +191,17 @@ def rehearse_step(
                 fake_optimizer,
                 loss,
                 units=units,
-                micro_batch=micro_batch,
+                rungs=[choices],
                 clip_norm=clip_norm,
                 precision=precision,
                 backend=StageBackend(lowering.kind),
                 position=position,
             )
             with failures_explained(f"the model {type(model).__name__}", stage):
-                _rehearse(stage, step, [cut] * 3, None, has_states=False)
-        return stage.trace()
+                _rehearse(stage, step, batches, None, has_states=False)
+            trace = stage.trace()
+            step.close()
+        return trace
 
     return with_unknown_lengths(trace_with)
 

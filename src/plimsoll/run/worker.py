@@ -70,6 +70,7 @@ def plan_run(path: Path, given: Path | None, pins: tuple[str, ...], forbids: tup
     """
     from plimsoll.records.plan import parse_pin
     from plimsoll.report.progress import spinner
+    from plimsoll.run.learning import known_calibration
     from plimsoll.run.plan import plan_job, require_same, require_that_fits
 
     _end_with_supervisor()
@@ -77,7 +78,13 @@ def plan_run(path: Path, given: Path | None, pins: tuple[str, ...], forbids: tup
     job = Job.from_yaml(directory.job)
     if given is None:
         with spinner(quiet) as progress:
-            plan = plan_job(job, pins=[parse_pin(pin) for pin in pins], forbids=forbids, progress=progress)
+            plan = plan_job(
+                job,
+                pins=[parse_pin(pin) for pin in pins],
+                forbids=forbids,
+                calibration=known_calibration(),
+                progress=progress,
+            )
         require_that_fits(plan)
     else:
         plan = Plan.load(given)
@@ -87,7 +94,7 @@ def plan_run(path: Path, given: Path | None, pins: tuple[str, ...], forbids: tup
 
 
 # long: what a start does, in its order, with the imports it needs
-def train_run(
+def train_run(  # noqa: PLR0915 -- as above
     path: Path,
     *,
     resume: bool,
@@ -120,6 +127,7 @@ def train_run(
     from plimsoll.run.boundary import fitting
     from plimsoll.run.failpoints import arm_from_environment
     from plimsoll.run.job_step import step_of
+    from plimsoll.run.learning import learn
     from plimsoll.run.monitor import MemorySampler, View
     from plimsoll.run.train import Training, train
     from plimsoll.run.train import resume as go_on
@@ -157,7 +165,8 @@ def train_run(
         else:
             directory.keep_until(0)  # of a process that died before its first checkpoint, or whose are all torn
             checkpoint.remove_later(directory.checkpoints, 0)
-        train(training, restarts)
+        record = train(training, restarts)
+        learn(plan, record.steps)
         export_tokenizer(Path(prepared.tokenizer_folder), directory.model)
 
 

@@ -72,7 +72,7 @@ def test_without_options_the_job_is_planned_as_it_is(call, job, planning):
             "limit_bytes": None,
             "pins": (),
             "forbids": (),
-            "calibration": None,
+            "calibration": Calibration(),
         }
     ]
 

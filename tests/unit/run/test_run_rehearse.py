@@ -46,11 +46,11 @@ def test_a_rehearsed_step_needs_what_the_real_one_needs(micro_batch, clip_norm):
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
     batch = torch.randint(50, (4, 6))
-    options = {"units": "tokens_of_all", "micro_batch": micro_batch, "clip_norm": clip_norm}
-    options["units"] = lambda ids: ids.numel()
-    trace = rehearse_step(model, optimizer, batch, loss, CpuLowering(), precision="fp32", **options)
+    options = {"units": lambda ids: ids.numel(), "clip_norm": clip_norm}
+    choices = (micro_batch_choice(micro_batch or 4),)
+    trace = rehearse_step(model, optimizer, batch, loss, CpuLowering(), precision="fp32", choices=choices, **options)
 
-    step = TrainStep(model, optimizer, loss, **options)
+    step = TrainStep(model, optimizer, loss, micro_batch=micro_batch, **options)
     recorder = Recorder(phase=lambda: "copy" if step.position.phase == "fetch" else step.position.phase)
     with recorder:
         recorder.know_model(model)
@@ -75,7 +75,7 @@ def test_the_model_and_the_optimizer_stay_as_they_were():
     before = {name: value.clone() for name, value in model.state_dict().items()}
     rehearse_step(
         model, optimizer, torch.randint(50, (4, 6)), loss, CudaLowering((8, 6)),
-        units=lambda ids: ids.numel(), micro_batch=2, clip_norm=None, precision="bf16",
+        units=lambda ids: ids.numel(), choices=(micro_batch_choice(2),), clip_norm=None, precision="bf16",
     )  # fmt: skip
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert not optimizer.state
@@ -125,7 +125,7 @@ def test_a_model_that_fails_says_where_in_its_own_code():
     with pytest.raises(InputError, match="the model Broken fails in the forward phase") as caught:
         rehearse_step(
             model, torch.optim.SGD(model.parameters()), torch.randint(50, (4, 6)), loss, CpuLowering(),
-            units=lambda ids: ids.numel(), micro_batch=None, clip_norm=None, precision="fp32",
+            units=lambda ids: ids.numel(), choices=(micro_batch_choice(4),), clip_norm=None, precision="fp32",
         )  # fmt: skip
     assert "[..., :3]" in str(caught.value)
     assert "site-packages" not in str(caught.value)
@@ -144,5 +144,5 @@ def test_a_batch_without_a_field_that_the_model_needs_is_said():
     with pytest.raises(InputError, match="missing 1 required positional argument: 'mask'"):
         rehearse_step(
             model, torch.optim.SGD(model.parameters()), {"x": torch.ones(2, 2)}, model_loss,
-            CpuLowering(), units="samples", micro_batch=None, clip_norm=None, precision="fp32",
+            CpuLowering(), units="samples", choices=(micro_batch_choice(4),), clip_norm=None, precision="fp32",
         )  # fmt: skip

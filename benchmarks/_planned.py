@@ -1,0 +1,272 @@
+"""What `plan_budgets.py` and `plan_fast.py` share: models, real text, plans for a budget, and their trainings.
+
+Everything is on one thread, and times are seconds of the processor, so that other programs on the machine do not
+decide which of two plans is faster. `one_thread` must be called before torch is imported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from plimsoll.data.prepare import prepare
+from plimsoll.data.sources import find_files
+from plimsoll.device.process import private_bytes
+from plimsoll.errors import PlimsollError
+from plimsoll.records.job import Job
+from plimsoll.records.plan import Choice, Plan
+
+HERE = Path(__file__).parent
+MIB = 1 << 20
+_TEXT_BYTES = 2 << 20
+_POLL_SECONDS = 0.005
+_VOCAB_SIZE = 8000
+_IMPOSSIBLE_BYTES = 64 << 20
+_ROOM = 1.006  # a plan leaves half a percent of its limit to what a short look may say too little
+
+
+@dataclass(frozen=True)
+class Model:
+    """A training to be planned; ``rows`` is the size of the vocabulary."""
+
+    name: str
+    model: dict[str, Any] | str
+    length: int
+    batch_size: int
+    task: str = "language-modeling"
+    rows: int = _VOCAB_SIZE
+
+
+def one_thread() -> None:
+    """Let this process and those that it starts use one thread, and find the models that are named by a function."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    sys.path.insert(0, str(HERE))
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
+    import torch
+
+    torch.set_num_threads(1)
+
+
+# -- text --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Real text in a folder: as it is, cut into lines of two classes, and its tokenizers by their size."""
+
+    folder: Path
+
+    @property
+    def whole(self) -> str:
+        return str(self.folder / "text.txt")
+
+    @property
+    def classes(self) -> str:
+        return str(self.folder / "classes")
+
+    def tokenizer(self, rows: int) -> str:
+        return str(self.folder / f"tokenizer-{rows}.json")
+
+
+def make_texts(data: str | None, folder: Path, rows: Sequence[int]) -> Texts:
+    """Write the texts and the tokenizers; what comes beyond a real vocabulary are tokens that no text has."""
+    from demo import standard_library
+
+    texts, text = Texts(folder), ""
+    (folder / "classes").mkdir(parents=True, exist_ok=True)
+    for source in find_files(standard_library() if data is None else (data,)):
+        text += Path(source.path).read_text("utf-8", errors="replace")
+        if len(text) > _TEXT_BYTES:
+            break
+    Path(texts.whole).write_text(text, "utf-8")
+    words = text.split()
+    lines = [" ".join(words[start : start + 200]) for start in range(0, len(words) - 200, 200)]  # all are cut
+    for number, name in enumerate(("first", "second")):
+        (folder / "classes" / name).mkdir(exist_ok=True)
+        half = lines[number * len(lines) // 2 : (number + 1) * len(lines) // 2]
+        (folder / "classes" / name / "texts.txt").write_text("\n".join(half) + "\n", "utf-8")
+    job = _job(Model("tokenizer", "gru", 64, 1), texts, {"train": "bpe", "vocab_size": _VOCAB_SIZE})
+    trained = json.loads((Path(prepare(job, folder / "cache").tokenizer_folder) / "tokenizer.json").read_text("utf-8"))
+    for size in set(rows):
+        vocabulary = trained["model"]["vocab"]
+        unused = {f"<unused {number}>": number for number in range(len(vocabulary), size)}
+        model = {**trained["model"], "vocab": {**vocabulary, **unused}}
+        Path(texts.tokenizer(size)).write_text(json.dumps({**trained, "model": model}), "utf-8")
+    return texts
+
+
+def _job(model: Model, texts: Texts, tokenizer: dict[str, Any]) -> Job:
+    is_classified = model.task == "classification"
+    return Job.from_fields(
+        {
+            "model": model.model,
+            "task": model.task,
+            "data": {"train": texts.classes, "unit": "line"} if is_classified else {"train": texts.whole},
+            "tokenizer": tokenizer,
+            "sequence_length": model.length,
+            "batch_size": model.batch_size,
+            "optimizer": {"name": "adamw", "lr": 1e-4, "clip_norm": 1.0},
+            "device": "cpu",
+        }
+    )
+
+
+# -- plans -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Training:
+    """A model with its text, ready to be planned and run."""
+
+    model: Model
+    job: Job
+    prepared: Path
+    plans: dict[int, Plan] = field(default_factory=dict)
+
+    def plan(self, budget_bytes: int) -> Plan:
+        """Plan for a budget, once."""
+        from plimsoll.run.plan import plan_job
+
+        if budget_bytes not in self.plans:
+            self.plans[budget_bytes] = plan_job(self.job, limit_bytes=budget_bytes)
+        return self.plans[budget_bytes]
+
+    def budgets(self, number: int, least_factor: float = 1.1) -> list[int]:
+        """Budgets of equal ratio in whole MiB: the plain training's high end, down to a factor of the smallest."""
+        from plimsoll.device.data_limit import MARGIN_BYTES
+
+        impossible = self.plan(_IMPOSSIBLE_BYTES)
+        assert impossible.plain is not None and impossible.plain.peak is not None
+        most = _ROOM * impossible.plain.peak.high_bytes + MARGIN_BYTES
+        least = least_factor * (impossible.smallest_budget_bytes or 0)
+        ratio = (least / most) ** (1 / (number - 1))
+        return [-(-int(most * ratio**step) // MIB) * MIB for step in range(number)]
+
+    def run(self, rungs: Sequence[Sequence[Choice]], steps: int, budget_bytes: int) -> dict[str, Any]:
+        """What the worker is told."""
+        listed = [[choice.model_dump() for choice in choices] for choices in rungs]
+        run = {"job": self.job.to_json(), "prepared": str(self.prepared), "rungs": listed, "steps": steps}
+        return {**run, "budget_bytes": budget_bytes}
+
+
+def make_training(model: Model, texts: Texts) -> Training:
+    """Prepare the text of a model."""
+    job = _job(model, texts, {"path": texts.tokenizer(model.rows)})
+    prepared = texts.folder / f"{model.name.replace(' ', '-')}.json"
+    prepare(job, texts.folder / "cache").save(prepared)
+    return Training(model, job, prepared)
+
+
+def in_words(choices: Sequence[Choice]) -> str:
+    return " ".join(map(str, choices))
+
+
+# -- measuring ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Measured:
+    """A training that was run; ``peak_bytes`` is private memory as seen from outside, and by the kernel."""
+
+    peak_bytes: int = 0
+    num_ooms: int = 0
+    seconds: list[float] = field(default_factory=list)
+    error: str = ""
+
+    @property
+    def step_seconds(self) -> float:
+        """The least of all steps but the first, which makes the optimizer's states."""
+        return min(self.seconds[1:] or self.seconds or [float("inf")])
+
+
+class Worker:
+    """A process of `_planned_worker.py`, for runs of one model."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, str(HERE / "_planned_worker.py")],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1,
+        )  # fmt: skip
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+    def measure(self, run: dict[str, Any]) -> Measured:
+        """Do a run, and watch its memory from outside."""
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None and stdout is not None
+        stdin.write(json.dumps(run) + "\n")
+        stdin.flush()
+        found, peaks, ended = Measured(), [0], threading.Event()
+        watcher: threading.Thread | None = None
+        for line in stdout:
+            said = json.loads(line)
+            if "pid" in said:
+                watcher = threading.Thread(target=_watch, args=(said["pid"], peaks, ended))
+                watcher.start()
+            elif "loss" in said:
+                found.seconds.append(said["cpu_seconds"])
+                found.num_ooms += said["ooms"]
+                peaks[0] = max(peaks[0], said["peak_bytes"])
+            elif "error" in said:
+                found.error = said["error"]
+            else:
+                found.error = found.error or ("" if said["exit"] == 0 else f"exit {said['exit']}")
+                break
+        ended.set()
+        if watcher is not None:
+            watcher.join()
+        found.peak_bytes = peaks[0]
+        return found
+
+
+def _watch(pid: int, peaks: list[int], ended: threading.Event) -> None:
+    with suppress(OSError):
+        while not ended.is_set():
+            peaks[0] = max(peaks[0], private_bytes(pid))
+            time.sleep(_POLL_SECONDS)
+
+
+# -- what both do ------------------------------------------------------------------------------------------------------
+
+
+def parser_of(description: str) -> argparse.ArgumentParser:
+    """The options that both have."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", help="a text file, a folder or a pattern; by default the standard library's sources")
+    parser.add_argument("--only", default="", help="models whose names contain this")
+    parser.add_argument(
+        "--work", type=Path, default=Path("plan-benchmark"), help="folder for text (default: %(default)s)"
+    )
+    parser.add_argument("--out", type=Path, help="also write the tables to this Markdown file")
+    return parser
+
+
+def ends_with_its_code(main: Callable[[], None]) -> None:
+    """Run a benchmark; what the user did wrong is said without a traceback."""
+    try:
+        main()
+    except PlimsollError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+
+
+def table(header: Sequence[str], body: Sequence[Sequence[str]]) -> str:
+    """Markdown."""
+    rule = ["---" if number < 3 else "--:" for number in range(len(header))]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in (header, rule, *body))

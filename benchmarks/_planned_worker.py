@@ -1,0 +1,88 @@
+"""Planned trainings for `plan_budgets.py` and `plan_fast.py`, each in a process of its own inside its budget.
+
+    python benchmarks/_planned_worker.py < runs.jsonl
+
+Every line of standard input is a run: ``job``, ``prepared`` (a path), ``rungs`` (lists of choices), ``steps`` and
+``budget_bytes``. It is done in a child, forked after the imports, as `plimsoll train` does it: the same limit, the same
+step, the same batches of the same text. Checkpoints and the final model are not written. Standard output gets one JSON
+object a line: the child's ``pid``, one per step, and at last its ``exit`` with the ``error``, if there was one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from plimsoll.records.job import Job
+from plimsoll.records.plan import Choice
+
+
+def main() -> None:
+    """Do one run after another; all are of the first one's kind of model, whose libraries are imported once."""
+    # readline: an iterator over the file would have read ahead what the children then have, too
+    first = sys.stdin.readline()
+    if not first:
+        return
+    import plimsoll.run.train  # noqa: F401  -- as a training process imports
+    from plimsoll import assemble  # noqa: F401
+    from plimsoll.models.build import sketch_model
+    from plimsoll.run.worker import _warm
+
+    job = Job.from_json(json.loads(first)["job"])
+    _warm(job)
+    sketch_model(job)  # imports what the model is made of
+    line = first
+    while line:
+        run = json.loads(line)
+        pid = os.fork()
+        if pid == 0:
+            os._exit(exit_code_of(run))
+        _, status = os.waitpid(pid, 0)
+        say(exit=os.waitstatus_to_exitcode(status))
+        line = sys.stdin.readline()
+
+
+def say(**fields: Any) -> None:
+    print(json.dumps(fields), flush=True)
+
+
+def exit_code_of(run: dict[str, Any]) -> int:
+    say(pid=os.getpid())
+    try:
+        train(run)
+    except Exception as error:  # noqa: BLE001 -- said to who reads the rows; the process ends
+        say(error=f"{type(error).__name__}: {error}")
+        return 1
+    return 0
+
+
+def train(run: dict[str, Any]) -> None:
+    from plimsoll.assemble import assemble
+    from plimsoll.data.prepare import Prepared
+    from plimsoll.device.base import backend_for
+    from plimsoll.run.job_step import step_of
+
+    job, prepared = Job.from_json(run["job"]), Prepared.load(Path(run["prepared"]))
+    rungs = [[Choice(**choice) for choice in choices] for choices in run["rungs"]]
+    backend = backend_for("cpu")
+    backend.baseline_bytes()
+    with backend.limited(run["budget_bytes"]):
+        parts = assemble(job, prepared, "cpu")
+        step = step_of(job, parts.model, parts.optimizer, rungs, schedule=parts.schedule)
+        for _ in range(run["steps"]):
+            batch = parts.loader.peek().fields
+            started = time.process_time()
+            result = step(batch)
+            seconds = time.process_time() - started
+            parts.loader.advance()
+            use = backend.use()
+            backend.reset_peak()
+            say(loss=result.loss, cpu_seconds=seconds, ooms=len(result.oom_events), peak_bytes=use.peak_bytes)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,148 @@
+"""Whether planned trainings stay inside their budgets, and use them: 5 models x 6 budgets on the CPU.
+
+    python benchmarks/plan_budgets.py [--data PATH] [--only gpt2] [--steps 4] [--out table.md]
+
+The budgets of a model go, in equal ratios, from what the plain training needs (the high end of its prediction) to 1.1
+times the smallest one that a plan exists for. Each is planned, and the plan is run inside it on real text, in a process
+of its own (`_planned_worker.py`). The peak is private memory: the larger of what this process reads from outside every
+few milliseconds, and the kernel's own high-water mark of each step.
+
+Not covered: evaluation, checkpoints, data loading in several processes. One thread; seconds are the processor's.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from dataclasses import asdict, dataclass
+
+from _planned import MIB, Model, Training, Worker, ends_with_its_code, in_words, make_texts, make_training, one_thread
+from _planned import parser_of, table
+
+MODELS = (
+    Model("GPT-2 4 x 256", {"architecture": "gpt2", "n_layer": 4, "n_embd": 256, "n_head": 4}, 256, 16),
+    Model(
+        "BERT 4 x 256, classifier",
+        {"architecture": "bert", "num_hidden_layers": 4, "hidden_size": 256, "num_attention_heads": 4,
+         "intermediate_size": 1024},
+        128, 32, "classification",
+    ),
+    Model("T5 3 + 3 x 256", "_rss_worker:t5_wide", 128, 16),
+    Model(
+        "LSTM 2 x 256, 50k vocabulary",
+        {"architecture": "lstm", "embedding_size": 256, "hidden_size": 256, "num_layers": 2}, 64, 16, rows=50257,
+    ),
+    Model(
+        "GRU 2 x 256, classifier",
+        {"architecture": "gru", "embedding_size": 256, "hidden_size": 256, "num_layers": 2}, 128, 64, "classification",
+    ),
+)  # fmt: skip
+NUM_BUDGETS = 6
+
+
+@dataclass(frozen=True)
+class Row:
+    """One cell; bytes and seconds."""
+
+    model: str
+    budget_bytes: int
+    plan: str
+    predicted_bytes: int
+    high_bytes: int
+    measured_bytes: int
+    num_ooms: int
+    error: str
+    predicted_seconds: float
+    measured_seconds: float
+    plan_seconds: float
+    num_traces: int
+
+    @property
+    def unused_share(self) -> float:
+        return 1 - self.measured_bytes / self.budget_bytes
+
+    def cells(self) -> list[str]:
+        return [
+            self.model, f"{self.budget_bytes / MIB:,.0f}", self.plan,
+            f"{self.predicted_bytes / MIB:,.0f} (to {self.high_bytes / MIB:,.0f})",
+            f"{self.measured_bytes / MIB:,.0f}", f"{self.unused_share:.1%}", self.error or str(self.num_ooms),
+            f"{self.predicted_seconds:.2f}", f"{self.measured_seconds:.2f}", f"{self.plan_seconds:.0f}",
+        ]  # fmt: skip
+
+
+HEADER = [
+    "model", "budget MiB", "plan", "predicted MiB", "measured MiB", "unused", "OOM events", "predicted s", "measured s",
+    "planning s",
+]  # fmt: skip
+
+
+def row_of(training: Training, budget_bytes: int, steps: int) -> Row:
+    started = time.process_time()
+    plan = training.plan(budget_bytes)
+    plan_seconds = time.process_time() - started
+    first = plan.rungs[0]
+    assert first.peak is not None and first.step_time is not None
+    with Worker() as worker:
+        measured = worker.measure(training.run(plan.choices_by_rung, steps, budget_bytes))
+    return Row(
+        training.model.name, budget_bytes, in_words(first.choices), first.peak.likely_bytes, first.peak.high_bytes,
+        measured.peak_bytes, measured.num_ooms, measured.error if plan.fits else "impossible; " + measured.error,
+        first.step_time.likely_seconds, measured.step_seconds, plan_seconds, plan.num_traces,
+    )  # fmt: skip
+
+
+def figures_of(rows: list[Row]) -> dict[str, float | int]:
+    return {
+        "cells": len(rows),
+        "finished_without_oom": sum(row.num_ooms == 0 and not row.error for row in rows),
+        "under_budget": sum(row.measured_bytes <= row.budget_bytes for row in rows),
+        "median_unused_share": round(statistics.median(row.unused_share for row in rows), 4),
+        "worst_unused_share": round(max(row.unused_share for row in rows), 4),
+        "median_step_time_ratio": round(
+            statistics.median(row.predicted_seconds / row.measured_seconds for row in rows), 3
+        ),
+        "longest_planning_seconds": round(max(row.plan_seconds for row in rows), 1),
+    }
+
+
+def report(rows: list[Row], steps: int) -> str:
+    from plimsoll.device.base import backend_for
+    from plimsoll.device.probe import versions
+
+    made_with = ", ".join(f"{name} {version}" for name, version in versions().items())
+    figures = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in figures_of(rows).items())
+    return (
+        "# Planned trainings inside their budgets, CPU\n\n"
+        f"`python benchmarks/plan_budgets.py --steps {steps}`: {backend_for('cpu').probe().name}, 1 thread; "
+        f"{made_with}. Peaks are private memory; seconds are the processor's for one optimizer step, and for the plan."
+        f"\n\n{figures}.\n\n{table(HEADER, [row.cells() for row in rows])}\n"
+    )
+
+
+def main() -> None:
+    """Run the benchmark."""
+    parser = parser_of(__doc__ or "")
+    parser.add_argument("--steps", type=int, default=4, help="of each training (default: %(default)s)")
+    parser.add_argument("--budgets", type=int, default=NUM_BUDGETS, help="of each model (default: %(default)s)")
+    arguments = parser.parse_args()
+    one_thread()
+    texts = make_texts(arguments.data, arguments.work, [model.rows for model in MODELS])
+    rows: list[Row] = []
+    for model in MODELS:
+        if arguments.only.lower() not in model.name.lower():
+            continue
+        training = make_training(model, texts)
+        for budget_bytes in training.budgets(arguments.budgets):
+            rows.append(row_of(training, budget_bytes, arguments.steps))
+            print("  ".join(rows[-1].cells()), file=sys.stderr, flush=True)
+    text = report(rows, arguments.steps)
+    print(text)
+    if arguments.out:
+        arguments.out.write_text(text, "utf-8")
+    print(json.dumps({**figures_of(rows), "rows": [asdict(row) for row in rows]}))
+
+
+if __name__ == "__main__":
+    ends_with_its_code(main)

@@ -1,0 +1,153 @@
+"""What a plan can be made for: a job, or a model with its optimizer and a batch in a program of one's own.
+
+Each says the same things of itself to the planner (`plimsoll.run.plan`): how it is rehearsed, what its techniques look
+at, what its process takes without it, and the facts a plan of it depends on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from plimsoll.data.sketch import sketch_texts
+from plimsoll.memory.lowering.base import Lowering
+from plimsoll.models.build import build_model, loss_of
+from plimsoll.optimizers import build_optimizer
+from plimsoll.plan.facts import facts_of, facts_of_model
+from plimsoll.records.job import Job
+from plimsoll.records.prediction import Estimate
+from plimsoll.records.trace import Trace
+from plimsoll.run.job_step import subject_of
+from plimsoll.run.predict import model_bytes
+from plimsoll.run.rehearse import rehearse_job, rehearse_step
+from plimsoll.run.targets import own_baseline, started_baseline
+from plimsoll.techniques import Choices
+from plimsoll.workload import LossFunction, Precision, Units, Workload, batch_size_of
+
+
+class Subject(Protocol):
+    """A training to plan. ``precision`` may be ``auto``; ``workload`` is only looked at."""
+
+    batch_size: int
+    sequence_length: int | None
+    precision: str
+    allow: frozenset[str]
+    lengths_vary: bool
+    workload: Workload
+
+    def rehearse(self, lowering: Lowering, choices: Choices, is_short: bool) -> Trace:
+        """Trace the training with techniques installed."""
+        ...
+
+    def baseline(self) -> Callable[[], Estimate]:
+        """Begin to find out what a process on the CPU takes without it, and return what waits for the answer."""
+        ...
+
+    def facts(self, target: str) -> dict[str, str]:
+        """Return what a plan depends on."""
+        ...
+
+    def described(self, precision: str) -> str:
+        """Say in a line what is trained."""
+        ...
+
+
+class JobSubject:
+    """`Subject`: the training of a job.
+
+    Raises:
+        JobError: if the model or the optimizer cannot be built.
+        DataError: if the tokenizer cannot be loaded, or there are no labels.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._texts = sketch_texts(job)
+        self.batch_size = job.batch_size
+        self.sequence_length: int | None = job.sequence_length
+        self.precision: str = job.precision
+        self.allow = frozenset[str](job.allow)
+        self.lengths_vary = job.task == "classification"
+        model = build_model(job, *self._texts, device="meta").train()
+        loss, units = loss_of(job.task)
+        self.workload = Workload(
+            model,
+            build_optimizer(job.optimizer, model.parameters()),
+            loss,
+            units,
+            clip_norm=job.optimizer.clip_norm,
+            precision=job.own_precision,
+            device=torch.device("meta"),
+        )
+
+    def rehearse(self, lowering: Lowering, choices: Choices, is_short: bool) -> Trace:
+        """Trace the training with techniques installed."""
+        return rehearse_job(self._job, self._texts, lowering, choices, is_short=is_short)
+
+    def baseline(self) -> Callable[[], Estimate]:
+        """Start a training process without a model."""
+        return started_baseline(self._job)
+
+    def facts(self, target: str) -> dict[str, str]:
+        """Return what a plan depends on."""
+        return facts_of(self._job, self._texts, target)
+
+    def described(self, precision: str) -> str:
+        """Say in a line what is trained."""
+        return subject_of(self._job, precision)
+
+
+@dataclass
+class StepSubject:
+    """`Subject`: a model, an optimizer and a batch that exist; fields are arguments of `TrainStep`."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    batch: Any
+    loss: LossFunction
+    units: Units | None
+    clip_norm: float | None
+    precision: str
+    allow: frozenset[str]
+    batch_size: int = field(init=False)
+    sequence_length: int | None = field(init=False)
+    lengths_vary: bool = field(init=False)
+    workload: Workload = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.batch_size = batch_size_of(self.batch)
+        tokens = [leaf for leaf in tree_leaves(self.batch) if isinstance(leaf, Tensor) and leaf.dim() == 2]
+        self.sequence_length = max((leaf.shape[1] for leaf in tokens), default=None)
+        self.lengths_vary = isinstance(self.batch, dict) and "attention_mask" in self.batch
+        self.workload = Workload(
+            self.model, self.optimizer, self.loss, self.units or "samples", clip_norm=self.clip_norm,
+            precision=self._own_precision,
+        )  # fmt: skip
+
+    @property
+    def _own_precision(self) -> Precision:
+        return "fp32" if self.precision == "auto" else self.precision  # type: ignore[return-value]
+
+    def rehearse(self, lowering: Lowering, choices: Choices, is_short: bool) -> Trace:
+        """Trace the training with techniques installed."""
+        return rehearse_step(
+            self.model, self.optimizer, self.batch, self.loss, lowering, units=self.units, choices=choices,
+            clip_norm=self.clip_norm, precision=self._own_precision, is_short=is_short,
+        )  # fmt: skip
+
+    def baseline(self) -> Callable[[], Estimate]:
+        """Read what this process takes without the model and its states."""
+        return lambda: own_baseline(model_bytes(self.model, self.optimizer))
+
+    def facts(self, target: str) -> dict[str, str]:
+        """Return what a plan depends on."""
+        return facts_of_model(self.model, self.optimizer, target)
+
+    def described(self, precision: str) -> str:
+        """Say in a line what is trained."""
+        return f"{type(self.model).__name__}, {self.batch_size} samples a step, {precision}"
