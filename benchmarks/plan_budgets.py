@@ -35,8 +35,8 @@ MODELS = (
         {"architecture": "lstm", "embedding_size": 256, "hidden_size": 256, "num_layers": 2}, 64, 16, rows=50257,
     ),
     Model(
-        "GRU 2 x 256, classifier",
-        {"architecture": "gru", "embedding_size": 256, "hidden_size": 256, "num_layers": 2}, 128, 64, "classification",
+        "GRU 256, classifier",
+        {"architecture": "gru", "embedding_size": 256, "hidden_size": 256, "num_layers": 1}, 64, 128, "classification",
     ),
 )  # fmt: skip
 NUM_BUDGETS = 6
