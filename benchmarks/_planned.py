@@ -146,7 +146,8 @@ class Training:
         from plimsoll.device.data_limit import MARGIN_BYTES
 
         impossible = self.plan(_IMPOSSIBLE_BYTES)
-        assert impossible.plain is not None and impossible.plain.peak is not None
+        assert impossible.plain is not None
+        assert impossible.plain.peak is not None
         most = _ROOM * impossible.plain.peak.high_bytes + MARGIN_BYTES
         least = least_factor * (impossible.smallest_budget_bytes or 0)
         ratio = (least / most) ** (1 / (number - 1))
@@ -209,7 +210,8 @@ class Worker:
     def measure(self, run: dict[str, Any]) -> Measured:
         """Do a run, and watch its memory from outside."""
         stdin, stdout = self._process.stdin, self._process.stdout
-        assert stdin is not None and stdout is not None
+        assert stdin is not None
+        assert stdout is not None
         stdin.write(json.dumps(run) + "\n")
         stdin.flush()
         found, peaks, ended = Measured(), [0], threading.Event()
@@ -250,7 +252,9 @@ def parser_of(description: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", help="a text file, a folder or a pattern; by default the standard library's sources")
     parser.add_argument("--only", default="", help="models whose names contain this")
-    parser.add_argument("--work", type=Path, default=Path("plan-benchmark"), help="folder for text (default: %(default)s)")
+    parser.add_argument(
+        "--work", type=Path, default=Path("plan-benchmark"), help="folder for text (default: %(default)s)"
+    )
     parser.add_argument("--out", type=Path, help="also write the tables to this Markdown file")
     return parser
 
