@@ -4,8 +4,8 @@
     plan = plan_step(model, optimizer, batch, units="next-tokens", budget="2GiB")
 
 Every mix that is looked at is the real training step, rehearsed with the techniques installed (`run.rehearse`); the
-target's allocators count it, and the model of time takes its ops. Looks are short rehearsals; what is chosen is
-rehearsed once more at full length before it is called a plan.
+target's allocators count it, and the model of time takes its ops. Looks are short rehearsals, of two steps; what is
+chosen for a training that evaluates between its steps is rehearsed once more with that.
 
 Does NOT look at the texts, and does not train.
 """
@@ -242,6 +242,7 @@ class _Planner:
         self._subject, self._budget, self._calibration, self._progress = subject, budget, calibration, progress
         self._traced: dict[tuple[Choices, bool], Trace] = {}
         self._setting = _setting(subject, device)
+        self._is_short = not subject.evaluates_between_steps
         self._decided = decide(pins, forbids, subject.workload, self._setting)
         self._target: Target = find_target(device, budget.device_bytes, self._baseline)
         self._target.calibration = calibration
@@ -267,8 +268,7 @@ class _Planner:
                 Problem(workload, setting, limit_bytes, self._decided),
                 lambda choices: self.look(choices, is_short=True),
             )
-            self._progress(f"checking {' '.join(map(str, found.chosen.choices))}")
-            chosen = self.look(found.chosen.choices, is_short=False)
+            chosen = self.look(found.chosen.choices, self._is_short)
             over_bytes = chosen.need_bytes - self._target.limit_bytes
             if not found.fits or over_bytes <= 0:
                 break
@@ -361,7 +361,7 @@ class _Planner:
         named = [str(choice.options["dtype"]) for choice in choices if choice.technique == "autocast"]
         precision = named[0] if named else str(subject.workload.precision)
         return self._target.predict(
-            self._count(choices, is_short=False),
+            self._count(choices, self._is_short),
             subject.described(precision),
             precision,
             samples_of(choices),

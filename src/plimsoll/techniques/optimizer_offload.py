@@ -81,7 +81,7 @@ class OptimizerOffload:
             optimizer.register_load_state_dict_post_hook(states.after_loading),
         ]
         try:
-            with _step_wrapped(optimizer, states.update), states_outside(optimizer):
+            with _step_wrapped(optimizer, states.update), states_outside(optimizer, states.copy_of):
                 states.send(_parameters_of(optimizer))
                 yield
         finally:
@@ -126,6 +126,10 @@ class _States:
         for _, state, key, value in self._of(parameters):
             if not self._pool.holds(value):
                 state[key] = self._pool.copy_of(value)
+
+    def copy_of(self, tensor: Tensor) -> Tensor:
+        """Copy a tensor to where the states are."""
+        return self._pool.copy_of(tensor)
 
     def bring_back(self) -> None:
         """Move every state to where its parameter is."""

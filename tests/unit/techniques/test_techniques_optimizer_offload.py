@@ -279,6 +279,7 @@ MEASURED = """
 import sys
 import torch
 from torch import nn
+from plimsoll.device import heap
 from plimsoll.device.limit import limited
 from plimsoll.device.process import private_bytes
 from plimsoll.records.plan import Choice, micro_batch_choice
@@ -293,6 +294,7 @@ with limited(4 << 30):  # as every run: the heap then gives back what is freed
     step = TrainStep(model, optimizer, loss, units="samples", rungs=[[*choices, micro_batch_choice(4)]])
     for _ in range(2):
         step({"x": torch.ones(4, 512)})
+    heap.trim()  # the heap gives the pages that the states left back by itself at times only
     print(private_bytes())
 """
 
