@@ -146,7 +146,8 @@ class Training:
         from plimsoll.device.data_limit import MARGIN_BYTES
 
         impossible = self.plan(_IMPOSSIBLE_BYTES)
-        assert impossible.plain is not None and impossible.plain.peak is not None
+        assert impossible.plain is not None
+        assert impossible.plain.peak is not None
         most = _ROOM * impossible.plain.peak.high_bytes + MARGIN_BYTES
         least = least_factor * (impossible.smallest_budget_bytes or 0)
         ratio = (least / most) ** (1 / (number - 1))
@@ -209,7 +210,8 @@ class Worker:
     def measure(self, run: dict[str, Any]) -> Measured:
         """Do a run, and watch its memory from outside."""
         stdin, stdout = self._process.stdin, self._process.stdout
-        assert stdin is not None and stdout is not None
+        assert stdin is not None
+        assert stdout is not None
         stdin.write(json.dumps(run) + "\n")
         stdin.flush()
         found, peaks, ended = Measured(), [0], threading.Event()

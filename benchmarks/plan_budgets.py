@@ -18,8 +18,19 @@ import sys
 import time
 from dataclasses import asdict, dataclass
 
-from _planned import MIB, Model, Training, Worker, ends_with_its_code, in_words, make_texts, make_training, one_thread
-from _planned import parser_of, table
+from _planned import (
+    MIB,
+    Model,
+    Training,
+    Worker,
+    ends_with_its_code,
+    in_words,
+    make_texts,
+    make_training,
+    one_thread,
+    parser_of,
+    table,
+)
 
 MODELS = (
     Model("GPT-2 4 x 256", {"architecture": "gpt2", "n_layer": 4, "n_embd": 256, "n_head": 4}, 256, 16),
@@ -35,8 +46,8 @@ MODELS = (
         {"architecture": "lstm", "embedding_size": 256, "hidden_size": 256, "num_layers": 2}, 64, 16, rows=50257,
     ),
     Model(
-        "GRU 2 x 256, classifier",
-        {"architecture": "gru", "embedding_size": 256, "hidden_size": 256, "num_layers": 2}, 128, 64, "classification",
+        "GRU 256, classifier",
+        {"architecture": "gru", "embedding_size": 256, "hidden_size": 256, "num_layers": 1}, 64, 128, "classification",
     ),
 )  # fmt: skip
 NUM_BUDGETS = 6
@@ -83,7 +94,8 @@ def row_of(training: Training, budget_bytes: int, steps: int) -> Row:
     plan = training.plan(budget_bytes)
     plan_seconds = time.process_time() - started
     first = plan.rungs[0]
-    assert first.peak is not None and first.step_time is not None
+    assert first.peak is not None
+    assert first.step_time is not None
     with Worker() as worker:
         measured = worker.measure(training.run(plan.choices_by_rung, steps, budget_bytes))
     return Row(

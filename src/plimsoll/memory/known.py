@@ -61,6 +61,22 @@ _FACTORIES = {
     aten.triu_indices.default,
 }
 _LIFTS = {aten.lift_fresh.default, aten.lift.default}  # what `torch.tensor` does with the numbers it was given
+# What they write is their first argument, whose shape and type stay: nothing to do, where the others are like it. Half
+# of what an optimizer does.
+_WRITE_FIRST = {
+    aten.add_.Tensor,
+    aten.mul_.Tensor,
+    aten.div_.Scalar,
+    aten.lerp_.Scalar,
+    aten.addcmul_.default,
+    aten.addcdiv_.default,
+    aten.copy_.default,
+    aten.zero_.default,
+    aten.fill_.Scalar,
+    aten.normal_.default,
+    aten.uniform_.default,
+    aten.bernoulli_.float,
+}
 
 KEEPS_ALL = "was taken to keep every element"
 """In the text of an assumption about a result whose length depends on unknown values."""
@@ -140,6 +156,8 @@ class KnownValues:
             args, kwargs = tree_map(self._adopted, (args, kwargs))
             tensors = [*_tensors((args, kwargs))]
         known = [self._value(tensor) is not None for tensor in tensors]
+        if op in _WRITE_FIRST and not any(known) and _are_alike(tensors):
+            return args[0]
         is_known = (all(known) if tensors else op in _FACTORIES) and op.overloadpacket is not aten.set_
         if is_known and torch.Tag.dynamic_output_shape in op.tags:
             real = self._really(op, args, kwargs)
@@ -244,6 +262,15 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, dict):
         for item in value.values():
             yield from _tensors(item)
+
+
+def _are_alike(tensors: list[Any]) -> bool:
+    """Whether fake tensors are dense and of one shape, type and device."""
+    first, *others = tensors
+    like = first.shape, first.dtype, first.fake_device, torch.strided
+    return first.layout is torch.strided and all(
+        (one.shape, one.dtype, one.fake_device, one.layout) == like for one in others
+    )
 
 
 def _is_small(tensor: Tensor) -> bool:

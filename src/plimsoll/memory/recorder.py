@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -39,7 +40,8 @@ from plimsoll.records.trace import Assumption, Category, OpTable, Phase, Storage
 
 _TORCH_FOLDER = os.path.dirname(torch.__file__) + os.sep
 _OWN_FOLDER = os.path.dirname(__file__) + os.sep
-_ASKS_ONLY = {torch.ops.prim.device.default, torch.ops.aten.is_same_size.default}  # run by fake tensors; no memory
+_DEVICE_OF = torch.ops.prim.device.default
+_ASKS_ONLY = {_DEVICE_OF, torch.ops.aten.is_same_size.default}  # run by fake tensors; no memory
 _DTYPES = {dtype: str(dtype).removeprefix("torch.") for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
 ScratchBytes = Callable[[Any, tuple[Any, ...], dict[str, Any]], int]
@@ -174,6 +176,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run one op and note what it made."""
+        if func is _DEVICE_OF and type(args[0]) is FakeTensor:  # asked more often than there are ops
+            return args[0].device
         kwargs = kwargs or {}
         if func in _ASKS_ONLY:
             return func(*args, **kwargs)

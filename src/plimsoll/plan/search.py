@@ -303,6 +303,12 @@ class _Search:
         leanest = self._leanest(_MOST_FALLBACK_LOOKS, partial(_can_follow, last.mix))
         if leanest.need_bytes < _FALLS_SHARE * last.need_bytes:
             yield leanest
+            return
+        single = (micro_batch_choice(self._menu.sizes[-1]), *last.mix)
+        if last.micro_batch > self._menu.sizes[-1] and self._compatibility.allows(single):
+            look = self._look_at_choices(single)  # the last resort, should activations be more than predicted
+            if look.need_bytes < last.need_bytes:
+                yield look
 
     def _leanest(self, most_looks: int = _MOST_LOOKS, accepts: Callable[[Choices], bool] = lambda mix: True) -> Look:
         """The mix that needs least, traced; of those that need about as little, the one of the fewest techniques."""

@@ -64,8 +64,8 @@ class Surrogate:
         self._beyond_effect: dict[Choice, float] = {}
         self._saved_bytes: dict[Choice, float] = {}
         self._reference = plain[0]
-        self._bytes_off: dict[Choices, float] = {}
-        self._seconds_off: dict[Choices, float] = {}
+        self._bytes_off: dict[Choices, dict[int, float]] = {}
+        self._seconds_off: dict[Choices, dict[int, float]] = {}
 
     def learn_effect(self, choice: Choice, look: Look, without: Look) -> None:
         """Learn what one choice does, from two traces that differ in it alone."""
@@ -96,8 +96,10 @@ class Surrogate:
             (self._bytes_off, self.need_bytes, look.need_bytes),
             (self._seconds_off, self.seconds, look.seconds),
         ):
-            before = self._nearest(off, look.mix)
-            off[look.mix] = before + value - float(guess(look.mix, size)[0])
+            points = off.setdefault(look.mix, {})
+            points.pop(look.micro_batch, None)
+            before = self._off(off, look.mix, size)[0]
+            points[look.micro_batch] = float(before + value - guess(look.mix, size)[0])
 
     def need_bytes(self, mix: Choices, micro_batches: Column) -> Any:
         """Guess the budget that a mix is safe in, for each of several micro-batches."""
@@ -108,12 +110,12 @@ class Surrogate:
             growing = sum(self._growing_effect[choice].get(phase, 0.0) for choice in added)
             most = np.maximum(most, curve.at(micro_batches) + fixed + micro_batches * growing)
         beyond = self._beyond.at(micro_batches) + sum(self._beyond_effect.get(choice, 0.0) for choice in added)
-        return most + np.maximum(beyond, 0.0) + self._nearest(self._bytes_off, mix)
+        return most + np.maximum(beyond, 0.0) + self._off(self._bytes_off, mix, micro_batches)
 
     def seconds(self, mix: Choices, micro_batches: Column) -> Any:
         """Guess the time of a step, for each of several micro-batches."""
         added = sum(self._added_seconds.get(choice, 0.0) for choice in mix if choice not in self._base)
-        return self._seconds.at(np.log2(micro_batches)) + added + self._nearest(self._seconds_off, mix)
+        return self._seconds.at(np.log2(micro_batches)) + added + self._off(self._seconds_off, mix, micro_batches)
 
     def is_useful(self, choice: Choice) -> bool:
         """Whether a choice that was learned saves time, or memory in any phase, that is worth another trace."""
@@ -125,12 +127,17 @@ class Surrogate:
         return self._added_seconds[choice] <= _WORTH_SHARE * self._reference.seconds
 
     @staticmethod
-    def _nearest(off: dict[Choices, float], mix: Choices) -> float:
-        """By how much the guess was off for the mix itself, or for the one most like it."""
+    def _off(off: dict[Choices, dict[int, float]], mix: Choices, micro_batches: Column) -> Any:
+        """By how much guesses are off: at the sizes that were traced of the mix, or of the one most like it."""
         here = frozenset(mix)
-        distances = {other: len(here ^ frozenset(other)) for other in off}
+        distances = {other: len(here ^ frozenset(other)) for other, points in off.items() if points}
         near = [other for other, distance in distances.items() if distance <= _ALIKE]
-        return off[min(near, key=lambda other: (distances[other], str(other)))] if near else 0.0
+        if not near:
+            return np.zeros(len(micro_batches))
+        sizes, values = zip(
+            *sorted(off[min(near, key=lambda other: (distances[other], str(other)))].items()), strict=True
+        )
+        return np.interp(np.log2(micro_batches), np.log2(sizes), values)
 
 
 def _alive(look: Look, phase: Phase) -> float:

@@ -39,7 +39,7 @@ class Choice(Frozen):
 
     def __hash__(self) -> int:
         """By what it says: a dict has no hash."""
-        return hash(str(self))
+        return hash((self.technique, frozenset(self.options.items())))
 
 
 class Pin(Frozen):

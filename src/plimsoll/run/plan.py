@@ -333,6 +333,10 @@ class _Planner:
         names = {choice.technique for look in (*rungs, *found.openings) for choice in look.choices}
         names |= {choice.technique for one in found.rejected for choice in one.choices}
         learned = self._learned(rungs[0].choices)
+        about = {name: TECHNIQUES[name].summary for name in sorted(names)}
+        numerics = {name: TECHNIQUES[name].numerics for name in sorted(names)}
+        if rungs[0].micro_batch == self._subject.batch_size:
+            about["micro_batch"], numerics["micro_batch"] = "the whole batch in one pass", "bitwise"
         return Plan(
             budget=self._budget,
             rungs=_ladder(rungs),
@@ -344,8 +348,8 @@ class _Planner:
             prediction=self._prediction(rungs[0].choices),
             pinned=self._decided.pinned,
             forbidden=tuple(sorted(self._decided.forbidden)),
-            about={name: TECHNIQUES[name].summary for name in sorted(names)},
-            numerics={name: TECHNIQUES[name].numerics for name in sorted(names)},
+            about=about,
+            numerics=numerics,
             time_factor=learned.mean if learned else 1.0,
             made_for=self._subject.facts(self._target.lowering().name),
             num_traces=len(self._traced),
@@ -367,16 +371,9 @@ class _Planner:
 
 
 def _ladder(rungs: Sequence[Look]) -> tuple[Rung, ...]:
-    """The rungs whose needs fall, and below the last one its halves down to single samples."""
-    kept = [rungs[0]]
-    kept += [look for before, look in pairwise(rungs) if look.need_bytes < before.need_bytes]
-    last = kept[-1].choices
-    halves = []
-    size = samples_of(last)
-    while size > 1:
-        size = -(-size // 2)
-        halves.append(Rung(choices=(micro_batch_choice(size), *last[1:])))
-    return (*(look.rung() for look in kept), *halves)
+    """The rungs whose needs fall."""
+    kept = [rungs[0], *(look for before, look in pairwise(rungs) if look.need_bytes < before.need_bytes)]
+    return tuple(look.rung() for look in kept)
 
 
 def _opening(look: Look) -> Rejected:

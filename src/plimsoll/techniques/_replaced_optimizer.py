@@ -18,7 +18,7 @@ from plimsoll.techniques._base import Choices, Setting
 from plimsoll.workload import Workload
 
 _REPLACED = (torch.optim.Adam, torch.optim.AdamW)
-_REPLACING = frozenset({"adafactor", "low_bit_optimizer"})
+_REPLACING = frozenset({"adafactor"})
 
 
 def obstacle(workload: Workload) -> str | None:

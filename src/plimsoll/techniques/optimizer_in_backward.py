@@ -72,7 +72,6 @@ def _obstacle_of(other: Choice, setting: Setting) -> str | None:
 
 _OBSTACLES = {
     "by_length": "by_length cuts the batch, so gradients are complete in the last pass only",
-    "low_bit_optimizer": "low_bit_optimizer replaces the optimizer by one that may look at several parameters together",
 }
 
 

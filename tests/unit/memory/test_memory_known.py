@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from plimsoll.errors import InputError
 from plimsoll.memory.known import values_of
@@ -43,6 +44,22 @@ def test_an_overwrite_by_unknown_values_forgets_all_views():
         for forgotten in (numbers, half):
             with pytest.raises(InputError, match="not known before the run: use lengths that follow"):
                 values_of(forgotten + 0)
+
+
+def test_what_is_written_in_place_asks_torch_only_where_shapes_differ():
+    def num_asked() -> int:
+        info = FakeTensorMode.cache_info()
+        return info.hits + info.misses + sum(info.bypasses.values())
+
+    with rehearsal(CpuLowering()):
+        weight, gradient, scale = (torch.empty(shape) for shape in ((3, 2), (3, 2), (2,)))
+        before = num_asked()
+        assert weight.mul_(gradient).add_(gradient, alpha=2).zero_() is weight
+        assert num_asked() == before
+        weight.mul_(scale)
+        assert num_asked() > before
+        with pytest.raises(RuntimeError, match="roadcast"):
+            weight.mul_(torch.empty(5))
 
 
 def test_a_real_tensor_keeps_its_values_when_a_fake_copy_is_forgotten():
