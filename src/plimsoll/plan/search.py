@@ -329,18 +329,19 @@ class _Search:
         return min((look for look in looks if look.need_bytes <= bound), key=lambda look: (len(look.mix), look.seconds))
 
     def _openings(self, leanest: Look) -> tuple[Look, ...]:
-        """What lossy techniques that are not allowed would need with what of the leanest mix goes with them."""
+        """What lossy techniques would need, with what of the leanest mix goes with them, where that is less."""
         looks = []
         for choice in self._menu.closed:
             setting = self._problem.setting
             allowed = replace(setting, allow=setting.allow | {choice.technique})
             allows = Compatibility(replace(self._problem, setting=allowed)).allows
-            size, mix = micro_batch_choice(leanest.micro_batch), (choice,)
+            size = micro_batch_choice(leanest.micro_batch)
+            mix: Choices = (choice,)
             for other in leanest.mix:
                 mix = (*mix, other) if allows((size, *in_order((*mix, other)))) else mix
             if allows((size, *mix)) and set(self._menu.base) <= set(mix):
                 looks.append(self._look_at((size, *in_order(mix))))
-        return tuple(looks)
+        return tuple(look for look in looks if look.need_bytes < (1 - _SAME_BYTES) * leanest.need_bytes)
 
     def _result(
         self, chosen: Look, fallbacks: tuple[Look, ...], plain: Look, *, fits: bool, openings: tuple[Look, ...]

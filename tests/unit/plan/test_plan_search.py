@@ -75,6 +75,15 @@ def test_nothing_fits_and_the_least_is_said(inhabited):
     assert "lossy" in [choice.technique for choice in found.chosen.mix]
 
 
+def test_what_saves_more_on_top_of_another_than_alone_is_found_before_it_is_called_impossible(inhabited):
+    """One sample with both needs 50 + 80, as only a trace knows; from each alone 50 + 101 would be expected."""
+    techniques = [MadeUp(name, (4,), saves_fixed=60, seconds=(0.1,)) for name in ("a", "b")]
+    world = inhabited(World(techniques, clashes_bytes=-60))
+    found, _ = searched(world, 140)
+    assert found.fits
+    assert [choice.technique for choice in found.chosen.mix] == ["a", "b"]
+
+
 def test_an_opening_leaves_out_what_does_not_go_with_it(inhabited):
     lossy = MadeUp("lossy", (5,), saves_fixed=150, numerics="lossy", refuses=frozenset({"recompute"}))
     other = MadeUp("other", (1,), saves_fixed=10, seconds=(0.1,))
@@ -85,6 +94,11 @@ def test_an_opening_leaves_out_what_does_not_go_with_it(inhabited):
     pinned = Choice(technique="recompute", options={"level": 0})
     found, _ = searched(world, 60, Decided((pinned,), frozenset(), frozenset()))
     assert found.openings == ()
+
+
+def test_what_would_save_nothing_is_no_opening(inhabited):
+    found, _ = searched(inhabited(World([MadeUp("lossy", (9,), numerics="lossy")])), 60)
+    assert (found.fits, found.openings) == (False, ())  # the update sets the peak, which it does not reach
 
 
 def test_pins_are_in_every_rung_and_what_is_forbidden_in_none(inhabited):

@@ -1,10 +1,8 @@
 """Plans of small real jobs: what is chosen, what is behind it, and what else a plan says; and which plan is refused.
 
 Most are for a GPU that is not here, by its name: nothing is measured for it, so a plan is the same on every machine.
-Its context alone takes some 120 MiB, and the training here 214 MiB as a plain loop.
+Its context alone takes some 120 MiB, and the training here 436 MiB as a plain loop.
 """
-
-from itertools import pairwise
 
 import pytest
 import torch
@@ -15,13 +13,14 @@ from plimsoll.records.plan import Plan, micro_batch_choice, parse_pin
 from plimsoll.run.plan import plan_job, require_possible, require_same, require_that_fits
 
 MIB = 1 << 20
-LSTM = {"architecture": "lstm", "embedding_size": 64, "hidden_size": 64}
-IMPOSSIBLE_MIB, TIGHT_MIB, AMPLE_MIB = 100, 200, 1000
+LSTM = {"architecture": "lstm", "embedding_size": 256, "hidden_size": 256}
+NOT_THE_UPDATE = ["optimizer_offload", "optimizer_in_backward"]
+IMPOSSIBLE_MIB, TIGHT_MIB, AMPLE_MIB = 150, 330, 1000
 
 
 def job(**changes):
-    """3000 words and a batch of 16: the logits and their gradient are most of what it needs."""
-    fields = {"model": LSTM, "data": "nowhere.txt", "tokenizer": {"vocab_size": 3000}}
+    """8000 words and a batch of 16: the logits and their gradient are most of what it needs, and then the states."""
+    fields = {"model": LSTM, "data": "nowhere.txt", "tokenizer": {"vocab_size": 8000}}
     return Job.from_fields(fields | {"sequence_length": 64, "batch_size": 16} | changes)
 
 
@@ -47,7 +46,8 @@ def tight():
 
 @pytest.fixture(scope="module")
 def impossible():
-    return planned(IMPOSSIBLE_MIB)
+    """States and gradients stay on the device, whatever the plan does."""
+    return planned(IMPOSSIBLE_MIB, forbids=NOT_THE_UPDATE)
 
 
 @pytest.fixture(scope="module")
@@ -61,27 +61,26 @@ def test_where_the_plain_training_fits_it_is_the_plan_and_smaller_ones_are_behin
     assert plan.choices == (micro_batch_choice(16),)
     assert plan.fits
     assert plan.plain == plan.rungs[0].model_copy(update={"peak": plan.plain.peak, "step_time": plan.plain.step_time})
-    assert [rung.micro_batch for rung in plan.rungs] == sorted({rung.micro_batch for rung in plan.rungs}, reverse=True)
-    assert plan.rungs[-1].micro_batch == 1
+    assert plan.rungs[-1].micro_batch < 16
     assert plan.limit_bytes == plan.budget.device_bytes == AMPLE_MIB * MIB
 
 
 def test_a_tight_budget_is_kept_by_techniques(tight):
     assert tight.fits
     assert tight.plain.peak.likely_bytes > TIGHT_MIB * MIB
-    assert "chunked_loss" in names(tight.choices)  # the logits are what the peak is made of
+    assert len(tight.choices) > 1
     assert tight.rungs[0].peak.high_bytes <= TIGHT_MIB * MIB
     assert tight.rungs[0].peak == tight.prediction.peak
     assert tight.prediction.limit_bytes == TIGHT_MIB * MIB
     assert tight.rungs[0].step_time.low_seconds <= tight.rungs[0].step_time.likely_seconds
 
 
-def test_the_fallbacks_of_a_plan_need_less_and_less(tight):
-    known = [rung.peak.high_bytes for rung in tight.rungs if rung.peak is not None]
-    assert known == sorted(known, reverse=True)
-    halves = [rung.micro_batch for rung in tight.rungs[len(known) - 1 :]]
-    assert all(after == -(-before // 2) for before, after in pairwise(halves))
-    assert halves[-1] == 1
+def test_the_fallbacks_of_a_plan_need_less_and_less():
+    plan = planned(AMPLE_MIB)
+    needs = [rung.peak.high_bytes for rung in plan.rungs]
+    assert len(needs) >= 3
+    assert needs == sorted(set(needs), reverse=True)
+    assert needs[-1] < needs[0] * 3 // 4
 
 
 def test_a_plan_says_why_not_and_what_each_technique_does(tight):
@@ -100,7 +99,7 @@ def test_where_nothing_fits_the_smallest_budget_is_said_and_holds(impossible):
     assert not impossible.fits
     smallest_mib = -(-impossible.smallest_budget_bytes // MIB)
     assert IMPOSSIBLE_MIB < smallest_mib < TIGHT_MIB
-    again = planned(smallest_mib)
+    again = planned(smallest_mib, forbids=NOT_THE_UPDATE)
     assert again.fits
     assert again.rungs[0].peak.high_bytes <= smallest_mib * MIB
 
@@ -111,10 +110,17 @@ def test_where_nothing_fits_what_changes_the_training_is_offered_and_does_what_i
     assert "adafactor" not in names(impossible.choices)
     limit_mib = -(-opening.peak.high_bytes * 102 // 100 // MIB)
     assert limit_mib * MIB < impossible.smallest_budget_bytes
-    assert not planned(limit_mib).fits
-    opened = planned(limit_mib, allow=["adafactor"])
+    opened = planned(limit_mib, forbids=NOT_THE_UPDATE, allow=["adafactor"])
     assert opened.fits
     assert "adafactor" in names(opened.choices)
+
+
+def test_what_none_of_its_parts_could_do_alone_is_found():
+    """The gradients go as they come, the states are elsewhere, and the logits are never whole."""
+    plan = planned(250)
+    assert plan.fits
+    assert {"optimizer_in_backward", "optimizer_offload", "chunked_loss"} <= set(names(plan.choices))
+    assert plan.rungs[0].micro_batch == 16  # gradients cannot add up where they do not stay
 
 
 def test_a_plan_that_does_not_fit_is_refused_with_the_budget_that_would(impossible):
@@ -122,10 +128,10 @@ def test_a_plan_that_does_not_fit_is_refused_with_the_budget_that_would(impossib
     with pytest.raises(BudgetError) as caught:
         require_that_fits(impossible)
     message = str(caught.value)
-    assert message.startswith("a budget of 100.0 MiB cannot hold this training: what needs least, micro_batch=")
+    assert message.startswith("a budget of 150.0 MiB cannot hold this training: what needs least, micro_batch=")
     assert f"give --budget {smallest_mib}MiB or more" in message
     assert "with adafactor, if `allow: [adafactor]` in the job allows it, about " in message
-    assert "allow: [chunked_loss]" not in message
+    assert message.count("allow: [") == 1
 
 
 def test_what_is_pinned_is_in_every_rung_and_what_is_forbidden_in_none():
@@ -207,7 +213,7 @@ def code_of(name):
     [
         ({"batch_size": 8}, {}, "of another training: batch_size was 16, is 8; make it again with `plimsoll plan`"),
         ({"sequence_length": 32}, {}, "sequence_length was 64, is 32"),
-        ({"tokenizer": {"vocab_size": 400}}, {}, "vocabulary was 3000, is 400"),
+        ({"tokenizer": {"vocab_size": 400}}, {}, "vocabulary was 8000, is 400"),
         ({"model": LSTM | {"hidden_size": 32}}, {}, 'model was .*is .*"hidden_size": 32'),
         ({}, {"torch": "1.0"}, "torch was 1.0, is "),
         ({}, code_of("sha256:0"), "code of the model was sha256:0, is not known"),
