@@ -73,6 +73,12 @@ def menu_of(problem: Problem) -> Menu:
     always = tuple(options.pop(name)[-1] for name in _ALWAYS if name in options)
     base = in_order((*pinned, *always))
     conflict = conflict_among(base, workload, setting)
+    impossible = (
+        conflict_among(in_order((*base, options[name][0])), workload, setting)
+        for name in sorted(problem.decided.required & options.keys())
+        if all(conflict_among(in_order((*base, choice)), workload, setting) for choice in options[name])
+    )
+    conflict = conflict or next(impossible, None)
     if conflict is not None:
         raise InputError(f"the pinned choices cannot be used: {conflict}; leave out a --pin")
     sizes = _sizes(problem)

@@ -33,7 +33,7 @@ def decide(pins: Sequence[Pin], forbids: Iterable[str], workload: Workload, sett
     for pin in pins:
         choice = _chosen(pin, workload, setting)
         if choice is None:
-            required.append(pin.technique)
+            required += [pin.technique] if pin.technique != "micro_batch" else []  # every plan has one
         elif choice not in pinned:
             pinned.append(choice)
     return Decided(tuple(pinned), frozenset(required), forbidden)

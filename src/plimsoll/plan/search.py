@@ -12,7 +12,7 @@ The same problem always has the same plan: nothing is drawn, and nothing depends
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import product
 from math import isqrt
@@ -103,6 +103,9 @@ class _Search:
             self._learn_techniques()
             chosen = self._best_within(limit_bytes)
         if chosen is None:
+            self._descend(limit_bytes)
+            chosen = self._best_within(limit_bytes)
+        if chosen is None:
             leanest = self._leanest()
             return self._result(leanest, (), plain, fits=False, openings=self._openings(leanest))
         return self._result(chosen, tuple(self._fallbacks(chosen)), plain, fits=True, openings=())
@@ -189,6 +192,34 @@ class _Search:
                 found.append(some.choice)
         return found
 
+    def _descend(self, limit_bytes: int) -> None:
+        """Trace what needs less and less, one technique on top of another, until it fits or none is of use.
+
+        A guess does not know what a technique does on top of others, with which another phase sets the peak: before a
+        training is called impossible, that is looked at. Some go with the whole batch only, so it begins there, too.
+        """
+        required = self._problem.decided.required
+        for size in dict.fromkeys((self._menu.sizes[0], self._reference.micro_batch)):
+            rest = {name: options[-1] for name, options in self._menu.options.items()}
+            start = [*self._menu.base, *(rest.pop(name) for name in sorted(required & rest.keys()))]
+            if not self._compatibility.allows((micro_batch_choice(size), *in_order(start))):
+                continue
+            look: Look | None = self._look(in_order(start), size)
+            while look is not None and look.need_bytes > limit_bytes:
+                look = self._next_down(look, rest)
+
+    def _next_down(self, look: Look, rest: dict[str, Choice]) -> Look | None:
+        """A look at one more technique that needs less, those first that reach most; what does not is taken out."""
+        reached = {name: sum(look.parts.get(part, 0) for part in technique_of(name).reaches) for name in rest}
+        for name in sorted(rest, key=lambda name: -reached[name]):
+            choice = rest.pop(name)
+            mix = in_order((*look.mix, choice))
+            if self._compatibility.allows((micro_batch_choice(look.micro_batch), *mix)):
+                following = self._look(mix, look.micro_batch)
+                if following.need_bytes < (1 - _SAME_BYTES) * look.need_bytes:
+                    return following
+        return None
+
     # -- choosing ------------------------------------------------------------------------------------------------------
 
     def _mixes(self) -> list[_Mix]:
@@ -233,7 +264,7 @@ class _Search:
         for _ in range(most_looks):
             best = self._best_guess(mixes, limit_bytes)
             if best is None:
-                return None
+                break
             if best in self._looks:
                 return self._looks[best]
             self._surrogate.correct(self._look_at_choices(best))
@@ -310,12 +341,19 @@ class _Search:
         return min((look for look in looks if look.need_bytes <= bound), key=lambda look: (len(look.mix), look.seconds))
 
     def _openings(self, leanest: Look) -> tuple[Look, ...]:
-        """What lossy techniques that are not allowed would need on top of the leanest mix."""
+        """What lossy techniques would need, with what of the leanest mix goes with them, where that is less."""
         looks = []
         for choice in self._menu.closed:
-            mix = in_order((*leanest.mix, choice))
-            looks.append(self._look_at((micro_batch_choice(leanest.micro_batch), *mix)))
-        return tuple(looks)
+            setting = self._problem.setting
+            allowed = replace(setting, allow=setting.allow | {choice.technique})
+            allows = Compatibility(replace(self._problem, setting=allowed)).allows
+            size = micro_batch_choice(leanest.micro_batch)
+            mix: Choices = (choice,)
+            for other in leanest.mix:
+                mix = (*mix, other) if allows((size, *in_order((*mix, other)))) else mix
+            if allows((size, *mix)) and set(self._menu.base) <= set(mix):
+                looks.append(self._look_at((size, *in_order(mix))))
+        return tuple(look for look in looks if look.need_bytes < (1 - _SAME_BYTES) * leanest.need_bytes)
 
     def _result(
         self, chosen: Look, fallbacks: tuple[Look, ...], plain: Look, *, fits: bool, openings: tuple[Look, ...]

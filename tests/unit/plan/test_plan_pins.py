@@ -28,6 +28,7 @@ def test_a_value_is_of_the_first_option(world):
 
 def test_a_name_alone_leaves_the_options_to_the_plan_unless_there_is_one(world):
     assert decided(world, ["recompute"]) == ((), frozenset({"recompute"}), frozenset())
+    assert decided(world, ["micro_batch"]) == ((), frozenset(), frozenset())  # every plan has one
     assert decided(world, ["lossy"], allow=["lossy"]).pinned == (Choice(technique="lossy", options={"level": 0}),)
 
 

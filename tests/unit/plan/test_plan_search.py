@@ -75,6 +75,32 @@ def test_nothing_fits_and_the_least_is_said(inhabited):
     assert "lossy" in [choice.technique for choice in found.chosen.mix]
 
 
+def test_what_saves_more_on_top_of_another_than_alone_is_found_before_it_is_called_impossible(inhabited):
+    """One sample with both needs 50 + 80, as only a trace knows; from each alone 50 + 101 would be expected."""
+    techniques = [MadeUp(name, (4,), saves_fixed=60, seconds=(0.1,)) for name in ("a", "b")]
+    world = inhabited(World(techniques, clashes_bytes=-60))
+    found, _ = searched(world, 140)
+    assert found.fits
+    assert [choice.technique for choice in found.chosen.mix] == ["a", "b"]
+
+
+def test_an_opening_leaves_out_what_does_not_go_with_it(inhabited):
+    lossy = MadeUp("lossy", (5,), saves_fixed=150, numerics="lossy", refuses=frozenset({"recompute"}))
+    other = MadeUp("other", (1,), saves_fixed=10, seconds=(0.1,))
+    world = inhabited(World([lossy, MadeUp("recompute", (8,), saves_fixed=20, seconds=(0.3,)), other]))
+    found, _ = searched(world, 60)
+    assert [choice.technique for choice in found.chosen.mix] == ["recompute", "other"]
+    assert [[choice.technique for choice in look.mix] for look in found.openings] == [["lossy", "other"]]
+    pinned = Choice(technique="recompute", options={"level": 0})
+    found, _ = searched(world, 60, Decided((pinned,), frozenset(), frozenset()))
+    assert found.openings == ()
+
+
+def test_what_would_save_nothing_is_no_opening(inhabited):
+    found, _ = searched(inhabited(World([MadeUp("lossy", (9,), numerics="lossy")])), 60)
+    assert (found.fits, found.openings) == (False, ())  # the update sets the peak, which it does not reach
+
+
 def test_pins_are_in_every_rung_and_what_is_forbidden_in_none(inhabited):
     techniques = [MadeUp("recompute", (4, 8), seconds=(0.1, 0.3)), MadeUp("other", (9,), seconds=(0.01,))]
     world = inhabited(World(techniques))
@@ -94,6 +120,13 @@ def test_pins_that_exclude_each_other_are_refused(inhabited):
     pinned = tuple(Choice(technique=name, options={"level": 0}) for name in "ab")
     with pytest.raises(InputError, match=r"a=0: not with b; leave out a --pin"):
         searched(world, 1000, Decided(pinned, frozenset(), frozenset()))
+
+
+def test_a_technique_that_no_option_of_goes_with_the_other_pins_is_refused(inhabited):
+    world = inhabited(World([MadeUp("a", (1, 2), seconds=(0.1, 0.2), refuses=frozenset({"b"})), MadeUp("b")]))
+    pinned = Choice(technique="b", options={"level": 0})
+    with pytest.raises(InputError, match=r"a=0: not with b; leave out a --pin"):
+        searched(world, 1000, Decided((pinned,), frozenset({"a"}), frozenset()))
 
 
 def test_fallbacks_fall_and_keep_what_is_for_the_run(inhabited):

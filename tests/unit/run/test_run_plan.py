@@ -1,0 +1,227 @@
+"""Plans of small real jobs: what is chosen, what is behind it, and what else a plan says; and which plan is refused.
+
+Most are for a GPU that is not here, by its name: nothing is measured for it, so a plan is the same on every machine.
+Its context alone takes some 120 MiB, and the training here 436 MiB as a plain loop.
+"""
+
+import pytest
+import torch
+
+from plimsoll.errors import BudgetError, InputError
+from plimsoll.records.job import Job
+from plimsoll.records.plan import Plan, micro_batch_choice, parse_pin
+from plimsoll.run.plan import plan_job, require_possible, require_same, require_that_fits
+
+MIB = 1 << 20
+LSTM = {"architecture": "lstm", "embedding_size": 256, "hidden_size": 256}
+NOT_THE_UPDATE = ["optimizer_offload", "optimizer_in_backward"]
+IMPOSSIBLE_MIB, TIGHT_MIB, AMPLE_MIB = 150, 330, 1000
+
+
+def job(**changes):
+    """8000 words and a batch of 16: the logits and their gradient are most of what it needs, and then the states."""
+    fields = {"model": LSTM, "data": "nowhere.txt", "tokenizer": {"vocab_size": 8000}}
+    return Job.from_fields(fields | {"sequence_length": 64, "batch_size": 16} | changes)
+
+
+def planned(limit_mib, pins=(), forbids=(), **changes):
+    limit_bytes = limit_mib * MIB
+    return plan_job(
+        job(**changes),
+        device="rtx3060",
+        limit_bytes=limit_bytes,
+        pins=[parse_pin(pin) for pin in pins],
+        forbids=forbids,
+    )
+
+
+def names(choices):
+    return [choice.technique for choice in choices]
+
+
+@pytest.fixture(scope="module")
+def tight():
+    return planned(TIGHT_MIB)
+
+
+@pytest.fixture(scope="module")
+def impossible():
+    """States and gradients stay on the device, whatever the plan does."""
+    return planned(IMPOSSIBLE_MIB, forbids=NOT_THE_UPDATE)
+
+
+@pytest.fixture(scope="module")
+def on_cpu():
+    """A plan for this machine."""
+    return plan_job(job(budget={"device": "1GiB"}), device="cpu")
+
+
+def test_where_the_plain_training_fits_it_is_the_plan_and_smaller_ones_are_behind_it():
+    plan = planned(AMPLE_MIB, forbids=["optimizer_kernel", "chunked_loss", "attention"])
+    assert plan.choices == (micro_batch_choice(16),)
+    assert plan.fits
+    assert plan.plain == plan.rungs[0].model_copy(update={"peak": plan.plain.peak, "step_time": plan.plain.step_time})
+    assert plan.rungs[-1].micro_batch < 16
+    assert plan.limit_bytes == plan.budget.device_bytes == AMPLE_MIB * MIB
+
+
+def test_a_tight_budget_is_kept_by_techniques(tight):
+    assert tight.fits
+    assert tight.plain.peak.likely_bytes > TIGHT_MIB * MIB
+    assert len(tight.choices) > 1
+    assert tight.rungs[0].peak.high_bytes <= TIGHT_MIB * MIB
+    assert tight.rungs[0].peak == tight.prediction.peak
+    assert tight.prediction.limit_bytes == TIGHT_MIB * MIB
+    assert tight.rungs[0].step_time.low_seconds <= tight.rungs[0].step_time.likely_seconds
+
+
+def test_the_fallbacks_of_a_plan_need_less_and_less():
+    plan = planned(AMPLE_MIB)
+    needs = [rung.peak.high_bytes for rung in plan.rungs]
+    assert len(needs) >= 3
+    assert needs == sorted(set(needs), reverse=True)
+    assert needs[-1] < needs[0] * 3 // 4
+
+
+def test_a_plan_says_why_not_and_what_each_technique_does(tight):
+    assert "micro_batch=16" in [" ".join(map(str, one.choices)) for one in tight.rejected]
+    for one in tight.rejected:
+        assert one.reason
+        assert set(names(one.choices)) <= tight.about.keys()
+    assert tight.numerics["chunked_loss"] == "reordered"
+    assert tight.num_traces >= 3
+    assert tight.made_for["batch_size"] == "16"
+    assert tight.made_for["target"] == "cuda 8.6"
+    assert Plan.from_json(tight.to_json()) == tight
+
+
+def test_where_nothing_fits_the_smallest_budget_is_said_and_holds(impossible):
+    assert not impossible.fits
+    smallest_mib = -(-impossible.smallest_budget_bytes // MIB)
+    assert IMPOSSIBLE_MIB < smallest_mib < TIGHT_MIB
+    again = planned(smallest_mib, forbids=NOT_THE_UPDATE)
+    assert again.fits
+    assert again.rungs[0].peak.high_bytes <= smallest_mib * MIB
+
+
+def test_where_nothing_fits_what_changes_the_training_is_offered_and_does_what_it_says(impossible):
+    (opening,) = impossible.openings
+    assert "adafactor" in names(opening.choices)
+    assert "adafactor" not in names(impossible.choices)
+    limit_mib = -(-opening.peak.high_bytes * 102 // 100 // MIB)
+    assert limit_mib * MIB < impossible.smallest_budget_bytes
+    opened = planned(limit_mib, forbids=NOT_THE_UPDATE, allow=["adafactor"])
+    assert opened.fits
+    assert "adafactor" in names(opened.choices)
+
+
+def test_what_none_of_its_parts_could_do_alone_is_found():
+    """The gradients go as they come, the states are elsewhere, and the logits are never whole."""
+    plan = planned(250)
+    assert plan.fits
+    assert {"optimizer_in_backward", "optimizer_offload", "chunked_loss"} <= set(names(plan.choices))
+    assert plan.rungs[0].micro_batch == 16  # gradients cannot add up where they do not stay
+
+
+def test_a_plan_that_does_not_fit_is_refused_with_the_budget_that_would(impossible):
+    smallest_mib = -(-impossible.smallest_budget_bytes // MIB)
+    with pytest.raises(BudgetError) as caught:
+        require_that_fits(impossible)
+    message = str(caught.value)
+    assert message.startswith("a budget of 150.0 MiB cannot hold this training: what needs least, micro_batch=")
+    assert f"give --budget {smallest_mib}MiB or more" in message
+    assert "with adafactor, if `allow: [adafactor]` in the job allows it, about " in message
+    assert message.count("allow: [") == 1
+
+
+def test_what_is_pinned_is_in_every_rung_and_what_is_forbidden_in_none():
+    plan = planned(TIGHT_MIB, pins=["micro_batch=5", "optimizer_offload"], forbids=["chunked_loss", "optimizer_kernel"])
+    assert plan.choices == (micro_batch_choice(5), *plan.pinned[1:])
+    assert [str(choice) for choice in plan.pinned] == ["micro_batch=5", "optimizer_offload=host"]
+    assert plan.forbidden == ("chunked_loss", "optimizer_kernel")
+    for rung in plan.rungs:
+        assert "optimizer_offload" in names(rung.choices)
+        assert not {"chunked_loss", "optimizer_kernel"} & set(names(rung.choices))
+    forbidden = {names(one.choices)[0]: one.reason for one in plan.rejected if len(one.choices) == 1}
+    assert forbidden["chunked_loss"] == "forbidden by the user"
+
+
+def test_a_technique_that_is_pinned_by_its_name_is_used_with_the_best_options():
+    plan = planned(AMPLE_MIB, pins=["chunked_loss"])
+    assert "chunked_loss" in names(plan.choices)
+    assert plan.pinned == ()  # the option was the plan's
+
+
+def test_the_same_job_has_the_same_plan(tight):
+    def without_clock(plan):
+        prediction = plan.prediction.model_copy(update={"predict_seconds": 0.0})
+        return plan.model_copy(update={"plan_seconds": 0.0, "prediction": prediction})
+
+    assert without_clock(planned(TIGHT_MIB)) == without_clock(tight)
+
+
+def test_more_room_is_never_slower(tight):
+    ample = planned(AMPLE_MIB)
+    assert ample.rungs[0].step_time.likely_seconds <= tight.rungs[0].step_time.likely_seconds
+
+
+@pytest.mark.parametrize(
+    ("pins", "forbids", "message"),
+    [
+        (["chekpointing=all"], [], r"there is no technique `chekpointing`; did you mean `checkpointing`\?"),
+        ([], ["offload"], "there is no technique `offload`; known here: "),
+        (["adafactor"], [], r"--pin adafactor: is lossy: allow it with `allow: \[adafactor\]`"),
+        (["micro_batch=17"], [], "a micro-batch of 17 is not a part of a batch of 16"),
+        (["checkpointing=all"], [], "it cannot be used here: the model RecurrentLanguageModel has no repeated blocks"),
+    ],
+)
+def test_what_cannot_be_asked_for_is_refused_before_anything_is_done(pins, forbids, message):
+    def refuse(text):
+        raise AssertionError(f"it did this first: {text}")
+
+    pinned = [parse_pin(pin) for pin in pins]
+    with pytest.raises(InputError, match=message):
+        plan_job(job(), device="cpu", pins=pinned, forbids=forbids, progress=refuse)
+    with pytest.raises(InputError, match=message):
+        require_possible(job(device="cpu"), pinned, forbids)
+
+
+def test_more_than_the_device_has_is_refused_before_anything_is_traced():
+    def refuse(text):
+        raise AssertionError(f"it did this first: {text}")
+
+    with pytest.raises(BudgetError, match="is more than RTX 3060 has, 11.8 GiB: give that or less"):
+        plan_job(job(), device="rtx3060", limit_bytes=64 << 30, progress=refuse)
+    with pytest.raises(BudgetError, match=r"a budget of 1\.0 PiB is more than .* has"):
+        plan_job(job(), device="cpu", limit_bytes=1 << 50, progress=refuse)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_a_plan_of_this_job_gives_its_budget_to_a_run_without_one(on_cpu):
+    assert require_same(on_cpu, job(), "plan.json").budget.device_bytes == 1 << 30
+    assert require_same(on_cpu, job(budget={"device": "2GiB"}), "plan.json").budget.device_bytes == 2 << 30
+    assert require_same(on_cpu, job(steps=7, seed=3), "plan.json").steps == 7  # which change nothing in a step
+
+
+def code_of(name):
+    return {"code of the model": name}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+@pytest.mark.parametrize(
+    ("changes", "made_for", "message"),
+    [
+        ({"batch_size": 8}, {}, "of another training: batch_size was 16, is 8; make it again with `plimsoll plan`"),
+        ({"sequence_length": 32}, {}, "sequence_length was 64, is 32"),
+        ({"tokenizer": {"vocab_size": 400}}, {}, "vocabulary was 8000, is 400"),
+        ({"model": LSTM | {"hidden_size": 32}}, {}, 'model was .*is .*"hidden_size": 32'),
+        ({}, {"torch": "1.0"}, "torch was 1.0, is "),
+        ({}, code_of("sha256:0"), "code of the model was sha256:0, is not known"),
+        ({}, {"target": "cuda 8.6"}, "target was cuda 8.6, is cpu"),
+        ({"budget": {"device": "500MiB"}}, {}, "for a budget of 1.0 GiB, and this run has 500.0 MiB: give that"),
+    ],
+)
+def test_a_plan_of_another_training_is_refused_with_what_differs(on_cpu, changes, made_for, message):
+    plan = on_cpu.model_copy(update={"made_for": on_cpu.made_for | made_for})
+    with pytest.raises(InputError, match=rf"the plan plan\.json is .*{message}"):
+        require_same(plan, job(**changes), "plan.json")
