@@ -250,7 +250,9 @@ def parser_of(description: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", help="a text file, a folder or a pattern; by default the standard library's sources")
     parser.add_argument("--only", default="", help="models whose names contain this")
-    parser.add_argument("--work", type=Path, default=Path("plan-benchmark"), help="folder for text (default: %(default)s)")
+    parser.add_argument(
+        "--work", type=Path, default=Path("plan-benchmark"), help="folder for text (default: %(default)s)"
+    )
     parser.add_argument("--out", type=Path, help="also write the tables to this Markdown file")
     return parser
 
