@@ -331,13 +331,13 @@ class _Search:
                 for mix in mixes
                 for row, (need, second) in enumerate(zip(*self._guessed(mix)[:2], strict=True))
             ]
-            bound = (1 + _SAME_BYTES) * min(need for need, *_ in needs)
+            bound = _about(min(need for need, *_ in needs))
             best = min((one for one in needs if one[0] <= bound), key=lambda one: (*one[1:3], str(one[3])))[3]
             if best in self._looks:
                 break
             self._surrogate.correct(self._look_at_choices(best))
         looks = [look for look in self._looks.values() if self._is_base(look) and accepts(look.mix)]
-        bound = (1 + _SAME_BYTES) * min(look.need_bytes for look in looks)
+        bound = _about(min(look.need_bytes for look in looks))
         return min((look for look in looks if look.need_bytes <= bound), key=lambda look: (len(look.mix), look.seconds))
 
     def _openings(self, leanest: Look) -> tuple[Look, ...]:
@@ -386,6 +386,11 @@ def _can_follow(before: Choices, mix: Choices) -> bool:
     for_the_run = [tuple(one for one in both if technique_of(one.technique).is_for_the_run) for both in (before, mix)]
     moved = [tuple(one for one in both if one.technique in _MOVES) for both in (before, mix)]
     return for_the_run[0] == for_the_run[1] and moved[1][: len(moved[0])] == moved[0]
+
+
+def _about(need_bytes: float) -> float:
+    """What is taken for as little as a need, of which a guess may be below 0."""
+    return need_bytes + _SAME_BYTES * abs(need_bytes)
 
 
 def _seconds_of(look: Look) -> float:
