@@ -13,7 +13,7 @@ from itertools import takewhile
 from plimsoll.errors import InputError
 from plimsoll.records.plan import Choice
 from plimsoll.run.recover import Size
-from plimsoll.techniques import Choices, in_order, installed, technique_of
+from plimsoll.techniques import TECHNIQUES, Choices, Setting, conflict_among, in_order, installed, technique_of
 from plimsoll.workload import Workload
 
 
@@ -37,6 +37,8 @@ class Rungs:
                 f"the rungs of a plan differ in what changes the training ({' | '.join(different)}): give the same to "
                 "each"
             )
+        for choices in rungs:
+            _refuse_impossible(choices, workload, max(map(samples_of, rungs)))
         self._levels: list[Choices] = []
         sizes: list[Size] = []
         for choices in rungs:
@@ -90,6 +92,24 @@ class Rungs:
         """Take the techniques of the level back, the last first, but for the first few."""
         while len(self._at_work) > num_kept:
             self._at_work.pop()[1].close()
+
+
+def _refuse_impossible(choices: Sequence[Choice], workload: Workload, batch_size: int) -> None:
+    """Refuse choices that cannot be, or not together; who gives rungs allows what is lossy in them."""
+    setting = Setting(
+        device="cuda" if workload.device.type == "cuda" else "cpu",
+        batch_size=batch_size,
+        precision="auto",
+        allow=frozenset((*TECHNIQUES, "recut_batch_norm")),
+    )
+    try:
+        conflict = conflict_among(tuple(choices), workload, setting)
+    except KeyError as missing:
+        raise InputError(
+            f"a rung has a choice without its option {missing} ({' '.join(map(str, choices))}): give it a value"
+        ) from None
+    if conflict is not None:
+        raise InputError(f"a rung cannot be used: {conflict}; leave one of its choices out")
 
 
 def _split(choices: Sequence[Choice]) -> tuple[Choices, Choices]:

@@ -28,6 +28,9 @@ class Noted:
         self.name, self.notes, self.is_for_the_run = name, notes, is_for_the_run
         self.num_failures = 0
 
+    def conflicts(self, choice, others, workload, setting):
+        return None
+
     @contextmanager
     def install(self, workload, choice):
         if self.num_failures:
@@ -243,3 +246,20 @@ def test_after_a_death_it_begins_at_a_later_rung(notes):
     assert (step.rung, step.micro_batch) == (2, 4)
     assert [result.rung for result in run(step)] == [2] * NUM_STEPS
     assert notes == ["+noted=1"]
+
+
+@pytest.mark.parametrize(
+    ("choices", "message"),
+    [
+        ([Choice(technique="heap", options={"mapped_from": 4194304})], "a rung cannot be used: heap=4194304"),
+        ([Choice(technique="checkpointing")], "a choice without its option 'blocks'"),
+        (
+            [Choice(technique="optimizer_in_backward")],
+            "optimizer_in_backward: clip_norm .* leave one of its choices out",
+        ),
+    ],
+)
+def test_choices_that_cannot_be_are_refused_when_the_step_is_made(choices, message):
+    model, optimizer = CASE.fresh()
+    with pytest.raises(InputError, match=message):
+        TrainStep(model, optimizer, units="next-tokens", clip_norm=1.0, rungs=[[micro_batch_choice(8), *choices]])
