@@ -1,0 +1,352 @@
+"""The smallest memory in which one step of GPT-2 124M on 64 x 512 tokens trains exactly, three ways.
+
+    python benchmarks/plan_deep.py [--data TEXT] [--out FOLDER] [--whole] [--arms plain,plimsoll,trainer]
+
+- `plain`: the plain PyTorch loop, whose need is far above most machines: predicted, and measured at a few smaller
+  batches beside the prediction for each.
+- `plimsoll`: `plan_job` is asked for an impossible budget and names the smallest one; its plan then really trains.
+- `trainer`: Hugging Face Trainer with what it offers that is exact: gradient checkpointing, one sample at a time with
+  accumulation, and the optimizer kernel that needs less (`adamw_torch`, `adamw_torch_fused`).
+
+The last two train inside a limit on private memory (RLIMIT_DATA, set by `plimsoll.device.data_limit` for both, with its
+setting of the heap, after the imports), which is bisected until a step passes and a little less fails. What an
+accumulated step needs does not change after its second sample, so the bisection uses steps of four samples, two of them
+(the second has the optimizer's states); with ``--whole`` both also do one whole step of 64 samples. Dropout is on, and
+weights and samples are the same; each way draws its own masks, so the first losses differ in the fourth digit or less.
+Measured is private memory (RssAnon) from outside. Without `accelerate`, which Trainer needs, its arm is left out.
+
+The text is Python's standard library unless given; its tokens are of a BPE trained on it. The last line is one JSON
+object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib.util
+import json
+import platform
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from plimsoll.device.process import private_bytes
+
+MIB, GIB = 1 << 20, 1 << 30
+VOCAB_SIZE, LENGTH, BATCH_SIZE, FEW = 50257, 512, 64, 4
+PLAIN_SIZES = (2, 4, 8)
+IMPOSSIBLE_BYTES = 64 * MIB
+TRAINER_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")
+LEARNING_RATE, CLIP_NORM = 1e-4, 1.0
+_TEXT_BYTES, _POLL_SECONDS, _STEP_BYTES = 4 * MIB, 0.005, 32 * MIB
+_LONGEST_SECONDS = 3600
+
+
+def job_of(batch_size: int) -> Any:
+    from plimsoll.records.job import Job
+
+    fields = {
+        "model": {"architecture": "gpt2"}, "task": "language-modeling", "data": {"train": "nowhere.txt"},
+        "tokenizer": {"train": "bpe", "vocab_size": VOCAB_SIZE}, "sequence_length": LENGTH, "batch_size": batch_size,
+        "optimizer": {"name": "adamw", "lr": LEARNING_RATE, "clip_norm": CLIP_NORM}, "device": "cpu",
+    }  # fmt: skip
+    return Job.from_fields(fields)
+
+
+def make_tokens(data: str | None, path: Path) -> None:
+    """Write the ids of 64 samples of real text."""
+    from tokenizers import ByteLevelBPETokenizer
+
+    from demo import standard_library
+    from plimsoll.data.sources import find_files
+
+    text = ""
+    for source in find_files(standard_library() if data is None else (data,)):
+        text += Path(source.path).read_text("utf-8", errors="replace")
+        if len(text) > _TEXT_BYTES:
+            break
+    tokenizer = ByteLevelBPETokenizer()
+    tokenizer.train_from_iterator(text.splitlines(keepends=True), vocab_size=VOCAB_SIZE, show_progress=False)
+    ids = tokenizer.encode(text).ids[: BATCH_SIZE * LENGTH]
+    np.save(path, np.asarray(ids, dtype=np.int64).reshape(BATCH_SIZE, LENGTH))
+
+
+# -- one training, in a process of its own -----------------------------------------------------------------------------
+
+
+def train_here(run: dict[str, Any]) -> None:
+    """Train as ``run`` says and print a line of JSON for each step."""
+    import torch
+    import transformers  # noqa: F401  -- before the limit, like all that is imported
+
+    ids = torch.from_numpy(np.load(run["tokens"])[: run["samples"]])
+    {"plain": _train_plainly, "plimsoll": _train_planned, "trainer": _train_with_trainer}[run["arm"]](run, ids)
+
+
+def _model(job: Any) -> Any:
+    import torch
+
+    from plimsoll.models.build import build_model
+
+    torch.manual_seed(0)
+    return build_model(job, VOCAB_SIZE, None, 0).train()
+
+
+def _say(loss: float, started: tuple[float, float]) -> tuple[float, float]:
+    line = {"loss": loss, "seconds": time.perf_counter() - started[0], "cpu_seconds": time.process_time() - started[1]}
+    print(json.dumps(line), flush=True)
+    return _now()
+
+
+def _now() -> tuple[float, float]:
+    return time.perf_counter(), time.process_time()
+
+
+def _train_plainly(run: dict[str, Any], ids: Any) -> None:
+    import torch
+
+    model = _model(job_of(run["samples"]))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.01)
+    started = _now()
+    for _ in range(run["steps"]):
+        optimizer.zero_grad()
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
+        optimizer.step()
+        started = _say(loss.item(), started)
+
+
+def _train_planned(run: dict[str, Any], ids: Any) -> None:
+    from plimsoll import assemble  # noqa: F401  -- as a training process imports
+    from plimsoll.device.base import backend_for
+    from plimsoll.optimizers import build_optimizer
+    from plimsoll.records.plan import Choice
+    from plimsoll.run import train  # noqa: F401
+    from plimsoll.run.job_step import step_of
+    from plimsoll.run.worker import _warm
+
+    job = job_of(run["samples"])
+    _warm(job)
+    with backend_for("cpu").limited(run["limit_bytes"]):
+        model = _model(job)
+        step = step_of(
+            job, model, build_optimizer(job.optimizer, model.parameters()), [[Choice(**one) for one in run["choices"]]]
+        )
+        started = _now()
+        for _ in range(run["steps"]):
+            result = step({"input_ids": ids, "labels": ids})
+            if result.oom_events:
+                raise MemoryError(result.oom_events[0].shortage)
+            started = _say(result.loss, started)
+
+
+def _train_with_trainer(run: dict[str, Any], ids: Any) -> None:
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    from plimsoll.device.base import backend_for
+
+    class Lines(TrainerCallback):
+        def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+            self.started = _now()
+
+        def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **kwargs: Any) -> None:
+            if "loss" in logs:
+                self.started = _say(logs["loss"], self.started)
+
+    with tempfile.TemporaryDirectory() as folder, backend_for("cpu").limited(run["limit_bytes"]):
+        arguments = TrainingArguments(
+            output_dir=folder, per_device_train_batch_size=1, gradient_accumulation_steps=run["samples"],
+            gradient_checkpointing=True, optim=run["optimizer"], learning_rate=LEARNING_RATE, weight_decay=0.01,
+            max_grad_norm=CLIP_NORM, lr_scheduler_type="constant", max_steps=run["steps"], logging_steps=1,
+            save_strategy="no", report_to=[], use_cpu=True, dataloader_pin_memory=False, disable_tqdm=True, seed=0,
+        )  # fmt: skip
+        samples = [{"input_ids": row, "labels": row} for row in ids]
+        Trainer(_model(job_of(run["samples"])), arguments, train_dataset=samples, callbacks=[Lines()]).train()
+
+
+# -- measuring ---------------------------------------------------------------------------------------------------------
+
+
+def measured(run: dict[str, Any]) -> dict[str, Any] | None:
+    """Do a training in a process of its own; ``None`` if memory runs out, or what its steps said and its peak."""
+    peak_bytes = 0
+    with subprocess.Popen(
+        [sys.executable, __file__, "--worker", json.dumps(run)],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    ) as child:  # fmt: skip
+
+        def watch() -> None:
+            nonlocal peak_bytes
+            while child.poll() is None:
+                try:
+                    peak_bytes = max(peak_bytes, private_bytes(child.pid))
+                except (OSError, ProcessLookupError):
+                    return
+                time.sleep(_POLL_SECONDS)
+
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        output, errors = child.communicate(timeout=_LONGEST_SECONDS)
+        watcher.join()
+    lines = [json.loads(line) for line in output.splitlines() if line.startswith('{"loss"')]
+    said = (errors.strip().splitlines() or ["nothing"])[-1][:150]
+    is_done = child.returncode == 0 and len(lines) == run["steps"]
+    limit = f" in {run['limit_bytes'] / MIB:.0f} MiB" if "limit_bytes" in run else ""
+    found = f"peak {peak_bytes / MIB:.0f} MiB, {lines[-1]['seconds']:.1f} s" if is_done else f"fails: {said}"
+    print(f"{run['arm']}, {run['samples']} samples{limit}: {found}", file=sys.stderr, flush=True)
+    return {"peak_bytes": peak_bytes, "steps": lines} if is_done else None
+
+
+def smallest(run: dict[str, Any], fails_bytes: int, passes_bytes: int) -> tuple[int, dict[str, Any]]:
+    """Bisect the limit to `_STEP_BYTES`; ``passes_bytes`` is raised until it does."""
+    best = measured({**run, "limit_bytes": passes_bytes})
+    while best is None:
+        fails_bytes, passes_bytes = passes_bytes, int(1.05 * passes_bytes)
+        best = measured({**run, "limit_bytes": passes_bytes})
+    while passes_bytes - fails_bytes > _STEP_BYTES:
+        middle_bytes = (fails_bytes + passes_bytes) // 2
+        found = measured({**run, "limit_bytes": middle_bytes})
+        if found is None:
+            fails_bytes = middle_bytes
+        else:
+            passes_bytes, best = middle_bytes, found
+    return passes_bytes, best
+
+
+def plain_arm(tokens: Path) -> dict[str, Any]:
+    from plimsoll.run.forecast import predict_job
+
+    def predicted_bytes(batch_size: int) -> int:
+        return int(predict_job(job_of(batch_size), device="cpu").peak.likely_bytes)
+
+    rows = []
+    for size in PLAIN_SIZES:
+        found = measured({"arm": "plain", "samples": size, "steps": 2, "tokens": str(tokens)})
+        if found is not None:
+            rows.append({"samples": size, "predicted_bytes": predicted_bytes(size), **found})
+    return {"need_bytes": predicted_bytes(BATCH_SIZE), "smaller": rows}
+
+
+def plimsoll_arm(tokens: Path, is_whole: bool) -> dict[str, Any]:
+    from plimsoll.run.plan import plan_job
+
+    plan = plan_job(job_of(BATCH_SIZE), device="cpu", limit_bytes=IMPOSSIBLE_BYTES)
+    said_bytes = plan.smallest_budget_bytes
+    assert said_bytes is not None
+    choices = [choice.model_dump() for choice in plan.choices]
+    run = {"arm": "plimsoll", "samples": FEW, "steps": 2, "tokens": str(tokens), "choices": choices}
+    limit_bytes, found = smallest(run, int(0.8 * said_bytes), said_bytes)
+    return {
+        "says_bytes": said_bytes, "choices": " ".join(map(str, plan.choices)), "smallest_bytes": limit_bytes,
+        "few": found, "whole": measured({**run, "samples": BATCH_SIZE, "steps": 1, "limit_bytes": said_bytes})
+        if is_whole else None,
+    }  # fmt: skip
+
+
+def trainer_arm(tokens: Path, is_whole: bool) -> dict[str, Any]:
+    if importlib.util.find_spec("accelerate") is None:
+        return {"reason": "`accelerate`, which Trainer needs, is not installed"}
+    run = {"arm": "trainer", "samples": FEW, "steps": 2, "tokens": str(tokens)}
+    kernels = {name: measured({**run, "optimizer": name, "limit_bytes": 8 * GIB}) for name in TRAINER_OPTIMIZERS}
+    peaks = {name: one["peak_bytes"] for name, one in kernels.items() if one is not None}
+    best = min(peaks, key=lambda name: peaks[name])
+    run["optimizer"] = best
+    limit_bytes, found = smallest(run, int(0.8 * peaks[best]), peaks[best])
+    whole = measured({**run, "samples": BATCH_SIZE, "steps": 1, "limit_bytes": limit_bytes}) if is_whole else None
+    return {"unlimited_bytes": peaks, "choices": f"gradient checkpointing, 1 sample at a time, {best}",
+            "smallest_bytes": limit_bytes, "few": found, "whole": whole}  # fmt: skip
+
+
+# -- the report --------------------------------------------------------------------------------------------------------
+
+
+def report(found: dict[str, Any]) -> str:
+    lines = []
+    plain = found.get("plain")
+    if plain:
+        lines += ["| plain loop, samples | predicted | measured | error |", "| --: | --: | --: | --: |"]
+        for row in plain["smaller"]:
+            error = row["predicted_bytes"] / row["peak_bytes"] - 1
+            predicted, peak = _gib(row["predicted_bytes"]), _gib(row["peak_bytes"])
+            lines.append(f"| {row['samples']} | {predicted} | {peak} | {100 * error:+.1f} % |")
+        lines.append(f"| {BATCH_SIZE} | {_gib(plain['need_bytes'])} | | |")
+    lines += ["", "| one step of 64 x 512 tokens | with | smallest limit | of the plain loop | peak | seconds |",
+              "| --- | --- | --: | --: | --: | --: |"]  # fmt: skip
+    if plain:
+        lines.append(f"| plain loop (predicted) | | {_gib(plain['need_bytes'])} | | | |")
+    for name in ("trainer", "plimsoll"):
+        arm = found.get(name)
+        if arm and "reason" in arm:
+            lines.append(f"| {name} | left out: {arm['reason']} | | | | |")
+        elif arm:
+            share = f"1 / {plain['need_bytes'] / arm['smallest_bytes']:.1f}" if plain else ""
+            one = arm["whole"] or arm["few"]
+            of = "" if arm["whole"] else f" ({FEW} samples)"
+            lines.append(
+                f"| {name} | {arm['choices']} | {_gib(arm['smallest_bytes'])} | {share} | {_gib(one['peak_bytes'])} | "
+                f"{one['steps'][-1]['seconds']:.0f}{of} |"
+            )
+    return "\n".join(lines)
+
+
+def first_losses(found: dict[str, Any]) -> dict[str, float]:
+    """Of the first step of four samples, by the way."""
+    losses = {name: found[name]["few"]["steps"][0]["loss"] for name in ("plimsoll", "trainer") if _has_few(found, name)}
+    few = [row for row in found.get("plain", {}).get("smaller", []) if row["samples"] == FEW]
+    return losses if not few else {**losses, "plain": few[0]["steps"][0]["loss"]}
+
+
+def _has_few(found: dict[str, Any], name: str) -> bool:
+    return "few" in found.get(name, {})
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.2f} GiB"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--data", help="a file, folder or pattern of texts")
+    parser.add_argument("--out", type=Path, help="folder to file the tables in")
+    parser.add_argument("--whole", action="store_true", help="also whole steps, which take minutes")
+    parser.add_argument("--arms", default="plain,plimsoll,trainer")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.worker:
+        train_here(json.loads(arguments.worker))
+        return
+    arms = arguments.arms.split(",")
+    with tempfile.TemporaryDirectory() as folder:
+        tokens = Path(folder) / "tokens.npy"
+        make_tokens(arguments.data, tokens)
+        found = {
+            **({"plain": plain_arm(tokens)} if "plain" in arms else {}),
+            **({"plimsoll": plimsoll_arm(tokens, arguments.whole)} if "plimsoll" in arms else {}),
+            **({"trainer": trainer_arm(tokens, arguments.whole)} if "trainer" in arms else {}),
+        }
+    import torch
+    import transformers
+
+    today = datetime.date.today().isoformat()
+    losses = ", ".join(f"{name} {loss:.4f}" for name, loss in first_losses(found).items())
+    text = (
+        f"# The smallest memory for a step of GPT-2 124M, {today}\n\n`python benchmarks/plan_deep.py`: torch "
+        f"{torch.__version__}, transformers {transformers.__version__}, Python {platform.python_version()}, "
+        f"{torch.get_num_threads()} threads.\n\n{report(found)}\n\nLoss of the first step of {FEW} samples: {losses}.\n"
+    )
+    print(text)
+    if arguments.out:
+        arguments.out.mkdir(parents=True, exist_ok=True)
+        (arguments.out / f"plan-deep-cpu-{today}.md").write_text(text, "utf-8")
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

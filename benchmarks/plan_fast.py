@@ -1,0 +1,282 @@
+"""Whether the plan that is chosen is the fastest: against all plans of a coarse grid, in 12 cells of model and budget.
+
+    python benchmarks/plan_fast.py [--data PATH] [--only gpt2] [--rounds 3] [--out table.md]
+
+The grid: micro-batches (powers of two) x checkpointing (none, every second block, all) x chunked loss (off, 256 tokens)
+x the optimizer's kernel (loop, fused), as far as the model has them. Every plan of it is trained once for a few steps
+inside the largest budget, which says what it takes in seconds and in private memory; feasible in a smaller budget is
+what had its peak below that. In each cell the three fastest of these, the plan that was chosen, and the trivial
+baseline are then trained inside the cell's budget, in turns, and the least time of each counts. A plan that runs out of
+memory there makes room for the next one.
+
+The trivial baseline is what is done by hand: the largest power of two that fits as a micro-batch, and full
+checkpointing where none does. One thread; seconds are the processor's for one optimizer step.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import product
+
+from _planned import (
+    MIB,
+    Measured,
+    Model,
+    Training,
+    Worker,
+    ends_with_its_code,
+    in_words,
+    make_texts,
+    make_training,
+    one_thread,
+    parser_of,
+    table,
+)
+from plimsoll.records.plan import Choice, Plan, micro_batch_choice
+
+# A model, and which of its six budgets (0 is the largest) are cells.
+MODELS = (
+    (Model("GPT-2 4 x 192", {"architecture": "gpt2", "n_layer": 4, "n_embd": 192, "n_head": 4}, 128, 16), (0, 2, 4)),
+    (
+        Model(
+            "BERT 4 x 192, classifier",
+            {"architecture": "bert", "num_hidden_layers": 4, "hidden_size": 192, "num_attention_heads": 4,
+             "intermediate_size": 768},
+            128, 16, "classification",
+        ),
+        (0, 3),
+    ),
+    (Model("T5 2 + 2 x 128", "_rss_worker:t5_small", 128, 16), (1, 3)),
+    (
+        Model(
+            "LSTM 128, 50k vocabulary",
+            {"architecture": "lstm", "embedding_size": 128, "hidden_size": 128, "num_layers": 1}, 64, 16, rows=50257,
+        ),
+        (0, 2, 4),
+    ),
+    (
+        Model(
+            "GRU 256, classifier",
+            {"architecture": "gru", "embedding_size": 256, "hidden_size": 256, "num_layers": 1}, 64, 64,
+            "classification",
+        ),
+        (1, 3),
+    ),
+)  # fmt: skip
+NUM_BUDGETS = 6
+NUM_BEST = 3
+Mix = tuple[Choice, ...]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One cell; the seconds of its plans are of the same turns."""
+
+    model: str
+    budget_bytes: int
+    chosen: str
+    predicted_seconds: float
+    chosen_seconds: float
+    chosen_error: str
+    best: str
+    best_seconds: float
+    trivial: str
+    trivial_seconds: float | None
+    num_feasible: int
+    num_grid: int
+
+    @property
+    def over_best(self) -> float:
+        return self.chosen_seconds / self.best_seconds - 1
+
+    @property
+    def over_trivial(self) -> float | None:
+        return self.chosen_seconds / self.trivial_seconds - 1 if self.trivial_seconds else None
+
+    def cells(self) -> list[str]:
+        over_trivial = "" if self.over_trivial is None else f"{self.over_trivial:+.1%}"
+        trivial = "" if self.trivial_seconds is None else f"{self.trivial_seconds:.3f}"
+        return [
+            self.model, f"{self.budget_bytes / MIB:,.0f}", f"{self.chosen} {self.chosen_error}".strip(),
+            f"{self.predicted_seconds:.3f}", f"{self.chosen_seconds:.3f}", self.best, f"{self.best_seconds:.3f}",
+            f"{self.over_best:+.1%}", self.trivial or "none fits", trivial, over_trivial,
+            f"{self.num_feasible} of {self.num_grid}",
+        ]  # fmt: skip
+
+
+HEADER = [
+    "model", "budget MiB", "chosen", "predicted s", "measured s", "best of the grid", "s", "over it",
+    "trivial baseline", "s", "over it", "feasible",
+]  # fmt: skip
+
+
+# -- the grid ----------------------------------------------------------------------------------------------------------
+
+
+def grid_of(training: Training, plan: Plan) -> list[Mix]:
+    """All plans of the grid that the model has; ``plan`` says which techniques are impossible."""
+    impossible = {one.choices[0].technique for one in plan.rejected if one.peak is None and not one.choices[0].options}
+    sizes = [1 << power for power in range(training.model.batch_size.bit_length())]
+    blocks = [(), *(_one("checkpointing", blocks=blocks) for blocks in ("every 2", "all"))]
+    axes = [
+        [(micro_batch_choice(size),) for size in reversed(sizes)],
+        blocks if "checkpointing" not in impossible else [()],
+        [(), _one("chunked_loss", chunk_tokens=256)] if "chunked_loss" not in impossible else [()],
+        [(), _one("optimizer_kernel", kernel="fused")],
+    ]
+    return [tuple(choice for part in parts for choice in part) for parts in product(*axes)]
+
+
+def _one(technique: str, **options: int | str) -> Mix:
+    return (Choice(technique=technique, options=options),)
+
+
+def trivial_order(grid: Sequence[Mix]) -> Iterator[Mix]:
+    """What is tried by hand, in this order; the grid has larger micro-batches first."""
+    for others in ((), _one("checkpointing", blocks="all")):
+        yield from (mix for mix in grid if mix[1:] == others)
+
+
+# -- a model -----------------------------------------------------------------------------------------------------------
+
+
+class Measurer:
+    """Trains mixes of one model, and keeps what was found of them in each budget."""
+
+    def __init__(self, training: Training, steps: int) -> None:
+        self._training, self._steps = training, steps
+        self._worker = Worker()
+        self.kept: dict[tuple[Mix, int], Measured] = {}
+
+    def measure(self, mix: Mix, budget_bytes: int) -> Measured:
+        """Train once more; of several times the least seconds and the highest peak are kept."""
+        found = self._worker.measure(self._training.run([mix], self._steps, budget_bytes))
+        before = self.kept.get((mix, budget_bytes))
+        if before is not None:
+            found.peak_bytes = max(found.peak_bytes, before.peak_bytes)
+            found.num_ooms += before.num_ooms
+            found.error = found.error or before.error
+            found.seconds = [float("inf"), min(found.step_seconds, before.step_seconds)]
+        self.kept[mix, budget_bytes] = found
+        return found
+
+    def close(self) -> None:
+        self._worker.__exit__()
+
+
+def is_good(measured: Measured) -> bool:
+    return not measured.error and measured.num_ooms == 0
+
+
+def rows_of(training: Training, cells: Sequence[int], steps: int, rounds: int) -> Iterator[Row]:
+    from plimsoll.device.data_limit import MARGIN_BYTES
+
+    budgets = training.budgets(NUM_BUDGETS)
+    plans = {budgets[cell]: training.plan(budgets[cell]) for cell in cells}
+    grid = grid_of(training, next(iter(plans.values())))
+    measurer = Measurer(training, steps)
+    first = {mix: measurer.measure(mix, budgets[0]) for mix in grid}
+    for mix, measured in first.items():
+        peak = f"{measured.peak_bytes / MIB:,.0f} MiB"
+        print(f"  {in_words(mix)}: {measured.step_seconds:.3f} s, {peak} {measured.error}", file=sys.stderr, flush=True)
+    for budget_bytes, plan in plans.items():
+        room_bytes = budget_bytes - MARGIN_BYTES
+        feasible = [mix for mix in grid if is_good(first[mix]) and first[mix].peak_bytes <= room_bytes]
+        by_hand = [mix for mix in trivial_order(grid) if mix in feasible]
+        by_time = sorted(feasible, key=lambda mix: first[mix].step_seconds)
+        chosen = plan.choices
+        for _ in range(rounds):
+            measurer.measure(chosen, budget_bytes)
+            for queue, number in ((by_time, NUM_BEST), (by_hand, 1)):
+                _measure_first(measurer, queue, number, budget_bytes, chosen)
+        yield _row(training, plan, measurer, budget_bytes, by_time, by_hand, len(feasible), len(grid))
+    measurer.close()
+
+
+def _measure_first(measurer: Measurer, queue: list[Mix], number: int, budget_bytes: int, measured: Mix) -> None:
+    """Train the first few of a queue, from which those are taken out that run out of memory."""
+    done = 0
+    while done < min(number, len(queue)):
+        if set(queue[done]) == set(measured) or is_good(measurer.measure(queue[done], budget_bytes)):
+            done += 1
+        else:
+            del queue[done]
+
+
+def _row(  # one cell
+    training: Training, plan: Plan, measurer: Measurer, budget_bytes: int, by_time: list[Mix], by_hand: list[Mix],
+    num_feasible: int, num_grid: int,
+) -> Row:  # fmt: skip
+    chosen = measurer.kept[plan.choices, budget_bytes]
+
+    def seconds(mix: Mix) -> float:
+        one = chosen if set(mix) == set(plan.choices) else measurer.kept[mix, budget_bytes]
+        return one.step_seconds
+
+    best = min(by_time[:NUM_BEST], key=seconds)
+    assert plan.rungs[0].step_time is not None
+    return Row(
+        training.model.name, budget_bytes, in_words(plan.choices), plan.rungs[0].step_time.likely_seconds,
+        chosen.step_seconds, chosen.error or (f"{chosen.num_ooms} OOM" if chosen.num_ooms else ""), in_words(best),
+        seconds(best), in_words(by_hand[0]) if by_hand else "", seconds(by_hand[0]) if by_hand else None,
+        num_feasible, num_grid,
+    )  # fmt: skip
+
+
+# -- the table ---------------------------------------------------------------------------------------------------------
+
+
+def figures_of(rows: list[Row]) -> dict[str, float | int]:
+    over_trivial = [row.over_trivial for row in rows if row.over_trivial is not None]
+    return {
+        "cells": len(rows),
+        "median_over_best": round(statistics.median(row.over_best for row in rows), 4),
+        "worst_over_best": round(max(row.over_best for row in rows), 4),
+        "worst_over_trivial": round(max(over_trivial), 4) if over_trivial else 0.0,
+        "median_over_trivial": round(statistics.median(over_trivial), 4) if over_trivial else 0.0,
+        "ran_out_of_memory": sum(bool(row.chosen_error) for row in rows),
+    }
+
+
+def report(rows: list[Row], steps: int, rounds: int) -> str:
+    from plimsoll.device.base import backend_for
+    from plimsoll.device.probe import versions
+
+    made_with = ", ".join(f"{name} {version}" for name, version in versions().items())
+    figures = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in figures_of(rows).items())
+    return (
+        "# The chosen plan against all of a coarse grid, CPU\n\n"
+        f"`python benchmarks/plan_fast.py --steps {steps} --rounds {rounds}`: {backend_for('cpu').probe().name}, 1 "
+        f"thread; {made_with}. Seconds of the processor for one optimizer step.\n\n{figures}.\n\n"
+        f"{table(HEADER, [row.cells() for row in rows])}\n"
+    )
+
+
+def main() -> None:
+    """Run the benchmark."""
+    parser = parser_of(__doc__ or "")
+    parser.add_argument("--steps", type=int, default=3, help="of each training (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=3, help="turns in a cell (default: %(default)s)")
+    arguments = parser.parse_args()
+    one_thread()
+    texts = make_texts(arguments.data, arguments.work, [model.rows for model, _ in MODELS])
+    rows: list[Row] = []
+    for model, cells in MODELS:
+        if arguments.only.lower() not in model.name.lower():
+            continue
+        for row in rows_of(make_training(model, texts), cells, arguments.steps, arguments.rounds):
+            rows.append(row)
+            print("  ".join(row.cells()), file=sys.stderr, flush=True)
+    text = report(rows, arguments.steps, arguments.rounds)
+    print(text)
+    if arguments.out:
+        arguments.out.write_text(text, "utf-8")
+    print(json.dumps({**figures_of(rows), "rows": [asdict(row) for row in rows]}))
+
+
+if __name__ == "__main__":
+    ends_with_its_code(main)

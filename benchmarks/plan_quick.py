@@ -1,0 +1,123 @@
+"""How long a plan takes after the imports, and in how much memory: GPT-2 124M, and a model of 4 billion parameters.
+
+    python benchmarks/plan_quick.py [--only TEXT] [--out FOLDER]
+
+Each plan is made by `plan_job` in a process of its own: a step of 64 x 512 tokens of GPT-2 on the CPU and on an RTX
+3060, and of 8 x 512 of Qwen3-4B on larger cards (where nothing that is exact fits, the plan says what would), all with
+AdamW in float32. The aims are 30 s and 120 s on 2 cores. Memory is the largest of the process, libraries included.
+Prints a table, and as its last line one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+GIB = 1 << 30
+GPT2 = {"architecture": "gpt2"}
+QWEN3 = {
+    "architecture": "qwen3", "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": True,
+}  # fmt: skip
+# The model, its vocabulary, samples of 512 tokens, the device, its budget in GiB (none: all of it), and the aim.
+CASES: dict[str, tuple[dict[str, Any], int, int, str, float | None, float]] = {
+    "GPT-2 124M, CPU, all of it": (GPT2, 50257, 64, "cpu", None, 30.0),
+    "GPT-2 124M, CPU, 4 GiB": (GPT2, 50257, 64, "cpu", 4.0, 30.0),
+    "GPT-2 124M, CPU, 2 GiB": (GPT2, 50257, 64, "cpu", 2.0, 30.0),
+    "GPT-2 124M, RTX 3060": (GPT2, 50257, 64, "rtx3060", None, 30.0),
+    "Qwen3-4B, A100 40 GB": (QWEN3, 151936, 8, "a100-40gb", None, 120.0),
+    "Qwen3-4B, RTX 4090": (QWEN3, 151936, 8, "rtx4090", None, 120.0),
+}
+
+
+def plan_here(case: str) -> None:
+    """Make one plan in this process, and print what it took."""
+    import torch  # noqa: F401
+    import transformers  # noqa: F401
+
+    from plimsoll.records.job import Job
+    from plimsoll.run.plan import plan_job
+
+    model, vocab_size, batch_size, device, budget_gib, _ = CASES[case]
+    fields = {
+        "model": model, "task": "language-modeling", "data": {"train": "nowhere.txt"}, "sequence_length": 512,
+        "batch_size": batch_size, "tokenizer": {"train": "bpe", "vocab_size": vocab_size},
+    }  # fmt: skip
+    started, processor = time.perf_counter(), time.process_time()
+    limit_bytes = None if budget_gib is None else int(budget_gib * GIB)
+    plan = plan_job(Job.from_fields(fields), device=device, limit_bytes=limit_bytes)
+    found = {
+        "seconds": time.perf_counter() - started,
+        "processor_seconds": time.process_time() - processor,
+        "num_traces": plan.num_traces,
+        "memory_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB,
+        "fits": plan.fits,
+        "num_rungs": len(plan.rungs),
+        "choices": " ".join(map(str, plan.choices)),
+    }
+    print(json.dumps(found))
+
+
+def measure(case: str) -> dict[str, Any]:
+    child = subprocess.run(
+        [sys.executable, __file__, "--case", case], capture_output=True, text=True, check=False, timeout=1800
+    )
+    if child.returncode != 0:
+        sys.exit(f"the plan for {case} fails: {child.stderr.strip().splitlines()[-1]}")
+    print(f"{case}: {child.stdout.splitlines()[-1]}", file=sys.stderr, flush=True)
+    found: dict[str, Any] = json.loads(child.stdout.splitlines()[-1])
+    return found
+
+
+def table(found: dict[str, dict[str, Any]]) -> str:
+    lines = [
+        "| plan for | seconds | processor seconds | aim | traces | host memory | plan |",
+        "| --- | --: | --: | --: | --: | --: | --- |",
+    ]
+    for case, row in found.items():
+        says = row["choices"] if row["fits"] else f"does not fit; least: {row['choices']}"
+        lines.append(
+            f"| {case} | {row['seconds']:.0f} | {row['processor_seconds']:.0f} | {CASES[case][5]:.0f} | "
+            f"{row['num_traces']} | {row['memory_gib']:.2f} GiB | {says} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", default="", help="the cases whose name has this text")
+    parser.add_argument("--data", help="not used: nothing is read")
+    parser.add_argument("--out", type=Path, help="folder to file the table in")
+    parser.add_argument("--case", choices=CASES, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.case:
+        plan_here(arguments.case)
+        return
+    found = {case: measure(case) for case in CASES if arguments.only in case}
+    import torch
+    import transformers
+
+    today = datetime.date.today().isoformat()
+    text = (
+        f"# Time to plan, {today}\n\n`python benchmarks/plan_quick.py`: torch {torch.__version__}, transformers "
+        f"{transformers.__version__}, Python {platform.python_version()}, {len(os.sched_getaffinity(0))} cores. "
+        f"Seconds after the imports; memory is the process's largest, libraries included.\n\n{table(found)}\n"
+    )
+    print(text)
+    if arguments.out:
+        arguments.out.mkdir(parents=True, exist_ok=True)
+        (arguments.out / f"plan-quick-cpu-{today}.md").write_text(text, "utf-8")
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
