@@ -53,6 +53,11 @@ class Rungs:
         self._level: int | None = None
 
     @property
+    def has_one_in_force(self) -> bool:
+        """Whether the techniques of some level are at work."""
+        return self._level is not None or not self._levels
+
+    @property
     def names(self) -> list[str]:
         """What tells these rungs from others, for a checkpoint."""
         return [f"{size.samples} {self.described(size.level)}" for size in self.sizes]
@@ -83,15 +88,20 @@ class Rungs:
         return " ".join(map(str, self._levels[level])) or "no other technique"
 
     def close(self) -> None:
-        """Take every technique back."""
+        """Take every technique back, also where one of them runs out of memory in it."""
         self._level = None
-        self._let_go(num_kept=0)
-        self._run_stack.close()
+        with self._run_stack:
+            self._let_go(num_kept=0)
 
     def _let_go(self, num_kept: int) -> None:
-        """Take the techniques of the level back, the last first, but for the first few."""
-        while len(self._at_work) > num_kept:
-            self._at_work.pop()[1].close()
+        """Take the techniques of the level back, the last first, but for the first few.
+
+        One that runs out of memory leaves what cannot come back where it is; the others go all the same.
+        """
+        leaving, self._at_work = self._at_work[num_kept:], self._at_work[:num_kept]
+        with ExitStack() as stack:
+            for _, one in leaving:
+                stack.push(one)
 
 
 def _refuse_impossible(choices: Sequence[Choice], workload: Workload, batch_size: int) -> None:
