@@ -106,20 +106,20 @@ class Rungs:
 
 def _refuse_impossible(choices: Sequence[Choice], workload: Workload, batch_size: int) -> None:
     """Refuse choices that cannot be, or not together; who gives rungs allows what is lossy in them."""
-    setting = Setting(
-        device="cuda" if workload.device.type == "cuda" else "cpu",
-        batch_size=batch_size,
-        precision="auto",
-        allow=frozenset((*TECHNIQUES, "recut_batch_norm")),
-    )
+    allow = frozenset((*TECHNIQUES, "recut_batch_norm"))
     try:
-        conflict = conflict_among(tuple(choices), workload, setting)
+        # In a rehearsal, a model for CUDA is on the CPU: what is possible on either is let through.
+        conflicts = [
+            conflict_among(tuple(choices), workload, Setting(device, batch_size, precision="auto", allow=allow))
+            for device in ("cpu", "cuda")
+        ]
     except KeyError as missing:
         raise InputError(
             f"a rung has a choice without its option {missing} ({' '.join(map(str, choices))}): give it a value"
         ) from None
-    if conflict is not None:
-        raise InputError(f"a rung cannot be used: {conflict}; leave one of its choices out")
+    if all(conflicts):
+        here = conflicts[workload.device.type == "cuda"]
+        raise InputError(f"a rung cannot be used: {here}; leave one of its choices out")
 
 
 def _split(choices: Sequence[Choice]) -> tuple[Choices, Choices]:
