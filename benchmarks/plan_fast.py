@@ -1,6 +1,6 @@
 """Whether the plan that is chosen is the fastest: against all plans of a coarse grid, in 12 cells of model and budget.
 
-    python benchmarks/plan_fast.py [--data PATH] [--only gpt2] [--rounds 3] [--out table.md]
+    python benchmarks/plan_fast.py [--data PATH] [--only gpt2] [--rounds 2] [--out table.md]
 
 The grid: micro-batches (powers of two) x checkpointing (none, every second block, all) x chunked loss (off, 256 tokens)
 x the optimizer's kernel (loop, fused), as far as the model has them. Every plan of it is trained once for a few steps
@@ -40,17 +40,17 @@ from plimsoll.records.plan import Choice, Plan, micro_batch_choice
 
 # A model, and which of its six budgets (0 is the largest) are cells.
 MODELS = (
-    (Model("GPT-2 4 x 192", {"architecture": "gpt2", "n_layer": 4, "n_embd": 192, "n_head": 4}, 128, 16), (0, 2, 4)),
+    (Model("GPT-2 4 x 192", {"architecture": "gpt2", "n_layer": 4, "n_embd": 192, "n_head": 4}, 128, 8), (0, 2, 4)),
     (
         Model(
             "BERT 4 x 192, classifier",
             {"architecture": "bert", "num_hidden_layers": 4, "hidden_size": 192, "num_attention_heads": 4,
              "intermediate_size": 768},
-            128, 16, "classification",
+            128, 8, "classification",
         ),
         (0, 3),
     ),
-    (Model("T5 2 + 2 x 128", "_rss_worker:t5_small", 128, 16), (1, 3)),
+    (Model("T5 2 + 2 x 128", "_rss_worker:t5_small", 128, 8), (1, 3)),
     (
         Model(
             "LSTM 128, 50k vocabulary",
@@ -179,8 +179,9 @@ def rows_of(training: Training, cells: Sequence[int], steps: int, rounds: int) -
     plans = {budgets[cell]: training.plan(budgets[cell]) for cell in cells}
     grid = grid_of(training, next(iter(plans.values())))
     measurer = Measurer(training, steps)
-    first = {mix: measurer.measure(mix, budgets[0]) for mix in grid}
-    for mix, measured in first.items():
+    first = {}
+    for mix in grid:
+        measured = first[mix] = measurer.measure(mix, budgets[0])
         peak = f"{measured.peak_bytes / MIB:,.0f} MiB"
         print(f"  {in_words(mix)}: {measured.step_seconds:.3f} s, {peak} {measured.error}", file=sys.stderr, flush=True)
     for budget_bytes, plan in plans.items():
@@ -259,8 +260,8 @@ def report(rows: list[Row], steps: int, rounds: int) -> str:
 def main() -> None:
     """Run the benchmark."""
     parser = parser_of(__doc__ or "")
-    parser.add_argument("--steps", type=int, default=3, help="of each training (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=3, help="turns in a cell (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=2, help="of each training (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=2, help="turns in a cell (default: %(default)s)")
     arguments = parser.parse_args()
     one_thread()
     texts = make_texts(arguments.data, arguments.work, [model.rows for model, _ in MODELS])

@@ -230,7 +230,8 @@ def _planned_again(directory: RunDirectory, job: Job, before: Job, quiet: bool) 
         if not is_same:
             plan.model_copy(update={"budget": job.budget}).save(directory.plan)
         return 0
-    wishes = [("--pin", str(choice)) for choice in plan.pinned] + [("--forbid", name) for name in plan.forbidden]
+    pins = (*map(str, plan.pinned), *plan.required)
+    wishes = [*(("--pin", pin) for pin in pins), *(("--forbid", name) for name in plan.forbidden)]
     _write(directory, job)
     return _planned(directory, job, tuple(word for wish in wishes for word in wish), quiet)
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -25,7 +25,9 @@ class _Depth(threading.local):
 
 
 _DEPTH = _Depth()
-_KEEPERS: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+Copier = Callable[[torch.Tensor], torch.Tensor]
+
+_KEEPERS: weakref.WeakKeyDictionary[torch.optim.Optimizer, Copier] = weakref.WeakKeyDictionary()
 
 
 @contextmanager
@@ -44,15 +46,23 @@ def is_outside() -> bool:
 
 
 @contextmanager
-def states_outside(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Say that an optimizer's states leave the device as soon as they are made, so that no room is needed for all."""
-    _KEEPERS.add(optimizer)
+def states_outside(optimizer: torch.optim.Optimizer, copy_of: Copier) -> Iterator[None]:
+    """Say that an optimizer's states leave the device as soon as they are made, so that no room is needed for all.
+
+    ``copy_of`` copies a tensor to where they are, which is where large copies for an undo belong as well.
+    """
+    _KEEPERS[optimizer] = copy_of
     try:
         yield
     finally:
-        _KEEPERS.discard(optimizer)
+        _KEEPERS.pop(optimizer, None)  # which may be gone by then
 
 
 def keeps_states_outside(optimizer: torch.optim.Optimizer) -> bool:
     """Whether `states_outside` was said of an optimizer."""
     return optimizer in _KEEPERS
+
+
+def copier_of(optimizer: torch.optim.Optimizer) -> Copier | None:
+    """Return what copies a tensor to where an optimizer's states are, ``None`` if they are on the device."""
+    return _KEEPERS.get(optimizer)

@@ -86,11 +86,12 @@ def step_duration(
     seconds = once + sum(pieces)
     if rehearsed_samples < batch_size:
         seconds = once + _of_all(pieces, -(-batch_size // micro_batch), batch_size % micro_batch > 0)
-    mean, low, high = (learned.mean, learned.low, learned.high) if learned else (1.0, 1.0, 1.0)
+    # The fastest run counts: other programs on the machine only slow a run down.
+    likely, high = (learned.low, learned.high) if learned else (1.0, 1.0)
     return Duration(
-        likely_seconds=seconds * mean,
-        low_seconds=seconds * min(mean, low) / (1 + speed.spread),
-        high_seconds=seconds * max(mean, high) * (1 + speed.spread),
+        likely_seconds=seconds * likely,
+        low_seconds=seconds * likely / (1 + speed.spread),
+        high_seconds=seconds * high * (1 + speed.spread),
     )
 
 
@@ -106,7 +107,7 @@ def learned_ratio(calibration: Calibration, lowered_to: str, techniques: Iterabl
     return target.step_ratios.get(_set_name(techniques)) or Learned(
         num_runs=sum(one.num_runs for one in known),
         mean=sum(one.mean for one in known) / len(known),
-        low=min(one.low for one in known),
+        low=sum(one.low for one in known) / len(known),
         high=max(one.high for one in known),
     )
 

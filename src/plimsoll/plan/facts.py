@@ -11,6 +11,7 @@ import inspect
 import json
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -36,6 +37,8 @@ def facts_of(job: Job, texts: TextSketch, target: str) -> dict[str, str]:
     facts["evaluates"] = str(bool(job.data.validation))
     if isinstance(job.model, str) and ":" in job.model:
         facts["code of the model"] = _source_of(job.model, texts)
+    if isinstance(job.model, str) and Path(job.model).is_dir():
+        facts["configuration of the model"] = _hash_of((Path(job.model) / "config.json").read_bytes())
     return facts
 
 
@@ -44,7 +47,7 @@ def facts_of_model(model: nn.Module, optimizer: torch.optim.Optimizer, target: s
     found = versions()
     shapes = [f"{name} {tuple(value.shape)} {value.dtype}" for name, value in model.named_parameters()]
     return {name: found[name] for name in _VERSIONS if name in found} | {
-        "model": f"{type(model).__name__} sha256:{hashlib.sha256(repr(shapes).encode()).hexdigest()[:12]}",
+        "model": f"{type(model).__name__} {_hash_of(repr(shapes).encode())}",
         "optimizer": type(optimizer).__name__,
         "target": target,
     }
@@ -61,4 +64,8 @@ def differences(made_for: dict[str, str], now: dict[str, str]) -> Iterator[str]:
 def _source_of(name: str, texts: TextSketch) -> str:
     find_imported(name, vocab_size=texts.vocab_size, num_labels=texts.num_labels, end_id=texts.end_id)
     source = inspect.getsource(sys.modules[name.partition(":")[0]])
-    return f"sha256:{hashlib.sha256(source.encode()).hexdigest()[:12]}"
+    return _hash_of(source.encode())
+
+
+def _hash_of(content: bytes) -> str:
+    return f"sha256:{hashlib.sha256(content).hexdigest()[:12]}"

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import product
 from math import isqrt
 
@@ -35,7 +35,7 @@ _MOST_FALLBACK_LOOKS = 2  # ... and for each fallback, which need not be the fas
 _FALLS_SHARE = 0.95  # of what is before it: what needs more is no fallback
 _MOVES = ("optimizer_kernel", "optimizer_offload", "parameter_offload")  # taking one back needs room in the crisis
 _NEAR_SHARE = 0.5  # of the limit: a plan that needs less is not traced with techniques for its fallbacks
-_FALLBACK_SHARES = (0.8, 0.6, 0.45, 0.3)  # of what the plan needs
+_FALLBACK_SHARES = (0.7, 0.45)  # of what the plan needs: the second holds a peak that is twice as predicted
 
 
 @dataclass(frozen=True)
@@ -71,6 +71,7 @@ class _Mix:
     choices: Choices
     sizes: Column
 
+    @cached_property
     def with_sizes(self) -> list[Choices]:
         """The whole choices, one for each size."""
         return [(micro_batch_choice(size), *self.choices) for size in self.sizes.tolist()]
@@ -87,6 +88,8 @@ class _Search:
         self._reference: Look
         self._asked: set[str] = set()
         self._learned: dict[str, list[Choice]] = {}
+        self._mixes_of: set[str] | None = None
+        self._known_mixes: list[_Mix] = []
 
     def found(self) -> Found:
         """Search."""
@@ -168,8 +171,12 @@ class _Search:
 
     def _learn(self, choice: Choice) -> bool:
         """Trace one choice on top of the base; returns whether it is of use."""
-        base = self._menu.base
+        base, reaches = self._menu.base, technique_of(choice.technique).reaches
         for size in dict.fromkeys((self._reference.micro_batch, self._menu.sizes[0])):
+            without = self._look(base, size)
+            reached_bytes = sum(without.parts.get(category, 0) for category in reaches)
+            if size > self._reference.micro_batch and without.need_bytes - reached_bytes > self._problem.limit_bytes:
+                continue  # with all it reaches gone the whole batch would not fit
             if self._compatibility.allows((micro_batch_choice(size), *in_order((*base, choice)))):
                 look = self._look((*base, choice), size)
                 self._surrogate.learn_effect(choice, look, self._look(base, size))
@@ -217,6 +224,11 @@ class _Search:
 
     def _mixes(self) -> list[_Mix]:
         """Every mix of what was learned, with the sizes it can have."""
+        if self._mixes_of != set(self._learned):
+            self._mixes_of, self._known_mixes = set(self._learned), self._all_mixes()
+        return self._known_mixes
+
+    def _all_mixes(self) -> list[_Mix]:
         base, required = self._menu.base, self._problem.decided.required
         menus = [choices if name in required else [None, *choices] for name, choices in self._learned.items()]
         found = []
@@ -239,7 +251,7 @@ class _Search:
         needs = self._surrogate.need_bytes(mix.choices, mix.sizes)
         seconds = self._surrogate.seconds(mix.choices, mix.sizes)
         possible = np.ones(len(mix.sizes), dtype=bool)
-        for row, look in enumerate(map(self._looks.get, mix.with_sizes())):
+        for row, look in enumerate(map(self._looks.get, mix.with_sizes)):
             if look is not None:
                 needs[row], seconds[row], possible[row] = look.need_bytes, look.seconds, look.fits
         return needs, seconds, possible
@@ -280,7 +292,7 @@ class _Search:
             (len(mix.choices), -mix.sizes[row], seconds, mix, row) for seconds, mix, row in fitting if seconds <= bound
         ]
         best = min(near, key=lambda one: (*one[:3], str(one[3].choices)))
-        return best[3].with_sizes()[best[4]]
+        return best[3].with_sizes[best[4]]
 
     # -- what is behind the plan ---------------------------------------------------------------------------------------
 
@@ -315,17 +327,17 @@ class _Search:
         mixes = [mix for mix in self._mixes() if accepts(mix.choices)]
         for _ in range(most_looks if mixes else 0):
             needs = [
-                (need, len(mix.choices), second, mix.with_sizes()[row])
+                (need, len(mix.choices), second, mix.with_sizes[row])
                 for mix in mixes
                 for row, (need, second) in enumerate(zip(*self._guessed(mix)[:2], strict=True))
             ]
-            bound = (1 + _SAME_BYTES) * min(need for need, *_ in needs)
+            bound = _about(min(need for need, *_ in needs))
             best = min((one for one in needs if one[0] <= bound), key=lambda one: (*one[1:3], str(one[3])))[3]
             if best in self._looks:
                 break
             self._surrogate.correct(self._look_at_choices(best))
         looks = [look for look in self._looks.values() if self._is_base(look) and accepts(look.mix)]
-        bound = (1 + _SAME_BYTES) * min(look.need_bytes for look in looks)
+        bound = _about(min(look.need_bytes for look in looks))
         return min((look for look in looks if look.need_bytes <= bound), key=lambda look: (len(look.mix), look.seconds))
 
     def _openings(self, leanest: Look) -> tuple[Look, ...]:
@@ -374,6 +386,11 @@ def _can_follow(before: Choices, mix: Choices) -> bool:
     for_the_run = [tuple(one for one in both if technique_of(one.technique).is_for_the_run) for both in (before, mix)]
     moved = [tuple(one for one in both if one.technique in _MOVES) for both in (before, mix)]
     return for_the_run[0] == for_the_run[1] and moved[1][: len(moved[0])] == moved[0]
+
+
+def _about(need_bytes: float) -> float:
+    """What is taken for as little as a need, of which a guess may be below 0."""
+    return need_bytes + _SAME_BYTES * abs(need_bytes)
 
 
 def _seconds_of(look: Look) -> float:

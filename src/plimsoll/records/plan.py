@@ -116,6 +116,7 @@ class Plan(Record):
     fits, ``rungs`` has what needs least, ``smallest_budget_bytes`` is the budget it would take, and ``openings`` is
     what techniques that change the training would need, if they were allowed.
 
+    ``pinned`` choices and ``required`` techniques, whose options the plan chooses, are the user's.
     ``time_factor`` is what earlier runs have taught of the time, and in ``step_time``.
 
     For a reader, by the technique's name: ``about`` says what it does, ``numerics`` what it does to the numbers, and
@@ -134,6 +135,7 @@ class Plan(Record):
     smallest_budget_bytes: int | None = None
     prediction: Prediction | None = None
     pinned: tuple[Choice, ...] = ()
+    required: tuple[str, ...] = ()
     forbidden: tuple[str, ...] = ()
     about: dict[str, str] = {}
     numerics: dict[str, Numerics] = {}

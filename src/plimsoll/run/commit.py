@@ -12,6 +12,8 @@ first piece, which is undone and nothing has happened, or not at all. A later fa
 the piece is undone and done again, in halves where it can be cut. If what cannot be cut fails twice, what was done
 cannot be taken back: `TornStepError` says so, and a checkpoint is the way back.
 
+Where an optimizer's states are outside the device, copies too large for the kept memory are made there as well.
+
 Where not even the copy of a piece fits, or it takes the memory that the update needs, the piece is done without one,
 but only after what its update can take at most has been shown to be there.
 
@@ -33,7 +35,7 @@ from torch import nn
 
 from plimsoll.device.base import Backend
 from plimsoll.errors import TornStepError
-from plimsoll.memory.outside import keeps_states_outside
+from plimsoll.memory.outside import Copier, copier_of, keeps_states_outside
 from plimsoll.optimizers import is_separable
 from plimsoll.records.run import OomEvent
 from plimsoll.run.boundary import Position, attempt
@@ -128,7 +130,7 @@ class _Scratch:
     """Memory for copies, kept from step to step up to ``kept_bytes`` for each dtype and device."""
 
     def __init__(self, kept_bytes: int) -> None:
-        self._kept_bytes = kept_bytes
+        self.kept_bytes = kept_bytes
         self._kept: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
 
     def copy_of(
@@ -138,7 +140,7 @@ class _Scratch:
         memory = self._kept.get(key)
         if memory is None or len(memory) < num_elements:
             memory = torch.empty(num_elements, dtype=key[0], device=key[1])
-            if memory.nbytes <= self._kept_bytes:
+            if memory.nbytes <= self.kept_bytes:
                 self._kept[key] = memory
         return torch.cat(flat, out=memory[:num_elements])
 
@@ -146,7 +148,9 @@ class _Scratch:
 class _Copy:
     """The parameters of a piece and their optimizer states, as they are now."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, piece: _Piece, scratch: _Scratch) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, piece: _Piece, scratch: _Scratch, copy_outside: Copier | None
+    ) -> None:
         self._optimizer = optimizer
         self._states: list[tuple[nn.Parameter, dict[str, Any]]] = []
         self._fresh: list[nn.Parameter] = []
@@ -161,10 +165,13 @@ class _Copy:
         if piece.layout is None or not piece.layout.is_of(tensors):
             piece.layout = _Layout(tensors)
         layout = piece.layout
-        self._alike = [
-            (flat, scratch.copy_of(key, flat, layout.num_elements[key])) for key, flat in layout.alike.items()
-        ]
-        self._others = [(tensor, tensor.detach().clone()) for tensor in layout.others]
+        self._alike: list[tuple[list[torch.Tensor], torch.Tensor]] = []
+        if copy_outside is not None and sum(tensor.nbytes for tensor in tensors) > scratch.kept_bytes:
+            self._others = [(tensor, copy_outside(tensor)) for tensor in tensors]
+        else:
+            for key, flat in layout.alike.items():
+                self._alike.append((flat, scratch.copy_of(key, flat, layout.num_elements[key])))
+            self._others = [(tensor, tensor.detach().clone()) for tensor in layout.others]
         # Some optimizers count in their groups; which parameters are in them is put back by `only`.
         self._settings = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
 
@@ -280,7 +287,8 @@ class StepCommit:
 
     def _copy_of(self, piece: _Piece) -> _Copy | None:
         """A copy to undo the piece with; ``None`` where it does not fit, or leaves too little for a second try."""
-        copy = attempt(lambda: _Copy(self.optimizer, piece, self._scratch), self._backend, self._position)
+        outside = copier_of(self.optimizer)
+        copy = attempt(lambda: _Copy(self.optimizer, piece, self._scratch, outside), self._backend, self._position)
         if isinstance(copy, OomEvent) or (piece.num_failures and self._lacks_room(piece, others=[]) is not None):
             return None
         return copy

@@ -72,8 +72,10 @@ class Evaluator:
         """Begin with pieces of at most so many samples: what training began with, or what did not kill the process."""
         self._ladder, self._first_samples = None, num_samples
 
-    def evaluate(self, batches: Iterable[Any]) -> Evaluation:
+    def evaluate(self, batches: Iterable[Any], prepare: Callable[[], list[OomEvent]] = list) -> Evaluation:
         """Return the mean loss over ``batches`` without gradients; training flags and random numbers stay as they were.
+
+        ``prepare`` is done first, and returns what it had to recover from.
 
         Raises:
             OutOfMemoryError: if not even single samples fit.
@@ -81,19 +83,19 @@ class Evaluator:
         was_training = [module for module in self._workload.model.modules() if module.training]
         random_state = self._backend.random_state()
         phase, self._position.phase = self._position.phase, "evaluation"
-        self._workload.model.eval()
         try:
+            events = prepare()
+            self._workload.model.eval()
             with torch.no_grad():
-                return self._evaluate(batches)
+                return self._evaluate(batches, events)
         finally:
             for module in was_training:
                 module.training = True
             self._backend.restore_random_state(random_state)
             self._position.phase = phase
 
-    def _evaluate(self, batches: Iterable[Any]) -> Evaluation:
+    def _evaluate(self, batches: Iterable[Any], events: list[OomEvent]) -> Evaluation:
         loss_sum, num_samples, num_units = 0.0, 0, 0
-        events: list[OomEvent] = []
         for batch in batches:
             shape = self._shape_of(batch)
             num_samples += shape.num_samples

@@ -4,8 +4,8 @@
     plan = plan_step(model, optimizer, batch, units="next-tokens", budget="2GiB")
 
 Every mix that is looked at is the real training step, rehearsed with the techniques installed (`run.rehearse`); the
-target's allocators count it, and the model of time takes its ops. Looks are short rehearsals; what is chosen is
-rehearsed once more at full length before it is called a plan.
+target's allocators count it, and the model of time takes its ops. Looks are short rehearsals, of two steps; what is
+chosen for a training that evaluates between its steps is rehearsed once more with that.
 
 Does NOT look at the texts, and does not train.
 """
@@ -249,6 +249,7 @@ class _Planner:
         self._subject, self._budget, self._calibration, self._progress = subject, budget, calibration, progress
         self._traced: dict[tuple[Choices, bool], Trace] = {}
         self._setting = _setting(subject, device)
+        self._is_short = not subject.evaluates_between_steps
         self._decided = _decided(subject, self._setting, pins, forbids)
         self._target: Target = find_target(device, budget.device_bytes, self._baseline)
         self._target.calibration = calibration
@@ -274,8 +275,7 @@ class _Planner:
                 Problem(workload, setting, limit_bytes, self._decided),
                 lambda choices: self.look(choices, is_short=True),
             )
-            self._progress(f"checking {' '.join(map(str, found.chosen.choices))}")
-            chosen = self.look(found.chosen.choices, is_short=False)
+            chosen = self.look(found.chosen.choices, self._is_short)
             over_bytes = chosen.need_bytes - self._target.limit_bytes
             if not found.fits or over_bytes <= 0:
                 break
@@ -354,10 +354,11 @@ class _Planner:
             smallest_budget_bytes=None if smallest_bytes is None else smallest_bytes + self._target.kept_back_bytes,
             prediction=self._prediction(rungs[0].choices),
             pinned=self._decided.pinned,
+            required=tuple(sorted(self._decided.required)),
             forbidden=tuple(sorted(self._decided.forbidden)),
             about=about,
             numerics=numerics,
-            time_factor=learned.mean if learned else 1.0,
+            time_factor=learned.low if learned else 1.0,
             made_for=self._subject.facts(self._target.lowering().name),
             num_traces=len(self._traced),
             plan_seconds=time.perf_counter() - self._started_seconds,
@@ -368,7 +369,7 @@ class _Planner:
         named = [str(choice.options["dtype"]) for choice in choices if choice.technique == "autocast"]
         precision = named[0] if named else str(subject.workload.precision)
         return self._target.predict(
-            self._count(choices, is_short=False),
+            self._count(choices, self._is_short),
             subject.described(precision),
             precision,
             samples_of(choices),

@@ -13,7 +13,7 @@ from itertools import takewhile
 from plimsoll.errors import InputError
 from plimsoll.records.plan import Choice
 from plimsoll.run.recover import Size
-from plimsoll.techniques import Choices, in_order, installed, technique_of
+from plimsoll.techniques import TECHNIQUES, Choices, Setting, conflict_among, in_order, installed, technique_of
 from plimsoll.workload import Workload
 
 
@@ -37,6 +37,8 @@ class Rungs:
                 f"the rungs of a plan differ in what changes the training ({' | '.join(different)}): give the same to "
                 "each"
             )
+        for choices in rungs:
+            _refuse_impossible(choices, workload, max(map(samples_of, rungs)))
         self._levels: list[Choices] = []
         sizes: list[Size] = []
         for choices in rungs:
@@ -49,6 +51,11 @@ class Rungs:
         self._run_stack.enter_context(installed(workload, for_the_run[0]))
         self._at_work: list[tuple[Choice, ExitStack]] = []
         self._level: int | None = None
+
+    @property
+    def has_one_in_force(self) -> bool:
+        """Whether the techniques of some level are at work."""
+        return self._level is not None or not self._levels
 
     @property
     def names(self) -> list[str]:
@@ -81,15 +88,38 @@ class Rungs:
         return " ".join(map(str, self._levels[level])) or "no other technique"
 
     def close(self) -> None:
-        """Take every technique back."""
+        """Take every technique back, also where one of them runs out of memory in it."""
         self._level = None
-        self._let_go(num_kept=0)
-        self._run_stack.close()
+        with self._run_stack:
+            self._let_go(num_kept=0)
 
     def _let_go(self, num_kept: int) -> None:
-        """Take the techniques of the level back, the last first, but for the first few."""
-        while len(self._at_work) > num_kept:
-            self._at_work.pop()[1].close()
+        """Take the techniques of the level back, the last first, but for the first few.
+
+        One that runs out of memory leaves what cannot come back where it is; the others go all the same.
+        """
+        leaving, self._at_work = self._at_work[num_kept:], self._at_work[:num_kept]
+        with ExitStack() as stack:
+            for _, one in leaving:
+                stack.push(one)
+
+
+def _refuse_impossible(choices: Sequence[Choice], workload: Workload, batch_size: int) -> None:
+    """Refuse choices that cannot be, or not together; who gives rungs allows what is lossy in them."""
+    setting = Setting(
+        device="cuda" if workload.device.type == "cuda" else "cpu",
+        batch_size=batch_size,
+        precision="auto",
+        allow=frozenset((*TECHNIQUES, "recut_batch_norm")),
+    )
+    try:
+        conflict = conflict_among(tuple(choices), workload, setting)
+    except KeyError as missing:
+        raise InputError(
+            f"a rung has a choice without its option {missing} ({' '.join(map(str, choices))}): give it a value"
+        ) from None
+    if conflict is not None:
+        raise InputError(f"a rung cannot be used: {conflict}; leave one of its choices out")
 
 
 def _split(choices: Sequence[Choice]) -> tuple[Choices, Choices]:

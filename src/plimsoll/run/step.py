@@ -22,9 +22,11 @@ from __future__ import annotations
 
 import math
 import time
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -238,7 +240,7 @@ class TrainStep:
         Raises:
             OutOfMemoryError: if not even single samples fit.
         """
-        return self._evaluator.evaluate(batches)
+        return self._evaluator.evaluate(batches, self._put_to_work)
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint needs besides the model and the optimizer."""
@@ -273,9 +275,18 @@ class TrainStep:
         self._evaluator.begin_at(size.samples)
 
     def close(self) -> None:
-        """Take the techniques back: the model is as it was given, but for what it has learned."""
+        """Take the techniques back: the model is as it was given, but for what it has learned.
+
+        Where there is no room for what is off the device, that stays where it is, with a warning.
+        """
         self._commit.forget()
-        self._rungs.close()
+        event = attempt(self._rungs.close, self.backend, self.position)
+        if isinstance(event, OomEvent):
+            warnings.warn(
+                f"memory ran out while the techniques of the plan were taken back ({event.shortage}): parameters or "
+                "optimizer states stay in a file or in the host's memory, where they can be used and saved",
+                stacklevel=2,
+            )
 
     def drop_optimizer_states(self) -> None:
         """Give back the memory of the optimizer's states, when no step follows."""
@@ -322,9 +333,27 @@ class TrainStep:
         """Gradients with the techniques of a level, which are installed first if others were in force."""
         if not self._rungs.is_in_force(size.level):
             self.position.phase = "copy"
-            self._commit.forget()  # techniques may move what it has views of
-            self._rungs.use(size.level)
+            self._use(size.level)
         return self._gradients(batch, size.samples, shape)
+
+    def _use(self, level: int) -> None:
+        self._commit.forget()  # techniques may move what it has views of
+        self._rungs.use(level)
+
+    def _put_to_work(self) -> list[OomEvent]:
+        """Put the techniques of the rung in force to work if none are, or those of the first rung where they can be."""
+        events: list[OomEvent] = []
+        while not self._rungs.has_one_in_force:
+            rung, (samples, level) = self.rung, self._rungs.sizes[self.rung]
+            event = attempt(partial(self._use, level), self.backend, self.position)
+            if isinstance(event, OomEvent):
+                self.backend.release()
+                shape = Shape(samples, samples, elements_per_sample=0)  # no batch has a part in it
+                event, following = self._after_oom(event, rung, shape)
+                events.append(event)
+                if following is None:
+                    raise OutOfMemoryError(no_way_out(event, samples, shape, self._must_stay_whole()))
+        return events
 
     def _gradients(self, batch: Any, micro_batch: int, shape: Shape) -> tuple[float, float | None]:
         """Accumulate the gradients of the whole batch and clip them; returns the mean loss and the gradient norm."""

@@ -31,13 +31,17 @@ from plimsoll.workload import LossFunction, Precision, Units, Workload, batch_si
 
 
 class Subject(Protocol):
-    """A training to plan. ``precision`` may be ``auto``; ``workload`` is only looked at."""
+    """A training to plan. ``precision`` may be ``auto``; ``workload`` is only looked at.
+
+    ``evaluates_between_steps``: a step that comes after an evaluation may need more than one that does not.
+    """
 
     batch_size: int
     sequence_length: int | None
     precision: str
     allow: frozenset[str]
     lengths_vary: bool
+    evaluates_between_steps: bool
     workload: Workload
 
     def rehearse(self, lowering: Lowering, choices: Choices, is_short: bool) -> Trace:
@@ -73,6 +77,7 @@ class JobSubject:
         self.precision: str = job.precision
         self.allow = frozenset[str](job.allow)
         self.lengths_vary = job.task == "classification"
+        self.evaluates_between_steps = bool(job.data.validation and job.evaluate_every)
         model = build_model(job, *self._texts, device="meta").train()
         loss, units = loss_of(job.task)
         self.workload = Workload(
@@ -114,6 +119,7 @@ class StepSubject:
     clip_norm: float | None
     precision: str
     allow: frozenset[str]
+    evaluates_between_steps: bool = field(init=False, default=False)
     batch_size: int = field(init=False)
     sequence_length: int | None = field(init=False)
     lengths_vary: bool = field(init=False)

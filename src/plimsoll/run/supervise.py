@@ -33,7 +33,7 @@ from typing import NamedTuple
 
 from plimsoll.device.cgroup import OomKills, oom_kill_count
 from plimsoll.errors import KilledError, OutOfMemoryError, PlimsollError, TornStepError
-from plimsoll.records.plan import Plan
+from plimsoll.records.plan import Plan, Rung
 from plimsoll.records.run import CheckpointLine, DeathLine, RunHead, StartLine, StepLine
 from plimsoll.run.directory import RunDirectory
 
@@ -167,19 +167,24 @@ def supervise(directory: RunDirectory, worker_arguments: tuple[str, ...] = (), q
         following = retries.note_death(death.cause, in_force, has_held)
         saved_step = _last_saved_step(directory)
         gives_up = death.cause is _Cause.CRASH or retries.num_fruitless >= _MOST_DEATHS_WITHOUT_PROGRESS
-        _note(directory, death, None if gives_up else saved_step, following, rungs[following].micro_batch)
+        _note(directory, death, None if gives_up else saved_step, following, rungs[following])
         if gives_up:
-            what_happened = _what_happened(death, retries.num_fruitless, saved_step, rungs[in_force].micro_batch)
+            what_happened = _what_happened(death, retries.num_fruitless, saved_step, rungs[in_force])
             raise death.error(what_happened, death.cause.value, " with --resume" if saved_step else " with --force")
 
 
-def _what_happened(death: _Death, num_deaths: int, saved_step: int, micro_batch: int) -> str:
+def _what_happened(death: _Death, num_deaths: int, saved_step: int, rung: Rung) -> str:
     if death.cause is _Cause.CRASH:
         return f"the training process crashed with {death.signal_name} after step {saved_step}, the last one saved"
     return (
         f"the training process was killed ({death.signal_name}) {num_deaths} times without getting past step "
-        f"{saved_step}, at micro-batch {micro_batch}"
+        f"{saved_step}, {_described(rung)}"
     )
+
+
+def _described(rung: Rung) -> str:
+    """How a rung runs a step, for a person."""
+    return " ".join(["with micro-batch", str(rung.micro_batch), *(f"and {choice}" for choice in rung.others)])
 
 
 def _run_worker(arguments: list[str]) -> _End:
@@ -333,9 +338,7 @@ def _has_host_budget(directory: RunDirectory) -> bool:
     return budget.host_bytes is not None or (budget.device_bytes is not None and is_on_cpu)
 
 
-def _note(
-    directory: RunDirectory, death: _Death, restarted_from_step: int | None, following: int, micro_batch: int
-) -> None:
+def _note(directory: RunDirectory, death: _Death, restarted_from_step: int | None, following: int, rung: Rung) -> None:
     lines = directory.lines()
     last = lines[-1].time_seconds if lines else 0.0
     directory.append(
@@ -345,13 +348,11 @@ def _note(
             evidence=death.evidence,
             restarted_from_step=restarted_from_step,
             next_rung=following,
-            next_micro_batch=micro_batch,
+            next_micro_batch=rung.micro_batch,
         )
     )
     then = (
-        "giving up"
-        if restarted_from_step is None
-        else f"going on from step {restarted_from_step} with micro-batch {micro_batch}"
+        "giving up" if restarted_from_step is None else f"going on from step {restarted_from_step} {_described(rung)}"
     )
     print(f"training process killed ({death.signal_name}): {death.evidence}; {then}", file=sys.stderr)
 

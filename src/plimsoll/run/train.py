@@ -261,7 +261,8 @@ def _finish(training: Training) -> None:
     if not training.job.evaluate_every or training.job.steps % training.job.evaluate_every:
         _evaluate(training)
     fitting(lambda: save_model(training.parts.model, training.directory.model), training.backend, "writing the model")
-    training.step.close()
+    # What is moved back now is of no use any more, so that it need not fit.
+    attempt(training.step.close, training.backend, training.step.position)
 
 
 def _start_line(training: Training, restarts: int) -> StartLine:

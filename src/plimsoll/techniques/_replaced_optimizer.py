@@ -14,11 +14,10 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
-from plimsoll.techniques._base import Choices, Setting
+from plimsoll.techniques._base import Setting
 from plimsoll.workload import Workload
 
 _REPLACED = (torch.optim.Adam, torch.optim.AdamW)
-_REPLACING = frozenset({"adafactor"})
 
 
 def obstacle(workload: Workload) -> str | None:
@@ -38,12 +37,11 @@ def obstacle(workload: Workload) -> str | None:
     return None
 
 
-def conflict(name: str, others: Choices, workload: Workload, setting: Setting) -> str | None:
-    """Why one of these techniques is impossible together with others, or ``None``."""
+def conflict(name: str, workload: Workload, setting: Setting) -> str | None:
+    """Why one of these techniques is impossible, or ``None``."""
     if name not in setting.allow:
         return f"is lossy: allow it with `allow: [{name}]`"
-    other = next((one.technique for one in others if one.technique in _REPLACING - {name}), None)
-    return f"{other} replaces the optimizer too: take one of them" if other else obstacle(workload)
+    return obstacle(workload)
 
 
 def groups_for(optimizer: torch.optim.Optimizer, settings: Sequence[str]) -> list[dict[str, Any]]:

@@ -23,7 +23,7 @@ class EvaluationPass:
     """`Technique`: bound the samples of one evaluation pass."""
 
     name: ClassVar[str] = "evaluation"
-    numerics: ClassVar[Numerics] = "bitwise"
+    numerics: ClassVar[Numerics] = "reordered"
     summary: ClassVar[str] = "evaluation in smaller passes than training"
     reaches: ClassVar[frozenset[Category]] = frozenset({"temporaries", "inputs"})
     is_for_the_run: ClassVar[bool] = False

@@ -5,6 +5,9 @@ training step updates in pieces (`plimsoll.run.commit`), so that only one piece'
 time. In a mapped file an update is in place: the kernel brings the pages and writes them out. In the host's memory the
 states of the piece are copied to the device, updated there and copied back; an update that fails copies nothing back.
 
+The exit brings the states back one by one. If memory runs out in it, the others stay where they are, and can be used:
+those in a file as they are, those in the host's memory come back with the next update of their parameter.
+
 Numerics: bitwise, the same kernels on the same values. What moves is every tensor of floating-point numbers with more
 than one element in ``optimizer.state``. Does NOT cover states that an optimizer keeps elsewhere, and sparse ones.
 """
@@ -80,14 +83,19 @@ class OptimizerOffload:
             optimizer.register_load_state_dict_pre_hook(states.before_loading),
             optimizer.register_load_state_dict_post_hook(states.after_loading),
         ]
+        unwrap = _wrap_step(optimizer, states.update)
         try:
-            with _step_wrapped(optimizer, states.update), states_outside(optimizer):
+            with states_outside(optimizer, states.copy_of):
                 states.send(_parameters_of(optimizer))
                 yield
         finally:
             for handle in handles:
                 handle.remove()
-            states.bring_back()
+            if not is_streamed:
+                unwrap()
+            states.leave()
+            if is_streamed:  # else those that are left still need it
+                unwrap()
 
 
 def _file_for(workload: Workload) -> MappedPool:
@@ -106,19 +114,24 @@ class _States:
     def __init__(self, optimizer: torch.optim.Optimizer, pool: Pool, is_streamed: bool) -> None:
         self._optimizer, self._pool, self._is_streamed = optimizer, pool, is_streamed
         self._set_aside: dict[Any, dict[str, Any]] = {}
+        self._is_leaving = False
 
     def update(self, step: Callable[[], Any]) -> Any:
         """Do an update of the parameters that the optimizer sees now; if it fails, states are what they were."""
         parameters = _parameters_of(self._optimizer)
         brought = self._bring(parameters) if self._is_streamed else []
+        stay = False
         try:
             result = step()
-            _put_back(brought)
+            if not self._is_leaving:
+                _put_back(brought)
+            stay = self._is_leaving
         finally:
-            for state, key, kept, _ in brought:
+            for state, key, kept, _ in [] if stay else brought:
                 state[key] = kept
         del brought
-        self.send(parameters)
+        if not self._is_leaving:
+            self.send(parameters)
         return result
 
     def send(self, parameters: list[nn.Parameter]) -> None:
@@ -127,8 +140,13 @@ class _States:
             if not self._pool.holds(value):
                 state[key] = self._pool.copy_of(value)
 
-    def bring_back(self) -> None:
-        """Move every state to where its parameter is."""
+    def copy_of(self, tensor: Tensor) -> Tensor:
+        """Copy a tensor to where the states are."""
+        return self._pool.copy_of(tensor)
+
+    def leave(self) -> None:
+        """Move every state to where its parameter is, and no further ones away."""
+        self._is_leaving = True
         for parameter, state, key, value in self._of(self._optimizer.state):
             if self._pool.holds(value):
                 state[key] = _on_device(value, parameter)
@@ -212,9 +230,8 @@ def _parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-@contextmanager
-def _step_wrapped(optimizer: torch.optim.Optimizer, run: Callable[[Callable[[], Any]], Any]) -> Iterator[None]:
-    """Let ``run`` do each ``optimizer.step()``, which it is given; undone on exit."""
+def _wrap_step(optimizer: torch.optim.Optimizer, run: Callable[[Callable[[], Any]], Any]) -> Callable[[], None]:
+    """Let ``run`` do each ``optimizer.step()``, which it is given; returns what undoes that."""
     own = vars(optimizer).get("step")  # that of a learning rate schedule, which counts the steps
     step = optimizer.step
 
@@ -222,11 +239,11 @@ def _step_wrapped(optimizer: torch.optim.Optimizer, run: Callable[[Callable[[], 
     def wrapped(_: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         return run(lambda: step(*args, **kwargs))
 
-    optimizer.step = MethodType(wrapped, optimizer)  # type: ignore[method-assign]  # schedules ask for a method
-    try:
-        yield
-    finally:
+    def unwrap() -> None:
         if own is None:
             del optimizer.step
         else:
             optimizer.step = own  # type: ignore[method-assign]
+
+    optimizer.step = MethodType(wrapped, optimizer)  # type: ignore[method-assign]  # schedules ask for a method
+    return unwrap

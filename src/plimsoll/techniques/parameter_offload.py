@@ -4,6 +4,8 @@ The parameters stay the objects that the model and the optimizer know; their mem
 by storage, so that what is tied or a view stays so. The kernel brings the pages that a layer reads and writes out those
 that were not used for long. A gradient moves as soon as it is complete; later micro-batches add to it in place.
 
+If memory runs out in the exit, the parameters that are not back yet stay in the file: they train and are saved as well.
+
 Numerics: bitwise. Does NOT cover CUDA (weights would have to be brought before each layer, also in its recomputation),
 parameters that are not plain dense tensors, and buffers.
 """

@@ -61,7 +61,7 @@ def test_blocks_can_be_in_each_other_and_are_of_one_thread():
 
 def test_an_optimizer_keeps_its_states_outside_as_long_as_it_is_said():
     first, second = (torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1) for _ in range(2))
-    with states_outside(first):
+    with states_outside(first, torch.clone):
         assert keeps_states_outside(first)
         assert not keeps_states_outside(second)
     assert not keeps_states_outside(first)

@@ -172,3 +172,11 @@ def test_the_same_problem_has_the_same_plan(inhabited):
     first, _ = searched(world, 155)
     second, _ = searched(world, 155)
     assert first == second
+
+
+def test_a_need_that_is_guessed_below_nothing_does_not_stop_the_search(inhabited):
+    techniques = [MadeUp("a", (12,), 95, (0.01,)), MadeUp("b", (9,), 180, (0.3,)), MadeUp("c", (12,), 95, (0.3,))]
+    world = inhabited(World(techniques, clashes_bytes=-190))  # together they need much less than is guessed
+    found, _ = searched(world, 400)
+    assert found.fits
+    assert found.fallbacks

@@ -333,7 +333,7 @@ def test_states_to_come_must_fit_unless_they_leave_the_device(leave):
     first, second = parameters(1000, 500)
     optimizer = torch.optim.SGD([first, second], lr=0.1, momentum=0.9)
     recorder = Recorder(phase=lambda: "optimizer")
-    with states_outside(optimizer) if leave else nullcontext(), recorder:
+    with states_outside(optimizer, torch.clone) if leave else nullcontext(), recorder:
         commit_of(optimizer).step()
     trace = recorder.trace("measured", "cpu")
     proven = [number for number in trace.storages.shape if trace.texts[number] == "uint8[2000]"]

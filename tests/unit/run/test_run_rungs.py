@@ -13,6 +13,7 @@ from plimsoll.run.recover import Size
 from plimsoll.run.rungs import Rungs, samples_of
 from plimsoll.run.step import TrainStep
 from plimsoll.techniques import TECHNIQUES
+from processes import run_program
 from workloads import BATCH_SIZE, CASES, largest_relative_difference, plain_loop, weights_of
 
 NUM_STEPS = 3
@@ -27,6 +28,9 @@ class Noted:
     def __init__(self, name, notes, is_for_the_run):
         self.name, self.notes, self.is_for_the_run = name, notes, is_for_the_run
         self.num_failures = 0
+
+    def conflicts(self, choice, others, workload, setting):
+        return None
 
     @contextmanager
     def install(self, workload, choice):
@@ -243,3 +247,192 @@ def test_after_a_death_it_begins_at_a_later_rung(notes):
     assert (step.rung, step.micro_batch) == (2, 4)
     assert [result.rung for result in run(step)] == [2] * NUM_STEPS
     assert notes == ["+noted=1"]
+
+
+@pytest.mark.parametrize(
+    ("choices", "message"),
+    [
+        ([Choice(technique="heap", options={"mapped_from": 4194304})], "a rung cannot be used: heap=4194304"),
+        ([Choice(technique="checkpointing")], "a choice without its option 'blocks'"),
+        (
+            [Choice(technique="optimizer_in_backward")],
+            "optimizer_in_backward: clip_norm .* leave one of its choices out",
+        ),
+    ],
+)
+def test_choices_that_cannot_be_are_refused_when_the_step_is_made(choices, message):
+    model, optimizer = CASE.fresh()
+    with pytest.raises(InputError, match=message):
+        TrainStep(model, optimizer, units="next-tokens", clip_norm=1.0, rungs=[[micro_batch_choice(8), *choices]])
+
+
+# -- real techniques ---------------------------------------------------------------------------------------------------
+
+OFFLOAD = Choice(technique="optimizer_offload", options={"to": "disk"})
+CHECKPOINTING = Choice(technique="checkpointing", options={"blocks": "all"})
+PARAMETERS = Choice(technique="parameter_offload", options={"gradients": True})
+FALLING = [
+    (micro_batch_choice(8), *choices)
+    for choices in ([OFFLOAD], [OFFLOAD, CHECKPOINTING], [OFFLOAD, PARAMETERS, CHECKPOINTING])
+]
+
+
+def large_states(step):
+    """The tensors of the optimizer's states that are worth moving: objects, kept alive."""
+    states = step.workload.optimizer.state.values()
+    return [value for state in states for value in state.values() if value.numel() > 1]
+
+
+def require_the_same_objects(some, others):
+    assert len(some) == len(others) > 0
+    assert all(one is other for one, other in zip(some, others, strict=True))
+
+
+@contextmanager
+def failing(name, num_times):
+    """Memory runs out in the next installations of a technique, when it has done its work."""
+    technique, left = TECHNIQUES[name], [None] * num_times
+
+    class Failing:
+        def __getattr__(self, attribute):
+            return getattr(technique, attribute)
+
+        @contextmanager
+        def install(self, workload, choice):
+            with technique.install(workload, choice):
+                if left:
+                    left.pop()
+                    exhaust_memory()
+                yield
+
+    TECHNIQUES[name] = Failing()
+    try:
+        yield left
+    finally:
+        TECHNIQUES[name] = technique
+
+
+def test_states_in_a_file_stay_there_from_level_to_level_and_back():
+    step = step_with(*FALLING)
+    step(CASE.batches()[0])
+    states = large_states(step)
+    for fallen_to, batch in zip((1, 2), CASE.batches()[1:NUM_STEPS], strict=True):
+        with armed("forward", 1, 2):  # what held is tried once more
+            assert step(batch).rung == fallen_to
+        require_the_same_objects(states, large_states(step))
+    require_plain_weights(step)
+    step.begin_again_at(0)
+    step(CASE.batches()[NUM_STEPS])
+    assert step.rung == 0
+    require_the_same_objects(states, large_states(step))
+    step.close()
+    assert not any(one is other for one, other in zip(states, large_states(step), strict=True))
+
+
+@pytest.mark.parametrize("name", ["checkpointing", "parameter_offload"])
+@pytest.mark.parametrize("num_failures", [1, 2])
+def test_memory_that_runs_out_while_levels_change_moves_no_states_and_loses_nothing(name, num_failures):
+    """Once: the level is tried again. Twice: the next is taken, and the last has no next."""
+    step = step_with(*FALLING, (micro_batch_choice(8), OFFLOAD, PARAMETERS))
+    step(CASE.batches()[0])
+    states = large_states(step)
+    with armed("forward", 1, 2), failing("checkpointing", 0 if name != "checkpointing" else num_failures) as left:
+        results = [step(CASE.batches()[1])]
+    assert left == []
+    with armed("forward", 1, 2), failing("parameter_offload", 0 if name == "checkpointing" else num_failures) as left:
+        results.append(step(CASE.batches()[2]))
+    assert left == []
+    assert results[1].rung > results[0].rung > 0
+    assert [event.phase for result in results for event in result.oom_events].count("copy") == num_failures
+    require_the_same_objects(states, large_states(step))
+    require_plain_weights(step)
+
+
+TIGHT = """
+import torch
+from torch import nn
+from plimsoll.device.limit import limited
+from plimsoll.device.process import private_bytes
+from plimsoll.records.plan import Choice, micro_batch_choice
+from plimsoll.run.failpoints import armed
+from plimsoll.run.step import TrainStep
+
+def fresh():
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(1024, 1024, bias=False) for _ in range(24)])  # 96 MiB, the states 192 MiB
+    return model, torch.optim.AdamW(model.parameters())
+
+def loss(model, batch):
+    return model(batch["x"]).square().mean()
+
+batch = {"x": torch.ones(4, 1024)}
+moved = [Choice(technique="optimizer_offload", options={"to": "disk"})]
+moved += [Choice(technique="parameter_offload", options={"gradients": True})]
+plain, optimizer = fresh()
+for _ in range(3):
+    optimizer.zero_grad()
+    loss(plain, batch).backward()
+    optimizer.step()
+del optimizer
+plain.zero_grad()
+model, optimizer = fresh()
+rungs = [[*moved, micro_batch_choice(4)], [micro_batch_choice(4)], [*moved, micro_batch_choice(4)]]
+step = TrainStep(model, optimizer, loss, units="samples", rungs=rungs)
+with limited(4 << 30):
+    step(batch)
+with limited(private_bytes() + (40 << 20)):  # no room for what comes back
+    with armed("forward", 1, 2):
+        result = step(batch)
+    print([(event.phase, event.rung) for event in result.oom_events], result.rung)
+    step(batch)
+with limited(4 << 30):
+    step.close()
+print(all(torch.equal(one, other) for one, other in zip(plain.parameters(), model.parameters())))
+"""
+
+
+def test_an_exit_that_runs_out_of_memory_leaves_what_trains_on():
+    done = run_program(TIGHT)
+    assert done.returncode == 0, done.stderr
+    events = [("forward", 0), ("forward", 0), ("copy", 1), ("backward", 1)]
+    assert done.stdout.splitlines() == [f"{events} 2", "True"]
+
+
+def test_closing_takes_every_technique_back_also_where_one_runs_out_of_memory(notes):
+    class Broken(Noted):
+        @contextmanager
+        def install(self, workload, choice):
+            with super().install(workload, choice):
+                yield
+            exhaust_memory()
+
+    TECHNIQUES["noted"] = Broken("noted", notes, is_for_the_run=False)
+    step = step_with(rung(8, 0, lasting=2))
+    step(CASE.batches()[0])
+    with pytest.warns(UserWarning, match="while the techniques of the plan were taken back"):
+        step.close()
+    assert notes == ["+lasting=2", "+noted=0", "-noted=0", "-lasting=2"]
+
+
+def test_an_evaluation_before_the_first_step_has_the_techniques_of_the_plan(notes):
+    step = step_with(rung(8, 0), rung(8, 1))
+    TECHNIQUES["noted"].num_failures = 2
+    evaluation = step.evaluate(CASE.batches()[:1])
+    assert notes == ["+noted=1"]
+    events = [(event.phase, event.rung, event.next_rung, event.action) for event in evaluation.oom_events]
+    assert events == [
+        ("evaluation", 0, 0, "same micro-batch once more"),
+        ("evaluation", 0, 1, "same micro-batch with noted=1"),
+    ]
+    assert (step.rung, step.position.phase) == (1, "fetch")
+    run(step)
+    assert notes == ["+noted=1"]
+    require_plain_weights(step)
+
+
+def test_an_evaluation_for_which_no_techniques_can_be_installed_says_so(notes):
+    step = step_with(rung(8, 0))
+    TECHNIQUES["noted"].num_failures = 2
+    with pytest.raises(OutOfMemoryError, match="in the evaluation phase"):
+        step.evaluate(CASE.batches()[:1])
+    assert step.evaluate(CASE.batches()[:1]).oom_events == ()  # and it can be asked again

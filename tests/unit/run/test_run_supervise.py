@@ -13,9 +13,20 @@ import pytest
 from plimsoll.device.cgroup import OomKills, oom_kill_count
 from plimsoll.errors import TornStepError
 from plimsoll.records.device import Device, MemoryUse
+from plimsoll.records.plan import Choice, Rung, micro_batch_choice
 from plimsoll.records.run import CheckpointLine, DeathLine, RunHead, RunRecord, StartLine
 from plimsoll.run import supervise as module
-from plimsoll.run.supervise import _Cause, _Death, _death, _End, _has_host_budget, _Retries, prepare_data
+from plimsoll.run.supervise import (
+    _Cause,
+    _Death,
+    _death,
+    _End,
+    _has_host_budget,
+    _note,
+    _Retries,
+    _what_happened,
+    prepare_data,
+)
 from processes import LONGEST_SECONDS, environment
 
 OURS, MACHINE = partial(OomKills, is_whole_machine=False), partial(OomKills, is_whole_machine=True)
@@ -161,6 +172,26 @@ def test_memory_is_blamed_only_where_the_machine_does(cause, error):
     assert (found.exit_code, str(found)) == (
         error,
         "it was killed; evidence: do that; start it again then with --resume",
+    )
+
+
+def test_what_is_done_after_a_death_is_said_with_the_techniques(new_run, capsys):
+    """Of the rung that is next, and in the end of the one that it died with."""
+    choices = (
+        Choice(technique="checkpointing", options={"blocks": "all"}),
+        Choice(technique="optimizer_offload", options={"to": "disk"}),
+    )
+    bare, rung = Rung(choices=(micro_batch_choice(8),)), Rung(choices=(micro_batch_choice(4), *choices))
+    death, directory = _Death("SIGKILL", signal.SIGKILL, "evidence", _Cause.KERNEL), new_run()
+    _note(directory, death, 6, 1, bare)
+    _note(directory, death, 6, 2, rung)
+    assert [line.partition("; ")[2] for line in capsys.readouterr().err.splitlines()] == [
+        "going on from step 6 with micro-batch 8",
+        "going on from step 6 with micro-batch 4 and checkpointing=all and optimizer_offload=disk",
+    ]
+    assert [line.next_micro_batch for line in of_kind(directory, DeathLine)] == [8, 4]
+    assert _what_happened(death, 3, 6, rung).endswith(
+        "past step 6, with micro-batch 4 and checkpointing=all and optimizer_offload=disk"
     )
 
 

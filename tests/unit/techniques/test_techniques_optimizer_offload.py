@@ -24,6 +24,7 @@ from plimsoll.run.job_step import step_of
 from plimsoll.run.rehearse import rehearse_job
 from plimsoll.run.step import TrainStep
 from plimsoll.techniques import TECHNIQUES, Setting, installed
+from plimsoll.techniques import optimizer_offload as offload
 from plimsoll.workload import Workload
 from processes import run_program
 from workloads import CASES
@@ -146,6 +147,41 @@ def test_afterwards_the_optimizer_is_an_ordinary_one(choice):
     assert not any(map(is_mapped, large_states(optimizer)))
     assert not optimizer._optimizer_load_state_dict_pre_hooks
     assert not optimizer._optimizer_load_state_dict_post_hooks
+
+
+@BOTH
+def test_an_exit_that_runs_out_of_memory_leaves_states_that_train_on(choice, monkeypatch):
+    """The first three states come back; on CUDA the others do with the next updates, of which one fails."""
+    model, optimizer = fresh()
+    on_device, num_calls = offload._on_device, []
+
+    def scarce(tensor, parameter):
+        num_calls.append(tensor)
+        return failpoints.exhaust_memory() if len(num_calls) == 4 else on_device(tensor, parameter)
+
+    def leave():
+        with installed(workload_of(model, optimizer), [choice]):
+            train(CASES[0], model, optimizer, num_steps=1)
+            monkeypatch.setattr(offload, "_on_device", scarce)
+
+    with pytest.raises(RuntimeError, match="allocate"):
+        leave()
+    assert len(num_calls) == 4
+    if choice == HOST:
+        num_calls.pop()
+        with pytest.raises(RuntimeError, match="allocate"):
+            optimizer.step()
+    moved = large_states(optimizer)
+    train(CASES[0], model, optimizer, num_steps=2)
+    if choice == HOST:
+        assert not any(one is other for one, other in zip(moved[3:], large_states(optimizer)[3:], strict=True))
+    else:
+        assert [is_mapped(one) for one in large_states(optimizer)] == [False] * 3 + [True] * (len(moved) - 3)
+    expected_model, expected_optimizer = fresh()
+    for num_steps in (1, 2):
+        train(CASES[0], expected_model, expected_optimizer, num_steps)
+    assert_equal(expected_model, model)
+    assert_equal(expected_optimizer, optimizer)
 
 
 def test_a_schedule_can_be_made_meanwhile():
@@ -279,6 +315,7 @@ MEASURED = """
 import sys
 import torch
 from torch import nn
+from plimsoll.device import heap
 from plimsoll.device.limit import limited
 from plimsoll.device.process import private_bytes
 from plimsoll.records.plan import Choice, micro_batch_choice
@@ -293,6 +330,7 @@ with limited(4 << 30):  # as every run: the heap then gives back what is freed
     step = TrainStep(model, optimizer, loss, units="samples", rungs=[[*choices, micro_batch_choice(4)]])
     for _ in range(2):
         step({"x": torch.ones(4, 512)})
+    heap.trim()  # the heap gives the pages that the states left back by itself at times only
     print(private_bytes())
 """
 

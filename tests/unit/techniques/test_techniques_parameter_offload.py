@@ -6,11 +6,12 @@ from torch import nn
 
 from plimsoll.records.plan import Choice, micro_batch_choice
 from plimsoll.run import failpoints
+from plimsoll.run.failpoints import exhaust_memory
 from plimsoll.run.step import TrainStep
 from plimsoll.techniques import TECHNIQUES, Setting, installed
 from plimsoll.workload import Workload
 from processes import run_program
-from workloads import CASES
+from workloads import CASES, largest_relative_difference, plain_loop, weights_of
 
 ALONE, WITH_GRADIENTS = (Choice(technique="parameter_offload", options={"gradients": one}) for one in (False, True))
 BOTH = pytest.mark.parametrize("choice", [ALONE, WITH_GRADIENTS], ids=str)
@@ -81,6 +82,33 @@ def test_what_shares_memory_still_does():
             model[0].weight.copy_(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
         assert model[2].weight.tolist() == [[1, 3], [2, 4]]
     assert model[2].weight.data_ptr() == model[0].weight.data_ptr()
+
+
+def test_an_exit_that_runs_out_of_memory_leaves_parameters_that_train_on(monkeypatch):
+    """Two storages come back, one of them tied."""
+    case = CASES[0]
+    model, optimizer = case.fresh()
+    parameters, clone, num_clones = list(model.parameters()), torch.Tensor.clone, []
+
+    def scarce(tensor):
+        num_clones.append(tensor)
+        return exhaust_memory() if len(num_clones) == 3 else clone(tensor)
+
+    def leave():
+        with installed(Workload(model, optimizer, None, "samples"), [WITH_GRADIENTS]):
+            plain_loop(case, model, optimizer, [8])
+            monkeypatch.setattr(torch.Tensor, "clone", scarce)
+
+    with pytest.raises(RuntimeError, match="allocate"):
+        leave()
+    monkeypatch.undo()
+    assert [is_mapped(parameter) for parameter in parameters] == [False] * 2 + [True] * (len(parameters) - 2)
+    assert all(one is other for one, other in zip(parameters, model.parameters(), strict=True))
+    plain_loop(case, model, optimizer, [8, 8])
+    expected, expected_optimizer = case.fresh()
+    for cuts in ([8], [8, 8]):
+        plain_loop(case, expected, expected_optimizer, cuts)
+    assert largest_relative_difference(weights_of(expected, expected_optimizer), weights_of(model, optimizer)) == 0
 
 
 def test_a_sentence_says_why_not():

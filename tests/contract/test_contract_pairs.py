@@ -1,0 +1,116 @@
+"""Techniques keep the contract together: every two that do not conflict, and some more that touch the same things.
+
+The model is restored, and losses, gradients and weights are those of plain PyTorch (of what is lossy alone, where one
+of them is) as the weaker numerics declare.
+"""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import pytest
+import torch
+
+from plimsoll.records.plan import Choice
+from plimsoll.run.failpoints import armed
+from plimsoll.techniques import TECHNIQUES, activation_offload, conflict_among, in_order, technique_of
+from technique_trainings import (
+    STRICTEST_FIRST,
+    choices_of,
+    expected_gradients,
+    expected_of,
+    expected_with,
+    libraries_are_no_garbage,
+    lossy_of,
+    numerics_of,
+    require_restored,
+    require_the_same,
+    require_the_same_gradients,
+    rung_of,
+    setup_of,
+    trained,
+)
+
+torch.set_num_threads(1)
+
+MODELS = ("gpt2", "bert", "lstm", "t5")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _collecting_is_quick():
+    with libraries_are_no_garbage():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _small_storages_leave(monkeypatch):
+    """These models have no others."""
+    monkeypatch.setattr(activation_offload, "LEAST_BYTES", 1 << 10)
+
+
+def together(training: str, *names: str) -> tuple[Choice, ...]:
+    """The strongest choice of each; skips where one has nothing, or they conflict."""
+    choices = in_order(choices_of(name, training)[-1] for name in names)
+    setup = setup_of(training, choices)
+    reason = conflict_among(rung_of(*choices), setup.workload(), setup.setting())
+    if reason is not None:
+        pytest.skip(reason)
+    return choices
+
+
+def require_the_contract(training: str, choices: tuple[Choice, ...]) -> None:
+    setup, numerics, lossy = setup_of(training, choices), numerics_of(choices), lossy_of(choices)
+    gradients = require_restored(training, choices)
+    require_the_same_gradients(gradients, expected_gradients(setup, lossy), numerics)
+    found = trained(setup, rung_of(*choices))
+    assert found.events == []
+    require_the_same(found, expected_with(setup, choices), numerics, is_lossy=bool(lossy))
+
+
+@pytest.mark.parametrize("training", MODELS)
+@pytest.mark.parametrize(("one", "other"), list(combinations(TECHNIQUES, 2)))
+def test_two_that_do_not_conflict_keep_it_together(one, other, training):
+    require_the_contract(training, together(training, one, other))
+
+
+STATES = ("optimizer_kernel", "optimizer_offload", "parameter_offload")
+MORE = [
+    ("checkpointing", "activation_offload", "chunked_loss"),
+    ("optimizer_kernel", "optimizer_offload", "optimizer_in_backward"),
+    ("optimizer_offload", "parameter_offload", "optimizer_in_backward"),
+    ("adafactor", "optimizer_offload", "parameter_offload", "checkpointing"),
+    ("lora", "optimizer_offload", "parameter_offload", "checkpointing"),
+    (*STATES, "autocast", "chunked_loss", "checkpointing", "activation_offload", "evaluation", "heap"),
+]
+
+
+@pytest.mark.parametrize("training", ["gpt2", "bert"])
+@pytest.mark.parametrize("names", MORE, ids=" ".join)
+def test_more_than_two_keep_it_together(names, training):
+    require_the_contract(training, together(training, *names))
+
+
+TOUCHING = [
+    ("optimizer_offload", "optimizer_in_backward"),
+    ("parameter_offload", "optimizer_in_backward"),
+    ("optimizer_kernel", "optimizer_offload"),
+    ("adafactor", "optimizer_offload"),
+    *MORE,
+]
+
+
+@pytest.mark.parametrize("phase", ["backward", "optimizer"])
+@pytest.mark.parametrize("names", TOUCHING, ids=" ".join)
+def test_memory_that_runs_out_takes_them_back_and_loses_nothing(names, phase):
+    """Twice in step 2: the next rung has none of them, but for what is for the run, and comes to the same."""
+    choices = together("gpt2", *names)
+    setup = setup_of("gpt2", choices)
+    lasting = [choice for choice in choices if technique_of(choice.technique).is_for_the_run]
+    first, second = rung_of(*choices), rung_of(*lasting)
+    with armed(phase, 2, 3):
+        found = trained(setup, first, second)
+    assert found.events
+    assert {event.phase for event in found.events} <= {phase, "backward"}  # in which some update
+    numerics = max(numerics_of(choices), numerics_of(tuple(lasting)), key=STRICTEST_FIRST.index)
+    expected = expected_of(setup, second)
+    require_the_same(found, expected, numerics, is_lossy=bool(lossy_of(choices)))

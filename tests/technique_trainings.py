@@ -1,0 +1,393 @@
+"""Small trainings for the contract of techniques: built so that a technique has something to do, and compared.
+
+Trainings have dropout where the bits must be the same, and none where another order of samples draws other masks. Those
+that are compared within a tolerance use SGD: Adam divides by the size of gradients that are nothing but rounding. What
+is lossy is there to replace Adam, so it has Adam; with others beside it, it is compared with itself alone.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import fields, replace
+from functools import cache
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from plimsoll.records.plan import Choice, micro_batch_choice
+from plimsoll.run.pieces import autocast
+from plimsoll.run.step import TrainStep
+from plimsoll.techniques import TECHNIQUES, Setting, conflict_among, in_order, installed, technique_of
+from plimsoll.workload import Workload, model_loss
+from workloads import (
+    BATCH_SIZE,
+    CASES,
+    LENGTH,
+    NUM_SAMPLES,
+    VOCABULARY,
+    Case,
+    classes,
+    largest_relative_difference,
+    plain_loop,
+    weights_of,
+)
+
+NUM_STEPS = 3
+STRICTEST_FIRST = ("bitwise", "reordered", "reduced precision", "lossy")
+TOLERANCES = {"bitwise": 0.0, "reordered": 1e-5, "reduced precision": 2e-2}
+WHOLE = micro_batch_choice(BATCH_SIZE)
+
+
+# -- models and data ---------------------------------------------------------------------------------------------------
+
+
+def t5(dropout: float = 0.1) -> nn.Module:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2, "vocab_size": VOCABULARY}
+    return T5ForConditionalGeneration(T5Config(**sizes, dropout_rate=dropout, decoder_start_token_id=0))
+
+
+def gpt2(dropout: float = 0.1) -> nn.Module:
+    """With a vocabulary that is large beside its width, which some techniques are for."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    sizes = {"n_layer": 2, "n_embd": 16, "n_head": 2, "vocab_size": 1024, "n_positions": LENGTH}
+    rates = {"resid_pdrop": dropout, "embd_pdrop": dropout, "attn_pdrop": dropout}
+    ends = {"bos_token_id": 0, "eos_token_id": 0}
+    return GPT2LMHeadModel(GPT2Config(**sizes, **rates, **ends, use_cache=False, loss_type="ForCausalLMLoss"))
+
+
+def mask_of_lengths() -> Tensor:
+    """Of texts of 3 to 12 tokens, padded on the right."""
+    mask = torch.ones(NUM_SAMPLES, LENGTH, dtype=torch.long)
+    for sample in range(NUM_SAMPLES):
+        mask[sample, LENGTH - sample % 10 :] = 0
+    return mask
+
+
+def padded() -> dict[str, Tensor]:
+    """Texts of different lengths, and their copies as labels."""
+    generator = torch.Generator().manual_seed(7)
+    ids = torch.randint(1, VOCABULARY, (NUM_SAMPLES, LENGTH), generator=generator)
+    mask = mask_of_lengths()
+    return {"input_ids": ids * mask, "attention_mask": mask, "labels": torch.where(mask == 1, ids, -100)}
+
+
+def padded_classes() -> dict[str, Tensor]:
+    """Texts of different lengths, each with its class."""
+    data = classes()
+    return {**data, "input_ids": data["input_ids"] * mask_of_lengths(), "attention_mask": mask_of_lengths()}
+
+
+TRAININGS = {case.name: case for case in (replace(CASES[0], build=gpt2), *CASES[1:], Case("t5", t5, padded, "tokens"))}
+PADDED = {"gpt2": padded, "bert": padded_classes}
+
+
+class Setup(NamedTuple):
+    """How a training of `TRAININGS` is set up."""
+
+    training: str
+    dropout: float
+    optimizer: str
+    clip_norm: float | None
+    is_eager: bool
+    is_padded: bool
+
+    @property
+    def case(self) -> Case:
+        case = TRAININGS[self.training]
+        return replace(case, data=PADDED[self.training]) if self.is_padded else case
+
+    def fresh(self) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = copy.deepcopy(_built(self.training, self.dropout, self.is_eager)).train()
+        torch.manual_seed(1)
+        if self.optimizer == "adamw":
+            return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+        return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    def workload(self) -> Workload:
+        return Workload(*self.fresh(), model_loss, self.case.units, clip_norm=self.clip_norm)
+
+    def setting(self) -> Setting:
+        allow = frozenset(name for name, technique in TECHNIQUES.items() if technique.numerics == "lossy")
+        lengths_vary = "attention_mask" in self.case.data()
+        return Setting("cpu", BATCH_SIZE, precision="auto", allow=allow, lengths_vary=lengths_vary)
+
+    def step(self, rungs: Iterable[tuple[Choice, ...]], **options: Any) -> TrainStep:
+        model, optimizer = self.fresh()
+        rungs = tuple(rungs)
+        given = {"units": self.case.units, "clip_norm": self.clip_norm, "grow_after": 10**9}
+        return TrainStep(model, optimizer, rungs=rungs, **given | options)
+
+    def plain_loop(self, model: nn.Module, optimizer: torch.optim.Optimizer, num_steps: int) -> list[float]:
+        return plain_loop(self.case, model, optimizer, [BATCH_SIZE] * num_steps, self.clip_norm)
+
+
+@cache
+def _built(training: str, dropout: float, is_eager: bool) -> nn.Module:
+    torch.manual_seed(0)
+    model = TRAININGS[training].build(dropout=dropout)
+    if is_eager:
+        model.set_attn_implementation("eager")
+    return model
+
+
+def setup_for(training: str, names: Iterable[str]) -> Setup:
+    """One in which techniques have something to do: attention that is eager, texts that are padded, no clipping."""
+    names = set(names)
+    exact = _weakest(name for name in names if technique_of(name).numerics != "lossy")
+    return Setup(
+        training,
+        dropout=0.1 if exact == "bitwise" else 0.0,
+        optimizer="adamw" if exact == "bitwise" or _weakest(names) == "lossy" else "sgd",
+        clip_norm=None if any(_needs_no_clipping(name, training) for name in names) else 1.0,
+        is_eager="attention" in names and training in {"gpt2", "bert", "t5"},
+        is_padded="by_length" in names and training in PADDED,
+    )
+
+
+def _weakest(names: Iterable[str]) -> str:
+    return max((technique_of(name).numerics for name in names), key=STRICTEST_FIRST.index, default="bitwise")
+
+
+@cache
+def _needs_no_clipping(name: str, training: str) -> bool:
+    workload = Workload(*TRAININGS[training].fresh(), model_loss, TRAININGS[training].units, clip_norm=1.0)
+    setting = Setting("cpu", BATCH_SIZE)
+    if not isinstance(technique_of(name).menu(workload, setting), str):
+        return False
+    workload.clip_norm = None
+    return not isinstance(technique_of(name).menu(workload, setting), str)
+
+
+@contextmanager
+def libraries_are_no_garbage() -> Iterator[None]:
+    """Garbage is collected each time that memory runs out, which took longer than the steps of these trainings."""
+    for training in TRAININGS:
+        setup_for(training, ()).fresh()
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+# -- choices -----------------------------------------------------------------------------------------------------------
+
+
+@cache
+def menu_of(name: str, training: str) -> tuple[Choice, ...] | str:
+    """Up to three choices: the first, the second and the last; or why there are none."""
+    setup = setup_for(training, [name])
+    workload, setting = setup.workload(), setup.setting()
+    menu = technique_of(name).menu(workload, setting)
+    if isinstance(menu, str):
+        assert menu, "a reason is a sentence"
+        return menu
+    assert menu, "an empty menu says no reason"
+    for choice in menu:
+        assert choice.technique == name
+        assert conflict_among((choice,), workload, setting) is None, "the menu has what the workload forbids"
+    return tuple(dict.fromkeys((*menu[:2], menu[-1])))
+
+
+def choices_of(name: str, training: str) -> tuple[Choice, ...]:
+    menu = menu_of(name, training)
+    if isinstance(menu, str):
+        pytest.skip(menu)
+    return menu
+
+
+def setup_of(training: str, choices: tuple[Choice, ...]) -> Setup:
+    """A choice of the whole batch changes nothing."""
+    return setup_for(training, (choice.technique for choice in choices if choice != WHOLE))
+
+
+def numerics_of(choices: tuple[Choice, ...]) -> str:
+    """The weakest of those that are not lossy."""
+    names = (choice.technique for choice in choices if choice != WHOLE)
+    return _weakest(name for name in names if technique_of(name).numerics != "lossy")
+
+
+def lossy_of(choices: tuple[Choice, ...]) -> tuple[Choice, ...]:
+    return tuple(choice for choice in choices if technique_of(choice.technique).numerics == "lossy")
+
+
+def rung_of(*choices: Choice, samples: int = BATCH_SIZE) -> tuple[Choice, ...]:
+    """With a micro-batch, unless one of the choices is one."""
+    cuts = any(choice.technique == "micro_batch" for choice in choices)
+    return in_order(choices if cuts else (*choices, micro_batch_choice(samples)))
+
+
+# -- trained and compared ----------------------------------------------------------------------------------------------
+
+
+class Trained(NamedTuple):
+    losses: list[float]
+    weights: dict[str, Tensor]
+    events: list[Any]
+
+
+@cache
+def expected_of(setup: Setup, *rungs: tuple[Choice, ...]) -> Trained:
+    """Plain PyTorch; with rungs, what these do where memory never runs out."""
+    if rungs:
+        return trained(setup, *rungs)
+    model, optimizer = setup.fresh()
+    losses = setup.plain_loop(model, optimizer, NUM_STEPS)
+    return Trained(losses, weights_of(model, optimizer), [])
+
+
+def expected_with(setup: Setup, choices: tuple[Choice, ...]) -> Trained:
+    """What choices must come to: plain PyTorch, with what is lossy among them."""
+    lossy = lossy_of(choices)
+    return expected_of(setup, rung_of(*lossy)) if lossy else expected_of(setup)
+
+
+def trained(setup: Setup, *rungs: tuple[Choice, ...]) -> Trained:
+    step = setup.step(rungs)
+    results = [step(batch) for batch in setup.case.batches()[:NUM_STEPS]]
+    weights = weights_of(step.workload.model, step.workload.optimizer)
+    step.close()
+    assert [(result.step, result.num_samples) for result in results] == [(n + 1, BATCH_SIZE) for n in range(NUM_STEPS)]
+    events = [event for result in results for event in result.oom_events]
+    return Trained([result.loss for result in results], weights, events)
+
+
+def require_the_same(found: Trained, expected: Trained, numerics: str, is_lossy: bool = False) -> None:
+    """As close as the numerics promise; what stands in for Adam divides by rounding as Adam does."""
+    assert found.losses == pytest.approx(expected.losses, rel=TOLERANCES[numerics], abs=0.0)
+    if numerics == "bitwise":
+        assert found.weights.keys() == expected.weights.keys()
+        assert [n for n, one in expected.weights.items() if not torch.equal(one, found.weights[n])] == []
+    elif numerics == "reduced precision" or is_lossy:
+        assert relative_distance(found.weights, expected.weights) < (0.2 if is_lossy else TOLERANCES[numerics])
+    else:
+        assert largest_relative_difference(expected.weights, found.weights) <= TOLERANCES[numerics]
+
+
+def relative_distance(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """All tensors as one vector: single elements that are nearly 0 have no digits in half precision."""
+    assert found.keys() == expected.keys()
+    apart = sum(float((found[name].double() - expected[name].double()).square().sum()) for name in expected)
+    return (apart / sum(float(tensor.double().square().sum()) for tensor in expected.values())) ** 0.5
+
+
+Gradients = tuple[float, dict[str, Tensor]]
+
+
+def loss_and_gradients(workload: Workload, batch: dict[str, Tensor]) -> Gradients:
+    torch.manual_seed(2)
+    with autocast(workload):
+        loss = workload.loss(workload.model, batch)
+    loss.backward()
+    named = workload.model.named_parameters()
+    return loss.item(), {name: one.grad.clone() for name, one in named if one.grad is not None}
+
+
+@cache
+def expected_gradients(setup: Setup, lossy: tuple[Choice, ...]) -> Gradients:
+    """Of plain PyTorch, with what is lossy, after a step."""
+    workload = setup.workload()
+    setup.plain_loop(workload.model, workload.optimizer, 1)
+    workload.optimizer.zero_grad()
+    torch.manual_seed(3)
+    with installed(workload, lossy):
+        return loss_and_gradients(workload, setup.case.batches()[0])
+
+
+def require_the_same_gradients(found: Gradients, expected: Gradients, numerics: str) -> None:
+    assert found[0] == pytest.approx(expected[0], rel=TOLERANCES[numerics], abs=0.0)
+    if numerics == "reduced precision":  # a maximum over positions may take another one
+        assert relative_distance(found[1], expected[1]) < 0.1
+    else:
+        assert largest_relative_difference(expected[1], found[1]) <= TOLERANCES[numerics]
+
+
+# -- restored ----------------------------------------------------------------------------------------------------------
+
+
+def require_restored(training: str, choices: tuple[Choice, ...]) -> Gradients:
+    """Once without and once with a use; both after a step, so that the optimizer has its states.
+
+    Returns:
+        loss and gradients of the use.
+    """
+    setup = setup_of(training, choices)
+    workload = setup.workload()
+    setup.plain_loop(workload.model, workload.optimizer, 1)
+    workload.optimizer.zero_grad()
+    before, numbers = shape_of(workload), weights_of(workload.model, workload.optimizer)
+    with installed(workload, choices):
+        if not lossy_of(choices):  # a checkpoint may be written here
+            assert list(workload.model.state_dict()) == before["state dict"]
+    assert differing(before, shape_of(workload)) == []
+    after = weights_of(workload.model, workload.optimizer)
+    assert numbers.keys() == after.keys()
+    assert [name for name in numbers if not torch.equal(numbers[name], after[name])] == []
+    torch.manual_seed(3)
+    with installed(workload, choices):
+        found = loss_and_gradients(workload, setup.case.batches()[0])
+        for parameters in (workload.model.parameters(), *(g["params"] for g in workload.optimizer.param_groups)):
+            for parameter in parameters:
+                parameter.grad = None
+    assert differing(before, shape_of(workload)) == []
+    return found
+
+
+def shape_of(workload: Workload) -> dict[str, Any]:
+    """Everything of a workload but the numbers, by identity; what is compared is kept alive."""
+    found: dict[str, Any] = {}
+    for name, module in workload.model.named_modules():
+        found[f"{name} is"] = type(module)
+        for key, value in vars(module).items():
+            found[f"{name}.{key}"] = Same(tuple(value.items()) if isinstance(value, dict) else (value,))
+    for name, one in workload.model.state_dict(keep_vars=True).items():
+        found[f"tensor {name}"] = Same((one, str(one.dtype), one.requires_grad, tuple(one.stride()), one.device.type))
+    optimizer = workload.optimizer
+    for key, value in vars(optimizer).items():
+        if key.endswith("_hooks"):
+            found[f"optimizer.{key}"] = Same(tuple(value.items()))
+    found["optimizer attributes"] = sorted(vars(optimizer))
+    found["state"] = Same(tuple((parameter, *state) for parameter, state in optimizer.state.items()))
+    found["state dict"] = list(workload.model.state_dict())
+    for number, group in enumerate(optimizer.param_groups):
+        found[f"group {number}"] = Same(tuple(group["params"])), {k: v for k, v in group.items() if k != "params"}
+    found["workload"] = Same(tuple(getattr(workload, field.name) for field in fields(workload)))
+    if hasattr(workload.model, "config"):
+        found["config"] = workload.model.config.to_dict()
+    return found
+
+
+class Same:
+    """Equal to what holds the same objects in the same order; numbers and texts are compared by value."""
+
+    def __init__(self, values: tuple[Any, ...]) -> None:
+        self.values = values
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Same) or len(self.values) != len(other.values):
+            return False
+        return all(map(_is_same, self.values, other.values))
+
+    __hash__ = None  # type: ignore[assignment]  # nobody keeps these in a set
+
+    def __repr__(self) -> str:
+        return repr(self.values)
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if isinstance(one, tuple) and isinstance(other, tuple):
+        return len(one) == len(other) and all(map(_is_same, one, other))
+    return one is other or (isinstance(one, bool | int | float | str | type(None)) and one == other)
+
+
+def differing(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    return sorted(key for key in before.keys() | after.keys() if before.get(key) != after.get(key))
