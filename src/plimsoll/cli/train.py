@@ -170,7 +170,7 @@ def _planning(
     if resume and given:
         raise InputError(f"--resume goes on with the plan of the run: leave out {', '.join(given)}, or drop --resume")
     if (plan or no_plan) and len(given) > 1:
-        raise InputError(f"{given[0]} leaves nothing to plan: leave out it, or {', '.join(given[1:])}")
+        raise InputError(f"{given[0]} leaves nothing to plan: leave it out, or {', '.join(given[1:])}")
     if plan is not None:
         Plan.load(plan)
         return ("--given", str(plan.resolve()))

@@ -33,8 +33,8 @@ from plimsoll.memory.predict import Counted
 from plimsoll.plan.cost import learned_peak, learned_ratio, step_duration
 from plimsoll.plan.facts import differences, facts_of
 from plimsoll.plan.look import Look, phase_peaks
-from plimsoll.plan.menu import Problem
-from plimsoll.plan.pins import decide
+from plimsoll.plan.menu import Problem, menu_of
+from plimsoll.plan.pins import Decided, decide
 from plimsoll.plan.search import Found, search
 from plimsoll.records.comparison import Calibration, Learned
 from plimsoll.records.device import Budget
@@ -105,7 +105,14 @@ def require_possible(job: Job, pins: Sequence[Pin], forbids: Iterable[str]) -> N
     forbidden = tuple(forbids)
     _require_known(pins, forbidden)
     subject = JobSubject(job)
-    decide(pins, forbidden, subject.workload, _setting(subject, choose_device(job)))
+    _decided(subject, _setting(subject, choose_device(job)), pins, forbidden)
+
+
+def _decided(subject: Subject, setting: Setting, pins: Sequence[Pin], forbids: Sequence[str]) -> Decided:
+    """Resolve what the user has decided; that the choices go together needs no trace either."""
+    decided = decide(pins, forbids, subject.workload, setting)
+    menu_of(Problem(subject.workload, setting, 0, decided))
+    return decided
 
 
 def _require_known(pins: Sequence[Pin], forbids: Sequence[str]) -> None:
@@ -243,7 +250,7 @@ class _Planner:
         self._traced: dict[tuple[Choices, bool], Trace] = {}
         self._setting = _setting(subject, device)
         self._is_short = not subject.evaluates_between_steps
-        self._decided = decide(pins, forbids, subject.workload, self._setting)
+        self._decided = _decided(subject, self._setting, pins, forbids)
         self._target: Target = find_target(device, budget.device_bytes, self._baseline)
         self._target.calibration = calibration
         self._speed = measured_speed(progress) if self._target.spec is None else speed_of(self._target.spec)

@@ -64,7 +64,7 @@ def test_a_job_file_that_is_not_there_is_said(tmp_path):
         ),
         (["--pin", "micro_batch=4", "--pin", "micro_batch=2"], "are pinned both"),
         (["--pin", "micro_batch=4", "--forbid", "micro_batch"], "leave one of the two out"),
-        (["--no-plan", "--pin", "micro_batch=4"], "--no-plan leaves nothing to plan: leave out it, or --pin micro_b"),
+        (["--no-plan", "--pin", "micro_batch=4"], "--no-plan leaves nothing to plan: leave it out, or --pin micro_b"),
         (["--plan", "none.json", "--forbid", "offload"], "--plan none.json leaves nothing to plan"),
         (["--plan", "none.json"], "there is no 'plan' record at none.json: check the path"),
     ],
@@ -152,6 +152,7 @@ def test_a_small_run_ends_with_one_record_on_standard_output(job, tmp_path):
     out, cache = tmp_path / "a", tmp_path / "cache"
     RunDirectory.create(out, force=False)
     arguments = ["--out", out, "--force", "--budget", "1GiB", "--set", "steps=2", "--set", "seed=7", "--cache", cache]
+    arguments.append("--no-plan")
     done = train_json(job, *arguments)
     assert (done.returncode, done.stderr) == (0, "")
     (line,) = done.stdout.splitlines()

@@ -9,8 +9,10 @@ import torch
 from safetensors.torch import load_file
 from small_runs import make_run, small_job, train_here
 
+import plimsoll.run.train
 from plimsoll.errors import CheckpointError, Interrupted, NonFiniteLossError, OutOfMemoryError
 from plimsoll.records.job import Job
+from plimsoll.records.plan import Choice, Plan, Rung, micro_batch_choice
 from plimsoll.records.run import CheckpointLine, EvaluationLine, OomEvent, RunRecord, StepLine
 from plimsoll.run.failpoints import armed
 
@@ -85,6 +87,38 @@ def test_a_classifier_says_how_often_it_is_right(tmp_path, new_run):
     train_here(directory)
     (line,) = of_kind(directory, EvaluationLine)
     assert (line.num_samples, line.accuracy) == (40, 1.0)
+
+
+def test_a_resumed_run_reads_states_that_are_to_be_in_a_file_into_one(new_run, monkeypatch):
+    directory = new_run(steps=2)
+    choices = (micro_batch_choice(8), Choice(technique="optimizer_offload", options={"to": "disk"}))
+    plan = Plan.load(directory.plan).model_copy(update={"rungs": (Rung(choices=choices),)})
+    plan.save(directory.plan)
+    train_here(directory)
+    seen = []
+
+    def look_and_train(training, restarts):
+        states = training.step.workload.optimizer.state.values()
+        seen.extend(_is_in_a_file(state["exp_avg"]) for state in states)
+
+        return train(training, restarts)
+
+    train = plimsoll.run.train.train
+    monkeypatch.setattr(plimsoll.run.train, "train", look_and_train)
+    directory.job.write_text(directory.job.read_text().replace("steps: 2", "steps: 4"))
+    train_here(directory, resume=True)
+    assert seen
+    assert all(seen)
+
+
+def _is_in_a_file(tensor):
+    address = tensor.data_ptr()
+    with open("/proc/self/maps") as maps:
+        for line in maps:
+            begin, end = (int(part, 16) for part in line.split()[0].split("-"))
+            if begin <= address < end:
+                return "rw-s" in line
+    return False
 
 
 def test_a_language_model_has_no_accuracy(whole):

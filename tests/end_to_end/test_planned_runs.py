@@ -1,0 +1,130 @@
+"""Plans as files and as wishes, from the command line: a run does exactly what its plan says, or says why it does not.
+
+What is refused is in tests/golden/errors, as in `test_bad_input`, and leaves nothing that a second try would stumble
+over.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from end_to_end.commands import assert_each_sample_once, plimsoll, steps_of, trained
+from end_to_end.test_bad_input import refused, tiny_job, without_machine
+from plimsoll.records.plan import Plan
+from plimsoll.records.run import RunRecord
+
+BUDGET = "600MiB"
+DIFFERS = re.compile(r"(?<=--budget )\d+(?=MiB)")
+
+
+@pytest.fixture(scope="module")
+def planned(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A job, with `plan.json` beside it: three samples at a time, states in a file."""
+    folder = tmp_path_factory.mktemp("planned")
+    job = tiny_job(folder)
+    pins = ("--pin", "micro_batch=3", "--pin", "optimizer_offload")
+    done = plimsoll("plan", job, "--budget", BUDGET, *pins, "-o", folder / "plan.json")
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.fixture(scope="module")
+def planned_run(planned: Path) -> Path:
+    """Two steps of it."""
+    arguments = ("--plan", planned / "plan.json", "--set", "steps=2", "--cache", planned / "cache")
+    trained(planned / "job.yaml", "--out", planned / "run", *arguments)
+    return planned / "run"
+
+
+def test_a_run_is_exactly_the_plan_it_is_given(planned, planned_run):
+    plan = Plan.load(planned / "plan.json")
+    assert {"micro_batch=3", "optimizer_offload=disk"} <= set(map(str, plan.choices))
+    assert Plan.load(planned_run / "plan.json") == plan
+    record = RunRecord.from_directory(planned_run)
+    assert [(step.rung, step.micro_batch) for step in record.steps] == [(0, 3)] * 2
+    assert record.limit_bytes == 600 << 20  # the plan's: the job has none
+    assert not record.oom_events
+
+
+def test_a_planned_run_goes_on_as_it_was_and_under_another_budget_plans_again(planned, planned_run, tmp_path):
+    run = shutil.copytree(planned_run, tmp_path / "run")
+    trained("--resume", "--out", run, "--set", "steps=3")
+    assert (run / "plan.json").read_bytes() == (planned_run / "plan.json").read_bytes()
+    trained("--resume", "--out", run, "--set", "steps=4", "--budget", "500MiB")
+    before, after = Plan.load(planned_run / "plan.json"), Plan.load(run / "plan.json")
+    assert (after.budget.device_bytes, after.limit_bytes) == (500 << 20, (500 - 16) << 20)
+    assert after.pinned == before.pinned
+    assert [step.micro_batch for step in steps_of(run)] == [3] * 4
+    assert_each_sample_once(steps_of(run), 4)
+    whole = tmp_path / "whole"
+    trained(planned / "job.yaml", "--out", whole, "--no-plan", "--cache", planned / "cache")
+    assert [step.loss for step in steps_of(run)] == pytest.approx([step.loss for step in steps_of(whole)], rel=1e-5)
+
+
+def test_a_resume_under_a_budget_that_cannot_be_changes_nothing(planned_run, golden, tmp_path):
+    run = shutil.copytree(planned_run, tmp_path / "run")
+    kept = {path.name: path.read_bytes() for path in run.iterdir() if path.is_file()}
+    message = refused("--resume", "--out", run, "--set", "steps=4", "--budget", "20MiB")
+    golden("errors/budget-planned.txt", told(message, tmp_path))
+    assert {path.name: path.read_bytes() for path in run.iterdir() if path.is_file()} == kept
+
+
+def told(message: str, folder: Path) -> str:
+    return DIFFERS.sub("<this>", without_machine(" ".join(message.split()) + "\n", folder))
+
+
+PLANS = {
+    "plan-torn": ("torn.json",),
+    "plan-is-a-directory": (".",),
+    "plan-is-no-plan": ("record.json",),
+    "plan-of-a-gpu": ("gpu.json",),
+    "plan-with-a-pin": ("plan.json", "--pin", "heap"),
+    "plan-with-no-plan": ("plan.json", "--no-plan"),
+}
+
+
+@pytest.fixture
+def plans(planned: Path, planned_run: Path, tmp_path: Path) -> Path:
+    """A folder with the job, its plan, and files that are no plan of it."""
+    whole = json.loads((planned / "plan.json").read_text())
+    tiny_job(tmp_path)
+    shutil.copy(planned / "plan.json", tmp_path)
+    shutil.copy(planned_run / "record.json", tmp_path)
+    (tmp_path / "torn.json").write_text((planned / "plan.json").read_text()[:500])
+    whole["made_for"]["target"] = "cuda 8.6"
+    (tmp_path / "gpu.json").write_text(json.dumps(whole))
+    return tmp_path
+
+
+@pytest.mark.parametrize("case", PLANS)
+def test_a_plan_that_is_not_of_this_run(case, plans, planned, golden):
+    plan, *others = PLANS[case]
+    message = refused(plans / "job.yaml", "--out", plans / "run", "--plan", plans / plan, *others)
+    golden(f"errors/{case}.txt", told(message, plans))
+    assert not (plans / "run" / "data").exists()  # nothing was prepared for it
+    if case == "plan-torn":  # what was wrong is corrected, and no --force is needed
+        trained(plans / "job.yaml", "--out", plans / "run", "--plan", plans / "plan.json")
+
+
+WISHES = {
+    "wish-not-a-number": ("--pin", "micro_batch=two"),
+    "wish-contradiction": ("--pin", "optimizer_in_backward", "--pin", "micro_batch=1"),
+}
+
+
+@pytest.mark.parametrize("case", WISHES)
+def test_a_wish_that_cannot_be(case, golden, tmp_path):
+    """Those that take no process are in tests/unit/run/test_run_plan.py."""
+    golden(f"errors/{case}.txt", told(refused(tiny_job(tmp_path), "--out", tmp_path / "run", *WISHES[case]), tmp_path))
+    assert not (tmp_path / "run" / "data").exists()
+
+
+def test_to_plan_says_the_same_of_a_wish_as_to_train(golden, tmp_path):
+    done = plimsoll("plan", tiny_job(tmp_path), *WISHES["wish-contradiction"])
+    assert (done.returncode, done.stdout) == (2, "")
+    golden("errors/wish-contradiction.txt", told(done.stderr[done.stderr.index("error: ") :], tmp_path))
