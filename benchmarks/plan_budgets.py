@@ -25,6 +25,8 @@ from _planned import (
     Worker,
     ends_with_its_code,
     in_words,
+    keep_rows,
+    kept_rows,
     make_texts,
     make_training,
     one_thread,
@@ -141,14 +143,18 @@ def main() -> None:
     arguments = parser.parse_args()
     one_thread()
     texts = make_texts(arguments.data, arguments.work, [model.rows for model in MODELS])
-    rows: list[Row] = []
+    rows = [Row(**fields) for fields in kept_rows(arguments.kept)]
     for model in MODELS:
-        if arguments.only.lower() not in model.name.lower():
+        is_done = sum(row.model == model.name for row in rows) >= arguments.budgets
+        if is_done or arguments.only.lower() not in model.name.lower():
             continue
         training = make_training(model, texts)
         for budget_bytes in training.budgets(arguments.budgets):
+            if any((row.model, row.budget_bytes) == (model.name, budget_bytes) for row in rows):
+                continue
             rows.append(row_of(training, budget_bytes, arguments.steps))
             print("  ".join(rows[-1].cells()), file=sys.stderr, flush=True)
+            keep_rows(arguments.kept, rows)
     text = report(rows, arguments.steps)
     print(text)
     if arguments.out:
