@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from itertools import takewhile
+from typing import Literal
 
 from plimsoll.errors import InputError
 from plimsoll.records.plan import Choice
@@ -23,12 +24,13 @@ class Rungs:
     Args:
         workload: what the techniques are installed on; those for the whole run at once.
         rungs: the choices of the plan and of its fallbacks, each with a micro-batch.
+        device: the kind of the device that they are for; a rehearsal for a GPU has none. By default the workload's.
 
     Raises:
         InputError: if a rung has no micro-batch, or the techniques for the whole run differ between rungs.
     """
 
-    def __init__(self, workload: Workload, rungs: Sequence[Sequence[Choice]]) -> None:
+    def __init__(self, workload: Workload, rungs: Sequence[Sequence[Choice]], device: str | None = None) -> None:
         self._workload = workload
         for_the_run = [_split(choices)[0] for choices in rungs] or [()]
         different = list(dict.fromkeys(" ".join(map(str, choices)) or "none" for choices in for_the_run))
@@ -37,8 +39,9 @@ class Rungs:
                 f"the rungs of a plan differ in what changes the training ({' | '.join(different)}): give the same to "
                 "each"
             )
+        kind: Literal["cpu", "cuda"] = "cuda" if (device or workload.device.type) == "cuda" else "cpu"
         for choices in rungs:
-            _refuse_impossible(choices, workload, max(map(samples_of, rungs)))
+            _refuse_impossible(choices, workload, kind, max(map(samples_of, rungs)))
         self._levels: list[Choices] = []
         sizes: list[Size] = []
         for choices in rungs:
@@ -104,10 +107,12 @@ class Rungs:
                 stack.push(one)
 
 
-def _refuse_impossible(choices: Sequence[Choice], workload: Workload, batch_size: int) -> None:
+def _refuse_impossible(
+    choices: Sequence[Choice], workload: Workload, kind: Literal["cpu", "cuda"], batch_size: int
+) -> None:
     """Refuse choices that cannot be, or not together; who gives rungs allows what is lossy in them."""
     setting = Setting(
-        device="cuda" if workload.device.type == "cuda" else "cpu",
+        device=kind,
         batch_size=batch_size,
         precision="auto",
         allow=frozenset((*TECHNIQUES, "recut_batch_norm")),

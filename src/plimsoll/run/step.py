@@ -142,7 +142,7 @@ class TrainStep:
         self.position = position or Position()
         self.backend: Backend = backend or backend_for(str(device))
         self.ladder: Ladder | None = None
-        self._rungs = Rungs(self.workload, rungs or ())
+        self._rungs = Rungs(self.workload, rungs or (), self.backend.kind)
         model, optimizer, precision = self.workload.model, self.workload.optimizer, self.workload.precision
         self._learned: dict[str, Any] | None = None
         self._first_micro_batch = micro_batch
