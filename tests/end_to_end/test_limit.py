@@ -49,7 +49,8 @@ def test_with_a_plan_memory_does_not_run_out_at_all(large_job, cache, tmp_path):
     plan = Plan.load(tmp_path / "run" / "plan.json")
     assert not record.oom_events
     assert {step.rung for step in record.steps} == {0}
-    assert {step.micro_batch for step in record.steps[:4]} == {plan.rungs[0].micro_batch}
+    whole = [step for step in record.steps if step.num_samples == 128]
+    assert {step.micro_batch for step in whole} == {plan.rungs[0].micro_batch}
     assert plan.limit_bytes == BUDGET_BYTES - (16 << 20)
     assert plan.rungs[0].peak is not None
     assert record.peak_bytes <= plan.rungs[0].peak.high_bytes <= plan.limit_bytes
