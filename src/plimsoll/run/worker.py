@@ -122,6 +122,7 @@ def train_run(  # noqa: PLR0915 -- as above
     from plimsoll.data.tokenizer import export_tokenizer
     from plimsoll.device.base import backend_for
     from plimsoll.device.probe import versions
+    from plimsoll.models.build import build_model
     from plimsoll.records.run import RunHead
     from plimsoll.run import checkpoint
     from plimsoll.run.boundary import fitting
@@ -149,6 +150,9 @@ def train_run(  # noqa: PLR0915 -- as above
             require_room(job, prepared, backend.baseline_bytes, job.budget.device_bytes)
         head.save(directory.head)  # before the limit: the supervisor judges a death by it
         host = backend_for("cpu") if device != "cpu" else None
+        # What is imported and started inside a limit counts against it with all the address space it asks for.
+        build_model(job, prepared.vocab_size, prepared.num_labels, prepared.end_id, device="meta")
+        (host or backend).baseline_bytes()
         _limit(stack, backend, job.budget.device_bytes)
         _limit(stack, host, job.budget.host_bytes)
         parts = fitting(lambda: assemble(job, prepared, device), backend, "building the model")
