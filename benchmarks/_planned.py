@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -256,7 +256,22 @@ def parser_of(description: str) -> argparse.ArgumentParser:
         "--work", type=Path, default=Path("plan-benchmark"), help="folder for text (default: %(default)s)"
     )
     parser.add_argument("--out", type=Path, help="also write the tables to this Markdown file")
+    parser.add_argument("--kept", type=Path, help="a file that keeps each row; what is in it is not measured again")
     return parser
+
+
+def kept_rows(path: Path | None) -> list[dict[str, Any]]:
+    """The fields of the rows that an earlier run kept."""
+    if path is None or not path.exists():
+        return []
+    rows: list[dict[str, Any]] = json.loads(path.read_text("utf-8"))
+    return rows
+
+
+def keep_rows(path: Path | None, rows: Sequence[Any]) -> None:
+    """Keep rows, which are dataclasses."""
+    if path is not None:
+        path.write_text(json.dumps([asdict(row) for row in rows]), "utf-8")
 
 
 def ends_with_its_code(main: Callable[[], None]) -> None:

@@ -10,7 +10,7 @@
 
 The last two train inside a limit on private memory (RLIMIT_DATA, set by `plimsoll.device.data_limit` for both, with its
 setting of the heap, after the imports), which is bisected until a step passes and a little less fails. What an
-accumulated step needs does not change after its second sample, so the bisection uses steps of four samples, two of them
+accumulated step needs does not change after its second sample, so the bisection uses two steps of two samples
 (the second has the optimizer's states); with ``--whole`` both also do one whole step of 64 samples. Dropout is on, and
 weights and samples are the same; each way draws its own masks, so the first losses differ in the fourth digit or less.
 Measured is private memory (RssAnon) from outside. Without `accelerate`, which Trainer needs, its arm is left out.
@@ -39,12 +39,12 @@ import numpy as np
 from plimsoll.device.process import private_bytes
 
 MIB, GIB = 1 << 20, 1 << 30
-VOCAB_SIZE, LENGTH, BATCH_SIZE, FEW = 50257, 512, 64, 4
-PLAIN_SIZES = (2, 4, 8)
+VOCAB_SIZE, LENGTH, BATCH_SIZE, FEW = 50257, 512, 64, 2
+PLAIN_SIZES = (2, 8)
 IMPOSSIBLE_BYTES = 64 * MIB
 TRAINER_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")
 LEARNING_RATE, CLIP_NORM = 1e-4, 1.0
-_TEXT_BYTES, _POLL_SECONDS, _STEP_BYTES = 4 * MIB, 0.005, 32 * MIB
+_TEXT_BYTES, _POLL_SECONDS, _STEP_SHARE = 4 * MIB, 0.005, 0.04
 _LONGEST_SECONDS = 3600
 
 
@@ -205,12 +205,12 @@ def measured(run: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def smallest(run: dict[str, Any], fails_bytes: int, passes_bytes: int) -> tuple[int, dict[str, Any]]:
-    """Bisect the limit to `_STEP_BYTES`; ``passes_bytes`` is raised until it does."""
+    """Bisect the limit to `_STEP_SHARE` of it; ``passes_bytes`` is raised until it does."""
     best = measured({**run, "limit_bytes": passes_bytes})
     while best is None:
         fails_bytes, passes_bytes = passes_bytes, int(1.05 * passes_bytes)
         best = measured({**run, "limit_bytes": passes_bytes})
-    while passes_bytes - fails_bytes > _STEP_BYTES:
+    while passes_bytes - fails_bytes > _STEP_SHARE * passes_bytes:
         middle_bytes = (fails_bytes + passes_bytes) // 2
         found = measured({**run, "limit_bytes": middle_bytes})
         if found is None:
@@ -297,7 +297,7 @@ def report(found: dict[str, Any]) -> str:
 
 
 def first_losses(found: dict[str, Any]) -> dict[str, float]:
-    """Of the first step of four samples, by the way."""
+    """Of the first step of few samples."""
     losses = {name: found[name]["few"]["steps"][0]["loss"] for name in ("plimsoll", "trainer") if _has_few(found, name)}
     few = [row for row in found.get("plain", {}).get("smaller", []) if row["samples"] == FEW]
     return losses if not few else {**losses, "plain": few[0]["steps"][0]["loss"]}

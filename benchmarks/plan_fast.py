@@ -30,6 +30,8 @@ from _planned import (
     Worker,
     ends_with_its_code,
     in_words,
+    keep_rows,
+    kept_rows,
     make_texts,
     make_training,
     one_thread,
@@ -40,17 +42,17 @@ from plimsoll.records.plan import Choice, Plan, micro_batch_choice
 
 # A model, and which of its six budgets (0 is the largest) are cells.
 MODELS = (
-    (Model("GPT-2 4 x 192", {"architecture": "gpt2", "n_layer": 4, "n_embd": 192, "n_head": 4}, 128, 8), (0, 2, 4)),
+    (Model("GPT-2 4 x 192", {"architecture": "gpt2", "n_layer": 4, "n_embd": 192, "n_head": 4}, 128, 16), (0, 2, 4)),
     (
         Model(
             "BERT 4 x 192, classifier",
             {"architecture": "bert", "num_hidden_layers": 4, "hidden_size": 192, "num_attention_heads": 4,
              "intermediate_size": 768},
-            128, 8, "classification",
+            128, 16, "classification",
         ),
         (0, 3),
     ),
-    (Model("T5 2 + 2 x 128", "_rss_worker:t5_small", 128, 8), (1, 3)),
+    (Model("T5 2 + 2 x 128", "_rss_worker:t5_small", 128, 16), (1, 3)),
     (
         Model(
             "LSTM 128, 50k vocabulary",
@@ -265,13 +267,16 @@ def main() -> None:
     arguments = parser.parse_args()
     one_thread()
     texts = make_texts(arguments.data, arguments.work, [model.rows for model, _ in MODELS])
-    rows: list[Row] = []
+    rows = [Row(**fields) for fields in kept_rows(arguments.kept)]
     for model, cells in MODELS:
-        if arguments.only.lower() not in model.name.lower():
+        is_done = sum(row.model == model.name for row in rows) == len(cells)
+        if is_done or arguments.only.lower() not in model.name.lower():
             continue
+        rows = [row for row in rows if row.model != model.name]
         for row in rows_of(make_training(model, texts), cells, arguments.steps, arguments.rounds):
             rows.append(row)
             print("  ".join(row.cells()), file=sys.stderr, flush=True)
+            keep_rows(arguments.kept, rows)
     text = report(rows, arguments.steps, arguments.rounds)
     print(text)
     if arguments.out:

@@ -22,7 +22,7 @@ from plimsoll.run.boundary import Position
 from plimsoll.run.failpoints import armed
 from plimsoll.run.rehearse import StageBackend, _stage
 from plimsoll.run.step import TrainStep
-from plimsoll.techniques import TECHNIQUES, activation_offload, technique_of
+from plimsoll.techniques import TECHNIQUES, activation_offload, conflict_among, technique_of
 from technique_trainings import (
     NUM_STEPS,
     STRICTEST_FIRST,
@@ -51,6 +51,7 @@ torch.set_num_threads(1)
 PHASES = tuple(phase for phase in PHASES_OF_A_STEP if phase != "fetch")  # which is not the step's
 # The prediction counts what their kernels take inside, which a recorder of tensors cannot see: up to this share more.
 UNSEEN_SHARE = {"lstm": 0.15, "cnn": 0.15}
+COPIED_HEAD_BYTES = 4 * (16 * 3 + 3)  # a rehearsal counts the head, which peft copies, once more
 
 every_technique = pytest.mark.parametrize("name", TECHNIQUES)
 every_training = pytest.mark.parametrize("training", TRAININGS)
@@ -116,6 +117,8 @@ def test_memory_that_runs_out_in_any_phase_loses_nothing(name, phase):
     if not lossy_of((choice,)):
         setup = setup._replace(optimizer="sgd")
     first, second = rung_of(choice), rung_of(choice, samples=BATCH_SIZE // 2)
+    if conflict_among(second, setup.workload(), setup.setting()) is not None:  # it needs the whole batch
+        second = rung_of(samples=BATCH_SIZE // 2)
     rungs = (rung_of(WHOLE), first) if name == "micro_batch" else (first, second)
     with armed(phase, 2, 3):
         found = trained(setup, *rungs)
@@ -167,4 +170,6 @@ def test_a_rehearsal_with_it_needs_what_a_run_with_it_needs(name, training):
     rung = rung_of(choices[1] if name == "micro_batch" else choices[-1])  # a pass of one sample is done 8 times
     setup = setup_for(training, [name])._replace(dropout=0.0)
     predicted_bytes, measured_bytes = (live_peak_bytes(setup, rung, is_real) for is_real in (False, True))
-    assert 0 <= predicted_bytes - measured_bytes <= UNSEEN_SHARE.get(training, 0) * measured_bytes
+    most_more = COPIED_HEAD_BYTES if (name, training) == ("lora", "bert") else 0
+    most_more += int(UNSEEN_SHARE.get(training, 0) * measured_bytes)
+    assert 0 <= predicted_bytes - measured_bytes <= most_more
