@@ -160,12 +160,10 @@ class _Search:
             learned = [strongest] if self._learn(strongest) else []
             if name == "checkpointing":
                 learned += self._some_blocks(strongest) if learned else []
-            elif (
-                weakest != strongest
-                and (not learned or not self._surrogate.is_free(strongest))
-                and self._learn(weakest)
+            elif weakest != strongest and (
+                technique.may_be_faster or not learned or not self._surrogate.is_free(strongest)
             ):
-                learned.append(weakest)
+                learned += [weakest] if self._learn(weakest) else []
             if learned:
                 self._learned[name] = learned
 
