@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
+import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-# What runs teach and how fast the machine is are kept in a folder; that of tests begins empty, and goes with them.
-_CACHE = tempfile.TemporaryDirectory(prefix="plimsoll-tests-")
-os.environ["PLIMSOLL_CACHE"] = _CACHE.name
+# How fast this machine is is measured once for all tests; what runs teach is each test's own.
+_MEASURED = tempfile.TemporaryDirectory(prefix="plimsoll-tests-")
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -35,3 +34,15 @@ def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
         assert text == path.read_text(encoding="utf-8")
 
     return check
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Give each test a cache folder that knows the machine's speed and nothing else."""
+    measured, own = Path(_MEASURED.name), tmp_path_factory.mktemp("cache")
+    for file in measured.glob("speed*"):
+        shutil.copy(file, own)
+    monkeypatch.setenv("PLIMSOLL_CACHE", str(own))
+    yield
+    for file in own.glob("speed*"):
+        shutil.copy(file, measured)
