@@ -54,8 +54,8 @@ from plimsoll.workload import LossFunction, Units, model_loss
 
 Progress = Callable[[str], None]
 
-# On the CPU. Where freed blocks lie differs from step to step: in six steps of small GPT-2 and LSTM models, in pieces of
-# 1 and 4 samples, the highest peak was up to 13 % above that of a short rehearsal, see docs/LOG.md.
+# On the CPU. Where freed blocks lie differs from step to step: in six steps of small GPT-2 and LSTM models, in pieces
+# of 1 and 4 samples, the highest peak was up to 13 % above that of a short rehearsal, see docs/LOG.md.
 _LONG_RUN_SPREAD = 0.12
 _LOOKS_OFF_SHARE = 0.005  # by which a short rehearsal may say too little
 _MOST_ROUNDS = 3  # of searching again, where a plan at full length needs more than at the length it was found with

@@ -36,7 +36,7 @@ FLAGS = {
     "train-worker": {
         "--resume", "--from-step", "--resume-newest", "--rung", "--too-large-rung", "--restarts", "--quiet",
     },
-    "prepare-worker": {"--quiet", "--again"},
+    "prepare-worker": {"--quiet", "--again", "--pin", "--forbid"},
     "plan-worker": {"--given", "--pin", "--forbid", "--quiet"},
     "baseline-worker": set(),
 }  # fmt: skip
