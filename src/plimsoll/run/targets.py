@@ -84,7 +84,7 @@ class Target:
 
         kept = kept_by_libraries(trace.texts, torch.get_num_threads())
         rules = heap or (FAST_HEAP if self.has_budget else DEFAULT_HEAP)
-        return count_on_cpu(trace, self.baseline + kept, rules)
+        return count_on_cpu(trace, self.baseline + kept, rules, has_limit=self.has_budget)
 
     def fits(self, counted: Counted) -> bool:
         """Whether the likely peak is within the limit."""
