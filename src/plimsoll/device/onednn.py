@@ -42,7 +42,7 @@ class _Module(ctypes.Structure):
 _SEEN: dict[bytes, int] = {}  # where the thread-local data of each library begins in this thread
 
 
-def _note_library(module: ctypes._Pointer[_Module], _size: int, _data: int | None) -> int:
+def _note_library(module: ctypes._Pointer[_Module], _num_bytes: int, _data: int | None) -> int:
     if module.contents.name and module.contents.thread_local_data:
         _SEEN[module.contents.name] = module.contents.thread_local_data
     return 0
