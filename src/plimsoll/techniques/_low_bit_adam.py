@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from plimsoll.errors import CheckpointError
 from plimsoll.memory.outside import keeps_states_outside
 from plimsoll.optimizers import SeparableOptimizer
 
@@ -118,9 +119,22 @@ class LowBitAdam(SeparableOptimizer):
         decoupled_weight_decay: bool = False,
     ) -> None:
         self.bits = bits
+        for has_sign in _MOMENTS.values():
+            table_of(bits, has_sign)  # imports torchao now, and not in the middle of a step
         self._tables: dict[torch.device, dict[str, list[Tensor]]] = {}
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
+        # Its groups say how many bits, so that a checkpoint does.
+        defaults = {
+            "bits": bits,
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "maximize": maximize,
+        }
         super().__init__(params, {**defaults, "decoupled_weight_decay": decoupled_weight_decay})
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"bits": self.bits, "_tables": {}}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -149,7 +163,17 @@ class LowBitAdam(SeparableOptimizer):
         return _MOST_TEMPORARIES * 4 * min(most, parameter.numel()) + copies
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load states; torch alone would make the codes numbers of the parameter's type."""
+        """Load states; torch alone would make the codes numbers of the parameter's type.
+
+        Raises:
+            CheckpointError: if they are of other bits.
+        """
+        saved_bits = {group.get("bits") for group in state_dict["param_groups"]}
+        if saved_bits != {self.bits}:
+            raise CheckpointError(
+                f"the states are of an optimizer of {saved_bits.pop() or 32} bits, and this one has {self.bits}: "
+                "go on under the budget and with the choices they were trained with, or start anew"
+            )
         packed = {
             number: {key: value for key, value in state.items() if _is_packed(key)}
             for number, state in state_dict["state"].items()
