@@ -15,6 +15,7 @@ Does NOT cover amsgrad, sparse gradients and complex numbers.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -244,12 +245,22 @@ def is_quantized(parameter: Tensor) -> bool:
 
 
 @cache
+def _kinds() -> dict[int, Any]:
+    """torchao's tensors, imported without its warnings of kernels that it has for GPUs only."""
+    disabled = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        from torchao.optim.subclass_4bit import OptimState4bit
+        from torchao.optim.subclass_8bit import OptimState8bit
+    finally:
+        logging.disable(disabled)
+    return {8: OptimState8bit, 4: OptimState4bit}
+
+
+@cache
 def table_of(bits: int, has_sign: bool) -> Table:
     """The codes of torchao for moments with a sign or without."""
-    from torchao.optim.subclass_4bit import OptimState4bit
-    from torchao.optim.subclass_8bit import OptimState8bit
-
-    kind = {8: OptimState8bit, 4: OptimState4bit}[bits]
+    kind = _kinds()[bits]
     with _disable_current_modes():  # a rehearsal's: they are numbers, not a part of the training
         block = _BLOCK_ELEMENTS[bits]
         numbers = kind.zeros((block,), has_sign, block, "cpu").qmap.numpy()
