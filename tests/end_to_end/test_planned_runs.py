@@ -71,7 +71,10 @@ def test_a_planned_run_goes_on_as_it_was_and_under_another_budget_plans_again(pl
 def test_a_run_with_moments_of_few_bits_goes_on_bit_for_bit(tmp_path):
     """Of 300 x 16 numbers, and of biases, whose moments stay."""
     job = tiny_job(tmp_path, allow="low_bit_optimizer")
-    given = ("--budget", BUDGET, "--pin", "low_bit_optimizer=4", "--cache", tmp_path / "cache")
+    plan = tmp_path / "plan.json"
+    planned = plimsoll("plan", job, "--budget", BUDGET, "--pin", "low_bit_optimizer=4", "-o", plan)
+    assert planned.returncode == 0, planned.stderr
+    given = ("--plan", plan, "--cache", tmp_path / "cache")
     done = trained(job, "--out", tmp_path / "whole", *given)
     assert "Failed to load" not in done.stderr  # which torchao says of its kernels for GPUs
     trained(job, "--out", tmp_path / "run", *given, "--set", "steps=3")
