@@ -169,6 +169,23 @@ def test_an_oom_in_the_middle_of_a_parameter_undoes_all_of_it(choice, num_before
         assert all(parameter.grad is not None for parameter in model.parameters())
 
 
+@needs_torchao
+@BOTH
+def test_the_first_step_proves_room_for_just_the_states_to_come(choice, monkeypatch):
+    """Of the largest parameter they are 1/4 or 1/8 of Adam's, of the small ones not."""
+    proven = []
+    monkeypatch.setattr("plimsoll.run.commit._prove_room", lambda blocks, device: proven.append(sum(blocks)))
+    workload = workload_of(model=nn.Sequential(nn.Linear(64, 100), nn.Linear(100, 40), nn.Linear(40, 50)))
+    with installed(workload, [choice]):
+        give_gradients(workload.model)
+        largest = max(workload.model.parameters(), key=torch.numel)
+        StepCommit(workload.optimizer, backend_for("cpu"), Position(), piece_bytes=1).step()
+        states = [
+            (one, sum(value.nbytes for value in state.values())) for one, state in workload.optimizer.state.items()
+        ]
+        assert proven == [sum(num_bytes for one, num_bytes in states if one is not largest)]
+
+
 def give_gradients(model):
     for number, parameter in enumerate(model.parameters()):
         parameter.grad = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number))
