@@ -185,11 +185,11 @@ def test_what_it_says_that_it_takes_is_enough_and_not_far_from_it(bits, dtype, s
     assert temporaries <= optimizer.temporary_bytes_of(some[0]) <= 3 * temporaries + 4096
 
 
-def test_a_large_parameter_takes_no_more_than_one_part_of_it():
-    (one,) = parameters((2048, 1024))
+def test_a_large_parameter_takes_no_more_than_one_part_of_it(small_parts):
+    (one,) = parameters((512, 1024))
     optimizer = LowBitAdam([one], bits=8)
     steps_of(optimizer, [one], num_steps=1)
-    assert taken_bytes([one], optimizer)[0] < 2 * one.nbytes
+    assert taken_bytes([one], optimizer)[0] < one.nbytes / 3
 
 
 def test_least_is_where_torchao_begins_to_round_up():
