@@ -36,8 +36,8 @@ LEAST_ELEMENTS = 4096
 """A parameter of fewer has the moments of plain Adam, as in torchao: biases and normalisations are sensitive."""
 
 _BLOCK_ELEMENTS = {8: 256, 4: 128}  # torchao's
-# Numbers that are updated together, in some 60 ops. With fewer, the 8 floats for each that are taken in between were
-# fewer, and stay in a cache; but a rehearsal takes a fraction of a millisecond for each op, whatever its size.
+# Numbers that are updated together, in some 60 ops. With fewer, what is taken in between (8 floats for each) would be
+# less, and stay in a cache; but a rehearsal takes a fraction of a millisecond for each op, whatever its size.
 _PART_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 22}
 _MOST_TEMPORARIES = 12  # times 4 bytes for each number that is updated; a test counts them
 _MOMENTS = {"exp_avg": True, "exp_avg_sq": False}  # whether it has a sign
