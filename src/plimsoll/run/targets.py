@@ -207,8 +207,8 @@ def _assumptions(counted: Counted) -> tuple[Assumption, ...]:
     if not counted.unwritten_bytes:
         return counted.trace.assumptions
     text = (
-        f"the budget has room for {format_bytes(counted.unwritten_bytes)} that LSTM layers ask for and never write: its "
-        "limit counts what is asked for"
+        f"the budget has room for {format_bytes(counted.unwritten_bytes)} that LSTM layers ask for and never write: "
+        "its limit counts what is asked for"
     )
     return (*counted.trace.assumptions, Assumption(text=text, high_bytes=counted.unwritten_bytes))
 
