@@ -1,8 +1,9 @@
-"""Seconds and temporaries of one AdamW update of a GPT-2 in each kernel: plain, and in the step that can be undone.
+"""Seconds, temporaries and states of one AdamW update of a GPT-2: plain, and in the step that can be undone.
 
     python benchmarks/optimizer_kernels.py --layers 6 --width 384 --device cpu
 
-Prints a table, and as its last line one JSON object with the figures.
+In each kernel of torch's, and with moments of 8 and 4 bits where torchao is installed. Prints a table, and as its last
+line one JSON object with the figures.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import argparse
 import json
 import statistics
 import time
+from importlib.util import find_spec
 
 import torch
 from torch import nn
@@ -20,8 +22,10 @@ from plimsoll.memory.live import live_bytes
 from plimsoll.memory.recorder import Recorder
 from plimsoll.run.boundary import Position
 from plimsoll.run.commit import StepCommit
+from plimsoll.techniques._low_bit_adam import LowBitAdam
 
 KERNELS = ("loop", "foreach", "fused")
+LOW_BITS = {"8 bits": 8, "4 bits": 4}
 
 
 def main() -> None:
@@ -35,12 +39,14 @@ def main() -> None:
     model = gpt2(options.layers, options.width).to(options.device)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     print(f"AdamW of {num_parameters:,} parameters on {options.device}, {torch.get_num_threads()} threads")
-    print(f"{'kernel':8} {'plain':>10} {'undoable':>10} {'temporaries':>12} {'undoable':>10}")
-    figures = {kernel: measured(model, kernel, options.device, options.repeat) for kernel in KERNELS}
+    print(f"{'kernel':8} {'plain':>10} {'undoable':>10} {'temporaries':>12} {'undoable':>10} {'states':>10}")
+    kinds = (*KERNELS, *(LOW_BITS if find_spec("torchao") else ()))
+    figures = {kind: measured(model, kind, options.device, options.repeat) for kind in kinds}
     for kernel, row in figures.items():
         print(
             f"{kernel:8} {row['plain_seconds'] * 1e3:7.1f} ms {row['undoable_seconds'] * 1e3:7.1f} ms "
-            f"{row['plain_bytes'] / 2**20:8.1f} MiB {row['undoable_bytes'] / 2**20:6.1f} MiB"
+            f"{row['plain_bytes'] / 2**20:8.1f} MiB {row['undoable_bytes'] / 2**20:6.1f} MiB "
+            f"{row['state_bytes'] / 2**20:6.1f} MiB"
         )
     print(json.dumps({"parameters": num_parameters, "device": options.device, "kernels": figures}))
 
@@ -52,10 +58,17 @@ def gpt2(num_layers: int, width: int) -> nn.Module:
     return GPT2LMHeadModel(GPT2Config(n_layer=num_layers, n_embd=width, n_head=width // 64))
 
 
-def measured(model: nn.Module, kernel: str, device: str, repeat: int) -> dict[str, float]:
+def optimizer_of(model: nn.Module, kind: str) -> torch.optim.Optimizer:
+    """AdamW in one of torch's kernels, or with moments of few bits."""
+    if kind in LOW_BITS:
+        settings = {"lr": 1e-4, "weight_decay": 1e-2, "decoupled_weight_decay": True}
+        return LowBitAdam(model.parameters(), bits=LOW_BITS[kind], **settings)
+    return torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=kind == "foreach", fused=kind == "fused")
+
+
+def measured(model: nn.Module, kind: str, device: str, repeat: int) -> dict[str, float]:
     """Seconds (the median) and bytes beside what stays, of an update whose states exist."""
-    flags = {"foreach": kernel == "foreach", "fused": kernel == "fused"}
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, **flags)
+    optimizer = optimizer_of(model, kind)
     commit = StepCommit(optimizer, backend_for(device), Position())
     gradients = [torch.randn_like(parameter) for parameter in model.parameters()]
     figures: dict[str, float] = {}
@@ -70,6 +83,8 @@ def measured(model: nn.Module, kernel: str, device: str, repeat: int) -> dict[st
             seconds.append(time.perf_counter() - start)
         figures[f"{name}_seconds"] = statistics.median(seconds[1:])
         figures[f"{name}_bytes"] = temporaries_bytes(model, gradients, optimizer, one)
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    figures["state_bytes"] = sum(value.nbytes for value in states)
     return figures
 
 

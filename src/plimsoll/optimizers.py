@@ -14,7 +14,7 @@ from functools import partial
 
 import torch
 import torch.optim.optimizer as optimizer_module  # the hooks that see every optimizer are here and nowhere public
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from plimsoll.errors import JobError
@@ -107,6 +107,18 @@ def _cosine(share_done: float) -> float:
 _DECAYS: dict[str, Callable[[float], float]] = {"constant": _constant, "linear": _linear, "cosine": _cosine}
 
 
+class SeparableOptimizer(torch.optim.Optimizer):
+    """An optimizer of this package: it updates a parameter by that parameter alone, and knows what that takes."""
+
+    def state_bytes_of(self, parameter: Tensor) -> int:
+        """The bytes of the states of a parameter, at most."""
+        raise NotImplementedError
+
+    def temporary_bytes_of(self, parameter: Tensor) -> int:
+        """The bytes that the update of a parameter takes and gives back, at most; parameters take turns."""
+        raise NotImplementedError
+
+
 def is_of_torch(optimizer: torch.optim.Optimizer) -> bool:
     """Whether the class is one of ``torch.optim``'s own: each updates a parameter by that parameter alone."""
     return f"{type(optimizer).__module__}.".startswith("torch.optim.")  # Adafactor says `torch.optim`
@@ -116,7 +128,8 @@ def is_separable(optimizer: torch.optim.Optimizer) -> bool:
     """Whether parameters can be updated one after another: nothing in a step looks at several of them together."""
     own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
     of_all = optimizer_module._global_optimizer_pre_hooks or optimizer_module._global_optimizer_post_hooks
-    return is_of_torch(optimizer) and not (own or of_all)
+    is_known = is_of_torch(optimizer) or isinstance(optimizer, SeparableOptimizer)
+    return is_known and not (own or of_all)
 
 
 def _optimizer_classes() -> dict[str, Callable[..., torch.optim.Optimizer]]:

@@ -79,6 +79,7 @@ MORE = [
     ("optimizer_kernel", "optimizer_offload", "optimizer_in_backward"),
     ("optimizer_offload", "parameter_offload", "optimizer_in_backward"),
     ("adafactor", "optimizer_offload", "parameter_offload", "checkpointing"),
+    ("low_bit_optimizer", "optimizer_offload", "parameter_offload", "checkpointing"),
     ("lora", "optimizer_offload", "parameter_offload", "checkpointing"),
     (*STATES, "autocast", "chunked_loss", "checkpointing", "activation_offload", "evaluation", "heap"),
 ]
@@ -95,6 +96,7 @@ TOUCHING = [
     ("parameter_offload", "optimizer_in_backward"),
     ("optimizer_kernel", "optimizer_offload"),
     ("adafactor", "optimizer_offload"),
+    ("low_bit_optimizer", "optimizer_in_backward"),
     *MORE,
 ]
 

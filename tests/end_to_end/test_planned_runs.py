@@ -9,11 +9,21 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-from end_to_end.commands import CORPUS, assert_each_sample_once, plimsoll, steps_of, trained, write_job
+from end_to_end.commands import (
+    CORPUS,
+    assert_each_sample_once,
+    assert_same_bits,
+    learned,
+    plimsoll,
+    steps_of,
+    trained,
+    write_job,
+)
 from end_to_end.test_bad_input import refused, tiny_job, without_machine
 from plimsoll.device.data_limit import MARGIN_BYTES
 from plimsoll.records.plan import Plan
@@ -65,6 +75,24 @@ def test_a_planned_run_goes_on_as_it_was_and_under_another_budget_plans_again(pl
     whole = tmp_path / "whole"
     trained(planned / "job.yaml", "--out", whole, "--no-plan", "--cache", planned / "cache")
     assert [step.loss for step in steps_of(run)] == pytest.approx([step.loss for step in steps_of(whole)], rel=1e-5)
+
+
+@pytest.mark.skipif(find_spec("torchao") is None, reason="torchao is not installed: torch-plimsoll[low-bit]")
+def test_a_run_with_moments_of_few_bits_goes_on_bit_for_bit(tmp_path):
+    """Of 300 x 16 numbers, and of biases, whose moments stay."""
+    job = tiny_job(tmp_path, allow="low_bit_optimizer")
+    plan = tmp_path / "plan.json"
+    planned = plimsoll("plan", job, "--budget", BUDGET, "--pin", "low_bit_optimizer=4", "-o", plan)
+    assert planned.returncode == 0, planned.stderr
+    given = ("--plan", plan, "--cache", tmp_path / "cache")
+    done = trained(job, "--out", tmp_path / "whole", *given)
+    assert "Failed to load" not in done.stderr  # which torchao says of its kernels for GPUs
+    trained(job, "--out", tmp_path / "run", *given, "--set", "steps=3")
+    trained("--resume", "--out", tmp_path / "run", "--set", "steps=4")
+    whole, found = learned(tmp_path / "whole"), learned(tmp_path / "run")
+    assert {str(tensor.dtype) for name, tensor in whole.items() if name.endswith("exp_avg_codes")} == {"torch.uint8"}
+    assert_same_bits(whole, found)
+    assert [step.loss for step in steps_of(tmp_path / "run")] == [step.loss for step in steps_of(tmp_path / "whole")]
 
 
 def test_a_resume_under_a_budget_that_cannot_be_changes_nothing(planned_run, golden, tmp_path):

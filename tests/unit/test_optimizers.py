@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from plimsoll.errors import JobError
-from plimsoll.optimizers import build_optimizer, build_schedule, is_separable
+from plimsoll.optimizers import SeparableOptimizer, build_optimizer, build_schedule, is_separable
 from plimsoll.records.job import OptimizerChoice
 
 NAMES = sorted(
@@ -128,3 +128,7 @@ def test_an_optimizer_from_elsewhere_may_look_at_all_parameters_together():
         pass
 
     assert not is_separable(Own([parameter()]))
+
+
+def test_an_optimizer_of_this_package_says_that_it_is_separable():
+    assert is_separable(SeparableOptimizer([parameter()], {}))

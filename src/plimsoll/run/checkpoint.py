@@ -56,15 +56,31 @@ class Checkpoint:
         return sum(file.stat().st_size for file in self.folder.iterdir())
 
     def restore(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
-        """Put the tensors into the model and the optimizer; returns the random state for the backend."""
+        """Put the tensors into the model and the optimizer; returns the random state for the backend.
+
+        Raises:
+            CheckpointError: if its states are of another optimizer.
+        """
         # Mapped, not read: the values are copied into the model, and a second copy of it may not fit.
         weights = torch.load(self.folder / "model.pt", map_location="cpu", mmap=True, weights_only=True)
         model.load_state_dict(weights)
         del weights
         with _as_shared_file() if keeps_states_outside(optimizer) else contextlib.nullcontext(False) as is_mapped:
             states = torch.load(self.folder / "optimizer.pt", map_location="cpu", mmap=is_mapped, weights_only=True)
+            self._require_made_by(optimizer, states)
             optimizer.load_state_dict(states)
         return torch.load(self.folder / "random.pt", map_location="cpu", weights_only=True)
+
+    def _require_made_by(self, optimizer: torch.optim.Optimizer, states: dict[str, Any]) -> None:
+        """Refuse states of another class: a technique may replace the optimizer, and a new plan may not have it."""
+        saved, known = set(states["param_groups"][0]), set(optimizer.param_groups[0])
+        if saved - known and known - saved:  # a newer torch only adds settings
+            raise CheckpointError(
+                f"the checkpoint of step {self.step} has the states of another optimizer than "
+                f"{type(optimizer).__name__}, with {', '.join(sorted(saved - known))} in place of "
+                f"{', '.join(sorted(known - saved))}: go on under the budget it was trained with, or start anew in "
+                "another --out"
+            )
 
 
 @contextlib.contextmanager

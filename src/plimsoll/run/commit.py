@@ -36,7 +36,7 @@ from torch import nn
 from plimsoll.device.base import Backend
 from plimsoll.errors import TornStepError
 from plimsoll.memory.outside import Copier, copier_of, keeps_states_outside
-from plimsoll.optimizers import is_separable
+from plimsoll.optimizers import SeparableOptimizer, is_separable
 from plimsoll.records.run import OomEvent
 from plimsoll.run.boundary import Position, attempt
 from plimsoll.run.failpoints import failpoint
@@ -52,6 +52,7 @@ ADDRESS_OF: dict[type[torch.Tensor], Callable[[torch.Tensor], int]] = {
     nn.Parameter: torch.Tensor.data_ptr,
 }
 """Where the memory of a tensor begins, for classes whose memory can be copied together; a rehearsal adds its own."""
+# Of optimizers that do not say themselves what they take:
 _TEMPORARIES = 3  # times the parameters' bytes; `torch.optim` needs at most two
 _MOST_STATES = 2  # times the parameters' bytes: Adam and its kin; only AMSGrad keeps three
 
@@ -267,17 +268,17 @@ class StepCommit:
             piece.num_failures = 0
         return self._pieces
 
-    def _do(self, piece: _Piece, others: list[int]) -> OomEvent | None:
+    def _do(self, piece: _Piece, others: list[nn.Parameter]) -> OomEvent | None:
         """Update one piece and release its gradients, or leave it as it was.
 
-        ``others``: the bytes of each parameter whose new states must be proven to fit as well.
+        ``others``: the parameters whose new states must be proven to fit as well.
         """
         copy = self._copy_of(piece)
         if copy is None:
             return self._do_without_copy(piece, others)
         event = attempt(lambda: self._step_on(piece), self._backend, self._position)
         if event is None and others:
-            states = _blocks(others, self._state_bytes(piece) / max(piece.num_bytes, 1))
+            states = self._blocks_of_states(others, self._state_bytes(piece) / max(piece.num_bytes, 1))
             event = attempt(lambda: _prove_room(states, piece.device), self._backend, self._position)
         if event is not None:
             copy.restore()
@@ -293,13 +294,13 @@ class StepCommit:
             return None
         return copy
 
-    def _lacks_room(self, piece: _Piece, others: list[int]) -> OomEvent | None:
+    def _lacks_room(self, piece: _Piece, others: list[nn.Parameter]) -> OomEvent | None:
         """The event if what the update of the piece can take at most, and the states of the others, is not there."""
-        temporaries = _blocks([parameter.nbytes for parameter in piece.parameters], _TEMPORARIES)
-        states = _blocks(self._stateless([piece]) + others, _MOST_STATES)
+        temporaries = self._blocks_of_temporaries(piece)
+        states = self._blocks_of_states(self._stateless([piece]) + others, _MOST_STATES)
         return attempt(lambda: _prove_room(temporaries + states, piece.device), self._backend, self._position)
 
-    def _do_without_copy(self, piece: _Piece, others: list[int]) -> OomEvent | None:
+    def _do_without_copy(self, piece: _Piece, others: list[nn.Parameter]) -> OomEvent | None:
         self._backend.release()
         no_room = self._lacks_room(piece, others)
         if no_room is not None:
@@ -315,10 +316,21 @@ class StepCommit:
             self.optimizer.step()
         failpoint("optimizer")
 
-    def _stateless(self, pieces: list[_Piece]) -> list[int]:
-        """The bytes of each parameter whose states this step will create."""
+    def _stateless(self, pieces: list[_Piece]) -> list[nn.Parameter]:
+        """The parameters whose states this step will create."""
         state = self.optimizer.state
-        return [parameter.nbytes for piece in pieces for parameter in piece.parameters if not state.get(parameter)]
+        return [parameter for piece in pieces for parameter in piece.parameters if not state.get(parameter)]
+
+    def _blocks_of_states(self, parameters: list[nn.Parameter], times: float) -> list[int]:
+        """What new states take: ``times`` the parameters' bytes, unless the optimizer knows."""
+        if isinstance(self.optimizer, SeparableOptimizer):
+            return [self.optimizer.state_bytes_of(parameter) for parameter in parameters]
+        return _blocks([parameter.nbytes for parameter in parameters], times)
+
+    def _blocks_of_temporaries(self, piece: _Piece) -> list[int]:
+        if isinstance(self.optimizer, SeparableOptimizer):
+            return [max(self.optimizer.temporary_bytes_of(parameter) for parameter in piece.parameters)]
+        return _blocks([parameter.nbytes for parameter in piece.parameters], _TEMPORARIES)
 
     def _state_bytes(self, piece: _Piece) -> int:
         states = (self.optimizer.state[parameter] for parameter in piece.parameters)

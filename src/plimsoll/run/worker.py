@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from contextlib import ExitStack
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -208,7 +209,10 @@ def _warm(job: Job) -> None:
     import torch._dynamo  # noqa: F401  -- torch.optim imports it at the first step otherwise
 
     from plimsoll.models.recurrent import RECURRENT
+    from plimsoll.techniques._low_bit_adam import table_of
 
+    if "low_bit_optimizer" in job.allow and find_spec("torchao") is not None:
+        table_of(8, True)  # imports torchao
     architecture = job.model.get("architecture") if isinstance(job.model, dict) else job.model
     if architecture not in RECURRENT:
         import transformers  # noqa: F401

@@ -28,6 +28,7 @@ from plimsoll.techniques.chunked_loss import ChunkedLoss
 from plimsoll.techniques.evaluation import EvaluationPass
 from plimsoll.techniques.heap import Heap
 from plimsoll.techniques.lora import Lora
+from plimsoll.techniques.low_bit_optimizer import LowBitOptimizer
 from plimsoll.techniques.micro_batch import MicroBatch
 from plimsoll.techniques.optimizer_in_backward import OptimizerInBackward
 from plimsoll.techniques.optimizer_kernel import OptimizerKernel
@@ -43,6 +44,7 @@ TECHNIQUES: dict[str, Technique] = {
         Autocast(),
         Lora(),
         Adafactor(),
+        LowBitOptimizer(),
         MicroBatch(),
         ByLength(),
         OptimizerKernel(),

@@ -14,8 +14,11 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
-from plimsoll.techniques._base import Setting
+from plimsoll.techniques._base import Choices, Setting
 from plimsoll.workload import Workload
+
+REPLACING = frozenset({"adafactor", "low_bit_optimizer"})
+"""The techniques that do so; a run has one optimizer."""
 
 _REPLACED = (torch.optim.Adam, torch.optim.AdamW)
 
@@ -37,11 +40,12 @@ def obstacle(workload: Workload) -> str | None:
     return None
 
 
-def conflict(name: str, workload: Workload, setting: Setting) -> str | None:
+def conflict(name: str, others: Choices, workload: Workload, setting: Setting) -> str | None:
     """Why one of these techniques is impossible, or ``None``."""
     if name not in setting.allow:
         return f"is lossy: allow it with `allow: [{name}]`"
-    return obstacle(workload)
+    other = next((other.technique for other in others if other.technique in REPLACING), None)
+    return f"{other} replaces the optimizer as well" if other else obstacle(workload)
 
 
 def groups_for(optimizer: torch.optim.Optimizer, settings: Sequence[str]) -> list[dict[str, Any]]:

@@ -45,7 +45,7 @@ class Adafactor:
 
     def conflicts(self, choice: Choice, others: Choices, workload: Workload, setting: Setting) -> str | None:
         """It has to be allowed, and the optimizer one that it can stand in for."""
-        return conflict(self.name, workload, setting)
+        return conflict(self.name, others, workload, setting)
 
     def install(self, workload: Workload, choice: Choice) -> AbstractContextManager[None]:
         """Replace the optimizer."""

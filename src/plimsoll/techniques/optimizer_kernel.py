@@ -154,7 +154,7 @@ def _obstacle_to_fused(workload: Workload, device: Literal["cpu", "cuda"]) -> st
 
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 # Techniques that replace the optimizer, and the kernels that what they put in its place has.
-_REPLACING: dict[str, tuple[Kernel, ...]] = {"adafactor": ("foreach", "loop")}
+_REPLACING: dict[str, tuple[Kernel, ...]] = {"adafactor": ("foreach", "loop"), "low_bit_optimizer": ()}
 
 
 def _place_step_counts(optimizer: torch.optim.Optimizer) -> None:

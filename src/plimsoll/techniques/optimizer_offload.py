@@ -8,8 +8,9 @@ states of the piece are copied to the device, updated there and copied back; an 
 The exit brings the states back one by one. If memory runs out in it, the others stay where they are, and can be used:
 those in a file as they are, those in the host's memory come back with the next update of their parameter.
 
-Numerics: bitwise, the same kernels on the same values. What moves is every tensor of floating-point numbers with more
-than one element in ``optimizer.state``. Does NOT cover states that an optimizer keeps elsewhere, and sparse ones.
+Numerics: bitwise, the same kernels on the same values. What moves is every tensor of floating-point numbers, or of
+bytes that stand for them, with more than one element in ``optimizer.state``. Does NOT cover states that an optimizer
+keeps elsewhere, and sparse ones.
 """
 
 from __future__ import annotations
@@ -217,7 +218,7 @@ def _put_back(brought: list[_Brought]) -> None:
 def _moves(value: Any) -> bool:
     """Whether a state is worth moving, and can be."""
     is_dense = isinstance(value, Tensor) and value.layout is torch.strided
-    return is_dense and value.is_floating_point() and value.numel() > 1
+    return is_dense and (value.is_floating_point() or value.dtype == torch.uint8) and value.numel() > 1
 
 
 def _on_device(tensor: Tensor, parameter: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ MIB = 1 << 20
 LSTM = {"architecture": "lstm", "embedding_size": 256, "hidden_size": 256}
 NOT_THE_UPDATE = ["optimizer_offload", "optimizer_in_backward"]
 IMPOSSIBLE_MIB, TIGHT_MIB, AMPLE_MIB = 150, 330, 1000
+OPENINGS = ["adafactor", *(["low_bit_optimizer"] if importlib.util.find_spec("torchao") else [])]
 
 
 def job(**changes):
@@ -107,15 +108,16 @@ def test_where_nothing_fits_the_smallest_budget_is_said_and_holds(impossible):
     assert again.rungs[0].peak.high_bytes <= smallest_mib * MIB
 
 
-def test_where_nothing_fits_what_changes_the_training_is_offered_and_does_what_it_says(impossible):
-    (opening,) = impossible.openings
-    assert "adafactor" in names(opening.choices)
-    assert "adafactor" not in names(impossible.choices)
+@pytest.mark.parametrize("name", OPENINGS)
+def test_where_nothing_fits_what_changes_the_training_is_offered_and_does_what_it_says(name, impossible):
+    assert len(impossible.openings) == len(OPENINGS)
+    (opening,) = (one for one in impossible.openings if name in names(one.choices))
+    assert name not in names(impossible.choices)
     limit_mib = -(-opening.peak.high_bytes * 102 // 100 // MIB)
     assert limit_mib * MIB < impossible.smallest_budget_bytes
-    opened = planned(limit_mib, forbids=NOT_THE_UPDATE, allow=["adafactor"])
+    opened = planned(limit_mib, forbids=NOT_THE_UPDATE, allow=[name])
     assert opened.fits
-    assert "adafactor" in names(opened.choices)
+    assert name in names(opened.choices)
 
 
 def test_what_none_of_its_parts_could_do_alone_is_found():
@@ -134,7 +136,7 @@ def test_a_plan_that_does_not_fit_is_refused_with_the_budget_that_would(impossib
     assert message.startswith("a budget of 150.0 MiB cannot hold this training: what needs least, micro_batch=")
     assert f"give --budget {smallest_mib}MiB or more" in message
     assert "with adafactor, if `allow: [adafactor]` in the job allows it, about " in message
-    assert message.count("allow: [") == 1
+    assert message.count("allow: [") == len(OPENINGS)
 
 
 def test_what_is_pinned_is_in_every_rung_and_what_is_forbidden_in_none():

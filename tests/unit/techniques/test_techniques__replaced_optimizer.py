@@ -78,7 +78,7 @@ def test_what_cannot_be_replaced_says_why():
 
 def test_it_has_to_be_allowed():
     workload = workload_of()
-    assert conflict("adafactor", workload, ALLOWED) is None
-    assert conflict("adafactor", workload_of(torch.optim.SGD), ALLOWED) == obstacle(workload_of(torch.optim.SGD))
+    assert conflict("adafactor", (), workload, ALLOWED) is None
+    assert conflict("adafactor", (), workload_of(torch.optim.SGD), ALLOWED) == obstacle(workload_of(torch.optim.SGD))
     forbidden = Setting(device="cpu", batch_size=8)
-    assert conflict("adafactor", workload, forbidden) == "is lossy: allow it with `allow: [adafactor]`"
+    assert conflict("adafactor", (), workload, forbidden) == "is lossy: allow it with `allow: [adafactor]`"
