@@ -6,14 +6,27 @@ over.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import shutil
+import signal
+import subprocess
 from pathlib import Path
 
+import psutil
 import pytest
 
-from end_to_end.commands import assert_each_sample_once, plimsoll, steps_of, trained
+from end_to_end.commands import (
+    LONGEST_SECONDS,
+    assert_each_sample_once,
+    finish,
+    plimsoll,
+    start,
+    steps_of,
+    trained,
+    wait_until,
+)
 from end_to_end.test_bad_input import refused, tiny_job, without_machine
 from plimsoll.records.plan import Plan
 from plimsoll.records.run import RunRecord
@@ -68,10 +81,63 @@ def test_a_planned_run_goes_on_as_it_was_and_under_another_budget_plans_again(pl
 
 def test_a_resume_under_a_budget_that_cannot_be_changes_nothing(planned_run, golden, tmp_path):
     run = shutil.copytree(planned_run, tmp_path / "run")
-    kept = {path.name: path.read_bytes() for path in run.iterdir() if path.is_file()}
     message = refused("--resume", "--out", run, "--set", "steps=4", "--budget", "20MiB")
     golden("errors/budget-planned.txt", told(message, tmp_path))
-    assert {path.name: path.read_bytes() for path in run.iterdir() if path.is_file()} == kept
+    assert files_of(run) == files_of(planned_run)
+
+
+def at_the_baseline(process: subprocess.Popen[str]) -> psutil.Process:
+    """The process that is started when a plan has begun to be made, wherever it is below a command."""
+    found: list[psutil.Process] = []
+
+    def look() -> bool:
+        with contextlib.suppress(psutil.Error):
+            below = psutil.Process(process.pid).children(recursive=True)
+            found.extend(child for child in below if "baseline-worker" in child.cmdline())
+        return bool(found)
+
+    wait_until(look, process)
+    return found[0]
+
+
+def test_ctrl_c_while_planning_says_so_and_leaves_nothing_behind(planned, tmp_path):
+    process = start("plan", planned / "job.yaml", "--budget", BUDGET, "-o", tmp_path / "plan.json")
+    baseline = at_the_baseline(process)
+    process.send_signal(signal.SIGINT)
+    done = finish(process)
+    assert (done.returncode, done.stdout) == (130, "")
+    assert done.stderr == (
+        "error: the planning was stopped before there was an answer: give the same command to begin again\n"
+    )
+    assert list(tmp_path.iterdir()) == []
+    baseline.wait(LONGEST_SECONDS)  # it ends by itself
+
+
+def files_of(run: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in run.iterdir() if path.is_file()}
+
+
+def test_ctrl_c_while_a_resume_plans_again_changes_nothing(planned_run, tmp_path):
+    run = shutil.copytree(planned_run, tmp_path / "run")
+    process = start("train", "--resume", "--out", run, "--set", "steps=3", "--budget", "500MiB")
+    baseline = at_the_baseline(process)
+    process.send_signal(signal.SIGINT)
+    done = finish(process)
+    assert (done.returncode, done.stdout) == (130, "")
+    assert done.stderr == (
+        f"error: the process that plans the run in {run} was stopped (SIGINT), and nothing was trained: give the "
+        "same command to begin again\n"
+    )
+    baseline.wait(LONGEST_SECONDS)
+    assert files_of(run) == files_of(planned_run)
+
+
+def test_a_finished_run_says_so_and_plans_nothing(planned_run, tmp_path):
+    run = shutil.copytree(planned_run, tmp_path / "run")
+    done = plimsoll("train", "--resume", "--out", run, "--budget", "500MiB")
+    said = "all 2 steps are done; for more, give --set steps= and how many in all\n"
+    assert (done.returncode, done.stderr) == (0, said)
+    assert files_of(run) == files_of(planned_run)
 
 
 def told(message: str, folder: Path) -> str:

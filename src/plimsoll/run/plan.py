@@ -26,7 +26,7 @@ from plimsoll.data.sketch import sketch_texts
 from plimsoll.device.base import backend_for
 from plimsoll.device.gpus import spec_of
 from plimsoll.device.speed import measured_speed, speed_of
-from plimsoll.errors import BudgetError, InputError
+from plimsoll.errors import BudgetError, DataError, InputError
 from plimsoll.memory.lowering.base import Lowering
 from plimsoll.memory.lowering.cpu import CpuLowering
 from plimsoll.memory.predict import Counted
@@ -220,9 +220,7 @@ def require_same(plan: Plan, job: Job, source: str) -> Job:
     Raises:
         InputError: if the plan is of other code, data, another device or a larger budget; it says what differs.
     """
-    texts = sketch_texts(job)
-    target = CpuLowering().name if choose_device(job) == "cpu" else _cuda_here().lowering().name
-    different = list(differences(plan.made_for, facts_of(job, texts, target)))
+    different = _differences(plan, job)
     if different:
         raise InputError(
             f"the plan {source} is of another training: {'; '.join(different)}; make it again with `plimsoll plan`"
@@ -235,6 +233,25 @@ def require_same(plan: Plan, job: Job, source: str) -> Job:
         )
     require_that_fits(plan)
     return job if has_bytes is not None else job.model_copy(update={"budget": plan.budget})
+
+
+def reasons_against(plan: Plan, job: Job) -> list[str]:
+    """What a run that goes on has otherwise than its plan says; a plan for less than its budget is still good.
+
+    Texts that are gone are no reason: the tokens are there, and the checkpoint knows them.
+    """
+    needs_bytes, has_bytes = plan.budget.device_bytes, job.budget.device_bytes
+    if needs_bytes is not None and has_bytes is not None and has_bytes < needs_bytes:
+        return [f"the budget was {format_bytes(needs_bytes)}, is {format_bytes(has_bytes)}"]
+    try:
+        return _differences(plan, job)
+    except DataError:
+        return []
+
+
+def _differences(plan: Plan, job: Job) -> list[str]:
+    target = CpuLowering().name if choose_device(job) == "cpu" else _cuda_here().lowering().name
+    return list(differences(plan.made_for, facts_of(job, sketch_texts(job), target)))
 
 
 def _cuda_here() -> Target:
