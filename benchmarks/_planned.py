@@ -24,7 +24,7 @@ from plimsoll.data.sources import find_files
 from plimsoll.device.process import private_bytes
 from plimsoll.errors import PlimsollError
 from plimsoll.records.job import Job
-from plimsoll.records.plan import Choice, Plan
+from plimsoll.records.plan import Choice, Plan, Rung
 
 HERE = Path(__file__).parent
 MIB = 1 << 20
@@ -142,22 +142,31 @@ class Training:
         return self.plans[budget_bytes]
 
     def budgets(self, number: int, least_factor: float = 1.1) -> list[int]:
-        """Budgets of equal ratio in whole MiB: the plain training's high end, down to a factor of the smallest."""
-        from plimsoll.device.data_limit import MARGIN_BYTES
+        """Budgets in whole MiB, falling.
 
+        The first is enough for the plain training. The others are of equal ratio, from what the fastest plan needs,
+        above which memory is of no use, down to a factor of the smallest for which there is a plan.
+        """
         impossible = self.plan(_IMPOSSIBLE_BYTES)
-        assert impossible.plain is not None
-        assert impossible.plain.peak is not None
-        most = _ROOM * impossible.plain.peak.high_bytes + MARGIN_BYTES
-        least = least_factor * (impossible.smallest_budget_bytes or 0)
-        ratio = (least / most) ** (1 / (number - 1))
-        return [-(-int(most * ratio**step) // MIB) * MIB for step in range(number)]
+        enough = _budget_of(impossible.plain)
+        most, least = _budget_of(self.plan(enough).rungs[0]), least_factor * (impossible.smallest_budget_bytes or 0)
+        ratio = (least / most) ** (1 / (number - 2))
+        return [enough, *(-(-int(most * ratio**step) // MIB) * MIB for step in range(number - 1))]
 
     def run(self, rungs: Sequence[Sequence[Choice]], steps: int, budget_bytes: int) -> dict[str, Any]:
         """What the worker is told."""
         listed = [[choice.model_dump() for choice in choices] for choices in rungs]
         run = {"job": self.job.to_json(), "prepared": str(self.prepared), "rungs": listed, "steps": steps}
         return {**run, "budget_bytes": budget_bytes}
+
+
+def _budget_of(rung: Rung | None) -> int:
+    """What holds a rung, in whole MiB."""
+    from plimsoll.device.data_limit import MARGIN_BYTES
+
+    assert rung is not None
+    assert rung.peak is not None
+    return -(-int(_ROOM * rung.peak.high_bytes + MARGIN_BYTES) // MIB) * MIB
 
 
 def make_training(model: Model, texts: Texts) -> Training:

@@ -2,13 +2,11 @@
 
     python benchmarks/plan_budgets.py [--data PATH] [--only gpt2] [--steps 4] [--out table.md]
 
-The budgets of a model go, in equal ratios, from what the plain training needs (the high end of its prediction) to 1.1
-times the smallest one that a plan exists for. Each is planned, and the plan is run inside it on real text, in a process
-of its own (`_planned_worker.py`). The peak is private memory: the larger of what this process reads from outside every
-few milliseconds, and the kernel's own high-water mark of each step.
-
-On a CPU the fastest plan may need little: small pieces stay in the caches. What is unused is therefore also given for
-the cells alone in which memory binds, where the plan is another than with the largest budget.
+The first budget of a model is just enough for the plain training. The others go, in equal ratios, from what the fastest
+plan needs (on a CPU it may need little: small pieces stay in the caches, and more memory is of no use) to 1.1 times the
+smallest one that a plan exists for. Each is planned, and the plan is run inside it on real text, in a process of its
+own (`_planned_worker.py`). The peak is private memory: the larger of what this process reads from outside every few
+milliseconds, and the kernel's own high-water mark of each step.
 
 Not covered: evaluation, checkpoints, data loading in several processes. One thread; seconds are the processor's.
 """
@@ -110,21 +108,12 @@ def row_of(training: Training, budget_bytes: int, steps: int) -> Row:
     )  # fmt: skip
 
 
-def binding(rows: list[Row]) -> list[Row]:
-    """The cells whose plan is another than that of the model's largest budget: more memory would have been used."""
-    at_most = {row.model: row.plan for row in sorted(rows, key=lambda row: row.budget_bytes)}
-    return [row for row in rows if row.plan != at_most[row.model]]
-
-
 def figures_of(rows: list[Row]) -> dict[str, float | int]:
     return {
         "cells": len(rows),
         "finished_without_oom": sum(row.num_ooms == 0 and not row.error for row in rows),
         "under_budget": sum(row.measured_bytes <= row.budget_bytes for row in rows),
         "median_unused_share": round(statistics.median(row.unused_share for row in rows), 4),
-        "median_unused_share_where_memory_binds": round(
-            statistics.median([row.unused_share for row in binding(rows)] or [0.0]), 4
-        ),
         "worst_unused_share": round(max(row.unused_share for row in rows), 4),
         "median_step_time_ratio": round(
             statistics.median(row.predicted_seconds / row.measured_seconds for row in rows), 3

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, final
 
-from plimsoll.device import cgroup, data_limit, heap, process, texts
+from plimsoll.device import cgroup, data_limit, heap, onednn, process, texts
 from plimsoll.device.host_random import copy_host_state, restore_host_state
 from plimsoll.errors import BudgetError
 from plimsoll.records.device import Device, Limit, MemoryUse
@@ -97,13 +97,14 @@ class CpuBackend:
             yield
 
     def release(self, last_resort: bool = False) -> None:
-        """Collect garbage and give the heap's free pages back.
+        """Collect garbage, give the heap's free pages back, and let oneDNN try again (see `onednn`).
 
         ``last_resort``: inside `limited`, also keep as little as possible from now on, which costs time in every step
         (see `heap`).
         """
         gc.collect()
         heap.trim()
+        onednn.clear_error()
         if last_resort and data_limit.budget_in_force_bytes() is not None:
             heap.map_blocks_from(heap.TIGHT_BYTES)
 

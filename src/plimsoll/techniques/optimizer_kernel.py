@@ -45,16 +45,16 @@ class OptimizerKernel:
     may_be_faster: ClassVar[bool] = True
 
     def menu(self, workload: Workload, setting: Setting) -> Choices | str:
-        """The kernels that the class has and that are not in force, the one with most temporaries first."""
+        """`fused`, which is faster and needs less than the others; where it cannot be had, what is not in force."""
         optimizer = workload.optimizer
         if not is_of_torch(optimizer) or "foreach" not in optimizer.defaults:
             return f"{type(optimizer).__name__} has one kernel only"
         in_force = {kernel_of(group, setting.device) for group in optimizer.param_groups}
-        choices = tuple(
-            Choice(technique=self.name, options={"kernel": kernel})
-            for kernel in get_args(Kernel)
-            if in_force != {kernel} and _obstacle(kernel, workload, setting.device) is None
-        )
+        if in_force == {"fused"}:
+            return f"{type(optimizer).__name__} uses its `fused` kernel, the fastest and the one that needs least"
+        possible = [kernel for kernel in get_args(Kernel) if _obstacle(kernel, workload, setting.device) is None]
+        offered = ["fused"] if "fused" in possible else [kernel for kernel in possible if in_force != {kernel}]
+        choices = tuple(Choice(technique=self.name, options={"kernel": kernel}) for kernel in offered)
         return choices or (
             f"{type(optimizer).__name__} uses its `{' and '.join(sorted(in_force))}` kernel, and "
             + " and ".join(

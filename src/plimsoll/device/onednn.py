@@ -1,0 +1,123 @@
+"""oneDNN's memory of a failure: one code buffer that it could not allocate, and it refuses new shapes for ever after.
+
+oneDNN compiles a kernel for each new shape with Xbyak, which notes an error in a variable of the thread and never
+clears it (https://github.com/uxlfoundation/oneDNN/pull/5907, fixed in August 2026; the oneDNN of torch 2.13 has it).
+After one memory error every shape that it has not seen fails with "could not create a primitive", however much memory
+is free, so that smaller micro-batches fail as well. The variable has no interface, only a symbol: `clear_error` finds
+it in the library's symbol table and sets it to zero.
+
+Not covered: other systems than Linux on x86-64, a library without a symbol table; nothing is done there. Other threads
+than the one that calls. Source: elf(5), dl_iterate_phdr(3).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import mmap
+import struct
+import sys
+from pathlib import Path
+
+_SYMBOL = b"_ZZN5Xbyak5local11GetErrorRefEvE3err\0"  # Xbyak::local::GetErrorRef()::err, a thread-local int
+_SYMBOL_TABLE, _THREAD_LOCAL = 2, 6  # SHT_SYMTAB, STT_TLS
+_SECTION = struct.Struct("<IIQQQQIIQQ")  # name, type, flags, address, offset, size, link, info, alignment, entry size
+_ENTRY = struct.Struct("<IBBHQQ")  # name, info, other, section, value, size
+
+
+class _Module(ctypes.Structure):
+    # dl_phdr_info: what the loader knows of a library in this thread
+    _fields_ = (
+        ("address", ctypes.c_void_p),
+        ("name", ctypes.c_char_p),
+        ("headers", ctypes.c_void_p),
+        ("num_headers", ctypes.c_uint16),
+        ("num_added", ctypes.c_ulonglong),
+        ("num_removed", ctypes.c_ulonglong),
+        ("thread_local_id", ctypes.c_size_t),
+        ("thread_local_data", ctypes.c_void_p),
+    )
+
+
+_SEEN: dict[bytes, int] = {}  # where the thread-local data of each library begins in this thread
+
+
+def _note_library(module: ctypes._Pointer[_Module], _size: int, _data: int | None) -> int:
+    if module.contents.name and module.contents.thread_local_data:
+        _SEEN[module.contents.name] = module.contents.thread_local_data
+    return 0
+
+
+# Made when there is memory for it: a C function needs a page of its own.
+_VISIT = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(_Module), ctypes.c_size_t, ctypes.c_void_p)(_note_library)
+
+
+def clear_error() -> bool:
+    """Let oneDNN compile kernels again in this thread after it ran out of memory; whether it had noted an error."""
+    error = _noted_error()
+    if error is None or error.value == 0:
+        return False
+    error.value = 0
+    return True
+
+
+def _noted_error() -> ctypes.c_int | None:
+    """The variable itself, as this thread has it; ``None`` where it cannot be found or is not yet in use."""
+    library = _library()
+    offset = None if library is None else _offset_in_thread(library)
+    if library is None or offset is None:
+        return None
+    _SEEN.clear()
+    ctypes.CDLL(None).dl_iterate_phdr(_VISIT, None)
+    data = _SEEN.get(str(library).encode())
+    return ctypes.c_int.from_address(data + offset) if data else None
+
+
+def _library() -> Path | None:
+    """torch's library with oneDNN in it, under the name by which it was loaded."""
+    torch = sys.modules.get("torch")
+    if torch is None or torch.__file__ is None:
+        return None
+    library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+    return library if library.exists() else None
+
+
+@functools.cache
+def _offset_in_thread(library: Path) -> int | None:
+    """How far into the library's thread-local data the variable is, in bytes."""
+    try:
+        with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+            return _value_of(_SYMBOL, mapped)
+    except OSError:  # no address space left to map it (RLIMIT_AS)
+        return None
+
+
+def _value_of(symbol: bytes, mapped: mmap.mmap) -> int | None:
+    """The value of a thread-local ``int`` in the symbol table of a 64-bit little-endian library."""
+    if mapped[:6] != b"\x7fELF\x02\x01":
+        return None
+    (table_offset,) = struct.unpack_from("<Q", mapped, 40)
+    (num_sections,) = struct.unpack_from("<H", mapped, 60)
+    sections = [_SECTION.unpack_from(mapped, table_offset + number * _SECTION.size) for number in range(num_sections)]
+    for _, kind, _, _, start, size, link, _, _, _ in sections:
+        if kind == _SYMBOL_TABLE:
+            names_start, names_size = sections[link][4:6]
+            name = mapped.find(symbol, names_start, names_start + names_size) - names_start
+            for entry in _entries_named(name, mapped, start, start + size):
+                _, info, _, _, value, num_bytes = entry
+                if info & 15 == _THREAD_LOCAL and num_bytes == ctypes.sizeof(ctypes.c_int):
+                    return int(value)
+    return None
+
+
+def _entries_named(name: int, mapped: mmap.mmap, start: int, end: int) -> list[tuple[int, ...]]:
+    """The entries of a symbol table whose name begins at ``name`` of the names; a linear search in C."""
+    if name < 0:
+        return []
+    found, wanted = [], struct.pack("<I", name)
+    position = mapped.find(wanted, start, end)
+    while position >= 0:
+        if (position - start) % _ENTRY.size == 0:
+            found.append(_ENTRY.unpack_from(mapped, position))
+        position = mapped.find(wanted, position + 1, end)
+    return found
