@@ -200,13 +200,7 @@ def require_that_fits(plan: Plan) -> None:
         return
     assert plan.smallest_budget_bytes is not None
     leanest = " ".join(map(str, plan.choices))
-    openings = "".join(
-        f"; with {choice}, if `allow: [{choice.technique}]` in the job allows it, about "
-        f"{format_bytes(one.peak.likely_bytes)} would do"
-        for one in plan.openings
-        for choice in one.choices
-        if one.peak is not None and choice not in plan.choices
-    )
+    openings = "".join(f"; {' '.join(map(str, one.choices))} {one.reason}" for one in plan.openings)
     raise BudgetError(
         f"a budget of {format_bytes(plan.budget.device_bytes or 0)} cannot hold this training: what needs least, "
         f"{leanest}, needs {format_bytes(plan.smallest_budget_bytes)}: give --budget "
@@ -371,7 +365,7 @@ class _Planner:
             limit_bytes=self._target.limit_bytes,
             plain=found.plain.rung(),
             rejected=found.rejected,
-            openings=() if found.fits else tuple(_opening(look) for look in found.openings),
+            openings=() if found.fits else tuple(map(self._opening, found.openings)),
             smallest_budget_bytes=None if smallest_bytes is None else smallest_bytes + self._target.kept_back_bytes,
             prediction=self._prediction(rungs[0].choices),
             pinned=self._decided.pinned,
@@ -384,6 +378,14 @@ class _Planner:
             num_traces=len(self._traced),
             plan_seconds=time.perf_counter() - self._started_seconds,
         )
+
+    def _opening(self, look: Look) -> Rejected:
+        """Say what was looked at, which is one mix: what needs least, as far as it goes with what is not allowed."""
+        names = [choice.technique for choice in look.choices if TECHNIQUES[choice.technique].numerics == "lossy"]
+        closed = ", ".join(name for name in names if name not in self._subject.allow)
+        budget_mib = -(-(look.need_bytes + self._target.kept_back_bytes) >> 20)
+        reason = f"would do with {budget_mib}MiB if the job had `allow: [{closed}]`; no other mix with {closed} was looked at"
+        return Rejected(choices=look.choices, reason=reason, peak=look.peak, step_time=look.step_time)
 
     def _prediction(self, choices: Choices) -> Prediction:
         subject = self._subject
@@ -403,7 +405,3 @@ def _ladder(rungs: Sequence[Look]) -> tuple[Rung, ...]:
     """The rungs whose needs fall."""
     kept = [rungs[0], *(look for before, look in pairwise(rungs) if look.need_bytes < before.need_bytes)]
     return tuple(look.rung() for look in kept)
-
-
-def _opening(look: Look) -> Rejected:
-    return Rejected(choices=look.choices, reason="is not allowed", peak=look.peak, step_time=look.step_time)
