@@ -384,7 +384,10 @@ class _Planner:
         names = [choice.technique for choice in look.choices if TECHNIQUES[choice.technique].numerics == "lossy"]
         closed = ", ".join(name for name in names if name not in self._subject.allow)
         budget_mib = -(-(look.need_bytes + self._target.kept_back_bytes) >> 20)
-        reason = f"would do with {budget_mib}MiB if the job had `allow: [{closed}]`; no other mix with {closed} was looked at"
+        reason = (
+            f"would do with {budget_mib}MiB if the job had `allow: [{closed}]`; it is the only mix with {closed} "
+            "that was looked at"
+        )
         return Rejected(choices=look.choices, reason=reason, peak=look.peak, step_time=look.step_time)
 
     def _prediction(self, choices: Choices) -> Prediction:
