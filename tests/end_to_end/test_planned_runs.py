@@ -18,6 +18,7 @@ import psutil
 import pytest
 
 from end_to_end.commands import (
+    CORPUS,
     LONGEST_SECONDS,
     assert_each_sample_once,
     finish,
@@ -26,8 +27,10 @@ from end_to_end.commands import (
     steps_of,
     trained,
     wait_until,
+    write_job,
 )
 from end_to_end.test_bad_input import refused, tiny_job, without_machine
+from plimsoll.device.data_limit import MARGIN_BYTES
 from plimsoll.records.plan import Plan
 from plimsoll.records.run import RunRecord
 
@@ -194,3 +197,35 @@ def test_to_plan_says_the_same_of_a_wish_as_to_train(golden, tmp_path):
     done = plimsoll("plan", tiny_job(tmp_path), *WISHES["wish-contradiction"])
     assert (done.returncode, done.stdout) == (2, "")
     golden("errors/wish-contradiction.txt", told(done.stderr[done.stderr.index("error: ") :], tmp_path))
+
+
+TOLD_SHARE = 0.7
+RECURRENT = {
+    "model": {"architecture": "lstm", "embedding_size": 128, "hidden_size": 256, "num_layers": 2},
+    "data": {"train": str(CORPUS.parent / "d*.py")},
+    "tokenizer": {"vocab_size": 4000},
+    "sequence_length": 256,
+    "batch_size": 64,
+    "steps": 3,
+}
+
+
+def test_a_run_whose_plan_was_told_30_percent_too_little_recovers_by_its_fallbacks(tmp_path):
+    """The plan of a large budget, made to say that everything needs 0.7 of it, in the budget that follows from that."""
+    job, told = write_job(tmp_path / "job.yaml", **RECURRENT), tmp_path / "told.json"
+    assert plimsoll("plan", job, "--budget", "4GiB", "-o", told).returncode == 0
+    plan = json.loads(told.read_text())
+    for rung in plan["rungs"]:
+        rung["peak"] |= {name: int(TOLD_SHARE * size) for name, size in rung["peak"].items() if size}
+    plan["limit_bytes"] = plan["rungs"][0]["peak"]["high_bytes"]
+    plan["budget"]["device_bytes"] = plan["limit_bytes"] + MARGIN_BYTES
+    told.write_text(json.dumps(plan))
+    run = tmp_path / "run"
+    trained(job, "--out", run, "--plan", told)
+    record = RunRecord.from_directory(run)
+    assert 1 <= len(record.oom_events) <= 2
+    assert {event.next_rung for event in record.oom_events} <= {1, 2}
+    assert_each_sample_once(steps_of(run), 3)
+    whole = tmp_path / "whole"
+    trained(job, "--out", whole, "--no-plan")
+    assert [step.loss for step in steps_of(run)] == pytest.approx([step.loss for step in steps_of(whole)], rel=1e-5)

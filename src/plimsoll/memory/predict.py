@@ -49,6 +49,8 @@ class Counted:
     included, and ``allocated`` what of it is in use beside these. ``fixed`` names what is there from the start.
     ``learned`` is what measured runs have shown of predicted live bytes: it widens the range and moves no answer.
     ``oom_row`` is the event for which there is no room within the limit; the columns are then those without a limit.
+    ``unwritten_bytes`` are what a limit on address space (see `plimsoll.device.data_limit`) must have room for beyond
+    the peak: memory that is asked for and never written.
     """
 
     trace: Trace
@@ -59,6 +61,7 @@ class Counted:
     spread: float
     oom_row: int | None = None
     learned: Learned | None = None
+    unwritten_bytes: int = 0
 
     @cached_property
     def peak_row(self) -> int:
@@ -79,7 +82,7 @@ class Counted:
         return Estimate(
             likely_bytes=grown_bytes,
             low_bytes=self._low(grown_bytes),
-            high_bytes=self._high(grown_bytes),
+            high_bytes=self._high(grown_bytes) + self.unwritten_bytes,
             traced_bytes=traced_bytes,
             modelled_bytes=grown_bytes - traced_bytes,
         )
@@ -227,15 +230,16 @@ def count_on_cuda(
     )
 
 
-def count_on_cpu(trace: Trace, baseline: Estimate, rules: HeapRules) -> Counted:
+def count_on_cpu(trace: Trace, baseline: Estimate, rules: HeapRules, has_limit: bool = False) -> Counted:
     """Simulate the C library's heap and add the process.
 
     Args:
         trace: lowered to the CPU.
         baseline: the interpreter and the libraries, with what they keep for their threads.
         rules: how the heap is set up.
+        has_limit: whether the training runs inside `plimsoll.device.data_limit`, which counts what is never written.
     """
-    trace = _as_written(trace)
+    asked, trace = trace, _as_written(trace)
     live = live_bytes(trace)
     deltas = zip(live.storage.tolist(), live.delta.tolist(), strict=True)
     replayed = glibc.replay(
@@ -244,14 +248,23 @@ def count_on_cpu(trace: Trace, baseline: Estimate, rules: HeapRules) -> Counted:
         beside_bytes=glibc.TENSOR_OBJECTS_BYTES,
         trims_before=_first_rows_of_steps(trace, live) if rules.trims_after_steps else (),
     )
+    resident = np.asarray(replayed.resident_bytes, dtype=np.int64)
     return Counted(
         trace=trace,
         live=live,
         allocated=live.total,
-        reserved=np.asarray(replayed.resident_bytes, dtype=np.int64) + baseline.likely_bytes,
+        reserved=resident + baseline.likely_bytes,
         fixed={"baseline": baseline},
         spread=_CPU_SPREAD,
+        unwritten_bytes=_unwritten_bytes(asked, live, resident) if has_limit else 0,
     )
+
+
+def _unwritten_bytes(asked: Trace, live: Live, resident: Column) -> int:
+    """By how much the most address space is more than the most that is resident, of a trace as it is ``asked`` for."""
+    num_bytes = np.asarray(asked.storages.num_bytes, dtype=np.int64)[live.storage]
+    unwritten = np.cumsum(np.sign(live.delta) * (num_bytes - np.abs(live.delta)))
+    return int((resident + unwritten).max(initial=0) - resident.max(initial=0))
 
 
 def _first_rows_of_steps(trace: Trace, live: Live) -> frozenset[int]:

@@ -31,7 +31,7 @@ from plimsoll.records.gpu import DeviceSpec
 from plimsoll.records.heap import DEFAULT_HEAP, FAST_HEAP, HeapRules
 from plimsoll.records.job import Job
 from plimsoll.records.prediction import Estimate, Prediction
-from plimsoll.records.trace import Trace
+from plimsoll.records.trace import Assumption, Trace
 from plimsoll.records.units import format_bytes
 
 _WHOLE_MACHINE = "all that this process may use of the machine"
@@ -85,7 +85,7 @@ class Target:
 
         kept = kept_by_libraries(trace.texts, torch.get_num_threads())
         rules = heap or (FAST_HEAP if self.has_budget else DEFAULT_HEAP)
-        return count_on_cpu(trace, self.baseline + kept, rules)
+        return count_on_cpu(trace, self.baseline + kept, rules, has_limit=self.has_budget)
 
     def fits(self, counted: Counted) -> bool:
         """Whether the likely peak is within the limit."""
@@ -121,7 +121,7 @@ class Target:
             parts=counted.parts(),
             largest=counted.largest(),
             timeline=counted.timeline(),
-            assumptions=counted.trace.assumptions,
+            assumptions=_assumptions(counted),
             runs_out_at=counted.oom_moment(),
             versions=versions(),
             predict_seconds=time.perf_counter() - self.made_seconds,
@@ -220,6 +220,16 @@ def own_baseline(traced_bytes: int) -> Estimate:
     backend = backend_for("cpu")
     backend.baseline_bytes()  # starts the thread pools
     return _measured(max(0, backend.use().used_bytes - traced_bytes))
+
+
+def _assumptions(counted: Counted) -> tuple[Assumption, ...]:
+    if not counted.unwritten_bytes:
+        return counted.trace.assumptions
+    text = (
+        f"the budget has room for {format_bytes(counted.unwritten_bytes)} that LSTM layers ask for and never write: "
+        "its limit counts what is asked for"
+    )
+    return (*counted.trace.assumptions, Assumption(text=text, high_bytes=counted.unwritten_bytes))
 
 
 def _host(trace: Trace) -> Estimate:

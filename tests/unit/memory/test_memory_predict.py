@@ -171,6 +171,23 @@ def test_on_the_cpu_a_hole_below_a_live_block_stays_resident():
     assert counted.reserved[2] - 200 * MIB >= 2 * small
 
 
+def test_a_limit_holds_what_an_lstm_asks_for_and_never_writes():
+    """Two workspaces of 30, of which 10 are written; the most is asked for in forward, the most written in update."""
+    trace = trace_of(
+        ("forward", 1, f"+uint8 activations {30 * MIB} +uint8' activations {30 * MIB}"),
+        ("backward", 1, "-uint8 -uint8'"),
+        ("optimizer", 1, f"+s temporaries {25 * MIB}"),
+    )
+    names = {"aten.op0.default": "aten.mkldnn_rnn_layer.default"}
+    trace = trace.model_copy(update={"texts": tuple(names.get(text, text) for text in trace.texts)})
+    without, limited = (count_on_cpu(trace, BASELINE, TIGHT_HEAP, has_limit) for has_limit in (False, True))
+    assert limited.live.total.tolist() == [10 * MIB, 20 * MIB, 10 * MIB, 0, 25 * MIB]
+    assert without.unwritten_bytes == 0
+    assert limited.unwritten_bytes == pytest.approx((60 - 25) * MIB, abs=2 * 4096)
+    assert limited.peak.likely_bytes == without.peak.likely_bytes
+    assert limited.peak.high_bytes == without.peak.high_bytes + limited.unwritten_bytes
+
+
 def test_the_largest_are_those_alive_at_the_peak_with_where_they_were_made():
     sizes = list(range(11, 31))  # 20 storages, and one that is gone at the peak
     births = " ".join(f"+x{size} activations {size * MIB}" for size in sizes)
