@@ -283,6 +283,25 @@ def keep_rows(path: Path | None, rows: Sequence[Any]) -> None:
         path.write_text(json.dumps([asdict(row) for row in rows]), "utf-8")
 
 
+def hand_over(rows: Sequence[Any], figures: dict[str, Any], text: str, out: Path | None) -> None:
+    """Print the report, and one line of JSON with everything; write the report where it is asked for."""
+    print(text)
+    if out:
+        out.write_text(text, "utf-8")
+    print(json.dumps({**figures, "rows": [asdict(row) for row in rows]}))
+
+
+def report_of(title: str, command: str, what: str, figures: dict[str, Any], table: str) -> str:
+    """Markdown: what was run with what, what it comes to, and the rows."""
+    from plimsoll.device.base import backend_for
+    from plimsoll.device.probe import versions
+
+    made_with = ", ".join(f"{name} {version}" for name, version in versions().items())
+    listed = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in figures.items())
+    device = backend_for("cpu").probe().name
+    return f"# {title}\n\n`{command}`: {device}, 1 thread; {made_with}. {what}\n\n{listed}.\n\n{table}\n"
+
+
 def ends_with_its_code(main: Callable[[], None]) -> None:
     """Run a benchmark; what the user did wrong is said without a traceback."""
     try:

@@ -2,7 +2,7 @@
 
     python benchmarks/optimizer_kernels.py --layers 6 --width 384 --device cpu
 
-In each kernel of torch's, and with moments of 8 and 4 bits where torchao is installed. Prints a table, and as its last
+In each kernel of torch's, and with moments of 8 and 4 bits. Prints a table, and as its last
 line one JSON object with the figures.
 """
 
@@ -12,7 +12,6 @@ import argparse
 import json
 import statistics
 import time
-from importlib.util import find_spec
 
 import torch
 from torch import nn
@@ -40,7 +39,7 @@ def main() -> None:
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     print(f"AdamW of {num_parameters:,} parameters on {options.device}, {torch.get_num_threads()} threads")
     print(f"{'kernel':8} {'plain':>10} {'undoable':>10} {'temporaries':>12} {'undoable':>10} {'states':>10}")
-    kinds = (*KERNELS, *(LOW_BITS if find_spec("torchao") else ()))
+    kinds = (*KERNELS, *LOW_BITS)
     figures = {kind: measured(model, kind, options.device, options.repeat) for kind in kinds}
     for kernel, row in figures.items():
         print(

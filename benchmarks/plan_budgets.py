@@ -13,11 +13,10 @@ Not covered: evaluation, checkpoints, data loading in several processes. One thr
 
 from __future__ import annotations
 
-import json
 import statistics
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from _planned import (
     MIB,
@@ -25,6 +24,7 @@ from _planned import (
     Training,
     Worker,
     ends_with_its_code,
+    hand_over,
     in_words,
     keep_rows,
     kept_rows,
@@ -32,6 +32,7 @@ from _planned import (
     make_training,
     one_thread,
     parser_of,
+    report_of,
     table,
 )
 
@@ -123,16 +124,12 @@ def figures_of(rows: list[Row]) -> dict[str, float | int]:
 
 
 def report(rows: list[Row], steps: int) -> str:
-    from plimsoll.device.base import backend_for
-    from plimsoll.device.probe import versions
-
-    made_with = ", ".join(f"{name} {version}" for name, version in versions().items())
-    figures = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in figures_of(rows).items())
-    return (
-        "# Planned trainings inside their budgets, CPU\n\n"
-        f"`python benchmarks/plan_budgets.py --steps {steps}`: {backend_for('cpu').probe().name}, 1 thread; "
-        f"{made_with}. Peaks are private memory; seconds are the processor's for one optimizer step, and for the plan."
-        f"\n\n{figures}.\n\n{table(HEADER, [row.cells() for row in rows])}\n"
+    return report_of(
+        "Planned trainings inside their budgets, CPU",
+        f"python benchmarks/plan_budgets.py --steps {steps}",
+        "Peaks are private memory; seconds are the processor's for one optimizer step, and for the plan.",
+        figures_of(rows),
+        table(HEADER, [row.cells() for row in rows]),
     )
 
 
@@ -157,10 +154,7 @@ def main() -> None:
             print("  ".join(rows[-1].cells()), file=sys.stderr, flush=True)
             keep_rows(arguments.kept, rows)
     text = report(rows, arguments.steps)
-    print(text)
-    if arguments.out:
-        arguments.out.write_text(text, "utf-8")
-    print(json.dumps({**figures_of(rows), "rows": [asdict(row) for row in rows]}))
+    hand_over(rows, figures_of(rows), text, arguments.out)
 
 
 if __name__ == "__main__":

@@ -15,11 +15,10 @@ checkpointing where none does. One thread; seconds are the processor's for one o
 
 from __future__ import annotations
 
-import json
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import product
 
 from _planned import (
@@ -29,6 +28,7 @@ from _planned import (
     Training,
     Worker,
     ends_with_its_code,
+    hand_over,
     in_words,
     keep_rows,
     kept_rows,
@@ -36,6 +36,7 @@ from _planned import (
     make_training,
     one_thread,
     parser_of,
+    report_of,
     table,
 )
 from plimsoll.records.plan import Choice, Plan, micro_batch_choice
@@ -246,16 +247,12 @@ def figures_of(rows: list[Row]) -> dict[str, float | int]:
 
 
 def report(rows: list[Row], steps: int, rounds: int) -> str:
-    from plimsoll.device.base import backend_for
-    from plimsoll.device.probe import versions
-
-    made_with = ", ".join(f"{name} {version}" for name, version in versions().items())
-    figures = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in figures_of(rows).items())
-    return (
-        "# The chosen plan against all of a coarse grid, CPU\n\n"
-        f"`python benchmarks/plan_fast.py --steps {steps} --rounds {rounds}`: {backend_for('cpu').probe().name}, 1 "
-        f"thread; {made_with}. Seconds of the processor for one optimizer step.\n\n{figures}.\n\n"
-        f"{table(HEADER, [row.cells() for row in rows])}\n"
+    return report_of(
+        "The chosen plan against all of a coarse grid, CPU",
+        f"python benchmarks/plan_fast.py --steps {steps} --rounds {rounds}",
+        "Seconds of the processor for one optimizer step.",
+        figures_of(rows),
+        table(HEADER, [row.cells() for row in rows]),
     )
 
 
@@ -278,10 +275,7 @@ def main() -> None:
             print("  ".join(row.cells()), file=sys.stderr, flush=True)
             keep_rows(arguments.kept, rows)
     text = report(rows, arguments.steps, arguments.rounds)
-    print(text)
-    if arguments.out:
-        arguments.out.write_text(text, "utf-8")
-    print(json.dumps({**figures_of(rows), "rows": [asdict(row) for row in rows]}))
+    hand_over(rows, figures_of(rows), text, arguments.out)
 
 
 if __name__ == "__main__":

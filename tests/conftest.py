@@ -1,7 +1,8 @@
-"""What every test may use: golden files."""
+"""What every test may use: golden files, a cache of its own, and a collector of garbage that is quick."""
 
 from __future__ import annotations
 
+import gc
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -11,6 +12,8 @@ import pytest
 
 # How fast this machine is is measured once for all tests; what runs teach is each test's own.
 _MEASURED = tempfile.TemporaryDirectory(prefix="plimsoll-tests-")
+
+_MANY_OBJECTS = 100_000  # that a file of tests leaves: collected before the next one
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -46,3 +49,24 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mon
     yield
     for file in own.glob("speed*"):
         shutil.copy(file, measured)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _garbage_goes() -> Iterator[None]:
+    """What was not looked at while tests ran is collected where they leave much."""
+    num_before = gc.get_freeze_count()
+    yield
+    if gc.get_freeze_count() > num_before + _MANY_OBJECTS:
+        gc.unfreeze()
+        gc.collect()
+        gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def _collecting_is_quick(_garbage_goes: None) -> None:
+    """What was there before a test is no garbage of its own.
+
+    Garbage is collected each time that memory runs out, and to walk through the objects of torch and transformers took
+    most of the time of these tests.
+    """
+    gc.freeze()

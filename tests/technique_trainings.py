@@ -8,9 +8,7 @@ is lossy is there to replace Adam, so it has Adam; with others beside it, it is 
 from __future__ import annotations
 
 import copy
-import gc
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import fields, replace
 from functools import cache
 from typing import Any, NamedTuple
@@ -164,19 +162,6 @@ def _needs_no_clipping(name: str, training: str) -> bool:
         return False
     workload.clip_norm = None
     return not isinstance(technique_of(name).menu(workload, setting), str)
-
-
-@contextmanager
-def libraries_are_no_garbage() -> Iterator[None]:
-    """Garbage is collected each time that memory runs out, which took longer than the steps of these trainings."""
-    for training in TRAININGS:
-        setup_for(training, ()).fresh()
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 # -- choices -----------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@
     |-- OutOfMemoryError (MemoryError)     3   no fallback held; the step was undone
     |   `-- TornStepError                 75   an OOM inside optimizer.step(), to be undone by a reload (3 without one)
     |-- KilledError                      137   (139 for SIGSEGV) the training died of a signal, and not surely of memory
-    `-- Interrupted                      130   (143 for SIGTERM) the step was finished and saved
+    `-- Interrupted                      130   (143 for SIGTERM) the step was finished and saved, if there was one
 
 A message says what was attempted, the values with their units, why it failed and what to type instead.
 """
@@ -82,7 +82,7 @@ class KilledError(PlimsollError):
 
 
 class Interrupted(PlimsollError):
-    """SIGINT or SIGTERM arrived; the step was finished and saved."""
+    """SIGINT or SIGTERM arrived; the step was finished and saved, if the training had begun."""
 
     def __init__(self, message: str, signal_number: int) -> None:
         super().__init__(message)

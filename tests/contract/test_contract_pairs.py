@@ -20,7 +20,6 @@ from technique_trainings import (
     expected_gradients,
     expected_of,
     expected_with,
-    libraries_are_no_garbage,
     lossy_of,
     numerics_of,
     require_restored,
@@ -34,12 +33,6 @@ from technique_trainings import (
 torch.set_num_threads(1)
 
 MODELS = ("gpt2", "bert", "lstm", "t5")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _collecting_is_quick():
-    with libraries_are_no_garbage():
-        yield
 
 
 @pytest.fixture(autouse=True)

@@ -32,7 +32,6 @@ from technique_trainings import (
     choices_of,
     expected_gradients,
     expected_of,
-    libraries_are_no_garbage,
     lossy_of,
     menu_of,
     numerics_of,
@@ -55,12 +54,6 @@ COPIED_HEAD_BYTES = 4 * (16 * 3 + 3)  # a rehearsal counts the head, which peft 
 
 every_technique = pytest.mark.parametrize("name", TECHNIQUES)
 every_training = pytest.mark.parametrize("training", TRAININGS)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _collecting_is_quick():
-    with libraries_are_no_garbage():
-        yield
 
 
 @pytest.fixture(autouse=True)

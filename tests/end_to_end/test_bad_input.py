@@ -164,7 +164,7 @@ def test_a_torn_checkpoint_is_refused_and_the_good_one_works(good_run, golden, t
     losses = [step.loss for step in steps_of(run)]
     weights = run / "checkpoints" / "step-00000004" / "model.pt"
     os.truncate(weights, weights.stat().st_size - 100)
-    told = without_machine(refused("--resume", "--out", run), tmp_path)
+    told = without_machine(refused("--resume", "--out", run, "--set", "steps=6"), tmp_path)
     golden("errors/torn-checkpoint.txt", re.sub(r"\d+ bytes|(?<=were )\d+", "<n>", told))
     trained("--resume", "--from-step", 2, "--out", run)
     assert [step.loss for step in steps_of(run)] == losses
@@ -176,7 +176,7 @@ def test_a_foreign_checkpoint_is_refused_and_the_good_one_named(good_run, nan_ru
     run = shutil.copytree(good_run, tmp_path / "run")
     metrics = (run / "metrics.jsonl").read_bytes()
     shutil.copytree(nan_run[0] / "checkpoints" / "step-00000001", run / "checkpoints" / "step-00000005")
-    told = without_machine(refused("--resume", "--out", run), tmp_path)
+    told = without_machine(refused("--resume", "--out", run, "--set", "steps=6"), tmp_path)
     golden("errors/foreign-checkpoint.txt", told)
     assert (run / "metrics.jsonl").read_bytes() == metrics
 

@@ -5,7 +5,10 @@ Everything that can be refused is refused before the work, which takes seconds t
 
 from __future__ import annotations
 
+import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +17,24 @@ if TYPE_CHECKING:
     from plimsoll.report.render import Format
 
 _FORMATS: dict[str, Format] = {".html": "html", ".htm": "html", ".json": "json"}
+
+
+@contextmanager
+def answering(what: str, as_json: bool) -> Iterator[None]:
+    """Be the work of a command: how it fails is one JSON record where that is asked for, and Ctrl-C says what it ended.
+
+    Raises:
+        Interrupted: after Ctrl-C.
+    """
+    from plimsoll.cli.output import failures_shown
+    from plimsoll.errors import Interrupted
+
+    with failures_shown() if as_json else nullcontext():
+        try:
+            yield
+        except KeyboardInterrupt:
+            message = f"{what} was stopped before there was an answer: give the same command to begin again"
+            raise Interrupted(message, signal.SIGINT) from None
 
 
 def limit_bytes_of(budget: str | None) -> int | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -56,14 +55,13 @@ def plan(  # noqa: PLR0917 -- typer calls it by name
       plimsoll plan job.yaml --budget 6GiB --set precision=auto
       plimsoll plan job.yaml --budget 6GiB -o plan.json
     """
-    from plimsoll.cli.answer import check_output, hand_over, limit_bytes_of
-    from plimsoll.cli.output import failures_shown
+    from plimsoll.cli.answer import answering, check_output, hand_over, limit_bytes_of
     from plimsoll.records.comparison import Calibration
     from plimsoll.records.job import Job
     from plimsoll.report.plan_sheets import headline
     from plimsoll.report.progress import spinner
 
-    with failures_shown() if as_json else nullcontext():
+    with answering("the planning", as_json):
         # Everything that can be refused is refused before the work.
         job = Job.from_yaml(job_file, tuple(changes or ()))
         limit_bytes = limit_bytes_of(budget)

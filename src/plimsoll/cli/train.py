@@ -200,14 +200,17 @@ def _begun(  # noqa: PLR0917 -- one call
 
 
 def _planned(directory: RunDirectory, job: Job, planning: tuple[str, ...] | None, quiet: bool) -> int:
-    """Plan, where there is a line to stay under: a budget, or the memory of a GPU."""
-    from plimsoll.device import nvml
     from plimsoll.run.supervise import make_plan
 
+    return make_plan(directory, planning, quiet) if planning is not None and _has_line(job, planning) else 0
+
+
+def _has_line(job: Job, wishes: tuple[str, ...]) -> bool:
+    """Whether there is a line to stay under, a budget or the memory of a GPU, or something is wished for."""
+    from plimsoll.device import nvml
+
     is_on_cpu = job.device == "cpu" or (job.device == "auto" and nvml.driver_version() is None)
-    if planning is None or (is_on_cpu and job.budget.device_bytes is None and not planning):
-        return 0
-    return make_plan(directory, planning, quiet)
+    return bool(wishes) or job.budget.device_bytes is not None or not is_on_cpu
 
 
 def _write(directory: RunDirectory, job: Job) -> None:
@@ -219,21 +222,25 @@ def _write(directory: RunDirectory, job: Job) -> None:
     micro_batch_plan(job.budget, micro_batch_sizes(job.batch_size)).save(directory.plan)
 
 
-def _planned_again(directory: RunDirectory, job: Job, before: Job, quiet: bool) -> int:
-    """Plan for another budget or device as the plan before was made, with what was pinned and forbidden."""
+def _planned_again(directory: RunDirectory, job: Job, before: Job, from_where: tuple[str, ...], quiet: bool) -> int:
+    """Keep the plan of a run that goes on; for another budget, or of other code by now, plan again as was wished."""
     from plimsoll.records.plan import Plan
+    from plimsoll.run.supervise import make_plan
 
-    plan = Plan.load(directory.plan)
-    is_same = (job.budget, job.device) == (before.budget, before.device)
-    if plan.limit_bytes is None or is_same:
-        directory.write_job(job)
+    plan, is_same = Plan.load(directory.plan), job.budget == before.budget
+    directory.write_job(job)
+    if plan.limit_bytes is None:
         if not is_same:
             plan.model_copy(update={"budget": job.budget}).save(directory.plan)
         return 0
     pins = (*map(str, plan.pinned), *plan.required)
-    wishes = [*(("--pin", pin) for pin in pins), *(("--forbid", name) for name in plan.forbidden)]
-    _write(directory, job)
-    return _planned(directory, job, tuple(word for wish in wishes for word in wish), quiet)
+    pairs = [*(("--pin", pin) for pin in pins), *(("--forbid", name) for name in plan.forbidden)]
+    wishes = tuple(word for pair in pairs for word in pair)
+    if not (is_same or _has_line(job, wishes)):
+        _write(directory, job)
+        return 0
+    keep = ("--keep",) if is_same or plan.budget == job.budget else ()
+    return make_plan(directory, ("--goes-on", *from_where, *keep, *wishes), quiet)
 
 
 def _opened(out: Path, job_file: Path | None) -> RunDirectory:
@@ -274,27 +281,39 @@ def _gone_on(directory: RunDirectory, job: Job, from_step: int | None, quiet: bo
     from plimsoll.errors import InputError, JobError
     from plimsoll.records.base import write_atomically
     from plimsoll.records.job import Job
-    from plimsoll.records.run import CheckpointLine
     from plimsoll.run.supervise import supervise
 
-    job_before, plan_before, metrics_before = (
-        path.read_bytes() for path in (directory.job, directory.plan, directory.metrics)
-    )
-    done = max((line.step for line in directory.lines() if isinstance(line, CheckpointLine)), default=0)
+    before, done = Job.from_yaml(directory.job), directory.last_saved_step()
     if from_step is None and job.steps < done:
         raise JobError(f"steps is {job.steps}, but {done} are done: give as many or more, or choose with --from-step")
-    before = Job.from_yaml(directory.job)
+    if from_step is None and _is_finished(directory, job, before):
+        if not quiet:
+            print(f"all {done} steps are done; for more, give --set steps= and how many in all", file=sys.stderr)
+        return 0
+    kept = {path: path.read_bytes() for path in (directory.job, directory.plan)}
+    metrics_before = directory.metrics.read_bytes()
     other_data = (job.data, job.tokenizer, job.task) != (before.data, before.tokenizer, before.task)
-    code = InputError.exit_code
-    from_where = ("--resume", *(("--from-step", str(from_step)) if from_step is not None else ()))
+    from_where = ("--from-step", str(from_step)) if from_step is not None else ()
+    is_ready, code = False, InputError.exit_code
     try:
-        code = (
-            _planned_again(directory, job, before, quiet)
-            or _prepared_again(directory, quiet, other_data)
-            or supervise(directory, from_where, quiet)
+        code = _planned_again(directory, job, before, from_where, quiet) or _prepared_again(
+            directory, quiet, other_data
         )
+        is_ready = not code
+        code = code or supervise(directory, ("--resume", *from_where), quiet)
     finally:
-        if code == InputError.exit_code and directory.metrics.read_bytes() == metrics_before:
-            write_atomically(directory.job, job_before)
-            write_atomically(directory.plan, plan_before)
+        is_refused = code == InputError.exit_code and directory.metrics.read_bytes() == metrics_before
+        for path, content in kept.items() if is_refused or not is_ready else ():
+            write_atomically(path, content)
     return code
+
+
+def _is_finished(directory: RunDirectory, job: Job, before: Job) -> bool:
+    """Whether nothing is left to do; where more than the budget was changed, the training process says what of it."""
+    from plimsoll.records.run import EndLine
+
+    end = next(reversed(directory.lines()), None)
+    if not isinstance(end, EndLine) or end.status != "finished" or end.step < job.steps:
+        return False
+    is_same = job.model_copy(update={"budget": before.budget}) == before
+    return is_same and (directory.model / "tokenizer_config.json").is_file()  # which is written last

@@ -26,17 +26,20 @@ def prepare_worker(  # noqa: PLR0917 -- typer calls it by name
     prepare_run(directory, cache, quiet, again, tuple(pin or ()), tuple(forbid or ()))
 
 
-def plan_worker(
+def plan_worker(  # noqa: PLR0917 -- typer calls it by name
     directory: Path,
     given: Annotated[Path | None, typer.Option()] = None,
     pin: Annotated[list[str] | None, typer.Option()] = None,
     forbid: Annotated[list[str] | None, typer.Option()] = None,
     quiet: bool = False,
+    goes_on: bool = False,
+    from_step: int | None = None,
+    keep: bool = False,
 ) -> None:
     """Plan the run of a run directory."""
     from plimsoll.run.worker import plan_run
 
-    plan_run(directory, given, tuple(pin or ()), tuple(forbid or ()), quiet)
+    plan_run(directory, given, tuple(pin or ()), tuple(forbid or ()), quiet, goes_on, from_step, keep)
 
 
 def baseline_worker() -> None:

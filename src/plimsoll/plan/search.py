@@ -372,11 +372,23 @@ class _Search:
 def _rejected(look: Look, chosen: Look, limit_bytes: int) -> Rejected:
     if not look.fits or look.need_bytes > limit_bytes:
         reason = f"needs up to {format_bytes(look.need_bytes)}, more than {format_bytes(limit_bytes)}"
-    elif look.seconds > (1 + _SAME_SECONDS) * chosen.seconds:
-        reason = f"slower: {look.seconds:.3g} s a step against {chosen.seconds:.3g} s"
     else:
-        reason = f"no faster: {look.seconds:.3g} s a step against {chosen.seconds:.3g} s"
+        reason = _pace(look.seconds, chosen.seconds)
     return Rejected(choices=look.choices, reason=reason, peak=look.peak, step_time=look.step_time)
+
+
+def _pace(seconds: float, chosen_seconds: float) -> str:
+    """How long a step takes against the chosen one's, with what cannot be told from it not told."""
+    text, chosen_text = _written(seconds), _written(chosen_seconds)
+    if seconds > (1 + _SAME_SECONDS) * chosen_seconds:
+        return f"slower: {text} a step against {chosen_text}"
+    if text == chosen_text:
+        return f"no faster: the same {text} a step"
+    return f"no faster: {text} a step against {chosen_text} is less than the {_SAME_SECONDS:.0%} that can be told apart"
+
+
+def _written(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
 
 
 def _can_follow(before: Choices, mix: Choices) -> bool:

@@ -113,8 +113,8 @@ class Plan(Record):
 
     ``rungs`` begins with what is in force; their predicted peaks fall. ``plain`` is the whole batch without any
     technique. ``made_for`` says of what the plan is: a plan is refused where one of these facts differs. Where nothing
-    fits, ``rungs`` has what needs least, ``smallest_budget_bytes`` is the budget it would take, and ``openings`` is
-    what techniques that change the training would need, if they were allowed.
+    fits, ``rungs`` has what needs least, ``smallest_budget_bytes`` is the budget it would take, and ``openings`` has,
+    for each technique that changes the training and is not allowed, what needs least together with it.
 
     ``pinned`` choices and ``required`` techniques, whose options the plan chooses, are the user's.
     ``time_factor`` is what earlier runs have taught of the time, and in ``step_time``.

@@ -167,6 +167,10 @@ class RunDirectory:
         kept = [line.model_dump_json() + "\n" for line in self.lines() if not _goes(line, step)]
         write_atomically(self.metrics, "".join(kept).encode())
 
+    def last_saved_step(self) -> int:
+        """The step of the newest checkpoint that was written, 0 without one."""
+        return max((line.step for line in self.lines() if isinstance(line, CheckpointLine)), default=0)
+
     def rung_in_force(self) -> int | None:
         """The rung that the last training process had in force, as far as its steps show it."""
         for line in reversed(self.lines()):

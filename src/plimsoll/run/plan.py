@@ -26,7 +26,7 @@ from plimsoll.data.sketch import sketch_texts
 from plimsoll.device.base import backend_for
 from plimsoll.device.gpus import spec_of
 from plimsoll.device.speed import measured_speed, speed_of
-from plimsoll.errors import BudgetError, InputError
+from plimsoll.errors import BudgetError, DataError, InputError
 from plimsoll.memory.lowering.base import Lowering
 from plimsoll.memory.lowering.cpu import CpuLowering
 from plimsoll.memory.predict import Counted
@@ -200,13 +200,7 @@ def require_that_fits(plan: Plan) -> None:
         return
     assert plan.smallest_budget_bytes is not None
     leanest = " ".join(map(str, plan.choices))
-    openings = "".join(
-        f"; with {choice}, if `allow: [{choice.technique}]` in the job allows it, about "
-        f"{format_bytes(one.peak.likely_bytes)} would do"
-        for one in plan.openings
-        for choice in one.choices
-        if one.peak is not None and choice not in plan.choices
-    )
+    openings = "".join(f"; {' '.join(map(str, one.choices))} {one.reason}" for one in plan.openings)
     raise BudgetError(
         f"a budget of {format_bytes(plan.budget.device_bytes or 0)} cannot hold this training: what needs least, "
         f"{leanest}, needs {format_bytes(plan.smallest_budget_bytes)}: give --budget "
@@ -220,9 +214,7 @@ def require_same(plan: Plan, job: Job, source: str) -> Job:
     Raises:
         InputError: if the plan is of other code, data, another device or a larger budget; it says what differs.
     """
-    texts = sketch_texts(job)
-    target = CpuLowering().name if choose_device(job) == "cpu" else _cuda_here().lowering().name
-    different = list(differences(plan.made_for, facts_of(job, texts, target)))
+    different = _differences(plan, job)
     if different:
         raise InputError(
             f"the plan {source} is of another training: {'; '.join(different)}; make it again with `plimsoll plan`"
@@ -235,6 +227,25 @@ def require_same(plan: Plan, job: Job, source: str) -> Job:
         )
     require_that_fits(plan)
     return job if has_bytes is not None else job.model_copy(update={"budget": plan.budget})
+
+
+def reasons_against(plan: Plan, job: Job) -> list[str]:
+    """What a run that goes on has otherwise than its plan says; a plan for less than its budget is still good.
+
+    Texts that are gone are no reason: the tokens are there, and the checkpoint knows them.
+    """
+    needs_bytes, has_bytes = plan.budget.device_bytes, job.budget.device_bytes
+    if needs_bytes is not None and has_bytes is not None and has_bytes < needs_bytes:
+        return [f"the budget was {format_bytes(needs_bytes)}, is {format_bytes(has_bytes)}"]
+    try:
+        return _differences(plan, job)
+    except DataError:
+        return []
+
+
+def _differences(plan: Plan, job: Job) -> list[str]:
+    target = CpuLowering().name if choose_device(job) == "cpu" else _cuda_here().lowering().name
+    return list(differences(plan.made_for, facts_of(job, sketch_texts(job), target)))
 
 
 def _cuda_here() -> Target:
@@ -354,7 +365,7 @@ class _Planner:
             limit_bytes=self._target.limit_bytes,
             plain=found.plain.rung(),
             rejected=found.rejected,
-            openings=() if found.fits else tuple(_opening(look) for look in found.openings),
+            openings=() if found.fits else tuple(map(self._opening, found.openings)),
             smallest_budget_bytes=None if smallest_bytes is None else smallest_bytes + self._target.kept_back_bytes,
             prediction=self._prediction(rungs[0].choices),
             pinned=self._decided.pinned,
@@ -367,6 +378,17 @@ class _Planner:
             num_traces=len(self._traced),
             plan_seconds=time.perf_counter() - self._started_seconds,
         )
+
+    def _opening(self, look: Look) -> Rejected:
+        """Say what was looked at, which is one mix: what needs least, as far as it goes with what is not allowed."""
+        names = [choice.technique for choice in look.choices if TECHNIQUES[choice.technique].numerics == "lossy"]
+        closed = ", ".join(name for name in names if name not in self._subject.allow)
+        budget_mib = -(-(look.need_bytes + self._target.kept_back_bytes) >> 20)
+        reason = (
+            f"would do with {budget_mib}MiB if the job had `allow: [{closed}]`; it is the only mix with {closed} "
+            "that was looked at"
+        )
+        return Rejected(choices=look.choices, reason=reason, peak=look.peak, step_time=look.step_time)
 
     def _prediction(self, choices: Choices) -> Prediction:
         subject = self._subject
@@ -386,7 +408,3 @@ def _ladder(rungs: Sequence[Look]) -> tuple[Rung, ...]:
     """The rungs whose needs fall."""
     kept = [rungs[0], *(look for before, look in pairwise(rungs) if look.need_bytes < before.need_bytes)]
     return tuple(look.rung() for look in kept)
-
-
-def _opening(look: Look) -> Rejected:
-    return Rejected(choices=look.choices, reason="is not allowed", peak=look.peak, step_time=look.step_time)

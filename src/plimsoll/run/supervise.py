@@ -32,7 +32,7 @@ from types import FrameType
 from typing import NamedTuple
 
 from plimsoll.device.cgroup import OomKills, oom_kill_count
-from plimsoll.errors import KilledError, OutOfMemoryError, PlimsollError, TornStepError
+from plimsoll.errors import Interrupted, KilledError, OutOfMemoryError, PlimsollError, TornStepError
 from plimsoll.records.plan import Plan, Rung
 from plimsoll.records.run import CheckpointLine, DeathLine, RunHead, StartLine, StepLine
 from plimsoll.run.directory import RunDirectory
@@ -165,7 +165,7 @@ def supervise(directory: RunDirectory, worker_arguments: tuple[str, ...] = (), q
         # A process that died while it was loading says nothing against a rung.
         has_held = not has_begun or _has_held(directory, in_force)
         following = retries.note_death(death.cause, in_force, has_held)
-        saved_step = _last_saved_step(directory)
+        saved_step = directory.last_saved_step()
         gives_up = death.cause is _Cause.CRASH or retries.num_fruitless >= _MOST_DEATHS_WITHOUT_PROGRESS
         _note(directory, death, None if gives_up else saved_step, following, rungs[following])
         if gives_up:
@@ -213,19 +213,15 @@ def prepare_data(
         its exit code.
 
     Raises:
+        Interrupted: if SIGINT or SIGTERM asked it to stop.
         OutOfMemoryError: if it is killed for memory.
         KilledError: if it is killed for another reason, or crashes.
     """
-    kills_before = oom_kill_count()
     shown = [*(["--quiet"] if quiet else []), *(["--again"] if again else [])]
-    end = _run_worker(["prepare-worker", str(directory.path), str(cache), *wishes, *shown])
-    death = _death(end, kills_before, has_host_budget=False)
-    if death is None:
-        return end.exit_code
-    remedy = "free memory on the machine, or give the path of an existing tokenizer"
-    raise death.error(
-        f"the process that prepares the data in {cache} was killed ({death.signal_name})",
-        remedy if death.cause.may_be_memory else death.cause.value,
+    return _done_in_a_process(
+        ["prepare-worker", str(directory.path), str(cache), *wishes, *shown],
+        f"prepares the data in {cache}",
+        "give the path of an existing tokenizer",
     )
 
 
@@ -241,18 +237,33 @@ def make_plan(directory: RunDirectory, arguments: tuple[str, ...], quiet: bool) 
         its exit code.
 
     Raises:
+        Interrupted: if SIGINT or SIGTERM asked it to stop.
         OutOfMemoryError: if it is killed for memory.
         KilledError: if it is killed for another reason, or crashes.
     """
+    return _done_in_a_process(
+        ["plan-worker", str(directory.path), *arguments, *(["--quiet"] if quiet else [])],
+        f"plans the run in {directory.path}",
+        "train without a plan (--no-plan)",
+    )
+
+
+def _done_in_a_process(arguments: list[str], what_it_does: str, remedy: str) -> int:
+    """Do something before the training in a process of its own; ``remedy`` is what takes less memory."""
     kills_before = oom_kill_count()
-    end = _run_worker(["plan-worker", str(directory.path), *arguments, *(["--quiet"] if quiet else [])])
+    end = _run_worker(arguments)
+    if end.asked_by is not None and end.exit_code == 128 + end.asked_by:
+        raise Interrupted(
+            f"the process that {what_it_does} was stopped ({signal.Signals(end.asked_by).name}), and nothing was "
+            "trained: give the same command to begin again",
+            end.asked_by,
+        )
     death = _death(end, kills_before, has_host_budget=False)
     if death is None:
         return end.exit_code
-    remedy = "free memory on the machine, or train without a plan (--no-plan)"
     raise death.error(
-        f"the process that plans the run in {directory.path} was killed ({death.signal_name})",
-        remedy if death.cause.may_be_memory else death.cause.value,
+        f"the process that {what_it_does} was killed ({death.signal_name})",
+        f"free memory on the machine, or {remedy}" if death.cause.may_be_memory else death.cause.value,
     )
 
 
@@ -371,7 +382,3 @@ def _has_saved(directory: RunDirectory) -> bool:
 
 def _has_held(directory: RunDirectory, rung: int) -> bool:
     return any(isinstance(line, StepLine) and line.rung <= rung for line in directory.lines())
-
-
-def _last_saved_step(directory: RunDirectory) -> int:
-    return max((line.step for line in directory.lines() if isinstance(line, CheckpointLine)), default=0)

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+from plimsoll.assemble import choose_device
 from plimsoll.device.base import backend_for
 from plimsoll.device.data_limit import MARGIN_BYTES
 from plimsoll.device.gpus import find_gpu, spec_of
@@ -164,6 +165,23 @@ def gpu_target(spec: DeviceSpec, budget_bytes: int | None) -> Target:
     )
 
 
+def require_budget(job: Job) -> None:
+    """Refuse a job whose budget is more than there is here, before its data are prepared.
+
+    Raises:
+        BudgetError: if the device, or beside a GPU the machine, has less than the budget.
+        DeviceError: if the device is not here.
+    """
+    name = choose_device(job)
+    device = backend_for(name).probe()
+    if name == "cpu":
+        _refuse_more_than(job.budget.device_bytes, device.capacity_bytes, device.name)
+        return
+    _refuse_more_than(job.budget.device_bytes, spec_of(device).capacity_high_bytes, device.name)
+    host = backend_for("cpu").probe()
+    _refuse_more_than(job.budget.host_bytes, host.capacity_bytes, host.name)
+
+
 def job_baseline(job: Job) -> Estimate:
     """Read what a training process of a job takes before it has a model, from one that is started for it.
 
@@ -177,7 +195,8 @@ def started_baseline(job: Job) -> Callable[[], Estimate]:
     """Start the process of `job_baseline`, and return what waits for its answer."""
     command = [sys.executable, "-m", "plimsoll", "baseline-worker"]
     pipe = subprocess.PIPE
-    child = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+    environment = os.environ | {"PLIMSOLL_SUPERVISOR": str(os.getpid())}  # which it does not outlive
+    child = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=environment)
     assert child.stdin is not None
     child.stdin.write(job.to_json())  # which is less than a pipe holds
     child.stdin.close()

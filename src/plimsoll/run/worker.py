@@ -7,7 +7,6 @@ import os
 import signal
 import sys
 from contextlib import ExitStack
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,18 +30,21 @@ def prepare_run(  # noqa: PLR0917 -- of a command
 ) -> None:
     """Index the text, make the tokenizer and tokenize, with progress on standard error.
 
-    What the job says wrongly of model and optimizer is found before that, which may take hours, and what is pinned or
-    forbidden and cannot be. With ``again`` the run has been prepared already, and must come to the same data.
+    What the job says wrongly of model and optimizer is found before that, which may take hours, a budget of more than
+    there is, and what is pinned or forbidden and cannot be. With ``again`` the run has been prepared already, and must
+    come to the same data.
     """
     from plimsoll.assemble import require_buildable
     from plimsoll.data.prepare import Prepared, prepare, prepare_again
     from plimsoll.records.plan import parse_pin
     from plimsoll.report.progress import stages
+    from plimsoll.run.targets import require_budget
 
     _end_with_supervisor()
     directory = RunDirectory(path)
     job = Job.from_yaml(directory.job)
     require_buildable(job)
+    require_budget(job)
     if pins or forbids:
         from plimsoll.run.plan import require_possible
 
@@ -55,7 +57,16 @@ def prepare_run(  # noqa: PLR0917 -- of a command
     prepared.save(directory.prepared)
 
 
-def plan_run(path: Path, given: Path | None, pins: tuple[str, ...], forbids: tuple[str, ...], quiet: bool) -> None:
+def plan_run(  # noqa: PLR0917 -- of a command
+    path: Path,
+    given: Path | None,
+    pins: tuple[str, ...],
+    forbids: tuple[str, ...],
+    quiet: bool,
+    goes_on: bool = False,
+    from_step: int | None = None,
+    keep: bool = False,
+) -> None:
     """Make the plan of a run directory, or take one from a file.
 
     Args:
@@ -64,9 +75,13 @@ def plan_run(path: Path, given: Path | None, pins: tuple[str, ...], forbids: tup
         pins: see `plimsoll.records.plan.parse_pin`.
         forbids: names of techniques.
         quiet: show nothing on standard error.
+        goes_on: the run goes on from a checkpoint, which is looked for first.
+        from_step: the step of that checkpoint; ``None`` for the newest.
+        keep: with ``goes_on``, the plan that is there stays unless it is of something else by now.
 
     Raises:
         BudgetError: if nothing fits the budget; it says what would.
+        CheckpointError: if there is no such checkpoint, or it is torn or of another job.
         InputError: if the plan that is given is of something else, or the pins contradict each other.
     """
     from plimsoll.records.plan import parse_pin
@@ -77,6 +92,10 @@ def plan_run(path: Path, given: Path | None, pins: tuple[str, ...], forbids: tup
     _end_with_supervisor()
     directory = RunDirectory(path)
     job = Job.from_yaml(directory.job)
+    if goes_on:
+        _require_checkpoint(directory, job, from_step)
+        if keep and _is_still_good(directory, job, quiet):
+            return
     if given is None:
         with spinner(quiet) as progress:
             plan = plan_job(
@@ -92,6 +111,25 @@ def plan_run(path: Path, given: Path | None, pins: tuple[str, ...], forbids: tup
         job = require_same(plan, job, str(given))
         directory.write_job(job)
     plan.save(directory.plan)
+
+
+def _require_checkpoint(directory: RunDirectory, job: Job, from_step: int | None) -> None:
+    """Refuse what the training process would refuse, before the plan is made, which takes longer."""
+    from plimsoll.assemble import fingerprint
+    from plimsoll.data.prepare import Prepared
+    from plimsoll.run import checkpoint
+
+    checkpoint.load(directory.checkpoints, fingerprint(job, Prepared.load(directory.prepared)), from_step)
+
+
+def _is_still_good(directory: RunDirectory, job: Job, quiet: bool) -> bool:
+    """Whether the plan of a run that goes on is for its budget and of its code; says what differs."""
+    from plimsoll.run.plan import reasons_against
+
+    reasons = reasons_against(Plan.load(directory.plan), job)
+    if reasons and not quiet:
+        print(f"the plan of this run no longer holds: {'; '.join(reasons)}; planning again", file=sys.stderr)
+    return not reasons
 
 
 # long: what a start does, in its order, with the imports it needs
@@ -182,6 +220,7 @@ def _limit(stack: ExitStack, backend: Backend | None, limit_bytes: int | None) -
 
 def print_baseline() -> None:
     """Print how many bytes a training process takes before it has a model; the job comes on standard input."""
+    _end_with_supervisor()
     from plimsoll import assemble  # noqa: F401
     from plimsoll.device.base import backend_for
     from plimsoll.models.build import sketch_model
@@ -209,10 +248,7 @@ def _warm(job: Job) -> None:
     import torch._dynamo  # noqa: F401  -- torch.optim imports it at the first step otherwise
 
     from plimsoll.models.recurrent import RECURRENT
-    from plimsoll.techniques._low_bit_adam import table_of
 
-    if "low_bit_optimizer" in job.allow and find_spec("torchao") is not None:
-        table_of(8, True)  # imports torchao
     architecture = job.model.get("architecture") if isinstance(job.model, dict) else job.model
     if architecture not in RECURRENT:
         import transformers  # noqa: F401

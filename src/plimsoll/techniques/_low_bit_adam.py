@@ -15,7 +15,6 @@ Does NOT cover amsgrad, sparse gradients and complex numbers.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -121,8 +120,6 @@ class LowBitAdam(SeparableOptimizer):
         decoupled_weight_decay: bool = False,
     ) -> None:
         self.bits = bits
-        for has_sign in _MOMENTS.values():
-            table_of(bits, has_sign)  # imports torchao now, and not in the middle of a step
         self._tables: dict[torch.device, dict[str, list[Tensor]]] = {}
         # Its groups say how many bits, so that a checkpoint does.
         defaults = {
@@ -246,30 +243,29 @@ def is_quantized(parameter: Tensor) -> bool:
 
 
 @cache
-def _kinds() -> dict[int, Any]:
-    """torchao's tensors, imported without its warnings of kernels that it has for GPUs only."""
-    disabled = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        from torchao.optim.subclass_4bit import OptimState4bit
-        from torchao.optim.subclass_8bit import OptimState8bit
-    finally:
-        logging.disable(disabled)
-    return {8: OptimState8bit, 4: OptimState4bit}
-
-
-@cache
 def table_of(bits: int, has_sign: bool) -> Table:
-    """The codes of torchao for moments with a sign or without."""
-    kind = _kinds()[bits]
+    """The codes for moments with a sign or without, as in torchao."""
     with _disable_current_modes():  # a rehearsal's: they are numbers, not a part of the training
-        block = _BLOCK_ELEMENTS[bits]
-        numbers = kind.zeros((block,), has_sign, block, "cpu").qmap.numpy()
+        numbers = _numbers(bits, has_sign).numpy()
     least = np.append(_least(numbers), np.float32(np.inf))
     nearest_0 = np.arange(1 << 16, dtype=np.uint32) << 16
     smallest = np.fmin(nearest_0.view(np.float32), (nearest_0 | 0xFFFF).view(np.float32))
     code = np.searchsorted(least[:-1], smallest, side="right")
     return Table(numbers, code.astype(np.uint8), least[code])
+
+
+def _numbers(bits: int, has_sign: bool) -> Tensor:
+    """The numbers that the codes stand for, rising, the largest 1."""
+    if bits == 4 and not has_sign:  # evenly spaced and without 0: Li et al. 2023, section 3
+        return torch.linspace(0, 1, 17)[1:]
+    # In each power of ten twice as many as in the one below it: Dettmers et al. 2021, section 1.3.
+    found, num_powers = [0.0, 1.0], bits - 1
+    for power in range(num_powers):
+        edges = torch.linspace(0.1, 1, 2 ** (power + (not has_sign)) + 1)
+        middles = (edges[:-1] + edges[1:]) / 2
+        for sign in (1, -1) if has_sign else (1,):
+            found += (sign * 10 ** (power + 1 - num_powers) * middles).tolist()
+    return torch.tensor(sorted(found))
 
 
 def _least(numbers: NDArray[np.float32]) -> NDArray[np.float32]:

@@ -11,7 +11,6 @@ Adam. Does NOT cover amsgrad, sparse gradients, and going on from states of Adam
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from importlib.util import find_spec
 from typing import ClassVar
 
 from plimsoll.records.plan import Choice, Numerics
@@ -53,8 +52,6 @@ class LowBitOptimizer:
 
 def _obstacle(workload: Workload) -> str | None:
     """Why the moments cannot be of few bits, whoever allows it, or ``None``."""
-    if find_spec("torchao") is None:
-        return "torchao is not installed: `pip install torch-plimsoll[low-bit]`"
     reason = obstacle(workload)
     if reason is not None:
         return reason

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable
-from typing import NamedTuple
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import pytest
+import yaml
 
 from plimsoll.cli.main import main
 
@@ -45,5 +49,48 @@ def refused(call: Callable[..., Called]) -> Callable[..., str]:
         assert err.endswith("\n")
         assert err.count("\n") == 1, err
         return err
+
+    return run
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Path:
+    """A job whose text is not there."""
+    path = tmp_path / "job.yaml"
+    path.write_text(yaml.safe_dump({"model": "lstm", "data": {"train": "text.txt"}, "batch_size": 16}))
+    return path
+
+
+@pytest.fixture
+def standing_in(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[dict[str, Any]]]:
+    """Return ``standing_in(module, function, answer or error)``: the list it returns has what the function is asked."""
+
+    def become(module_name: str, function_name: str, answer: Any) -> list[dict[str, Any]]:
+        asked: list[dict[str, Any]] = []
+
+        def function(job: Any, *, progress: Callable[[str], None], **options: Any) -> Any:
+            asked.append({"batch_size": job.batch_size, "precision": job.precision, **options})
+            progress("tracing")
+            if isinstance(answer, BaseException):
+                raise answer
+            return answer
+
+        module = ModuleType(module_name)
+        setattr(module, function_name, function)
+        monkeypatch.setitem(sys.modules, module_name, module)
+        return asked
+
+    return become
+
+
+@pytest.fixture
+def failed_as_json(call: Callable[..., Called]) -> Callable[..., dict[str, Any]]:
+    """Return ``failed_as_json(*arguments)``: what a command with ``--json`` says of its failure, in both places."""
+
+    def run(*arguments: object) -> dict[str, Any]:
+        code, out, err = call(*arguments, "--json")
+        said = json.loads(out)
+        assert (code, err) == (said["exit_code"], f"error: {said['message']}\n")
+        return dict(said)
 
     return run

@@ -37,7 +37,7 @@ FLAGS = {
         "--resume", "--from-step", "--resume-newest", "--rung", "--too-large-rung", "--restarts", "--quiet",
     },
     "prepare-worker": {"--quiet", "--again", "--pin", "--forbid"},
-    "plan-worker": {"--given", "--pin", "--forbid", "--quiet"},
+    "plan-worker": {"--given", "--pin", "--forbid", "--quiet", "--goes-on", "--from-step", "--keep"},
     "baseline-worker": set(),
 }  # fmt: skip
 

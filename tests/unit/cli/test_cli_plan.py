@@ -3,48 +3,20 @@
 The plan itself is made by hand here: how it is found is tested where that is done.
 """
 
-import json
-import sys
-from types import ModuleType
+from functools import partial
 
 import pytest
-import yaml
 
 from plan_records import MIB, fitting_plan, impossible_plan
 from plimsoll.errors import DeviceError
 from plimsoll.records.comparison import Calibration
 from plimsoll.records.plan import Pin, Plan
 
-JOB = {"model": "lstm", "data": {"train": "text.txt"}, "batch_size": 16}
-
 
 @pytest.fixture
-def job(tmp_path):
-    path = tmp_path / "job.yaml"
-    path.write_text(yaml.safe_dump(JOB))
-    return path
-
-
-@pytest.fixture
-def planning(monkeypatch):
+def planning(standing_in):
     """Return ``planning(plan or error)``: what `plan_job` then does; its list has what it was asked."""
-
-    def become(answer):
-        asked = []
-
-        def plan_job(job, **options):
-            asked.append({"batch_size": job.batch_size, "precision": job.precision, **options})
-            asked[-1].pop("progress")("tracing")
-            if isinstance(answer, Exception):
-                raise answer
-            return answer
-
-        module = ModuleType("plimsoll.run.plan")
-        module.plan_job = plan_job
-        monkeypatch.setitem(sys.modules, module.__name__, module)
-        return asked
-
-    return become
+    return partial(standing_in, "plimsoll.run.plan", "plan_job")
 
 
 @pytest.mark.parametrize(
@@ -155,12 +127,13 @@ def test_what_cannot_be_used_is_refused_before_the_work(call, job, planning, opt
     assert message in done.err
 
 
-def test_json_says_what_went_wrong(call, job, planning):
-    planning(DeviceError("no device is called rtx1: use --device rtx3060"))
-    done = call("plan", job, "--json")
-    assert json.loads(done.out) == {
-        "error": "DeviceError",
-        "message": "no device is called rtx1: use --device rtx3060",
-        "exit_code": 2,
-    }
-    assert (done.code, done.err) == (2, "error: no device is called rtx1: use --device rtx3060\n")
+def test_json_says_what_went_wrong(failed_as_json, job, planning):
+    message = "no device is called rtx1: use --device rtx3060"
+    planning(DeviceError(message))
+    assert failed_as_json("plan", job) == {"error": "DeviceError", "message": message, "exit_code": 2}
+
+
+def test_ctrl_c_is_said_in_a_line(failed_as_json, job, planning):
+    planning(KeyboardInterrupt())
+    message = "the planning was stopped before there was an answer: give the same command to begin again"
+    assert failed_as_json("plan", job) == {"error": "Interrupted", "message": message, "exit_code": 130}

@@ -3,47 +3,19 @@
 The prediction itself is made by hand here: what a training needs is tested where it is predicted.
 """
 
-import json
-import sys
-from types import ModuleType
+from functools import partial
 
 import pytest
-import yaml
 
 from plimsoll.errors import DeviceError
 from plimsoll.records.prediction import Prediction
 from prediction_records import MIB, fitting, moment, on_cpu, too_large
 
-JOB = {"model": "lstm", "data": {"train": "text.txt"}, "batch_size": 16}
-
 
 @pytest.fixture
-def job(tmp_path):
-    path = tmp_path / "job.yaml"
-    path.write_text(yaml.safe_dump(JOB))
-    return path
-
-
-@pytest.fixture
-def predicting(monkeypatch):
+def predicting(standing_in):
     """Return ``predicting(prediction or error)``: what `predict_job` then does; its list has what it was asked."""
-
-    def become(answer):
-        asked = []
-
-        def predict_job(job, **options):
-            asked.append({"batch_size": job.batch_size, **options})
-            options["progress"]("tracing")
-            if isinstance(answer, Exception):
-                raise answer
-            return answer
-
-        module = ModuleType("plimsoll.run.forecast")
-        module.predict_job = predict_job
-        monkeypatch.setitem(sys.modules, module.__name__, module)
-        return asked
-
-    return become
+    return partial(standing_in, "plimsoll.run.forecast", "predict_job")
 
 
 @pytest.mark.parametrize(
@@ -65,10 +37,10 @@ def test_the_exit_code_says_whether_it_fits(call, job, predicting, prediction, c
 def test_without_options_the_job_is_predicted_as_it_is(call, job, predicting):
     asked = predicting(fitting())
     call("predict", job)
-    asked[0].pop("progress")
     assert asked == [
         {
             "batch_size": 16,
+            "precision": "fp32",
             "device": None,
             "limit_bytes": None,
             "micro_batch": None,
@@ -85,10 +57,10 @@ def test_every_option_arrives(call, job, predicting, tmp_path):
     options = ["--device", "rtx3060", "--budget", "8GiB", "--set", "batch_size=64", "--set", "steps=5"]
     (tmp_path / "lengths.txt").write_text("3\n12\n")
     call("predict", job, *options, "--micro-batch", 32, "--search", "--what-if", "--lengths", tmp_path / "lengths.txt")
-    asked[0].pop("progress")
     assert asked == [
         {
             "batch_size": 64,
+            "precision": "fp32",
             "device": "rtx3060",
             "limit_bytes": 8192 * MIB,
             "micro_batch": 32,
@@ -161,16 +133,21 @@ def test_a_job_that_is_not_there_is_refused(refused, tmp_path):
     assert "there is no job file at" in refused("predict", tmp_path / "none.yaml")
 
 
-def test_json_says_what_went_wrong(call, job, predicting, tmp_path):
-    predicting(DeviceError("no device is called rtx1: use --device rtx3060"))
-    done = call("predict", job, "--json", "-o", tmp_path / "a.json")
-    assert json.loads(done.out) == {
+def test_json_says_what_went_wrong(failed_as_json, job, predicting, tmp_path):
+    message = "no device is called rtx1: use --device rtx3060"
+    predicting(DeviceError(message))
+    assert failed_as_json("predict", job, "-o", tmp_path / "a.json") == {
         "error": "DeviceError",
-        "message": "no device is called rtx1: use --device rtx3060",
+        "message": message,
         "exit_code": 2,
     }
-    assert (done.code, done.err) == (2, "error: no device is called rtx1: use --device rtx3060\n")
     assert not (tmp_path / "a.json").exists()
+
+
+def test_ctrl_c_is_said_in_a_line(failed_as_json, job, predicting):
+    predicting(KeyboardInterrupt())
+    message = "the prediction was stopped before there was an answer: give the same command to begin again"
+    assert failed_as_json("predict", job) == {"error": "Interrupted", "message": message, "exit_code": 130}
 
 
 @pytest.mark.parametrize("content", [None, "3\nfour\n"])

@@ -8,7 +8,7 @@ from plan.worlds import BATCH_SIZE, MadeUp, World
 
 from plimsoll.errors import InputError
 from plimsoll.plan.pins import Decided
-from plimsoll.plan.search import search
+from plimsoll.plan.search import _pace, search
 from plimsoll.records.plan import Choice, micro_batch_choice
 from plimsoll.techniques import conflict_among, in_order
 from plimsoll.techniques.micro_batch import sizes_of
@@ -73,6 +73,19 @@ def test_nothing_fits_and_the_least_is_said(inhabited):
     found, _ = searched(world, 155, allow=["lossy"])
     assert found.fits
     assert "lossy" in [choice.technique for choice in found.chosen.mix]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "chosen_seconds", "reason"),
+    [
+        (0.00123, 0.001229, "no faster: the same 1.23 ms a step"),
+        (0.0124, 0.0123, "no faster: 12.4 ms a step against 12.3 ms is less than the 2% that can be told apart"),
+        (1.23, 1.24, "no faster: 1.23 s a step against 1.24 s is less than the 2% that can be told apart"),
+        (1.5, 1.24, "slower: 1.5 s a step against 1.24 s"),
+    ],
+)
+def test_a_reason_says_only_what_its_numbers_say(seconds, chosen_seconds, reason):
+    assert _pace(seconds, chosen_seconds) == reason
 
 
 def test_what_saves_more_on_top_of_another_than_alone_is_found_before_it_is_called_impossible(inhabited):

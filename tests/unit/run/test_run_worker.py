@@ -1,20 +1,28 @@
 """What the training process does before it trains: whose child it is, what it is given, what it refuses."""
 
+import shutil
 import signal
 import time
 
 import psutil
 import pytest
 import torch
-from small_runs import train_here
+from small_runs import small_job, train_here
 from torch import nn
 
+from plimsoll.data.sketch import sketch_texts
 from plimsoll.errors import BudgetError, CheckpointError
-from plimsoll.records.plan import micro_batch_choice
+from plimsoll.memory.lowering.cpu import CpuLowering
+from plimsoll.plan.facts import facts_of
+from plimsoll.records.device import Budget
+from plimsoll.records.job import Job
+from plimsoll.records.plan import Plan, micro_batch_choice
 from plimsoll.records.run import RunHead, StartLine, StepLine
 from plimsoll.run import checkpoint
+from plimsoll.run.directory import RunDirectory
 from plimsoll.run.failpoints import armed
 from plimsoll.run.step import TrainStep
+from plimsoll.run.worker import plan_run, prepare_run
 from processes import run_program
 
 LISTENS = """
@@ -28,6 +36,63 @@ time.sleep(60)
 
 def test_a_worker_whose_supervisor_is_gone_already_ends_at_once():
     assert run_program(LISTENS, PLIMSOLL_SUPERVISOR="1").returncode == -signal.SIGTERM
+
+
+def test_a_budget_beyond_the_machine_is_refused_before_the_data_are_prepared(text, tmp_path):
+    directory = RunDirectory.create(tmp_path / "run", force=False)
+    directory.write_job(small_job(text, budget={"device": 1 << 52}))
+    with pytest.raises(BudgetError, match=r"a budget of 4\.0 PiB is more than .* has, .*: give that or less"):
+        prepare_run(directory.path, tmp_path / "cache", quiet=True)
+    assert not (tmp_path / "cache").exists()
+
+
+def plan_again(directory, quiet=True, keep=True):
+    plan_run(directory.path, None, (), (), quiet, goes_on=True, keep=keep)
+
+
+@pytest.fixture
+def planned_run(new_run):
+    """A run of 2 steps under 1 GiB, with a plan that was made for it; other budgets no machine has."""
+    directory = new_run(steps=2, budget={"device": "1GiB"})
+    job = Job.from_yaml(directory.job)
+    facts = facts_of(job, sketch_texts(job), CpuLowering().name)
+    made = Plan.load(directory.plan).model_copy(update={"made_for": facts, "limit_bytes": 1 << 30})
+    made.save(directory.plan)
+    train_here(directory)
+    return directory
+
+
+def too_much(directory):
+    """Give a run a budget that no machine has, which is refused where a plan is made, and only there."""
+    job = Job.from_yaml(directory.job)
+    directory.write_job(job.model_copy(update={"budget": Budget(device_bytes=1 << 52)}))
+    return pytest.raises(BudgetError, match=r"a budget of 4\.0 PiB is more than")
+
+
+def test_a_run_that_goes_on_keeps_its_plan_and_of_other_code_or_for_another_budget_makes_it_again(planned_run, capsys):
+    plan_again(planned_run)
+    plan = Plan.load(planned_run.plan)
+    with too_much(planned_run):
+        plan_again(planned_run, keep=False)
+    plan.model_copy(update={"made_for": plan.made_for | {"torch": "1.0"}}).save(planned_run.plan)
+    with too_much(planned_run):
+        plan_again(planned_run, quiet=False)
+    assert "the plan of this run no longer holds: torch was 1.0, is " in capsys.readouterr().err
+    plan.model_copy(update={"budget": Budget(device_bytes=1 << 53)}).save(planned_run.plan)
+    with too_much(planned_run):
+        plan_again(planned_run, quiet=False)
+    assert "no longer holds: the budget was 8.0 PiB, is 4.0 PiB; planning again" in capsys.readouterr().err
+    plan.save(planned_run.plan)
+    plan_again(planned_run)  # for less than there is now
+    assert Plan.load(planned_run.plan) == plan
+
+
+def test_a_checkpoint_is_looked_for_before_a_plan_is_made(planned_run):
+    with too_much(planned_run):
+        plan_again(planned_run, keep=False)
+    shutil.rmtree(planned_run.checkpoints)
+    with pytest.raises(CheckpointError, match="there is no checkpoint in"):
+        plan_again(planned_run, keep=False)
 
 
 # Starts a worker, says its number, and is gone.

@@ -12,7 +12,7 @@ from plimsoll.memory.recorder import Recorder
 from plimsoll.techniques import _low_bit_adam
 from plimsoll.techniques._low_bit_adam import LowBitAdam, table_of
 
-torchao_optim = pytest.importorskip("torchao.optim", reason="torchao is not installed: torch-plimsoll[low-bit]")
+torchao_optim = pytest.importorskip("torchao.optim", reason="torchao, to compare with, is not installed")
 BOTH = pytest.mark.parametrize("bits", [8, 4])
 SETTINGS = {"lr": 3e-3, "betas": (0.8, 0.99), "eps": 1e-6, "weight_decay": 0.1}
 
@@ -68,8 +68,12 @@ def test_it_is_torchaos_bit_for_bit(bits, is_decoupled, dtype, small_parts):
 def test_every_number_gets_torchaos_code(bits, has_sign):
     """Those around which another code begins, to the last bit, and others of every size."""
     from torchao.optim import quant_utils
+    from torchao.optim.subclass_4bit import OptimState4bit
+    from torchao.optim.subclass_8bit import OptimState8bit
 
     numbers, code, next_from = map(torch.tensor, table_of(bits, has_sign))
+    kind = {8: OptimState8bit, 4: OptimState4bit}[bits]
+    assert torch.equal(numbers, kind.zeros((256,), has_sign, 128, "cpu").qmap)
     least = next_from.unique()[:-1]
     assert len(least) == len(numbers) - 1 == 2**bits - 1
     small = torch.logspace(-9, 0, 10_000)

@@ -1,7 +1,5 @@
 """Moments of few bits: what is on the menu, the user's optimizer back afterwards, and steps that can be undone."""
 
-import importlib.util
-
 import pytest
 import torch
 from torch import nn
@@ -28,8 +26,6 @@ from plimsoll.workload import Workload, model_loss
 from technique_trainings import TRAININGS
 from workloads import largest_relative_difference, weights_of
 
-HAS_TORCHAO = importlib.util.find_spec("torchao") is not None
-needs_torchao = pytest.mark.skipif(not HAS_TORCHAO, reason="torchao is not installed: torch-plimsoll[low-bit]")
 EIGHT, FOUR = (Choice(technique="low_bit_optimizer", options={"bits": bits}) for bits in (8, 4))
 BOTH = pytest.mark.parametrize("choice", [EIGHT, FOUR], ids=str)
 ALLOWED = Setting(device="cpu", batch_size=8, allow=frozenset({"low_bit_optimizer", "adafactor"}))
@@ -41,14 +37,6 @@ def workload_of(kind=torch.optim.AdamW, model=None, **options):
     return Workload(model, kind(model.parameters(), lr=1e-3, **options), model_loss, "samples")
 
 
-def test_without_torchao_it_says_what_to_type():
-    if HAS_TORCHAO:
-        assert LOW_BIT.menu(workload_of(), ALLOWED) == (EIGHT, FOUR)
-    else:
-        assert LOW_BIT.menu(workload_of(), ALLOWED) == "torchao is not installed: `pip install torch-plimsoll[low-bit]`"
-
-
-@needs_torchao
 def test_the_menu_has_it_also_where_it_is_not_allowed():
     forbidden = Setting(device="cpu", batch_size=8)
     assert LOW_BIT.menu(workload_of(), forbidden) == (EIGHT, FOUR)
@@ -56,7 +44,6 @@ def test_the_menu_has_it_also_where_it_is_not_allowed():
     assert LOW_BIT.conflicts(FOUR, (), workload_of(torch.optim.Adam), ALLOWED) is None
 
 
-@needs_torchao
 @pytest.mark.parametrize(
     ("workload", "reason"),
     [
@@ -70,7 +57,6 @@ def test_what_it_cannot_stand_in_for(workload, reason):
     assert reason in LOW_BIT.conflicts(EIGHT, (), workload, ALLOWED)
 
 
-@needs_torchao
 def test_there_is_one_optimizer_only_and_no_other_number_of_bits():
     adafactor = Choice(technique="adafactor")
     reason = conflict_among((adafactor, FOUR), workload_of(), ALLOWED)
@@ -82,7 +68,6 @@ def test_there_is_one_optimizer_only_and_no_other_number_of_bits():
     assert LOW_BIT.conflicts(two, (), workload_of(), ALLOWED) == "bits is 2: choose 8 or 4"
 
 
-@needs_torchao
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
 def test_it_takes_the_settings_over_and_gives_everything_back(kind):
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
@@ -122,7 +107,6 @@ def trained(choice, fails=(), piece_bytes=1):
     return losses, weights
 
 
-@needs_torchao
 @BOTH
 @pytest.mark.parametrize("fails", [(1,), (2,), (40,)])
 def test_an_oom_in_the_update_leaves_nothing_behind(choice, fails):
@@ -134,7 +118,6 @@ def test_an_oom_in_the_update_leaves_nothing_behind(choice, fails):
     assert largest_relative_difference(expected, weights) == 0
 
 
-@needs_torchao
 @BOTH
 @pytest.mark.parametrize("num_before", [0, 2])
 def test_an_oom_in_the_middle_of_a_parameter_undoes_all_of_it(choice, num_before, monkeypatch):
@@ -169,7 +152,6 @@ def test_an_oom_in_the_middle_of_a_parameter_undoes_all_of_it(choice, num_before
         assert all(parameter.grad is not None for parameter in model.parameters())
 
 
-@needs_torchao
 @BOTH
 def test_the_first_step_proves_room_for_just_the_states_to_come(choice, monkeypatch):
     """Of the largest parameter they are 1/4 or 1/8 of Adam's, of the small ones not."""
@@ -191,7 +173,6 @@ def give_gradients(model):
         parameter.grad = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number))
 
 
-@needs_torchao
 @BOTH
 @pytest.mark.parametrize("others", [[], [Choice(technique="optimizer_offload", options={"to": "disk"})]], ids=str)
 def test_a_checkpoint_goes_on_bit_for_bit(choice, others, tmp_path):
@@ -216,7 +197,6 @@ def test_a_checkpoint_goes_on_bit_for_bit(choice, others, tmp_path):
         step.close()
 
 
-@needs_torchao
 @pytest.mark.parametrize(
     ("before", "after", "reason"),
     [
@@ -255,7 +235,6 @@ def states_of(shapes, bits):
     return sum(2 * (n * bits // 8 + 4 * -(-n // block)) if n >= 4096 else 8 * n for n in sizes)
 
 
-@needs_torchao
 @BOTH
 @pytest.mark.parametrize("lowering", [CpuLowering(), CudaLowering((8, 6))], ids=lambda one: one.name)
 def test_its_states_are_as_large_as_predicted(choice, lowering):
