@@ -14,14 +14,16 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import mmap
+import os
 import struct
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 _SYMBOL = b"_ZZN5Xbyak5local11GetErrorRefEvE3err\0"  # Xbyak::local::GetErrorRef()::err, a thread-local int
 _SYMBOL_TABLE, _THREAD_LOCAL = 2, 6  # SHT_SYMTAB, STT_TLS
 _SECTION = struct.Struct("<IIQQQQIIQQ")  # name, type, flags, address, offset, size, link, info, alignment, entry size
+_PIECE_BYTES = 1 << 20
 _ENTRY = struct.Struct("<IBBHQQ")  # name, info, other, section, value, size
 
 
@@ -86,38 +88,40 @@ def _library() -> Path | None:
 def _offset_in_thread(library: Path) -> int | None:
     """How far into the library's thread-local data the variable is, in bytes."""
     try:
-        with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
-            return _value_of(_SYMBOL, mapped)
-    except OSError:  # no address space left to map it (RLIMIT_AS)
+        with library.open("rb") as file:
+            return _value_of(_SYMBOL, file.fileno())
+    except OSError:
         return None
 
 
-def _value_of(symbol: bytes, mapped: mmap.mmap) -> int | None:
+def _value_of(symbol: bytes, file: int) -> int | None:
     """The value of a thread-local ``int`` in the symbol table of a 64-bit little-endian library."""
-    if mapped[:6] != b"\x7fELF\x02\x01":
+    header = os.pread(file, 64, 0)
+    if header[:6] != b"\x7fELF\x02\x01":
         return None
-    (table_offset,) = struct.unpack_from("<Q", mapped, 40)
-    (num_sections,) = struct.unpack_from("<H", mapped, 60)
-    sections = [_SECTION.unpack_from(mapped, table_offset + number * _SECTION.size) for number in range(num_sections)]
-    for _, kind, _, _, start, size, link, _, _, _ in sections:
+    (table_start,), (num_sections,) = struct.unpack_from("<Q", header, 40), struct.unpack_from("<H", header, 60)
+    sections = [*_SECTION.iter_unpack(os.pread(file, num_sections * _SECTION.size, table_start))]
+    for _, kind, _, _, start, num_bytes, link, _, _, _ in sections:
         if kind == _SYMBOL_TABLE:
-            names_start, names_size = sections[link][4:6]
-            name = mapped.find(symbol, names_start, names_start + names_size) - names_start
-            for entry in _entries_named(name, mapped, start, start + size):
-                _, info, _, _, value, num_bytes = entry
-                if info & 15 == _THREAD_LOCAL and num_bytes == ctypes.sizeof(ctypes.c_int):
+            names_start, names_bytes = sections[link][4:6]
+            name = next(_places_of(symbol, file, names_start, names_bytes), None)
+            places = () if name is None else _places_of(struct.pack("<I", name), file, start, num_bytes)
+            for place in places:
+                _, info, _, _, value, size_bytes = _ENTRY.unpack(os.pread(file, _ENTRY.size, start + place))
+                is_entry = place % _ENTRY.size == 0 and size_bytes == ctypes.sizeof(ctypes.c_int)
+                if is_entry and info & 15 == _THREAD_LOCAL:
                     return int(value)
     return None
 
 
-def _entries_named(name: int, mapped: mmap.mmap, start: int, end: int) -> list[tuple[int, ...]]:
-    """The entries of a symbol table whose name begins at ``name`` of the names; a linear search in C."""
-    if name < 0:
-        return []
-    found, wanted = [], struct.pack("<I", name)
-    position = mapped.find(wanted, start, end)
-    while position >= 0:
-        if (position - start) % _ENTRY.size == 0:
-            found.append(_ENTRY.unpack_from(mapped, position))
-        position = mapped.find(wanted, position + 1, end)
-    return found
+def _places_of(wanted: bytes, file: int, start: int, num_bytes: int) -> Iterator[int]:
+    """Where bytes occur in a part of a file, counted from its start.
+
+    It is read piece by piece: pages of a mapping would count as this process's peak.
+    """
+    for offset in range(0, num_bytes, _PIECE_BYTES):
+        piece = os.pread(file, min(_PIECE_BYTES + len(wanted) - 1, num_bytes - offset), start + offset)
+        place = piece.find(wanted)
+        while place >= 0:
+            yield offset + place
+            place = piece.find(wanted, place + 1)
