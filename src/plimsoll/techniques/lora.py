@@ -6,7 +6,10 @@ which is new, is trained as a whole. The optimizer stays the user's, with its ar
 the adapters in place of the parameters. While it is installed ``save_pretrained`` writes the adapters, as peft's own
 folder; afterwards the model is as it was given, without what was learned.
 
-Does NOT cover models that are not of transformers, a quantized base, and parameter groups with options of their own
+With ``base=int8`` the weights of the layers that have adapters are 8-bit integers meanwhile (see `_int8_base`), as in
+QLoRA (arXiv:2305.14314), and the adapters learn beside these. The original weights wait in a mapped file.
+
+Does NOT cover models that are not of transformers, bases of fewer bits, and parameter groups with options of their own
 (the adapters are in the first).
 """
 
@@ -14,7 +17,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 from typing import Any, ClassVar
 
@@ -22,13 +25,16 @@ import torch
 from torch import nn
 
 from plimsoll.models.hugging_face import is_hugging_face
-from plimsoll.records.plan import Choice, Numerics
+from plimsoll.records.plan import Choice, Numerics, Value
 from plimsoll.records.trace import Category
 from plimsoll.techniques._base import Choices, Setting
+from plimsoll.techniques._int8_base import KeptOutside, to_int8
 from plimsoll.workload import Workload
 
 _RANK, _ALPHA = 8, 16
 """peft's own rank, and twice as much for the scale, as its examples have it."""
+
+_BASES = ("kept", "int8")
 
 
 class Lora:
@@ -37,13 +43,14 @@ class Lora:
     name: ClassVar[str] = "lora"
     numerics: ClassVar[Numerics] = "lossy"
     summary: ClassVar[str] = "small adapters are trained, the model is frozen"
-    reaches: ClassVar[frozenset[Category]] = frozenset({"gradients", "optimizer states"})
+    reaches: ClassVar[frozenset[Category]] = frozenset({"parameters", "gradients", "optimizer states"})
     is_for_the_run: ClassVar[bool] = True
     may_be_faster: ClassVar[bool] = False
 
     def menu(self, workload: Workload, setting: Setting) -> Choices | str:
-        """One size of adapters; others can be pinned."""
-        return _impossible(workload.model) or (Choice(technique=self.name, options={"rank": _RANK, "alpha": _ALPHA}),)
+        """One size of adapters, beside the model as it is and beside weights of 8 bits; other sizes can be pinned."""
+        options: list[dict[str, Value]] = [{"rank": _RANK, "alpha": _ALPHA, "base": base} for base in _BASES]
+        return _impossible(workload.model) or tuple(Choice(technique=self.name, options=one) for one in options)
 
     def conflicts(self, choice: Choice, others: Choices, workload: Workload, setting: Setting) -> str | None:
         """What is not allowed, cannot be imported or has no layers, and sizes that are none."""
@@ -53,12 +60,22 @@ class Lora:
             value = choice.options.get(name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 return f"{name} is {value}: give a whole number of 1 or more"
+        base = choice.options.get("base", "kept")
+        if base not in _BASES:
+            return f"base is {base}: give one of {', '.join(_BASES)}"
         return _impossible(workload.model)
 
     @contextmanager
     def install(self, workload: Workload, choice: Choice) -> Iterator[None]:
         """Freeze the model, add the adapters and give them to the optimizer."""
-        with _adapted(workload.model, choice), _only_trainable(workload.model, workload.optimizer):
+        model, kept = workload.model, KeptOutside()
+        names = adapted_layers(model)
+        with ExitStack() as stack:
+            stack.callback(kept.bring_back)  # last: what stood in for them is gone by then
+            stack.enter_context(_adapted(model, choice))
+            if choice.options.get("base") == "int8":
+                to_int8([model.get_submodule(name) for name in names], model, kept)
+            stack.enter_context(_only_trainable(model, workload.optimizer))
             yield
 
 

@@ -11,12 +11,15 @@ from plimsoll.memory.live import live_bytes
 from plimsoll.memory.lowering.cpu import CpuLowering
 from plimsoll.memory.recorder import Recorder
 from plimsoll.optimizers import build_schedule
+from plimsoll.plan.pins import decide
 from plimsoll.records.job import OptimizerChoice
-from plimsoll.records.plan import Choice, micro_batch_choice
+from plimsoll.records.plan import Choice, micro_batch_choice, parse_pin
+from plimsoll.run import checkpoint
 from plimsoll.run.boundary import Position
 from plimsoll.run.rehearse import StageBackend, _stage
 from plimsoll.run.step import TrainStep
 from plimsoll.techniques import Setting, installed
+from plimsoll.techniques._int8_base import Int8Linear
 from plimsoll.techniques.lora import Lora, adapted_layers
 from plimsoll.workload import Workload, model_loss
 
@@ -24,6 +27,8 @@ HAS_PEFT = importlib.util.find_spec("peft") is not None
 needs_peft = pytest.mark.skipif(not HAS_PEFT, reason="peft is not installed: pip install torch-plimsoll[lora]")
 ALLOWED = Setting(device="cpu", batch_size=8, allow=frozenset({"lora"}))
 RANK_2 = Choice(technique="lora", options={"rank": 2, "alpha": 4})
+INT8 = Choice(technique="lora", options={"rank": 2, "alpha": 4, "base": "int8"})
+both_bases = pytest.mark.parametrize("choice", [RANK_2, INT8], ids=["kept", "int8"])
 CASES = {case.name: case for case in workloads.CASES}
 
 
@@ -45,7 +50,12 @@ def test_it_must_be_allowed_by_name():
 
 
 @pytest.mark.parametrize(
-    ("options", "reason"), [({"rank": 0, "alpha": 1}, "rank is 0"), ({"rank": 1}, "alpha is None")]
+    ("options", "reason"),
+    [
+        ({"rank": 0, "alpha": 1}, "rank is 0"),
+        ({"rank": 1}, "alpha is None"),
+        ({"rank": 1, "alpha": 1, "base": "int4"}, "base is int4: give one of kept, int8"),
+    ],
 )
 def test_sizes_that_are_none_are_refused(options, reason):
     assert Lora().conflicts(Choice(technique="lora", options=options), (), made(), ALLOWED).startswith(reason)
@@ -64,6 +74,7 @@ def test_a_model_of_another_kind_is_refused():
 
 
 @needs_peft
+@both_bases
 @pytest.mark.parametrize(
     ("name", "num_trained"),
     [
@@ -73,11 +84,11 @@ def test_a_model_of_another_kind_is_refused():
         ("bert", 2 * 2 * (4 * 32 + 2 * 48) + 16 * 3 + 3),
     ],
 )
-def test_only_the_adapters_and_a_new_head_are_trained(name, num_trained):
+def test_only_the_adapters_and_a_new_head_are_trained(name, num_trained, choice):
     case, workload = CASES[name], made(name)
     plain = {key: value.clone() for key, value in workload.model.state_dict().items()}
     batch = case.batches()[0]
-    with installed(workload, [RANK_2]):
+    with installed(workload, [choice]):
         trained = [one for group in workload.optimizer.param_groups for one in group["params"]]
         assert sum(one.numel() for one in trained) == num_trained
         before = [one.detach().clone() for one in trained]
@@ -99,7 +110,8 @@ def test_at_first_the_loss_is_that_of_the_plain_model():
 
 
 @needs_peft
-def test_everything_is_put_back():
+@both_bases
+def test_everything_is_put_back(choice):
     workload = made("bert")
     model, optimizer = workload.model, workload.optimizer
     model.bert.embeddings.requires_grad_(False)
@@ -116,7 +128,7 @@ def test_everything_is_put_back():
         )
 
     before = everything()
-    with installed(workload, [RANK_2]):
+    with installed(workload, [choice]):
         assert everything() != before
         assert not optimizer.state
     assert everything() == before
@@ -165,10 +177,83 @@ def test_what_is_saved_meanwhile_are_the_adapters(tmp_path):
 
 
 @needs_peft
-def test_a_rehearsal_needs_what_the_real_step_needs():
+def test_a_plan_can_choose_the_base():
+    workload = made()
+    menu = Lora().menu(workload, ALLOWED)
+    assert [choice.options["base"] for choice in menu] == ["kept", "int8"]
+    (pinned,) = decide([parse_pin("lora(base=int8)")], (), workload, ALLOWED).pinned
+    assert pinned == menu[1]
+
+
+@needs_peft
+@pytest.mark.parametrize("name", ["gpt2", "bert"])
+def test_beside_8_bits_loss_and_gradients_are_those_of_the_rounded_weights(name):
+    case, workload, plain = CASES[name], made(name), made(name)
+
+    def loss_and_gradients(one):
+        one.model.eval()  # no dropout
+        for key, parameter in one.model.named_parameters():
+            if "lora_B" in key:  # they begin with zeros, and then lora_A has no gradient
+                nn.init.constant_(parameter, 0.02)
+        torch.manual_seed(0)
+        for key, parameter in one.model.named_parameters():
+            if "lora_A" in key:
+                nn.init.normal_(parameter)
+        loss = model_loss(one.model, case.batches()[0])
+        loss.backward()
+        return loss, {key: value.grad for key, value in one.model.named_parameters() if value.requires_grad}
+
+    layers = adapted_layers(workload.model)
+    with installed(workload, [INT8]):
+        bases = [workload.model.get_submodule(layer).base_layer for layer in layers]
+        assert all(isinstance(base, Int8Linear) and not base.codes.requires_grad for base in bases)
+        for layer, base in zip(layers, bases, strict=True):
+            plain.model.get_submodule(layer).weight.data = base.weight
+        loss, gradients = loss_and_gradients(workload)
+    with installed(plain, [RANK_2]):
+        expected_loss, expected = loss_and_gradients(plain)
+    torch.testing.assert_close(loss, expected_loss, rtol=1e-5, atol=0)
+    assert gradients.keys() == expected.keys()
+    assert workloads.largest_relative_difference(expected, gradients) <= 1e-5
+
+
+@needs_peft
+def test_a_checkpoint_beside_8_bits_can_be_resumed(tmp_path):
+    case = CASES["gpt2"]
+    batches = case.batches()
+
+    def begun():
+        workload = made()
+        step = TrainStep(workload.model, workload.optimizer, units=case.units, rungs=[[micro_batch_choice(4), INT8]])
+        step.install()
+        return step
+
+    first = begun()
+    first(batches[0])
+    model, optimizer = first.workload.model, first.workload.optimizer
+    checkpoint.save(
+        tmp_path, 1, model=model, optimizer=optimizer, random_state={}, progress={"fingerprint": {}}, keep=1
+    )
+    torch.manual_seed(1)  # of dropout
+    expected = first(batches[1]).loss
+    second = begun()
+    for parameter in second.workload.model.parameters():
+        parameter.data.zero_()
+    checkpoint.load(tmp_path, {}).restore(second.workload.model, second.workload.optimizer)
+    torch.manual_seed(1)
+    assert second(batches[1]).loss == expected
+    states = zip(first.workload.model.state_dict().items(), second.workload.model.state_dict().values(), strict=True)
+    assert [name for (name, one), other in states if not torch.equal(one, other)] == []
+    first.close()
+    second.close()
+
+
+@needs_peft
+@both_bases
+def test_a_rehearsal_needs_what_the_real_step_needs(choice):
     case, workload = CASES["gpt2"], made()
     batch = {name: value.clone() for name, value in case.batches()[0].items()}  # of 32 samples are the storages
-    rungs = [[micro_batch_choice(4), RANK_2]]
+    rungs = [[micro_batch_choice(4), choice]]
     position = Position()
     with _stage(CpuLowering(), position, True) as stage:
         model, optimizer = stage.fake_training(workload.model, workload.optimizer)
