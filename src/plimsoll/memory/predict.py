@@ -50,7 +50,7 @@ class Counted:
     ``learned`` is what measured runs have shown of predicted live bytes: it widens the range and moves no answer.
     ``oom_row`` is the event for which there is no room within the limit; the columns are then those without a limit.
     ``unwritten_bytes`` are what a limit on address space (see `plimsoll.device.data_limit`) must have room for beyond
-    the peak: memory that is asked for and never written.
+    the peak: memory that is asked for and never written, and holes of the heap whose pages are gone.
     """
 
     trace: Trace
@@ -248,7 +248,10 @@ def count_on_cpu(trace: Trace, baseline: Estimate, rules: HeapRules, has_limit: 
         beside_bytes=glibc.TENSOR_OBJECTS_BYTES,
         trims_before=_first_rows_of_steps(trace, live) if rules.trims_after_steps else (),
     )
-    resident = np.asarray(replayed.resident_bytes, dtype=np.int64)
+    resident, address = (
+        np.asarray(column, dtype=np.int64) for column in (replayed.resident_bytes, replayed.address_bytes)
+    )
+    limited = (address + _never_written(asked, live)).max(initial=0) if has_limit else 0
     return Counted(
         trace=trace,
         live=live,
@@ -256,15 +259,14 @@ def count_on_cpu(trace: Trace, baseline: Estimate, rules: HeapRules, has_limit: 
         reserved=resident + baseline.likely_bytes,
         fixed={"baseline": baseline},
         spread=_CPU_SPREAD,
-        unwritten_bytes=_unwritten_bytes(asked, live, resident) if has_limit else 0,
+        unwritten_bytes=max(0, int(limited - resident.max(initial=0))),
     )
 
 
-def _unwritten_bytes(asked: Trace, live: Live, resident: Column) -> int:
-    """By how much the most address space is more than the most that is resident, of a trace as it is ``asked`` for."""
+def _never_written(asked: Trace, live: Live) -> Column:
+    """What is asked for and not written, after each event; ``asked`` is the trace with the bytes asked for."""
     num_bytes = np.asarray(asked.storages.num_bytes, dtype=np.int64)[live.storage]
-    unwritten = np.cumsum(np.sign(live.delta) * (num_bytes - np.abs(live.delta)))
-    return int((resident + unwritten).max(initial=0) - resident.max(initial=0))
+    return np.cumsum(np.sign(live.delta) * (num_bytes - np.abs(live.delta)))
 
 
 def _first_rows_of_steps(trace: Trace, live: Live) -> frozenset[int]:

@@ -56,6 +56,8 @@ class HeapReplay(NamedTuple):
 
     resident_bytes: list[int]
     """After each event."""
+    address_bytes: list[int]
+    """After each event."""
     peak_bytes: int
     index_of_highest: int
     """Of the event after which the peak was reached first; -1 where no event passed what was there before."""
@@ -64,6 +66,7 @@ class HeapReplay(NamedTuple):
 
 
 class _Mapped(NamedTuple):
+    mapped_bytes: int
     chunk_bytes: int
     resident_bytes: int
     num_bytes: int
@@ -90,8 +93,10 @@ class GlibcHeap:
         self._live: dict[int, _Mapped | _InHeap] = {}
         self._num_handles = 0
         self._num_mappings = 0
+        self._mapped_bytes = 0
         self._mapped_resident_bytes = 0
         self._free = _FreeChunks()
+        self._start = start_bytes
         self._top = start_bytes  # where the top chunk starts, and so everything above every block
         self._end = start_bytes  # of the heap: the program break
         self._touched_end = 0
@@ -106,12 +111,17 @@ class GlibcHeap:
         heap_bytes = _round_up(self._touched_end, self.rules.page_bytes) - self._given_back.total_bytes
         return self._mapped_resident_bytes + heap_bytes
 
+    @property
+    def address_bytes(self) -> int:
+        """What a limit on address space counts: the heap with its holes, whether their pages are there or not."""
+        return self._mapped_bytes + self._end - self._start
+
     def allocate(self, num_bytes: int) -> int:
         """Take a block, write to all of it, and return its handle."""
         self._num_handles += 1
         handle = self._num_handles
         if num_bytes == 0:  # torch does not ask for it
-            self._live[handle] = _Mapped(0, 0, 0)
+            self._live[handle] = _Mapped(0, 0, 0, 0)
             return handle
         chunk_bytes = _chunk_bytes(num_bytes)
         wanted_bytes = _chunk_bytes(chunk_bytes + self.rules.alignment_bytes + _LEAST_CHUNK_BYTES)
@@ -234,11 +244,13 @@ class GlibcHeap:
         mapped_bytes = _round_up(wanted_bytes + _HEADER_BYTES, page_bytes)
         resident_bytes = _round_up(lead_bytes + _CHUNK_ALIGNMENT_BYTES + num_bytes, page_bytes)
         self._num_mappings += 1
+        self._mapped_bytes += mapped_bytes
         self._mapped_resident_bytes += resident_bytes
-        return _Mapped(mapped_bytes - lead_bytes, resident_bytes, num_bytes)
+        return _Mapped(mapped_bytes, mapped_bytes - lead_bytes, resident_bytes, num_bytes)
 
     def _unmap(self, block: _Mapped) -> None:
         self._num_mappings -= 1
+        self._mapped_bytes -= block.mapped_bytes
         self._mapped_resident_bytes -= block.resident_bytes
         if self.rules.is_dynamic and self._mmap_threshold_bytes < block.chunk_bytes <= _HIGHEST_THRESHOLD_BYTES:
             self._mmap_threshold_bytes = block.chunk_bytes
@@ -303,6 +315,7 @@ def replay(
     """
     handles = dict(live or {})
     resident_bytes: list[int] = []
+    address_bytes: list[int] = []
     peak_bytes, index_of_highest = heap.resident_bytes, -1
     for index, (storage, num_bytes) in enumerate(deltas):
         if index in trims_before:
@@ -315,9 +328,10 @@ def replay(
             handles[storage] = (data, *map(heap.allocate_small, beside_bytes))
         now_bytes = heap.resident_bytes
         resident_bytes.append(now_bytes)
+        address_bytes.append(heap.address_bytes)
         if now_bytes > peak_bytes:
             peak_bytes, index_of_highest = now_bytes, index
-    return HeapReplay(resident_bytes, peak_bytes, index_of_highest, handles)
+    return HeapReplay(resident_bytes, address_bytes, peak_bytes, index_of_highest, handles)
 
 
 class _FreeChunks:

@@ -220,22 +220,25 @@ def test_a_threshold_that_is_set_late_leaves_the_free_blocks_of_the_heap_in_use(
 
 
 def test_a_replay_gives_the_column_and_the_first_peak():
-    assert replay([], GlibcHeap(TIGHT_HEAP)) == ([], 0, -1, {})
+    assert replay([], GlibcHeap(TIGHT_HEAP)) == ([], [], 0, -1, {})
     found = replay([(1, MIB), (2, 2 * MIB), (1, -MIB), (1, MIB), (3, 0), (3, 0)], GlibcHeap(TIGHT_HEAP))
     assert found.resident_bytes == [MIB + 4096, 3 * MIB + 8192, 2 * MIB + 4096] + [3 * MIB + 8192] * 3
     assert (found.peak_bytes, found.index_of_highest) == (3 * MIB + 8192, 1)
     heap = GlibcHeap(TIGHT_HEAP)
     first = replay([(1, MIB), (2, MIB), (2, -MIB)], heap)
-    assert replay([(1, -MIB)], heap, first.live) == ([0], MIB + 4096, -1, {})
+    assert replay([(1, -MIB)], heap, first.live) == ([0], [0], MIB + 4096, -1, {})
     with pytest.raises(KeyError):
         replay([(1, -MIB)], GlibcHeap(TIGHT_HEAP))
 
 
 def test_a_replay_trims_before_the_deltas_it_is_told():
     events = [(1, MIB), (2, 1000), (1, -MIB), (3, 2000), (3, -2000)]  # a hole of 1 MiB below a live block
-    kept, trimmed = (replay(events, GlibcHeap(FAST_HEAP), trims_before=at).resident_bytes for at in ((), {3}))
-    assert trimmed[:3] == kept[:3]
-    assert (kept[4] - trimmed[4]) // 4096 in (254, 255)  # its whole pages but the one in which 3 was
+    kept, trimmed = (replay(events, GlibcHeap(FAST_HEAP), trims_before=at) for at in ((), {3}))
+    assert trimmed.resident_bytes[:3] == kept.resident_bytes[:3]
+    pages = (kept.resident_bytes[4] - trimmed.resident_bytes[4]) // 4096
+    assert pages in (254, 255)  # its whole pages but the one in which 3 was
+    assert trimmed.address_bytes[4] > 2 * trimmed.resident_bytes[4]  # the hole is still the heap's
+    assert trimmed.address_bytes[4] <= kept.address_bytes[4]
 
 
 _PYTHON_HEAP = """
