@@ -183,7 +183,9 @@ def test_a_limit_holds_what_an_lstm_asks_for_and_never_writes():
     without, limited = (count_on_cpu(trace, BASELINE, TIGHT_HEAP, has_limit) for has_limit in (False, True))
     assert limited.live.total.tolist() == [10 * MIB, 20 * MIB, 10 * MIB, 0, 25 * MIB]
     assert without.unwritten_bytes == 0
-    assert limited.unwritten_bytes == pytest.approx((60 - 25) * MIB, abs=256 << 10)  # and what the heap grows by at once
+    assert limited.unwritten_bytes == pytest.approx(
+        (60 - 25) * MIB, abs=256 << 10
+    )  # and what the heap grows by at once
     assert limited.peak.likely_bytes == without.peak.likely_bytes
     assert limited.peak.high_bytes == without.peak.high_bytes + limited.unwritten_bytes
 
