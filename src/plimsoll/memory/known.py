@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -99,6 +99,16 @@ _UNKNOWN_LENGTH: dict[Any, Callable[..., list[tuple[tuple[int, ...], torch.dtype
 }
 
 
+# Most ops of a training. Each has a kernel for shapes and strides alone, and fake tensors have no rule of their own for
+# it; their cache takes longer to find what the op gives than the kernel to say it.
+_DIRECT = frozenset({
+    aten.view.default, aten._unsafe_view.default, aten.t.default, aten.transpose.int, aten.detach.default,
+    aten.expand.default, aten.slice.Tensor, aten.select.int, aten.unsqueeze.default, aten.mm.default, aten.bmm.default,
+    aten.addmm.default, aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor,
+    aten.div.Scalar, aten.neg.default, aten.pow.Tensor_Scalar, aten.rsqrt.default, aten.sum.dim_IntList,
+})  # fmt: skip
+
+
 class KnownValues:
     """Runs ops on fake tensors and keeps the values of those that are known.
 
@@ -162,7 +172,10 @@ class KnownValues:
         if is_known and torch.Tag.dynamic_output_shape in op.tags:
             real = self._really(op, args, kwargs)
             return tree_map(lambda value: self.fake(value) if isinstance(value, Tensor) else value, real)
-        result = self._unknown_length(op, args, kwargs) if op in _UNKNOWN_LENGTH else op(*args, **kwargs)
+        if op in _DIRECT and not any(known):
+            result = self._directly(op, args, kwargs, tensors)
+        else:
+            result = self._unknown_length(op, args, kwargs) if op in _UNKNOWN_LENGTH else op(*args, **kwargs)
         if not any(known) and not is_known:
             return result
         made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, FakeTensor)]
@@ -173,6 +186,12 @@ class KnownValues:
         for fake, value in zip(made, values, strict=True):
             setattr(fake, _ATTRIBUTE, value)
         return result
+
+    def _directly(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Any]) -> Tensor:
+        """Run an op of `_DIRECT` on shapes."""
+        with in_kernel_invocation_manager(self._mode):
+            result = op(*args, **kwargs)
+        return self._mode.fake_tensor_converter.from_meta_and_device(self._mode, result, tensors[0].fake_device)
 
     def _really(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         real_args, real_kwargs = tree_map(lambda x: self._value(x) if isinstance(x, Tensor) else x, (args, kwargs))

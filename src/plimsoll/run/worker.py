@@ -6,10 +6,11 @@ import ctypes
 import os
 import signal
 import sys
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from plimsoll.errors import JobError
 from plimsoll.records.job import Job
 from plimsoll.records.plan import Plan
 from plimsoll.run.directory import RunDirectory
@@ -223,12 +224,15 @@ def print_baseline() -> None:
     _end_with_supervisor()
     from plimsoll import assemble  # noqa: F401
     from plimsoll.device.base import backend_for
-    from plimsoll.models.build import sketch_model
+    from plimsoll.models.build import build_model, sketch_model
     from plimsoll.run import train  # noqa: F401
 
     job = Job.from_json(sys.stdin.read())
     _warm(job)
-    sketch_model(job)  # imports what the model is made of
+    # Imports what the model is made of: also a function of the user's, which a sketch does not call, may import more.
+    if sketch_model(job) is None:
+        with suppress(JobError):  # who traces it says what is wrong with it
+            build_model(job, job.tokenizer.vocab_size, 2 if job.task == "classification" else None, 0, device="meta")
     backend = backend_for("cpu")
     backend.baseline_bytes()  # starts the thread pools
     print(backend.use().used_bytes)

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import ClassVar
 
 from plimsoll.device import data_limit, heap
-from plimsoll.records.heap import FAST_HEAP, HeapRules
+from plimsoll.records.heap import FAST_HEAP, TIGHT_HEAP, HeapRules
 from plimsoll.records.plan import Choice, Numerics
 from plimsoll.records.trace import Category
 from plimsoll.techniques._base import Choices, Setting
@@ -56,18 +56,29 @@ class Heap:
         before = workload.after_step
         if _trims(choice):
             workload.after_step = (*before, heap.trim)
-        heap.map_blocks_from(_threshold_bytes(choice))
         try:
-            yield
+            with blocks_mapped_from(_threshold_bytes(choice)):
+                yield
         finally:
             workload.after_step = before
-            has_budget = data_limit.budget_in_force_bytes() is not None
-            heap.map_blocks_from(heap.FAST_BYTES if has_budget else heap.USUAL_BYTES)
+
+
+@contextmanager
+def blocks_mapped_from(num_bytes: int) -> Iterator[None]:
+    """Set the threshold of this process; the exit sets what is in force without a plan."""
+    heap.map_blocks_from(num_bytes)
+    try:
+        yield
+    finally:
+        has_budget = data_limit.budget_in_force_bytes() is not None
+        heap.map_blocks_from(heap.FAST_BYTES if has_budget else heap.USUAL_BYTES)
 
 
 def heap_rules(choices: Iterable[Choice]) -> HeapRules | None:
     """The rules of the heap with these choices; ``None`` where none of them sets it up."""
     for choice in choices:
+        if choice.technique == "parameter_offload":
+            return TIGHT_HEAP
         if choice.technique == Heap.name:
             changed = {"mmap_threshold_bytes": _threshold_bytes(choice), "trims_after_steps": _trims(choice)}
             return FAST_HEAP.model_copy(update=changed)

@@ -4,6 +4,10 @@ The parameters stay the objects that the model and the optimizer know; their mem
 by storage, so that what is tied or a view stays so. The kernel brings the pages that a layer reads and writes out those
 that were not used for long. A gradient moves as soon as it is complete; later micro-batches add to it in place.
 
+What comes and goes meanwhile would tear the heap, as the parameters leave holes in it: up to 67 MiB more than live
+tensors explain were measured for small models. So blocks are mappings of their own from 128 KiB on (see
+`plimsoll.techniques.heap`).
+
 If memory runs out in the exit, the parameters that are not back yet stay in the file: they train and are saved as well.
 
 Numerics: bitwise. Does NOT cover CUDA (weights would have to be brought before each layer, also in its recomputation),
@@ -19,10 +23,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from plimsoll.device import heap
 from plimsoll.records.plan import Choice, Numerics
 from plimsoll.records.trace import Category
 from plimsoll.techniques._base import Choices, Setting
 from plimsoll.techniques._mapped import MappedPool
+from plimsoll.techniques.heap import blocks_mapped_from
 from plimsoll.workload import Workload
 
 _NOT_ON_CUDA = "on CUDA it is not offered yet: weights would have to be brought to the device layer by layer"
@@ -45,7 +51,9 @@ class ParameterOffload:
         return tuple(Choice(technique=self.name, options={"gradients": gradients}) for gradients in (False, True))
 
     def conflicts(self, choice: Choice, others: Choices, workload: Workload, setting: Setting) -> str | None:
-        """It is for the CPU."""
+        """It is for the CPU, and sets the heap up itself."""
+        if any(other.technique == "heap" for other in others):
+            return "it has blocks mapped from 128KiB on by itself"
         return _NOT_ON_CUDA if setting.device == "cuda" else None
 
     @contextmanager
@@ -54,6 +62,7 @@ class ParameterOffload:
         pool = MappedPool()
         parameters = [parameter for parameter in workload.model.parameters() if parameter.layout is torch.strided]
         with ExitStack() as stack:
+            stack.enter_context(blocks_mapped_from(heap.TIGHT_BYTES))
             stack.callback(_bring_back, parameters, pool)
             if choice.options.get("gradients"):
                 for parameter in parameters:

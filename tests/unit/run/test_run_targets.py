@@ -1,5 +1,7 @@
 """Where a training is to run: devices by name, limits, and what a process takes without a model."""
 
+import os
+
 import pytest
 import torch
 
@@ -53,6 +55,20 @@ def test_a_training_process_is_started_to_read_its_baseline():
     assert estimate.measured_bytes == estimate.likely_bytes
     assert estimate.low_bytes < estimate.likely_bytes < estimate.high_bytes
     assert 50 * MIB < estimate.likely_bytes < 1 * GIB
+
+
+def test_the_baseline_has_what_a_function_of_the_users_imports(tmp_path, monkeypatch):
+    """Inside itself, where looking for the function does not import it."""
+    (tmp_path / "large_library.py").write_text("DATA = bytearray(100 << 20)\n")
+    function = "import torch\n\n\ndef model(vocab_size):\n{}    return torch.nn.Linear(1, 1)\n"
+    (tmp_path / "own_model.py").write_text(function.format("    import large_library\n"))
+    (tmp_path / "small_model.py").write_text(function.format(""))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    fields = {"data": {"train": "text.txt"}, "sequence_length": 8, "batch_size": 2}
+    large, small = (
+        job_baseline(Job.from_fields(fields | {"model": f"{name}:model"})) for name in ("own_model", "small_model")
+    )
+    assert large.likely_bytes - small.likely_bytes == pytest.approx(100 * MIB, abs=8 * MIB)
 
 
 def test_what_a_trace_counts_again_is_not_of_the_baseline():

@@ -14,7 +14,7 @@ from plimsoll.records.heap import FAST_HEAP, TIGHT_HEAP
 from plimsoll.records.plan import Choice, micro_batch_choice
 from plimsoll.records.prediction import Estimate
 from plimsoll.run.step import TrainStep
-from plimsoll.techniques import Setting, installed
+from plimsoll.techniques import Setting, conflict_among, installed
 from plimsoll.techniques.heap import Heap, heap_rules
 from plimsoll.workload import Workload, model_loss
 
@@ -57,6 +57,14 @@ def test_the_predictor_counts_with_what_is_set():
     assert heap_rules([choice(mapped_from="128KiB", trim=False)]) == TIGHT_HEAP
     assert heap_rules([choice()]) == FAST_HEAP
     assert heap_rules([choice(trim=True)]) == FAST_HEAP.model_copy(update={"trims_after_steps": True})
+
+
+def test_parameters_in_a_file_have_the_tightest_heap_and_leave_no_choice():
+    offload = Choice(technique="parameter_offload", options={"gradients": False})
+    assert heap_rules((micro_batch_choice(1), offload)) == TIGHT_HEAP
+    reason = conflict_among((offload, choice()), workload(), CPU)
+    assert reason is not None
+    assert "it has blocks mapped from 128KiB on by itself" in reason
 
 
 def test_free_pages_go_back_after_each_step_that_happened():
