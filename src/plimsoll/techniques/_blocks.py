@@ -25,10 +25,9 @@ _LEAST_SHARE_OF_A_CLASS = 0.05  # ... and in those of one class: a hybrid may ha
 
 def blocks_of(model: nn.Module) -> Blocks:
     """Return the qualified names and modules of the repeated blocks, in the order of the model; none if it has none."""
+    embeddings = {module.weight.shape for module in model.modules() if type(module) is nn.Embedding}
     weights = {
-        id(parameter): parameter.numel()
-        for parameter in model.parameters()
-        if parameter.shape not in {module.weight.shape for module in model.modules() if type(module) is nn.Embedding}
+        id(parameter): parameter.numel() for parameter in model.parameters() if parameter.shape not in embeddings
     }
     blocks = {id(block): (name, block) for name, block in _outermost(model, "")}
     held: Counter[type] = Counter()
