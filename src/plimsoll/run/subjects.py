@@ -64,13 +64,18 @@ class Subject(Protocol):
 class JobSubject:
     """`Subject`: the training of a job.
 
+    Args:
+        job: the job.
+        is_for_cpu: begin with the process that `baseline` waits for, which takes seconds.
+
     Raises:
         JobError: if the model or the optimizer cannot be built.
         DataError: if the tokenizer cannot be loaded, or there are no labels.
     """
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, is_for_cpu: bool = False) -> None:
         self._job = job
+        self._baseline = started_baseline(job) if is_for_cpu else None
         self._texts = sketch_texts(job)
         self.batch_size = job.batch_size
         self.sequence_length: int | None = job.sequence_length
@@ -95,8 +100,8 @@ class JobSubject:
         return rehearse_job(self._job, self._texts, lowering, choices, is_short=is_short)
 
     def baseline(self) -> Callable[[], Estimate]:
-        """Start a training process without a model."""
-        return started_baseline(self._job)
+        """Start a training process without a model, unless it runs already."""
+        return self._baseline or started_baseline(self._job)
 
     def facts(self, target: str) -> dict[str, str]:
         """Return what a plan depends on."""
