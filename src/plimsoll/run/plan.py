@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any, Literal
@@ -47,7 +48,7 @@ from plimsoll.records.units import format_bytes, parse_bytes
 from plimsoll.run.rehearse import rehearsed_samples
 from plimsoll.run.rungs import samples_of
 from plimsoll.run.subjects import JobSubject, StepSubject, Subject
-from plimsoll.run.targets import Target, find_target, gpu_target
+from plimsoll.run.targets import StartedBaseline, Target, find_target, gpu_target
 from plimsoll.techniques import TECHNIQUES, Choices, Setting, technique_of
 from plimsoll.techniques.heap import heap_rules
 from plimsoll.workload import LossFunction, Units, model_loss
@@ -95,8 +96,10 @@ def plan_job(
     budget = Budget(device_bytes=budget_bytes, host_bytes=job.budget.host_bytes)
     name, forbidden = choose_device(job) if device is None else _here(device), tuple(forbids)
     _require_known(pins, forbidden)
-    subject = JobSubject(job, is_for_cpu=name == "cpu")
-    return _Planner(subject, name, budget, pins, forbidden, calibration, progress or (lambda text: None)).plan()
+    with ExitStack() as stack:
+        started = stack.enter_context(StartedBaseline(job)) if name == "cpu" else None  # it takes seconds
+        subject = JobSubject(job, started)
+        return _Planner(subject, name, budget, pins, forbidden, calibration, progress or (lambda text: None)).plan()
 
 
 def require_possible(job: Job, pins: Sequence[Pin], forbids: Iterable[str]) -> None:
@@ -270,9 +273,8 @@ class _Planner:
         self._speed = measured_speed(progress) if self._target.spec is None else speed_of(self._target.spec)
 
     def _baseline(self) -> Estimate:
-        answer = self._subject.baseline()  # it may take seconds, as the first trace does
-        self._trace(CpuLowering(), self._plain, is_short=True)
-        return answer()
+        self._trace(CpuLowering(), self._plain, is_short=True)  # meanwhile
+        return self._subject.baseline()
 
     def plan(self) -> Plan:
         """Find what fits, or what needs least and the budget in which something is found."""

@@ -6,7 +6,6 @@ at, what its process takes without it, and the facts a plan of it depends on.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -25,7 +24,7 @@ from plimsoll.records.trace import Trace
 from plimsoll.run.job_step import subject_of
 from plimsoll.run.predict import model_bytes
 from plimsoll.run.rehearse import rehearse_job, rehearse_step
-from plimsoll.run.targets import own_baseline, started_baseline
+from plimsoll.run.targets import StartedBaseline, own_baseline
 from plimsoll.techniques import Choices
 from plimsoll.workload import LossFunction, Precision, Units, Workload, batch_size_of
 
@@ -48,8 +47,8 @@ class Subject(Protocol):
         """Trace the training with techniques installed."""
         ...
 
-    def baseline(self) -> Callable[[], Estimate]:
-        """Begin to find out what a process on the CPU takes without it, and return what waits for the answer."""
+    def baseline(self) -> Estimate:
+        """Return what a process on the CPU takes without it."""
         ...
 
     def facts(self, target: str) -> dict[str, str]:
@@ -66,16 +65,15 @@ class JobSubject:
 
     Args:
         job: the job.
-        is_for_cpu: begin with the process that `baseline` waits for, which takes seconds.
+        started: what reads the baseline of a plan for the CPU.
 
     Raises:
         JobError: if the model or the optimizer cannot be built.
         DataError: if the tokenizer cannot be loaded, or there are no labels.
     """
 
-    def __init__(self, job: Job, is_for_cpu: bool = False) -> None:
-        self._job = job
-        self._baseline = started_baseline(job) if is_for_cpu else None
+    def __init__(self, job: Job, started: StartedBaseline | None = None) -> None:
+        self._job, self._started = job, started
         self._texts = sketch_texts(job)
         self.batch_size = job.batch_size
         self.sequence_length: int | None = job.sequence_length
@@ -99,9 +97,10 @@ class JobSubject:
         """Trace the training with techniques installed."""
         return rehearse_job(self._job, self._texts, lowering, choices, is_short=is_short)
 
-    def baseline(self) -> Callable[[], Estimate]:
-        """Start a training process without a model, unless it runs already."""
-        return self._baseline or started_baseline(self._job)
+    def baseline(self) -> Estimate:
+        """Wait for a training process without a model."""
+        assert self._started is not None
+        return self._started.wait()
 
     def facts(self, target: str) -> dict[str, str]:
         """Return what a plan depends on."""
@@ -151,9 +150,9 @@ class StepSubject:
             clip_norm=self.clip_norm, precision=self._own_precision, is_short=is_short,
         )  # fmt: skip
 
-    def baseline(self) -> Callable[[], Estimate]:
+    def baseline(self) -> Estimate:
         """Read what this process takes without the model and its states."""
-        return lambda: own_baseline(model_bytes(self.model, self.optimizer))
+        return own_baseline(model_bytes(self.model, self.optimizer))
 
     def facts(self, target: str) -> dict[str, str]:
         """Return what a plan depends on."""

@@ -188,31 +188,44 @@ def job_baseline(job: Job) -> Estimate:
     Raises:
         DeviceError: if it cannot be started.
     """
-    return started_baseline(job)()
+    with StartedBaseline(job) as started:
+        return started.wait()
 
 
-def started_baseline(job: Job) -> Callable[[], Estimate]:
-    """Start the process of `job_baseline`, and return what waits for its answer."""
-    command = [sys.executable, "-m", "plimsoll", "baseline-worker"]
-    pipe = subprocess.PIPE
-    environment = os.environ | {"PLIMSOLL_SUPERVISOR": str(os.getpid())}  # which it does not outlive
-    child = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=environment)
-    assert child.stdin is not None
-    child.stdin.write(job.to_json())  # which is less than a pipe holds
-    child.stdin.close()
-    child.stdin = None
+class StartedBaseline:
+    """The process of `job_baseline`, at work while something else is done; it ends with the block at the latest."""
 
-    def answer() -> Estimate:
-        output, errors = child.communicate()
-        if child.returncode != 0:
+    def __init__(self, job: Job) -> None:
+        command = [sys.executable, "-m", "plimsoll", "baseline-worker"]
+        pipe = subprocess.PIPE
+        self._child = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+        assert self._child.stdin is not None
+        self._child.stdin.write(job.to_json())  # which is less than a pipe holds
+        self._child.stdin.close()
+        self._child.stdin = None
+
+    def __enter__(self) -> StartedBaseline:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._child.returncode is None:
+            self._child.kill()
+            self._child.communicate()
+
+    def wait(self) -> Estimate:
+        """Wait for its answer.
+
+        Raises:
+            DeviceError: if it could not be started.
+        """
+        output, errors = self._child.communicate()
+        if self._child.returncode != 0:
             last = errors.strip().splitlines()[-1:] or ["no message"]
             raise DeviceError(
-                f"cannot start a process to see what a training takes before it has a model (exit {child.returncode}: "
-                f"{last[0]}): check that {sys.executable} runs"
+                "cannot start a process to see what a training takes before it has a model (exit "
+                f"{self._child.returncode}: {last[0]}): check that {sys.executable} runs"
             )
         return _measured(int(output))
-
-    return answer
 
 
 def own_baseline(traced_bytes: int) -> Estimate:

@@ -1,6 +1,7 @@
 """Where a training is to run: devices by name, limits, and what a process takes without a model."""
 
 import os
+import signal
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from plimsoll.errors import BudgetError, DeviceError
 from plimsoll.records.heap import TIGHT_HEAP
 from plimsoll.records.job import Job
 from plimsoll.records.prediction import Estimate
-from plimsoll.run.targets import find_target, gpu_target, job_baseline, own_baseline
+from plimsoll.run.targets import StartedBaseline, find_target, gpu_target, job_baseline, own_baseline
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -69,6 +70,12 @@ def test_the_baseline_has_what_a_function_of_the_users_imports(tmp_path, monkeyp
         job_baseline(Job.from_fields(fields | {"model": f"{name}:model"})) for name in ("own_model", "small_model")
     )
     assert large.likely_bytes - small.likely_bytes == pytest.approx(100 * MIB, abs=8 * MIB)
+
+
+def test_what_reads_a_baseline_ends_where_nobody_waits_for_it():
+    with StartedBaseline(Job.from_fields({"model": "lstm", "data": "nowhere.txt"})) as started:
+        assert started._child.poll() is None
+    assert started._child.returncode == -signal.SIGKILL
 
 
 def test_what_a_trace_counts_again_is_not_of_the_baseline():
