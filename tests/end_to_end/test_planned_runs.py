@@ -146,8 +146,8 @@ def test_ctrl_c_while_a_resume_plans_again_changes_nothing(planned_run, tmp_path
     done = finish(process)
     assert (done.returncode, done.stdout) == (130, "")
     assert done.stderr == (
-        f"error: the process that plans the run in {run} was stopped (SIGINT), and nothing was trained: give the "
-        "same command to begin again\n"
+        f"error: the process that plans the run in {run} was stopped (SIGINT) before anything was trained: give "
+        "the same command again\n"
     )
     baseline.wait(LONGEST_SECONDS)
     assert files_of(run) == files_of(planned_run)

@@ -172,7 +172,7 @@ class KnownValues:
         if is_known and torch.Tag.dynamic_output_shape in op.tags:
             real = self._really(op, args, kwargs)
             return tree_map(lambda value: self.fake(value) if isinstance(value, Tensor) else value, real)
-        if op in _DIRECT and not any(known):
+        if op in _DIRECT and not any(known) and self._are_own(tensors):
             result = self._directly(op, args, kwargs, tensors)
         else:
             result = self._unknown_length(op, args, kwargs) if op in _UNKNOWN_LENGTH else op(*args, **kwargs)
@@ -186,6 +186,10 @@ class KnownValues:
         for fake, value in zip(made, values, strict=True):
             setattr(fake, _ATTRIBUTE, value)
         return result
+
+    def _are_own(self, tensors: list[Any]) -> bool:
+        """Whether all are of this mode: what a library copies may have one of its own."""
+        return all(tensor.fake_mode is self._mode for tensor in tensors)
 
     def _directly(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Any]) -> Tensor:
         """Run an op of `_DIRECT` on shapes."""

@@ -69,9 +69,10 @@ def _as_offered(pin: Pin, name: str, value: Value, offered: Value) -> Value:
         return str(value) if isinstance(value, int | float) else value
     if isinstance(value, bool) != isinstance(offered, bool) or not isinstance(value, int):
         kind = "true or false" if isinstance(offered, bool) else "a whole number"
-        raise InputError(
-            f"--pin {pin}: {name} is {_word(value)}: give {kind}, for example --pin {pin.technique}={_word(offered)}"
-        )
+        # A value without a name is of the technique's first option, which no bool is.
+        short, whole = f"{pin.technique}={_word(offered)}", f'"{pin.technique}({name}={_word(offered)})"'
+        example = whole if isinstance(offered, bool) else short
+        raise InputError(f"--pin {pin}: {name} is {_word(value)}: give {kind}, for example --pin {example}")
     return value
 
 

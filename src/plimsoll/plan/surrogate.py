@@ -28,10 +28,11 @@ _ALIKE = 2  # choices in which mixes may differ for the error of one to be taken
 
 
 class _Curve:
-    """Straight between known points, and beyond them as between the two nearest."""
+    """Straight between known points, and beyond them as between the two nearest, or level below the first."""
 
-    def __init__(self, points: Sequence[tuple[float, float]]) -> None:
+    def __init__(self, points: Sequence[tuple[float, float]], is_level_below: bool = False) -> None:
         self._x, self._y = np.asarray(sorted(points), dtype=float).T
+        self._is_level_below = is_level_below
 
     def at(self, x: Column) -> Any:
         x = np.asarray(x, dtype=float)
@@ -40,6 +41,7 @@ class _Curve:
             return inside
         below = self._y[0] + (x - self._x[0]) * (self._y[1] - self._y[0]) / (self._x[1] - self._x[0])
         above = self._y[-1] + (x - self._x[-1]) * (self._y[-1] - self._y[-2]) / (self._x[-1] - self._x[-2])
+        below = self._y[0] if self._is_level_below else below
         return np.where(x < self._x[0], below, np.where(x > self._x[-1], above, inside))
 
 
@@ -56,8 +58,9 @@ class Surrogate:
         self._base = set(plain[0].mix)
         self._alive = {phase: _Curve([(size, _alive(look, phase)) for size, look in looks.items()]) for phase in names}
         self._beyond = _Curve([(size, _beyond(look)) for size, look in looks.items()])
-        # Over the logarithm: from 1 sample to 2 as much may change as from 32 to 64.
-        self._seconds = _Curve([(np.log2(size), look.seconds) for size, look in looks.items()])
+        # Over the logarithm: from 1 sample to 2 as much may change as from 32 to 64. Smaller pieces may be slower or
+        # faster than those traced; a line would soon be below 0, and every look be spent there.
+        self._seconds = _Curve([(np.log2(size), look.seconds) for size, look in looks.items()], is_level_below=True)
         self._fixed_effect: dict[Choice, dict[Phase, float]] = defaultdict(dict)
         self._growing_effect: dict[Choice, dict[Phase, float]] = defaultdict(dict)
         self._added_seconds: dict[Choice, float] = {}

@@ -1,4 +1,4 @@
-"""Places where a test can make memory run out for real: ``with armed("backward", hit=3): ...``.
+"""Places where a test can make memory run out for real: ``with armed("backward", 3): ...``.
 
 An armed point asks the allocator for 2^60 bytes, so what is raised is the allocator's own error and passes through the
 same recognition as any other. `PLIMSOLL_FAILPOINTS="backward@3,optimizer@7"` arms points in a subprocess: the point's

@@ -254,8 +254,8 @@ def _done_in_a_process(arguments: list[str], what_it_does: str, remedy: str) -> 
     end = _run_worker(arguments)
     if end.asked_by is not None and end.exit_code == 128 + end.asked_by:
         raise Interrupted(
-            f"the process that {what_it_does} was stopped ({signal.Signals(end.asked_by).name}), and nothing was "
-            "trained: give the same command to begin again",
+            f"the process that {what_it_does} was stopped ({signal.Signals(end.asked_by).name}) before anything was "
+            "trained: give the same command again",
             end.asked_by,
         )
     death = _death(end, kills_before, has_host_budget=False)

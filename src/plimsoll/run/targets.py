@@ -239,8 +239,8 @@ def _assumptions(counted: Counted) -> tuple[Assumption, ...]:
     if not counted.unwritten_bytes:
         return counted.trace.assumptions
     text = (
-        f"the budget has room for {format_bytes(counted.unwritten_bytes)} that LSTM layers ask for and never write: "
-        "its limit counts what is asked for"
+        f"the budget has room for {format_bytes(counted.unwritten_bytes)} that never hold anything (what LSTM layers "
+        "ask for and do not write, and holes of the heap): its limit counts them"
     )
     return (*counted.trace.assumptions, Assumption(text=text, high_bytes=counted.unwritten_bytes))
 

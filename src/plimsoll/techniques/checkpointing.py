@@ -100,7 +100,7 @@ def chosen_blocks(text: str, num_blocks: int) -> tuple[int, ...]:
     if text == "all":
         return tuple(range(num_blocks))
     word, _, step = text.partition(" ")
-    if word == "every" and step.isdecimal() and int(step) > 0:
+    if word == "every" and step.isdecimal() and 0 < int(step) <= num_blocks:
         return tuple(range(0, num_blocks, int(step)))
     numbers: set[int] = set()
     for part in text.split(","):

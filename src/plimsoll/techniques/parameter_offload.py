@@ -53,7 +53,9 @@ class ParameterOffload:
     def conflicts(self, choice: Choice, others: Choices, workload: Workload, setting: Setting) -> str | None:
         """It is for the CPU, and sets the heap up itself."""
         if any(other.technique == "heap" for other in others):
-            return "it has blocks mapped from 128KiB on by itself"
+            return (
+                "parameter_offload sets the heap up itself (blocks mapped from 128 KiB on), and heap cannot go with it"
+            )
         return _NOT_ON_CUDA if setting.device == "cuda" else None
 
     @contextmanager

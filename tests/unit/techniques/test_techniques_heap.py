@@ -64,7 +64,7 @@ def test_parameters_in_a_file_have_the_tightest_heap_and_leave_no_choice():
     assert heap_rules((micro_batch_choice(1), offload)) == TIGHT_HEAP
     reason = conflict_among((offload, choice()), workload(), CPU)
     assert reason is not None
-    assert "it has blocks mapped from 128KiB on by itself" in reason
+    assert "parameter_offload sets the heap up itself" in reason
 
 
 def test_free_pages_go_back_after_each_step_that_happened():
