@@ -198,7 +198,8 @@ class StartedBaseline:
     def __init__(self, job: Job) -> None:
         command = [sys.executable, "-m", "plimsoll", "baseline-worker"]
         pipe = subprocess.PIPE
-        self._child = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+        environment = os.environ | {"PLIMSOLL_SUPERVISOR": str(os.getpid())}  # which it does not outlive
+        self._child = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=environment)
         assert self._child.stdin is not None
         self._child.stdin.write(job.to_json())  # which is less than a pipe holds
         self._child.stdin.close()
