@@ -53,10 +53,10 @@ def plan_again(directory, quiet=True, keep=True):
 @pytest.fixture
 def planned_run(new_run):
     """A run of 2 steps under 1 GiB, with a plan that was made for it; other budgets no machine has."""
-    directory = new_run(steps=2, budget={"device": "1GiB"})
+    directory = new_run(steps=2, budget={"device": "4GiB"})  # of this process, which runs many tests
     job = Job.from_yaml(directory.job)
     facts = facts_of(job, sketch_texts(job), CpuLowering().name)
-    made = Plan.load(directory.plan).model_copy(update={"made_for": facts, "limit_bytes": 1 << 30})
+    made = Plan.load(directory.plan).model_copy(update={"made_for": facts, "limit_bytes": 4 << 30})
     made.save(directory.plan)
     train_here(directory)
     return directory
