@@ -12,7 +12,6 @@ from plimsoll.memory.recorder import Recorder
 from plimsoll.techniques import _low_bit_adam
 from plimsoll.techniques._low_bit_adam import LowBitAdam, table_of
 
-torchao_optim = pytest.importorskip("torchao.optim", reason="torchao, to compare with, is not installed")
 BOTH = pytest.mark.parametrize("bits", [8, 4])
 SETTINGS = {"lr": 3e-3, "betas": (0.8, 0.99), "eps": 1e-6, "weight_decay": 0.1}
 
@@ -45,6 +44,7 @@ def small_parts(monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_it_is_torchaos_bit_for_bit(bits, is_decoupled, dtype, small_parts):
     """With whole blocks, with fewer than 4096 numbers, and with a gradient that is not contiguous."""
+    torchao_optim = pytest.importorskip("torchao.optim", reason="torchao, to compare with, is not installed")
     ours, theirs = (parameters((300, 256), (64,), (128, 512), dtype=dtype) for _ in range(2))
     own = LowBitAdam(ours, bits=bits, decoupled_weight_decay=is_decoupled, **SETTINGS)
     their = getattr(torchao_optim, f"Adam{'W' if is_decoupled else ''}{bits}bit")(theirs, **SETTINGS)
@@ -67,6 +67,7 @@ def test_it_is_torchaos_bit_for_bit(bits, is_decoupled, dtype, small_parts):
 @pytest.mark.parametrize("has_sign", [True, False])
 def test_every_number_gets_torchaos_code(bits, has_sign):
     """Those around which another code begins, to the last bit, and others of every size."""
+    pytest.importorskip("torchao.optim", reason="torchao, to compare with, is not installed")
     from torchao.optim import quant_utils
     from torchao.optim.subclass_4bit import OptimState4bit
     from torchao.optim.subclass_8bit import OptimState8bit
