@@ -86,27 +86,29 @@ class Row:
     chosen_seconds: float
     chosen_error: str
     best: str
-    best_seconds: float
+    best_seconds: float | None
     trivial: str
     trivial_seconds: float | None
     num_feasible: int
     num_grid: int
 
     @property
-    def over_best(self) -> float:
-        return self.chosen_seconds / self.best_seconds - 1
+    def over_best(self) -> float | None:
+        return self.chosen_seconds / self.best_seconds - 1 if self.best_seconds else None
 
     @property
     def over_trivial(self) -> float | None:
         return self.chosen_seconds / self.trivial_seconds - 1 if self.trivial_seconds else None
 
     def cells(self) -> list[str]:
+        over_best = "" if self.over_best is None else f"{self.over_best:+.1%}"
+        best = "" if self.best_seconds is None else f"{self.best_seconds:.3f}"
         over_trivial = "" if self.over_trivial is None else f"{self.over_trivial:+.1%}"
         trivial = "" if self.trivial_seconds is None else f"{self.trivial_seconds:.3f}"
         return [
             self.model, f"{self.budget_bytes / MIB:,.0f}", f"{self.chosen} {self.chosen_error}".strip(),
-            f"{self.predicted_seconds:.3f}", f"{self.chosen_seconds:.3f}", self.best, f"{self.best_seconds:.3f}",
-            f"{self.over_best:+.1%}", self.trivial or "none fits", trivial, over_trivial,
+            f"{self.predicted_seconds:.3f}", f"{self.chosen_seconds:.3f}", self.best or "none fits", best,
+            over_best, self.trivial or "none fits", trivial, over_trivial,
             f"{self.num_feasible} of {self.num_grid}",
         ]  # fmt: skip
 
@@ -221,13 +223,13 @@ def _row(  # one cell
         one = chosen if set(mix) == set(plan.choices) else measurer.kept[mix, budget_bytes]
         return one.step_seconds
 
-    best = min(by_time[:NUM_BEST], key=seconds)
+    best = min(by_time[:NUM_BEST], key=seconds, default=None)
     assert plan.rungs[0].step_time is not None
     return Row(
         training.model.name, budget_bytes, in_words(plan.choices), plan.rungs[0].step_time.likely_seconds,
-        chosen.step_seconds, chosen.error or (f"{chosen.num_ooms} OOM" if chosen.num_ooms else ""), in_words(best),
-        seconds(best), in_words(by_hand[0]) if by_hand else "", seconds(by_hand[0]) if by_hand else None,
-        num_feasible, num_grid,
+        chosen.step_seconds, chosen.error or (f"{chosen.num_ooms} OOM" if chosen.num_ooms else ""),
+        in_words(best or ()), seconds(best) if best else None,
+        in_words(by_hand[0]) if by_hand else "", seconds(by_hand[0]) if by_hand else None, num_feasible, num_grid,
     )  # fmt: skip
 
 
@@ -236,10 +238,11 @@ def _row(  # one cell
 
 def figures_of(rows: list[Row]) -> dict[str, float | int]:
     over_trivial = [row.over_trivial for row in rows if row.over_trivial is not None]
+    over_best = [row.over_best for row in rows if row.over_best is not None]  # where a plan of the grid fits
     return {
         "cells": len(rows),
-        "median_over_best": round(statistics.median(row.over_best for row in rows), 4),
-        "worst_over_best": round(max(row.over_best for row in rows), 4),
+        "median_over_best": round(statistics.median(over_best), 4),
+        "worst_over_best": round(max(over_best), 4),
         "worst_over_trivial": round(max(over_trivial), 4) if over_trivial else 0.0,
         "median_over_trivial": round(statistics.median(over_trivial), 4) if over_trivial else 0.0,
         "ran_out_of_memory": sum(bool(row.chosen_error) for row in rows),

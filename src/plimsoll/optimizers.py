@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from functools import partial
 
@@ -107,16 +108,16 @@ def _cosine(share_done: float) -> float:
 _DECAYS: dict[str, Callable[[float], float]] = {"constant": _constant, "linear": _linear, "cosine": _cosine}
 
 
-class SeparableOptimizer(torch.optim.Optimizer):
+class SeparableOptimizer(torch.optim.Optimizer, ABC):
     """An optimizer of this package: it updates a parameter by that parameter alone, and knows what that takes."""
 
+    @abstractmethod
     def state_bytes_of(self, parameter: Tensor) -> int:
         """The bytes of the states of a parameter, at most."""
-        raise NotImplementedError
 
+    @abstractmethod
     def temporary_bytes_of(self, parameter: Tensor) -> int:
         """The bytes that the update of a parameter takes and gives back, at most; parameters take turns."""
-        raise NotImplementedError
 
 
 def is_of_torch(optimizer: torch.optim.Optimizer) -> bool:

@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 from plimsoll.errors import JobError
-from plimsoll.optimizers import SeparableOptimizer, build_optimizer, build_schedule, is_separable
+from plimsoll.optimizers import build_optimizer, build_schedule, is_separable
 from plimsoll.records.job import OptimizerChoice
+from plimsoll.techniques._low_bit_adam import LowBitAdam
 
 NAMES = sorted(
     name.lower()
@@ -131,4 +132,4 @@ def test_an_optimizer_from_elsewhere_may_look_at_all_parameters_together():
 
 
 def test_an_optimizer_of_this_package_says_that_it_is_separable():
-    assert is_separable(SeparableOptimizer([parameter()], {}))
+    assert is_separable(LowBitAdam([parameter()], bits=8))

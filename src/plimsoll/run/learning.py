@@ -35,16 +35,18 @@ def known_calibration() -> Calibration:
         return Calibration()
 
 
-def learned_from(calibration: Calibration, plan: Plan, steps: Sequence[StepLine]) -> Calibration:
+def learned_from(calibration: Calibration, plan: Plan, steps: Sequence[StepLine], begun_at: int = 0) -> Calibration:
     """Return what is known after one more run.
 
     Args:
         calibration: what was known.
         plan: the plan that was in force.
         steps: the steps of the run.
+        begun_at: the steps that were done when its last process began. They may have had another plan, and what they
+            teach was learned.
     """
     rung, target = plan.rungs[0], plan.made_for.get("target")
-    counted = [step for step in steps if step.rung == 0 and step.step >= _FIRST_STEP]
+    counted = [step for step in steps if step.rung == 0 and step.step >= begun_at + _FIRST_STEP]
     if not counted or target is None or rung.peak is None or rung.step_time is None:
         return calibration
     names = [choice.technique for choice in rung.choices]
@@ -58,10 +60,10 @@ def learned_from(calibration: Calibration, plan: Plan, steps: Sequence[StepLine]
     return calibration
 
 
-def learn(plan: Plan, steps: Sequence[StepLine]) -> None:
-    """Add a run to the file; where that cannot be written, nothing is learned."""
+def learn(plan: Plan, steps: Sequence[StepLine], begun_at: int = 0) -> None:
+    """Add a run to the file (see `learned_from`); where that cannot be written, nothing is learned."""
     before = known_calibration()
-    after = learned_from(before, plan, steps)
+    after = learned_from(before, plan, steps, begun_at)
     if after == before:
         return
     file = calibration_file()

@@ -34,6 +34,7 @@ from plimsoll.records.prediction import Estimate, Prediction
 from plimsoll.records.trace import Assumption, Trace
 from plimsoll.records.units import format_bytes
 
+_WORTH_SAYING = 0.01  # of the peak
 _WHOLE_MACHINE = "all that this process may use of the machine"
 # Resident bytes of the host's process when CUDA is in use: torch and transformers without it; with all kernels loaded
 # (pytorch#113326 reads 0.44 and 2.06 GB). Not measured here.
@@ -237,7 +238,7 @@ def own_baseline(traced_bytes: int) -> Estimate:
 
 
 def _assumptions(counted: Counted) -> tuple[Assumption, ...]:
-    if not counted.unwritten_bytes:
+    if counted.unwritten_bytes < _WORTH_SAYING * counted.peak.likely_bytes:
         return counted.trace.assumptions
     text = (
         f"the budget has room for {format_bytes(counted.unwritten_bytes)} that never hold anything (what LSTM layers "

@@ -210,8 +210,7 @@ def train_run(  # noqa: PLR0915 -- as above
             directory.keep_until(0)  # of a process that died before its first checkpoint, or whose are all torn
             checkpoint.remove_later(directory.checkpoints, 0)
         record = train(training, restarts)
-        begun_at = record.starts[-1].step  # what came before may have had another plan, or was learned from
-        learn(plan, [step for step in record.steps if step.step > begun_at])
+        learn(plan, record.steps, begun_at=record.starts[-1].step)
         export_tokenizer(Path(prepared.tokenizer_folder), directory.model)
 
 

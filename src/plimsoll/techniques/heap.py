@@ -77,7 +77,7 @@ def blocks_mapped_from(num_bytes: int) -> Iterator[None]:
 def heap_rules(choices: Iterable[Choice]) -> HeapRules | None:
     """The rules of the heap with these choices; ``None`` where none of them sets it up."""
     for choice in choices:
-        if choice.technique == "parameter_offload":
+        if choice.technique == "parameter_offload":  # which sets the heap up itself
             return TIGHT_HEAP
         if choice.technique == Heap.name:
             changed = {"mmap_threshold_bytes": _threshold_bytes(choice), "trims_after_steps": _trims(choice)}

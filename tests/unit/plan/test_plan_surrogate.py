@@ -48,6 +48,12 @@ def test_seconds_are_in_a_line_over_the_doublings():
     assert times(Surrogate(PLAIN), (), 2, 8, 16) == pytest.approx([1.4, 1.2, 1.1])
 
 
+def test_pieces_smaller_than_any_look_take_no_time_below_zero():
+    """By the line over the doublings a single sample of 64 would take 1.0 - 5 * 0.5 seconds."""
+    steep = Surrogate([look(32, seconds=1.0), look(64, seconds=1.5)])
+    assert times(steep, (), 1, 16, 32) == [1.0, 1.0, 1.0]
+
+
 def test_one_look_is_all_there_is_to_go_by():
     assert needs(Surrogate([PLAIN[0]]), (), 1, 2, 16) == [250, 250, 250]
 

@@ -52,6 +52,15 @@ def test_what_says_nothing_teaches_nothing(steps):
     assert learned_from(Calibration(), plan(), steps) == Calibration()
 
 
+def test_a_run_that_went_on_teaches_what_its_last_process_did():
+    """Not the peaks under an earlier plan, nor the two steps with which a process begins."""
+    went_on = [*STEPS[:5], step(6, 99, 300), step(7, 50, 300), step(8, 4.0, 110)]
+    learned = learned_from(Calibration(), plan(), went_on, begun_at=5)
+    assert learned_ratio(learned, "cpu", ["checkpointing"]).mean == pytest.approx(2.0)
+    assert learned_peak(learned, "cpu", ["checkpointing"]).high == pytest.approx(1.1)
+    assert learned_from(Calibration(), plan(), STEPS, begun_at=6) == Calibration()
+
+
 def test_runs_add_up_in_a_file_that_a_torn_one_does_not_stop(tmp_path, monkeypatch):
     monkeypatch.setenv("PLIMSOLL_CACHE", str(tmp_path / "cache"))
     assert known_calibration() == Calibration()

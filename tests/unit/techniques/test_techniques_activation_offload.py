@@ -251,7 +251,9 @@ def test_a_rehearsed_pass_needs_what_the_real_one_needs(choice):
     assert predicted(choice, CpuLowering()).peak_bytes == measured(choice).peak_bytes
 
 
-@pytest.mark.parametrize(("choice", "lowering"), [(DISK, CpuLowering()), (HOST, CudaLowering((8, 6)))], ids=str)
+@pytest.mark.parametrize(
+    ("choice", "lowering"), [(DISK, CpuLowering()), (HOST, CudaLowering((8, 6)))], ids=["cpu", "cuda"]
+)
 @pytest.mark.usefixtures("all_sizes")
 def test_a_trace_needs_less(choice, lowering):
     less_bytes = predicted(None, lowering, 2048).peak_bytes - predicted(choice, lowering, 2048).peak_bytes

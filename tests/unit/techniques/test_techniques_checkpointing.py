@@ -261,6 +261,7 @@ def test_dropout_of_a_recurrent_layer_on_cuda_is_refused():
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
+        ("every 9", "cannot read the blocks `every 9` at `every 9`: give `all`, `every 2`, or numbers from 0 to 1"),
         ("0,9", "there is no block 9, the model has 2: give `all`, `every 2`, or numbers from 0 to 1"),
         ("most", "cannot read the blocks `most` at `most`"),
         ("every 0", "cannot read the blocks `every 0`"),

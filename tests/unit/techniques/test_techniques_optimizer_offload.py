@@ -301,7 +301,9 @@ def test_a_rehearsed_step_needs_what_the_real_one_needs():
     assert states_at_the_end(predicted, on_host=True) == states_at_the_end(measured, on_host=True) > 0
 
 
-@pytest.mark.parametrize(("choice", "lowering"), [(DISK, CpuLowering()), (HOST, CudaLowering((8, 6)))], ids=str)
+@pytest.mark.parametrize(
+    ("choice", "lowering"), [(DISK, CpuLowering()), (HOST, CudaLowering((8, 6)))], ids=["cpu", "cuda"]
+)
 def test_a_trace_has_the_states_outside(choice, lowering):
     plain, offloaded = (rehearse_job(JOB, TEXTS, lowering, choices) for choices in ((WHOLE,), (choice, WHOLE)))
     state_bytes = 2 * sum(parameter.nbytes for parameter in build_model(JOB, *TEXTS).parameters())
