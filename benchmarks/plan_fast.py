@@ -3,14 +3,15 @@
     python benchmarks/plan_fast.py [--data PATH] [--only gpt2] [--rounds 2] [--out table.md]
 
 The grid: micro-batches (powers of two) x checkpointing (none, every second block, all) x chunked loss (off, 256 tokens)
-x the optimizer's kernel (loop, fused), as far as the model has them. Every plan of it is trained once for a few steps
-inside the largest budget, which says what it takes in seconds and in private memory; feasible in a smaller budget is
-what had its peak below that. In each cell the three fastest of these, the plan that was chosen, and the trivial
-baseline are then trained inside the cell's budget, in turns, and the least time of each counts. A plan that runs out of
-memory there makes room for the next one.
+x the optimizer's kernel (loop, fused) x the heap (as a budget sets it, or one that keeps what is freed), as far as the
+model has them. Every plan of it is trained once for a few steps inside the largest budget, which says what it takes in
+seconds and in private memory; feasible in a smaller budget is what had its peak below that. In each cell the three
+fastest of these, the plan that was chosen, and the trivial baseline are then trained inside the cell's budget, in
+turns, and the least time of each counts. A plan that runs out of memory there makes room for the next one.
 
 The trivial baseline is what is done by hand: the largest power of two that fits as a micro-batch, and full
-checkpointing where none does. One thread; seconds are the processor's for one optimizer step.
+checkpointing where none does, in the heap as a budget sets it. One thread; seconds are the processor's for one
+optimizer step.
 """
 
 from __future__ import annotations
@@ -132,6 +133,7 @@ def grid_of(training: Training, plan: Plan) -> list[Mix]:
         blocks if "checkpointing" not in impossible else [()],
         [(), _one("chunked_loss", chunk_tokens=256)] if "chunked_loss" not in impossible else [()],
         [(), _one("optimizer_kernel", kernel="fused")],
+        [(), _one("heap", mapped_from="never", trim=False)],
     ]
     return [tuple(choice for part in parts for choice in part) for parts in product(*axes)]
 
@@ -262,7 +264,7 @@ def report(rows: list[Row], steps: int, rounds: int) -> str:
 def main() -> None:
     """Run the benchmark."""
     parser = parser_of(__doc__ or "")
-    parser.add_argument("--steps", type=int, default=2, help="of each training (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=3, help="of each training (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=2, help="turns in a cell (default: %(default)s)")
     arguments = parser.parse_args()
     one_thread()

@@ -30,11 +30,14 @@ from plimsoll.device.heap import FAST_BYTES, map_blocks_from
 from plimsoll.device.speed import measured_speed
 from plimsoll.errors import PlimsollError
 from plimsoll.memory.lowering.cpu import CpuLowering
+from plimsoll.memory.predict import count_on_cpu
 from plimsoll.models.build import build_model
 from plimsoll.optimizers import build_optimizer
 from plimsoll.plan.cost import step_duration
+from plimsoll.records.heap import FAST_HEAP
 from plimsoll.records.job import Job
 from plimsoll.records.plan import Choice, micro_batch_choice
+from plimsoll.records.prediction import Estimate
 from plimsoll.run.job_step import step_of
 from plimsoll.run.rehearse import _batch, rehearse_job, rehearsed_samples
 
@@ -92,11 +95,13 @@ def job_of(case: str) -> tuple[Job, TextSketch]:
 
 
 def predict(job: Job, texts: TextSketch, choices: tuple[Choice, ...], micro_batch: int, speed) -> float:
-    trace = rehearse_job(job, texts, CpuLowering(), choices, num_steps=2)
+    trace = rehearse_job(job, texts, CpuLowering(), choices, is_short=True)
     samples = rehearsed_samples(job.batch_size, micro_batch)
-    return step_duration(
-        trace, speed, batch_size=job.batch_size, micro_batch=micro_batch, rehearsed_samples=samples
-    ).likely_seconds
+    counted = count_on_cpu(trace, Estimate(likely_bytes=0, low_bytes=0, high_bytes=0), FAST_HEAP)
+    duration = step_duration(
+        counted, speed, batch_size=job.batch_size, micro_batch=micro_batch, rehearsed_samples=samples
+    )
+    return duration.likely_seconds
 
 
 def measure(job: Job, texts: TextSketch, choices: tuple[Choice, ...], steps: int) -> float:

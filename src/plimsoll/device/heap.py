@@ -31,7 +31,10 @@ USUAL_BYTES = 32 << 20
 """Where glibc's own threshold ends once blocks of this size have been freed: for a process without a limit."""
 
 _C_LIBRARY = ctypes.CDLL(None)
-_MALLOPT_MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD in glibc's malloc.h
+_MALLOPT_TRIM_THRESHOLD, _MALLOPT_MMAP_THRESHOLD, _MALLOPT_MMAP_MAX = -1, -3, -4  # of glibc's malloc.h
+_NO_TRIM, _USUAL_NUM_MAPPINGS = -1, 65536  # M_TRIM_THRESHOLD that is never reached; DEFAULT_MMAP_MAX
+
+_TOP_BYTES = 3_850_240  # glibc's own, once torch and transformers are imported
 
 
 class _Mallinfo2(ctypes.Structure):
@@ -63,5 +66,22 @@ def map_blocks_from(num_bytes: int) -> None:
 
     It also ends glibc's own raising of that threshold, for which there is no way back: see `USUAL_BYTES`.
     """
+    _set(_MALLOPT_MMAP_THRESHOLD, num_bytes)
+    _set(_MALLOPT_TRIM_THRESHOLD, top_bytes(num_bytes))
+    _set(_MALLOPT_MMAP_MAX, _USUAL_NUM_MAPPINGS)
+
+
+def top_bytes(threshold_bytes: int) -> int:
+    """Return what the top of the heap keeps of freed memory where blocks are mapped from a size on."""
+    return _TOP_BYTES if threshold_bytes < USUAL_BYTES else 2 * threshold_bytes  # as glibc raises both
+
+
+def keep_freed() -> None:
+    """Let the heap keep all that is freed, until `map_blocks_from`: nothing is cleared anew, and holes stay."""
+    _set(_MALLOPT_MMAP_MAX, 0)
+    _set(_MALLOPT_TRIM_THRESHOLD, _NO_TRIM)
+
+
+def _set(parameter: int, value: int) -> None:
     if hasattr(_C_LIBRARY, "mallopt"):
-        _C_LIBRARY.mallopt(_MALLOPT_MMAP_THRESHOLD, num_bytes)
+        _C_LIBRARY.mallopt(parameter, value)

@@ -49,6 +49,7 @@ class Counted:
     included, and ``allocated`` what of it is in use beside these. ``fixed`` names what is there from the start.
     ``learned`` is what measured runs have shown of predicted live bytes: it widens the range and moves no answer.
     ``oom_row`` is the event for which there is no room within the limit; the columns are then those without a limit.
+    ``gives_back`` says whether what is freed goes back to the system, so that it is new when it is taken again.
     ``unwritten_bytes`` are what a limit on address space (see `plimsoll.device.data_limit`) must have room for beyond
     the peak: memory that is asked for and never written, and holes of the heap whose pages are gone.
     """
@@ -62,6 +63,21 @@ class Counted:
     oom_row: int | None = None
     learned: Learned | None = None
     unwritten_bytes: int = 0
+    gives_back: bool = False
+
+    @cached_property
+    def fresh_bytes(self) -> dict[int, int]:
+        """Bytes that the process grows by at each op, by the op's row, in every step again.
+
+        A process that gives nothing back has grown to what it needs after its first steps.
+        """
+        found: dict[int, int] = {}
+        if self.gives_back:
+            grown = np.diff(self.reserved, prepend=self.reserved[:1])
+            ops = np.asarray(self.trace.event_op, dtype=np.int64)[self.live.event]
+            for op, num_bytes in zip(ops[grown > 0].tolist(), grown[grown > 0].tolist(), strict=True):
+                found[op] = found.get(op, 0) + num_bytes
+        return found
 
     @cached_property
     def peak_row(self) -> int:
@@ -260,6 +276,7 @@ def count_on_cpu(trace: Trace, baseline: Estimate, rules: HeapRules, has_limit: 
         fixed={"baseline": baseline},
         spread=_CPU_SPREAD,
         unwritten_bytes=max(0, int(limited - resident.max(initial=0))),
+        gives_back=rules.gives_back,
     )
 
 

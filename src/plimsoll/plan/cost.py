@@ -1,12 +1,12 @@
 """The seconds of one optimizer step, from its trace and what the device can do.
 
-    duration = step_duration(trace, speed, batch_size=64, micro_batch=8, rehearsed_samples=16)
+    duration = step_duration(counted, speed, batch_size=64, micro_batch=8, rehearsed_samples=16)
 
 Each op takes what its products take at the device's rate for such products, or what its bytes take, whichever is more
-(a roofline); on a processor also the clearing of memory it is the first to touch, since large blocks are mapped anew
-each time; and its call. On a GPU calls, kernels and the copies over the link run beside one another, and the slowest
-counts. A rehearsal has at most two micro-batches, from which those of the real step follow; recomputation, copies and
-the work of any technique are ops of the trace like others.
+(a roofline); on a processor also the clearing of memory that the process grows by, since what its heap has given back
+is taken anew each time; and its call. On a GPU calls, kernels and the copies over the link run beside one another, and
+the slowest counts. A rehearsal has at most two micro-batches, from which those of the real step follow; recomputation,
+copies and the work of any technique are ops of the trace like others.
 
 What counts is that of two plans the faster is said to be faster: `benchmarks/plan_time_model.py` holds that against
 measured steps. It does NOT cover reading the data, evaluation, and several devices.
@@ -17,9 +17,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from plimsoll.device.heap import USUAL_BYTES
+from plimsoll.memory.predict import Counted
 from plimsoll.records.comparison import Calibration, Learned, Target
-from plimsoll.records.heap import FAST_HEAP, HeapRules
 from plimsoll.records.plan import Duration
 from plimsoll.records.speed import MovingKind, Speed, rate_at
 from plimsoll.records.trace import Phase, Trace
@@ -61,28 +60,25 @@ class _Seconds:
 
 
 def step_duration(
-    trace: Trace,
+    counted: Counted,
     speed: Speed,
     *,
     batch_size: int,
     micro_batch: int,
     rehearsed_samples: int,
-    heap: HeapRules = FAST_HEAP,
     learned: Learned | None = None,
 ) -> Duration:
     """Compute the seconds of one optimizer step, the last one of the trace.
 
     Args:
-        trace: a rehearsal, of one or two micro-batches a step.
+        counted: a rehearsal of one or two micro-batches a step, as its target counts it.
         speed: of the device it was lowered to.
         batch_size: samples of a real step.
         micro_batch: samples of one pass.
         rehearsed_samples: samples of a step of the trace.
-        heap: how a processor's heap is set up; a GPU's memory is kept by torch, and nothing is cleared.
         learned: measured over predicted seconds, from runs like this one (`learned_ratio`).
     """
-    pieces, once = _stretches(trace, speed, heap)
-    once += _given_back_bytes(trace, heap) * speed.fresh_seconds_per_byte
+    pieces, once = _stretches(counted, speed)
     seconds = once + sum(pieces)
     if rehearsed_samples < batch_size:
         seconds = once + _of_all(pieces, -(-batch_size // micro_batch), batch_size % micro_batch > 0)
@@ -167,9 +163,10 @@ def _of_all(pieces: Sequence[float], num_pieces: int, ends_smaller: bool) -> flo
     return first * (num_pieces - 1) + last if ends_smaller else first + last * (num_pieces - 1)
 
 
-def _stretches(trace: Trace, speed: Speed, heap: HeapRules) -> tuple[list[float], float]:
+def _stretches(counted: Counted, speed: Speed) -> tuple[list[float], float]:
     """Seconds of each micro-batch of the last step, and of what a step does once."""
-    ops, fresh_bytes = trace.ops, _fresh_bytes(trace, heap)
+    trace, fresh_bytes = counted.trace, counted.fresh_bytes
+    ops = trace.ops
     names = [_plain_name(text) for text in trace.texts]
     pieces: list[_Seconds] = []
     once, last_phase = _Seconds(), None
@@ -202,32 +199,6 @@ def _add_op(stretch: _Seconds, trace: Trace, row: int, name: str, speed: Speed) 
         curve = products.get(trace.texts[ops.dtype[row]]) or products["float32"]
         seconds = max(seconds, flops / rate_at(curve, flops / (moved_bytes or 1)))
     stretch.kernels += max(seconds, speed.kernel_seconds)
-
-
-def _fresh_bytes(trace: Trace, heap: HeapRules) -> dict[int, int]:
-    """Bytes that each op is the first to touch, by its row: blocks that are mappings of their own."""
-    threshold_bytes = USUAL_BYTES if heap.is_dynamic else heap.mmap_threshold_bytes
-    storages, found = trace.storages, dict[int, int]()
-    for num_bytes, born, on_host in zip(storages.num_bytes, storages.born, storages.on_host, strict=True):
-        if num_bytes >= threshold_bytes and not on_host:
-            found[born] = found.get(born, 0) + num_bytes
-    return found
-
-
-def _given_back_bytes(trace: Trace, heap: HeapRules) -> int:
-    """What a heap that is trimmed after each step has to be given again: the most of its blocks that live at once."""
-    if not heap.trims_after_steps:
-        return 0
-    storages, alive_bytes, most_bytes = trace.storages, 0, 0
-    last_step = max(trace.ops.step, default=0)
-    for signed in trace.events:
-        row = abs(signed) - 1
-        size = storages.num_bytes[row]
-        is_of_step = trace.ops.step[storages.born[row]] == last_step
-        if is_of_step and size < heap.mmap_threshold_bytes and not storages.on_host[row]:
-            alive_bytes += size if signed > 0 else -size
-            most_bytes = max(most_bytes, alive_bytes)
-    return most_bytes
 
 
 def _plain_name(op: str) -> str:

@@ -3,8 +3,8 @@
 A trace of a mix is exact and slow, so few are made: the plain training at two or three micro-batches, each technique
 that can reach what the peak is made of once on top of it, and then the mixes that a surrogate
 (`plimsoll.plan.surrogate`) takes for the fastest that fit, until the best guess is one that has been traced. Nothing is
-chosen untraced. Where the plain training fits and no room could make it faster, only techniques that may be faster are
-traced.
+chosen untraced. Every trace is counted with each heap, which costs little, and each heap has a surrogate of its own.
+Where the plain training fits and no room could make it faster, only techniques that may be faster are traced.
 
 The same problem always has the same plan: nothing is drawn, and nothing depends on the clock.
 """
@@ -33,6 +33,7 @@ _LEAST_PART = 0.02  # of a peak: what is less is not worth a trace
 _MOST_LOOKS = 8  # at mixes, for the plan ...
 _MOST_FALLBACK_LOOKS = 1  # ... and for each fallback, which need not be the fastest
 _FALLS_SHARE = 0.95  # of what is before it: what needs more is no fallback
+_NO_TRACE = "heap"  # changes no op: its choices are counted on a trace that is there
 _MOVES = ("optimizer_kernel", "optimizer_offload", "parameter_offload")  # taking one back needs room in the crisis
 _NEAR_SHARE = 0.5  # of the limit: a plan that needs less is not traced with techniques for its fallbacks
 _FALLBACK_SHARES = (0.7, 0.45)  # of what the plan needs: the second holds a peak that is twice as predicted
@@ -84,7 +85,8 @@ class _Search:
         self._compatibility = Compatibility(problem)
         self._look_at = look_at
         self._looks: dict[Choices, Look] = {}
-        self._surrogate: Surrogate
+        self._surrogates: dict[Choice | None, Surrogate] = {}  # one for each heap
+        self._usual_heap = _heap_of(self._menu.base)
         self._reference: Look
         self._asked: set[str] = set()
         self._learned: dict[str, list[Choice]] = {}
@@ -134,7 +136,14 @@ class _Search:
             size = max(size for size in sizes if size <= middle)
             looks[size] = self._look(base, size)
         self._reference = small
-        self._surrogate = Surrogate(list(looks.values()))
+        heaps = self._menu.options.get(_NO_TRACE, ())
+        heaps = tuple(heap for heap in heaps if self._compatibility.allows(in_order((*base, heap))))
+        for heap in (self._usual_heap, *heaps):
+            counted = [self._look_at_choices(_in_heap(look.choices, heap)) for look in looks.values()]
+            self._surrogates[heap] = Surrogate(counted)
+        self._asked.add(_NO_TRACE)
+        if heaps:
+            self._learned[_NO_TRACE] = list(heaps)
 
     def _judge_plain(self, limit_bytes: int) -> tuple[bool, bool]:
         """Whether the base fits, and whether more room could make it faster by more than can be told."""
@@ -156,14 +165,14 @@ class _Search:
             if not (may_help or technique.may_be_faster or name in required):
                 continue
             self._asked.add(name)
-            strongest, weakest = options[-1], options[0]
+            strongest = options[-1]
             learned = [strongest] if self._learn(strongest) else []
             if name == "checkpointing":
                 learned += self._some_blocks(strongest) if learned else []
-            elif weakest != strongest and (
-                technique.may_be_faster or not learned or not self._surrogate.is_free(strongest)
-            ):
-                learned += [weakest] if self._learn(weakest) else []
+            elif technique.may_be_faster:
+                learned += filter(self._learn, options[:-1])
+            elif len(options) > 1 and (not learned or not self._surrogates[self._usual_heap].is_free(strongest)):
+                learned += filter(self._learn, options[:1])
             if learned:
                 self._learned[name] = learned
 
@@ -176,17 +185,26 @@ class _Search:
             if size > self._reference.micro_batch and without.need_bytes - reached_bytes > self._problem.limit_bytes:
                 continue  # with all it reaches gone the whole batch would not fit
             if self._compatibility.allows((micro_batch_choice(size), *in_order((*base, choice)))):
-                look = self._look((*base, choice), size)
-                self._surrogate.learn_effect(choice, look, self._look(base, size))
-                return self._surrogate.is_useful(choice) or choice.technique in self._problem.decided.required
+                return self._learn_at(choice, size) or choice.technique in self._problem.decided.required
         return False
+
+    def _learn_at(self, choice: Choice, micro_batch: int) -> bool:
+        base, is_useful = self._menu.base, False
+        for heap, surrogate in self._surrogates.items():
+            mix = () if heap == self._usual_heap else (heap,)
+            if self._compatibility.allows(in_order((*base, choice, *mix))):
+                look = self._look((*base, choice, *mix), micro_batch)
+                surrogate.learn_effect(choice, look, self._look((*base, *mix), micro_batch))
+                is_useful |= surrogate.is_useful(choice)
+        return is_useful
 
     def _some_blocks(self, every_block: Choice) -> list[Choice]:
         """Subsets of the blocks, guessed from what all of them do."""
         problem, found = self._problem, list[Choice]()
         if problem.setting.trace is not None:
             for some in some_blocks(problem.workload, problem.setting.trace):
-                self._surrogate.interpolate(some.choice, every_block, some.bytes_share, some.seconds_share)
+                for surrogate in self._surrogates.values():
+                    surrogate.interpolate(some.choice, every_block, some.bytes_share, some.seconds_share)
                 found.append(some.choice)
         return found
 
@@ -246,8 +264,8 @@ class _Search:
 
     def _guessed(self, mix: _Mix) -> tuple[Column, Column, Column]:
         """Of each size of a mix, the need and the seconds as guessed or traced, and whether it is possible."""
-        needs = self._surrogate.need_bytes(mix.choices, mix.sizes)
-        seconds = self._surrogate.seconds(mix.choices, mix.sizes)
+        surrogate = self._surrogates[_heap_of(mix.choices)]
+        needs, seconds = surrogate.need_bytes(mix.choices, mix.sizes), surrogate.seconds(mix.choices, mix.sizes)
         possible = np.ones(len(mix.sizes), dtype=bool)
         for row, look in enumerate(map(self._looks.get, mix.with_sizes)):
             if look is not None:
@@ -265,9 +283,16 @@ class _Search:
                 break
             if best in self._looks:
                 return self._looks[best]
-            self._surrogate.correct(self._look_at_choices(best))
+            self._correct(best)
         looks = [look for look in self._looks.values() if look.fits and look.need_bytes <= limit_bytes]
         return min((look for look in looks if self._is_base(look) and accepts(look.mix)), key=_seconds_of, default=None)
+
+    def _correct(self, choices: Choices) -> None:
+        """Look at choices with each heap, and let the surrogates learn from it."""
+        for heap, surrogate in self._surrogates.items():
+            alike = _in_heap(choices, heap)
+            if self._compatibility.allows(alike):
+                surrogate.correct(self._look_at_choices(alike))
 
     def _is_base(self, look: Look) -> bool:
         """Whether a look has what every plan must have."""
@@ -333,7 +358,7 @@ class _Search:
             best = min((one for one in needs if one[0] <= bound), key=lambda one: (*one[1:3], str(one[3])))[3]
             if best in self._looks:
                 break
-            self._surrogate.correct(self._look_at_choices(best))
+            self._correct(best)
         looks = [look for look in self._looks.values() if self._is_base(look) and accepts(look.mix)]
         bound = _about(min(look.need_bytes for look in looks))
         return min((look for look in looks if look.need_bytes <= bound), key=lambda look: (len(look.mix), look.seconds))
@@ -356,7 +381,13 @@ class _Search:
     def _result(
         self, chosen: Look, fallbacks: tuple[Look, ...], plain: Look, *, fits: bool, openings: tuple[Look, ...]
     ) -> Found:
-        others = [look for look in self._looks.values() if look is not chosen and look not in fallbacks]
+        ours = _in_heap(chosen.choices, self._usual_heap)
+        others = [
+            look
+            for look in self._looks.values()
+            if look is not chosen and look not in fallbacks
+            and (_heap_of(look.choices) == self._usual_heap or _in_heap(look.choices, self._usual_heap) == ours)
+        ]  # fmt: skip
         rejected = [_rejected(look, chosen, self._problem.limit_bytes) for look in others]
         return Found(
             chosen,
@@ -375,6 +406,16 @@ def _rejected(look: Look, chosen: Look, limit_bytes: int) -> Rejected:
     else:
         reason = _pace(look.seconds, chosen.seconds)
     return Rejected(choices=look.choices, reason=reason, peak=look.peak, step_time=look.step_time)
+
+
+def _heap_of(choices: Choices) -> Choice | None:
+    return next((choice for choice in choices if choice.technique == _NO_TRACE), None)
+
+
+def _in_heap(choices: Choices, heap: Choice | None) -> Choices:
+    """The same choices in another heap; ``None`` is the one that a budget sets by itself."""
+    rest = tuple(choice for choice in choices if choice.technique != _NO_TRACE)
+    return rest if heap is None else in_order((*rest, heap))
 
 
 def _pace(seconds: float, chosen_seconds: float) -> str:

@@ -1,8 +1,7 @@
 """The settings of the C library's heap, as a value: what `mallopt` sets, and what glibc has without it.
 
-Source: mallopt(3) and malloc/malloc.c of glibc 2.36 (``do_set_mmap_threshold``, ``__libc_free``). Setting the mapping
-threshold ends its raising for good and leaves the trim threshold as it is at that moment: 128 KiB in a process that
-has not yet freed a mapped block, twice the largest one it has freed otherwise.
+Source: mallopt(3) and malloc/malloc.c of glibc 2.36 (``do_set_mmap_threshold``, ``__libc_free``). Setting a threshold
+ends its raising for good; `plimsoll.device.heap` sets both, to what glibc's own have become after the imports.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from pydantic import Field
 from plimsoll.records.base import Frozen
 
 _KIB, _MIB = 1 << 10, 1 << 20
+_NEVER_BYTES = 1 << 62
 
 
 class HeapRules(Frozen):
@@ -30,6 +30,11 @@ class HeapRules(Frozen):
     trims_after_steps: bool = False
     """Whether the free pages go back to the system after each training step, as with ``malloc_trim(0)``."""
 
+    @property
+    def gives_back(self) -> bool:
+        """Whether freed memory goes back to the system at all, to be cleared by it when it is asked for again."""
+        return self.trims_after_steps or min(self.mmap_threshold_bytes, self.trim_threshold_bytes) < _NEVER_BYTES
+
 
 FRESH_HEAP = HeapRules()
 """glibc's own, in a process that has freed nothing large yet."""
@@ -45,3 +50,6 @@ FAST_HEAP = HeapRules(mmap_threshold_bytes=4 * _MIB, trim_threshold_bytes=2 * _A
 
 TIGHT_HEAP = HeapRules(mmap_threshold_bytes=128 * _KIB, trim_threshold_bytes=2 * _AFTER_IMPORTS_BYTES, is_dynamic=False)
 """Blocks from 128 KiB are mapped (``plimsoll.device.heap.TIGHT_BYTES``), set at the same time."""
+
+KEPT_HEAP = HeapRules(mmap_threshold_bytes=_NEVER_BYTES, trim_threshold_bytes=_NEVER_BYTES, is_dynamic=False)
+"""No block is mapped, and what is freed stays the process's (``plimsoll.device.heap.keep_freed``)."""

@@ -2,7 +2,8 @@
 
 Freed blocks between live ones stay the process's; a mapping goes back at once and is cleared anew each time it is made
 (`plimsoll.device.heap` has the measured table). Inside a budget blocks are mapped from 4 MiB on, without this
-technique. Its effect is predicted by simulating the heap with its rules (`heap_rules`).
+technique. Where there is room, ``never`` is the fastest: what is freed is kept, and nothing is cleared twice. The
+effect is predicted by simulating the heap with its rules (`heap_rules`).
 
 Does NOT cover other C libraries than glibc, where nothing is done, and memory that no block of the heap is.
 """
@@ -14,13 +15,19 @@ from contextlib import contextmanager
 from typing import ClassVar
 
 from plimsoll.device import data_limit, heap
-from plimsoll.records.heap import FAST_HEAP, TIGHT_HEAP, HeapRules
+from plimsoll.records.heap import FAST_HEAP, KEPT_HEAP, TIGHT_HEAP, HeapRules
 from plimsoll.records.plan import Choice, Numerics
 from plimsoll.records.trace import Category
 from plimsoll.techniques._base import Choices, Setting
 from plimsoll.workload import Workload
 
-MAPPED_FROM_BYTES = {"4MiB": heap.FAST_BYTES, "1MiB": 1 << 20, "128KiB": heap.TIGHT_BYTES}
+MAPPED_FROM_BYTES = {
+    "never": None,
+    "32MiB": heap.USUAL_BYTES,
+    "4MiB": heap.FAST_BYTES,
+    "1MiB": 1 << 20,
+    "128KiB": heap.TIGHT_BYTES,
+}
 """The thresholds by the word for them, what keeps most first."""
 
 
@@ -29,25 +36,27 @@ class Heap:
 
     name: ClassVar[str] = "heap"
     numerics: ClassVar[Numerics] = "bitwise"
-    summary: ClassVar[str] = "freed blocks go back to the system sooner, for more time in each step"
+    summary: ClassVar[str] = "freed memory is kept for speed, or goes back to the system sooner for room"
     reaches: ClassVar[frozenset[Category]] = frozenset({"fragmentation"})
     is_for_the_run: ClassVar[bool] = False
-    may_be_faster: ClassVar[bool] = False
+    may_be_faster: ClassVar[bool] = True
 
     def menu(self, workload: Workload, setting: Setting) -> Choices | str:
-        """What keeps less than a budget's default does."""
+        """What keeps everything, and what keeps less than a budget's default does."""
         if setting.device != "cpu":
             return "the heap is the host's; on this device `cache` empties what the allocator keeps"
         if not heap.is_glibc():
             return "the C library of this system is not glibc, so nothing is known of its heap"
-        return (_choice("4MiB", trims=True), _choice("1MiB"), _choice("128KiB"))
+        return (_choice("never"), _choice("32MiB"), _choice("128KiB"))
 
     def conflicts(self, choice: Choice, others: Choices, workload: Workload, setting: Setting) -> str | None:
-        """Another device than the CPU, or a threshold that is none of those that were measured."""
+        """Another device than the CPU, a threshold that was not measured, or a trim of what is to be kept."""
         if setting.device != "cpu":
             return f"the heap is the host's, and this training is on {setting.device}"
         if choice.options.get("mapped_from", "4MiB") not in MAPPED_FROM_BYTES:
             return f"mapped_from is {choice.options['mapped_from']}: give one of {', '.join(MAPPED_FROM_BYTES)}"
+        if _threshold_bytes(choice) is None and _trims(choice):
+            return "mapped_from=never keeps what trim=true gives back: leave one of them out"
         return None
 
     @contextmanager
@@ -64,9 +73,12 @@ class Heap:
 
 
 @contextmanager
-def blocks_mapped_from(num_bytes: int) -> Iterator[None]:
-    """Set the threshold of this process; the exit sets what is in force without a plan."""
-    heap.map_blocks_from(num_bytes)
+def blocks_mapped_from(num_bytes: int | None) -> Iterator[None]:
+    """Set the threshold of this process, ``None`` for no mappings; the exit sets what is in force without a plan."""
+    if num_bytes is None:
+        heap.keep_freed()
+    else:
+        heap.map_blocks_from(num_bytes)
     try:
         yield
     finally:
@@ -80,7 +92,14 @@ def heap_rules(choices: Iterable[Choice]) -> HeapRules | None:
         if choice.technique == "parameter_offload":  # which sets the heap up itself
             return TIGHT_HEAP
         if choice.technique == Heap.name:
-            changed = {"mmap_threshold_bytes": _threshold_bytes(choice), "trims_after_steps": _trims(choice)}
+            threshold_bytes = _threshold_bytes(choice)
+            if threshold_bytes is None:
+                return KEPT_HEAP
+            top_bytes = heap.top_bytes(threshold_bytes)
+            changed = {
+                "mmap_threshold_bytes": threshold_bytes, "trim_threshold_bytes": top_bytes,
+                "trims_after_steps": _trims(choice),
+            }  # fmt: skip
             return FAST_HEAP.model_copy(update=changed)
     return None
 
@@ -89,7 +108,7 @@ def _choice(mapped_from: str, trims: bool = False) -> Choice:
     return Choice(technique=Heap.name, options={"mapped_from": mapped_from, "trim": trims})
 
 
-def _threshold_bytes(choice: Choice) -> int:
+def _threshold_bytes(choice: Choice) -> int | None:
     return MAPPED_FROM_BYTES[str(choice.options.get("mapped_from", "4MiB"))]
 
 

@@ -31,3 +31,30 @@ def test_freed_blocks_stay_data_in_the_heap_and_not_when_mapped(how, least_given
     assert given_back >= least_given_back
     assert free >= least_free
     assert (given_back < 70) == (how == "heap")
+
+
+_FAULTS = """
+import resource
+import torch
+from plimsoll.device import heap
+torch.set_num_threads(1)
+
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    torch.ones(16 << 20)  # 64 MiB, freed at once
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+heap.keep_freed()
+print(*(faults() for _ in range(12)))  # a block fits its own hole only once small ones beside it are joined
+heap.map_blocks_from(heap.FAST_BYTES)
+heap.trim()
+print(faults(), faults())
+"""
+
+
+def test_what_is_kept_is_not_cleared_anew_and_afterwards_it_is():
+    done = subprocess.run([sys.executable, "-c", _FAULTS], capture_output=True, text=True, check=True)
+    kept, mapped = (list(map(int, line.split())) for line in done.stdout.splitlines())
+    assert kept[0] > 16000  # pages of 4 KiB
+    assert max(kept[-3:]) < 100
+    assert min(mapped) > 16000

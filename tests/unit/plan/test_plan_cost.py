@@ -3,9 +3,11 @@
 import pytest
 
 from hand_traces import trace_of
+from plimsoll.memory.predict import count_on_cpu
 from plimsoll.plan.cost import learn_time, learned_ratio, step_duration
 from plimsoll.records.comparison import Calibration, Learned
-from plimsoll.records.heap import HeapRules
+from plimsoll.records.heap import FAST_HEAP, KEPT_HEAP, HeapRules
+from plimsoll.records.prediction import Estimate
 from plimsoll.records.speed import Point, Speed
 
 SPEED = Speed(
@@ -17,6 +19,7 @@ SPEED = Speed(
     link_bytes_per_second=5,
     spread=0.25,
 )
+MAPPED = HeapRules(mmap_threshold_bytes=4096, is_dynamic=False)
 GPU = SPEED.model_copy(update={"overlaps": True, "kernel_seconds": 3})
 # A step of two micro-batches, and an update.
 TWO = (
@@ -34,9 +37,13 @@ TWO_WORK = {
 }  # fmt: skip
 
 
-def seconds_of(trace, speed=SPEED, batch=2, micro=1, rehearsed=2, **options):
-    duration = step_duration(trace, speed, batch_size=batch, micro_batch=micro, rehearsed_samples=rehearsed, **options)
-    return duration.likely_seconds
+def counted(trace, heap=KEPT_HEAP):
+    return count_on_cpu(trace, Estimate(likely_bytes=0, low_bytes=0, high_bytes=0), heap)
+
+
+def seconds_of(trace, speed=SPEED, batch=2, micro=1, rehearsed=2, heap=KEPT_HEAP):
+    sizes = {"batch_size": batch, "micro_batch": micro, "rehearsed_samples": rehearsed}
+    return step_duration(counted(trace, heap), speed, **sizes).likely_seconds
 
 
 def one(work, *ops, speed=SPEED, **options):
@@ -60,7 +67,8 @@ def test_micro_batches_that_were_not_rehearsed(batch, micro, rehearsed, expected
 
 
 def test_the_range_is_the_speeds_spread():
-    duration = step_duration(trace_of(*TWO, work=TWO_WORK), SPEED, batch_size=2, micro_batch=1, rehearsed_samples=2)
+    trace = counted(trace_of(*TWO, work=TWO_WORK))
+    duration = step_duration(trace, SPEED, batch_size=2, micro_batch=1, rehearsed_samples=2)
     assert (duration.low_seconds, duration.high_seconds) == (31 / 1.25, 31 * 1.25)
 
 
@@ -80,17 +88,25 @@ def test_an_op_that_is_of_no_known_kind_or_type_is_plain():
     assert seconds_of(trace.model_copy(update={"texts": texts}), speed) == 1 + 20
 
 
-@pytest.mark.parametrize(("is_dynamic", "expected"), [(False, 1 + 64 * 0.5), (True, 1)])
-def test_large_blocks_are_cleared_anew(is_dynamic, expected):
-    speed = SPEED.model_copy(update={"fresh_seconds_per_byte": 0.5, "op_seconds": 1 / 0.3})
-    heap = HeapRules(mmap_threshold_bytes=64, is_dynamic=is_dynamic)
-    assert one({}, ("forward", 1, "+small activations 63 +large activations 64"), speed=speed, heap=heap) == expected
+@pytest.mark.parametrize(
+    ("heap", "num_pages"),
+    [
+        (MAPPED, 2 * 257),  # each time a mapping, with its header
+        (FAST_HEAP.model_copy(update={"trim_threshold_bytes": 1 << 20}), 2 * 256),  # the top goes back each time
+        (KEPT_HEAP, 0),
+    ],
+)
+def test_what_the_heap_has_given_back_is_cleared_anew(heap, num_pages):
+    """In the second step; the first has made the heap as large as it has to be."""
+    names = {1: ("a", "b"), 2: ("c", "d")}
+    ops = [("forward", step, f"+{name} activations {1 << 20} -{name}") for step in names for name in names[step]]
+    speed = SPEED.model_copy(update={"fresh_seconds_per_byte": 1 / 4096, "op_seconds": 0})
+    assert seconds_of(trace_of(*ops), speed, heap=heap) == num_pages
 
 
 def test_memory_outside_is_not_cleared():
     speed = SPEED.model_copy(update={"fresh_seconds_per_byte": 0.5, "op_seconds": 0})
-    heap = HeapRules(mmap_threshold_bytes=64, is_dynamic=False)
-    assert one({}, ("forward", 1, "+large@host activations 64"), speed=speed, heap=heap) == 0
+    assert one({}, ("forward", 1, "+large@host activations 64"), speed=speed, heap=MAPPED) == 0
 
 
 def test_on_a_gpu_the_slowest_of_kernels_calls_and_link_counts():
@@ -106,9 +122,8 @@ def test_an_empty_trace_takes_no_time():
 
 def test_what_runs_have_taught_moves_and_widens_the_answer():
     learned = Learned(num_runs=2, mean=2, low=1.5, high=3)
-    duration = step_duration(
-        trace_of(*TWO, work=TWO_WORK), SPEED, batch_size=2, micro_batch=1, rehearsed_samples=2, learned=learned
-    )
+    trace = counted(trace_of(*TWO, work=TWO_WORK))
+    duration = step_duration(trace, SPEED, batch_size=2, micro_batch=1, rehearsed_samples=2, learned=learned)
     assert (duration.likely_seconds, duration.low_seconds, duration.high_seconds) == (
         31 * 1.5,  # the fastest run: others were slowed down
         31 * 1.5 / 1.25,

@@ -3,8 +3,8 @@
 import pytest
 from pydantic import ValidationError
 
-from plimsoll.device.heap import FAST_BYTES, TIGHT_BYTES
-from plimsoll.records.heap import DEFAULT_HEAP, FAST_HEAP, FRESH_HEAP, TIGHT_HEAP, HeapRules
+from plimsoll.device.heap import FAST_BYTES, TIGHT_BYTES, USUAL_BYTES, top_bytes
+from plimsoll.records.heap import DEFAULT_HEAP, FAST_HEAP, FRESH_HEAP, KEPT_HEAP, TIGHT_HEAP, HeapRules
 
 
 def test_a_fresh_heap_is_that_of_mallopt_3():
@@ -30,11 +30,18 @@ def test_the_heaps_that_are_set_have_the_thresholds_that_the_device_sets():
     assert (FAST_HEAP.mmap_threshold_bytes, TIGHT_HEAP.mmap_threshold_bytes) == (FAST_BYTES, TIGHT_BYTES)
     assert not FAST_HEAP.is_dynamic
     assert not TIGHT_HEAP.is_dynamic
-    # Setting one threshold leaves the other where the imports had raised it to.
+    assert top_bytes(FAST_BYTES) == FAST_HEAP.trim_threshold_bytes
+    assert top_bytes(USUAL_BYTES) == 2 * USUAL_BYTES
     assert FAST_HEAP.trim_threshold_bytes == TIGHT_HEAP.trim_threshold_bytes == DEFAULT_HEAP.trim_threshold_bytes
 
 
-@pytest.mark.parametrize("rules", [FRESH_HEAP, DEFAULT_HEAP, FAST_HEAP, TIGHT_HEAP])
+def test_only_a_heap_that_neither_maps_nor_trims_gives_nothing_back():
+    assert not KEPT_HEAP.gives_back
+    assert KEPT_HEAP.model_copy(update={"trims_after_steps": True}).gives_back
+    assert FAST_HEAP.gives_back
+
+
+@pytest.mark.parametrize("rules", [FRESH_HEAP, DEFAULT_HEAP, FAST_HEAP, TIGHT_HEAP, KEPT_HEAP])
 def test_they_are_read_back_as_they_were_written(rules: HeapRules):
     assert HeapRules.model_validate_json(rules.model_dump_json()) == rules
 

@@ -10,7 +10,7 @@ from torch import nn
 from hand_traces import trace_of
 from plimsoll.device import heap
 from plimsoll.memory.predict import count_on_cpu
-from plimsoll.records.heap import FAST_HEAP, TIGHT_HEAP
+from plimsoll.records.heap import FAST_HEAP, KEPT_HEAP, TIGHT_HEAP
 from plimsoll.records.plan import Choice, micro_batch_choice
 from plimsoll.records.prediction import Estimate
 from plimsoll.run.step import TrainStep
@@ -32,8 +32,8 @@ def workload():
 
 def test_the_menu_is_for_the_processor_only():
     assert [str(one) for one in Heap().menu(workload(), CPU)] == [
-        "heap(mapped_from=4MiB,trim=true)",
-        "heap(mapped_from=1MiB,trim=false)",
+        "heap(mapped_from=never,trim=false)",
+        "heap(mapped_from=32MiB,trim=false)",
         "heap(mapped_from=128KiB,trim=false)",
     ]
     assert "`cache` empties" in Heap().menu(workload(), Setting(device="cuda", batch_size=4))
@@ -44,7 +44,13 @@ def test_the_menu_is_for_the_processor_only():
     [
         (choice(), "cpu", None),
         (choice(mapped_from="1MiB"), "cpu", None),
-        (choice(mapped_from="3MiB"), "cpu", "mapped_from is 3MiB: give one of 4MiB, 1MiB, 128KiB"),
+        (choice(mapped_from="3MiB"), "cpu", "mapped_from is 3MiB: give one of never, 32MiB, 4MiB, 1MiB, 128KiB"),
+        (choice(mapped_from="never"), "cpu", None),
+        (
+            choice(mapped_from="never", trim=True),
+            "cpu",
+            "mapped_from=never keeps what trim=true gives back: leave one of them out",
+        ),
         (choice(), "cuda", "the heap is the host's, and this training is on cuda"),
     ],
 )
@@ -56,6 +62,9 @@ def test_the_predictor_counts_with_what_is_set():
     assert heap_rules([micro_batch_choice(4)]) is None
     assert heap_rules([choice(mapped_from="128KiB", trim=False)]) == TIGHT_HEAP
     assert heap_rules([choice()]) == FAST_HEAP
+    assert heap_rules([choice(mapped_from="never")]) == KEPT_HEAP
+    large = {"mmap_threshold_bytes": 32 << 20, "trim_threshold_bytes": 64 << 20}
+    assert heap_rules([choice(mapped_from="32MiB")]) == FAST_HEAP.model_copy(update=large)
     assert heap_rules([choice(trim=True)]) == FAST_HEAP.model_copy(update={"trims_after_steps": True})
 
 
@@ -103,14 +112,14 @@ def is_mapped(num_bytes):  # of 20 blocks, for a few may find a hole
     return int(num_mapped() - before >= 10)
 
 def sizes():
-    return [is_mapped(size) for size in (256 << 10, 2 << 20, 6 << 20)]
+    return [is_mapped(size) for size in (256 << 10, 2 << 20, 6 << 20, 40 << 20)]
 
 class Nothing:
     after_step = ()
 
-with backend_for("cpu").limited(4 << 30):
+with backend_for("cpu").limited(8 << 30):
     found = [sizes()]
-    for word in ("4MiB", "1MiB", "128KiB"):
+    for word in ("4MiB", "1MiB", "128KiB", "never", "32MiB"):
         with installed(Nothing(), [Choice(technique="heap", options={"mapped_from": word})]):
             found.append(sizes())
     found.append(sizes())
@@ -123,8 +132,9 @@ print(found)
 
 def test_blocks_are_mapped_from_there_on_and_afterwards_as_before():
     done = subprocess.run([sys.executable, "-c", _PROGRAM], capture_output=True, text=True, check=True)
-    inside = [[0, 0, 1], [0, 0, 1], [0, 1, 1], [1, 1, 1], [0, 0, 1]]
-    assert eval(done.stdout) == [*inside, [1, 1, 1], [0, 0, 0]]
+    usual, never, large = [0, 0, 1, 1], [0, 0, 0, 0], [0, 0, 0, 1]
+    inside = [usual, usual, [0, 1, 1, 1], [1, 1, 1, 1], never, large, usual]
+    assert eval(done.stdout) == [*inside, [1, 1, 1, 1], large]
 
 
 def test_a_trim_between_steps_is_in_the_prediction():
