@@ -84,6 +84,16 @@ def test_a_planned_run_goes_on_as_it_was_and_under_another_budget_plans_again(pl
     assert [step.loss for step in steps_of(run)] == pytest.approx([step.loss for step in steps_of(whole)], rel=1e-5)
 
 
+def test_a_run_whose_plan_is_torn_plans_again_and_goes_on(planned, planned_run, tmp_path):
+    run = shutil.copytree(planned_run, tmp_path / "run")
+    (run / "plan.json").write_text('{"record": "pl', "utf-8")
+    done = trained("--resume", "--out", run, "--set", "steps=3", "--budget", BUDGET)
+    assert "plan.json is not JSON" in done.stderr
+    assert "planning again, without what the first plan had pinned or forbidden" in done.stderr
+    assert Plan.load(run / "plan.json").budget.device_bytes == 600 << 20
+    assert_each_sample_once(steps_of(run), 3)
+
+
 def test_a_run_with_moments_of_few_bits_goes_on_bit_for_bit(tmp_path):
     """Of 300 x 16 numbers, and of biases, whose moments stay."""
     job = tiny_job(tmp_path, allow="low_bit_optimizer")
@@ -182,7 +192,7 @@ def plans(planned: Path, planned_run: Path, tmp_path: Path) -> Path:
     tiny_job(tmp_path)
     shutil.copy(planned / "plan.json", tmp_path)
     shutil.copy(planned_run / "record.json", tmp_path)
-    (tmp_path / "torn.json").write_text((planned / "plan.json").read_text()[:500])
+    (tmp_path / "torn.json").write_text('{"record": "plan", "rungs": ')
     whole["made_for"]["target"] = "cuda 8.6"
     (tmp_path / "gpu.json").write_text(json.dumps(whole))
     return tmp_path
@@ -242,7 +252,7 @@ def test_a_run_whose_plan_was_told_30_percent_too_little_recovers_by_its_fallbac
     trained(job, "--out", run, "--plan", told)
     record = RunRecord.from_directory(run)
     assert 1 <= len(record.oom_events) <= 2
-    assert {event.next_rung for event in record.oom_events} <= {1, 2}
+    assert record.oom_events[-1].next_rung in {1, 2}
     assert_each_sample_once(steps_of(run), 3)
     whole = tmp_path / "whole"
     trained(job, "--out", whole, "--no-plan")

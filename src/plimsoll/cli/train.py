@@ -224,10 +224,16 @@ def _write(directory: RunDirectory, job: Job) -> None:
 
 def _planned_again(directory: RunDirectory, job: Job, before: Job, from_where: tuple[str, ...], quiet: bool) -> int:
     """Keep the plan of a run that goes on; for another budget, or of other code by now, plan again as was wished."""
+    from plimsoll.errors import RecordError
     from plimsoll.records.plan import Plan
     from plimsoll.run.supervise import make_plan
 
-    plan, is_same = Plan.load(directory.plan), job.budget == before.budget
+    try:
+        plan, is_same = Plan.load(directory.plan), job.budget == before.budget
+    except RecordError as error:
+        print(f"{error}\nplanning again, without what the first plan had pinned or forbidden", file=sys.stderr)
+        _write(directory, job)
+        return make_plan(directory, ("--goes-on", *from_where), quiet) if _has_line(job, ()) else 0
     directory.write_job(job)
     if plan.limit_bytes is None:
         if not is_same:

@@ -1,5 +1,6 @@
 """The search against worlds in which the best mix is known, or found by trying all."""
 
+from collections import Counter
 from itertools import product
 from random import Random
 
@@ -17,6 +18,10 @@ from plimsoll.techniques.micro_batch import sizes_of
 def searched(world, limit_bytes, decided=Decided((), frozenset(), frozenset()), allow=()):
     problem = world.problem(limit_bytes, decided, allow)
     return search(problem, world.look_at), problem
+
+
+def without_heap(choices):
+    return tuple(choice for choice in choices if choice.technique != "heap")
 
 
 def best_by_trying_all(world, problem):
@@ -169,15 +174,42 @@ def test_it_is_as_fast_as_the_best_of_all_mixes(inhabited, seed):
                 refuses=frozenset({f"t{(number + 1) % 4}"}) if random.random() < 0.3 else frozenset(),
             )
         )
+    if seed % 3 == 0:
+        techniques.append(MadeUp("heap", (-4, -1, 2), seconds=(-0.3, -0.2, 0.2), may_be_faster=True))
     world = inhabited(World(techniques, clashes_bytes=(seed % 2) * 10))
     for limit_bytes in (120, 180, 240, 300):
+        world.asked.clear()
         found, problem = searched(world, limit_bytes)
+        assert len({without_heap(choices) for choices in world.asked}) <= 30
         best = best_by_trying_all(world, problem)
         assert found.fits == (best is not None)
         if best is not None:
             assert found.chosen.need_bytes <= limit_bytes
             assert found.chosen.seconds <= 1.021 * best.seconds
-            assert found.num_looks <= 30
+
+
+def test_a_heap_is_counted_on_every_trace_and_takes_none(inhabited):
+    """The fastest heap needs 16 bytes a sample: it fits with 8 samples, and with 16 only where others save."""
+    heap = MadeUp("heap", (-6, 2), seconds=(-0.4, 0.3), may_be_faster=True)
+    world = inhabited(World([MadeUp("recompute", (9,), saves_fixed=20, seconds=(0.3,)), heap]))
+    found, problem = searched(world, 290)
+    assert sorted(Counter(map(without_heap, world.asked)).values()) == [3] * (len(world.asked) // 3)  # each in each
+    assert found.chosen.mix == (Choice(technique="heap", options={"level": 0}),)
+    assert found.chosen.micro_batch == 8
+    assert found.chosen.seconds == best_by_trying_all(world, problem).seconds
+    said = [one.choices[1:] for one in found.rejected if without_heap(one.choices) == (micro_batch_choice(8),)]
+    assert [len(mix) for mix in said] == [0, 1]  # the plan without a heap of its own, and with the other
+
+
+def test_a_heap_that_is_pinned_is_the_only_one(inhabited):
+    heap = MadeUp("heap", (-6, 2), seconds=(-0.4, 0.3), may_be_faster=True)
+    world = inhabited(World([MadeUp("recompute", (9,), saves_fixed=20, seconds=(0.3,)), heap]))
+    pinned = Choice(technique="heap", options={"level": 1})
+    found, _ = searched(world, 290, Decided((pinned,), frozenset(), frozenset()))
+    assert found.chosen.mix == (pinned,)
+    assert all(pinned in choices for choices in world.asked[1:])  # the first is the plain training
+    found, _ = searched(world, 1000, Decided((), frozenset({"heap"}), frozenset()))
+    assert found.chosen.mix == (Choice(technique="heap", options={"level": 0}),)
 
 
 def test_the_same_problem_has_the_same_plan(inhabited):
