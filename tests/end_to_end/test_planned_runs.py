@@ -239,9 +239,12 @@ RECURRENT = {
 
 
 def test_a_run_whose_plan_was_told_30_percent_too_little_recovers_by_its_fallbacks(tmp_path):
-    """The plan of a large budget, made to say that everything needs 0.7 of it, in the budget that follows from that."""
+    """The plan of a large budget, made to say that everything needs 0.7 of it, in the budget that follows from that.
+
+    Without a heap of its own, for which a plan keeps more in reserve than the 30 % that are taken away here.
+    """
     job, told = write_job(tmp_path / "job.yaml", **RECURRENT), tmp_path / "told.json"
-    assert plimsoll("plan", job, "--budget", "4GiB", "-o", told).returncode == 0
+    assert plimsoll("plan", job, "--budget", "4GiB", "--forbid", "heap", "-o", told).returncode == 0
     plan = json.loads(told.read_text())
     for rung in plan["rungs"]:
         rung["peak"] |= {name: int(TOLD_SHARE * size) for name, size in rung["peak"].items() if size}
@@ -252,7 +255,7 @@ def test_a_run_whose_plan_was_told_30_percent_too_little_recovers_by_its_fallbac
     trained(job, "--out", run, "--plan", told)
     record = RunRecord.from_directory(run)
     assert 1 <= len(record.oom_events) <= 2
-    assert record.oom_events[-1].next_rung in {1, 2}
+    assert {event.next_rung for event in record.oom_events} <= {1, 2}
     assert_each_sample_once(steps_of(run), 3)
     whole = tmp_path / "whole"
     trained(job, "--out", whole, "--no-plan")
