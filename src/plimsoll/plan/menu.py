@@ -21,13 +21,15 @@ _ALWAYS = ("by_length",)
 class Problem:
     """What a plan is searched for: a training, the line, and what the user has decided already.
 
-    ``limit_bytes`` is what the device may hold.
+    ``limit_bytes`` is what a mix may need, and ``margin_bytes`` what the device may hold beyond that, since a look may
+    say too little.
     """
 
     workload: Workload
     setting: Setting
     limit_bytes: int
     decided: Decided = _NOTHING_DECIDED
+    margin_bytes: int = 0
 
 
 @dataclass(frozen=True)

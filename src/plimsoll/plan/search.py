@@ -388,7 +388,7 @@ class _Search:
             if look is not chosen and look not in fallbacks
             and (_heap_of(look.choices) == self._usual_heap or _in_heap(look.choices, self._usual_heap) == ours)
         ]  # fmt: skip
-        rejected = [_rejected(look, chosen, self._problem.limit_bytes) for look in others]
+        rejected = [_rejected(look, chosen, self._problem) for look in others]
         return Found(
             chosen,
             fallbacks,
@@ -400,9 +400,12 @@ class _Search:
         )
 
 
-def _rejected(look: Look, chosen: Look, limit_bytes: int) -> Rejected:
-    if not look.fits or look.need_bytes > limit_bytes:
-        reason = f"needs up to {format_bytes(look.need_bytes)}, more than {format_bytes(limit_bytes)}"
+def _rejected(look: Look, chosen: Look, problem: Problem) -> Rejected:
+    need, line_bytes = format_bytes(look.need_bytes), problem.limit_bytes + problem.margin_bytes
+    if not look.fits or look.need_bytes > line_bytes:
+        reason = f"needs up to {need}, more than {format_bytes(line_bytes)}"
+    elif look.need_bytes > problem.limit_bytes:
+        reason = f"needs up to {need}, too near {format_bytes(line_bytes)} for a first look"
     else:
         reason = _pace(look.seconds, chosen.seconds)
     return Rejected(choices=look.choices, reason=reason, peak=look.peak, step_time=look.step_time)

@@ -289,7 +289,7 @@ class _Planner:
         setting = replace(self._setting, trace=self._trace(self._target.lowering(), self._plain, is_short=True))
         for _ in range(_MOST_ROUNDS):
             found = search(
-                Problem(workload, setting, limit_bytes, self._decided),
+                Problem(workload, setting, limit_bytes, self._decided, self._target.limit_bytes - limit_bytes),
                 lambda choices: self.look(choices, is_short=True),
             )
             chosen = self.look(found.chosen.choices, self._is_short)

@@ -1,6 +1,7 @@
 """The search against worlds in which the best mix is known, or found by trying all."""
 
 from collections import Counter
+from dataclasses import replace
 from itertools import product
 from random import Random
 
@@ -210,6 +211,20 @@ def test_a_heap_that_is_pinned_is_the_only_one(inhabited):
     assert all(pinned in choices for choices in world.asked[1:])  # the first is the plain training
     found, _ = searched(world, 1000, Decided((), frozenset({"heap"}), frozenset()))
     assert found.chosen.mix == (Choice(technique="heap", options={"level": 0}),)
+
+
+@pytest.mark.parametrize(
+    ("margin_bytes", "reason"),
+    [
+        (10, "needs up to 310 B, more than 260 B"),
+        (60, "needs up to 310 B, too near 310 B for a first look"),
+    ],
+)
+def test_what_is_rejected_is_said_against_the_line_of_the_device(inhabited, margin_bytes, reason):
+    world = inhabited(World([]))
+    problem = replace(world.problem(250), margin_bytes=margin_bytes)
+    found = search(problem, world.look_at)
+    assert reason in [one.reason for one in found.rejected]
 
 
 def test_the_same_problem_has_the_same_plan(inhabited):
