@@ -60,7 +60,7 @@ MODELS = (
             "LSTM 128, 50k vocabulary",
             {"architecture": "lstm", "embedding_size": 128, "hidden_size": 128, "num_layers": 1}, 64, 16, rows=50257,
         ),
-        (0, 2, 4),
+        (0, 2, 3),
     ),
     (
         Model(
