@@ -36,7 +36,7 @@ _FALLS_SHARE = 0.95  # of what is before it: what needs more is no fallback
 _NO_TRACE = "heap"  # changes no op: its choices are counted on a trace that is there
 _MOVES = ("optimizer_kernel", "optimizer_offload", "parameter_offload")  # taking one back needs room in the crisis
 _NEAR_SHARE = 0.5  # of the limit: a plan that needs less is not traced with techniques for its fallbacks
-_FALLBACK_SHARES = (0.7, 0.45)  # of what the plan needs: the second holds a peak that is twice as predicted
+_FALLBACK_SHARE = 0.6  # of what the plan needs; a peak that is higher still is for the leanest
 
 
 @dataclass(frozen=True)
@@ -320,19 +320,14 @@ class _Search:
     # -- what is behind the plan ---------------------------------------------------------------------------------------
 
     def _fallbacks(self, chosen: Look) -> Iterator[Look]:
-        """Smaller plans, each the fastest within a share of what the chosen one needs, until nothing is smaller."""
-        last = chosen
-        for share in _FALLBACK_SHARES:
-            limit_bytes = int(share * chosen.need_bytes)
-            if last.need_bytes <= limit_bytes:
-                continue
-            accepts = partial(_can_follow, last.mix)
+        """Smaller plans: the fastest within a share of what the chosen one needs, and what needs least."""
+        last, limit_bytes = chosen, int(_FALLBACK_SHARE * chosen.need_bytes)
+        accepts = partial(_can_follow, chosen.mix)
+        following = self._best_within(limit_bytes, _MOST_FALLBACK_LOOKS, accepts)
+        if following is None and chosen.need_bytes > _NEAR_SHARE * self._problem.limit_bytes:
+            self._learn_techniques()
             following = self._best_within(limit_bytes, _MOST_FALLBACK_LOOKS, accepts)
-            if following is None and chosen.need_bytes > _NEAR_SHARE * self._problem.limit_bytes:
-                self._learn_techniques()
-                following = self._best_within(limit_bytes, _MOST_FALLBACK_LOOKS, accepts)
-            if following is None:
-                break
+        if following is not None:
             yield following
             last = following
         leanest = self._leanest(_MOST_FALLBACK_LOOKS, partial(_can_follow, last.mix))
