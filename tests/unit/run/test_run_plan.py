@@ -82,7 +82,7 @@ def test_a_tight_budget_is_kept_by_techniques(tight):
 def test_the_fallbacks_of_a_plan_need_less_and_less():
     plan = planned(AMPLE_MIB)
     needs = [rung.peak.high_bytes for rung in plan.rungs]
-    assert len(needs) >= 3
+    assert len(needs) >= 2
     assert needs == sorted(set(needs), reverse=True)
     assert needs[-1] < needs[0] * 3 // 4
 
