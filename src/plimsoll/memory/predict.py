@@ -51,7 +51,8 @@ class Counted:
     ``oom_row`` is the event for which there is no room within the limit; the columns are then those without a limit.
     ``gives_back`` says whether what is freed goes back to the system, so that it is new when it is taken again.
     ``unwritten_bytes`` are what a limit on address space (see `plimsoll.device.data_limit`) must have room for beyond
-    the peak: memory that is asked for and never written, and holes of the heap whose pages are gone.
+    the peak: memory that is asked for and never written, and holes of the heap whose pages are gone. ``holes_bytes``
+    are what holes may grow by in a long run, and ``largest_in_heap_bytes`` the largest block of a step that leaves one.
     """
 
     trace: Trace
@@ -63,6 +64,8 @@ class Counted:
     oom_row: int | None = None
     learned: Learned | None = None
     unwritten_bytes: int = 0
+    holes_bytes: int = 0
+    largest_in_heap_bytes: int = 0
     gives_back: bool = False
 
     @cached_property
@@ -98,7 +101,7 @@ class Counted:
         return Estimate(
             likely_bytes=grown_bytes,
             low_bytes=self._low(grown_bytes),
-            high_bytes=self._high(grown_bytes) + self.unwritten_bytes,
+            high_bytes=self._high(grown_bytes) + self.unwritten_bytes + self.holes_bytes,
             traced_bytes=traced_bytes,
             modelled_bytes=grown_bytes - traced_bytes,
         )
@@ -276,6 +279,7 @@ def count_on_cpu(trace: Trace, baseline: Estimate, rules: HeapRules, has_limit: 
         fixed={"baseline": baseline},
         spread=_CPU_SPREAD,
         unwritten_bytes=max(0, int(limited - resident.max(initial=0))),
+        largest_in_heap_bytes=_largest_block_of_steps(trace, live, rules),
         gives_back=rules.gives_back,
     )
 
@@ -284,6 +288,13 @@ def _never_written(asked: Trace, live: Live) -> Column:
     """What is asked for and not written, after each event; ``asked`` is the trace with the bytes asked for."""
     num_bytes = np.asarray(asked.storages.num_bytes, dtype=np.int64)[live.storage]
     return np.cumsum(np.sign(live.delta) * (num_bytes - np.abs(live.delta)))
+
+
+def _largest_block_of_steps(trace: Trace, live: Live, rules: HeapRules) -> int:
+    """The largest block that a step frees, below the size from which blocks are mapped."""
+    steps = np.asarray(trace.ops.step, dtype=np.int64)[np.asarray(trace.event_op, dtype=np.int64)[live.event]]
+    freed = -live.delta[(live.delta < 0) & (steps > 0)]
+    return int(freed[freed < rules.mmap_threshold_bytes].max(initial=0))
 
 
 def _first_rows_of_steps(trace: Trace, live: Live) -> frozenset[int]:

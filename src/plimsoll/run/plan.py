@@ -39,7 +39,7 @@ from plimsoll.plan.pins import Decided, decide
 from plimsoll.plan.search import Found, search
 from plimsoll.records.comparison import Calibration, Learned
 from plimsoll.records.device import Budget
-from plimsoll.records.heap import FAST_HEAP, HeapRules
+from plimsoll.records.heap import FAST_HEAP
 from plimsoll.records.job import Job
 from plimsoll.records.plan import Pin, Plan, Rejected, Rung, micro_batch_choice, parse_pin
 from plimsoll.records.prediction import Estimate, Prediction
@@ -57,8 +57,8 @@ Progress = Callable[[str], None]
 
 # On the CPU. Where freed blocks lie differs from step to step: in six steps of small GPT-2, BERT and LSTM models, in
 # pieces of 1 to 11 samples, the highest peak was up to 17 % above that of a short rehearsal, see docs/LOG.md. In a heap
-# that keeps larger blocks the holes are larger, too: in twelve steps up to 37 % (from 32 MiB) and 58 % (all blocks).
-_LONG_RUN_SPREAD, _LARGE_BLOCKS_SPREAD, _KEPT_SPREAD = 0.15, 0.4, 0.6
+# that keeps larger blocks there are larger holes, too: in 12 to 60 steps of five models up to 6 of the largest block.
+_LONG_RUN_SPREAD, _NUM_LARGEST_HOLES = 0.15, 5
 _LOOKS_OFF_SHARE = 0.005  # by which a short rehearsal may say too little
 _MOST_ROUNDS = 3  # of searching again, where a plan at full length needs more than at the length it was found with
 
@@ -351,11 +351,11 @@ class _Planner:
         counted = self._target.count(self._trace(lowering, choices, is_short), heap_rules(choices))
         learned = learned_peak(self._calibration, lowering.name, names) if self._calibration else None
         counted = replace(counted, learned=learned) if learned else counted
-        return (
-            counted
-            if self._target.spec
-            else replace(counted, spread=_long_run_spread(heap_rules(choices) or FAST_HEAP))
-        )
+        if self._target.spec is not None:
+            return counted
+        keeps_large = (heap_rules(choices) or FAST_HEAP).mmap_threshold_bytes > FAST_HEAP.mmap_threshold_bytes
+        holes_bytes = _NUM_LARGEST_HOLES * counted.largest_in_heap_bytes if keeps_large else 0
+        return replace(counted, spread=_LONG_RUN_SPREAD, holes_bytes=holes_bytes)
 
     def _record(self, found: Found, rungs: Sequence[Look], smallest_bytes: int | None) -> Plan:
         names = {choice.technique for look in (*rungs, *found.openings) for choice in look.choices}
@@ -408,13 +408,6 @@ class _Planner:
             subject.sequence_length,
             subject.batch_size,
         )
-
-
-def _long_run_spread(heap: HeapRules) -> float:
-    """How much more than a short rehearsal tells a long run may take, on the CPU."""
-    if not heap.gives_back:
-        return _KEPT_SPREAD
-    return _LARGE_BLOCKS_SPREAD if heap.mmap_threshold_bytes > FAST_HEAP.mmap_threshold_bytes else _LONG_RUN_SPREAD
 
 
 def _ladder(rungs: Sequence[Look]) -> tuple[Rung, ...]:
