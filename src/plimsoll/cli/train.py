@@ -230,10 +230,15 @@ def _planned_again(directory: RunDirectory, job: Job, before: Job, from_where: t
 
     try:
         plan, is_same = Plan.load(directory.plan), job.budget == before.budget
-    except RecordError as error:
-        print(f"{error}\nplanning again, without what the first plan had pinned or forbidden", file=sys.stderr)
+    except RecordError:
         _write(directory, job)
-        return make_plan(directory, ("--goes-on", *from_where), quiet) if _has_line(job, ()) else 0
+        if not _has_line(job, ()):
+            return 0
+        print(
+            f"{directory.plan} cannot be read: planning again, without what the first plan had pinned or forbidden",
+            file=sys.stderr,
+        )
+        return make_plan(directory, ("--goes-on", *from_where), quiet)
     directory.write_job(job)
     if plan.limit_bytes is None:
         if not is_same:

@@ -105,8 +105,8 @@ class CpuBackend:
         gc.collect()
         heap.trim()
         onednn.clear_error()
-        if last_resort and data_limit.budget_in_force_bytes() is not None:
-            heap.map_blocks_from(heap.TIGHT_BYTES)
+        if last_resort:
+            data_limit.tighten_heap()
 
     def oom_family(self, error: BaseException) -> str | None:
         """Name the kind of out-of-memory error this is (see `texts`), or return ``None``.

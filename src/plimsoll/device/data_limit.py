@@ -41,6 +41,7 @@ class _Limit:
     budget_bytes: int
     untouched_bytes: int
     previous_soft_bytes: int
+    is_tight: bool = False
 
 
 _IN_FORCE: list[_Limit] = []  # of this process: RLIMIT_DATA is the process's, not an object's; the last is the tightest
@@ -75,7 +76,24 @@ def limited(budget_bytes: int) -> Iterator[None]:
         _set_soft(soft_bytes)
         del _IN_FORCE[-1:]  # none is left in a forked child
         if not _IN_FORCE:
-            heap.map_blocks_from(heap.USUAL_BYTES)
+            set_up_heap(heap.USUAL_BYTES)
+
+
+def tighten_heap() -> None:
+    """Keep as little freed memory as possible until the limit ends, whatever `set_up_heap` is asked for."""
+    if _IN_FORCE:
+        _IN_FORCE[-1].is_tight = True
+        heap.map_blocks_from(heap.TIGHT_BYTES)
+
+
+def set_up_heap(mapped_from_bytes: int | None) -> None:
+    """Map blocks from a size on, or with ``None`` keep all that is freed: unless the heap has been tightened."""
+    if _IN_FORCE and _IN_FORCE[-1].is_tight:
+        heap.map_blocks_from(heap.TIGHT_BYTES)
+    elif mapped_from_bytes is None:
+        heap.keep_freed()
+    else:
+        heap.map_blocks_from(mapped_from_bytes)
 
 
 def follow(memory: process.PrivateMemory) -> None:

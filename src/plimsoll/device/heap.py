@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import ctypes
 
+from plimsoll.records.heap import DEFAULT_HEAP
+
 # A block of the heap that is freed between two that are not keeps counting as the process's data. A block that is a
 # mapping of its own does not, but its pages are cleared anew each time. GPT-2 training steps, glibc 2.36, torch 2.13,
 # 2 cores:
@@ -33,8 +35,6 @@ USUAL_BYTES = 32 << 20
 _C_LIBRARY = ctypes.CDLL(None)
 _MALLOPT_TRIM_THRESHOLD, _MALLOPT_MMAP_THRESHOLD, _MALLOPT_MMAP_MAX = -1, -3, -4  # of glibc's malloc.h
 _NO_TRIM, _USUAL_NUM_MAPPINGS = -1, 65536  # M_TRIM_THRESHOLD that is never reached; DEFAULT_MMAP_MAX
-
-_TOP_BYTES = 3_850_240  # glibc's own, once torch and transformers are imported
 
 
 class _Mallinfo2(ctypes.Structure):
@@ -73,7 +73,9 @@ def map_blocks_from(num_bytes: int) -> None:
 
 def top_bytes(threshold_bytes: int) -> int:
     """Return what the top of the heap keeps of freed memory where blocks are mapped from a size on."""
-    return _TOP_BYTES if threshold_bytes < USUAL_BYTES else 2 * threshold_bytes  # as glibc raises both
+    if threshold_bytes < USUAL_BYTES:
+        return DEFAULT_HEAP.trim_threshold_bytes
+    return 2 * threshold_bytes  # as glibc raises both
 
 
 def keep_freed() -> None:

@@ -75,15 +75,12 @@ class Heap:
 @contextmanager
 def blocks_mapped_from(num_bytes: int | None) -> Iterator[None]:
     """Set the threshold of this process, ``None`` for no mappings; the exit sets what is in force without a plan."""
-    if num_bytes is None:
-        heap.keep_freed()
-    else:
-        heap.map_blocks_from(num_bytes)
+    data_limit.set_up_heap(num_bytes)
     try:
         yield
     finally:
         has_budget = data_limit.budget_in_force_bytes() is not None
-        heap.map_blocks_from(heap.FAST_BYTES if has_budget else heap.USUAL_BYTES)
+        data_limit.set_up_heap(heap.FAST_BYTES if has_budget else heap.USUAL_BYTES)
 
 
 def heap_rules(choices: Iterable[Choice]) -> HeapRules | None:

@@ -125,7 +125,7 @@ def loader(dataset):
 def total():
     return sum(int(batch[:, 0].sum()) for batch in loader(Numbers()))
 
-with backend.limited(base + 48 * MIB):
+with backend.limited(base + 96 * MIB):  # a thread takes 8 MiB of it for its stack, and each loader starts two
     first = total()
     in_thread = []
     thread = threading.Thread(target=lambda: in_thread.append(total()))

@@ -55,6 +55,5 @@ print(faults(), faults())
 def test_what_is_kept_is_not_cleared_anew_and_afterwards_it_is():
     done = subprocess.run([sys.executable, "-c", _FAULTS], capture_output=True, text=True, check=True)
     kept, mapped = (list(map(int, line.split())) for line in done.stdout.splitlines())
-    assert kept[0] > 16000  # pages of 4 KiB
-    assert max(kept[-3:]) < 100
-    assert min(mapped) > 16000
+    assert max(kept[-3:]) < 0.1 * kept[0]
+    assert min(mapped) > 0.9 * kept[0]

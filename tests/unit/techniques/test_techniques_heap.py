@@ -163,3 +163,31 @@ def test_the_largest_block_that_leaves_a_hole_is_counted():
     found = [count_on_cpu(trace, nothing, heap_rules([choice(mapped_from=word)])) for word in words]
     assert [counted.largest_in_heap_bytes // mib for counted in found] == [6, 6, 3, 0]
     assert found[0].peak.high_bytes + 5 * mib == replace(found[0], holes_bytes=5 * mib).peak.high_bytes
+
+
+_TIGHTENED = """
+from plimsoll.device.base import backend_for
+from plimsoll.device import data_limit, heap
+from plimsoll.records.plan import Choice
+from plimsoll.techniques import installed
+
+class Nothing:
+    after_step = ()
+
+asked = []
+really = heap.map_blocks_from
+heap.map_blocks_from = lambda num_bytes: (asked.append(num_bytes), really(num_bytes))
+backend = backend_for("cpu")
+with backend.limited(4 << 30):
+    with installed(Nothing(), [Choice(technique="heap", options={"mapped_from": "never"})]):
+        backend.release(last_resort=True)
+    with installed(Nothing(), [Choice(technique="heap", options={"mapped_from": "never"})]):
+        pass
+backend.release(last_resort=True)  # without a limit there is none to keep
+print(asked == [heap.FAST_BYTES, *[heap.TIGHT_BYTES] * 4, heap.USUAL_BYTES], asked)
+"""
+
+
+def test_what_the_last_resort_has_set_stays_until_the_limit_ends():
+    done = subprocess.run([sys.executable, "-c", _TIGHTENED], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("True"), done.stdout

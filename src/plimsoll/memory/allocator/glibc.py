@@ -175,7 +175,7 @@ class GlibcHeap:
         self._shrink(pad_bytes=0)
 
     def map_blocks_from(self, num_bytes: int) -> None:
-        """Set the mapping threshold and end its raising, as `plimsoll.device.heap.map_blocks_from`.
+        """Set the mapping threshold and end its raising, as ``mallopt(M_MMAP_THRESHOLD)``.
 
         Free chunks and the trim threshold stay as they are: set late, it leaves the free blocks of the heap in use.
         """
