@@ -25,6 +25,7 @@ import argparse
 import datetime
 import importlib.util
 import json
+import os
 import platform
 import subprocess
 import sys
@@ -145,6 +146,7 @@ def _train_planned(run: dict[str, Any], ids: Any) -> None:
             if result.oom_events:
                 raise MemoryError(result.oom_events[0].shortage)
             started = _say(result.loss, started)
+        os._exit(0)  # to take the techniques back, all states into memory, is no part of the training
 
 
 def _train_with_trainer(run: dict[str, Any], ids: Any) -> None:
