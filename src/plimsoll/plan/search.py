@@ -26,6 +26,7 @@ from plimsoll.plan.surrogate import Column, Surrogate
 from plimsoll.records.plan import Choice, Rejected, micro_batch_choice
 from plimsoll.records.units import format_bytes
 from plimsoll.techniques import Choices, in_order, technique_of
+from plimsoll.techniques.heap import Heap
 
 _SAME_BYTES = 0.01  # of a need: not worth another technique
 _SAME_SECONDS = 0.02  # of a step: the model of time cannot tell plans that differ by less
@@ -33,7 +34,7 @@ _LEAST_PART = 0.02  # of a peak: what is less is not worth a trace
 _MOST_LOOKS = 8  # at mixes, for the plan ...
 _MOST_FALLBACK_LOOKS = 1  # ... and for each fallback, which need not be the fastest
 _FALLS_SHARE = 0.95  # of what is before it: what needs more is no fallback
-_NO_TRACE = "heap"  # changes no op: its choices are counted on a trace that is there
+_NO_TRACE = Heap.name  # changes no op: its choices are counted on a trace that is there
 _MOVES = ("optimizer_kernel", "optimizer_offload", "parameter_offload")  # taking one back needs room in the crisis
 _NEAR_SHARE = 0.5  # of the limit: a plan that needs less is not traced with techniques for its fallbacks
 _FALLBACK_SHARE = 0.6  # of what the plan needs; a peak that is higher still is for the leanest

@@ -17,7 +17,7 @@ from plimsoll.records.prediction import Estimate
 from plimsoll.records.run import RunRecord
 from plimsoll.records.units import format_bytes, format_seconds
 from plimsoll.report.prediction_sheets import range_text
-from plimsoll.report.sheets import Column, Sheet, finished_steps
+from plimsoll.report.sheets import Column, Sheet, finished_steps, steps_of_plan
 
 MOST_REJECTED = 12  # that are shown; a page has more, folded away
 MOST_REJECTED_FOLDED = 200
@@ -246,11 +246,13 @@ def _rung_name(index: int, plan: Plan) -> str:
 
 
 def plan_in_force_sheet(record: RunRecord) -> Sheet:
-    """List the plan of a run and its fallbacks, with the number of steps each was in force."""
-    sheet = ladder_sheet(record.plan)
-    steps_at = Counter(line.rung for line in finished_steps(record))
+    """List the plan of a run and its fallbacks, with the steps each was in force since the run was last resumed."""
+    sheet, steps = ladder_sheet(record.plan), steps_of_plan(record)
+    steps_at = Counter(line.rung for line in steps)
     rows = tuple((*row, f"{steps_at[index]:,}") for index, row in enumerate(sheet.rows))
-    return Sheet(sheet.title, (*sheet.columns, Column("Steps in force", True)), rows)
+    is_whole = len(steps) == len(finished_steps(record))
+    title = "Steps in force" if is_whole else f"Of the last {len(steps):,} steps"
+    return Sheet(sheet.title, (*sheet.columns, Column(title, True)), rows)
 
 
 def rejected_sheet(plan: Plan, most_rows: int) -> Sheet:

@@ -49,6 +49,12 @@ def finished_steps(record: RunRecord) -> tuple[StepLine, ...]:
     return tuple(latest[step] for step in sorted(latest))
 
 
+def steps_of_plan(record: RunRecord) -> tuple[StepLine, ...]:
+    """Return the finished steps since the last command of the run: earlier ones may have had another plan."""
+    begun_at = next((start.step for start in reversed(record.starts) if start.restarts == 0), 0)
+    return tuple(line for line in finished_steps(record) if line.step > begun_at)
+
+
 def unit_name(record: RunRecord) -> str:
     """Return what the loss averages over: ``"samples"`` in classification, else ``"tokens"``."""
     return "samples" if record.job.get("task") == "classification" else "tokens"
@@ -107,7 +113,7 @@ def key_numbers(record: RunRecord) -> tuple[tuple[str, str], ...]:
         ("Budget", "none" if record.limit_bytes is None else format_bytes(record.limit_bytes)),
         ("OOM events", _survived(record)),
         ("Restarts", str(sum(death.restarted_from_step is not None for death in record.deaths))),
-        *_predicted(record, steps),
+        *_predicted(record, steps_of_plan(record)),
     )
 
 

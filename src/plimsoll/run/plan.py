@@ -50,7 +50,7 @@ from plimsoll.run.rungs import samples_of
 from plimsoll.run.subjects import JobSubject, StepSubject, Subject
 from plimsoll.run.targets import StartedBaseline, Target, find_target, gpu_target
 from plimsoll.techniques import TECHNIQUES, Choices, Setting, technique_of
-from plimsoll.techniques.heap import heap_rules
+from plimsoll.techniques.heap import Heap, heap_rules
 from plimsoll.workload import LossFunction, Units, model_loss
 
 Progress = Callable[[str], None]
@@ -340,7 +340,7 @@ class _Planner:
         return learned_ratio(self._calibration, self._target.lowering().name, names)
 
     def _trace(self, lowering: Lowering, choices: Choices, is_short: bool) -> Trace:
-        seen = tuple(choice for choice in choices if choice.technique != "heap")  # which changes no op
+        seen = tuple(choice for choice in choices if choice.technique != Heap.name)  # which changes no op
         if (seen, is_short) not in self._traced:
             self._progress(f"tracing {' '.join(map(str, choices))}")
             self._traced[seen, is_short] = self._subject.rehearse(lowering, seen, is_short)

@@ -266,6 +266,16 @@ def test_rungs_are_told_by_their_number_and_not_by_their_micro_batch():
     assert [column.title for column in sheet.columns] == ["Order", "Choices", "Peak", "A step", "Steps in force"]
 
 
+def test_after_a_resume_only_the_steps_since_then_are_counted_and_a_restart_is_none():
+    """A resume may have planned again; a process that was killed is followed by one with the same plan."""
+    steps = tuple(step_line(number, micro_batch=16, rung=number % 2) for number in range(1, 8))
+    begun = eventful_run().starts[0]
+    starts = (begun, begun.model_copy(update={"step": 2}), begun.model_copy(update={"step": 4, "restarts": 1}))
+    sheet = plan_sheets.plan_in_force_sheet(eventful_run(plan=fitting_plan(), steps=steps, starts=starts))
+    assert [row[-1] for row in sheet.rows] == ["2", "3", "0"]
+    assert sheet.columns[-1].title == "Of the last 5 steps"
+
+
 @pytest.mark.parametrize(
     ("budget", "sentence"),
     [
