@@ -133,7 +133,7 @@ def grid_of(training: Training, plan: Plan) -> list[Mix]:
         blocks if "checkpointing" not in impossible else [()],
         [(), _one("chunked_loss", chunk_tokens=256)] if "chunked_loss" not in impossible else [()],
         [(), _one("optimizer_kernel", kernel="fused")],
-        [(), _one("heap", mapped_from="never", trim=False)],
+        [(), _one("heap", mapped_from="never")],
     ]
     return [tuple(choice for part in parts for choice in part) for parts in product(*axes)]
 

@@ -101,8 +101,8 @@ def heap_rules(choices: Iterable[Choice]) -> HeapRules | None:
     return None
 
 
-def _choice(mapped_from: str, trims: bool = False) -> Choice:
-    return Choice(technique=Heap.name, options={"mapped_from": mapped_from, "trim": trims})
+def _choice(mapped_from: str) -> Choice:
+    return Choice(technique=Heap.name, options={"mapped_from": mapped_from})
 
 
 def _threshold_bytes(choice: Choice) -> int | None:

@@ -33,9 +33,9 @@ def workload():
 
 def test_the_menu_is_for_the_processor_only():
     assert [str(one) for one in Heap().menu(workload(), CPU)] == [
-        "heap(mapped_from=never,trim=false)",
-        "heap(mapped_from=32MiB,trim=false)",
-        "heap(mapped_from=128KiB,trim=false)",
+        "heap=never",
+        "heap=32MiB",
+        "heap=128KiB",
     ]
     assert "`cache` empties" in Heap().menu(workload(), Setting(device="cuda", batch_size=4))
 
