@@ -7,8 +7,7 @@ and not its number of samples: an outlier of long texts that did not fit says no
 later outlier is cut before it fails.
 
 - A size that held before and fails now gets one more try after a clean-up: something else took the memory for a moment.
-  It gets the next one only after ``grow_after`` clean steps, for otherwise it is just too large (a heap whose holes
-  grow). The smallest rung gets one in every step: there is nothing to lose.
+  So does the smallest rung, where there is nothing to lose.
 - A size that fails otherwise, or twice, is the known limit: no step goes as high again.
 - After ``grow_after`` clean steps the next larger rung is taken, if it stays below the known limit.
 - A size at which the whole process was killed (`state_after_death`) is not counted in elements, which died with it:
@@ -77,8 +76,7 @@ class Ladder:
         self._held_elements = [0] * num_levels
         self._failed_elements: list[int | None] = [None] * num_levels
         self._too_large_rung: int | None = None
-        self._retried: set[tuple[int, int, bool]] = set()  # in this step
-        self._strained: set[int] = set()  # rungs that were tried again, until enough clean steps
+        self._retried: set[tuple[int, int, bool]] = set()
 
     @property
     def in_force(self) -> int:
@@ -119,8 +117,6 @@ class Ladder:
         self._num_clean_steps += 1
         self._held_elements[level] = max(self._held_elements[level], num_elements)
         self._retried.clear()
-        if self._num_clean_steps >= self._grow_after:
-            self._strained.clear()
 
     def failed(self, rung: int, num_samples: int, num_elements: int, needs_other_level: bool = False) -> int | None:
         """Memory ran out: the rung to try next, which may be the same once more, or ``None`` if none is left.
@@ -139,11 +135,10 @@ class Ladder:
             if self.sizes[later].level > level
             or (later > rung and self.sizes[later].samples < num_samples and not needs_other_level)
         ]
-        may_hold = num_elements <= self._held_elements[level] and rung not in self._strained
+        has_held = num_elements <= self._held_elements[level]
         this = rung, num_elements, needs_other_level
-        if (may_hold or not smaller or needs_other_level) and this not in self._retried:
+        if (has_held or not smaller or needs_other_level) and this not in self._retried:
             self._retried.add(this)
-            self._strained.add(rung)
             return rung
         if not needs_other_level:
             self._note_limit(level, num_elements)

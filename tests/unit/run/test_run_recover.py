@@ -64,21 +64,12 @@ def test_a_size_that_held_gets_one_more_try():
     assert [failed(ladder, 8, 80), failed(ladder, 8, 80)] == [8, 4]
 
 
-@pytest.mark.parametrize(("num_clean_steps", "next_size"), [(2, 4), (3, 8)])
-def test_a_new_try_comes_only_after_enough_clean_steps(num_clean_steps, next_size):
-    ladder = Ladder((8, 4, 2, 1), grow_after=3)
-    held(ladder, 80)
-    assert failed(ladder, 8, 80) == 8
-    for _ in range(num_clean_steps):
-        held(ladder, 80)
-    assert failed(ladder, 8, 80) == next_size
-
-
-def test_the_smallest_size_gets_one_more_try_in_every_step():
-    ladder = Ladder((2, 1))
+def test_after_a_step_that_went_through_there_is_a_new_try():
+    ladder = Ladder((8, 4, 2, 1))
     for _ in range(3):
-        ladder.held(1, 10)
-        assert failed(ladder, 1, 10) == 1
+        held(ladder, 80)
+        assert failed(ladder, 8, 80) == 8
+    assert in_force_of(ladder) == 8
 
 
 def test_the_smallest_size_gets_one_more_try_and_then_nothing_is_left():
