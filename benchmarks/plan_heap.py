@@ -21,11 +21,11 @@ MIB = 1 << 20
 CASES = ("gpt2-4x192", "bert-4x256", "lstm-2x256-micro16")
 SETTINGS = (
     None,
-    {"mapped_from": "never", "trim": False},
-    {"mapped_from": "32MiB", "trim": False},
+    {"mapped_from": "never"},
+    {"mapped_from": "32MiB"},
     {"mapped_from": "4MiB", "trim": True},
-    {"mapped_from": "1MiB", "trim": False},
-    {"mapped_from": "128KiB", "trim": False},
+    {"mapped_from": "1MiB"},
+    {"mapped_from": "128KiB"},
 )
 
 

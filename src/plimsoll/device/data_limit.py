@@ -76,7 +76,7 @@ def limited(budget_bytes: int) -> Iterator[None]:
         _set_soft(soft_bytes)
         del _IN_FORCE[-1:]  # none is left in a forked child
         if not _IN_FORCE:
-            set_up_heap(heap.USUAL_BYTES)
+            heap.map_blocks_from(heap.USUAL_BYTES)
 
 
 def tighten_heap() -> None:

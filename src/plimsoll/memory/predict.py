@@ -292,16 +292,20 @@ def _never_written(asked: Trace, live: Live) -> Column:
 
 def _largest_block_of_steps(trace: Trace, live: Live, rules: HeapRules) -> int:
     """The largest block that a step frees, below the size from which blocks are mapped."""
-    steps = np.asarray(trace.ops.step, dtype=np.int64)[np.asarray(trace.event_op, dtype=np.int64)[live.event]]
-    freed = -live.delta[(live.delta < 0) & (steps > 0)]
+    freed = -live.delta[(live.delta < 0) & (_steps_of(trace, live) > 0)]
     return int(freed[freed < rules.mmap_threshold_bytes].max(initial=0))
 
 
 def _first_rows_of_steps(trace: Trace, live: Live) -> frozenset[int]:
     """The rows at which a step begins that follows another."""
-    steps = np.asarray(trace.ops.step, dtype=np.int64)[np.asarray(trace.event_op, dtype=np.int64)[live.event]]
+    steps = _steps_of(trace, live)
     begins = np.flatnonzero((steps[1:] > steps[:-1]) & (steps[:-1] > 0)) + 1
     return frozenset(begins.tolist())
+
+
+def _steps_of(trace: Trace, live: Live) -> Column:
+    """The step that each row is in; 0 is before the first."""
+    return np.asarray(trace.ops.step, dtype=np.int64)[np.asarray(trace.event_op, dtype=np.int64)[live.event]]
 
 
 def _as_written(trace: Trace) -> Trace:

@@ -50,7 +50,6 @@ class Found:
     fits: bool
     rejected: tuple[Rejected, ...]
     openings: tuple[Look, ...]
-    num_looks: int
 
 
 def search(problem: Problem, look_at: LookAt) -> Found:
@@ -392,7 +391,6 @@ class _Search:
             fits,
             (*rejected, *self._menu.rejected),
             openings,
-            len(self._looks) + len(openings),
         )
 
 

@@ -20,6 +20,7 @@ from plimsoll.techniques.heap import Heap, heap_rules
 from plimsoll.workload import Workload, model_loss
 
 CPU = Setting(device="cpu", batch_size=4)
+NOTHING = Estimate(likely_bytes=0, low_bytes=0, high_bytes=0)
 
 
 def choice(**options):
@@ -145,8 +146,7 @@ def test_a_trim_between_steps_is_in_the_prediction():
         ("forward", 1, f"+a activations {3 * mib} +b gradients {mib} -a"),
         ("forward", 2, f"+c activations {8 * mib} -c"),
     )
-    nothing = Estimate(likely_bytes=0, low_bytes=0, high_bytes=0)
-    peaks = [count_on_cpu(trace, nothing, heap_rules([choice(trim=trim)])).peak.likely_bytes for trim in (False, True)]
+    peaks = [count_on_cpu(trace, NOTHING, heap_rules([choice(trim=trim)])).peak.likely_bytes for trim in (False, True)]
     assert (peaks[0] - peaks[1]) // mib == 2  # whole pages of the 3 MiB
     assert 12 * mib <= peaks[0] < 13 * mib
 
@@ -158,9 +158,8 @@ def test_the_largest_block_that_leaves_a_hole_is_counted():
         ("setup", 0, f"+a parameters {9 * mib} -a"),
         ("forward", 1, f"+b activations {3 * mib} +c activations {6 * mib} +d gradients {7 * mib} -b -c"),
     )
-    nothing = Estimate(likely_bytes=0, low_bytes=0, high_bytes=0)
     words = ("never", "32MiB", "4MiB", "1MiB")
-    found = [count_on_cpu(trace, nothing, heap_rules([choice(mapped_from=word)])) for word in words]
+    found = [count_on_cpu(trace, NOTHING, heap_rules([choice(mapped_from=word)])) for word in words]
     assert [counted.largest_in_heap_bytes // mib for counted in found] == [6, 6, 3, 0]
     assert found[0].peak.high_bytes + 5 * mib == replace(found[0], holes_bytes=5 * mib).peak.high_bytes
 
