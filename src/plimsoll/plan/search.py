@@ -1,19 +1,20 @@
 """Which mix: the fastest that fits, jointly over all techniques and micro-batches, and the smaller ones behind it.
 
 A trace of a mix is exact and slow, so few are made: the plain training at two or three micro-batches, each technique
-that can reach what the peak is made of once on top of it, and then the mixes that a surrogate
-(`plimsoll.plan.surrogate`) takes for the fastest that fit, until the best guess is one that has been traced. Nothing is
-chosen untraced. Every trace is counted with each heap, which costs little, and each heap has a surrogate of its own.
-Where the plain training fits and no room could make it faster, only techniques that may be faster are traced.
+that can reach what the peak is made of once on top of it, with the option that saves most, and then the mixes that a
+surrogate (`plimsoll.plan.surrogate`) takes for the fastest that fit, until the best guess is one that has been traced.
+Nothing is chosen untraced. The other options of a technique are traced once it may be in the plan. Every trace is
+counted with each heap, which costs little, and each heap has a surrogate of its own. Where the plain training fits and
+no room could make it faster, only techniques that may be faster are traced.
 
 The same problem always has the same plan: nothing is drawn, and nothing depends on the clock.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import product
 from math import isqrt
 
@@ -33,6 +34,8 @@ _SAME_SECONDS = 0.02  # of a step: the model of time cannot tell plans that diff
 _LEAST_PART = 0.02  # of a peak: what is less is not worth a trace
 _MOST_LOOKS = 8  # at mixes, for the plan ...
 _MOST_FALLBACK_LOOKS = 1  # ... and for each fallback, which need not be the fastest
+_MOST_LEANEST_LOOKS = 2  # for what needs least, after a descent
+_WEAKER_SECONDS = 0.5  # of the time that the strongest option adds
 _FALLS_SHARE = 0.95  # of what is before it: what needs more is no fallback
 _NO_TRACE = Heap.name  # changes no op: its choices are counted on a trace that is there
 _MOVES = ("optimizer_kernel", "optimizer_offload", "parameter_offload")  # taking one back needs room in the crisis
@@ -90,7 +93,9 @@ class _Search:
         self._reference: Look
         self._asked: set[str] = set()
         self._learned: dict[str, list[Choice]] = {}
-        self._mixes_of: set[str] | None = None
+        self._further: dict[str, Choices] = {}  # options of what may be faster, not traced yet
+        self._only_guessed: set[Choice] = set()
+        self._mixes_of: dict[str, list[Choice]] | None = None
         self._known_mixes: list[_Mix] = []
 
     def found(self) -> Found:
@@ -98,19 +103,22 @@ class _Search:
         limit_bytes = self._problem.limit_bytes
         plain = self._look((), self._problem.setting.batch_size)
         self._plain_line(limit_bytes)
-        fits_plainly, may_gain = self._judge_plain(limit_bytes)
-        self._learn_techniques(only_faster=fits_plainly and not may_gain)
-        chosen = self._best_within(limit_bytes)
-        if chosen is None and fits_plainly and not may_gain:
-            self._learn_techniques()
-            chosen = self._best_within(limit_bytes)
-        if chosen is None:
-            self._descend(limit_bytes)
-            chosen = self._best_within(limit_bytes)
+        chosen = self._fastest(limit_bytes)
         if chosen is None:
             leanest = self._leanest()
             return self._result(leanest, (), plain, fits=False, openings=self._openings(leanest))
         return self._result(chosen, tuple(self._fallbacks(chosen)), plain, fits=True, openings=())
+
+    def _fastest(self, limit_bytes: int) -> Look | None:
+        fits_plainly, may_gain = self._judge_plain(limit_bytes)
+        self._learn_techniques(only_faster=fits_plainly and not may_gain)
+        chosen = self._best_of_all_options(limit_bytes)
+        if chosen is None and fits_plainly and not may_gain:
+            self._learn_techniques()
+            chosen = self._best_of_all_options(limit_bytes)
+        if chosen is None and self._descend(limit_bytes):
+            chosen = self._best_of_all_options(limit_bytes)
+        return chosen
 
     # -- looking -------------------------------------------------------------------------------------------------------
 
@@ -165,16 +173,40 @@ class _Search:
             if not (may_help or technique.may_be_faster or name in required):
                 continue
             self._asked.add(name)
-            strongest = options[-1]
+            *others, strongest = options
             learned = [strongest] if self._learn(strongest) else []
             if name == "checkpointing":
                 learned += self._some_blocks(strongest) if learned else []
             elif technique.may_be_faster:
-                learned += filter(self._learn, options[:-1])
-            elif len(options) > 1 and (not learned or not self._surrogates[self._usual_heap].is_free(strongest)):
-                learned += filter(self._learn, options[:1])
+                self._further[name] = tuple(others)
+            elif not learned:
+                learned += filter(self._learn, others[:1])
+            elif not self._surrogates[self._usual_heap].is_free(strongest):
+                learned += self._guess(others[:1], strongest)
             if learned:
                 self._learned[name] = learned
+
+    def _guess(self, weaker: Sequence[Choice], strongest: Choice) -> Sequence[Choice]:
+        """Take weaker options to do as much, in less time: one that is in a plan then is traced."""
+        for choice in weaker:
+            for surrogate in self._surrogates.values():
+                surrogate.interpolate(choice, strongest, bytes_share=1, seconds_share=_WEAKER_SECONDS)
+        self._only_guessed.update(weaker)
+        return weaker
+
+    def _learn_further(self, choices: Choices) -> bool:
+        """Trace what a mix has that is only guessed, and further options of what may be faster."""
+        guessed = [choice for choice in choices if choice in self._only_guessed]
+        self._only_guessed.difference_update(guessed)
+        for choice in guessed:
+            if not self._learn(choice):
+                self._learned[choice.technique] = [one for one in self._learned[choice.technique] if one != choice]
+        further, self._further = self._further, {}
+        for name, options in further.items():
+            found = list(filter(self._learn, options))
+            if found:
+                self._learned[name] = [*self._learned.get(name, ()), *found]
+        return bool(guessed or further)
 
     def _learn(self, choice: Choice) -> bool:
         """Trace one choice on top of the base; returns whether it is of use."""
@@ -208,41 +240,55 @@ class _Search:
                 found.append(some.choice)
         return found
 
-    def _descend(self, limit_bytes: int) -> None:
-        """Trace what needs less and less, one technique on top of another, until it fits or none is of use.
+    def _descend(self, limit_bytes: int) -> bool:
+        """Trace what should need least, and one technique more on top of another, until it fits or none is of use.
 
         A guess does not know what a technique does on top of others, with which another phase sets the peak: before a
-        training is called impossible, that is looked at. Some go with the whole batch only, so it begins there, too.
+        training is called impossible, that is looked at. Some go with the whole batch only, so that is looked at, too.
+        Returns whether something fits.
         """
-        required = self._problem.decided.required
-        for size in dict.fromkeys((self._menu.sizes[0], self._reference.micro_batch)):
-            rest = {name: options[-1] for name, options in self._menu.options.items()}
-            start = [*self._menu.base, *(rest.pop(name) for name in sorted(required & rest.keys()))]
-            if not self._compatibility.allows((micro_batch_choice(size), *in_order(start))):
+        strongest = {name: options[-1] for name, options in self._menu.options.items()}
+        for size in dict.fromkeys((self._reference.micro_batch, self._menu.sizes[0])):
+            mixes = [_Mix(mix.choices, np.asarray([size])) for mix in self._learned_mixes() if size in mix.sizes]
+            if not mixes:
                 continue
-            look: Look | None = self._look(in_order(start), size)
+            least = min(mixes, key=lambda mix: (self._guessed(mix)[0][0], len(mix.choices), str(mix.choices)))
+            used = {choice.technique for choice in least.choices}
+            rest = {name: choice for name, choice in strongest.items() if name not in used}
+            look: Look | None = self._look_at_choices(least.with_sizes[0])
             while look is not None and look.need_bytes > limit_bytes:
                 look = self._next_down(look, rest)
+            if look is not None:
+                return True
+        return False
 
     def _next_down(self, look: Look, rest: dict[str, Choice]) -> Look | None:
         """A look at one more technique that needs less, those first that reach most; what does not is taken out."""
         reached = {name: sum(look.parts.get(part, 0) for part in technique_of(name).reaches) for name in rest}
+        least_bytes = _SAME_BYTES * look.need_bytes
         for name in sorted(rest, key=lambda name: -reached[name]):
+            if reached[name] < least_bytes:
+                break
             choice = rest.pop(name)
             mix = in_order((*look.mix, choice))
             if self._compatibility.allows((micro_batch_choice(look.micro_batch), *mix)):
                 following = self._look(mix, look.micro_batch)
-                if following.need_bytes < (1 - _SAME_BYTES) * look.need_bytes:
+                if following.need_bytes < look.need_bytes - least_bytes:
                     return following
         return None
 
     # -- choosing ------------------------------------------------------------------------------------------------------
 
     def _mixes(self) -> list[_Mix]:
-        """Every mix of what was learned, with the sizes it can have."""
-        if self._mixes_of != set(self._learned):
-            self._mixes_of, self._known_mixes = set(self._learned), self._all_mixes()
+        """Every mix of what was learned or guessed, with the sizes it can have."""
+        if self._mixes_of != self._learned:
+            self._mixes_of, self._known_mixes = dict(self._learned), self._all_mixes()
         return self._known_mixes
+
+    def _learned_mixes(self, after: Choices | None = None) -> list[_Mix]:
+        """Those of what was learned, and where a mix is given that can come after it in a run."""
+        learned = (mix for mix in self._mixes() if self._only_guessed.isdisjoint(mix.choices))
+        return [mix for mix in learned if after is None or _can_follow(after, mix.choices)]
 
     def _all_mixes(self) -> list[_Mix]:
         base, required = self._menu.base, self._problem.decided.required
@@ -272,12 +318,20 @@ class _Search:
                 needs[row], seconds[row], possible[row] = look.need_bytes, look.seconds, look.fits
         return needs, seconds, possible
 
-    def _best_within(
-        self, limit_bytes: int, most_looks: int = _MOST_LOOKS, accepts: Callable[[Choices], bool] = lambda mix: True
-    ) -> Look | None:
-        """The fastest mix that fits, traced; ``None`` if none is found. ``accepts`` says which mixes may be taken."""
-        mixes = [mix for mix in self._mixes() if accepts(mix.choices)]
-        for _ in range(most_looks):
+    def _best_of_all_options(self, limit_bytes: int) -> Look | None:
+        """The fastest mix that fits, with every option of its techniques known."""
+        while True:
+            guess = self._best_guess(self._mixes(), limit_bytes)
+            if guess is not None and self._learn_further(guess):
+                continue
+            chosen = self._best_within(limit_bytes)
+            if chosen is None or not self._learn_further(chosen.choices):
+                return chosen
+
+    def _best_within(self, limit_bytes: int, after: Choices | None = None) -> Look | None:
+        """The fastest mix that fits, traced; ``None`` if none is found. ``after``: what it is a fallback of."""
+        mixes = self._mixes() if after is None else self._learned_mixes(after)
+        for _ in range(_MOST_LOOKS if after is None else _MOST_FALLBACK_LOOKS):
             best = self._best_guess(mixes, limit_bytes)
             if best is None:
                 break
@@ -285,7 +339,7 @@ class _Search:
                 return self._looks[best]
             self._correct(best)
         looks = [look for look in self._looks.values() if look.fits and look.need_bytes <= limit_bytes]
-        return min((look for look in looks if self._is_base(look) and accepts(look.mix)), key=_seconds_of, default=None)
+        return min((look for look in looks if self._can_be(look, after)), key=lambda look: look.seconds, default=None)
 
     def _correct(self, choices: Choices) -> None:
         """Look at choices with each heap, and let the surrogates learn from it."""
@@ -294,11 +348,12 @@ class _Search:
             if self._compatibility.allows(alike):
                 surrogate.correct(self._look_at_choices(alike))
 
-    def _is_base(self, look: Look) -> bool:
-        """Whether a look has what every plan must have."""
+    def _can_be(self, look: Look, after: Choices | None) -> bool:
+        """Whether a look has what every plan must have, and can come after another."""
         names = {choice.technique for choice in look.mix}
         has_size = look.micro_batch in self._menu.sizes
-        return has_size and set(self._menu.base) <= set(look.mix) and self._problem.decided.required <= names
+        has_all = set(self._menu.base) <= set(look.mix) and self._problem.decided.required <= names
+        return has_size and has_all and (after is None or _can_follow(after, look.mix))
 
     def _best_guess(self, mixes: list[_Mix], limit_bytes: int) -> Choices | None:
         """The choices to take: of those about as fast as the fastest, the fewest techniques, then the largest size."""
@@ -322,15 +377,14 @@ class _Search:
     def _fallbacks(self, chosen: Look) -> Iterator[Look]:
         """Smaller plans: the fastest within a share of what the chosen one needs, and what needs least."""
         last, limit_bytes = chosen, int(_FALLBACK_SHARE * chosen.need_bytes)
-        accepts = partial(_can_follow, chosen.mix)
-        following = self._best_within(limit_bytes, _MOST_FALLBACK_LOOKS, accepts)
+        following = self._best_within(limit_bytes, chosen.mix)
         if following is None and chosen.need_bytes > _NEAR_SHARE * self._problem.limit_bytes:
             self._learn_techniques()
-            following = self._best_within(limit_bytes, _MOST_FALLBACK_LOOKS, accepts)
+            following = self._best_within(limit_bytes, chosen.mix)
         if following is not None:
             yield following
             last = following
-        leanest = self._leanest(_MOST_FALLBACK_LOOKS, partial(_can_follow, last.mix))
+        leanest = self._leanest(last.mix)
         if leanest.need_bytes < _FALLS_SHARE * last.need_bytes:
             yield leanest
             return
@@ -340,9 +394,9 @@ class _Search:
             if look.need_bytes < last.need_bytes:
                 yield look
 
-    def _leanest(self, most_looks: int = _MOST_LOOKS, accepts: Callable[[Choices], bool] = lambda mix: True) -> Look:
+    def _leanest(self, after: Choices | None = None) -> Look:
         """The mix that needs least, traced; of those that need about as little, the one of the fewest techniques."""
-        mixes = [mix for mix in self._mixes() if accepts(mix.choices)]
+        mixes, most_looks = self._learned_mixes(after), _MOST_LEANEST_LOOKS if after is None else _MOST_FALLBACK_LOOKS
         for _ in range(most_looks if mixes else 0):
             needs = [
                 (need, len(mix.choices), second, mix.with_sizes[row])
@@ -354,7 +408,7 @@ class _Search:
             if best in self._looks:
                 break
             self._correct(best)
-        looks = [look for look in self._looks.values() if self._is_base(look) and accepts(look.mix)]
+        looks = [look for look in self._looks.values() if self._can_be(look, after)]
         bound = _about(min(look.need_bytes for look in looks))
         return min((look for look in looks if look.need_bytes <= bound), key=lambda look: (len(look.mix), look.seconds))
 
@@ -439,10 +493,6 @@ def _can_follow(before: Choices, mix: Choices) -> bool:
 def _about(need_bytes: float) -> float:
     """What is taken for as little as a need, of which a guess may be below 0."""
     return need_bytes + _SAME_BYTES * abs(need_bytes)
-
-
-def _seconds_of(look: Look) -> float:
-    return look.seconds
 
 
 def _largest(look: Look) -> PhasePeak:

@@ -86,7 +86,9 @@ class Surrogate:
         self._reference = without
 
     def interpolate(self, choice: Choice, strong: Choice, bytes_share: float, seconds_share: float) -> None:
-        """Take a choice to have a share of the effect of a stronger one."""
+        """Take a choice to have a share of the effect of a stronger one, if that is known."""
+        if strong not in self._added_seconds:
+            return
         for effects in (self._fixed_effect, self._growing_effect):
             effects[choice] = {phase: bytes_share * value for phase, value in effects[strong].items()}
         self._beyond_effect[choice] = bytes_share * self._beyond_effect[strong]

@@ -189,6 +189,32 @@ def test_it_is_as_fast_as_the_best_of_all_mixes(inhabited, seed):
             assert found.chosen.seconds <= 1.021 * best.seconds
 
 
+def test_further_options_are_traced_of_what_may_be_in_the_plan_only(inhabited):
+    """Of two techniques that would do the cheaper one is taken; a weaker option of it is cheaper still."""
+    both = frozenset({"activations"})
+    cheap = MadeUp("cheap", (8, 9), saves_fixed=90, seconds=(0.1, 0.2), reaches=both)
+    dear = MadeUp("dear", (8, 9), saves_fixed=90, seconds=(0.9, 1.0), reaches=both)
+    world = inhabited(World([cheap, dear]))
+    found, problem = searched(world, 200)
+    assert found.chosen.mix == (Choice(technique="cheap", options={"level": 0}),)
+    assert found.chosen.seconds == best_by_trying_all(world, problem).seconds
+    world.asked.clear()
+    searched(world, 200)
+    options = {str(choice) for choices in world.asked for choice in choices[1:]}
+    assert options == {"cheap=0", "cheap=1", "dear=1"}
+
+
+def test_where_nothing_fits_no_weaker_option_is_traced(inhabited):
+    """Nor is what reaches nothing of a peak tried on top of others."""
+    states = MadeUp("states", (0, 0), saves_fixed=90, seconds=(0.1, 0.2), reaches=frozenset({"optimizer states"}))
+    useless = MadeUp("useless", (2,), reaches=frozenset({"temporaries"}))
+    world = inhabited(World([useless, MadeUp("recompute", (4, 8), seconds=(0.2, 0.3)), states]))
+    found, _ = searched(world, 100)
+    assert not found.fits
+    assert [str(choice) for choice in found.chosen.mix] == ["states=1"]
+    assert not [choices for choices in world.asked if {"useless=0", "recompute=0", "states=0"} & {*map(str, choices)}]
+
+
 def test_a_heap_is_counted_on_every_trace_and_takes_none(inhabited):
     """The fastest heap needs 16 bytes a sample: it fits with 8 samples, and with 16 only where others save."""
     heap = MadeUp("heap", (-6, 2), seconds=(-0.4, 0.3), may_be_faster=True)

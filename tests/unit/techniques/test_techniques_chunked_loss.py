@@ -279,9 +279,10 @@ def menu(workload, setting=SETTING):
 
 
 def test_the_menu_has_few_sizes_weakest_first():
-    assert [str(choice) for choice in menu(workload_of(gpt2()))] == [
-        "chunked_loss=1024", "chunked_loss=256", "chunked_loss=64",
-    ]  # fmt: skip
+    """On a CPU 1024 is no faster than 256 and needs more."""
+    offered = [[str(choice) for choice in menu(workload_of(gpt2()), Setting(device, 4))] for device in ("cpu", "cuda")]
+    small = ["chunked_loss=256", "chunked_loss=64"]
+    assert offered == [small, ["chunked_loss=1024", *small]]
 
 
 def test_the_head_is_the_declared_one_or_the_largest_layer():
@@ -334,7 +335,7 @@ def test_the_trace_tells_whether_the_loss_is_a_cross_entropy():
     for case in ("gpt2", "label smoothing, [B, V, T], a temperature"):
         build, loss = CASES[case]
         workload = workload_of(build(), loss)
-        assert len(menu(workload, with_trace(workload))) == 3
+        assert len(menu(workload, with_trace(workload))) == 2
 
 
 def test_a_loss_that_needs_all_logits_is_warned_of():
