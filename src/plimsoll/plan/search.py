@@ -12,7 +12,7 @@ The same problem always has the same plan: nothing is drawn, and nothing depends
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
@@ -23,14 +23,13 @@ import numpy as np
 from plimsoll.plan.blocks import some_blocks
 from plimsoll.plan.look import Look, LookAt, PhasePeak
 from plimsoll.plan.menu import Compatibility, Menu, Problem, menu_of
+from plimsoll.plan.reasons import SAME_SECONDS, rejected
 from plimsoll.plan.surrogate import Column, Surrogate
 from plimsoll.records.plan import Choice, Rejected, micro_batch_choice
-from plimsoll.records.units import format_bytes
 from plimsoll.techniques import Choices, in_order, technique_of
 from plimsoll.techniques.heap import Heap
 
 _SAME_BYTES = 0.01  # of a need: not worth another technique
-_SAME_SECONDS = 0.02  # of a step: the model of time cannot tell plans that differ by less
 _LEAST_PART = 0.02  # of a peak: what is less is not worth a trace
 _MOST_LOOKS = 8  # at mixes, for the plan ...
 _MOST_FALLBACK_LOOKS = 1  # ... and for each fallback, which need not be the fastest
@@ -55,17 +54,18 @@ class Found:
     openings: tuple[Look, ...]
 
 
-def search(problem: Problem, look_at: LookAt) -> Found:
+def search(problem: Problem, look_at: LookAt, ahead: Callable[[list[Choices]], None] = lambda several: None) -> Found:
     """Find the fastest mix that fits.
 
     Args:
         problem: the training, the limit, and what is decided already.
         look_at: traces a mix.
+        ahead: told of mixes that will be looked at, which can be traced at once.
 
     Raises:
         InputError: if the pinned choices contradict each other, or the training.
     """
-    return _Search(problem, look_at).found()
+    return _Search(problem, look_at, ahead).found()
 
 
 @dataclass(frozen=True)
@@ -82,11 +82,11 @@ class _Mix:
 
 
 class _Search:
-    def __init__(self, problem: Problem, look_at: LookAt) -> None:
+    def __init__(self, problem: Problem, look_at: LookAt, ahead: Callable[[list[Choices]], None]) -> None:
         self._problem = problem
         self._menu: Menu = menu_of(problem)
         self._compatibility = Compatibility(problem)
-        self._look_at = look_at
+        self._look_at, self._ahead = look_at, ahead
         self._looks: dict[Choices, Look] = {}
         self._surrogates: dict[Choice | None, Surrogate] = {}  # one for each heap
         self._usual_heap = _heap_of(self._menu.base)
@@ -159,20 +159,15 @@ class _Search:
         fits = needs <= limit_bytes
         if not fits.any():
             return False, True
-        return True, bool(seconds[fits].min() > (1 + _SAME_SECONDS) * seconds.min())
+        return True, bool(seconds[fits].min() > (1 + SAME_SECONDS) * seconds.min())
 
     def _learn_techniques(self, only_faster: bool = False) -> None:
         """Trace techniques that can reach what the reference's peak is made of, or may be faster."""
-        required = self._problem.decided.required
-        for name, options in self._menu.options.items():
-            technique = technique_of(name)
-            if name in self._asked:
-                continue
-            reached_bytes = sum(self._reference.parts.get(category, 0) for category in technique.reaches)
-            may_help = not only_faster and reached_bytes >= _LEAST_PART * self._reference.need_bytes
-            if not (may_help or technique.may_be_faster or name in required):
-                continue
-            self._asked.add(name)
+        wanted = [name for name in self._menu.options if self._may_be_of_use(name, only_faster)]
+        self._asked.update(wanted)
+        self._trace_ahead([self._menu.options[name][-1] for name in wanted])
+        for name in wanted:
+            technique, options = technique_of(name), self._menu.options[name]
             *others, strongest = options
             learned = [strongest] if self._learn(strongest) else []
             if name == "checkpointing":
@@ -198,6 +193,7 @@ class _Search:
         """Trace what a mix has that is only guessed, and further options of what may be faster."""
         guessed = [choice for choice in choices if choice in self._only_guessed]
         self._only_guessed.difference_update(guessed)
+        self._trace_ahead([*guessed, *(choice for options in self._further.values() for choice in options)])
         for choice in guessed:
             if not self._learn(choice):
                 self._learned[choice.technique] = [one for one in self._learned[choice.technique] if one != choice]
@@ -208,8 +204,20 @@ class _Search:
                 self._learned[name] = [*self._learned.get(name, ()), *found]
         return bool(guessed or further)
 
+    def _may_be_of_use(self, name: str, only_faster: bool) -> bool:
+        technique = technique_of(name)
+        reached_bytes = sum(self._reference.parts.get(category, 0) for category in technique.reaches)
+        may_help = not only_faster and reached_bytes >= _LEAST_PART * self._reference.need_bytes
+        is_wanted = may_help or technique.may_be_faster or name in self._problem.decided.required
+        return is_wanted and name not in self._asked
+
     def _learn(self, choice: Choice) -> bool:
         """Trace one choice on top of the base; returns whether it is of use."""
+        size = self._micro_batch_to_learn(choice)
+        return size is not None and (self._learn_at(choice, size) or choice.technique in self._problem.decided.required)
+
+    def _micro_batch_to_learn(self, choice: Choice) -> int | None:
+        """The micro-batch to trace a choice with; ``None`` where it goes with none."""
         base, reaches = self._menu.base, technique_of(choice.technique).reaches
         for size in dict.fromkeys((self._reference.micro_batch, self._menu.sizes[0])):
             without = self._look(base, size)
@@ -217,8 +225,17 @@ class _Search:
             if size > self._reference.micro_batch and without.need_bytes - reached_bytes > self._problem.limit_bytes:
                 continue  # with all it reaches gone the whole batch would not fit
             if self._compatibility.allows((micro_batch_choice(size), *in_order((*base, choice)))):
-                return self._learn_at(choice, size) or choice.technique in self._problem.decided.required
-        return False
+                return size
+        return None
+
+    def _trace_ahead(self, several: Iterable[Choice]) -> None:
+        with_sizes = [(choice, self._micro_batch_to_learn(choice)) for choice in several]
+        self._ahead(
+            [
+                (micro_batch_choice(size), *in_order((*self._menu.base, choice)))
+                for choice, size in with_sizes if size is not None
+            ]
+        )  # fmt: skip
 
     def _learn_at(self, choice: Choice, micro_batch: int) -> bool:
         base, is_useful = self._menu.base, False
@@ -365,7 +382,7 @@ class _Search:
         if not fitting:
             return None
         fastest = min(seconds for seconds, _, _ in fitting)
-        bound = fastest + _SAME_SECONDS * abs(fastest)  # a guess may be below 0
+        bound = fastest + SAME_SECONDS * abs(fastest)  # a guess may be below 0
         near = [
             (len(mix.choices), -mix.sizes[row], seconds, mix, row) for seconds, mix, row in fitting if seconds <= bound
         ]
@@ -414,7 +431,7 @@ class _Search:
 
     def _openings(self, leanest: Look) -> tuple[Look, ...]:
         """What lossy techniques would need, with what of the leanest mix goes with them, where that is less."""
-        looks = []
+        opened = []
         for choice in self._menu.closed:
             setting = self._problem.setting
             allowed = replace(setting, allow=setting.allow | {choice.technique})
@@ -424,7 +441,9 @@ class _Search:
             for other in leanest.mix:
                 mix = (*mix, other) if allows((size, *in_order((*mix, other)))) else mix
             if allows((size, *mix)) and set(self._menu.base) <= set(mix):
-                looks.append(self._look_at((size, *in_order(mix))))
+                opened.append((size, *in_order(mix)))
+        self._ahead(opened)
+        looks = [self._look_at(choices) for choices in opened]
         return tuple(look for look in looks if look.need_bytes < (1 - _SAME_BYTES) * leanest.need_bytes)
 
     def _result(
@@ -437,26 +456,15 @@ class _Search:
             if look is not chosen and look not in fallbacks
             and (_heap_of(look.choices) == self._usual_heap or _in_heap(look.choices, self._usual_heap) == ours)
         ]  # fmt: skip
-        rejected = [_rejected(look, chosen, self._problem) for look in others]
+        reasons = [rejected(look, chosen, self._problem) for look in others]
         return Found(
             chosen,
             fallbacks,
             plain,
             fits,
-            (*rejected, *self._menu.rejected),
+            (*reasons, *self._menu.rejected),
             openings,
         )
-
-
-def _rejected(look: Look, chosen: Look, problem: Problem) -> Rejected:
-    need, line_bytes = format_bytes(look.need_bytes), problem.limit_bytes + problem.margin_bytes
-    if not look.fits or look.need_bytes > line_bytes:
-        reason = f"needs up to {need}, more than {format_bytes(line_bytes)}"
-    elif look.need_bytes > problem.limit_bytes:
-        reason = f"needs up to {need}, too near {format_bytes(line_bytes)} for a first look"
-    else:
-        reason = _pace(look.seconds, chosen.seconds)
-    return Rejected(choices=look.choices, reason=reason, peak=look.peak, step_time=look.step_time)
 
 
 def _heap_of(choices: Choices) -> Choice | None:
@@ -467,20 +475,6 @@ def _in_heap(choices: Choices, heap: Choice | None) -> Choices:
     """The same choices in another heap; ``None`` is the one that a budget sets by itself."""
     rest = tuple(choice for choice in choices if choice.technique != _NO_TRACE)
     return rest if heap is None else in_order((*rest, heap))
-
-
-def _pace(seconds: float, chosen_seconds: float) -> str:
-    """How long a step takes against the chosen one's, with what cannot be told from it not told."""
-    text, chosen_text = _written(seconds), _written(chosen_seconds)
-    if seconds > (1 + _SAME_SECONDS) * chosen_seconds:
-        return f"slower: {text} a step against {chosen_text}"
-    if text == chosen_text:
-        return f"no faster: the same {text} a step"
-    return f"no faster: {text} a step against {chosen_text} is less than the {_SAME_SECONDS:.0%} that can be told apart"
-
-
-def _written(seconds: float) -> str:
-    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
 
 
 def _can_follow(before: Choices, mix: Choices) -> bool:

@@ -1,7 +1,6 @@
 """The search against worlds in which the best mix is known, or found by trying all."""
 
 from collections import Counter
-from dataclasses import replace
 from itertools import product
 from random import Random
 
@@ -10,7 +9,7 @@ from plan.worlds import BATCH_SIZE, MadeUp, World
 
 from plimsoll.errors import InputError
 from plimsoll.plan.pins import Decided
-from plimsoll.plan.search import _pace, search
+from plimsoll.plan.search import search
 from plimsoll.records.plan import Choice, micro_batch_choice
 from plimsoll.techniques import conflict_among, in_order
 from plimsoll.techniques.micro_batch import sizes_of
@@ -79,19 +78,6 @@ def test_nothing_fits_and_the_least_is_said(inhabited):
     found, _ = searched(world, 155, allow=["lossy"])
     assert found.fits
     assert "lossy" in [choice.technique for choice in found.chosen.mix]
-
-
-@pytest.mark.parametrize(
-    ("seconds", "chosen_seconds", "reason"),
-    [
-        (0.00123, 0.001229, "no faster: the same 1.23 ms a step"),
-        (0.0124, 0.0123, "no faster: 12.4 ms a step against 12.3 ms is less than the 2% that can be told apart"),
-        (1.23, 1.24, "no faster: 1.23 s a step against 1.24 s is less than the 2% that can be told apart"),
-        (1.5, 1.24, "slower: 1.5 s a step against 1.24 s"),
-    ],
-)
-def test_a_reason_says_only_what_its_numbers_say(seconds, chosen_seconds, reason):
-    assert _pace(seconds, chosen_seconds) == reason
 
 
 def test_what_saves_more_on_top_of_another_than_alone_is_found_before_it_is_called_impossible(inhabited):
@@ -237,20 +223,6 @@ def test_a_heap_that_is_pinned_is_the_only_one(inhabited):
     assert all(pinned in choices for choices in world.asked[1:])  # the first is the plain training
     found, _ = searched(world, 1000, Decided((), frozenset({"heap"}), frozenset()))
     assert found.chosen.mix == (Choice(technique="heap", options={"level": 0}),)
-
-
-@pytest.mark.parametrize(
-    ("margin_bytes", "reason"),
-    [
-        (10, "needs up to 310 B, more than 260 B"),
-        (60, "needs up to 310 B, too near 310 B for a first look"),
-    ],
-)
-def test_what_is_rejected_is_said_against_the_line_of_the_device(inhabited, margin_bytes, reason):
-    world = inhabited(World([]))
-    problem = replace(world.problem(250), margin_bytes=margin_bytes)
-    found = search(problem, world.look_at)
-    assert reason in [one.reason for one in found.rejected]
 
 
 def test_the_same_problem_has_the_same_plan(inhabited):

@@ -1,0 +1,37 @@
+"""Why a mix that was looked at is not the plan, in words that say only what its numbers say."""
+
+from __future__ import annotations
+
+from plimsoll.plan.look import Look
+from plimsoll.plan.menu import Problem
+from plimsoll.records.plan import Rejected
+from plimsoll.records.units import format_bytes
+
+SAME_SECONDS = 0.02
+"""Of a step: the model of time cannot tell plans that differ by less."""
+
+
+def rejected(look: Look, chosen: Look, problem: Problem) -> Rejected:
+    """Say why ``chosen`` was taken and ``look`` was not."""
+    need, line_bytes = format_bytes(look.need_bytes), problem.limit_bytes + problem.margin_bytes
+    if not look.fits or look.need_bytes > line_bytes:
+        reason = f"needs up to {need}, more than {format_bytes(line_bytes)}"
+    elif look.need_bytes > problem.limit_bytes:
+        reason = f"needs up to {need}, too near {format_bytes(line_bytes)} for a first look"
+    else:
+        reason = _pace(look.seconds, chosen.seconds)
+    return Rejected(choices=look.choices, reason=reason, peak=look.peak, step_time=look.step_time)
+
+
+def _pace(seconds: float, chosen_seconds: float) -> str:
+    """How long a step takes against the chosen one's, with what cannot be told from it not told."""
+    text, chosen_text = _written(seconds), _written(chosen_seconds)
+    if seconds > (1 + SAME_SECONDS) * chosen_seconds:
+        return f"slower: {text} a step against {chosen_text}"
+    if text == chosen_text:
+        return f"no faster: the same {text} a step"
+    return f"no faster: {text} a step against {chosen_text} is less than the {SAME_SECONDS:.0%} that can be told apart"
+
+
+def _written(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
