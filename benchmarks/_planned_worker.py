@@ -29,12 +29,9 @@ def main() -> None:
         return
     import plimsoll.run.train  # noqa: F401  -- as a training process imports
     from plimsoll import assemble  # noqa: F401
-    from plimsoll.models.build import sketch_model
     from plimsoll.run.worker import _warm
 
-    job = Job.from_json(json.loads(first)["job"])
-    _warm(job)
-    sketch_model(job)  # imports what the model is made of
+    _warm(Job.from_json(json.loads(first)["job"]))
     line = first
     while line:
         run = json.loads(line)
@@ -64,13 +61,17 @@ def train(run: dict[str, Any]) -> None:
     from plimsoll.assemble import assemble
     from plimsoll.data.prepare import Prepared
     from plimsoll.device.base import backend_for
+    from plimsoll.models.build import build_model
     from plimsoll.run.job_step import step_of
+    from plimsoll.techniques.heap import set_up_as_with
 
     job, prepared = Job.from_json(run["job"]), Prepared.load(Path(run["prepared"]))
     rungs = [[Choice(**choice) for choice in choices] for choices in run["rungs"]]
+    build_model(job, prepared.vocab_size, prepared.num_labels, prepared.end_id, device="meta")  # imports what it needs
     backend = backend_for("cpu")
     backend.baseline_bytes()
     with backend.limited(run["budget_bytes"]):
+        set_up_as_with(rungs[0])
         parts = assemble(job, prepared, "cpu")
         step = step_of(job, parts.model, parts.optimizer, rungs, schedule=parts.schedule)
         for _ in range(run["steps"]):

@@ -11,6 +11,7 @@
     |   `-- CheckpointError                    a checkpoint that is torn, or of another job
     |-- NonFiniteLossError (ArithmeticError)  2   the loss became NaN or infinite; nothing was updated
     |-- OutOfMemoryError (MemoryError)     3   no fallback held; the step was undone
+    |   |-- WornProcessError              76   an OOM with every fallback; a new process may have room (3 without one)
     |   `-- TornStepError                 75   an OOM inside optimizer.step(), to be undone by a reload (3 without one)
     |-- KilledError                      137   (139 for SIGSEGV) the training died of a signal, and not surely of memory
     `-- Interrupted                      130   (143 for SIGTERM) the step was finished and saved, if there was one
@@ -71,6 +72,12 @@ class TornStepError(OutOfMemoryError):
     """Memory ran out inside ``optimizer.step()`` where no copy for the undo could be kept: reload a checkpoint."""
 
     exit_code = 75  # EX_TEMPFAIL, from the training process to its supervisor, which reloads; users see 3
+
+
+class WornProcessError(OutOfMemoryError):
+    """No rung has room in a process whose heap earlier ones have left full of holes: a new one begins without."""
+
+    exit_code = 76  # to the supervisor, which starts a new one; users see 3
 
 
 class KilledError(PlimsollError):

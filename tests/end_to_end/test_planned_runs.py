@@ -239,10 +239,7 @@ RECURRENT = {
 
 
 def test_a_run_whose_plan_was_told_30_percent_too_little_recovers_by_its_fallbacks(tmp_path):
-    """The plan of a large budget, made to say that everything needs 0.7 of it, in the budget that follows from that.
-
-    Without a heap of its own: what the holes of one have taken inside a limit, no fallback gives back.
-    """
+    """The plan of a large budget, made to say that everything needs 0.7 of it, in the budget that follows from that."""
     job, told = write_job(tmp_path / "job.yaml", **RECURRENT), tmp_path / "told.json"
     assert plimsoll("plan", job, "--budget", "4GiB", "--forbid", "heap", "-o", told).returncode == 0
     plan = json.loads(told.read_text())
@@ -256,6 +253,43 @@ def test_a_run_whose_plan_was_told_30_percent_too_little_recovers_by_its_fallbac
     record = RunRecord.from_directory(run)
     assert 1 <= len(record.oom_events) <= 2
     assert {event.next_rung for event in record.oom_events} <= {1, 2}
+    assert_each_sample_once(steps_of(run), 3)
+    whole = tmp_path / "whole"
+    trained(job, "--out", whole, "--no-plan")
+    assert [step.loss for step in steps_of(run)] == pytest.approx([step.loss for step in steps_of(whole)], rel=1e-5)
+
+
+WIDE = {
+    "model": {
+        "architecture": "gpt2", "n_layer": 2, "n_embd": 768, "n_head": 4,
+        "resid_pdrop": 0.0, "attn_pdrop": 0.0, "embd_pdrop": 0.0,
+    },
+    "data": {"train": str(CORPUS.parent / "d*.py")},
+    "tokenizer": {"vocab_size": 4000},
+    "sequence_length": 64,
+    "batch_size": 16,
+    "steps": 3,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("budget_mib", [600, 1000])
+def test_a_tight_plan_that_was_told_30_percent_too_little_is_survived(budget_mib, tmp_path):
+    """What a planner that takes 0.7 of every need would have planned for 0.7 of this budget, with heaps of its own.
+
+    Those leave holes, among which no fallback may have room: then it goes on in a new process.
+    """
+    job, told = write_job(tmp_path / "job.yaml", **WIDE), tmp_path / "told.json"
+    assert plimsoll("plan", job, "--budget", f"{budget_mib}MiB", "-o", told).returncode == 0
+    plan = json.loads(told.read_text())
+    for sizes in (plan["budget"], *(rung["peak"] for rung in plan["rungs"])):
+        sizes |= {name: int(TOLD_SHARE * size) for name, size in sizes.items() if size}
+    plan["limit_bytes"] = int(TOLD_SHARE * plan["limit_bytes"])
+    told.write_text(json.dumps(plan))
+    run = tmp_path / "run"
+    trained(job, "--out", run, "--plan", told)
+    record = RunRecord.from_directory(run)
+    assert all(event.survived for event in record.oom_events)
+    assert len(record.starts) <= 2
     assert_each_sample_once(steps_of(run), 3)
     whole = tmp_path / "whole"
     trained(job, "--out", whole, "--no-plan")

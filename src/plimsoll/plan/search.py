@@ -404,7 +404,7 @@ class _Search:
         leanest = self._leanest(last.mix)
         if leanest.need_bytes < _FALLS_SHARE * last.need_bytes:
             yield leanest
-            return
+            last = leanest
         single = (micro_batch_choice(self._menu.sizes[-1]), *last.mix)
         if last.micro_batch > self._menu.sizes[-1] and self._compatibility.allows(single):
             look = self._look_at_choices(single)  # the last resort, should activations be more than predicted

@@ -6,6 +6,8 @@ it is. (SIGINT would be a traceback from whatever library is being loaded.) What
 
 - SIGKILL that the machine's counters ascribe to the kernel's OOM killer, or an update that memory ran out in: started
   again from the last good checkpoint with the next smaller micro-batch, which may grow again (`plimsoll.run.recover`).
+- A process in which memory ran out with every rung after others had failed there, which leaves holes in its heap:
+  started again with the last rung, from a checkpoint that it wrote before it ended.
 - SIGKILL that nobody counts, SIGBUS (a full /dev/shm), and SIGSEGV or SIGABRT inside an enforced budget (libraries that
   do not check an allocation): perhaps memory, so the same, and it is called a guess.
 - SIGKILL that was not for memory: started again with the same micro-batch.
@@ -32,14 +34,14 @@ from types import FrameType
 from typing import NamedTuple
 
 from plimsoll.device.cgroup import OomKills, oom_kill_count
-from plimsoll.errors import Interrupted, KilledError, OutOfMemoryError, PlimsollError, TornStepError
+from plimsoll.errors import Interrupted, KilledError, OutOfMemoryError, PlimsollError, TornStepError, WornProcessError
 from plimsoll.records.plan import Plan, Rung
 from plimsoll.records.run import CheckpointLine, DeathLine, RunHead, StartLine, StepLine
 from plimsoll.run.directory import RunDirectory
 
 _CRASHES_WITHOUT_MEMORY = {signal.SIGSEGV, signal.SIGABRT}
 _CRASHES = {*_CRASHES_WITHOUT_MEMORY, signal.SIGILL, signal.SIGFPE}
-_UNFINISHED = {128 + signal.SIGTERM, TornStepError.exit_code}
+_UNFINISHED = {128 + signal.SIGTERM, TornStepError.exit_code, WornProcessError.exit_code}
 _MOST_DEATHS_WITHOUT_PROGRESS = 3
 
 
@@ -48,6 +50,7 @@ class _Cause(Enum):
 
     KERNEL = "give a smaller --budget, which stops it below the machine's own limit, or free memory on the machine"
     TORN = "give a larger --budget"
+    WORN = "give a larger --budget, as what the plan says was too little"
     GUESS = "if it is memory, give another --budget or free memory on the machine; else stop what kills it"
     OUTSIDE = "stop what kills it"
     CRASH = "find what crashes with PYTHONFAULTHANDLER=1 in the environment, which prints where it happens"
@@ -55,7 +58,7 @@ class _Cause(Enum):
     @property
     def may_be_memory(self) -> bool:
         """Whether a smaller micro-batch may help."""
-        return self in {_Cause.KERNEL, _Cause.TORN, _Cause.GUESS}
+        return self in {_Cause.KERNEL, _Cause.TORN, _Cause.WORN, _Cause.GUESS}
 
 
 class _Death(NamedTuple):
@@ -69,7 +72,7 @@ class _Death(NamedTuple):
     def error(self, what_happened: str, remedy: str, how: str = "") -> PlimsollError:
         """Memory is blamed only where the machine does."""
         text = f"{what_happened}; {self.evidence}: {remedy}; start it again then{how}"
-        if self.cause in {_Cause.KERNEL, _Cause.TORN}:
+        if self.cause in {_Cause.KERNEL, _Cause.TORN, _Cause.WORN}:
             return OutOfMemoryError(text)
         return KilledError(text, self.signal_number)
 
@@ -303,6 +306,9 @@ def _death(end: _End, kills_before: OomKills | None, has_host_budget: bool) -> _
     if end.return_code == TornStepError.exit_code:
         evidence = "memory ran out inside optimizer.step() and only a checkpoint can undo that"
         return _Death("torn step", 0, evidence, _Cause.TORN)
+    if end.return_code == WornProcessError.exit_code:
+        evidence = "no fallback has room among the holes that those before have left in its heap"
+        return _Death("worn heap", 0, evidence, _Cause.WORN)
     number = -end.return_code
     if number not in {signal.SIGKILL, signal.SIGBUS, *_CRASHES}:
         return None

@@ -8,7 +8,7 @@ checkpoints intact.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, TypeVar
@@ -16,7 +16,14 @@ from typing import Any, TypeVar
 from plimsoll.assemble import Assembled
 from plimsoll.data.loader import Batch, iterate_once
 from plimsoll.device.base import Backend
-from plimsoll.errors import Interrupted, NonFiniteLossError, OutOfMemoryError, PlimsollError
+from plimsoll.errors import (
+    Interrupted,
+    NonFiniteLossError,
+    OutOfMemoryError,
+    PlimsollError,
+    TornStepError,
+    WornProcessError,
+)
 from plimsoll.models.build import save_model
 from plimsoll.records.job import Job
 from plimsoll.records.run import (
@@ -58,6 +65,12 @@ class Training:
     view: View
     host: Backend | None = None
     stop: StopRequest = field(default_factory=StopRequest)
+    first_rung: int = 0
+
+    @property
+    def is_worn(self) -> bool:
+        """Whether rungs have failed in this process, which on a CPU leave holes in its heap that nothing gives back."""
+        return self.backend.kind == "cpu" and self.step.rung != self.first_rung
 
     @property
     def backend(self) -> Backend:
@@ -116,10 +129,18 @@ def resume(training: Training, saved: checkpoint.Checkpoint) -> None:
 
 def _loop(training: Training) -> None:
     job, step = training.job, training.step
-    saved_step = step.num_steps
+    saved_step, training.first_rung = step.num_steps, step.rung
     while step.num_steps < job.steps and training.stop.signal_number is None:
         batch: Batch = _survive(training, "fetch", lambda: _fetch(training))
-        result = _step(training, batch)
+        try:
+            result = _step(training, batch)
+        except OutOfMemoryError as error:
+            if isinstance(error, TornStepError) or not training.is_worn:
+                raise
+            if saved_step != step.num_steps:
+                with suppress(OutOfMemoryError):
+                    _save(training)
+            raise WornProcessError(f"{error}; a new process may have room") from None
         training.parts.loader.advance()
         note_step(training, batch, result)
         if job.evaluate_every and result.step % job.evaluate_every == 0:
@@ -143,8 +164,14 @@ def _fetch(training: Training) -> Batch:
 
 
 def _step(training: Training, batch: Batch) -> StepResult:
+    def note(event: OomEvent) -> None:
+        if not event.survived and training.is_worn:
+            anew = {"survived": True, "action": "a new process, without the holes in the heap of this one"}
+            event = event.model_copy(update=anew)
+        _note_oom(training, event)
+
     try:
-        return training.step(batch.fields, on_oom=lambda event: _note_oom(training, event))
+        return training.step(batch.fields, on_oom=note)
     except NonFiniteLossError as error:
         good = checkpoint.newest_good(training.directory.checkpoints, training.fingerprint)
         where = f"the last good checkpoint is {good.folder}" if good else "there is no checkpoint yet"

@@ -172,6 +172,7 @@ def train_run(  # noqa: PLR0915 -- as above
     from plimsoll.run.monitor import MemorySampler, View
     from plimsoll.run.train import Training, train
     from plimsoll.run.train import resume as go_on
+    from plimsoll.techniques.heap import set_up_as_with
 
     _end_with_supervisor()
     arm_from_environment()
@@ -195,6 +196,8 @@ def train_run(  # noqa: PLR0915 -- as above
         (host or backend).baseline_bytes()
         _limit(stack, backend, job.budget.device_bytes)
         _limit(stack, host, job.budget.host_bytes)
+        if device == "cpu":
+            set_up_as_with(plan.rungs[rung or 0].choices)
         parts = fitting(lambda: assemble(job, prepared, device), backend, "building the model")
         step = step_of(job, parts.model, parts.optimizer, plan.choices_by_rung, schedule=parts.schedule)
         offset_seconds = max((line.time_seconds for line in directory.lines()), default=0.0)

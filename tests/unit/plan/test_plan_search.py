@@ -206,7 +206,7 @@ def test_a_heap_is_counted_on_every_trace_and_takes_none(inhabited):
     heap = MadeUp("heap", (-6, 2), seconds=(-0.4, 0.3), may_be_faster=True)
     world = inhabited(World([MadeUp("recompute", (9,), saves_fixed=20, seconds=(0.3,)), heap]))
     found, problem = searched(world, 290)
-    assert sorted(Counter(map(without_heap, world.asked)).values()) == [3] * (len(world.asked) // 3)  # each in each
+    assert set(Counter(map(without_heap, world.asked[:-1])).values()) == {3}  # each in each, but for the last resort
     assert found.chosen.mix == (Choice(technique="heap", options={"level": 0}),)
     assert found.chosen.micro_batch == 8
     assert found.chosen.seconds == best_by_trying_all(world, problem).seconds

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from plimsoll.device.cgroup import OomKills, oom_kill_count
-from plimsoll.errors import TornStepError
+from plimsoll.errors import TornStepError, WornProcessError
 from plimsoll.records.device import Device, MemoryUse
 from plimsoll.records.plan import Choice, Rung, micro_batch_choice
 from plimsoll.records.run import CheckpointLine, DeathLine, RunHead, RunRecord, StartLine
@@ -37,7 +37,7 @@ def test_a_process_that_ended_by_itself_or_was_asked_to_is_not_dead(code):
     assert _death(_End(code, None), OURS(0), has_host_budget=True) is None
 
 
-@pytest.mark.parametrize("code", [TornStepError.exit_code, -signal.SIGKILL, -signal.SIGSEGV])
+@pytest.mark.parametrize("code", [TornStepError.exit_code, WornProcessError.exit_code, -signal.SIGKILL])
 def test_after_a_signal_that_asked_it_to_stop_nothing_is_started_again(code):
     end = _End(code, asked_by=signal.SIGINT)
     assert _death(end, OURS(0), has_host_budget=True) is None
@@ -91,6 +91,7 @@ def test_who_sent_sigkill_is_what_the_machine_says(monkeypatch, before, after, e
         (-signal.SIGABRT, False, "SIGABRT", "no budget was enforced", "CRASH"),
         (-signal.SIGILL, True, "SIGILL", "no lack of memory does that", "CRASH"),
         (TornStepError.exit_code, False, "torn step", "memory ran out inside optimizer.step()", "TORN"),
+        (WornProcessError.exit_code, True, "worn heap", "no fallback has room among the holes", "WORN"),
     ],
 )
 def test_a_crash_is_perhaps_memory_only_where_memory_was_limited(code, has_host_budget, name, evidence, cause):

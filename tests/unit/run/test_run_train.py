@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from small_runs import make_run, small_job, train_here
 
 import plimsoll.run.train
-from plimsoll.errors import CheckpointError, Interrupted, NonFiniteLossError, OutOfMemoryError
+from plimsoll.errors import CheckpointError, Interrupted, NonFiniteLossError, OutOfMemoryError, WornProcessError
 from plimsoll.records.job import Job
 from plimsoll.records.plan import Choice, Plan, Rung, micro_batch_choice
 from plimsoll.records.run import CheckpointLine, EvaluationLine, OomEvent, RunRecord, StepLine
@@ -157,6 +157,31 @@ def test_memory_that_stays_away_ends_the_run_with_its_checkpoints(new_run):
     assert (record.status, len(record.steps), len(record.oom_events)) == ("failed", 4, 3)
     assert "give a larger budget" in record.message
     assert [path.name for path in directory.checkpoints.iterdir()] == ["step-00000002"]
+
+
+def test_with_no_rung_left_after_others_failed_it_saves_and_asks_for_a_new_process(new_run, whole):
+    """Every pass of the fourth step fails, down to single samples, twice; the third has not been saved yet."""
+    directory = new_run()
+    with armed("forward", *range(4, 30)), pytest.raises(WornProcessError, match="a new process may have room"):
+        train_here(directory)
+    events = of_kind(directory, OomEvent)
+    assert [event.next_rung for event in events] == [0, 1, 1, 2, 2, 3, 3, None]  # each once more, as all had held
+    assert (events[-1].survived, events[-1].action[:13]) == (True, "a new process")
+    assert of_kind(directory, CheckpointLine)[-1].step == 3
+    train_here(directory, resume_newest=True, rung=3, restarts=1)
+    record = record_of(directory)
+    assert [(step.step, step.micro_batch) for step in record.steps] == [(1, 8), (2, 8), (3, 8), (4, 1), (5, 1), (6, 1)]
+    assert [start.step for start in record.starts] == [0, 3]
+    losses = [[step.loss for step in record_of(one).steps] for one in (directory, whole)]
+    assert losses[0][:3] == losses[1][:3]  # later ones have other dropout masks
+
+
+def test_with_one_rung_there_is_nothing_to_hope_for_from_a_new_process(new_run):
+    directory = new_run()
+    with armed("forward", *range(1, 30)), pytest.raises(OutOfMemoryError) as caught:
+        train_here(directory, rung=3)
+    assert type(caught.value) is OutOfMemoryError
+    assert not of_kind(directory, OomEvent)[-1].survived
 
 
 def test_a_run_goes_on_from_its_newest_checkpoint_to_the_same_bits(new_run, whole):
