@@ -11,7 +11,7 @@
     |   `-- CheckpointError                    a checkpoint that is torn, or of another job
     |-- NonFiniteLossError (ArithmeticError)  2   the loss became NaN or infinite; nothing was updated
     |-- OutOfMemoryError (MemoryError)     3   no fallback held; the step was undone
-    |   |-- WornProcessError              76   an OOM with every fallback; a new process may have room (3 without one)
+    |   |-- WornProcessError              76   an OOM with every fallback, under a supervisor that starts a new process
     |   `-- TornStepError                 75   an OOM inside optimizer.step(), to be undone by a reload (3 without one)
     |-- KilledError                      137   (139 for SIGSEGV) the training died of a signal, and not surely of memory
     `-- Interrupted                      130   (143 for SIGTERM) the step was finished and saved, if there was one

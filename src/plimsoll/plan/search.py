@@ -3,7 +3,8 @@
 A trace of a mix is exact and slow, so few are made: the plain training at two or three micro-batches, each technique
 that can reach what the peak is made of once on top of it, with the option that saves most, and then the mixes that a
 surrogate (`plimsoll.plan.surrogate`) takes for the fastest that fit, until the best guess is one that has been traced.
-Nothing is chosen untraced. The other options of a technique are traced once it may be in the plan. Every trace is
+Nothing is chosen untraced. The other options of a technique are traced once it may be in the plan, those of what may be
+faster once something fits. Every trace is
 counted with each heap, which costs little, and each heap has a surrogate of its own. Where the plain training fits and
 no room could make it faster, only techniques that may be faster are traced.
 
@@ -12,7 +13,7 @@ The same problem always has the same plan: nothing is drawn, and nothing depends
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
@@ -54,18 +55,17 @@ class Found:
     openings: tuple[Look, ...]
 
 
-def search(problem: Problem, look_at: LookAt, ahead: Callable[[list[Choices]], None] = lambda several: None) -> Found:
+def search(problem: Problem, look_at: LookAt) -> Found:
     """Find the fastest mix that fits.
 
     Args:
         problem: the training, the limit, and what is decided already.
         look_at: traces a mix.
-        ahead: told of mixes that will be looked at, which can be traced at once.
 
     Raises:
         InputError: if the pinned choices contradict each other, or the training.
     """
-    return _Search(problem, look_at, ahead).found()
+    return _Search(problem, look_at).found()
 
 
 @dataclass(frozen=True)
@@ -82,11 +82,11 @@ class _Mix:
 
 
 class _Search:
-    def __init__(self, problem: Problem, look_at: LookAt, ahead: Callable[[list[Choices]], None]) -> None:
+    def __init__(self, problem: Problem, look_at: LookAt) -> None:
         self._problem = problem
         self._menu: Menu = menu_of(problem)
         self._compatibility = Compatibility(problem)
-        self._look_at, self._ahead = look_at, ahead
+        self._look_at = look_at
         self._looks: dict[Choices, Look] = {}
         self._surrogates: dict[Choice | None, Surrogate] = {}  # one for each heap
         self._usual_heap = _heap_of(self._menu.base)
@@ -165,7 +165,6 @@ class _Search:
         """Trace techniques that can reach what the reference's peak is made of, or may be faster."""
         wanted = [name for name in self._menu.options if self._may_be_of_use(name, only_faster)]
         self._asked.update(wanted)
-        self._trace_ahead([self._menu.options[name][-1] for name in wanted])
         for name in wanted:
             technique, options = technique_of(name), self._menu.options[name]
             *others, strongest = options
@@ -193,7 +192,6 @@ class _Search:
         """Trace what a mix has that is only guessed, and further options of what may be faster."""
         guessed = [choice for choice in choices if choice in self._only_guessed]
         self._only_guessed.difference_update(guessed)
-        self._trace_ahead([*guessed, *(choice for options in self._further.values() for choice in options)])
         for choice in guessed:
             if not self._learn(choice):
                 self._learned[choice.technique] = [one for one in self._learned[choice.technique] if one != choice]
@@ -227,15 +225,6 @@ class _Search:
             if self._compatibility.allows((micro_batch_choice(size), *in_order((*base, choice)))):
                 return size
         return None
-
-    def _trace_ahead(self, several: Iterable[Choice]) -> None:
-        with_sizes = [(choice, self._micro_batch_to_learn(choice)) for choice in several]
-        self._ahead(
-            [
-                (micro_batch_choice(size), *in_order((*self._menu.base, choice)))
-                for choice, size in with_sizes if size is not None
-            ]
-        )  # fmt: skip
 
     def _learn_at(self, choice: Choice, micro_batch: int) -> bool:
         base, is_useful = self._menu.base, False
@@ -431,7 +420,7 @@ class _Search:
 
     def _openings(self, leanest: Look) -> tuple[Look, ...]:
         """What lossy techniques would need, with what of the leanest mix goes with them, where that is less."""
-        opened = []
+        looks = []
         for choice in self._menu.closed:
             setting = self._problem.setting
             allowed = replace(setting, allow=setting.allow | {choice.technique})
@@ -441,9 +430,7 @@ class _Search:
             for other in leanest.mix:
                 mix = (*mix, other) if allows((size, *in_order((*mix, other)))) else mix
             if allows((size, *mix)) and set(self._menu.base) <= set(mix):
-                opened.append((size, *in_order(mix)))
-        self._ahead(opened)
-        looks = [self._look_at(choices) for choices in opened]
+                looks.append(self._look_at((size, *in_order(mix))))
         return tuple(look for look in looks if look.need_bytes < (1 - _SAME_BYTES) * leanest.need_bytes)
 
     def _result(

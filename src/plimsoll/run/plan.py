@@ -45,7 +45,6 @@ from plimsoll.records.plan import Pin, Plan, Rejected, Rung, micro_batch_choice,
 from plimsoll.records.prediction import Estimate, Prediction
 from plimsoll.records.trace import Trace
 from plimsoll.records.units import format_bytes, parse_bytes
-from plimsoll.run.at_once import rehearsed_at_once
 from plimsoll.run.rehearse import rehearsed_samples
 from plimsoll.run.rungs import samples_of
 from plimsoll.run.subjects import JobSubject, StepSubject, Subject
@@ -292,7 +291,6 @@ class _Planner:
             found = search(
                 Problem(workload, setting, limit_bytes, self._decided, self._target.limit_bytes - limit_bytes),
                 lambda choices: self.look(choices, is_short=True),
-                self._trace_ahead,
             )
             chosen = self.look(found.chosen.choices, self._is_short)
             over_bytes = chosen.need_bytes - self._target.limit_bytes
@@ -342,20 +340,11 @@ class _Planner:
         return learned_ratio(self._calibration, self._target.lowering().name, names)
 
     def _trace(self, lowering: Lowering, choices: Choices, is_short: bool) -> Trace:
-        seen = _traced_as(choices)
+        seen = tuple(choice for choice in choices if choice.technique != Heap.name)  # which changes no op
         if (seen, is_short) not in self._traced:
             self._progress(f"tracing {' '.join(map(str, choices))}")
             self._traced[seen, is_short] = self._subject.rehearse(lowering, seen, is_short)
         return self._traced[seen, is_short]
-
-    def _trace_ahead(self, several: Iterable[Choices]) -> None:
-        """Trace mixes that will be looked at, at once where that can be."""
-        new = list(dict.fromkeys(seen for seen in map(_traced_as, several) if (seen, True) not in self._traced))
-        if len(new) > 1:
-            self._progress(f"tracing {len(new)} mixes")
-        lowering = self._target.lowering()
-        found = rehearsed_at_once(lambda choices: self._subject.rehearse(lowering, choices, is_short=True), new)
-        self._traced |= {(seen, True): found[seen] for seen in new if seen in found}
 
     def _count(self, choices: Choices, is_short: bool) -> Counted:
         lowering, names = self._target.lowering(), [choice.technique for choice in choices]
@@ -419,11 +408,6 @@ class _Planner:
             subject.sequence_length,
             subject.batch_size,
         )
-
-
-def _traced_as(choices: Choices) -> Choices:
-    """The choices without a heap, which changes no op."""
-    return tuple(choice for choice in choices if choice.technique != Heap.name)
 
 
 def _ladder(rungs: Sequence[Look]) -> tuple[Rung, ...]:

@@ -7,7 +7,7 @@ it is. (SIGINT would be a traceback from whatever library is being loaded.) What
 - SIGKILL that the machine's counters ascribe to the kernel's OOM killer, or an update that memory ran out in: started
   again from the last good checkpoint with the next smaller micro-batch, which may grow again (`plimsoll.run.recover`).
 - A process in which memory ran out with every rung after others had failed there, which leaves holes in its heap:
-  started again with the last rung, from a checkpoint that it wrote before it ended.
+  started again with the last rung, from a checkpoint that it wrote before it ended, if it had room to.
 - SIGKILL that nobody counts, SIGBUS (a full /dev/shm), and SIGSEGV or SIGABRT inside an enforced budget (libraries that
   do not check an allocation): perhaps memory, so the same, and it is called a guess.
 - SIGKILL that was not for memory: started again with the same micro-batch.
@@ -307,7 +307,7 @@ def _death(end: _End, kills_before: OomKills | None, has_host_budget: bool) -> _
         evidence = "memory ran out inside optimizer.step() and only a checkpoint can undo that"
         return _Death("torn step", 0, evidence, _Cause.TORN)
     if end.return_code == WornProcessError.exit_code:
-        evidence = "no fallback has room among the holes that those before have left in its heap"
+        evidence = "memory ran out with every fallback, and what they left in its heap only a new process gives back"
         return _Death("worn heap", 0, evidence, _Cause.WORN)
     number = -end.return_code
     if number not in {signal.SIGKILL, signal.SIGBUS, *_CRASHES}:
@@ -371,7 +371,8 @@ def _note(directory: RunDirectory, death: _Death, restarted_from_step: int | Non
     then = (
         "giving up" if restarted_from_step is None else f"going on from step {restarted_from_step} {_described(rung)}"
     )
-    print(f"training process killed ({death.signal_name}): {death.evidence}; {then}", file=sys.stderr)
+    ended = "killed" if death.signal_number else "ended"
+    print(f"training process {ended} ({death.signal_name}): {death.evidence}; {then}", file=sys.stderr)
 
 
 def _starts(directory: RunDirectory) -> list[StartLine]:

@@ -7,6 +7,7 @@ checkpoints intact.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
@@ -65,12 +66,12 @@ class Training:
     view: View
     host: Backend | None = None
     stop: StopRequest = field(default_factory=StopRequest)
-    first_rung: int = 0
+    has_fallen: bool = False
 
     @property
     def is_worn(self) -> bool:
-        """Whether rungs have failed in this process, which on a CPU leave holes in its heap that nothing gives back."""
-        return self.backend.kind == "cpu" and self.step.rung != self.first_rung
+        """Whether a supervisor should start a new process: on a CPU what failed here has left holes in the heap."""
+        return self.backend.kind == "cpu" and self.has_fallen and "PLIMSOLL_SUPERVISOR" in os.environ
 
     @property
     def backend(self) -> Backend:
@@ -129,7 +130,7 @@ def resume(training: Training, saved: checkpoint.Checkpoint) -> None:
 
 def _loop(training: Training) -> None:
     job, step = training.job, training.step
-    saved_step, training.first_rung = step.num_steps, step.rung
+    saved_step = step.num_steps
     while step.num_steps < job.steps and training.stop.signal_number is None:
         batch: Batch = _survive(training, "fetch", lambda: _fetch(training))
         try:
@@ -140,7 +141,10 @@ def _loop(training: Training) -> None:
             if saved_step != step.num_steps:
                 with suppress(OutOfMemoryError):
                     _save(training)
-            raise WornProcessError(f"{error}; a new process may have room") from None
+            raise WornProcessError(
+                f"step {step.num_steps + 1} has no room in this process with any fallback; what those before have left "
+                "in its heap goes with it: start a new process (`plimsoll train` does it by itself)"
+            ) from None
         training.parts.loader.advance()
         note_step(training, batch, result)
         if job.evaluate_every and result.step % job.evaluate_every == 0:
@@ -165,6 +169,7 @@ def _fetch(training: Training) -> Batch:
 
 def _step(training: Training, batch: Batch) -> StepResult:
     def note(event: OomEvent) -> None:
+        training.has_fallen |= event.next_rung not in {None, event.rung}
         if not event.survived and training.is_worn:
             anew = {"survived": True, "action": "a new process, without the holes in the heap of this one"}
             event = event.model_copy(update=anew)

@@ -197,7 +197,8 @@ def train_run(  # noqa: PLR0915 -- as above
         _limit(stack, backend, job.budget.device_bytes)
         _limit(stack, host, job.budget.host_bytes)
         if device == "cpu":
-            set_up_as_with(plan.rungs[rung or 0].choices)
+            last_rung = directory.rung_in_force() if saved is not None and rung is None else rung
+            set_up_as_with(plan.rungs[min(last_rung or 0, len(plan.rungs) - 1)].choices)
         parts = fitting(lambda: assemble(job, prepared, device), backend, "building the model")
         step = step_of(job, parts.model, parts.optimizer, plan.choices_by_rung, schedule=parts.schedule)
         offset_seconds = max((line.time_seconds for line in directory.lines()), default=0.0)

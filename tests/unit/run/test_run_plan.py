@@ -4,7 +4,6 @@ Most are for a GPU that is not here, by its name: nothing is measured for it, so
 Its context alone takes some 120 MiB, and the training here 436 MiB as a plain loop.
 """
 
-import os
 import re
 import sys
 
@@ -14,7 +13,6 @@ import torch
 from plimsoll.errors import BudgetError, InputError
 from plimsoll.records.job import Job
 from plimsoll.records.plan import Plan, micro_batch_choice, parse_pin
-from plimsoll.run import at_once
 from plimsoll.run.plan import plan_job, require_possible, require_same, require_that_fits
 
 MIB = 1 << 20
@@ -167,21 +165,12 @@ def test_a_technique_that_is_pinned_by_its_name_is_used_with_the_best_options():
     assert plan.pinned == ()  # the option was the plan's
 
 
-def without_clock(plan):
-    prediction = plan.prediction.model_copy(update={"predict_seconds": 0.0})
-    return plan.model_copy(update={"plan_seconds": 0.0, "prediction": prediction})
+def test_the_same_job_has_the_same_plan(tight):
+    def without_clock(plan):
+        prediction = plan.prediction.model_copy(update={"predict_seconds": 0.0})
+        return plan.model_copy(update={"plan_seconds": 0.0, "prediction": prediction})
 
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="beside a GPU nothing is traced at once")
-def test_the_same_job_has_the_same_plan_however_many_mixes_are_traced_at_once(tight, monkeypatch):
-    begin, begun = at_once._begin, []
-    monkeypatch.setattr(at_once, "_begin", lambda *arguments: begun.append(arguments) or begin(*arguments))
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
     assert without_clock(planned(TIGHT_MIB)) == without_clock(tight)
-    assert begun == []
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
-    assert without_clock(planned(TIGHT_MIB)) == without_clock(tight)
-    assert len(begun) > 1
 
 
 def test_more_room_is_never_slower(tight):

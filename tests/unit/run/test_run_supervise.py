@@ -91,7 +91,7 @@ def test_who_sent_sigkill_is_what_the_machine_says(monkeypatch, before, after, e
         (-signal.SIGABRT, False, "SIGABRT", "no budget was enforced", "CRASH"),
         (-signal.SIGILL, True, "SIGILL", "no lack of memory does that", "CRASH"),
         (TornStepError.exit_code, False, "torn step", "memory ran out inside optimizer.step()", "TORN"),
-        (WornProcessError.exit_code, True, "worn heap", "no fallback has room among the holes", "WORN"),
+        (WornProcessError.exit_code, True, "worn heap", "memory ran out with every fallback", "WORN"),
     ],
 )
 def test_a_crash_is_perhaps_memory_only_where_memory_was_limited(code, has_host_budget, name, evidence, cause):

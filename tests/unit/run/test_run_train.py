@@ -159,10 +159,11 @@ def test_memory_that_stays_away_ends_the_run_with_its_checkpoints(new_run):
     assert [path.name for path in directory.checkpoints.iterdir()] == ["step-00000002"]
 
 
-def test_with_no_rung_left_after_others_failed_it_saves_and_asks_for_a_new_process(new_run, whole):
+def test_with_no_rung_left_after_others_failed_it_saves_and_asks_for_a_new_process(new_run, whole, monkeypatch):
     """Every pass of the fourth step fails, down to single samples, twice; the third has not been saved yet."""
+    monkeypatch.setenv("PLIMSOLL_SUPERVISOR", str(os.getppid()))
     directory = new_run()
-    with armed("forward", *range(4, 30)), pytest.raises(WornProcessError, match="a new process may have room"):
+    with armed("forward", *range(4, 30)), pytest.raises(WornProcessError, match="start a new process"):
         train_here(directory)
     events = of_kind(directory, OomEvent)
     assert [event.next_rung for event in events] == [0, 1, 1, 2, 2, 3, 3, None]  # each once more, as all had held
@@ -176,10 +177,13 @@ def test_with_no_rung_left_after_others_failed_it_saves_and_asks_for_a_new_proce
     assert losses[0][:3] == losses[1][:3]  # later ones have other dropout masks
 
 
-def test_with_one_rung_there_is_nothing_to_hope_for_from_a_new_process(new_run):
+@pytest.mark.parametrize("options", [{"rung": 3}, {}], ids=["one rung", "no supervisor"])
+def test_otherwise_there_is_nothing_to_hope_for_from_a_new_process(options, new_run, monkeypatch):
+    if options:
+        monkeypatch.setenv("PLIMSOLL_SUPERVISOR", str(os.getppid()))
     directory = new_run()
     with armed("forward", *range(1, 30)), pytest.raises(OutOfMemoryError) as caught:
-        train_here(directory, rung=3)
+        train_here(directory, **options)
     assert type(caught.value) is OutOfMemoryError
     assert not of_kind(directory, OomEvent)[-1].survived
 
