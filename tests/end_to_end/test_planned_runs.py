@@ -239,7 +239,10 @@ RECURRENT = {
 
 
 def test_a_run_whose_plan_was_told_30_percent_too_little_recovers_by_its_fallbacks(tmp_path):
-    """The plan of a large budget, made to say that everything needs 0.7 of it, in the budget that follows from that."""
+    """The plan of a large budget, made to say that everything needs 0.7 of it, in the budget that follows from that.
+
+    Without a heap of its own, whose holes cost further tries: see the next test.
+    """
     job, told = write_job(tmp_path / "job.yaml", **RECURRENT), tmp_path / "told.json"
     assert plimsoll("plan", job, "--budget", "4GiB", "--forbid", "heap", "-o", told).returncode == 0
     plan = json.loads(told.read_text())

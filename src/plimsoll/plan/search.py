@@ -4,9 +4,8 @@ A trace of a mix is exact and slow, so few are made: the plain training at two o
 that can reach what the peak is made of once on top of it, with the option that saves most, and then the mixes that a
 surrogate (`plimsoll.plan.surrogate`) takes for the fastest that fit, until the best guess is one that has been traced.
 Nothing is chosen untraced. The other options of a technique are traced once it may be in the plan, those of what may be
-faster once something fits. Every trace is
-counted with each heap, which costs little, and each heap has a surrogate of its own. Where the plain training fits and
-no room could make it faster, only techniques that may be faster are traced.
+faster once something fits. Every trace is counted with each heap, which costs little, and each heap has a surrogate of
+its own. Where the plain training fits and no room could make it faster, only techniques that may be faster are traced.
 
 The same problem always has the same plan: nothing is drawn, and nothing depends on the clock.
 """
@@ -211,11 +210,6 @@ class _Search:
 
     def _learn(self, choice: Choice) -> bool:
         """Trace one choice on top of the base; returns whether it is of use."""
-        size = self._micro_batch_to_learn(choice)
-        return size is not None and (self._learn_at(choice, size) or choice.technique in self._problem.decided.required)
-
-    def _micro_batch_to_learn(self, choice: Choice) -> int | None:
-        """The micro-batch to trace a choice with; ``None`` where it goes with none."""
         base, reaches = self._menu.base, technique_of(choice.technique).reaches
         for size in dict.fromkeys((self._reference.micro_batch, self._menu.sizes[0])):
             without = self._look(base, size)
@@ -223,8 +217,8 @@ class _Search:
             if size > self._reference.micro_batch and without.need_bytes - reached_bytes > self._problem.limit_bytes:
                 continue  # with all it reaches gone the whole batch would not fit
             if self._compatibility.allows((micro_batch_choice(size), *in_order((*base, choice)))):
-                return size
-        return None
+                return self._learn_at(choice, size) or choice.technique in self._problem.decided.required
+        return False
 
     def _learn_at(self, choice: Choice, micro_batch: int) -> bool:
         base, is_useful = self._menu.base, False

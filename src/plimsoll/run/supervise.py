@@ -49,8 +49,7 @@ class _Cause(Enum):
     """Why a process died; the value is what to type, once starting it again is of no use."""
 
     KERNEL = "give a smaller --budget, which stops it below the machine's own limit, or free memory on the machine"
-    TORN = "give a larger --budget"
-    WORN = "give a larger --budget, as what the plan says was too little"
+    TOLD = "give a larger --budget"
     GUESS = "if it is memory, give another --budget or free memory on the machine; else stop what kills it"
     OUTSIDE = "stop what kills it"
     CRASH = "find what crashes with PYTHONFAULTHANDLER=1 in the environment, which prints where it happens"
@@ -58,7 +57,7 @@ class _Cause(Enum):
     @property
     def may_be_memory(self) -> bool:
         """Whether a smaller micro-batch may help."""
-        return self in {_Cause.KERNEL, _Cause.TORN, _Cause.WORN, _Cause.GUESS}
+        return self in {_Cause.KERNEL, _Cause.TOLD, _Cause.GUESS}
 
 
 class _Death(NamedTuple):
@@ -72,7 +71,7 @@ class _Death(NamedTuple):
     def error(self, what_happened: str, remedy: str, how: str = "") -> PlimsollError:
         """Memory is blamed only where the machine does."""
         text = f"{what_happened}; {self.evidence}: {remedy}; start it again then{how}"
-        if self.cause in {_Cause.KERNEL, _Cause.TORN, _Cause.WORN}:
+        if self.cause in {_Cause.KERNEL, _Cause.TOLD}:
             return OutOfMemoryError(text)
         return KilledError(text, self.signal_number)
 
@@ -305,10 +304,10 @@ def _death(end: _End, kills_before: OomKills | None, has_host_budget: bool) -> _
         return None
     if end.return_code == TornStepError.exit_code:
         evidence = "memory ran out inside optimizer.step() and only a checkpoint can undo that"
-        return _Death("torn step", 0, evidence, _Cause.TORN)
+        return _Death("torn step", 0, evidence, _Cause.TOLD)
     if end.return_code == WornProcessError.exit_code:
         evidence = "memory ran out with every fallback, and what they left in its heap only a new process gives back"
-        return _Death("worn heap", 0, evidence, _Cause.WORN)
+        return _Death("worn heap", 0, evidence, _Cause.TOLD)
     number = -end.return_code
     if number not in {signal.SIGKILL, signal.SIGBUS, *_CRASHES}:
         return None

@@ -86,7 +86,7 @@ def blocks_mapped_from(num_bytes: int | None) -> Iterator[None]:
 def set_up_as_with(choices: Iterable[Choice]) -> None:
     """Set the heap of this process up as it will be with these choices, before a model is built.
 
-    What is built in another heap leaves holes where it moves: those of small layers in a mapped file took 50 MiB.
+    What is built in another heap leaves holes where it moves: 11 MiB of a T5 of 376 whose parameters go to a file.
     """
     rules = heap_rules(choices)
     if rules is not None:

@@ -90,8 +90,8 @@ def test_who_sent_sigkill_is_what_the_machine_says(monkeypatch, before, after, e
         (-signal.SIGSEGV, False, "SIGSEGV", "no budget was enforced", "CRASH"),
         (-signal.SIGABRT, False, "SIGABRT", "no budget was enforced", "CRASH"),
         (-signal.SIGILL, True, "SIGILL", "no lack of memory does that", "CRASH"),
-        (TornStepError.exit_code, False, "torn step", "memory ran out inside optimizer.step()", "TORN"),
-        (WornProcessError.exit_code, True, "worn heap", "memory ran out with every fallback", "WORN"),
+        (TornStepError.exit_code, False, "torn step", "memory ran out inside optimizer.step()", "TOLD"),
+        (WornProcessError.exit_code, True, "worn heap", "memory ran out with every fallback", "TOLD"),
     ],
 )
 def test_a_crash_is_perhaps_memory_only_where_memory_was_limited(code, has_host_budget, name, evidence, cause):
@@ -166,7 +166,7 @@ def test_a_later_rung_counts_as_progress_but_only_once():
     assert counts == [0, 0, 0, 1, 2, 3, 4]
 
 
-@pytest.mark.parametrize(("cause", "error"), [("KERNEL", 3), ("TORN", 3), ("GUESS", 137), ("OUTSIDE", 137)])
+@pytest.mark.parametrize(("cause", "error"), [("KERNEL", 3), ("TOLD", 3), ("GUESS", 137), ("OUTSIDE", 137)])
 def test_memory_is_blamed_only_where_the_machine_does(cause, error):
     death = _Death("SIGKILL", signal.SIGKILL, "evidence", _Cause[cause])
     found = death.error("it was killed", "do that", " with --resume")
