@@ -1,4 +1,4 @@
-"""What every test may use: golden files, a cache of its own, and a collector of garbage that is quick."""
+"""What every test may use: golden files, a cache of its own, a quick collector of garbage, properties without haste."""
 
 from __future__ import annotations
 
@@ -9,6 +9,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# No deadline: a test that failed because the machine was busy would say nothing. No database of examples in the folder.
+settings.register_profile(
+    "unhurried", deadline=None, max_examples=60, database=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("unhurried")
 
 # How fast this machine is is measured once for all tests; what runs teach is each test's own.
 _MEASURED = tempfile.TemporaryDirectory(prefix="plimsoll-tests-")

@@ -1,5 +1,8 @@
 """What every data format must do, for each module of `plimsoll.data.formats`: a new one is tested before it is used."""
 
+import csv
+import gzip
+import json
 import os
 import pickle
 import pkgutil
@@ -7,26 +10,68 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import pyarrow
+import pyarrow.ipc
+import pyarrow.parquet
 import pytest
 
 from plimsoll.data import formats
-from plimsoll.data.index import Corpus, open_corpus
+from plimsoll.data.corpus import Corpus
+from plimsoll.data.formats import Reading
+from plimsoll.data.index import open_corpus
 from plimsoll.errors import DataError
 
-FORMATS = [module.name for module in pkgutil.iter_modules(formats.__path__) if not module.name.startswith("_")]
+MODULES = [module.name for module in pkgutil.iter_modules(formats.__path__) if not module.name.startswith("_")]
 
-# How each format writes texts into a folder; a format is added here with its module.
+# How each format writes texts into a file; a format is added here with its module.
 Writer = Callable[[Path, list[str]], None]
 
 
-def write_text(folder: Path, texts: list[str]) -> None:
-    """One line for each text, half of them in each of two files."""
+def write_text(path: Path, texts: list[str]) -> None:
+    path.write_bytes("\n".join(texts).encode())
+
+
+def write_jsonl(path: Path, texts: list[str]) -> None:
+    path.write_bytes("".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts).encode())
+
+
+def write_csv(path: Path, texts: list[str]) -> None:
+    with path.open("w", encoding="utf-8", newline="") as file:
+        csv.writer(file, quoting=csv.QUOTE_ALL).writerows([["text"], *([text] for text in texts)])
+
+
+def write_parquet(path: Path, texts: list[str]) -> None:
+    pyarrow.parquet.write_table(pyarrow.table({"text": texts}), path, compression="none", use_dictionary=False)
+
+
+def write_arrow(path: Path, texts: list[str]) -> None:
+    table = pyarrow.table({"text": texts})
+    with pyarrow.ipc.new_stream(path, table.schema) as writer:
+        writer.write_table(table)
+
+
+def write_gzip(path: Path, texts: list[str]) -> None:
+    write_jsonl(path, texts)
+    path.write_bytes(gzip.compress(path.read_bytes(), 0))
+
+
+WRITERS: dict[str, tuple[str, Writer]] = {
+    "text": (".txt", write_text),
+    "jsonl": (".jsonl", write_jsonl),
+    "csv": (".csv", write_csv),
+    "packed": (".parquet", write_parquet),
+    "packed from Arrow": (".arrow", write_arrow),
+    "jsonl in gzip": (".jsonl.gz", write_gzip),
+}
+
+
+def write_half_each(name: str, folder: Path, texts: list[str]) -> None:
+    """Write half of the texts into each of two files."""
+    suffix, write = WRITERS[name]
     half = len(texts) // 2
-    (folder / "1.txt").write_text("\n".join(texts[:half]))
-    (folder / "2.txt").write_text("".join(f"{text}\n" for text in texts[half:]))
+    write(folder / f"1{suffix}", texts[:half])
+    write(folder / f"2{suffix}", texts[half:])
 
-
-WRITERS: dict[str, Writer] = {"text": write_text}
 
 TEXTS = [
     "one",
@@ -39,16 +84,16 @@ TEXTS = [
 ]
 
 
-@pytest.fixture(params=FORMATS)
+@pytest.fixture(params=WRITERS)
 def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     folder = tmp_path / "texts"
     folder.mkdir()
-    WRITERS[request.param](folder, TEXTS)
+    write_half_each(request.param, folder, TEXTS)
     return folder
 
 
 def opened(folder: Path) -> Corpus:
-    return open_corpus((str(folder),), "line", folder.parent / "cache")
+    return open_corpus((str(folder),), Reading(unit="line"), folder.parent / "cache")
 
 
 def index_of(folder: Path) -> Path:
@@ -57,7 +102,7 @@ def index_of(folder: Path) -> Path:
 
 
 def test_every_format_has_a_writer_here():
-    assert set(FORMATS) == set(WRITERS)
+    assert set(MODULES) <= set(WRITERS)
 
 
 def test_random_access_is_sequential_access(folder: Path):
@@ -80,7 +125,7 @@ def test_the_index_survives_being_opened_again(folder: Path):
 
 def test_a_stale_index_is_not_used(folder: Path, request: pytest.FixtureRequest):
     opened(folder)
-    WRITERS[request.node.callspec.params["folder"]](folder, TEXTS[::-1])
+    write_half_each(request.node.callspec.params["folder"], folder, TEXTS[::-1])
     for path in folder.iterdir():
         os.utime(path, ns=(1, 1))  # an older file put in place is another file too
     assert list(opened(folder)) == TEXTS[::-1]
@@ -94,7 +139,7 @@ def test_a_torn_index_is_built_again(folder: Path, tear: str):
         if tear == "gone":
             path.unlink()
         else:
-            path.write_bytes(content[:-1] if tear == "shorter" else bytes([content[0] ^ 1]) + content[1:])
+            path.write_bytes(content[:-1] if tear == "shorter" else bytes([*content[:1], 0][:1]) + b"?" + content[2:])
         assert list(opened(folder)) == TEXTS
 
 
@@ -102,12 +147,30 @@ def test_a_corpus_survives_pickling(folder: Path):
     assert list(pickle.loads(pickle.dumps(opened(folder)))) == TEXTS
 
 
+def test_a_torn_conversion_is_made_again(folder: Path):
+    opened(folder)
+    for store in (folder.parent / "cache").iterdir():
+        if store.is_dir() and not store.name.startswith("index-"):
+            for path in store.iterdir():
+                path.write_bytes(path.read_bytes()[:-1])
+    assert list(opened(folder)) == TEXTS
+
+
 def test_bytes_that_are_not_utf8_are_an_error_where_the_file_is_named(folder: Path):
     path = sorted(folder.iterdir())[0]
     path.write_bytes(path.read_bytes().replace(b"two", b"\xff\xff\xff"))
-    with pytest.raises(DataError, match=rf"{path.name} .*byte \d+ \(0xff\) is not UTF-8.*iconv"):
-        open_corpus((str(path),), "line", folder.parent / "cache")
-    assert len(opened(folder).skipped) == 1
+    with pytest.raises(DataError, match=rf"cannot \w+ .*{path.name}"):
+        open_corpus((str(path),), Reading(unit="line"), folder.parent / "cache")
+
+
+def test_rows_that_are_not_utf8_are_skipped_where_that_was_asked(folder: Path, request: pytest.FixtureRequest):
+    if "gzip" in request.node.callspec.params["folder"]:
+        pytest.skip("the checksum of the archive finds the change first")
+    path = sorted(folder.iterdir())[0]
+    path.write_bytes(path.read_bytes().replace(b"two", b"\xff\xff\xff"))
+    corpus = open_corpus((str(folder),), Reading(unit="line", on_error="skip"), folder.parent / "cache")
+    assert list(corpus) == [TEXTS[0], *TEXTS[2:]]
+    assert (corpus.num_skipped, len(corpus.skipped)) == (1, 1)
 
 
 def test_a_source_without_text_is_an_error(folder: Path):

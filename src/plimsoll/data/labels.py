@@ -1,19 +1,64 @@
-"""The classes of texts, from the names of the folders their files are in: ``data/<label>/*.txt``.
+"""The classes of texts: from a column with labels, or from the folders their files are in: ``data/<label>/*.txt``.
 
-Covers one class per file (with ``unit: line``, all lines of a file share it). NOT covered: labels in a table, several
-labels per text.
+Covers one class per text (of plain text: per file; with ``unit: line`` all lines of a file share it). Columns are read
+and numbered when the corpus is indexed. NOT covered: several labels per text.
 """
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from plimsoll.data.index import Corpus
+from plimsoll.data.corpus import Corpus
+from plimsoll.data.formats._columns import listed
 from plimsoll.errors import DataError
+
+
+def labels_of(corpus: Corpus, names: Sequence[str] | None = None) -> tuple[tuple[str, ...], NDArray[Any]]:
+    """Return the names of the classes, and the number of its class for every text: of the column, or of the folders.
+
+    Args:
+        corpus: the texts.
+        names: the classes to number by, where they are known already (those of the training texts).
+
+    Raises:
+        DataError: if there are fewer than 2 classes, or one that is not among ``names``; see `labels_from_folders`.
+    """
+    return labels_from_folders(corpus, names) if corpus.labels is None else labels_from_column(corpus, names)
+
+
+def labels_from_column(corpus: Corpus, names: Sequence[str] | None = None) -> tuple[tuple[str, ...], NDArray[Any]]:
+    """Return the names in the column of labels, sorted (whole numbers by value), and the number of each text's.
+
+    Args:
+        corpus: texts that were opened with ``Reading(label=...)``.
+        names: the classes to number by, where they are known already.
+
+    Raises:
+        DataError: if there are fewer than 2 classes, or one that is not among ``names``.
+    """
+    assert corpus.labels is not None
+    known = corpus.label_names if names is None else tuple(names)
+    if len(known) < 2:
+        raise DataError(
+            f"classification needs at least 2 classes, but the label of all {len(corpus)} texts is {known[0]!r}: give "
+            "the column with the classes, or texts of other classes"
+        )
+    if names is None:
+        return known, corpus.labels
+    if unknown := [name for name in corpus.label_names if name not in known]:
+        near = difflib.get_close_matches(unknown[0], known, 1)
+        meant = f" (did you mean {near[0]!r}?)" if near else ""
+        raise DataError(
+            f"the validation data has the classes {listed(unknown)}, but the training data only {listed(known)}: name "
+            f"them alike{meant}, or leave these texts out"
+        )
+    numbers = np.array([known.index(name) for name in corpus.label_names], np.min_scalar_type(len(known) - 1))
+    return known, numbers[corpus.labels]
 
 
 def labels_from_folders(corpus: Corpus, names: Sequence[str] | None = None) -> tuple[tuple[str, ...], NDArray[Any]]:

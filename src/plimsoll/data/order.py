@@ -5,17 +5,40 @@ hold ``num_samples``, and a result beyond the last sample is sent through again 
 and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002, https://doi.org/10.1007/3-540-45760-7_9): fewer than
 two passes on average. All arithmetic is in unsigned 64-bit integers, so the order is the same on every machine. It is
 as good as random for training, and NOT for cryptography.
+
+`Order` draws every sample from the whole; `BlockOrder` draws blocks of neighbours, for files that are larger than the
+page cache: read in its order, a file is read once, and not a page for every sample.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 _ROUNDS = 12  # of half a domain each; with 8, some orders of 5 samples are twice as frequent as others
-_MASK64 = (1 << 64) - 1
+_NUMBERS_PER_PASS = 1 << 14  # what a pass works on stays in the L2 cache
+_POSITIONS_PER_PASS = 1 << 16
+MASK64 = (1 << 64) - 1
 # The finaliser and the increment of SplitMix64: Steele, Lea, Flood, OOPSLA 2014, https://doi.org/10.1145/2660193.2660195
-_INCREMENT, _MULTIPLIERS, _SHIFTS = 0x9E3779B97F4A7C15, (0xBF58476D1CE4E5B9, 0x94D049BB133111EB), (30, 27, 31)
+INCREMENT, _MULTIPLIERS, _SHIFTS = 0x9E3779B97F4A7C15, (0xBF58476D1CE4E5B9, 0x94D049BB133111EB), (30, 27, 31)
+
+
+class Drawn(Protocol):
+    """The order of the samples in each epoch."""
+
+    num_samples: int
+    seed: int
+
+    def ids(self, epoch: int, start: int, stop: int) -> NDArray[np.int64]:
+        """Return the samples at positions ``start`` to ``stop`` (not included) of the epoch's order."""
+        ...
+
+    def positions(self, epoch: int, samples: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return where some samples come in the epoch's order."""
+        ...
 
 
 class Order:
@@ -24,10 +47,7 @@ class Order:
     def __init__(self, num_samples: int, seed: int) -> None:
         self.num_samples = num_samples
         self.seed = seed
-        num_bits = (num_samples - 1).bit_length()
-        self._low_bits = np.uint64(num_bits // 2)
-        self._high_mask = np.uint64((1 << (num_bits - num_bits // 2)) - 1)
-        self._low_mask = np.uint64((1 << (num_bits // 2)) - 1)
+        self._network = _Feistel(num_samples)
 
     def ids(self, epoch: int, start: int, stop: int) -> NDArray[np.int64]:
         """Return the samples at positions ``start`` to ``stop`` (not included) of the epoch's order."""
@@ -37,27 +57,189 @@ class Order:
     def at(self, epoch: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the samples at some positions, from 0 to less than `num_samples`, of the epoch's order."""
         keys = _round_keys(self.seed, epoch)
-        samples = self._permuted(positions.astype(np.uint64), keys)
-        outside = np.flatnonzero(samples >= self.num_samples)
-        while len(outside):
-            samples[outside] = self._permuted(samples[outside], keys)
-            outside = outside[samples[outside] >= self.num_samples]
-        return samples.astype(np.int64)
+        return self._network.forth(positions.astype(np.uint64), keys).astype(np.int64)
 
-    def _permuted(self, numbers: NDArray[np.uint64], keys: list[np.uint64]) -> NDArray[np.uint64]:
-        high, low = numbers >> self._low_bits, numbers & self._low_mask
-        for key_high, key_low in zip(keys[::2], keys[1::2], strict=True):
-            high ^= _mixed(low + key_high) & self._high_mask
-            low ^= _mixed(high + key_low) & self._low_mask
-        return (high << self._low_bits) | low
+    def positions(self, epoch: int, samples: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return where some samples come in the epoch's order: the inverse of `at`."""
+        keys = _round_keys(self.seed, epoch)
+        return self._network.back(samples.astype(np.uint64), keys).astype(np.int64)
+
+
+class Unshuffled:
+    """The samples as they are numbered, in every epoch."""
+
+    def __init__(self, num_samples: int, seed: int) -> None:
+        self.num_samples = num_samples
+        self.seed = seed
+
+    def ids(self, epoch: int, start: int, stop: int) -> NDArray[np.int64]:
+        """Return the numbers from ``start`` to ``stop`` (not included)."""
+        return np.arange(start, stop)
+
+    def at(self, epoch: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the positions themselves."""
+        return positions
+
+    def positions(self, epoch: int, samples: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the samples themselves."""
+        return samples
+
+
+@dataclass(frozen=True)
+class BlockShuffle:
+    """A shuffle that reads a file once: ``block_samples`` neighbours at a time, mixed with ``pool_blocks - 1`` others.
+
+    The samples of a pool are what is kept for a while: for texts of 128 bytes, the default is 256 blocks of 64 KiB, 16
+    MiB together. Powers of two are the fastest.
+    """
+
+    block_samples: int = 512
+    pool_blocks: int = 256
+
+
+class BlockOrder:
+    """A permutation for each epoch: blocks of neighbours in a drawn order, and the samples of a pool of blocks mixed.
+
+    Samples ``b * block_samples`` to ``(b + 1) * block_samples`` are block b; the last may be short. The blocks come in
+    the order of a permutation, each ``pool_blocks`` of them are a pool, and a second permutation, another one for each
+    pool, mixes the samples in it. Where the short block comes is found by the inverse of the first.
+    """
+
+    def __init__(self, num_samples: int, seed: int, blocks: BlockShuffle) -> None:
+        self.num_samples = num_samples
+        self.seed = seed
+        self._block_samples, self._pool_blocks = blocks.block_samples, blocks.pool_blocks
+        num_blocks = -(-num_samples // blocks.block_samples)
+        self._blocks = Order(num_blocks, derived_seed(seed, 1))
+        self._mix_seed = derived_seed(seed, 2)
+        self._num_missing = num_blocks * blocks.block_samples - num_samples  # of the short block
+        self._pool_places = blocks.pool_blocks * blocks.block_samples
+
+    def ids(self, epoch: int, start: int, stop: int) -> NDArray[np.int64]:
+        """Return the samples at positions ``start`` to ``stop`` (not included) of the epoch's order."""
+        assert 0 <= start <= stop <= self.num_samples, (start, stop, self.num_samples)
+        ids = np.empty(stop - start, np.int64)
+        hole = self._hole(epoch)
+        position = start
+        while position < stop:
+            pool = (position + self._num_missing * (position >= hole)) // self._pool_places
+            end = min(stop, self._begin(pool + 1, hole), position + _POSITIONS_PER_PASS)
+            ids[position - start : end - start] = self._in_pool(epoch, pool, np.arange(position, end), hole)
+            position = end
+        return ids
+
+    def at(self, epoch: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the samples at some positions, from 0 to less than `num_samples`, of the epoch's order."""
+        hole = self._hole(epoch)
+        pools = (positions + self._num_missing * (positions >= hole)) // self._pool_places
+        ids = np.empty(len(positions), np.int64)
+        for pool in np.unique(pools).tolist():
+            inside = np.flatnonzero(pools == pool)
+            ids[inside] = self._in_pool(epoch, pool, positions[inside], hole)
+        return ids
+
+    def positions(self, epoch: int, samples: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return where some samples come in the epoch's order: the inverse of `at`."""
+        hole = self._hole(epoch)
+        places = self._blocks.positions(epoch, samples // self._block_samples) * self._block_samples
+        places += samples % self._block_samples
+        positions = places - self._num_missing * (places >= hole)
+        for pool in np.unique(places // self._pool_places).tolist():
+            inside = np.flatnonzero(places // self._pool_places == pool)
+            mix, begin = self._mix(pool, hole)
+            positions[inside] = begin + mix.positions(epoch, positions[inside] - begin)
+        return positions
+
+    def _hole(self, epoch: int) -> int:
+        """Return where the short block ends in the epoch; a *place* is a position if it were as long as the others."""
+        slot = int(self._blocks.positions(epoch, np.array([self._blocks.num_samples - 1]))[0])
+        return (slot + 1) * self._block_samples - self._num_missing
+
+    def _begin(self, pool: int, hole: int) -> int:
+        """Return the first position of a pool; that of the pool after the last is the number of samples."""
+        place = min(pool * self._pool_places, self._blocks.num_samples * self._block_samples)
+        return place - self._num_missing * (place > hole)
+
+    def _mix(self, pool: int, hole: int) -> tuple[Order, int]:
+        """Return how the samples of a pool are mixed, and its first position."""
+        begin = self._begin(pool, hole)
+        return Order(self._begin(pool + 1, hole) - begin, derived_seed(self._mix_seed, pool)), begin
+
+    def _in_pool(self, epoch: int, pool: int, positions: NDArray[np.int64], hole: int) -> NDArray[np.int64]:
+        mix, begin = self._mix(pool, hole)
+        places = begin + mix.at(epoch, positions - begin)
+        places += self._num_missing * (places >= hole)
+        slots, offsets = places // self._block_samples, places % self._block_samples
+        first = pool * self._pool_blocks
+        blocks = self._blocks.ids(epoch, first, min(first + self._pool_blocks, self._blocks.num_samples))
+        return blocks[slots - first] * self._block_samples + offsets
+
+
+def drawn(num_samples: int, seed: int, shuffle: bool | BlockShuffle = True) -> Drawn:
+    """Return the order of a data set: shuffled as a whole, by blocks, or not."""
+    if isinstance(shuffle, BlockShuffle):
+        return BlockOrder(num_samples, seed, shuffle)
+    return Order(num_samples, seed) if shuffle else Unshuffled(num_samples, seed)
+
+
+def derived_seed(seed: int, *numbers: int) -> int:
+    """Return a seed for one of the many things that are drawn with ``seed``, told apart by ``numbers``."""
+    state = np.array([seed & MASK64], np.uint64)
+    for number in numbers:
+        state = mixed(state + np.uint64((number + 1) * INCREMENT & MASK64))
+    return int(state[0])
+
+
+def shuffled(number: int, seed: int) -> NDArray[np.int64]:
+    """Return a permutation of so few numbers that their list is small: they are sorted by a hash."""
+    return np.argsort(mixed(np.arange(number, dtype=np.uint64) + np.uint64(seed & MASK64)), kind="stable")
+
+
+class _Feistel:
+    """A keyed bijection of the numbers below ``num_numbers``, and its inverse."""
+
+    def __init__(self, num_numbers: int) -> None:
+        self._num_numbers = num_numbers
+        num_bits = (num_numbers - 1).bit_length()
+        self._low_bits = np.uint64(num_bits // 2)
+        self._high_mask = np.uint64((1 << (num_bits - num_bits // 2)) - 1)
+        self._low_mask = np.uint64((1 << (num_bits // 2)) - 1)
+
+    def forth(self, numbers: NDArray[np.uint64], keys: list[np.uint64]) -> NDArray[np.uint64]:
+        return self._walked(numbers, list(enumerate(keys)))
+
+    def back(self, numbers: NDArray[np.uint64], keys: list[np.uint64]) -> NDArray[np.uint64]:
+        return self._walked(numbers, list(enumerate(keys))[::-1])
+
+    def _walked(self, numbers: NDArray[np.uint64], rounds: list[tuple[int, np.uint64]]) -> NDArray[np.uint64]:
+        results = self._passed(numbers, rounds)
+        outside = np.flatnonzero(results >= self._num_numbers)
+        while len(outside):
+            results[outside] = self._passed(results[outside], rounds)
+            outside = outside[results[outside] >= self._num_numbers]
+        return results
+
+    def _passed(self, numbers: NDArray[np.uint64], rounds: list[tuple[int, np.uint64]]) -> NDArray[np.uint64]:
+        results = np.empty_like(numbers)
+        for begin in range(0, len(numbers), _NUMBERS_PER_PASS):
+            part = slice(begin, begin + _NUMBERS_PER_PASS)
+            high, low = numbers[part] >> self._low_bits, numbers[part] & self._low_mask
+            for number, key in rounds:
+                if number % 2:
+                    low ^= mixed(high + key) & self._low_mask
+                else:
+                    high ^= mixed(low + key) & self._high_mask
+            results[part] = (high << self._low_bits) | low
+        return results
 
 
 def _round_keys(seed: int, epoch: int) -> list[np.uint64]:
-    of_epoch = _mixed(np.array([epoch + 1], np.uint64)) + np.uint64(seed * _INCREMENT & _MASK64)
-    return list(_mixed(of_epoch + np.arange(1, _ROUNDS + 1, dtype=np.uint64) * np.uint64(_INCREMENT)))
+    of_epoch = mixed(np.array([epoch + 1], np.uint64)) + np.uint64(seed * INCREMENT & MASK64)
+    return list(mixed(of_epoch + np.arange(1, _ROUNDS + 1, dtype=np.uint64) * np.uint64(INCREMENT)))
 
 
-def _mixed(numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
+def mixed(numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Return numbers that look drawn at random, each a function of one of these."""
     for shift, multiplier in zip(_SHIFTS, _MULTIPLIERS, strict=False):
         numbers = (numbers ^ (numbers >> np.uint64(shift))) * np.uint64(multiplier)
     return numbers ^ (numbers >> np.uint64(_SHIFTS[-1]))

@@ -14,36 +14,69 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from plimsoll.data.index import Corpus, Progress, open_corpus, silent
-from plimsoll.data.labels import labels_from_folders
-from plimsoll.data.store import Facts, read_facts, stored
+from plimsoll.data.borders import border_table
+from plimsoll.data.corpus import Corpus, open_index
+from plimsoll.data.formats import Reading
+from plimsoll.data.index import open_corpus
+from plimsoll.data.labels import labels_of
+from plimsoll.data.spans import Spans, cut_texts, num_windows, open_spans
+from plimsoll.data.store import Facts, Progress, read_facts, silent, stored
 from plimsoll.data.tokenizer import Tokenizer, prepare_tokenizer
-from plimsoll.data.tokens import open_tokens, tokenize
+from plimsoll.data.tokens import TokenStore, open_tokens, tokenize
 from plimsoll.errors import DataError
 from plimsoll.records.base import Frozen, Record
-from plimsoll.records.job import Job
+from plimsoll.records.job import DataSource, Job
 
-if TYPE_CHECKING:  # it imports torch, which preparing does not need
-    from plimsoll.data.windows import Dataset
+if TYPE_CHECKING:  # these import torch, which preparing does not need
+    from plimsoll.data.augment import TokenAugmentation
+    from plimsoll.data.windows import Samples, Subset
 
 _LABELS_FILE = "labels.npy"
-_MOST_SKIPPED_SHOWN = 100
 
 
 class PreparedText(Frozen):
-    """Texts that are tokenized. ``skipped`` names the first 100 files that were left out, with the reason."""
+    """Texts that are ready to be opened; a folder is ``None`` where there is no need of it.
 
-    tokens_folder: str
+    ``skipped`` names the first 100 files and rows that were left out, with the reason. Of the texts that are longer
+    than a sample, ``num_truncated`` lost ``num_dropped_tokens`` together, which no epoch sees; ``num_cut_inside``
+    windows end where no border fitted. Where texts are tokenized on the fly, tokens and truncations are unknown: 0.
+    """
+
+    corpus_key: str
+    index_folder: str
+    tokens_folder: str | None = None
     labels_folder: str | None = None
+    spans_folder: str | None = None
+    packs_folder: str | None = None
     num_documents: int
     num_bytes: int
-    num_tokens: int
+    num_tokens: int = 0
+    num_samples: int
     num_skipped: int
     skipped: tuple[str, ...]
+    num_long_texts: int = 0
+    num_truncated: int = 0
+    num_dropped_tokens: int = 0
+    num_cut_inside: int = 0
+
+    @property
+    def has_windows(self) -> bool:
+        """Whether a text may be several samples, or in several rows."""
+        return self.num_long_texts > self.num_truncated
+
+    @property
+    def folders(self) -> tuple[Path, ...]:
+        """The stores that training reads."""
+        texts = self.tokens_folder or self.index_folder
+        names = (texts, self.labels_folder, self.spans_folder, self.packs_folder)
+        return tuple(Path(name) for name in names if name is not None)
 
 
 class Prepared(Record):
-    """The data of a job, ready to be opened; ``key`` changes when a sample, a label or the tokenizer does."""
+    """The data of a job, ready to be opened; ``key`` changes when a sample, a label or the tokenizer does.
+
+    ``special_ids`` and ``mask_id`` are of the tokenizer, for augmentation: the training process does not load it.
+    """
 
     record_kind: ClassVar[str] = "prepared-data"
 
@@ -53,6 +86,8 @@ class Prepared(Record):
     tokenizer_folder: str
     vocab_size: int
     end_id: int
+    special_ids: tuple[int, ...] = ()
+    mask_id: int | None = None
     label_names: tuple[str, ...] = ()
 
     @property
@@ -67,41 +102,58 @@ def prepare(job: Job, cache: Path, progress: Progress = silent) -> Prepared:
     Args:
         job: its data, task and tokenizer are read.
         cache: where everything is written, and nothing elsewhere; made if missing.
-        progress: called as ``progress(stage, done, total)`` in bytes, stage being index, tokenizer or tokens.
+        progress: called as ``progress(stage, done, total)``, stage being convert, index, tokenizer, tokens, spans or
+            packs.
 
     Raises:
         DataError: if the texts, their labels or the tokenizer cannot be used.
         OutputError: if the cache cannot be written.
     """
     cache = cache.absolute()
-    sources = (job.data.train,) if isinstance(job.data.train, str) else job.data.train
-    corpus = open_corpus(sources, job.data.unit, cache, progress)
+    reading = reading_of(job.data)
+    corpus = open_corpus(job.data.sources, reading, cache, progress)
     tokenizer = prepare_tokenizer(job.tokenizer, corpus, cache, progress)
+    making = _Making(job, tokenizer, cache, progress)
     names: tuple[str, ...] = ()
     labels = held_out = None
     if job.task == "classification":
-        names, labels = labels_from_folders(corpus)
-    train = _prepared_text(corpus, labels, tokenizer, cache, progress)
+        names, labels = labels_of(corpus)
+    train = making.text(corpus, labels)
     if isinstance(job.data.validation, str):
-        other = open_corpus((job.data.validation,), job.data.unit, cache, progress)
-        other_labels = labels_from_folders(other, names)[1] if names else None
-        held_out = _prepared_text(other, other_labels, tokenizer, cache, progress)
+        other = open_corpus((job.data.validation,), reading, cache, progress)
+        held_out = making.text(other, labels_of(other, names)[1] if names else None)
+    elif job.data.validation and train.spans_folder is not None and train.has_windows:
+        train, held_out = making.split_by_text(train, job.data.validation)
     return Prepared(
-        key=_key(names, train, held_out, job.data.validation),
+        key=_key([tokenizer.key, *names], train, held_out, job.data.validation),
         train=train,
         validation=held_out,
         tokenizer_folder=str(tokenizer.folder),
         vocab_size=tokenizer.vocab_size,
         end_id=tokenizer.end_id,
+        special_ids=tokenizer.special_ids,
+        mask_id=tokenizer.mask_id,
         label_names=names,
+    )
+
+
+def reading_of(source: DataSource) -> Reading:
+    """Return what of the files is a text, as a job says it."""
+    return Reading(
+        unit=source.unit,
+        text=source.text,
+        label=source.label,
+        escapes=source.escapes,
+        header=source.header,
+        on_error=source.on_error,
     )
 
 
 def is_whole(prepared: Prepared) -> bool:
     """Whether the cache still holds all of it."""
     texts = [text for text in (prepared.train, prepared.validation) if text is not None]
-    folders = [folder for text in texts for folder in (text.tokens_folder, text.labels_folder) if folder is not None]
-    return all(read_facts(Path(folder)) is not None for folder in (prepared.tokenizer_folder, *folders))
+    folders = [folder for text in texts for folder in text.folders]
+    return all(read_facts(folder) is not None for folder in (Path(prepared.tokenizer_folder), *folders))
 
 
 def prepare_again(job: Job, known: Prepared, cache: Path, progress: Progress = silent) -> Prepared:
@@ -111,7 +163,7 @@ def prepare_again(job: Job, known: Prepared, cache: Path, progress: Progress = s
         DataError: if the texts or the tokenizer are gone, or are no longer what they were.
         OutputError: if the cache cannot be written.
     """
-    lost = f"the tokens of this run (in {Path(known.train.tokens_folder).parent}) cannot be made again"
+    lost = f"the tokens of this run (in {Path(known.train.index_folder).parent}) cannot be made again"
     try:
         prepared = prepare(job, cache, progress)
     except DataError as error:
@@ -125,7 +177,7 @@ def prepare_again(job: Job, known: Prepared, cache: Path, progress: Progress = s
     return prepared
 
 
-def open_datasets(prepared: Prepared, job: Job) -> tuple[Dataset, Dataset | None]:
+def open_datasets(prepared: Prepared, job: Job) -> tuple[Samples | Subset, Samples | Subset | None]:
     """Map the training samples and the validation samples, if the job has any.
 
     Raises:
@@ -133,28 +185,77 @@ def open_datasets(prepared: Prepared, job: Job) -> tuple[Dataset, Dataset | None
     """
     from plimsoll.data.windows import Subset, split
 
-    samples = _open(prepared.train, prepared, job)
+    opening = _Opening(prepared, job)
+    samples = opening.samples(prepared.train, is_training=True)
     if prepared.validation is not None:
-        return samples, _open(prepared.validation, prepared, job)
+        return samples, opening.samples(prepared.validation, is_training=False)
     if not isinstance(job.data.validation, float) or job.data.validation == 0:
         return samples, None
-    train_ids, validation_ids = split(len(samples), job.data.validation, job.seed)
-    return Subset(samples, train_ids), Subset(samples, validation_ids)
+    # The last windows of a stream overlap with one of those before, drawn ones with nearly all of their neighbours.
+    is_drawn = job.data.order not in {"blocks", "as_is"} and job.data.stride is None
+    train_ids, validation_ids = split(len(samples), job.data.validation, job.seed, is_drawn)
+    untouched = opening.samples(prepared.train, is_training=False)
+    return Subset(samples, train_ids), Subset(untouched, validation_ids)
 
 
-def _prepared_text(
-    corpus: Corpus, labels: NDArray[Any] | None, tokenizer: Tokenizer, cache: Path, progress: Progress
-) -> PreparedText:
-    store = tokenize(corpus, tokenizer, cache, progress)
-    return PreparedText(
-        tokens_folder=str(store.folder),
-        labels_folder=None if labels is None else str(_store_labels(labels, cache)),
-        num_documents=len(corpus),
-        num_bytes=corpus.num_bytes,
-        num_tokens=len(store.tokens),
-        num_skipped=len(corpus.skipped),
-        skipped=corpus.skipped[:_MOST_SKIPPED_SHOWN],
-    )
+class _Making:
+    """What is made of each corpus of a job, in the cache."""
+
+    def __init__(self, job: Job, tokenizer: Tokenizer, cache: Path, progress: Progress) -> None:
+        self._job, self._tokenizer, self._cache, self._progress = job, tokenizer, cache, progress
+
+    def text(self, corpus: Corpus, labels: NDArray[Any] | None) -> PreparedText:
+        """Tokenize a corpus and cut it into samples, as far as the job wants that done once."""
+        facts: dict[str, Any] = {
+            "corpus_key": corpus.key,
+            "index_folder": str(corpus.folder),
+            "labels_folder": None if labels is None else str(_store_labels(labels, self._cache)),
+            "num_documents": len(corpus),
+            "num_bytes": corpus.num_bytes,
+            "num_samples": len(corpus),
+            "num_skipped": corpus.num_skipped,
+            "skipped": corpus.skipped,
+        }
+        if self._job.data.on_the_fly:
+            return PreparedText(**facts)
+        store = tokenize(corpus, self._tokenizer, self._cache, self._progress)
+        facts |= {"tokens_folder": str(store.folder), "num_tokens": len(store.tokens)}
+        return PreparedText(**facts | self._samples(store, is_labelled=labels is not None))
+
+    def split_by_text(self, text: PreparedText, share: float) -> tuple[PreparedText, PreparedText]:
+        """Hold out texts with all their windows."""
+        from plimsoll.data.texts import split_by_text
+
+        spans = open_spans(open_tokens(Path(str(text.tokens_folder))), Path(str(text.spans_folder)))
+        train, held_out = (
+            text.model_copy(update=self._facts_of(part)) for part in split_by_text(spans, share, self._job.seed)
+        )
+        return train, held_out
+
+    def _samples(self, store: TokenStore, is_labelled: bool) -> dict[str, Any]:
+        data, length = self._job.data, self._job.sequence_length
+        if not (is_labelled or data.pack or data.borders):
+            return {"num_samples": num_windows(len(store.tokens), length, data.stride)}
+        borders = border_table(self._tokenizer.backend, data.borders) if data.borders else None
+        spans = cut_texts(
+            store, length, long_texts=data.long_texts, stride=data.stride, borders=borders,
+            with_end=not is_labelled, progress=self._progress,
+        )  # fmt: skip
+        return self._facts_of(spans) | {
+            "num_long_texts": spans.num_long_texts,
+            "num_truncated": spans.num_truncated,
+            "num_dropped_tokens": spans.num_dropped_tokens,
+            "num_cut_inside": spans.num_cut_inside,
+        }
+
+    def _facts_of(self, spans: Spans) -> dict[str, Any]:
+        facts = {"spans_folder": str(spans.folder), "num_samples": len(spans)}
+        if not self._job.data.pack:
+            return facts
+        from plimsoll.data.packing import pack
+
+        packs = pack(spans, progress=self._progress)
+        return facts | {"packs_folder": str(packs.folder), "num_samples": len(packs)}
 
 
 def _store_labels(labels: NDArray[Any], cache: Path) -> Path:
@@ -162,28 +263,72 @@ def _store_labels(labels: NDArray[Any], cache: Path) -> Path:
         np.save(folder / _LABELS_FILE, labels)
         return {}
 
-    folder = cache / f"labels-{hashlib.sha256(labels.data).hexdigest()[:16]}"
+    folder = cache / f"labels-{hashlib.sha256(np.ascontiguousarray(labels).data).hexdigest()[:16]}"
     stored(folder, write)
     return folder
 
 
-def _open(text: PreparedText, prepared: Prepared, job: Job) -> Dataset:
-    from plimsoll.data.windows import DocumentDataset, WindowDataset
+class _Opening:
+    """Datasets of what is prepared."""
 
-    store = open_tokens(Path(text.tokens_folder))
+    def __init__(self, prepared: Prepared, job: Job) -> None:
+        self._prepared, self._job = prepared, job
+
+    def samples(self, text: PreparedText, is_training: bool) -> Samples:
+        """Map the samples of some texts; what augments them does so in training only."""
+        from plimsoll.data.packing import PackedDataset, open_packs
+        from plimsoll.data.texts import DocumentDataset
+        from plimsoll.data.windows import WindowDataset
+
+        job, end_id = self._job, self._prepared.end_id
+        if text.tokens_folder is None:
+            return self._on_the_fly(text, is_training)
+        store = open_tokens(Path(text.tokens_folder))
+        if text.spans_folder is None:
+            return WindowDataset(store, job.sequence_length, job.data.stride)
+        spans = open_spans(store, Path(text.spans_folder))
+        if text.packs_folder is not None:
+            return PackedDataset(open_packs(spans, Path(text.packs_folder)), end_id)
+        return DocumentDataset(spans, _labels(text), end_id, augmentation=self._tokens(is_training))
+
+    def _on_the_fly(self, text: PreparedText, is_training: bool) -> Samples:
+        from plimsoll.data.augment_text import TextAugmentation
+        from plimsoll.data.on_the_fly import TextDataset
+
+        job, augment = self._job, self._job.data.augment
+        assert job.data.long_texts != "window", "the job was checked when it was read"
+        corpus = open_index(Path(text.index_folder))
+        return TextDataset(
+            corpus.with_blocks() if job.data.order == "blocks" else corpus,
+            Path(self._prepared.tokenizer_folder),
+            _labels(text),
+            job.sequence_length,
+            self._prepared.end_id,
+            long_texts=job.data.long_texts,
+            words=TextAugmentation(augment, job.seed) if is_training and augment and augment.changes_text else None,
+            tokens=self._tokens(is_training),
+        )
+
+    def _tokens(self, is_training: bool) -> TokenAugmentation | None:
+        from plimsoll.data.augment import TokenAugmentation
+
+        job, prepared, augment = self._job, self._prepared, self._job.data.augment
+        if not is_training or augment is None or not augment.changes_tokens:
+            return None
+        return TokenAugmentation(augment, job.seed, prepared.special_ids, prepared.mask_id, job.sequence_length)
+
+
+def _labels(text: PreparedText) -> NDArray[Any] | None:
     if text.labels_folder is None:
-        return WindowDataset(store, job.sequence_length)
+        return None
     folder = Path(text.labels_folder)
     if read_facts(folder) is None:
         raise DataError(f"the labels {folder} are gone from the cache, or torn: prepare them again, as --resume does")
-    labels = np.load(folder / _LABELS_FILE, mmap_mode="r")
-    return DocumentDataset(store, labels, job.sequence_length, prepared.end_id)
+    labels: NDArray[Any] = np.load(folder / _LABELS_FILE, mmap_mode="r")
+    return labels
 
 
-def _key(
-    names: tuple[str, ...], train: PreparedText, held_out: PreparedText | None, validation: str | float | None
-) -> str:
-    """Hash the names of the stores, which say their content, wherever the cache and the texts are."""
-    folders = [folder for text in (train, held_out) if text for folder in (text.tokens_folder, text.labels_folder)]
-    parts = [names, [folder and Path(folder).name for folder in folders], None if held_out else validation]
-    return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
+def _key(names: list[str], train: PreparedText, held_out: PreparedText | None, validation: str | float | None) -> str:
+    """Hash what says the content of the stores, wherever the cache and the texts are."""
+    parts = [[text.corpus_key, *(folder.name for folder in text.folders[1:])] for text in (train, held_out) if text]
+    return hashlib.sha256(repr([names, parts, None if held_out else validation]).encode()).hexdigest()[:32]

@@ -1,18 +1,26 @@
-"""What a model must know of a job's texts, without reading them: for a prediction, which answers in seconds.
+"""What a model must know of a job's texts, without reading all of them: for a prediction, which answers in seconds.
 
 The size of the vocabulary is that of a tokenizer that exists, or the one asked for where it is still to be trained (too
-little text gives a smaller one). Labels are the folders that hold a file, empty files included. The texts of language
-modelling need not be on this machine.
+little text gives a smaller one). Labels are the folders that hold a file, empty files included; or those in a column of
+the first MiB of up to 16 files, so that a rare class beyond is missed (what must be converted, is, into a folder that
+is removed). The texts of language modelling need not be on this machine.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
+from plimsoll.data.formats import Reading
+from plimsoll.data.index import open_corpus
 from plimsoll.data.sources import find_files
 from plimsoll.data.tokenizer import load_tokenizer
-from plimsoll.records.job import Job
+from plimsoll.records.job import DataSource, Job
+
+_HEAD_BYTES, _MOST_HEADS = 1 << 20, 16
+_CUT_ANYWHERE = (".jsonl", ".ndjson", ".csv", ".tsv")  # the begin of such a file is one, but for its last row
 
 
 class TextSketch(NamedTuple):
@@ -24,18 +32,41 @@ class TextSketch(NamedTuple):
 
 
 def sketch_texts(job: Job) -> TextSketch:
-    """Look at the tokenizer and the names of the files, not into them.
+    """Look at the tokenizer and the names of the files, and into them for labels that are in a column.
 
     Raises:
         DataError: if the tokenizer cannot be loaded, or there are no files to take the labels from.
     """
     vocab_size, end_id = job.tokenizer.vocab_size, 0
     if job.tokenizer.path is not None:
-        backend, end_token = load_tokenizer(Path(job.tokenizer.path))
+        backend, end_token, _ = load_tokenizer(Path(job.tokenizer.path))
         vocab_size = 1 + max(backend.get_vocab(with_added_tokens=True).values())
         end_id = backend.token_to_id(end_token) or 0
     if job.task != "classification":
         return TextSketch(vocab_size, None, end_id)
-    sources = (job.data.train,) if isinstance(job.data.train, str) else job.data.train
-    folders = {Path(file.path).parent.name for file in find_files(sources)}  # as `labels_from_folders` names them
-    return TextSketch(vocab_size, max(len(folders), 2), end_id)
+    if job.data.label is not None:
+        num_labels = len(_labels_of_heads(job.data))
+    else:  # as `labels_from_folders` names them
+        num_labels = len({Path(file.path).parent.name for file in find_files(job.data.sources)})
+    return TextSketch(vocab_size, max(num_labels, 2), end_id)
+
+
+def _labels_of_heads(source: DataSource) -> Sequence[str]:
+    """Return the classes in the column of labels, as far as the heads of the files show them."""
+    reading = Reading(
+        text=source.text, label=source.label, escapes=source.escapes, header=source.header, on_error="skip"
+    )
+    with TemporaryDirectory(prefix="plimsoll-") as name:
+        folder = Path(name)
+        heads: list[str] = []
+        for given in source.sources:
+            files = find_files((given,)) if Path(given).suffix.lower() in _CUT_ANYWHERE else []
+            for file in files[:: -(-len(files) // _MOST_HEADS) or 1]:
+                head = folder / str(len(heads)) / Path(file.path).name
+                head.parent.mkdir()
+                with open(file.path, "rb") as whole:
+                    head.write_bytes(whole.read(_HEAD_BYTES))
+                heads.append(str(head))
+            if not files:
+                heads.append(given)
+        return open_corpus(heads, reading, folder / "cache").label_names

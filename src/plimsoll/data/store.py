@@ -2,13 +2,15 @@
 
 A store is written under a temporary name, its manifest (each file's size and the checksum of its first 64 KiB, and
 facts of the caller's) last, everything is synced, and the folder is renamed. So a crash, a kill or a full disk leaves
-no store. One process writes a store at a time; others wait for it and use its result (by ``flock``, which some network
-file systems lack). It does NOT detect a byte changed later beyond the head of a file, and removes no store that is no
-longer needed: the cache folder may be deleted whenever nothing runs.
+no store, and at most, where the writer can go on from it, the temporary folder. One process writes a store at a time;
+others wait for it and use its result (by ``flock``, which some network file systems lack). It does NOT detect a byte
+changed later beyond the head of a file, and removes no store that is no longer needed: the cache folder may be deleted
+whenever nothing runs.
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -17,7 +19,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from plimsoll.errors import OutputError
 from plimsoll.records.base import sync, write_atomically
@@ -30,10 +32,23 @@ _HEAD_BYTES = 64 << 10
 Facts = dict[str, Any]
 
 
-def stored(folder: Path, write: Callable[[Path], Facts]) -> Facts:
+class Progress(Protocol):
+    """Told how far a stage is: ``done`` of ``total``."""
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        """Show it."""
+        ...
+
+
+def silent(stage: str, done: int, total: int) -> None:
+    """Show nothing."""
+
+
+def stored(folder: Path, write: Callable[[Path], Facts], goes_on: bool = False) -> Facts:
     """Return the facts of the store at ``folder``; where there is none, or a torn one, let ``write`` fill it first.
 
-    ``write`` gets a new empty folder to put files into and returns the facts to keep with them (JSON).
+    ``write`` gets an empty folder to put files into and returns the facts to keep with them (JSON). With ``goes_on`` it
+    gets the folder as it left it when it was interrupted, and has to know itself which of it is good.
 
     Raises:
         OutputError: if the disk is full or the folder cannot be written; nothing is left behind.
@@ -43,7 +58,7 @@ def stored(folder: Path, write: Callable[[Path], Facts]) -> Facts:
         return facts
     with _translated(folder), _locked(folder):
         facts = read_facts(folder)  # another process may have written it while this one waited
-        return _written(folder, write) if facts is None else facts
+        return _written(folder, write, goes_on) if facts is None else facts
 
 
 def read_facts(folder: Path) -> Facts | None:
@@ -72,10 +87,11 @@ def require_space(folder: Path, needed_bytes: int) -> None:
         )
 
 
-def _written(folder: Path, write: Callable[[Path], Facts]) -> Facts:
+def _written(folder: Path, write: Callable[[Path], Facts], goes_on: bool) -> Facts:
     temporary = folder.with_name(folder.name + ".part")
-    shutil.rmtree(temporary, ignore_errors=True)  # of a process that was killed: the lock is ours
-    temporary.mkdir()
+    if not goes_on:
+        shutil.rmtree(temporary, ignore_errors=True)  # of a process that was killed: the lock is ours
+    temporary.mkdir(exist_ok=goes_on)
     try:
         facts = write(temporary)
         for path in temporary.iterdir():
@@ -86,7 +102,8 @@ def _written(folder: Path, write: Callable[[Path], Facts]) -> Facts:
         temporary.replace(folder)
         sync(folder.parent)
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        if not goes_on:
+            shutil.rmtree(temporary, ignore_errors=True)
     return facts
 
 
@@ -106,9 +123,10 @@ def _translated(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise OutputError(
-            f"cannot write the cache {folder}: {error.strerror}; free some space, or put the cache on another disk"
-        ) from error
+        what = f"cannot write the cache {folder}: {error.strerror}"
+        if error.errno in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}:
+            raise OutputError(f"{what}; free some space, or put the cache on another disk") from error
+        raise OutputError(f"{what}; give a folder that can be written to") from error
 
 
 @contextmanager

@@ -17,10 +17,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from plimsoll.data.index import Corpus, Progress, silent
-from plimsoll.data.store import Facts, read_facts, stored
+from plimsoll.data.corpus import Corpus
+from plimsoll.data.store import Facts, Progress, read_facts, silent, stored
 from plimsoll.errors import DataError
 from plimsoll.records.base import write_atomically
 from plimsoll.records.job import TokenizerSource
@@ -33,6 +33,8 @@ _SAMPLE_BYTES = 64 << 20
 _RECIPE = 1  # raise it when training with the same settings gives other tokens
 _TOKENIZER_FILE = "tokenizer.json"
 _END_ROLES = ("eos_token", "sep_token", "pad_token")
+_ROLES = (*_END_ROLES, "mask_token")
+_MASK_NAMES = ("[MASK]", "<mask>", "<|mask|>", "<mask_1>")
 _END_NAMES = (END_TOKEN, "</s>", "<eos>", "<|end_of_text|>", "<|im_end|>", "[SEP]")
 _THREADS = "TOKENIZERS_PARALLELISM"
 _USER_THREADS = os.environ.get(_THREADS)
@@ -45,6 +47,7 @@ class Tokenizer:
     backend: tokenizers.Tokenizer
     folder: Path
     end_token: str
+    mask_token: str | None = None
 
     @cached_property
     def key(self) -> str:
@@ -63,6 +66,17 @@ class Tokenizer:
         assert number is not None, f"{self.end_token!r} was found when the tokenizer was loaded"
         return number
 
+    @property
+    def mask_id(self) -> int | None:
+        """The token that stands for a masked one, if there is one."""
+        return None if self.mask_token is None else self.backend.token_to_id(self.mask_token)
+
+    @property
+    def special_ids(self) -> tuple[int, ...]:
+        """The end token and all that the tokenizer calls special."""
+        added = self.backend.get_added_tokens_decoder()
+        return tuple(sorted({self.end_id, *(number for number, token in added.items() if token.special)}))
+
 
 def prepare_tokenizer(source: TokenizerSource, corpus: Corpus, cache: Path, progress: Progress = silent) -> Tokenizer:
     """Load the tokenizer ``source.path``, or train one on ``corpus``, and keep it in the cache.
@@ -78,12 +92,12 @@ def prepare_tokenizer(source: TokenizerSource, corpus: Corpus, cache: Path, prog
         OutputError: if the cache cannot be written.
     """
     if source.path is not None:
-        backend, end_token = load_tokenizer(Path(source.path))
-        folder = cache / f"tokenizer-{_key(backend, end_token)[:16]}"
-        stored(folder, lambda place: _write(place, backend, end_token))
+        loaded = load_tokenizer(Path(source.path))
+        folder = cache / f"tokenizer-{_hash(_key(loaded.backend, loaded.end_token), loaded.mask_token or '')[:16]}"
+        stored(folder, lambda place: _write(place, loaded))
     else:
         folder = cache / f"tokenizer-{_hash(*map(str, _settings(source, corpus)))[:16]}"
-        stored(folder, lambda place: _write(place, _train(corpus, source.vocab_size, progress), END_TOKEN))
+        stored(folder, lambda place: _write(place, Loaded(_train(corpus, source.vocab_size, progress), END_TOKEN)))
     return open_tokenizer(folder)
 
 
@@ -150,9 +164,9 @@ def _settings(source: TokenizerSource, corpus: Corpus) -> tuple[str | int, ...]:
     return (_RECIPE, tokenizers.__version__, corpus.key, source.train, source.vocab_size)
 
 
-def _write(folder: Path, backend: tokenizers.Tokenizer, end_token: str) -> Facts:
-    backend.save(str(folder / _TOKENIZER_FILE))
-    return {"end_token": end_token}
+def _write(folder: Path, loaded: Loaded) -> Facts:
+    loaded.backend.save(str(folder / _TOKENIZER_FILE))
+    return {"end_token": loaded.end_token, "mask_token": loaded.mask_token}
 
 
 def _train(corpus: Corpus, vocab_size: int, progress: Progress) -> tokenizers.Tokenizer:
@@ -181,7 +195,15 @@ def _counted(corpus: Corpus, progress: Progress) -> Iterator[str]:
         progress("tokenizer", done_bytes, total_bytes)
 
 
-def load_tokenizer(path: Path) -> tuple[tokenizers.Tokenizer, str]:
+class Loaded(NamedTuple):
+    """A tokenizer that is not in the cache yet, with its tokens for the end of a text and, if any, for a mask."""
+
+    backend: tokenizers.Tokenizer
+    end_token: str
+    mask_token: str | None = None
+
+
+def load_tokenizer(path: Path) -> Loaded:
     """Load an existing tokenizer, and name its token for the end of a text.
 
     Raises:
@@ -191,8 +213,7 @@ def load_tokenizer(path: Path) -> tuple[tokenizers.Tokenizer, str]:
         raise DataError(f"there is no tokenizer at {path}: give a folder with a {_TOKENIZER_FILE}, or such a file")
     file = path / _TOKENIZER_FILE if path.is_dir() else path
     backend, roles = _from_file(file) if file.is_file() else _from_transformers(path)
-    known = [roles[role] for role in _END_ROLES if roles.get(role)] + list(_END_NAMES)
-    end_token = next((token for token in known if backend.token_to_id(token) is not None), None)
+    end_token = _first_known(backend, roles, _END_ROLES, _END_NAMES)
     if end_token is None:
         raise DataError(
             f"the tokenizer {path} has no token for the end of a text: name one of its tokens as `eos_token` in the "
@@ -200,7 +221,15 @@ def load_tokenizer(path: Path) -> tuple[tokenizers.Tokenizer, str]:
         )
     backend.no_truncation()
     backend.no_padding()
-    return backend, end_token
+    return Loaded(backend, end_token, _first_known(backend, roles, ("mask_token",), _MASK_NAMES))
+
+
+def _first_known(
+    backend: tokenizers.Tokenizer, roles: dict[str, str], wanted: tuple[str, ...], names: tuple[str, ...]
+) -> str | None:
+    """Return the token of the first of these roles that has one, or of these names."""
+    tokens = [roles[role] for role in wanted if roles.get(role)] + list(names)
+    return next((token for token in tokens if backend.token_to_id(token) is not None), None)
 
 
 def _from_file(file: Path) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
@@ -215,7 +244,7 @@ def _from_file(file: Path) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
                 roles |= json.loads(beside.read_bytes())
     except ValueError as error:
         raise DataError(f"{file} is not a tokenizer of the `tokenizers` library ({error}): give another") from None
-    return backend, {role: _content(roles[role]) for role in _END_ROLES if roles.get(role)}
+    return backend, {role: _content(roles[role]) for role in _ROLES if roles.get(role)}
 
 
 def _content(token: str | dict[str, Any]) -> str:
@@ -232,4 +261,4 @@ def _from_transformers(folder: Path) -> tuple[tokenizers.Tokenizer, dict[str, st
         raise DataError(f"{folder} holds no tokenizer that transformers can load ({error}): give another") from None
     if not loaded.is_fast:
         raise DataError(f"the tokenizer in {folder} has no fast form: convert it to a {_TOKENIZER_FILE} first")
-    return loaded.backend_tokenizer, {role: getattr(loaded, role) for role in _END_ROLES if getattr(loaded, role)}
+    return loaded.backend_tokenizer, {role: getattr(loaded, role) for role in _ROLES if getattr(loaded, role)}

@@ -1,25 +1,31 @@
-"""Tokens as samples: fixed windows for language modelling, whole texts with a label for classification.
+"""Tokens as samples: what every dataset here offers, fixed windows of a token stream, and splits.
 
-A dataset here has a length and `batch(ids)`, one vectorised gather from the memory map; nothing is kept in memory. The
-held-out share is drawn by a keyed permutation, so a split of any size is two small objects, not two lists. NOT covered:
-overlapping windows, attention that stops at the border between two texts of a window, lengths grouped in buckets.
+A dataset has a length and `batch(ids)`, one vectorised gather from the memory map; nothing is kept in memory. It is an
+ordinary map-style ``torch.utils.data`` dataset too, with the `collate` its samples need. The held-out share is drawn by
+a keyed permutation, so a split of any size is two small objects, not two lists. Texts one by one, also cut at the
+borders of sentences, are in `plimsoll.data.texts`; rows of whole texts, which no attention crosses, in
+`plimsoll.data.packing`. NOT covered: which samples make a batch (`plimsoll.data.batching`).
 
 Shapes: B samples of the batch, T tokens of a sample.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from plimsoll.data.order import Order
+from plimsoll.data.order import BlockShuffle, Order, Unshuffled
+from plimsoll.data.spans import checked_stride
 from plimsoll.data.tokens import TokenStore
 from plimsoll.errors import DataError
 
-_ITEMS_PER_PASS = 1 << 20
+IGNORED_LABEL = -100  # the default `ignore_index` of torch.nn.functional.cross_entropy: a token that is not predicted
 
 
 class Dataset(Protocol):
@@ -29,94 +35,136 @@ class Dataset(Protocol):
         """Return how many samples there are."""
         ...
 
-    def batch(self, ids: NDArray[np.int64]) -> dict[str, torch.Tensor]:
-        """Return the samples ``ids`` stacked field by field, the batch first."""
+    def batch(self, ids: NDArray[np.int64], epoch: int = 0) -> dict[str, torch.Tensor]:
+        """Return the samples ``ids`` stacked field by field, the batch first; ``epoch`` chooses the augmentation."""
+        ...
+
+    def lengths(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the tokens of each sample: what decides how wide a batch is."""
         ...
 
 
-class WindowDataset:
-    """All texts laid end to end, the end token after each, cut into windows of ``sequence_length`` tokens.
+class Samples(torch.utils.data.Dataset[dict[str, torch.Tensor]], ABC):
+    """What makes an ordinary ``torch.utils.data`` dataset of `batch`: samples one by one, in lists, and `collate`.
 
-    Raises:
-        DataError: if the text does not fill one window.
+    ``DataLoader(dataset, batch_size=8, collate_fn=dataset.collate)`` gives the batches that `batch` gives.
+
+    ``padding`` says what fills each field of a row up to `padded_length`; without it all rows are of one length.
     """
 
-    def __init__(self, store: TokenStore, sequence_length: int) -> None:
-        num_windows, self.num_dropped_tokens = divmod(len(store.tokens), sequence_length)
-        if not num_windows:
+    block_samples = BlockShuffle.block_samples  # neighbours that are read at once, in an order by blocks
+    reads_fast = True  # from a memory map: a worker process would take longer to hand a batch over
+    sequence_length: int
+    pad_multiple = 1
+    padding: Mapping[str, int] = MappingProxyType({})
+    epoch = 0
+
+    @property
+    def num_truncated(self) -> int:
+        """How many samples were truncated as they were read; of what is prepared once it is known before."""
+        return 0
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Return how many samples there are."""
+
+    @abstractmethod
+    def batch(self, ids: NDArray[np.int64], epoch: int = 0) -> dict[str, torch.Tensor]:
+        """Return the samples ``ids`` stacked field by field, the batch first; ``epoch`` chooses the augmentation."""
+
+    @abstractmethod
+    def lengths(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the tokens of each sample, before augmentation."""
+
+    def padded_length(self, longest: int) -> int:
+        """Return how long the rows of a batch are whose longest sample has ``longest`` tokens."""
+        return min(-(-longest // self.pad_multiple) * self.pad_multiple, self.sequence_length)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the augmentation of the samples that are fetched one by one; call it before each epoch."""
+        self.epoch = epoch
+
+    def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
+        return self.__getitems__([number])[0]
+
+    def __getitems__(self, numbers: list[int]) -> list[dict[str, torch.Tensor]]:
+        """Return some samples without padding; a negative number counts from the end."""
+        valid = range(len(self))
+        batch = self.batch(np.array([valid[number] for number in numbers], np.int64), self.epoch)
+        lengths = batch["attention_mask"].sum(1).tolist() if self.padding else [self.sequence_length] * len(numbers)
+        return [
+            {name: field[row, :length] if name in self.padding else field[row] for name, field in batch.items()}
+            for row, length in enumerate(lengths)
+        ]
+
+    def collate(self, samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        """Pad and stack single samples to the batch that `batch` would make of them."""
+        length = self.padded_length(max(len(sample["input_ids"]) for sample in samples))
+        return {
+            name: torch.stack([self._padded(name, sample[name], length) for sample in samples]) for name in samples[0]
+        }
+
+    def _padded(self, name: str, field: torch.Tensor, length: int) -> torch.Tensor:
+        if name not in self.padding:
+            return field
+        return torch.nn.functional.pad(field, (0, length - len(field)), value=self.padding[name])
+
+
+class WindowDataset(Samples):
+    """All texts laid end to end, the end token after each, cut into windows of ``sequence_length`` tokens.
+
+    With a ``stride`` below the length, windows overlap: a token has the longer left context of the later window, and
+    the label -100 where an earlier window predicts it, so that all tokens but the first are predicted exactly once.
+
+    Args:
+        store: the texts.
+        sequence_length: the tokens of a window.
+        stride: from the begin of a window to the next, from 1 to ``sequence_length``, which is the default.
+
+    Raises:
+        DataError: if the text does not fill one window, or the stride is out of range.
+    """
+
+    def __init__(self, store: TokenStore, sequence_length: int, stride: int | None = None) -> None:
+        self.stride = checked_stride(stride, sequence_length)
+        self.sequence_length, self._store = sequence_length, store
+        num_tokens = len(store.tokens)
+        if num_tokens < sequence_length:
             raise DataError(
-                f"the text has {len(store.tokens)} tokens, but one sample is sequence_length = {sequence_length}: give "
-                f"more text, or shorten it with --set sequence_length={max(len(store.tokens) // 2, 2)}"
+                f"the text has {num_tokens} tokens, but one sample is sequence_length = {sequence_length}: give "
+                f"more text, or shorten it with --set sequence_length={max(num_tokens // 2, 2)}"
             )
-        self._windows = store.tokens[: num_windows * sequence_length].reshape(num_windows, sequence_length)
+        self._windows = np.lib.stride_tricks.sliding_window_view(store.tokens, sequence_length)[:: self.stride]
+        self.num_dropped_tokens = num_tokens - sequence_length - (len(self._windows) - 1) * self.stride
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return WindowDataset, (self._store, self.sequence_length, self.stride)
 
     def __len__(self) -> int:
         return len(self._windows)
 
-    def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
-        return {name: field[0] for name, field in self.batch(np.array([range(len(self))[number]])).items()}
+    def batch(self, ids: NDArray[np.int64], epoch: int = 0) -> dict[str, torch.Tensor]:
+        """Return ``input_ids`` and ``labels`` (B, T), for a model that shifts the labels.
 
-    def batch(self, ids: NDArray[np.int64]) -> dict[str, torch.Tensor]:
-        """Return ``input_ids`` and ``labels`` (B, T): one and the same tensor, for the model shifts the labels."""
+        Without overlap they are one and the same tensor.
+        """
         input_ids_BT = torch.from_numpy(self._windows[ids].astype(np.int64))
-        return {"input_ids": input_ids_BT, "labels": input_ids_BT}
+        num_repeated = self.sequence_length - self.stride
+        if not num_repeated:
+            return {"input_ids": input_ids_BT, "labels": input_ids_BT}
+        labels_BT = input_ids_BT.clone()
+        labels_BT[torch.from_numpy(ids > 0), :num_repeated] = IGNORED_LABEL
+        return {"input_ids": input_ids_BT, "labels": labels_BT}
 
-
-class DocumentDataset:
-    """One sample per text, with its label, truncated to ``sequence_length`` tokens.
-
-    A text without a token (white space, to some tokenizers) is its end token, so that every sample has one.
-
-    Args:
-        store: the texts.
-        labels: the class of every text.
-        sequence_length: the most tokens of a sample.
-        pad_id: the token that fills the rows of a batch up to its longest.
-    """
-
-    def __init__(self, store: TokenStore, labels: NDArray[np.integer], sequence_length: int, pad_id: int) -> None:
-        assert len(store.ends) == len(labels), (len(store.ends), len(labels))
-        self._store, self._labels = store, labels
-        self._sequence_length, self._pad_id = sequence_length, pad_id
-        self.num_truncated = sum(
-            int(
-                np.count_nonzero(
-                    self._lengths(np.arange(begin, min(begin + _ITEMS_PER_PASS, len(labels)))) > sequence_length
-                )
-            )
-            for begin in range(0, len(labels), _ITEMS_PER_PASS)
-        )
-
-    def __len__(self) -> int:
-        return len(self._labels)
-
-    def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
-        return {name: field[0] for name, field in self.batch(np.array([range(len(self))[number]])).items()}
-
-    def batch(self, ids: NDArray[np.int64]) -> dict[str, torch.Tensor]:
-        """Return ``input_ids`` and ``attention_mask`` (B, T), T the longest of these samples, and ``labels`` (B,)."""
-        lengths_B = np.clip(self._lengths(ids), 1, self._sequence_length)
-        places_T = np.arange(lengths_B.max())
-        inside_BT = places_T < lengths_B[:, None]
-        places_BT = np.where(inside_BT, self._starts(ids)[:, None] + places_T, 0)
-        input_ids_BT = np.where(inside_BT, self._store.tokens[places_BT], self._pad_id)
-        return {
-            "input_ids": torch.from_numpy(input_ids_BT.astype(np.int64)),
-            "attention_mask": torch.from_numpy(inside_BT.astype(np.int64)),
-            "labels": torch.from_numpy(self._labels[ids].astype(np.int64)),
-        }
-
-    def _starts(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
-        return np.where(ids > 0, self._store.ends[ids - 1] + 1, 0)
-
-    def _lengths(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
-        return self._store.ends[ids] - self._starts(ids)
+    def lengths(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return ``sequence_length`` for each."""
+        return np.full(len(ids), self.sequence_length)
 
 
 class Selection:
-    """Some samples of a dataset in a drawn order: ``selection[positions]`` are their numbers. Takes no memory."""
+    """Some samples of a dataset in an order: ``selection[positions]`` are their numbers. Takes no memory."""
 
-    def __init__(self, order: Order, start: int, stop: int) -> None:
+    def __init__(self, order: Order | Unshuffled, start: int, stop: int) -> None:
         self._order, self._start, self._stop = order, start, stop
 
     def __len__(self) -> int:
@@ -126,36 +174,76 @@ class Selection:
         return self._order.at(0, positions + self._start)
 
 
-class Subset:
+class Subset(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     """The selected samples of a dataset, as a dataset."""
 
-    def __init__(self, dataset: Dataset, ids: Selection | NDArray[np.int64]) -> None:
+    def __init__(self, dataset: Samples, ids: Selection | NDArray[np.int64]) -> None:
         self._dataset, self._ids = dataset, ids
+        self.reads_fast, self.pad_multiple = dataset.reads_fast, dataset.pad_multiple
+        self.sequence_length, self.block_samples = dataset.sequence_length, dataset.block_samples
+
+    @property
+    def num_truncated(self) -> int:
+        """How many samples were truncated as they were read, of the whole dataset."""
+        return self._dataset.num_truncated
 
     def __len__(self) -> int:
         return len(self._ids)
 
-    def batch(self, ids: NDArray[np.int64]) -> dict[str, torch.Tensor]:
+    def batch(self, ids: NDArray[np.int64], epoch: int = 0) -> dict[str, torch.Tensor]:
         """Return the samples at these positions of the selection."""
-        return self._dataset.batch(self._ids[ids])
+        return self._dataset.batch(self._ids[ids], epoch)
+
+    def lengths(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the tokens of the samples at these positions of the selection."""
+        return self._dataset.lengths(self._ids[ids])
+
+    def set_epoch(self, epoch: int) -> None:
+        """As `Samples.set_epoch`."""
+        self._dataset.set_epoch(epoch)
+
+    def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
+        return self.__getitems__([number])[0]
+
+    def __getitems__(self, numbers: list[int]) -> list[dict[str, torch.Tensor]]:
+        """As `Samples.__getitems__`."""
+        valid = range(len(self))
+        return self._dataset.__getitems__(self._ids[np.array([valid[number] for number in numbers])].tolist())
+
+    def collate(self, samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        """As `Samples.collate`."""
+        return self._dataset.collate(samples)
 
 
-def split(num_samples: int, share: float, seed: int) -> tuple[Selection, Selection]:
-    """Draw ``share`` of the samples for validation; return the (train, validation) selections, which share no sample.
+def split(num_samples: int, share: float, seed: int, is_drawn: bool = True) -> tuple[Selection, Selection]:
+    """Choose ``share`` of the samples for validation; return the (train, validation) selections, which share no sample.
 
     Args:
         num_samples: the length of the dataset.
         share: from 0 to less than 1; with more than 0 at least one sample is held out, and at least one stays.
         seed: another seed draws other samples.
+        is_drawn: draw them, and let all come in a drawn order; else they are the last ones, and neighbours stay so.
 
     Raises:
         DataError: if a share is to be held out of fewer than 2 samples.
     """
-    num_held_out = min(max(round(num_samples * share), 1), num_samples - 1) if share else 0
+    num_validation = num_held_out(num_samples, share)
+    if not is_drawn:
+        as_is, num_training = Unshuffled(num_samples, seed), num_samples - num_validation
+        return Selection(as_is, 0, num_training), Selection(as_is, num_training, num_samples)
+    order = Order(num_samples, seed)
+    return Selection(order, num_validation, num_samples), Selection(order, 0, num_validation)
+
+
+def num_held_out(num_samples: int, share: float) -> int:
+    """Return how many samples a share is: with more than 0 at least one, and at least one is left.
+
+    Raises:
+        DataError: if a share is to be held out of fewer than 2 samples.
+    """
     if share and num_samples < 2:
         raise DataError(
             f"cannot hold out a share of {share:g} of {num_samples} sample: give more text, a shorter sequence_length, "
             f"or a file for data.validation"
         )
-    order = Order(num_samples, seed)
-    return Selection(order, num_held_out, num_samples), Selection(order, 0, num_held_out)
+    return min(max(round(num_samples * share), 1), num_samples - 1) if share else 0

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import hashlib
 import mmap
-import os
 import platform
 import tempfile
 import time
@@ -31,6 +30,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from plimsoll.errors import OutputError, RecordError
+from plimsoll.records.base import cache_folder
 from plimsoll.records.gpu import DeviceSpec
 from plimsoll.records.speed import Curve, MovingKind, Point, Speed
 
@@ -79,13 +79,6 @@ def measured_speed(progress: Callable[[str], object] = lambda text: None, device
     except (OSError, OutputError):
         pass  # it is measured again next time
     return speed
-
-
-def cache_folder() -> Path:
-    """Return the folder for what can be made again."""
-    own = os.environ.get("PLIMSOLL_CACHE")
-    usual = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "plimsoll"
-    return Path(own) if own else usual
 
 
 def measure_speed(device: str = "cpu") -> Speed:

@@ -90,6 +90,13 @@ class Record(Frozen):
         return cls.from_json(text, source=str(path))
 
 
+def cache_folder() -> Path:
+    """Return the folder for what can be made again."""
+    own = os.environ.get("PLIMSOLL_CACHE")
+    usual = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "plimsoll"
+    return Path(own) if own else usual
+
+
 def sync(path: Path) -> None:
     """Have a file, or the names in a folder, on the disk.
 

@@ -8,25 +8,59 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 import yaml
-from pydantic import BeforeValidator, Field, ValidationError, field_validator
+from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
 from pydantic_core import ErrorDetails
 
 from plimsoll.errors import JobError
+from plimsoll.records.augmentation import Augmentation
 from plimsoll.records.base import Frozen, Record
 from plimsoll.records.device import Budget
 
+HUB_PREFIX = "hf:"  # of a dataset by its name on the Hugging Face hub
+_NOT_EMPTY = Field(min_length=1)
+_Column = Annotated[
+    str, _NOT_EMPTY, BeforeValidator(lambda name: str(name) if isinstance(name, int) else name)
+]  # 1 is a name too
+
+
+def _is_share(value: Any) -> bool:
+    """Whether a text is a share in quotes, and no path."""
+    return isinstance(value, str) and re.fullmatch(r"0?\.\d+", value) is not None
+
+
+def _share_of(value: Any) -> Any:
+    if value == "":
+        raise ValueError("it is empty: give a path, a share such as 0.02, or leave it out")
+    return float(value) if _is_share(value) else value
+
 
 class DataSource(Frozen):
-    """Where the text is. ``validation`` is a path, or the share (0 to 1) of the training units held out."""
+    """Where the text is, and how it becomes samples; every field is explained in `docs/job.md`.
 
-    train: Annotated[str, Field(min_length=1)] | tuple[Annotated[str, Field(min_length=1)], ...]
-    validation: str | float | None = None
-    unit: Literal["document", "line"] = "document"
+    ``validation`` is a path, or the share (0 to 1) of the training samples held out.
+    """
+
+    train: Annotated[str, Field(min_length=1)] | Annotated[tuple[Annotated[str, Field(min_length=1)], ...], _NOT_EMPTY]
+    validation: Annotated[str | float | None, BeforeValidator(_share_of)] = None
+    unit: Literal["document", "line", "paragraph"] = "document"
+    text: _Column | Annotated[tuple[_Column, ...], _NOT_EMPTY] | None = None
+    label: _Column | None = None
+    escapes: bool = False
+    header: bool | None = None
+    on_error: Literal["stop", "skip"] = "stop"
+    long_texts: Literal["window", "truncate", "stop"] = "window"
+    stride: int | None = Field(default=None, ge=1)
+    borders: Literal["sentence", "paragraph"] | None = None
+    pack: bool = False
+    order: Literal["shuffle", "by_length", "blocks", "as_is"] = "shuffle"
+    augment: Augmentation | None = None
+    on_the_fly: bool = False
+    workers: Annotated[int, Field(ge=0, le=1024, strict=True)] | Literal["auto"] = "auto"
 
     @field_validator("validation")
     @classmethod
@@ -34,6 +68,37 @@ class DataSource(Frozen):
         if isinstance(value, float) and not 0 <= value < 1:
             raise ValueError("a held-out share is from 0 to less than 1, for example 0.02")
         return value
+
+    @model_validator(mode="after")
+    def _agrees(self) -> DataSource:
+        if self.pack and (self.borders or self.stride or self.on_the_fly):
+            raise ValueError("pack: true puts whole texts into rows: leave out borders, stride and on_the_fly")
+        if self.stride and (self.borders or self.long_texts != "window"):
+            raise ValueError(
+                f"stride {self.stride} is for windows that do not end at borders, and long_texts {self.long_texts!r} "
+                "makes none: leave out stride, or borders and long_texts"
+            )
+        if self.on_the_fly and (self.borders or self.stride or self.long_texts == "window"):
+            raise ValueError(
+                "on_the_fly: true cannot cut texts into windows, for it does not know how long they are: leave out "
+                "borders and stride and add `long_texts: truncate` or `long_texts: stop`, or tokenize once"
+            )
+        if self.augment and self.augment.changes_text and not self.on_the_fly:
+            raise ValueError(
+                "augment changes words, which are known only where texts are tokenized as they are read: add "
+                "`on_the_fly: true`, or change tokens (mask, delete, swap, token_function)"
+            )
+        return self
+
+    @property
+    def has_padding(self) -> bool:
+        """Whether samples of language modelling are of many lengths."""
+        return self.on_the_fly or self.borders is not None
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """What ``train`` names, as a list."""
+        return (self.train,) if isinstance(self.train, str) else self.train
 
 
 class TokenizerSource(Frozen):
@@ -81,6 +146,7 @@ class Job(Record):
     tokenizer: TokenizerSource = TokenizerSource()
     sequence_length: int = Field(default=256, ge=2)
     batch_size: int = Field(default=32, ge=1)
+    batch_tokens: int | None = Field(default=None, ge=1)
     optimizer: OptimizerChoice = OptimizerChoice()
     steps: int = Field(default=100, ge=1)
     precision: Literal["fp32", "bf16", "fp16", "auto"] = "fp32"
@@ -90,6 +156,66 @@ class Job(Record):
     checkpoint: CheckpointPolicy = CheckpointPolicy()
     evaluate_every: int | None = Field(default=None, ge=1)
     seed: int = Field(default=0, ge=0, lt=1 << 63)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _sized_by_tokens(cls, fields: Any) -> Any:
+        if not isinstance(fields, dict) or "batch_size" in fields or not isinstance(fields.get("batch_tokens"), int):
+            return fields
+        length = fields.get("sequence_length", cls.model_fields["sequence_length"].default)
+        is_usable = isinstance(length, int) and 0 < length <= fields["batch_tokens"]
+        return fields | ({"batch_size": fields["batch_tokens"] // length} if is_usable else {})
+
+    @model_validator(mode="after")
+    def _agrees(self) -> Job:
+        data, is_labelled = self.data, self.task == "classification"
+        if data.label and not is_labelled:
+            raise ValueError(f"data.label names a column of classes, but the task is {self.task}: leave it out")
+        if data.long_texts != "window" and not (is_labelled or data.pack or data.has_padding):
+            raise ValueError(
+                f"data.long_texts {data.long_texts!r} is for texts that are samples, but language-modeling cuts "
+                "windows of all of them laid end to end: leave it out, or set data.pack or data.borders"
+            )
+        if data.augment and data.augment.mask and self.tokenizer.path is None:
+            raise ValueError(
+                f"data.augment.mask {data.augment.mask:g} needs a tokenizer with a mask token; one that is "
+                "trained has none: give tokenizer a folder with one, or use delete"
+            )
+        if data.pack and is_labelled:
+            raise ValueError("data.pack joins texts into rows, but classification takes them one by one: leave it out")
+        if data.augment and not (is_labelled or data.has_padding):
+            raise ValueError(
+                "data.augment changes texts, but a window of language-modeling has parts of several: use data.borders, "
+                "data.on_the_fly or another task"
+            )
+        if data.order == "by_length" and not (is_labelled or data.has_padding):
+            raise ValueError(
+                "data.order: by_length, but all windows of language-modeling are equally long: use shuffle or blocks"
+            )
+        if data.stride and data.stride > self.sequence_length:
+            raise ValueError(
+                f"data.stride {data.stride} would leave out tokens between windows of sequence_length "
+                f"{self.sequence_length}: give a stride up to that"
+            )
+        if self.batch_tokens is not None and data.on_the_fly:
+            raise ValueError(
+                f"batch_tokens {self.batch_tokens} needs texts whose tokens are counted, and data.on_the_fly counts "
+                "none before they are read: give batch_size, or tokenize once"
+            )
+        if self.batch_tokens is not None:
+            num_samples = self.batch_tokens // self.sequence_length
+            if data.order != "by_length" or not num_samples:
+                raise ValueError(
+                    f"batch_tokens {self.batch_tokens} needs data.order: by_length, and at least sequence_length = "
+                    f"{self.sequence_length} tokens: set both, or give batch_size"
+                )
+            if self.batch_size != num_samples:
+                raise ValueError(
+                    f"batch_tokens {self.batch_tokens} are {num_samples} samples of sequence_length = "
+                    f"{self.sequence_length}, and more of shorter ones, not batch_size {self.batch_size}: give one of "
+                    f"them"
+                )
+        return self
 
     @property
     def own_precision(self) -> Literal["fp32", "bf16", "fp16"]:
@@ -103,11 +229,18 @@ class Job(Record):
         Raises:
             JobError: if the file is missing, is not YAML, or has fields or values that are not allowed; all at once.
         """
-        fields = _expanded(_read_yaml(path))
-        for change in changes:
-            _apply(fields, change)
-            fields = _expanded(fields)
+        fields = _changed(_read_yaml(path), changes)
         return cls.from_fields(fields, source=str(path), folder=path.parent, changes=changes)
+
+    @classmethod
+    def from_texts(cls, texts: Sequence[str], changes: tuple[str, ...] = ()) -> Job:
+        """Make the job of some texts, for what looks at nothing but its data; paths are taken from the working folder.
+
+        Raises:
+            JobError: as `from_yaml`.
+        """
+        fields = _changed({"model": "gpt2", "data": {"train": list(texts)}}, changes)
+        return cls.from_fields(fields, folder=Path(), changes=changes)
 
     @classmethod
     def from_fields(
@@ -168,6 +301,15 @@ def _no_file_but_folder(path: Path) -> str:
     return f"{path} is a folder, not a job file: give the path of the job file, such as {path / 'job.yaml'}"
 
 
+def _changed(fields: dict[str, Any], changes: tuple[str, ...]) -> dict[str, Any]:
+    """Return the fields with ``a.b=c`` changes applied, each to what those before it have left."""
+    fields = _expanded(fields)
+    for change in changes:
+        _apply(fields, change)
+        fields = _expanded(fields)
+    return fields
+
+
 def _apply(fields: dict[str, Any], change: str) -> None:
     """Set one dotted field; the value is read as YAML, so ``steps=5`` is a number."""
     name, equals, value = change.partition("=")
@@ -207,8 +349,12 @@ def _normalised(fields: dict[str, Any], folder: Path | None) -> dict[str, Any]:
     if "optimizer" in groups:
         groups["optimizer"] = _with_arguments(groups["optimizer"])
     for group, name in (("data", "train"), ("data", "validation"), ("tokenizer", "path")):
-        if folder is not None and name in groups.get(group, {}):
+        is_share = name == "validation" and _is_share(groups.get(group, {}).get(name))
+        if folder is not None and name in groups.get(group, {}) and not is_share:
             groups[group][name] = _from_folder(groups[group][name], folder)
+    augment = groups.get("data", {}).get("augment")
+    if folder is not None and isinstance(augment, dict) and "synonyms" in augment:
+        groups["data"]["augment"] = augment | {"synonyms": _from_folder(augment["synonyms"], folder)}
     return fields | groups
 
 
@@ -225,7 +371,9 @@ def _with_arguments(optimizer: dict[str, Any]) -> dict[str, Any]:
 def _from_folder(value: Any, folder: Path) -> Any:
     if isinstance(value, list | tuple):
         return [_from_folder(item, folder) for item in value]
-    return str(folder.resolve() / Path(value).expanduser()) if isinstance(value, str) and value else value
+    if not isinstance(value, str) or not value or value.startswith(HUB_PREFIX):
+        return value
+    return str(folder.resolve() / Path(value).expanduser())
 
 
 def _faults(error: ValidationError, changes: tuple[str, ...]) -> list[str]:
@@ -235,7 +383,7 @@ def _faults(error: ValidationError, changes: tuple[str, ...]) -> list[str]:
         where, known = _place(fault["loc"])
         lines.setdefault(where, []).append(_sentence(fault, where, known))
     return [
-        f"  {where}: {' or '.join(dict.fromkeys(sentences))}{_origin(where, changes)}"
+        f"  {where or 'job'}: {' or '.join(dict.fromkeys(sentences))}{_origin(where, changes)}"
         for where, sentences in lines.items()
     ]
 
@@ -258,10 +406,13 @@ def _place(location: tuple[int | str, ...]) -> tuple[str, list[str]]:
     names = []
     for part in location:
         names.append(str(part))
-        inner = group.model_fields[str(part)].annotation if str(part) in group.model_fields else None
-        if not (isinstance(inner, type) and issubclass(inner, Frozen)):
+        annotation = group.model_fields[str(part)].annotation if str(part) in group.model_fields else None
+        inner = [
+            one for one in (annotation, *get_args(annotation)) if isinstance(one, type) and issubclass(one, Frozen)
+        ]
+        if not inner:
             break
-        group = inner
+        group = inner[0]
     known = [name.removesuffix("_bytes") for name in group.model_fields if name != "arguments"]
     return ".".join(names).removesuffix("_bytes"), known
 
@@ -275,7 +426,8 @@ def _sentence(fault: ErrorDetails, where: str, known: list[str]) -> str:
         case "model_type":
             return f"needs fields ({', '.join(known)}), write for example `{where}: {{{known[0]}: ...}}`"
         case _:
-            return f"{fault['msg'].removeprefix('Value error, ')} (got {fault['input']!r})"
+            message = fault["msg"].removeprefix("Value error, ")
+            return message if isinstance(fault["input"], dict | Frozen) else f"{message} (got {fault['input']!r})"
 
 
 def near(name: str, known: Iterable[str]) -> str:

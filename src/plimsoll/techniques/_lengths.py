@@ -13,7 +13,7 @@ Shapes: B samples, T tokens.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -34,13 +34,14 @@ Group = tuple[Sequence[int], int]
 """The numbers of some samples of a batch, and the columns that are left of them."""
 
 
-def groups_by_length(batch: Any, num_samples: int) -> list[Group] | None:
+def groups_by_length(batch: Any, num_samples: int, full_length: int | None = None) -> list[Group] | None:
     """Cut a batch into groups of alike lengths, the longest first.
 
     Args:
         batch: the batch.
         num_samples: so many samples of the batch's full length may be in one group, and more of shorter ones: as many
             as have no more elements in all their fields.
+        full_length: the tokens of a sample of full length, where those of this batch may all be shorter.
 
     Returns:
         each sample in one group; ``None`` where nothing is known of the lengths.
@@ -50,14 +51,8 @@ def groups_by_length(batch: Any, num_samples: int) -> list[Group] | None:
         return None
     if num_samples >= len(lengths):
         return [(range(len(lengths)), max(lengths))]
-    num_columns = int(batch["attention_mask"].shape[1])
-    along_time = sum(1 for _ in _trimmable(batch, num_columns))
-    beside_time = count_elements(batch) // len(lengths) - along_time * num_columns
-
-    def elements(length: int) -> int:
-        return beside_time + along_time * max(length, min(_FEWEST_COLUMNS, num_columns))
-
-    most_elements = num_samples * elements(num_columns)
+    elements = _elements_by_length(batch)
+    most_elements = num_samples * elements(max(batch["attention_mask"].shape[1], full_length or 0))
     order = sorted(range(len(lengths)), key=lambda number: -lengths[number])  # stable: as they came where equal
     groups: list[Group] = []
     while order:
@@ -66,6 +61,21 @@ def groups_by_length(batch: Any, num_samples: int) -> list[Group] | None:
         groups.append((order[:taken], longest))
         order = order[taken:]
     return groups
+
+
+def elements_of_full_length(batch: Any, full_length: int) -> int | None:
+    """Return the elements that a sample of this batch would have at full length, ``None`` if that cannot be known."""
+    if lengths_of(batch) is None:
+        return None
+    return _elements_by_length(batch)(max(batch["attention_mask"].shape[1], full_length))
+
+
+def _elements_by_length(batch: Mapping[str, Any]) -> Callable[[int], int]:
+    """Return the elements of a sample of a batch as a function of its length."""
+    num_samples, num_columns = batch["attention_mask"].shape
+    along_time = sum(1 for _ in _trimmable(batch, num_columns))
+    beside_time = count_elements(batch) // num_samples - along_time * num_columns
+    return lambda length: beside_time + along_time * max(length, min(_FEWEST_COLUMNS, num_columns))
 
 
 def lengths_of(batch: Any) -> list[int] | None:

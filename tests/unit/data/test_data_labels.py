@@ -1,11 +1,14 @@
 """Classes from folders."""
 
+import json
 from pathlib import Path
 
 import pytest
 
-from plimsoll.data.index import Corpus, open_corpus
-from plimsoll.data.labels import labels_from_folders
+from plimsoll.data.corpus import Corpus
+from plimsoll.data.formats import Reading
+from plimsoll.data.index import open_corpus
+from plimsoll.data.labels import labels_from_column, labels_from_folders, labels_of
 from plimsoll.errors import DataError
 
 
@@ -13,7 +16,7 @@ def corpus_of(folder: Path, files: dict[str, str], unit: str = "document") -> Co
     for name, text in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
-    return open_corpus((str(folder),), unit, folder.parent / "cache")
+    return open_corpus((str(folder),), Reading(unit=unit), folder.parent / "cache")
 
 
 def test_the_class_of_a_text_is_the_folder_of_its_file(tmp_path: Path):
@@ -46,3 +49,24 @@ def test_a_class_without_text_is_not_dropped_in_silence(tmp_path: Path):
     corpus = corpus_of(tmp_path / "data", {"a/1.txt": "x", "b/1.txt": "x", "b/2.txt": "", "c/1.txt": ""})
     with pytest.raises(DataError, match=r"the classes c have no text .* from a, b: put text into these folders"):
         labels_from_folders(corpus)
+
+
+def table(path: Path, labels: list[str | int]) -> Corpus:
+    path.write_text("".join(f'{{"text": "x", "label": {json.dumps(label)}}}\n' for label in labels))
+    return open_corpus((str(path),), Reading(label="label"), path.parent / "cache")
+
+
+def test_the_class_of_a_row_is_in_its_column(tmp_path: Path):
+    names, labels = labels_of(table(tmp_path / "a.jsonl", ["spam", "ham", "spam"]))
+    assert (names, labels.tolist(), str(labels.dtype)) == (("ham", "spam"), [1, 0, 1], "uint8")
+    names, labels = labels_of(table(tmp_path / "b.jsonl", [10, 9, -1]))
+    assert (names, labels.tolist()) == (("-1", "9", "10"), [2, 1, 0])
+
+
+def test_validation_rows_are_numbered_like_the_training_rows(tmp_path: Path):
+    corpus = table(tmp_path / "a.jsonl", ["c", "a", "c"])
+    assert labels_from_column(corpus, ("a", "b", "c"))[1].tolist() == [2, 0, 2]
+    with pytest.raises(DataError, match=r"classes 'c', but the training .* only 'a', 'cc': .* \(did you mean 'cc'\?\)"):
+        labels_from_column(corpus, ("a", "cc"))
+    with pytest.raises(DataError, match="at least 2 classes, but the label of all 2 texts is 'a': give the column"):
+        labels_from_column(table(tmp_path / "b.jsonl", ["a", "a"]))

@@ -3,9 +3,13 @@
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from plimsoll.data.batching import Buckets
 from plimsoll.data.loader import Batch, Loader, iterate_once
+from plimsoll.data.order import BlockShuffle
 from plimsoll.errors import CheckpointError, DataError
 
 
@@ -18,8 +22,11 @@ class Numbers:
     def __len__(self) -> int:
         return self._num_samples
 
-    def batch(self, ids: NDArray[np.int64]) -> dict[str, torch.Tensor]:
-        return {"input_ids": torch.from_numpy(ids)[:, None]}
+    def batch(self, ids: NDArray[np.int64], epoch: int = 0) -> dict[str, torch.Tensor]:
+        return {"input_ids": torch.from_numpy(ids)[:, None], "epoch": torch.tensor(epoch)}
+
+    def lengths(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
+        return ids % 40 + 1
 
 
 def take(loader: Loader, num_batches: int) -> list[Batch]:
@@ -45,7 +52,7 @@ def test_peeking_moves_nothing():
 
 def test_an_epoch_is_every_sample_once_and_ends_with_a_smaller_batch():
     loader = Loader(Numbers(10), 4, seed=0)
-    assert loader.batches_per_epoch == 3
+    assert len(loader) == 3
     batches = take(loader, 6)
     assert [(batch.epoch, batch.first_sample, len(batch.sample_ids)) for batch in batches] == [
         (0, 0, 4), (0, 4, 4), (0, 8, 2), (1, 0, 4), (1, 4, 4), (1, 8, 2),
@@ -57,7 +64,7 @@ def test_an_epoch_is_every_sample_once_and_ends_with_a_smaller_batch():
 
 def test_an_epoch_that_batches_divide_has_no_empty_batch():
     assert [batch.first_sample for batch in take(Loader(Numbers(8), 4, seed=0), 4)] == [0, 4, 0, 4]
-    assert Loader(Numbers(8), 4, seed=0).batches_per_epoch == 2
+    assert len(Loader(Numbers(8), 4, seed=0)) == 2
 
 
 def test_the_seed_draws_the_order_and_without_shuffling_it_is_the_datasets():
@@ -99,6 +106,99 @@ def test_data_smaller_than_a_batch_is_refused_in_numbers():
     Loader(Numbers(4), 4, seed=0)
     with pytest.raises(DataError, match=r"has 3 samples, but one step takes batch_size = 4: .*--set batch_size=3"):
         Loader(Numbers(3), 4, seed=0)
+
+
+def test_iterating_gives_the_rest_of_the_epoch_and_counts_what_is_handed_out():
+    loader = Loader(Numbers(10), 4, seed=3)
+    whole = facts(take(Loader(Numbers(10), 4, seed=3), 6))
+    loader.advance()
+    got = []
+    for fields in loader:
+        got.append(fields["input_ids"][:, 0].tolist())
+        assert loader.state_dict()["position"] in (8, 0)
+    assert got == [ids for _, _, ids in whole[1:3]]
+    assert loader.state_dict() == {"epoch": 1, "position": 0}
+    assert [fields["epoch"].item() for fields in loader] == [1, 1, 1]
+
+
+batches = st.one_of(
+    st.integers(1, 9),
+    st.builds(Buckets, batch_size=st.integers(1, 9), pool_samples=st.integers(1, 50)),
+    st.builds(Buckets, max_tokens=st.integers(40, 300), pool_samples=st.integers(1, 50)),
+)
+shuffles = st.one_of(st.booleans(), st.builds(BlockShuffle, st.integers(1, 9), st.integers(1, 5)))
+
+
+@given(
+    num_samples=st.integers(9, 80), batches=batches, shuffle=shuffles, kills=st.lists(st.integers(0, 12), max_size=6)
+)
+@settings(max_examples=30, deadline=None)
+def test_an_epoch_is_the_corpus_whatever_the_ranks_are_and_wherever_it_is_stopped(
+    num_samples: int, batches: int | Buckets, shuffle: bool | BlockShuffle, kills: list[int]
+):
+    whole = Loader(Numbers(num_samples), batches, 7, shuffle)
+    expected = take(whole, len(whole))
+    expected += take(whole, len(whole))
+    state, got = Loader(Numbers(num_samples), batches, 7, shuffle).state_dict(), []
+    for number, num_steps in enumerate([*kills, 10_000]):
+        world_size = number % 4 + 1  # another number of ranks after each stop
+        ranks = [
+            Loader(Numbers(num_samples), batches, 7, shuffle, rank=rank, world_size=world_size)
+            for rank in range(world_size)
+        ]
+        for rank in ranks:
+            rank.load_state_dict(state)
+        for _ in range(min(num_steps, len(expected) - len(got))):
+            parts = [rank.peek() for rank in ranks]
+            ids = np.empty(sum(len(part.sample_ids) for part in parts), np.int64)
+            for rank, part in enumerate(parts):
+                ids[rank::world_size] = part.sample_ids
+                assert ("input_ids" in part.fields) == bool(len(part.sample_ids))
+            got.append((parts[0].epoch, parts[0].first_sample, ids.tolist()))
+            for rank in ranks:
+                rank.advance()
+        state = ranks[0].state_dict()
+        assert all(rank.state_dict() == state for rank in ranks)
+        for rank in ranks:
+            rank.peek()  # read ahead, and lost with the process
+    assert got == facts(expected)
+    for epoch in range(2):
+        ids = [one for batch_epoch, _, some in got if batch_epoch == epoch for one in some]
+        assert sorted(ids) == list(range(num_samples))
+
+
+class MapStyle(torch.utils.data.Dataset):
+    """An ordinary data set, one sample at a time."""
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, number: int) -> dict[str, int]:
+        return {"number": number, "square": number**2}
+
+
+def test_an_ordinary_data_set_is_collated_as_torch_or_the_caller_does():
+    (batch,) = take(Loader(MapStyle(), 10, seed=1), 1)
+    assert batch.fields["square"].tolist() == [number**2 for number in batch.sample_ids]
+    (batch,) = take(Loader(MapStyle(), 10, collate=lambda samples: {"sum": sum(one["number"] for one in samples)}), 1)
+    assert batch.fields == {"sum": 45}
+
+    class InLists(MapStyle):
+        def __getitems__(self, numbers: list[int]) -> list[int]:
+            return [-number for number in numbers]
+
+        def collate(self, samples: list[int]) -> dict[str, torch.Tensor]:
+            return {"negative": torch.tensor(samples)}
+
+    (batch,) = take(Loader(InLists(), 10, shuffle=False), 1)
+    assert batch.fields["negative"].tolist() == [-number for number in range(10)]
+
+
+def test_ranks_and_workers_that_cannot_be_are_refused():
+    with pytest.raises(DataError, match="rank 2 is none of 2: give a rank from 0 to 1"):
+        Loader(Numbers(4), 4, rank=2, world_size=2)
+    with pytest.raises(DataError, match="there cannot be -1 workers: give 0"):
+        Loader(Numbers(4), 4, workers=-1)
 
 
 def test_an_evaluation_sees_every_sample_once_in_order():

@@ -5,8 +5,10 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from plimsoll.data.order import Order
+from plimsoll.data.order import BlockOrder, BlockShuffle, Order, derived_seed, drawn, shuffled
 
 
 @pytest.mark.parametrize("num_samples", [*range(1, 70), 127, 128, 129, 1000, 4095, 4096, 4097])
@@ -64,3 +66,57 @@ def test_a_billion_samples_need_no_list():
     assert np.count_nonzero(first == other) <= 2
     neighbours = np.corrcoef(first[:-1], first[1:])[0, 1]
     assert abs(neighbours) < 0.02
+
+
+@pytest.mark.parametrize("num_samples", [1, 2, 5, 64, 1000, 4097])
+def test_where_a_sample_comes_is_the_inverse(num_samples: int):
+    order = Order(num_samples, 3)
+    assert order.positions(2, order.ids(2, 0, num_samples)).tolist() == list(range(num_samples))
+    unshuffled = drawn(num_samples, 3, shuffle=False)
+    assert unshuffled.ids(2, 0, num_samples).tolist() == list(range(num_samples))
+    assert unshuffled.positions(2, np.array([num_samples - 1])).tolist() == [num_samples - 1]
+
+
+@given(
+    num_samples=st.integers(1, 400),
+    block_samples=st.integers(1, 70),
+    pool_blocks=st.integers(1, 9),
+    seed=st.integers(0, 2**64 - 1),
+    epoch=st.integers(0, 5),
+)
+@settings(max_examples=60, deadline=None)
+def test_every_order_by_blocks_is_a_permutation(
+    num_samples: int, block_samples: int, pool_blocks: int, seed: int, epoch: int
+):
+    order = drawn(num_samples, seed, BlockShuffle(block_samples, pool_blocks))
+    ids = order.ids(epoch, 0, num_samples)
+    assert sorted(ids.tolist()) == list(range(num_samples))
+    assert np.array_equal(order.at(epoch, np.arange(num_samples)[::-1]), ids[::-1])
+    assert np.array_equal(order.positions(epoch, ids), np.arange(num_samples))
+    assert np.array_equal(order.ids(epoch, num_samples // 3, num_samples), ids[num_samples // 3 :])
+
+
+def test_an_order_by_blocks_reads_each_block_in_one_pool():
+    order = BlockOrder(10_000, 7, BlockShuffle(block_samples=100, pool_blocks=8))
+    for epoch in range(2):
+        pools = np.split(order.ids(epoch, 0, 10_000), range(800, 10_000, 800))
+        blocks = [set((pool // 100).tolist()) for pool in pools]
+        assert [len(some) for some in blocks] == [8] * 12 + [4]
+        assert len(set.union(*blocks)) == 100
+    first, second = (order.ids(epoch, 0, 800) for epoch in range(2))
+    assert set((first // 100).tolist()) != set((second // 100).tolist())
+    assert abs(np.corrcoef(first[:-1], first[1:])[0, 1]) < 0.15  # mixed in the pool, not block after block
+
+
+def test_an_order_by_blocks_is_the_same_on_every_machine_and_needs_no_list():
+    order = BlockOrder(10**9 + 1, 1, BlockShuffle())
+    assert order.ids(5, 10**9 - 2, 10**9 + 1).tolist() == [85671820, 52978843, 607446731]
+    assert order.positions(5, order.at(5, np.array([10**9, 17]))).tolist() == [10**9, 17]
+
+
+def test_few_numbers_are_shuffled_and_seeds_told_apart():
+    assert sorted(shuffled(50, 1).tolist()) == list(range(50))
+    assert shuffled(50, 1).tolist() != shuffled(50, 2).tolist()
+    assert (
+        len({derived_seed(3), derived_seed(3, 0), derived_seed(3, 1), derived_seed(3, 0, 0), derived_seed(4, 0)}) == 5
+    )

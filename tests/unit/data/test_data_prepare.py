@@ -1,5 +1,6 @@
 """From a job to datasets through the cache, and what the training process does not have to load."""
 
+import json
 import shutil
 import subprocess
 import sys
@@ -99,7 +100,8 @@ def test_classification_with_validation_from_another_folder(texts: Path, tmp_pat
     assert (prepared.label_names, prepared.num_labels) == (("ham", "spam"), 2)
     assert prepared.validation.num_documents == 1
     training, validation = open_datasets(prepared, job)
-    assert training.batch(np.arange(20))["labels"].tolist() == [0] * 10 + [1] * 10
+    ids = np.arange(len(training))
+    assert training.batch(ids)["labels"].tolist() == (training.parents(ids) >= 10).astype(int).tolist()
     assert validation.batch(np.array([0]))["labels"].tolist() == [1]
 
 
@@ -220,3 +222,98 @@ def test_texts_that_are_gone_are_named(lost: tuple[Job, Prepared], texts: Path, 
         DataError, match=r"the tokens .*cache\) cannot be made again: there is no file or folder .*data"
     ):
         prepare_again(*lost, tmp_path / "cache")
+
+
+def table_of(folder: Path) -> Path:
+    """Rows of three classes; every tenth text is long."""
+    rows = [
+        {"body": f"text {number} of words " * (1 + 9 * (number % 10 == 0)), "stars": number % 3} for number in range(60)
+    ]
+    path = folder / "reviews.jsonl"
+    path.write_text("\n".join(json.dumps(row) for row in rows))
+    return path
+
+
+LABELLED = {"text": "body", "label": "stars"}
+
+
+def test_labels_are_those_of_a_column(tmp_path: Path):
+    job = job_of(table_of(tmp_path), task="classification", data=LABELLED)
+    prepared = prepare(job, tmp_path / "cache")
+    assert prepared.label_names == ("0", "1", "2")
+    training, _ = open_datasets(prepared, job)
+    assert len(training) == prepared.train.num_samples > 60  # long texts are windows
+    assert (prepared.train.num_documents, prepared.train.num_truncated) == (60, 0)
+    ids = np.arange(len(training))
+    assert training.batch(ids)["labels"].tolist() == (training.parents(ids) % 3).tolist()
+
+
+def test_no_text_is_on_both_sides_of_a_split(tmp_path: Path):
+    job = job_of(table_of(tmp_path), task="classification", data=LABELLED | {"validation": 0.2})
+    prepared = prepare(job, tmp_path / "cache")
+    parts = [set(part.parents(np.arange(len(part))).tolist()) for part in open_datasets(prepared, job)]
+    assert sorted([*parts[0], *parts[1]]) == list(range(60))
+    assert len(parts[1]) == 12
+    whole = prepare(job_of(table_of(tmp_path), task="classification", data=LABELLED), tmp_path / "cache")
+    assert prepared.key != whole.key
+
+
+def test_long_texts_are_truncated_or_refused_where_that_is_asked_for(tmp_path: Path):
+    table = table_of(tmp_path)
+    job = job_of(table, task="classification", data=LABELLED | {"long_texts": "truncate"})
+    train = prepare(job, tmp_path / "cache").train
+    assert (train.num_samples, train.num_truncated, train.num_long_texts) == (
+        60,
+        train.num_long_texts,
+        train.num_long_texts,
+    )
+    assert train.num_dropped_tokens > train.num_truncated > 0
+    with pytest.raises(
+        DataError, match=r"\d+ of 60 texts are longer than sequence_length = 16, the longest \d+ tokens"
+    ):
+        prepare(job_of(table, task="classification", data=LABELLED | {"long_texts": "stop"}), tmp_path / "cache")
+
+
+def test_whole_texts_are_packed_into_rows(texts: Path, tmp_path: Path):
+    job = job_of(texts, data={"unit": "line", "pack": True, "validation": 0.1}, sequence_length=64)
+    prepared = prepare(job, tmp_path / "cache")
+    training, validation = open_datasets(prepared, job)
+    assert prepared.train.num_samples == len(training) + len(validation)
+    batch = training.batch(np.arange(4))
+    assert sorted(batch) == ["input_ids", "labels", "position_ids"]
+    assert (batch["position_ids"] == 0).sum() > 4
+
+
+def test_windows_end_at_sentences(tmp_path: Path):
+    path = tmp_path / "a.txt"
+    path.write_text("This is one. Here is another one. " * 40)
+    job = job_of(path, data={"borders": "sentence"}, sequence_length=64)
+    prepared = prepare(job, tmp_path / "cache")
+    training, _ = open_datasets(prepared, job)
+    backend = open_tokenizer(Path(prepared.tokenizer_folder)).backend
+    decoded = [backend.decode(training[number]["input_ids"].tolist()) for number in range(len(training) - 1)]
+    assert prepared.train.num_cut_inside == 0
+    assert all(text.rstrip().endswith(".") for text in decoded), decoded
+
+
+def test_texts_are_tokenized_on_the_fly_and_augmented_in_training_only(texts: Path, tmp_path: Path):
+    data = {"on_the_fly": True, "long_texts": "truncate", "validation": 0.2, "augment": {"delete_word": 0.5}}
+    job = job_of(texts, task="classification", data=data, sequence_length=64)
+    prepared = prepare(job, tmp_path / "cache")
+    assert prepared.train.tokens_folder is None
+    training, validation = open_datasets(prepared, job)
+    assert (len(training), len(validation)) == (16, 4)
+    ids = np.arange(4)
+    drawn = [training.batch(ids, epoch)["input_ids"].tolist() for epoch in (0, 0, 1)]
+    assert drawn[0] == drawn[1] != drawn[2]
+    seen = [validation.batch(ids, epoch)["input_ids"].tolist() for epoch in (0, 1)]
+    assert seen[0] == seen[1]
+
+
+def test_samples_that_come_as_they_are_come_so_from_a_part_too(texts: Path, tmp_path: Path):
+    job = job_of(texts, data={"validation": 0.25, "order": "as_is"})
+    prepared = prepare(job, tmp_path / "cache")
+    training, validation = open_datasets(prepared, job)
+    whole = open_datasets(prepared, job_of(texts))[0]
+    assert first_tokens(training, 3) == first_tokens(whole, 3)
+    assert first_tokens(validation, 0) == first_tokens(whole, len(training))

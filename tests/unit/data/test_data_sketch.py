@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, models
 
+from plimsoll.data.formats import Reading
 from plimsoll.data.index import open_corpus
 from plimsoll.data.labels import labels_from_folders
 from plimsoll.data.sketch import TextSketch, sketch_texts
@@ -46,7 +47,7 @@ def test_it_agrees_with_the_tokenizer_that_the_training_uses(tmp_path: Path):
     text = tmp_path / "text.txt"
     text.write_text("the cat sat on the mat\n" * 50)
     job = job_of(text, tokenizer={"vocab_size": 265})
-    corpus = open_corpus((str(text),), "document", tmp_path / "cache")
+    corpus = open_corpus((str(text),), Reading(), tmp_path / "cache")
     trained = prepare_tokenizer(job.tokenizer, corpus, tmp_path / "cache")
     again = sketch_texts(job_of(text, tokenizer={"path": str(trained.folder)}))
     assert again[::2] == (trained.vocab_size, trained.end_id) == sketch_texts(job)[::2] == (265, 0)
@@ -64,13 +65,13 @@ def test_language_modelling_needs_no_texts(tmp_path: Path):
 def test_labels_are_the_folders_of_the_files_as_the_training_finds_them(tmp_path: Path):
     folder = class_files(tmp_path / "data", "spam/1.txt", "ham/1.txt", "ham/2.txt", "deep/eggs/1.txt", ".git/x")
     sketch = sketch_texts(job_of(folder, "classification", tokenizer={"vocab_size": 300}))
-    names, _ = labels_from_folders(open_corpus((str(folder),), "document", tmp_path / "cache"))
+    names, _ = labels_from_folders(open_corpus((str(folder),), Reading(), tmp_path / "cache"))
     assert sketch == TextSketch(300, len(names), 0) == TextSketch(300, 3, 0)
 
 
 def test_folders_of_one_name_are_one_class_wherever_they_are(tmp_path: Path):
     folder = class_files(tmp_path / "data", "one/pos/1.txt", "two/pos/1.txt", "one/neg/1.txt", "two/neg/1.txt", "so/1")
-    names, _ = labels_from_folders(open_corpus((str(folder),), "document", tmp_path / "cache"))
+    names, _ = labels_from_folders(open_corpus((str(folder),), Reading(), tmp_path / "cache"))
     assert names == ("neg", "pos", "so")
     assert sketch_texts(job_of(folder, "classification")).num_labels == 3
 

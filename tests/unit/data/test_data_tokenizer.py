@@ -11,7 +11,9 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import models, pre_tokenizers
 from transformers import AutoTokenizer
 
-from plimsoll.data.index import Corpus, open_corpus
+from plimsoll.data.corpus import Corpus
+from plimsoll.data.formats import Reading
+from plimsoll.data.index import open_corpus
 from plimsoll.data.tokenizer import export_tokenizer, open_tokenizer, prepare_tokenizer
 from plimsoll.errors import DataError
 from plimsoll.records.job import TokenizerSource
@@ -22,7 +24,7 @@ TEXT = "the cat sat on the mat; the c\u00e4t s\u00e1t on the m\u00e4t \U0001f600
 @pytest.fixture
 def corpus(tmp_path: Path) -> Corpus:
     (tmp_path / "text.txt").write_text(TEXT)
-    return open_corpus((str(tmp_path / "text.txt"),), "document", tmp_path / "cache")
+    return open_corpus((str(tmp_path / "text.txt"),), Reading(), tmp_path / "cache")
 
 
 def bpe(corpus: Corpus, cache: Path, vocab_size: int = 280):
@@ -41,9 +43,10 @@ def test_a_trained_tokenizer_gives_the_text_back(corpus: Corpus, tmp_path: Path)
 def test_training_gives_the_same_tokenizer_in_every_process(corpus: Corpus, tmp_path: Path):
     code = (
         "import sys; from pathlib import Path; from plimsoll.data.index import open_corpus\n"
+        "from plimsoll.data.formats import Reading\n"
         "from plimsoll.data.tokenizer import prepare_tokenizer; from plimsoll.records.job import TokenizerSource\n"
         "path, cache = sys.argv[1:]\n"
-        "corpus = open_corpus((path,), 'document', Path(cache))\n"
+        "corpus = open_corpus((path,), Reading(), Path(cache))\n"
         "print(prepare_tokenizer(TokenizerSource(vocab_size=280), corpus, Path(cache)).key)"
     )
     command = [sys.executable, "-c", code, str(corpus.paths[0]), str(tmp_path / "other")]
@@ -59,7 +62,7 @@ def test_a_tokenizer_is_trained_once_for_each_corpus_and_size(corpus: Corpus, tm
     assert stages == [("tokenizer", corpus.num_bytes, corpus.num_bytes)]
     assert bpe(corpus, tmp_path / "cache", vocab_size=270).folder != bpe(corpus, tmp_path / "cache").folder
     (tmp_path / "text.txt").write_text(TEXT.replace("cat", "cow"))
-    other = open_corpus((str(tmp_path / "text.txt"),), "document", tmp_path / "cache")
+    other = open_corpus((str(tmp_path / "text.txt"),), Reading(), tmp_path / "cache")
     assert bpe(other, tmp_path / "cache").folder != bpe(corpus, tmp_path / "cache").folder
 
 
@@ -152,12 +155,13 @@ def test_what_cannot_be_loaded_is_an_error_with_a_remedy(tmp_path: Path, corpus:
 FORK = """
 import os, sys
 from pathlib import Path
+from plimsoll.data.formats import Reading
 from plimsoll.data.index import open_corpus
 from plimsoll.data.tokenizer import prepare_tokenizer
 from plimsoll.records.job import TokenizerSource
 
 path, cache = sys.argv[1:]
-corpus = open_corpus((path,), "line", Path(cache))
+corpus = open_corpus((path,), Reading(unit="line"), Path(cache))
 tokenizer = prepare_tokenizer(TokenizerSource(vocab_size=280), corpus, Path(cache))
 child = os.fork()
 if child == 0:

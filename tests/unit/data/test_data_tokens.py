@@ -11,7 +11,10 @@ import pytest
 from tokenizers import Regex, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 
-from plimsoll.data.index import Corpus, open_corpus
+import plimsoll.data.tokens
+from plimsoll.data.corpus import Corpus
+from plimsoll.data.formats import Reading
+from plimsoll.data.index import open_corpus
 from plimsoll.data.tokenizer import Tokenizer, prepare_tokenizer
 from plimsoll.data.tokens import TokenStore, open_tokens, tokenize
 from plimsoll.errors import DataError
@@ -38,7 +41,7 @@ def corpus_of(folder: Path, texts: list[str]) -> Corpus:
     folder.mkdir()
     for number, text in enumerate(texts):
         (folder / f"{number:03d}.txt").write_text(text)
-    return open_corpus((str(folder),), "document", folder.parent / "cache")
+    return open_corpus((str(folder),), Reading(), folder.parent / "cache")
 
 
 def words(tmp_path: Path, vocab_size: int) -> Tokenizer:
@@ -119,13 +122,14 @@ def test_torn_tokens_are_not_opened_and_made_again(tmp_path: Path):
 INTERRUPTED = """
 import os, resource, signal, sys
 from pathlib import Path
+from plimsoll.data.formats import Reading
 from plimsoll.data.index import open_corpus
 from plimsoll.data.tokenizer import prepare_tokenizer
 from plimsoll.data.tokens import tokenize
 from plimsoll.records.job import TokenizerSource
 
 path, cache, how = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
-corpus = open_corpus((path,), "document", cache)
+corpus = open_corpus((path,), Reading(), cache)
 tokenizer = prepare_tokenizer(TokenizerSource(vocab_size=300), corpus, cache)
 if how == "full":
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
@@ -148,7 +152,6 @@ def test_an_interrupted_tokenisation_leaves_no_store(tmp_path: Path, how: str):
         assert done.returncode == -signal.SIGKILL
     else:
         assert "plimsoll.errors.OutputError: cannot write the cache" in done.stderr
-        assert not list(cache.glob("tokens-*.part"))
     tokenizer = prepare_tokenizer(TokenizerSource(vocab_size=300), corpus, cache)
     folder = cache / f"tokens-{corpus.key[:16]}-{tokenizer.key[:16]}"
     with pytest.raises(DataError):
@@ -156,3 +159,52 @@ def test_an_interrupted_tokenisation_leaves_no_store(tmp_path: Path, how: str):
     store = tokenize(corpus, tokenizer, cache)
     assert (store.folder, len(store.ends)) == (folder, 15)
     assert not list(cache.glob("*.part"))
+
+
+@pytest.mark.parametrize("num_batches", range(1, 6))
+def test_what_was_interrupted_goes_on_to_the_same_bytes(tmp_path: Path, monkeypatch, num_batches: int):
+    monkeypatch.setattr(plimsoll.data.tokens, "_BATCH_BYTES", 100_000)
+    monkeypatch.setattr(plimsoll.data.tokens, "_SHARD_BYTES", 150_000)
+    corpus = corpus_of(tmp_path / "texts", ["some words here " * repeats for repeats in (20_000, 10, 0, 20_000, 2)])
+    tokenizer = prepare_tokenizer(TokenizerSource(vocab_size=300), corpus, tmp_path / "cache")
+    plain = tokenize(corpus, tokenizer, tmp_path / "plain")
+    seen: list[int] = []
+
+    def stop(stage: str, done: int, total: int) -> None:
+        seen.append(done)
+        if len(seen) == num_batches:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        tokenize(corpus, tokenizer, tmp_path / "cache", stop)
+    (part,) = (tmp_path / "cache").glob("tokens-*.part")
+    for name in ("tokens.bin", "ends.bin"):
+        with (part / name).open("ab") as file:
+            file.write(b"what a kill may leave beyond what the journal has")
+    again: list[int] = []
+    store = tokenize(corpus, tokenizer, tmp_path / "cache", lambda stage, done, total: again.append(done))
+    assert store.tokens.tobytes() == plain.tokens.tobytes()
+    assert store.ends.tolist() == plain.ends.tolist()
+    assert len(again) == 6 - num_batches // 2 * 2  # a shard is two batches: they are not done again
+    assert not part.exists()
+
+
+@pytest.mark.parametrize("tear", ["tokens", "journal"])
+def test_what_is_torn_of_an_interrupted_tokenisation_is_not_trusted(tmp_path: Path, monkeypatch, tear: str):
+    monkeypatch.setattr(plimsoll.data.tokens, "_BATCH_BYTES", 100_000)
+    monkeypatch.setattr(plimsoll.data.tokens, "_SHARD_BYTES", 100_000)
+    corpus = corpus_of(tmp_path / "texts", ["some words here " * 20_000])
+    tokenizer = prepare_tokenizer(TokenizerSource(vocab_size=300), corpus, tmp_path / "cache")
+    plain = tokenize(corpus, tokenizer, tmp_path / "plain")
+
+    def stop(stage: str, done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        tokenize(corpus, tokenizer, tmp_path / "cache", stop)
+    (part,) = (tmp_path / "cache").glob("tokens-*.part")
+    if tear == "tokens":
+        (part / "tokens.bin").write_bytes(b"1234")
+    else:
+        (part / "done.json").write_text("[1, 2")
+    assert tokenize(corpus, tokenizer, tmp_path / "cache").tokens.tobytes() == plain.tokens.tobytes()

@@ -1,28 +1,18 @@
 """Samples from tokens, with every number by hand; splits that share nothing."""
 
 import pickle
+import tempfile
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from plimsoll.data.store import stored
-from plimsoll.data.tokens import TokenStore, open_tokens
-from plimsoll.data.windows import DocumentDataset, Subset, WindowDataset, split
+from plimsoll.data.windows import IGNORED_LABEL, Subset, WindowDataset, split
 from plimsoll.errors import DataError
-
-
-def store_of(folder: Path, texts: list[list[int]]) -> TokenStore:
-    """The texts as `tokenize` stores them, the end token being 0."""
-
-    def write(place: Path) -> dict[str, str]:
-        np.array([token for text in texts for token in [*text, 0]], np.uint16).tofile(place / "tokens.bin")
-        (np.cumsum([len(text) + 1 for text in texts]) - 1).astype(np.int64).tofile(place / "ends.bin")
-        return {"dtype": "uint16"}
-
-    stored(folder / "tokens", write)
-    return open_tokens(folder / "tokens")
+from token_stores import store_of
 
 
 def test_windows_cut_the_texts_laid_end_to_end(tmp_path: Path):
@@ -50,24 +40,49 @@ def test_text_shorter_than_a_window_is_refused_in_numbers(tmp_path: Path):
         WindowDataset(store_of(tmp_path, [[1, 2, 3]]), 5)
 
 
-def test_documents_are_padded_to_the_longest_of_the_batch(tmp_path: Path):
-    store = store_of(tmp_path, [[1, 2, 3, 4, 5], [6], [], [7, 8]])
-    dataset = DocumentDataset(store, np.array([1, 0, 2, 1], np.uint8), 4, pad_id=9)
-    assert (len(dataset), dataset.num_truncated) == (4, 1)
-    batch = dataset.batch(np.array([3, 1, 2]))
-    assert batch["input_ids"].tolist() == [[7, 8], [6, 9], [0, 9]]  # the empty text is its end token
-    assert batch["attention_mask"].tolist() == [[1, 1], [1, 0], [1, 0]]
-    assert batch["labels"].tolist() == [1, 0, 2]
-    assert {field.dtype for field in batch.values()} == {torch.int64}
-    assert dataset[0]["input_ids"].tolist() == [1, 2, 3, 4]
-    assert dataset[-1]["labels"].item() == 1
+@given(num_tokens=st.integers(1, 60), length=st.integers(2, 9), data=st.data())
+def test_overlapping_windows_predict_each_token_once(num_tokens: int, length: int, data: st.DataObject):
+    stride = data.draw(st.integers(1, length - 1))
+    with tempfile.TemporaryDirectory() as folder:
+        store = store_of(Path(folder), [list(range(1, num_tokens + length))])  # a token says its place
+        dataset = WindowDataset(store, length, stride)
+        batch = dataset.batch(np.arange(len(dataset)))
+    inputs, labels = batch["input_ids"], batch["labels"]
+    assert ((labels == inputs) | (labels == IGNORED_LABEL)).all()
+    predicted = labels[:, 1:]  # the model shifts them
+    predicted = predicted[predicted != IGNORED_LABEL].tolist()
+    in_windows = store.tokens[: len(store.tokens) - dataset.num_dropped_tokens].tolist()
+    assert predicted == in_windows[1:]
+    assert 0 <= dataset.num_dropped_tokens < stride
+    assert (inputs[1:, 0] - inputs[:-1, 0] == stride).all()
 
 
-def test_datasets_are_pickled_as_the_names_of_their_files(tmp_path: Path):
-    store = store_of(tmp_path, [list(range(1000))] * 10)
-    dataset = DocumentDataset(store, np.zeros(10, np.uint8), 4, pad_id=9)
+def test_no_overlap_is_the_default(tmp_path: Path):
+    store = store_of(tmp_path, [list(range(1, 30))])
+    plain, strided = WindowDataset(store, 7), WindowDataset(store, 7, 7)
+    ids = np.arange(len(plain))
+    assert torch.equal(plain.batch(ids)["labels"], strided.batch(ids)["labels"])
+    assert (strided.lengths(ids) == 7).all()
+
+
+@pytest.mark.parametrize("stride", [0, -1, 8])
+def test_a_stride_that_would_lose_tokens_is_refused(tmp_path: Path, stride: int):
+    with pytest.raises(DataError, match=f"stride = {stride} would lose tokens.*: give from 1 to sequence_length = 7"):
+        WindowDataset(store_of(tmp_path, [list(range(1, 30))]), 7, stride)
+
+
+def test_windows_are_an_ordinary_dataset(tmp_path: Path):
+    dataset = WindowDataset(store_of(tmp_path, [list(range(1, 100))]), 10, 8)
     assert len(pickle.dumps(dataset)) < 1000
-    assert pickle.loads(pickle.dumps(dataset))[1]["input_ids"].tolist() == [0, 1, 2, 3]
+    again = pickle.loads(pickle.dumps(dataset))
+    assert torch.equal(again[3]["labels"], dataset[3]["labels"])
+    assert dataset.collate(dataset.__getitems__([2, -1]))["labels"].tolist() == (
+        dataset.batch(np.array([2, len(dataset) - 1]))["labels"].tolist()
+    )
+    subset = Subset(dataset, np.array([5, 1, 3, 4]))
+    loader = torch.utils.data.DataLoader(subset, 3, shuffle=True, collate_fn=subset.collate, num_workers=2)
+    begins = [begin for batch in loader for begin in batch["input_ids"][:, 0].tolist()]
+    assert sorted(begins) == [9, 25, 33, 41]
 
 
 @pytest.mark.parametrize(
@@ -104,3 +119,7 @@ def test_a_subset_is_a_dataset_of_its_own(tmp_path: Path):
     subset = Subset(dataset, np.array([7, 2]))
     assert len(subset) == 2
     assert subset.batch(np.array([1, 0]))["input_ids"][:, 0].tolist() == [21, 71]
+    assert [sample["input_ids"][0].item() for sample in (subset[0], subset[-1])] == [71, 21]
+    assert subset.lengths(np.array([1])).tolist() == [10]
+    with pytest.raises(IndexError):
+        subset[2]

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import corpus_records
 import plimsoll.records
 from hand_traces import trace_of
 from plimsoll.errors import OutputError, RecordError
@@ -42,7 +43,11 @@ def examples(device, machine, plan, job, head, run_record) -> dict[type[Record],
         device="cpu", source="measured", flops_per_second={"float32": curve}, bytes_per_second={"plain": curve},
         op_seconds=1e-5, link_bytes_per_second=1e9, spread=0.25,
     )  # fmt: skip
-    made = (device, machine, plan, job, head, run_record, fitting(), trace, comparison, calibration, speed)
+    made = (
+        device, machine, plan, job, head, run_record, fitting(), trace, comparison, calibration, speed,
+        corpus_records.corpus_facts(), corpus_records.token_facts(), corpus_records.inspection(),
+        corpus_records.feed_rates(),
+    )  # fmt: skip
     return {type(record): record for record in made}
 
 

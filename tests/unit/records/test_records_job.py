@@ -67,7 +67,7 @@ colour: blue
             "  optimizer.lr: Input should be greater than 0 (got 0)",
             "  optimizer.schedule: Input should be 'constant', 'linear' or 'cosine' (got 'cosin')",
             "  colour: unknown field; known here: model, task, data, tokenizer, sequence_length, batch_size, "
-            "optimizer, steps, precision, allow, device, budget, checkpoint, evaluate_every, seed",
+            "batch_tokens, optimizer, steps, precision, allow, device, budget, checkpoint, evaluate_every, seed",
         ]
     )
 
@@ -272,3 +272,56 @@ def test_yaml_that_holds_no_fields(tmp_path: Path, text: str, why: str):
 def test_a_job_written_down_is_the_same_job(tmp_path: Path):
     job = job_of(tmp_path, MINIMAL + "budget: 2GiB\noptimizer: {name: sgd, momentum: 0.9}\ndata: [a.txt, b.txt]\n")
     assert Job.from_fields(job.model_dump(mode="json"), folder=Path("/elsewhere")) == job
+
+
+LABELLED = "model: lstm\ntask: classification\ndata: {train: a.jsonl, order: by_length}\n"
+
+
+def test_a_step_of_so_many_tokens_has_as_many_samples_of_the_greatest_length(tmp_path: Path):
+    job = job_of(tmp_path, LABELLED, "batch_tokens=8192", "sequence_length=512")
+    assert (job.batch_size, job.batch_tokens) == (16, 8192)
+    assert Job.from_json(job.to_json()) == job
+    (fault,) = faults_of(tmp_path, LABELLED, "batch_tokens=8192", "batch_size=8")[1:]
+    assert fault == (
+        "  job: batch_tokens 8192 are 32 samples of sequence_length = 256, and more of shorter ones, not batch_size 8: "
+        "give one of them"
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (["batch_tokens=100"], "job: batch_tokens 100 needs data.order: by_length, and at least sequence_length = 256"),
+        (["data.order=shuffle", "batch_tokens=1000"], "job: batch_tokens 1000 needs data.order: by_length"),
+        (["data.pack=true"], "job: data.pack joins texts into rows, but classification takes them one by one"),
+        (["data.pack=true", "data.stride=8"], "data: pack: true puts whole texts into rows: leave out borders, stride"),
+        (["data.on_the_fly=true"], "data: on_the_fly: true cannot cut texts into windows, for it does not know how"),
+        (["data.stride=300"], "job: data.stride 300 would leave out tokens between windows of sequence_length 256"),
+        (["data.stride=8", "data.borders=sentence"], "data: stride 8 is for windows that do not end at borders"),
+        (["data.augment={mask: 0.1}"], "job: data.augment.mask 0.1 needs a tokenizer with a mask token"),
+        (["data.augment={delete_word: 0.1}"], "data: augment changes words, which are known only where texts are"),
+        (["data.workers=true"], "data.workers: "),
+        (["data.validation=''"], "data.validation: it is empty: give a path, a share"),
+        (
+            ["task=language-modeling", "data.order=shuffle", "data.long_texts=stop"],
+            "job: data.long_texts 'stop' is for texts that are samples, but language-modeling cuts windows",
+        ),
+        (["task=language-modeling"], "job: data.order: by_length, but all windows of language-modeling are equally"),
+        (
+            ["task=language-modeling", "data.order=shuffle", "data.label=y"],
+            "job: data.label names a column of classes, but the task is language-modeling: leave it out",
+        ),
+    ],
+)
+def test_what_of_the_data_contradicts_itself_is_told(tmp_path: Path, changes: list[str], message: str):
+    faults = faults_of(tmp_path, LABELLED, *changes)
+    assert faults[1].strip().startswith(message), faults
+
+
+def test_a_share_in_quotes_is_a_share(tmp_path: Path):
+    assert job_of(tmp_path, MINIMAL, "data.validation='0.1'").data.validation == 0.1
+
+
+def test_a_name_on_the_hub_is_no_path(tmp_path: Path):
+    assert job_of(tmp_path, MINIMAL, "data.train=hf:imdb").data.sources == ("hf:imdb",)
+    assert job_of(tmp_path, MINIMAL).data.sources == (str(tmp_path / "a.txt"),)

@@ -9,11 +9,11 @@ from plimsoll.memory.live import live_bytes
 from plimsoll.memory.lowering.cpu import CpuLowering
 from plimsoll.models.recurrent import build_recurrent
 from plimsoll.records.plan import Choice, micro_batch_choice
-from plimsoll.run.pieces import Shape, weighted_pieces
+from plimsoll.run.pieces import shape_of, weighted_pieces
 from plimsoll.run.step import TrainStep
 from plimsoll.techniques import Setting, installed
 from plimsoll.techniques.by_length import ByLength
-from plimsoll.workload import Workload, count_elements, count_units, model_loss
+from plimsoll.workload import Workload, count_elements, model_loss
 
 LENGTHS = [12, 3, 7, 12, 1, 9, 4, 2]
 VARYING = Setting(device="cpu", batch_size=8, lengths_vary=True)
@@ -54,15 +54,17 @@ def made(name):
     return workload, padded("samples" if units == "samples" else "tokens")
 
 
-def shape_of(batch, units):
-    return Shape(8, count_units(batch, units), count_elements(batch) / 8)
+def cut(units="samples", full_length=None):
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    return Workload(model, optimizer, model_loss, units, cuts_by_length=True, full_length=full_length)
 
 
 def loss_and_gradients(workload, batch, micro_batch):
     workload.model.zero_grad()
-    shape = shape_of(batch, workload.units)
+    shape = shape_of(batch, workload)
     total = 0.0
-    for piece, share in weighted_pieces(batch, micro_batch, shape, workload.units, workload.cuts_by_length):
+    for piece, share, _ in weighted_pieces(batch, micro_batch, shape, workload):
         loss = workload.loss(workload.model, piece) * share
         loss.backward()
         total += loss.item()
@@ -84,7 +86,7 @@ def test_loss_and_gradients_are_those_of_the_padded_batch(name, micro_batch):
 def test_trimming_what_is_padding_for_all_leaves_the_loss_and_takes_fewer_columns():
     workload, batch = made("bert")
     short = {name: value[[1, 4, 6, 7]] for name, value in batch.items()}
-    (piece, share), *rest = weighted_pieces(short, 4, Shape(4, 4, 25.0), "samples", by_length=True)
+    (piece, share, _), *rest = weighted_pieces(short, 4, shape_of(short, cut()), cut())
     assert not rest
     assert share == 1.0
     assert piece["input_ids"].shape == (4, 4)
@@ -95,13 +97,28 @@ def test_trimming_what_is_padding_for_all_leaves_the_loss_and_takes_fewer_column
 @pytest.mark.parametrize("units", ["samples", "tokens", "next-tokens", lambda batch: batch["input_ids"].numel()])
 def test_every_sample_is_there_once_and_the_shares_add_up(units):
     batch = padded("tokens") | {"number": torch.arange(8)}
-    pieces = list(weighted_pieces(batch, 3, shape_of(batch, units), units, by_length=True))
-    seen = torch.cat([piece["number"] for piece, _ in pieces]).tolist()
+    pieces = list(weighted_pieces(batch, 3, shape_of(batch, cut(units)), cut(units)))
+    seen = torch.cat([piece["number"] for piece, _, _ in pieces]).tolist()
+    assert seen == [number for _, _, numbers in pieces for number in numbers]
     assert seen == [0, 3, 5, 2, 6, 1, 7, 4][: len(seen)]
     assert len(seen) == 8 - (units == "next-tokens")  # a sample of one token predicts nothing; alone it is left out
-    assert sum(share for _, share in pieces) == pytest.approx(1)
-    assert [len(piece["number"]) for piece, _ in pieces] == [3, 4, 1][: len(pieces)]
-    assert all(count_elements(piece) <= 3 * count_elements(batch) / 8 for piece, _ in pieces)
+    assert sum(share for _, share, _ in pieces) == pytest.approx(1)
+    assert [len(piece["number"]) for piece, _, _ in pieces] == [3, 4, 1][: len(pieces)]
+    assert all(count_elements(piece) <= 3 * count_elements(batch) / 8 for piece, _, _ in pieces)
+
+
+@pytest.mark.parametrize("micro_batch", [1, 2])
+def test_a_batch_of_short_samples_goes_in_as_few_passes_as_have_the_elements_of_full_ones(micro_batch):
+    short = {name: value[[1, 4, 7, 1]] for name, value in padded("samples").items()}  # of 3, 1, 2 and 3 tokens
+    short = {name: value[:, :4] if value.dim() == 2 else value for name, value in short.items()}
+    workload = cut(full_length=48)
+    shape = shape_of(short, workload)
+    assert shape.elements_per_sample == 2 * 48 + 1  # as the ladder counts every batch: a limit holds for all of them
+    pieces = [piece for piece, _, _ in weighted_pieces(short, micro_batch, shape, workload)]
+    assert [tuple(piece["input_ids"].shape) for piece in pieces] == [(4, 3)]
+    assert len(list(weighted_pieces(short, micro_batch, shape_of(short, cut()), cut()))) == 4 // micro_batch
+    long = padded("samples")
+    assert shape_of(long, cut(full_length=8)).elements_per_sample == 2 * 12 + 1  # longer than was said
 
 
 def test_a_training_step_and_an_evaluation_do_it():
@@ -126,9 +143,9 @@ def test_a_rehearsal_knows_the_lengths_of_its_batch():
         with rehearsal(CpuLowering(), lambda: "forward") as stage:
             model, optimizer = stage.fake_training(workload.model, workload.optimizer)
             fake = Workload(model, optimizer, model_loss, "samples", cuts_by_length=by_length)
-            pieces = weighted_pieces(stage.fake_batch(batch), 3, shape_of(batch, "samples"), "samples", by_length)
+            pieces = weighted_pieces(stage.fake_batch(batch), 3, shape_of(batch, fake), fake)
             widths.append([])
-            for piece, share in pieces:
+            for piece, share, _ in pieces:
                 (fake.loss(model, piece) * share).backward()
                 widths[-1].append(tuple(piece["input_ids"].shape))
         assert live_bytes(stage.trace()).peak_bytes > 0

@@ -1,97 +1,149 @@
-"""Plain UTF-8 text: a document is a whole file, a line is what stands between two newline bytes.
+"""Plain UTF-8 text: a document is a file, a line is what stands between newlines, a paragraph between blank lines.
 
-Lines are split at ``\\n`` only (not at ``\\r``, U+2028 or form feed, where `str.splitlines` would). A ``\\r`` before it
-and a byte order mark at the begin of the file belong to no text; texts of zero bytes are left out. Newlines are
-found with numpy in chunks, so the memory needed does not depend on the file. It does NOT convert encodings: bytes that
-are not UTF-8 are an error, and a NUL byte near the begin marks a binary file.
+Lines end at ``\\n`` only (not at ``\\r``, U+2028 or form feed, where `str.splitlines` would end them). A ``\\r`` before
+it and a byte order mark at the begin of the file belong to no text. Lines of zero bytes are no texts; between two
+paragraphs stands at least one line of nothing but white space (bytes up to 32). A document is its whole file. It does
+NOT convert encodings: bytes that are not UTF-8 and NUL bytes are faults.
 """
 
-import codecs
-from collections.abc import Iterable, Iterator
+from __future__ import annotations
+
+from itertools import pairwise
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
-from plimsoll.data.formats import Unit
+from plimsoll.data.formats import Fault, Found, Layout, Part, Reading
+from plimsoll.data.formats._scanning import NEWLINE, RETURN, Chunk, chunks, faults_of, look_at, text_begin
 from plimsoll.errors import DataError
 
-_BINARY_PROBE_BYTES = 8000  # as git decides: buffer_is_binary() in xdiff-interface.c
-_NEWLINE, _RETURN = 10, 13
+_WHITE = bytes(range(33))
+_LARGEST_WHITE = 32
+_FIRST_LOOK_BYTES = 512
 
 
-def spans(chunks: Iterable[bytes], unit: Unit) -> Iterator[NDArray[np.int64]]:
-    """Return the byte spans of the documents or lines of one file; see `plimsoll.data.formats.Format`."""
-    checked = _checked(chunks)
-    return _lines(checked) if unit == "line" else _document(checked)
+def look(path: str, reading: Reading) -> tuple[Layout, int]:
+    """Return the layout of a text file, and where its text begins."""
+    if asked := [*(reading.columns or ()), *filter(None, [reading.label])]:
+        raise DataError(f"it is plain text, which has no column {asked[0]!r}: leave it out, or ask for no columns")
+    return Layout("text", reading.unit), text_begin(path)
 
 
-def decode(raw: bytes) -> str:
-    """Return the text of one span."""
-    return raw.decode("utf-8")
+def scan(part: Part) -> Found:
+    """Find the texts that begin in a part, or at its end; see `plimsoll.data.formats.Format`."""
+    hasher = xxhash.xxh3_128()
+    faults: list[Fault] = []
+    starts, inks, is_blank = [], [], True
+    for chunk in chunks(part.path, part.begin, part.end, hasher):
+        newlines, is_valid = look_at(chunk)
+        if not is_valid:
+            faults += faults_of(chunk)
+        is_blank = is_blank and _is_blank(chunk, part.first)
+        if part.layout.unit == "line":
+            starts.append(_line_starts(chunk, newlines, part.first))
+        elif part.layout.unit == "paragraph":
+            starts.append(newlines + (chunk.offset + 1))
+            inks.append(_inks(chunk, newlines, part.first, is_valid))
+        elif chunk.offset <= part.first < chunk.offset + chunk.num_bytes:
+            starts.append(np.array([part.first], np.int64))
+    return Found(
+        np.concatenate(starts) if starts else np.empty(0, np.int64),
+        hasher.digest(),
+        tuple(faults),
+        is_blank=is_blank,
+        inks=_joined(inks) if inks else None,
+    )
 
 
-def _checked(chunks: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
-    """Yield each chunk with its offset, the byte order mark cut off, once it is known to be UTF-8."""
-    offset, torn = 0, b""  # torn: the first bytes of a character that the next chunk completes
-    for chunk in chunks:
-        if offset == 0:
-            _refuse_binary(chunk[:_BINARY_PROBE_BYTES])
-        if torn or not chunk.isascii():
-            torn = _torn_tail(torn + chunk, offset - len(torn), final=False)
-        mark = len(codecs.BOM_UTF8) if offset == 0 and chunk.startswith(codecs.BOM_UTF8) else 0
-        yield offset + mark, chunk[mark:]
-        offset += len(chunk)
-    _torn_tail(torn, offset - len(torn), final=True)
+def decode(raws: list[bytes], layout: Layout) -> list[str]:
+    """Return the texts of some spans."""
+    if layout.unit == "document":
+        return [raw.decode("utf-8") for raw in raws]
+    if layout.unit == "line":
+        return _lines(b"\n".join(raws), len(raws))
+    return [_paragraph(raw).decode("utf-8") for raw in raws]
 
 
-def _refuse_binary(head: bytes) -> None:
-    if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        raise DataError(
-            f"its mark 0x{head[:2].hex()} says UTF-16: convert it, for example with `iconv -f utf-16 -t utf-8`"
-        )
-    if (at := head.find(0)) >= 0:
-        raise DataError(f"byte {at} is NUL, so it is binary, not text: leave it out, or give the text it was made from")
+def decode_run(raw: bytes, borders: NDArray[np.int64], layout: Layout) -> list[str]:
+    """Return consecutive texts from the bytes of all their spans."""
+    if layout.unit == "line":
+        return _lines(raw, len(borders) - 1)
+    return decode([raw[begin:end] for begin, end in pairwise(borders.tolist())], layout)
 
 
-def _torn_tail(raw: bytes, offset: int, final: bool) -> bytes:
-    """Check that ``raw`` is UTF-8 and return the incomplete character at its end."""
-    try:
-        _, num_decoded = codecs.utf_8_decode(raw, "strict", final)
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"byte {offset + error.start} (0x{raw[error.start]:02x}) is not UTF-8 ({error.reason}): convert it, for "
-            f"example with `iconv -f latin1 -t utf-8`, or leave it out"
-        ) from None
-    return raw[num_decoded:]
+def _lines(raw: bytes, num_lines: int) -> list[str]:
+    """Return the lines that are not empty, which must be as many as were indexed."""
+    if b"\r" in raw:
+        raw = raw.replace(b"\r\n", b"\n").removesuffix(b"\r")
+    if raw.isascii():
+        lines = [line for line in raw.decode("ascii").split("\n") if line]
+    else:  # str.split() would look for the widest character of every line
+        lines = [line.decode("utf-8") for line in raw.split(b"\n") if line]
+    if len(lines) != num_lines:
+        raise ValueError(f"{num_lines} lines were indexed and {len(lines)} found")
+    return lines
 
 
-def _document(chunks: Iterable[tuple[int, bytes]]) -> Iterator[NDArray[np.int64]]:
-    start, end = None, 0
-    for offset, chunk in chunks:
-        start = offset if start is None else start
-        end = offset + len(chunk)
-    if start is not None and end > start:
-        yield np.array([[start, end]])
+def _paragraph(raw: bytes) -> bytes:
+    """Return a paragraph without the blank lines behind it and the end of its last line."""
+    newline = raw.find(b"\n", len(raw.rstrip(_WHITE)))
+    return (raw if newline < 0 else raw[:newline]).removesuffix(b"\r")
 
 
-def _lines(chunks: Iterable[tuple[int, bytes]]) -> Iterator[NDArray[np.int64]]:
-    start, end, last_byte = None, 0, 0  # start: where the line that the next chunk continues begins
-    for offset, chunk in chunks:
-        start = offset if start is None else start
-        raw = np.frombuffer(chunk, np.uint8)
-        newlines = np.flatnonzero(raw == _NEWLINE)
-        if len(newlines):
-            before = raw[newlines - 1]
-            if newlines[0] == 0:  # its neighbour is in the chunk before
-                before[0] = last_byte
-            ends = newlines + offset - (before == _RETURN)
-            starts = np.concatenate(([start], newlines[:-1] + offset + 1))
-            yield _non_empty(starts, ends)
-            start = offset + int(newlines[-1]) + 1
-        last_byte, end = chunk[-1] if chunk else last_byte, offset + len(chunk)
-    if start is not None:
-        yield _non_empty(np.array([start]), np.array([end - (last_byte == _RETURN)]))
+def _is_blank(chunk: Chunk, first: int) -> bool:
+    """Return whether a chunk is white space only, from the first text of the file on."""
+    raw = chunk.raw[max(first - chunk.offset, 0) : chunk.num_bytes]
+    return not (raw[:_FIRST_LOOK_BYTES] > _LARGEST_WHITE).any() and not (raw > _LARGEST_WHITE).any()
 
 
-def _non_empty(starts: NDArray[np.int64], ends: NDArray[np.int64]) -> NDArray[np.int64]:
-    return np.stack((starts, ends), axis=1)[ends > starts]
+def _line_starts(chunk: Chunk, newlines: NDArray[np.int64], first: int) -> NDArray[np.int64]:
+    """Return where lines that are not empty begin, behind the newlines of a chunk."""
+    starts: NDArray[np.int64] = newlines + 1
+    if chunk.offset <= first < chunk.offset + chunk.num_bytes:
+        starts = np.concatenate(([first - chunk.offset], starts))
+    heads = chunk.raw[starts]
+    is_text = heads != NEWLINE
+    returns = (heads == RETURN).nonzero()[0]
+    is_text[returns] = chunk.raw[starts[returns] + 1] != NEWLINE
+    starts = starts[is_text] + chunk.offset
+    return starts
+
+
+def _inks(chunk: Chunk, newlines: NDArray[np.int64], first: int, is_valid: bool) -> NDArray[np.bool_]:
+    """Return whether the stretches before, between and after the newlines are more than white space."""
+    raw = chunk.raw[: chunk.num_bytes]
+    if not is_valid:
+        raw = np.where(raw == 0, np.uint8(255), raw)  # so that what is at fault belongs to a text
+    begins = np.concatenate(([max(first - chunk.offset, 0)], newlines + 1))
+    inks = np.zeros(len(begins), np.bool_)
+    begins = begins[begins < chunk.num_bytes]
+    if len(begins):
+        inks[: len(begins)] = np.maximum.reduceat(raw, begins) > _LARGEST_WHITE
+    return inks
+
+
+def _joined(inks: list[NDArray[np.bool_]]) -> NDArray[np.bool_]:
+    """Join what chunks hold: the end of one and the begin of the next are one stretch."""
+    for before, after in pairwise(inks):
+        after[0] |= before[-1]
+    return np.concatenate([*(ink[:-1] for ink in inks[:-1]), inks[-1]])
+
+
+class Paragraphs:
+    """Finds the begins of paragraphs, from what the parts of a file hold, in their order."""
+
+    def __init__(self, first: int) -> None:
+        self._line, self._has_ink, self._is_new = first, False, True
+
+    def add(self, found: Found) -> NDArray[np.int64]:
+        """Return where paragraphs begin that show their first ink in a part."""
+        assert found.inks is not None
+        lines = np.concatenate(([self._line], found.starts))
+        inks = found.inks
+        inks[0] |= self._has_ink
+        is_new = np.concatenate(([self._is_new], ~inks[:-1]))  # the line before was blank, or there is none
+        starts = lines[inks & is_new]
+        self._line, self._has_ink = int(lines[-1]), bool(inks[-1])
+        self._is_new = bool(is_new[-1]) and not self._has_ink
+        return starts

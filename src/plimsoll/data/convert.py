@@ -1,0 +1,195 @@
+"""Makes files that can be indexed of what cannot: gzip, zstd, parquet, Arrow, and data sets of Hugging Face.
+
+Each is converted once, into a folder of the cache: a compressed file to what it holds, a table to the store
+`plimsoll.data.formats.packed`. Both stream, so memory is bounded; what is not whole leaves nothing behind. Formats are
+told by the names of files, those of compressed ones without ``.gz`` or ``.zst``. Sources beyond files are a
+`datasets.Dataset`, a folder written by its ``save_to_disk``, and ``hf:NAME[:CONFIG[:SPLIT]]``, which goes through
+`datasets.load_dataset` (``hf:imdb::test`` has no configuration; without a split it is ``train``).
+"""
+
+from __future__ import annotations
+
+import gzip
+import os
+import zlib
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+import xxhash
+
+from plimsoll.data.formats import Reading, packed
+from plimsoll.data.sources import SourceFile, find_files, identity_of
+from plimsoll.data.store import Facts, Progress, require_space, stored
+from plimsoll.errors import DataError
+
+_SUFFIXES = {
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".csv": "csv",
+    ".tsv": "csv",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+}
+_TABLES = ("parquet", "arrow")
+_COMPRESSED = (".gz", ".zst")
+_COPY_BYTES = 1 << 20
+
+
+class PlainFile(NamedTuple):
+    """A file that can be indexed; ``name`` is what the user calls it, ``path`` where its bytes are.
+
+    ``skipped`` are the rows that were left out where it was converted (the first 100), ``num_skipped`` how many.
+    """
+
+    name: str
+    path: str
+    num_bytes: int
+    mtime_ns: int
+    is_named: bool
+    format: str
+    skipped: tuple[str, ...] = ()
+    num_skipped: int = 0
+
+
+def plain_files(sources: Sequence[Any], reading: Reading, cache: Path, progress: Progress) -> list[PlainFile]:
+    """Return the files of all sources in the order of their paths, then the data sets; converted where needed.
+
+    Raises:
+        DataError: if a source is missing or cannot be read.
+        OutputError: if the cache cannot be written.
+    """
+    of_datasets = [source for source in sources if _is_dataset(source)]
+    paths = tuple(str(source) for source in sources if not _is_dataset(source))
+    files = find_files(paths) if paths else []
+    report = _Report(progress, sum(file.num_bytes for file in files if _is_converted(file.path)))
+    plain = [_plain(file, reading, cache, report) for file in files]
+    return plain + [_of_dataset(source, reading, cache, progress) for source in of_datasets]
+
+
+class _Report:
+    """Adds up what is converted and passes it on."""
+
+    def __init__(self, progress: Progress, total_bytes: int) -> None:
+        self._progress, self._total_bytes, self._before_bytes = progress, total_bytes, 0
+
+    def show(self, done_bytes: int) -> None:
+        """Say how far the present file is."""
+        self._progress("convert", min(self._before_bytes + done_bytes, self._total_bytes), self._total_bytes)
+
+    def end(self, file: SourceFile) -> None:
+        """Go on to the next file."""
+        self._before_bytes += file.num_bytes
+
+
+def _format_of(path: str) -> str:
+    return _SUFFIXES.get(os.path.splitext(_uncompressed(path))[1].lower(), "text")
+
+
+def _uncompressed(path: str) -> str:
+    stem, suffix = os.path.splitext(path)
+    return stem if suffix.lower() in _COMPRESSED else path
+
+
+def _is_converted(path: str) -> bool:
+    return _uncompressed(path) != path or _format_of(path) in _TABLES
+
+
+def _is_dataset(source: Any) -> bool:
+    if not isinstance(source, str | os.PathLike):
+        return True
+    saved = (Path(source, "dataset_dict.json"), Path(source, "state.json"))
+    return str(source).startswith("hf:") or any(path.is_file() for path in saved)
+
+
+def _plain(file: SourceFile, reading: Reading, cache: Path, report: _Report) -> PlainFile:
+    path, form = file.path, _format_of(file.path)
+    if not _is_converted(path) or not file.num_bytes:
+        return PlainFile(path, path, file.num_bytes, file.mtime_ns, file.named, form)
+    if _uncompressed(path) != path:
+        name = "data" + os.path.splitext(_uncompressed(path))[1].lower()
+        folder = cache / f"plain-{_hash(identity_of([file]))}"
+        stored(folder, partial(_decompress, source=file, name=name, report=report))
+        path = str((folder / name).absolute())
+    facts: Facts = {}
+    if form in _TABLES:
+        (table_file,) = find_files((path,))
+        folder = cache / f"packed-{_hash([identity_of([table_file]), _asked(reading)])}"
+        facts = stored(folder, partial(_pack_file, path=path, name=file.path, reading=reading, report=report))
+        path, form = str((folder / packed.TEXTS_FILE).absolute()), "packed"
+    report.end(file)
+    return _as_plain(file.path, path, file.named, form, facts)
+
+
+def _as_plain(name: str, path: str, is_named: bool, form: str, facts: Facts) -> PlainFile:
+    status = os.stat(path)
+    skipped, num_skipped = tuple(facts.get("skipped", ())), facts.get("num_skipped", 0)
+    return PlainFile(name, path, status.st_size, status.st_mtime_ns, is_named, form, skipped, num_skipped)
+
+
+def _asked(reading: Reading) -> tuple[Any, ...]:
+    """Return what of a reading says what a table is converted to."""
+    return reading.columns, reading.label, reading.on_error, reading.max_text_bytes
+
+
+def _hash(identity: Any) -> str:
+    return xxhash.xxh3_128_hexdigest(repr(identity).encode())[:16]
+
+
+def _decompress(folder: Path, source: SourceFile, name: str, report: _Report) -> Facts:
+    """Write what a compressed file holds."""
+    try:
+        with open(source.path, "rb") as compressed, (folder / name).open("wb") as plain:
+            for chunk in _chunks_of(source.path, compressed):
+                plain.write(chunk)
+                done_bytes = compressed.tell()
+                report.show(done_bytes)
+                left_share = max(source.num_bytes / max(done_bytes, 1) - 1, 0)
+                require_space(folder, int(left_share * plain.tell()))
+    except _Torn as error:
+        raise DataError(f"cannot unpack {source.path}: {error}; download or write it again, or leave it out") from None
+    return {}
+
+
+class _Torn(Exception):
+    """A compressed file cannot be unpacked."""
+
+
+def _chunks_of(path: str, compressed: IO[bytes]) -> Iterator[bytes]:
+    import pyarrow
+
+    if path.lower().endswith(".gz"):
+        opened: Any = gzip.GzipFile(fileobj=compressed)
+    else:
+        opened = pyarrow.CompressedInputStream(pyarrow.PythonFile(compressed, "r"), "zstd")
+    with opened:
+        while True:
+            try:
+                chunk = opened.read(_COPY_BYTES)
+            except (OSError, EOFError, zlib.error, pyarrow.ArrowInvalid) as error:
+                raise _Torn(str(error)) from None
+            if not chunk:
+                return
+            yield chunk
+
+
+def _pack_file(folder: Path, path: str, name: str, reading: Reading, report: _Report) -> Facts:
+    from plimsoll.data.tables import open_arrow, open_parquet, pack
+
+    with (open_parquet if _format_of(path) == "parquet" else open_arrow)(path, name) as table:
+        return pack(folder, table, reading, report.show)
+
+
+def _of_dataset(source: Any, reading: Reading, cache: Path, progress: Progress) -> PlainFile:
+    from plimsoll.data.tables import load_dataset, open_dataset, pack
+
+    dataset, name = load_dataset(source)
+    table = open_dataset(dataset, name)
+
+    def write(folder: Path) -> Facts:
+        return pack(folder, table, reading, lambda done: progress("convert", done, table.num_bytes))
+
+    folder = cache / f"packed-{_hash([dataset._fingerprint, _asked(reading)])}"
+    facts = stored(folder, write)
+    return _as_plain(name, str((folder / packed.TEXTS_FILE).absolute()), True, "packed", facts)

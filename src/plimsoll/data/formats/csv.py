@@ -1,0 +1,230 @@
+"""Comma- or tab-separated values: a text is one column, or several joined by newlines. Quoted newlines work.
+
+A row ends at a newline before which the number of double quotes is even; Python's `csv` decodes it, strictly, and it
+must have as many fields as the first row. Every row is decoded when the file is indexed, so that a fault is found
+before the training and not in it. Empty lines are no rows. It does NOT cover other separators than the comma (.csv) and
+the tab (.tsv), nor backslashes before quotes; a quote inside a field without quotes joins rows, which is a fault.
+"""
+
+from __future__ import annotations
+
+import csv
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from plimsoll.data.formats import Fault, Found, Layout, Part, Reading
+from plimsoll.data.formats._columns import Row, found_rows, listed, text_columns
+from plimsoll.data.formats._records import HEAD_BYTES, read_rows, too_long
+from plimsoll.data.formats._scanning import NEWLINE, fault_in, opened, read_head, text_begin
+from plimsoll.errors import DataError
+
+_QUOTE = ord('"')
+_REMEDY = "correct the row"
+_ESCAPE = re.compile(r"\\([ntr\\])")
+_MEANT = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\"}
+_ROWS_AT_ONCE = 256
+
+
+def look(path: str, reading: Reading) -> tuple[Layout, int]:
+    """Find out the columns of a file and whether its first row names them."""
+    begin, delimiter = text_begin(path), "\t" if path.lower().endswith(".tsv") else ","
+    first, second = _first_rows(read_head(path, HEAD_BYTES), begin, delimiter)
+    if second is None:  # there is no more, or rows are long
+        first, second = _first_rows(read_head(path, 2 * reading.max_text_bytes), begin, delimiter)
+    if first is None:
+        return Layout("csv", delimiter=delimiter), begin
+    end, names = first
+    numbered = [str(number) for number in range(1, len(names) + 1)]
+    has_header = _has_header(names, numbered, reading)
+    columns, example = (names, second or []) if has_header else (numbered, names)
+    strings = [name for name, cell in zip(columns, example, strict=False) if not _is_number(cell)]
+    chosen = text_columns(reading, columns, strings)
+    layout = Layout(
+        "csv",
+        columns=tuple(map(columns.index, chosen)),
+        label=None if reading.label is None else columns.index(reading.label),
+        num_columns=len(columns),
+        delimiter=delimiter,
+        escapes=reading.escapes,
+    )
+    return layout, end if has_header else begin
+
+
+def _first_rows(head: bytes, begin: int, delimiter: str) -> tuple[tuple[int, list[str]] | None, list[str] | None]:
+    """Return the first row, with where it ends, and the second; ``None`` where there is none."""
+    rows: list[tuple[int, list[str]]] = []
+    borders = [begin, *(_row_ends(head, False) + 1).tolist()]
+    for start, end in pairwise([*borders, len(head)]):
+        raw = head[start:end].strip(b"\r\n")
+        if raw and len(rows) < 2:
+            try:
+                rows.append((end, _fields([raw.decode("utf-8")], delimiter)[0]))
+            except (ValueError, csv.Error) as error:
+                if not rows:
+                    raise DataError(f"its first row is no csv ({error}): correct it, or leave the file out") from None
+    return rows[0] if rows else None, rows[1][1] if len(rows) > 1 else None
+
+
+def _has_header(first: list[str], numbered: list[str], reading: Reading) -> bool:
+    asked = [*(reading.columns or ()), *filter(None, [reading.label])]
+    if reading.header is not None:
+        return reading.header
+    if (asked and all(name in first for name in asked)) or (reading.columns is None and "text" in first):
+        return True
+    if any(map(_is_number, first)) or (asked and all(name in numbered for name in asked)):
+        return False
+    if asked:
+        return True  # a name that is not there: the error says which are
+    raise DataError(
+        f"whether its first row ({listed(first)}) names the columns cannot be told: set header: true or header: false, "
+        "or give text: <column>"
+    )
+
+
+def _is_number(cell: str) -> bool:
+    try:
+        float(cell)
+    except ValueError:
+        return False
+    return True
+
+
+def has_odd_quotes(part: Part) -> bool:
+    """Return whether the number of quotes in a part is odd."""
+    with opened(part.path) as descriptor:
+        raw = os.pread(descriptor, part.end - part.begin, part.begin)
+    return raw.count(b'"') % 2 == 1
+
+
+def scan(part: Part) -> Found:
+    """Find the rows that begin in a part; see `plimsoll.data.formats.Format`."""
+    offset = max(part.begin - 1, 0)
+
+    last = part.end - 1 - offset
+
+    def is_whole(raw: bytes) -> bool:
+        ends = _row_ends(raw, part.is_quoted, part.begin - offset)
+        begins_none = part.begin > part.first and (not len(ends) or ends[0] >= last)
+        return begins_none or bool(len(ends) and ends[-1] >= last)
+
+    raw, offset, digest = read_rows(part, is_whole)
+    num_lines = raw.count(b"\n", part.begin - offset, part.end - offset)
+    return found_rows(part, digest, num_lines, _rows(part, raw, offset))
+
+
+def _row_ends(raw: bytes, is_quoted: bool, begin: int = 0) -> NDArray[np.int64]:
+    """Return the places of the newlines outside quotes; ``is_quoted`` says how it is at the byte ``begin``."""
+    view = np.frombuffer(raw, np.uint8)
+    newlines = (view == NEWLINE).nonzero()[0]
+    quotes = (view[begin:] == _QUOTE).nonzero()[0] + begin
+    ends: NDArray[np.int64] = newlines[(np.searchsorted(quotes, newlines) + is_quoted) % 2 == 0]
+    return ends
+
+
+def _rows(part: Part, raw: bytes, offset: int) -> Iterator[Row | Fault]:
+    ends = _row_ends(raw, part.is_quoted, part.begin - offset).tolist()
+    if part.begin <= part.first:
+        begins = [part.first - offset, *(end + 1 for end in ends if end >= part.first - offset)]
+    else:
+        begins = [end + 1 for end in ends]
+    last = part.end - offset
+    borders = [begin for begin in begins if begin < last]
+    spans = list(pairwise([*borders, next((begin for begin in begins if begin >= last), len(raw))])) if borders else []
+    spans = [(begin, end) for begin, end in spans if raw[begin:end].strip(b"\r\n")]
+    line = raw.count(b"\n", part.begin - offset, spans[0][0]) if spans else 0
+    for number in range(0, len(spans), _ROWS_AT_ONCE):
+        some = spans[number : number + _ROWS_AT_ONCE]
+        yield from _rows_of(part, raw, offset, some, line)
+        following = spans[number + _ROWS_AT_ONCE][0] if number + _ROWS_AT_ONCE < len(spans) else len(raw)
+        line += raw.count(b"\n", some[0][0], following)
+
+
+def _rows_of(part: Part, raw: bytes, offset: int, spans: list[tuple[int, int]], line: int) -> Iterator[Row | Fault]:
+    """Decode some rows at once, and one by one only where something is wrong with one of them."""
+    layout = part.layout
+    raws = [raw[begin:end].strip(b"\r\n") for begin, end in spans]
+    rows = _faultless(raws, part)
+    if rows is None:
+        for (begin, _), row in zip(spans, raws, strict=True):
+            yield _checked(row, offset + begin, line + raw.count(b"\n", spans[0][0], begin), part)
+        return
+    for (begin, _), fields in zip(spans, rows, strict=True):
+        yield offset + begin, _text(fields, layout), _label(fields, layout)
+
+
+def _faultless(raws: list[bytes], part: Part) -> list[list[str]] | None:
+    """Return the fields of some rows, or ``None`` if one of them has a fault."""
+    if any(b"\0" in row or len(row) > part.max_text_bytes for row in raws):
+        return None
+    try:
+        rows = _fields([row.decode("utf-8") for row in raws], part.layout.delimiter)
+    except (ValueError, csv.Error):
+        return None
+    return rows if all(len(row) == part.layout.num_columns for row in rows) else None
+
+
+def _checked(raw: bytes, at: int, line: int, part: Part) -> Row | Fault:
+    if len(raw) > part.max_text_bytes:
+        return too_long(at, len(raw), part.max_text_bytes, line)
+    if (fault := fault_in(raw, at)) is not None:
+        return fault._replace(at=at, line=line)
+    try:
+        (fields,) = _fields([raw.decode("utf-8")], part.layout.delimiter)
+    except (ValueError, csv.Error) as error:
+        num_more = raw.count(b"\n")
+        why = f"it is not csv ({error})"
+        if num_more:
+            why = f"a quote in it that is not closed takes the {num_more} lines after it into the same row"
+        return Fault(at, why, f"{_REMEDY}: a quote in a field is written twice, in a field with quotes around it", line)
+    if len(fields) != part.layout.num_columns:
+        why = f"it has {len(fields)} fields where the first row has {part.layout.num_columns}"
+        return Fault(at, why, _REMEDY, line)
+    return at, _text(fields, part.layout), _label(fields, part.layout)
+
+
+def _fields(rows: list[str], delimiter: str) -> list[list[str]]:
+    with _long_fields():
+        fields = list(csv.reader(rows, delimiter=delimiter, strict=True))
+    if len(fields) != len(rows):
+        raise ValueError("a quote is not closed")
+    return fields
+
+
+@contextmanager
+def _long_fields() -> Iterator[None]:
+    """Lift the limit of 128 KiB on a field, which is one for the whole process."""
+    limit = csv.field_size_limit(1 << 40)
+    try:
+        yield
+    finally:
+        csv.field_size_limit(limit)
+
+
+def _text(fields: list[str], layout: Layout) -> str:
+    text = "\n".join([fields[int(number)] for number in layout.columns])
+    return _ESCAPE.sub(lambda match: _MEANT[match[1]], text) if layout.escapes else text
+
+
+def _label(fields: list[str], layout: Layout) -> Any:
+    return None if layout.label is None else fields[int(layout.label)]
+
+
+def decode(raws: list[bytes], layout: Layout) -> list[str]:
+    """Return the texts of some spans."""
+    try:
+        rows = _fields([raw.decode("utf-8").strip("\r\n") for raw in raws], layout.delimiter)
+        return [_text(row, layout) for row in rows]
+    except (csv.Error, IndexError) as error:
+        raise ValueError(str(error)) from None
+
+
+def decode_run(raw: bytes, borders: NDArray[np.int64], layout: Layout) -> list[str]:
+    """Return consecutive texts from the bytes of all their spans."""
+    return decode([raw[begin:end] for begin, end in pairwise(borders.tolist())], layout)

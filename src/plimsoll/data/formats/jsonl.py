@@ -1,0 +1,136 @@
+"""One JSON object in each line (jsonl, ndjson): a text is one of its fields, or several joined by newlines.
+
+Every line is parsed when the file is indexed, so that a fault is found before the training and not in it; lines of
+white space only are no rows. It does NOT cover nested fields, nor objects over several lines.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from plimsoll.data.formats import Fault, Found, Layout, Part, Reading
+from plimsoll.data.formats._columns import Row, found_rows, no_column, text_columns
+from plimsoll.data.formats._records import HEAD_BYTES, read_rows, too_long
+from plimsoll.data.formats._scanning import fault_in, read_head, text_begin
+from plimsoll.errors import DataError
+
+_REMEDY = "correct the line"
+_parse = json.JSONDecoder().decode
+
+
+def look(path: str, reading: Reading) -> tuple[Layout, int]:
+    """Return the fields that make up the texts: those asked for, or what the first object has."""
+    begin = text_begin(path)
+    columns = reading.columns
+    for line in read_head(path, HEAD_BYTES)[begin:].split(b"\n") if columns is None else ():
+        try:
+            first = _parse(line.decode("utf-8").strip())
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(first, dict):
+            strings = [name for name, value in first.items() if isinstance(value, str)]
+            columns = text_columns(reading, list(first), strings)
+            break
+    return Layout("jsonl", columns=columns or ("text",), label=reading.label), begin
+
+
+def scan(part: Part) -> Found:
+    """Find the rows that begin in a part; see `plimsoll.data.formats.Format`."""
+    last = part.end - 1 - max(part.begin - 1, 0)  # a newline here ends a row that begins here
+
+    def is_whole(raw: bytes) -> bool:
+        return raw.find(b"\n", last) >= 0 or (part.begin > part.first and raw.find(b"\n", 0, last) < 0)
+
+    raw, offset, digest = read_rows(part, is_whole)
+    num_lines = raw.count(b"\n", part.begin - offset, part.end - offset)
+    return found_rows(part, digest, num_lines, _rows(part, raw, offset))
+
+
+def _rows(part: Part, raw: bytes, offset: int) -> Iterator[Row | Fault]:
+    begin = part.first - offset if part.begin <= part.first else raw.find(b"\n") + 1
+    if begin == 0 and offset:  # no line begins here: find() has found none
+        return
+    line_number = raw.count(b"\n", part.begin - offset, begin)
+    while begin < part.end - offset:
+        end = raw.find(b"\n", begin)
+        end = len(raw) if end < 0 else end
+        line = raw[begin:end]
+        if not line.isspace() and line:
+            if len(line) > part.max_text_bytes:
+                yield too_long(offset + begin, len(line), part.max_text_bytes, line_number)
+            else:
+                yield _row(line, offset + begin, line_number, part.layout)
+        begin, line_number = end + 1, line_number + 1
+
+
+def _row(line: bytes, at: int, line_number: int, layout: Layout) -> Row | Fault:
+    if (fault := None if line.isascii() else fault_in(line, at)) is not None:
+        return fault._replace(line=line_number, at=at, why=fault.why)
+    try:
+        record = _parse(line.decode("utf-8").strip())
+        text = _text(record, layout)
+        if b"\\u" in line:
+            text.encode("utf-8")
+        return at, text, _label(record, layout)
+    except json.JSONDecodeError as error:
+        why = f"it is not JSON ({error.msg} at character {error.colno})"
+    except UnicodeEncodeError:
+        why = "its text has half of a surrogate pair, which is no character"
+    except RecursionError:
+        why = "it is nested too deep"
+    except DataError as error:
+        why = str(error)
+    return Fault(at, why, _REMEDY, line_number)
+
+
+def _text(record: Any, layout: Layout) -> str:
+    if isinstance(record, dict) and len(layout.columns) == 1:  # as quick as can be: this runs for every row
+        text = record.get(layout.columns[0])
+        if isinstance(text, str):
+            return text
+    if not isinstance(record, dict):
+        raise DataError(f"it is {_kind(record)} and not an object: write {{...}}")
+    values = [_field(record, str(name)) for name in layout.columns]
+    for name, value in zip(layout.columns, values, strict=True):
+        if not isinstance(value, str):
+            raise DataError(f"its column {name!r} holds {_kind(value)} and no string: write a string")
+    return values[0] if len(values) == 1 else "\n".join(values)
+
+
+def _label(record: dict[str, Any], layout: Layout) -> str | int | None:
+    if layout.label is None:
+        return None
+    value = _field(record, str(layout.label))
+    if not isinstance(value, str | int):
+        raise DataError(f"its label {layout.label!r} is {_kind(value)}: write a string or a whole number")
+    return str(value).lower() if isinstance(value, bool) else value
+
+
+def _field(record: dict[str, Any], name: str) -> Any:
+    if name not in record:
+        raise DataError(no_column(name, list(record)))
+    return record[name]
+
+
+def _kind(value: Any) -> str:
+    kinds = {type(None): "null", bool: "a truth value", int: "a number", float: "a number", list: "a list", str: "text"}
+    return kinds.get(type(value), "an object")
+
+
+def decode(raws: list[bytes], layout: Layout) -> list[str]:
+    """Return the texts of some spans."""
+    try:
+        return [_text(_parse(raw.decode("utf-8").strip()), layout) for raw in raws]
+    except (DataError, RecursionError) as error:
+        raise ValueError(str(error)) from None
+
+
+def decode_run(raw: bytes, borders: NDArray[np.int64], layout: Layout) -> list[str]:
+    """Return consecutive texts from the bytes of all their spans."""
+    return decode([raw[begin:end] for begin, end in pairwise(borders.tolist())], layout)

@@ -1,0 +1,65 @@
+"""The store into which `plimsoll.data.convert` puts texts that cannot be read where they are.
+
+UTF-8 texts end to end in one file, with nothing between them, and where each of them ends (int64) in a second; the
+class of each (uint32) and the names of the classes, where there are any, in two more. What is written there is checked
+on the way. NOT a format for anything but the cache of this version.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import lru_cache
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from plimsoll.data.formats import Found, Labels, Layout, Part, Reading
+from plimsoll.data.formats._scanning import chunks
+
+TEXTS_FILE, ENDS_FILE, CODES_FILE, NAMES_FILE = "texts.packed", "ends.bin", "codes.bin", "names.json"
+
+
+def look(path: str, reading: Reading) -> tuple[Layout, int]:
+    """Return the layout of a store."""
+    return Layout("packed", label=reading.label), 0
+
+
+def scan(part: Part) -> Found:
+    """Return the texts that begin in a part."""
+    folder = Path(part.path).parent
+    hasher = xxhash.xxh3_128()
+    is_blank = True
+    for chunk in chunks(part.path, part.begin, part.end, hasher):
+        is_blank = is_blank and chunk.raw[: chunk.num_bytes].tobytes().isspace()
+    ends = np.memmap(folder / ENDS_FILE, np.int64, "r")
+    # Text i begins where text i - 1 ends.
+    first, last = (int(number) for number in np.searchsorted(ends, [part.begin, part.end]))
+    starts = np.array(ends[first:last])
+    if part.begin == 0:
+        starts = np.concatenate(([0], starts))
+    starts = starts[starts < part.num_file_bytes]
+    labels = None
+    if part.layout.label is not None:
+        begin = 0 if part.begin == 0 else first + 1
+        codes = np.array(np.memmap(folder / CODES_FILE, np.uint32, "r")[begin : begin + len(starts)])
+        labels = Labels(_names(folder), codes)
+    return Found(starts, hasher.digest(), is_blank=is_blank, labels=labels)
+
+
+@lru_cache(maxsize=1)
+def _names(folder: Path) -> list[str | int]:
+    names: list[str | int] = json.loads((folder / NAMES_FILE).read_bytes())
+    return names
+
+
+def decode(raws: list[bytes], layout: Layout) -> list[str]:
+    """Return the texts of some spans."""
+    return [raw.decode("utf-8") for raw in raws]
+
+
+def decode_run(raw: bytes, borders: NDArray[np.int64], layout: Layout) -> list[str]:
+    """Return consecutive texts from the bytes of all their spans."""
+    return decode([raw[begin:end] for begin, end in pairwise(borders.tolist())], layout)

@@ -1,0 +1,96 @@
+"""The files of a corpus while it is read: at most 64 are open, and each must be as it was when it was indexed.
+
+Size and time are looked at before each read of a batch, so an edit is noticed with the next batch, whatever it changed.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections import OrderedDict
+
+import numpy as np
+from numpy.typing import NDArray
+
+from plimsoll.data.store import Facts
+from plimsoll.errors import DataError
+
+_MOST_OPEN = 64
+
+
+class OpenFiles:
+    """Reads by number of the file and place in it; never by a position that forked processes would share."""
+
+    def __init__(self, facts: Facts, is_random: bool) -> None:
+        self._facts, self._is_random = facts, is_random
+        self._descriptors: OrderedDict[int, int] = OrderedDict()
+        weakref.finalize(self, _close_all, self._descriptors)  # a __del__ may come when the interpreter has gone
+
+    def path(self, file: int) -> str:
+        """Return where the bytes of a file are."""
+        path: str = self._facts["stored"].get(str(file), self._facts["paths"][file])
+        return path
+
+    def read(self, file: int, place: int, num_bytes: int) -> bytes:
+        """Return some bytes of a file, all of them."""
+        raw = os.pread(self.descriptor(file), num_bytes, place)
+        if len(raw) < num_bytes:
+            raise self._too_short(file, place + num_bytes)
+        return raw
+
+    def read_many(self, file: int, places: NDArray[np.int64], sizes: NDArray[np.int64]) -> list[bytes]:
+        """Return some stretches of a file."""
+        descriptor, pread = self.descriptor(file), os.pread
+        spans = zip(sizes.tolist(), places.tolist(), strict=True)
+        raws = [pread(descriptor, num_bytes, place) for num_bytes, place in spans]
+        if sum(map(len, raws)) < sizes.sum():
+            raise self._too_short(file, int((places + sizes).max()))
+        return raws
+
+    def descriptor(self, file: int) -> int:
+        """Return a descriptor of a file, opened now if it is not.
+
+        Raises:
+            DataError: if the file is gone, or has another size or time than when it was indexed.
+        """
+        descriptor = self._descriptors.get(file)
+        if descriptor is not None:
+            self._check(file, os.fstat(descriptor))
+            self._descriptors.move_to_end(file)
+            return descriptor
+        path = self.path(file)
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise DataError(f"cannot read {path} ({error.strerror}): put it back, or allow reading it") from None
+        try:
+            self._check(file, os.fstat(descriptor))
+        except DataError:
+            os.close(descriptor)
+            raise
+        self._descriptors[file] = descriptor
+        if len(self._descriptors) > _MOST_OPEN:
+            os.close(self._descriptors.popitem(last=False)[1])
+        if self._is_random:
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)  # read no more than a block
+        return descriptor
+
+    def _check(self, file: int, status: os.stat_result) -> None:
+        then, now = self._facts["sizes"][file], status.st_size
+        if then != now:
+            raise DataError(
+                f"{self.path(file)} has {now} bytes, but had {then} when it was indexed: start again to index it anew"
+            )
+        if status.st_mtime_ns != self._facts["mtimes"][file]:
+            raise DataError(f"{self.path(file)} was written to since it was indexed: start again to index it anew")
+
+    def _too_short(self, file: int, end: int) -> DataError:
+        return DataError(
+            f"{self.path(file)} ends before byte {end}, but was longer when it was indexed: start again to index it "
+            "anew"
+        )
+
+
+def _close_all(descriptors: OrderedDict[int, int]) -> None:
+    for descriptor in descriptors.values():
+        os.close(descriptor)

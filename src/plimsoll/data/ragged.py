@@ -1,0 +1,39 @@
+"""Rows of different lengths laid end to end in one flat array, and back into a padded table: the arithmetic of both.
+
+All of it is a few numpy passes over the tokens, none over the rows in Python. NOT covered: rows on a device.
+
+Shapes: B rows, T columns, N elements of all rows together.
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+PAD_MULTIPLE = 8  # of the rows of a batch, for kernels that work on blocks of 8, unless it is chosen
+
+Element = TypeVar("Element", bound=np.generic)
+
+
+def positions(lengths_B: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the position of each element in its row, (N,): 0, 1, 2, 0, 1 for the lengths 3 and 2."""
+    return np.arange(lengths_B.sum()) - np.repeat(np.cumsum(lengths_B) - lengths_B, lengths_B)
+
+
+def places(starts_B: NDArray[np.int64], lengths_B: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the numbers from each start on, as many as its length says, end to end (N,)."""
+    return np.repeat(starts_B, lengths_B) + positions(lengths_B)
+
+
+def inside(lengths_B: NDArray[np.int64], num_columns: int) -> NDArray[np.bool_]:
+    """Return which cells of a padded table (B, T) hold an element."""
+    return np.arange(num_columns) < lengths_B[:, None]
+
+
+def padded(flat_N: NDArray[Element], inside_BT: NDArray[np.bool_], fill: int) -> NDArray[Element]:
+    """Return the elements in the cells that are inside, and ``fill`` in the others, (B, T)."""
+    table_BT = np.full(inside_BT.shape, fill, flat_N.dtype)
+    table_BT[inside_BT] = flat_N
+    return table_BT

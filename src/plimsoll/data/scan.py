@@ -1,0 +1,180 @@
+"""Scans files part by part on all cores, and hands back what the parts hold in the order of the files.
+
+A part has 2 MiB, so that the digests of a file do not depend on how many cores there are; small files share a task.
+Plain text is scanned by threads (numpy, xxhash and reading let go of the interpreter); rows of jsonl and csv are parsed
+by Python, so large ones are scanned by forked processes, which do nothing but parse. A few tasks are on their way at a
+time: the memory needed does not depend on the files. Holes of sparse files are not read: they are NUL bytes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import signal
+import warnings
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from contextlib import ExitStack
+from functools import lru_cache
+from multiprocessing import get_context
+from types import ModuleType
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+import xxhash
+
+from plimsoll.data.formats import Format, Found, Layout, Part, csv, jsonl, packed, text
+from plimsoll.data.formats._scanning import null_fault, opened
+from plimsoll.errors import DataError
+
+PART_BYTES = 2 << 20
+_FILES_PER_TASK = 256
+_FORK_BYTES = 16 << 20  # of rows to parse, from which starting processes (some 20 ms) is worth it
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+_MODULES: dict[str, ModuleType] = {"text": text, "jsonl": jsonl, "csv": csv, "packed": packed}
+PARSED = ("jsonl", "csv")
+
+Given = TypeVar("Given")
+Result = TypeVar("Result")
+
+
+def format_named(name: str) -> Format:
+    """Return the module of a format."""
+    return _MODULES[name]
+
+
+class Scanned(NamedTuple):
+    """A file to scan: where its bytes are, how many, where its first text may begin, how texts lie in it."""
+
+    path: str
+    num_bytes: int
+    first: int
+    layout: Layout
+
+
+def scan_files(
+    files: Iterable[Scanned], max_text_bytes: int, num_parsed_bytes: int
+) -> Generator[tuple[Part, Found | DataError]]:
+    """Yield all parts of all files with what they hold, in order.
+
+    Args:
+        files: taken one after the other, as there is room.
+        max_text_bytes: a longer text is a fault.
+        num_parsed_bytes: how many bytes of jsonl and csv there are, about.
+    """
+    with ExitStack() as stack:
+        num_workers = len(os.sched_getaffinity(0))
+        processes: Executor | None = None
+        if num_parsed_bytes >= _FORK_BYTES:  # first of all: only a process without threads is forked safely
+            processes = stack.enter_context(_processes(num_workers))
+            stack.callback(processes.shutdown, wait=True, cancel_futures=True)
+        threads = stack.enter_context(ThreadPoolExecutor(num_workers))
+        stack.callback(threads.shutdown, wait=True, cancel_futures=True)
+
+        def submit(parts: list[Part]) -> Future[list[Found | DataError]]:
+            is_parsed = parts[0].layout.format in PARSED
+            return (processes if processes is not None and is_parsed else threads).submit(_scan_all, parts)
+
+        for parts, found in _in_order(submit, _tasks(files, max_text_bytes, threads), num_workers + 2):
+            yield from zip(parts, found, strict=True)
+
+
+def _processes(num_workers: int) -> ProcessPoolExecutor:
+    pool = ProcessPoolExecutor(num_workers, get_context("fork"), _begin_worker, (os.getpid(),))
+    with warnings.catch_warnings():
+        # A library may have started threads; what is called in the children takes none of their locks.
+        warnings.filterwarnings("ignore", ".*fork", DeprecationWarning)
+        pool.submit(int).result()
+    return pool
+
+
+def _begin_worker(parent: int) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is interrupted, and ends this process
+    end_with(parent)
+
+
+def end_with(parent: int) -> None:
+    """Have the kernel end this process with the one that forked it, which may have ended by now."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def _in_order(
+    submit: Callable[[Given], Future[Result]], tasks: Iterable[Given], num_ahead: int
+) -> Iterator[tuple[Given, Result]]:
+    waiting: deque[tuple[Given, Future[Result]]] = deque()
+    for task in tasks:
+        waiting.append((task, submit(task)))
+        if len(waiting) >= num_ahead:
+            done, future = waiting.popleft()
+            yield done, future.result()
+    while waiting:
+        done, future = waiting.popleft()
+        yield done, future.result()
+
+
+def _tasks(files: Iterable[Scanned], max_text_bytes: int, threads: Executor) -> Iterator[list[Part]]:
+    """Yield lists of parts, about 2 MiB together, of formats that are scanned in the same way."""
+    task: list[Part] = []
+    num_bytes = 0
+    for file in files:
+        for part in _parts(file, max_text_bytes, threads):
+            is_full = num_bytes + part.end - part.begin > PART_BYTES or len(task) >= _FILES_PER_TASK
+            if task and (is_full or task[0].layout.format != part.layout.format):
+                yield task
+                task, num_bytes = [], 0
+            task.append(part)
+            num_bytes += part.end - part.begin
+    if task:
+        yield task
+
+
+def _parts(file: Scanned, max_text_bytes: int, threads: Executor) -> Iterator[Part]:
+    size = file.num_bytes
+    parts = (
+        Part(file.path, begin, min(begin + PART_BYTES, size), size, file.layout, max_text_bytes, file.first)
+        for begin in range(0, size, PART_BYTES)
+    )
+    if file.layout.format != "csv" or file.num_bytes <= PART_BYTES:
+        yield from parts
+        return
+    is_quoted = False
+    ahead = 4 * len(os.sched_getaffinity(0))
+    for part, is_odd in _in_order(lambda part: threads.submit(csv.has_odd_quotes, part), parts, ahead):
+        yield part._replace(is_quoted=is_quoted)
+        is_quoted ^= is_odd
+
+
+def _scan_all(parts: list[Part]) -> list[Found | DataError]:
+    return [_scan(part) for part in parts]
+
+
+def _scan(part: Part) -> Found | DataError:
+    try:
+        is_hole = part.layout.format == "text" and part.end - part.begin == PART_BYTES and _is_hole(part)
+        return _nothing_found(part) if is_hole else format_named(part.layout.format).scan(part)
+    except DataError as error:
+        return error
+
+
+def _nothing_found(hole: Part) -> Found:
+    inks = np.ones(1, np.bool_) if hole.layout.unit == "paragraph" else None
+    return Found(np.empty(0, np.int64), _digest_of_nulls(), (null_fault(hole.begin),), inks=inks)
+
+
+@lru_cache(maxsize=1)
+def _digest_of_nulls() -> bytes:
+    return xxhash.xxh3_128_digest(bytes(PART_BYTES))
+
+
+def _is_hole(part: Part) -> bool:
+    """Return whether no byte of a part was ever written."""
+    with opened(part.path) as descriptor:
+        try:
+            return os.lseek(descriptor, part.begin, os.SEEK_DATA) >= part.end
+        except OSError as error:
+            return error.errno == errno.ENXIO  # nothing but a hole up to the end

@@ -1,0 +1,274 @@
+"""Texts cut into spans of at most ``sequence_length`` tokens: where each sample begins and how long it is.
+
+If no text is too long, or all are truncated, spans follow from the store and take no memory; else they are a
+memory-mapped table (12 bytes a span), written once beside the tokens in passes of constant memory. The text that a span
+is of is found by a binary search of the ends of the texts. NOT covered: spans that reach over the end of a text
+(`plimsoll.data.windows.WindowDataset`), overlap where windows end at borders.
+
+Shapes: B spans asked for, N spans of one pass.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from plimsoll.data import ragged
+from plimsoll.data.borders import Borders, cut_at_borders
+from plimsoll.data.store import Facts, Progress, read_facts, silent, stored
+from plimsoll.data.tokens import TokenStore
+from plimsoll.errors import DataError
+
+LongTexts = Literal["window", "truncate", "stop"]
+
+_RECIPE = 1  # raise it when the same settings give other spans
+_ITEMS_PER_PASS = 1 << 18
+_STARTS_FILE, _LENGTHS_FILE = "starts.bin", "lengths.bin"
+
+Table = tuple[NDArray[np.int64], NDArray[np.int64]]  # starts and lengths (N,)
+
+
+class Spans:
+    """Where each sample lies in ``store.tokens``; picklable. A text without a token is its end token.
+
+    What became of long texts: ``num_long_texts``, ``num_truncated`` of them with ``num_dropped_tokens`` together;
+    ``num_cut_inside`` windows end where no border fitted.
+    """
+
+    def __init__(self, store: TokenStore, folder: Path, facts: Facts) -> None:
+        self.store, self.folder = store, folder
+        self._tokens: NDArray[np.unsignedinteger[Any]] = np.asarray(store.tokens)
+        self.sequence_length: int = facts["sequence_length"]
+        self.with_end: bool = facts["with_end"]
+        self.num_tokens: int = facts["num_tokens"]
+        self.num_long_texts: int = facts["num_long_texts"]
+        self.num_truncated: int = facts["num_truncated"]
+        self.num_dropped_tokens: int = facts["num_dropped_tokens"]
+        self.num_cut_inside: int = facts["num_cut_inside"]
+        self._table: tuple[NDArray[np.int64], NDArray[np.int32]] | None = None
+        if facts["has_table"]:
+            files = (_STARTS_FILE, np.int64), (_LENGTHS_FILE, np.int32)
+            # As plain arrays: indexing a memmap makes objects of its class, which takes longer than the indexing.
+            starts, lengths = (np.asarray(np.memmap(folder / name, dtype, "r")) for name, dtype in files)
+            self._table = starts, lengths
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return open_spans, (self.store, self.folder)
+
+    def __len__(self) -> int:
+        return len(self.store.ends if self._table is None else self._table[0])
+
+    @property
+    def are_texts(self) -> bool:
+        """Whether span ``i`` is text ``i``, whole or truncated."""
+        return self._table is None
+
+    def tokens(self, starts_B: NDArray[np.int64], lengths_B: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the tokens at these places, end to end (N,)."""
+        return self._tokens[ragged.places(starts_B, lengths_B)].astype(np.int64)
+
+    def places(self, ids: NDArray[np.int64]) -> Table:
+        """Return the first token of each span and how many tokens it has, (B,) each."""
+        if self._table is None:
+            starts_B, lengths_B = _texts(self.store, ids, self.with_end)
+            return starts_B, np.minimum(lengths_B, self.sequence_length)
+        return self._table[0][ids], self._table[1][ids].astype(np.int64)
+
+    def lengths(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return how many tokens each span has, (B,)."""
+        return self.places(ids)[1] if self._table is None else self._table[1][ids].astype(np.int64)
+
+    def parents(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the number of the text that each span is of, (B,)."""
+        return ids if self._table is None else np.searchsorted(self.store.ends, self._table[0][ids])
+
+    def num_of_parents(self, parents: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return how many spans each of these texts has, (B,)."""
+        if self._table is None:
+            return np.ones(len(parents), np.int64)
+        starts_B, lengths_B = _texts(self.store, parents, self.with_end)
+        first_B, stop_B = (np.searchsorted(self._table[0], edges_B) for edges_B in (starts_B, starts_B + lengths_B))
+        return stop_B - first_B
+
+    def num_repeated(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return how many of its first tokens each span has in common with the span before, (B,)."""
+        if self._table is None:
+            return np.zeros(len(ids), np.int64)
+        before_B = np.maximum(ids - 1, 0)
+        ends_B = self._table[0][before_B] + self._table[1][before_B]
+        return np.where(ids > 0, np.maximum(ends_B - self._table[0][ids], 0), 0)
+
+
+def cut_texts(
+    store: TokenStore,
+    sequence_length: int,
+    *,
+    long_texts: LongTexts = "window",
+    stride: int | None = None,
+    borders: Borders | None = None,
+    with_end: bool = False,
+    progress: Progress = silent,
+) -> Spans:
+    """Return the samples of texts, from the cache (the folder that ``store`` is in) or cut now.
+
+    Args:
+        store: the texts.
+        sequence_length: the most tokens of a span.
+        long_texts: what happens to longer texts: ``"window"``: cut into spans; ``"truncate"``: only their begin is
+            used; ``"stop"``: they are an error.
+        stride: from the begin of a window to the next, from 1 to ``sequence_length``, which is the default.
+        borders: where windows may end: each at the last border that fits, or at ``sequence_length`` if none does.
+        with_end: whether the end token belongs to its text: language models learn where a text ends.
+        progress: called with the stage ``"spans"``, done and total in tokens.
+
+    Raises:
+        DataError: if a text is too long and ``long_texts`` is ``"stop"``, or ``stride`` is out of range or not used.
+        OutputError: if the cache cannot be written.
+    """
+    num_steps = checked_stride(stride, sequence_length)
+    if stride is not None and (borders is not None or long_texts != "window"):
+        what = "long_texts = window" if long_texts != "window" else "windows that do not end at borders"
+        raise DataError(f"stride = {stride} is for {what} only: leave one of them out")
+    settings = (_RECIPE, store.folder.name, sequence_length, long_texts, num_steps, borders and borders.key, with_end)
+    folder = store.folder.parent / f"spans-{hashlib.sha256(repr(settings).encode()).hexdigest()[:16]}"
+    windows = _strided(store, sequence_length, num_steps, with_end)
+    if borders is not None:
+        windows = cut_at_borders(store, borders, sequence_length, with_end)
+
+    def write(place: Path) -> Facts:
+        facts = _surveyed(store, sequence_length, long_texts, with_end)
+        if facts["num_long_texts"] > facts["num_truncated"]:
+            facts |= _written(place, windows, lambda done: progress("spans", done, len(store.tokens)))
+        return facts
+
+    return Spans(store, folder, stored(folder, write))
+
+
+def open_spans(store: TokenStore, folder: Path) -> Spans:
+    """Map the spans that `cut_texts` or `select_spans` stored at ``folder``.
+
+    Raises:
+        DataError: if they are gone or torn.
+    """
+    facts = read_facts(folder)
+    if facts is None:
+        raise DataError(f"the spans {folder} are gone from the cache, or torn: prepare them again, as --resume does")
+    return Spans(store, folder, facts)
+
+
+def select_spans(spans: Spans, name: str, is_chosen: Callable[[NDArray[np.int64]], NDArray[np.bool_]]) -> Spans:
+    """Return the spans of some texts, from the cache or written now.
+
+    Args:
+        spans: of all texts.
+        name: what the choice is kept under: the same for the same choice.
+        is_chosen: which of these texts (given by their numbers) are wanted.
+
+    Raises:
+        OutputError: if the cache cannot be written.
+    """
+
+    def write(folder: Path) -> Facts:
+        facts = read_facts(spans.folder)
+        assert facts is not None, spans.folder
+        return facts | _written(folder, _chosen_tables(spans, is_chosen), lambda _done: None)
+
+    folder = spans.folder.with_name(f"{spans.folder.name}-{name}")
+    return Spans(spans.store, folder, stored(folder, write))
+
+
+def checked_stride(stride: int | None, sequence_length: int) -> int:
+    """Return the stride, which is the whole length by default.
+
+    Raises:
+        DataError: if it is out of range.
+    """
+    if stride is not None and not 1 <= stride <= sequence_length:
+        raise DataError(
+            f"stride = {stride} would lose tokens or never end: give from 1 to sequence_length = {sequence_length}"
+        )
+    return sequence_length if stride is None else stride
+
+
+def _texts(store: TokenStore, ids: NDArray[np.int64], with_end: bool) -> Table:
+    starts_B = np.where(ids > 0, store.ends[ids - 1] + 1, 0)
+    return starts_B, np.maximum(store.ends[ids] - starts_B + with_end, 1)
+
+
+def _passes(num_items: int) -> Iterator[NDArray[np.int64]]:
+    for begin in range(0, num_items, _ITEMS_PER_PASS):
+        yield np.arange(begin, min(begin + _ITEMS_PER_PASS, num_items))
+
+
+def _surveyed(store: TokenStore, sequence_length: int, long_texts: LongTexts, with_end: bool) -> Facts:
+    """Look at the lengths of all texts; return the facts of spans that need no table."""
+    longest = num_long = num_beyond = num_tokens = 0
+    for ids in _passes(len(store.ends)):
+        lengths_N = _texts(store, ids, with_end)[1]
+        longest = max(longest, int(lengths_N.max()))
+        num_long += int(np.count_nonzero(lengths_N > sequence_length))
+        num_beyond += int(np.maximum(lengths_N - sequence_length, 0).sum())
+        num_tokens += int(lengths_N.sum())
+    if num_long and long_texts == "stop":
+        raise DataError(
+            f"{num_long} of {len(store.ends)} texts are longer than sequence_length = {sequence_length}, the longest "
+            f"{longest} tokens: set sequence_length={longest}, or use `window` or `truncate` for long_texts"
+        )
+    is_cut = num_long > 0 and long_texts == "truncate"
+    return {
+        "sequence_length": sequence_length,
+        "with_end": with_end,
+        "has_table": False,
+        "num_tokens": num_tokens - num_beyond if is_cut else num_tokens,
+        "num_long_texts": num_long,
+        "num_truncated": num_long if is_cut else 0,
+        "num_dropped_tokens": num_beyond if is_cut else 0,
+        "num_cut_inside": 0,
+    }
+
+
+def _written(folder: Path, tables: Iterable[tuple[Table, int]], report: Callable[[int], None]) -> Facts:
+    """Write a table in parts, each with how many of its windows end where no border fitted."""
+    num_tokens = num_cut_inside = 0
+    with (folder / _STARTS_FILE).open("wb") as starts_file, (folder / _LENGTHS_FILE).open("wb") as lengths_file:
+        for (starts_N, lengths_N), num_inside in tables:
+            starts_file.write(starts_N.astype(np.int64).data)
+            lengths_file.write(lengths_N.astype(np.int32).data)
+            num_tokens += int(lengths_N.sum())
+            num_cut_inside += num_inside
+            if len(starts_N):
+                report(int(starts_N[-1] + lengths_N[-1]))
+    return {"has_table": True, "num_tokens": num_tokens, "num_cut_inside": num_cut_inside}
+
+
+def _strided(store: TokenStore, sequence_length: int, stride: int, with_end: bool) -> Iterator[tuple[Table, int]]:
+    """Yield the windows of all texts, at most a pass of them at once however long a text is."""
+    for ids in _passes(len(store.ends)):
+        starts, lengths = _texts(store, ids, with_end)
+        nums = 1 + -(-np.maximum(lengths - sequence_length, 0) // stride)
+        stops = np.cumsum(nums)
+        for windows_N in _passes(int(stops[-1])):
+            texts_N = np.searchsorted(stops, windows_N, "right")
+            steps_N = (windows_N - stops[texts_N] + nums[texts_N]) * stride
+            starts_N = starts[texts_N] + steps_N
+            yield (starts_N, np.minimum(lengths[texts_N] - steps_N, sequence_length)), 0
+
+
+def _chosen_tables(
+    spans: Spans, is_chosen: Callable[[NDArray[np.int64]], NDArray[np.bool_]]
+) -> Iterator[tuple[Table, int]]:
+    for ids in _passes(len(spans)):
+        chosen = ids[is_chosen(spans.parents(ids))]
+        if len(chosen):
+            yield spans.places(chosen), 0
+
+
+def num_windows(num_tokens: int, sequence_length: int, stride: int | None) -> int:
+    """Return how many windows of a stream of tokens there are, as `plimsoll.data.windows.WindowDataset` has them."""
+    step = checked_stride(stride, sequence_length)
+    return 1 + (num_tokens - sequence_length) // step if num_tokens >= sequence_length else 0

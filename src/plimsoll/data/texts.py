@@ -1,0 +1,158 @@
+"""Samples that are texts, or the windows texts are cut into: with a class, or as samples of a language model.
+
+Each batch is padded to its longest sample, rounded up to a small multiple. A window of a classified text has the class
+of its text; `Spans.parents` says which text that is, and `plimsoll.data.pooling` makes one prediction of the windows'.
+Token augmentation is applied as samples are read. NOT covered: several labels per text, labels of single tokens.
+
+Shapes: B samples of the batch, T tokens of the longest, N tokens of all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from plimsoll.data import ragged
+from plimsoll.data.augment import TokenAugmentation
+from plimsoll.data.order import Order
+from plimsoll.data.spans import Spans, select_spans
+from plimsoll.data.windows import IGNORED_LABEL, Samples, num_held_out
+from plimsoll.errors import DataError
+
+
+class DocumentDataset(Samples):
+    """One sample per span of a text.
+
+    Args:
+        spans: the texts, or their windows.
+        labels: the class of every text, or ``None`` for language modelling: each token that no earlier window of the
+            text has predicted is its own label, for a model that shifts the labels.
+        pad_id: the token that fills the rows of a batch.
+        pad_multiple: rows are padded to a multiple of it, and to no more than the longest span may have.
+        augmentation: what is done to the tokens of each sample, anew in each epoch. In language modelling, masked
+            tokens are still predicted as what they were.
+
+    Raises:
+        DataError: if ``token_function`` is to augment texts for language modelling.
+    """
+
+    def __init__(
+        self,
+        spans: Spans,
+        labels: NDArray[np.integer[Any]] | None,
+        pad_id: int,
+        pad_multiple: int = ragged.PAD_MULTIPLE,
+        augmentation: TokenAugmentation | None = None,
+    ) -> None:
+        assert labels is None or len(spans.store.ends) == len(labels), (len(spans.store.ends), labels)
+        if labels is None and augmentation is not None and augmentation.config.token_function is not None:
+            raise DataError(
+                f"token_function {augmentation.config.token_function} changes texts of which every token is a label, "
+                f"and cannot say how these go with it: use `function`, which changes the text itself"
+            )
+        self.spans, self._labels, self._augmentation = spans, labels, augmentation
+        self.sequence_length, self.pad_multiple = spans.sequence_length, pad_multiple
+        self.padding = {"input_ids": pad_id, "attention_mask": 0} | (
+            {"labels": IGNORED_LABEL} if labels is None else {}
+        )
+
+    def __len__(self) -> int:
+        return len(self.spans)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_labels": _Mapped.of(self._labels)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        labels = state["_labels"]
+        self.__dict__ |= state | {"_labels": labels.opened() if isinstance(labels, _Mapped) else labels}
+
+    def batch(self, ids: NDArray[np.int64], epoch: int = 0) -> dict[str, torch.Tensor]:
+        """Return ``input_ids`` and ``attention_mask`` (B, T), and ``labels`` (B,), or (B, T) for language modelling."""
+        starts_B, lengths_B = self.spans.places(ids)
+        tokens_N = self.spans.tokens(starts_B, lengths_B)
+        labels_N = self._own_labels(tokens_N, lengths_B, ids) if self._labels is None else None
+        if self._augmentation is not None:
+            tokens_N, labels_N, lengths_B = self._augmentation.apply(tokens_N, labels_N, lengths_B, ids, epoch)
+        inside_BT = ragged.inside(lengths_B, self.padded_length(int(lengths_B.max())))
+        input_ids_BT = ragged.padded(tokens_N, inside_BT, self.padding["input_ids"])
+        if self._labels is not None:
+            labels = self._labels[self.spans.parents(ids)].astype(np.int64)
+        elif labels_N is not None:
+            labels = ragged.padded(labels_N, inside_BT, IGNORED_LABEL)
+        return {
+            "input_ids": torch.from_numpy(input_ids_BT),
+            "attention_mask": torch.from_numpy(inside_BT.astype(np.int64)),
+            "labels": torch.from_numpy(labels),
+        }
+
+    def lengths(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the tokens of each sample (B,), before augmentation."""
+        return self.spans.lengths(ids)
+
+    @property
+    def windows(self) -> Spans | None:
+        """What says of which text each window is; ``None`` where every sample is a text."""
+        return None if self.spans.are_texts else self.spans
+
+    def parents(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the number of the text that each sample is of (B,)."""
+        return self.spans.parents(ids)
+
+    def _own_labels(
+        self, tokens_N: NDArray[np.int64], lengths_B: NDArray[np.int64], ids: NDArray[np.int64]
+    ) -> NDArray[np.int64]:
+        num_repeated_N = np.repeat(self.spans.num_repeated(ids), lengths_B)
+        return np.where(ragged.positions(lengths_B) < num_repeated_N, IGNORED_LABEL, tokens_N)
+
+
+def split_by_text(spans: Spans, share: float, seed: int) -> tuple[Spans, Spans]:
+    """Hold out ``share`` of the texts with all their windows, so that no text is on both sides.
+
+    Whole texts can be split with `plimsoll.data.windows.split`, which writes nothing; this keeps two tables.
+
+    Args:
+        spans: the windows of all texts.
+        share: from 0 (not included) to less than 1; the texts are those that `split` holds out.
+        seed: another seed draws other texts.
+
+    Returns:
+        the spans for training, and those for validation.
+
+    Raises:
+        DataError: if a share is to be held out of fewer than 2 texts.
+        OutputError: if the cache cannot be written.
+    """
+    num_texts = len(spans.store.ends)
+    order, num_validation = Order(num_texts, seed), num_held_out(num_texts, share)
+
+    def is_held_out(texts: NDArray[np.int64]) -> NDArray[np.bool_]:
+        return order.positions(0, texts) < num_validation
+
+    name = f"{num_validation}-{seed}"
+    return (
+        select_spans(spans, f"train-{name}", lambda texts: ~is_held_out(texts)),
+        select_spans(spans, f"validation-{name}", is_held_out),
+    )
+
+
+@dataclass(frozen=True)
+class _Mapped:
+    """Where a memory-mapped array is, which is what its pickle should hold."""
+
+    path: str
+    dtype: np.dtype[Any]
+    offset_bytes: int
+    shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, array: NDArray[Any] | None) -> _Mapped | NDArray[Any] | None:
+        if not isinstance(array, np.memmap):
+            return array
+        return cls(str(array.filename), array.dtype, array.offset, array.shape)
+
+    def opened(self) -> NDArray[Any]:
+        return np.memmap(self.path, self.dtype, "r", self.offset_bytes, self.shape)

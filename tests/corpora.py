@@ -1,0 +1,54 @@
+"""Texts for tests of corpora: what is written is opened in small parts, so that borders fall everywhere."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from plimsoll.data import scan
+from plimsoll.data.corpus import Corpus
+from plimsoll.data.formats import Reading, _scanning
+from plimsoll.data.index import open_corpus
+
+
+def opened(source: Path, reading: Reading | None = None, **fields: object) -> Corpus:
+    """Index a file or folder anew; ``fields`` are those of `Reading`, if there is none (a line is a text)."""
+    cache = source.parent / "cache"
+    shutil.rmtree(cache, ignore_errors=True)
+    return open_corpus((str(source),), reading or Reading(**{"unit": "line", **fields}), cache)
+
+
+def written(path: Path, content: bytes | str) -> Path:
+    """Write a file; return its path."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    return path
+
+
+@contextmanager
+def cut_into(part_bytes: int, chunk_bytes: int) -> Iterator[None]:
+    """Let files be scanned in such parts and chunks (multiples of 8); NUL in the first 4 bytes marks binary files."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scan, "PART_BYTES", part_bytes)
+        patch.setattr(_scanning, "CHUNK_BYTES", chunk_bytes)
+        patch.setattr(_scanning, "_PROBE_BYTES", 4)
+        yield
+
+
+def check_all_ways(corpus: Corpus, texts: list[str], ids: list[int]) -> None:
+    """Every way to read a corpus gives the same texts."""
+    numbers = np.array(ids, np.int64) % len(texts)
+    assert list(corpus) == texts
+    assert [corpus[number] for number in range(len(corpus))] == texts
+    assert corpus.texts(np.arange(len(corpus))) == texts
+    assert corpus.texts(numbers) == [texts[number] for number in numbers]
+    assert corpus.with_blocks(1 << 20).texts(numbers) == [texts[number] for number in numbers]
+    assert "".join(piece for piece, _ in corpus.pieces()) == "".join(texts)
+    assert sum(is_last for _, is_last in corpus.pieces()) == len(texts)
+    assert "".join(corpus.sample(1 << 30)) == "".join(texts)
+    assert corpus.byte_lengths(np.arange(len(corpus))).sum() == corpus.num_bytes

@@ -1,0 +1,31 @@
+"""Token stores for tests: texts as lists of numbers, as `plimsoll.data.tokens.tokenize` stores them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from plimsoll.data.store import stored
+from plimsoll.data.tokens import TokenStore, open_tokens
+
+END = 0
+
+
+def store_of(folder: Path, texts: list[list[int]]) -> TokenStore:
+    """The texts, the end token being 0."""
+
+    def write(place: Path) -> dict[str, str]:
+        np.array([token for text in texts for token in [*text, END]], np.uint16).tofile(place / "tokens.bin")
+        (np.cumsum([len(text) + 1 for text in texts]) - 1).astype(np.int64).tofile(place / "ends.bin")
+        return {"dtype": "uint16"}
+
+    stored(folder / "tokens", write)
+    return open_tokens(folder / "tokens")
+
+
+def store_of_lengths(folder: Path, lengths: list[int], vocab_size: int = 50) -> TokenStore:
+    """Texts of these lengths, whose tokens are drawn from 1 to less than ``vocab_size``."""
+    tokens = np.random.default_rng(0).integers(1, vocab_size, sum(lengths)).tolist()
+    ends = np.cumsum(lengths).tolist()
+    return store_of(folder, [tokens[end - length : end] for end, length in zip(ends, lengths, strict=True)])

@@ -1,0 +1,150 @@
+"""Comma- and tab-separated values: against `csv` itself wherever a file is cut, and each fault with its line."""
+
+import csv
+import io
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from corpora import check_all_ways, cut_into, opened, written
+from plimsoll.errors import DataError
+
+BORDERS = st.sampled_from([(8, 8), (24, 16), (64, 24), (256, 64)])
+TEXTS = st.text(st.sampled_from(list('ab \n\r\t"\\,\u00e9\u20ac\U0001f600\u2028')), max_size=12)
+NEWS = Path(__file__).parents[5] / "shared" / "data" / "text" / "agnews-test.csv"
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    st.lists(st.tuples(st.sampled_from(["no", "yes", "7"]), TEXTS), max_size=12),
+    st.sampled_from([csv.QUOTE_ALL, csv.QUOTE_MINIMAL]),
+    st.sampled_from([".csv", ".tsv"]),
+    st.sampled_from(["\n", "\r\n"]),
+    BORDERS,
+)
+def test_rows_do_not_depend_on_where_a_file_is_cut(rows, quoting: int, suffix: str, line_end: str, borders):
+    file, delimiter = io.StringIO(newline=""), "\t" if suffix == ".tsv" else ","
+    writer = csv.writer(file, delimiter=delimiter, quoting=quoting, lineterminator=line_end)
+    if quoting == csv.QUOTE_MINIMAL:  # it does not quote a lone return, which is then the end of a row to the reader
+        rows = [(label, text.replace("\r", "")) for label, text in rows]
+    writer.writerows([("y", "text"), *rows])
+    expected = list(csv.reader(io.StringIO(file.getvalue(), newline=""), delimiter=delimiter))[1:]
+    kept = [(text, label) for label, text in expected if text]
+    with cut_into(*borders), tempfile.TemporaryDirectory() as folder:
+        path = written(Path(folder, f"a{suffix}"), file.getvalue())
+        if not kept:
+            with pytest.raises(DataError, match="nothing but white space"):
+                opened(path, label="y")
+            return
+        corpus = opened(path, label="y")
+        check_all_ways(corpus, [text for text, _ in kept], [3, 7, 1, 20, -1])
+        assert corpus.labels is not None
+        assert [corpus.label_names[number] for number in corpus.labels] == [label for _, label in kept]
+
+
+GOOD = 'id,text\n1,"one\nor more"\n\n2,two\n'
+
+
+@pytest.mark.parametrize("part_bytes", [16, 1 << 20])
+@pytest.mark.parametrize(
+    ("row", "why"),
+    [
+        ("3,x,y", "it has 3 fields where the first row has 2"),
+        ("3", "it has 1 fields where the first row has 2"),
+        ('3,"x"y', r"it is not csv \(',' expected after '\"'\)"),
+        ("3,a\rb", "it is not csv .new-line character seen in unquoted field"),
+        (b"3,caf\xe9", r"byte 36 \(0xe9\) is not UTF-8"),
+        (b"3,\0", "byte 33 is NUL"),
+        ("3," + "x" * 5000, r"the row that begins at byte 31 has more than 1000 B \(5002 bytes\)"),
+    ],
+)
+def test_each_fault_is_said_with_its_line_or_skipped(tmp_path: Path, row: str | bytes, why: str, part_bytes: int):
+    raw = row.encode() if isinstance(row, str) else row
+    path = written(tmp_path / "a.csv", GOOD.encode() + raw + b"\n4,four\n")
+    with cut_into(part_bytes, 64):
+        with pytest.raises(DataError, match=rf"a\.csv as text: line 6: {why}"):
+            opened(path, max_text_bytes=1000)
+        corpus = opened(path, max_text_bytes=1000, on_error="skip")
+    check_all_ways(corpus, ["one\nor more", "two", "four"], [2, 0])
+    assert (corpus.num_skipped, "a.csv: line 6: " in corpus.skipped[0]) == (1, True)
+
+
+def test_lines_that_a_stray_quote_takes_are_counted_where_rows_are_skipped(tmp_path: Path):
+    path = written(tmp_path / "a.csv", GOOD + '3,x 5" disk\n4,y\n5,z\n')
+    corpus = opened(path, on_error="skip")
+    assert corpus.num_skipped == 1
+    assert "line 6: a quote in it that is not closed takes the 2 lines after it into the same row" in corpus.skipped[0]
+
+
+def test_a_quote_that_is_not_closed_takes_the_rest_with_it(tmp_path: Path):
+    path = written(tmp_path / "a.csv", GOOD + '3,"x\n4,y\n')
+    with pytest.raises(
+        DataError, match="line 6: a quote in it that is not closed takes the 1 lines after it into the same row: cor"
+    ):
+        opened(path)
+    assert list(opened(path, on_error="skip")) == ["one\nor more", "two"]
+
+
+@pytest.mark.parametrize(
+    ("content", "fields", "texts"),
+    [
+        ("3,a,b\n4,c,d\n", {"text": "2"}, ["a", "c"]),
+        ("3,a,b\n4,c,d\n", {"text": ("2", "3"), "header": False}, ["a\nb", "c\nd"]),
+        ("x,a\n1,b\n", {"text": "a"}, ["b"]),
+        ("x,text\n1,b\n", {}, ["b"]),
+        ("text\nb", {"header": False}, ["text", "b"]),
+        ("1,2\n3,x", {"text": "2", "header": True}, ["x"]),
+        ("7,a\n", {}, ["a"]),  # a number in the first row: it names nothing
+        ("\ufeffid,body\r\n1,b\r\n", {"header": True}, ["b"]),
+    ],
+)
+def test_whether_the_first_row_names_the_columns(tmp_path: Path, content: str, fields: dict, texts: list[str]):
+    assert list(opened(written(tmp_path / "a.csv", content), **fields)) == texts
+
+
+@pytest.mark.parametrize(
+    ("content", "fields", "why"),
+    [
+        ("name,body\nx,y\n", {}, r"whether its first row \('name', 'body'\) names the columns cannot be told"),
+        (
+            "name,body\nx,y\n",
+            {"text": "bodi"},
+            r"there is no column 'bodi': did you mean 'body'\? It has 'name', 'body'",
+        ),
+        ("1,a,b\n", {}, "none of its columns '1', '2', '3' is called text, and 2 of them could be it"),
+        ('"a"b\n', {"header": False}, r"its first row is no csv \(',' expected"),
+    ],
+)
+def test_columns_that_cannot_be_found_are_said(tmp_path: Path, content: str, fields: dict, why: str):
+    with pytest.raises(DataError, match=rf"a\.csv as text: {why}"):
+        opened(written(tmp_path / "a.csv", content), **fields)
+
+
+def test_escapes_become_the_characters_they_mean(tmp_path: Path):
+    path = written(tmp_path / "a.csv", r"1,a\nb\tc\\nd\x\ e" + "\n")
+    assert list(opened(path)) == [r"a\nb\tc\\nd\x\ e"]
+    assert list(opened(path, escapes=True)) == ["a\nb\tc\\nd\\x\\ e"]
+
+
+def test_long_fields_and_long_first_rows_are_read(tmp_path: Path):
+    rows = ["x" * 300_000, "y" * 1_500_000, "z"]
+    path = written(tmp_path / "a.csv", "".join(f"1,{row}\n" for row in reversed(rows)) + f"2,{rows[1]}\n")
+    limit = csv.field_size_limit()
+    assert list(opened(path)) == [*reversed(rows), rows[1]]
+    assert csv.field_size_limit() == limit
+
+
+@pytest.mark.skipif(not NEWS.is_file(), reason="AG News is not beside this repository")
+def test_ag_news():
+    with tempfile.TemporaryDirectory() as folder, cut_into(1 << 16, 1 << 16):
+        path = written(Path(folder, "news.csv"), NEWS.read_bytes())
+        corpus = opened(path, text=("2", "3"), label="1")
+        with NEWS.open(encoding="utf-8", newline="") as file:
+            rows = list(csv.reader(file))
+        check_all_ways(corpus, [f"{title}\n{body}" for _, title, body in rows], [3, 7000, 17])
+        assert corpus.label_names == ("1", "2", "3", "4")
+        assert corpus.labels is not None
+        assert [corpus.label_names[number] for number in corpus.labels] == [label for label, _, _ in rows]

@@ -1,0 +1,145 @@
+"""What is converted before it is indexed: compressed files and tables, once, whole or not at all."""
+
+import csv
+import gzip
+import io
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from corpora import check_all_ways, opened, written
+from plimsoll.data.formats import Reading
+from plimsoll.data.index import open_corpus
+from plimsoll.errors import DataError
+
+TEXTS = ["one", 'two\nlines, "quoted"', "caf\u00e9 \U0001f600", "x" * 70_000]
+
+
+def zstd(content: bytes) -> bytes:
+    return pyarrow.compress(content, "zstd", asbytes=True)
+
+
+def as_jsonl() -> bytes:
+    import json
+
+    return "".join(json.dumps({"text": text}) + "\n" for text in TEXTS).encode()
+
+
+def as_csv() -> bytes:
+    file = io.StringIO(newline="")
+    csv.writer(file).writerows([["text"], *([text] for text in TEXTS)])
+    return file.getvalue().encode()
+
+
+def as_parquet() -> bytes:
+    sink = pyarrow.BufferOutputStream()
+    pyarrow.parquet.write_table(pyarrow.table({"text": TEXTS}), sink)
+    return sink.getvalue().to_pybytes()
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zst", ".GZ"])
+@pytest.mark.parametrize(("name", "make"), [("a.jsonl", as_jsonl), ("a.csv", as_csv), ("a.parquet", as_parquet)])
+def test_compressed_files_hold_the_texts_of_what_they_hold(
+    tmp_path: Path, name: str, make: Callable[[], bytes], suffix: str
+):
+    pack = zstd if suffix == ".zst" else gzip.compress
+    plain = opened(written(tmp_path / "plain" / name, make()))
+    path = written(tmp_path / f"{name}{suffix}", pack(make()))
+    corpus = opened(path)
+    check_all_ways(corpus, TEXTS, [3, 0, 1])
+    assert corpus.key == plain.key
+    assert corpus.paths == (path,)
+
+
+@pytest.mark.parametrize("pack", [gzip.compress, zstd])
+def test_files_of_several_members_are_read_to_their_end(tmp_path: Path, pack: Callable[[bytes], bytes]):
+    suffix = ".gz" if pack is gzip.compress else ".zst"
+    path = written(tmp_path / f"a.txt{suffix}", pack(b"one\n") + pack(b"two\n"))
+    assert list(opened(path)) == ["one", "two"]
+
+
+@pytest.mark.parametrize("name", ["a.txt.gz", "a.txt.zst", "a.parquet", "a.arrow"])
+@pytest.mark.parametrize("tear", ["short", "other"])
+def test_a_torn_archive_is_said_and_leaves_nothing(tmp_path: Path, name: str, tear: str):
+    content = {"a.txt.gz": gzip.compress, "a.txt.zst": zstd}.get(name, lambda _: as_parquet())(
+        bytes(range(1, 255)) * 999
+    )
+    path = written(tmp_path / name, content[:-20] if tear == "short" else b"something else altogether")
+    with pytest.raises(DataError, match=rf"cannot (unpack|read) .*{name}.*write it again, or leave it out"):
+        opened(path)
+    assert {path.suffix for path in (tmp_path / "cache").iterdir()} == {".lock"}
+
+
+def test_what_is_converted_is_converted_once_with_progress(tmp_path: Path):
+    content = ("some words of a line\n" * 300_000).encode()
+    path = written(tmp_path / "a.txt.gz", gzip.compress(content, 1))
+    stages: list[tuple[str, int, int]] = []
+    for unit in ("line", "document"):
+        open_corpus((str(path),), Reading(unit), tmp_path / "cache", lambda *step: stages.append(step))
+    converted = [(done, total) for stage, done, total in stages if stage == "convert"]
+    assert len(converted) >= 6
+    assert converted[-1] == (path.stat().st_size,) * 2
+    assert sorted(done for done, _ in converted) == [done for done, _ in converted]
+
+
+FULL = """
+import resource, sys
+from pathlib import Path
+from plimsoll.data.formats import Reading
+from plimsoll.data.index import open_corpus
+resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+open_corpus((sys.argv[1],), Reading(unit="line"), Path(sys.argv[2]))
+"""
+
+
+@pytest.mark.parametrize("name", ["a.txt.gz", "a.parquet"])
+def test_a_disk_that_is_full_while_converting_is_said_and_nothing_is_left(tmp_path: Path, name: str):
+    path = tmp_path / name
+    if name == "a.txt.gz":
+        path.write_bytes(gzip.compress(b"a line\n" * 400_000))
+    else:
+        pyarrow.parquet.write_table(pyarrow.table({"text": ["a line"] * 400_000}), path)
+    command = [sys.executable, "-c", FULL, str(path), str(tmp_path / "cache")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert "plimsoll.errors.OutputError: cannot write the cache" in done.stderr
+    assert "File too large; free some space" in done.stderr
+    assert {path.suffix for path in (tmp_path / "cache").iterdir()} == {".lock"}
+
+
+MEASURE = """
+import sys
+from pathlib import Path
+import pyarrow.parquet
+from plimsoll.data import tables
+from plimsoll.data.formats import Reading
+from plimsoll.data.index import open_corpus
+
+def private_bytes():
+    return int(next(line for line in open("/proc/self/status") if line.startswith("RssAnon")).split()[1]) << 10
+
+open_corpus((sys.argv[1],), Reading(), Path(sys.argv[3]))
+before = peak = private_bytes()
+
+def watch(stage, done, total):
+    global peak
+    peak = max(peak, private_bytes())
+
+corpus = open_corpus((sys.argv[2],), Reading(), Path(sys.argv[3]), watch)
+print(len(corpus), peak - before)
+"""
+
+
+def test_converting_a_table_takes_bounded_memory(tmp_path: Path):
+    """One group of 100 MB of text, as writers make them by default."""
+    texts = pyarrow.array([f"{number} some words of a row " * 20 for number in range(4000)] * 50)
+    pyarrow.parquet.write_table(pyarrow.table({"text": texts}), tmp_path / "large.parquet", use_dictionary=False)
+    pyarrow.parquet.write_table(pyarrow.table({"text": texts[:5000]}), tmp_path / "small.parquet")
+    names = [str(tmp_path / name) for name in ("small.parquet", "large.parquet", "cache")]
+    num_texts, grown_bytes = map(int, subprocess.check_output([sys.executable, "-c", MEASURE, *names]).split())
+    assert num_texts == 200_000
+    assert grown_bytes < 48 << 20

@@ -1,0 +1,85 @@
+"""What is told of a corpus, derived by hand: lengths, padding of each way, what is lost."""
+
+from pathlib import Path
+
+import pytest
+
+from plimsoll.data.inspect import index_corpus, inspect_corpus, tokenize_corpus
+from plimsoll.data.tokens import open_tokens
+from plimsoll.records.corpus import Inspection
+from plimsoll.records.job import Job
+
+LENGTHS = [2, 2, 2, 6, 6, 20, 20, 40]  # bytes, which are tokens of a vocabulary of bytes
+
+
+def job_of(folder: Path, **fields: object) -> Job:
+    for label in ("ham", "spam"):
+        (folder / label).mkdir(exist_ok=True)
+    for number, length in enumerate(LENGTHS):
+        text = "".join(chr(97 + (7 * number + 5 * place) % 26) for place in range(length))
+        (folder / ("ham", "spam")[number % 2] / f"{number}.txt").write_text(text)
+    data = {"train": [str(folder / "ham"), str(folder / "spam")], **fields.pop("data", {})}
+    given = {"model": "gpt2", "tokenizer": {"vocab_size": 257}, "sequence_length": 16, "batch_size": 2, "data": data}
+    return Job.from_fields(given | fields)
+
+
+def inspected(tmp_path: Path, **fields: object) -> Inspection:
+    (tmp_path / "texts").mkdir(exist_ok=True)
+    return inspect_corpus(job_of(tmp_path / "texts", **fields), tmp_path / "cache")
+
+
+def test_an_index_and_tokens_are_described(tmp_path: Path):
+    job = job_of(tmp_path, task="classification")
+    facts = index_corpus(job, tmp_path / "cache")
+    assert (facts.num_files, facts.num_texts, facts.num_bytes, facts.num_skipped) == (8, 8, sum(LENGTHS), 0)
+    assert {label.name: label.num_texts for label in facts.labels} == {"ham": 4, "spam": 4}
+    tokens = tokenize_corpus(job, tmp_path / "cache")
+    assert (tokens.num_tokens, tokens.token_type) == (sum(LENGTHS) + 8, "uint16")
+    assert len(open_tokens(Path(tokens.tokens_folder)).tokens) == tokens.num_tokens
+
+
+def test_lengths_are_those_of_the_texts_whether_tokens_are_stored_or_not(tmp_path: Path):
+    drawn = inspected(tmp_path)
+    tokenize_corpus(job_of(tmp_path / "texts"), tmp_path / "cache")
+    stored = inspected(tmp_path)
+    for found in (drawn, stored):
+        assert (found.num_seen_texts, found.num_seen_tokens, found.num_tokens) == (8, 98, 98)
+        assert dict(found.quantiles) == {0.0: 2, 0.5: 6, 0.9: 40, 0.99: 40, 1.0: 40}
+        assert found.bytes_per_token == 1.0
+    assert len(drawn.examples) == 3
+
+
+def test_the_ways_to_fill_batches_of_labelled_texts(tmp_path: Path):
+    found = inspected(tmp_path, task="classification", data={"order": "by_length"})
+    ways = {filling.name: filling for filling in found.fillings}
+    windows = [2, 2, 2, 6, 6, 16, 4, 16, 4, 16, 16, 8]  # 20 is cut into 16 and 4, 40 into 16, 16 and 8
+    assert ways["windows of texts, all of 16"].num_samples == len(windows)
+    assert ways["windows of texts, all of 16"].padding_share == pytest.approx(1 - sum(windows) / (12 * 16))
+    # by length, two a batch: 16 16, 16 16, 8 6, 6 4, 4 2, 2 2, each row filled up to 8 or 16
+    assert ways["windows of texts, by_length"].padding_share == pytest.approx(1 - 98 / (4 * 16 + 8 * 8))
+    assert ways["windows of texts, by_length"].is_this_job
+    assert [name for name, filling in ways.items() if filling.is_this_job] == ["windows of texts, by_length"]
+    assert ways["truncated texts, all of 16"].num_dropped_tokens == 4 + 4 + 24
+    assert ways["truncated texts, shuffle"].num_samples == 8
+    assert ways["truncated texts, by_length"].padding_share <= ways["truncated texts, shuffle"].padding_share
+    assert found.notes == ("3 of 8 texts are longer than sequence_length = 16: data.long_texts = window.",)
+
+
+def test_the_ways_of_a_language_model(tmp_path: Path):
+    ways = {filling.name: filling for filling in inspected(tmp_path).fillings}
+    assert (ways["windows of 16"].num_samples, ways["windows of 16"].num_dropped_tokens) == (6, 106 % 16)
+    assert ways["windows of 16"].is_this_job
+    assert ways["packed texts"].padding_share < 0.3
+    packed = {filling.name: filling for filling in inspected(tmp_path, data={"pack": True}).fillings}
+    assert [name for name, filling in packed.items() if filling.is_this_job] == ["packed texts"]
+
+
+def test_the_tokens_of_a_table_are_those_of_its_texts_and_not_of_its_other_columns(tmp_path: Path):
+    table = tmp_path / "a.jsonl"
+    table.write_text('{"text": "abcdef", "other": "this is not read"}\n' * 5)
+    job = Job.from_texts([str(table)], ("tokenizer.vocab_size=257", "sequence_length=16"))
+    found = inspect_corpus(job, tmp_path / "cache")
+    assert (found.num_tokens, found.num_seen_tokens) == (30, 30)
+    tokenize_corpus(job, tmp_path / "cache")
+    again = inspect_corpus(job, tmp_path / "cache")
+    assert (again.num_tokens, again.bytes_per_token) == (30, found.bytes_per_token)

@@ -1,0 +1,54 @@
+"""Parts come back in order, from threads and from processes, and holes are not read."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from corpora import check_all_ways, cut_into, opened, written
+from plimsoll.data import scan
+from plimsoll.data.formats import Layout, Part
+from plimsoll.data.scan import Scanned, scan_files
+
+
+def test_parts_and_files_come_in_their_order(tmp_path: Path):
+    files = []
+    for number in range(40):
+        path = written(tmp_path / str(number), b"x\n" * (number % 7 * 10 + 1))
+        files.append(Scanned(str(path), path.stat().st_size, 0, Layout("text", "line")))
+    with cut_into(32, 16):
+        found = list(scan_files(files, 100, 0))
+    expected = [
+        (file.path, begin, min(begin + 32, file.num_bytes)) for file in files for begin in range(0, file.num_bytes, 32)
+    ]
+    assert [(part.path, part.begin, part.end) for part, _ in found] == expected
+
+
+def test_processes_find_what_threads_find(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    texts = [f'row "{number}"\nsecond line' for number in range(3000)]
+    rows = "".join('{},"{}"\n'.format(number % 3, text.replace('"', '""')) for number, text in enumerate(texts))
+    path = written(tmp_path / "a.csv", rows)
+    with cut_into(1 << 12, 1 << 12):
+        key = opened(path, text="2", label="1").key
+        monkeypatch.setattr(scan, "_FORK_BYTES", 0)
+        corpus = opened(path, text="2", label="1")
+    assert corpus.key == key
+    check_all_ways(corpus, texts, [2999, 7, 123])
+
+
+def test_a_hole_is_known_without_reading_it(tmp_path: Path):
+    path = tmp_path / "sparse"
+    with path.open("wb") as file:
+        file.seek(64 << 20)
+        file.write(b"x")
+        file.truncate(128 << 20)
+    size = path.stat().st_size
+    if os.stat(path).st_blocks * 512 >= size:
+        pytest.skip("this file system makes no holes")
+
+    def is_hole(begin: int, end: int) -> bool:
+        return scan._is_hole(Part(str(path), begin, end, size, Layout("text"), 100))
+
+    assert is_hole(0, 1 << 20)
+    assert not is_hole(63 << 20, 65 << 20)
+    assert is_hole(127 << 20, 128 << 20)  # there is nothing behind it
