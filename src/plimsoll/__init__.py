@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from plimsoll.run.plan import plan_step as plan_step
     from plimsoll.run.predict import predict as predict
     from plimsoll.run.predict import predict_function as predict_function
+    from plimsoll.run.rows import rows_by_length as rows_by_length
     from plimsoll.run.step import StepResult as StepResult
     from plimsoll.run.step import TrainStep as TrainStep
 
@@ -41,6 +42,7 @@ _HOMES = {
     "predict": ("plimsoll.run.predict", "predict"),
     "predict_function": ("plimsoll.run.predict", "predict_function"),
     "predict_job": ("plimsoll.run.forecast", "predict_job"),
+    "rows_by_length": ("plimsoll.run.rows", "rows_by_length"),
     "probe": ("plimsoll.device.probe", "probe_machine"),
     "render": ("plimsoll.report.render", "render"),
 }

@@ -11,13 +11,17 @@ import json
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
-from plimsoll.data.loader import Loader
+from plimsoll.data.batching import Buckets
+from plimsoll.data.loader import Loader, warn
+from plimsoll.data.order import BlockShuffle
+from plimsoll.data.packable import packing_fault
 from plimsoll.data.prepare import Prepared, open_datasets
 from plimsoll.errors import BudgetError, JobError
 from plimsoll.models.build import build_model, loss_of, sketch_model
@@ -26,6 +30,7 @@ from plimsoll.records.job import Job
 from plimsoll.records.units import format_bytes
 from plimsoll.workload import LossFunction, Units, resident_bytes
 
+_SAID_BY_THE_KEY = {"train", "validation", "unit", "text", "label", "escapes", "header", "on_error", "workers"}
 _LONGEST_ENTRY = 100  # characters of a fingerprint's entry
 
 
@@ -38,6 +43,7 @@ class Assembled:
     schedule: torch.optim.lr_scheduler.LRScheduler | None
     loss: LossFunction
     units: Units
+    samples: Any
     loader: Loader
     validation: Any | None
 
@@ -49,8 +55,21 @@ def choose_device(job: Job) -> str:
     return job.device
 
 
-def assemble(job: Job, prepared: Prepared, device: str) -> Assembled:
+def assemble(
+    job: Job,
+    prepared: Prepared,
+    device: str,
+    on_event: Callable[[str], None] = warn,
+    oom_kills: Callable[[], int | None] = lambda: None,
+) -> Assembled:
     """Build the training of ``job`` on ``device``, seeded by the job.
+
+    Args:
+        job: the job.
+        prepared: its data.
+        device: where it trains.
+        on_event: told what happened to the processes that read the data; by default that is a warning.
+        oom_kills: how many processes the kernel has killed for want of memory, to tell such a death.
 
     Raises:
         JobError: if the model or the optimizer cannot be built as described.
@@ -58,15 +77,35 @@ def assemble(job: Job, prepared: Prepared, device: str) -> Assembled:
     """
     _seed(job.seed)
     training, validation = open_datasets(prepared, job)
-    loader = Loader(training, job.batch_size, job.seed)
+    loader = loader_of(job, training, on_event, oom_kills)
     model = build_model(job, prepared.vocab_size, prepared.num_labels, prepared.end_id).to(device)
     model.train()
     _require_kernels(model, job.own_precision, device)
+    _require_apart(job, model)
     optimizer = build_optimizer(job.optimizer, model.parameters())
     loss, units = loss_of(job.task)
     return Assembled(
-        model, optimizer, build_schedule(job.optimizer, optimizer, job.steps), loss, units, loader, validation
+        model, optimizer, build_schedule(job.optimizer, optimizer, job.steps), loss, units, training, loader, validation
     )
+
+
+def loader_of(
+    job: Job,
+    samples: Any,
+    on_event: Callable[[str], None] = warn,
+    oom_kills: Callable[[], int | None] = lambda: None,
+) -> Loader:
+    """Make the batches of a job of its samples; arguments are those of `assemble`.
+
+    Raises:
+        DataError: if there are fewer samples than one batch, or a sample is longer than ``batch_tokens`` allow.
+    """
+    data = job.data
+    batches: int | Buckets = job.batch_size
+    if data.order == "by_length":
+        batches = Buckets(max_tokens=job.batch_tokens) if job.batch_tokens else Buckets(batch_size=job.batch_size)
+    shuffle = BlockShuffle(samples.block_samples) if data.order == "blocks" else data.order != "as_is"
+    return Loader(samples, batches, job.seed, shuffle, workers=data.workers, on_event=on_event, oom_kills=oom_kills)
 
 
 def require_buildable(job: Job) -> None:
@@ -78,6 +117,8 @@ def require_buildable(job: Job) -> None:
     model = sketch_model(job)
     if model is not None:
         _require_kernels(model, job.own_precision, choose_device(job))
+        if any(isinstance(module, nn.RNNBase) for module in model.modules()):  # others must be tried, with weights
+            _require_apart(job, model)
     optimizer = build_optimizer(job.optimizer, [nn.Parameter(torch.zeros(()))])
     build_schedule(job.optimizer, optimizer, job.steps)
 
@@ -94,6 +135,13 @@ def _require_kernels(model: nn.Module, precision: str, device: str) -> None:
         raise JobError(
             f"precision: {precision}: torch has no float16 kernels of recurrent nets for the CPU; use bf16 or fp32"
         )
+
+
+def _require_apart(job: Job, model: nn.Module) -> None:
+    """Refuse packed rows for a model in which one text of a row changes another."""
+    fault = packing_fault(model) if job.data.pack else None
+    if fault is not None:
+        raise JobError(f"data.pack: {fault}: leave data.pack out, or take another model")
 
 
 def require_room(job: Job, prepared: Prepared, baseline_bytes: Callable[[], int], budget_bytes: int) -> None:
@@ -131,6 +179,11 @@ def fingerprint(job: Job, prepared: Prepared) -> dict[str, str]:
     facts = job.model_dump(
         mode="json", exclude={"budget", "checkpoint", "steps", "evaluate_every", "device", "data", "tokenizer"}
     )
+    facts["data"] = job.data.model_dump(mode="json", exclude=_SAID_BY_THE_KEY)
+    if job.data.augment and job.data.augment.synonyms:  # what is in the table, wherever it is
+        table = Path(job.data.augment.synonyms)
+        content = table.read_bytes() if table.is_file() else b""
+        facts["data"]["augment"]["synonyms"] = f"sha256:{hashlib.sha256(content).hexdigest()[:12]}"
     if job.optimizer.schedule != "constant":
         facts["steps"] = job.steps
     return dict(_entries(facts)) | {"data": prepared.key}

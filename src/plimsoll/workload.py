@@ -44,7 +44,8 @@ class Workload:
     ``loss`` returns the mean over ``units``; ``clip_norm`` bounds the 2-norm of all gradients together. Parameters are
     kept as the model has them; ``precision`` says what autocast computes in. The fields after ``device`` are what
     techniques say to the step: the most samples of an evaluation pass, whether samples of alike length are put together
-    in one pass, without the padding they do not need, what is called after each step that happened, and what copies a
+    in one pass, without the padding they do not need, the tokens of a full sample that passes of so many samples were
+    planned with (``None``: those of each batch), what is called after each step that happened, and what copies a
     tensor to where the device's memory is not used (``None``: no parameter is updated before backward has ended).
     """
 
@@ -58,6 +59,7 @@ class Workload:
     device: torch.device = torch.device("cpu")  # noqa: RUF009 -- a torch.device is immutable
     evaluation_samples: int | None = None
     cuts_by_length: bool = False
+    full_length: int | None = None
     copy_outside: Callable[[Tensor], Tensor] | None = None
     after_step: tuple[Callable[[], None], ...] = ()
 

@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from plimsoll.assemble import Assembled
+from plimsoll.data import windows
 from plimsoll.data.loader import Loader
 from plimsoll.data.windows import Subset
 from plimsoll.records.job import Job
@@ -39,8 +40,10 @@ LAST_STEP = 6
 CLOSE = 1e-5
 
 
-class Samples:
+class Samples(windows.Samples):
     """The samples of a case as a dataset whose batches also carry their ids."""
+
+    sequence_length = 1
 
     def __init__(self, case: Case) -> None:
         self._fields = case.data()
@@ -49,8 +52,11 @@ class Samples:
     def __len__(self) -> int:
         return len(self._fields["labels"])
 
-    def batch(self, ids: np.ndarray) -> dict[str, torch.Tensor]:
+    def batch(self, ids: np.ndarray, epoch: int = 0) -> dict[str, torch.Tensor]:
         return {name: values[torch.from_numpy(ids)] for name, values in self._fields.items()}
+
+    def lengths(self, ids: np.ndarray) -> np.ndarray:
+        return np.ones(len(ids), np.int64)
 
 
 @dataclass
@@ -111,9 +117,10 @@ def trained(case: Case, path: Path) -> Trained:
         }
     )
     model, optimizer = case.fresh()
-    loader = Loader(Subset(samples, np.arange(NUM_SAMPLES)), BATCH_SIZE, seed=3)
+    training = Subset(samples, np.arange(NUM_SAMPLES))
+    loader = Loader(training, BATCH_SIZE, seed=3)
     held_out = Subset(samples, np.arange(NUM_SAMPLES, NUM_SAMPLES + BATCH_SIZE))
-    parts = Assembled(model, optimizer, None, ledger.loss, case.units, loader, held_out)
+    parts = Assembled(model, optimizer, None, ledger.loss, case.units, training, loader, held_out)
     step = TrainStep(model, optimizer, ledger.loss, units=case.units, clip_norm=1.0)
     step._commit = StepCommit(optimizer, step.backend, step.position, piece_bytes=1)
     directory = RunDirectory.create(path, force=False)

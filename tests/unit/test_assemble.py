@@ -23,7 +23,17 @@ def job(**changes):
 
 @pytest.fixture(scope="module")
 def prepared():
-    text = PreparedText(tokens_folder="tokens", num_documents=1, num_bytes=1, num_tokens=1, num_skipped=0, skipped=())
+    text = PreparedText(
+        corpus_key="k",
+        index_folder="index",
+        tokens_folder="tokens",
+        num_samples=1,
+        num_documents=1,
+        num_bytes=1,
+        num_tokens=1,
+        num_skipped=0,
+        skipped=(),
+    )
     return Prepared(key="k1", train=text, tokenizer_folder="tokenizer", vocab_size=300, end_id=0)
 
 
@@ -68,6 +78,9 @@ OTHER = [
     ({"precision": "bf16"}, "precision"),
     ({"allow": ["recut_batch_norm"]}, "allow"),
     ({"seed": 1}, "seed"),
+    ({"data": {"train": "a.txt", "stride": 2}}, "data.stride"),
+    ({"data": {"train": "a.txt", "order": "blocks"}}, "data.order"),
+    ({"data": {"train": "a.txt", "pack": True}}, "data.pack"),
 ]
 
 
@@ -94,7 +107,7 @@ def test_the_values_can_be_read_and_only_long_ones_are_hashed(prepared):
 
 def test_every_field_of_a_job_is_in_one_of_the_lists():
     changed = {name for changes in [*SAME, *(changes for changes, _ in OTHER)] for name in changes}
-    assert changed | {"data", "tokenizer"} == set(Job.model_fields)
+    assert changed | {"tokenizer", "batch_tokens"} == set(Job.model_fields)  # with batch_tokens batch_size changes too
 
 
 def test_the_data_are_known_by_their_key(prepared):
@@ -103,6 +116,18 @@ def test_the_data_are_known_by_their_key(prepared):
     assert fingerprint(moved, prepared) == fingerprint(job(), prepared)
     other = prepared.model_copy(update={"key": "k2"})
     assert differences(fingerprint(job(), prepared), fingerprint(job(), other)) == ["data"]
+
+
+def test_a_table_of_synonyms_is_known_by_what_is_in_it(prepared, tmp_path):
+    marks = []
+    for folder, words in (("a", "quick\tfast"), ("b", "quick\tfast"), ("b", "quick\tswift")):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        (tmp_path / folder / "words.tsv").write_text(words)
+        augment = {"synonyms": str(tmp_path / folder / "words.tsv")}
+        data = {"train": "a.txt", "on_the_fly": True, "long_texts": "truncate", "augment": augment}
+        marks.append(fingerprint(job(data=data), prepared))
+    assert marks[0] == marks[1]
+    assert differences(*marks[1:]) == ["data.augment.synonyms"]
 
 
 def test_the_length_matters_where_the_learning_rate_follows_it(prepared):
@@ -150,9 +175,7 @@ def test_the_parts_are_those_of_the_job(real):
     assert parts.units == "next-tokens"
     assert parts.model.training
     assert parts.loader.peek().fields["input_ids"].shape == (4, 16)
-    assert len(parts.validation) == pytest.approx(
-        0.1 * (len(parts.validation) + parts.loader.batches_per_epoch * 4), abs=4
-    )
+    assert len(parts.validation) == pytest.approx(0.1 * (len(parts.validation) + len(parts.loader) * 4), abs=4)
     assert assemble(job(**source), prepared, "cpu").schedule is None
 
 

@@ -14,6 +14,7 @@ from processes import environment
 NAMES = [
     *("Job", "OomEvent", "Plan", "Prediction", "RunRecord", "StepResult", "TrainStep"),
     *("limited", "plan_job", "plan_step", "predict", "predict_function", "predict_job", "probe", "render"),
+    "rows_by_length",
 ]
 
 

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from plimsoll.cli import plan, predict, probe, report, train, workers
+from plimsoll.cli import data, plan, predict, probe, report, train, workers
 from plimsoll.cli.output import tell
 from plimsoll.errors import PlimsollError
 
@@ -44,6 +44,7 @@ def _of_every_command(
       plimsoll plan job.yaml --budget 6GiB
       plimsoll train job.yaml --budget 2GiB --out runs/a
       plimsoll report runs/a -o a.html
+      plimsoll data inspect job.yaml
     """
 
 
@@ -52,6 +53,7 @@ app.command("predict")(predict.predict)
 app.command("plan")(plan.plan)
 app.command("train")(train.train)
 app.command("report")(report.report)
+app.add_typer(data.app, name="data")
 app.command("train-worker", hidden=True)(workers.train_worker)
 app.command("prepare-worker", hidden=True)(workers.prepare_worker)
 app.command("plan-worker", hidden=True)(workers.plan_worker)

@@ -283,7 +283,7 @@ def _prepared_again(directory: RunDirectory, quiet: bool, other_data: bool) -> i
     prepared = Prepared.load(directory.prepared)
     if is_whole(prepared) and not other_data:
         return 0
-    cache = Path(prepared.train.tokens_folder).parent
+    cache = Path(prepared.train.index_folder).parent
     return prepare_data(directory, cache if cache.parent.is_dir() else directory.cache, quiet, again=True)
 
 

@@ -14,11 +14,12 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
+from plimsoll.records.corpus import CorpusFacts, FeedRates, Inspection, TokenFacts
 from plimsoll.records.device import Device, Machine
 from plimsoll.records.plan import Plan
 from plimsoll.records.prediction import Prediction
 from plimsoll.records.run import RunRecord
-from plimsoll.report import plan_sheets, prediction_sheets, sheets
+from plimsoll.report import data_sheets, plan_sheets, prediction_sheets, sheets
 from plimsoll.report.charts import run_charts
 from plimsoll.report.plan_charts import ladder_chart
 from plimsoll.report.prediction_charts import prediction_chart
@@ -100,6 +101,33 @@ def machine_page(machine: Machine) -> str:
 def device_page(device: Device) -> str:
     """Return the page of one device."""
     return _sheets_page(device.name, "", sheets.device_sheet(device))
+
+
+def corpus_page(corpus: CorpusFacts) -> str:
+    """Return the page of a corpus."""
+    return _sheets_page("Corpus", "", *_corpus_sheets(corpus))
+
+
+def token_page(tokens: TokenFacts) -> str:
+    """Return the page of a corpus and its tokens."""
+    return _sheets_page("Tokens", "", *_corpus_sheets(tokens.corpus), data_sheets.token_sheet(tokens))
+
+
+def inspection_page(inspection: Inspection) -> str:
+    """Return the page of a corpus, its lengths and the samples it makes."""
+    own = [data_sheets.length_sheet, data_sheets.filling_sheet, data_sheets.example_sheet]
+    sheets_of = [*_corpus_sheets(inspection.corpus), *(sheet_of(inspection) for sheet_of in own)]
+    return _sheets_page("Corpus", " ".join(inspection.notes), *sheets_of)
+
+
+def feed_page(feed: FeedRates) -> str:
+    """Return the page of how fast a corpus is fed."""
+    return _sheets_page("Speed of a corpus", "", *_corpus_sheets(feed.corpus), data_sheets.rate_sheet(feed))
+
+
+def _corpus_sheets(corpus: CorpusFacts) -> list[sheets.Sheet]:
+    every = [data_sheets.corpus_sheet(corpus), data_sheets.label_sheet(corpus), data_sheets.skipped_sheet(corpus)]
+    return [sheet for sheet in every if sheet.rows]
 
 
 def plan_page(plan: Plan) -> str:

@@ -17,12 +17,13 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from plimsoll.records.corpus import CorpusFacts, FeedRates, Inspection, TokenFacts
 from plimsoll.records.device import Device, Machine, MemoryUse
 from plimsoll.records.plan import Plan
 from plimsoll.records.prediction import Prediction
 from plimsoll.records.run import RunRecord, StepLine
 from plimsoll.records.units import format_bytes, format_seconds
-from plimsoll.report import plan_sheets, prediction_sheets, sheets
+from plimsoll.report import data_sheets, plan_sheets, prediction_sheets, sheets
 
 _WIDTH_COLUMNS = 80
 _NEAR_THE_LINE = 0.95  # of the limit: from here a memory bar is shown in the colour of a warning
@@ -94,6 +95,33 @@ def machine_table(machine: Machine) -> Table:
 def device_table(device: Device) -> Table:
     """Return everything known of one device, one property per row."""
     return _table(sheets.device_sheet(device))
+
+
+def corpus_report(corpus: CorpusFacts) -> Group:
+    """Return what a corpus is; tables without rows are left out."""
+    more = [data_sheets.label_sheet(corpus), data_sheets.skipped_sheet(corpus)]
+    return _spaced(_table(data_sheets.corpus_sheet(corpus)), *(_table(sheet) for sheet in more if sheet.rows))
+
+
+def token_report(tokens: TokenFacts) -> Group:
+    """Return a corpus and its tokens."""
+    return _spaced(corpus_report(tokens.corpus), _table(data_sheets.token_sheet(tokens)))
+
+
+def inspection_report(inspection: Inspection) -> Group:
+    """Return a corpus, its lengths, and what samples it makes."""
+    tables = [data_sheets.length_sheet(inspection), data_sheets.filling_sheet(inspection)]
+    return _spaced(
+        corpus_report(inspection.corpus),
+        *(_table(sheet) for sheet in tables),
+        *(Text(note) for note in inspection.notes),
+        _table(data_sheets.example_sheet(inspection)),
+    )
+
+
+def feed_report(feed: FeedRates) -> Group:
+    """Return how fast a corpus is fed."""
+    return _spaced(corpus_report(feed.corpus), _table(data_sheets.rate_sheet(feed)))
 
 
 def plan_report(plan: Plan) -> Group:

@@ -15,6 +15,7 @@ from rich.console import RenderableType
 
 from plimsoll.errors import InputError, RecordError
 from plimsoll.records.base import Record
+from plimsoll.records.corpus import CorpusFacts, FeedRates, Inspection, TokenFacts
 from plimsoll.records.device import Device, Machine
 from plimsoll.records.plan import Plan
 from plimsoll.records.prediction import Prediction
@@ -30,6 +31,10 @@ _SCREENS: dict[type[Record], tuple[Callable[[Any], RenderableType], Callable[[An
     Device: (as_text.device_table, as_html.device_page),
     Plan: (as_text.plan_report, as_html.plan_page),
     Prediction: (as_text.prediction_report, as_html.prediction_page),
+    CorpusFacts: (as_text.corpus_report, as_html.corpus_page),
+    TokenFacts: (as_text.token_report, as_html.token_page),
+    Inspection: (as_text.inspection_report, as_html.inspection_page),
+    FeedRates: (as_text.feed_report, as_html.feed_page),
 }
 
 
@@ -56,7 +61,7 @@ def render(record: Record, format: Format = "text") -> str:
     """Return a record as something to read.
 
     Args:
-        record: a run, a machine, a device, a plan or a prediction.
+        record: a run, a machine, a device, a plan, a prediction or one of `plimsoll.records.corpus`.
         format: ``"text"`` (plain, 80 columns), ``"json"`` (the record's file) or ``"html"`` (one page, no network).
 
     Raises:

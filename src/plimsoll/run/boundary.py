@@ -14,7 +14,7 @@ Does NOT cover a process that is killed (see `plimsoll.run.supervise`) and does 
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -30,11 +30,15 @@ _LONGEST_TEXT = 2000  # characters of the raw error kept in the record; CUDA's l
 
 @dataclass(slots=True)
 class Position:
-    """Where the run is, so that an error can say where it happened; ``step`` counts the finished steps."""
+    """Where the run is, so that an error can say where it happened; ``step`` counts the finished steps.
+
+    ``samples`` are the numbers, in its batch, of the samples that are being evaluated.
+    """
 
     step: int = 0
     phase: Phase = "fetch"
     micro_batch: int | None = None
+    samples: Sequence[int] = ()
 
 
 def attempt(work: Callable[[], T], backend: Backend, position: Position) -> T | OomEvent:

@@ -138,8 +138,8 @@ class Evaluator:
 
     def _forward_only(self, batch: Any, micro_batch: int, shape: Shape) -> float:
         total = torch.zeros((), device=self._workload.device)
-        by_length = self._workload.cuts_by_length
-        for piece, share in weighted_pieces(batch, micro_batch, shape, self._workload.units, by_length):
+        for piece, share, numbers in weighted_pieces(batch, micro_batch, shape, self._workload):
+            self._position.samples = numbers
             failpoint("evaluation")
             on_device = move_batch(piece, self._workload.device)
             with autocast(self._workload):

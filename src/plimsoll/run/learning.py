@@ -1,6 +1,6 @@
 """What a planned run teaches the next plan: its peak and its step time, measured over predicted, by technique.
 
-A finished run adds to one file in the cache folder (`plimsoll.device.speed.cache_folder`), which the next plan reads.
+A finished run adds to one file in the cache folder (`plimsoll.records.base.cache_folder`), which the next plan reads.
 Only steps that ran as the plan says count, from the third on: the first ones import, allocate and make states. A ratio
 of more than 3 either way is not learned: another program was at work, or the plan was made for another machine.
 """
@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
-from plimsoll.device.speed import cache_folder
 from plimsoll.errors import OutputError, RecordError
 from plimsoll.plan.cost import learn_peak, learn_time
+from plimsoll.records.base import cache_folder
 from plimsoll.records.comparison import Calibration
 from plimsoll.records.plan import Plan
 from plimsoll.records.run import StepLine

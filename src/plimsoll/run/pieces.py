@@ -5,14 +5,22 @@ Does NOT decide how large the pieces are: see `plimsoll.run.recover`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from plimsoll.records.run import OomEvent
-from plimsoll.techniques._lengths import Group, groups_by_length, trimmed
-from plimsoll.workload import Units, Workload, count_units, pick_samples, split_batch
+from plimsoll.techniques._lengths import Group, elements_of_full_length, groups_by_length, trimmed
+from plimsoll.workload import (
+    Units,
+    Workload,
+    batch_size_of,
+    count_elements,
+    count_units,
+    pick_samples,
+    split_batch,
+)
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -25,36 +33,54 @@ class Shape(NamedTuple):
     elements_per_sample: float
 
 
-def weighted_pieces(
-    batch: Any, micro_batch: int, shape: Shape, units: Units, by_length: bool = False
-) -> Iterator[tuple[Any, float]]:
-    """Yield the micro-batches, each with its share of what the loss averages over.
+class Piece(NamedTuple):
+    """A micro-batch, its share of what the loss averages over, and which samples of the batch it has, in its order."""
 
-    ``by_length`` puts samples of alike length together, without the padding that none of them needs and as many as
-    have no more elements than ``micro_batch`` samples of the batch, where the batch says how long they are.
+    batch: Any
+    share: float
+    numbers: Sequence[int]
+
+
+def shape_of(batch: Any, workload: Workload) -> Shape:
+    """Return the shape of a batch; where shorter samples are put more to a pass, they count as long as the longest."""
+    num_samples, num_units = batch_size_of(batch), count_units(batch, workload.units)
+    if workload.cuts_by_length and workload.full_length is not None:
+        full_elements = elements_of_full_length(batch, workload.full_length)
+        if full_elements is not None:
+            return Shape(num_samples, num_units, full_elements)
+    return Shape(num_samples, num_units, count_elements(batch) / num_samples)
+
+
+def weighted_pieces(batch: Any, micro_batch: int, shape: Shape, workload: Workload) -> Iterator[Piece]:
+    """Yield the micro-batches; one without a target, which has no mean loss, is left out.
+
+    A workload that is cut by length has samples of alike length together, without the padding that none of them needs
+    and as many as have no more elements than ``micro_batch`` samples of full length, where the batch says how long they
+    are.
     """
-    groups = groups_by_length(batch, micro_batch) if by_length else None
+    units = workload.units
+    groups = groups_by_length(batch, micro_batch, workload.full_length) if workload.cuts_by_length else None
     if groups is not None:
         yield from _weighted_groups(batch, groups, shape, units)
         return
     if micro_batch >= shape.num_samples:
-        yield batch, 1.0
+        yield Piece(batch, 1.0, range(shape.num_samples))
         return
-    for piece in split_batch(batch, micro_batch):
+    for start, piece in zip(range(0, shape.num_samples, micro_batch), split_batch(batch, micro_batch), strict=True):
         share = count_units(piece, units) / shape.num_units
-        if share:  # a piece without a target has no mean loss
-            yield piece, share
+        if share:
+            yield Piece(piece, share, range(start, min(start + micro_batch, shape.num_samples)))
 
 
-def _weighted_groups(batch: Any, groups: list[Group], shape: Shape, units: Units) -> Iterator[tuple[Any, float]]:
+def _weighted_groups(batch: Any, groups: list[Group], shape: Shape, units: Units) -> Iterator[Piece]:
     if len(groups) == 1:
-        yield trimmed(batch, groups[0][1]), 1.0
+        yield Piece(trimmed(batch, groups[0][1]), 1.0, range(shape.num_samples))
         return
     for numbers, num_columns in groups:
         piece = pick_samples(batch, numbers)
         share = count_units(piece, units) / shape.num_units
         if share:
-            yield trimmed(piece, num_columns), share
+            yield Piece(trimmed(piece, num_columns), share, numbers)
 
 
 def autocast(workload: Workload) -> torch.autocast:

@@ -236,10 +236,15 @@ def _batch(job: Job, texts: TextSketch, num_samples: int, length: int) -> dict[s
     """A batch as the loader makes it, of samples of one length."""
     generator = torch.Generator().manual_seed(0)  # its own: the caller's random numbers stay as they are
     input_ids = torch.randint(texts.vocab_size, (num_samples, length), generator=generator)
-    if texts.num_labels is None:
-        return {"input_ids": input_ids, "labels": input_ids}
-    labels = torch.randint(texts.num_labels, (num_samples,), generator=generator)
-    return {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids), "labels": labels}
+    if texts.num_labels is not None:
+        labels = torch.randint(texts.num_labels, (num_samples,), generator=generator)
+        return {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids), "labels": labels}
+    if job.data.pack:  # as rows of two texts
+        position_ids = (torch.arange(length) % -(-length // 2)).expand(num_samples, length).clone()
+        return {"input_ids": input_ids, "position_ids": position_ids, "labels": input_ids.clone()}
+    if job.data.has_padding:
+        return {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids), "labels": input_ids.clone()}
+    return {"input_ids": input_ids, "labels": input_ids.clone() if job.data.stride else input_ids}
 
 
 def _phase(position: Position) -> Phase:

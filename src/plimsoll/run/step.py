@@ -42,7 +42,7 @@ from plimsoll.run.commit import StepCommit
 from plimsoll.run.early import EarlyUpdate, early_update
 from plimsoll.run.evaluate import Evaluation, Evaluator
 from plimsoll.run.failpoints import failpoint
-from plimsoll.run.pieces import Shape, autocast, no_way_out, weighted_pieces
+from plimsoll.run.pieces import Shape, autocast, no_way_out, shape_of, weighted_pieces
 from plimsoll.run.recover import Ladder, Size, micro_batch_sizes, state_after_death
 from plimsoll.run.rungs import Rungs
 from plimsoll.run.undo import Undo
@@ -51,9 +51,6 @@ from plimsoll.workload import (
     Precision,
     Units,
     Workload,
-    batch_size_of,
-    count_elements,
-    count_units,
     model_loss,
     move_batch,
 )
@@ -105,6 +102,9 @@ class TrainStep:
         precision: ``"fp32"``, or ``"bf16"`` / ``"fp16"`` by autocast (fp16 with a gradient scaler).
         recut_batch_norm: allow cutting a batch although BatchNorm's statistics then differ from the whole batch's.
         grow_after: clean steps after which the next larger micro-batch is tried.
+        full_length: the tokens of the longest sample there will be. With it, and where samples of alike length are put
+            together, a micro-batch is so many samples of that length, and as many more of shorter ones as have no more
+            elements; without it, of the longest of each batch.
         backend: stands in for the device's, in a rehearsal.
         position: where the step says what it does; of its own by default.
 
@@ -126,6 +126,7 @@ class TrainStep:
         precision: Precision = "fp32",
         recut_batch_norm: bool = False,
         grow_after: int = 50,
+        full_length: int | None = None,
         backend: Backend | None = None,
         position: Position | None = None,
     ) -> None:
@@ -139,6 +140,7 @@ class TrainStep:
         self._units_are_assumed = units is None
         self._has_own_loss = loss is not model_loss
         self.workload = Workload(model, optimizer, loss, units or "samples", schedule, clip_norm, precision, device)
+        self.workload.full_length = full_length
         self.position = position or Position()
         self.backend: Backend = backend or backend_for(str(device))
         self.ladder: Ladder | None = None
@@ -358,10 +360,9 @@ class TrainStep:
     def _gradients(self, batch: Any, micro_batch: int, shape: Shape) -> tuple[float, float | None]:
         """Accumulate the gradients of the whole batch and clip them; returns the mean loss and the gradient norm."""
         total = torch.zeros((), device=self.workload.device)
-        by_length = self.workload.cuts_by_length
         self._early = early_update(self.workload, micro_batch, shape.num_samples)
         with self._early.in_backward() if self._early else nullcontext():
-            for piece, share in weighted_pieces(batch, micro_batch, shape, self.workload.units, by_length):
+            for piece, share, _ in weighted_pieces(batch, micro_batch, shape, self.workload):
                 total += self._forward_backward(piece, share)
         loss = total.item()
         self._refuse_non_finite("loss", loss)
@@ -434,8 +435,7 @@ class TrainStep:
             )
         if self._units_are_assumed:
             refuse_unclear_labels(batch)
-        num_samples, num_units = batch_size_of(batch), count_units(batch, self.workload.units)
-        return Shape(num_samples, num_units, count_elements(batch) / num_samples)
+        return shape_of(batch, self.workload)
 
     def _refuse_no_target(self, shape: Shape) -> None:
         if shape.num_units == 0:

@@ -8,7 +8,7 @@ checkpoints intact.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -221,11 +221,13 @@ def _evaluate(training: Training) -> None:
         return
     validation, batch_size = training.parts.validation, training.job.batch_size
 
+    windows = getattr(validation, "windows", None)
+
     def evaluate() -> tuple[Evaluation, float | None]:
-        batches: Iterator[Any] = (batch.fields for batch in iterate_once(validation, batch_size))
+        batches = ((batch.fields, batch.sample_ids) for batch in iterate_once(validation, batch_size))
         if training.job.task != "classification":
-            return training.step.evaluate(batches), None
-        with Accuracy(training.parts.model) as accuracy:
+            return training.step.evaluate(fields for fields, _ in batches), None
+        with Accuracy(training.parts.model, training.step.position, windows) as accuracy:
             return training.step.evaluate(accuracy.counted(batches)), accuracy.share()
 
     evaluation, accuracy = _survive(training, "evaluation", evaluate)
@@ -240,7 +242,8 @@ def _evaluate(training: Training) -> None:
         accuracy=accuracy,
     )
     training.directory.append(line)
-    shown = "" if line.accuracy is None else f", accuracy {line.accuracy:.1%}"
+    of = "" if windows is None else " of the texts"
+    shown = "" if line.accuracy is None else f", accuracy {line.accuracy:.1%}{of}"
     training.view.say(f"step {line.step}: validation loss {line.loss:.4f}{shown} over {line.num_samples} samples")
 
 

@@ -10,12 +10,14 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from plimsoll.device.cgroup import oom_kill_count
 from plimsoll.errors import JobError
 from plimsoll.records.job import Job
 from plimsoll.records.plan import Plan
 from plimsoll.run.directory import RunDirectory
 
 if TYPE_CHECKING:
+    from plimsoll.data.prepare import Prepared
     from plimsoll.device.base import Backend
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -56,6 +58,26 @@ def prepare_run(  # noqa: PLR0917 -- of a command
         else:
             prepared = prepare(job, cache, progress)
     prepared.save(directory.prepared)
+    if not quiet:
+        print(data_sentence(prepared), file=sys.stderr)
+
+
+def data_sentence(prepared: Prepared) -> str:
+    """Say in a line what a job is trained on, and what of its texts is not."""
+    train = prepared.train
+    parts = [f"{train.num_documents:,} texts", f"{train.num_samples:,} samples"]
+    if train.num_tokens:
+        parts.insert(1, f"{train.num_tokens:,} tokens")
+    if prepared.label_names:
+        parts.append(f"{len(prepared.label_names)} classes")
+    if train.num_long_texts:
+        cut = f"{train.num_dropped_tokens:,} tokens of them dropped" if train.num_truncated else "cut into windows"
+        parts.append(f"{train.num_long_texts:,} texts longer than a sample, {cut}")
+    if train.num_cut_inside:
+        parts.append(f"{train.num_cut_inside:,} windows that end at no border")
+    if train.num_skipped:
+        parts.append(f"{train.num_skipped:,} files or rows left out, the first: {train.skipped[0]}")
+    return f"data: {'; '.join(parts)}"
 
 
 def plan_run(  # noqa: PLR0917 -- of a command
@@ -199,10 +221,11 @@ def train_run(  # noqa: PLR0915 -- as above
         if device == "cpu":
             last_rung = directory.rung_in_force() if saved is not None and rung is None else rung
             set_up_as_with(plan.rungs[min(last_rung or 0, len(plan.rungs) - 1)].choices)
-        parts = fitting(lambda: assemble(job, prepared, device), backend, "building the model")
+        view = View(path.name, job.steps, "tokens" if job.task == "language-modeling" else "samples", quiet)
+        parts = fitting(lambda: assemble(job, prepared, device, view.say, _oom_kills), backend, "building the model")
+        stack.callback(parts.loader.close)
         step = step_of(job, parts.model, parts.optimizer, plan.choices_by_rung, schedule=parts.schedule)
         offset_seconds = max((line.time_seconds for line in directory.lines()), default=0.0)
-        view = View(path.name, job.steps, "tokens" if job.task == "language-modeling" else "samples", quiet)
         training = Training(job, parts, step, directory, marks, MemorySampler(backend, offset_seconds), view, host)
         if saved is not None:
             step.load_state_dict(saved.progress["training_step"])
@@ -214,8 +237,15 @@ def train_run(  # noqa: PLR0915 -- as above
             directory.keep_until(0)  # of a process that died before its first checkpoint, or whose are all torn
             checkpoint.remove_later(directory.checkpoints, 0)
         record = train(training, restarts)
+        if num_truncated := parts.samples.num_truncated:
+            view.say(f"{num_truncated:,} texts were truncated to {job.sequence_length} tokens as they were read")
         learn(plan, record.steps, begun_at=record.starts[-1].step)
         export_tokenizer(Path(prepared.tokenizer_folder), directory.model)
+
+
+def _oom_kills() -> int | None:
+    kills = oom_kill_count()
+    return None if kills is None else kills.number
 
 
 def _limit(stack: ExitStack, backend: Backend | None, limit_bytes: int | None) -> None:
@@ -257,6 +287,8 @@ def _warm(job: Job) -> None:
 
     from plimsoll.models.recurrent import RECURRENT
 
+    if job.data.on_the_fly:
+        import tokenizers  # noqa: F401
     architecture = job.model.get("architecture") if isinstance(job.model, dict) else job.model
     if architecture not in RECURRENT:
         import transformers  # noqa: F401

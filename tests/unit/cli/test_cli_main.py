@@ -15,7 +15,15 @@ from plimsoll.cli.main import app
 from processes import LONGEST_SECONDS, environment, run_program
 
 PLIMSOLL = typer.main.get_command(app)
-COMMANDS = PLIMSOLL.commands
+COMMANDS = {
+    name: command
+    for given, group in PLIMSOLL.commands.items()
+    for name, command in (
+        {f"{given} {inner}": one for inner, one in group.commands.items()}
+        if hasattr(group, "commands")
+        else {given: group}
+    ).items()
+}
 
 # Every flag there is. A field of a job is changed with --set and has no flag of its own: think twice before this grows.
 FLAGS = {
@@ -33,6 +41,10 @@ FLAGS = {
         "--cache", "--force", "--json",
     },
     "report": {"--output", "-o", "--json", "--force"},
+    **{
+        f"data {verb}": {"--set", "--cache", "--output", "-o", "--force", "--json"}
+        for verb in ("index", "tokenize", "inspect", "bench")
+    },
     "train-worker": {
         "--resume", "--from-step", "--resume-newest", "--rung", "--too-large-rung", "--restarts", "--quiet",
     },
@@ -60,8 +72,9 @@ def test_the_processes_that_a_run_starts_are_not_shown_to_people():
         "baseline-worker",
     ]
     visible = [name for name, command in COMMANDS.items() if not command.hidden]
-    assert visible == ["probe", "predict", "plan", "train", "report"]
-    assert all((name in shown) != command.hidden for name, command in COMMANDS.items())
+    data = ["data index", "data tokenize", "data inspect", "data bench"]
+    assert visible == ["probe", "predict", "plan", "train", "report", *data]
+    assert all((name.split()[0] in shown) != command.hidden for name, command in COMMANDS.items())
 
 
 @pytest.mark.parametrize("name", [name for name, command in COMMANDS.items() if not command.hidden])
@@ -70,7 +83,7 @@ def test_every_help_has_examples_that_use_only_its_own_flags(name):
     assert examples
     used = {flag for example in examples for flag in re.findall(r"(?<= )--?[a-z][a-z-]*", example)}
     assert used <= FLAGS[name]
-    assert f"plimsoll {name}" in CliRunner().invoke(app, [name, "--help"]).stdout
+    assert f"plimsoll {name}" in CliRunner().invoke(app, [*name.split(), "--help"]).stdout
 
 
 def test_every_flag_says_what_it_does():

@@ -8,6 +8,7 @@ import pytest
 from report_records import MIB, cpu, empty_run, eventful_run, machine, plan, step_line
 from rich.console import Console, Group
 
+import corpus_records
 import plan_records
 import prediction_records
 from plimsoll.records.device import MemoryUse
@@ -25,6 +26,10 @@ SCREENS = {
     "prediction-too-large.txt": as_text.prediction_report(prediction_records.too_large()),
     "prediction-empty.txt": as_text.prediction_report(prediction_records.bare()),
     "prediction-cpu.txt": as_text.prediction_report(prediction_records.on_cpu()),
+    "corpus.txt": as_text.corpus_report(corpus_records.corpus_facts()),
+    "tokens.txt": as_text.token_report(corpus_records.token_facts()),
+    "inspection.txt": as_text.inspection_report(corpus_records.inspection()),
+    "feed.txt": as_text.feed_report(corpus_records.feed_rates()),
     "run-eventful.txt": as_text.run_report(eventful_run()),
     "run-empty.txt": as_text.run_report(empty_run(status="failed", message="The data folder is empty.")),
     "machine.txt": as_text.machine_report(machine()),

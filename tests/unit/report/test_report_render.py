@@ -8,6 +8,7 @@ import sys
 import pytest
 from report_records import cpu, empty_run, eventful_run, machine, plan
 
+import corpus_records
 from plimsoll.errors import InputError, RecordError
 from plimsoll.records.job import Job
 from plimsoll.records.run import RunRecord
@@ -21,6 +22,10 @@ RECORDS = {
     "device": cpu(),
     "plan": plan(),
     "prediction": fitting(),
+    "corpus": corpus_records.corpus_facts(),
+    "tokens": corpus_records.token_facts(),
+    "inspection": corpus_records.inspection(),
+    "feed rates": corpus_records.feed_rates(),
 }
 
 

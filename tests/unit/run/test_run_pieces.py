@@ -5,16 +5,19 @@ import torch
 
 from plimsoll.records.run import OomEvent
 from plimsoll.run.pieces import Shape, no_way_out, weighted_pieces
+from plimsoll.workload import Workload, model_loss
 
 LABELS = torch.tensor([[1, 1], [-100, -100], [1, -100]])  # 2, 0 and 1 tokens
+MODEL = torch.nn.Linear(1, 1)
+WORKLOAD = Workload(MODEL, torch.optim.SGD(MODEL.parameters()), model_loss, "tokens")
 SHAPE = Shape(num_samples=3, num_units=3, elements_per_sample=2.0)
 
 
 @pytest.mark.parametrize(("micro_batch", "shares"), [(1, [2 / 3, 1 / 3]), (2, [2 / 3, 1 / 3]), (3, [1.0]), (9, [1.0])])
 def test_a_piece_weighs_what_it_has_of_the_units(micro_batch, shares):
-    pieces = list(weighted_pieces({"labels": LABELS}, micro_batch, SHAPE, "tokens"))
-    assert [share for _, share in pieces] == shares
-    assert torch.cat([piece["labels"] for piece, _ in pieces]).ne(-100).sum() == 3
+    pieces = list(weighted_pieces({"labels": LABELS}, micro_batch, SHAPE, WORKLOAD))
+    assert [piece.share for piece in pieces] == shares
+    assert torch.cat([piece.batch["labels"] for piece in pieces]).ne(-100).sum() == 3
 
 
 @pytest.mark.parametrize(

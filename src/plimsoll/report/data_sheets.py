@@ -1,0 +1,113 @@
+"""The words and numbers of a corpus, once: the terminal and the HTML page show the same sheets and sentences."""
+
+from __future__ import annotations
+
+from plimsoll.records.corpus import CorpusFacts, FeedRates, Filling, Inspection, TokenFacts
+from plimsoll.records.units import format_bytes, format_seconds
+from plimsoll.report.sheets import Column, Sheet
+
+_MOST_SKIPPED = 5
+_MOST_LABELS = 20
+_THIS_JOB = "*"
+_FACTS = (Column("Property"), Column("Value"))
+
+
+def corpus_sheet(corpus: CorpusFacts) -> Sheet:
+    """Say what the texts are and where their index is."""
+    rows = (
+        ("Files", f"{corpus.num_files:,}"),
+        ("Texts", f"{corpus.num_texts:,}"),
+        ("Size", f"{format_bytes(corpus.num_bytes)}, {format_bytes(corpus.num_bytes // corpus.num_texts)} a text"),
+        ("Left out", f"{corpus.num_skipped:,}" if corpus.num_skipped else "none"),
+        ("Index", f"{format_bytes(corpus.index_bytes)} in {corpus.index_folder}"),
+        ("Time", format_seconds(corpus.seconds)),
+    )
+    return Sheet(f"Corpus {', '.join(corpus.sources)}", _FACTS, rows)
+
+
+def skipped_sheet(corpus: CorpusFacts) -> Sheet:
+    """Name what was left out, and why."""
+    shown = corpus.skipped[:_MOST_SKIPPED]
+    title = f"Left out, {len(shown)} of {corpus.num_skipped:,}"
+    return Sheet(title, (Column("What and why"),), tuple((reason,) for reason in shown))
+
+
+def label_sheet(corpus: CorpusFacts) -> Sheet:
+    """Count the texts of each class, the most frequent first."""
+    labels = sorted(corpus.labels, key=lambda label: -label.num_texts)[:_MOST_LABELS]
+    rows = tuple((label.name, f"{label.num_texts:,}", f"{label.num_texts / corpus.num_texts:.1%}") for label in labels)
+    columns = (Column("Class"), Column("Texts", True), Column("Share", True))
+    return Sheet(f"Classes, {len(labels)} of {len(corpus.labels):,}", columns, rows)
+
+
+def token_sheet(tokens: TokenFacts) -> Sheet:
+    """Say what the tokens are and where."""
+    per_token = tokens.corpus.num_bytes / max(tokens.num_tokens, 1)
+    rows = (
+        ("Tokens", f"{tokens.num_tokens:,}, {per_token:.2f} bytes of the files each"),
+        ("Stored as", f"{tokens.token_type}, {format_bytes(tokens.num_stored_bytes)} in {tokens.tokens_folder}"),
+        ("Vocabulary", f"{tokens.vocab_size:,} in {tokens.tokenizer_folder}"),
+        ("Time", format_seconds(tokens.seconds)),
+    )
+    return Sheet("Tokens", _FACTS, rows)
+
+
+def length_sheet(inspection: Inspection) -> Sheet:
+    """Show how long the texts are."""
+    of = "all" if inspection.num_seen_texts == inspection.corpus.num_texts else f"{inspection.num_seen_texts:,} drawn"
+    rows = (
+        ("Mean", f"{inspection.mean_tokens:,.1f}"),
+        *((_quantile_name(share), f"{length:,}") for share, length in inspection.quantiles),
+        ("All texts together", f"{inspection.num_tokens:,}"),
+        ("Bytes of the files per token", f"{inspection.bytes_per_token:.2f}"),
+    )
+    return Sheet(f"Tokens of a text ({of} texts)", (Column("Of the texts"), Column("Tokens", True)), rows)
+
+
+def _quantile_name(share: float) -> str:
+    return {0.0: "Shortest", 0.5: "Half are up to", 1.0: "Longest"}.get(share, f"{share:.0%} are up to")
+
+
+def filling_sheet(inspection: Inspection) -> Sheet:
+    """Compare the ways to make batches of the texts."""
+    columns = (
+        Column("Way"),
+        Column("Samples", True),
+        Column("Padding", True),
+        Column("Tokens a batch", True),
+        Column("Lost tokens", True),
+    )
+    rows = tuple(_filling_row(filling) for filling in inspection.fillings)
+    return Sheet(f"As samples of up to {inspection.sequence_length:,} tokens ({_THIS_JOB} this job)", columns, rows)
+
+
+def _filling_row(filling: Filling) -> tuple[str, ...]:
+    return (
+        f"{filling.name} {_THIS_JOB}" if filling.is_this_job else filling.name,
+        f"{filling.num_samples:,}",
+        f"{filling.padding_share:.1%}",
+        f"{filling.useful_tokens:,.0f}",
+        f"{filling.num_dropped_tokens:,}",
+    )
+
+
+def example_sheet(inspection: Inspection) -> Sheet:
+    """Show how some texts begin."""
+    return Sheet("Some texts", (Column("Begin"),), tuple((example,) for example in inspection.examples))
+
+
+def rate_sheet(feed: FeedRates) -> Sheet:
+    """List how fast each stage goes and what it takes."""
+    columns = (Column("Stage"), Column("How"), Column("Speed", True), Column("Private memory", True))
+    rows = tuple(
+        (
+            rate.stage,
+            rate.detail,
+            f"{format_bytes(round(rate.per_second))}/s"
+            if rate.unit == "bytes"
+            else f"{rate.per_second:,.0f} {rate.unit}/s",
+            "" if rate.private_bytes is None else format_bytes(rate.private_bytes),
+        )
+        for rate in feed.rates
+    )
+    return Sheet("Speed", columns, rows)

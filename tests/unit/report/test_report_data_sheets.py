@@ -1,0 +1,33 @@
+"""The sheets of a corpus: what is shown of much, and what of nothing."""
+
+import corpus_records
+from plimsoll.records.corpus import LabelCount
+from plimsoll.report import data_sheets
+
+
+def test_the_most_frequent_classes_are_shown_first_and_no_more_than_twenty():
+    labels = tuple(LabelCount(name=f"c{number}", num_texts=number + 1) for number in range(30))
+    sheet = data_sheets.label_sheet(corpus_records.corpus_facts(labels=labels, num_texts=465))
+    assert sheet.title == "Classes, 20 of 30"
+    assert [row[0] for row in sheet.rows] == [f"c{number}" for number in range(29, 9, -1)]
+    assert sheet.rows[0] == ("c29", "30", "6.5%")
+
+
+def test_what_was_left_out_is_counted_and_the_first_of_it_named():
+    skipped = tuple(f"file {number}: why" for number in range(100))
+    sheet = data_sheets.skipped_sheet(corpus_records.corpus_facts(num_skipped=1234, skipped=skipped))
+    assert sheet.title == "Left out, 5 of 1,234"
+    assert sheet.rows[0] == ("file 0: why",)
+    assert data_sheets.skipped_sheet(corpus_records.corpus_facts(num_skipped=0, skipped=())).rows == ()
+
+
+def test_bytes_are_written_as_sizes_and_the_rest_as_numbers():
+    rows = data_sheets.rate_sheet(corpus_records.feed_rates()).rows
+    assert [row[2] for row in rows] == ["5,000,000 texts/s", "4.0 MiB/s", "100,000,000 tokens/s"]
+    assert [row[3] for row in rows] == ["", "", "200.0 MiB"]
+
+
+def test_the_way_of_this_job_is_marked():
+    rows = data_sheets.filling_sheet(corpus_records.inspection()).rows
+    assert [row[0] for row in rows] == ["padded to 256", "by_length *"]
+    assert rows[1][1:] == ("1,010", "2.0%", "2,048", "0")
