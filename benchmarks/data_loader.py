@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 from _loader_process import CONSUMED, Numbers, whole_lines
 from plimsoll.data.batching import Batches, Buckets, Cursor, batches_of
 from plimsoll.data.loader import Loader
+from plimsoll.data.ragged import pad_multiple_for
 
 MIB = 2**20
 PROCESS = Path(__file__).with_name("_loader_process.py")
@@ -151,12 +152,15 @@ class Texts:
 
 def padding(num_texts: int) -> dict[str, dict[str, float]]:
     texts = Texts(num_texts)
+    multiple = pad_multiple_for(texts.tokens)
     policies: dict[str, int | Buckets] = {
         "shuffled, 64": 64,
         "buckets of 64": Buckets(batch_size=64),
+        f"buckets of 64, to {multiple}": Buckets(batch_size=64, pad_multiple=multiple),
         "buckets of 64, to 8": Buckets(batch_size=64, pad_multiple=8),
         "4,096 tokens": Buckets(max_tokens=4096),
         "16,384 tokens": Buckets(max_tokens=16384),
+        f"16,384 tokens, to {multiple}": Buckets(max_tokens=16384, pad_multiple=multiple),
         "16,384 tokens, to 8": Buckets(max_tokens=16384, pad_multiple=8),
     }
     rows = {}

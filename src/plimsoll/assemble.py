@@ -10,7 +10,7 @@ import hashlib
 import json
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,12 @@ import torch
 from torch import nn
 
 from plimsoll.data.batching import Buckets
+from plimsoll.data.formats import Reading
 from plimsoll.data.loader import Loader, warn
 from plimsoll.data.order import BlockShuffle
 from plimsoll.data.packable import packing_fault
 from plimsoll.data.prepare import Prepared, open_datasets
+from plimsoll.device.base import backend_for
 from plimsoll.errors import BudgetError, JobError
 from plimsoll.models.build import build_model, loss_of, sketch_model
 from plimsoll.optimizers import build_optimizer, build_schedule
@@ -30,7 +32,7 @@ from plimsoll.records.job import Job
 from plimsoll.records.units import format_bytes
 from plimsoll.workload import LossFunction, Units, resident_bytes
 
-_SAID_BY_THE_KEY = {"train", "validation", "unit", "text", "label", "escapes", "header", "on_error", "workers"}
+_SAID_BY_THE_KEY = {"train", "validation", "workers", *(field.name for field in fields(Reading))}
 _LONGEST_ENTRY = 100  # characters of a fingerprint's entry
 
 
@@ -105,7 +107,19 @@ def loader_of(
     if data.order == "by_length":
         batches = Buckets(max_tokens=job.batch_tokens) if job.batch_tokens else Buckets(batch_size=job.batch_size)
     shuffle = BlockShuffle(samples.block_samples) if data.order == "blocks" else data.order != "as_is"
-    return Loader(samples, batches, job.seed, shuffle, workers=data.workers, on_event=on_event, oom_kills=oom_kills)
+    room_bytes = _room_for_workers_bytes(job) if data.workers == "auto" else None
+    return Loader(
+        samples, batches, job.seed, shuffle,
+        workers=data.workers, host_budget_bytes=room_bytes, on_event=on_event, oom_kills=oom_kills,
+    )  # fmt: skip
+
+
+def _room_for_workers_bytes(job: Job) -> int:
+    """Return half of what the host's budget, or the machine, has left: the other half is the training's."""
+    host = backend_for("cpu").probe()
+    budget_bytes = job.budget.host_bytes
+    left_bytes = host.free_bytes if budget_bytes is None else min(host.free_bytes, budget_bytes - host.use.used_bytes)
+    return max(left_bytes, 0) // 2
 
 
 def require_buildable(job: Job) -> None:

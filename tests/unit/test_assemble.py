@@ -1,12 +1,13 @@
 """A job becomes live objects, and is refused where its budget cannot hold them; an LSTM small enough to count."""
 
 import random
+from multiprocessing import active_children
 
 import numpy as np
 import pytest
 import torch
 
-from plimsoll.assemble import assemble, choose_device, fingerprint, require_buildable, require_room
+from plimsoll.assemble import assemble, choose_device, fingerprint, loader_of, require_buildable, require_room
 from plimsoll.data.prepare import Prepared, PreparedText, prepare
 from plimsoll.errors import BudgetError, DataError, JobError
 from plimsoll.records.job import Job
@@ -35,6 +36,26 @@ def prepared():
         skipped=(),
     )
     return Prepared(key="k1", train=text, tokenizer_folder="tokenizer", vocab_size=300, end_id=0)
+
+
+class Slow:
+    """Samples that are worth workers."""
+
+    def __len__(self) -> int:
+        return 100
+
+    def batch(self, ids, epoch=0):
+        return {"input_ids": torch.zeros(len(ids), 8)}
+
+
+@pytest.mark.parametrize(("host", "are_there"), [(None, True), ("1TiB", True), ("1MiB", False)])
+def test_workers_take_what_the_host_has_left(host, are_there):
+    loader = loader_of(job(budget={"host": host}), Slow())
+    try:
+        loader.peek()
+        assert bool(active_children()) == are_there
+    finally:
+        loader.close()
 
 
 @pytest.mark.parametrize(

@@ -72,3 +72,7 @@ def main() -> None:
         print(f"error: {error}", file=sys.stderr)
         tell(error)
         sys.exit(error.exit_code)
+    finally:
+        # CPython 3.11 to 3.13: where Ctrl-C arrived in an exec() of text, as it may while dataclasses are made, a
+        # `python -m` ends by the signal and not with the code, though it was caught. A good exec() undoes it.
+        exec("")

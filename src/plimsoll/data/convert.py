@@ -23,6 +23,7 @@ from plimsoll.data.formats import Reading, packed
 from plimsoll.data.sources import SourceFile, find_files, identity_of
 from plimsoll.data.store import Facts, Progress, require_space, stored
 from plimsoll.errors import DataError
+from plimsoll.records.job import HUB_PREFIX
 
 _SUFFIXES = {
     ".jsonl": "jsonl",
@@ -100,7 +101,7 @@ def _is_dataset(source: Any) -> bool:
     if not isinstance(source, str | os.PathLike):
         return True
     saved = (Path(source, "dataset_dict.json"), Path(source, "state.json"))
-    return str(source).startswith("hf:") or any(path.is_file() for path in saved)
+    return str(source).startswith(HUB_PREFIX) or any(path.is_file() for path in saved)
 
 
 def _plain(file: SourceFile, reading: Reading, cache: Path, report: _Report) -> PlainFile:

@@ -21,7 +21,7 @@ from plimsoll.data.corpus import Corpus
 from plimsoll.data.index import open_corpus
 from plimsoll.data.labels import labels_of
 from plimsoll.data.prepare import reading_of
-from plimsoll.data.ragged import PAD_MULTIPLE
+from plimsoll.data.ragged import pad_multiple_for
 from plimsoll.data.store import Progress, read_facts, silent
 from plimsoll.data.tokenizer import Tokenizer, prepare_tokenizer, tokenizer_threads
 from plimsoll.data.tokens import open_tokens, tokenize, tokens_folder
@@ -148,9 +148,8 @@ def _lengths(corpus: Corpus, tokenizer: Tokenizer, cache: Path, progress: Progre
 class _Lengths:
     """Samples of which nothing is known but their lengths, padded as `plimsoll.data.texts.DocumentDataset` does."""
 
-    pad_multiple = PAD_MULTIPLE
-
     def __init__(self, lengths: NDArray[np.int64], sequence_length: int) -> None:
+        self.pad_multiple = pad_multiple_for(lengths)
         self._lengths, self.sequence_length = lengths, sequence_length
 
     def __len__(self) -> int:
@@ -230,11 +229,11 @@ class _Texts(NamedTuple):
 
     def _planned(self, name: str, plan: Batches, samples: NDArray[np.int64], num_dropped: int) -> Filling:
         """Go over the batches of an epoch and count what of them is padding."""
-        num_batches = num_elements = 0
+        multiple, num_batches, num_elements = pad_multiple_for(samples), 0, 0
         cursor = Cursor()
         while cursor.epoch == 0:
             ids = plan.ids(cursor)
-            width = -(-int(samples[ids].max()) // PAD_MULTIPLE) * PAD_MULTIPLE
+            width = -(-int(samples[ids].max()) // multiple) * multiple
             num_elements += len(ids) * min(width, self.job.sequence_length)
             num_batches += 1
             cursor = plan.following(cursor)

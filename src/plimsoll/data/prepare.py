@@ -144,6 +144,7 @@ def reading_of(source: DataSource) -> Reading:
         text=source.text,
         label=source.label,
         escapes=source.escapes,
+        quotes=source.quotes,
         header=source.header,
         on_error=source.on_error,
     )

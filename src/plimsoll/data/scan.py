@@ -139,7 +139,7 @@ def _parts(file: Scanned, max_text_bytes: int, threads: Executor) -> Iterator[Pa
         Part(file.path, begin, min(begin + PART_BYTES, size), size, file.layout, max_text_bytes, file.first)
         for begin in range(0, size, PART_BYTES)
     )
-    if file.layout.format != "csv" or file.num_bytes <= PART_BYTES:
+    if file.layout.format != "csv" or not file.layout.quotes or file.num_bytes <= PART_BYTES:
         yield from parts
         return
     is_quoted = False

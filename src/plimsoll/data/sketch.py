@@ -9,12 +9,13 @@ is removed). The texts of language modelling need not be on this machine.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
-from plimsoll.data.formats import Reading
 from plimsoll.data.index import open_corpus
+from plimsoll.data.prepare import reading_of
 from plimsoll.data.sources import find_files
 from plimsoll.data.tokenizer import load_tokenizer
 from plimsoll.records.job import DataSource, Job
@@ -53,9 +54,7 @@ def sketch_texts(job: Job) -> TextSketch:
 
 def _labels_of_heads(source: DataSource) -> Sequence[str]:
     """Return the classes in the column of labels, as far as the heads of the files show them."""
-    reading = Reading(
-        text=source.text, label=source.label, escapes=source.escapes, header=source.header, on_error="skip"
-    )
+    reading = replace(reading_of(source), on_error="skip")
     with TemporaryDirectory(prefix="plimsoll-") as name:
         folder = Path(name)
         heads: list[str] = []

@@ -28,11 +28,11 @@ from plimsoll.data.formats.packed import CODES_FILE, ENDS_FILE, NAMES_FILE, TEXT
 from plimsoll.data.rows import MOST_SKIPPED_LISTED
 from plimsoll.data.store import Facts, require_space
 from plimsoll.errors import DataError
+from plimsoll.records.job import HUB_PREFIX
 from plimsoll.records.units import format_bytes
 
 _BATCH_ROWS = 1000
 _BUFFER_BYTES = 1 << 20
-_HF = "hf:"
 
 Batch = tuple[Any, int]  # a pyarrow.RecordBatch or Table, and how many bytes of the table are done with it
 
@@ -109,7 +109,7 @@ def load_dataset(source: Any) -> tuple[Any, str]:
     if not isinstance(source, str):
         dataset, name = source, f"the data set {getattr(source, '_fingerprint', type(source).__name__)}"
     else:
-        place, config, split = [*source.removeprefix(_HF).split(":", 2), "", ""][:3]
+        place, config, split = [*source.removeprefix(HUB_PREFIX).split(":", 2), "", ""][:3]
         try:
             if any(Path(place, mark).is_file() for mark in ("state.json", "dataset_dict.json")):
                 dataset = datasets.load_from_disk(place)

@@ -13,7 +13,8 @@ as they do not. Only the soft limit is set: a child can raise its own.
 Not covered: mapped files and shared memory (they do not count), memory of child processes (a forked child gets room of
 its own, see `WORKER_ALLOWANCE_BYTES`; one that is executed inherits the soft limit and may raise it), systems other
 than Linux 4.7 or newer. libgomp ends the process where it cannot start a thread: start every thread pool before
-(`CpuBackend.limited` does). A Python thread takes its whole stack, usually 8 MiB, from the limit. Needs no torch.
+(`CpuBackend.limited` does). A Python thread takes its whole stack, usually 8 MiB, from the limit. What an allocator has
+reserved before the limit begins (pyarrow: 1 GiB) it may fill until the next `follow`. Needs no torch.
 """
 
 from __future__ import annotations

@@ -51,6 +51,7 @@ class DataSource(Frozen):
     text: _Column | Annotated[tuple[_Column, ...], _NOT_EMPTY] | None = None
     label: _Column | None = None
     escapes: bool = False
+    quotes: bool = True
     header: bool | None = None
     on_error: Literal["stop", "skip"] = "stop"
     long_texts: Literal["window", "truncate", "stop"] = "window"

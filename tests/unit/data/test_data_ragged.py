@@ -1,8 +1,17 @@
 """Flat rows and padded tables, by hand."""
 
 import numpy as np
+import pytest
 
 from plimsoll.data import ragged
+
+
+@pytest.mark.parametrize(
+    ("lengths", "multiple"),
+    [([117] * 9, 8), ([116] * 9, 4), ([50, 49, 51], 4), ([49, 49, 51], 2), ([17], 2), ([16], 1), ([0], 1), ([], 8)],
+)
+def test_rows_are_rounded_up_to_what_costs_little(lengths: list[int], multiple: int):
+    assert ragged.pad_multiple_for(np.array(lengths, np.int64)) == multiple
 
 
 def test_rows_end_to_end():

@@ -28,6 +28,8 @@ class Reading:
             the only one that holds strings. Where a csv has no header, columns are called ``1``, ``2``, ...
         label: the column with the classes; ``None``: there is none.
         escapes: in csv and tsv, ``\\n``, ``\\t``, ``\\r`` and ``\\\\`` stand for the characters they mean in Python.
+        quotes: whether double quotes in csv and tsv have a meaning; ``False``: every line is a row, and a quote a
+            character like others.
         header: whether the first row of a csv names its columns; ``None``: it does if it names those asked for, does
             not if they are numbers or a cell of the first row is a number; otherwise that is an error.
         on_error: ``stop``: what cannot be read is an error; ``skip``: rows that cannot be read (files, where a text is
@@ -39,6 +41,7 @@ class Reading:
     text: str | tuple[str, ...] | None = None
     label: str | None = None
     escapes: bool = False
+    quotes: bool = True
     header: bool | None = None
     on_error: Literal["stop", "skip"] = "stop"
     max_text_bytes: int = 64 << 20
@@ -59,6 +62,7 @@ class Layout(NamedTuple):
     num_columns: int = 0
     delimiter: str = ","
     escapes: bool = False
+    quotes: bool = True
 
 
 class Part(NamedTuple):

@@ -1,9 +1,10 @@
 """Comma- or tab-separated values: a text is one column, or several joined by newlines. Quoted newlines work.
 
-A row ends at a newline before which the number of double quotes is even; Python's `csv` decodes it, strictly, and it
-must have as many fields as the first row. Every row is decoded when the file is indexed, so that a fault is found
-before the training and not in it. Empty lines are no rows. It does NOT cover other separators than the comma (.csv) and
-the tab (.tsv), nor backslashes before quotes; a quote inside a field without quotes joins rows, which is a fault.
+A row ends at a newline before which the number of double quotes is even (without ``quotes``: at every newline);
+Python's `csv` decodes it, strictly, and it must have as many fields as the first row. Every row is decoded when the
+file is indexed, so that a fault is found before the training and not in it. Empty lines are no rows. It does NOT cover
+other separators than the comma (.csv) and the tab (.tsv), nor backslashes before quotes; a quote inside a field without
+quotes joins rows, which is a fault.
 """
 
 from __future__ import annotations
@@ -27,6 +28,10 @@ from plimsoll.errors import DataError
 
 _QUOTE = ord('"')
 _REMEDY = "correct the row"
+_REMEDY_FOR_QUOTES = (
+    f"{_REMEDY} (a quote in a field is written twice, in a field with quotes around it), or say quotes: false if none "
+    "of the file's quotes mean anything"
+)
 _ESCAPE = re.compile(r"\\([ntr\\])")
 _MEANT = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\"}
 _ROWS_AT_ONCE = 256
@@ -35,37 +40,35 @@ _ROWS_AT_ONCE = 256
 def look(path: str, reading: Reading) -> tuple[Layout, int]:
     """Find out the columns of a file and whether its first row names them."""
     begin, delimiter = text_begin(path), "\t" if path.lower().endswith(".tsv") else ","
-    first, second = _first_rows(read_head(path, HEAD_BYTES), begin, delimiter)
+    layout = Layout("csv", delimiter=delimiter, escapes=reading.escapes, quotes=reading.quotes)
+    first, second = _first_rows(read_head(path, HEAD_BYTES), begin, layout)
     if second is None:  # there is no more, or rows are long
-        first, second = _first_rows(read_head(path, 2 * reading.max_text_bytes), begin, delimiter)
+        first, second = _first_rows(read_head(path, 2 * reading.max_text_bytes), begin, layout)
     if first is None:
-        return Layout("csv", delimiter=delimiter), begin
+        return layout, begin
     end, names = first
     numbered = [str(number) for number in range(1, len(names) + 1)]
     has_header = _has_header(names, numbered, reading)
     columns, example = (names, second or []) if has_header else (numbered, names)
     strings = [name for name, cell in zip(columns, example, strict=False) if not _is_number(cell)]
     chosen = text_columns(reading, columns, strings)
-    layout = Layout(
-        "csv",
+    layout = layout._replace(
         columns=tuple(map(columns.index, chosen)),
         label=None if reading.label is None else columns.index(reading.label),
         num_columns=len(columns),
-        delimiter=delimiter,
-        escapes=reading.escapes,
     )
     return layout, end if has_header else begin
 
 
-def _first_rows(head: bytes, begin: int, delimiter: str) -> tuple[tuple[int, list[str]] | None, list[str] | None]:
+def _first_rows(head: bytes, begin: int, layout: Layout) -> tuple[tuple[int, list[str]] | None, list[str] | None]:
     """Return the first row, with where it ends, and the second; ``None`` where there is none."""
     rows: list[tuple[int, list[str]]] = []
-    borders = [begin, *(_row_ends(head, False) + 1).tolist()]
+    borders = [begin, *(_row_ends(head, layout) + 1).tolist()]
     for start, end in pairwise([*borders, len(head)]):
         raw = head[start:end].strip(b"\r\n")
         if raw and len(rows) < 2:
             try:
-                rows.append((end, _fields([raw.decode("utf-8")], delimiter)[0]))
+                rows.append((end, _fields([raw.decode("utf-8")], layout)[0]))
             except (ValueError, csv.Error) as error:
                 if not rows:
                     raise DataError(f"its first row is no csv ({error}): correct it, or leave the file out") from None
@@ -110,7 +113,7 @@ def scan(part: Part) -> Found:
     last = part.end - 1 - offset
 
     def is_whole(raw: bytes) -> bool:
-        ends = _row_ends(raw, part.is_quoted, part.begin - offset)
+        ends = _row_ends(raw, part.layout, part.is_quoted, part.begin - offset)
         begins_none = part.begin > part.first and (not len(ends) or ends[0] >= last)
         return begins_none or bool(len(ends) and ends[-1] >= last)
 
@@ -119,17 +122,19 @@ def scan(part: Part) -> Found:
     return found_rows(part, digest, num_lines, _rows(part, raw, offset))
 
 
-def _row_ends(raw: bytes, is_quoted: bool, begin: int = 0) -> NDArray[np.int64]:
+def _row_ends(raw: bytes, layout: Layout, is_quoted: bool = False, begin: int = 0) -> NDArray[np.int64]:
     """Return the places of the newlines outside quotes; ``is_quoted`` says how it is at the byte ``begin``."""
     view = np.frombuffer(raw, np.uint8)
     newlines = (view == NEWLINE).nonzero()[0]
+    if not layout.quotes:
+        return newlines
     quotes = (view[begin:] == _QUOTE).nonzero()[0] + begin
     ends: NDArray[np.int64] = newlines[(np.searchsorted(quotes, newlines) + is_quoted) % 2 == 0]
     return ends
 
 
 def _rows(part: Part, raw: bytes, offset: int) -> Iterator[Row | Fault]:
-    ends = _row_ends(raw, part.is_quoted, part.begin - offset).tolist()
+    ends = _row_ends(raw, part.layout, part.is_quoted, part.begin - offset).tolist()
     if part.begin <= part.first:
         begins = [part.first - offset, *(end + 1 for end in ends if end >= part.first - offset)]
     else:
@@ -164,7 +169,7 @@ def _faultless(raws: list[bytes], part: Part) -> list[list[str]] | None:
     if any(b"\0" in row or len(row) > part.max_text_bytes for row in raws):
         return None
     try:
-        rows = _fields([row.decode("utf-8") for row in raws], part.layout.delimiter)
+        rows = _fields([row.decode("utf-8") for row in raws], part.layout)
     except (ValueError, csv.Error):
         return None
     return rows if all(len(row) == part.layout.num_columns for row in rows) else None
@@ -176,22 +181,23 @@ def _checked(raw: bytes, at: int, line: int, part: Part) -> Row | Fault:
     if (fault := fault_in(raw, at)) is not None:
         return fault._replace(at=at, line=line)
     try:
-        (fields,) = _fields([raw.decode("utf-8")], part.layout.delimiter)
+        (fields,) = _fields([raw.decode("utf-8")], part.layout)
     except (ValueError, csv.Error) as error:
         num_more = raw.count(b"\n")
         why = f"it is not csv ({error})"
         if num_more:
             why = f"a quote in it that is not closed takes the {num_more} lines after it into the same row"
-        return Fault(at, why, f"{_REMEDY}: a quote in a field is written twice, in a field with quotes around it", line)
+        return Fault(at, why, _REMEDY_FOR_QUOTES, line)
     if len(fields) != part.layout.num_columns:
         why = f"it has {len(fields)} fields where the first row has {part.layout.num_columns}"
         return Fault(at, why, _REMEDY, line)
     return at, _text(fields, part.layout), _label(fields, part.layout)
 
 
-def _fields(rows: list[str], delimiter: str) -> list[list[str]]:
+def _fields(rows: list[str], layout: Layout) -> list[list[str]]:
+    quoting = csv.QUOTE_MINIMAL if layout.quotes else csv.QUOTE_NONE
     with _long_fields():
-        fields = list(csv.reader(rows, delimiter=delimiter, strict=True))
+        fields = list(csv.reader(rows, delimiter=layout.delimiter, quoting=quoting, strict=True))
     if len(fields) != len(rows):
         raise ValueError("a quote is not closed")
     return fields
@@ -219,7 +225,7 @@ def _label(fields: list[str], layout: Layout) -> Any:
 def decode(raws: list[bytes], layout: Layout) -> list[str]:
     """Return the texts of some spans."""
     try:
-        rows = _fields([raw.decode("utf-8").strip("\r\n") for raw in raws], layout.delimiter)
+        rows = _fields([raw.decode("utf-8").strip("\r\n") for raw in raws], layout)
         return [_text(row, layout) for row in rows]
     except (csv.Error, IndexError) as error:
         raise ValueError(str(error)) from None

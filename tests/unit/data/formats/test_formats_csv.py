@@ -88,6 +88,26 @@ def test_a_quote_that_is_not_closed_takes_the_rest_with_it(tmp_path: Path):
     assert list(opened(path, on_error="skip")) == ["one\nor more", "two"]
 
 
+@given(st.lists(st.text(st.sampled_from(list('ab "\\,\u00e9')), max_size=12), max_size=12), BORDERS)
+def test_quotes_without_a_meaning_are_characters_wherever_a_file_is_cut(texts, borders):
+    content = "".join(f'{number}"\t{text}\n' for number, text in enumerate(texts))
+    kept = [text for text in texts if text]
+    with cut_into(*borders), tempfile.TemporaryDirectory() as folder:
+        path = written(Path(folder, "a.tsv"), content)
+        if not kept:
+            with pytest.raises(DataError, match="nothing but white space"):
+                opened(path, quotes=False, header=False, text="2")
+            return
+        check_all_ways(opened(path, quotes=False, header=False, text="2"), kept, [3, 7, 1, 20, -1])
+
+
+def test_that_quotes_may_have_no_meaning_is_said_where_one_is_not_closed(tmp_path: Path):
+    path = written(tmp_path / "a.tsv", 'id\ttext\n1\tx 5" disk\n2\ty\n')
+    with pytest.raises(DataError, match="say quotes: false if none of the file's quotes mean anything"):
+        opened(path)
+    assert list(opened(path, quotes=False)) == ['x 5" disk', "y"]
+
+
 @pytest.mark.parametrize(
     ("content", "fields", "texts"),
     [
