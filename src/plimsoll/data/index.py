@@ -21,7 +21,7 @@ from plimsoll.data.convert import PlainFile, plain_files
 from plimsoll.data.corpus import Corpus
 from plimsoll.data.formats import Layout, Reading
 from plimsoll.data.rows import FileFault, Rows, Source
-from plimsoll.data.scan import PARSED, Scanned, format_named, scan_files
+from plimsoll.data.scan import Scanned, format_named, scan_files
 from plimsoll.data.sources import identity_of
 from plimsoll.data.store import Facts, Progress, silent, stored
 from plimsoll.errors import DataError
@@ -82,8 +82,7 @@ class _Writing:
         looked = [one for file in files if (one := self._look(file)) is not None]
         total_bytes, done_bytes, waiting = sum(one.file.num_bytes for one in looked), 0, iter(looked)
         scanned = [Scanned(one.file.path, one.file.num_bytes, one.first, one.layout) for one in looked]
-        num_parsed_bytes = sum(one.file.num_bytes for one in looked if one.layout.format in PARSED)
-        with closing(scan_files(scanned, self._reading.max_text_bytes, num_parsed_bytes)) as parts:
+        with closing(scan_files(scanned, self._reading.max_text_bytes, total_bytes)) as parts:
             for part, found in parts:
                 if part.begin == 0:
                     current, is_open, digests = next(waiting), True, xxhash.xxh3_128()

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-PAD_MULTIPLE = 8  # of the rows of a batch, for kernels that work on blocks of 8: where that is little padding
+_PAD_MULTIPLES = (8, 4, 2, 1)  # of the rows of a batch; there are kernels that work on blocks of 8
 _MOST_ROUNDING_SHARE = 0.03
 
 Element = TypeVar("Element", bound=np.generic)
@@ -21,7 +21,12 @@ Element = TypeVar("Element", bound=np.generic)
 def pad_multiple_for(lengths: NDArray[np.integer[Any]]) -> int:
     """Return 8, 4, 2 or 1: the largest to which rows of these lengths are rounded up for 3 % of their tokens."""
     most_tokens = _MOST_ROUNDING_SHARE * lengths.sum()
-    return next(multiple for multiple in (PAD_MULTIPLE, 4, 2, 1) if (multiple - 1) / 2 * len(lengths) <= most_tokens)
+    return next(multiple for multiple in _PAD_MULTIPLES if (multiple - 1) / 2 * len(lengths) <= most_tokens)
+
+
+def some_ids(num_samples: int) -> NDArray[np.int64]:
+    """Return the numbers of at most 4096 samples from end to end, whose lengths speak for all."""
+    return np.linspace(0, num_samples - 1, min(num_samples, 4096)).astype(np.int64)
 
 
 def positions(lengths_B: NDArray[np.int64]) -> NDArray[np.int64]:

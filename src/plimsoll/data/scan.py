@@ -1,9 +1,9 @@
 """Scans files part by part on all cores, and hands back what the parts hold in the order of the files.
 
-A part has 2 MiB, so that the digests of a file do not depend on how many cores there are; small files share a task.
-Plain text is scanned by threads (numpy, xxhash and reading let go of the interpreter); rows of jsonl and csv are parsed
-by Python, so large ones are scanned by forked processes, which do nothing but parse. A few tasks are on their way at a
-time: the memory needed does not depend on the files. Holes of sparse files are not read: they are NUL bytes.
+A part has 2 MiB, so that the digests of a file do not depend on how many cores there are; some parts, of small files
+too, are a task. From 16 MiB on, forked processes scan, which do nothing else: threads that share an interpreter wait
+for each other. A few tasks are on their way at a time: the memory needed does not depend on the files. Holes of sparse
+files are not read: they are NUL bytes.
 """
 
 from __future__ import annotations
@@ -30,12 +30,13 @@ from plimsoll.data.formats._scanning import null_fault, opened
 from plimsoll.errors import DataError
 
 PART_BYTES = 2 << 20
+_MOST_TASK_BYTES = 8 << 20
 _FILES_PER_TASK = 256
-_FORK_BYTES = 16 << 20  # of rows to parse, from which starting processes (some 20 ms) is worth it
+_FORK_BYTES = 16 << 20  # from which starting processes (some 20 ms) is worth it
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_MALLOPT_TRIM_THRESHOLD, _MALLOPT_MMAP_MAX = -1, -4  # malloc.h
 
 _MODULES: dict[str, ModuleType] = {"text": text, "jsonl": jsonl, "csv": csv, "packed": packed}
-PARSED = ("jsonl", "csv")
 
 Given = TypeVar("Given")
 Result = TypeVar("Result")
@@ -56,30 +57,32 @@ class Scanned(NamedTuple):
 
 
 def scan_files(
-    files: Iterable[Scanned], max_text_bytes: int, num_parsed_bytes: int
+    files: Iterable[Scanned], max_text_bytes: int, num_bytes: int
 ) -> Generator[tuple[Part, Found | DataError]]:
     """Yield all parts of all files with what they hold, in order.
 
     Args:
         files: taken one after the other, as there is room.
         max_text_bytes: a longer text is a fault.
-        num_parsed_bytes: how many bytes of jsonl and csv there are, about.
+        num_bytes: how many bytes the files have together.
     """
     with ExitStack() as stack:
         num_workers = len(os.sched_getaffinity(0))
         processes: Executor | None = None
-        if num_parsed_bytes >= _FORK_BYTES:  # first of all: only a process without threads is forked safely
+        if num_bytes >= _FORK_BYTES:  # first of all: only a process without threads is forked safely
             processes = stack.enter_context(_processes(num_workers))
             stack.callback(processes.shutdown, wait=True, cancel_futures=True)
         threads = stack.enter_context(ThreadPoolExecutor(num_workers))
         stack.callback(threads.shutdown, wait=True, cancel_futures=True)
 
         def submit(parts: list[Part]) -> Future[list[Found | DataError]]:
-            is_parsed = parts[0].layout.format in PARSED
-            return (processes if processes is not None and is_parsed else threads).submit(_scan_all, parts)
+            return (processes or threads).submit(_scan_all, parts)
 
-        for parts, found in _in_order(submit, _tasks(files, max_text_bytes, threads), num_workers + 2):
-            yield from zip(parts, found, strict=True)
+        task_bytes = min(max(num_bytes // (4 * num_workers), PART_BYTES), _MOST_TASK_BYTES)
+        parts = (part for file in files for part in _parts(file, max_text_bytes, threads))
+        for task, found in _in_order(submit, _tasks(parts, task_bytes), num_workers + 2):
+            for part, of_part in zip(task, found, strict=True):
+                yield part, of_part if isinstance(of_part, DataError) else _unpacked(part, of_part)
 
 
 def _processes(num_workers: int) -> ProcessPoolExecutor:
@@ -94,6 +97,11 @@ def _processes(num_workers: int) -> ProcessPoolExecutor:
 def _begin_worker(parent: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is interrupted, and ends this process
     end_with(parent)
+    if hasattr(
+        library := ctypes.CDLL(None), "mallopt"
+    ):  # of glibc; or every part's arrays are new pages: 20 % of the time
+        library.mallopt(_MALLOPT_MMAP_MAX, 0)
+        library.mallopt(_MALLOPT_TRIM_THRESHOLD, -1)
 
 
 def end_with(parent: int) -> None:
@@ -117,18 +125,16 @@ def _in_order(
         yield done, future.result()
 
 
-def _tasks(files: Iterable[Scanned], max_text_bytes: int, threads: Executor) -> Iterator[list[Part]]:
-    """Yield lists of parts, about 2 MiB together, of formats that are scanned in the same way."""
+def _tasks(parts: Iterable[Part], task_bytes: int) -> Iterator[list[Part]]:
+    """Yield lists of parts, at most about ``task_bytes`` together."""
     task: list[Part] = []
     num_bytes = 0
-    for file in files:
-        for part in _parts(file, max_text_bytes, threads):
-            is_full = num_bytes + part.end - part.begin > PART_BYTES or len(task) >= _FILES_PER_TASK
-            if task and (is_full or task[0].layout.format != part.layout.format):
-                yield task
-                task, num_bytes = [], 0
-            task.append(part)
-            num_bytes += part.end - part.begin
+    for part in parts:
+        if task and (num_bytes + part.end - part.begin > task_bytes or len(task) >= _FILES_PER_TASK):
+            yield task
+            task, num_bytes = [], 0
+        task.append(part)
+        num_bytes += part.end - part.begin
     if task:
         yield task
 
@@ -156,9 +162,14 @@ def _scan_all(parts: list[Part]) -> list[Found | DataError]:
 def _scan(part: Part) -> Found | DataError:
     try:
         is_hole = part.layout.format == "text" and part.end - part.begin == PART_BYTES and _is_hole(part)
-        return _nothing_found(part) if is_hole else format_named(part.layout.format).scan(part)
+        found = _nothing_found(part) if is_hole else format_named(part.layout.format).scan(part)
     except DataError as error:
         return error
+    return found._replace(starts=(found.starts - part.begin).astype(np.uint32))  # half as much to hand over
+
+
+def _unpacked(part: Part, found: Found) -> Found:
+    return found._replace(starts=found.starts + np.int64(part.begin))
 
 
 def _nothing_found(hole: Part) -> Found:

@@ -57,7 +57,7 @@ class DocumentDataset(Samples):
             )
         self.spans, self._labels, self._augmentation = spans, labels, augmentation
         self.sequence_length = spans.sequence_length
-        self.pad_multiple = pad_multiple or ragged.pad_multiple_for(_some_lengths(spans))
+        self.pad_multiple = pad_multiple or ragged.pad_multiple_for(spans.lengths(ragged.some_ids(len(spans))))
         self.padding = {"input_ids": pad_id, "attention_mask": 0} | (
             {"labels": IGNORED_LABEL} if labels is None else {}
         )
@@ -109,11 +109,6 @@ class DocumentDataset(Samples):
     ) -> NDArray[np.int64]:
         num_repeated_N = np.repeat(self.spans.num_repeated(ids), lengths_B)
         return np.where(ragged.positions(lengths_B) < num_repeated_N, IGNORED_LABEL, tokens_N)
-
-
-def _some_lengths(spans: Spans) -> NDArray[np.int64]:
-    """Return the lengths of 4096 samples from end to end."""
-    return spans.lengths(np.linspace(0, len(spans) - 1, min(len(spans), 4096)).astype(np.int64))
 
 
 def split_by_text(spans: Spans, share: float, seed: int) -> tuple[Spans, Spans]:

@@ -43,8 +43,9 @@ def test_samples_are_those_of_tokens_made_once(made, is_labelled: bool):
     corpus, tokenizer, cache = made
     labels = np.arange(len(corpus)) % 3 if is_labelled else None
     spans = cut_texts(tokenize(corpus, tokenizer, cache), LONGEST, long_texts="truncate", with_end=not is_labelled)
-    once = DocumentDataset(spans, labels, tokenizer.end_id)
-    fly = TextDataset(corpus, tokenizer.folder, labels, LONGEST, tokenizer.end_id, long_texts="truncate")
+    once = DocumentDataset(spans, labels, tokenizer.end_id, pad_multiple=8)
+    options = {"long_texts": "truncate", "pad_multiple": 8}
+    fly = TextDataset(corpus, tokenizer.folder, labels, LONGEST, tokenizer.end_id, **options)
     assert len(fly) == len(once) == 60
     for ids in (np.arange(60), np.array([7, 3, 3])):
         assert equal(fly.batch(ids), once.batch(ids))

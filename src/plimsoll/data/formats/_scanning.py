@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from plimsoll.data.formats import Fault
 from plimsoll.errors import DataError
 
-CHUNK_BYTES = 512 << 10  # with what is computed from it, it fits the L2 cache; 128 KiB were 30 % slower
+CHUNK_BYTES = 1 << 20  # with what is computed from it, it fits an L2 cache of 2 MiB; 128 KiB were 30 % slower
 NEWLINE, RETURN = 10, 13
 MARK_BYTES = len(codecs.BOM_UTF8)
 LOOKAHEAD_BYTES = 8  # a character has at most 3 bytes after its first

@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -125,12 +125,12 @@ def scan(part: Part) -> Found:
 def _row_ends(raw: bytes, layout: Layout, is_quoted: bool = False, begin: int = 0) -> NDArray[np.int64]:
     """Return the places of the newlines outside quotes; ``is_quoted`` says how it is at the byte ``begin``."""
     view = np.frombuffer(raw, np.uint8)
-    newlines = (view == NEWLINE).nonzero()[0]
+    newlines: NDArray[np.int64] = (view == NEWLINE).nonzero()[0]
     if not layout.quotes:
         return newlines
     quotes = (view[begin:] == _QUOTE).nonzero()[0] + begin
-    ends: NDArray[np.int64] = newlines[(np.searchsorted(quotes, newlines) + is_quoted) % 2 == 0]
-    return ends
+    newlines = newlines[(np.searchsorted(quotes, newlines) + is_quoted) % 2 == 0]
+    return newlines
 
 
 def _rows(part: Part, raw: bytes, offset: int) -> Iterator[Row | Fault]:
@@ -195,7 +195,7 @@ def _checked(raw: bytes, at: int, line: int, part: Part) -> Row | Fault:
 
 
 def _fields(rows: list[str], layout: Layout) -> list[list[str]]:
-    quoting = csv.QUOTE_MINIMAL if layout.quotes else csv.QUOTE_NONE
+    quoting: Literal[0, 3] = csv.QUOTE_MINIMAL if layout.quotes else csv.QUOTE_NONE
     with _long_fields():
         fields = list(csv.reader(rows, delimiter=layout.delimiter, quoting=quoting, strict=True))
     if len(fields) != len(rows):

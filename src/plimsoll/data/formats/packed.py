@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 from functools import lru_cache
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +17,7 @@ from numpy.typing import NDArray
 
 from plimsoll.data.formats import Found, Labels, Layout, Part, Reading
 from plimsoll.data.formats._scanning import chunks
+from plimsoll.data.formats._strings import strings
 
 TEXTS_FILE, ENDS_FILE, CODES_FILE, NAMES_FILE = "texts.packed", "ends.bin", "codes.bin", "names.json"
 
@@ -62,4 +62,4 @@ def decode(raws: list[bytes], layout: Layout) -> list[str]:
 
 def decode_run(raw: bytes, borders: NDArray[np.int64], layout: Layout) -> list[str]:
     """Return consecutive texts from the bytes of all their spans."""
-    return decode([raw[begin:end] for begin, end in pairwise(borders.tolist())], layout)
+    return strings(raw, borders[:-1], borders[1:])

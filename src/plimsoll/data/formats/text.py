@@ -16,11 +16,13 @@ from numpy.typing import NDArray
 
 from plimsoll.data.formats import Fault, Found, Layout, Part, Reading
 from plimsoll.data.formats._scanning import NEWLINE, RETURN, Chunk, chunks, faults_of, look_at, text_begin
+from plimsoll.data.formats._strings import strings
 from plimsoll.errors import DataError
 
 _WHITE = bytes(range(33))
 _LARGEST_WHITE = 32
 _FIRST_LOOK_BYTES = 512
+_FEW = 16  # lines that are as fast one by one
 
 
 def look(path: str, reading: Reading) -> tuple[Layout, int]:
@@ -61,25 +63,33 @@ def decode(raws: list[bytes], layout: Layout) -> list[str]:
     if layout.unit == "document":
         return [raw.decode("utf-8") for raw in raws]
     if layout.unit == "line":
-        return _lines(b"\n".join(raws), len(raws))
+        borders = np.cumsum([0, *map(len, raws)])
+        lines = _whole_lines(b"".join(raws), borders)
+        return _lines(b"\n".join(raws), len(raws)) if lines is None else lines
     return [_paragraph(raw).decode("utf-8") for raw in raws]
 
 
 def decode_run(raw: bytes, borders: NDArray[np.int64], layout: Layout) -> list[str]:
     """Return consecutive texts from the bytes of all their spans."""
     if layout.unit == "line":
-        return _lines(raw, len(borders) - 1)
+        lines = _whole_lines(raw, borders)
+        return _lines(raw, len(borders) - 1) if lines is None else lines
     return decode([raw[begin:end] for begin, end in pairwise(borders.tolist())], layout)
+
+
+def _whole_lines(raw: bytes, borders: NDArray[np.int64]) -> list[str] | None:
+    """Return the lines if each span is one line with its end; ``None`` where empty ones follow or an end is missing."""
+    if len(borders) <= _FEW:
+        return None
+    view, ends = np.frombuffer(raw, np.uint8), borders[1:] - 1
+    if np.count_nonzero(view == NEWLINE) != len(ends) or not (view[ends] == NEWLINE).all():
+        return None
+    return strings(raw, borders[:-1], ends - (view[ends - 1] == RETURN))
 
 
 def _lines(raw: bytes, num_lines: int) -> list[str]:
     """Return the lines that are not empty, which must be as many as were indexed."""
-    if b"\r" in raw:
-        raw = raw.replace(b"\r\n", b"\n").removesuffix(b"\r")
-    if raw.isascii():
-        lines = [line for line in raw.decode("ascii").split("\n") if line]
-    else:  # str.split() would look for the widest character of every line
-        lines = [line.decode("utf-8") for line in raw.split(b"\n") if line]
+    lines = [line.decode("utf-8") for line in raw.replace(b"\r\n", b"\n").removesuffix(b"\r").split(b"\n") if line]
     if len(lines) != num_lines:
         raise ValueError(f"{num_lines} lines were indexed and {len(lines)} found")
     return lines
@@ -103,10 +113,12 @@ def _line_starts(chunk: Chunk, newlines: NDArray[np.int64], first: int) -> NDArr
     if chunk.offset <= first < chunk.offset + chunk.num_bytes:
         starts = np.concatenate(([first - chunk.offset], starts))
     heads = chunk.raw[starts]
-    is_text = heads != NEWLINE
-    returns = (heads == RETURN).nonzero()[0]
-    is_text[returns] = chunk.raw[starts[returns] + 1] != NEWLINE
-    starts = starts[is_text] + chunk.offset
+    if heads.min(initial=RETURN + 1) <= RETURN:
+        is_text = heads != NEWLINE
+        returns = (heads == RETURN).nonzero()[0]
+        is_text[returns] = chunk.raw[starts[returns] + 1] != NEWLINE
+        starts = starts[is_text]
+    starts += chunk.offset
     return starts
 
 
