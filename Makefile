@@ -4,8 +4,8 @@ PYTHON ?= python3
 VENV ?= .venv
 # A text file or a pattern such as 'corpus/*.txt' for the demo and the benchmarks; empty: text they make themselves.
 DATA ?=
-# Processes that run the tests. 0 is one after the other: many tests fill a memory limit or watch the machine's memory.
-WORKERS ?= 0
+# Processes that run the tests, a file of tests at a time. Few: many tests train, or watch the machine's memory.
+WORKERS ?= 2
 # Further arguments of pytest, for example ARGS='-k order'.
 ARGS ?=
 
@@ -29,7 +29,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@touch $@
 
 test: install ## run the tests
-	$(RUN) -m pytest -n $(WORKERS) $(ARGS)
+	$(RUN) -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
 
 demo: install ## train inside a budget that plain PyTorch does not survive
 	$(RUN) benchmarks/demo.py $(if $(DATA),--data '$(DATA)')

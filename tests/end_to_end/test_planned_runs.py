@@ -275,7 +275,7 @@ WIDE = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("budget_mib", [600, 1000])
+@pytest.mark.parametrize("budget_mib", [600, pytest.param(1000, marks=pytest.mark.slow)])
 def test_a_tight_plan_that_was_told_30_percent_too_little_is_survived(budget_mib, tmp_path):
     """What a planner that takes 0.7 of every need would have planned for 0.7 of this budget, with heaps of its own.
 

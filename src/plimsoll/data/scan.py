@@ -30,7 +30,7 @@ from plimsoll.data.formats._scanning import null_fault, opened
 from plimsoll.errors import DataError
 
 PART_BYTES = 2 << 20
-_MOST_TASK_BYTES = 8 << 20
+_MOST_TASK_BYTES = 4 << 20
 _FILES_PER_TASK = 256
 _FORK_BYTES = 16 << 20  # from which starting processes (some 20 ms) is worth it
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -80,7 +80,7 @@ def scan_files(
 
         task_bytes = min(max(num_bytes // (4 * num_workers), PART_BYTES), _MOST_TASK_BYTES)
         parts = (part for file in files for part in _parts(file, max_text_bytes, threads))
-        for task, found in _in_order(submit, _tasks(parts, task_bytes), num_workers + 2):
+        for task, found in _in_order(submit, _tasks(parts, task_bytes), num_workers + 4):
             for part, of_part in zip(task, found, strict=True):
                 yield part, of_part if isinstance(of_part, DataError) else _unpacked(part, of_part)
 

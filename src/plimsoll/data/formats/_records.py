@@ -43,6 +43,6 @@ def too_long(at: int, num_bytes: int, max_text_bytes: int, line: int | None = No
     return Fault(
         at,
         f"the row that begins at byte {at} has more than {format_bytes(max_text_bytes)} ({num_bytes} bytes)",
-        "raise max_text_bytes, or cut the row into shorter ones",
+        "cut it into shorter ones (in a program of your own: or raise max_text_bytes of its Reading)",
         line,
     )
