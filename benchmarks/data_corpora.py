@@ -251,19 +251,18 @@ def cold(way: str, path: Path, cache: Path, num_lines: int) -> Figures:
         mapped = Mapped(path)
         stayed, ids = drop_pages(path), random.integers(0, num_lines, 4000)
         return {"lines_per_second": len(ids) / seconds_of(lambda: mapped.texts(ids)), "stayed": stayed}
-    corpus = opened(path, cache).with_blocks(64 << 20)
+    from plimsoll.data.order import BlockShuffle, drawn
+
+    corpus = opened(path, cache).with_blocks()
     before = private_bytes()
-    size = corpus.texts_per_block
-    blocks = random.permutation(num_lines // size)[: 4 * 256]
-    batches = []
-    for pool in np.array_split(blocks, max(len(blocks) // 256, 1)):  # some 16 MiB of text
-        ids = (pool[:, None] * size + np.arange(size)).ravel()
-        random.shuffle(ids)
-        batches += np.array_split(ids, -(-len(ids) // BATCH))
+    shuffle = BlockShuffle(corpus.texts_per_block)
+    order = drawn(num_lines, 0, shuffle)
+    num_drawn = min(num_lines, 4 * shuffle.pool_blocks * shuffle.block_samples)  # some 64 MiB of text
+    batches = [order.ids(0, start, min(start + BATCH, num_drawn)) for start in range(0, num_drawn, BATCH)]
     stayed = drop_pages(path)
     seconds = seconds_of(lambda: [corpus.texts(ids) and None for ids in batches])
     return {
-        "lines_per_second": len(blocks) * size / seconds,
+        "lines_per_second": num_drawn / seconds,
         "stayed": stayed,
         "private_bytes": private_bytes() - before,
     }

@@ -8,14 +8,15 @@ it reads a block for every text.
 
 from __future__ import annotations
 
-import sys
+from bisect import bisect_right
 from collections import OrderedDict
+from collections.abc import Iterator
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-_LIST_ITEM_BYTES = 8
+Runs = tuple[list[int], list[bytes]]  # where stretches begin in all files laid end to end, and their bytes
 
 
 class Readable(Protocol):
@@ -32,8 +33,8 @@ class Readable(Protocol):
         """Return what texts take in their files."""
         ...
 
-    def read_range(self, first: int, last: int) -> list[str]:
-        """Return consecutive texts."""
+    def raw_runs(self, first: int, last: int) -> Iterator[tuple[int, bytes]]:
+        """Yield the bytes of consecutive texts, and where they begin in all files laid end to end."""
         ...
 
     def announce(self, first: int, last: int) -> None:
@@ -42,40 +43,50 @@ class Readable(Protocol):
 
 
 class Blocks:
-    """The blocks used last; ``cache_bytes`` is the memory that their texts take as Python strings."""
+    """The blocks used last, at most ``cache_bytes`` of their files."""
 
     def __init__(self, corpus: Readable, cache_bytes: int) -> None:
         self._corpus, self.cache_bytes = corpus, cache_bytes
         self._per_block = corpus.texts_per_block
-        self._kept: OrderedDict[int, list[str]] = OrderedDict()
+        self._kept: OrderedDict[int, Runs] = OrderedDict()
         self._kept_bytes = 0
 
-    def texts(self, ids: NDArray[np.int64]) -> list[str]:
-        """Return some texts by their numbers."""
-        numbers, places = np.divmod(ids, self._per_block)
+    def raws(self, ids: NDArray[np.int64], begins: NDArray[np.int64], ends: NDArray[np.int64]) -> list[bytes]:
+        """Return the bytes of some texts by their numbers, and where these are in all files laid end to end."""
+        numbers = ids // self._per_block
         for number in np.unique(numbers).tolist():
             if number in self._kept:
                 self._kept.move_to_end(number)
             else:
                 self._corpus.announce(*self._range(number))
-        found = zip(numbers.tolist(), places.tolist(), strict=True)
-        return [(self._kept.get(number) or self._read(number, place))[place] for number, place in found]
+        raws = []
+        for text, number, begin, end in zip(
+            ids.tolist(), numbers.tolist(), begins.tolist(), ends.tolist(), strict=True
+        ):
+            places, stretches = self._kept.get(number) or self._read(number, text)
+            run = bisect_right(places, begin) - 1 if len(places) > 1 else 0
+            raws.append(stretches[run][begin - places[run] : end - places[run]])
+        return raws
 
     def _range(self, number: int) -> tuple[int, int]:
         return number * self._per_block, min((number + 1) * self._per_block, len(self._corpus))
 
-    def _read(self, number: int, place: int) -> list[str] | dict[int, str]:
-        """Return the texts of a block, and keep them; of one that is too long to be kept, only that at ``place``."""
+    def _read(self, number: int, text: int) -> Runs:
+        """Return the bytes of a block, and keep them; of one that is too long to be kept, only those of the text."""
         first, last = self._range(number)
         if self._corpus.byte_lengths(np.arange(first, last)).sum() > self.cache_bytes // 2:
-            return {place: self._corpus.read_range(first + place, first + place + 1)[0]}
-        texts = self._corpus.read_range(first, last)
-        self._kept[number] = texts
-        self._kept_bytes += _text_bytes(texts)
+            return _listed(self._corpus.raw_runs(text, text + 1))
+        runs = self._kept[number] = _listed(self._corpus.raw_runs(first, last))
+        self._kept_bytes += _num_bytes(runs)
         while self._kept_bytes > self.cache_bytes and len(self._kept) > 1:
-            self._kept_bytes -= _text_bytes(self._kept.popitem(last=False)[1])
-        return texts
+            self._kept_bytes -= _num_bytes(self._kept.popitem(last=False)[1])
+        return runs
 
 
-def _text_bytes(texts: list[str]) -> int:
-    return sum(map(sys.getsizeof, texts)) + _LIST_ITEM_BYTES * len(texts)
+def _listed(runs: Iterator[tuple[int, bytes]]) -> Runs:
+    places, stretches = zip(*runs, strict=True)
+    return list(places), list(stretches)
+
+
+def _num_bytes(runs: Runs) -> int:
+    return sum(map(len, runs[1]))

@@ -112,9 +112,7 @@ class Corpus:
             return []
         if ids.min() < 0 or ids.max() >= len(self):
             raise IndexError(f"texts are numbered from 0 to {len(self) - 1}, not {ids.min()} to {ids.max()}")
-        if self._blocks is not None:
-            return self._blocks.texts(ids)
-        if len(ids) > 1 and ids[-1] - ids[0] == len(ids) - 1 and (np.diff(ids) == 1).all():
+        if self._blocks is None and len(ids) > 1 and ids[-1] - ids[0] == len(ids) - 1 and (np.diff(ids) == 1).all():
             return self.read_range(int(ids[0]), int(ids[-1]) + 1)
         return self._scattered(ids)
 
@@ -125,20 +123,33 @@ class Corpus:
             texts += self._run(*run)
         return texts
 
+    def raw_runs(self, first: int, last: int) -> Iterator[tuple[int, bytes]]:
+        """Yield the bytes of consecutive texts in runs, and where each begins in all files laid end to end."""
+        for file, begin, end in self._runs(first, last):
+            place = int(self._begins[begin])
+            yield place, self._read(file, place, self._span(end - 1)[2])
+
     def _scattered(self, ids: NDArray[np.int64]) -> list[str]:
-        """Return some texts, each read by itself."""
+        """Return some texts, each read by itself, or cut out of its block."""
         begins, ends, files = self._spans(ids)
         if files is None:
-            return self._decoded(0, self._files.read_many(0, begins, ends - begins))
+            return self._decoded(0, self._raws(0, ids, begins, ends))
         texts = [""] * len(ids)
         order = np.argsort(files, kind="stable")
         for some in np.split(order, np.flatnonzero(np.diff(files[order])) + 1):
             file = int(files[some[0]])
-            places = begins[some] - (int(self._file_ends[file - 1]) if file else 0)
-            raws = self._files.read_many(file, places, ends[some] - begins[some])
+            raws = self._raws(file, ids[some], begins[some], ends[some])
             for place, text in zip(some.tolist(), self._decoded(file, raws), strict=True):
                 texts[place] = text
         return texts
+
+    def _raws(
+        self, file: int, ids: NDArray[np.int64], begins: NDArray[np.int64], ends: NDArray[np.int64]
+    ) -> list[bytes]:
+        if self._blocks is not None:
+            return self._blocks.raws(ids, begins, ends)
+        base = int(self._file_ends[file - 1]) if file else 0
+        return self._files.read_many(file, begins - base, ends - begins)
 
     def announce(self, first: int, last: int) -> None:
         """Let the system begin to read consecutive texts, which are asked for soon."""
@@ -155,7 +166,7 @@ class Corpus:
         return ends - begins
 
     def with_blocks(self, cache_bytes: int = 32 << 20) -> Corpus:
-        """Return a corpus that keeps whole blocks of texts, up to ``cache_bytes`` of decoded text.
+        """Return a corpus that keeps whole blocks of texts, up to ``cache_bytes`` of their files.
 
         A block is `texts_per_block` consecutive texts, about 64 KiB of their files, read at once. For orders that take
         texts from few blocks at a time: in any other it reads far too much.
