@@ -16,9 +16,10 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
-from contextlib import ExitStack
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack, suppress
 from functools import lru_cache
-from multiprocessing import get_context
+from multiprocessing import current_process, get_context
 from types import ModuleType
 from typing import NamedTuple, TypeVar
 
@@ -33,6 +34,7 @@ PART_BYTES = 2 << 20
 _MOST_TASK_BYTES = 4 << 20
 _FILES_PER_TASK = 256
 _FORK_BYTES = 16 << 20  # from which starting processes (some 20 ms) is worth it
+_MOST_PROCESSES = 8  # each takes 6 to 12 MiB; more would wait for the one that writes the index
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _MALLOPT_TRIM_THRESHOLD, _MALLOPT_MMAP_MAX = -1, -4  # malloc.h
 
@@ -67,39 +69,67 @@ def scan_files(
         num_bytes: how many bytes the files have together.
     """
     with ExitStack() as stack:
-        num_workers = len(os.sched_getaffinity(0))
-        processes: Executor | None = None
-        if num_bytes >= _FORK_BYTES:  # first of all: only a process without threads is forked safely
-            processes = stack.enter_context(_processes(num_workers))
-            stack.callback(processes.shutdown, wait=True, cancel_futures=True)
-        threads = stack.enter_context(ThreadPoolExecutor(num_workers))
-        stack.callback(threads.shutdown, wait=True, cancel_futures=True)
-
-        def submit(parts: list[Part]) -> Future[list[Found | DataError]]:
-            return (processes or threads).submit(_scan_all, parts)
-
-        task_bytes = min(max(num_bytes // (4 * num_workers), PART_BYTES), _MOST_TASK_BYTES)
-        parts = (part for file in files for part in _parts(file, max_text_bytes, threads))
-        for task, found in _in_order(submit, _tasks(parts, task_bytes), num_workers + 4):
-            for part, of_part in zip(task, found, strict=True):
-                yield part, of_part if isinstance(of_part, DataError) else _unpacked(part, of_part)
+        scanners = _Scanners(stack, num_bytes)
+        task_bytes = min(max(num_bytes // (4 * scanners.number), PART_BYTES), _MOST_TASK_BYTES)
+        parts = (part for file in files for part in _parts(file, max_text_bytes, scanners.threads))
+        for task, future in _in_order(scanners.submit, _tasks(parts, task_bytes), scanners.number + 4):
+            for part, found in zip(task, scanners.result(task, future), strict=True):
+                yield part, found if isinstance(found, DataError) else _unpacked(part, found)
 
 
-def _processes(num_workers: int) -> ProcessPoolExecutor:
-    pool = ProcessPoolExecutor(num_workers, get_context("fork"), _begin_worker, (os.getpid(),))
-    with warnings.catch_warnings():
-        # A library may have started threads; what is called in the children takes none of their locks.
-        warnings.filterwarnings("ignore", ".*fork", DeprecationWarning)
-        pool.submit(int).result()
-    return pool
+class _Scanners:
+    """Processes that scan; threads for little, where processes cannot be started, and after one was killed."""
+
+    def __init__(self, stack: ExitStack, num_bytes: int) -> None:
+        self.number = min(len(os.sched_getaffinity(0)), _MOST_PROCESSES)
+        self._processes: ProcessPoolExecutor | None = None
+        if num_bytes >= _FORK_BYTES and not current_process().daemon:  # whose children would outlive it
+            self._begin(stack)  # first of all: only a process without threads is forked safely
+        self.threads = stack.enter_context(ThreadPoolExecutor(self.number))
+        stack.callback(self.threads.shutdown, wait=True, cancel_futures=True)
+
+    def submit(self, parts: list[Part]) -> Future[list[Found | DataError]]:
+        """Begin to scan some parts."""
+        if self._processes is not None:
+            try:
+                return self._processes.submit(_scan_all, parts)
+            except BrokenProcessPool:
+                self._go_on_without_processes()
+        return self.threads.submit(_scan_all, parts)
+
+    def result(self, parts: list[Part], future: Future[list[Found | DataError]]) -> list[Found | DataError]:
+        """Wait for what some parts hold."""
+        try:
+            return future.result()
+        except BrokenProcessPool:
+            self._go_on_without_processes()
+            return _scan_all(parts)
+
+    def _begin(self, stack: ExitStack) -> None:
+        pool = ProcessPoolExecutor(self.number, get_context("fork"), _begin_worker, (os.getpid(),))
+        stack.callback(pool.shutdown, wait=True, cancel_futures=True)
+        with warnings.catch_warnings(), suppress(OSError, BrokenProcessPool):
+            # A library may have started threads; what is called in the children takes none of their locks.
+            warnings.filterwarnings("ignore", ".*fork", DeprecationWarning)
+            pool.submit(int).result()
+            self._processes = pool
+
+    def _go_on_without_processes(self) -> None:
+        if self._processes is not None:
+            self._processes = None
+            warnings.warn(
+                "a process that looked at the files was killed, perhaps by the kernel for lack of memory: going on "
+                "without, and slower; nothing is lost",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
 
 def _begin_worker(parent: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is interrupted, and ends this process
     end_with(parent)
-    if hasattr(
-        library := ctypes.CDLL(None), "mallopt"
-    ):  # of glibc; or every part's arrays are new pages: 20 % of the time
+    library = ctypes.CDLL(None)
+    if hasattr(library, "mallopt"):  # of glibc; or the arrays of every part are new pages: a fifth of the time
         library.mallopt(_MALLOPT_MMAP_MAX, 0)
         library.mallopt(_MALLOPT_TRIM_THRESHOLD, -1)
 
@@ -113,16 +143,14 @@ def end_with(parent: int) -> None:
 
 def _in_order(
     submit: Callable[[Given], Future[Result]], tasks: Iterable[Given], num_ahead: int
-) -> Iterator[tuple[Given, Result]]:
+) -> Iterator[tuple[Given, Future[Result]]]:
     waiting: deque[tuple[Given, Future[Result]]] = deque()
     for task in tasks:
         waiting.append((task, submit(task)))
         if len(waiting) >= num_ahead:
-            done, future = waiting.popleft()
-            yield done, future.result()
+            yield waiting.popleft()
     while waiting:
-        done, future = waiting.popleft()
-        yield done, future.result()
+        yield waiting.popleft()
 
 
 def _tasks(parts: Iterable[Part], task_bytes: int) -> Iterator[list[Part]]:
@@ -152,7 +180,7 @@ def _parts(file: Scanned, max_text_bytes: int, threads: Executor) -> Iterator[Pa
     ahead = 4 * len(os.sched_getaffinity(0))
     for part, is_odd in _in_order(lambda part: threads.submit(csv.has_odd_quotes, part), parts, ahead):
         yield part._replace(is_quoted=is_quoted)
-        is_quoted ^= is_odd
+        is_quoted ^= is_odd.result()
 
 
 def _scan_all(parts: list[Part]) -> list[Found | DataError]:

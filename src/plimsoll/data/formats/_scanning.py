@@ -36,7 +36,7 @@ def opened(path: str) -> Iterator[int]:
     """Give a descriptor of a file for reading.
 
     Raises:
-        DataError: if it cannot be read.
+        DataError: if it cannot be opened, or reading fails in the block.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -44,6 +44,8 @@ def opened(path: str) -> Iterator[int]:
         raise DataError(f"cannot read {path} ({error.strerror}): put it back, or allow reading it") from None
     try:
         yield descriptor
+    except OSError as error:
+        raise DataError(f"cannot read {path} ({error.strerror}): check the disk, or leave the file out") from None
     finally:
         os.close(descriptor)
 
