@@ -12,7 +12,7 @@ import pytest
 
 from plimsoll.data import scan
 from plimsoll.data.corpus import Corpus
-from plimsoll.data.formats import Reading, _scanning
+from plimsoll.data.formats import Reading, _scanning, text
 from plimsoll.data.index import open_corpus
 
 
@@ -37,6 +37,7 @@ def cut_into(part_bytes: int, chunk_bytes: int) -> Iterator[None]:
         patch.setattr(scan, "PART_BYTES", part_bytes)
         patch.setattr(_scanning, "CHUNK_BYTES", chunk_bytes)
         patch.setattr(_scanning, "_PROBE_BYTES", 4)
+        patch.setattr(text, "_FEW", 0)  # all lines at once, however few they are
         yield
 
 

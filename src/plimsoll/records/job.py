@@ -391,6 +391,7 @@ def _faults(error: ValidationError, changes: tuple[str, ...]) -> list[str]:
 
 def _origin(where: str, changes: tuple[str, ...]) -> str:
     """Name the last change that set this field, one in it, or the group it is in; nothing if the file did."""
+    where = where.replace("_bytes", "")
     for change in reversed(changes):
         name = change.partition("=")[0].replace("_bytes", "")
         if f"{name}.".startswith(f"{where}.") or f"{where}.".startswith(f"{name}."):
@@ -415,7 +416,8 @@ def _place(location: tuple[int | str, ...]) -> tuple[str, list[str]]:
             break
         group = inner[0]
     known = [name.removesuffix("_bytes") for name in group.model_fields if name != "arguments"]
-    return ".".join(names).removesuffix("_bytes"), known
+    where = ".".join(names)
+    return where.removesuffix("_bytes") if names and names[-1] in group.model_fields else where, known
 
 
 def _sentence(fault: ErrorDetails, where: str, known: list[str]) -> str:

@@ -31,7 +31,7 @@ def read_rows(part: Part, is_whole: Callable[[bytes], bool]) -> tuple[bytes, int
         digest = xxhash.xxh3_128_digest(memoryview(raw)[part.begin - begin :])
         most_bytes = len(raw) + part.max_text_bytes + 1
         while len(raw) < most_bytes and not is_whole(raw):
-            more = os.pread(descriptor, max(_MORE_BYTES, len(raw)), begin + len(raw))
+            more = os.pread(descriptor, min(max(_MORE_BYTES, len(raw)), most_bytes - len(raw)), begin + len(raw))
             if not more:
                 break
             raw += more
@@ -42,7 +42,7 @@ def too_long(at: int, num_bytes: int, max_text_bytes: int, line: int | None = No
     """Return the fault that a text is longer than allowed."""
     return Fault(
         at,
-        f"the row that begins at byte {at} has more than {format_bytes(max_text_bytes)} ({num_bytes} bytes)",
+        f"the row that begins at byte {at} has more than {format_bytes(max_text_bytes)} (at least {num_bytes} bytes)",
         "cut it into shorter ones (in a program of your own: or raise max_text_bytes of its Reading)",
         line,
     )

@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,7 +43,7 @@ def look(path: str, reading: Reading) -> tuple[Layout, int]:
     layout = Layout("csv", delimiter=delimiter, escapes=reading.escapes, quotes=reading.quotes)
     first, second = _first_rows(read_head(path, HEAD_BYTES), begin, layout)
     if second is None:  # there is no more, or rows are long
-        first, second = _first_rows(read_head(path, 2 * reading.max_text_bytes), begin, layout)
+        first, second = _first_rows(read_head(path, reading.max_text_bytes + HEAD_BYTES), begin, layout)
     if first is None:
         return layout, begin
     end, names = first
@@ -71,7 +71,8 @@ def _first_rows(head: bytes, begin: int, layout: Layout) -> tuple[tuple[int, lis
                 rows.append((end, _fields([raw.decode("utf-8")], layout)[0]))
             except (ValueError, csv.Error) as error:
                 if not rows:
-                    raise DataError(f"its first row is no csv ({error}): correct it, or leave the file out") from None
+                    remedy = _REMEDY_FOR_QUOTES if b'"' in raw and layout.quotes else _REMEDY
+                    raise DataError(f"its first row is no csv ({_said(error)}): {remedy}") from None
     return rows[0] if rows else None, rows[1][1] if len(rows) > 1 else None
 
 
@@ -184,10 +185,10 @@ def _checked(raw: bytes, at: int, line: int, part: Part) -> Row | Fault:
         (fields,) = _fields([raw.decode("utf-8")], part.layout)
     except (ValueError, csv.Error) as error:
         num_more = raw.count(b"\n")
-        why = f"it is not csv ({error})"
+        why = f"it is not csv ({_said(error)})"
         if num_more:
             why = f"a quote in it that is not closed takes the {num_more} lines after it into the same row"
-        return Fault(at, why, _REMEDY_FOR_QUOTES, line)
+        return Fault(at, why, _REMEDY_FOR_QUOTES if b'"' in raw else _REMEDY, line)
     if len(fields) != part.layout.num_columns:
         why = f"it has {len(fields)} fields where the first row has {part.layout.num_columns}"
         return Fault(at, why, _REMEDY, line)
@@ -195,12 +196,17 @@ def _checked(raw: bytes, at: int, line: int, part: Part) -> Row | Fault:
 
 
 def _fields(rows: list[str], layout: Layout) -> list[list[str]]:
-    quoting: Literal[0, 3] = csv.QUOTE_MINIMAL if layout.quotes else csv.QUOTE_NONE
+    if not layout.quotes:
+        return [row.split(layout.delimiter) for row in rows]
     with _long_fields():
-        fields = list(csv.reader(rows, delimiter=layout.delimiter, quoting=quoting, strict=True))
+        fields = list(csv.reader(rows, delimiter=layout.delimiter, strict=True))
     if len(fields) != len(rows):
         raise ValueError("a quote is not closed")
     return fields
+
+
+def _said(error: Exception) -> str:
+    return "a return in a field without quotes" if str(error).startswith("new-line character") else str(error)
 
 
 @contextmanager

@@ -55,10 +55,10 @@ GOOD = 'id,text\n1,"one\nor more"\n\n2,two\n'
         ("3,x,y", "it has 3 fields where the first row has 2"),
         ("3", "it has 1 fields where the first row has 2"),
         ('3,"x"y', r"it is not csv \(',' expected after '\"'\)"),
-        ("3,a\rb", "it is not csv .new-line character seen in unquoted field"),
+        ("3,a\rb", r"it is not csv \(a return in a field without quotes\): correct the row; set"),
         (b"3,caf\xe9", r"byte 36 \(0xe9\) is not UTF-8"),
         (b"3,\0", "byte 33 is NUL"),
-        ("3," + "x" * 5000, r"the row that begins at byte 31 has more than 1000 B \(5002 bytes\)"),
+        ("3," + "x" * 5000, r"the row that begins at byte 31 has more than 1000 B \(at least [15]002 bytes\)"),
     ],
 )
 def test_each_fault_is_said_with_its_line_or_skipped(tmp_path: Path, row: str | bytes, why: str, part_bytes: int):
@@ -88,10 +88,10 @@ def test_a_quote_that_is_not_closed_takes_the_rest_with_it(tmp_path: Path):
     assert list(opened(path, on_error="skip")) == ["one\nor more", "two"]
 
 
-@given(st.lists(st.text(st.sampled_from(list('ab "\\,\u00e9')), max_size=12), max_size=12), BORDERS)
+@given(st.lists(st.text(st.sampled_from(list('ab "\\,\r\u00e9')), max_size=12), max_size=12), BORDERS)
 def test_quotes_without_a_meaning_are_characters_wherever_a_file_is_cut(texts, borders):
     content = "".join(f'{number}"\t{text}\n' for number, text in enumerate(texts))
-    kept = [text for text in texts if text]
+    kept = [text for text in (text.rstrip("\r") for text in texts) if text]  # as of the end of a line
     with cut_into(*borders), tempfile.TemporaryDirectory() as folder:
         path = written(Path(folder, "a.tsv"), content)
         if not kept:
@@ -106,6 +106,10 @@ def test_that_quotes_may_have_no_meaning_is_said_where_one_is_not_closed(tmp_pat
     with pytest.raises(DataError, match="say quotes: false if none of the file's quotes mean anything"):
         opened(path)
     assert list(opened(path, quotes=False)) == ['x 5" disk', "y"]
+    path = written(tmp_path / "b.tsv", 'x 5" disk\ny\nz\n')
+    with pytest.raises(DataError, match="its first row is no csv .*say quotes: false"):
+        opened(path, header=False)
+    assert list(opened(path, header=False, quotes=False)) == ['x 5" disk', "y", "z"]
 
 
 @pytest.mark.parametrize(
