@@ -18,6 +18,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from plimsoll.data.augment import TokenAugmentation
+from plimsoll.data.augment_text import TextAugmentation
 from plimsoll.data.batching import Buckets
 from plimsoll.data.formats import Reading
 from plimsoll.data.loader import Loader, warn
@@ -123,11 +125,15 @@ def _room_for_workers_bytes(job: Job) -> int:
 
 
 def require_buildable(job: Job) -> None:
-    """Check, before the data are prepared, that the model and the optimizer can be built; nothing is allocated.
+    """Check, before the data are prepared, that model, optimizer and augmentation can be built; nothing is allocated.
 
     Raises:
         JobError: if one cannot, as far as that does not depend on the data (see `sketch_model`).
+        DataError: if the table or a function of the augmentation cannot be used.
     """
+    if job.data.augment:
+        TextAugmentation(job.data.augment, job.seed)
+        TokenAugmentation(job.data.augment, job.seed, special_ids=(), mask_id=0, sequence_length=job.sequence_length)
     model = sketch_model(job)
     if model is not None:
         _require_kernels(model, job.own_precision, choose_device(job))

@@ -254,3 +254,17 @@ def test_every_generator_that_a_checkpoint_keeps_is_seeded(prepared, monkeypatch
         drawn.append((random.random(), np.random.rand(), torch.rand(()).item()))
     assert drawn[0] == drawn[1]
     assert all(one != other for one, other in zip(drawn[1], drawn[2], strict=True))
+
+
+@pytest.mark.parametrize(
+    ("augment", "why"),
+    [
+        ({"synonyms": "/absent/table.tsv"}, "cannot read the synonyms /absent/table.tsv"),
+        ({"function": "no_such_module:change"}, "no_such_module"),
+        ({"token_function": "json:no_such_name"}, "no_such_name"),
+    ],
+)
+def test_what_augments_is_looked_at_before_the_data_are_prepared(augment, why):
+    with pytest.raises(DataError, match=why):
+        data = {"train": "/text", "augment": augment, "on_the_fly": True, "long_texts": "truncate"}
+        require_buildable(job(data=data, task="classification"))

@@ -97,7 +97,7 @@ def _written(folder: Path, write: Callable[[Path], Facts], goes_on: bool) -> Fac
         for path in temporary.iterdir():
             sync(path)
         manifest = {"version": _VERSION, "files": _fingerprints(temporary), "facts": facts}
-        write_atomically(temporary / _MANIFEST, json.dumps(manifest).encode())
+        write_atomically(temporary / _MANIFEST, json.dumps(manifest).encode(), "cache folder")
         shutil.rmtree(folder, ignore_errors=True)  # a torn one
         temporary.replace(folder)
         sync(folder.parent)

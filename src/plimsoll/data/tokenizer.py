@@ -124,8 +124,8 @@ def export_tokenizer(folder: Path, target: Path) -> None:
     """
     end_token = _facts(folder)["end_token"]
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end_token, "pad_token": end_token}
-    write_atomically(target / _TOKENIZER_FILE, (folder / _TOKENIZER_FILE).read_bytes())
-    write_atomically(target / "tokenizer_config.json", json.dumps(config, indent=2).encode())
+    write_atomically(target / _TOKENIZER_FILE, (folder / _TOKENIZER_FILE).read_bytes(), "cache folder")
+    write_atomically(target / "tokenizer_config.json", json.dumps(config, indent=2).encode(), "cache folder")
 
 
 def _facts(folder: Path) -> Facts:

@@ -161,7 +161,7 @@ class _Writing:
         for file in (self._tokens, self._ends):
             file.flush()
             os.fsync(file.fileno())
-        write_atomically(self._folder / _JOURNAL_FILE, json.dumps(self.done).encode())
+        write_atomically(self._folder / _JOURNAL_FILE, json.dumps(self.done).encode(), "cache folder")
         self._noted_bytes = self.done.bytes
 
     def _opened(self, name: str, num_good_bytes: int) -> BinaryIO:

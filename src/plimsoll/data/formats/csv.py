@@ -28,9 +28,9 @@ from plimsoll.errors import DataError
 
 _QUOTE = ord('"')
 _REMEDY = "correct the row"
-_REMEDY_FOR_QUOTES = (
-    f"{_REMEDY} (a quote in a field is written twice, in a field with quotes around it), or say quotes: false if none "
-    "of the file's quotes mean anything"
+_HOW_TO_QUOTE = (
+    " (a quote in a field is written twice, in a field with quotes around it), or say quotes: false if none of the "
+    "file's quotes mean anything"
 )
 _ESCAPE = re.compile(r"\\([ntr\\])")
 _MEANT = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\"}
@@ -71,8 +71,8 @@ def _first_rows(head: bytes, begin: int, layout: Layout) -> tuple[tuple[int, lis
                 rows.append((end, _fields([raw.decode("utf-8")], layout)[0]))
             except (ValueError, csv.Error) as error:
                 if not rows:
-                    remedy = _REMEDY_FOR_QUOTES if b'"' in raw and layout.quotes else _REMEDY
-                    raise DataError(f"its first row is no csv ({_said(error)}): {remedy}") from None
+                    remedy = _HOW_TO_QUOTE if b'"' in raw else ""
+                    raise DataError(f"its first row is no csv ({_said(error)}): correct the row{remedy}") from None
     return rows[0] if rows else None, rows[1][1] if len(rows) > 1 else None
 
 
@@ -188,7 +188,7 @@ def _checked(raw: bytes, at: int, line: int, part: Part) -> Row | Fault:
         why = f"it is not csv ({_said(error)})"
         if num_more:
             why = f"a quote in it that is not closed takes the {num_more} lines after it into the same row"
-        return Fault(at, why, _REMEDY_FOR_QUOTES if b'"' in raw else _REMEDY, line)
+        return Fault(at, why, _REMEDY + (_HOW_TO_QUOTE if b'"' in raw else ""), line)
     if len(fields) != part.layout.num_columns:
         why = f"it has {len(fields)} fields where the first row has {part.layout.num_columns}"
         return Fault(at, why, _REMEDY, line)
