@@ -265,6 +265,7 @@ def test_every_generator_that_a_checkpoint_keeps_is_seeded(prepared, monkeypatch
     ],
 )
 def test_what_augments_is_looked_at_before_the_data_are_prepared(augment, why):
+    data = {"train": "/text", "augment": augment, "on_the_fly": True, "long_texts": "truncate"}
+    of_texts = job(data=data, task="classification")
     with pytest.raises(DataError, match=why):
-        data = {"train": "/text", "augment": augment, "on_the_fly": True, "long_texts": "truncate"}
-        require_buildable(job(data=data, task="classification"))
+        require_buildable(of_texts)
