@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plimsoll.data import ragged
-from plimsoll.data.tokens import TokenStore
+from plimsoll.data.tokens import Tokens
 from plimsoll.errors import DataError
 
 if TYPE_CHECKING:  # preparing needs the library, the training process has only the tables
@@ -104,7 +104,7 @@ def border_table(backend: tokenizers.Tokenizer, kind: BorderKind) -> Borders:
 
 
 def cut_at_borders(
-    store: TokenStore, borders: Borders, sequence_length: int, with_end: bool
+    store: Tokens, borders: Borders, sequence_length: int, with_end: bool
 ) -> Iterator[tuple[tuple[NDArray[np.int64], NDArray[np.int64]], int]]:
     """Yield the starts and lengths of the windows of all texts, and how many of these end where no border fitted.
 
@@ -125,7 +125,7 @@ def cut_at_borders(
 
 
 def _cuts(
-    store: TokenStore, borders: Borders, sequence_length: int, with_end: bool, reach: tuple[int, int]
+    store: Tokens, borders: Borders, sequence_length: int, with_end: bool, reach: tuple[int, int]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
     """Return where windows may meet (C,) in ``reach``, where they must, and which of the former are hard.
 

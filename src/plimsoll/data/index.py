@@ -20,6 +20,7 @@ import xxhash
 from plimsoll.data.convert import PlainFile, plain_files
 from plimsoll.data.corpus import Corpus
 from plimsoll.data.formats import Layout, Reading
+from plimsoll.data.formats._scanning import text_begin
 from plimsoll.data.rows import FileFault, Rows, Source
 from plimsoll.data.scan import Scanned, format_named, scan_files
 from plimsoll.data.sources import identity_of
@@ -63,7 +64,7 @@ def _write_index(folder: Path, shown: list[str], files: list[PlainFile], reading
         writing = _Writing(rows, reading, progress)
         facts = writing.write(files)
         if writing.is_blank or not sum(facts["num_texts"]):
-            raise DataError(_no_text(shown, files, writing.num_refused, rows))
+            raise DataError(_no_text(shown, files, writing, rows))
         return facts
 
 
@@ -75,7 +76,7 @@ class _Writing:
         self._kept: list[tuple[_Looked, int]] = []  # with how many texts it has
         self._left_out: list[str] = []
         self._key = xxhash.xxh3_128()
-        self.is_blank, self.num_refused = True, 0
+        self.is_blank, self.num_refused, self.num_only_header = True, 0, 0
 
     def write(self, files: list[PlainFile]) -> Facts:
         """Scan the files; return the facts of the index."""
@@ -133,6 +134,7 @@ class _Writing:
             self._key.update(repr(content).encode() + digest)
         else:
             self._left_out.append(looked.file.name)
+            self.num_only_header += looked.layout.format == "csv" and looked.first > text_begin(looked.file.path)
 
     def _facts(self) -> Facts:
         label_names = self._rows.finish()
@@ -155,8 +157,8 @@ class _Writing:
         }
 
 
-def _no_text(shown: list[str], files: list[PlainFile], num_refused: int, rows: Rows) -> str:
-    where = ", ".join(shown)
+def _no_text(shown: list[str], files: list[PlainFile], writing: _Writing, rows: Rows) -> str:
+    where, num_refused = ", ".join(shown), writing.num_refused
     if files and num_refused == len(files):
         which = "the only file" if len(files) == 1 else f"none of the {len(files)} files"
         negated = " not" if len(files) == 1 else ""
@@ -166,5 +168,12 @@ def _no_text(shown: list[str], files: list[PlainFile], num_refused: int, rows: R
             f"nothing is left of {where}: {rows.num_skipped} rows or files were skipped, the first: {rows.skipped[0]}"
         )
     num_texts = len(files) - num_refused
+    if writing.num_only_header:
+        which = f"{writing.num_only_header} of the {num_texts} files of {where} have"
+        which = f"the only file of {where} has" if num_texts == 1 else which
+        return (
+            f"{which} a header and no row with text below it, and there is no other text: add rows, or set header: "
+            "false if the first row is a text"
+        )
     which = f"the only text file of {where} holds" if num_texts == 1 else f"the {num_texts} text files of {where} hold"
     return f"{which} nothing but white space: give files with text"

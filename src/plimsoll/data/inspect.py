@@ -1,14 +1,14 @@
 """What a corpus is and what becomes of it as samples: what `plimsoll data index`, `tokenize` and `inspect` answer.
 
 Lengths are those of the tokens where these are in the cache, else of about 4 MiB of texts drawn evenly and tokenized on
-the spot. The ways to fill batches are computed from the lengths alone, by the code that makes the batches of a training
-(`plimsoll.data.batching`, `plimsoll.data.packing`), so no model is needed. NOT covered: what a way does to the quality
-of the model.
+the spot. The ways to fill batches are computed from the lengths alone (`plimsoll.data.fillings`), so no model is
+needed; only windows that end at borders take the tokens. NOT covered: what a way does to the quality of the model.
 """
 
 from __future__ import annotations
 
 import time
+from array import array
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -16,12 +16,13 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from plimsoll.data.batching import Batches, Buckets, Cursor, batches_of
+from plimsoll.data.borders import Borders, border_table, cut_at_borders
 from plimsoll.data.corpus import Corpus
+from plimsoll.data.fillings import Texts
 from plimsoll.data.index import open_corpus
 from plimsoll.data.labels import labels_of
 from plimsoll.data.prepare import reading_of
-from plimsoll.data.ragged import pad_multiple_for
+from plimsoll.data.spans import cut_texts
 from plimsoll.data.store import Progress, read_facts, silent
 from plimsoll.data.tokenizer import Tokenizer, prepare_tokenizer, tokenizer_threads
 from plimsoll.data.tokens import open_tokens, tokenize, tokens_folder
@@ -76,10 +77,13 @@ def inspect_corpus(job: Job, cache: Path, progress: Progress = silent) -> Inspec
     """
     corpus, facts = _indexed(job, cache, progress)
     tokenizer = prepare_tokenizer(job.tokenizer, corpus, cache.absolute(), progress)
-    lengths, num_seen_bytes = _lengths(corpus, tokenizer, cache.absolute(), progress)
-    bytes_per_token = num_seen_bytes / max(int(lengths.sum()), 1)
+    seen = _seen(job, corpus, tokenizer, cache.absolute(), progress)
+    lengths = seen.lengths
+    bytes_per_token = seen.total_bytes / max(int(lengths.sum()), 1)
     num_texts = len(corpus)
     num_tokens = round(corpus.num_bytes / bytes_per_token)
+    texts = Texts(job, lengths, num_texts / len(lengths), seen.num_bytes, seen.at_borders)
+    fillings = tuple(texts.fillings())
     places = np.linspace(0, num_texts - 1, min(_NUM_EXAMPLES, num_texts)).astype(np.int64)
     return Inspection(
         corpus=facts,
@@ -91,9 +95,9 @@ def inspect_corpus(job: Job, cache: Path, progress: Progress = silent) -> Inspec
         num_tokens=num_tokens,
         mean_tokens=float(lengths.mean()),
         quantiles=tuple((share, int(np.quantile(lengths, share, method="inverted_cdf"))) for share in _QUANTILES),
-        fillings=tuple(_Texts(job, lengths, num_texts / len(lengths)).fillings()),
+        fillings=fillings,
         examples=tuple(" ".join(text.split())[:_EXAMPLE_CHARACTERS] for text in corpus.texts(places)),
-        notes=tuple(_notes(job, corpus, lengths)),
+        notes=tuple(_notes(texts, corpus, fillings)),
     )
 
 
@@ -125,140 +129,82 @@ def _size_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.iterdir())
 
 
-def _lengths(corpus: Corpus, tokenizer: Tokenizer, cache: Path, progress: Progress) -> tuple[NDArray[np.int64], int]:
-    """Return the tokens of all texts or of some, and the bytes of these in their files."""
+class _Seen(NamedTuple):
+    """Texts that were looked at: all, or some drawn evenly.
+
+    ``total_bytes`` is what they have in their files, ``num_bytes`` of each, where the job needs that.
+    """
+
+    lengths: NDArray[np.int64]
+    total_bytes: int
+    num_bytes: NDArray[np.int64] | None
+    at_borders: NDArray[np.int64] | None
+
+
+class _Encoded(NamedTuple):
+    """Tokens of texts that were encoded on the spot, as `plimsoll.data.tokens.Tokens`."""
+
+    tokens: NDArray[np.int64]
+    ends: NDArray[np.int64]
+
+
+def _seen(job: Job, corpus: Corpus, tokenizer: Tokenizer, cache: Path, progress: Progress) -> _Seen:
+    borders = None
+    if job.data.borders and job.data.long_texts == "window":
+        borders = border_table(tokenizer.backend, job.data.borders)
     folder = tokens_folder(corpus, tokenizer, cache)
-    if read_facts(folder) is not None:
-        ends = open_tokens(folder).ends
-        return np.diff(ends, prepend=-1) - 1, corpus.num_bytes
+    if read_facts(folder) is None:
+        return _drawn(job, corpus, tokenizer, borders, progress)
+    store, at_borders = open_tokens(folder), None
+    if borders is not None:  # into the cache, where a training finds them
+        spans = cut_texts(store, job.sequence_length, borders=borders, with_end=_with_end(job), progress=progress)
+        at_borders = spans.lengths(np.arange(len(spans)))
+    num_bytes = corpus.byte_lengths(np.arange(len(corpus))) if job.data.on_the_fly else None
+    return _Seen(np.diff(store.ends, prepend=-1) - 1, corpus.num_bytes, num_bytes, at_borders)
+
+
+def _with_end(job: Job) -> bool:
+    return job.task != "classification"
+
+
+def _drawn(job: Job, corpus: Corpus, tokenizer: Tokenizer, borders: Borders | None, progress: Progress) -> _Seen:
+    """Tokenize all texts or some."""
     share = min(1.0, _SEEN_BYTES / corpus.num_bytes, _MOST_SEEN_TEXTS / len(corpus))
     ids = np.unique(np.linspace(0, len(corpus) - 1, max(int(len(corpus) * share), 1)).astype(np.int64))
-    lengths, num_bytes = [], 0
+    lengths: list[int] = []
+    tokens = array("q")
     for begin in range(0, len(ids), 1024):
-        some = ids[begin : begin + 1024]
-        texts = corpus.texts(some)
-        num_bytes += int(corpus.byte_lengths(some).sum())
+        texts = corpus.texts(ids[begin : begin + 1024])
         with tokenizer_threads():
             encodings = tokenizer.backend.encode_batch_fast(texts, add_special_tokens=False)
         lengths += [len(encoding) for encoding in encodings]
-        progress("lengths", begin + len(some), len(ids))
-    return np.array(lengths, np.int64), num_bytes
+        for encoding in encodings if borders is not None else ():
+            tokens.fromlist([*encoding.ids, tokenizer.end_id])
+        progress("lengths", begin + len(texts), len(ids))
+    num_bytes, at_borders = corpus.byte_lengths(ids), None
+    if borders is not None:
+        encoded = _Encoded(np.frombuffer(tokens, np.int64), np.cumsum(np.array(lengths) + 1) - 1)
+        tables = cut_at_borders(encoded, borders, job.sequence_length, _with_end(job))
+        at_borders = np.concatenate([lengths_N for (_, lengths_N), _ in tables])
+    return _Seen(np.array(lengths, np.int64), int(num_bytes.sum()), num_bytes, at_borders)
 
 
-class _Lengths:
-    """Samples of which nothing is known but their lengths, padded as `plimsoll.data.texts.DocumentDataset` does."""
-
-    def __init__(self, lengths: NDArray[np.int64], sequence_length: int) -> None:
-        self.pad_multiple = pad_multiple_for(lengths)
-        self._lengths, self.sequence_length = lengths, sequence_length
-
-    def __len__(self) -> int:
-        return len(self._lengths)
-
-    def lengths(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
-        return self._lengths[ids]
-
-
-class _Texts(NamedTuple):
-    """The lengths of some texts, each of which stands for ``scale`` of the corpus, and what a job makes of them."""
-
-    job: Job
-    lengths: NDArray[np.int64]
-    scale: float
-
-    @property
-    def num_long(self) -> int:
-        """How many are longer than a sample."""
-        return round(int(np.count_nonzero(self.lengths > self.job.sequence_length)) * self.scale)
-
-    def fillings(self) -> Iterator[Filling]:
-        """Compare the ways to make batches of them."""
-        job, longest = self.job, self.job.sequence_length
-        windows, truncated = _windows(self.lengths, longest), np.clip(self.lengths, 1, longest)
-        num_beyond = round(int(np.maximum(self.lengths - longest, 0).sum()) * self.scale)
-        if job.task != "classification":
-            yield self._stream()
-            yield self._packed(np.minimum(windows + 1, longest))
-        truncates = job.data.long_texts == "truncate"
-        kinds = [("windows of texts", windows, 0), ("truncated texts", truncated, num_beyond)]
-        for name, samples, num_dropped in kinds if self.num_long else [("texts", truncated, 0)]:
-            is_this = self._are_texts and (truncates == bool(num_dropped) or not self.num_long)
-            yield self._padded(f"{name}, all of {longest}", samples, num_dropped)
-            if len(samples) < job.batch_size:
-                continue
-            for order, batches in (("shuffle", job.batch_size), ("by_length", self._buckets)):
-                plan = batches_of(_Lengths(samples, longest), batches, job.seed)
-                filling = self._planned(f"{name}, {order}", plan, samples, num_dropped)
-                yield filling.model_copy(update={"is_this_job": is_this and job.data.order == order})
-
-    @property
-    def _are_texts(self) -> bool:
-        return self.job.task == "classification" or self.job.data.has_padding
-
-    @property
-    def _buckets(self) -> Buckets:
-        tokens = self.job.batch_tokens
-        return Buckets(max_tokens=tokens) if tokens else Buckets(batch_size=self.job.batch_size)
-
-    def _stream(self) -> Filling:
-        longest, size = self.job.sequence_length, self.job.batch_size
-        num_tokens = round(int((self.lengths + 1).sum()) * self.scale)
-        return Filling(
-            name=f"windows of {longest}", num_samples=num_tokens // longest, batch_samples=size, padding_share=0.0,
-            useful_tokens=size * longest, num_dropped_tokens=num_tokens % longest,
-            is_this_job=not (self.job.data.pack or self._are_texts),
-        )  # fmt: skip
-
-    def _packed(self, samples: NDArray[np.int64]) -> Filling:
-        from plimsoll.data.packing import best_fit  # it imports torch, which nothing else here needs
-
-        longest = self.job.sequence_length
-        num_rows = len(best_fit(samples, longest)[1])
-        filling = self._padded("packed texts", samples, 0, num_rows)
-        return filling.model_copy(update={"is_this_job": self.job.data.pack})
-
-    def _padded(self, name: str, samples: NDArray[np.int64], num_dropped: int, num_rows: int | None = None) -> Filling:
-        """Every row is of the greatest length; without ``num_rows`` each sample is one."""
-        longest, size = self.job.sequence_length, self.job.batch_size
-        full = int(samples.sum()) / ((num_rows or len(samples)) * longest)
-        return Filling(
-            name=name, num_samples=round((num_rows or len(samples)) * self.scale), batch_samples=size,
-            padding_share=1 - full, useful_tokens=size * longest * full, num_long_texts=self.num_long,
-            num_dropped_tokens=num_dropped,
-        )  # fmt: skip
-
-    def _planned(self, name: str, plan: Batches, samples: NDArray[np.int64], num_dropped: int) -> Filling:
-        """Go over the batches of an epoch and count what of them is padding."""
-        multiple, num_batches, num_elements = pad_multiple_for(samples), 0, 0
-        cursor = Cursor()
-        while cursor.epoch == 0:
-            ids = plan.ids(cursor)
-            width = -(-int(samples[ids].max()) // multiple) * multiple
-            num_elements += len(ids) * min(width, self.job.sequence_length)
-            num_batches += 1
-            cursor = plan.following(cursor)
-        num_useful = int(samples.sum())
-        return Filling(
-            name=name, num_samples=round(len(samples) * self.scale), batch_samples=len(samples) / num_batches,
-            padding_share=1 - num_useful / num_elements, useful_tokens=num_useful / num_batches,
-            num_long_texts=self.num_long, num_dropped_tokens=num_dropped,
-        )  # fmt: skip
-
-
-def _windows(lengths: NDArray[np.int64], longest: int) -> NDArray[np.int64]:
-    """Return the lengths of the windows that texts are cut into."""
-    nums = np.maximum(-(-lengths // longest), 1)
-    windows = np.full(int(nums.sum()), longest, np.int64)
-    windows[np.cumsum(nums) - 1] = np.maximum(lengths - (nums - 1) * longest, 1)
-    return windows
-
-
-def _notes(job: Job, corpus: Corpus, lengths: NDArray[np.int64]) -> Iterator[str]:
-    if len(lengths) < len(corpus):
-        yield f"Lengths are of {len(lengths):,} texts drawn evenly; `plimsoll data tokenize` makes them exact."
-    num_long = int(np.count_nonzero(lengths > job.sequence_length))
-    if num_long and job.task == "classification":
+def _notes(texts: Texts, corpus: Corpus, fillings: tuple[Filling, ...]) -> Iterator[str]:
+    job, num_seen = texts.job, len(texts.lengths)
+    if num_seen < len(corpus):
+        yield f"Lengths are of {num_seen:,} texts drawn evenly; `plimsoll data tokenize` makes them exact."
+    is_refused = job.data.long_texts == "stop" and texts.num_long > 0
+    num_long = int(np.count_nonzero(texts.whole > job.sequence_length))
+    if num_long and (job.task == "classification" or is_refused):
+        remedy = ", which no training gets past: set data.long_texts=truncate, or a larger sequence_length"
         yield (
-            f"{num_long:,} of {len(lengths):,} texts are longer than sequence_length = {job.sequence_length}: "
-            f"data.long_texts = {job.data.long_texts}."
+            f"{num_long:,} of {num_seen:,} texts are longer than sequence_length = {job.sequence_length}: "
+            f"data.long_texts = {job.data.long_texts}{remedy if is_refused else ''}."
+        )
+    if not is_refused and not any(filling.is_this_job for filling in fillings):
+        is_drawn = num_seen < len(corpus)
+        remedy = "`plimsoll data tokenize` first" if is_drawn else "give more text, or set a smaller batch_size"
+        yield (
+            f"The {'drawn ' if is_drawn else ''}texts do not fill one batch of batch_size = {job.batch_size}, so no "
+            f"way is marked as that of this job: {remedy}."
         )

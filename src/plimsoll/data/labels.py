@@ -74,9 +74,11 @@ def labels_from_folders(corpus: Corpus, names: Sequence[str] | None = None) -> t
     folders = [path.parent.name for path in corpus.paths]
     known = tuple(sorted(set(folders)) if names is None else names)
     if len(known) < 2:
+        which = "the only file is" if len(folders) == 1 else f"all {len(folders)} files are"
         raise DataError(
-            f"classification needs at least 2 classes, but all {len(folders)} files are in folder {known[0]!r}: "
-            f"put the files of each class into a folder of its own, data/<label>/*.txt, and give the folder data"
+            f"classification needs at least 2 classes, but {which} in folder {known[0]!r}: put the files of each class "
+            f"into a folder of its own, data/<label>/*.txt, and give the folder data; or name the column with the "
+            f"classes, if there is one, with data.label"
         )
     if names is None and (without_text := sorted({path.parent.name for path in corpus.left_out} - set(known))):
         raise DataError(

@@ -71,8 +71,8 @@ class TextDataset(Samples):
     ) -> None:
         self._corpus, self._tokenizer_folder, self._labels = corpus, tokenizer_folder, labels
         self.sequence_length, self._long_texts = sequence_length, long_texts
-        num_tokens = np.minimum(corpus.byte_lengths(ragged.some_ids(len(corpus))) // _BYTES_PER_TOKEN, sequence_length)
-        self.pad_multiple = pad_multiple or ragged.pad_multiple_for(num_tokens)
+        some = corpus.byte_lengths(ragged.some_ids(len(corpus)))
+        self.pad_multiple = pad_multiple or pad_multiple_for_bytes(some, sequence_length)
         self.block_samples = corpus.texts_per_block
         self._words, self._tokens = words, tokens
         self.padding = {"input_ids": pad_id, "attention_mask": 0} | (
@@ -120,7 +120,7 @@ class TextDataset(Samples):
 
     def lengths(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the bytes of each text (B,), as far as they matter: a text longer than a sample is as long as any."""
-        return np.minimum(self._corpus.byte_lengths(ids), _MOST_TOKEN_BYTES * self.sequence_length)
+        return bytes_that_sort(self._corpus.byte_lengths(ids), self.sequence_length)
 
     def parents(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the number of the text that each sample is of (B,)."""
@@ -150,6 +150,16 @@ class TextDataset(Samples):
                 )
             self._counts.add_one()
         return np.array(tokens[: self.sequence_length], np.int64)
+
+
+def bytes_that_sort(num_bytes: NDArray[np.int64], sequence_length: int) -> NDArray[np.int64]:
+    """Return what stands for the tokens of texts of so many bytes where texts of like length are put together."""
+    return np.minimum(num_bytes, _MOST_TOKEN_BYTES * sequence_length)
+
+
+def pad_multiple_for_bytes(num_bytes: NDArray[np.int64], sequence_length: int) -> int:
+    """Return what rows are rounded up to, if each token of texts of so many bytes has 4."""
+    return ragged.pad_multiple_for(np.minimum(num_bytes // _BYTES_PER_TOKEN, sequence_length))
 
 
 class _Counts:

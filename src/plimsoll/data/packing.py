@@ -173,6 +173,12 @@ def best_fit(lengths_M: Ints, row_tokens: int) -> tuple[Ints, Ints]:
     return np.concatenate(parts), np.concatenate(sizes)
 
 
+def num_packed_rows(lengths_M: Ints, row_tokens: int) -> int:
+    """Return how many rows `pack` makes of spans of these lengths."""
+    pools = (lengths_M[begin : begin + _SPANS_PER_POOL] for begin in range(0, len(lengths_M), _SPANS_PER_POOL))
+    return sum(len(best_fit(pool, row_tokens)[1]) for pool in pools)
+
+
 def _row_kinds(nums: Ints, row_tokens: int) -> Iterator[tuple[_Pattern, int]]:
     """Yield kinds of rows and how many there are of each, given how many spans have each length."""
     by_room: dict[int, list[tuple[_Pattern, int]]] = {}  # rows by the tokens that are still free

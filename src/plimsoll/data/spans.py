@@ -250,13 +250,8 @@ def _strided(store: TokenStore, sequence_length: int, stride: int, with_end: boo
     """Yield the windows of all texts, at most a pass of them at once however long a text is."""
     for ids in _passes(len(store.ends)):
         starts, lengths = _texts(store, ids, with_end)
-        nums = 1 + -(-np.maximum(lengths - sequence_length, 0) // stride)
-        stops = np.cumsum(nums)
-        for windows_N in _passes(int(stops[-1])):
-            texts_N = np.searchsorted(stops, windows_N, "right")
-            steps_N = (windows_N - stops[texts_N] + nums[texts_N]) * stride
-            starts_N = starts[texts_N] + steps_N
-            yield (starts_N, np.minimum(lengths[texts_N] - steps_N, sequence_length)), 0
+        for texts_N, steps_N, lengths_N in windows_of(lengths, sequence_length, stride):
+            yield (starts[texts_N] + steps_N, lengths_N), 0
 
 
 def _chosen_tables(
@@ -266,6 +261,21 @@ def _chosen_tables(
         chosen = ids[is_chosen(spans.parents(ids))]
         if len(chosen):
             yield spans.places(chosen), 0
+
+
+def windows_of(
+    lengths: NDArray[np.int64], sequence_length: int, stride: int
+) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]]:
+    """Yield the windows that texts of these lengths are cut into, at most a pass of them at once.
+
+    Of each window: the number of its text, where in that it begins, and how many tokens it has, (N,) each.
+    """
+    nums = 1 + -(-np.maximum(lengths - sequence_length, 0) // stride)
+    stops = np.cumsum(nums)
+    for windows_N in _passes(int(stops[-1])):
+        texts_N = np.searchsorted(stops, windows_N, "right")
+        steps_N = (windows_N - stops[texts_N] + nums[texts_N]) * stride
+        yield texts_N, steps_N, np.minimum(lengths[texts_N] - steps_N, sequence_length)
 
 
 def num_windows(num_tokens: int, sequence_length: int, stride: int | None) -> int:

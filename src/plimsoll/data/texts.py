@@ -129,6 +129,11 @@ def split_by_text(spans: Spans, share: float, seed: int) -> tuple[Spans, Spans]:
         OutputError: if the cache cannot be written.
     """
     num_texts = len(spans.store.ends)
+    if num_texts < 2:
+        raise DataError(
+            f"cannot hold out a share of {share:g} of {num_texts} text, for windows of a text stay on one side: set "
+            f"data.unit=line or data.unit=paragraph if it has several, or give a file for data.validation"
+        )
     order, num_validation = Order(num_texts, seed), num_held_out(num_texts, share)
 
     def is_held_out(texts: NDArray[np.int64]) -> NDArray[np.bool_]:

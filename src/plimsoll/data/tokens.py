@@ -18,7 +18,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,6 +38,20 @@ _BATCH_BYTES = 1 << 20
 _SHARD_BYTES = 16 << 20
 _END_BYTES = 8
 _TOKENS_FILE, _ENDS_FILE, _JOURNAL_FILE = "tokens.bin", "ends.bin", "done.json"
+
+
+class Tokens(Protocol):
+    """Tokens of texts end to end, as a `TokenStore` has them, wherever they are."""
+
+    @property
+    def tokens(self) -> NDArray[Any]:
+        """The tokens of all texts, the end token after each."""
+        ...
+
+    @property
+    def ends(self) -> NDArray[np.int64]:
+        """The place of the end token of each text."""
+        ...
 
 
 class TokenStore:

@@ -95,9 +95,10 @@ class Rate(Frozen):
 
 
 class FeedRates(Record):
-    """How fast a corpus is read, tokenized and fed on this machine."""
+    """How fast a corpus is read, tokenized and fed on this machine; ``notes`` say what was left out, and why."""
 
     record_kind: ClassVar[str] = "data-bench"
 
     corpus: CorpusFacts
     rates: tuple[Rate, ...]
+    notes: tuple[str, ...] = ()

@@ -122,7 +122,8 @@ def inspection_page(inspection: Inspection) -> str:
 
 def feed_page(feed: FeedRates) -> str:
     """Return the page of how fast a corpus is fed."""
-    return _sheets_page("Speed of a corpus", "", *_corpus_sheets(feed.corpus), data_sheets.rate_sheet(feed))
+    sheets_of = [*_corpus_sheets(feed.corpus), data_sheets.rate_sheet(feed)]
+    return _sheets_page("Speed of a corpus", " ".join(feed.notes), *sheets_of)
 
 
 def _corpus_sheets(corpus: CorpusFacts) -> list[sheets.Sheet]:

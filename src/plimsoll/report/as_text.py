@@ -121,7 +121,8 @@ def inspection_report(inspection: Inspection) -> Group:
 
 def feed_report(feed: FeedRates) -> Group:
     """Return how fast a corpus is fed."""
-    return _spaced(corpus_report(feed.corpus), _table(data_sheets.rate_sheet(feed)))
+    notes = (Text(note) for note in feed.notes)
+    return _spaced(corpus_report(feed.corpus), _table(data_sheets.rate_sheet(feed)), *notes)
 
 
 def plan_report(plan: Plan) -> Group:

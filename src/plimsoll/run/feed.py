@@ -1,8 +1,9 @@
 """How fast a corpus is read, tokenized and fed here, and what the processes that do it hold: `plimsoll data bench`.
 
 Each stage runs for about two seconds on the warm page cache, so it is the speed of this machine, not of its disk. The
-batches are those of the job, with its workers; they are fed only if the corpus is tokenized already or is small. NOT
-covered: what the model does with them.
+batches are those of the job, with its workers; where they cannot be made, or much would have to be tokenized for them,
+a note says so. Padding is no token; rows of packed texts, which have next to none, count as full. NOT covered: what the
+model does with them.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import psutil
+import torch
 
 from plimsoll.assemble import loader_of
 from plimsoll.data.corpus import Corpus
@@ -25,8 +27,10 @@ from plimsoll.data.store import Progress, read_facts, silent
 from plimsoll.data.tokenizer import prepare_tokenizer, tokenizer_threads
 from plimsoll.data.tokens import tokens_folder
 from plimsoll.device.process import private_bytes
+from plimsoll.errors import DataError
 from plimsoll.records.corpus import FeedRates, Rate
 from plimsoll.records.job import Job
+from plimsoll.records.units import format_bytes
 
 _SECONDS = 2.0
 _BATCH_TEXTS = 1024
@@ -56,9 +60,14 @@ def time_corpus(job: Job, cache: Path, progress: Progress = silent) -> FeedRates
         _rate("read", f"shuffled, {_BATCH_TEXTS} at a time", "texts", (len(texts) for texts in _shuffled(corpus))),
         _rate("tokenize", "all cores", "bytes", (encode(texts) for texts in _in_order(corpus))),
     ]
-    if corpus.num_bytes <= _SMALL_BYTES or read_facts(tokens_folder(corpus, tokenizer, cache)) is not None:
-        rates += _fed(job, cache, progress)
-    return FeedRates(corpus=facts, rates=tuple(rates))
+    is_ready = job.data.on_the_fly or read_facts(tokens_folder(corpus, tokenizer, cache)) is not None
+    try:
+        if is_ready or corpus.num_bytes <= _SMALL_BYTES:
+            return FeedRates(corpus=facts, rates=(*rates, *_fed(job, cache, progress)))
+        why = f"{format_bytes(corpus.num_bytes)} of text are not tokenized: `plimsoll data tokenize` first"
+    except DataError as error:  # what was timed before is worth showing
+        why = str(error)
+    return FeedRates(corpus=facts, rates=tuple(rates), notes=(f"Not fed: {why}",))
 
 
 def _rate(stage: str, detail: str, unit: str, done: Iterator[int]) -> Rate:
@@ -97,7 +106,7 @@ def _fed(job: Job, cache: Path, progress: Progress) -> list[Rate]:
             batch = loader.peek()
             loader.advance()
             num_samples += len(batch.sample_ids)
-            num_tokens += batch.fields["input_ids"].numel()
+            num_tokens += _num_tokens(batch.fields)
             if number % _BATCHES_BETWEEN_LOOKS == 0:
                 family = [process, *process.children(recursive=True)]
                 most_bytes = max(most_bytes, sum(private_bytes(one.pid) for one in family))
@@ -111,3 +120,7 @@ def _fed(job: Job, cache: Path, progress: Progress) -> list[Rate]:
         Rate(stage="feed", detail=detail, per_second=num_samples / seconds, unit="samples", private_bytes=most_bytes),
         Rate(stage="feed", detail=detail, per_second=num_tokens / seconds, unit="tokens", private_bytes=most_bytes),
     ]
+
+
+def _num_tokens(fields: dict[str, torch.Tensor]) -> int:
+    return int(fields["attention_mask"].sum()) if "attention_mask" in fields else fields["input_ids"].numel()

@@ -83,3 +83,36 @@ def test_the_tokens_of_a_table_are_those_of_its_texts_and_not_of_its_other_colum
     tokenize_corpus(job, tmp_path / "cache")
     again = inspect_corpus(job, tmp_path / "cache")
     assert (again.num_tokens, again.bytes_per_token) == (30, found.bytes_per_token)
+
+
+@pytest.mark.parametrize(
+    ("fields", "note"),
+    [
+        (
+            {"data": {"long_texts": "stop"}},
+            "3 of 8 texts are longer than sequence_length = 16: data.long_texts = stop, which no training gets past: "
+            "set data.long_texts=truncate, or a larger sequence_length.",
+        ),
+        (
+            {"batch_size": 9, "data": {"long_texts": "truncate"}},
+            "The texts do not fill one batch of batch_size = 9, so no way is marked as that of this job: give more "
+            "text, or set a smaller batch_size.",
+        ),
+    ],
+)
+def test_a_job_that_cannot_train_is_no_way_and_it_is_said_why(tmp_path: Path, fields: dict, note: str):
+    found = inspected(tmp_path, task="classification", **fields)
+    assert not [filling.name for filling in found.fillings if filling.is_this_job]
+    assert found.notes[-1] == note
+
+
+def test_where_only_some_texts_are_seen_their_windows_at_borders_stand_for_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "a.txt").write_text("One is. Two are many.\n" * 200)
+    changes = ("data.unit=line", "data.borders=sentence", "tokenizer.vocab_size=257", "sequence_length=16")
+    job = Job.from_texts([str(tmp_path / "a.txt")], changes)
+    monkeypatch.setattr("plimsoll.data.inspect._MOST_SEEN_TEXTS", 50)
+    found = inspect_corpus(job, tmp_path / "cache")
+    (own,) = [filling for filling in found.fillings if filling.is_this_job]
+    assert (found.num_seen_texts, own.name, own.num_samples) == (50, "windows at sentences, shuffle", 400)

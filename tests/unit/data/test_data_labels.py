@@ -43,6 +43,8 @@ def test_fewer_than_two_classes_are_an_error_that_shows_the_layout(tmp_path: Pat
         DataError, match=r"all 2 files are in folder 'data': put the files of each class .* data/<label>/\*\.txt"
     ):
         labels_from_folders(corpus)
+    with pytest.raises(DataError, match=r"the only file is in folder 'in': .* name the column .* with data\.label"):
+        labels_from_folders(corpus_of(tmp_path / "in", {"1.txt": "x"}))
 
 
 def test_a_class_without_text_is_not_dropped_in_silence(tmp_path: Path):

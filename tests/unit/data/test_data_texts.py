@@ -15,6 +15,7 @@ from plimsoll.data.spans import cut_texts
 from plimsoll.data.texts import DocumentDataset, split_by_text
 from plimsoll.data.tokens import TokenStore
 from plimsoll.data.windows import IGNORED_LABEL, split
+from plimsoll.errors import DataError
 from plimsoll.records.augmentation import Augmentation
 from token_stores import store_of, store_of_lengths
 
@@ -114,6 +115,13 @@ def test_a_split_by_text_shares_no_text_and_loses_no_window(tmp_path: Path):
     assert len(train) + len(validation) == len(spans)
     assert parents[1] == set(split(200, 0.1, 4)[1][np.arange(20)].tolist())
     assert train.num_tokens + validation.num_tokens == spans.num_tokens
+
+
+def test_a_share_of_one_text_cannot_be_held_out_however_many_windows_it_has(tmp_path: Path):
+    spans = cut_texts(store_of_lengths(tmp_path, [100]), 8)
+    why = r"share of 0\.1 of 1 text, for windows .*: set data\.unit=line or data\.unit=paragraph .*data\.validation"
+    with pytest.raises(DataError, match=why):
+        split_by_text(spans, 0.1, seed=0)
 
 
 @given(

@@ -1,10 +1,12 @@
 """The speed of each stage is told; a corpus that is large and not tokenized is not fed."""
 
+import re
 from pathlib import Path
 
 import pytest
 
 import plimsoll.run.feed
+from plimsoll.data.inspect import tokenize_corpus
 from plimsoll.records.job import Job
 from plimsoll.run.feed import time_corpus
 
@@ -28,6 +30,44 @@ def test_every_stage_has_a_rate_and_feeding_its_memory(job: Job, tmp_path: Path)
     assert tokens.private_bytes > 20 << 20
 
 
+def test_padding_is_no_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(plimsoll.run.feed, "_SECONDS", 0.05)
+    for label, text in (("ham", "ab"), ("spam", "abcdefgh")):
+        (tmp_path / "texts" / label).mkdir(parents=True)
+        (tmp_path / "texts" / label / "1.txt").write_text(text)
+    fields = {"model": "gpt2", "task": "classification", "data": str(tmp_path / "texts"), "batch_size": 2}
+    job = Job.from_fields(fields | {"tokenizer": {"vocab_size": 257}, "sequence_length": 16})
+    samples, tokens = time_corpus(job, tmp_path / "cache").rates[-2:]
+    assert tokens.per_second == pytest.approx((2 + 8) / 2 * samples.per_second)
+
+
 def test_a_large_corpus_is_not_tokenized_only_to_be_timed(job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(plimsoll.run.feed, "_SMALL_BYTES", 1000)
-    assert len(time_corpus(job, tmp_path / "cache").rates) == 3
+    feed = time_corpus(job, tmp_path / "cache")
+    assert len(feed.rates) == 3
+    assert feed.notes == ("Not fed: 6.8 KiB of text are not tokenized: `plimsoll data tokenize` first",)
+    tokenize_corpus(job, tmp_path / "cache")
+    assert len(time_corpus(job, tmp_path / "cache").rates) == 5
+
+
+def test_texts_that_are_tokenized_as_they_are_read_are_fed_however_large(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(plimsoll.run.feed, "_SMALL_BYTES", 1000)
+    data = job.data.model_copy(update={"on_the_fly": True, "long_texts": "truncate", "workers": 0})
+    feed = time_corpus(job.model_copy(update={"data": data}), tmp_path / "cache")
+    assert ([rate.stage for rate in feed.rates[3:]], feed.notes) == (["feed", "feed"], ())
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"sequence_length": 9000}, r"the text has \d+ tokens, but one sample is sequence_length = 9000: .*"),
+        ({"batch_size": 5000}, r"the data has \d+ samples, but one step takes batch_size = 5000: .*"),
+    ],
+)
+def test_what_was_timed_is_shown_where_the_text_does_not_fill_a_batch(job: Job, tmp_path: Path, fields, why: str):
+    feed = time_corpus(job.model_copy(update=fields), tmp_path / "cache")
+    assert [rate.stage for rate in feed.rates] == ["read", "read", "tokenize"]
+    (note,) = feed.notes
+    assert re.fullmatch(f"Not fed: {why}", note)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import csv
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
@@ -52,6 +52,7 @@ def look(path: str, reading: Reading) -> tuple[Layout, int]:
     columns, example = (names, second or []) if has_header else (numbered, names)
     strings = [name for name, cell in zip(columns, example, strict=False) if not _is_number(cell)]
     chosen = text_columns(reading, columns, strings)
+    _require_one_each((*chosen, *filter(None, [reading.label])), columns)
     layout = layout._replace(
         columns=tuple(map(columns.index, chosen)),
         label=None if reading.label is None else columns.index(reading.label),
@@ -90,6 +91,16 @@ def _has_header(first: list[str], numbered: list[str], reading: Reading) -> bool
         f"whether its first row ({listed(first)}) names the columns cannot be told: set header: true or header: false, "
         "or give text: <column>"
     )
+
+
+def _require_one_each(names: Sequence[str], columns: list[str]) -> None:
+    for name in names:
+        if columns.count(name) > 1:
+            numbers = ", ".join(str(number) for number, column in enumerate(columns, 1) if column == name)
+            raise DataError(
+                f"{columns.count(name)} of its columns ({numbers}) are called {name!r}, so which is meant cannot be "
+                "told, nor by number where the first row names the columns: rename all but one in the first row"
+            )
 
 
 def _is_number(cell: str) -> bool:

@@ -36,7 +36,7 @@ def test_rows_do_not_depend_on_where_a_file_is_cut(rows, quoting: int, suffix: s
     with cut_into(*borders), tempfile.TemporaryDirectory() as folder:
         path = written(Path(folder, f"a{suffix}"), file.getvalue())
         if not kept:
-            with pytest.raises(DataError, match="nothing but white space"):
+            with pytest.raises(DataError, match="a header and no row with text below it"):
                 opened(path, label="y")
             return
         corpus = opened(path, label="y")
@@ -140,11 +140,33 @@ def test_whether_the_first_row_names_the_columns(tmp_path: Path, content: str, f
         ),
         ("1,a,b\n", {}, "none of its columns '1', '2', '3' is called text, and 2 of them could be it"),
         ('"a"b\n', {"header": False}, r"its first row is no csv \(',' expected"),
+        (
+            "text,id,text\nx,1,y\n",
+            {},
+            r"2 of its columns \(1, 3\) are called 'text', so which .* rename all but one in the first row",
+        ),
+        ("y,a,y\n1,b,2\n", {"text": "a", "label": "y"}, r"2 of its columns \(1, 3\) are called 'y'"),
     ],
 )
 def test_columns_that_cannot_be_found_are_said(tmp_path: Path, content: str, fields: dict, why: str):
     with pytest.raises(DataError, match=rf"a\.csv as text: {why}"):
         opened(written(tmp_path / "a.csv", content), **fields)
+
+
+def test_a_column_that_is_not_asked_for_may_be_there_twice(tmp_path: Path):
+    assert list(opened(written(tmp_path / "a.csv", "x,text,x\n1,b,2\n"))) == ["b"]
+
+
+def test_a_header_without_rows_is_said(tmp_path: Path):
+    remedy = "and there is no other text: add rows, or set header: false if the first row is a text"
+    for number, content in enumerate(["id,text\n", "\ufefftext", "id,text\r\n\r\n1,\r\n"]):
+        with pytest.raises(DataError, match=rf"the only file of .*\.csv has a header and no row with .*, {remedy}"):
+            opened(written(tmp_path / f"{number}.csv", content))
+        written(tmp_path / "all" / f"{number}.csv", content)
+    written(tmp_path / "all" / "3.txt", " ")
+    with pytest.raises(DataError, match="3 of the 4 files of .* have a header and no row"):
+        opened(tmp_path / "all")
+    assert list(opened(tmp_path / "0.csv", header=False, text="2")) == ["text"]
 
 
 def test_escapes_become_the_characters_they_mean(tmp_path: Path):
