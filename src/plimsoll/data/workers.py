@@ -263,11 +263,11 @@ class _Ahead:
         Raises:
             RuntimeError: if a worker has died.
         """
-        if any(worker.exitcode is not None for worker in self._workers):
-            raise RuntimeError("a worker has ended")
         cursor, self.cursor = self.cursor, None
         assert cursor is not None
         with self._deaths_interrupt():
+            if not self._are_alive():
+                raise RuntimeError("a worker has ended")
             fields: dict[str, Any] | PlimsollError = next(self._iterator)
         if isinstance(fields, PlimsollError):
             raise fields
@@ -283,10 +283,25 @@ class _Ahead:
         return [(worker.pid or 0, worker.exitcode) for worker in self._workers if worker.exitcode is not None]
 
     def close(self) -> None:
-        """End the workers."""
-        self._iterator._shutdown_workers()
+        """End the workers.
+
+        One that was killed may have held a lock that torch takes to end the others, and waits for without end: these
+        have nothing to lose, and are killed too.
+        """
+        if self._are_alive():
+            self._iterator._shutdown_workers()
+        else:
+            self._iterator._shutdown = True  # as torch notes that it has done that
+            for worker in self._workers:
+                worker.kill()
+            for queue in self._iterator._index_queues:
+                queue.cancel_join_thread()
+                queue.close()
         for worker in self._workers:
             worker.join()
+
+    def _are_alive(self) -> bool:
+        return all(worker.exitcode is None for worker in self._workers)
 
     @contextmanager
     def _deaths_interrupt(self) -> Iterator[None]:

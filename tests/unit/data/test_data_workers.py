@@ -73,7 +73,9 @@ def ids_of(loader: Loader, num_batches: int) -> list[list[int]]:
 
 
 def kill_one(number: int = signal.SIGKILL) -> None:
-    os.kill(active_children()[-1].pid, number)
+    worker = active_children()[-1]
+    os.kill(worker.pid, number)
+    worker.join()
 
 
 def in_worker() -> bool:
@@ -149,8 +151,7 @@ def test_killed_workers_lose_and_repeat_nothing(loader_of):
     for number in range(30):
         got += ids_of(loader, 1)
         if number in (3, 10, 20):
-            kill_one()
-            time.sleep(0.05)  # it is dead while this process is in its step, where nothing is raised
+            kill_one()  # it is dead while this process is in its step, where nothing is raised
     assert got == EXPECTED[:30]
     assert [text.partition(" failed")[0] for text in said] == [
         "reading with 4 workers", "reading with 2 workers", "reading with 1 worker",
@@ -190,6 +191,17 @@ def test_a_kill_for_lack_of_memory_is_told_from_others(loader_of, kills: list[in
     now[0] = kills[1]
     assert ids_of(loader, 3) == EXPECTED[2:5]
     assert cause in said[0]
+
+
+def test_a_worker_that_is_killed_with_a_lock_in_its_hands_holds_up_nobody(loader_of):
+    """It takes that of the event that ends all workers each time it looks whether it is set."""
+    said: list[str] = []
+    loader = loader_of(Numbers(), BUCKETS, 1, workers=2, on_event=said.append)
+    ids_of(loader, 2)
+    loader._feed._ahead._iterator._workers_done_event._cond.acquire()  # as if by the worker
+    kill_one()
+    assert ids_of(loader, 10) == EXPECTED[2:12]
+    assert len(said) == 1
 
 
 def test_without_a_listener_it_is_a_warning(loader_of):
