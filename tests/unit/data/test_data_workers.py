@@ -402,6 +402,7 @@ while True:
         if number == 5:
             print(*(child.pid for child in __import__("multiprocessing").active_children()), flush=True)
         if number == 10 and sys.argv[1] == "exit":
+            sys.stdin.readline()  # until the workers have been looked at
             sys.exit()
 """
 
@@ -409,8 +410,8 @@ while True:
 @pytest.mark.parametrize("end", ["exit", "SIGINT", "SIGTERM", "SIGKILL"])
 def test_no_worker_outlives_the_training(end: str):
     process = subprocess.Popen(
-        [sys.executable, "-c", ENDLESS, end], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        start_new_session=True,
+        [sys.executable, "-c", ENDLESS, end], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        text=True, start_new_session=True,
     )  # fmt: skip
     workers = [psutil.Process(int(pid)) for pid in process.stdout.readline().split()]
     assert len(workers) == 2
@@ -418,7 +419,7 @@ def test_no_worker_outlives_the_training(end: str):
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does it
     elif end != "exit":
         process.send_signal(getattr(signal, end))
-    _, errors = process.communicate(timeout=30)
+    _, errors = process.communicate("\n", timeout=30)
     assert process.returncode == {"exit": 0, "SIGINT": -2, "SIGTERM": -15, "SIGKILL": -9}[end], errors
     _, alive = psutil.wait_procs(workers, timeout=20)  # torch's workers look for their parent every 5 s
     assert not alive
