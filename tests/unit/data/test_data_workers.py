@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing import active_children, parent_process
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import numpy as np
@@ -50,6 +51,20 @@ class Numbers:
         return ids % 40 + 1
 
 
+_OTHERS: set[BaseProcess] = set()
+
+
+@pytest.fixture(autouse=True)
+def _children_of_other_tests() -> None:
+    _OTHERS.clear()
+    _OTHERS.update(active_children())
+
+
+def children() -> list[BaseProcess]:
+    """The processes that a test has started."""
+    return [child for child in active_children() if child not in _OTHERS]
+
+
 @pytest.fixture
 def loader_of() -> Iterator[Callable[..., Loader]]:
     """Loaders that are closed after the test."""
@@ -73,7 +88,7 @@ def ids_of(loader: Loader, num_batches: int) -> list[list[int]]:
 
 
 def kill_one(number: int = signal.SIGKILL) -> None:
-    worker = active_children()[-1]
+    worker = children()[-1]
     os.kill(worker.pid, number)
     worker.join()
 
@@ -158,7 +173,7 @@ def test_killed_workers_lose_and_repeat_nothing(loader_of):
     ]  # fmt: skip
     assert "was killed (SIGKILL), by the kernel for lack of memory or by somebody. Going on at the same" in said[0]
     assert "with no workers: no sample is lost or comes twice" in said[2]
-    assert not active_children()
+    assert not children()
 
 
 def test_a_worker_killed_while_it_is_waited_for_is_noticed_at_once(loader_of):
@@ -286,7 +301,7 @@ def test_shared_memory_that_will_not_do_is_noticed_before(
     loader = loader_of(Numbers(), 10, shuffle=False, workers=4, on_event=said.append)
     assert ids_of(loader, 3) == [list(range(start, start + 10)) for start in (0, 10, 20)]
     assert loader._feed.num_workers == num_workers
-    assert len(active_children()) == num_workers
+    assert len(children()) == num_workers
     assert loader._feed._prefetch == prefetch
     assert len(said) == (free_batches < 8)
     if said:
@@ -338,7 +353,7 @@ def test_workers_are_as_many_as_cores_and_budget_allow(loader_of, monkeypatch):
     monkeypatch.delenv("LOCAL_WORLD_SIZE")
     loader = loader_of(Numbers(), 10, shuffle=False, workers="auto", host_budget_bytes=26 << 20)
     ids_of(loader, 1)
-    assert loader._feed.num_workers == len(active_children()) == 2
+    assert loader._feed.num_workers == len(children()) == 2
 
 
 def test_workers_run_one_thread_and_no_parallel_tokenizer(loader_of):
