@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from plimsoll.data import ragged
 from plimsoll.data.masks import block_diagonal_mask
 from plimsoll.data.spans import Spans
-from plimsoll.data.store import Facts, Progress, read_facts, silent, stored
+from plimsoll.data.store import Facts, Progress, kept_facts, silent, stored
 from plimsoll.data.windows import IGNORED_LABEL, Samples
 from plimsoll.errors import DataError
 
@@ -144,10 +144,7 @@ def open_packs(spans: Spans, folder: Path) -> Packs:
     Raises:
         DataError: if they are gone or torn.
     """
-    facts = read_facts(folder)
-    if facts is None:
-        raise DataError(f"the packs {folder} are gone from the cache, or torn: prepare them again, as --resume does")
-    return Packs(spans, folder, facts)
+    return Packs(spans, folder, kept_facts(folder, "packs"))
 
 
 def best_fit(lengths_M: Ints, row_tokens: int) -> tuple[Ints, Ints]:

@@ -20,7 +20,7 @@ from plimsoll.data.formats import Reading
 from plimsoll.data.index import open_corpus
 from plimsoll.data.labels import labels_of
 from plimsoll.data.spans import Spans, cut_texts, num_windows, open_spans
-from plimsoll.data.store import Facts, Progress, read_facts, silent, stored
+from plimsoll.data.store import Facts, Progress, kept_facts, read_facts, silent, stored
 from plimsoll.data.tokenizer import Tokenizer, prepare_tokenizer
 from plimsoll.data.tokens import TokenStore, open_tokens, tokenize
 from plimsoll.errors import DataError
@@ -323,8 +323,7 @@ def _labels(text: PreparedText) -> NDArray[Any] | None:
     if text.labels_folder is None:
         return None
     folder = Path(text.labels_folder)
-    if read_facts(folder) is None:
-        raise DataError(f"the labels {folder} are gone from the cache, or torn: prepare them again, as --resume does")
+    kept_facts(folder, "labels")
     labels: NDArray[Any] = np.load(folder / _LABELS_FILE, mmap_mode="r")
     return labels
 

@@ -83,7 +83,7 @@ class _Scanners:
     def __init__(self, stack: ExitStack, num_bytes: int) -> None:
         self.number = min(len(os.sched_getaffinity(0)), _MOST_PROCESSES)
         self._processes: ProcessPoolExecutor | None = None
-        if num_bytes >= _FORK_BYTES and not current_process().daemon:  # whose children would outlive it
+        if num_bytes >= _FORK_BYTES and not current_process().daemon:  # which may have no children
             self._begin(stack)  # first of all: only a process without threads is forked safely
         self.threads = stack.enter_context(ThreadPoolExecutor(self.number))
         stack.callback(self.threads.shutdown, wait=True, cancel_futures=True)

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from plimsoll.data import ragged
 from plimsoll.data.borders import Borders, cut_at_borders
-from plimsoll.data.store import Facts, Progress, read_facts, silent, stored
+from plimsoll.data.store import Facts, Progress, kept_facts, read_facts, silent, stored
 from plimsoll.data.tokens import TokenStore
 from plimsoll.errors import DataError
 
@@ -155,10 +155,7 @@ def open_spans(store: TokenStore, folder: Path) -> Spans:
     Raises:
         DataError: if they are gone or torn.
     """
-    facts = read_facts(folder)
-    if facts is None:
-        raise DataError(f"the spans {folder} are gone from the cache, or torn: prepare them again, as --resume does")
-    return Spans(store, folder, facts)
+    return Spans(store, folder, kept_facts(folder, "spans"))
 
 
 def select_spans(spans: Spans, name: str, is_chosen: Callable[[NDArray[np.int64]], NDArray[np.bool_]]) -> Spans:

@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
-from plimsoll.errors import OutputError
+from plimsoll.errors import DataError, OutputError
 from plimsoll.records.base import sync, write_atomically
 from plimsoll.records.units import format_bytes
 
@@ -70,6 +70,18 @@ def read_facts(folder: Path) -> Facts | None:
     except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError):
         return None
     facts: Facts = manifest["facts"]
+    return facts
+
+
+def kept_facts(folder: Path, what: str) -> Facts:
+    """Return the facts of a store that was written before; ``what`` it holds is said if it is no longer there.
+
+    Raises:
+        DataError: if it is gone or torn.
+    """
+    facts = read_facts(folder)
+    if facts is None:
+        raise DataError(f"the {what} {folder} are gone from the cache, or torn: prepare them again, as --resume does")
     return facts
 
 

@@ -24,9 +24,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plimsoll.data.corpus import Corpus
-from plimsoll.data.store import Facts, Progress, read_facts, require_space, silent, stored
+from plimsoll.data.store import Facts, Progress, kept_facts, require_space, silent, stored
 from plimsoll.data.tokenizer import tokenizer_threads
-from plimsoll.errors import DataError
 from plimsoll.records.base import write_atomically
 
 if TYPE_CHECKING:
@@ -97,10 +96,7 @@ def open_tokens(folder: Path) -> TokenStore:
     Raises:
         DataError: if they are gone or torn.
     """
-    facts = read_facts(folder)
-    if facts is None:
-        raise DataError(f"the tokens {folder} are gone from the cache, or torn: prepare them again, as --resume does")
-    return TokenStore(folder, facts)
+    return TokenStore(folder, kept_facts(folder, "tokens"))
 
 
 class _Batch(NamedTuple):
