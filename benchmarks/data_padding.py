@@ -34,12 +34,12 @@ from plimsoll.data.index import open_corpus
 from plimsoll.data.order import Order
 from plimsoll.data.packing import PackedDataset, pack
 from plimsoll.data.spans import cut_texts
-from plimsoll.data.store import stored
 from plimsoll.data.texts import DocumentDataset
 from plimsoll.data.tokenizer import prepare_tokenizer
 from plimsoll.data.tokens import TokenStore, open_tokens, tokenize
 from plimsoll.data.windows import IGNORED_LABEL, Samples
 from plimsoll.records.job import TokenizerSource
+from plimsoll.store import stored
 
 SHOWN = Console(stderr=False, width=120)
 LOG_MEAN, LOG_DEVIATION = 3.05, 0.735

@@ -26,10 +26,10 @@ import numpy as np
 from plimsoll.data.corpus import Corpus
 from plimsoll.data.formats import Reading
 from plimsoll.data.index import open_corpus
-from plimsoll.data.store import stored
 from plimsoll.data.tokenizer import Tokenizer, prepare_tokenizer, tokenizer_threads
 from plimsoll.data.tokens import open_tokens, tokenize
 from plimsoll.records.job import TokenizerSource
+from plimsoll.store import stored
 
 BATCH_BYTES = 1 << 20
 

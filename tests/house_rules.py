@@ -21,6 +21,7 @@ from pathlib import PurePosixPath
 LAYERS = (
     {"errors"},
     {"records"},
+    {"identity", "store"},
     {"device", "data", "embeddings", "weights", "workload", "optimizers", "report"},
     {"models"},
     {"memory", "assemble"},

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from plimsoll.data.store import stored
 from plimsoll.data.tokens import TokenStore, open_tokens
+from plimsoll.store import stored
 
 END = 0
 

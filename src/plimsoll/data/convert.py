@@ -20,10 +20,11 @@ from typing import IO, Any, NamedTuple
 import xxhash
 
 from plimsoll.data.formats import Reading, packed
-from plimsoll.data.sources import SourceFile, find_files, identity_of
-from plimsoll.data.store import Facts, Progress, require_space, stored
+from plimsoll.data.sources import SourceFile, find_files
 from plimsoll.errors import DataError
+from plimsoll.identity import identity_of
 from plimsoll.records.job import HUB_PREFIX
+from plimsoll.store import Facts, Progress, require_space, stored
 
 _SUFFIXES = {
     ".jsonl": "jsonl",

@@ -24,8 +24,8 @@ from plimsoll.data.formats import Layout
 from plimsoll.data.opened import OpenFiles
 from plimsoll.data.rows import BEGINS_FILE, GAPS_FILE, LABELS_FILE
 from plimsoll.data.scan import format_named
-from plimsoll.data.store import Facts, read_facts
 from plimsoll.errors import DataError
+from plimsoll.store import Facts, read_facts
 
 _RUN_BYTES, _RUN_TEXTS = 256 << 10, 1 << 16
 _SLICE_BYTES = 32 << 10

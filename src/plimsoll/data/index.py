@@ -4,7 +4,7 @@ Every file is read once, in parallel: checked, hashed, and split into texts, who
 text, memory-mapped; see `plimsoll.data.rows`). Texts stay where they are. The index belongs to the paths, sizes,
 modification times and a sample of the content of the files: where one differs, a new index is built. Memory: some 500
 bytes per file, nothing per text. It does NOT notice an edit that keeps size and time and misses the sample, see
-`plimsoll.data.sources.identity_of`.
+`plimsoll.identity.identity_of`.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from plimsoll.data.formats import Layout, Reading
 from plimsoll.data.formats._scanning import text_begin
 from plimsoll.data.rows import FileFault, Rows, Source
 from plimsoll.data.scan import Scanned, format_named, scan_files
-from plimsoll.data.sources import identity_of
-from plimsoll.data.store import Facts, Progress, silent, stored
 from plimsoll.errors import DataError
+from plimsoll.identity import identity_of
+from plimsoll.store import Facts, Progress, silent, stored
 
 
 def open_corpus(sources: Sequence[Any], reading: Reading, cache: Path, progress: Progress = silent) -> Corpus:

@@ -23,11 +23,11 @@ from plimsoll.data.index import open_corpus
 from plimsoll.data.labels import labels_of
 from plimsoll.data.prepare import reading_of
 from plimsoll.data.spans import cut_texts
-from plimsoll.data.store import Progress, read_facts, silent
 from plimsoll.data.tokenizer import Tokenizer, prepare_tokenizer, tokenizer_threads
 from plimsoll.data.tokens import open_tokens, tokenize, tokens_folder
 from plimsoll.records.corpus import CorpusFacts, Filling, Inspection, LabelCount, TokenFacts
 from plimsoll.records.job import Job
+from plimsoll.store import Progress, read_facts, silent
 
 _SEEN_BYTES = 4 << 20
 _MOST_SEEN_TEXTS = 100_000

@@ -12,8 +12,8 @@ from collections import OrderedDict
 import numpy as np
 from numpy.typing import NDArray
 
-from plimsoll.data.store import Facts
 from plimsoll.errors import DataError
+from plimsoll.store import Facts
 
 _MOST_OPEN = 64
 

@@ -24,9 +24,9 @@ from numpy.typing import NDArray
 from plimsoll.data import ragged
 from plimsoll.data.masks import block_diagonal_mask
 from plimsoll.data.spans import Spans
-from plimsoll.data.store import Facts, Progress, kept_facts, silent, stored
 from plimsoll.data.windows import IGNORED_LABEL, Samples
 from plimsoll.errors import DataError
+from plimsoll.store import Facts, Progress, kept_facts, silent, stored
 
 _RECIPE = 1  # raise it when the same spans are packed otherwise
 _SPANS_PER_POOL = 1 << 16

@@ -20,12 +20,12 @@ from plimsoll.data.formats import Reading
 from plimsoll.data.index import open_corpus
 from plimsoll.data.labels import labels_of
 from plimsoll.data.spans import Spans, cut_texts, num_windows, open_spans
-from plimsoll.data.store import Facts, Progress, kept_facts, read_facts, silent, stored
 from plimsoll.data.tokenizer import Tokenizer, prepare_tokenizer
 from plimsoll.data.tokens import TokenStore, open_tokens, tokenize
 from plimsoll.errors import DataError
 from plimsoll.records.base import Frozen, Record
 from plimsoll.records.job import DataSource, Job
+from plimsoll.store import Facts, Progress, kept_facts, read_facts, silent, stored
 
 if TYPE_CHECKING:  # these import torch, which preparing does not need
     from plimsoll.data.augment import TokenAugmentation

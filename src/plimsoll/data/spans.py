@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 
 from plimsoll.data import ragged
 from plimsoll.data.borders import Borders, cut_at_borders
-from plimsoll.data.store import Facts, Progress, kept_facts, read_facts, silent, stored
 from plimsoll.data.tokens import TokenStore
 from plimsoll.errors import DataError
+from plimsoll.store import Facts, Progress, kept_facts, read_facts, silent, stored
 
 LongTexts = Literal["window", "truncate", "stop"]
 

@@ -26,10 +26,10 @@ from plimsoll.data.formats import Reading
 from plimsoll.data.formats._columns import MOST_LABELS, listed, text_columns
 from plimsoll.data.formats.packed import CODES_FILE, ENDS_FILE, NAMES_FILE, TEXTS_FILE
 from plimsoll.data.rows import MOST_SKIPPED_LISTED
-from plimsoll.data.store import Facts, require_space
 from plimsoll.errors import DataError
 from plimsoll.records.job import HUB_PREFIX
 from plimsoll.records.units import format_bytes
+from plimsoll.store import Facts, require_space
 
 _BATCH_ROWS = 1000
 _BUFFER_BYTES = 1 << 20

@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from plimsoll.data.corpus import Corpus
-from plimsoll.data.store import Facts, Progress, read_facts, silent, stored
 from plimsoll.errors import DataError
 from plimsoll.records.base import write_atomically
 from plimsoll.records.job import TokenizerSource
+from plimsoll.store import Facts, Progress, read_facts, silent, stored
 
 if TYPE_CHECKING:  # the training process imports this module, but need not pay for the library
     import tokenizers

@@ -24,9 +24,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plimsoll.data.corpus import Corpus
-from plimsoll.data.store import Facts, Progress, kept_facts, require_space, silent, stored
 from plimsoll.data.tokenizer import tokenizer_threads
 from plimsoll.records.base import write_atomically
+from plimsoll.store import Facts, Progress, kept_facts, require_space, silent, stored
 
 if TYPE_CHECKING:
     import tokenizers

@@ -23,7 +23,6 @@ from plimsoll.data.index import open_corpus
 from plimsoll.data.inspect import index_corpus
 from plimsoll.data.order import Order
 from plimsoll.data.prepare import open_datasets, prepare, reading_of
-from plimsoll.data.store import Progress, read_facts, silent
 from plimsoll.data.tokenizer import prepare_tokenizer, tokenizer_threads
 from plimsoll.data.tokens import tokens_folder
 from plimsoll.device.process import private_bytes
@@ -31,6 +30,7 @@ from plimsoll.errors import DataError
 from plimsoll.records.corpus import FeedRates, Rate
 from plimsoll.records.job import Job
 from plimsoll.records.units import format_bytes
+from plimsoll.store import Progress, read_facts, silent
 
 _SECONDS = 2.0
 _BATCH_TEXTS = 1024

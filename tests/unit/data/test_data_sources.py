@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from plimsoll.data.sources import find_files, identity_of
+from plimsoll.data.sources import find_files
 from plimsoll.errors import DataError
 
 
@@ -79,21 +79,3 @@ def test_a_source_that_means_nothing_is_an_error_with_its_own_text(tree: Path, s
     with pytest.raises(DataError, match=message) as caught:
         find_files((str(tree / source),))
     assert source in str(caught.value)
-
-
-def test_the_identity_says_path_size_time_and_a_sample(tree: Path):
-    files = find_files((str(tree / "a.txt"), str(tree / "b.txt")))
-    identity = identity_of(files)
-    assert [entry[:2] for entry in identity] == [(str(tree / "a.txt"), 1), (str(tree / "b.txt"), 1)]
-    (tree / "b.txt").write_text("y")
-    assert [one == other for one, other in zip(identity, identity_of(files), strict=True)] == [True, False]
-    (tree / "b.txt").unlink()
-    with pytest.raises(DataError, match=r"cannot read .*b\.txt \(No such file or directory\): put it back"):
-        identity_of(files)
-
-
-def test_of_many_files_some_are_sampled(tmp_path: Path):
-    for number in range(200):
-        (tmp_path / f"{number:03d}.txt").write_text("x")
-    samples = [entry[3] for entry in identity_of(find_files((str(tmp_path),)))]
-    assert len([sample for sample in samples if sample]) == 50

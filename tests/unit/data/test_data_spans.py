@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from plimsoll.data import spans as module
 from plimsoll.data.spans import Spans, cut_texts, open_spans, select_spans
-from plimsoll.data.store import stored
 from plimsoll.data.tokens import TokenStore
 from plimsoll.errors import DataError
+from plimsoll.store import stored
 from token_stores import store_of, store_of_lengths
 
 

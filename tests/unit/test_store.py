@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from plimsoll.data.store import read_facts, require_space, stored
 from plimsoll.errors import OutputError
+from plimsoll.store import read_facts, require_space, stored
 
 WRITER = """
 import os, sys, time
 from pathlib import Path
-from plimsoll.data.store import stored
+from plimsoll.store import stored
 
 def write(folder):
     with open(sys.argv[2], "a") as log:
