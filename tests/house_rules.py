@@ -42,6 +42,7 @@ TORCH_FREE = {"records", "errors", "report"}
 # A folder in which every module (but `_x.py`) is one entry, and where the pages of its entries are.
 PAGES = {
     "data/formats": "docs/formats",
+    "embeddings/formats": "docs/embeddings",
     "techniques": "docs/techniques",
     "diagnose/causes": "docs/causes",
     "diagnose/lint": "docs/rules",

@@ -4,6 +4,7 @@
     |-- InputError (ValueError)            2   something the user gave cannot be used
     |   |-- JobError                           job.yaml: unknown field, wrong value, contradiction
     |   |-- DataError                          text that is missing, empty, binary, not UTF-8, too short
+    |   |-- EmbeddingError                     word vectors that are missing, of no known format, or fit nothing
     |   |-- BudgetError                        a budget that cannot hold even the weights
     |   |-- DeviceError                        a device or a limit this machine does not have
     |   |-- RecordError                        a record file of an unknown kind or schema version
@@ -36,6 +37,10 @@ class JobError(InputError):
 
 class DataError(InputError):
     """A text source is missing, empty, binary, not UTF-8 or too short."""
+
+
+class EmbeddingError(InputError):
+    """Word vectors are missing, damaged, of no known format, or do not fit the words or the model."""
 
 
 class BudgetError(InputError):

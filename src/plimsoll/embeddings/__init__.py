@@ -1,0 +1,1 @@
+"""Pretrained word vectors: only the rows that are needed, in little memory."""

@@ -1,0 +1,174 @@
+"""Where the bytes of a file are: the file itself, a gzip file, or one file of a zip archive, read in place.
+
+A file of an archive that holds several is named as if the archive were a folder: ``glove.6B.zip/glove.6B.300d.txt``.
+Does NOT cover tar archives, encrypted archives and addresses on the network.
+"""
+
+from __future__ import annotations
+
+import gzip
+import os
+import shutil
+import tempfile
+import zipfile
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import IO, Literal
+
+from plimsoll.errors import EmbeddingError
+from plimsoll.records.units import format_bytes
+
+HEAD_BYTES = 64 << 10
+_CHUNK_BYTES = 1 << 20
+_GZIP_MAGIC, _ZIP_MAGIC = b"\x1f\x8b", b"PK\x03\x04"
+_BROKEN = (EOFError, zlib.error, zipfile.BadZipFile, gzip.BadGzipFile)
+"""What reading a compressed file raises where it is cut off or damaged."""
+
+
+class Source:
+    """A file with vectors.
+
+    Attributes:
+        path: the file on the disk.
+        member: the file in the archive, of a zip.
+        packing: how it is compressed.
+
+    Raises:
+        EmbeddingError: if there is no such file, or an archive holds several and none is named.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path, inner = _archive_and_member(path)
+        with self._reading(), self.path.open("rb") as file:
+            magic = file.read(4)
+            self.num_file_bytes = os.fstat(file.fileno()).st_size
+        self.packing: Literal["", "gzip", "zip"] = ""
+        self.member: str | None = None
+        if magic == _ZIP_MAGIC:
+            self.packing = "zip"
+            with self._reading():
+                self.member = _member(self.path, inner)
+        elif magic.startswith(_GZIP_MAGIC):
+            self.packing = "gzip"
+
+    @property
+    def name(self) -> str:
+        """The path as a user names it."""
+        return str(self.path) if self.member is None else f"{self.path}/{self.member}"
+
+    @property
+    def num_bytes(self) -> int | None:
+        """The bytes that `chunks` yields; a gzip file does not say."""
+        if self.member is not None:
+            with self._reading(), zipfile.ZipFile(self.path) as archive:
+                return archive.getinfo(self.member).file_size
+        return None if self.packing else self.num_file_bytes
+
+    @cached_property
+    def head(self) -> bytes:
+        """The first 64 KiB, fewer if the file is shorter."""
+        with self.opened() as (file, _):
+            try:
+                return file.read(HEAD_BYTES)
+            except _BROKEN:
+                return b""
+
+    @contextmanager
+    def opened(self) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
+        """Open what the file holds, and the file on the disk, whose place says how much has been read.
+
+        Raises:
+            EmbeddingError: if it cannot be read.
+        """
+        with self._reading(), self.path.open("rb", buffering=0 if not self.packing else _CHUNK_BYTES) as raw:
+            if self.packing == "gzip":
+                with gzip.GzipFile(fileobj=raw) as unpacked:
+                    yield unpacked, raw
+            elif self.member is not None:
+                with zipfile.ZipFile(raw) as archive, archive.open(self.member) as inside:
+                    yield inside, raw
+            else:
+                yield raw, raw
+
+    def chunks(self, num_bytes: int = _CHUNK_BYTES) -> Iterator[tuple[bytes, float]]:
+        """Yield what the file holds, and how much of it has been read by then (0 to 1).
+
+        It ends early, without an error, where a compressed file is cut off or damaged: `is_cut` says so.
+        """
+        self.is_cut = False
+        with self.opened() as (file, raw):
+            while True:
+                try:
+                    chunk = file.read(num_bytes)
+                except _BROKEN:
+                    self.is_cut = True
+                    return
+                if not chunk:
+                    return
+                yield chunk, raw.tell() / max(self.num_file_bytes, 1)
+
+    @contextmanager
+    def as_file(self) -> Iterator[Path]:
+        """Give a file on the disk that holds the bytes: the file itself, or a temporary one that is unpacked.
+
+        Raises:
+            EmbeddingError: if it cannot be read, or unpacked for want of space.
+        """
+        if not self.packing:
+            yield self.path
+            return
+        with tempfile.TemporaryDirectory(prefix="plimsoll-embeddings-") as folder:
+            path = Path(folder) / Path(self.member or self.path.stem).name
+            needed_bytes, free_bytes = self.num_bytes or self.num_file_bytes, shutil.disk_usage(folder).free
+            if needed_bytes > free_bytes:
+                raise EmbeddingError(
+                    f"{self.name} has to be unpacked to be read, into {folder}, which has {format_bytes(free_bytes)} "
+                    f"free and {format_bytes(needed_bytes)} are needed: set TMPDIR to a folder with more"
+                )
+            with path.open("wb") as file:
+                for chunk, _ in self.chunks():
+                    file.write(chunk)
+            yield path
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise EmbeddingError(
+                f"cannot read {self.path} ({error.strerror or error}): check the path, or allow reading it"
+            ) from None
+        except (zipfile.BadZipFile, NotImplementedError, RuntimeError) as error:
+            raise EmbeddingError(f"cannot read the archive {self.path} ({error}): download it again") from None
+
+
+def _archive_and_member(path: Path) -> tuple[Path, str | None]:
+    """Part ``archive.zip/name`` where ``archive.zip`` is a file."""
+    for parent in path.parents:
+        if parent.is_file():
+            return parent, str(path.relative_to(parent))
+    if not path.exists():
+        where = f" (relative to {Path.cwd()})" if not path.is_absolute() else ""
+        raise EmbeddingError(
+            f"there is no file {path}{where}: give a file of word vectors (GloVe or word2vec text, word2vec or fastText "
+            ".bin, gensim KeyedVectors, .npy with words, .safetensors; .gz and .zip of these)"
+        )
+    return path, None
+
+
+def _member(path: Path, inner: str | None) -> str:
+    with zipfile.ZipFile(path) as archive:
+        names = [info.filename for info in archive.infolist() if not info.is_dir()]
+    if inner is None and len(names) == 1:
+        return names[0]
+    if inner in names:
+        return str(inner)
+    listed = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
+    if inner is None:
+        raise EmbeddingError(
+            f"{path} holds {len(names)} files ({listed}): name one as {path}/{names[0] if names else 'NAME'}"
+        )
+    raise EmbeddingError(f"{path} holds no file {inner} but {listed}: name one of them")
