@@ -44,21 +44,27 @@ def silent(stage: str, done: int, total: int) -> None:
     """Show nothing."""
 
 
-def stored(folder: Path, write: Callable[[Path], Facts], goes_on: bool = False) -> Facts:
+def stored(
+    folder: Path,
+    write: Callable[[Path], Facts],
+    goes_on: bool = False,
+    is_whole: Callable[[Facts], bool] = lambda facts: True,
+) -> Facts:
     """Return the facts of the store at ``folder``; where there is none, or a torn one, let ``write`` fill it first.
 
     ``write`` gets an empty folder to put files into and returns the facts to keep with them (JSON). With ``goes_on`` it
-    gets the folder as it left it when it was interrupted, and has to know itself which of it is good.
+    gets the folder as it left it when it was interrupted, and has to know itself which of it is good. ``is_whole`` may
+    look closer at a store that is there than this module does: one that is not is written again.
 
     Raises:
         OutputError: if the disk is full or the folder cannot be written; nothing is left behind.
     """
     facts = read_facts(folder)
-    if facts is not None:
+    if facts is not None and is_whole(facts):
         return facts
     with _translated(folder), _locked(folder):
         facts = read_facts(folder)  # another process may have written it while this one waited
-        return _written(folder, write, goes_on) if facts is None else facts
+        return facts if facts is not None and is_whole(facts) else _written(folder, write, goes_on)
 
 
 def read_facts(folder: Path) -> Facts | None:

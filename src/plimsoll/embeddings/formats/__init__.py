@@ -1,14 +1,14 @@
 """How word vectors lie in files: one module per format, each with the functions of `Format`.
 
 A format is told by the first bytes of a file and never by its name. Every format streams: what is read is a part of the
-file at a time, in which the wanted words are found first and only their numbers are parsed. `plimsoll.embeddings.opening` lists them;
-the contract tests run over every module of this folder.
+file at a time, in which the wanted words are found first and only their numbers are parsed.
+`plimsoll.embeddings.opening` lists the modules; the contract tests run over every module of this folder.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -111,3 +111,15 @@ class Format(Protocol):
             EmbeddingError: if it is damaged beyond use, or of a kind that is not covered.
         """
         ...
+
+
+def rows_of(values: NDArray[Any], faults: tuple[Fault, ...] = ()) -> Rows:
+    """Return vectors in single precision, with a fault for each that holds NaN or infinity, behind those given."""
+    with np.errstate(over="ignore"):  # what is too large becomes infinite, which is found next
+        matrix = values.astype(np.float32)
+    is_finite = np.isfinite(matrix).all(axis=1)
+    not_finite = [
+        Fault("finite", number, f"it holds {matrix[number][~np.isfinite(matrix[number])][0]}")
+        for number in np.flatnonzero(~is_finite).tolist()
+    ]
+    return Rows(matrix, (*faults, *not_finite))

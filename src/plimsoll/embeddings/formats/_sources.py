@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import IO, Literal
+from typing import IO, Any, Literal
 
 from plimsoll.errors import EmbeddingError
 from plimsoll.records.units import format_bytes
@@ -72,12 +72,12 @@ class Source:
         """The first 64 KiB, fewer if the file is shorter."""
         with self.opened() as (file, _):
             try:
-                return file.read(HEAD_BYTES)
+                return bytes(file.read(HEAD_BYTES))
             except _BROKEN:
                 return b""
 
     @contextmanager
-    def opened(self) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
+    def opened(self) -> Iterator[tuple[Any, IO[bytes]]]:
         """Open what the file holds, and the file on the disk, whose place says how much has been read.
 
         Raises:
@@ -153,8 +153,8 @@ def _archive_and_member(path: Path) -> tuple[Path, str | None]:
     if not path.exists():
         where = f" (relative to {Path.cwd()})" if not path.is_absolute() else ""
         raise EmbeddingError(
-            f"there is no file {path}{where}: give a file of word vectors (GloVe or word2vec text, word2vec or fastText "
-            ".bin, gensim KeyedVectors, .npy with words, .safetensors; .gz and .zip of these)"
+            f"there is no file {path}{where}: give a file of word vectors (GloVe or word2vec text, word2vec or "
+            "fastText .bin, gensim KeyedVectors, .npy with words, .safetensors; .gz and .zip of these)"
         )
     return path, None
 

@@ -1,0 +1,83 @@
+"""What is wrong with a file of word vectors: counted, with the first examples of each kind, or an error."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from plimsoll.embeddings.formats import Block, Fault, FaultKind, Rows
+from plimsoll.embeddings.opening import Opened
+from plimsoll.errors import EmbeddingError
+from plimsoll.records.embeddings import FaultCount
+
+_MOST_EXAMPLES = 5
+_NAMES: dict[FaultKind, str] = {
+    "dimension": "too few numbers",
+    "number": "not a number",
+    "finite": "NaN or infinite",
+    "utf-8": "a word that is not UTF-8",
+    "truncated": "cut off",
+}
+
+
+class FaultList:
+    """Collects what is wrong with a file, part by part.
+
+    Attributes:
+        num_words: words so far, those with faults included.
+    """
+
+    def __init__(self, opened: Opened, strict: bool) -> None:
+        self._opened, self._strict = opened, strict
+        self._counts: dict[FaultKind, int] = {}
+        self._examples: dict[FaultKind, list[str]] = {}
+        self.num_words = 0
+
+    def add(self, block: Block, indexes: NDArray[np.int64], rows: Rows) -> None:
+        """Add the faults of a part, and those of the vectors that were parsed of it.
+
+        Raises:
+            EmbeddingError: the first of them, if no fault is allowed.
+        """
+        of_rows = [_in_part(fault, block, int(indexes[fault.at])) for fault in rows.faults]
+        for fault in sorted([*block.faults, *of_rows], key=lambda fault: fault.at):
+            self._add(fault.kind, f"{self._place(fault.at)}: {fault.what}")
+        self.num_words += block.num_words
+
+    def end(self) -> None:
+        """Say so if the file has fewer words than it promises.
+
+        Raises:
+            EmbeddingError: as `add`.
+        """
+        promised = self._opened.vectors.num_promised
+        if promised is not None and self.num_words < promised and "truncated" not in self._counts:
+            self._add("truncated", f"{self.num_words:,} of the {promised:,} words that the header promises")
+
+    def counts(self) -> tuple[FaultCount, ...]:
+        """Return what was found."""
+        return tuple(
+            FaultCount(kind=_NAMES[kind], count=count, examples=tuple(self._examples[kind]))
+            for kind, count in self._counts.items()
+        )
+
+    def _add(self, kind: FaultKind, example: str) -> None:
+        if self._strict:
+            raise EmbeddingError(
+                f"{self._opened.source.name}: {example} ({_NAMES[kind]}): correct the file, or leave out --strict to go "
+                "on without"
+            )
+        self._counts[kind] = self._counts.get(kind, 0) + 1
+        examples = self._examples.setdefault(kind, [])
+        if len(examples) < _MOST_EXAMPLES:
+            examples.append(example)
+
+    def _place(self, at: int) -> str:
+        number = self._opened.vectors.first_number + self.num_words + at
+        return f"line {number:,}" if self._opened.format in {"glove", "word2vec_text"} else f"word {number:,}"
+
+
+def _in_part(fault: Fault, block: Block, index: int) -> Fault:
+    """Return the fault of a vector as one of its part, with the word."""
+    word = block.words[index].decode("utf-8", "replace")
+    return fault._replace(at=int(block.places[index]), what=f"{word!r}: {fault.what}")

@@ -1,0 +1,26 @@
+"""GloVe's text: a word and its numbers per line, separated by single spaces, without a header.
+
+As written by the ``vectors.txt`` of https://github.com/stanfordnlp/GloVe and published as ``glove.6B.300d.txt`` and the
+like. Words may hold spaces (``glove.840B.300d.txt`` has ``. . .``), no-break spaces and bytes that are not UTF-8. The
+dimension is what most of the first lines end in. Fields may be separated by tabs instead.
+"""
+
+from __future__ import annotations
+
+from plimsoll.embeddings.formats._lines import Layout, Lines, dimension_of, separator_of
+from plimsoll.embeddings.formats._sources import Source
+
+TITLE = "GloVe text"
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+
+def recognises(head: bytes, source: Source) -> bool:
+    """Whether the first lines end in numbers."""
+    return b"\0" not in head and dimension_of(head) > 0
+
+
+def open_vectors(source: Source) -> Lines:
+    """Open a file of lines without a header."""
+    begin = len(_BYTE_ORDER_MARK) if source.head.startswith(_BYTE_ORDER_MARK) else 0
+    first_line = source.head.split(b"\n", 1)[0]
+    return Lines(source, Layout(dimension_of(source.head), separator_of(first_line), begin))

@@ -1,0 +1,76 @@
+"""A table that Plimsoll wrote: one safetensors file with vectors and words, mapped and not read.
+
+What ``plimsoll embeddings subset | convert -o x.safetensors`` writes and what the cache holds; see
+`plimsoll.embeddings.table`. Rows that stand for no word are left out, and so are those that were not found.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack
+from functools import partial
+
+import numpy as np
+
+from plimsoll.embeddings.formats import Block, rows_of
+from plimsoll.embeddings.formats._sources import Source
+from plimsoll.embeddings.table import Table, is_table, open_table
+from plimsoll.embeddings.wanted import MISSING
+
+TITLE = "Plimsoll table (.safetensors)"
+_PART_WORDS = 1 << 16
+
+
+def recognises(head: bytes, source: Source) -> bool:
+    """Whether the header is one of ours."""
+    return is_table(head)
+
+
+def open_vectors(source: Source) -> TableVectors:
+    """Map a table; a compressed one is unpacked into a temporary file first."""
+    return TableVectors(source)
+
+
+class TableVectors:
+    """A table as a source of vectors."""
+
+    num_promised = None
+    first_number = 1
+
+    def __init__(self, source: Source) -> None:
+        self._unpacking = ExitStack()
+        self._table = open_table(self._unpacking.enter_context(source.as_file()))
+        weakref.finalize(self, self._unpacking.close)
+        self._share = 0.0
+
+    @property
+    def dimension(self) -> int:
+        """Numbers of a vector."""
+        return int(self._table.vectors.shape[1])
+
+    def share_read(self) -> float:
+        """How much has been handed out as parts."""
+        return self._share
+
+    def build(self, words: list[bytes]) -> None:
+        """A table has no parts of words."""
+
+    def parts(self, wanted: Collection[bytes] | None) -> Iterator[Callable[[], Block]]:
+        """Yield what gives some words after the other."""
+        words = self._table.raw_words()
+        for begin in range(0, len(words), _PART_WORDS):
+            self._share = min((begin + _PART_WORDS) / len(words), 1.0)
+            yield partial(_block, self._table, words[begin : begin + _PART_WORDS], begin, wanted)
+
+
+def _block(table: Table, words: list[bytes], begin: int, wanted: Collection[bytes] | None) -> Block:
+    is_vector = table.found[begin : begin + len(words)] < MISSING
+    is_kept = is_vector if wanted is None else is_vector & np.array([word in wanted for word in words], np.bool_)
+    places = np.flatnonzero(is_kept)
+    return Block(
+        [words[place] for place in places.tolist()],
+        places,
+        len(words),
+        lambda indexes: rows_of(table.vectors[begin + places[indexes]]),
+    )

@@ -1,0 +1,270 @@
+"""The rows that a vocabulary needs, taken from a file of word vectors and kept in the cache.
+
+The file is read once, front to back, a few MiB at a time; only lines of wanted words are parsed, straight into the
+mapped file of the result. So neither the size of the file nor that of the result is memory of the process. The same
+file, words and options give the same rows, bit for bit, and are not read again: the result has a name made of all of
+them. Rows of words that the file does not have are zeros, the mean of the rows found, or drawn from the normal
+distribution with the mean and deviation, per dimension, of the rows found.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import mmap
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from plimsoll.embeddings.faults import FaultList
+from plimsoll.embeddings.formats import Block, Rows, Vectors
+from plimsoll.embeddings.opening import Opened, open_file, read_parts
+from plimsoll.embeddings.table import Precision, Table, create_table, open_table
+from plimsoll.embeddings.vocabulary import Vocabulary, vocabulary_of
+from plimsoll.embeddings.wanted import BUILT, CAPITALISED, EXACT, LOWER, MISSING, NO_WORD, PADDING, Wanted
+from plimsoll.errors import EmbeddingError
+from plimsoll.identity import identity_of
+from plimsoll.records.base import cache_folder
+from plimsoll.records.embeddings import SubsetFacts
+from plimsoll.store import Facts, Progress, kept_facts, require_space, silent, stored
+
+Missing = Literal["zeros", "mean", "normal"]
+"""What stands in the rows of words that the file does not have."""
+
+_FILE = "table.safetensors"
+_RECIPE = 1  # raise it when the same file, words and options give other rows
+_BLOCK_BYTES = 1 << 20
+_MOST_MISSES = 20
+_SHOWN_WORDS = 5
+
+
+@dataclass(frozen=True)
+class Options:
+    """How rows are made.
+
+    Attributes:
+        missing: what stands in the rows of words that are not found.
+        ignores_case: whether a word that is not found as it is written is looked for in lower case, then capitalised.
+        precision: in what the rows are kept.
+        strict: whether anything that is wrong with the file is an error, not counted.
+        seed: of the rows that are drawn.
+    """
+
+    missing: Missing = "normal"
+    ignores_case: bool = True
+    precision: Precision = "float32"
+    strict: bool = False
+    seed: int = 0
+
+
+class Subset(NamedTuple):
+    """The rows of a vocabulary in a file that is mapped, and how they were found."""
+
+    table: Table
+    facts: SubsetFacts
+
+    @property
+    def rows(self) -> NDArray[Any]:
+        """The vectors (words, dimension), which cannot be written to."""
+        return self.table.vectors
+
+
+class _Source(NamedTuple):
+    path: str
+    num_bytes: int
+    mtime_ns: int
+
+
+def take_subset(
+    source: str | Path,
+    vocabulary: Any,
+    options: Options = Options(),
+    cache: Path | None = None,
+    progress: Progress = silent,
+) -> Subset:
+    """Return the rows of the words of ``vocabulary``, from the cache if they are there.
+
+    Args:
+        source: a file of word vectors, in any of the formats of `plimsoll.embeddings.formats`.
+        vocabulary: whatever `plimsoll.embeddings.vocabulary.vocabulary_of` takes.
+        options: how rows are made.
+        cache: the folder for the result; ``None``: the user's.
+        progress: called with the stage ``"vectors"``.
+
+    Raises:
+        EmbeddingError: if the file or the words cannot be used, if the file has none of them, or if something is wrong
+            with the file and ``options.strict``.
+        OutputError: if the cache cannot be written.
+    """
+    words = vocabulary_of(vocabulary)
+    opened = open_file(Path(source))
+    folder = (cache or cache_folder() / "embeddings").absolute() / f"subset-{_key(opened, words, options)}"
+    stored(
+        folder,
+        partial(_write, opened, words, options, progress, folder),
+        is_whole=lambda facts: bool(_digest(folder / _FILE) == facts["digest"]),
+    )
+    return open_subset(folder)
+
+
+def open_subset(folder: Path) -> Subset:
+    """Map a subset that is in the cache.
+
+    Raises:
+        DataError: if it is gone, or torn.
+    """
+    facts = kept_facts(folder, "word vectors")
+    return Subset(open_table(folder / _FILE), SubsetFacts.model_validate(facts["subset"]))
+
+
+def _key(opened: Opened, words: Vocabulary, options: Options) -> str:
+    path = opened.source.path
+    status = path.stat()
+    file = _Source(str(path.absolute()), status.st_size, status.st_mtime_ns)
+    identity = [[*entry[1:3], entry[3].hex()] for entry in identity_of([file])]  # wherever it is
+    facts = [_RECIPE, identity, opened.source.member, words.key, *vars(options).values()]
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
+
+
+def _digest(path: Path) -> str:
+    """Hash a whole file: a few milliseconds where it is in memory anyway."""
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+        return xxhash.xxh3_128_hexdigest(mapped)
+
+
+def _write(  # noqa: PLR0917 -- private, one caller
+    opened: Opened, words: Vocabulary, options: Options, progress: Progress, target: Path, folder: Path
+) -> Facts:
+    start_seconds = time.perf_counter()
+    require_space(folder, len(words) * opened.vectors.dimension * np.dtype(options.precision).itemsize)
+    table = create_table(folder / _FILE, words.words, opened.vectors.dimension, options.precision)
+    wanted = Wanted(words.words, words.padding, options.ignores_case)
+    faults, num_file_words = _fill(table, wanted, opened, options, progress)
+    _build(table, wanted, words, opened.vectors)
+    table.found[:] = wanted.state
+    if not (wanted.state < MISSING).any():
+        raise EmbeddingError(_no_hits(opened, words))
+    mean, deviation = _moments(table)
+    _fill_missing(table, options, mean, deviation)
+    facts = SubsetFacts(
+        source=opened.source.name,
+        source_format=opened.title,
+        vocabulary=words.name,
+        dimension=opened.vectors.dimension,
+        precision=options.precision,
+        num_rows=len(words),
+        missing=options.missing,
+        num_file_words=num_file_words,
+        num_promised=opened.vectors.num_promised,
+        num_duplicates=wanted.num_duplicates,
+        faults=faults.counts(),
+        mean=float(mean.mean()),
+        deviation=float(deviation.mean()),
+        num_bytes=(folder / _FILE).stat().st_size,
+        folder=str(target),
+        seconds=time.perf_counter() - start_seconds,
+        **_hits(wanted.state, words),
+    )
+    return {"digest": _digest(folder / _FILE), "subset": facts.model_dump(mode="json")}
+
+
+def _fill(table: Table, wanted: Wanted, opened: Opened, options: Options, progress: Progress) -> tuple[FaultList, int]:
+    """Read the file into the table; return what was wrong with it, and how many words it has."""
+    vectors = opened.vectors
+    faults = FaultList(opened, options.strict)
+
+    def parse(block: Block) -> tuple[NDArray[np.int64], Rows]:
+        indexes = wanted.open_words(block.words)
+        return indexes, block.rows(indexes)
+
+    for block, (indexes, rows) in read_parts(vectors, wanted.words, parse):
+        faults.add(block, indexes, rows)
+        row_of = np.full(len(block.words), -1)
+        row_of[indexes] = np.arange(len(indexes))
+        row_of[indexes[[fault.at for fault in rows.faults]]] = -1
+        pairs = wanted.give(block.words, row_of >= 0)
+        table.vectors[pairs.rows] = rows.matrix[row_of[pairs.indexes]]
+        progress("vectors", round(vectors.share_read() * 1000), 1000)
+    faults.end()
+    return faults, faults.num_words
+
+
+def _build(table: Table, wanted: Wanted, words: Vocabulary, vectors: Vectors) -> None:
+    """Make the rows of words that are not in the file, where the format makes vectors of their parts."""
+    for rows in _blocks(np.flatnonzero(wanted.state == MISSING), vectors.dimension):
+        built = vectors.build([str(words.words[row]).encode("utf-8", "surrogatepass") for row in rows.tolist()])
+        if built is None:
+            return
+        is_built, matrix = built
+        table.vectors[rows[is_built]] = matrix[is_built]
+        wanted.state[rows[is_built]] = BUILT
+
+
+def _moments(table: Table) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return the mean and the standard deviation, per dimension, of the rows that were found."""
+    found = np.flatnonzero(table.found < MISSING)
+    total = np.zeros((2, table.vectors.shape[1]))
+    blocks = list(_blocks(found, table.vectors.shape[1]))
+    for block in blocks:
+        total[0] += table.vectors[block].sum(axis=0, dtype=np.float64)
+    mean = total[0] / len(found)
+    for block in blocks:
+        total[1] += np.square(table.vectors[block] - mean).sum(axis=0)
+    return mean, np.sqrt(total[1] / len(found))
+
+
+def _fill_missing(table: Table, options: Options, mean: NDArray[np.float64], deviation: NDArray[np.float64]) -> None:
+    if options.missing == "zeros":
+        return
+    generator = np.random.default_rng(options.seed)
+    for rows in _blocks(np.flatnonzero((table.found == MISSING) | (table.found == NO_WORD)), len(mean)):
+        is_drawn = options.missing == "normal"
+        table.vectors[rows] = generator.normal(mean, deviation, (len(rows), len(mean))) if is_drawn else mean
+
+
+def _blocks(rows: NDArray[np.int64], dimension: int) -> Iterator[NDArray[np.int64]]:
+    """Yield some rows at a time: about 1 MiB of vectors in double precision."""
+    num_rows = max(_BLOCK_BYTES // (8 * dimension), 1)
+    for begin in range(0, len(rows), num_rows):
+        yield rows[begin : begin + num_rows]
+
+
+def _hits(state: NDArray[np.uint8], words: Vocabulary) -> dict[str, Any]:
+    """Count the words that were found, and list those that were not, the most used first."""
+    is_word = (state != NO_WORD) & (state != PADDING)
+    missed = np.flatnonzero(state == MISSING)
+    counts = words.counts
+    if counts is not None:
+        missed = missed[np.argsort(-counts[missed], kind="stable")]
+    hits: dict[str, Any] = {
+        "num_words": int(is_word.sum()),
+        "num_exact": int((state == EXACT).sum()),
+        "num_lower": int((state == LOWER).sum()),
+        "num_capitalised": int((state == CAPITALISED).sum()),
+        "num_built": int((state == BUILT).sum()),
+        "misses": tuple(
+            (str(words.words[row]), -1 if counts is None else int(counts[row]))
+            for row in missed[:_MOST_MISSES].tolist()
+        ),
+    }
+    if counts is not None:
+        hits["num_hit_tokens"] = int(counts[state < MISSING].sum())
+        hits["num_tokens"] = int(counts[is_word].sum()) + words.num_other_tokens
+    return hits
+
+
+def _no_hits(opened: Opened, words: Vocabulary) -> str:
+    block = next(iter(opened.vectors.parts(None)))()
+    theirs = ", ".join(word.decode("utf-8", "replace") for word in block.words[:_SHOWN_WORDS])
+    ours = ", ".join(word for word in words.words if word is not None and word.isalpha())[:80]
+    return (
+        f"none of the {len(words):,} words of {words.name} ({ours}, ...) is in {opened.source.name} ({theirs}, ...): "
+        "give vectors of the same language, or the vocabulary they were made for"
+    )

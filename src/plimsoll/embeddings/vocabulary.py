@@ -1,0 +1,178 @@
+"""The words that vectors are wanted for, in the order of the rows they get, and how often each is used.
+
+From a file with a word per line (a tab and more may follow: BERT's ``vocab.txt``, counts), a tokenizer, counted words,
+or any iterable. Rows of a tokenizer are its ids; a token that begins a word (``Ġthe``, ``▁the``) stands for that word,
+one that goes on inside of a word (``##ing``) or is special for none.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from plimsoll.errors import EmbeddingError
+
+PADDING, UNKNOWN = "<pad>", "<unk>"
+_WORD_BEGINS = ("Ġ", "▁")
+_INSIDE = "##"
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """Words, one per row.
+
+    Attributes:
+        words: the word of each row; ``None``: the row stands for no word.
+        name: where they are from, for messages.
+        counts: how often each is used; ``None``: not known.
+        padding: the row that stays zero, if any.
+        num_other_tokens: uses of words that have no row.
+    """
+
+    words: Sequence[str | None]
+    name: str
+    counts: NDArray[np.int64] | None = None
+    padding: int | None = None
+    num_other_tokens: int = 0
+
+    def __len__(self) -> int:
+        return len(self.words)
+
+    @cached_property
+    def key(self) -> str:
+        """A hash of everything a row depends on."""
+        return hashlib.sha256(json.dumps([self.padding, *self.words]).encode("utf-8", "surrogatepass")).hexdigest()[:32]
+
+
+def vocabulary_of(source: Any, padding: str | None = None) -> Vocabulary:
+    """Make the vocabulary of whatever names words.
+
+    Args:
+        source: a path to a file with a word per line or to a ``tokenizer.json``; a tokenizer of ``tokenizers`` or
+            ``transformers``; a mapping from words to counts; a `Vocabulary`; or an iterable of words.
+        padding: the word whose row is for padding; it must be one of them.
+
+    Raises:
+        EmbeddingError: if there are no words, one occurs twice, or ``padding`` is none of them.
+    """
+    if isinstance(source, Vocabulary):
+        return source
+    if isinstance(source, str | Path):
+        return _from_path(Path(source), padding)
+    if hasattr(source, "get_vocab"):
+        return of_tokenizer(source, "the tokenizer", padding)
+    if isinstance(source, Mapping):
+        return _of_words(list(source), "the words", padding, np.fromiter(source.values(), np.int64, len(source)))
+    return _of_words(list(source), "the words", padding)
+
+
+def of_counts(counts: Iterable[tuple[str, int]], name: str, max_words: int | None, min_count: int) -> Vocabulary:
+    """Make the vocabulary of counted words: a row for padding, one for unknown words, then the most frequent first.
+
+    Args:
+        counts: words and how often each is used, the most frequent first.
+        name: where they are from.
+        max_words: most words; ``None``: all.
+        min_count: words used less often are unknown words.
+
+    Raises:
+        EmbeddingError: if no word is left.
+    """
+    words: list[str | None] = [PADDING, UNKNOWN]
+    uses, others = [0, 0], 0
+    for word, count in counts:
+        is_kept = count >= min_count and (max_words is None or len(words) - 2 < max_words) and word not in words[:2]
+        if is_kept:
+            words.append(word)
+            uses.append(count)
+        else:
+            others += count
+    if len(words) == 2:
+        raise EmbeddingError(f"no word of {name} is used {min_count} times or more: lower --min-count")
+    return Vocabulary(words, name, np.array(uses), 0, others)
+
+
+def of_tokenizer(tokenizer: Any, name: str, padding: str | None = None) -> Vocabulary:
+    """Make the vocabulary of a tokenizer, a row per id.
+
+    Args:
+        tokenizer: one of ``tokenizers`` or ``transformers``.
+        name: where it is from.
+        padding: the token whose row is for padding; ``None``: what the tokenizer says, if it does.
+
+    Raises:
+        EmbeddingError: if it has no tokens, or ``padding`` is none of them.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
+    ids: dict[str, int] = tokenizer.get_vocab()
+    if not ids:
+        raise EmbeddingError(f"{name} has 0 tokens: give one that is trained")
+    special = set()
+    if hasattr(backend, "get_added_tokens_decoder"):
+        special = {str(token.content) for token in backend.get_added_tokens_decoder().values() if token.special}
+    has_begins = any(token.startswith(_WORD_BEGINS) for token in ids)
+    words: list[str | None] = [None] * (1 + max(ids.values()))
+    for token, number in ids.items():
+        words[number] = None if token in special else _word_of(token, has_begins)
+    padding = padding or getattr(tokenizer, "pad_token", None)
+    if padding is not None and padding not in ids:
+        raise EmbeddingError(f"{padding!r} is no token of {name}: name one of its tokens as padding, or leave it out")
+    return Vocabulary(words, name, padding=None if padding is None else ids[padding])
+
+
+def _word_of(token: str, has_begins: bool) -> str | None:
+    if has_begins:
+        return token[1:] or None if token.startswith(_WORD_BEGINS) else None
+    return None if token.startswith(_INSIDE) else token
+
+
+def _from_path(path: Path, padding: str | None) -> Vocabulary:
+    file = path / "tokenizer.json" if path.is_dir() else path
+    try:
+        text = file.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise EmbeddingError(
+            f"cannot read the vocabulary {file} ({error.strerror}): give a file with a word per line, or a "
+            "tokenizer.json"
+        ) from None
+    except UnicodeDecodeError as error:
+        raise EmbeddingError(f"the vocabulary {file} is not UTF-8 (byte {error.start}): convert it") from None
+    if file.suffix == ".json":
+        return _from_tokenizer_file(file, padding)
+    lines = [line.removesuffix("\r") for line in text.split("\n")]
+    return _of_words([line.split("\t", 1)[0] for line in lines if line], str(file), padding)
+
+
+def _from_tokenizer_file(file: Path, padding: str | None) -> Vocabulary:
+    import tokenizers
+
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(file))
+    except Exception as error:  # noqa: BLE001 -- the library raises this class itself
+        raise EmbeddingError(f"{file} is no tokenizer of the `tokenizers` library ({error}): give another") from None
+    return of_tokenizer(backend, str(file), padding)
+
+
+def _of_words(
+    words: list[str | None], name: str, padding: str | None, counts: NDArray[np.int64] | None = None
+) -> Vocabulary:
+    if not words:
+        raise EmbeddingError(f"{name} holds 0 words: give at least one")
+    wrong = next((word for word in words if not isinstance(word, str | None)), None)
+    if wrong is not None:
+        raise EmbeddingError(f"{name} holds {wrong!r}, a {type(wrong).__name__}: give words as str")
+    rows = {word: row for row, word in enumerate(words) if word is not None}
+    if len(rows) < len(words) - words.count(None):
+        twice = next(word for row, word in enumerate(words) if word is not None and rows[word] != row)
+        raise EmbeddingError(f"{name} has the word {twice!r} more than once: remove all but one of its rows")
+    if padding is not None and padding not in rows:
+        raise EmbeddingError(f"{padding!r} is none of the words of {name}: add it, or leave padding out")
+    return Vocabulary(words, name, counts, None if padding is None else rows[padding])

@@ -1,0 +1,88 @@
+"""Which rows of a table wait for which words of a file, and what they got so far.
+
+A row waits for its word as it is written, then in lower case, then capitalised: the first of these that the file has
+wins, wherever it stands; among equal words the first in the file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+EXACT, LOWER, CAPITALISED, BUILT, MISSING, NO_WORD, PADDING = range(7)
+"""How a row came to its vector: as one of the forms of its word, built from parts of it, or not from the file."""
+_FORMS = 3  # of a word: the first three of these
+
+
+class Pairs(NamedTuple):
+    """Rows and the words of a block that they take: ``rows[i]`` takes word ``indexes[i]``."""
+
+    rows: NDArray[np.int64]
+    indexes: NDArray[np.int64]
+
+
+class Wanted:
+    """The rows of a table.
+
+    Attributes:
+        state: how each row came to its vector, as far as the file has been read.
+        num_duplicates: words that were in the file before.
+        words: what may be looked for in a file, as bytes.
+    """
+
+    def __init__(self, words: Sequence[str | None], padding: int | None, ignores_case: bool) -> None:
+        self._keys: dict[bytes, int | list[int]] = {}  # row * _FORMS + form of each row that waits for a word
+        self.state = np.full(len(words), MISSING, np.uint8)
+        for row, word in enumerate(words):
+            if row == padding:
+                self.state[row] = PADDING
+            elif word is None:
+                self.state[row] = NO_WORD
+            else:
+                self._add(row, word, ignores_case)
+        self._seen: set[bytes] = set()
+        self.num_duplicates = 0
+
+    def _add(self, row: int, word: str, ignores_case: bool) -> None:
+        forms = dict.fromkeys((word, word.lower(), word.capitalize()) if ignores_case else (word,))
+        form_of = {word.capitalize(): CAPITALISED, word.lower(): LOWER, word: EXACT}
+        for text in forms:
+            key, code = text.encode("utf-8", "surrogatepass"), row * _FORMS + form_of[text]
+            others = self._keys.setdefault(key, code)
+            if others is not code:
+                self._keys[key] = [*others, code] if isinstance(others, list) else [others, code]
+
+    @property
+    def words(self) -> Collection[bytes]:
+        """What may be looked for in a file."""
+        return self._keys.keys()
+
+    def _takers(self, word: bytes) -> list[tuple[int, int]]:
+        """Return the rows that would take a word, and as which form."""
+        codes = self._keys.get(word, [])
+        pairs = (divmod(code, _FORMS) for code in (codes if isinstance(codes, list) else [codes]))
+        return [(row, form) for row, form in pairs if form < self.state[row] < NO_WORD]
+
+    def open_words(self, words: Sequence[bytes]) -> NDArray[np.int64]:
+        """Return the indexes of the words that a row would take; it may be asked while others are given."""
+        return np.array([index for index, word in enumerate(words) if self._takers(word)], np.int64)
+
+    def give(self, words: Sequence[bytes], is_usable: NDArray[np.bool_]) -> Pairs:
+        """Give the words of a block, in the order of the file, to the rows that take them.
+
+        Args:
+            words: some words of a block.
+            is_usable: whether each has a vector; of one that has none, the next of its kind is taken.
+        """
+        taken: dict[int, int] = {}
+        for index, word in enumerate(words):
+            self.num_duplicates += word in self._seen
+            self._seen.add(word)
+            if is_usable[index]:
+                for row, form in self._takers(word):
+                    self.state[row] = form
+                    taken[row] = index
+        return Pairs(np.fromiter(taken, np.int64, len(taken)), np.fromiter(taken.values(), np.int64, len(taken)))

@@ -1,0 +1,85 @@
+"""What `plimsoll embeddings` says: of a file of word vectors, and of the rows that were taken from one."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from plimsoll.records.base import Frozen, Record
+
+
+class FaultCount(Frozen):
+    """How many words had one kind of fault; ``examples`` name the first ones, with line or number and reason."""
+
+    kind: str
+    count: int
+    examples: tuple[str, ...]
+
+
+class VectorFile(Record):
+    """A file of word vectors that was read as a whole.
+
+    ``num_words`` can be used; ``num_promised`` is what its header says. ``norms`` are the shortest, the median and the
+    longest of the vectors that were looked at, ``num_seen`` of them.
+    """
+
+    record_kind: ClassVar[str] = "vector-file"
+
+    path: str
+    format: str
+    num_file_bytes: int
+    dimension: int
+    num_words: int
+    num_promised: int | None = None
+    num_duplicates: int
+    faults: tuple[FaultCount, ...] = ()
+    first_words: tuple[str, ...] = ()
+    num_seen: int = 0
+    norms: tuple[float, float, float] | None = None
+    seconds: float
+
+    @property
+    def num_full_bytes(self) -> int:
+        """What all of it takes in memory, in single precision."""
+        return 4 * self.num_words * self.dimension
+
+
+class SubsetFacts(Record):
+    """The rows of a vocabulary, taken from a file of word vectors.
+
+    Rows are of words (``num_words``), of padding, or stand for no word. Of the words, as many were found exactly as
+    written, in lower case, capitalised, or built from their parts; ``misses`` are the most frequent of the others, the
+    first ones where no counts are known (-1). ``num_tokens`` are the uses of all words, those without a row included,
+    ``num_hit_tokens`` of those found; ``None``: no counts. ``mean`` and ``deviation`` are of the numbers found.
+    """
+
+    record_kind: ClassVar[str] = "embedding-subset"
+
+    source: str
+    source_format: str
+    vocabulary: str
+    dimension: int
+    precision: str
+    num_rows: int
+    num_words: int
+    num_exact: int
+    num_lower: int
+    num_capitalised: int
+    num_built: int
+    num_tokens: int | None = None
+    num_hit_tokens: int | None = None
+    misses: tuple[tuple[str, int], ...] = ()
+    missing: str
+    num_file_words: int
+    num_promised: int | None = None
+    num_duplicates: int
+    faults: tuple[FaultCount, ...] = ()
+    mean: float
+    deviation: float
+    num_bytes: int
+    folder: str
+    seconds: float
+
+    @property
+    def num_found(self) -> int:
+        """Words that have a vector from the file."""
+        return self.num_exact + self.num_lower + self.num_capitalised + self.num_built
