@@ -1,1 +1,52 @@
-"""Pretrained word vectors: only the rows that are needed, in little memory."""
+"""Pretrained word vectors: only the rows that are needed, in little memory.
+
+    from plimsoll import embeddings
+
+    subset = embeddings.subset("glove.840B.300d.zip", tokenizer)      # once; from the cache in milliseconds after that
+    print(plimsoll.render(subset.facts))                              # what was found, how, and what was not
+    embedding = embeddings.load(subset, trainable=True)               # an nn.Embedding whose memory is the cached file
+
+The names are resolved when they are first used: taking a subset needs no torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from plimsoll.embeddings.compressed import FactorizedEmbedding as FactorizedEmbedding
+    from plimsoll.embeddings.compressed import ProductQuantizedEmbedding as ProductQuantizedEmbedding
+    from plimsoll.embeddings.compressed import low_rank as low_rank
+    from plimsoll.embeddings.compressed import product_quantized as product_quantized
+    from plimsoll.embeddings.convert import convert as convert
+    from plimsoll.embeddings.host import HostEmbedding as HostEmbedding
+    from plimsoll.embeddings.inspect import look_at as info  # noqa: F401
+    from plimsoll.embeddings.module import load as load
+    from plimsoll.embeddings.module import tied_output as tied_output
+    from plimsoll.embeddings.subset import Subset as Subset
+    from plimsoll.embeddings.subset import take_subset as subset  # noqa: F401
+
+_HOMES = {
+    "FactorizedEmbedding": ("compressed", "FactorizedEmbedding"),
+    "HostEmbedding": ("host", "HostEmbedding"),
+    "ProductQuantizedEmbedding": ("compressed", "ProductQuantizedEmbedding"),
+    "Subset": ("subset", "Subset"),
+    "convert": ("convert", "convert"),
+    "info": ("inspect", "look_at"),
+    "load": ("module", "load"),
+    "low_rank": ("compressed", "low_rank"),
+    "product_quantized": ("compressed", "product_quantized"),
+    "subset": ("subset", "take_subset"),
+    "tied_output": ("module", "tied_output"),
+}
+__all__ = list(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module, attribute = _HOMES[name]
+    return getattr(import_module(f"{__name__}.{module}"), attribute)
+
+
+def __dir__() -> list[str]:
+    return __all__

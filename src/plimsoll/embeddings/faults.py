@@ -64,8 +64,8 @@ class FaultList:
     def _add(self, kind: FaultKind, example: str) -> None:
         if self._strict:
             raise EmbeddingError(
-                f"{self._opened.source.name}: {example} ({_NAMES[kind]}): correct the file, or leave out --strict to go "
-                "on without"
+                f"{self._opened.source.name}: {example} ({_NAMES[kind]}): correct the file, or leave out --strict to "
+                "go on without"
             )
         self._counts[kind] = self._counts.get(kind, 0) + 1
         examples = self._examples.setdefault(kind, [])

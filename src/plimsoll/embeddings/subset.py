@@ -5,6 +5,9 @@ mapped file of the result. So neither the size of the file nor that of the resul
 file, words and options give the same rows, bit for bit, and are not read again: the result has a name made of all of
 them. Rows of words that the file does not have are zeros, the mean of the rows found, or drawn from the normal
 distribution with the mean and deviation, per dimension, of the rows found.
+
+Does NOT cover phrases that a file writes with underscores, and words split otherwise than the file's: no rule but case
+is tried.
 """
 
 from __future__ import annotations
@@ -14,7 +17,6 @@ import json
 import mmap
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -45,23 +47,14 @@ _MOST_MISSES = 20
 _SHOWN_WORDS = 5
 
 
-@dataclass(frozen=True)
-class Options:
-    """How rows are made.
+class _Options(NamedTuple):
+    """How rows are made, as `take_subset` has it."""
 
-    Attributes:
-        missing: what stands in the rows of words that are not found.
-        ignores_case: whether a word that is not found as it is written is looked for in lower case, then capitalised.
-        precision: in what the rows are kept.
-        strict: whether anything that is wrong with the file is an error, not counted.
-        seed: of the rows that are drawn.
-    """
-
-    missing: Missing = "normal"
-    ignores_case: bool = True
-    precision: Precision = "float32"
-    strict: bool = False
-    seed: int = 0
+    missing: Missing
+    ignore_case: bool
+    precision: Precision
+    strict: bool
+    seed: int
 
 
 class Subset(NamedTuple):
@@ -75,6 +68,12 @@ class Subset(NamedTuple):
         """The vectors (words, dimension), which cannot be written to."""
         return self.table.vectors
 
+    @property
+    def padding(self) -> int | None:
+        """The row that is for padding, if one is."""
+        rows = np.flatnonzero(self.table.found == PADDING)
+        return int(rows[0]) if len(rows) else None
+
 
 class _Source(NamedTuple):
     path: str
@@ -85,25 +84,38 @@ class _Source(NamedTuple):
 def take_subset(
     source: str | Path,
     vocabulary: Any,
-    options: Options = Options(),
+    *,
+    missing: Missing = "normal",
+    ignore_case: bool = True,
+    precision: Precision = "float32",
+    strict: bool = False,
+    seed: int = 0,
+    padding: str | None = None,
     cache: Path | None = None,
     progress: Progress = silent,
 ) -> Subset:
     """Return the rows of the words of ``vocabulary``, from the cache if they are there.
 
     Args:
-        source: a file of word vectors, in any of the formats of `plimsoll.embeddings.formats`.
-        vocabulary: whatever `plimsoll.embeddings.vocabulary.vocabulary_of` takes.
-        options: how rows are made.
+        source: a file of word vectors, in any of the formats of `plimsoll.embeddings.formats`; one of several in a zip
+            archive is named as in a folder (``glove.6B.zip/glove.6B.300d.txt``).
+        vocabulary: whatever `plimsoll.embeddings.vocabulary.vocabulary_of` takes: a tokenizer, a file, words, counts.
+        missing: what stands in the rows of words that are not found, and in those that stand for no word.
+        ignore_case: whether a word that is not found as it is written is looked for in lower case, then capitalised.
+        precision: in what the rows are kept.
+        strict: whether anything that is wrong with the file is an error, and not counted.
+        seed: of the rows that are drawn.
+        padding: the word whose row is zero; ``None``: what the tokenizer says, if it does.
         cache: the folder for the result; ``None``: the user's.
         progress: called with the stage ``"vectors"``.
 
     Raises:
         EmbeddingError: if the file or the words cannot be used, if the file has none of them, or if something is wrong
-            with the file and ``options.strict``.
+            with the file and ``strict``.
         OutputError: if the cache cannot be written.
     """
-    words = vocabulary_of(vocabulary)
+    words = vocabulary_of(vocabulary, padding)
+    options = _Options(missing, ignore_case, precision, strict, seed)
     opened = open_file(Path(source))
     folder = (cache or cache_folder() / "embeddings").absolute() / f"subset-{_key(opened, words, options)}"
     stored(
@@ -124,12 +136,12 @@ def open_subset(folder: Path) -> Subset:
     return Subset(open_table(folder / _FILE), SubsetFacts.model_validate(facts["subset"]))
 
 
-def _key(opened: Opened, words: Vocabulary, options: Options) -> str:
+def _key(opened: Opened, words: Vocabulary, options: _Options) -> str:
     path = opened.source.path
     status = path.stat()
     file = _Source(str(path.absolute()), status.st_size, status.st_mtime_ns)
     identity = [[*entry[1:3], entry[3].hex()] for entry in identity_of([file])]  # wherever it is
-    facts = [_RECIPE, identity, opened.source.member, words.key, *vars(options).values()]
+    facts = [_RECIPE, identity, opened.source.member, words.key, *options]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
 
@@ -140,12 +152,12 @@ def _digest(path: Path) -> str:
 
 
 def _write(  # noqa: PLR0917 -- private, one caller
-    opened: Opened, words: Vocabulary, options: Options, progress: Progress, target: Path, folder: Path
+    opened: Opened, words: Vocabulary, options: _Options, progress: Progress, target: Path, folder: Path
 ) -> Facts:
     start_seconds = time.perf_counter()
     require_space(folder, len(words) * opened.vectors.dimension * np.dtype(options.precision).itemsize)
     table = create_table(folder / _FILE, words.words, opened.vectors.dimension, options.precision)
-    wanted = Wanted(words.words, words.padding, options.ignores_case)
+    wanted = Wanted(words.words, words.padding, options.ignore_case)
     faults, num_file_words = _fill(table, wanted, opened, options, progress)
     _build(table, wanted, words, opened.vectors)
     table.found[:] = wanted.state
@@ -175,7 +187,7 @@ def _write(  # noqa: PLR0917 -- private, one caller
     return {"digest": _digest(folder / _FILE), "subset": facts.model_dump(mode="json")}
 
 
-def _fill(table: Table, wanted: Wanted, opened: Opened, options: Options, progress: Progress) -> tuple[FaultList, int]:
+def _fill(table: Table, wanted: Wanted, opened: Opened, options: _Options, progress: Progress) -> tuple[FaultList, int]:
     """Read the file into the table; return what was wrong with it, and how many words it has."""
     vectors = opened.vectors
     faults = FaultList(opened, options.strict)
@@ -220,7 +232,7 @@ def _moments(table: Table) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     return mean, np.sqrt(total[1] / len(found))
 
 
-def _fill_missing(table: Table, options: Options, mean: NDArray[np.float64], deviation: NDArray[np.float64]) -> None:
+def _fill_missing(table: Table, options: _Options, mean: NDArray[np.float64], deviation: NDArray[np.float64]) -> None:
     if options.missing == "zeros":
         return
     generator = np.random.default_rng(options.seed)

@@ -11,19 +11,23 @@ from __future__ import annotations
 import json
 import mmap
 import os
+from array import array
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
+from plimsoll.embeddings.wanted import EXACT
 from plimsoll.errors import EmbeddingError
 
 KIND = "plimsoll-embeddings"
 Precision = Literal["float32", "float16"]
+Access = Literal["read", "write", "copy"]
+_ACCESS = {"read": mmap.ACCESS_READ, "write": mmap.ACCESS_WRITE, "copy": mmap.ACCESS_COPY}
 _LENGTH_BYTES = 8
-_ALIGNMENT_BYTES = 64
+_RESERVED_BYTES = 1024  # for the header: more than it can need, and a good alignment
 _NO_WORD = b"\xff"  # a byte that UTF-8 does not have: the row stands for no word
 _TYPES = {"F32": np.float32, "F16": np.float16, "U8": np.uint8, "I64": np.int64}
 _NAMES = {np.dtype(kind).name: name for name, kind in _TYPES.items()}
@@ -56,32 +60,59 @@ def create_table(path: Path, words: Sequence[str | None], dimension: int, precis
     """
     raw = [_NO_WORD if word is None else word.encode("utf-8", "surrogatepass") for word in words]
     ends = np.cumsum([0, *map(len, raw)], dtype=np.int64)[1:]
-    shapes = {
-        "vectors": ((len(raw), dimension), precision),
-        "word_ends": ((len(raw),), "int64"),
-        "found": ((len(raw),), "uint8"),
-        "words": ((sum(map(len, raw)),), "uint8"),
-    }
+    shapes = _shapes(len(raw), sum(map(len, raw)), dimension, precision)
     head, num_bytes = _header(shapes)
     with path.open("wb+") as file:
         file.write(head)
         os.posix_fallocate(file.fileno(), 0, len(head) + num_bytes)
-    table = open_table(path, is_writable=True)
+    table = open_table(path, "write")
     table.word_ends[:] = ends
     table.words[:] = np.frombuffer(b"".join(raw), np.uint8)
     return table
 
 
-def open_table(path: Path, is_writable: bool = False) -> Table:
-    """Map a table.
+class TableWriter:
+    """Writes a table of words that come one after the other, how many is not known before. Use it with ``with``.
+
+    Raises:
+        OSError: if the disk is full.
+    """
+
+    def __init__(self, path: Path, dimension: int, precision: Precision) -> None:
+        self._path, self._dimension, self._precision = path, dimension, precision
+        self._words = bytearray()
+        self._ends = array("q")
+
+    def __enter__(self) -> Self:
+        self._file = self._path.open("wb")
+        self._file.write(bytes(_RESERVED_BYTES))
+        return self
+
+    def add(self, words: Sequence[bytes], vectors: NDArray[np.float32]) -> None:
+        """Add words with their vectors."""
+        for word in words:
+            self._words += word
+            self._ends.append(len(self._words))
+        self._file.write(np.ascontiguousarray(vectors, self._precision).data)
+
+    def __exit__(self, *_: object) -> None:
+        with self._file as file:
+            file.write(self._ends)
+            file.write(bytes([EXACT]) * len(self._ends))
+            file.write(self._words)
+            file.seek(0)
+            file.write(_header(_shapes(len(self._ends), len(self._words), self._dimension, self._precision))[0])
+
+
+def open_table(path: Path, access: Access = "read") -> Table:
+    """Map a table: to read, to write into its file, or to write what only this process sees (``copy``).
 
     Raises:
         EmbeddingError: if it is cut off, or none of ours.
     """
-    with path.open("rb+" if is_writable else "rb") as file:
-        access = mmap.ACCESS_WRITE if is_writable else mmap.ACCESS_READ
+    with path.open("rb+" if access == "write" else "rb") as file:
         try:
-            mapped = mmap.mmap(file.fileno(), 0, access=access)
+            mapped = mmap.mmap(file.fileno(), 0, access=_ACCESS[access])
         except ValueError:
             raise EmbeddingError(f"{path} has 0 bytes: make it again") from None
     entries, begin = _read_header(mapped, path)
@@ -94,6 +125,15 @@ def is_table(head: bytes) -> bool:
     return f'"{KIND}"'.encode() in head[_LENGTH_BYTES : _LENGTH_BYTES + length]
 
 
+def _shapes(num_words: int, num_bytes: int, dimension: int, precision: str) -> dict[str, tuple[tuple[int, ...], str]]:
+    return {
+        "vectors": ((num_words, dimension), precision),
+        "word_ends": ((num_words,), "int64"),
+        "found": ((num_words,), "uint8"),
+        "words": ((num_bytes,), "uint8"),
+    }
+
+
 def _header(shapes: dict[str, tuple[tuple[int, ...], str]]) -> tuple[bytes, int]:
     """Return the head of a safetensors file, and how many bytes follow it."""
     entries: dict[str, Any] = {"__metadata__": {"format": KIND}}
@@ -102,7 +142,7 @@ def _header(shapes: dict[str, tuple[tuple[int, ...], str]]) -> tuple[bytes, int]
         begin, end = end, end + int(np.prod(shape)) * np.dtype(kind).itemsize
         entries[name] = {"dtype": _NAMES[kind], "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(entries).encode()
-    text += b" " * (-(len(text) + _LENGTH_BYTES) % _ALIGNMENT_BYTES)
+    text = text.ljust(_RESERVED_BYTES - _LENGTH_BYTES)
     return len(text).to_bytes(_LENGTH_BYTES, "little") + text, end
 
 

@@ -18,8 +18,8 @@ class FaultCount(Frozen):
 class VectorFile(Record):
     """A file of word vectors that was read as a whole.
 
-    ``num_words`` can be used; ``num_promised`` is what its header says. ``norms`` are the shortest, the median and the
-    longest of the vectors that were looked at, ``num_seen`` of them.
+    ``num_words`` are different; ``num_promised`` is what its header says. ``norms`` are the shortest, the median and
+    the longest of the vectors.
     """
 
     record_kind: ClassVar[str] = "vector-file"
@@ -33,7 +33,6 @@ class VectorFile(Record):
     num_duplicates: int
     faults: tuple[FaultCount, ...] = ()
     first_words: tuple[str, ...] = ()
-    num_seen: int = 0
     norms: tuple[float, float, float] | None = None
     seconds: float
 
@@ -83,3 +82,22 @@ class SubsetFacts(Record):
     def num_found(self) -> int:
         """Words that have a vector from the file."""
         return self.num_exact + self.num_lower + self.num_capitalised + self.num_built
+
+
+class CompressionFacts(Record):
+    """Vectors that were made smaller, and the cosine between each row and what became of it.
+
+    ``low_cosine`` is what 99 % of the rows reach; rows of zeros do not count.
+    """
+
+    record_kind: ClassVar[str] = "embedding-compression"
+
+    method: str
+    detail: str
+    num_rows: int
+    dimension: int
+    num_bytes_before: int
+    num_bytes_after: int
+    mean_cosine: float
+    low_cosine: float
+    least_cosine: float

@@ -168,9 +168,9 @@ class _Wanted:
         """Return which of the first eight bytes of lines, the lowest byte first, are those of a wanted word."""
         heads = self._cut(heads)
         likely = np.flatnonzero(self._may_be[_hashes(heads)])
-        places = np.searchsorted(self._heads, heads[likely])
-        places[places == len(self._heads)] = 0
-        return likely[self._heads[places] == heads[likely]]
+        places = np.minimum(np.searchsorted(self._heads, heads[likely]), len(self._heads) - 1)
+        is_head: NDArray[np.bool_] = self._heads[places] == heads[likely]
+        return likely[is_head]
 
     def _cut(self, heads: NDArray[np.uint64]) -> NDArray[np.uint64]:
         """Clear what stands behind the first separator, which is found as in Warren, Hacker's Delight, 6-1."""
@@ -388,7 +388,7 @@ class _Fields:
             return self._one_by_one(first)
 
     def _parsed(self, first: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Parse the fields from ``first`` on together: arrow is faster than Python, but knows fewer forms of numbers."""
+        """Parse the fields from ``first`` on together: arrow is faster than Python, but knows fewer forms."""
         import pyarrow
         from pyarrow import compute
 

@@ -1,0 +1,70 @@
+"""What is in a file of word vectors: every word and every number is looked at, and nothing is kept but counts.
+
+Takes about 100 bytes of memory for each word of the file, to tell those that occur twice.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from plimsoll.embeddings.faults import FaultList
+from plimsoll.embeddings.formats import Block, Rows
+from plimsoll.embeddings.opening import open_file, read_parts
+from plimsoll.records.embeddings import VectorFile
+from plimsoll.store import Progress, silent
+
+_SHOWN_WORDS = 8
+
+
+def every_row(block: Block) -> tuple[NDArray[np.int64], Rows]:
+    """Parse all vectors of a part."""
+    indexes = np.arange(len(block.words))
+    return indexes, block.rows(indexes)
+
+
+def look_at(path: str | Path, strict: bool = False, progress: Progress = silent) -> VectorFile:
+    """Read a file of word vectors from its begin to its end and say what is in it.
+
+    Args:
+        path: the file, in any of the formats of `plimsoll.embeddings.formats`.
+        strict: whether the first thing that is wrong with it is an error.
+        progress: called with the stage ``"vectors"``.
+
+    Raises:
+        EmbeddingError: if it cannot be read, is of no known format, or, with ``strict``, has a fault.
+    """
+    start_seconds = time.perf_counter()
+    opened = open_file(Path(path))
+    faults = FaultList(opened, strict)
+    seen: set[bytes] = set()
+    first_words: list[bytes] = []
+    num_duplicates, lengths = 0, [np.empty(0, np.float32)]
+    for block, (indexes, rows) in read_parts(opened.vectors, None, every_row):
+        faults.add(block, indexes, rows)
+        is_usable = np.ones(len(indexes), np.bool_)
+        is_usable[[fault.at for fault in rows.faults]] = False
+        lengths.append(np.linalg.norm(rows.matrix[is_usable], axis=1).astype(np.float32))
+        first_words += block.words[: max(_SHOWN_WORDS - len(first_words), 0)]
+        num_before = len(seen)
+        seen.update(block.words)
+        num_duplicates += len(block.words) - (len(seen) - num_before)
+        progress("vectors", round(opened.vectors.share_read() * 1000), 1000)
+    faults.end()
+    norms = np.concatenate(lengths)
+    return VectorFile(
+        path=opened.source.name,
+        format=opened.title,
+        num_file_bytes=opened.source.num_file_bytes,
+        dimension=opened.vectors.dimension,
+        num_words=len(seen),
+        num_promised=opened.vectors.num_promised,
+        num_duplicates=num_duplicates,
+        faults=faults.counts(),
+        first_words=tuple(word.decode("utf-8", "replace") for word in first_words),
+        norms=(float(norms.min()), float(np.median(norms)), float(norms.max())) if len(norms) else None,
+        seconds=time.perf_counter() - start_seconds,
+    )
