@@ -170,14 +170,15 @@ def _answer(  # noqa: PLR0917 -- as above
     from plimsoll.report.progress import stages
 
     with answering(what, as_json):
-        job = _job(texts, changes)
+        job = job_of(texts, changes)
         check_output(output, force)
         with stages(as_json) as progress:
             found = work(job, _cache(cache), progress)
         hand_over(found, sentence(found), output, as_json)
 
 
-def _job(texts: list[str], changes: list[str] | None) -> Job:
+def job_of(texts: list[str], changes: list[str] | None) -> Job:
+    """Read the job file, or make the job of some texts."""
     from plimsoll.records.job import Job
 
     if len(texts) == 1 and Path(texts[0]).suffix in {".yaml", ".yml"}:

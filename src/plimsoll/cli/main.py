@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from plimsoll.cli import data, plan, predict, probe, report, train, workers
+from plimsoll.cli import data, embeddings, plan, predict, probe, report, train, workers
 from plimsoll.cli.output import tell
 from plimsoll.errors import PlimsollError
 
@@ -45,6 +45,7 @@ def _of_every_command(
       plimsoll train job.yaml --budget 2GiB --out runs/a
       plimsoll report runs/a -o a.html
       plimsoll data inspect job.yaml
+      plimsoll embeddings subset glove.6B.zip/glove.6B.300d.txt --vocabulary words.txt
     """
 
 
@@ -54,6 +55,7 @@ app.command("plan")(plan.plan)
 app.command("train")(train.train)
 app.command("report")(report.report)
 app.add_typer(data.app, name="data")
+app.add_typer(embeddings.app, name="embeddings")
 app.command("train-worker", hidden=True)(workers.train_worker)
 app.command("prepare-worker", hidden=True)(workers.prepare_worker)
 app.command("plan-worker", hidden=True)(workers.plan_worker)

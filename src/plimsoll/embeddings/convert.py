@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,6 +28,7 @@ from plimsoll.embeddings.table import Precision, Table, TableWriter, open_table
 from plimsoll.embeddings.wanted import MISSING
 from plimsoll.errors import EmbeddingError, OutputError
 from plimsoll.records.base import sync
+from plimsoll.records.embeddings import Conversion
 from plimsoll.store import Progress, silent
 
 _BLOCK_ROWS = 1024
@@ -38,8 +40,8 @@ def convert(
     precision: Precision = "float32",
     strict: bool = False,
     progress: Progress = silent,
-) -> int:
-    """Write all words of a file of word vectors in the format of the name ``output``; return how many.
+) -> Conversion:
+    """Write all words of a file of word vectors in the format of the name ``output``.
 
     Args:
         path: the file, in any of the formats of `plimsoll.embeddings.formats`.
@@ -52,18 +54,21 @@ def convert(
         EmbeddingError: if the file cannot be read, has no words, or a word cannot be written in that format.
         OutputError: if the output cannot be written, or its name says no format.
     """
+    start_seconds = time.perf_counter()
     opened = open_file(Path(path))
     faults = FaultList(opened, strict)
     seen: set[bytes] = set()
+    num_duplicates = 0
     with _beside(output) as folder:
         with TableWriter(folder / "table", opened.vectors.dimension, precision) as writer:
             for block, (indexes, rows) in read_parts(opened.vectors, None, every_row):
                 faults.add(block, indexes, rows)
                 wrong = {fault.at for fault in rows.faults}
                 kept = []
-                for index, word in enumerate(block.words):
-                    if index not in wrong and word not in seen:
-                        seen.add(word)
+                for index in sorted({*range(len(block.words))} - wrong):
+                    num_duplicates += block.words[index] in seen
+                    if block.words[index] not in seen:
+                        seen.add(block.words[index])
                         kept.append(index)
                 writer.add([block.words[index] for index in kept], rows.matrix[kept])
                 progress("vectors", round(opened.vectors.share_read() * 1000), 1000)
@@ -71,7 +76,17 @@ def convert(
         if not seen:
             raise EmbeddingError(f"{opened.source.name} has 0 words that can be used: see `plimsoll embeddings info`")
         _write(open_table(folder / "table"), folder, output)
-    return len(seen)
+    return Conversion(
+        source=opened.source.name,
+        output=str(output),
+        num_words=len(seen),
+        dimension=opened.vectors.dimension,
+        precision=precision,
+        num_bytes=output.stat().st_size,
+        num_duplicates=num_duplicates,
+        faults=faults.counts(),
+        seconds=time.perf_counter() - start_seconds,
+    )
 
 
 def export(table: Table, output: Path) -> None:

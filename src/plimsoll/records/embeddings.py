@@ -42,6 +42,22 @@ class VectorFile(Record):
         return 4 * self.num_words * self.dimension
 
 
+class Conversion(Record):
+    """A file of word vectors that was written in another format."""
+
+    record_kind: ClassVar[str] = "vector-conversion"
+
+    source: str
+    output: str
+    num_words: int
+    dimension: int
+    precision: str
+    num_bytes: int
+    num_duplicates: int
+    faults: tuple[FaultCount, ...] = ()
+    seconds: float
+
+
 class SubsetFacts(Record):
     """The rows of a vocabulary, taken from a file of word vectors.
 

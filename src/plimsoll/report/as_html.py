@@ -7,6 +7,7 @@ a record is escaped by jinja2. Without JavaScript the charts are missing and the
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 
 import yaml
@@ -129,6 +130,11 @@ def feed_page(feed: FeedRates) -> str:
 def _corpus_sheets(corpus: CorpusFacts) -> list[sheets.Sheet]:
     every = [data_sheets.corpus_sheet(corpus), data_sheets.label_sheet(corpus), data_sheets.skipped_sheet(corpus)]
     return [sheet for sheet in every if sheet.rows]
+
+
+def embedding_page(shown: Sequence[sheets.Sheet]) -> str:
+    """Return the page of word vectors."""
+    return _sheets_page("Word vectors", "", *(sheet for sheet in shown if sheet.rows))
 
 
 def plan_page(plan: Plan) -> str:

@@ -125,6 +125,11 @@ def feed_report(feed: FeedRates) -> Group:
     return _spaced(corpus_report(feed.corpus), _table(data_sheets.rate_sheet(feed)), *notes)
 
 
+def embedding_report(shown: Sequence[sheets.Sheet]) -> Group:
+    """Return what is known of word vectors; tables without rows are left out."""
+    return _spaced(*(_table(sheet) for sheet in shown if sheet.rows))
+
+
 def plan_report(plan: Plan) -> Group:
     """Return the whole report of a plan; tables without rows are left out."""
     chosen = _narrowed(plan_sheets.chosen_sheet(plan), ("Technique", "Numerics"), ("What it does", "Why"))

@@ -17,15 +17,28 @@ from plimsoll.errors import InputError, RecordError
 from plimsoll.records.base import Record
 from plimsoll.records.corpus import CorpusFacts, FeedRates, Inspection, TokenFacts
 from plimsoll.records.device import Device, Machine
+from plimsoll.records.embeddings import CompressionFacts, Conversion, SubsetFacts, VectorFile
 from plimsoll.records.plan import Plan
 from plimsoll.records.prediction import Prediction
 from plimsoll.records.run import RunRecord
-from plimsoll.report import as_html, as_text
+from plimsoll.report import as_html, as_text, embedding_sheets
+from plimsoll.report.sheets import Sheet
 
 Format = Literal["text", "json", "html"]
 
+Screen = tuple[Callable[[Any], RenderableType], Callable[[Any], str]]
+
+
+def _of_sheets(sheets_of: Callable[[Any], tuple[Sheet, ...]]) -> Screen:
+    """Return the screens of a record that is nothing but sheets."""
+    return (
+        lambda record: as_text.embedding_report(sheets_of(record)),
+        lambda record: as_html.embedding_page(sheets_of(record)),
+    )
+
+
 # record -> (rich renderable, HTML page)
-_SCREENS: dict[type[Record], tuple[Callable[[Any], RenderableType], Callable[[Any], str]]] = {
+_SCREENS: dict[type[Record], Screen] = {
     RunRecord: (as_text.run_report, as_html.run_page),
     Machine: (as_text.machine_report, as_html.machine_page),
     Device: (as_text.device_table, as_html.device_page),
@@ -35,6 +48,10 @@ _SCREENS: dict[type[Record], tuple[Callable[[Any], RenderableType], Callable[[An
     TokenFacts: (as_text.token_report, as_html.token_page),
     Inspection: (as_text.inspection_report, as_html.inspection_page),
     FeedRates: (as_text.feed_report, as_html.feed_page),
+    SubsetFacts: _of_sheets(embedding_sheets.subset_sheets),
+    VectorFile: _of_sheets(embedding_sheets.vector_file_sheets),
+    Conversion: _of_sheets(embedding_sheets.conversion_sheets),
+    CompressionFacts: _of_sheets(embedding_sheets.compression_sheets),
 }
 
 
@@ -61,7 +78,8 @@ def render(record: Record, format: Format = "text") -> str:
     """Return a record as something to read.
 
     Args:
-        record: a run, a machine, a device, a plan, a prediction or one of `plimsoll.records.corpus`.
+        record: a run, a machine, a device, a plan, a prediction, or one of `plimsoll.records.corpus` and
+            `plimsoll.records.embeddings`.
         format: ``"text"`` (plain, 80 columns), ``"json"`` (the record's file) or ``"html"`` (one page, no network).
 
     Raises:
