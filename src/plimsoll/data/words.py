@@ -30,7 +30,7 @@ from plimsoll.data.corpus import Corpus
 from plimsoll.data.store import Progress, silent
 
 _MOST_WORDS = 4 << 20
-_MOST_CHUNKS, _MOST_CHUNK_BYTES = 1 << 20, 256 << 20
+_MOST_CHUNKS, _MOST_CHUNK_CHARS = 1 << 20, 256 << 20
 _TEXTS_AT_ONCE = 256
 _REPORT_BYTES = 1 << 20
 _MOST_PARTS = 999  # of a word after its first letter: the engine of `tokenizers` gives up in one of millions
@@ -62,7 +62,7 @@ def count_words(
         corpus: the texts; about 16 MiB of them are in memory at a time.
         lowercase: count all words in small letters.
         progress: called with the stage ``"words"``.
-        most_words: where there are more (words of a usual length take about 120 bytes each), the rarest are dropped.
+        most_words: where there are more, the rarest are dropped; 4 million, of a usual length, take about 600 MiB.
 
     Raises:
         DataError: if a file of the corpus has changed since it was indexed.
@@ -144,7 +144,7 @@ def _counted_chunks(texts: Iterator[str]) -> Iterator[Counter[str]]:
     while some := list(islice(texts, _TEXTS_AT_ONCE)):
         chunks.update(chain.from_iterable(map(str.split, some)))
         num_chars += sum(map(len, some))
-        if len(chunks) > _MOST_CHUNKS or num_chars > _MOST_CHUNK_BYTES:
+        if len(chunks) > _MOST_CHUNKS or num_chars > _MOST_CHUNK_CHARS:
             yield chunks
             chunks, num_chars = Counter(), 0
     yield chunks

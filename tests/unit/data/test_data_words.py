@@ -140,7 +140,7 @@ def test_all_texts_of_a_corpus_are_counted_and_its_progress_is_told(tmp_path: Pa
 def test_memory_is_bounded_where_everything_is_another_word(monkeypatch: pytest.MonkeyPatch):
     """What is held between two cuts is bounded in number and in characters."""
     monkeypatch.setattr(words, "_TEXTS_AT_ONCE", 1)
-    for limit in ("_MOST_CHUNKS", "_MOST_CHUNK_BYTES"):
+    for limit in ("_MOST_CHUNKS", "_MOST_CHUNK_CHARS"):
         with monkeypatch.context() as patch:
             patch.setattr(words, limit, 100)
             held = list(words._counted_chunks(f"{number} " * 10 for number in range(1000)))
