@@ -233,6 +233,7 @@ def test_what_cannot_be_built_is_refused_before_there_are_data(changes, message)
         {"model": "lstm"},
         {"task": "classification"},
         {"model": {"architecture": "gpt2", "n_layer": 1, "vocab_size": 300}, "tokenizer": {"vocab_size": 8000}},
+        {"model": {"architecture": "gpt2", "n_layer": 1, "vocab_size": 20}, "tokenizer": {"train": "words"}},
         {"model": {"architecture": "bert", "vocab_size": 60}, "tokenizer": {"path": "/a"}, "task": "classification"},
     ],
     ids=str,

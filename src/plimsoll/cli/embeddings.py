@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
@@ -50,13 +50,13 @@ def subset(  # noqa: PLR0917 -- typer calls it by name
     changes: Annotated[
         list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="How a corpus is read: data.text=body.")
     ] = None,
-    min_count: Annotated[int, typer.Option("--min-count", min=1, help="Of a corpus: words used less are left out.")] = 1,
+    min_count: Annotated[
+        int, typer.Option("--min-count", min=1, help="Of a corpus: words used less are left out.")
+    ] = 1,
     max_words: Annotated[
         int | None, typer.Option("--max-words", min=1, help="Of a corpus: only so many, the most frequent.")
     ] = None,
-    missing: Annotated[
-        _Missing, typer.Option("--missing", help="Rows of words that are not found.")
-    ] = _Missing.normal,
+    missing: Annotated[_Missing, typer.Option("--missing", help="Rows of words that are not found.")] = _Missing.normal,
     padding: Annotated[str | None, typer.Option("--padding", help="The word whose row is zeros.")] = None,
     ignore_case: Annotated[
         bool, typer.Option("--ignore-case/--exact-case", help="Try lower case, then capitalised.")
@@ -88,10 +88,12 @@ def subset(  # noqa: PLR0917 -- typer calls it by name
     with answering("taking the vectors", as_json):
         _check(output, force, check_name)
         with stages(as_json) as progress:
-            words = _vocabulary(vocabulary, tokenizer, corpus, changes, min_count, max_words, cache, progress)
+            words = _vocabulary(
+                _Words(vocabulary, tokenizer, corpus, changes, min_count, max_words, padding), cache, progress
+            )
             found = take_subset(
                 vectors, words, missing=missing.value, ignore_case=ignore_case, precision=precision.value,
-                strict=strict, seed=seed, padding=padding, cache=cache, progress=progress,
+                strict=strict, seed=seed, cache=cache, progress=progress,
             )  # fmt: skip
             if output is not None:
                 export(found.table, output)
@@ -164,48 +166,45 @@ def _check(output: Path | None, force: bool, check_name: Any) -> None:
         raise OutputError(f"cannot write {output}, there is no folder {output.parent}: make it, or give another -o")
 
 
-def _vocabulary(  # noqa: PLR0917 -- the options, one to one
-    vocabulary: Path | None,
-    tokenizer: Path | None,
-    corpus: list[str] | None,
-    changes: list[str] | None,
-    min_count: int,
-    max_words: int | None,
-    cache: Path | None,
-    progress: Report,
-) -> Vocabulary | Path:
+class _Words(NamedTuple):
+    """The options that say which words are wanted."""
+
+    vocabulary: Path | None
+    tokenizer: Path | None
+    corpus: list[str] | None
+    changes: list[str] | None
+    min_count: int
+    max_words: int | None
+    padding: str | None
+
+
+def _vocabulary(words: _Words, cache: Path | None, progress: Report) -> Vocabulary:
     """Return the words of whichever option names them.
 
     Raises:
         EmbeddingError: if not exactly one does.
         DataError: if a corpus or a tokenizer cannot be used.
     """
-    from plimsoll.data.tokenizer import load_tokenizer
-    from plimsoll.embeddings.vocabulary import of_tokenizer
+    from plimsoll.embeddings.vocabulary import of_tokenizer, vocabulary_of
     from plimsoll.errors import EmbeddingError
 
-    given = [name for name, value in (("--vocabulary", vocabulary), ("--tokenizer", tokenizer), ("--corpus", corpus)) if value]
+    options = {"--vocabulary": words.vocabulary, "--tokenizer": words.tokenizer, "--corpus": words.corpus}
+    given = [name for name, value in options.items() if value]
     if len(given) != 1:
         raise EmbeddingError(
             f"{len(given)} options say which words are wanted ({', '.join(given) or 'none'}): give one of --vocabulary "
             "FILE, --tokenizer PATH and --corpus TEXTS"
         )
-    if corpus:
-        return _counted(corpus, changes, min_count, max_words, cache, progress)
-    if tokenizer is not None:
-        return of_tokenizer(load_tokenizer(tokenizer).backend, str(tokenizer))
-    assert vocabulary is not None
-    return vocabulary
+    if words.corpus:
+        return _counted(words, words.corpus, cache, progress)
+    if words.tokenizer is None:
+        return vocabulary_of(words.vocabulary, words.padding)
+    from plimsoll.data.tokenizer import load_tokenizer
+
+    return of_tokenizer(load_tokenizer(words.tokenizer).backend, str(words.tokenizer), words.padding)
 
 
-def _counted(  # noqa: PLR0917 -- as above
-    texts: list[str],
-    changes: list[str] | None,
-    min_count: int,
-    max_words: int | None,
-    cache: Path | None,
-    progress: Report,
-) -> Vocabulary:
+def _counted(words: _Words, texts: list[str], cache: Path | None, progress: Report) -> Vocabulary:
     from plimsoll.cli.data import job_of
     from plimsoll.data.index import open_corpus
     from plimsoll.data.prepare import reading_of
@@ -213,12 +212,12 @@ def _counted(  # noqa: PLR0917 -- as above
     from plimsoll.embeddings.vocabulary import of_counts
     from plimsoll.records.base import cache_folder
 
-    job = job_of(texts, changes)
+    job = job_of(texts, words.changes)
     folder = (cache or cache_folder() / "data").absolute()
     corpus = open_corpus(job.data.sources, reading_of(job.data), folder, progress)
     found = count_words(corpus, progress=progress)
     counts = ((word, found.counts[word]) for word in found.ranked())
-    return of_counts(counts, ", ".join(texts), max_words, min_count)
+    return of_counts(counts, ", ".join(texts), words.max_words, words.min_count)
 
 
 def _tell(record: Any, sentence: str, output: Path | None, as_json: bool) -> None:

@@ -1,10 +1,13 @@
-"""The tokenizer: an existing one, or byte-level BPE trained on a sample of the corpus; kept in the cache as a folder.
+"""The tokenizer: an existing one, or one trained on a sample of the corpus; kept in the cache as a folder.
 
-Training (Hugging Face ``tokenizers``) sees at most 64 MiB of text, drawn evenly over the corpus, and is deterministic:
-the same texts and settings give the same file. Id 0 of a trained tokenizer is ``<|endoftext|>``, which stands between
-texts and fills padding. Covers any tokenizer that has a ``tokenizer.json`` or that ``transformers.AutoTokenizer`` can
-load from a local folder as a fast one; does NOT download, and does NOT keep chat templates. A special token written out
-in a text is read as the special token, as ``AutoTokenizer`` does.
+Trained is byte-level BPE (Hugging Face ``tokenizers``), or the most frequent words, as `plimsoll.data.words` cuts them.
+Training sees at most 64 MiB of text, drawn evenly over the corpus, and is deterministic: the same texts and settings
+give the same file. Id 0 of a trained tokenizer is ``<|endoftext|>``, which stands between texts and fills padding; id 1
+of one of words is ``<|unk|>``, which stands for all others, so that it does not give a text back.
+
+Covers any tokenizer that has a ``tokenizer.json`` or that ``transformers.AutoTokenizer`` can load from a local folder
+as a fast one; does NOT download, and does NOT keep chat templates. A special token written out in a text is read as the
+special token, as ``AutoTokenizer`` does.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import unicodedata
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from plimsoll.data.corpus import Corpus
+from plimsoll.data.words import count_texts, word_pattern
 from plimsoll.errors import DataError
 from plimsoll.records.base import write_atomically
 from plimsoll.records.job import TokenizerSource
@@ -28,7 +33,7 @@ from plimsoll.store import Facts, Progress, read_facts, silent, stored
 if TYPE_CHECKING:  # the training process imports this module, but need not pay for the library
     import tokenizers
 
-END_TOKEN = "<|endoftext|>"
+END_TOKEN, UNKNOWN_TOKEN = "<|endoftext|>", "<|unk|>"
 _SAMPLE_BYTES = 64 << 20
 _RECIPE = 1  # raise it when training with the same settings gives other tokens
 _TOKENIZER_FILE = "tokenizer.json"
@@ -48,6 +53,7 @@ class Tokenizer:
     folder: Path
     end_token: str
     mask_token: str | None = None
+    unknown_token: str | None = None
 
     @cached_property
     def key(self) -> str:
@@ -97,7 +103,8 @@ def prepare_tokenizer(source: TokenizerSource, corpus: Corpus, cache: Path, prog
         stored(folder, lambda place: _write(place, loaded))
     else:
         folder = cache / f"tokenizer-{_hash(*map(str, _settings(source, corpus)))[:16]}"
-        stored(folder, lambda place: _write(place, Loaded(_train(corpus, source.vocab_size, progress), END_TOKEN)))
+        train = _train_words if source.train == "words" else _train_bpe
+        stored(folder, lambda place: _write(place, Loaded(train(source, corpus, progress), END_TOKEN)))
     return open_tokenizer(folder)
 
 
@@ -122,8 +129,10 @@ def export_tokenizer(folder: Path, target: Path) -> None:
         DataError: if the tokenizer is gone from the cache or torn.
         OutputError: if ``target`` cannot be written.
     """
-    end_token = _facts(folder)["end_token"]
+    facts = _facts(folder)
+    end_token, unknown_token = facts["end_token"], facts.get("unknown_token")  # caches of before do not name it
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end_token, "pad_token": end_token}
+    config |= {"unk_token": unknown_token} if unknown_token else {}
     write_atomically(target / _TOKENIZER_FILE, (folder / _TOKENIZER_FILE).read_bytes(), "cache folder")
     write_atomically(target / "tokenizer_config.json", json.dumps(config, indent=2).encode(), "cache folder")
 
@@ -161,15 +170,24 @@ def _settings(source: TokenizerSource, corpus: Corpus) -> tuple[str | int, ...]:
     """Return everything the trained tokenizer depends on."""
     import tokenizers
 
-    return (_RECIPE, tokenizers.__version__, corpus.key, source.train, source.vocab_size)
+    settings = (_RECIPE, tokenizers.__version__, corpus.key, source.train, source.vocab_size)
+    if source.train == "bpe":
+        return settings
+    return (*settings, source.min_count, source.lowercase, unicodedata.unidata_version)
 
 
 def _write(folder: Path, loaded: Loaded) -> Facts:
     loaded.backend.save(str(folder / _TOKENIZER_FILE))
-    return {"end_token": loaded.end_token, "mask_token": loaded.mask_token}
+    unknown_token = getattr(loaded.backend.model, "unk_token", None)
+    is_known = unknown_token is not None and loaded.backend.token_to_id(unknown_token) is not None
+    return {
+        "end_token": loaded.end_token,
+        "mask_token": loaded.mask_token,
+        "unknown_token": unknown_token if is_known else None,
+    }
 
 
-def _train(corpus: Corpus, vocab_size: int, progress: Progress) -> tokenizers.Tokenizer:
+def _train_bpe(source: TokenizerSource, corpus: Corpus, progress: Progress) -> tokenizers.Tokenizer:
     from tokenizers import Tokenizer as Backend
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
@@ -177,7 +195,7 @@ def _train(corpus: Corpus, vocab_size: int, progress: Progress) -> tokenizers.To
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
+        vocab_size=source.vocab_size,
         special_tokens=[END_TOKEN],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
@@ -185,6 +203,20 @@ def _train(corpus: Corpus, vocab_size: int, progress: Progress) -> tokenizers.To
     with tokenizer_threads():
         backend.train_from_iterator(_counted(corpus, progress), trainer)
     return backend
+
+
+def _train_words(source: TokenizerSource, corpus: Corpus, progress: Progress) -> tokenizers.Tokenizer:
+    from tokenizers import Regex, models, normalizers, pre_tokenizers
+    from tokenizers import Tokenizer as Backend
+
+    words = count_texts(_counted(corpus, progress), source.lowercase).ranked(source.min_count)
+    tokens = [END_TOKEN, UNKNOWN_TOKEN, *words][: source.vocab_size]
+    backend = Backend(models.WordLevel({token: number for number, token in enumerate(tokens)}, unk_token=UNKNOWN_TOKEN))
+    if source.lowercase:
+        backend.normalizer = normalizers.Lowercase()
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(word_pattern()), behavior="removed", invert=True)
+    backend.add_special_tokens([END_TOKEN, UNKNOWN_TOKEN])
+    return backend  # without a decoder: words are put together with spaces
 
 
 def _counted(corpus: Corpus, progress: Progress) -> Iterator[str]:

@@ -40,10 +40,8 @@ from plimsoll.models.recurrent import (
     load_recurrent,
     save_recurrent,
 )
-from plimsoll.records.job import Job, near
+from plimsoll.records.job import SMALLEST_VOCAB_SIZES, Job, near
 from plimsoll.workload import LossFunction, Units, model_loss
-
-_SMALLEST_VOCAB_SIZE = 257  # of a tokenizer that is trained: the bytes, and the end of a text
 
 
 def build_model(
@@ -101,7 +99,7 @@ def sketch_model(job: Job) -> nn.Module | None:
     given = job.model.get("vocab_size") if isinstance(job.model, dict) else None
     vocab_size = job.tokenizer.vocab_size
     if isinstance(given, int):  # it may be as small as the tokenizer, which is not known yet
-        vocab_size = _SMALLEST_VOCAB_SIZE if job.tokenizer.path is None else given
+        vocab_size = SMALLEST_VOCAB_SIZES[job.tokenizer.train] if job.tokenizer.path is None else given
     return build_model(job, vocab_size, num_labels, 0, device="meta")
 
 

@@ -53,6 +53,16 @@ def test_language_modelling_from_files_to_windows(texts: Path, tmp_path: Path):
     assert (texts / "ham" / "0.txt").read_text().startswith(decoded)
 
 
+@pytest.mark.parametrize("data", [{}, {"on_the_fly": True, "long_texts": "truncate"}], ids=["once", "on the fly"])
+def test_texts_become_words(texts: Path, tmp_path: Path, data: dict):
+    job = job_of(texts, task="classification", data=data, tokenizer={"train": "words", "vocab_size": 5})
+    prepared = prepare(job, tmp_path / "cache")
+    assert (prepared.vocab_size, prepared.special_ids) == (5, (0, 1))
+    training, _ = open_datasets(prepared, job)
+    # "good text number 0, with words to train on": the most frequent by count, then by text, are ",", number, on.
+    assert first_tokens(training, 0)[:9] == [1, 1, 3, 1, 2, 1, 1, 1, 1]
+
+
 def test_prepared_data_are_a_record_that_can_be_a_file(texts: Path, tmp_path: Path):
     (texts / "image.png").write_bytes(b"\0")
     prepared = prepare(job_of(texts), tmp_path / "cache")

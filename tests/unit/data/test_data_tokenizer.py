@@ -1,5 +1,6 @@
 """Training is deterministic and cached; what is loaded and saved is what transformers loads and saves."""
 
+import hashlib
 import json
 import os
 import subprocess
@@ -7,6 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import models, pre_tokenizers
 from transformers import AutoTokenizer
@@ -14,7 +17,8 @@ from transformers import AutoTokenizer
 from plimsoll.data.corpus import Corpus
 from plimsoll.data.formats import Reading
 from plimsoll.data.index import open_corpus
-from plimsoll.data.tokenizer import export_tokenizer, open_tokenizer, prepare_tokenizer
+from plimsoll.data.tokenizer import END_TOKEN, UNKNOWN_TOKEN, export_tokenizer, open_tokenizer, prepare_tokenizer
+from plimsoll.data.words import words_of
 from plimsoll.errors import DataError
 from plimsoll.records.job import TokenizerSource
 
@@ -86,6 +90,80 @@ def test_a_saved_folder_or_file_is_loaded_as_the_same_tokenizer(corpus: Corpus, 
         assert loaded.backend.encode(TEXT).ids == tokenizer.backend.encode(TEXT).ids
         assert (loaded.end_id, loaded.vocab_size) == (0, 280)
         assert open_tokenizer(loaded.folder).key == loaded.key
+
+
+def of_words(corpus: Corpus, cache: Path, **fields):
+    return prepare_tokenizer(TokenizerSource(train="words", **fields), corpus, cache)
+
+
+def test_words_are_numbered_by_how_often_they_occur(corpus: Corpus, tmp_path: Path):
+    tokenizer = of_words(corpus, tmp_path / "cache", vocab_size=9)
+    # In each line of TEXT: the 5 times, on 2, all others once, of which the first by text have a number.
+    assert tokenizer.backend.get_vocab() == {
+        END_TOKEN: 0, UNKNOWN_TOKEN: 1, "the": 2, "on": 3, ";": 4, "and": 5, "cat": 6, "c\u00e4t": 7, "dog": 8
+    }  # fmt: skip
+    assert (tokenizer.vocab_size, tokenizer.end_id, tokenizer.special_ids) == (9, 0, (0, 1))
+    assert (tokenizer.end_token, tokenizer.unknown_token) == (END_TOKEN, UNKNOWN_TOKEN)
+    ids = tokenizer.backend.encode("The cat;the\n dog-mat (and)").ids
+    assert ids == [1, 6, 4, 2, 1, 1, 5, 1]
+    assert tokenizer.backend.decode(ids) == "cat ; the and"
+    assert tokenizer.backend.encode(" \u4e2d ").ids == [1]
+    assert tokenizer.backend.encode("").ids == []
+
+
+@given(text=st.text(st.characters(exclude_categories=["Cs"]) | st.sampled_from(" \n-.,'nt1")))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_the_tokenizer_cuts_the_words_that_are_counted(corpus: Corpus, tmp_path: Path, text: str):
+    tokenizer = of_words(corpus, tmp_path / "cache")
+    known = tokenizer.backend.get_vocab()
+    assert tokenizer.backend.encode(text).ids == [known.get(word, 1) for word in words_of(text)]
+
+
+def test_rare_words_and_capitals_can_be_left_out(tmp_path: Path):
+    (tmp_path / "text.txt").write_text("One two TWO Three three three \u039f\u03a3 \u03bf\u03c3")
+    corpus = open_corpus((str(tmp_path / "text.txt"),), Reading(), tmp_path / "cache")
+    vocabulary = of_words(corpus, tmp_path / "cache", min_count=2, lowercase=True).backend.get_vocab()
+    assert vocabulary == {END_TOKEN: 0, UNKNOWN_TOKEN: 1, "three": 2, "two": 3, "\u03bf\u03c3": 4}
+    tokenizer = of_words(corpus, tmp_path / "cache", min_count=2, lowercase=True)
+    assert tokenizer.backend.encode("TWO One \u039f\u03a3").ids == [3, 1, 4]
+    assert of_words(corpus, tmp_path / "cache", min_count=2).backend.get_vocab().keys() == {
+        END_TOKEN, UNKNOWN_TOKEN, "three"
+    }  # fmt: skip
+    assert of_words(corpus, tmp_path / "cache", min_count=9).vocab_size == 2
+
+
+def test_transformers_loads_words_with_the_unknown_one(corpus: Corpus, tmp_path: Path):
+    tokenizer = of_words(corpus, tmp_path / "cache", vocab_size=9)
+    (tmp_path / "model").mkdir()
+    export_tokenizer(tokenizer.folder, tmp_path / "model")
+    loaded = AutoTokenizer.from_pretrained(tmp_path / "model")
+    assert (loaded.unk_token, loaded.unk_token_id, loaded.eos_token_id, loaded.pad_token_id) == (UNKNOWN_TOKEN, 1, 0, 0)
+    assert len(loaded) == 9
+    assert loaded(TEXT)["input_ids"] == tokenizer.backend.encode(TEXT).ids
+    assert loaded.decode(loaded("the cat; the cow")["input_ids"]) == "the cat ; the <|unk|>"
+    again = prepare_tokenizer(TokenizerSource(path=str(tmp_path / "model")), corpus, tmp_path / "cache")
+    assert (again.end_id, again.unknown_token, again.vocab_size) == (0, UNKNOWN_TOKEN, 9)
+
+
+def test_only_a_known_unknown_token_is_named(tmp_path: Path, corpus: Corpus):
+    for name, vocabulary, expected in (("a", {"?": 0, "</s>": 1}, "?"), ("b", {"</s>": 0}, None)):
+        Backend(models.WordLevel(vocabulary, unk_token="?")).save(str(tmp_path / f"{name}.json"))
+        tokenizer = prepare_tokenizer(TokenizerSource(path=str(tmp_path / f"{name}.json")), corpus, tmp_path / "cache")
+        assert tokenizer.unknown_token == expected
+        export_tokenizer(tokenizer.folder, tmp_path)
+        assert json.loads((tmp_path / "tokenizer_config.json").read_text()).get("unk_token") == expected
+
+
+def test_what_words_are_made_with_is_in_their_name_and_not_in_that_of_bpe(corpus: Corpus, tmp_path: Path):
+    import tokenizers
+
+    cache = tmp_path / "cache"
+    sources = [{}, {"min_count": 2}, {"lowercase": True}, {"vocab_size": 5}]
+    assert (
+        len({of_words(corpus, cache, **fields).folder for fields in sources} | {bpe(corpus, cache, 8000).folder}) == 5
+    )
+    settings = "\0".join(["1", tokenizers.__version__, corpus.key, "bpe", "280"])
+    assert bpe(corpus, cache).folder.name == f"tokenizer-{hashlib.sha256(settings.encode()).hexdigest()[:16]}"
 
 
 def word_level(tokens: list[str]) -> Backend:

@@ -79,7 +79,12 @@ colour: blue
         ("budget:", "budget: needs fields (device, host), write for example `budget: {device: ...}`"),
         (
             "tokenizer: {vocab_size: 256}",
-            "tokenizer.vocab_size: Input should be greater than or equal to 257 (got 256)",
+            "tokenizer.vocab_size: train: bpe needs at least 257 tokens, for all bytes and the end of a text: "
+            "give more (got 256)",
+        ),
+        (
+            "tokenizer: {train: words, vocab_size: 2}",
+            "tokenizer.vocab_size: Input should be greater than or equal to 3 (got 2)",
         ),
         ("optimizer: {lr: .nan}", "optimizer.lr: Input should be a finite number (got nan)"),
         ("optimizer: {arguments: fast}", "optimizer.arguments: Input should be a valid dictionary (got 'fast')"),
@@ -300,6 +305,15 @@ def test_a_step_of_so_many_tokens_has_as_many_samples_of_the_greatest_length(tmp
         (["data.stride=8", "data.borders=sentence"], "data: stride 8 is for windows that do not end at borders"),
         (["data.augment={mask: 0.1}"], "job: data.augment.mask 0.1 needs a tokenizer with a mask token"),
         (["data.augment={delete_word: 0.1}"], "data: augment changes words, which are known only where texts are"),
+        (
+            ["tokenizer.min_count=2"],
+            "tokenizer: train: words alone has min_count: leave out what it has, or add `train",
+        ),
+        (["tokenizer=a.json", "tokenizer.lowercase=true"], "tokenizer: train: words alone has lowercase: leave out"),
+        (
+            ["tokenizer=/a.json", "tokenizer.train=words"],
+            "tokenizer: train: words makes a tokenizer, and path '/a.json'",
+        ),
         (["data.workers=true"], "data.workers: "),
         (["data.validation=''"], "data.validation: it is empty: give a path, a share"),
         (
@@ -320,6 +334,13 @@ def test_what_of_the_data_contradicts_itself_is_told(tmp_path: Path, changes: li
 
 def test_a_share_in_quotes_is_a_share(tmp_path: Path):
     assert job_of(tmp_path, MINIMAL, "data.validation='0.1'").data.validation == 0.1
+
+
+def test_a_tokenizer_of_words_may_be_small(tmp_path: Path):
+    fields = {"train": "words", "vocab_size": 3, "min_count": 2, "lowercase": True}
+    job = job_of(tmp_path, f"{MINIMAL}tokenizer: {fields}")
+    assert job.tokenizer.model_dump() == {"path": None, **fields}
+    assert Job.from_fields(job.model_dump(mode="json"), folder=tmp_path) == job
 
 
 def test_a_name_on_the_hub_is_no_path(tmp_path: Path):
