@@ -81,8 +81,8 @@ def subset(  # noqa: PLR0917 -- typer calls it by name
       plimsoll embeddings subset glove.txt --corpus reviews.csv --set data.text=body --json
     """
     from plimsoll.cli.answer import answering
-    from plimsoll.embeddings.convert import check_name, export
-    from plimsoll.embeddings.subset import take_subset
+    from plimsoll.embeddings.conversion import check_name, export
+    from plimsoll.embeddings.subsets import take_subset
     from plimsoll.report.progress import stages
 
     with answering("taking the vectors", as_json):
@@ -142,13 +142,13 @@ def convert(  # noqa: PLR0917 -- as above
       plimsoll embeddings convert model.kv -o vectors.npy --precision float16
     """
     from plimsoll.cli.answer import answering
-    from plimsoll.embeddings import convert as converting
+    from plimsoll.embeddings import conversion
     from plimsoll.report.progress import stages
 
     with answering("converting the vectors", as_json):
-        _check(output, force, converting.check_name)
+        _check(output, force, conversion.check_name)
         with stages(as_json) as progress:
-            done = converting.convert(vectors, output, precision.value, strict, progress)
+            done = conversion.convert(vectors, output, precision.value, strict, progress)
         _tell(done, f"{done.num_words:,} words", output, as_json)
 
 

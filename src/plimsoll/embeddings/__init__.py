@@ -17,25 +17,25 @@ if TYPE_CHECKING:
     from plimsoll.embeddings.compressed import ProductQuantizedEmbedding as ProductQuantizedEmbedding
     from plimsoll.embeddings.compressed import low_rank as low_rank
     from plimsoll.embeddings.compressed import product_quantized as product_quantized
-    from plimsoll.embeddings.convert import convert as convert
+    from plimsoll.embeddings.conversion import convert as convert
     from plimsoll.embeddings.host import HostEmbedding as HostEmbedding
     from plimsoll.embeddings.inspect import look_at as info  # noqa: F401
     from plimsoll.embeddings.module import load as load
     from plimsoll.embeddings.module import tied_output as tied_output
-    from plimsoll.embeddings.subset import Subset as Subset
-    from plimsoll.embeddings.subset import take_subset as subset  # noqa: F401
+    from plimsoll.embeddings.subsets import Subset as Subset
+    from plimsoll.embeddings.subsets import take_subset as subset  # noqa: F401
 
 _HOMES = {
     "FactorizedEmbedding": ("compressed", "FactorizedEmbedding"),
     "HostEmbedding": ("host", "HostEmbedding"),
     "ProductQuantizedEmbedding": ("compressed", "ProductQuantizedEmbedding"),
-    "Subset": ("subset", "Subset"),
-    "convert": ("convert", "convert"),
+    "Subset": ("subsets", "Subset"),
+    "convert": ("conversion", "convert"),
     "info": ("inspect", "look_at"),
     "load": ("module", "load"),
     "low_rank": ("compressed", "low_rank"),
     "product_quantized": ("compressed", "product_quantized"),
-    "subset": ("subset", "take_subset"),
+    "subset": ("subsets", "take_subset"),
     "tied_output": ("module", "tied_output"),
 }
 __all__ = list(_HOMES)

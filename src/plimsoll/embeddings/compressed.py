@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from plimsoll.embeddings.subset import Subset
+from plimsoll.embeddings.subsets import Subset
 from plimsoll.errors import EmbeddingError
 from plimsoll.records.embeddings import CompressionFacts
 from plimsoll.store import Progress, silent

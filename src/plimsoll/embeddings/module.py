@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from plimsoll.embeddings.opening import open_file
-from plimsoll.embeddings.subset import Subset, take_subset
+from plimsoll.embeddings.subsets import Subset, take_subset
 from plimsoll.embeddings.table import Table, open_table
 from plimsoll.embeddings.wanted import PADDING
 from plimsoll.errors import EmbeddingError
@@ -86,7 +86,7 @@ def _table_of(source: str | Path | Subset, vocabulary: Any, options: dict[str, A
     opened = open_file(Path(source))
     if opened.format != "table" or opened.source.packing:
         raise EmbeddingError(
-            f"{opened.source.name} ({opened.title}) needs vocabulary=: give a tokenizer, a file with a word per line or "
-            "the words; for all its words convert it first (`plimsoll embeddings convert`)"
+            f"{opened.source.name} ({opened.title}) needs vocabulary=: give a tokenizer, a file with a word per line "
+            "or the words; for all its words convert it first (`plimsoll embeddings convert`)"
         )
     return open_table(Path(source))

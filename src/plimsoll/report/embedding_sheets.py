@@ -104,10 +104,12 @@ def _spread(norms: tuple[float, float, float]) -> tuple[float, float, float]:
 def _miss_sheet(subset: SubsetFacts) -> Sheet:
     num_missed = subset.num_words - subset.num_found
     has_counts = subset.num_tokens is not None
-    title = f"Not found, {len(subset.misses)} of {num_missed:,}" + (", the most frequent" if has_counts else "")
-    columns = (Column("Word"), Column("Uses", True)) if has_counts else (Column("Word"),)
+    which = f"{len(subset.misses)} of {num_missed:,} words, " + (
+        "the most frequent first" if has_counts else "the first"
+    )
+    columns = (Column(which), Column("Uses", True)) if has_counts else (Column(which),)
     rows = tuple((word, f"{count:,}") if has_counts else (word,) for word, count in subset.misses)
-    return Sheet(title, columns, rows)
+    return Sheet("Not found", columns, rows)
 
 
 def _fault_sheet(num_duplicates: int, faults: tuple[FaultCount, ...], duplicates: str) -> Sheet:
