@@ -33,6 +33,7 @@ _PART_BYTES = 1 << 20
 _MORE_BYTES = 64 << 10
 _LOOKED_AT_LINES = 64
 _WHITE = b" \t\r"
+_IS_WHITE = np.isin(np.arange(256), [*_WHITE])
 _HASH_BITS = 20
 _HASH_FACTOR = np.uint64(0x9E3779B97F4A7C15)  # Fibonacci hashing, Knuth, The Art of Computer Programming 3, 6.4
 _ONES, _TOPS = np.uint64(0x0101010101010101), np.uint64(0x8080808080808080)
@@ -135,6 +136,7 @@ class Lines:
                 continue
             yield _PartOfStream([*carried, chunk[:end]], reading)
             carried = [chunk[end:]]
+        self._share = 1.0
         if any(carried) or self._source.is_cut:
             yield _PartOfStream(carried, reading, is_cut=self._source.is_cut)
 
@@ -266,7 +268,7 @@ class _PartOfFile:
 
 @dataclass(frozen=True, slots=True)
 class _PartOfStream:
-    """Some lines in memory."""
+    """Some lines in memory; with ``is_cut`` what there is of the last line of an archive that ends early."""
 
     pieces: list[bytes]
     reading: _Reading
@@ -275,10 +277,10 @@ class _PartOfStream:
     def __call__(self) -> Block:
         raw = b"".join([*self.pieces, bytes(_HEAD_BYTES)])
         num_bytes = len(raw) - _HEAD_BYTES
-        block = _block(raw, 0, num_bytes, np.empty(num_bytes, np.bool_), self.reading)
-        if not self.is_cut:
-            return block
-        return block._replace(faults=(*block.faults, Fault("truncated", block.num_words, "the archive ends early")))
+        if self.is_cut:  # also a line with enough numbers is not used: digits of the last may be missing
+            block = _cut([], np.empty(0, np.int64), self.reading)
+            return block._replace(num_words=int(num_bytes > 0), faults=(Fault("truncated", 0, "the archive ends early"),))
+        return _block(raw, 0, num_bytes, np.empty(num_bytes, np.bool_), self.reading)
 
 
 def _block(raw: bytes | bytearray, start: int, end: int, is_newline: NDArray[np.bool_], reading: _Reading) -> Block:
@@ -313,15 +315,17 @@ def _short_lines(  # noqa: PLR0917 -- private, one caller
     layout: Layout,
     has_end: bool,
 ) -> tuple[Fault, ...]:
-    """Find lines with too few numbers: where a part has as many separators as it should, no line is counted alone."""
+    """Find lines with too few numbers: those that do not have as many separators as numbers are looked at alone."""
     if not len(starts):
         return ()
-    total = np.count_nonzero(is_separator[starts[0] :])
-    if total in {len(starts) * layout.dimension, len(starts) * (layout.dimension + 1)}:
-        return ()
-    counts = np.add.reduceat(is_separator, starts, dtype=np.int64)
+    # In the smallest type that holds the dimension, which is fast: what wraps around is no short line.
+    kind = np.min_scalar_type(layout.dimension)
+    counts = np.add.reduceat(is_separator.view(np.uint8), starts, dtype=kind)
+    counts -= is_separator[ends - 1] & (ends > starts)
+    view = np.frombuffer(raw, np.uint8)
+    is_odd = (counts != layout.dimension) | (_IS_WHITE[view[ends - 1]] & _IS_WHITE[view[ends - 2]])
     faults = []
-    for place in np.flatnonzero(counts != layout.dimension).tolist():
+    for place in np.flatnonzero(is_odd).tolist():
         line = bytes(raw[starts[place] : ends[place]]).rstrip(_WHITE)
         found = line.count(bytes([layout.separator]))
         if found < layout.dimension:
