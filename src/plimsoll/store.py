@@ -73,9 +73,9 @@ def read_facts(folder: Path) -> Facts | None:
         manifest = json.loads((folder / _MANIFEST).read_bytes())
         if manifest["version"] != _VERSION or manifest["files"] != _fingerprints(folder):
             return None
+        facts: Facts = manifest["facts"]
     except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError):
         return None
-    facts: Facts = manifest["facts"]
     return facts
 
 

@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plimsoll.embeddings.faults import FaultList
+from plimsoll.embeddings.formats import in_precision
 from plimsoll.embeddings.inspect import every_row
 from plimsoll.embeddings.opening import open_file, read_parts
 from plimsoll.embeddings.table import Precision, Table, TableWriter, open_table
@@ -61,7 +62,8 @@ def convert(
     num_duplicates = 0
     with _beside(output) as folder:
         with TableWriter(folder / "table", opened.vectors.dimension, precision) as writer:
-            for block, (indexes, rows) in read_parts(opened.vectors, None, every_row):
+            for block, (indexes, parsed) in read_parts(opened.vectors, None, every_row):
+                rows = in_precision(parsed, precision)
                 faults.add(block, indexes, rows)
                 wrong = {fault.at for fault in rows.faults}
                 kept = []

@@ -42,12 +42,13 @@ def look_at(path: str | Path, strict: bool = False, progress: Progress = silent)
     faults = FaultList(opened, strict)
     seen: set[bytes] = set()
     first_words: list[bytes] = []
-    num_duplicates, lengths = 0, [np.empty(0, np.float32)]
+    num_duplicates, lengths = 0, [np.empty(0)]
     for block, (indexes, rows) in read_parts(opened.vectors, None, every_row):
         faults.add(block, indexes, rows)
         is_usable = np.ones(len(indexes), np.bool_)
         is_usable[[fault.at for fault in rows.faults]] = False
-        lengths.append(np.linalg.norm(rows.matrix[is_usable], axis=1).astype(np.float32))
+        usable = rows.matrix[is_usable]
+        lengths.append(np.sqrt(np.einsum("ij,ij->i", usable, usable, dtype=np.float64)))
         first_words += block.words[: max(_SHOWN_WORDS - len(first_words), 0)]
         num_before = len(seen)
         seen.update(block.words)

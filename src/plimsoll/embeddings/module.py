@@ -80,7 +80,7 @@ def _table_of(source: str | Path | Subset, vocabulary: Any, options: dict[str, A
     if isinstance(source, Subset):
         if vocabulary is not None:
             raise EmbeddingError(f"the subset {source.facts.folder} has its words: leave out vocabulary")
-        return source.table
+        return _unchanged(source.table, options)
     if vocabulary is not None:
         return take_subset(source, vocabulary, **options).table
     opened = open_file(Path(source))
@@ -89,4 +89,13 @@ def _table_of(source: str | Path | Subset, vocabulary: Any, options: dict[str, A
             f"{opened.source.name} ({opened.title}) needs vocabulary=: give a tokenizer, a file with a word per line "
             "or the words; for all its words convert it first (`plimsoll embeddings convert`)"
         )
-    return open_table(Path(source))
+    return _unchanged(open_table(Path(source)), options)
+
+
+def _unchanged(table: Table, options: dict[str, Any]) -> Table:
+    if options:
+        raise EmbeddingError(
+            f"the rows of {table.path} are made already: leave out {', '.join(options)}, or give the file they are "
+            "from and vocabulary="
+        )
+    return table

@@ -26,7 +26,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from plimsoll.embeddings.faults import FaultList
-from plimsoll.embeddings.formats import Block, Rows, Vectors
+from plimsoll.embeddings.formats import Block, Rows, Vectors, in_precision
 from plimsoll.embeddings.opening import Opened, open_file, read_parts
 from plimsoll.embeddings.table import Precision, Table, create_table, open_table
 from plimsoll.embeddings.vocabulary import Vocabulary, vocabulary_of
@@ -121,9 +121,12 @@ def take_subset(
     stored(
         folder,
         partial(_write, opened, words, options, progress, folder),
-        is_whole=lambda facts: bool(_digest(folder / _FILE) == facts["digest"]),
+        is_whole=lambda facts: bool(facts.get("digest") == _digest(folder / _FILE, facts.get("subset"))),
     )
-    return open_subset(folder)
+    found = open_subset(folder)
+    # The rows are those of any words that are the same, but these may be used otherwise and come from elsewhere.
+    facts = {"source": opened.source.name, "vocabulary": words.name, "folder": str(folder)}
+    return found._replace(facts=found.facts.model_copy(update=facts | _hits(found.table.found, words)))
 
 
 def open_subset(folder: Path) -> Subset:
@@ -145,10 +148,12 @@ def _key(opened: Opened, words: Vocabulary, options: _Options) -> str:
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
 
-def _digest(path: Path) -> str:
-    """Hash a whole file: a few milliseconds where it is in memory anyway."""
+def _digest(path: Path, facts: Any) -> str:
+    """Hash a whole file, a few milliseconds where it is in memory anyway, and what is kept with it."""
+    hasher = xxhash.xxh3_128(json.dumps(facts).encode())
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
-        return xxhash.xxh3_128_hexdigest(mapped)
+        hasher.update(mapped)
+    return hasher.hexdigest()
 
 
 def _write(  # noqa: PLR0917 -- private, one caller
@@ -184,7 +189,8 @@ def _write(  # noqa: PLR0917 -- private, one caller
         seconds=time.perf_counter() - start_seconds,
         **_hits(wanted.state, words),
     )
-    return {"digest": _digest(folder / _FILE), "subset": facts.model_dump(mode="json")}
+    kept = facts.model_dump(mode="json")
+    return {"digest": _digest(folder / _FILE, kept), "subset": kept}
 
 
 def _fill(table: Table, wanted: Wanted, opened: Opened, options: _Options, progress: Progress) -> tuple[FaultList, int]:
@@ -194,14 +200,16 @@ def _fill(table: Table, wanted: Wanted, opened: Opened, options: _Options, progr
 
     def parse(block: Block) -> tuple[NDArray[np.int64], Rows]:
         indexes = wanted.open_words(block.words)
-        return indexes, block.rows(indexes)
+        return indexes, in_precision(block.rows(indexes), options.precision)
 
     for block, (indexes, rows) in read_parts(vectors, wanted.words, parse):
-        faults.add(block, indexes, rows)
         row_of = np.full(len(block.words), -1)
         row_of[indexes] = np.arange(len(indexes))
         row_of[indexes[[fault.at for fault in rows.faults]]] = -1
         pairs = wanted.give(block.words, row_of >= 0)
+        # What else was parsed depends on which part was read first.
+        matter = tuple(fault for fault in rows.faults if int(indexes[fault.at]) in pairs.refused)
+        faults.add(block, indexes, rows._replace(faults=matter))
         table.vectors[pairs.rows] = rows.matrix[row_of[pairs.indexes]]
         progress("vectors", round(vectors.share_read() * 1000), 1000)
     faults.end()
@@ -273,8 +281,8 @@ def _hits(state: NDArray[np.uint8], words: Vocabulary) -> dict[str, Any]:
 
 
 def _no_hits(opened: Opened, words: Vocabulary) -> str:
-    block = next(iter(opened.vectors.parts(None)))()
-    theirs = ", ".join(word.decode("utf-8", "replace") for word in block.words[:_SHOWN_WORDS])
+    part = next(iter(opened.vectors.parts(None)), None)
+    theirs = ", ".join(word.decode("utf-8", "replace") for word in (part().words[:_SHOWN_WORDS] if part else []))
     ours = ", ".join(word for word in words.words if word is not None and word.isalpha())[:80]
     return (
         f"none of the {len(words):,} words of {words.name} ({ours}, ...) is in {opened.source.name} ({theirs}, ...): "

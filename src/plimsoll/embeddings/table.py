@@ -9,6 +9,7 @@ filled in place, in a file that is mapped, and takes no memory of the process th
 from __future__ import annotations
 
 import json
+import math
 import mmap
 import os
 from array import array
@@ -44,12 +45,19 @@ class Table(NamedTuple):
 
     def texts(self) -> list[str | None]:
         """Return the word of each row; it takes a Python object per word."""
-        return [None if raw == _NO_WORD else raw.decode("utf-8", "surrogatepass") for raw in self.raw_words()]
+        return [None if raw == _NO_WORD else _text(raw) for raw in self.raw_words()]
 
     def raw_words(self) -> list[bytes]:
         """Return the words as bytes."""
         raw, ends = self.words.tobytes(), self.word_ends.tolist()
         return [raw[begin:end] for begin, end in zip([0, *ends[:-1]], ends, strict=bool(ends))]
+
+
+def _text(raw: bytes) -> str:
+    try:
+        return raw.decode("utf-8", "surrogatepass")
+    except UnicodeDecodeError:  # a word of a file that is not UTF-8
+        return raw.decode("utf-8", "surrogateescape")
 
 
 def create_table(path: Path, words: Sequence[str | None], dimension: int, precision: Precision) -> Table:
@@ -116,7 +124,14 @@ def open_table(path: Path, access: Access = "read") -> Table:
         except ValueError:
             raise EmbeddingError(f"{path} has 0 bytes: make it again") from None
     entries, begin = _read_header(mapped, path)
-    return Table(path, **{name: _view(mapped, begin, entry) for name, entry in entries.items()})
+    try:
+        table = Table(path, **{name: _view(mapped, begin, entry) for name, entry in entries.items()})
+        num_rows, dimension = table.vectors.shape
+    except (ValueError, TypeError, KeyError):
+        num_rows, dimension = -1, 0
+    if not dimension or {num_rows} != {len(table.found), len(table.word_ends)}:
+        raise EmbeddingError(f"{path} has a damaged header: make it again")
+    return table
 
 
 def is_table(head: bytes) -> bool:
@@ -164,4 +179,7 @@ def _read_header(mapped: mmap.mmap, path: Path) -> tuple[dict[str, Any], int]:
 
 def _view(mapped: mmap.mmap, begin: int, entry: dict[str, Any]) -> NDArray[Any]:
     kind, shape = _TYPES[entry["dtype"]], tuple(entry["shape"])
-    return np.frombuffer(mapped, kind, int(np.prod(shape)), begin + entry["data_offsets"][0]).reshape(shape)
+    start, end = entry["data_offsets"]
+    if end - start != math.prod(shape) * np.dtype(kind).itemsize:
+        raise ValueError(shape)
+    return np.frombuffer(mapped, kind, math.prod(shape), begin + start).reshape(shape)

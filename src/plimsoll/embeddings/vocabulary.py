@@ -1,8 +1,9 @@
 """The words that vectors are wanted for, in the order of the rows they get, and how often each is used.
 
 From a file with a word per line (a tab and more may follow: BERT's ``vocab.txt``, counts), a tokenizer, counted words,
-or any iterable. Rows of a tokenizer are its ids; a token that begins a word (``Ġthe``, ``▁the``) stands for that word,
-one that goes on inside of a word (``##ing``) or is special for none.
+or any iterable. The row of a line is its number, counted from 0; an empty one stands for no word. Rows of a tokenizer
+are its ids; a token that begins a word (``Ġthe``, ``▁the``) stands for that word, one that goes on inside of a word
+(``##ing``) or is special for none.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,8 @@ from numpy.typing import NDArray
 from plimsoll.errors import EmbeddingError
 
 PADDING, UNKNOWN = "<pad>", "<unk>"
-_WORD_BEGINS = ("Ġ", "▁")
+_BYTES_BEGIN = "Ġ"
+_WORD_BEGINS = (_BYTES_BEGIN, "▁")
 _INSIDE = "##"
 
 
@@ -64,7 +66,7 @@ def vocabulary_of(source: Any, padding: str | None = None) -> Vocabulary:
         EmbeddingError: if there are no words, one occurs twice, or ``padding`` is none of them.
     """
     if isinstance(source, Vocabulary):
-        return source
+        return source if padding is None else replace(source, padding=_row_of(padding, source.words, source.name))
     if isinstance(source, str | Path):
         return _from_path(Path(source), padding)
     if hasattr(source, "get_vocab"):
@@ -118,7 +120,7 @@ def of_tokenizer(tokenizer: Any, name: str, padding: str | None = None) -> Vocab
     special = set()
     if hasattr(backend, "get_added_tokens_decoder"):
         special = {str(token.content) for token in backend.get_added_tokens_decoder().values() if token.special}
-    has_begins = any(token.startswith(_WORD_BEGINS) for token in ids)
+    has_begins = any(token.startswith(_WORD_BEGINS) and len(token) > 1 for token in ids)
     words: list[str | None] = [None] * (1 + max(ids.values()))
     for token, number in ids.items():
         words[number] = None if token in special else _word_of(token, has_begins)
@@ -130,8 +132,17 @@ def of_tokenizer(tokenizer: Any, name: str, padding: str | None = None) -> Vocab
 
 def _word_of(token: str, has_begins: bool) -> str | None:
     if has_begins:
-        return token[1:] or None if token.startswith(_WORD_BEGINS) else None
+        word = _spelled(token) if token.startswith(_BYTES_BEGIN) else token
+        return word[1:] or None if token.startswith(_WORD_BEGINS) else None
     return None if token.startswith(_INSIDE) else token
+
+
+def _spelled(token: str) -> str:
+    """Undo the spelling of GPT-2, in which each byte is a letter."""
+    from tokenizers.decoders import ByteLevel
+
+    spelled: str = ByteLevel().decode([token])
+    return spelled
 
 
 def _from_path(path: Path, padding: str | None) -> Vocabulary:
@@ -147,8 +158,8 @@ def _from_path(path: Path, padding: str | None) -> Vocabulary:
         raise EmbeddingError(f"the vocabulary {file} is not UTF-8 (byte {error.start}): convert it") from None
     if file.suffix == ".json":
         return _from_tokenizer_file(file, padding)
-    lines = [line.removesuffix("\r") for line in text.split("\n")]
-    return _of_words([line.split("\t", 1)[0] for line in lines if line], str(file), padding)
+    lines = [line.removesuffix("\r") for line in text.rstrip("\r\n").split("\n")] if text.strip() else []
+    return _of_words([line.split("\t", 1)[0] or None for line in lines], str(file), padding)
 
 
 def _from_tokenizer_file(file: Path, padding: str | None) -> Vocabulary:
@@ -173,6 +184,10 @@ def _of_words(
     if len(rows) < len(words) - words.count(None):
         twice = next(word for row, word in enumerate(words) if word is not None and rows[word] != row)
         raise EmbeddingError(f"{name} has the word {twice!r} more than once: remove all but one of its rows")
-    if padding is not None and padding not in rows:
+    return Vocabulary(words, name, counts, None if padding is None else _row_of(padding, words, name))
+
+
+def _row_of(padding: str, words: Sequence[str | None], name: str) -> int:
+    if padding not in words:
         raise EmbeddingError(f"{padding!r} is none of the words of {name}: add it, or leave padding out")
-    return Vocabulary(words, name, counts, None if padding is None else rows[padding])
+    return words.index(padding)

@@ -18,10 +18,14 @@ _FORMS = 3  # of a word: the first three of these
 
 
 class Pairs(NamedTuple):
-    """Rows and the words of a block that they take: ``rows[i]`` takes word ``indexes[i]``."""
+    """Rows and the words of a block that they take: ``rows[i]`` takes word ``indexes[i]``.
+
+    ``refused`` are the words that rows would have taken, had they a vector.
+    """
 
     rows: NDArray[np.int64]
     indexes: NDArray[np.int64]
+    refused: frozenset[int]
 
 
 class Wanted:
@@ -78,11 +82,16 @@ class Wanted:
             is_usable: whether each has a vector; of one that has none, the next of its kind is taken.
         """
         taken: dict[int, int] = {}
+        refused = set()
         for index, word in enumerate(words):
             self.num_duplicates += word in self._seen
             self._seen.add(word)
-            if is_usable[index]:
-                for row, form in self._takers(word):
-                    self.state[row] = form
-                    taken[row] = index
-        return Pairs(np.fromiter(taken, np.int64, len(taken)), np.fromiter(taken.values(), np.int64, len(taken)))
+            takers = self._takers(word)
+            if takers and not is_usable[index]:
+                refused.add(index)
+                continue
+            for row, form in takers:
+                self.state[row] = form
+                taken[row] = index
+        rows, indexes = (np.fromiter(numbers, np.int64, len(taken)) for numbers in (taken, taken.values()))
+        return Pairs(rows, indexes, frozenset(refused))

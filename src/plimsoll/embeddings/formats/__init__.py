@@ -117,9 +117,25 @@ def rows_of(values: NDArray[Any], faults: tuple[Fault, ...] = ()) -> Rows:
     """Return vectors in single precision, with a fault for each that holds NaN or infinity, behind those given."""
     with np.errstate(over="ignore"):  # what is too large becomes infinite, which is found next
         matrix = values.astype(np.float32)
-    is_finite = np.isfinite(matrix).all(axis=1)
-    not_finite = [
-        Fault("finite", number, f"it holds {matrix[number][~np.isfinite(matrix[number])][0]}")
-        for number in np.flatnonzero(~is_finite).tolist()
+    return Rows(matrix, (*faults, *_not_finite(matrix, "it holds {}")))
+
+
+def in_precision(rows: Rows, precision: Literal["float32", "float16"]) -> Rows:
+    """Return rows that are to be kept in half precision with a fault more for each that it has no numbers for."""
+    if precision == "float32":
+        return rows
+    with np.errstate(over="ignore"):
+        half = rows.matrix.astype(np.float16)
+    known = {fault.at for fault in rows.faults}
+    too_large = [
+        fault for fault in _not_finite(half, "it holds numbers that are {} in float16") if fault.at not in known
     ]
-    return Rows(matrix, (*faults, *not_finite))
+    return Rows(rows.matrix, (*rows.faults, *too_large))
+
+
+def _not_finite(matrix: NDArray[Any], what: str) -> list[Fault]:
+    is_finite = np.isfinite(matrix)
+    return [
+        Fault("finite", number, what.format(matrix[number][~is_finite[number]][0]))
+        for number in np.flatnonzero(~is_finite.all(axis=1)).tolist()
+    ]

@@ -24,7 +24,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from plimsoll.embeddings.formats import Block, Fault, Rows, rows_of
-from plimsoll.embeddings.formats._sources import Source
+from plimsoll.embeddings.formats._sources import HEAD_BYTES, Source
 from plimsoll.errors import EmbeddingError
 
 NEWLINE, SPACE, TAB = 10, 32, 9
@@ -67,10 +67,11 @@ def separator_of(line: bytes) -> int:
 def dimension_of(head: bytes) -> int:
     """Return how many numbers the lines at the begin of a file end in, most of them; 0 if these are no such lines.
 
-    The last line of ``head`` is looked at only if it is the only one: it may be cut off.
+    The last line of ``head`` is looked at only if it is the only one, and the whole file: it may be cut off.
     """
     lines = head.split(b"\n")
-    lines = [line for line in islice(lines[:-1] or lines, _LOOKED_AT_LINES) if line.strip()]
+    lines = lines[:-1] or lines[: len(head) < HEAD_BYTES]
+    lines = [line for line in islice(lines, _LOOKED_AT_LINES) if line.strip()]
     found = Counter(_num_numbers(line) for line in lines)
     return found.most_common(1)[0][0] if found else 0
 
@@ -279,7 +280,9 @@ class _PartOfStream:
         num_bytes = len(raw) - _HEAD_BYTES
         if self.is_cut:  # also a line with enough numbers is not used: digits of the last may be missing
             block = _cut([], np.empty(0, np.int64), self.reading)
-            return block._replace(num_words=int(num_bytes > 0), faults=(Fault("truncated", 0, "the archive ends early"),))
+            return block._replace(
+                num_words=int(num_bytes > 0), faults=(Fault("truncated", 0, "the archive ends early"),)
+            )
         return _block(raw, 0, num_bytes, np.empty(num_bytes, np.bool_), self.reading)
 
 

@@ -1,15 +1,19 @@
 """word2vec's text: a line with the number of words and the dimension, then a word and its numbers per line.
 
 As written by the original C tool, by gensim's ``save_word2vec_format`` and by fastText as ``.vec``, which ends lines in
-a space. The header tells it from GloVe's text: two whole numbers, the second of which the next line agrees with.
+a space. The header tells it from GloVe's text: two whole numbers, the second of which the lines behind it agree with;
+a file that ends in the first of these lines is one that is cut off.
 """
 
 from __future__ import annotations
+
+import re
 
 from plimsoll.embeddings.formats._lines import Layout, Lines, dimension_of, separator_of
 from plimsoll.embeddings.formats._sources import Source
 
 TITLE = "word2vec text (fastText .vec)"
+_BEGIN_OF_NUMBER = re.compile(rb"[-+0-9.eEnaif]*")
 
 
 def recognises(head: bytes, source: Source) -> bool:
@@ -25,12 +29,20 @@ def open_vectors(source: Source) -> Lines:
 
 
 def _layout(head: bytes) -> Layout | None:
-    header, newline, rest = head.partition(b"\n")
+    header, _, rest = head.partition(b"\n")
     fields = header.split()
     if len(fields) != 2 or not all(field.isdigit() for field in fields):
         return None
     num_words, dimension = map(int, fields)
-    first_line = rest.split(b"\n", 1)[0]
-    if not newline or dimension < 1 or (rest.strip() and dimension_of(rest) != dimension):
+    first_line, newline, _ = rest.partition(b"\n")
+    separator = separator_of(first_line)
+    agrees = dimension_of(rest) == dimension if newline else _may_begin(first_line, separator, dimension)
+    if dimension < 1 or not (agrees or not rest.strip()):
         return None
-    return Layout(dimension, separator_of(first_line), len(header) + 1, 2, num_words)
+    return Layout(dimension, separator, len(header) + 1, 2, num_words)
+
+
+def _may_begin(line: bytes, separator: int, dimension: int) -> bool:
+    """Whether a line that does not end, in the file or in what was read of it, can be one with so many numbers."""
+    fields = line.rstrip().split(bytes([separator]))[1:]
+    return len(fields) <= dimension and all(_BEGIN_OF_NUMBER.fullmatch(field) for field in fields)

@@ -31,7 +31,7 @@ def parts_of(part_bytes: int, more_bytes: int) -> Iterator[None]:
 
 
 def lines_of(lines: Lines, wanted: Collection[bytes] | None) -> tuple[dict[int, tuple[bytes, bytes | str]], int]:
-    """Return, by the number of the line, its word and vector, or the kind of its fault; and how many lines there are."""
+    """Return, by the number of the line, its word and vector, or the kind of its fault; and the number of lines."""
     found: dict[int, tuple[bytes, bytes | str]] = {}
     first = 0
     for part in lines.parts(wanted):
@@ -98,7 +98,10 @@ def test_a_line_is_read_from_the_right(tmp_path: Path):
     vectors = [np.array(pair, np.float32).tobytes() for pair in ([1, 2], [3, 4], [5, 6], [7, 8])]
     names = [b". . .", b"name@domain.com at", b"", b"x"]
     assert read(tmp_path, raw, 2) == (dict(enumerate(zip(names, vectors, strict=True))), 4)
-    assert read(tmp_path, raw, 2, {b". . .", b"", b"name@domain.com"}) == ({0: (names[0], vectors[0]), 2: (b"", vectors[2])}, 4)
+    assert read(tmp_path, raw, 2, {b". . .", b"", b"name@domain.com"}) == (
+        {0: (names[0], vectors[0]), 2: (b"", vectors[2])},
+        4,
+    )
 
 
 @pytest.mark.parametrize("dimension", [1, 255, 256, 257, 1000])
@@ -129,7 +132,9 @@ def test_a_line_without_an_end_is_cut_off_if_numbers_are_missing(tmp_path: Path,
 
 
 def test_the_last_line_of_an_archive_that_ends_early_is_not_used(tmp_path: Path):
-    path = packed(tmp_path / "vectors", b"".join(b"w%d 0.25 %d.5\n" % (number, number) for number in range(3000)), "gzip")
+    path = packed(
+        tmp_path / "vectors", b"".join(b"w%d 0.25 %d.5\n" % (number, number) for number in range(3000)), "gzip"
+    )
     whole = path.read_bytes()
     for kept in (0.3, 0.5, 0.9):
         path.write_bytes(whole[: int(len(whole) * kept)])
