@@ -44,9 +44,15 @@ def open_file(path: Path) -> Opened:
     Raises:
         EmbeddingError: if there is none, or it is of no known format.
     """
-    if path.is_dir():
-        raise EmbeddingError(f"{path} is a folder: name the file with the vectors in it")
-    source = Source(path)
+    return open_source(Source(path))
+
+
+def open_source(source: Source) -> Opened:
+    """Open what is in a file that was found.
+
+    Raises:
+        EmbeddingError: as `open_file`.
+    """
     head = source.head
     if not head:
         raise EmbeddingError(f"{source.name} holds 0 bytes that can be read: download it again")

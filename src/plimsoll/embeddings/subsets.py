@@ -27,7 +27,8 @@ from numpy.typing import NDArray
 
 from plimsoll.embeddings.faults import FaultList
 from plimsoll.embeddings.formats import Block, Rows, Vectors
-from plimsoll.embeddings.opening import Opened, open_file, read_parts
+from plimsoll.embeddings.formats._sources import Source
+from plimsoll.embeddings.opening import Opened, open_source, read_parts
 from plimsoll.embeddings.table import Precision, Table, create_table, open_table
 from plimsoll.embeddings.vocabulary import Vocabulary, vocabulary_of
 from plimsoll.embeddings.wanted import BUILT, CAPITALISED, EXACT, LOWER, MISSING, NO_WORD, PADDING, Wanted
@@ -76,7 +77,7 @@ class Subset(NamedTuple):
         return int(rows[0]) if len(rows) else None
 
 
-class _Source(NamedTuple):
+class _File(NamedTuple):
     path: str
     num_bytes: int
     mtime_ns: int
@@ -117,15 +118,15 @@ def take_subset(
     """
     words = vocabulary_of(vocabulary, padding)
     options = _Options(missing, ignore_case, precision, strict, seed)
-    opened = open_file(Path(source))
-    folder = (cache or cache_folder() / "embeddings").absolute() / f"subset-{_key(opened, words, options)}"
+    file = Source(Path(source))
+    folder = (cache or cache_folder() / "embeddings").absolute() / f"subset-{_key(file, words, options)}"
     facts = stored(
         folder,
-        partial(_write, opened, words, options, progress),
+        partial(_write, file, words, options, progress),
         is_whole=lambda facts: bool(_digest(folder / _FILE) == facts["digest"]),
     )
     table = open_rows(folder)
-    known = facts["subset"] | {"source": opened.source.name, "vocabulary": words.name, "folder": str(folder)}
+    known = facts["subset"] | {"source": file.name, "vocabulary": words.name, "folder": str(folder)}
     return Subset(table, SubsetFacts.model_validate(known | _hits(table.found, words)), facts["digest"])
 
 
@@ -139,12 +140,12 @@ def open_rows(folder: Path) -> Table:
     return open_table(folder / _FILE)
 
 
-def _key(opened: Opened, words: Vocabulary, options: _Options) -> str:
-    path = opened.source.path
+def _key(source: Source, words: Vocabulary, options: _Options) -> str:
+    path = source.path
     status = path.stat()
-    file = _Source(str(path.absolute()), status.st_size, status.st_mtime_ns)
+    file = _File(str(path.absolute()), status.st_size, status.st_mtime_ns)
     identity = [[*entry[1:3], entry[3].hex()] for entry in identity_of([file])]  # wherever it is
-    facts = [_RECIPE, identity, opened.source.member, words.key, *options]
+    facts = [_RECIPE, identity, source.member, words.key, *options]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
 
@@ -154,8 +155,9 @@ def _digest(path: Path) -> str:
         return xxhash.xxh3_128_hexdigest(mapped)
 
 
-def _write(opened: Opened, words: Vocabulary, options: _Options, progress: Progress, folder: Path) -> Facts:
+def _write(source: Source, words: Vocabulary, options: _Options, progress: Progress, folder: Path) -> Facts:
     start_seconds = time.perf_counter()
+    opened = open_source(source)
     require_space(folder, len(words) * opened.vectors.dimension * np.dtype(options.precision).itemsize)
     table = create_table(folder / _FILE, words.words, opened.vectors.dimension, options.precision)
     wanted = Wanted(words.words, words.padding, options.ignore_case)

@@ -150,6 +150,8 @@ def _archive_and_member(path: Path) -> tuple[Path, str | None]:
     for parent in path.parents:
         if parent.is_file():
             return parent, str(path.relative_to(parent))
+    if path.is_dir():
+        raise EmbeddingError(f"{path} is a folder: name the file with the vectors in it")
     if not path.exists():
         where = f" (relative to {Path.cwd()})" if not path.is_absolute() else ""
         raise EmbeddingError(
