@@ -7,12 +7,11 @@
 
 Each arm runs in an interpreter of its own, in interleaved rounds, with its libraries imported before the clock starts;
 figures are medians. Arms: the file read and nothing else; lines scanned as bytes and only wanted ones parsed, with two
-parsers (the best that is short to write in Python); the loop of the tutorials; Plimsoll, into an empty
-cache each time, synced to the disk; PyTorch-NLP with ``is_include``; polars; gensim, which loads everything (one round).
-All must come to the same rows. Memory is the peak of private memory over the interpreter with its imports, in
-brackets over a bare one; Plimsoll's rows are in a file that is mapped and count apart. Then: opening from the cache, four
-processes with the same rows, and archives beside their bare decompression. Prints tables, and as its last line one JSON
-object with the figures. Linux only.
+parsers (the best that is short to write in Python); the loop of the tutorials; Plimsoll, into an empty cache each time,
+synced to the disk; PyTorch-NLP with ``is_include``; polars; gensim, which loads all (one round). All must come to the
+same rows. Memory is the peak of private memory over the interpreter with its imports, in brackets over a bare one;
+Plimsoll's rows are in a file that is mapped and count apart. Then: opening from the cache, four processes with the same
+rows, and archives beside their bare decompression. Prints tables, and as its last line one JSON object. Linux only.
 """
 
 from __future__ import annotations

@@ -259,7 +259,8 @@ def fingerprint(job: Job, prepared: Prepared) -> dict[str, str]:
     may not where the learning rate follows it. Each field has an entry of its own, so that a difference can be named.
     """
     facts = job.model_dump(
-        mode="json", exclude={"budget", "checkpoint", "steps", "evaluate_every", "device", "data", "tokenizer"}
+        mode="json",
+        exclude={"budget", "checkpoint", "steps", "evaluate_every", "device", "data", "tokenizer", "embeddings"},
     )
     facts["data"] = job.data.model_dump(mode="json", exclude=_SAID_BY_THE_KEY)
     if job.embeddings is not None:  # what the vectors are, wherever their file is

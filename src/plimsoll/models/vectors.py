@@ -116,4 +116,4 @@ def fill_embedding(embedding: nn.Embedding, table: Table) -> None:
     block_rows = max((1 << 20) // dimension, 1)
     for begin in range(0, num_rows, block_rows):
         rows = torch.tensor(table.vectors[begin : begin + block_rows])
-        embedding.weight[begin : begin + block_rows].copy_(rows)
+        embedding.weight[begin : begin + len(rows)].copy_(rows)
