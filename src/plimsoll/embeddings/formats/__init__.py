@@ -1,8 +1,8 @@
 """How word vectors lie in files: one module per format, each with the functions of `Format`.
 
 A format is told by the first bytes of a file and never by its name. Every format streams: what is read is a part of the
-file at a time, in which the wanted words are found first and only their numbers are parsed. `plimsoll.embeddings.opening` lists them;
-the contract tests run over every module of this folder.
+file at a time, in which the wanted words are found first and only their numbers are parsed.
+`plimsoll.embeddings.opening` lists them; the contract tests run over every module of this folder.
 """
 
 from __future__ import annotations

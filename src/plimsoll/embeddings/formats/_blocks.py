@@ -94,7 +94,9 @@ def block_of(
 
 def cut_off(at: int, what: str) -> Block:
     """Make a block without words that says that the file ends early."""
-    return Block([], np.empty(0, np.int64), 0, lambda _: checked(np.empty((0, 0), np.float32)), (Fault("truncated", at, what),))
+    return Block(
+        [], np.empty(0, np.int64), 0, lambda _: checked(np.empty((0, 0), np.float32)), (Fault("truncated", at, what),)
+    )
 
 
 def checked(matrix: NDArray[np.float32]) -> Rows:
@@ -102,7 +104,7 @@ def checked(matrix: NDArray[np.float32]) -> Rows:
     is_finite = np.isfinite(matrix)
     if is_finite.all():
         return Rows(matrix)
-    bad = (~is_finite.all(axis=1)).nonzero()[0]
+    bad = np.flatnonzero(~is_finite.all(axis=1))
     numbers = is_finite[bad].argmin(axis=1)
     return Rows(
         matrix,

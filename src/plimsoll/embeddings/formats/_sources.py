@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import IO, Literal
+from typing import IO, Literal, cast
 
 from plimsoll.errors import EmbeddingError
 from plimsoll.records.units import format_bytes
@@ -87,7 +87,7 @@ class Source:
         with self._reading(), self.path.open("rb", buffering=0 if not self.packing else _CHUNK_BYTES) as raw:
             if self.packing == "gzip":
                 with gzip.GzipFile(fileobj=raw) as unpacked:
-                    yield unpacked, raw
+                    yield cast(IO[bytes], unpacked), raw
             elif self.member is not None:
                 with zipfile.ZipFile(raw) as archive, archive.open(self.member) as inside:
                     yield inside, raw
@@ -135,12 +135,13 @@ class Source:
                     file.write(chunk)
         except OSError as error:
             raise EmbeddingError(
-                f"cannot unpack {self.name} into {path.parent} ({error.strerror or error}): set TMPDIR to a folder with "
-                "more space"
+                f"cannot unpack {self.name} into {path.parent} ({error.strerror or error}): set TMPDIR to a folder "
+                "with more space"
             ) from None
         if self.is_cut:
             raise EmbeddingError(
-                f"{self.name} is cut off or damaged after {format_bytes(path.stat().st_size)}, unpacked: download it again"
+                f"{self.name} is cut off or damaged after {format_bytes(path.stat().st_size)}, unpacked: "
+                "download it again"
             )
 
     @contextmanager
@@ -176,8 +177,8 @@ def _archive_and_member(path: Path) -> tuple[Path, str | None]:
     if not path.exists():
         where = f" (relative to {Path.cwd()})" if not path.is_absolute() else ""
         raise EmbeddingError(
-            f"there is no file {path}{where}: give a file of word vectors (GloVe or word2vec text, word2vec or fastText "
-            ".bin, gensim KeyedVectors, .npy with words, .safetensors; .gz and .zip of these)"
+            f"there is no file {path}{where}: give a file of word vectors (GloVe or word2vec text, word2vec or "
+            "fastText .bin, gensim KeyedVectors, .npy with words, .safetensors; .gz and .zip of these)"
         )
     return path, None
 

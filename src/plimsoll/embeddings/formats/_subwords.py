@@ -1,9 +1,9 @@
 """Character n-grams of words as fastText hashes them, and the sums of their vectors in its order.
 
-https://github.com/facebookresearch/fastText/blob/main/src/dictionary.cc (``computeSubwords``, ``hash``): a word between
-``<`` and ``>``; from each letter on, the n-grams of ``minn`` to ``maxn`` letters, not those that are ``<`` or ``>``
-alone; FNV-1a of 32 bits over the bytes, each with its sign extended, modulo the number of buckets. gensim does the same.
-A letter is a byte that is no UTF-8 continuation, with the continuations behind it. ``</s>`` has no n-grams.
+https://github.com/facebookresearch/fastText/blob/main/src/dictionary.cc (``computeSubwords``, ``hash``): a word
+between ``<`` and ``>``; from each letter on, the n-grams of ``minn`` to ``maxn`` letters, not those that are ``<`` or
+``>`` alone; FNV-1a of 32 bits over the bytes, each with its sign extended, modulo the number of buckets. gensim does
+the same. A letter is a byte that is no UTF-8 continuation, with the continuations behind it. ``</s>`` has no n-grams.
 """
 
 from __future__ import annotations

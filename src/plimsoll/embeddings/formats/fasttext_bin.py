@@ -1,8 +1,8 @@
 """fastText models (``.bin``): a dictionary, then the vectors of words and of buckets of character n-grams.
 
-https://github.com/facebookresearch/fastText/tree/main/src (args.cc, dictionary.cc, densematrix.cc, ``loadModel`` in
-fasttext.cc), versions 11 and 12. The vector of a word is the mean of its own row and those of its n-grams, the same bits
-as ``get_word_vector``; a word that is not in the dictionary has the mean of its n-grams. The matrix is mapped, and only
+https://github.com/facebookresearch/fastText/tree/main/src (args.cc, dictionary.cc, densematrix.cc, ``loadModel``
+in fasttext.cc), versions 11 and 12. The vector of a word is the mean of its own row and those of its n-grams, the same
+bits as ``get_word_vector``; a word that is not in the dictionary has the mean of its n-grams. The matrix is mapped, and only
 the rows that are needed are read: a compressed file is unpacked into a temporary one that goes with the vectors. The
 labels of a supervised model are no words. The output matrix is not read, nor missed where the file ends before it.
 It does NOT cover quantized models (``.ftz``), models from before version 11, and sent2vec's.
@@ -147,8 +147,8 @@ def _read_header(name: str, path: Path) -> _Header:
 
 def _quantized(name: str, why: str) -> EmbeddingError:
     return EmbeddingError(
-        f"{name} is a quantized fastText model ({why}), whose vectors are not exact: use the .bin that it was made from, "
-        "or save the vectors it has as text, with `fasttext print-word-vectors`, and use those"
+        f"{name} is a quantized fastText model ({why}), whose vectors are not exact: use the .bin that it was made "
+        "from, or save the vectors it has as text, with `fasttext print-word-vectors`, and use those"
     )
 
 
@@ -161,7 +161,9 @@ def _parts(name: str, path: Path, num_entries: int) -> Iterator[_Part]:
         words, ends = words[: num_entries - first], ends[: num_entries - first]
         if not words:
             why = "is damaged" if len(raw) > MAX_WORD_BYTES else "is cut off"
-            raise EmbeddingError(f"{name} {why} in its dictionary, after {first} of {num_entries} words: download it again")
+            raise EmbeddingError(
+                f"{name} {why} in its dictionary, after {first} of {num_entries} words: download it again"
+            )
         yield _Part(begin, begin + int(ends[-1]), first)
         begin, first = begin + int(ends[-1]), first + len(words)
 
@@ -180,7 +182,9 @@ def _matrix(name: str, path: Path, begin: int, header: _Header) -> NDArray[np.fl
             f"{num_ngram_rows} buckets of dimension {header.dimension} need another: download it again"
         )
     if len(raw) < _MATRIX.size or there_bytes < num_bytes:
-        raise EmbeddingError(f"{name} is cut off: {there_bytes} of {num_bytes} bytes of its matrix are there: download it again")
+        raise EmbeddingError(
+            f"{name} is cut off: {there_bytes} of {num_bytes} bytes of its matrix are there: download it again"
+        )
     if not num_bytes:
         return np.empty((0, header.dimension), np.float32)
     return np.memmap(path, "<f4", "r", begin, (num_rows, dimension))

@@ -1,8 +1,8 @@
 """Binary word2vec: a line with the number of words and of dimensions, then each word, a space and float32 numbers.
 
-https://github.com/tmikolov/word2vec/blob/master/word2vec.c (``-binary 1``) writes a newline behind each vector, gensim's
-``save_word2vec_format(binary=True)`` does not; newlines before a word are not part of it, as gensim reads it. Numbers are
-little-endian. The file is read once, from the begin to the end, and so may be compressed. What stands behind the last
+https://github.com/tmikolov/word2vec/blob/master/word2vec.c (``-binary 1``) writes a newline behind each vector,
+gensim's ``save_word2vec_format(binary=True)`` does not; newlines before a word are not part of it, as gensim reads it.
+Numbers are little-endian. The file is read once, from the begin to the end, and so may be compressed. What stands behind the last
 word that the header promises is not read. It does NOT cover files without the header, numbers of other types, and words
 with spaces or newlines, which the format cannot hold: the vectors behind such a word would be garbage, which is found
 only where a word is no UTF-8 or a number is not finite.
@@ -18,7 +18,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plimsoll.embeddings.formats import Block, Rows
-from plimsoll.embeddings.formats._blocks import MAX_DIMENSION, Records, as_set, block_of, checked, cut_at_records, cut_off
+from plimsoll.embeddings.formats._blocks import (
+    MAX_DIMENSION,
+    Records,
+    as_set,
+    block_of,
+    checked,
+    cut_at_records,
+    cut_off,
+)
 from plimsoll.embeddings.formats._sources import Source
 from plimsoll.errors import EmbeddingError
 
@@ -72,8 +80,8 @@ def open_vectors(source: Source) -> _Binary:
     if header is None:
         line = source.head.partition(b"\n")[0][:40]
         raise EmbeddingError(
-            f"{source.name} begins with {line!r}, and not with the number of words and of dimensions as binary word2vec "
-            "does: download it again, or save it anew with gensim's save_word2vec_format(binary=True)"
+            f"{source.name} begins with {line!r}, and not with the number of words and of dimensions as binary "
+            "word2vec does: download it again, or save it anew with gensim's save_word2vec_format(binary=True)"
         )
     dimension = int(header[2])
     if not 0 < dimension <= MAX_DIMENSION:
@@ -95,8 +103,8 @@ class _Binary:
         """Yield the whole records of about 1 MiB each; see `Vectors`."""
         wanted, num_words = as_set(wanted), 0
         records = Records(b" ", 4 * self.dimension)
-        for raw, words, ends, self._share in cut_at_records(self._source, records, self._begin, self.num_promised):
-            num_words += len(words)
+        for raw, words, ends, share in cut_at_records(self._source, records, self._begin, self.num_promised):
+            num_words, self._share = num_words + len(words), share
             yield partial(self._block, raw, words, ends, wanted)
         self._share = 1.0
         if num_words < self.num_promised or self._source.is_cut:
