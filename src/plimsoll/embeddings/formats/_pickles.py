@@ -116,7 +116,7 @@ class _Machine:
     def _table(self) -> dict[int, Callable[[int], None]]:
         table: dict[int, Callable[[int], None]] = {
             0x80: self._protocol,
-            0x95: lambda _: self._skip(8),
+            0x95: lambda _: self._frame(),
             ord("("): lambda _: self._marks.append(len(self._stack)),
             ord("0"): lambda _: self._drop(),
             ord("1"): lambda _: self._drop_to_mark(),
@@ -168,6 +168,9 @@ class _Machine:
     def _protocol(self, _: int) -> None:
         if not 2 <= (number := self._take(1)[0]) <= 5:
             raise BrokenPickle(f"protocol {number} is not covered")
+
+    def _frame(self) -> None:
+        self._skip(8)
 
     def _sized(self, operation: int) -> None:
         span = self._skip(int.from_bytes(self._take(_SIZED[operation]), "little"))

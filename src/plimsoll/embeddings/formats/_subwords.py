@@ -3,7 +3,8 @@
 https://github.com/facebookresearch/fastText/blob/main/src/dictionary.cc (``computeSubwords``, ``hash``): a word
 between ``<`` and ``>``; from each letter on, the n-grams of ``minn`` to ``maxn`` letters, not those that are ``<`` or
 ``>`` alone; FNV-1a of 32 bits over the bytes, each with its sign extended, modulo the number of buckets. gensim does
-the same. A letter is a byte that is no UTF-8 continuation, with the continuations behind it. ``</s>`` has no n-grams.
+the same, but that ``</s>`` has n-grams. A letter is a byte that is no UTF-8 continuation, with the continuations behind
+it.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-END_OF_SENTENCE = b"</s>"
 MAX_NGRAM_LETTERS = 100
 """More letters than any model's n-grams have: a header that says more is damaged."""
 
@@ -24,11 +24,12 @@ _WORDS_AT_ONCE = 1024
 
 
 class Ngrams(NamedTuple):
-    """Which n-grams a model knows: of so many letters, in so many buckets."""
+    """Which n-grams a model knows: of so many letters, in so many buckets, and of all words but ``without``."""
 
     min_letters: int
     max_letters: int
     num_buckets: int
+    without: bytes | None = None
 
     @property
     def are_none(self) -> bool:
@@ -59,8 +60,8 @@ def buckets_of(words: list[bytes], ngrams: Ngrams) -> tuple[NDArray[np.int64], N
         if length >= first:
             chosen = begins[~is_edge[begins]] if length == 1 else begins
             buckets[chosen, length - first] = hashes[chosen] % np.uint32(ngrams.num_buckets)
-    if END_OF_SENTENCE in words:
-        buckets[np.array([word == END_OF_SENTENCE for word in words])[word_of]] = -1
+    if ngrams.without in words:
+        buckets[np.array([word == ngrams.without for word in words])[word_of]] = -1
     is_there = buckets >= 0
     counts = np.bincount(word_of, is_there.sum(axis=1), minlength=len(words)).astype(np.int64)
     return buckets[is_there], counts

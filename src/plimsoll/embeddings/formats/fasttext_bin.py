@@ -2,10 +2,11 @@
 
 https://github.com/facebookresearch/fastText/tree/main/src (args.cc, dictionary.cc, densematrix.cc, ``loadModel``
 in fasttext.cc), versions 11 and 12. The vector of a word is the mean of its own row and those of its n-grams, the same
-bits as ``get_word_vector``; a word that is not in the dictionary has the mean of its n-grams. The matrix is mapped, and only
-the rows that are needed are read: a compressed file is unpacked into a temporary one that goes with the vectors. The
-labels of a supervised model are no words. The output matrix is not read, nor missed where the file ends before it.
-It does NOT cover quantized models (``.ftz``), models from before version 11, and sent2vec's.
+bits as ``get_word_vector``; a word that is not in the dictionary has the mean of its n-grams. The matrix is mapped, and
+only the rows that are needed are read: a compressed file is unpacked into a temporary one that goes with the vectors.
+The labels of a supervised model are no words. The output matrix is not read, nor missed where the file ends before it.
+It does NOT cover quantized models (``.ftz``), models from before version 11, which begin with no such number, and
+sent2vec's.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ _MATRIX = struct.Struct("<?qq")
 _VERSIONS, _SUPERVISED = (11, 12), 3
 _RECORDS = Records(b"\0", 9)  # a count of 8 bytes, and a byte that says whether it is a word or a label
 _PART_BYTES = 1 << 20
+_END_OF_SENTENCE = b"</s>"
 
 
 def recognises(head: bytes, source: Source) -> bool:
@@ -82,7 +84,7 @@ class _Model:
         wanted = as_set(wanted)
         for part in self._parts:
             if part.first < self.num_promised:
-                self._share = min((part.first + 1) / self.num_promised, 1.0)
+                self._share = part.end / self._parts[-1].end
                 yield partial(self._block, part, wanted)
         self._share = 1.0
 
@@ -142,7 +144,7 @@ def _read_header(name: str, path: Path) -> _Header:
         )
     if num_pruned >= 0:
         raise _quantized(name, f"its dictionary was pruned to {num_pruned} n-grams")
-    return _Header(version, dimension, Ngrams(minn, maxn, bucket), num_entries, num_words)
+    return _Header(version, dimension, Ngrams(minn, maxn, bucket, _END_OF_SENTENCE), num_entries, num_words)
 
 
 def _quantized(name: str, why: str) -> EmbeddingError:

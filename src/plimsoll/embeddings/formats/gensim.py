@@ -31,9 +31,18 @@ from plimsoll.errors import EmbeddingError
 TITLE = "gensim"
 
 _WORDS, _VECTORS = (b"index_to_key", b"index2word", b"index2entity"), (b"vectors", b"syn0")
-_NGRAMS = (b"min_n", b"max_n", b"bucket")
-_OTHERS = (b"wv", b"vectors_vocab", b"vectors_ngrams", b"compatible_hash", b"hash2index", b"__numpys")
-_KEYS = frozenset((*_WORDS, *_VECTORS, *_NGRAMS, *_OTHERS))
+_OTHERS = (
+    b"min_n",
+    b"max_n",
+    b"bucket",
+    b"wv",
+    b"vectors_vocab",
+    b"vectors_ngrams",
+    b"compatible_hash",
+    b"hash2index",
+    b"__numpys",
+)
+_KEYS = frozenset((*_WORDS, *_VECTORS, *_OTHERS))
 _PROTOCOLS = (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
 _FIRST_CLASS_BYTES = 256  # the class of a pickled object is named at its begin
 _ARRAY_MAKERS = re.compile(rb"numpy\.(_?core\.multiarray\._reconstruct|_?core\.numeric\._frombuffer)")
@@ -199,7 +208,8 @@ def _subwords(saved: _Saved) -> _Subwords | None:
     """Return the n-grams of a model, where each bucket has its row and the hash is fastText's: in gensim 4."""
     if saved.number(b"compatible_hash") != 1 or saved.has(b"hash2index"):
         return None
-    ngrams, matrix = Ngrams(*map(saved.number, _NGRAMS)), saved.array(b"vectors_ngrams")
+    ngrams = Ngrams(saved.number(b"min_n"), saved.number(b"max_n"), saved.number(b"bucket"))
+    matrix = saved.array(b"vectors_ngrams")
     if ngrams.are_none or ngrams.max_letters > MAX_NGRAM_LETTERS or matrix is None or len(matrix) < ngrams.num_buckets:
         return None
     return _Subwords(ngrams, matrix)

@@ -2,10 +2,10 @@
 
 https://github.com/tmikolov/word2vec/blob/master/word2vec.c (``-binary 1``) writes a newline behind each vector,
 gensim's ``save_word2vec_format(binary=True)`` does not; newlines before a word are not part of it, as gensim reads it.
-Numbers are little-endian. The file is read once, from the begin to the end, and so may be compressed. What stands behind the last
-word that the header promises is not read. It does NOT cover files without the header, numbers of other types, and words
-with spaces or newlines, which the format cannot hold: the vectors behind such a word would be garbage, which is found
-only where a word is no UTF-8 or a number is not finite.
+Numbers are little-endian. The file is read once, from the begin to the end, and so may be compressed. What stands
+behind the last word that the header promises is not read. It does NOT cover files without the header, numbers of other
+types, and words with spaces or newlines, which the format cannot hold: the vectors behind such a word would be garbage,
+which is found only where a word is no UTF-8 or a number is not finite.
 """
 
 from __future__ import annotations
