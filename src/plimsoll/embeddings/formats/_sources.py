@@ -24,7 +24,6 @@ from plimsoll.records.units import format_bytes
 
 HEAD_BYTES = 64 << 10
 _CHUNK_BYTES = 1 << 20
-_PIECE_BYTES = 16 << 10  # of a compressed file: what is lost where it breaks off is at most this
 _GZIP_MAGIC, _ZIP_MAGIC = b"\x1f\x8b", b"PK\x03\x04"
 _BROKEN = (EOFError, zlib.error, zipfile.BadZipFile, gzip.BadGzipFile)
 """What reading a compressed file raises where it is cut off or damaged."""
@@ -158,10 +157,10 @@ class Source:
 
 def _read(file: IO[bytes], num_bytes: int) -> tuple[bytes, bool]:
     """Read as much as there is, and say whether a compressed file broke off before that."""
+    read = file.read1 if isinstance(file, io.BufferedIOBase) else file.read  # which loses nothing before a break
     pieces = []
-    piece_bytes = num_bytes if isinstance(file, io.RawIOBase) else _PIECE_BYTES
     try:
-        while num_bytes and (piece := file.read(min(num_bytes, piece_bytes))):
+        while num_bytes and (piece := read(num_bytes)):
             pieces.append(piece)
             num_bytes -= len(piece)
     except _BROKEN:

@@ -115,7 +115,10 @@ def test_a_file_that_is_cut_anywhere_is_an_error_that_says_so(tmp_path: Path):
         ({"num_words": -1}, "a damaged header"),
         ({"maxn": 1 << 30}, "n-grams of 0 to 1073741824 letters"),
         ({"bucket": -1}, "in -1 buckets"),
-        ({"pruned": 3}, r"is a quantized fastText model \(its dictionary was pruned to 3 n-grams\).*: use the .bin that"),
+        (
+            {"pruned": 3},
+            r"is a quantized fastText model \(its dictionary was pruned to 3 n-grams\).*: use the .bin that",
+        ),
         ({"quantized": True}, r"is a quantized fastText model \(its matrix is compressed\).*print-word-vectors"),
         ({"shape": (1, 2)}, "its matrix is 1 x 2, and 2 words and 0 buckets of dimension 2 need another"),
         ({"shape": (2, 3)}, "its matrix is 2 x 3"),

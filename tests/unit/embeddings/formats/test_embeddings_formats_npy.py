@@ -89,7 +89,11 @@ def test_no_words_at_all(tmp_path: Path):
 @pytest.mark.parametrize(
     ("words", "name", "why"),
     [
-        (None, "x.txt", r"x.npy has no words: write them, one per line .* into x.txt beside it \(looked for: x.txt, x.wo"),
+        (
+            None,
+            "x.txt",
+            r"x.npy has no words: write them, one per line .* into x.txt beside it \(looked for: x.txt, x.wo",
+        ),
         (b"a\nb\nc\n", "x.txt", "x.txt has 3 words, and .*x.npy has 4 rows: give the words"),
         (b"a\nb\nc\nd\ne", "words.txt", "words.txt has 5 words, and"),
         (b"a\nb\nc\nd\n\n", "x.txt", "has 5 words"),
@@ -118,7 +122,10 @@ def test_words_that_do_not_fit_are_errors(tmp_path: Path, words: bytes | None, n
         (np.zeros((4, 2, 2)), r"the shape \(4, 2, 2\)"),
         (np.zeros((4, 0)), r"the shape \(4, 0\)"),
         (np.float32(1), r"the shape \(\)"),
-        (np.zeros((4, 2), int), "holds int64, and vectors are float16, float32 or float64: convert it with array.astype"),
+        (
+            np.zeros((4, 2), int),
+            "holds int64, and vectors are float16, float32 or float64: convert it with array.astype",
+        ),
         (np.zeros((4, 2), complex), "holds complex128"),
         (np.zeros((4, 2), "S3"), r"holds \|S3"),
     ],
@@ -154,7 +161,9 @@ def test_a_file_that_is_cut_anywhere_is_an_error(tmp_path: Path):
 @pytest.mark.parametrize("packing", ["gzip", "zip"])
 def test_a_compressed_file_has_no_words_beside_it(tmp_path: Path, packing: str):
     raw = made(tmp_path).read_bytes()
-    with pytest.raises(EmbeddingError, match=f"is a .npy file in a {packing} file, which cannot be mapped.*: unpack it"):
+    with pytest.raises(
+        EmbeddingError, match=f"is a .npy file in a {packing} file, which cannot be mapped.*: unpack it"
+    ):
         opened(npy, written(tmp_path / "y.npy", raw, packing))
 
 
