@@ -58,13 +58,15 @@ def read_all(vectors: Vectors, wanted: Collection[bytes] | None = None) -> Read:
         assert not len(block.places) or (block.places[0] >= 0 and block.places[-1] < block.num_words)
         read = block.rows(np.arange(len(block.words)))
         if block.words:
-            assert read.matrix.dtype == np.float32 and read.matrix.shape == (len(block.words), vectors.dimension)
+            assert read.matrix.dtype == np.float32
+            assert read.matrix.shape == (len(block.words), vectors.dimension)
             assert (block.rows(np.array([len(block.words) - 1])).matrix.tobytes()) == read.matrix[-1:].tobytes()
             rows.append(read.matrix)
         words += block.words
         faults += [*block.faults, *read.faults]
         num_words += block.num_words
-    assert shares == sorted(shares) and vectors.share_read() == 1.0
+    assert shares == sorted(shares)
+    assert vectors.share_read() == 1.0
     return Read(words, np.concatenate(rows), faults, num_words)
 
 

@@ -24,6 +24,7 @@ from plimsoll.records.units import format_bytes
 
 HEAD_BYTES = 64 << 10
 _CHUNK_BYTES = 1 << 20
+_PIECE_BYTES = 16 << 10
 _GZIP_MAGIC, _ZIP_MAGIC = b"\x1f\x8b", b"PK\x03\x04"
 _BROKEN = (EOFError, zlib.error, zipfile.BadZipFile, gzip.BadGzipFile)
 """What reading a compressed file raises where it is cut off or damaged."""
@@ -157,10 +158,12 @@ class Source:
 
 def _read(file: IO[bytes], num_bytes: int) -> tuple[bytes, bool]:
     """Read as much as there is, and say whether a compressed file broke off before that."""
-    read = file.read1 if isinstance(file, io.BufferedIOBase) else file.read  # which loses nothing before a break
+    read, piece_bytes = file.read, num_bytes
+    if isinstance(file, io.BufferedIOBase):  # a compressed file, of which little is lost before it breaks off
+        read, piece_bytes = file.read1, _PIECE_BYTES
     pieces = []
     try:
-        while num_bytes and (piece := read(num_bytes)):
+        while num_bytes and (piece := read(min(num_bytes, piece_bytes))):
             pieces.append(piece)
             num_bytes -= len(piece)
     except _BROKEN:

@@ -118,7 +118,7 @@ class _Saved:
         if source.packing:
             raise EmbeddingError(
                 f"the {key} of {source.name} are in a file beside it, which cannot be mapped where it is compressed: "
-                "unpack all its files into one folder, or save it anew with gensim, under a name without .gz"
+                "move all its files, unpacked, into one folder, or save it anew under a name without .gz"
             )
         if not path.is_file():
             raise EmbeddingError(
@@ -198,7 +198,7 @@ def _opened(saved: _Saved) -> Mapped:
         read = partial(gathered, matrix) if subwords is None else partial(_composed, saved.words, matrix, subwords)
     if len(matrix) < len(saved.words):
         raise EmbeddingError(
-            f"{saved.name} has {len(saved.words)} words and {len(matrix)} vectors: copy the files "
+            f"{saved.name} has {len(saved.words)} words and {len(matrix)} vectors: use the files "
             "that were saved together"
         )
     return Mapped(lambda: in_pieces(saved.words), len(saved.words), matrix.shape[1], read, build)

@@ -39,7 +39,7 @@ def open_vectors(source: Source) -> Mapped:
     if source.packing:
         raise EmbeddingError(
             f"{source.name} is a .npy file in a {source.packing} file, which cannot be mapped, and whose words cannot "
-            "be beside it: unpack it into a folder, with the file of its words"
+            "be beside it: move it, unpacked, into a folder with the file of its words"
         )
     matrix = mapped_array(source.path)
     vectors, dimension = partial(gathered, matrix), matrix.shape[1]

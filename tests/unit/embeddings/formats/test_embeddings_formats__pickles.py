@@ -4,6 +4,7 @@ import pickle
 import time
 import tracemalloc
 from collections import OrderedDict
+from contextlib import suppress
 
 import pytest
 from hypothesis import given
@@ -53,7 +54,9 @@ def test_large_bytes_stay_in_the_file():
     data = bytes(range(256)) * 1000
     raw = pickle.dumps([data, b"small"], 4)
     span, small = look(raw)
-    assert isinstance(span, Span) and raw[span.begin : span.end] == data and small == b"small"
+    assert isinstance(span, Span)
+    assert raw[span.begin : span.end] == data
+    assert small == b"small"
 
 
 def test_things_that_are_used_twice_are_one():
@@ -78,16 +81,16 @@ def test_things_that_are_used_twice_are_one():
     ],
 )  # fmt: skip
 def test_what_is_no_pickle_is_an_error(raw: bytes):
-    with pytest.raises(EmbeddingError, match=r"a.kv is no whole pickle .* \(.* after byte \d+ of \d+: .*\): download it"):
+    with pytest.raises(
+        EmbeddingError, match=r"a.kv is no whole pickle .* \(.* after byte \d+ of \d+: .*\): download it"
+    ):
         look(raw)
 
 
 @given(st.binary(max_size=60))
 def test_no_bytes_raise_anything_else(raw: bytes):
-    try:
+    with suppress(EmbeddingError):
         look(b"\x80\x04" + raw)
-    except EmbeddingError:
-        pass
 
 
 def test_claims_cost_no_memory():
@@ -99,10 +102,8 @@ def test_claims_cost_no_memory():
     ]
     tracemalloc.start()
     for raw in claims:
-        try:
+        with suppress(EmbeddingError):
             look(raw)
-        except EmbeddingError:
-            pass
     peak_bytes = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak_bytes < 1 << 20

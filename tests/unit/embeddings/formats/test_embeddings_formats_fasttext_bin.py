@@ -35,10 +35,13 @@ def test_words_have_the_bits_that_fasttext_gives_them(name: str, packing: str, t
     vectors = opened(fasttext_bin, written(tmp_path / name, (RECORDED / name).read_bytes(), packing))
     words, matrix = expected(name)
     read = read_all(vectors)
-    assert read.words == words and read.matrix.tobytes() == matrix.tobytes() and not read.faults
+    assert read.words == words
+    assert read.matrix.tobytes() == matrix.tobytes()
+    assert not read.faults
     assert vectors.num_promised == len(words)
     read = read_all(vectors, {words[-1]})
-    assert read.words == words[-1:] and read.matrix.tobytes() == matrix[-1:].tobytes()
+    assert read.words == words[-1:]
+    assert read.matrix.tobytes() == matrix[-1:].tobytes()
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -48,16 +51,19 @@ def test_unknown_words_have_the_bits_that_fasttext_gives_them(name: str):
     known = read_all(vectors).words
     has, rows = vectors.build([word for word in words if word not in known])
     asked = [place for place, word in enumerate(words) if word not in known]
-    assert len(asked) >= 5 and rows.tobytes() == matrix[asked].tobytes()
+    assert len(asked) >= 5
+    assert rows.tobytes() == matrix[asked].tobytes()
     assert has.tolist() == [bool(row.any()) for row in matrix[asked]]
     assert has.any() == (name != "words.bin")
     nothing, empty = vectors.build([])
-    assert nothing.shape == (0,) and empty.shape == (0, vectors.dimension)
+    assert nothing.shape == (0,)
+    assert empty.shape == (0, vectors.dimension)
 
 
 def test_no_words(tmp_path: Path):
     vectors = opened(fasttext_bin, written(tmp_path / "a", made([], np.zeros((0, 3)))))
-    assert read_all(vectors).words == [] and vectors.num_promised == 0
+    assert read_all(vectors).words == []
+    assert vectors.num_promised == 0
     assert vectors.build([b"x"])[0].tolist() == [False]
 
 
@@ -65,7 +71,9 @@ def test_labels_are_no_words(tmp_path: Path):
     matrix = np.array([[1, 2], [3, 4]])
     path = written(tmp_path / "a", made([b"a", b"b"], matrix, labels=[b"__label__x"] * 3, kind=3))
     read = read_all(opened(fasttext_bin, path))
-    assert read.words == [b"a", b"b"] and (read.matrix == matrix).all() and read.num_words == 2
+    assert read.words == [b"a", b"b"]
+    assert (read.matrix == matrix).all()
+    assert read.num_words == 2
 
 
 def test_a_supervised_model_of_version_11_has_no_ngrams(tmp_path: Path):
@@ -83,9 +91,11 @@ def test_many_words_in_many_parts(tmp_path: Path):
     vectors = opened(fasttext_bin, written(tmp_path / "a", made(words, matrix)))
     assert len(list(vectors.parts(None))) > 2
     read = read_all(vectors)
-    assert read.words == words and (read.matrix == matrix).all()
+    assert read.words == words
+    assert (read.matrix == matrix).all()
     read = read_all(vectors, words[5::50_000])
-    assert read.words == words[5::50_000] and (read.matrix == matrix[5::50_000]).all()
+    assert read.words == words[5::50_000]
+    assert (read.matrix == matrix[5::50_000]).all()
 
 
 def test_faults_are_told(tmp_path: Path):
@@ -151,7 +161,8 @@ def test_the_temporary_file_goes_with_the_vectors(tmp_path: Path, monkeypatch: p
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     vectors = opened(fasttext_bin, path)
-    assert len(list(folder.iterdir())) == 1 and read_all(vectors).words
+    assert len(list(folder.iterdir())) == 1
+    assert read_all(vectors).words
     del vectors
     gc.collect()
     assert not list(folder.iterdir())

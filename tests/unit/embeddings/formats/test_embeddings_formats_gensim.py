@@ -50,9 +50,13 @@ def test_words_have_the_bits_that_gensim_gives_them(name: str):
     words, matrix = expected(name)
     assert (vectors.dimension, vectors.num_promised, vectors.first_number) == (3, len(words), 1)
     read = read_all(vectors)
-    assert read.words == words and read.matrix.tobytes() == matrix.tobytes() and not read.faults
+    assert read.words == words
+    assert read.matrix.tobytes() == matrix.tobytes()
+    assert not read.faults
     read = read_all(vectors, {words[2]})
-    assert read.words == words[2:3] and read.num_words == len(words) and (read.matrix == matrix[2]).all()
+    assert read.words == words[2:3]
+    assert read.num_words == len(words)
+    assert (read.matrix == matrix[2]).all()
 
 
 def test_unknown_words_have_the_bits_that_gensim_gives_them():
@@ -60,7 +64,9 @@ def test_unknown_words_have_the_bits_that_gensim_gives_them():
     known, (words, matrix) = read_all(vectors).words, expected_unknown("fasttext.kv")
     asked = [place for place, word in enumerate(words) if word not in known]
     has, rows = vectors.build([words[place] for place in asked])
-    assert len(asked) == 5 and has.all() and rows.tobytes() == matrix[asked].tobytes()
+    assert len(asked) == 5
+    assert has.all()
+    assert rows.tobytes() == matrix[asked].tobytes()
     assert opened(gensim, RECORDED / "inside.kv").build([b"x"]) is None
 
 
@@ -68,13 +74,15 @@ def test_unknown_words_have_the_bits_that_gensim_gives_them():
 def test_a_compressed_file(tmp_path: Path, packing: str):
     vectors = opened(gensim, written(tmp_path / "a", (RECORDED / "inside.kv").read_bytes(), packing))
     assert read_all(vectors).words == expected("inside.kv")[0]
-    with pytest.raises(EmbeddingError, match="the vectors of .* are in a file beside it, which .*: unpack all its files"):
+    with pytest.raises(EmbeddingError, match="the vectors of .* are in a file beside it, which .*: move all its files"):
         opened(gensim, written(tmp_path / "a", (RECORDED / "beside.kv").read_bytes(), packing))
 
 
 def test_arrays_beside_it_must_be_there_and_whole(tmp_path: Path):
     path = Path(shutil.copy(RECORDED / "beside.kv", tmp_path))
-    with pytest.raises(EmbeddingError, match=r"its vectors are in beside.kv.vectors.npy beside it, which is not there: c"):
+    with pytest.raises(
+        EmbeddingError, match=r"its vectors are in beside.kv.vectors.npy beside it, which is not there: c"
+    ):
         opened(gensim, path)
     beside = Path(shutil.copy(RECORDED / "beside.kv.vectors.npy", tmp_path))
     assert read_all(opened(gensim, path)).num_words == 4
@@ -82,7 +90,7 @@ def test_arrays_beside_it_must_be_there_and_whole(tmp_path: Path):
     with pytest.raises(EmbeddingError, match="cannot map .*beside.kv.vectors.npy as an array"):
         opened(gensim, path)
     np.save(beside, np.zeros((3, 3), np.float32))
-    with pytest.raises(EmbeddingError, match="has 4 words and 3 vectors: copy the files that were saved together"):
+    with pytest.raises(EmbeddingError, match="has 4 words and 3 vectors: use the files that were saved together"):
         opened(gensim, path)
 
 
@@ -101,7 +109,8 @@ def test_files_of_gensim_3(tmp_path: Path, classes, dtype: str, order: str, prot
     model = filled(classes("gensim.models.word2vec", "Word2Vec"), wv=vectors, vocabulary=None, epochs=5)
     for thing in (vectors, model):
         read = read_all(opened(gensim, saved(tmp_path, thing, protocol)))
-        assert read.words == [b"the", "café".encode(), "猫".encode()] and (read.matrix == MATRIX).all()
+        assert read.words == [b"the", "café".encode(), "猫".encode()]
+        assert (read.matrix == MATRIX).all()
 
 
 def test_files_of_gensim_0(tmp_path: Path, classes):
@@ -113,11 +122,14 @@ def test_files_of_gensim_0(tmp_path: Path, classes):
 
 
 def test_arrays_of_a_model_are_beside_it_under_the_name_of_its_part(tmp_path: Path, classes):
-    vectors = filled(classes("gensim.models.keyedvectors", "KeyedVectors"), index_to_key=["a", "b"], __numpys=["vectors"])
+    vectors = filled(
+        classes("gensim.models.keyedvectors", "KeyedVectors"), index_to_key=["a", "b"], __numpys=["vectors"]
+    )
     model = filled(classes("gensim.models.word2vec", "Word2Vec"), wv=vectors)
     np.save(tmp_path / "a.kv.wv.vectors.npy", MATRIX)
     read = read_all(opened(gensim, saved(tmp_path, model)))
-    assert read.words == [b"a", b"b"] and (read.matrix == MATRIX[:2]).all()
+    assert read.words == [b"a", b"b"]
+    assert (read.matrix == MATRIX[:2]).all()
 
 
 def subword_model(classes, **changed):
@@ -135,7 +147,8 @@ def test_ngrams_of_another_kind_are_not_used(tmp_path: Path, classes):
     )  # fmt: skip
     for changed in others:
         vectors = opened(gensim, saved(tmp_path, subword_model(classes, vectors=MATRIX, **changed)))
-        assert vectors.build([b"x"]) is None and (read_all(vectors).matrix == MATRIX[:2]).all()
+        assert vectors.build([b"x"]) is None
+        assert (read_all(vectors).matrix == MATRIX[:2]).all()
         with pytest.raises(EmbeddingError, match="has 2 words and no vectors that can be made .*save_word2vec_format"):
             opened(gensim, saved(tmp_path, subword_model(classes, **changed)))
     vectors = opened(gensim, saved(tmp_path, subword_model(classes, bucket=0)))
@@ -160,11 +173,17 @@ def test_faults_are_told(tmp_path: Path, classes):
         ({"index_to_key": "abc", "vectors": MATRIX}, "has keys that are no words"),
         ({"index_to_key": ["a"]}, "has 1 words and no vectors"),
         ({"index_to_key": ["a"], "vectors": 3}, "has 1 words and no vectors"),
-        ({"index_to_key": ["a"], "vectors": Path("x")}, "the vectors in .* are no array of float32 .*made by something"),
-        ({"index_to_key": ["a"], "vectors": np.array([["x", 1]], object)}, r"no array of float32 \(its type is b'O8'\)"),
+        (
+            {"index_to_key": ["a"], "vectors": Path("x")},
+            "the vectors in .* are no array of float32 .*made by something",
+        ),
+        (
+            {"index_to_key": ["a"], "vectors": np.array([["x", 1]], object)},
+            r"no array of float32 \(its type is b'O8'\)",
+        ),
         ({"index_to_key": ["a"], "vectors": np.array([[1]])}, "its type is b'i8'"),
         ({"index_to_key": ["a"], "vectors": np.ones(3)}, r"has the shape \(3,\)"),
-        ({"index_to_key": ["a", "b"], "vectors": np.ones((1, 2))}, "has 2 words and 1 vectors: copy the files"),
+        ({"index_to_key": ["a", "b"], "vectors": np.ones((1, 2))}, "has 2 words and 1 vectors: use the files"),
     ],
 )
 def test_objects_without_words_or_vectors_are_errors(tmp_path: Path, classes, attributes: dict, why: str):
@@ -211,6 +230,13 @@ def test_nothing_that_a_file_names_is_run(tmp_path: Path, classes, monkeypatch: 
 
 
 def test_what_is_not_recognised(tmp_path: Path):
-    for raw in (b"", b"\x80\x04", pickle.dumps({"a": [1.0]}, 4), b"\x80\x06gensim.models", b"gensim.models", b"4 2\nthe"):
+    for raw in (
+        b"",
+        b"\x80\x04",
+        pickle.dumps({"a": [1.0]}, 4),
+        b"\x80\x06gensim.models",
+        b"gensim.models",
+        b"4 2\nthe",
+    ):
         source = Source(written(tmp_path / "a", raw))
         assert not gensim.recognises(source.head, source)

@@ -29,9 +29,13 @@ def test_rows_of_every_type_and_order(tmp_path: Path, dtype: str, order: str):
     vectors = opened(npy, made(tmp_path, np.array(MATRIX, dtype, order=order)))
     assert (vectors.dimension, vectors.num_promised, vectors.first_number) == (3, 4, 1)
     read = read_all(vectors)
-    assert read.words == [word.encode() for word in WORDS] and (read.matrix == MATRIX).all() and not read.faults
+    assert read.words == [word.encode() for word in WORDS]
+    assert (read.matrix == MATRIX).all()
+    assert not read.faults
     read = read_all(vectors, [b"two words", b"nowhere"])
-    assert read.words == [b"two words"] and read.num_words == 4 and (read.matrix == MATRIX[2]).all()
+    assert read.words == [b"two words"]
+    assert read.num_words == 4
+    assert (read.matrix == MATRIX[2]).all()
     assert vectors.build([b"x"]) is None
 
 
@@ -67,7 +71,8 @@ def test_many_words_in_many_parts(tmp_path: Path):
     vectors = opened(npy, made(tmp_path, np.arange(200_000.0)[:, None], b"\n".join(words)))
     assert len(list(vectors.parts(None))) > 2
     read = read_all(vectors)
-    assert read.words == words and (read.matrix[:, 0] == np.arange(200_000)).all()
+    assert read.words == words
+    assert (read.matrix[:, 0] == np.arange(200_000)).all()
     assert read_all(vectors, set(words[7::50_000])).matrix[:, 0].tolist() == [7, 50_007, 100_007, 150_007]
 
 
@@ -162,7 +167,7 @@ def test_a_file_that_is_cut_anywhere_is_an_error(tmp_path: Path):
 def test_a_compressed_file_has_no_words_beside_it(tmp_path: Path, packing: str):
     raw = made(tmp_path).read_bytes()
     with pytest.raises(
-        EmbeddingError, match=f"is a .npy file in a {packing} file, which cannot be mapped.*: unpack it"
+        EmbeddingError, match=f"is a .npy file in a {packing} file, which cannot be mapped.*: move it, unpacked"
     ):
         opened(npy, written(tmp_path / "y.npy", raw, packing))
 

@@ -32,9 +32,13 @@ def test_words_and_numbers_are_those_that_were_written(tmp_path: Path, newline: 
     vectors = opened(word2vec_binary, written(tmp_path / "a.bin", made(WORDS, MATRIX, newline), packing))
     assert (vectors.dimension, vectors.num_promised, vectors.first_number) == (2, 4, 1)
     read = read_all(vectors)
-    assert read.words == WORDS and read.matrix.tobytes() == MATRIX.tobytes() and not read.faults
+    assert read.words == WORDS
+    assert read.matrix.tobytes() == MATRIX.tobytes()
+    assert not read.faults
     read = read_all(vectors, [b"x", b"nowhere"])
-    assert read.words == [b"x"] and read.num_words == 4 and (read.matrix == MATRIX[2]).all()
+    assert read.words == [b"x"]
+    assert read.num_words == 4
+    assert (read.matrix == MATRIX[2]).all()
     assert vectors.build(WORDS) is None
 
 
@@ -46,7 +50,8 @@ def test_the_small_file_by_hand(tmp_path: Path):
 def test_a_file_of_gensim(tmp_path: Path):
     read = read_all(opened(word2vec_binary, RECORDED / "vectors.bin"))
     words, matrix = expected("vectors.bin")
-    assert read.words == words and read.matrix.tobytes() == matrix.tobytes()
+    assert read.words == words
+    assert read.matrix.tobytes() == matrix.tobytes()
 
 
 @pytest.mark.parametrize("packing", ["", "gzip"])
@@ -57,7 +62,8 @@ def test_a_file_that_is_cut_anywhere_keeps_its_whole_words(tmp_path: Path, packi
         path = written(tmp_path / "cut.bin", SMALL[:num_bytes], packing)
         read = read_all(opened(word2vec_binary, path))
         num_whole = int((ends[1:] <= num_bytes).sum())
-        assert read.words == WORDS[:num_whole] and read.matrix.tobytes() == MATRIX[:num_whole].tobytes()
+        assert read.words == WORDS[:num_whole]
+        assert read.matrix.tobytes() == MATRIX[:num_whole].tobytes()
         assert read.faults == [Fault("truncated", 0, f"{num_whole} of 4 words")]
         assert read.num_words == num_whole
 
@@ -68,7 +74,8 @@ def test_a_gzip_file_that_is_cut_off_says_so(tmp_path: Path):
     path = written(tmp_path / "a.bin", made(words, matrix), "gzip")
     path.write_bytes(path.read_bytes()[:-50_000])
     read = read_all(opened(word2vec_binary, path))
-    assert 2000 < len(read.words) < 3000 and read.words == words[: len(read.words)]
+    assert 2000 < len(read.words) < 3000
+    assert read.words == words[: len(read.words)]
     assert read.matrix.tobytes() == matrix[: len(read.words)].tobytes()
     assert read.faults == [Fault("truncated", 0, f"{len(read.words)} of 3000 words")]
 
@@ -84,7 +91,8 @@ def test_any_words_are_read_back(dimension: int, words: list[bytes]):
         read = read_all(word2vec_binary.open_vectors(source))
     is_text = [_is_utf8(word) for word in words]
     assert read.words == [word for word, good in zip(words, is_text, strict=True) if good]
-    assert (read.matrix == matrix[np.array(is_text, bool)]).all() and read.num_words == len(words)
+    assert (read.matrix == matrix[np.array(is_text, bool)]).all()
+    assert read.num_words == len(words)
     assert [fault.at for fault in read.faults] == [place for place, good in enumerate(is_text) if not good]
 
 
@@ -104,17 +112,20 @@ def test_many_parts(tmp_path: Path, dimension: int):
     vectors = opened(word2vec_binary, written(tmp_path / "a", made(words, matrix)))
     assert len(list(vectors.parts(None))) > 2
     read = read_all(vectors)
-    assert read.words == words and read.matrix.tobytes() == matrix.tobytes()
+    assert read.words == words
+    assert read.matrix.tobytes() == matrix.tobytes()
     chosen = words[:: num_words // 7]
     read = read_all(vectors, dict.fromkeys(chosen))
-    assert read.words == chosen and (read.matrix == matrix[:: num_words // 7]).all()
+    assert read.words == chosen
+    assert (read.matrix == matrix[:: num_words // 7]).all()
 
 
 def test_faults_are_told(tmp_path: Path):
     matrix = np.array([[1, 2], [np.nan, 1], [1, -np.inf], [5, 6]], np.float32)
     vectors = opened(word2vec_binary, written(tmp_path / "a", made([b"a", b"b", b"c", b"caf\xe9"], matrix)))
     read = read_all(vectors)
-    assert read.words == [b"a", b"b", b"c"] and read.num_words == 4
+    assert read.words == [b"a", b"b", b"c"]
+    assert read.num_words == 4
     assert read.faults == [
         Fault("utf-8", 3, r"b'caf\xe9'"),
         Fault("finite", 1, "number 1 of 2 is nan"),
@@ -126,13 +137,15 @@ def test_faults_are_told(tmp_path: Path):
 def test_what_stands_behind_the_promised_words_is_not_read(tmp_path: Path):
     vectors = opened(word2vec_binary, written(tmp_path / "a", made(WORDS, MATRIX, num_words=3) + b"more"))
     read = read_all(vectors)
-    assert read.words == WORDS[:3] and not read.faults
+    assert read.words == WORDS[:3]
+    assert not read.faults
 
 
 def test_what_is_no_word_is_not_read_to_its_end(tmp_path: Path):
     raw = made(WORDS, MATRIX, num_words=9) + bytes(5 << 20)
     read = read_all(opened(word2vec_binary, written(tmp_path / "a", raw)))
-    assert read.words == WORDS and read.faults == [Fault("truncated", 0, "4 of 9 words")]
+    assert read.words == WORDS
+    assert read.faults == [Fault("truncated", 0, "4 of 9 words")]
 
 
 @pytest.mark.parametrize(
