@@ -66,8 +66,8 @@ _SIZED = {
     ord("X"): 4, 0x8C: 1, 0x8D: 8, ord("T"): 4, ord("U"): 1, ord("B"): 4, ord("C"): 1, 0x8E: 8, 0x96: 8,
 }  # fmt: skip
 _TUPLES = {0x85: 1, 0x86: 2, 0x87: 3}
-_INTEGERS = {ord("J"): struct.Struct("<i"), ord("M"): struct.Struct("<H"), ord("G"): struct.Struct(">d")}
-_SHORT_TEXT, _MEMOIZE, _GET, _LONG_GET, _BYTE = 0x8C, 0x94, ord("h"), ord("j"), ord("K")
+_NUMBERS = {ord("M"): struct.Struct("<H"), ord("G"): struct.Struct(">d")}
+_SHORT_TEXT, _MEMOIZE, _GET, _LONG_GET, _BYTE, _INTEGER = 0x8C, 0x94, ord("h"), ord("j"), ord("K"), ord("J")
 
 
 class _Machine:
@@ -77,13 +77,13 @@ class _Machine:
         self._raw, self._keys, self.place = raw, keys, 0
         self._stack: list[Any] = []
         self._marks: list[int] = []
-        self._memo: dict[int, Any] = {}
+        self._memo: list[Any] = []
         self._operations = self._table()
 
     def run(self) -> Any:
         """Follow the operations up to the end of the pickle; the most frequent ones, in a vocabulary, are here."""
         raw, stack, memo, operations = self._raw, self._stack, self._memo, self._operations
-        push = stack.append
+        push, integer, index = stack.append, struct.Struct("<i").unpack_from, struct.Struct("<I").unpack_from
         place = 0
         while True:
             operation = raw[place]
@@ -93,13 +93,17 @@ class _Machine:
                 place = begin + raw[place]
                 push(raw[begin:place])
             elif operation == _MEMOIZE:
-                memo[len(memo)] = stack[-1]
+                memo.append(stack[-1])
+            elif operation == _LONG_GET:
+                (number,) = index(raw, place)
+                push(memo[number])
+                place += 4
+            elif operation == _INTEGER:
+                stack += integer(raw, place)
+                place += 4
             elif operation == _GET:
                 push(memo[raw[place]])
                 place += 1
-            elif operation == _LONG_GET:
-                push(memo[int.from_bytes(raw[place : place + 4], "little")])
-                place += 4
             elif operation == _BYTE:
                 push(raw[place])
                 place += 1
@@ -150,7 +154,7 @@ class _Machine:
             | dict.fromkeys(_CONSTANTS, lambda operation: self._stack.append(_CONSTANTS[operation]))
             | dict.fromkeys(_SIZED, self._sized)
             | dict.fromkeys(_TUPLES, lambda operation: self._stack.append(tuple(self._popped(_TUPLES[operation]))))
-            | dict.fromkeys(_INTEGERS, self._number)
+            | dict.fromkeys(_NUMBERS, self._number)
         )
 
     def _skip(self, num_bytes: int) -> Span:
@@ -177,7 +181,7 @@ class _Machine:
         self._stack.append(span if span.end - span.begin > _LARGE_BYTES else self._raw[span.begin : span.end])
 
     def _number(self, operation: int) -> None:
-        layout = _INTEGERS[operation]
+        layout = _NUMBERS[operation]
         self._stack.extend(layout.unpack(self._take(layout.size)))
 
     def _long(self, width: int) -> None:
@@ -192,7 +196,11 @@ class _Machine:
         return bytes(self._raw[begin:end])
 
     def _put(self, width: int) -> None:
-        self._memo[int.from_bytes(self._take(width), "little")] = self._stack[-1]
+        number = int.from_bytes(self._take(width), "little")
+        if number > self.place:  # each number before it has taken a byte
+            raise BrokenPickle(f"it numbers what it has read {number}")
+        self._memo += [None] * (number + 1 - len(self._memo))
+        self._memo[number] = self._stack[-1]
 
     def _drop(self) -> None:
         if self._marks and self._marks[-1] == len(self._stack):
