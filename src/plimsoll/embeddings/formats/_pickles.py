@@ -67,7 +67,8 @@ _SIZED = {
 }  # fmt: skip
 _TUPLES = {0x85: 1, 0x86: 2, 0x87: 3}
 _NUMBERS = {ord("M"): struct.Struct("<H"), ord("G"): struct.Struct(">d")}
-_SHORT_TEXT, _MEMOIZE, _GET, _LONG_GET, _BYTE, _INTEGER = 0x8C, 0x94, ord("h"), ord("j"), ord("K"), ord("J")
+_SHORT_TEXT, _TEXT, _MEMOIZE, _LONG_PUT = 0x8C, ord("X"), 0x94, ord("r")
+_GET, _LONG_GET, _BYTE, _INTEGER = ord("h"), ord("j"), ord("K"), ord("J")
 
 
 class _Machine:
@@ -101,6 +102,13 @@ class _Machine:
             elif operation == _INTEGER:
                 stack += integer(raw, place)
                 place += 4
+            elif operation == _LONG_PUT and index(raw, place)[0] == len(memo):
+                memo.append(stack[-1])
+                place += 4
+            elif operation == _TEXT and index(raw, place)[0] <= _LARGE_BYTES:
+                begin = place + 4
+                place = begin + index(raw, place)[0]
+                push(raw[begin:place])
             elif operation == _GET:
                 push(memo[raw[place]])
                 place += 1
