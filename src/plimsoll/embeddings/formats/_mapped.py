@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tokenize
 from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,7 @@ from plimsoll.embeddings.formats._blocks import MAX_DIMENSION, as_set, block_of,
 from plimsoll.errors import EmbeddingError
 
 _WORDS_AT_ONCE = 1 << 16
+_NO_ARRAY = (ValueError, EOFError, SyntaxError, TypeError, OverflowError, tokenize.TokenError)
 
 Build = Callable[[list[bytes]], tuple[NDArray[np.bool_], NDArray[np.float32]]]
 
@@ -81,7 +83,7 @@ def mapped_array(path: Path) -> NDArray[Any]:
     """
     try:
         matrix: NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (ValueError, EOFError, OSError, SyntaxError, TypeError, OverflowError, MemoryError) as error:
+    except (*_NO_ARRAY, OSError, MemoryError) as error:
         raise EmbeddingError(
             f"cannot map {path} as an array ({error}): it may be cut off, or hold objects, which are never unpickled; "
             "save it anew with numpy.save(path, array.astype('float32'))"

@@ -67,6 +67,11 @@ def buckets_of(words: list[bytes], ngrams: Ngrams) -> tuple[NDArray[np.int64], N
     return buckets[is_there], counts
 
 
+def are_usable(vectors: NDArray[np.float32], counts: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Return which of some words have n-grams, whose sum is finite."""
+    return (counts > 0) & np.isfinite(vectors).all(axis=1)
+
+
 def _extended(
     hashes: NDArray[np.uint32], raw: NDArray[np.uint8], letters: NDArray[np.int64], letter_bytes: NDArray[np.int64]
 ) -> NDArray[np.uint32]:
@@ -77,6 +82,7 @@ def _extended(
     return hashes
 
 
+@np.errstate(over="ignore", invalid="ignore")
 def sums(
     words: list[bytes],
     own_rows: NDArray[np.int64] | None,
@@ -85,6 +91,8 @@ def sums(
     matrices: tuple[NDArray[np.float32], NDArray[np.float32]],
 ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
     """Add up the vectors of each word's own row and its n-grams, in this order, in float32 as fastText and gensim do.
+
+    What is too large for float32 becomes infinite.
 
     Args:
         own_rows: the rows of the words in the first matrix; ``None`` for words that have none.

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from plimsoll.embeddings.formats import Block, Rows
 from plimsoll.embeddings.formats._blocks import MAX_DIMENSION, MAX_WORD_BYTES, Records, as_set, block_of, checked
 from plimsoll.embeddings.formats._sources import Source
-from plimsoll.embeddings.formats._subwords import MAX_NGRAM_LETTERS, Ngrams, sums
+from plimsoll.embeddings.formats._subwords import MAX_NGRAM_LETTERS, Ngrams, are_usable, sums
 from plimsoll.errors import EmbeddingError
 
 TITLE = "fastText .bin"
@@ -113,7 +113,7 @@ class _Model:
     def build(self, words: list[bytes]) -> tuple[NDArray[np.bool_], NDArray[np.float32]]:
         """Take the mean of the n-grams of each word; see `Vectors`."""
         means, counts = self._means(words, None)
-        return counts > 0, means
+        return are_usable(means, counts), means
 
 
 def _read(path: Path, begin: int, num_bytes: int) -> bytes:

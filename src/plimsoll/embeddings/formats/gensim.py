@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from plimsoll.embeddings.formats._mapped import Mapped, gathered, in_pieces, mapped_array, require_vectors
 from plimsoll.embeddings.formats._pickles import Span, Thing, described
 from plimsoll.embeddings.formats._sources import Source
-from plimsoll.embeddings.formats._subwords import MAX_NGRAM_LETTERS, Ngrams, sums
+from plimsoll.embeddings.formats._subwords import MAX_NGRAM_LETTERS, Ngrams, are_usable, sums
 from plimsoll.errors import EmbeddingError
 
 TITLE = "gensim"
@@ -131,7 +131,7 @@ class _Saved:
         """Return an array that is in the pickle, in place if its bytes are there as they are."""
         try:
             matrix = self._read_array(thing)
-        except (TypeError, ValueError, IndexError, KeyError, OverflowError, UnicodeError) as error:
+        except (TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
             raise EmbeddingError(
                 f"the {key.decode()} in {self._source.name} are no array of float32 ({error}): save "
                 "it anew with gensim 4"
@@ -225,4 +225,4 @@ def _composed(
 
 def _built(subwords: _Subwords, words: list[bytes]) -> tuple[NDArray[np.bool_], NDArray[np.float32]]:
     total, counts = sums(words, None, 0, subwords.ngrams, (subwords.matrix, subwords.matrix))
-    return counts > 0, total / np.maximum(counts, 1).astype(np.float32)[:, None]
+    return are_usable(total, counts), total / np.maximum(counts, 1).astype(np.float32)[:, None]

@@ -34,8 +34,11 @@ def test_an_array_is_mapped_or_an_error(tmp_path: Path):
     np.save(tmp_path / "a.npy", np.ones((2, 3)))
     assert isinstance(mapped_array(tmp_path / "a.npy"), np.memmap)
     (tmp_path / "b.npy").write_bytes(b"\x93NUMPY\x01\x00\x10\x00__import__('os')")
-    with pytest.raises(EmbeddingError, match="cannot map .*b.npy as an array"):
-        mapped_array(tmp_path / "b.npy")
+    raw = (tmp_path / "a.npy").read_bytes()
+    (tmp_path / "c.npy").write_bytes(raw.replace(b"}", b"{"))  # for which numpy raises what its tokenizer does
+    for name in ("b.npy", "c.npy"):
+        with pytest.raises(EmbeddingError, match=f"cannot map .*{name} as an array"):
+            mapped_array(tmp_path / name)
     for matrix, why in ((np.ones(3), "the shape"), (np.ones((1, 1), int), "holds int64")):
         with pytest.raises(EmbeddingError, match=f"^x {why if why != 'the shape' else 'has the shape'}"):
             require_vectors("x", matrix)

@@ -105,6 +105,14 @@ def test_faults_are_told(tmp_path: Path):
     assert read.faults == [Fault("utf-8", 0, r"b'\xff'"), Fault("finite", 1, "number 1 of 2 is inf")]
 
 
+def test_sums_that_are_too_large_are_faults_and_are_not_built(tmp_path: Path):
+    matrix = np.array([[3e38, 1], [3e38, 2]])
+    vectors = opened(fasttext_bin, written(tmp_path / "a", made([b"a"], matrix, minn=3, maxn=3, bucket=1)))
+    assert read_all(vectors).faults == [Fault("finite", 0, "number 1 of 2 is inf")]
+    has, _ = vectors.build([b"a", b"aa"])
+    assert has.tolist() == [True, False]
+
+
 def test_a_file_that_is_cut_anywhere_is_an_error_that_says_so(tmp_path: Path):
     raw = made([b"one", b"two"], np.ones((5, 2)), minn=2, maxn=3, bucket=3)
     for num_bytes in range(4, len(raw) - len(b"\0output")):

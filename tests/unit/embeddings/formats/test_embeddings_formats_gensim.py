@@ -5,6 +5,7 @@ import pickle
 import shutil
 import sys
 import types
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -199,6 +200,16 @@ def test_a_file_that_is_cut_anywhere_is_an_error(tmp_path: Path, name: str):
         path = written(tmp_path / name, raw[:num_bytes])
         with pytest.raises(EmbeddingError, match="is no whole pickle .*: download it again"):
             opened(gensim, path)
+
+
+@pytest.mark.parametrize("name", ["inside.kv", "fasttext.kv"])
+def test_a_file_with_a_wrong_byte_is_read_or_an_error(tmp_path: Path, name: str):
+    raw = bytearray((RECORDED / name).read_bytes())
+    for place in range(60, len(raw)):
+        changed = raw.copy()
+        changed[place] ^= 0xFF
+        with suppress(EmbeddingError):
+            read_all(gensim.open_vectors(Source(written(tmp_path / name, bytes(changed)))))
 
 
 class Hostile:
