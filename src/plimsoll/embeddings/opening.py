@@ -16,11 +16,31 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from plimsoll.embeddings.formats import Block, Format, Rows, Vectors, glove, table, word2vec_text
+from plimsoll.embeddings.formats import (
+    Block,
+    Format,
+    Rows,
+    Vectors,
+    fasttext_bin,
+    gensim,
+    glove,
+    npy,
+    table,
+    word2vec_binary,
+    word2vec_text,
+)
 from plimsoll.embeddings.formats._sources import Source
 from plimsoll.errors import EmbeddingError
 
-FORMATS: dict[str, ModuleType] = {"table": table, "word2vec_text": word2vec_text, "glove": glove}
+FORMATS: dict[str, ModuleType] = {
+    "table": table,
+    "npy": npy,
+    "gensim": gensim,
+    "fasttext_bin": fasttext_bin,
+    "word2vec_binary": word2vec_binary,
+    "word2vec_text": word2vec_text,
+    "glove": glove,
+}
 """In the order in which they are asked: what any text could be comes last."""
 
 _MOST_THREADS = 8

@@ -116,10 +116,10 @@ class Format(Protocol):
 def rows_of(values: NDArray[Any], faults: tuple[Fault, ...] = ()) -> Rows:
     """Return vectors in single precision, with a fault for each that holds NaN or infinity, behind those given."""
     with np.errstate(over="ignore"):  # what is too large becomes infinite, which is found next
-        matrix = values.astype(np.float32)
-    is_finite = np.isfinite(matrix).all(axis=1)
-    not_finite = [
-        Fault("finite", number, f"it holds {matrix[number][~np.isfinite(matrix[number])][0]}")
-        for number in np.flatnonzero(~is_finite).tolist()
-    ]
+        matrix = values.astype(np.float32, copy=False)
+    is_finite = np.isfinite(matrix)
+    not_finite = []
+    for row in np.flatnonzero(~is_finite.all(axis=1)).tolist():
+        column = int(is_finite[row].argmin())
+        not_finite.append(Fault("finite", row, f"number {column + 1} of {matrix.shape[1]} is {matrix[row, column]}"))
     return Rows(matrix, (*faults, *not_finite))
