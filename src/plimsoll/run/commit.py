@@ -12,8 +12,8 @@ first piece, which is undone and nothing has happened, or not at all. A later fa
 the piece is undone and done again, in halves where it can be cut. If what cannot be cut fails twice, what was done
 cannot be taken back: `TornStepError` says so, and a checkpoint is the way back.
 
-Of an embedding table with a sparse gradient only the rows that the update changes are copied (see
-`plimsoll.run.sparse`). Where an optimizer's states are outside the device, copies too large for the kept memory are made there as well.
+Of an embedding table with a sparse gradient only the rows that the update changes are copied (`plimsoll.run.sparse`).
+Where an optimizer's states are outside the device, copies too large for the kept memory are made there as well.
 
 Where not even the copy of a piece fits, or it takes the memory that the update needs, the piece is done without one,
 but only after what its update can take at most has been shown to be there.
@@ -263,7 +263,8 @@ class StepCommit:
         while waiting:
             piece = waiting.pop()
             must_fit = nothing_happened and not keeps_states_outside(self.optimizer)
-            event = self._do(piece, self._stateless(waiting) if must_fit else [])
+            others = [one for one in self._stateless(waiting) if one.device == piece.device] if must_fit else []
+            event = self._do(piece, others)
             if event is None:
                 nothing_happened = False
                 continue
@@ -370,10 +371,13 @@ def _members(optimizer: torch.optim.Optimizer) -> list[tuple[int, nn.Parameter]]
 
 
 def _pieces(members: list[tuple[int, nn.Parameter]], can_be_cut: bool, piece_bytes: int) -> list[_Piece]:
-    """The members, largest first, in pieces of at most ``piece_bytes`` (or one parameter)."""
+    """The members, largest first, in pieces of at most ``piece_bytes`` (or one parameter); tables on the host last."""
     pieces: list[_Piece] = []
-    for group, parameter in sorted(members, key=lambda member: member[1].nbytes, reverse=True):
-        if not pieces or (can_be_cut and pieces[-1].num_bytes + parameter.nbytes > piece_bytes):
+    for group, parameter in sorted(members, key=lambda member: (member[1].is_cpu, -member[1].nbytes)):
+        is_full = pieces and (
+            pieces[-1].num_bytes + parameter.nbytes > piece_bytes or pieces[-1].device != parameter.device
+        )
+        if not pieces or (can_be_cut and is_full):
             pieces.append(_Piece(can_be_cut))
         pieces[-1].add(group, parameter)
     return pieces

@@ -2,8 +2,8 @@
 
 An embedding table with sparse gradients may be larger than the memory, so what undoes its update is a copy of the rows
 that the update changes. Of ``torch.optim``, SparseAdam, Adagrad and SGD without momentum change the rows of the
-gradient and no others, in the parameter and in the states of its shape. Does NOT cover other optimizers, and ones with step hooks: of
-theirs everything is copied, as of a dense parameter.
+gradient and no others, in the parameter and in the states of its shape. Does NOT cover other optimizers, and ones with
+step hooks: of theirs everything is copied, as of a dense parameter.
 
 Shapes: U different rows.
 """
@@ -33,7 +33,7 @@ def changed_rows(optimizer: torch.optim.Optimizer, group: dict[str, Any], parame
     if type(optimizer) not in (torch.optim.SparseAdam, torch.optim.Adagrad) and not has_no_states(optimizer, group):
         return None
     assert parameter.grad is not None
-    rows_U: Tensor = torch.unique(parameter.grad._indices()[0])  # type: ignore[no-untyped-call]
+    rows_U: Tensor = torch.unique(parameter.grad._indices()[0])
     return rows_U
 
 

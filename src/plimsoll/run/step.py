@@ -47,14 +47,7 @@ from plimsoll.run.recover import Ladder, Size, micro_batch_sizes, state_after_de
 from plimsoll.run.rungs import Rungs
 from plimsoll.run.sparse import clippable
 from plimsoll.run.undo import Undo
-from plimsoll.workload import (
-    LossFunction,
-    Precision,
-    Units,
-    Workload,
-    model_loss,
-    move_batch,
-)
+from plimsoll.workload import LossFunction, Precision, Units, Workload, model_loss, move_batch
 
 _SMALLEST_SCALE = 1.0  # fp16 steps are skipped while the scale falls; below this the loss itself is not finite
 
