@@ -2,7 +2,7 @@
 
     table = HostEmbedding(10_000_000, 64, path="table.bin")
     optimizer = optimizer_of(model, torch.optim.Adagrad, lr=0.1)
-    for batch in table.prefetched(loader, ids=lambda batch: batch["input_ids"]):
+    for batch in table.prefetched(loader, ids=lambda batch: batch["input_ids"], optimizer=optimizer):
         ...
 
 It takes the place of ``nn.Embedding(sparse=True)``: the same call, ids, outputs and gradients. Its weight is a
@@ -131,17 +131,29 @@ class HostEmbedding(nn.Module):
         rows: Tensor = _Lookup.apply(self.weight, ids, self.padding_idx)  # type: ignore[no-untyped-call]
         return rows.to(self.output_dtype)
 
-    def prefetch(self, ids: Tensor) -> None:
+    def prefetch(self, ids: Tensor, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Have the rows of ids read from the disk, and wait until they are; it changes and keeps nothing.
+
+        Args:
+            ids: of any shape.
+            optimizer: whose states of these rows are read as well.
 
         Raises:
             IndexError: if an id is not a row of the table.
         """
         ids = ids.detach().cpu()
         _refuse_outside(ids, self.num_embeddings)
-        read_rows(self.weight.detach(), ids)
+        states = {} if optimizer is None else optimizer.state.get(self.weight, {})
+        mapped = [state for state in states.values() if isinstance(state, Tensor) and state.shape == self.weight.shape]
+        read_rows([self.weight.detach(), *mapped], ids)
 
-    def prefetched(self, loader: Iterable[Any], ids: Callable[[Any], Tensor], ahead: int = 1) -> Iterator[Any]:
+    def prefetched(
+        self,
+        loader: Iterable[Any],
+        ids: Callable[[Any], Tensor],
+        ahead: int = 1,
+        optimizer: torch.optim.Optimizer | None = None,
+    ) -> Iterator[Any]:
         """Yield the batches of a loader, while a thread has the rows of the following ones read from the disk.
 
         Rows are read and not kept, so a lookup finds what the last update left. The loader itself is used in this
@@ -151,6 +163,7 @@ class HostEmbedding(nn.Module):
             loader: gives the batches.
             ids: returns the ids that a batch will look up.
             ahead: batches to read ahead, at least 1.
+            optimizer: whose states of these rows are read as well.
 
         Raises:
             InputError: if ``ahead`` is less than 1.
@@ -158,7 +171,7 @@ class HostEmbedding(nn.Module):
         """
         if ahead < 1:
             raise InputError(f"cannot read {ahead} batches ahead: give 1 or more, or use the loader as it is")
-        return prefetched(loader, lambda batch: self.prefetch(ids(batch)), ahead)
+        return prefetched(loader, lambda batch: self.prefetch(ids(batch), optimizer), ahead)
 
     def extra_repr(self) -> str:
         """Describe it as ``nn.Embedding`` does."""

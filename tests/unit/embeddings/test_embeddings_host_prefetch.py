@@ -1,12 +1,17 @@
 """Rows are read ahead, and nothing else changes: batches, order, errors, and no thread is left."""
 
+import ctypes
+import mmap
+import os
 import threading
 
 import pytest
 import torch
+from torch import nn
 
-from plimsoll.embeddings import host_prefetch
+from plimsoll.embeddings import host, host_prefetch
 from plimsoll.embeddings.host import HostEmbedding
+from plimsoll.embeddings.host_optimizer import optimizer_of
 from plimsoll.errors import InputError
 
 
@@ -82,24 +87,59 @@ def test_an_update_between_reading_and_looking_up_is_seen(tmp_path):
             table.weight[4] = number + 1
 
 
-def test_every_page_of_the_rows_is_asked_for_once(monkeypatch):
-    """Rows of 1024 bytes from address 0: four on each page of 4096; rows 0 to 5 are on pages 0 and 1, row 40 on 10."""
+def test_every_page_of_the_rows_is_asked_for(monkeypatch):
+    """Rows of 1024 bytes: four on each page of 4096."""
     asked = []
 
-    class Library:
-        def madvise(self, address, length, advice):
-            asked.append((address.value or 0, length.value))
+    def note(address, num_ranges):
+        flat = (ctypes.c_int64 * (2 * num_ranges)).from_address(address)
+        asked.append([(flat[place] - place_of_table, flat[place + 1]) for place in range(0, 2 * num_ranges, 2)])
 
-    class Weight:
-        shape, element_size, data_ptr, is_contiguous = (100, 256), lambda _: 4, lambda _: 0, lambda _: True
-
-    monkeypatch.setattr(host_prefetch, "_C_LIBRARY", Library())
+    memory = mmap.mmap(-1, 100 * 1024)
+    rows = torch.frombuffer(memory, dtype=torch.float32).view(100, 256)
+    place_of_table = rows.data_ptr()
+    monkeypatch.setattr(host_prefetch, "_advise", note)
+    monkeypatch.setattr(host_prefetch, "_MOST_RANGES", 2)
     monkeypatch.setattr(host_prefetch, "_PAGE_BYTES", 4096)
-    host_prefetch._ask_for(Weight(), torch.tensor([0, 1, 5, 40, 60, 61]))
-    assert asked == [(0, 8192), (40960, 4096), (61440, 4096)]
+    host_prefetch.read_rows([rows], torch.tensor([5, 0, 40, 5]))
+    assert asked == [[(0, 4096), (4096, 4096)], [(40960, 4096)]]
     asked.clear()
-    host_prefetch._ask_for(Weight(), torch.tensor([], dtype=torch.int64))
+    host_prefetch.read_rows([rows.view(50, 512)[:, :300].contiguous()[:0], rows], torch.tensor([], dtype=torch.int64))
     assert asked == []
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adagrad, torch.optim.SparseAdam])
+def test_states_are_read_as_well(kind, tmp_path, monkeypatch):
+    table = HostEmbedding(10, 2, path=tmp_path / "table")
+    optimizer = optimizer_of(table, kind, lr=0.1)
+    read = []
+    monkeypatch.setattr(host, "read_rows", lambda tables, ids: read.append(len(tables)))
+    table.prefetch(torch.tensor([1]), optimizer)
+    table.prefetch(torch.tensor([1]))
+    assert read == [{torch.optim.Adagrad: 2, torch.optim.SparseAdam: 3}[kind], 1]
+
+
+def test_pages_that_were_evicted_are_back(tmp_path):
+    """The kernel says of each page whether it is in memory (mincore); where it keeps all, nothing is shown."""
+    table = HostEmbedding(4096, 1024, path=tmp_path / "table", initialize=nn.init.zeros_)
+    descriptor = os.open(tmp_path / "table", os.O_RDONLY)
+    os.fsync(descriptor)
+    library = ctypes.CDLL(None)
+    address, num_bytes = ctypes.c_void_p(table.weight.data_ptr()), ctypes.c_size_t(table.weight.nbytes)
+    library.madvise(address, num_bytes, mmap.MADV_DONTNEED)  # of a shared file: the mapping lets go, nothing is lost
+    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(descriptor)
+
+    def resident():
+        pages = (ctypes.c_ubyte * 4096)()
+        assert library.mincore(address, num_bytes, pages) == 0
+        return [page & 1 for page in pages]
+
+    if mmap.PAGESIZE != 4096 or sum(resident()) > 4000:
+        pytest.skip("this file system keeps every page")
+    ids = torch.tensor([7, 2000, 4095])
+    table.prefetch(ids)
+    assert [resident()[number] for number in ids] == [1, 1, 1]
 
 
 def test_no_batches_ahead_are_refused():
