@@ -203,7 +203,7 @@ class _Lookup(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight_ND: Tensor, ids: Tensor, padding_idx: int | None) -> Tensor:
         ctx.shape, ctx.dtype, ctx.padding_idx = weight_ND.shape, weight_ND.dtype, padding_idx
-        if ids.device == weight_ND.device:
+        if _are_together(ids, weight_ND):
             _refuse_outside(ids, len(weight_ND))
             ctx.save_for_backward(ids)
             return functional.embedding(ids, weight_ND)
@@ -224,6 +224,10 @@ class _Lookup(torch.autograd.Function):
             kept_K = ids_K != ctx.padding_idx
             ids_K, rows_KD = ids_K[kept_K], rows_KD[kept_K]
         return torch.sparse_coo_tensor(ids_K[None], rows_KD, ctx.shape, check_invariants=False), None, None
+
+
+def _are_together(ids: Tensor, weight_ND: Tensor) -> bool:
+    return ids.device == weight_ND.device
 
 
 def _rows_at(weight_ND: Tensor, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -279,18 +279,20 @@ def test_a_copy_trains_by_itself(tmp_path):
     assert gradient_of(twin, [torch.tensor([1, 1])])[0].coalesce()._indices().tolist() == [[1]]
 
 
-def test_what_is_done_where_the_ids_are_on_another_device_gives_the_same():
-    """The steps of a lookup on a GPU, done on the CPU."""
-    plain, mine = pair()
-    ids = torch.randint(0, ROWS, (6, 9))
-    host_ids_U, positions, rows_UD = host._rows_at(mine.weight.detach(), ids)
-    assert rows_UD.shape == (len(ids.unique()), WIDTH)
-    assert torch.equal(rows_UD[positions], plain(ids))
-    expected, _ = gradient_of(plain, [ids])
-    factors = torch.randn(6, 9, WIDTH, generator=torch.Generator().manual_seed(2))
-    sums_UD = host._summed_on_device(positions, len(host_ids_U), factors.reshape(-1, WIDTH))
-    assert torch.equal(host_ids_U, expected.coalesce()._indices()[0])
-    torch.testing.assert_close(sums_UD, expected.coalesce()._values(), rtol=0, atol=1e-5)
+@pytest.mark.parametrize("padding_idx", [None, 3])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_what_is_done_for_ids_on_another_device_gives_the_same(shape, padding_idx, monkeypatch):
+    """What a lookup on a GPU does, done on the CPU."""
+    monkeypatch.setattr(host, "_are_together", lambda *_: False)
+    plain, mine = pair(padding_idx)
+    ids = torch.randint(0, ROWS, shape)
+    assert host._rows_at(mine.weight.detach(), ids)[2].shape == (len(ids.unique()), WIDTH)  # no row is sent twice
+    expected, (expected_output,) = gradient_of(plain, [ids])
+    found, (output,) = gradient_of(mine, [ids])
+    assert torch.equal(output, expected_output)
+    assert found.is_coalesced()
+    assert torch.equal(found._indices(), expected.coalesce()._indices())
+    torch.testing.assert_close(found.to_dense(), expected.to_dense(), rtol=0, atol=1e-5)
 
 
 @pytest.mark.gpu
