@@ -1,6 +1,6 @@
 """A training of a mapped table inside a limit on private memory, for `embeddings_host.py`: prints one JSON object.
 
-python benchmarks/_embeddings_process.py KIND ROWS WIDTH LIMIT_MIB IDS STEPS FOLDER
+python benchmarks/_embeddings_process.py KIND ROWS WIDTH LIMIT_MIB IDS STEPS ORDER FOLDER
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ KINDS = {"Adagrad": torch.optim.Adagrad, "SparseAdam": torch.optim.SparseAdam}
 LR = 0.05
 
 
-def zipf_batches(num_rows: int, num_ids: int, num_batches: int, seed: int = 0) -> list[Tensor]:
-    """Draw ids whose r-th most frequent one is as frequent as 1 / r, and lie all over the table."""
+def zipf_batches(num_rows: int, num_ids: int, num_batches: int, order: str, seed: int = 0) -> list[Tensor]:
+    """Draw ids whose r-th most frequent one is as frequent as 1 / r: row r, or ``scattered`` all over the table."""
     generator = torch.Generator().manual_seed(seed)
     uniform = torch.rand(num_batches, num_ids, generator=generator, dtype=torch.float64)
     ranks = (num_rows + 1.0) ** uniform
     ids = (ranks.long() - 1).clamp(0, num_rows - 1)
-    return list(ids * 2_654_435_761 % num_rows)  # a prime, so no two ranks share a row
+    scattered = ids * 2_654_435_761 % num_rows  # a prime, so no two ranks share a row
+    return list(scattered if order == "scattered" else ids)
 
 
 def loss_of(table: nn.Module, ids: Tensor) -> Tensor:
@@ -44,8 +45,8 @@ def small(block: Tensor) -> Tensor:
 
 def main() -> None:
     warnings.filterwarnings("ignore", "Sparse invariant checks are implicitly disabled")
-    kind, (num_rows, width, limit_mib, num_ids, num_steps), folder = sys.argv[1], map(int, sys.argv[2:7]), sys.argv[7]
-    batches = zipf_batches(num_rows, num_ids, num_steps)
+    kind, (num_rows, width, limit_mib, num_ids, num_steps), folder = sys.argv[1], map(int, sys.argv[2:7]), sys.argv[8]
+    batches = zipf_batches(num_rows, num_ids, num_steps, sys.argv[7])
     peak, peaks_bytes = process.PeakCounter(), []
     with plimsoll.limited(limit_mib << 20):
         started = time.perf_counter()

@@ -2,11 +2,12 @@
 
     PYTHONPATH=src python benchmarks/embeddings_host.py [--quick] [--folder /disk] [--only limit,loss,speed]
 
-The ids follow Zipf's law and lie all over the table. ``limit`` trains a mapped table inside a limit on private memory
-(a process of its own, `TrainStep`, rows read one batch ahead). ``loss`` and ``speed`` compare with
-``nn.Embedding(sparse=True)`` in memory under the same optimizer of ``torch.optim``, in plain loops; of ``speed`` the
-variants take turns, and the work beside the table is as little as can be, so ratios of real models are closer to 1.
-The folder must be on a disk with room for four tables.
+The ids follow Zipf's law; rows are in the order of their frequency, as vocabularies are, or ``scattered``. ``limit``
+trains a mapped table inside a limit on private memory (a process of its own, `TrainStep`, rows read one batch ahead).
+``loss`` and ``speed`` compare with ``nn.Embedding(sparse=True)`` in memory under the same optimizer of ``torch.optim``,
+in plain loops; of ``speed`` the variants take turns, and the work beside the table is as little as can be, so ratios of
+real models are closer to 1. A mapped table begins cold: first steps wait for the disk. The folder must be on a disk
+with room for four tables.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=512, help="MiB of private memory")
     parser.add_argument("--steps", type=int, default=300, help="inside the limit, and of the losses")
     parser.add_argument("--rounds", type=int, default=15, help="of 20 steps of each variant")
+    parser.add_argument("--order", choices=("frequency", "scattered"), default="frequency", help="of the rows")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="where the tables are")
     parser.add_argument("--only", default=",".join(SECTIONS))
     parser.add_argument("--quick", action="store_true", help="tables of 200,000 rows and few steps, to try the script")
@@ -70,7 +72,7 @@ def main() -> None:
 
 
 def inside_a_limit(kind: str, options: argparse.Namespace, folder: str) -> dict[str, float]:
-    numbers = (options.rows, options.width, options.limit, options.ids, options.steps)
+    numbers = (options.rows, options.width, options.limit, options.ids, options.steps, options.order)
     command = [sys.executable, str(PROCESS), kind, *map(str, numbers), folder]
     result: dict[str, float] = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
     (Path(folder) / "table").unlink()
@@ -122,7 +124,7 @@ def train(variant: Variant, batches: list[torch.Tensor]) -> list[float]:
 def loss_difference(kind: str, options: argparse.Namespace, folder: Path) -> dict[str, float]:
     names = ["nn.Embedding", "in memory", "mapped"]
     variants = variants_of(kind, options.small_rows, options.width, names, folder)
-    batches = zipf_batches(options.small_rows, options.ids, options.steps)
+    batches = zipf_batches(options.small_rows, options.ids, options.steps, options.order)
     losses = {name: train(variant, batches) for name, variant in variants.items()}
     expected, weight = losses.pop("nn.Embedding"), variants["nn.Embedding"][0].weight.detach()
     result = {}
@@ -142,7 +144,7 @@ def speeds(kind: str, num_rows: int, options: argparse.Namespace, folder: Path) 
     variants = variants_of(kind, num_rows, options.width, names, folder)
     rounds: dict[str, list[float]] = {name: [] for name in names}
     for number in range(options.rounds + 1):
-        batches = zipf_batches(num_rows, options.ids, 20, seed=number)
+        batches = zipf_batches(num_rows, options.ids, 20, options.order, seed=number)
         for name, variant in variants.items():
             started = time.perf_counter()
             train(variant, batches)
