@@ -43,6 +43,10 @@ def first_vectors(lines: Iterable[tuple[bytes, bytes | str]]) -> dict[bytes, byt
     return vectors
 
 
+def is_utf8(word: bytes) -> bool:
+    return word.decode(errors="ignore").encode() == word
+
+
 def packed(path: Path, raw: bytes, packing: str = "") -> Path:
     """Write a file as it is, or as a gzip file or the only file of a zip archive."""
     if packing == "zip":

@@ -10,12 +10,13 @@ import hashlib
 import json
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
 from plimsoll.data.augment import TokenAugmentation
@@ -26,15 +27,23 @@ from plimsoll.data.loader import Loader, warn
 from plimsoll.data.order import BlockShuffle
 from plimsoll.data.packable import packing_fault
 from plimsoll.data.prepare import Prepared, open_datasets
+from plimsoll.data.tokens import open_tokens
 from plimsoll.device.base import backend_for
+from plimsoll.embeddings.subsets import open_rows, take_subset
+from plimsoll.embeddings.vocabulary import of_tokenizer
 from plimsoll.errors import BudgetError, JobError
 from plimsoll.models.build import build_model, loss_of, sketch_model
+from plimsoll.models.vectors import fill_embedding, require_fitting, word_embedding
 from plimsoll.optimizers import build_optimizer, build_schedule
+from plimsoll.records.embeddings import SubsetFacts
 from plimsoll.records.job import Job
 from plimsoll.records.units import format_bytes
+from plimsoll.store import Progress, silent
 from plimsoll.workload import LossFunction, Units, resident_bytes
 
+_FOUND_SHARE = 0.5  # of the tokens of a text; with fewer, a job is told what would find more
 _SAID_BY_THE_KEY = {"train", "validation", "workers", *(field.name for field in fields(Reading))}
+_COUNTED_TOKENS = 1 << 20  # at a time
 _LONGEST_ENTRY = 100  # characters of a fingerprint's entry
 
 
@@ -50,6 +59,55 @@ class Assembled:
     samples: Any
     loader: Loader
     validation: Any | None
+
+
+class Vectors(NamedTuple):
+    """The word vectors of a job: where they are, and in a sentence what was found."""
+
+    folder: str
+    digest: str
+    sentence: str
+
+
+def prepare_vectors(job: Job, prepared: Prepared, cache: Path, progress: Progress = silent) -> Vectors | None:
+    """Take the vectors of the tokens of a job out of their file; ``None``: the job has none.
+
+    Raises:
+        EmbeddingError: if the file cannot be used, or has no vector of any token.
+        OutputError: if the cache cannot be written.
+    """
+    source = job.embeddings
+    if source is None:
+        return None
+    from plimsoll.data.tokenizer import open_tokenizer
+
+    backend = open_tokenizer(Path(prepared.tokenizer_folder)).backend
+    words = of_tokenizer(backend, "the tokenizer of the job")
+    if prepared.train.tokens_folder is not None:
+        words = replace(words, counts=_token_counts(Path(prepared.train.tokens_folder), len(words)))
+    found = take_subset(source.path, words, missing=source.missing, seed=job.seed, cache=cache, progress=progress)
+    return Vectors(found.facts.folder, found.digest, _vectors_sentence(found.facts, job))
+
+
+def _token_counts(folder: Path, num_words: int) -> NDArray[np.int64]:
+    tokens = open_tokens(folder).tokens
+    counts = np.zeros(num_words, np.int64)
+    for begin in range(0, len(tokens), _COUNTED_TOKENS):
+        counts += np.bincount(tokens[begin : begin + _COUNTED_TOKENS], minlength=num_words)
+    return counts
+
+
+def _vectors_sentence(facts: SubsetFacts, job: Job) -> str:
+    share = facts.num_found / max(facts.num_words, 1)
+    sentence = f"vectors: {facts.num_found:,} of {facts.num_words:,} words found"
+    if facts.num_tokens:
+        share = (facts.num_hit_tokens or 0) / facts.num_tokens
+        sentence += f", {share:.1%} of the text"
+        if facts.misses:
+            sentence += f"; not found, most frequent first: {', '.join(word for word, _ in facts.misses[:5])}"
+    if share < _FOUND_SHARE and job.tokenizer.train == "bpe":
+        sentence += "; a tokenizer whose tokens are words finds more: `tokenizer: {train: words}`"
+    return sentence
 
 
 def choose_device(job: Job) -> str:
@@ -82,8 +140,10 @@ def assemble(
     _seed(job.seed)
     training, validation = open_datasets(prepared, job)
     loader = loader_of(job, training, on_event, oom_kills)
-    model = build_model(job, prepared.vocab_size, prepared.num_labels, prepared.end_id).to(device)
-    model.train()
+    model = build_model(job, prepared.vocab_size, prepared.num_labels, prepared.end_id)
+    if prepared.vectors_folder is not None:
+        fill_embedding(word_embedding(model, prepared.vocab_size), open_rows(Path(prepared.vectors_folder)))
+    model.to(device).train()
     _require_kernels(model, job.own_precision, device)
     _require_apart(job, model)
     optimizer = build_optimizer(job.optimizer, model.parameters())
@@ -137,6 +197,8 @@ def require_buildable(job: Job) -> None:
     model = sketch_model(job)
     if model is not None:
         _require_kernels(model, job.own_precision, choose_device(job))
+        if job.embeddings is not None:
+            require_fitting(model, job.embeddings, 0)
         if any(isinstance(module, nn.RNNBase) for module in model.modules()):  # others must be tried, with weights
             _require_apart(job, model)
     optimizer = build_optimizer(job.optimizer, [nn.Parameter(torch.zeros(()))])
@@ -197,9 +259,12 @@ def fingerprint(job: Job, prepared: Prepared) -> dict[str, str]:
     may not where the learning rate follows it. Each field has an entry of its own, so that a difference can be named.
     """
     facts = job.model_dump(
-        mode="json", exclude={"budget", "checkpoint", "steps", "evaluate_every", "device", "data", "tokenizer"}
+        mode="json",
+        exclude={"budget", "checkpoint", "steps", "evaluate_every", "device", "data", "tokenizer", "embeddings"},
     )
     facts["data"] = job.data.model_dump(mode="json", exclude=_SAID_BY_THE_KEY)
+    if job.embeddings is not None:  # what the vectors are, wherever their file is
+        facts["embeddings"] = {"vectors": prepared.vectors_digest, "trainable": job.embeddings.trainable}
     if job.data.augment and job.data.augment.synonyms:  # what is in the table, wherever it is
         table = Path(job.data.augment.synonyms)
         content = table.read_bytes() if table.is_file() else b""

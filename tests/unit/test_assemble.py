@@ -129,7 +129,22 @@ def test_the_values_can_be_read_and_only_long_ones_are_hashed(prepared):
 
 def test_every_field_of_a_job_is_in_one_of_the_lists():
     changed = {name for changes in [*SAME, *(changes for changes, _ in OTHER)] for name in changes}
-    assert changed | {"tokenizer", "batch_tokens"} == set(Job.model_fields)  # with batch_tokens batch_size changes too
+    assert changed | {"tokenizer", "batch_tokens", "embeddings"} == set(
+        Job.model_fields
+    )  # with batch_tokens batch_size changes too
+
+
+def test_word_vectors_are_known_by_their_bits(prepared):
+    """Where their file is does not matter, but what is in it does, and whether they are trained."""
+    with_vectors = prepared.model_copy(update={"vectors_folder": "a", "vectors_digest": "d1"})
+    marks = fingerprint(job(embeddings="a.txt"), with_vectors)
+    assert differences(fingerprint(job(), prepared), marks) == ["embeddings.trainable", "embeddings.vectors"]
+    moved = with_vectors.model_copy(update={"vectors_folder": "b"})
+    assert fingerprint(job(embeddings="b.txt"), moved) == marks
+    other = with_vectors.model_copy(update={"vectors_digest": "d2"})
+    assert differences(marks, fingerprint(job(embeddings="a.txt"), other)) == ["embeddings.vectors"]
+    trained = job(embeddings={"path": "a.txt", "trainable": True})
+    assert differences(marks, fingerprint(trained, with_vectors)) == ["embeddings.trainable"]
 
 
 def test_the_data_are_known_by_their_key(prepared):

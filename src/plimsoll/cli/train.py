@@ -303,7 +303,8 @@ def _gone_on(directory: RunDirectory, job: Job, from_step: int | None, quiet: bo
         return 0
     kept = {path: path.read_bytes() for path in (directory.job, directory.plan)}
     metrics_before = directory.metrics.read_bytes()
-    other_data = (job.data, job.tokenizer, job.task) != (before.data, before.tokenizer, before.task)
+    read = ("data", "tokenizer", "task", "embeddings")
+    other_data = any(getattr(job, name) != getattr(before, name) for name in read)
     from_where = ("--from-step", str(from_step)) if from_step is not None else ()
     is_ready, code = False, InputError.exit_code
     try:

@@ -76,6 +76,7 @@ class Prepared(Record):
     """The data of a job, ready to be opened; ``key`` changes when a sample, a label or the tokenizer does.
 
     ``special_ids`` and ``mask_id`` are of the tokenizer, for augmentation: the training process does not load it.
+    ``vectors_folder`` holds the vectors of the tokens, if the job has any, ``vectors_digest`` is of their bits.
     """
 
     record_kind: ClassVar[str] = "prepared-data"
@@ -87,6 +88,8 @@ class Prepared(Record):
     vocab_size: int
     end_id: int
     special_ids: tuple[int, ...] = ()
+    vectors_folder: str | None = None
+    vectors_digest: str | None = None
     mask_id: int | None = None
     label_names: tuple[str, ...] = ()
 
@@ -154,7 +157,10 @@ def is_whole(prepared: Prepared) -> bool:
     """Whether the cache still holds all of it."""
     texts = [text for text in (prepared.train, prepared.validation) if text is not None]
     folders = [folder for text in texts for folder in text.folders]
-    return all(read_facts(folder) is not None for folder in (Path(prepared.tokenizer_folder), *folders))
+    folders.append(Path(prepared.tokenizer_folder))
+    if prepared.vectors_folder is not None:
+        folders.append(Path(prepared.vectors_folder))
+    return all(read_facts(folder) is not None for folder in folders)
 
 
 def prepare_again(job: Job, known: Prepared, cache: Path, progress: Progress = silent) -> Prepared:

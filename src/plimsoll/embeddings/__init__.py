@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from plimsoll.embeddings.compressed import product_quantized as product_quantized
     from plimsoll.embeddings.conversion import convert as convert
     from plimsoll.embeddings.host import HostEmbedding as HostEmbedding
+    from plimsoll.embeddings.host_optimizer import optimizer_of as optimizer_of
     from plimsoll.embeddings.inspect import look_at as info  # noqa: F401
     from plimsoll.embeddings.module import load as load
     from plimsoll.embeddings.module import tied_output as tied_output
@@ -34,6 +35,7 @@ _HOMES = {
     "info": ("inspect", "look_at"),
     "load": ("module", "load"),
     "low_rank": ("compressed", "low_rank"),
+    "optimizer_of": ("host_optimizer", "optimizer_of"),
     "product_quantized": ("compressed", "product_quantized"),
     "subset": ("subsets", "take_subset"),
     "tied_output": ("module", "tied_output"),

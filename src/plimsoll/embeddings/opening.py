@@ -16,11 +16,31 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from plimsoll.embeddings.formats import Block, Format, Rows, Vectors, glove, table, word2vec_text
+from plimsoll.embeddings.formats import (
+    Block,
+    Format,
+    Rows,
+    Vectors,
+    fasttext_bin,
+    gensim,
+    glove,
+    npy,
+    table,
+    word2vec_binary,
+    word2vec_text,
+)
 from plimsoll.embeddings.formats._sources import Source
 from plimsoll.errors import EmbeddingError
 
-FORMATS: dict[str, ModuleType] = {"table": table, "word2vec_text": word2vec_text, "glove": glove}
+FORMATS: dict[str, ModuleType] = {
+    "table": table,
+    "npy": npy,
+    "gensim": gensim,
+    "fasttext_bin": fasttext_bin,
+    "word2vec_binary": word2vec_binary,
+    "word2vec_text": word2vec_text,
+    "glove": glove,
+}
 """In the order in which they are asked: what any text could be comes last."""
 
 _MOST_THREADS = 8
@@ -44,9 +64,15 @@ def open_file(path: Path) -> Opened:
     Raises:
         EmbeddingError: if there is none, or it is of no known format.
     """
-    if path.is_dir():
-        raise EmbeddingError(f"{path} is a folder: name the file with the vectors in it")
-    source = Source(path)
+    return open_source(Source(path))
+
+
+def open_source(source: Source) -> Opened:
+    """Open what is in a file that was found.
+
+    Raises:
+        EmbeddingError: as `open_file`.
+    """
     head = source.head
     if not head:
         raise EmbeddingError(f"{source.name} holds 0 bytes that can be read: download it again")

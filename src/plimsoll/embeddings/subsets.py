@@ -27,7 +27,8 @@ from numpy.typing import NDArray
 
 from plimsoll.embeddings.faults import FaultList
 from plimsoll.embeddings.formats import Block, Rows, Vectors, in_precision
-from plimsoll.embeddings.opening import Opened, open_file, read_parts
+from plimsoll.embeddings.formats._sources import Source
+from plimsoll.embeddings.opening import Opened, open_source, read_parts
 from plimsoll.embeddings.table import Precision, Table, create_table, open_table
 from plimsoll.embeddings.vocabulary import Vocabulary, vocabulary_of
 from plimsoll.embeddings.wanted import BUILT, CAPITALISED, EXACT, LOWER, MISSING, NO_WORD, PADDING, Wanted
@@ -58,10 +59,11 @@ class _Options(NamedTuple):
 
 
 class Subset(NamedTuple):
-    """The rows of a vocabulary in a file that is mapped, and how they were found."""
+    """The rows of a vocabulary in a file that is mapped, how they were found, and a hash of all bytes of the file."""
 
     table: Table
     facts: SubsetFacts
+    digest: str
 
     @property
     def rows(self) -> NDArray[Any]:
@@ -75,7 +77,7 @@ class Subset(NamedTuple):
         return int(rows[0]) if len(rows) else None
 
 
-class _Source(NamedTuple):
+class _File(NamedTuple):
     path: str
     num_bytes: int
     mtime_ns: int
@@ -116,35 +118,34 @@ def take_subset(
     """
     words = vocabulary_of(vocabulary, padding)
     options = _Options(missing, ignore_case, precision, strict, seed)
-    opened = open_file(Path(source))
-    folder = (cache or cache_folder() / "embeddings").absolute() / f"subset-{_key(opened, words, options)}"
-    stored(
+    file = Source(Path(source))
+    folder = (cache or cache_folder() / "embeddings").absolute() / f"subset-{_key(file, words, options)}"
+    facts = stored(
         folder,
-        partial(_write, opened, words, options, progress, folder),
+        partial(_write, file, words, options, progress),
         is_whole=lambda facts: bool(facts.get("digest") == _digest(folder / _FILE, facts.get("subset"))),
     )
-    found = open_subset(folder)
-    # The rows are those of any words that are the same, but these may be used otherwise and come from elsewhere.
-    facts = {"source": opened.source.name, "vocabulary": words.name, "folder": str(folder)}
-    return found._replace(facts=found.facts.model_copy(update=facts | _hits(found.table.found, words)))
+    table = open_rows(folder)
+    known = facts["subset"] | {"source": file.name, "vocabulary": words.name, "folder": str(folder)}
+    return Subset(table, SubsetFacts.model_validate(known | _hits(table.found, words)), facts["digest"])
 
 
-def open_subset(folder: Path) -> Subset:
-    """Map a subset that is in the cache.
+def open_rows(folder: Path) -> Table:
+    """Map the rows of a subset that is in the cache.
 
     Raises:
         DataError: if it is gone, or torn.
     """
-    facts = kept_facts(folder, "word vectors")
-    return Subset(open_table(folder / _FILE), SubsetFacts.model_validate(facts["subset"]))
+    kept_facts(folder, "word vectors")
+    return open_table(folder / _FILE)
 
 
-def _key(opened: Opened, words: Vocabulary, options: _Options) -> str:
-    path = opened.source.path
+def _key(source: Source, words: Vocabulary, options: _Options) -> str:
+    path = source.path
     status = path.stat()
-    file = _Source(str(path.absolute()), status.st_size, status.st_mtime_ns)
+    file = _File(str(path.absolute()), status.st_size, status.st_mtime_ns)
     identity = [[*entry[1:3], entry[3].hex()] for entry in identity_of([file])]  # wherever it is
-    facts = [_RECIPE, identity, opened.source.member, words.key, *options]
+    facts = [_RECIPE, identity, source.member, words.key, *options]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
 
@@ -156,45 +157,39 @@ def _digest(path: Path, facts: Any) -> str:
     return hasher.hexdigest()
 
 
-def _write(  # noqa: PLR0917 -- private, one caller
-    opened: Opened, words: Vocabulary, options: _Options, progress: Progress, target: Path, folder: Path
-) -> Facts:
+def _write(source: Source, words: Vocabulary, options: _Options, progress: Progress, folder: Path) -> Facts:
     start_seconds = time.perf_counter()
+    opened = open_source(source)
     require_space(folder, len(words) * opened.vectors.dimension * np.dtype(options.precision).itemsize)
     table = create_table(folder / _FILE, words.words, opened.vectors.dimension, options.precision)
     wanted = Wanted(words.words, words.padding, options.ignore_case)
-    faults, num_file_words = _fill(table, wanted, opened, options, progress)
+    faults = _fill(table, wanted, opened, options, progress)
     _build(table, wanted, words, opened.vectors)
     table.found[:] = wanted.state
     if not (wanted.state < MISSING).any():
         raise EmbeddingError(_no_hits(opened, words))
     mean, deviation = _moments(table)
     _fill_missing(table, options, mean, deviation)
-    facts = SubsetFacts(
-        source=opened.source.name,
-        source_format=opened.title,
-        vocabulary=words.name,
-        dimension=opened.vectors.dimension,
-        precision=options.precision,
-        num_rows=len(words),
-        missing=options.missing,
-        num_file_words=num_file_words,
-        num_promised=opened.vectors.num_promised,
-        num_duplicates=wanted.num_duplicates,
-        faults=faults.counts(),
-        mean=float(mean.mean()),
-        deviation=float(deviation.mean()),
-        num_bytes=(folder / _FILE).stat().st_size,
-        folder=str(target),
-        seconds=time.perf_counter() - start_seconds,
-        **_hits(wanted.state, words),
-    )
-    kept = facts.model_dump(mode="json")
-    return {"digest": _digest(folder / _FILE, kept), "subset": kept}
+    facts = {
+        "source_format": opened.title,
+        "dimension": opened.vectors.dimension,
+        "precision": options.precision,
+        "num_rows": len(words),
+        "missing": options.missing,
+        "num_file_words": faults.num_words,
+        "num_promised": opened.vectors.num_promised,
+        "num_duplicates": wanted.num_duplicates,
+        "faults": [fault.model_dump() for fault in faults.counts()],
+        "mean": float(mean.mean()),
+        "deviation": float(deviation.mean()),
+        "num_bytes": (folder / _FILE).stat().st_size,
+        "seconds": time.perf_counter() - start_seconds,
+    }
+    return {"digest": _digest(folder / _FILE, facts), "subset": facts}
 
 
-def _fill(table: Table, wanted: Wanted, opened: Opened, options: _Options, progress: Progress) -> tuple[FaultList, int]:
-    """Read the file into the table; return what was wrong with it, and how many words it has."""
+def _fill(table: Table, wanted: Wanted, opened: Opened, options: _Options, progress: Progress) -> FaultList:
+    """Read the file into the table; return what was wrong with it."""
     vectors = opened.vectors
     faults = FaultList(opened, options.strict)
 
@@ -213,7 +208,7 @@ def _fill(table: Table, wanted: Wanted, opened: Opened, options: _Options, progr
         table.vectors[pairs.rows] = rows.matrix[row_of[pairs.indexes]]
         progress("vectors", round(vectors.share_read() * 1000), 1000)
     faults.end()
-    return faults, faults.num_words
+    return faults
 
 
 def _build(table: Table, wanted: Wanted, words: Vocabulary, vectors: Vectors) -> None:

@@ -166,8 +166,8 @@ def _from_tokenizer_file(file: Path, padding: str | None) -> Vocabulary:
     import tokenizers
 
     try:
-        backend = tokenizers.Tokenizer.from_file(str(file))
-    except Exception as error:  # noqa: BLE001 -- the library raises this class itself
+        backend = tokenizers.Tokenizer.from_buffer(file.read_bytes())
+    except ValueError as error:
         raise EmbeddingError(f"{file} is no tokenizer of the `tokenizers` library ({error}): give another") from None
     return of_tokenizer(backend, str(file), padding)
 

@@ -40,7 +40,8 @@ from plimsoll.models.recurrent import (
     load_recurrent,
     save_recurrent,
 )
-from plimsoll.records.job import SMALLEST_VOCAB_SIZES, Job, near
+from plimsoll.models.vectors import prepare_embedding, with_dimension
+from plimsoll.records.job import SMALLEST_VOCAB_SIZES, Job, VectorSource, near
 from plimsoll.workload import LossFunction, Units, model_loss
 
 
@@ -65,10 +66,17 @@ def build_model(
             "add texts of another label"
         )
     shape = TextShape(vocab_size, num_labels if job.task == "classification" else None, end_id, job.sequence_length)
+    model = _model(job, shape, device)
+    if job.embeddings is not None:
+        prepare_embedding(model, job.embeddings, vocab_size)
+    return model
+
+
+def _model(job: Job, shape: TextShape, device: str) -> nn.Module:
     if isinstance(job.model, dict):
-        return _new_model(job.model, shape, device)
+        return _new_model(job.model, shape, device, job.embeddings)
     if job.model in RECURRENT:
-        return _new_model({"architecture": job.model}, shape, device)
+        return _new_model({"architecture": job.model}, shape, device, job.embeddings)
     if Path(job.model).is_dir():
         return _loaded_model(Path(job.model), shape, device)
     if ":" in job.model:
@@ -131,9 +139,10 @@ def loss_of(task: Literal["language-modeling", "classification"]) -> tuple[LossF
     return model_loss, "next-tokens" if task == "language-modeling" else "samples"
 
 
-def _new_model(fields: dict[str, Any], shape: TextShape, device: str) -> nn.Module:
+def _new_model(fields: dict[str, Any], shape: TextShape, device: str, vectors: VectorSource | None) -> nn.Module:
     architecture = fields.get("architecture")
     if architecture in RECURRENT:
+        fields = with_dimension(fields, vectors)
         with torch.device(device):
             return build_recurrent({**fields, "vocab_size": shape.vocab_size, "num_labels": shape.num_labels})
     known = [*architectures(shape.num_labels), *RECURRENT]

@@ -136,6 +136,14 @@ class TokenizerSource(Frozen):
         return self
 
 
+class VectorSource(Frozen):
+    """A file of word vectors for the tokens: whether they are trained, and what stands in rows it has no vector for."""
+
+    path: str
+    trainable: bool = False
+    missing: Literal["zeros", "mean", "normal"] = "normal"
+
+
 class OptimizerChoice(Frozen):
     """A ``torch.optim`` optimizer by name, its learning rate, the schedule, and further arguments as they are."""
 
@@ -171,6 +179,7 @@ class Job(Record):
     task: Literal["language-modeling", "classification"] = "language-modeling"
     data: DataSource
     tokenizer: TokenizerSource = TokenizerSource()
+    embeddings: VectorSource | None = None
     sequence_length: int = Field(default=256, ge=2)
     batch_size: int = Field(default=32, ge=1)
     batch_tokens: int | None = Field(default=None, ge=1)
@@ -357,7 +366,7 @@ def _apply(fields: dict[str, Any], change: str) -> None:
 
 
 # What a plain value stands for where a group of fields can be given: `budget: 2GiB` is `budget: {device: 2GiB}`.
-_SHORT_FORMS = {"budget": "device", "data": "train", "tokenizer": "path", "optimizer": "name"}
+_SHORT_FORMS = {"budget": "device", "data": "train", "tokenizer": "path", "optimizer": "name", "embeddings": "path"}
 
 
 def _expanded(fields: dict[str, Any]) -> dict[str, Any]:
@@ -375,7 +384,7 @@ def _normalised(fields: dict[str, Any], folder: Path | None) -> dict[str, Any]:
         groups["budget"] = {full_names.get(name, name): value for name, value in groups["budget"].items()}
     if "optimizer" in groups:
         groups["optimizer"] = _with_arguments(groups["optimizer"])
-    for group, name in (("data", "train"), ("data", "validation"), ("tokenizer", "path")):
+    for group, name in (("data", "train"), ("data", "validation"), ("tokenizer", "path"), ("embeddings", "path")):
         is_share = name == "validation" and _is_share(groups.get(group, {}).get(name))
         if folder is not None and name in groups.get(group, {}) and not is_share:
             groups[group][name] = _from_folder(groups[group][name], folder)

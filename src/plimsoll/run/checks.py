@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from plimsoll.embeddings.host import HostEmbedding
 from plimsoll.errors import InputError
 from plimsoll.workload import IGNORED_LABEL, model_loss
 
@@ -42,12 +43,14 @@ def refuse_unclear_labels(batch: Mapping[str, Any]) -> None:
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """The one device that all parameters are on.
+    """The one device that all parameters are on, but for tables that stay on the host.
 
     Raises:
         InputError: if there is none, or more than one.
     """
-    devices = {parameter.device for parameter in model.parameters()}
+    tables = {module.weight for module in model.modules() if isinstance(module, HostEmbedding)}
+    others = [parameter for parameter in model.parameters() if parameter not in tables]
+    devices = {parameter.device for parameter in others or tables}
     if len(devices) != 1:
         raise InputError(
             f"the model's parameters are on {sorted(map(str, devices)) or 'no device'}: put it on one device before "

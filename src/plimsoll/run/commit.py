@@ -12,6 +12,7 @@ first piece, which is undone and nothing has happened, or not at all. A later fa
 the piece is undone and done again, in halves where it can be cut. If what cannot be cut fails twice, what was done
 cannot be taken back: `TornStepError` says so, and a checkpoint is the way back.
 
+Of an embedding table with a sparse gradient only the rows that the update changes are copied (`plimsoll.run.sparse`).
 Where an optimizer's states are outside the device, copies too large for the kept memory are made there as well.
 
 Where not even the copy of a piece fits, or it takes the memory that the update needs, the piece is done without one,
@@ -40,6 +41,7 @@ from plimsoll.optimizers import SeparableOptimizer, is_separable
 from plimsoll.records.run import OomEvent
 from plimsoll.run.boundary import Position, attempt
 from plimsoll.run.failpoints import failpoint
+from plimsoll.run.sparse import bytes_of, bytes_updated, changed_rows, has_no_states
 
 # A piece on the CPU stays in the cache between its copy and its update; on a GPU small pieces would cost launches.
 _PIECE_BYTES = {"cpu": 2 << 20, "cuda": 256 << 20}
@@ -77,6 +79,10 @@ class _Piece:
         self.parameters.append(parameter)
         self.num_bytes += parameter.nbytes
 
+    def members(self) -> list[tuple[int, nn.Parameter]]:
+        """The parameters, each with the index of its group."""
+        return [(group, parameter) for group, parameters in self.groups.items() for parameter in parameters]
+
     def release_gradients(self) -> None:
         for parameter in self.parameters:
             parameter.grad = None
@@ -93,7 +99,7 @@ class _Piece:
         """The piece as two, or itself if it cannot be cut."""
         if not self.can_be_cut():
             return [self]
-        members = [(group, parameter) for group, parameters in self.groups.items() for parameter in parameters]
+        members = self.members()
         parts = [_Piece(is_separable=True), _Piece(is_separable=True)]
         for number, (group, parameter) in enumerate(members):
             parts[number * 2 // len(members)].add(group, parameter)
@@ -155,19 +161,21 @@ class _Copy:
         self._optimizer = optimizer
         self._states: list[tuple[nn.Parameter, dict[str, Any]]] = []
         self._fresh: list[nn.Parameter] = []
-        tensors: list[torch.Tensor] = [*piece.parameters]
-        for parameter in piece.parameters:
+        self._rows: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+        tensors: list[torch.Tensor] = []
+        for group, parameter in piece.members():
             state = optimizer.state.get(parameter)
             if state is None:
                 self._fresh.append(parameter)
             else:
                 self._states.append((parameter, dict(state)))
-                tensors.extend([value for value in state.values() if isinstance(value, torch.Tensor)])
+            values = [value for value in (state or {}).values() if isinstance(value, torch.Tensor)]
+            tensors.extend(self._without_rows(group, parameter, values))
         if piece.layout is None or not piece.layout.is_of(tensors):
             piece.layout = _Layout(tensors)
         layout = piece.layout
         self._alike: list[tuple[list[torch.Tensor], torch.Tensor]] = []
-        if copy_outside is not None and sum(tensor.nbytes for tensor in tensors) > scratch.kept_bytes:
+        if copy_outside is not None and sum(map(bytes_of, tensors)) > scratch.kept_bytes:
             self._others = [(tensor, copy_outside(tensor)) for tensor in tensors]
         else:
             for key, flat in layout.alike.items():
@@ -176,6 +184,15 @@ class _Copy:
         # Some optimizers count in their groups; which parameters are in them is put back by `only`.
         self._settings = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
 
+    def _without_rows(self, group: int, parameter: nn.Parameter, values: list[torch.Tensor]) -> Iterator[torch.Tensor]:
+        """What is to be copied as a whole; of the others the rows that change are copied here."""
+        rows_U = changed_rows(self._optimizer, self._optimizer.param_groups[group], parameter)
+        for tensor in (parameter, *values):
+            if rows_U is None or tensor.shape != parameter.shape:
+                yield tensor
+            else:
+                self._rows.append((tensor, rows_U, tensor.detach().index_select(0, rows_U)))
+
     @torch.no_grad()
     def restore(self) -> None:
         for flat, copies in self._alike:
@@ -183,6 +200,8 @@ class _Copy:
                 tensor.copy_(value)
         for tensor, value in self._others:
             tensor.copy_(value)
+        for tensor, rows_U, value in self._rows:
+            tensor.index_copy_(0, rows_U, value)
         for parameter, state in self._states:
             self._optimizer.state[parameter].clear()
             self._optimizer.state[parameter].update(state)
@@ -244,7 +263,8 @@ class StepCommit:
         while waiting:
             piece = waiting.pop()
             must_fit = nothing_happened and not keeps_states_outside(self.optimizer)
-            event = self._do(piece, self._stateless(waiting) if must_fit else [])
+            others = [one for one in self._stateless(waiting) if one.device == piece.device] if must_fit else []
+            event = self._do(piece, others)
             if event is None:
                 nothing_happened = False
                 continue
@@ -318,8 +338,13 @@ class StepCommit:
 
     def _stateless(self, pieces: list[_Piece]) -> list[nn.Parameter]:
         """The parameters whose states this step will create."""
-        state = self.optimizer.state
-        return [parameter for piece in pieces for parameter in piece.parameters if not state.get(parameter)]
+        optimizer = self.optimizer
+        return [
+            parameter
+            for piece in pieces
+            for group, parameter in piece.members()
+            if not (optimizer.state.get(parameter) or has_no_states(optimizer, optimizer.param_groups[group]))
+        ]
 
     def _blocks_of_states(self, parameters: list[nn.Parameter], times: float) -> list[int]:
         """What new states take: ``times`` the parameters' bytes, unless the optimizer knows."""
@@ -330,11 +355,11 @@ class StepCommit:
     def _blocks_of_temporaries(self, piece: _Piece) -> list[int]:
         if isinstance(self.optimizer, SeparableOptimizer):
             return [max(self.optimizer.temporary_bytes_of(parameter) for parameter in piece.parameters)]
-        return _blocks([parameter.nbytes for parameter in piece.parameters], _TEMPORARIES)
+        return _blocks([bytes_updated(parameter) for parameter in piece.parameters], _TEMPORARIES)
 
     def _state_bytes(self, piece: _Piece) -> int:
         states = (self.optimizer.state[parameter] for parameter in piece.parameters)
-        return sum(value.nbytes for state in states for value in state.values() if isinstance(value, torch.Tensor))
+        return sum(bytes_of(value) for state in states for value in state.values() if isinstance(value, torch.Tensor))
 
 
 def _members(optimizer: torch.optim.Optimizer) -> list[tuple[int, nn.Parameter]]:
@@ -346,10 +371,13 @@ def _members(optimizer: torch.optim.Optimizer) -> list[tuple[int, nn.Parameter]]
 
 
 def _pieces(members: list[tuple[int, nn.Parameter]], can_be_cut: bool, piece_bytes: int) -> list[_Piece]:
-    """The members, largest first, in pieces of at most ``piece_bytes`` (or one parameter)."""
+    """The members, largest first, in pieces of at most ``piece_bytes`` (or one parameter); tables on the host last."""
     pieces: list[_Piece] = []
-    for group, parameter in sorted(members, key=lambda member: member[1].nbytes, reverse=True):
-        if not pieces or (can_be_cut and pieces[-1].num_bytes + parameter.nbytes > piece_bytes):
+    for group, parameter in sorted(members, key=lambda member: (member[1].is_cpu, -member[1].nbytes)):
+        is_full = pieces and (
+            pieces[-1].num_bytes + parameter.nbytes > piece_bytes or pieces[-1].device != parameter.device
+        )
+        if not pieces or (can_be_cut and is_full):
             pieces.append(_Piece(can_be_cut))
         pieces[-1].add(group, parameter)
     return pieces

@@ -45,15 +45,9 @@ from plimsoll.run.failpoints import failpoint
 from plimsoll.run.pieces import Shape, autocast, no_way_out, shape_of, weighted_pieces
 from plimsoll.run.recover import Ladder, Size, micro_batch_sizes, state_after_death
 from plimsoll.run.rungs import Rungs
+from plimsoll.run.sparse import clippable
 from plimsoll.run.undo import Undo
-from plimsoll.workload import (
-    LossFunction,
-    Precision,
-    Units,
-    Workload,
-    model_loss,
-    move_batch,
-)
+from plimsoll.workload import LossFunction, Precision, Units, Workload, model_loss, move_batch
 
 _SMALLEST_SCALE = 1.0  # fp16 steps are skipped while the scale falls; below this the loss itself is not finite
 
@@ -372,7 +366,7 @@ class TrainStep:
             self._scaler.unscale_(self._commit)  # type: ignore[arg-type]
         if self.workload.clip_norm is None:
             return loss, None
-        norm = nn.utils.clip_grad_norm_(self._parameters, self.workload.clip_norm).item()
+        norm = nn.utils.clip_grad_norm_(clippable(self._parameters), self.workload.clip_norm).item()
         # Under fp16 gradients overflow now and then: the scaler skips that update and lowers the scale.
         if self._scaler is None or self._scaler.get_scale() < _SMALLEST_SCALE:
             self._refuse_non_finite("gradient norm", norm)

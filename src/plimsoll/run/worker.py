@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from plimsoll.device.cgroup import oom_kill_count
-from plimsoll.errors import JobError
+from plimsoll.errors import EmbeddingError, JobError
 from plimsoll.records.job import Job
 from plimsoll.records.plan import Plan
 from plimsoll.run.directory import RunDirectory
@@ -37,7 +37,7 @@ def prepare_run(  # noqa: PLR0917 -- of a command
     there is, and what is pinned or forbidden and cannot be. With ``again`` the run has been prepared already, and must
     come to the same data.
     """
-    from plimsoll.assemble import require_buildable
+    from plimsoll.assemble import prepare_vectors, require_buildable
     from plimsoll.data.prepare import Prepared, prepare, prepare_again
     from plimsoll.records.plan import parse_pin
     from plimsoll.report.progress import stages
@@ -57,9 +57,24 @@ def prepare_run(  # noqa: PLR0917 -- of a command
             prepared = prepare_again(job, Prepared.load(directory.prepared), cache, progress)
         else:
             prepared = prepare(job, cache, progress)
+        vectors = prepare_vectors(job, prepared, cache, progress)
+    if vectors is not None:
+        _require_same(vectors.digest, directory, again)
+        prepared = prepared.model_copy(update={"vectors_folder": vectors.folder, "vectors_digest": vectors.digest})
     prepared.save(directory.prepared)
     if not quiet:
-        print(data_sentence(prepared), file=sys.stderr)
+        print(data_sentence(prepared), *([vectors.sentence] if vectors else []), sep="\n", file=sys.stderr)
+
+
+def _require_same(digest: str, directory: RunDirectory, again: bool) -> None:
+    from plimsoll.data.prepare import Prepared
+
+    before = Prepared.load(directory.prepared).vectors_digest if again else digest
+    if digest != before:
+        raise EmbeddingError(
+            f"the word vectors of this run (then {before}) are not what they were: put the file back as it was, or "
+            "start anew in another --out"
+        )
 
 
 def data_sentence(prepared: Prepared) -> str:

@@ -12,6 +12,7 @@ import pytest
 
 import corpus_records
 import plimsoll.records
+import vector_records
 from hand_traces import trace_of
 from plimsoll.errors import OutputError, RecordError
 from plimsoll.records.base import Record, write_atomically
@@ -46,7 +47,8 @@ def examples(device, machine, plan, job, head, run_record) -> dict[type[Record],
     made = (
         device, machine, plan, job, head, run_record, fitting(), trace, comparison, calibration, speed,
         corpus_records.corpus_facts(), corpus_records.token_facts(), corpus_records.inspection(),
-        corpus_records.feed_rates(),
+        corpus_records.feed_rates(), vector_records.subset_facts(), vector_records.vector_file(),
+        vector_records.conversion(), vector_records.compression(),
     )  # fmt: skip
     return {type(record): record for record in made}
 

@@ -66,8 +66,9 @@ colour: blue
             "  checkpoint.evry: unknown field; did you mean `every`?",
             "  optimizer.lr: Input should be greater than 0 (got 0)",
             "  optimizer.schedule: Input should be 'constant', 'linear' or 'cosine' (got 'cosin')",
-            "  colour: unknown field; known here: model, task, data, tokenizer, sequence_length, batch_size, "
-            "batch_tokens, optimizer, steps, precision, allow, device, budget, checkpoint, evaluate_every, seed",
+            "  colour: unknown field; known here: model, task, data, tokenizer, embeddings, sequence_length, "
+            "batch_size, batch_tokens, optimizer, steps, precision, allow, device, budget, checkpoint, evaluate_every, "
+            "seed",
         ]
     )
 
@@ -346,3 +347,15 @@ def test_a_tokenizer_of_words_may_be_small(tmp_path: Path):
 def test_a_name_on_the_hub_is_no_path(tmp_path: Path):
     assert job_of(tmp_path, MINIMAL, "data.train=hf:imdb").data.sources == ("hf:imdb",)
     assert job_of(tmp_path, MINIMAL).data.sources == (str(tmp_path / "a.txt"),)
+
+
+def test_a_path_stands_for_word_vectors_and_is_taken_from_the_folder_of_the_job(tmp_path):
+    (tmp_path / "job.yaml").write_text("model: gru\ndata: a.txt\nembeddings: glove.zip/glove.txt\n")
+    job = Job.from_yaml(tmp_path / "job.yaml")
+    assert job.embeddings is not None
+    assert job.embeddings.path == str(tmp_path / "glove.zip" / "glove.txt")
+    assert (job.embeddings.trainable, job.embeddings.missing) == (False, "normal")
+    changed = Job.from_yaml(tmp_path / "job.yaml", ("embeddings.trainable=true", "embeddings.missing=zeros"))
+    assert changed.embeddings == job.embeddings.model_copy(update={"trainable": True, "missing": "zeros"})
+    with pytest.raises(JobError, match=r"embeddings.missing: .*'zeros', 'mean' or 'normal' \(got 'none'\)"):
+        Job.from_yaml(tmp_path / "job.yaml", ("embeddings.missing=none",))

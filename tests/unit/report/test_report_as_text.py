@@ -11,9 +11,10 @@ from rich.console import Console, Group
 import corpus_records
 import plan_records
 import prediction_records
+import vector_records
 from plimsoll.records.device import MemoryUse
 from plimsoll.records.prediction import WhatIf
-from plimsoll.report import as_text
+from plimsoll.report import as_text, embedding_sheets
 
 
 def use(used_mib: int, limit_mib: int | None) -> MemoryUse:
@@ -30,6 +31,13 @@ SCREENS = {
     "tokens.txt": as_text.token_report(corpus_records.token_facts()),
     "inspection.txt": as_text.inspection_report(corpus_records.inspection()),
     "feed.txt": as_text.feed_report(corpus_records.feed_rates()),
+    "vectors-subset.txt": as_text.embedding_report(embedding_sheets.subset_sheets(vector_records.subset_facts())),
+    "vectors-uncounted.txt": as_text.embedding_report(embedding_sheets.subset_sheets(vector_records.uncounted())),
+    "vectors-info.txt": as_text.embedding_report(embedding_sheets.vector_file_sheets(vector_records.vector_file())),
+    "vectors-converted.txt": as_text.embedding_report(embedding_sheets.conversion_sheets(vector_records.conversion())),
+    "vectors-compressed.txt": as_text.embedding_report(
+        embedding_sheets.compression_sheets(vector_records.compression())
+    ),
     "run-eventful.txt": as_text.run_report(eventful_run()),
     "run-empty.txt": as_text.run_report(empty_run(status="failed", message="The data folder is empty.")),
     "machine.txt": as_text.machine_report(machine()),

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from plimsoll.embeddings.host import HostEmbedding
 from plimsoll.errors import InputError
 from plimsoll.run.checks import described, device_of, refuse, refuse_unclear_labels
 
@@ -75,6 +76,12 @@ def test_an_optimizer_of_a_part_of_the_model_or_of_more_than_it_passes():
 def test_what_can_be_stepped_passes():
     refuse(MODEL, SGD, "bf16", 4)
     assert device_of(MODEL) == torch.device("cpu")
+
+
+def test_a_table_on_the_host_may_be_elsewhere_than_the_model():
+    model = nn.Sequential(HostEmbedding(3, 2), nn.Linear(2, 2)).to("meta")
+    assert device_of(model) == torch.device("meta")
+    assert device_of(model[0]) == torch.device("cpu")
 
 
 def test_a_model_on_no_device_or_two_is_refused():

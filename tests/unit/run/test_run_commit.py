@@ -56,6 +56,15 @@ def test_the_largest_come_first_and_a_piece_has_at_most_so_many_bytes(piece_byte
     assert lengths_of_pieces(optimizer, piece_bytes) == lengths
 
 
+def test_what_is_on_the_host_comes_last_and_is_in_no_piece_with_the_device():
+    optimizer = torch.optim.SGD(parameters(2, 8, 4), lr=0.1)
+    on_device = [nn.Parameter(torch.zeros(length, device="meta")) for length in (3, 1)]
+    for parameter in on_device:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.add_param_group({"params": on_device})
+    assert lengths_of_pieces(optimizer, 1000) == [[3, 1], [8, 4, 2]]
+
+
 def test_a_parameter_without_a_gradient_is_in_no_piece():
     first, second = parameters(3, 2)
     first.grad = None

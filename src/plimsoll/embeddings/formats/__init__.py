@@ -116,8 +116,8 @@ class Format(Protocol):
 def rows_of(values: NDArray[Any], faults: tuple[Fault, ...] = ()) -> Rows:
     """Return vectors in single precision, with a fault for each that holds NaN or infinity, behind those given."""
     with np.errstate(over="ignore"):  # what is too large becomes infinite, which is found next
-        matrix = values.astype(np.float32)
-    return Rows(matrix, (*faults, *_not_finite(matrix, "it holds {}")))
+        matrix = values.astype(np.float32, copy=False)
+    return Rows(matrix, (*faults, *_not_finite(matrix)))
 
 
 def in_precision(rows: Rows, precision: Literal["float32", "float16"]) -> Rows:
@@ -127,15 +127,12 @@ def in_precision(rows: Rows, precision: Literal["float32", "float16"]) -> Rows:
     with np.errstate(over="ignore"):
         half = rows.matrix.astype(np.float16)
     known = {fault.at for fault in rows.faults}
-    too_large = [
-        fault for fault in _not_finite(half, "it holds numbers that are {} in float16") if fault.at not in known
-    ]
+    too_large = (fault for fault in _not_finite(half, " in float16") if fault.at not in known)
     return Rows(rows.matrix, (*rows.faults, *too_large))
 
 
-def _not_finite(matrix: NDArray[Any], what: str) -> list[Fault]:
+def _not_finite(matrix: NDArray[Any], where: str = "") -> Iterator[Fault]:
     is_finite = np.isfinite(matrix)
-    return [
-        Fault("finite", number, what.format(matrix[number][~is_finite[number]][0]))
-        for number in np.flatnonzero(~is_finite.all(axis=1)).tolist()
-    ]
+    for row in np.flatnonzero(~is_finite.all(axis=1)).tolist():
+        column = int(is_finite[row].argmin())
+        yield Fault("finite", row, f"number {column + 1} of {matrix.shape[1]} is {matrix[row, column]}{where}")

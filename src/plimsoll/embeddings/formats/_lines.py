@@ -14,7 +14,7 @@ import os
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Set
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from itertools import compress, islice
 from typing import Any, NamedTuple
@@ -24,6 +24,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from plimsoll.embeddings.formats import Block, Fault, Rows, rows_of
+from plimsoll.embeddings.formats._blocks import as_set, not_utf8
 from plimsoll.embeddings.formats._sources import HEAD_BYTES, Source
 from plimsoll.errors import EmbeddingError
 
@@ -112,7 +113,8 @@ class Lines:
 
     def parts(self, wanted: Collection[bytes] | None) -> Iterator[Callable[[], Block]]:
         """Yield what reads one part after the other."""
-        reading = _Reading(self._layout, None if wanted is None else _Wanted(wanted, self._layout.separator))
+        words = as_set(wanted)
+        reading = _Reading(self._layout, None if words is None else _Wanted(words, self._layout.separator))
         return self._of_stream(reading) if self._source.packing else self._of_file(reading)
 
     def _of_file(self, reading: _Reading) -> Iterator[Callable[[], Block]]:
@@ -159,7 +161,7 @@ class _Wanted:
     """The wanted words, and what lines with them begin with: their heads."""
 
     def __init__(self, words: Collection[bytes], separator: int) -> None:
-        self.words = words if isinstance(words, Set | dict) else frozenset(words)
+        self.words = words
         self.has_separator = any(separator in word for word in self.words)
         self._separator = np.uint64(separator)
         heads = b"".join([(word + bytes([separator])).ljust(_HEAD_BYTES, b"\0")[:_HEAD_BYTES] for word in self.words])
@@ -307,7 +309,8 @@ def _block(raw: bytes | bytearray, start: int, end: int, is_newline: NDArray[np.
             bytes(memory[begin:stop]).rstrip(_WHITE)
             for begin, stop in zip(starts[places].tolist(), ends[places].tolist(), strict=True)
         ]
-    return _cut(lines, places, reading)._replace(num_words=len(starts), faults=faults)
+    block = _cut(lines, places, reading)
+    return block._replace(num_words=len(starts), faults=(*faults, *block.faults))
 
 
 def _short_lines(  # noqa: PLR0917 -- private, one caller
@@ -353,13 +356,18 @@ def _cut(lines: list[bytes], places: NDArray[np.int64], reading: _Reading) -> Bl
         lines, places = list(compress(lines, is_likely)), places[np.array(is_likely, np.bool_)]
     fields = _Fields(lines, layout)
     words = fields.words()
+    bad = not_utf8([word or b"" for word in words]) if wanted is None else []  # no word that is wanted is such
+    faults = tuple(Fault("utf-8", int(places[index]), _shown(lines[index])) for index in bad)
     is_kept = [word is not None and (wanted is None or word in wanted.words) for word in words]
+    for index in bad:
+        is_kept[index] = False
     kept = np.flatnonzero(is_kept)
     return Block(
         [word for word in compress(words, is_kept) if word is not None],
         places[kept],
         len(lines),
         lambda indexes: fields.rows(kept[indexes]),
+        faults,
     )
 
 

@@ -7,6 +7,7 @@ Does NOT cover tar archives, encrypted archives and addresses on the network.
 from __future__ import annotations
 
 import gzip
+import io
 import os
 import shutil
 import tempfile
@@ -16,13 +17,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Literal, cast
 
 from plimsoll.errors import EmbeddingError
 from plimsoll.records.units import format_bytes
 
 HEAD_BYTES = 64 << 10
 _CHUNK_BYTES = 1 << 20
+_PIECE_BYTES = 16 << 10
 _GZIP_MAGIC, _ZIP_MAGIC = b"\x1f\x8b", b"PK\x03\x04"
 _BROKEN = (EOFError, zlib.error, zipfile.BadZipFile, gzip.BadGzipFile)
 """What reading a compressed file raises where it is cut off or damaged."""
@@ -35,6 +37,7 @@ class Source:
         path: the file on the disk.
         member: the file in the archive, of a zip.
         packing: how it is compressed.
+        is_cut: whether the last reading found a compressed file cut off or damaged.
 
     Raises:
         EmbeddingError: if there is no such file, or an archive holds several and none is named.
@@ -47,6 +50,7 @@ class Source:
             self.num_file_bytes = os.fstat(file.fileno()).st_size
         self.packing: Literal["", "gzip", "zip"] = ""
         self.member: str | None = None
+        self.is_cut = False
         if magic == _ZIP_MAGIC:
             self.packing = "zip"
             with self._reading():
@@ -71,13 +75,10 @@ class Source:
     def head(self) -> bytes:
         """The first 64 KiB, fewer if the file is shorter."""
         with self.opened() as (file, _):
-            try:
-                return bytes(file.read(HEAD_BYTES))
-            except _BROKEN:
-                return b""
+            return _read(file, HEAD_BYTES)[0]
 
     @contextmanager
-    def opened(self) -> Iterator[tuple[Any, IO[bytes]]]:
+    def opened(self) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
         """Open what the file holds, and the file on the disk, whose place says how much has been read.
 
         Raises:
@@ -86,7 +87,7 @@ class Source:
         with self._reading(), self.path.open("rb", buffering=0 if not self.packing else _CHUNK_BYTES) as raw:
             if self.packing == "gzip":
                 with gzip.GzipFile(fileobj=raw) as unpacked:
-                    yield unpacked, raw
+                    yield cast(IO[bytes], unpacked), raw
             elif self.member is not None:
                 with zipfile.ZipFile(raw) as archive, archive.open(self.member) as inside:
                     yield inside, raw
@@ -100,12 +101,8 @@ class Source:
         """
         self.is_cut = False
         with self.opened() as (file, raw):
-            while True:
-                try:
-                    chunk = file.read(num_bytes)
-                except _BROKEN:
-                    self.is_cut = True
-                    return
+            while not self.is_cut:
+                chunk, self.is_cut = _read(file, num_bytes)
                 if not chunk:
                     return
                 yield chunk, raw.tell() / max(self.num_file_bytes, 1)
@@ -115,7 +112,7 @@ class Source:
         """Give a file on the disk that holds the bytes: the file itself, or a temporary one that is unpacked.
 
         Raises:
-            EmbeddingError: if it cannot be read, or unpacked for want of space.
+            EmbeddingError: if it cannot be read, is cut off, or cannot be unpacked for want of space.
         """
         if not self.packing:
             yield self.path
@@ -128,10 +125,24 @@ class Source:
                     f"{self.name} has to be unpacked to be read, into {folder}, which has {format_bytes(free_bytes)} "
                     f"free and {format_bytes(needed_bytes)} are needed: set TMPDIR to a folder with more"
                 )
+            self._unpack(path)
+            yield path
+
+    def _unpack(self, path: Path) -> None:
+        try:
             with path.open("wb") as file:
                 for chunk, _ in self.chunks():
                     file.write(chunk)
-            yield path
+        except OSError as error:
+            raise EmbeddingError(
+                f"cannot unpack {self.name} into {path.parent} ({error.strerror or error}): set TMPDIR to a folder "
+                "with more space"
+            ) from None
+        if self.is_cut:
+            raise EmbeddingError(
+                f"{self.name} is cut off or damaged after {format_bytes(path.stat().st_size)}, unpacked: "
+                "download it again"
+            )
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
@@ -145,11 +156,28 @@ class Source:
             raise EmbeddingError(f"cannot read the archive {self.path} ({error}): download it again") from None
 
 
+def _read(file: IO[bytes], num_bytes: int) -> tuple[bytes, bool]:
+    """Read as much as there is, and say whether a compressed file broke off before that."""
+    read, piece_bytes = file.read, num_bytes
+    if isinstance(file, io.BufferedIOBase):  # a compressed file, of which little is lost before it breaks off
+        read, piece_bytes = file.read1, _PIECE_BYTES
+    pieces = []
+    try:
+        while num_bytes and (piece := read(min(num_bytes, piece_bytes))):
+            pieces.append(piece)
+            num_bytes -= len(piece)
+    except _BROKEN:
+        return b"".join(pieces), True
+    return b"".join(pieces), False
+
+
 def _archive_and_member(path: Path) -> tuple[Path, str | None]:
     """Part ``archive.zip/name`` where ``archive.zip`` is a file."""
     for parent in path.parents:
         if parent.is_file():
             return parent, str(path.relative_to(parent))
+    if path.is_dir():
+        raise EmbeddingError(f"{path} is a folder: name the file with the vectors in it")
     if not path.exists():
         where = f" (relative to {Path.cwd()})" if not path.is_absolute() else ""
         raise EmbeddingError(

@@ -7,20 +7,29 @@ dimension is what most of the first lines end in. Fields may be separated by tab
 
 from __future__ import annotations
 
+import re
+
 from plimsoll.embeddings.formats._lines import Layout, Lines, dimension_of, separator_of
 from plimsoll.embeddings.formats._sources import Source
 
 TITLE = "GloVe text"
+_HEADER = re.compile(rb"\d+[ \t]+\d+\s*\n")
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 def recognises(head: bytes, source: Source) -> bool:
     """Whether the first lines end in numbers."""
-    return b"\0" not in head and dimension_of(head) > 0
+    return b"\0" not in head and _dimension(head) > 0
 
 
 def open_vectors(source: Source) -> Lines:
     """Open a file of lines without a header."""
     begin = len(_BYTE_ORDER_MARK) if source.head.startswith(_BYTE_ORDER_MARK) else 0
     first_line = source.head.split(b"\n", 1)[0]
-    return Lines(source, Layout(dimension_of(source.head), separator_of(first_line), begin))
+    return Lines(source, Layout(_dimension(source.head), separator_of(first_line), begin))
+
+
+def _dimension(head: bytes) -> int:
+    """Return what most lines end in; one that may be the header of another format does not count."""
+    header = _HEADER.match(head)
+    return dimension_of(head[header.end() :] if header else head)

@@ -1,0 +1,123 @@
+"""An array of numpy (``.npy``) and, beside it, a file with its words.
+
+https://numpy.org/doc/stable/reference/generated/numpy.lib.format.html: a floating-point array (words, dimension), of
+either byte order, in C or Fortran order, mapped; its numbers become float32. The words of ``x.npy`` are those of the
+first file that is there of ``x.txt``, ``x.words``, ``x.vocab``, ``x.json``, ``words.txt``, ``vocab.txt``,
+``vocabulary.txt``, ``vocab.json``: a word in each line (what is before the newline; a return before it is not part of
+it), or a JSON list of words, or a JSON object with the row of each word. Nothing is unpickled. It does NOT cover .npz
+archives, compressed .npy files, which cannot be mapped and have no words beside them, and words with newlines in .txt.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from plimsoll.embeddings.formats._blocks import MAX_WORD_BYTES
+from plimsoll.embeddings.formats._mapped import Mapped, gathered, in_pieces, mapped_array
+from plimsoll.embeddings.formats._sources import Source
+from plimsoll.errors import EmbeddingError
+
+TITLE = "numpy array with words"
+
+_MAGIC = b"\x93NUMPY"
+_OWN_NAMES = ("txt", "words", "vocab", "json")
+_SHARED_NAMES = ("words.txt", "vocab.txt", "vocabulary.txt", "vocab.json")
+_CHUNK_BYTES = 1 << 20
+
+
+def recognises(head: bytes, source: Source) -> bool:
+    """Whether a file begins as numpy's do; see `Format`."""
+    return head.startswith(_MAGIC)
+
+
+def open_vectors(source: Source) -> Mapped:
+    """Map the array and find its words; see `Format`."""
+    if source.packing:
+        raise EmbeddingError(
+            f"{source.name} is a .npy file in a {source.packing} file, which cannot be mapped, and whose words cannot "
+            "be beside it: move it, unpacked, into a folder with the file of its words"
+        )
+    matrix = mapped_array(source.path)
+    vectors, dimension = partial(gathered, matrix), matrix.shape[1]
+    path = _words_file(source.path)
+    if path.suffix == ".json":
+        words = _from_json(path, len(matrix))
+        _require_as_many(path, len(words), source, len(matrix))
+        return Mapped(lambda: in_pieces(words), len(words), dimension, vectors)
+    _require_as_many(path, sum(map(len, _lines(path))), source, len(matrix))
+    return Mapped(lambda: _lines(path), len(matrix), dimension, vectors)
+
+
+def _words_file(path: Path) -> Path:
+    own = [path.with_name(f"{path.name.removesuffix('.npy')}.{ending}") for ending in _OWN_NAMES]
+    candidates = [*own, *map(path.with_name, _SHARED_NAMES)]
+    for candidate in candidates:
+        if candidate.is_file() and candidate != path:
+            return candidate
+    raise EmbeddingError(
+        f"{path} has no words: write them, one per line in the order of the rows, into {own[0].name} beside it (looked "
+        f"for: {', '.join(candidate.name for candidate in candidates)})"
+    )
+
+
+def _require_as_many(path: Path, num_words: int, source: Source, num_rows: int) -> None:
+    if num_words != num_rows:
+        raise EmbeddingError(
+            f"{path} has {num_words} words, and {source.name} has {num_rows} rows: give the words the array was saved "
+            "with, one for each row"
+        )
+
+
+def _lines(path: Path) -> Iterator[list[bytes]]:
+    """Yield the lines of a file, some at a time; behind the last newline is no line if nothing is there."""
+    rest = b""
+    with _opened(path) as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            *lines, rest = (rest + chunk).split(b"\n")
+            if lines:
+                yield [line.removesuffix(b"\r") for line in lines]
+            if len(rest) > MAX_WORD_BYTES:
+                raise EmbeddingError(
+                    f"{path} has a line longer than {MAX_WORD_BYTES} bytes, and each is a word: write one word per line"
+                )
+    if rest:
+        yield [rest.removesuffix(b"\r")]
+
+
+def _opened(path: Path) -> Any:
+    try:
+        return path.open("rb")
+    except OSError as error:
+        raise EmbeddingError(f"cannot read {path} ({error.strerror or error}): allow reading it") from None
+
+
+def _from_json(path: Path, num_rows: int) -> list[bytes]:
+    try:
+        with _opened(path) as file:
+            words = json.load(file)
+    except (ValueError, RecursionError) as error:
+        raise EmbeddingError(f"{path} is no JSON ({error}): write a list of words, in the order of the rows") from None
+    if isinstance(words, dict):
+        words = _by_row(path, words, num_rows)
+    if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
+        raise EmbeddingError(
+            f"{path} holds neither a list of words nor an object with the row of each word, but a "
+            f"{type(words).__name__}: write one of these"
+        )
+    return [word.encode("utf-8", "surrogatepass") for word in words]
+
+
+def _by_row(path: Path, row_of: dict[str, Any], num_rows: int) -> list[str]:
+    words: dict[int, str] = {}
+    for word, row in row_of.items():
+        if type(row) is not int or not 0 <= row < num_rows or row in words:
+            raise EmbeddingError(
+                f"{path} says that the row of {word!r} is {row!r}, and rows are 0 to {num_rows - 1}, each once: "
+                "correct it"
+            )
+        words[row] = word
+    return [words[row] for row in sorted(words)]

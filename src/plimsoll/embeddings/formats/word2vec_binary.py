@@ -1,0 +1,130 @@
+"""Binary word2vec: a line with the number of words and of dimensions, then each word, a space and float32 numbers.
+
+https://github.com/tmikolov/word2vec/blob/master/word2vec.c (``-binary 1``) writes a newline behind each vector,
+gensim's ``save_word2vec_format(binary=True)`` does not; newlines before a word are not part of it, as gensim reads it.
+Numbers are little-endian. The file is read once, from the begin to the end, and so may be compressed. What stands
+behind the last word that the header promises is not read. It does NOT cover files without the header, numbers of other
+types, and words with spaces or newlines, which the format cannot hold: the vectors behind such a word would be garbage,
+which is found only where a word is no UTF-8 or a number is not finite.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterator
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from plimsoll.embeddings.formats import Block, Rows, rows_of
+from plimsoll.embeddings.formats._blocks import (
+    MAX_DIMENSION,
+    Records,
+    as_set,
+    block_of,
+    cut_at_records,
+    cut_off,
+)
+from plimsoll.embeddings.formats._sources import Source
+from plimsoll.errors import EmbeddingError
+
+TITLE = "word2vec binary"
+
+_HEADER = re.compile(rb"[ \t]*(\d{1,18})[ \t]+(\d{1,18})[ \t\r]*\n")
+_NUMBER = re.compile(rb"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?|[-+]?(nan|inf|infinity)", re.IGNORECASE)
+_CONTROLS = re.compile(rb"[\x00-\x08\x0e-\x1f\x7f]")
+_LONGEST_FIRST_WORD_BYTES = 1000
+
+
+def recognises(head: bytes, source: Source) -> bool:
+    """Whether a header is followed by a word and numbers that are no text; see `Format`."""
+    header = _HEADER.match(head)
+    if header is None or int(header[1]) < 1 or int(header[2]) < 1:
+        return False
+    begin, dimension = header.end(), int(header[2])
+    for _ in range(2):
+        stop = _word_stop(head, begin)
+        if stop is None:
+            break
+        if stop < 0:
+            return False
+        begin = stop + 1 + 4 * dimension
+    return not _is_text(head[header.end() :], dimension)
+
+
+def _word_stop(head: bytes, begin: int) -> int | None:
+    """Return where the word at ``begin`` ends: -1 if none does soon enough, ``None`` if the file ends first."""
+    stop = head.find(b" ", begin, begin + _LONGEST_FIRST_WORD_BYTES)
+    if stop < 0 and begin + _LONGEST_FIRST_WORD_BYTES > len(head):
+        return None
+    return stop
+
+
+def _is_text(body: bytes, dimension: int) -> bool:
+    numbers = body.partition(b"\n")[0].split()[-dimension:]
+    if len(numbers) == dimension and all(map(_NUMBER.fullmatch, numbers)):
+        return True
+    try:
+        body.decode("utf-8")
+    except UnicodeDecodeError as error:
+        if error.reason != "unexpected end of data":  # a letter that goes on behind the head
+            return False
+    return not _CONTROLS.search(body)
+
+
+def open_vectors(source: Source) -> _Binary:
+    """Read the header; see `Format`."""
+    header = _HEADER.match(source.head)
+    if header is None:
+        line = source.head.partition(b"\n")[0][:40]
+        raise EmbeddingError(
+            f"{source.name} begins with {line!r}, and not with the number of words and of dimensions as binary "
+            "word2vec does: download it again, or save it anew with gensim's save_word2vec_format(binary=True)"
+        )
+    dimension = int(header[2])
+    if not 0 < dimension <= MAX_DIMENSION:
+        raise EmbeddingError(
+            f"{source.name} says that its vectors have {dimension} numbers, which must be 1 to {MAX_DIMENSION}: "
+            "download it again"
+        )
+    return _Binary(source, int(header[1]), dimension, header.end())
+
+
+class _Binary:
+    first_number = 1
+
+    def __init__(self, source: Source, num_promised: int, dimension: int, begin: int) -> None:
+        self._source, self._begin, self._share = source, begin, 0.0
+        self.num_promised, self.dimension = num_promised, dimension
+
+    def parts(self, wanted: Collection[bytes] | None) -> Iterator[Callable[[], Block]]:
+        """Yield the whole records of about 1 MiB each; see `Vectors`."""
+        wanted, num_words = as_set(wanted), 0
+        records = Records(b" ", 4 * self.dimension)
+        for raw, words, ends, share in cut_at_records(self._source, records, self._begin, self.num_promised):
+            num_words, self._share = num_words + len(words), share
+            yield partial(self._block, raw, words, ends, wanted)
+        self._share = 1.0
+        if num_words < self.num_promised or self._source.is_cut:
+            yield partial(cut_off, 0, f"{num_words} of {self.num_promised} words")
+
+    def _block(
+        self, raw: bytes, words: list[bytes], ends: NDArray[np.int64], wanted: Collection[bytes] | None
+    ) -> Block:
+        words = [word.lstrip(b"\n") for word in words]
+        num_bytes = 4 * self.dimension
+        starts = ends - num_bytes
+
+        def rows_at(places: NDArray[np.int64]) -> Rows:
+            windows = np.lib.stride_tricks.sliding_window_view(np.frombuffer(raw, np.uint8), num_bytes)
+            return rows_of(windows[starts[places]].view("<f4").astype(np.float32, copy=False))
+
+        return block_of(words, wanted, rows_at)
+
+    def share_read(self) -> float:
+        """How much of the file has been read; see `Vectors`."""
+        return self._share
+
+    def build(self, words: list[bytes]) -> None:
+        """Nothing is known about words that are not in the file; see `Vectors`."""

@@ -1,0 +1,303 @@
+"""An embedding table that stays in the host's memory, or in a file; only the rows of a batch are on the device.
+
+    table = HostEmbedding(10_000_000, 64, path="table.bin")
+    optimizer = optimizer_of(model, torch.optim.Adagrad, lr=0.1)
+    for batch in table.prefetched(loader, ids=lambda batch: batch["input_ids"], optimizer=optimizer):
+        ...
+
+It takes the place of ``nn.Embedding(sparse=True)``: the same call, ids, outputs and gradients. Its weight is a
+parameter on the CPU that no ``.to()`` moves. A lookup gathers the rows of the ids there, each once, and sends them to
+where the ids are; backward adds up the gradient of each row on that device and hands the weight a coalesced sparse
+gradient, so every optimizer of ``torch.optim`` that takes one (Adagrad, SparseAdam, SGD) works as it is. With
+``path=`` the table is a file mapped as shared, which no limit on private memory counts; `optimizer_of` keeps the
+optimizer's states in files as well.
+
+Numerics: on the CPU the bits of ``nn.Embedding(sparse=True)`` under Adagrad and SparseAdam. Over several micro-batches,
+under SGD (which adds the parts of a row's gradient to the weight one by one) and on other devices the same mathematics
+in another rounding order.
+
+Does NOT cover ``max_norm`` and ``scale_grad_by_freq``, dense gradients (Adam, AdamW, weight decay), a second
+derivative, ``torch.compile``, several processes that train one table, and ``copy.deepcopy``, which makes a copy of a
+mapped table in memory.
+
+Shapes: N rows of the table, D their width, U different ids of a batch, K ids that have a gradient.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+from plimsoll.embeddings import host_files
+from plimsoll.embeddings.host_prefetch import prefetched, read_rows
+from plimsoll.errors import InputError, OutputError
+
+_BLOCK_ELEMENTS = 1 << 24  # a multiple of 16: torch draws normal numbers by sixteen, so blocks have the bits of a whole
+
+
+class HostEmbedding(nn.Module):
+    """An embedding table on the host; see the module's docstring for what it does not cover.
+
+    ``.half()``, ``.to(dtype)`` and the like change the type of what comes out, not that of the table.
+
+    Args:
+        num_embeddings: rows of the table, at least 1.
+        embedding_dim: their width, at least 1.
+        padding_idx: the row that gets no gradient and begins as zeros; negative ones count from the end.
+        path: the file to keep the table in, opened as it is if it exists; ``None`` for memory.
+        dtype: of the table; by default torch's.
+        initialize: writes the first values into a block of rows, where there is no file yet.
+
+    Raises:
+        InputError: if a number is out of its range.
+        OutputError: if the file has another size, cannot be written to, or finds no room on its disk.
+    """
+
+    weight: nn.Parameter
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        padding_idx: int | None = None,
+        *,
+        path: str | Path | None = None,
+        dtype: torch.dtype | None = None,
+        initialize: Callable[[Tensor], object] = nn.init.normal_,
+        _weight: Tensor | None = None,
+    ) -> None:
+        super().__init__()
+        self.num_embeddings, self.embedding_dim = _positive(num_embeddings, embedding_dim)
+        self.padding_idx = _padding_row(padding_idx, num_embeddings)
+        self.path = None if path is None else Path(path)
+        if _weight is None:
+            shape, dtype = (num_embeddings, embedding_dim), dtype or torch.get_default_dtype()
+            _weight = _table(self.path, shape, dtype, lambda weight_ND: self._begin(weight_ND, initialize))
+        self.weight = nn.Parameter(_weight)
+        self.weight.register_post_accumulate_grad_hook(_coalesce_gradient)  # type: ignore[no-untyped-call]
+        self.output_dtype = _weight.dtype
+
+    @classmethod
+    def from_rows(
+        cls,
+        rows: NDArray[Any] | Tensor,
+        *,
+        trainable: bool = True,
+        padding_idx: int | None = None,
+        path: str | Path | None = None,
+    ) -> HostEmbedding:
+        """Make one of a table that there is; like ``nn.Embedding.from_pretrained`` it leaves the padding row as it is.
+
+        Args:
+            rows: a matrix of floats, in memory or mapped (``numpy.memmap``).
+            trainable: copy the rows, so that a training does not change them. A frozen table without a ``path`` uses
+                them where they are, and must not be written to if they cannot be (``load_state_dict``).
+            padding_idx: as in the class.
+            path: a new file to copy the rows to; ``None`` for memory.
+
+        Raises:
+            InputError: if the rows are no matrix of floats.
+            OutputError: if the file exists, or finds no room on its disk.
+        """
+        rows_ND = _matrix(rows)
+        num_rows, width = rows_ND.shape
+        if trainable or path is not None:
+            if path is not None and Path(path).exists():
+                raise OutputError(
+                    f"cannot copy {num_rows:,} rows to {path}: it exists; remove it, or open it with "
+                    f"HostEmbedding({num_rows}, {width}, path=...)"
+                )
+            where = None if path is None else Path(path)
+            rows_ND = _table(where, (num_rows, width), rows_ND.dtype, lambda weight_ND: weight_ND.copy_(rows_ND))
+        embedding = cls(num_rows, width, padding_idx, path=path, _weight=rows_ND)
+        embedding.weight.requires_grad_(trainable)
+        return embedding
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Look up ids of any shape; the result is on their device.
+
+        Raises:
+            IndexError: if an id is not a row of the table.
+        """
+        rows: Tensor = _Lookup.apply(self.weight, ids, self.padding_idx)  # type: ignore[no-untyped-call]
+        return rows.to(self.output_dtype)
+
+    def prefetch(self, ids: Tensor, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Have the rows of ids read from the disk, and wait until they are; it changes and keeps nothing.
+
+        Args:
+            ids: of any shape.
+            optimizer: whose states of these rows are read as well.
+
+        Raises:
+            IndexError: if an id is not a row of the table.
+        """
+        ids = ids.detach().cpu()
+        _refuse_outside(ids, self.num_embeddings)
+        states = {} if optimizer is None else optimizer.state.get(self.weight, {})
+        mapped = [state for state in states.values() if isinstance(state, Tensor) and state.shape == self.weight.shape]
+        read_rows([self.weight.detach(), *mapped], ids)
+
+    def prefetched(
+        self,
+        loader: Iterable[Any],
+        ids: Callable[[Any], Tensor],
+        ahead: int = 1,
+        optimizer: torch.optim.Optimizer | None = None,
+    ) -> Iterator[Any]:
+        """Yield the batches of a loader, while a thread has the rows of the following ones read from the disk.
+
+        Rows are read and not kept, so a lookup finds what the last update left. The loader itself is used in this
+        thread, and is ``ahead`` batches further than what was yielded: so is its error, and a position it keeps.
+
+        Args:
+            loader: gives the batches.
+            ids: returns the ids that a batch will look up.
+            ahead: batches to read ahead, at least 1.
+            optimizer: whose states of these rows are read as well.
+
+        Raises:
+            InputError: if ``ahead`` is less than 1.
+            IndexError: if an id is not a row of the table.
+        """
+        if ahead < 1:
+            raise InputError(f"cannot read {ahead} batches ahead: give 1 or more, or use the loader as it is")
+        return prefetched(loader, lambda batch: self.prefetch(ids(batch), optimizer), ahead)
+
+    def extra_repr(self) -> str:
+        """Describe it as ``nn.Embedding`` does."""
+        padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
+        return f"{self.num_embeddings}, {self.embedding_dim}{padding}" + (f", path={self.path}" if self.path else "")
+
+    def _begin(self, weight_ND: Tensor, initialize: Callable[[Tensor], object]) -> None:
+        with torch.no_grad():
+            for block_RD in torch.split(weight_ND, max(_BLOCK_ELEMENTS // self.embedding_dim // 16 * 16, 16)):
+                initialize(block_RD)
+            if self.padding_idx is not None:
+                weight_ND[self.padding_idx].zero_()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> HostEmbedding:
+        self.output_dtype = fn(torch.empty(0, dtype=self.output_dtype)).dtype
+        return self
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *arguments: Any
+    ) -> None:
+        # `assign=True` would put a table in memory where this one is.
+        in_place = local_metadata | {"assign_to_params_buffers": False}
+        super()._load_from_state_dict(state_dict, prefix, in_place, *arguments)
+
+
+class _Lookup(torch.autograd.Function):
+    """Rows of a table on the CPU, where the ids are; the gradient is sparse and on the CPU."""
+
+    @staticmethod
+    def forward(ctx: Any, weight_ND: Tensor, ids: Tensor, padding_idx: int | None) -> Tensor:
+        ctx.shape, ctx.dtype, ctx.padding_idx = weight_ND.shape, weight_ND.dtype, padding_idx
+        if _are_together(ids, weight_ND):
+            _refuse_outside(ids, len(weight_ND))
+            ctx.save_for_backward(ids)
+            return functional.embedding(ids, weight_ND)
+        host_ids_U, positions, rows_UD = _rows_at(weight_ND, ids)
+        ctx.save_for_backward(positions, host_ids_U)
+        return functional.embedding(positions, rows_UD)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        gradient_KD = gradient.reshape(-1, ctx.shape[1]).to(ctx.dtype)
+        ids, *host_ids_U = ctx.saved_tensors
+        if host_ids_U:
+            ids_K, rows_KD = host_ids_U[0], _summed_on_device(ids, len(host_ids_U[0]), gradient_KD)
+        else:
+            ids_K, rows_KD = ids.flatten(), gradient_KD
+        if ctx.padding_idx is not None:
+            kept_K = ids_K != ctx.padding_idx
+            ids_K, rows_KD = ids_K[kept_K], rows_KD[kept_K]
+        return torch.sparse_coo_tensor(ids_K[None], rows_KD, ctx.shape, check_invariants=False), None, None
+
+
+def _are_together(ids: Tensor, weight_ND: Tensor) -> bool:
+    return ids.device == weight_ND.device
+
+
+def _rows_at(weight_ND: Tensor, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The different ids, on the host; where each id is among them, and their rows, both on the ids' device."""
+    ids_U, positions = torch.unique(ids, return_inverse=True)
+    host_ids_U = ids_U.cpu()
+    _refuse_outside(host_ids_U, len(weight_ND))
+    shape, is_pinned = (len(host_ids_U), weight_ND.shape[1]), ids.device.type == "cuda"
+    rows_UD = torch.empty(shape, dtype=weight_ND.dtype, pin_memory=is_pinned)
+    torch.index_select(weight_ND, 0, host_ids_U, out=rows_UD)
+    return host_ids_U, positions, rows_UD.to(ids.device, non_blocking=is_pinned)
+
+
+def _summed_on_device(positions: Tensor, num_rows: int, gradient_KD: Tensor) -> Tensor:
+    """The sum of the gradients of each of the different ids, on the host."""
+    sums_UD: Tensor = torch.ops.aten.embedding_dense_backward(gradient_KD, positions.flatten(), num_rows, -1, False)
+    return sums_UD.cpu()
+
+
+def _coalesce_gradient(weight_ND: Tensor) -> None:
+    """Add up what there is for each row: autograd forgets that a gradient is coalesced, or adds another to it."""
+    assert weight_ND.grad is not None
+    weight_ND.grad = weight_ND.grad.coalesce()
+
+
+def _table(path: Path | None, shape: host_files.Shape, dtype: torch.dtype, fill: Callable[[Tensor], object]) -> Tensor:
+    """A new table, written by ``fill``, or what is in the file."""
+    if path is None:
+        weight_ND = torch.empty(shape, dtype=dtype)
+        fill(weight_ND)
+        return weight_ND
+    return host_files.reopen(path, shape, dtype) if path.exists() else host_files.create(path, shape, dtype, fill)
+
+
+def _matrix(rows: NDArray[Any] | Tensor) -> Tensor:
+    """The rows as a tensor on the CPU, without a copy of those that are there."""
+    if isinstance(rows, np.ndarray):
+        with warnings.catch_warnings():  # that it cannot be written to: a frozen table is not
+            warnings.simplefilter("ignore", UserWarning)
+            rows = torch.from_numpy(rows)
+    if rows.dim() != 2 or not rows.is_floating_point():
+        raise InputError(
+            f"cannot make a table of {rows.dtype} of shape {tuple(rows.shape)}: give rows of floats, a matrix"
+        )
+    return rows.detach().cpu()
+
+
+def _positive(num_rows: int, width: int) -> tuple[int, int]:
+    if num_rows < 1 or width < 1:
+        raise InputError(f"cannot make a table of {num_rows} rows of width {width}: give 1 or more of both")
+    return num_rows, width
+
+
+def _padding_row(padding_idx: int | None, num_rows: int) -> int | None:
+    if padding_idx is None:
+        return None
+    if not -num_rows <= padding_idx < num_rows:
+        raise InputError(
+            f"padding_idx {padding_idx} is not a row of a table of {num_rows:,}: give one from {-num_rows} to "
+            f"{num_rows - 1}, or None"
+        )
+    return padding_idx % num_rows
+
+
+def _refuse_outside(ids: Tensor, num_rows: int) -> None:
+    if ids.numel() == 0:
+        return
+    lowest, highest = (int(end) for end in ids.aminmax())
+    if lowest < 0 or highest >= num_rows:
+        raise IndexError(
+            f"ids from {lowest} to {highest} were looked up in a table of {num_rows:,} rows: map ids outside of 0 to "
+            f"{num_rows - 1} to one for unknown words, or make the table larger"
+        )

@@ -1,0 +1,121 @@
+"""The optimizers of ``torch.optim`` over tables on the host, with states where the table is.
+
+    optimizer = optimizer_of(model, torch.optim.Adagrad, lr=0.1)
+
+What is returned is torch's own optimizer. It is made over one row of each table, so that it allocates nothing of the
+table's size, and is then given the table, and states that begin as those of the row: in unnamed files next to the
+table's file, or in memory for a table that is. Loading writes into these states.
+
+Covers the classes that take sparse gradients, over tables and other parameters together (SparseAdam: over tables only).
+Does NOT cover momentum (its state in torch is a sparse tensor that grows to the size of the table) and pickling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from plimsoll.embeddings import host_files
+from plimsoll.embeddings.host import HostEmbedding
+from plimsoll.errors import InputError
+
+_KINDS = (torch.optim.Adagrad, torch.optim.SparseAdam, torch.optim.SGD)
+
+
+def optimizer_of(
+    module: nn.Module,
+    kind: Callable[..., torch.optim.Optimizer],
+    parameters: Iterable[nn.Parameter] | Iterable[dict[str, Any]] | None = None,
+    **arguments: Any,
+) -> torch.optim.Optimizer:
+    """Make an optimizer whose states of the tables in ``module`` take no more memory than the tables.
+
+    Args:
+        module: a `HostEmbedding`, or a model with some in it.
+        kind: ``torch.optim.Adagrad``, ``SparseAdam`` or ``SGD``.
+        parameters: what it updates, or groups of it; by default all that ``module`` trains.
+        arguments: of ``kind``, such as ``lr``.
+
+    Raises:
+        InputError: if ``kind`` takes no sparse gradients, or momentum is asked for.
+        OutputError: if the disk has no room for the states.
+    """
+    if kind not in _KINDS:
+        name = getattr(kind, "__name__", repr(kind))
+        raise InputError(
+            f"{name} cannot update a table by the rows of a batch: use Adagrad, SparseAdam or SGD of torch.optim"
+        )
+    tables = {one.weight: one for one in module.modules() if isinstance(one, HostEmbedding)}
+    table_of = {nn.Parameter(weight.detach()[:1].clone()): table for weight, table in tables.items()}
+    twin_of = {table.weight: twin for twin, table in table_of.items()}
+    optimizer = kind(_with_twins(module, parameters, twin_of), **arguments)
+    _refuse_momentum(optimizer, table_of)
+    for group in optimizer.param_groups:
+        group["params"] = [table_of[one].weight if one in table_of else one for one in group["params"]]
+    kept = {
+        table.weight: _states(optimizer, twin, table)
+        for twin, table in table_of.items()
+        if any(table.weight is one for group in optimizer.param_groups for one in group["params"])
+    }
+    for weight, states in kept.items():
+        optimizer.state[weight] = states
+    beginning = {weight: dict(states) for weight, states in kept.items()}
+    optimizer.register_load_state_dict_post_hook(lambda loaded: _write_into(beginning, loaded))
+    return optimizer
+
+
+def _with_twins(
+    module: nn.Module,
+    parameters: Iterable[nn.Parameter] | Iterable[dict[str, Any]] | None,
+    twin_of: dict[nn.Parameter, nn.Parameter],
+) -> list[dict[str, Any]]:
+    """The groups of parameters, with one row in place of each table."""
+    if parameters is None:
+        parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    given: list[Any] = list(parameters)
+    groups = given if given and isinstance(given[0], dict) else [{"params": given}]
+    return [{**group, "params": [twin_of.get(one, one) for one in group["params"]]} for group in groups]
+
+
+def _refuse_momentum(optimizer: torch.optim.Optimizer, table_of: dict[nn.Parameter, HostEmbedding]) -> None:
+    for group in optimizer.param_groups:
+        if group.get("momentum") and any(one in table_of for one in group["params"]):
+            raise InputError(
+                f"momentum {group['momentum']} would keep the gradients of all rows a table has ever looked up in "
+                "memory: use momentum=0, Adagrad or SparseAdam"
+            )
+
+
+def _states(optimizer: torch.optim.Optimizer, twin: nn.Parameter, table: HostEmbedding) -> dict[str, Any]:
+    """The states of a table, with the values of those of one row."""
+    states = optimizer.state.pop(twin, {})
+    if isinstance(optimizer, torch.optim.SparseAdam):  # which makes them in its first step
+        states = {"step": 0, "exp_avg": torch.zeros_like(twin), "exp_avg_sq": torch.zeros_like(twin)}
+    return {name: _as_large(value, table) if _is_like(value, twin) else value for name, value in states.items()}
+
+
+def _is_like(value: Any, parameter: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.shape == parameter.shape
+
+
+@torch.no_grad()
+def _as_large(state_1D: Tensor, table: HostEmbedding) -> Tensor:
+    shape = (table.num_embeddings, table.embedding_dim)
+    if table.path is None:
+        state_ND = torch.zeros(shape, dtype=state_1D.dtype)
+    else:
+        state_ND = host_files.unnamed(table.path.parent, shape, state_1D.dtype)
+    return state_ND.copy_(state_1D.expand(shape)) if state_1D.any() else state_ND
+
+
+@torch.no_grad()
+def _write_into(kept: dict[nn.Parameter, dict[str, Any]], optimizer: torch.optim.Optimizer) -> None:
+    """Copy what was loaded into the states there were, which are where the table is."""
+    for weight, states in kept.items():
+        loaded = optimizer.state[weight]
+        for name, state in states.items():
+            if _is_like(state, weight):
+                loaded[name] = state.copy_(loaded[name])
