@@ -123,7 +123,7 @@ def take_subset(
     facts = stored(
         folder,
         partial(_write, file, words, options, progress),
-        is_whole=lambda facts: bool(facts.get("digest") == _digest(folder / _FILE, facts.get("subset"))),
+        is_whole=lambda facts: facts == _sealed(_digest(folder / _FILE), facts.get("subset")),
     )
     table = open_rows(folder)
     known = facts["subset"] | {"source": file.name, "vocabulary": words.name, "folder": str(folder)}
@@ -149,12 +149,15 @@ def _key(source: Source, words: Vocabulary, options: _Options) -> str:
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
 
-def _digest(path: Path, facts: Any) -> str:
-    """Hash a whole file, a few milliseconds where it is in memory anyway, and what is kept with it."""
-    hasher = xxhash.xxh3_128(json.dumps(facts).encode())
+def _digest(path: Path) -> str:
+    """Hash a whole file: a few milliseconds where it is in memory anyway."""
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
-        hasher.update(mapped)
-    return hasher.hexdigest()
+        return xxhash.xxh3_128_hexdigest(mapped)
+
+
+def _sealed(digest: str, facts: Any) -> Facts:
+    """Return what is kept with a file, with a hash of it."""
+    return {"digest": digest, "subset": facts, "seal": xxhash.xxh3_128_hexdigest(json.dumps([digest, facts]).encode())}
 
 
 def _write(source: Source, words: Vocabulary, options: _Options, progress: Progress, folder: Path) -> Facts:
@@ -185,7 +188,7 @@ def _write(source: Source, words: Vocabulary, options: _Options, progress: Progr
         "num_bytes": (folder / _FILE).stat().st_size,
         "seconds": time.perf_counter() - start_seconds,
     }
-    return {"digest": _digest(folder / _FILE, facts), "subset": facts}
+    return _sealed(_digest(folder / _FILE), facts)
 
 
 def _fill(table: Table, wanted: Wanted, opened: Opened, options: _Options, progress: Progress) -> FaultList:
@@ -278,7 +281,8 @@ def _hits(state: NDArray[np.uint8], words: Vocabulary) -> dict[str, Any]:
 def _no_hits(opened: Opened, words: Vocabulary) -> str:
     part = next(iter(opened.vectors.parts(None)), None)
     theirs = ", ".join(word.decode("utf-8", "replace") for word in (part().words[:_SHOWN_WORDS] if part else []))
-    ours = ", ".join(word for word in words.words if word is not None and word.isalpha())[:80]
+    known = [word for word in words.words if word is not None]
+    ours = ", ".join([word for word in known if word.isalpha()] or known)[:80]
     return (
         f"none of the {len(words):,} words of {words.name} ({ours}, ...) is in {opened.source.name} ({theirs}, ...): "
         "give vectors of the same language, or the vocabulary they were made for"
