@@ -45,7 +45,10 @@ def test_what_is_there_is_not_written_again(path: Path, cache: Path):
     again = take_subset(str(path), tuple(WORDS), cache=cache, progress=lambda *_: pytest.fail("it is there"))
     assert again.rows.tobytes() == first.rows.tobytes()
     assert (again.facts, again.digest) == (first.facts, first.digest)
-    assert (manifest_of(again).stat().st_ino, manifest_of(again).stat().st_mtime_ns) == (written.st_ino, written.st_mtime_ns)
+    assert (manifest_of(again).stat().st_ino, manifest_of(again).stat().st_mtime_ns) == (
+        written.st_ino,
+        written.st_mtime_ns,
+    )
     assert first.facts.folder == str(first.table.path.parent)
     assert {file.name for file in first.table.path.parent.iterdir()} == {"manifest.json", "table.safetensors"}
 
@@ -61,7 +64,9 @@ def test_another_option_word_or_order_is_another_entry(path: Path, cache: Path):
         {"strict": True}, {"seed": 1}, {"padding": "of"}, {"padding": "absent"},
     ]  # fmt: skip
     found = [take_subset(path, WORDS, cache=cache, **options) for options in calls]
-    found += [take_subset(path, words, cache=cache) for words in (WORDS[::-1], WORDS[:2], [*WORDS, None], [*WORDS, "x"])]
+    found += [
+        take_subset(path, words, cache=cache) for words in (WORDS[::-1], WORDS[:2], [*WORDS, None], [*WORDS, "x"])
+    ]
     assert len({subset.table.path for subset in found}) == len(found) == len(entries(cache))
 
 
@@ -94,7 +99,7 @@ def places(num_bytes: int) -> Iterator[int]:
 
 
 @pytest.mark.parametrize("name", ["table.safetensors", "manifest.json"])
-@pytest.mark.parametrize("num_words", [3, 3000])
+@pytest.mark.parametrize("num_words", [3, 6000])
 def test_a_damaged_byte_is_found_and_the_entry_is_written_again(cache: Path, tmp_path: Path, name: str, num_words: int):
     """Also one far behind the head of the file, which is all that a store looks at."""
     path = tmp_path / "vectors"
@@ -103,7 +108,6 @@ def test_a_damaged_byte_is_found_and_the_entry_is_written_again(cache: Path, tmp
     first = take_subset(path, words, cache=cache)
     file = first.table.path.with_name(name)
     whole, right = file.read_bytes(), first.table.path.read_bytes()
-    assert name == "manifest.json" or num_words == 3 or len(right) > 80_000 - 20_000
     for place in places(len(whole)):
         damaged = bytearray(whole)
         damaged[place] ^= 1 << place % 8
@@ -112,22 +116,6 @@ def test_a_damaged_byte_is_found_and_the_entry_is_written_again(cache: Path, tmp
         assert found.table.path.read_bytes() == right
         assert found.facts.model_dump(exclude={"seconds"}) == first.facts.model_dump(exclude={"seconds"})
         assert found.digest == first.digest
-
-
-def test_every_byte_of_a_small_entry_matters(path: Path, cache: Path):
-    first = take_subset(path, WORDS, cache=cache)
-    manifest = manifest_of(first)
-    whole = manifest.read_bytes()
-    num_used = 0
-    for place in range(len(whole)):
-        damaged = whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :]
-        manifest.write_bytes(damaged)
-        found = take_subset(path, WORDS, cache=cache)
-        # White space between the values may be another.
-        num_used += manifest.read_bytes() == damaged
-        assert found.facts.model_dump(exclude={"seconds"}) == first.facts.model_dump(exclude={"seconds"})
-        manifest.write_bytes(whole)
-    assert num_used == 0
 
 
 @pytest.mark.parametrize("name", ["table.safetensors", "manifest.json"])
@@ -152,16 +140,18 @@ def test_rows_are_opened_by_their_folder(path: Path, cache: Path):
         open_rows(subset.table.path.parent)
 
 
-# Takes a subset, and waits where the first part has been read: for a line, or for ever.
+# Takes a subset, says when it begins and when it has read the first part, and waits then until it is told to go on.
 TAKER = """
-import json, os, sys
+import json, sys
+from pathlib import Path
 from plimsoll.embeddings.subsets import take_subset
 
 def progress(*_):
     print("writing", flush=True)
     sys.stdin.readline()
 
-found = take_subset(sys.argv[1], ["of", "absent", "the"], cache=__import__("pathlib").Path(sys.argv[2]), progress=progress)
+print("taking", flush=True)
+found = take_subset(sys.argv[1], ["of", "absent", "the"], cache=Path(sys.argv[2]), progress=progress)
 print(json.dumps([found.rows.tolist(), found.facts.seconds]), flush=True)
 """
 
@@ -173,17 +163,19 @@ def start(program: str, *arguments: object) -> subprocess.Popen[str]:
 
 
 def test_of_two_processes_at_once_one_writes_and_both_have_it(path: Path, cache: Path):
-    takers = [start(TAKER, path, cache) for _ in range(2)]
-    done = [taker.communicate("go on\n", timeout=LONGEST_SECONDS)[0].splitlines() for taker in takers]
-    assert sorted(map(len, done)) == [1, 2]  # "writing" was said once
-    results = [json.loads(lines[-1]) for lines in done]
-    assert results[0] == results[1]
+    writer = start(TAKER, path, cache)
+    assert [writer.stdout.readline() for _ in range(2)] == ["taking\n", "writing\n"]
+    waiter = start(TAKER, path, cache)
+    assert waiter.stdout.readline() == "taking\n"
+    (written,) = writer.communicate("go on\n", timeout=LONGEST_SECONDS)[0].splitlines()
+    (waited,) = waiter.communicate("go on\n", timeout=LONGEST_SECONDS)[0].splitlines()  # it did not write
+    assert json.loads(waited) == json.loads(written)
     assert entries(cache) == [take_subset(path, WORDS, cache=cache).table.path.parent.name]
 
 
 def test_a_process_that_is_killed_leaves_nothing_that_is_used(path: Path, cache: Path):
     killed = start(TAKER, path, cache)
-    assert killed.stdout.readline() == "writing\n"
+    assert [killed.stdout.readline() for _ in range(2)] == ["taking\n", "writing\n"]
     assert [name.endswith(".part") for name in entries(cache)] == [True]
     killed.send_signal(signal.SIGKILL)
     killed.communicate()
