@@ -56,6 +56,9 @@ def test_a_store_is_written_once(tmp_path: Path):
         lambda folder: (folder / "data").unlink(),
         lambda folder: (folder / "manifest.json").write_text("{"),
         lambda folder: (folder / "manifest.json").write_text("{}"),
+        lambda folder: (folder / "manifest.json").write_text(
+            (folder / "manifest.json").read_text().replace('"facts"', '"fakts"')
+        ),
         lambda folder: (folder / "manifest.json").unlink(),
         lambda folder: (folder / "more").touch(),
     ],

@@ -84,7 +84,7 @@ def product_quantized(
     """
     from scipy.cluster.vq import kmeans2, vq
 
-    rows_VD, padding_idx = _rows_of(vectors)
+    rows_VD, padding_idx, num_bytes = _rows_of(vectors)
     num_rows, dimension = rows_VD.shape
     num_parts = _num_parts(dimension, num_parts)
     if num_rows < _CENTROIDS:
@@ -106,7 +106,7 @@ def product_quantized(
             codes[begin : begin + _BLOCK_ROWS, part] = vq(block, centroids[part], check_finite=False)[0]
         progress("quantizing", part + 1, num_parts)
     module = ProductQuantizedEmbedding(torch.from_numpy(codes), torch.from_numpy(centroids), padding_idx)
-    return module, _facts("product quantization", f"{num_parts} parts", rows_VD, module)
+    return module, _facts("product quantization", f"{num_parts} parts", rows_VD, num_bytes, module)
 
 
 def low_rank(vectors: Subset | nn.Embedding | NDArray[Any], rank: int) -> tuple[FactorizedEmbedding, CompressionFacts]:
@@ -119,7 +119,7 @@ def low_rank(vectors: Subset | nn.Embedding | NDArray[Any], rank: int) -> tuple[
     Raises:
         EmbeddingError: if the rank is none, or saves nothing.
     """
-    rows_VD, padding_idx = _rows_of(vectors)
+    rows_VD, padding_idx, num_bytes = _rows_of(vectors)
     num_rows, dimension = rows_VD.shape
     if rank < 1 or rank * (num_rows + dimension) >= num_rows * dimension:
         most = (num_rows * dimension - 1) // (num_rows + dimension)
@@ -136,17 +136,21 @@ def low_rank(vectors: Subset | nn.Embedding | NDArray[Any], rank: int) -> tuple[
         rows_VR[begin : begin + _BLOCK_ROWS] = rows_VD[begin : begin + _BLOCK_ROWS].astype(np.float32) @ directions_DR
     directions = torch.from_numpy(np.ascontiguousarray(directions_DR))
     module = FactorizedEmbedding(torch.from_numpy(rows_VR), directions, padding_idx)
-    return module, _facts("low-rank factorization", f"rank {rank}", rows_VD, module)
+    return module, _facts("low-rank factorization", f"rank {rank}", rows_VD, num_bytes, module)
 
 
-def _rows_of(vectors: Subset | nn.Embedding | NDArray[Any]) -> tuple[NDArray[Any], int | None]:
+def _rows_of(vectors: Subset | nn.Embedding | NDArray[Any]) -> tuple[NDArray[Any], int | None, int]:
+    """Return vectors, the row for padding, and the bytes they take as they are."""
     if isinstance(vectors, nn.Embedding):
-        return vectors.weight.detach().cpu().float().numpy(), vectors.padding_idx
-    if isinstance(vectors, Subset):
-        return vectors.rows, vectors.padding
-    if vectors.ndim != 2:
-        raise EmbeddingError(f"vectors of shape {vectors.shape} are no table: give an array (rows, numbers)")
-    return vectors, None
+        rows, padding_idx = vectors.weight.detach().cpu().float().numpy(), vectors.padding_idx
+        num_bytes = vectors.weight.nbytes
+    else:
+        rows, padding_idx = (vectors.rows, vectors.padding) if isinstance(vectors, Subset) else (vectors, None)
+        num_bytes = rows.nbytes
+    if rows.ndim != 2 or not rows.any():
+        what = "are no table" if rows.ndim != 2 else "are all zeros"
+        raise EmbeddingError(f"vectors of shape {rows.shape} {what}: give an array (rows, numbers) that is not empty")
+    return rows, padding_idx, num_bytes
 
 
 def _num_parts(dimension: int, asked: int | None) -> int:
@@ -161,7 +165,7 @@ def _num_parts(dimension: int, asked: int | None) -> int:
 
 
 @torch.no_grad()
-def _facts(method: str, detail: str, rows_VD: NDArray[Any], module: nn.Module) -> CompressionFacts:
+def _facts(method: str, detail: str, rows_VD: NDArray[Any], num_bytes: int, module: nn.Module) -> CompressionFacts:
     cosines = []
     for begin in range(0, len(rows_VD), _BLOCK_ROWS):
         before = torch.from_numpy(rows_VD[begin : begin + _BLOCK_ROWS].astype(np.float32))
@@ -174,7 +178,7 @@ def _facts(method: str, detail: str, rows_VD: NDArray[Any], module: nn.Module) -
         detail=detail,
         num_rows=len(rows_VD),
         dimension=rows_VD.shape[1],
-        num_bytes_before=rows_VD.nbytes,
+        num_bytes_before=num_bytes,
         num_bytes_after=sum(tensor.nbytes for tensor in module.state_dict().values()),
         mean_cosine=float(cosine.mean()),
         low_cosine=float(np.quantile(cosine, 0.01)),
