@@ -20,6 +20,10 @@ def slow_lines(raw: bytes, dimension: int, separator: bytes = b" ") -> list[tupl
     for line in lines if lines[-1] else lines[:-1]:
         fields = line.rstrip(b" \t\r").split(separator)
         word, texts = separator.join(fields[:-dimension]), fields[-dimension:]
+        more = fields[1:-dimension]  # what stands between the first field and the vector
+        if more and all(is_number(field) for field in more):
+            found.append((b"", "dimension"))
+            continue
         if len(fields) <= dimension:
             is_torn = bool(lines[-1]) and len(found) == len(lines) - 1
             found.append((b"", "truncated" if is_torn else "dimension"))
@@ -32,6 +36,14 @@ def slow_lines(raw: bytes, dimension: int, separator: bytes = b" ") -> list[tupl
             continue
         found.append((word, vector.tobytes() if np.isfinite(vector).all() else "finite"))
     return found
+
+
+def is_number(field: bytes) -> bool:
+    try:
+        float(field)
+    except ValueError:
+        return False
+    return True
 
 
 def first_vectors(lines: Iterable[tuple[bytes, bytes | str]]) -> dict[bytes, bytes]:

@@ -3,7 +3,7 @@
 from plimsoll.records.embeddings import CompressionFacts, Conversion, FaultCount, SubsetFacts, VectorFile
 
 FAULTS = (
-    FaultCount(kind="too few numbers", count=1, examples=("line 17: 'the 0.1 0.2', 2 numbers, not 300",)),
+    FaultCount(kind="wrong dimension", count=1, examples=("line 17: 'the 0.1 0.2', 2 numbers, not 300",)),
     FaultCount(kind="NaN or infinite", count=7, examples=("line 18: 'a': it holds nan", "line 19: 'b': it holds inf")),
 )
 

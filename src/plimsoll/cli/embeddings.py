@@ -196,7 +196,7 @@ def _vocabulary(words: _Words, cache: Path | None, progress: Report) -> Vocabula
             "FILE, --tokenizer PATH and --corpus TEXTS"
         )
     if words.corpus:
-        return _counted(words, words.corpus, cache, progress)
+        return vocabulary_of(_counted(words, words.corpus, cache, progress), words.padding)
     if words.tokenizer is None:
         return vocabulary_of(words.vocabulary, words.padding)
     from plimsoll.data.tokenizer import load_tokenizer

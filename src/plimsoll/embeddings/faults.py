@@ -12,7 +12,7 @@ from plimsoll.records.embeddings import FaultCount
 
 _MOST_EXAMPLES = 5
 _NAMES: dict[FaultKind, str] = {
-    "dimension": "too few numbers",
+    "dimension": "wrong dimension",
     "number": "not a number",
     "finite": "NaN or infinite",
     "utf-8": "a word that is not UTF-8",

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -25,6 +26,7 @@ PADDING, UNKNOWN = "<pad>", "<unk>"
 _BYTES_BEGIN = "Ġ"
 _WORD_BEGINS = (_BYTES_BEGIN, "▁")
 _INSIDE = "##"
+_MOST_EMPTY_ROWS = 10_000
 
 
 @dataclass(frozen=True)
@@ -59,11 +61,12 @@ def vocabulary_of(source: Any, padding: str | None = None) -> Vocabulary:
 
     Args:
         source: a path to a file with a word per line or to a ``tokenizer.json``; a tokenizer of ``tokenizers`` or
-            ``transformers``; a mapping from words to counts; a `Vocabulary`; or an iterable of words.
+            ``transformers``; a ``collections.Counter``; a dictionary from words to their rows; a `Vocabulary`; or an
+            iterable of words that has an order.
         padding: the word whose row is for padding; it must be one of them.
 
     Raises:
-        EmbeddingError: if there are no words, one occurs twice, or ``padding`` is none of them.
+        EmbeddingError: if there are no words, one occurs twice, they have no order, or ``padding`` is none of them.
     """
     if isinstance(source, Vocabulary):
         return source if padding is None else replace(source, padding=_row_of(padding, source.words, source.name))
@@ -71,9 +74,33 @@ def vocabulary_of(source: Any, padding: str | None = None) -> Vocabulary:
         return _from_path(Path(source), padding)
     if hasattr(source, "get_vocab"):
         return of_tokenizer(source, "the tokenizer", padding)
-    if isinstance(source, Mapping):
+    if isinstance(source, Counter):
         return _of_words(list(source), "the words", padding, np.fromiter(source.values(), np.int64, len(source)))
+    if isinstance(source, Mapping):
+        return _of_words(_by_row(source), "the words", padding)
+    if isinstance(source, set | frozenset):
+        raise EmbeddingError(
+            f"a set of {len(source):,} words has no order for the rows: give a list, as of sorted(words)"
+        )
     return _of_words(list(source), "the words", padding)
+
+
+def _by_row(rows: Mapping[str, Any]) -> list[str | None]:
+    """Return the words by their rows, which are the values."""
+    numbers = list(rows.values())
+    if not all(isinstance(number, int) and number >= 0 for number in numbers) or len({*numbers}) != len(numbers):
+        raise EmbeddingError(
+            f"a dictionary of {len(rows):,} words whose values are not their rows, each another: give a list, or for "
+            "collections.Counter"
+        )
+    if numbers and max(numbers) > 2 * len(numbers) + _MOST_EMPTY_ROWS:
+        raise EmbeddingError(
+            f"the rows of {len(rows):,} words go up to {max(numbers):,}: give a list, or for counts a collections.Counter"
+        )
+    words: list[str | None] = [None] * (1 + max(numbers, default=-1))
+    for word, number in rows.items():
+        words[number] = word
+    return words
 
 
 def of_counts(counts: Iterable[tuple[str, int]], name: str, max_words: int | None, min_count: int) -> Vocabulary:

@@ -113,7 +113,7 @@ BAD = {
     ),
     "strict": (
         ("info", "short.txt", "--strict"),
-        "short.txt: line 2: 'b 1', 1 numbers, not 2 (too few numbers): correct the file, or leave out --strict",
+        "short.txt: line 2: 'b 1', 1 numbers, not 2 (wrong dimension): correct the file, or leave out --strict",
     ),
     "too rare": (
         ("subset", "glove.txt", "--corpus", "words.txt", "--min-count", "9"),

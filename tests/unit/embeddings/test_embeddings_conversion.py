@@ -50,7 +50,7 @@ def test_every_format_is_read_back_bit_for_bit(source: Path, tmp_path: Path, suf
     assert done.num_bytes == output.stat().st_size
     assert [(fault.kind, fault.count) for fault in done.faults] == [
         ("NaN or infinite", 1),
-        ("too few numbers", 1),
+        ("wrong dimension", 1),
         ("a word that is not UTF-8", 1),
     ]
     beside = {"out.txt"} if suffix == ".npy" else set()

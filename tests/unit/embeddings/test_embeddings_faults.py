@@ -34,7 +34,7 @@ def test_faults_are_counted_by_kind_and_say_their_line(opened: Opened):
     assert faults.counts() == (
         FaultCount(kind="NaN or infinite", count=1, examples=("line 3: 'b': nan",)),
         FaultCount(kind="not a number", count=1, examples=("line 7: '\ufffd': 'x' is no number",)),
-        FaultCount(kind="too few numbers", count=2, examples=("line 9: 'g'", "line 10: 'a'")),
+        FaultCount(kind="wrong dimension", count=2, examples=("line 9: 'g'", "line 10: 'a'")),
     )
 
 
@@ -56,7 +56,7 @@ def test_a_few_examples_are_kept(opened: Opened):
 def test_strict_the_first_fault_is_an_error_that_says_where(opened: Opened):
     faults = FaultList(opened, strict=True)
     add(faults, [], [])
-    message = r"x: line 10: 'a', 1 numbers, not 2 \(too few numbers\): correct the file, or leave out --strict to go on"
+    message = r"x: line 10: 'a', 1 numbers, not 2 \(wrong dimension\): correct the file, or leave out --strict to go on"
     with pytest.raises(EmbeddingError, match=message):
         add(faults, [Fault("dimension", 0, "'a', 1 numbers, not 2")], [Fault("finite", 0, "nan")])
 

@@ -25,7 +25,7 @@ def test_everything_is_counted(tmp_path: Path, packing: str):
     assert found.path.startswith(str(path))
     assert [(fault.kind, fault.examples) for fault in found.faults] == [
         ("not a number", ("line 5: 'bad': 'x' is no number",)),
-        ("too few numbers", ("line 6: 'short 1', 1 numbers, not 2",)),
+        ("wrong dimension", ("line 6: 'short 1', 1 numbers, not 2",)),
     ]
     # The lengths of (0, -1), (3, 4), (9, 9) and (3e38, -3e38), the last of which overflows single precision if squared.
     assert found.norms == pytest.approx((1, (5 + 162**0.5) / 2, 18**0.5 * 1e38))
@@ -48,7 +48,10 @@ def test_a_file_without_one_good_vector_has_no_lengths(tmp_path: Path):
     assert (found.norms, found.num_words, [fault.kind for fault in found.faults]) == (None, 0, ["cut off"])
 
 
-def test_lines_of_more_numbers_than_most_are_words_with_spaces(tmp_path: Path):
-    (tmp_path / "x").write_bytes(b"a 1 2\nb 1 2\nc 1 2 3\n")
+def test_lines_of_more_numbers_than_most_are_faults_unless_a_word_has_spaces(tmp_path: Path):
+    (tmp_path / "x").write_bytes(b"a 1 2\nb 1 2\nc 1 2 3\n. . 1 2\n")
     found = look_at(tmp_path / "x")
-    assert (found.dimension, found.first_words, found.faults) == (2, ("a", "b", "c 1"), ())
+    assert (found.dimension, found.first_words) == (2, ("a", "b", ". ."))
+    assert [(fault.kind, fault.examples) for fault in found.faults] == [
+        ("wrong dimension", ("line 3: 'c 1 2 3', 3 numbers, not 2",))
+    ]

@@ -1,6 +1,7 @@
 """The rows of a vocabulary: which vector each gets, what is said of it, and what stands in the rows without one."""
 
 import zipfile
+from collections import Counter
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -103,7 +104,7 @@ def test_hostile_files_give_the_rows_that_a_slow_reader_gives(
 def faults_of(lines: list[tuple[bytes, bytes | str]], wanted: set[bytes]) -> dict[str, int]:
     """Count all short lines, and of wanted words what could not be used before a vector was found."""
     names = {
-        "dimension": "too few numbers",
+        "dimension": "wrong dimension",
         "truncated": "cut off",
         "number": "not a number",
         "finite": "NaN or infinite",
@@ -136,14 +137,14 @@ def test_a_word_without_a_vector_is_a_fault_and_the_next_like_it_is_taken(tmp_pa
     assert [(fault.kind, fault.count, fault.examples) for fault in found.facts.faults] == [
         ("NaN or infinite", 1, ("line 1: 'a': number 1 of 2 is nan",)),
         ("not a number", 1, ("line 2: 'b': 'x' is no number",)),
-        ("too few numbers", 1, ("line 6: 'short 1', 1 numbers, not 2",)),
+        ("wrong dimension", 1, ("line 6: 'short 1', 1 numbers, not 2",)),
     ]
 
 
 def test_strict_the_first_fault_is_an_error_and_nothing_is_kept(tmp_path: Path):
     path = packed(tmp_path / "x", b"the 1 2\nshort 1\na nan 1\n")
     with pytest.raises(
-        EmbeddingError, match=r"x: line 2: 'short 1', 1 numbers, not 2 \(too few numbers\): correct the"
+        EmbeddingError, match=r"x: line 2: 'short 1', 1 numbers, not 2 \(wrong dimension\): correct the"
     ):
         take_subset(path, ["the"], strict=True, cache=tmp_path / "cache")
     assert [entry.suffix for entry in (tmp_path / "cache").iterdir()] == [".lock"]
@@ -227,7 +228,7 @@ def test_hits_are_counted_by_word_and_by_use_and_the_most_used_misses_come_first
 
 
 def test_only_the_most_used_misses_are_listed(path: Path):
-    words = {"the": 1} | {f"absent{number}": number for number in range(100)}
+    words = Counter({"the": 1} | {f"absent{number}": number for number in range(100)})
     misses = take_subset(path, words).facts.misses
     assert misses == tuple((f"absent{number}", number) for number in range(99, 79, -1))
 

@@ -1,5 +1,6 @@
 """The words that rows are for: from files, tokenizers, counts and whatever can be counted through."""
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -45,9 +46,23 @@ def test_an_iterable_has_a_row_per_word():
     assert vocabulary_of(["a", "<pad>"], "<pad>").padding == 1
 
 
-def test_a_mapping_has_the_counts_of_its_words():
-    words = vocabulary_of({"b": 3, "a": 5})
+def test_a_counter_has_the_counts_of_its_words():
+    words = vocabulary_of(Counter({"b": 3, "a": 5}))
     assert (words.words, words.counts.tolist()) == (["b", "a"], [3, 5])
+
+
+def test_a_dictionary_has_the_rows_of_its_words():
+    words = vocabulary_of({"b": 3, "a": 0, "c": 1}, padding="a")
+    assert (words.words, words.counts, words.padding) == (["a", "c", None, "b"], None, 0)
+    with pytest.raises(EmbeddingError, match=r"2 words whose values are not their rows.* counts a collections.Counter"):
+        vocabulary_of({"a": 7, "b": 7})
+    with pytest.raises(
+        EmbeddingError, match=r"the rows of 2 words go up to 54,321: give a list, or for counts a collections"
+    ):
+        vocabulary_of({"a": 54_321, "b": 7})
+    with pytest.raises(EmbeddingError, match="a set of 2 words has no order for the rows: give a list"):
+        vocabulary_of({"a", "b"})
+    assert vocabulary_of({"b": 1, "a": 0}.keys()).words == ["b", "a"]
 
 
 @pytest.mark.parametrize(
@@ -56,7 +71,7 @@ def test_a_mapping_has_the_counts_of_its_words():
         ([], "the words holds 0 words: give at least one"),
         (["a", "b", "a"], "the words has the word 'a' more than once: remove all but one of its rows"),
         (["a", b"b"], r"the words holds b'b', a bytes: give words as str"),
-        ({"a": 1, 2: 3}, r"the words holds 2, a int: give words as str"),
+        (Counter({"a": 1, 2: 3}), r"the words holds 2, a int: give words as str"),
     ],
 )
 def test_words_that_cannot_be_used_are_errors(words: object, message: str):
@@ -89,7 +104,7 @@ def test_counted_words_have_rows_for_padding_and_for_the_others():
 def test_the_key_is_of_what_a_row_depends_on():
     words = ["a", None, "\ud800"]
     key = Vocabulary(words, "one").key
-    assert Vocabulary(words, "other", counts=vocabulary_of({"a": 1}).counts).key == key
+    assert Vocabulary(words, "other", counts=vocabulary_of(Counter({"a": 1})).counts).key == key
     others = [
         Vocabulary(words, "one", padding=0),
         Vocabulary([None, "a", "\ud800"], "one"),

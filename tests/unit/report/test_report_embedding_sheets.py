@@ -27,7 +27,7 @@ def test_without_counts_nothing_is_said_of_the_text_and_misses_are_only_named():
 
 def test_faults_are_counted_with_examples_and_words_that_come_twice_behind_them():
     faults = embedding_sheets.subset_sheets(vector_records.subset_facts())[2]
-    assert [row[:2] for row in faults.rows] == [("too few numbers", "1"), ("NaN or infinite", "7"), ("twice", "3")]
+    assert [row[:2] for row in faults.rows] == [("wrong dimension", "1"), ("NaN or infinite", "7"), ("twice", "3")]
     assert faults.rows[1][2] == "line 18: 'a': it holds nan\nline 19: 'b': it holds inf"
 
 

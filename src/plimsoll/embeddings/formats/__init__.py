@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from plimsoll.embeddings.formats._sources import Source
 
 FaultKind = Literal["dimension", "number", "finite", "utf-8", "truncated"]
-"""What can be wrong: too few numbers, what is no number, NaN or infinity, a word that is not UTF-8, an early end."""
+"""What can be wrong: too few or too many numbers, what is no number, NaN or infinity, a word that is not UTF-8, an early end."""
 
 
 class Fault(NamedTuple):

@@ -299,7 +299,7 @@ def _block(raw: bytes | bytearray, start: int, end: int, is_newline: NDArray[np.
         ends = np.append(ends, end)
     starts = np.concatenate((np.full(min(len(ends), 1), start), ends[:-1] + 1))
     np.equal(view, layout.separator, out=is_newline)
-    faults = _short_lines(raw, is_newline, starts, ends, layout, has_end)
+    faults = _wrong_lines(raw, is_newline, starts, ends, layout, has_end)
     places = np.arange(len(starts))
     if wanted is not None:
         heads: NDArray[np.uint64] = np.ndarray((end + 1,), "<u8", raw, strides=(1,))
@@ -313,7 +313,7 @@ def _block(raw: bytes | bytearray, start: int, end: int, is_newline: NDArray[np.
     return block._replace(num_words=len(starts), faults=(*faults, *block.faults))
 
 
-def _short_lines(  # noqa: PLR0917 -- private, one caller
+def _wrong_lines(  # noqa: PLR0917 -- private, one caller
     raw: bytes | bytearray,
     is_separator: NDArray[np.bool_],
     starts: NDArray[np.int64],
@@ -321,11 +321,11 @@ def _short_lines(  # noqa: PLR0917 -- private, one caller
     layout: Layout,
     has_end: bool,
 ) -> tuple[Fault, ...]:
-    """Find lines with too few numbers: those that do not have as many separators as numbers are looked at alone."""
+    """Find lines with too few or too many numbers; those with another number of separators are looked at alone."""
     if not len(starts):
         return ()
-    # In the smallest type that holds the dimension, which is fast: what wraps around is no short line.
-    kind = np.min_scalar_type(layout.dimension)
+    # In a small type that holds the dimension, which is fast.
+    kind = np.promote_types(np.min_scalar_type(layout.dimension), np.uint16)
     counts = np.add.reduceat(is_separator.view(np.uint8), starts, dtype=kind)
     counts -= is_separator[ends - 1] & (ends > starts)
     view = np.frombuffer(raw, np.uint8)
@@ -333,13 +333,17 @@ def _short_lines(  # noqa: PLR0917 -- private, one caller
     faults = []
     for place in np.flatnonzero(is_odd).tolist():
         line = bytes(raw[starts[place] : ends[place]]).rstrip(_WHITE)
-        found = line.count(bytes([layout.separator]))
-        if found < layout.dimension:
-            is_torn = not has_end and place == len(starts) - 1
-            shown = _shown(line)
-            what = f"{shown}, {found} numbers, not {layout.dimension}"
+        fields = line.split(bytes([layout.separator]))
+        if len(fields) <= layout.dimension or _has_numbers(fields[: -layout.dimension]):
+            is_torn = not has_end and place == len(starts) - 1 and len(fields) <= layout.dimension
+            what = f"{_shown(line)}, {len(fields) - 1} numbers, not {layout.dimension}"
             faults.append(Fault("truncated" if is_torn else "dimension", place, what))
     return tuple(faults)
+
+
+def _has_numbers(word: list[bytes]) -> bool:
+    """Whether all but the first field of a word are numbers, which then belong to a vector of another size."""
+    return len(word) > 1 and all(map(is_number, word[1:]))
 
 
 def _shown(line: bytes) -> str:
@@ -348,7 +352,7 @@ def _shown(line: bytes) -> str:
 
 
 def _cut(lines: list[bytes], places: NDArray[np.int64], reading: _Reading) -> Block:
-    """Part lines into words and numbers; lines that are too short, or not wanted, are left out."""
+    """Part lines into words and numbers; lines with too few or too many, or not wanted, are left out."""
     layout, wanted = reading
     separator = bytes([layout.separator])
     if wanted is not None and not wanted.has_separator:
@@ -358,7 +362,12 @@ def _cut(lines: list[bytes], places: NDArray[np.int64], reading: _Reading) -> Bl
     words = fields.words()
     bad = not_utf8([word or b"" for word in words]) if wanted is None else []  # no word that is wanted is such
     faults = tuple(Fault("utf-8", int(places[index]), _shown(lines[index])) for index in bad)
-    is_kept = [word is not None and (wanted is None or word in wanted.words) for word in words]
+    is_kept = [
+        word is not None
+        and (wanted is None or word in wanted.words)
+        and not (separator in word and _has_numbers(word.split(separator)))
+        for word in words
+    ]
     for index in bad:
         is_kept[index] = False
     kept = np.flatnonzero(is_kept)
