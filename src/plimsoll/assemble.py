@@ -33,7 +33,7 @@ from plimsoll.embeddings.subsets import open_rows, take_subset
 from plimsoll.embeddings.vocabulary import of_tokenizer
 from plimsoll.errors import BudgetError, JobError
 from plimsoll.models.build import build_model, loss_of, sketch_model
-from plimsoll.models.vectors import fill_embedding, require_fitting, word_embedding
+from plimsoll.models.vectors import dimension_of, fill_embedding, require_fitting, word_embedding
 from plimsoll.optimizers import build_optimizer, build_schedule
 from plimsoll.records.embeddings import SubsetFacts
 from plimsoll.records.job import Job
@@ -194,15 +194,28 @@ def require_buildable(job: Job) -> None:
     if job.data.augment:
         TextAugmentation(job.data.augment, job.seed)
         TokenAugmentation(job.data.augment, job.seed, special_ids=(), mask_id=0, sequence_length=job.sequence_length)
+    require_vectors(job)
     model = sketch_model(job)
     if model is not None:
         _require_kernels(model, job.own_precision, choose_device(job))
-        if job.embeddings is not None:
-            require_fitting(model, job.embeddings, 0)
         if any(isinstance(module, nn.RNNBase) for module in model.modules()):  # others must be tried, with weights
             _require_apart(job, model)
     optimizer = build_optimizer(job.optimizer, [nn.Parameter(torch.zeros(()))])
     build_schedule(job.optimizer, optimizer, job.steps)
+
+
+def require_vectors(job: Job) -> None:
+    """Check that the word vectors of a job can be read, and fit its model as far as that does not depend on the data.
+
+    Raises:
+        JobError: if not.
+    """
+    if job.embeddings is None:
+        return
+    dimension_of(job.embeddings)
+    model = sketch_model(job)
+    if model is not None:
+        require_fitting(model, job.embeddings, 0)
 
 
 def _seed(seed: int) -> None:

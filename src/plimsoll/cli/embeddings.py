@@ -65,7 +65,8 @@ def subset(  # noqa: PLR0917 -- typer calls it by name
     strict: _Strict = False,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Of the rows that are drawn.")] = 0,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Write the rows: .safetensors .npy .txt .vec .bin")
+        Path | None,
+        typer.Option("--output", "-o", help="Write all rows (.safetensors .npy) or those found (.txt .vec .bin)."),
     ] = None,
     cache: Annotated[Path | None, typer.Option("--cache", help="Where it is kept. Default: your cache folder.")] = None,
     force: _Force = False,
@@ -81,12 +82,12 @@ def subset(  # noqa: PLR0917 -- typer calls it by name
       plimsoll embeddings subset glove.txt --corpus reviews.csv --set data.text=body --json
     """
     from plimsoll.cli.answer import answering
-    from plimsoll.embeddings.conversion import check_name, export
+    from plimsoll.embeddings.conversion import export
     from plimsoll.embeddings.subsets import take_subset
     from plimsoll.report.progress import stages
 
     with answering("taking the vectors", as_json):
-        _check(output, force, check_name)
+        _check(output, force, [vectors, *([vocabulary] if vocabulary else [])])
         with stages(as_json) as progress:
             words = _vocabulary(
                 _Words(vocabulary, tokenizer, corpus, changes, min_count, max_words, padding), cache, progress
@@ -97,7 +98,7 @@ def subset(  # noqa: PLR0917 -- typer calls it by name
             )  # fmt: skip
             if output is not None:
                 export(found.table, output)
-        _tell(found.facts, f"{found.facts.num_found:,} of {found.facts.num_words:,} words found", output, as_json)
+        _tell(found.facts, output, as_json)
 
 
 @app.command("info")
@@ -120,7 +121,7 @@ def info(
     with answering("looking at the vectors", as_json):
         with stages(as_json) as progress:
             found = look_at(vectors, strict, progress)
-        _tell(found, "", None, as_json)
+        _tell(found, None, as_json)
 
 
 @app.command("convert")
@@ -146,20 +147,20 @@ def convert(  # noqa: PLR0917 -- as above
     from plimsoll.report.progress import stages
 
     with answering("converting the vectors", as_json):
-        _check(output, force, conversion.check_name)
+        _check(output, force, [vectors])
         with stages(as_json) as progress:
             done = conversion.convert(vectors, output, precision.value, strict, progress)
-        _tell(done, f"{done.num_words:,} words", output, as_json)
+        _tell(done, output, as_json)
 
 
-def _check(output: Path | None, force: bool, check_name: Any) -> None:
+def _check(output: Path | None, force: bool, inputs: list[Path]) -> None:
+    from plimsoll.embeddings.conversion import check_output, outputs_of
     from plimsoll.errors import OutputError
 
     if output is None:
         return
-    check_name(output)
-    made = [output, output.with_suffix(".txt")] if output.suffix == ".npy" else [output]
-    there = [str(path) for path in made if path.exists()]
+    check_output(output, inputs)
+    there = [str(path) for path in outputs_of(output) if path.exists()]
     if there and not force:
         raise OutputError(f"{' and '.join(there)} exists already and is not overwritten: give another -o, or --force")
     if not output.parent.is_dir():
@@ -185,7 +186,7 @@ def _vocabulary(words: _Words, cache: Path | None, progress: Report) -> Vocabula
         EmbeddingError: if not exactly one does.
         DataError: if a corpus or a tokenizer cannot be used.
     """
-    from plimsoll.embeddings.vocabulary import of_tokenizer, vocabulary_of
+    from plimsoll.embeddings.vocabulary import of_tokenizer, said_padding, vocabulary_of
     from plimsoll.errors import EmbeddingError
 
     options = {"--vocabulary": words.vocabulary, "--tokenizer": words.tokenizer, "--corpus": words.corpus}
@@ -195,13 +196,17 @@ def _vocabulary(words: _Words, cache: Path | None, progress: Report) -> Vocabula
             f"{len(given)} options say which words are wanted ({', '.join(given) or 'none'}): give one of --vocabulary "
             "FILE, --tokenizer PATH and --corpus TEXTS"
         )
+    of_a_corpus = {"--min-count": words.min_count > 1, "--max-words": words.max_words, "--set": words.changes}
+    if not words.corpus and (ignored := [name for name, value in of_a_corpus.items() if value]):
+        raise EmbeddingError(f"{' and '.join(ignored)} is for words counted with --corpus: leave it out, or give that")
     if words.corpus:
         return vocabulary_of(_counted(words, words.corpus, cache, progress), words.padding)
     if words.tokenizer is None:
         return vocabulary_of(words.vocabulary, words.padding)
     from plimsoll.data.tokenizer import load_tokenizer
 
-    return of_tokenizer(load_tokenizer(words.tokenizer).backend, str(words.tokenizer), words.padding)
+    padding = words.padding or said_padding(words.tokenizer)
+    return of_tokenizer(load_tokenizer(words.tokenizer).backend, str(words.tokenizer), padding)
 
 
 def _counted(words: _Words, texts: list[str], cache: Path | None, progress: Report) -> Vocabulary:
@@ -217,18 +222,21 @@ def _counted(words: _Words, texts: list[str], cache: Path | None, progress: Repo
     corpus = open_corpus(job.data.sources, reading_of(job.data), folder, progress)
     found = count_words(corpus, progress=progress)
     counts = ((word, found.counts[word]) for word in found.ranked())
-    return of_counts(counts, ", ".join(texts), words.max_words, words.min_count)
+    name = ", ".join(texts)
+    if found.most_missed:
+        name += f" (counts may be up to {found.most_missed:,} too low)"
+    return of_counts(counts, name, words.max_words, words.min_count)
 
 
-def _tell(record: Any, sentence: str, output: Path | None, as_json: bool) -> None:
-    """Print the record, or the tables and where the output is."""
+def _tell(record: Any, output: Path | None, as_json: bool) -> None:
+    """Print the record; with an output its path, and the tables on standard error."""
     import sys
 
     from plimsoll.cli.output import show
     from plimsoll.report.render import render
 
     if output is not None and not as_json:
-        print(sentence, file=sys.stderr)
+        print(render(record), end="", file=sys.stderr)
         show(str(output))
         return
     show(render(record, "json" if as_json else "text"))

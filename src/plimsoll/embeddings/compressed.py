@@ -145,7 +145,7 @@ def _rows_of(vectors: Subset | nn.Embedding | NDArray[Any]) -> tuple[NDArray[Any
         rows, padding_idx = vectors.weight.detach().cpu().float().numpy(), vectors.padding_idx
         num_bytes = vectors.weight.nbytes
     else:
-        rows, padding_idx = (vectors.rows, vectors.padding) if isinstance(vectors, Subset) else (vectors, None)
+        rows, padding_idx = (vectors.rows, vectors.table.padding) if isinstance(vectors, Subset) else (vectors, None)
         num_bytes = rows.nbytes
     if rows.ndim != 2 or not rows.any():
         what = "are no table" if rows.ndim != 2 else "are all zeros"

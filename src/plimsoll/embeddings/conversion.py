@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import os
 import shutil
-import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -37,7 +36,7 @@ _BLOCK_ROWS = 1024
 
 def convert(
     path: str | Path,
-    output: Path,
+    output: str | Path,
     precision: Precision = "float32",
     strict: bool = False,
     progress: Progress = silent,
@@ -59,7 +58,8 @@ def convert(
     opened = open_file(Path(path))
     faults = FaultList(opened, strict)
     seen: set[bytes] = set()
-    num_duplicates = 0
+    output = Path(output)
+    check_output(output, [opened.source.path])
     with _beside(output) as folder:
         with TableWriter(folder / "table", opened.vectors.dimension, precision) as writer:
             for block, (indexes, parsed) in read_parts(opened.vectors, None, every_row):
@@ -68,8 +68,9 @@ def convert(
                 wrong = {fault.at for fault in rows.faults}
                 kept = []
                 for index in sorted({*range(len(block.words))} - wrong):
-                    num_duplicates += block.words[index] in seen
-                    if block.words[index] not in seen:
+                    if block.words[index] in seen:
+                        faults.add_again([block.words[index]])
+                    else:
                         seen.add(block.words[index])
                         kept.append(index)
                 writer.add([block.words[index] for index in kept], rows.matrix[kept])
@@ -85,31 +86,46 @@ def convert(
         dimension=opened.vectors.dimension,
         precision=precision,
         num_bytes=output.stat().st_size,
-        num_duplicates=num_duplicates,
+        num_duplicates=faults.num_duplicates,
         faults=faults.counts(),
         seconds=time.perf_counter() - start_seconds,
     )
 
 
 def export(table: Table, output: Path) -> None:
-    """Write the rows of a table in the format of the name ``output``; only one of ours keeps rows without a vector.
+    """Write the rows of a table in the format of the name ``output``.
+
+    A table of ours and an array keep all rows; text and word2vec's binary have those that were found alone.
 
     Raises:
         EmbeddingError: if a word cannot be written in that format.
         OutputError: as `convert`.
     """
+    check_output(output)
     with _beside(output) as folder:
         if output.suffix == ".safetensors":
             shutil.copyfile(table.path, folder / "table")
         _write(table, folder, output)
 
 
-def check_name(output: Path) -> None:
-    """Refuse a name that says no format.
+def outputs_of(output: Path) -> list[Path]:
+    """Return the files that are written: of an array also the one with its words."""
+    return [output, output.with_suffix(".txt")] if output.suffix == ".npy" else [output]
+
+
+def check_output(output: Path, inputs: Iterable[Path] = ()) -> None:
+    """Refuse a name that says no format, and an array whose words would replace what they are made of.
 
     Raises:
-        OutputError: it lists those that do.
+        OutputError: it says what to give instead.
     """
+    words = outputs_of(output)[-1]
+    if output.suffix == ".npy" and any(path.exists() and words.exists() and path.samefile(words) for path in inputs):
+        raise OutputError(
+            f"the words of {output} would be written to {words}, which is what they are taken from: give another -o"
+        )
+    if output.is_dir():
+        raise OutputError(f"{output} is a folder: give -o the name of a file in it")
     if output.suffix not in {".safetensors", *_WRITERS}:
         raise OutputError(
             f"cannot tell from the name {output} what to write: give -o a name in .safetensors, {', '.join(_WRITERS)}"
@@ -119,10 +135,14 @@ def check_name(output: Path) -> None:
 @contextmanager
 def _beside(output: Path) -> Iterator[Path]:
     """Give a folder on the disk of the output, which is gone afterwards."""
-    check_name(output)
+    folder = output.with_name(f".{output.name}.part")
     try:
-        with tempfile.TemporaryDirectory(prefix=f".{output.name}-", dir=output.parent) as folder:
-            yield Path(folder)
+        shutil.rmtree(folder, ignore_errors=True)  # of a process that was killed
+        folder.mkdir()
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
     except OSError as error:
         raise OutputError(f"cannot write {output}: {error.strerror}; free some space or give another -o") from error
 
@@ -189,17 +209,14 @@ def _word2vec_binary(table: Table, folder: Path) -> None:
 
 
 def _npy(table: Table, folder: Path) -> None:
-    shape = (_num_rows(table), table.vectors.shape[1])
-    array = np.lib.format.open_memmap(folder / "new", "w+", table.vectors.dtype, shape)
-    at = 0
+    np.save(folder / "array.npy", table.vectors)
+    (folder / "array.npy").rename(folder / "new")
+    words = ["" if word is None else word for word in table.texts()]
     with (folder / "words").open("wb") as file:
-        for words, vectors in _rows(table):
-            for word in words:
-                _refuse(word, b"\r\n")
-            file.write(b"".join([word + b"\n" for word in words]))
-            array[at : at + len(words)] = vectors
-            at += len(words)
-    array.flush()
+        for word in words:
+            raw = word.encode("utf-8", "surrogatepass")
+            _refuse(raw, b"\r\n")
+            file.write(raw + b"\n")
 
 
 _WRITERS: dict[str, Callable[[Table, Path], None]] = {

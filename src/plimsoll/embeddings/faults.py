@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -17,6 +19,7 @@ _NAMES: dict[FaultKind, str] = {
     "finite": "NaN or infinite",
     "utf-8": "a word that is not UTF-8",
     "truncated": "cut off",
+    "header": "wrong header",
 }
 
 
@@ -25,13 +28,14 @@ class FaultList:
 
     Attributes:
         num_words: words so far, those with faults included.
+        num_duplicates: words that came again.
     """
 
     def __init__(self, opened: Opened, strict: bool) -> None:
         self._opened, self._strict = opened, strict
         self._counts: dict[FaultKind, int] = {}
         self._examples: dict[FaultKind, list[str]] = {}
-        self.num_words = 0
+        self.num_words = self.num_duplicates = 0
 
     def add(self, block: Block, indexes: NDArray[np.int64], rows: Rows) -> None:
         """Add the faults of a part, and those of the vectors that were parsed of it.
@@ -45,7 +49,7 @@ class FaultList:
         self.num_words += block.num_words
 
     def end(self) -> None:
-        """Say so if the file has fewer words than it promises.
+        """Say so if the file has fewer words than it promises, or more.
 
         Raises:
             EmbeddingError: as `add`.
@@ -53,6 +57,22 @@ class FaultList:
         promised = self._opened.vectors.num_promised
         if promised is not None and self.num_words < promised and "truncated" not in self._counts:
             self._add("truncated", f"{self.num_words:,} of the {promised:,} words that the header promises")
+        elif promised is not None and self.num_words > promised:
+            self._add("header", f"it promises {promised:,} words, and there are {self.num_words:,}")
+
+    def add_again(self, words: Iterable[bytes]) -> None:
+        """Count words that were in the file before.
+
+        Raises:
+            EmbeddingError: as `add`.
+        """
+        for word in words:
+            if self._strict:
+                raise EmbeddingError(
+                    f"{self._opened.source.name}: {word.decode('utf-8', 'replace')!r} is there more than once: remove "
+                    "all but one, or leave out --strict to take the first"
+                )
+            self.num_duplicates += 1
 
     def counts(self) -> tuple[FaultCount, ...]:
         """Return what was found."""
@@ -74,7 +94,7 @@ class FaultList:
 
     def _place(self, at: int) -> str:
         number = self._opened.vectors.first_number + self.num_words + at
-        return f"line {number:,}" if self._opened.format in {"glove", "word2vec_text"} else f"word {number:,}"
+        return f"{self._opened.vectors.counted} {number:,}"
 
 
 def _in_part(fault: Fault, block: Block, index: int) -> Fault:

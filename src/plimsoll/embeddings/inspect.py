@@ -42,7 +42,7 @@ def look_at(path: str | Path, strict: bool = False, progress: Progress = silent)
     faults = FaultList(opened, strict)
     seen: set[bytes] = set()
     first_words: list[bytes] = []
-    num_duplicates, lengths = 0, [np.empty(0)]
+    lengths = [np.empty(0)]
     for block, (indexes, rows) in read_parts(opened.vectors, None, every_row):
         faults.add(block, indexes, rows)
         is_usable = np.ones(len(indexes), np.bool_)
@@ -50,9 +50,10 @@ def look_at(path: str | Path, strict: bool = False, progress: Progress = silent)
         usable = rows.matrix[is_usable]
         lengths.append(np.sqrt(np.einsum("ij,ij->i", usable, usable, dtype=np.float64)))
         first_words += block.words[: max(_SHOWN_WORDS - len(first_words), 0)]
-        num_before = len(seen)
-        seen.update(block.words)
-        num_duplicates += len(block.words) - (len(seen) - num_before)
+        for word in block.words:
+            if word in seen:
+                faults.add_again([word])
+            seen.add(word)
         progress("vectors", round(opened.vectors.share_read() * 1000), 1000)
     faults.end()
     norms = np.concatenate(lengths)
@@ -63,7 +64,7 @@ def look_at(path: str | Path, strict: bool = False, progress: Progress = silent)
         dimension=opened.vectors.dimension,
         num_words=len(seen),
         num_promised=opened.vectors.num_promised,
-        num_duplicates=num_duplicates,
+        num_duplicates=faults.num_duplicates,
         faults=faults.counts(),
         first_words=tuple(word.decode("utf-8", "replace") for word in first_words),
         norms=(float(norms.min()), float(np.median(norms)), float(norms.max())) if len(norms) else None,

@@ -11,14 +11,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
 from plimsoll.embeddings.opening import open_file
 from plimsoll.embeddings.subsets import Subset, take_subset
 from plimsoll.embeddings.table import Table, open_table
-from plimsoll.embeddings.wanted import PADDING
 from plimsoll.errors import EmbeddingError
 
 
@@ -48,11 +46,12 @@ def load(
     """
     table = _table_of(source, vocabulary, options)
     weight = torch.from_numpy(open_table(table.path, "copy").vectors)
-    padding = np.flatnonzero(table.found == PADDING)
+    if dtype is not None and not dtype.is_floating_point:
+        raise EmbeddingError(f"vectors cannot be {dtype}: give a floating-point type, such as torch.float16")
     embedding = nn.Embedding(
         weight.shape[0],
         weight.shape[1],
-        padding_idx=int(padding[0]) if len(padding) else None,
+        padding_idx=table.padding,
         sparse=sparse,
         _weight=weight if dtype is None else weight.to(dtype),
     )

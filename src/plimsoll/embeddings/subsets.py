@@ -19,7 +19,7 @@ import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 import xxhash
@@ -46,6 +46,7 @@ _RECIPE = 1  # raise it when the same file, words and options give other rows
 _BLOCK_BYTES = 1 << 20
 _MOST_MISSES = 20
 _SHOWN_WORDS = 5
+_SHOWN_BYTES = 40
 
 
 class _Options(NamedTuple):
@@ -70,12 +71,6 @@ class Subset(NamedTuple):
         """The vectors (words, dimension), which cannot be written to."""
         return self.table.vectors
 
-    @property
-    def padding(self) -> int | None:
-        """The row that is for padding, if one is."""
-        rows = np.flatnonzero(self.table.found == PADDING)
-        return int(rows[0]) if len(rows) else None
-
 
 class _File(NamedTuple):
     path: str
@@ -93,7 +88,7 @@ def take_subset(
     strict: bool = False,
     seed: int = 0,
     padding: str | None = None,
-    cache: Path | None = None,
+    cache: str | Path | None = None,
     progress: Progress = silent,
 ) -> Subset:
     """Return the rows of the words of ``vocabulary``, from the cache if they are there.
@@ -118,8 +113,9 @@ def take_subset(
     """
     words = vocabulary_of(vocabulary, padding)
     options = _Options(missing, ignore_case, precision, strict, seed)
+    _require_known(options)
     file = Source(Path(source))
-    folder = (cache or cache_folder() / "embeddings").absolute() / f"subset-{_key(file, words, options)}"
+    folder = Path(cache or cache_folder() / "embeddings").absolute() / f"subset-{_key(file, words, options)}"
     facts = stored(
         folder,
         partial(_write, file, words, options, progress),
@@ -128,6 +124,17 @@ def take_subset(
     table = open_rows(folder)
     known = facts["subset"] | {"source": file.name, "vocabulary": words.name, "folder": str(folder)}
     return Subset(table, SubsetFacts.model_validate(known | _hits(table.found, words)), facts["digest"])
+
+
+def _require_known(options: _Options) -> None:
+    for name, value, known in (
+        ("missing", options.missing, get_args(Missing)),
+        ("precision", options.precision, get_args(Precision)),
+    ):
+        if value not in known:
+            raise EmbeddingError(f"{name} is {value!r}: give one of {', '.join(known)}")
+    if not isinstance(options.seed, int) or options.seed < 0:
+        raise EmbeddingError(f"the seed is {options.seed!r}: give a whole number from 0")
 
 
 def open_rows(folder: Path) -> Table:
@@ -141,10 +148,11 @@ def open_rows(folder: Path) -> Table:
 
 
 def _key(source: Source, words: Vocabulary, options: _Options) -> str:
-    path = source.path
-    status = path.stat()
-    file = _File(str(path.absolute()), status.st_size, status.st_mtime_ns)
-    identity = [[*entry[1:3], entry[3].hex()] for entry in identity_of([file])]  # wherever it is
+    files = []
+    for path in (source.path, *source.companions()):
+        status = path.stat()
+        files.append(_File(str(path.absolute()), status.st_size, status.st_mtime_ns))
+    identity = [[*entry[1:3], entry[3].hex()] for entry in identity_of(files)]  # wherever they are
     facts = [_RECIPE, identity, source.member, words.key, *options]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
@@ -181,7 +189,7 @@ def _write(source: Source, words: Vocabulary, options: _Options, progress: Progr
         "missing": options.missing,
         "num_file_words": faults.num_words,
         "num_promised": opened.vectors.num_promised,
-        "num_duplicates": wanted.num_duplicates,
+        "num_duplicates": faults.num_duplicates,
         "faults": [fault.model_dump() for fault in faults.counts()],
         "mean": float(mean.mean()),
         "deviation": float(deviation.mean()),
@@ -208,7 +216,9 @@ def _fill(table: Table, wanted: Wanted, opened: Opened, options: _Options, progr
         # What else was parsed depends on which part was read first.
         matter = tuple(fault for fault in rows.faults if int(indexes[fault.at]) in pairs.refused)
         faults.add(block, indexes, rows._replace(faults=matter))
-        table.vectors[pairs.rows] = rows.matrix[row_of[pairs.indexes]]
+        faults.add_again(pairs.again)
+        if len(pairs.rows):
+            table.vectors[pairs.rows] = rows.matrix[row_of[pairs.indexes]]
         progress("vectors", round(vectors.share_read() * 1000), 1000)
     faults.end()
     return faults
@@ -261,6 +271,7 @@ def _hits(state: NDArray[np.uint8], words: Vocabulary) -> dict[str, Any]:
     counts = words.counts
     if counts is not None:
         missed = missed[np.argsort(-counts[missed], kind="stable")]
+        missed = missed[counts[missed] > 0]
     hits: dict[str, Any] = {
         "num_words": int(is_word.sum()),
         "num_exact": int((state == EXACT).sum()),
@@ -280,7 +291,9 @@ def _hits(state: NDArray[np.uint8], words: Vocabulary) -> dict[str, Any]:
 
 def _no_hits(opened: Opened, words: Vocabulary) -> str:
     part = next(iter(opened.vectors.parts(None)), None)
-    theirs = ", ".join(word.decode("utf-8", "replace") for word in (part().words[:_SHOWN_WORDS] if part else []))
+    theirs = ", ".join(
+        word[:_SHOWN_BYTES].decode("utf-8", "replace") for word in (part().words[:_SHOWN_WORDS] if part else [])
+    )
     known = [word for word in words.words if word is not None]
     ours = ", ".join([word for word in known if word.isalpha()] or known)[:80]
     return (

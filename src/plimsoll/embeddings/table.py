@@ -20,7 +20,7 @@ from typing import Any, Literal, NamedTuple, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from plimsoll.embeddings.wanted import EXACT
+from plimsoll.embeddings.wanted import EXACT, PADDING
 from plimsoll.errors import EmbeddingError
 
 KIND = "plimsoll-embeddings"
@@ -42,6 +42,12 @@ class Table(NamedTuple):
     found: NDArray[np.uint8]
     words: NDArray[np.uint8]
     word_ends: NDArray[np.int64]
+
+    @property
+    def padding(self) -> int | None:
+        """The row that is for padding, if one is."""
+        rows = np.flatnonzero(self.found == PADDING)
+        return int(rows[0]) if len(rows) else None
 
     def texts(self) -> list[str | None]:
         """Return the word of each row; it takes a Python object per word."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 from plimsoll.errors import EmbeddingError
 
 PADDING, UNKNOWN = "<pad>", "<unk>"
-_BYTES_BEGIN = "Ġ"
-_WORD_BEGINS = (_BYTES_BEGIN, "▁")
+_BYTES_BEGIN, _SPACE = "Ġ", "▁"  # a space, as byte-level BPE and SentencePiece spell it
+_MARKED_SHARE = 0.05  # of the tokens of a tokenizer that does not say how it spells
 _INSIDE = "##"
 _MOST_EMPTY_ROWS = 10_000
 
@@ -90,12 +90,12 @@ def _by_row(rows: Mapping[str, Any]) -> list[str | None]:
     numbers = list(rows.values())
     if not all(isinstance(number, int) and number >= 0 for number in numbers) or len({*numbers}) != len(numbers):
         raise EmbeddingError(
-            f"a dictionary of {len(rows):,} words whose values are not their rows, each another: give a list, or for "
-            "collections.Counter"
+            f"a dictionary of {len(rows):,} words whose values are not their rows, each another: give a list, or a "
+            "collections.Counter of how often each is used"
         )
     if numbers and max(numbers) > 2 * len(numbers) + _MOST_EMPTY_ROWS:
         raise EmbeddingError(
-            f"the rows of {len(rows):,} words go up to {max(numbers):,}: give a list, or for counts a collections.Counter"
+            f"the rows of {len(rows):,} words go up to {max(numbers):,}: give a list, or a collections.Counter"
         )
     words: list[str | None] = [None] * (1 + max(numbers, default=-1))
     for word, number in rows.items():
@@ -144,24 +144,54 @@ def of_tokenizer(tokenizer: Any, name: str, padding: str | None = None) -> Vocab
     ids: dict[str, int] = tokenizer.get_vocab()
     if not ids:
         raise EmbeddingError(f"{name} has 0 tokens: give one that is trained")
-    special = set()
-    if hasattr(backend, "get_added_tokens_decoder"):
-        special = {str(token.content) for token in backend.get_added_tokens_decoder().values() if token.special}
-    has_begins = any(token.startswith(_WORD_BEGINS) and len(token) > 1 for token in ids)
     words: list[str | None] = [None] * (1 + max(ids.values()))
+    begin = _begin_of_words(backend, ids)
     for token, number in ids.items():
-        words[number] = None if token in special else _word_of(token, has_begins)
-    padding = padding or getattr(tokenizer, "pad_token", None)
+        words[number] = _word_of(token, begin)
+    if hasattr(backend, "get_added_tokens_decoder"):
+        for number, added in backend.get_added_tokens_decoder().items():
+            words[number] = None if added.special else str(added.content)
+    said = getattr(backend, "padding", None) or {}
+    padding = padding or getattr(tokenizer, "pad_token", None) or said.get("pad_token")
     if padding is not None and padding not in ids:
         raise EmbeddingError(f"{padding!r} is no token of {name}: name one of its tokens as padding, or leave it out")
     return Vocabulary(words, name, padding=None if padding is None else ids[padding])
 
 
-def _word_of(token: str, has_begins: bool) -> str | None:
-    if has_begins:
-        word = _spelled(token) if token.startswith(_BYTES_BEGIN) else token
-        return word[1:] or None if token.startswith(_WORD_BEGINS) else None
-    return None if token.startswith(_INSIDE) else token
+def said_padding(path: Path) -> str | None:
+    """Return the token for padding that is named beside a tokenizer: in its folder, or that of its file."""
+    folder = path if path.is_dir() else path.parent
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        try:
+            said = json.loads((folder / name).read_bytes()).get("pad_token")
+        except (OSError, ValueError, AttributeError):
+            continue
+        if said:
+            return str(said["content"] if isinstance(said, dict) else said)
+    return None
+
+
+def _begin_of_words(backend: Any, ids: Mapping[str, int]) -> str | None:
+    """Return what tokens that begin a word begin with; ``None``: nothing tells them from others."""
+    parts = [getattr(backend, name, None) for name in ("decoder", "pre_tokenizer", "normalizer")]
+    described = " ".join(repr(part) for part in parts if part is not None)
+    if described:
+        return _BYTES_BEGIN if "ByteLevel" in described else _SPACE if _SPACE in described else None
+    shares = {begin: sum(map(_begins_with(begin), ids)) / len(ids) for begin in (_BYTES_BEGIN, _SPACE)}
+    begin = max(shares, key=lambda each: shares[each])
+    return begin if shares[begin] > _MARKED_SHARE else None
+
+
+def _begins_with(begin: str) -> Callable[[str], bool]:
+    return lambda token: token.startswith(begin) and len(token) > 1
+
+
+def _word_of(token: str, begin: str | None) -> str | None:
+    if begin is None:
+        return None if token.startswith(_INSIDE) else token
+    if not token.startswith(begin):
+        return None
+    return (_spelled(token) if begin == _BYTES_BEGIN else token)[1:] or None
 
 
 def _spelled(token: str) -> str:
@@ -196,7 +226,7 @@ def _from_tokenizer_file(file: Path, padding: str | None) -> Vocabulary:
         backend = tokenizers.Tokenizer.from_buffer(file.read_bytes())
     except ValueError as error:
         raise EmbeddingError(f"{file} is no tokenizer of the `tokenizers` library ({error}): give another") from None
-    return of_tokenizer(backend, str(file), padding)
+    return of_tokenizer(backend, str(file), padding or said_padding(file))
 
 
 def _of_words(

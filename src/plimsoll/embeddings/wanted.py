@@ -20,12 +20,13 @@ _FORMS = 3  # of a word: the first three of these
 class Pairs(NamedTuple):
     """Rows and the words of a block that they take: ``rows[i]`` takes word ``indexes[i]``.
 
-    ``refused`` are the words that rows would have taken, had they a vector.
+    ``refused`` are the words that rows would have taken, had they a vector; ``again`` those that were there before.
     """
 
     rows: NDArray[np.int64]
     indexes: NDArray[np.int64]
     refused: frozenset[int]
+    again: tuple[bytes, ...]
 
 
 class Wanted:
@@ -33,7 +34,6 @@ class Wanted:
 
     Attributes:
         state: how each row came to its vector, as far as the file has been read.
-        num_duplicates: words that were in the file before.
         words: what may be looked for in a file, as bytes.
     """
 
@@ -48,7 +48,6 @@ class Wanted:
             else:
                 self._add(row, word, ignores_case)
         self._seen: set[bytes] = set()
-        self.num_duplicates = 0
 
     def _add(self, row: int, word: str, ignores_case: bool) -> None:
         forms = dict.fromkeys((word, word.lower(), word.capitalize()) if ignores_case else (word,))
@@ -82,9 +81,10 @@ class Wanted:
             is_usable: whether each has a vector; of one that has none, the next of its kind is taken.
         """
         taken: dict[int, int] = {}
-        refused = set()
+        refused, again = set(), []
         for index, word in enumerate(words):
-            self.num_duplicates += word in self._seen
+            if word in self._seen:
+                again.append(word)
             self._seen.add(word)
             takers = self._takers(word)
             if takers and not is_usable[index]:
@@ -94,4 +94,4 @@ class Wanted:
                 self.state[row] = form
                 taken[row] = index
         rows, indexes = (np.fromiter(numbers, np.int64, len(taken)) for numbers in (taken, taken.values()))
-        return Pairs(rows, indexes, frozenset(refused))
+        return Pairs(rows, indexes, frozenset(refused), tuple(again))

@@ -56,6 +56,16 @@ def prepare_embedding(model: nn.Module, source: VectorSource, num_rows: int) -> 
         JobError: if the model has none.
     """
     embedding = word_embedding(model, num_rows)
+    users = [
+        name
+        for name, module in model.named_modules()
+        if any(parameter is embedding.weight for parameter in module.parameters(recurse=False))
+    ]
+    if len(users) > 1 and not source.trainable:
+        raise JobError(
+            f"embeddings: the weight of {users[0]} is that of {users[1]} too, which would never be trained: set "
+            "embeddings.trainable to true, or make a model that does not tie them"
+        )
     embedding.weight.requires_grad_(source.trainable)
     return embedding
 

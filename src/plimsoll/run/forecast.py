@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from random import Random
 
-from plimsoll.assemble import choose_device
+from plimsoll.assemble import choose_device, require_vectors
 from plimsoll.data.sketch import sketch_texts
 from plimsoll.device.gpus import all_gpus
 from plimsoll.errors import InputError, JobError
@@ -98,6 +98,7 @@ class _Forecast:
     _traced: dict[tuple[int, int, str], Trace] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        require_vectors(self.job)
         self.texts = sketch_texts(self.job)
         budget_bytes = self.limit_bytes if self.limit_bytes is not None else self.job.budget.device_bytes
         self.target = find_target(

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from plimsoll.assemble import require_vectors
 from plimsoll.data.sketch import sketch_texts
 from plimsoll.memory.lowering.base import Lowering
 from plimsoll.models.build import build_model, loss_of
@@ -74,6 +75,7 @@ class JobSubject:
 
     def __init__(self, job: Job, started: StartedBaseline | None = None) -> None:
         self._job, self._started = job, started
+        require_vectors(job)
         self._texts = sketch_texts(job)
         self.batch_size = job.batch_size
         self.sequence_length: int | None = job.sequence_length

@@ -35,18 +35,36 @@ def test_the_output_is_of_the_format_of_its_name_and_is_not_overwritten(call, fo
     for name in ("rows.txt", "rows.vec", "rows.bin", "rows.safetensors"):
         done = call(*take, name)
         assert (done.code, done.out) == (0, f"{name}\n")
-        assert "3 of 4 words found" in done.err
+        assert "3 (75.0%) of the words" in done.err
     assert Path("rows.txt").read_text() == "the 0.1 0.2\nCat 0.1 -2.0\ndog 3.0 4.0\n"
     assert Path("rows.vec").read_text().startswith("3 2\nthe 0.1 0.2\n")
     again = call(*take, "rows.txt")
     assert (again.code, "rows.txt exists already and is not overwritten" in again.err) == (2, True)
-    array = call(*take, "rows.npy")  # whose words would be in rows.txt
+    array = call(*take, "rows.npy", "--missing", "zeros")  # whose words would be in rows.txt
     assert (array.code, "rows.txt exists already" in array.err) == (2, True)
     assert not Path("rows.npy").exists()
-    assert call(*take, "rows.npy", "--force").code == 0
-    assert np.load("rows.npy").tolist() == np.array([[0.1, 0.2], [0.1, -2], [3, 4]], np.float32).tolist()
-    assert Path("rows.txt").read_text() == "the\nCat\ndog\n"
+    assert call(*take, "rows.npy", "--missing", "zeros", "--force").code == 0
+    assert np.load("rows.npy").tolist() == np.array([[0.1, 0.2], [0.1, -2], [3, 4], [0, 0]], np.float32).tolist()
+    assert Path("rows.txt").read_text() == "the\nCat\ndog\nbird\n"
     assert sorted(path.name for path in Path().iterdir() if path.name.startswith((".", "rows.npy"))) == ["rows.npy"]
+
+
+def test_an_array_does_not_replace_what_it_is_made_of(call, folder):
+    done = call("embeddings", "convert", "glove.txt", "-o", "glove.npy", "--force")
+    assert (done.code, "which is what they are taken from: give another -o" in done.err) == (2, True)
+    done = call("embeddings", "subset", "glove.txt", "--vocabulary", "words.txt", "-o", "words.npy", "--force")
+    assert done.code == 2
+    assert Path("glove.txt").read_text() == GLOVE
+
+
+def test_what_is_wrong_is_also_said_where_there_is_an_output(call, folder):
+    Path("bad.txt").write_text("a 1 2\nb 1\na 3 4\nc nan 1\n")
+    done = call("embeddings", "convert", "bad.txt", "-o", "good.vec")
+    assert done.code == 0
+    assert all(said in done.err for said in ("wrong dimension", "line 2: 'b 1', 1 numbers, not 2", "twice", "NaN"))
+    Path("twice.txt").write_text("a 1 2\na 3 4\n")
+    strict = call("embeddings", "info", "twice.txt", "--strict")
+    assert (strict.code, "'a' is there more than once: remove all but one" in strict.err) == (2, True)
 
 
 def test_words_are_counted_in_texts_and_in_a_column_of_them(call, folder):
@@ -115,6 +133,12 @@ BAD = {
         ("info", "short.txt", "--strict"),
         "short.txt: line 2: 'b 1', 1 numbers, not 2 (wrong dimension): correct the file, or leave out --strict",
     ),
+    "of a corpus": (
+        ("subset", "glove.txt", "--vocabulary", "words.txt", "--min-count", "2"),
+        "--min-count is for words counted with --corpus: leave it out, or give that",
+    ),
+    "below a file": (("info", "glove.txt/inside.txt"), "glove.txt is no zip archive, so it holds no inside.txt"),
+    "a pipe": (("info", "pipe"), "pipe is no file that can be read more than once: write it to a disk"),
     "too rare": (
         ("subset", "glove.txt", "--corpus", "words.txt", "--min-count", "9"),
         "no word of words.txt is used 9 times or more: lower --min-count",
@@ -125,6 +149,7 @@ BAD = {
 @pytest.mark.parametrize("name", BAD)
 def test_what_cannot_be_used_is_said_with_what_to_do(call, folder, name):
     Path("empty.txt").touch()
+    os.mkfifo("pipe")
     Path("other.txt").write_text("xyzzy\nplugh\n")
     Path("short.txt").write_text("a 1 2\nb 1\nc 1 2\n")
     arguments, message = BAD[name]

@@ -45,6 +45,12 @@ FLAGS = {
         f"data {verb}": {"--set", "--cache", "--output", "-o", "--force", "--json"}
         for verb in ("index", "tokenize", "inspect", "bench")
     },
+    "embeddings subset": {
+        "--vocabulary", "--tokenizer", "--corpus", "--set", "--min-count", "--max-words", "--missing", "--padding",
+        "--ignore-case", "--precision", "--strict", "--seed", "--output", "-o", "--cache", "--force", "--json",
+    },
+    "embeddings info": {"--strict", "--json"},
+    "embeddings convert": {"--output", "-o", "--precision", "--strict", "--force", "--json"},
     "train-worker": {
         "--resume", "--from-step", "--resume-newest", "--rung", "--too-large-rung", "--restarts", "--quiet",
     },
@@ -73,7 +79,8 @@ def test_the_processes_that_a_run_starts_are_not_shown_to_people():
     ]
     visible = [name for name, command in COMMANDS.items() if not command.hidden]
     data = ["data index", "data tokenize", "data inspect", "data bench"]
-    assert visible == ["probe", "predict", "plan", "train", "report", *data]
+    vectors = ["embeddings subset", "embeddings info", "embeddings convert"]
+    assert visible == ["probe", "predict", "plan", "train", "report", *data, *vectors]
     assert all((name.split()[0] in shown) != command.hidden for name, command in COMMANDS.items())
 
 

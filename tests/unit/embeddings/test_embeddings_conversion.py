@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plimsoll.embeddings.conversion import check_name, convert, export
+from plimsoll.embeddings.conversion import check_output, convert, export
 from plimsoll.embeddings.opening import open_file
 from plimsoll.embeddings.subsets import take_subset
 from plimsoll.embeddings.table import open_table
@@ -91,7 +91,7 @@ def test_any_words_and_numbers_are_read_back_bit_for_bit(tmp_path_factory: pytes
     (folder / "x").write_bytes("".join(f"{word} {a!r} {b!r}\n" for word, a, b in lines).encode())
     first = {word.encode(): np.array([a, b], np.float32).tobytes() for word, a, b in reversed(lines)}
     for suffix in SUFFIXES:
-        convert(folder / "x", folder / f"out{suffix}", strict=True)
+        convert(folder / "x", folder / f"out{suffix}")
         words, rows = read(folder / f"out{suffix}")
         assert dict(zip(words, [row.tobytes() for row in rows], strict=True)) == first
 
@@ -110,14 +110,19 @@ def test_a_word_with_spaces_is_written_where_it_can_be(tmp_path: Path):
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 
-def test_a_subset_keeps_its_rows_only_in_a_table(source: Path, tmp_path: Path):
+def test_a_subset_keeps_all_rows_in_a_table_and_an_array_and_those_found_in_others(source: Path, tmp_path: Path):
     subset = take_subset(source, ["<pad>", "The", "absent", "été"], padding="<pad>", missing="mean")
     for suffix in SUFFIXES:
-        export(subset.table, tmp_path / f"out{suffix}")
-        words, rows = read(tmp_path / f"out{suffix}")
+        (tmp_path / suffix[1:]).mkdir()
+        export(subset.table, tmp_path / suffix[1:] / f"out{suffix}")
+        words, rows = read(tmp_path / suffix[1:] / f"out{suffix}")
+        if suffix == ".npy":
+            assert words == [b"<pad>", b"The", b"absent", "été".encode()]
+            assert rows.tobytes() == subset.rows.tobytes()
+            continue
         assert words == [b"The", "été".encode()]
         assert rows.tobytes() == MATRIX[[0, 2]].tobytes()
-    table = open_table(tmp_path / "out.safetensors")
+    table = open_table(tmp_path / "safetensors" / "out.safetensors")
     assert table.texts() == ["<pad>", "The", "absent", "été"]
     assert table.vectors.tobytes() == subset.rows.tobytes()
 
@@ -127,7 +132,7 @@ def test_a_name_that_says_no_format_is_refused_before_anything_is_read(tmp_path:
     with pytest.raises(
         OutputError, match=rf"cannot tell from the name .*{name} what to write: give -o a name in .safet"
     ):
-        check_name(tmp_path / name)
+        check_output(tmp_path / name)
     with pytest.raises((OutputError, EmbeddingError)):
         convert(tmp_path / "absent", tmp_path / name)
 

@@ -39,7 +39,8 @@ def test_faults_are_counted_by_kind_and_say_their_line(opened: Opened):
 
 
 def test_formats_that_are_no_text_count_words(opened: Opened):
-    faults = FaultList(opened._replace(format="word2vec_binary"), strict=False)
+    opened.vectors.counted = "word"
+    faults = FaultList(opened, strict=False)
     faults.num_words = 1_000_000
     add(faults, [Fault("utf-8", 3, "it")], [])
     assert faults.counts()[0].examples == (f"word {1_000_000 + opened.vectors.first_number + 3:,}: it",)
@@ -79,7 +80,23 @@ def test_what_is_cut_off_already_or_has_all_words_is_not_said_again(opened: Open
     faults.end()
     assert [fault.count for fault in faults.counts()] == [1]
     enough = FaultList(opened, strict=True)
-    add(enough, [], [])
-    add(enough, [], [])
+    enough.num_words = opened.vectors.num_promised
     enough.end()
     assert enough.counts() == ()
+
+
+def test_more_words_than_a_header_promises_are_a_fault_of_the_header(opened: Opened):
+    faults = FaultList(opened, strict=False)
+    faults.num_words = opened.vectors.num_promised + 6
+    faults.end()
+    assert faults.counts() == (
+        FaultCount(kind="wrong header", count=1, examples=("it promises 10 words, and there are 16",)),
+    )
+
+
+def test_words_that_come_again_are_counted_or_an_error(opened: Opened):
+    faults = FaultList(opened, strict=False)
+    faults.add_again([b"a", b"b"])
+    assert (faults.num_duplicates, faults.counts()) == (2, ())
+    with pytest.raises(EmbeddingError, match="'a' is there more than once: remove all but one, or leave out --strict"):
+        FaultList(opened, strict=True).add_again([b"a"])

@@ -26,6 +26,7 @@ def test_everything_is_counted(tmp_path: Path, packing: str):
     assert [(fault.kind, fault.examples) for fault in found.faults] == [
         ("not a number", ("line 5: 'bad': 'x' is no number",)),
         ("wrong dimension", ("line 6: 'short 1', 1 numbers, not 2",)),
+        ("wrong header", ("it promises 5 words, and there are 6",)),
     ]
     # The lengths of (0, -1), (3, 4), (9, 9) and (3e38, -3e38), the last of which overflows single precision if squared.
     assert found.norms == pytest.approx((1, (5 + 162**0.5) / 2, 18**0.5 * 1e38))

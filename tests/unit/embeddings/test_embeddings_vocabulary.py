@@ -8,7 +8,7 @@ import tokenizers
 from tokenizers import models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from plimsoll.embeddings.vocabulary import Vocabulary, of_counts, of_tokenizer, vocabulary_of
+from plimsoll.embeddings.vocabulary import Vocabulary, of_counts, of_tokenizer, said_padding, vocabulary_of
 from plimsoll.errors import EmbeddingError
 
 
@@ -54,11 +54,9 @@ def test_a_counter_has_the_counts_of_its_words():
 def test_a_dictionary_has_the_rows_of_its_words():
     words = vocabulary_of({"b": 3, "a": 0, "c": 1}, padding="a")
     assert (words.words, words.counts, words.padding) == (["a", "c", None, "b"], None, 0)
-    with pytest.raises(EmbeddingError, match=r"2 words whose values are not their rows.* counts a collections.Counter"):
+    with pytest.raises(EmbeddingError, match=r"2 words whose values are not their rows.* a list, or a collections"):
         vocabulary_of({"a": 7, "b": 7})
-    with pytest.raises(
-        EmbeddingError, match=r"the rows of 2 words go up to 54,321: give a list, or for counts a collections"
-    ):
+    with pytest.raises(EmbeddingError, match=r"the rows of 2 words go up to 54,321: give a list, or a collections"):
         vocabulary_of({"a": 54_321, "b": 7})
     with pytest.raises(EmbeddingError, match="a set of 2 words has no order for the rows: give a list"):
         vocabulary_of({"a", "b"})
@@ -168,3 +166,28 @@ def test_tokenizers_that_cannot_be_used_are_errors():
         EmbeddingError, match=r"'<pad>' is no token of the tokenizer: name one of its tokens as padding"
     ):
         vocabulary_of(of_words({"[UNK]": 0}), "<pad>")
+
+
+def test_the_padding_that_a_tokenizer_names_is_its_row(tmp_path: Path):
+    from transformers import PreTrainedTokenizerFast
+
+    PreTrainedTokenizerFast(tokenizer_object=of_words({"[PAD]": 0, "the": 1}), pad_token="[PAD]").save_pretrained(
+        tmp_path
+    )
+    for given in (tmp_path, tmp_path / "tokenizer.json"):
+        assert (said_padding(given), vocabulary_of(given).padding) == ("[PAD]", 0)
+    backend = of_words({"the": 0, "<p>": 1})
+    assert vocabulary_of(backend).padding is None
+    backend.enable_padding(pad_id=1, pad_token="<p>")
+    assert vocabulary_of(backend).padding == 1
+
+
+def test_how_a_tokenizer_spells_is_what_it_says_not_what_a_token_looks_like():
+    maltese = of_words({"Ġorġ": 0, "the": 1, "##s": 2})
+    maltese.decoder = tokenizers.decoders.WordPiece()
+    assert vocabulary_of(maltese).words == ["Ġorġ", "the", None]
+    maltese.add_tokens(["New York"])
+    assert vocabulary_of(maltese).words[3] == "New York"
+    spelled = of_words({"Ġcaf": 0, "the": 1, "ĠcafÃ©": 2})
+    spelled.decoder = tokenizers.decoders.ByteLevel()
+    assert vocabulary_of(spelled).words == ["caf", None, "café"]

@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 
 from plimsoll.embeddings.formats._sources import Source
 
-FaultKind = Literal["dimension", "number", "finite", "utf-8", "truncated"]
-"""What can be wrong: too few or too many numbers, what is no number, NaN or infinity, a word that is not UTF-8, an early end."""
+FaultKind = Literal["dimension", "number", "finite", "utf-8", "truncated", "header"]
+"""What can be wrong: too few or too many numbers, what is no number, NaN or infinity, a word that is not UTF-8, an
+early end, a header that says something else."""
 
 
 class Fault(NamedTuple):
@@ -63,6 +64,11 @@ class Vectors(Protocol):
     @property
     def num_promised(self) -> int | None:
         """How many words the file says it has, if it says so."""
+        ...
+
+    @property
+    def counted(self) -> str:
+        """What a place is called in messages: ``line`` in a file of text, otherwise ``word``."""
         ...
 
     @property

@@ -73,6 +73,8 @@ def dimension_of(head: bytes) -> int:
     lines = head.split(b"\n")
     lines = lines[:-1] or lines[: len(head) < HEAD_BYTES]
     lines = [line for line in islice(lines, _LOOKED_AT_LINES) if line.strip()]
+    if sum(b"  " in line.rstrip(_WHITE) for line in lines) * 2 > len(lines):
+        return 0  # fields are separated by one space: where there are more, the last number would be all of the vector
     found = Counter(_num_numbers(line) for line in lines)
     return found.most_common(1)[0][0] if found else 0
 
@@ -96,6 +98,8 @@ def is_number(field: bytes) -> bool:
 
 class Lines:
     """Word vectors in lines of text, read in parts that are whole lines."""
+
+    counted = "line"
 
     def __init__(self, source: Source, layout: Layout) -> None:
         self._source, self._layout = source, layout
@@ -360,14 +364,15 @@ def _cut(lines: list[bytes], places: NDArray[np.int64], reading: _Reading) -> Bl
         lines, places = list(compress(lines, is_likely)), places[np.array(is_likely, np.bool_)]
     fields = _Fields(lines, layout)
     words = fields.words()
-    bad = not_utf8([word or b"" for word in words]) if wanted is None else []  # no word that is wanted is such
-    faults = tuple(Fault("utf-8", int(places[index]), _shown(lines[index])) for index in bad)
     is_kept = [
         word is not None
         and (wanted is None or word in wanted.words)
         and not (separator in word and _has_numbers(word.split(separator)))
         for word in words
     ]
+    bad = not_utf8([word or b"" for word in words]) if wanted is None else []  # no word that is wanted is such
+    bad = [index for index in bad if is_kept[index]]
+    faults = tuple(Fault("utf-8", int(places[index]), _shown(lines[index])) for index in bad)
     for index in bad:
         is_kept[index] = False
     kept = np.flatnonzero(is_kept)

@@ -29,6 +29,7 @@ class Mapped:
         build: what makes vectors of other words; ``None``: nothing does.
     """
 
+    counted = "word"
     first_number = 1
 
     def __init__(

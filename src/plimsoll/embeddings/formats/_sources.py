@@ -6,6 +6,8 @@ Does NOT cover tar archives, encrypted archives and addresses on the network.
 
 from __future__ import annotations
 
+import glob
+import lzma
 import os
 import shutil
 import tempfile
@@ -24,8 +26,10 @@ HEAD_BYTES = 64 << 10
 _CHUNK_BYTES = 1 << 20
 _PIECE_BYTES = 256 << 10
 _GZIP = 31  # windowBits of zlib for a gzip header and checksum
-_GZIP_MAGIC, _ZIP_MAGIC = b"\x1f\x8b", b"PK\x03\x04"
-_BROKEN = (EOFError, zlib.error, zipfile.BadZipFile)
+_GZIP_MAGIC, _ZIP_MAGIC, _NUMPY_MAGIC = b"\x1f\x8b", b"PK\x03\x04", b"\x93NUMPY"
+_WORDS_SUFFIXES = (".txt", ".words", ".vocab", ".json")
+_WORDS_NAMES = ("words.txt", "vocab.txt", "vocabulary.txt", "vocab.json")
+_BROKEN = (EOFError, zlib.error, zipfile.BadZipFile, lzma.LZMAError)
 """What reading a compressed file raises where it is cut off or damaged."""
 
 
@@ -56,6 +60,8 @@ class Source:
                 self.member = _member(self.path, inner)
         elif magic.startswith(_GZIP_MAGIC):
             self.packing = "gzip"
+        if inner is not None and self.packing != "zip":
+            raise EmbeddingError(f"{self.path} is no zip archive, so it holds no {inner}: give {self.path} itself")
 
     @property
     def name(self) -> str:
@@ -75,6 +81,12 @@ class Source:
         """The first 64 KiB, fewer if the file is shorter."""
         with self.opened() as (file, _):
             return _read(file, HEAD_BYTES)[0]
+
+    def companions(self) -> list[Path]:
+        """Return the files beside it that some formats read as well: what they hold is part of what this one says."""
+        own = sorted(self.path.parent.glob(f"{glob.escape(self.path.name)}.*.npy"))
+        is_array = self.head.startswith(_NUMPY_MAGIC)
+        return [path for path in [*own, *(words_files(self.path) if is_array else ())] if path.is_file()]
 
     @contextmanager
     def opened(self) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
@@ -151,6 +163,8 @@ class Source:
                 f"cannot read {self.path} ({error.strerror or error}): check the path, or allow reading it"
             ) from None
         except (zipfile.BadZipFile, NotImplementedError, RuntimeError) as error:
+            if "encrypted" in str(error):
+                raise EmbeddingError(f"{self.path} is encrypted: give it unpacked, with its password") from None
             raise EmbeddingError(f"cannot read the archive {self.path} ({error}): download it again") from None
 
 
@@ -197,6 +211,12 @@ def _read(file: IO[bytes], num_bytes: int) -> tuple[bytes, bool]:
     return b"".join(pieces), False
 
 
+def words_files(path: Path) -> list[Path]:
+    """Return where the words of an array without words may be, in the order in which they are looked for."""
+    own = [path.with_suffix(suffix) for suffix in _WORDS_SUFFIXES]
+    return [*own, *(path.with_name(name) for name in _WORDS_NAMES)]
+
+
 def _archive_and_member(path: Path) -> tuple[Path, str | None]:
     """Part ``archive.zip/name`` where ``archive.zip`` is a file."""
     for parent in path.parents:
@@ -204,6 +224,8 @@ def _archive_and_member(path: Path) -> tuple[Path, str | None]:
             return parent, str(path.relative_to(parent))
     if path.is_dir():
         raise EmbeddingError(f"{path} is a folder: name the file with the vectors in it")
+    if path.exists() and not path.is_file():
+        raise EmbeddingError(f"{path} is no file that can be read more than once: write it to a disk, and give that")
     if not path.exists():
         where = f" (relative to {Path.cwd()})" if not path.is_absolute() else ""
         raise EmbeddingError(
@@ -216,13 +238,14 @@ def _archive_and_member(path: Path) -> tuple[Path, str | None]:
 def _member(path: Path, inner: str | None) -> str:
     with zipfile.ZipFile(path) as archive:
         names = [info.filename for info in archive.infolist() if not info.is_dir()]
+    names = [name for name in names if not name.startswith("__MACOSX/")] or names  # what macOS adds of its own
+    if not names:
+        raise EmbeddingError(f"{path} holds 0 files: give an archive with a file of word vectors")
     if inner is None and len(names) == 1:
         return names[0]
     if inner in names:
         return str(inner)
     listed = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
     if inner is None:
-        raise EmbeddingError(
-            f"{path} holds {len(names)} files ({listed}): name one as {path}/{names[0] if names else 'NAME'}"
-        )
+        raise EmbeddingError(f"{path} holds {len(names)} files ({listed}): name one as {path}/{names[0]}")
     raise EmbeddingError(f"{path} holds no file {inner} but {listed}: name one of them")

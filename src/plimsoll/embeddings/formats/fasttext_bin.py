@@ -69,6 +69,7 @@ class _Part(NamedTuple):
 
 
 class _Model:
+    counted = "word"
     first_number = 1
 
     def __init__(self, source: Source, path: Path) -> None:

@@ -2,10 +2,11 @@
 
 https://numpy.org/doc/stable/reference/generated/numpy.lib.format.html: a floating-point array (words, dimension), of
 either byte order, in C or Fortran order, mapped; its numbers become float32. The words of ``x.npy`` are those of the
-first file that is there of ``x.txt``, ``x.words``, ``x.vocab``, ``x.json``, ``words.txt``, ``vocab.txt``,
-``vocabulary.txt``, ``vocab.json``: a word in each line (what is before the newline; a return before it is not part of
-it), or a JSON list of words, or a JSON object with the row of each word. Nothing is unpickled. It does NOT cover .npz
-archives, compressed .npy files, which cannot be mapped and have no words beside them, and words with newlines in .txt.
+first file that is there, and holds no vectors itself, of ``x.txt``, ``x.words``, ``x.vocab``, ``x.json``,
+``words.txt``, ``vocab.txt``, ``vocabulary.txt``, ``vocab.json``: a word in each line (what is before the newline; a
+return before it is not part of it), or a JSON list of words, or a JSON object with the row of each word. Nothing is
+unpickled. It does NOT cover .npz archives, compressed .npy files, which cannot be mapped and have no words beside them,
+and words with newlines in .txt.
 """
 
 from __future__ import annotations
@@ -17,15 +18,14 @@ from pathlib import Path
 from typing import Any
 
 from plimsoll.embeddings.formats._blocks import MAX_WORD_BYTES
+from plimsoll.embeddings.formats._lines import dimension_of
 from plimsoll.embeddings.formats._mapped import Mapped, gathered, in_pieces, mapped_array
-from plimsoll.embeddings.formats._sources import Source
+from plimsoll.embeddings.formats._sources import HEAD_BYTES, Source, words_files
 from plimsoll.errors import EmbeddingError
 
 TITLE = "numpy array with words"
 
 _MAGIC = b"\x93NUMPY"
-_OWN_NAMES = ("txt", "words", "vocab", "json")
-_SHARED_NAMES = ("words.txt", "vocab.txt", "vocabulary.txt", "vocab.json")
 _CHUNK_BYTES = 1 << 20
 
 
@@ -43,7 +43,7 @@ def open_vectors(source: Source) -> Mapped:
         )
     matrix = mapped_array(source.path)
     vectors, dimension = partial(gathered, matrix), matrix.shape[1]
-    path = _words_file(source.path)
+    path = _words_file(source.path, dimension)
     if path.suffix == ".json":
         words = _from_json(path, len(matrix))
         _require_as_many(path, len(words), source, len(matrix))
@@ -52,16 +52,21 @@ def open_vectors(source: Source) -> Mapped:
     return Mapped(lambda: _lines(path), len(matrix), dimension, vectors)
 
 
-def _words_file(path: Path) -> Path:
-    own = [path.with_name(f"{path.name.removesuffix('.npy')}.{ending}") for ending in _OWN_NAMES]
-    candidates = [*own, *map(path.with_name, _SHARED_NAMES)]
+def _words_file(path: Path, dimension: int) -> Path:
+    candidates = words_files(path)
     for candidate in candidates:
-        if candidate.is_file() and candidate != path:
+        if candidate.is_file() and candidate != path and not _holds_vectors(candidate, dimension):
             return candidate
     raise EmbeddingError(
-        f"{path} has no words: write them, one per line in the order of the rows, into {own[0].name} beside it (looked "
-        f"for: {', '.join(candidate.name for candidate in candidates)})"
+        f"{path} has no words: write them, one per line in the order of the rows, into {candidates[0].name} beside it "
+        f"(looked for: {', '.join(candidate.name for candidate in candidates)})"
     )
+
+
+def _holds_vectors(path: Path, dimension: int) -> bool:
+    """Whether a file is what the array was made of: words with as many numbers as the array has."""
+    with _opened(path) as file:
+        return dimension_of(file.read(HEAD_BYTES)) == dimension
 
 
 def _require_as_many(path: Path, num_words: int, source: Source, num_rows: int) -> None:

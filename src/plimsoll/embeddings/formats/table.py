@@ -36,6 +36,7 @@ class TableVectors:
     """A table as a source of vectors."""
 
     num_promised = None
+    counted = "word"
     first_number = 1
 
     def __init__(self, source: Source) -> None:

@@ -92,6 +92,7 @@ def open_vectors(source: Source) -> _Binary:
 
 
 class _Binary:
+    counted = "word"
     first_number = 1
 
     def __init__(self, source: Source, num_promised: int, dimension: int, begin: int) -> None:

@@ -12,6 +12,7 @@ import re
 from plimsoll.embeddings.formats._lines import Layout, Lines, dimension_of, separator_of
 from plimsoll.embeddings.formats._sources import Source
 
+_MOST_DIGITS = 18
 TITLE = "word2vec text (fastText .vec)"
 _BEGIN_OF_NUMBER = re.compile(rb"[-+0-9.eEnaif]*")
 
@@ -31,7 +32,7 @@ def open_vectors(source: Source) -> Lines:
 def _layout(head: bytes) -> Layout | None:
     header, _, rest = head.partition(b"\n")
     fields = header.split()
-    if len(fields) != 2 or not all(field.isdigit() for field in fields):
+    if len(fields) != 2 or not all(field.isdigit() and len(field) <= _MOST_DIGITS for field in fields):
         return None
     num_words, dimension = map(int, fields)
     first_line, newline, _ = rest.partition(b"\n")
