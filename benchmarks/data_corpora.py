@@ -31,13 +31,15 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from rich.console import Console
 from rich.table import Table
+
+from _private_memory import private_bytes
 
 SHOWN = Console(width=140)
 LINES_PER_WRITE = 100_000
@@ -64,17 +66,6 @@ def generate(path: Path, num_lines: int, seed: int = 0) -> None:
 
 
 # -- arms, each in a process of its own --------------------------------------------------------------------------------
-
-
-def private_bytes() -> int:
-    """Return the private memory of this process and those it forked; pages they still share count once."""
-    own, num_bytes = Path("/proc/self"), 0
-    children = " ".join(path.read_text() for path in own.glob("task/*/children")).split()
-    for process in (own, *(Path("/proc") / child for child in children)):
-        with suppress(OSError):  # it has ended by now
-            lines = (process / "smaps_rollup").read_text().splitlines()
-            num_bytes += int(next(line for line in lines if line.startswith("Pss_Anon")).split()[1]) << 10
-    return num_bytes
 
 
 @contextmanager

@@ -1,17 +1,18 @@
 """20,000 of 400,000 word vectors: how long it takes, and in how much memory, beside everything people use for it.
 
     python benchmarks/embeddings_subset.py                               # generates 1.0 GB; 5 rounds
-    python benchmarks/embeddings_subset.py --rivals .rivals/bin/python   # which has gensim, pytorch-nlp and polars
+    python benchmarks/embeddings_subset.py --rivals .rivals/bin/python   # which has gensim and pytorch-nlp
     python benchmarks/embeddings_subset.py --words 2196017 --rounds 3    # the size of glove.840B.300d.txt, 5.6 GB
     python benchmarks/embeddings_subset.py --vectors glove.6B.300d.txt   # any file of GloVe's text
 
 Each arm runs in an interpreter of its own, in interleaved rounds, with its libraries imported before the clock starts;
 figures are medians. Arms: the file read and nothing else; lines scanned as bytes and only wanted ones parsed, with two
 parsers (the best that is short to write in Python); the loop of the tutorials; Plimsoll, into an empty cache each time,
-synced to the disk; PyTorch-NLP with ``is_include``; polars; gensim, which loads all (one round). All must come to the
-same rows. Memory is the peak of private memory over the interpreter with its imports, in brackets over a bare one;
-Plimsoll's rows are in a file that is mapped and count apart. Then: opening from the cache, four processes with the same
-rows, and archives beside their bare decompression. Prints tables, and as its last line one JSON object. Linux only.
+synced to the disk; PyTorch-NLP with ``is_include``; gensim, which loads all (one round). All must come to the same
+rows. Memory is the peak of private memory, of all processes, over the interpreter with its imports, in brackets over a
+bare one; Plimsoll's rows are in a file that is mapped and count apart. Then: opening from the cache, four processes
+with the same rows, and archives beside their bare decompression. Prints tables, and as its last line one JSON object.
+Linux only.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+from _private_memory import private_bytes
 
 NUM_WANTED, NUM_ABSENT = 20_000, 100
 CHUNK_BYTES = 1 << 20
@@ -158,25 +161,6 @@ def pytorch_nlp(path: Path, wanted: list[str], cache: Path) -> Callable[[], Any]
     return work
 
 
-def with_polars(path: Path, wanted: list[str], cache: Path) -> Callable[[], Any]:
-    import numpy as np
-    import polars
-
-    def work() -> Any:
-        frame = (
-            polars.scan_csv(path, separator=" ", has_header=False, quote_char=None)
-            .filter(polars.col("column_1").is_in(wanted))
-            .collect(engine="streaming")
-        )
-        found = frame[:, 1:].to_numpy().astype(np.float32)
-        rows = np.zeros((len(wanted), found.shape[1]), np.float32)
-        row_of = {word: row for row, word in enumerate(wanted)}
-        rows[[row_of[word] for word in frame["column_1"]]] = found
-        return rows
-
-    return work
-
-
 def with_gensim(path: Path, wanted: list[str], cache: Path) -> Callable[[], Any]:
     import numpy as np
     from gensim.models import KeyedVectors
@@ -218,18 +202,12 @@ ARMS: dict[str, Callable[[Path, list[str], Path], Callable[[], Any]]] = {
     "bytes scan, np.array(split)": bytes_scan(_from_fields),
     "tutorial loop": tutorial_loop,
     "Plimsoll": plimsoll,
-    "polars": with_polars,
     "PyTorch-NLP": pytorch_nlp,
     "gensim": with_gensim,
     "decompression": decompress,
 }
-RIVALS = ("polars", "PyTorch-NLP", "gensim")
+RIVALS = ("PyTorch-NLP", "gensim")
 ONCE = ("gensim",)
-
-
-def private_bytes() -> int:
-    """Return the private memory of this process that is not backed by a file."""
-    return next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith("RssAnon"))
 
 
 def arm_process(name: str, path: Path, wanted_file: Path, cache: Path) -> None:
@@ -240,7 +218,7 @@ def arm_process(name: str, path: Path, wanted_file: Path, cache: Path) -> None:
     peaks, is_over = [before_bytes], threading.Event()
 
     def watch() -> None:
-        while not is_over.wait(0.005):
+        while not is_over.wait(0.01):
             peaks.append(max(peaks.pop(), private_bytes()))
 
     watcher = threading.Thread(target=watch)
@@ -425,7 +403,7 @@ def main() -> None:
     parser.add_argument("--words", type=int, default=400_000)
     parser.add_argument("--dimension", type=int, default=300)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--rivals", type=Path, help="a Python that has gensim, pytorch-nlp and polars")
+    parser.add_argument("--rivals", type=Path, help="a Python that has gensim and pytorch-nlp")
     parser.add_argument("--vectors", type=Path, help="a file of GloVe's text; default: one that is generated")
     parser.add_argument("--data", help="a corpus, which is not needed here")
     parser.add_argument("--folder", type=Path, help="where generated files are and stay; default: a temporary one")

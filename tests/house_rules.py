@@ -21,7 +21,7 @@ from pathlib import PurePosixPath
 LAYERS = (
     {"errors"},
     {"records"},
-    {"identity", "store"},
+    {"identity", "store", "forked"},
     {"device", "data", "embeddings", "weights", "workload", "optimizers", "report"},
     {"models"},
     {"memory", "assemble"},

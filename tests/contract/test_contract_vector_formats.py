@@ -254,7 +254,7 @@ def usable(path: Path) -> tuple[list[tuple[bytes, bytes]], int]:
     opened = open_file(path)
     faults = FaultList(opened, strict=False)
     found = []
-    for block, (indexes, rows) in read_parts(opened.vectors, None, every_row):
+    for block, (indexes, rows), _ in read_parts(opened.vectors, None, every_row):
         faults.add(block, indexes, rows)
         wrong = {fault.at for fault in rows.faults}
         pairs = enumerate(zip(block.words, rows.matrix, strict=True))

@@ -11,15 +11,13 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-import signal
 import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from functools import lru_cache
-from multiprocessing import current_process, get_context
 from types import ModuleType
 from typing import NamedTuple, TypeVar
 
@@ -29,13 +27,13 @@ import xxhash
 from plimsoll.data.formats import Format, Found, Layout, Part, csv, jsonl, packed, text
 from plimsoll.data.formats._scanning import null_fault, opened
 from plimsoll.errors import DataError
+from plimsoll.forked import forked_pool
 
 PART_BYTES = 2 << 20
 _MOST_TASK_BYTES = 4 << 20
 _FILES_PER_TASK = 256
 _FORK_BYTES = 16 << 20  # from which starting processes (some 20 ms) is worth it
 _MOST_PROCESSES = 8  # each takes 6 to 12 MiB; more would wait for the one that writes the index
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _MALLOPT_TRIM_THRESHOLD, _MALLOPT_MMAP_MAX = -1, -4  # malloc.h
 
 _MODULES: dict[str, ModuleType] = {"text": text, "jsonl": jsonl, "csv": csv, "packed": packed}
@@ -83,8 +81,8 @@ class _Scanners:
     def __init__(self, stack: ExitStack, num_bytes: int) -> None:
         self.number = min(len(os.sched_getaffinity(0)), _MOST_PROCESSES)
         self._processes: ProcessPoolExecutor | None = None
-        if num_bytes >= _FORK_BYTES and not current_process().daemon:  # which may have no children
-            self._begin(stack)  # first of all: only a process without threads is forked safely
+        if num_bytes >= _FORK_BYTES:  # first of all: only a process without threads is forked safely
+            self._processes = forked_pool(stack, self.number, _begin_worker)
         self.threads = stack.enter_context(ThreadPoolExecutor(self.number))
         stack.callback(self.threads.shutdown, wait=True, cancel_futures=True)
 
@@ -105,15 +103,6 @@ class _Scanners:
             self._go_on_without_processes()
             return _scan_all(parts)
 
-    def _begin(self, stack: ExitStack) -> None:
-        pool = ProcessPoolExecutor(self.number, get_context("fork"), _begin_worker, (os.getpid(),))
-        stack.callback(pool.shutdown, wait=True, cancel_futures=True)
-        with warnings.catch_warnings(), suppress(OSError, BrokenProcessPool):
-            # A library may have started threads; what is called in the children takes none of their locks.
-            warnings.filterwarnings("ignore", ".*fork", DeprecationWarning)
-            pool.submit(int).result()
-            self._processes = pool
-
     def _go_on_without_processes(self) -> None:
         if self._processes is not None:
             self._processes = None
@@ -125,20 +114,11 @@ class _Scanners:
             )
 
 
-def _begin_worker(parent: int) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is interrupted, and ends this process
-    end_with(parent)
+def _begin_worker() -> None:
     library = ctypes.CDLL(None)
     if hasattr(library, "mallopt"):  # of glibc; or the arrays of every part are new pages: a fifth of the time
         library.mallopt(_MALLOPT_MMAP_MAX, 0)
         library.mallopt(_MALLOPT_TRIM_THRESHOLD, -1)
-
-
-def end_with(parent: int) -> None:
-    """Have the kernel end this process with the one that forked it, which may have ended by now."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
 
 
 def _in_order(

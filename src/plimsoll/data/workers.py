@@ -35,8 +35,8 @@ from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from plimsoll.data.batching import Cursor
-from plimsoll.data.scan import end_with
 from plimsoll.errors import KilledError, PlimsollError
+from plimsoll.forked import end_with
 from plimsoll.records.units import format_bytes
 
 _SHARED_MEMORY = "/dev/shm"

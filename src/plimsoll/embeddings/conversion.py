@@ -62,7 +62,7 @@ def convert(
     check_output(output, [opened.source.path])
     with _beside(output) as folder:
         with TableWriter(folder / "table", opened.vectors.dimension, precision) as writer:
-            for block, (indexes, parsed) in read_parts(opened.vectors, None, every_row):
+            for block, (indexes, parsed), share in read_parts(opened.vectors, None, every_row):
                 rows = in_precision(parsed, precision)
                 faults.add(block, indexes, rows)
                 wrong = {fault.at for fault in rows.faults}
@@ -74,7 +74,7 @@ def convert(
                         seen.add(block.words[index])
                         kept.append(index)
                 writer.add([block.words[index] for index in kept], rows.matrix[kept])
-                progress("vectors", round(opened.vectors.share_read() * 1000), 1000)
+                progress("vectors", round(share * 1000), 1000)
         faults.end()
         if not seen:
             raise EmbeddingError(f"{opened.source.name} has 0 words that can be used: see `plimsoll embeddings info`")

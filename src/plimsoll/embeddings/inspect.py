@@ -43,7 +43,7 @@ def look_at(path: str | Path, strict: bool = False, progress: Progress = silent)
     seen: set[bytes] = set()
     first_words: list[bytes] = []
     lengths = [np.empty(0)]
-    for block, (indexes, rows) in read_parts(opened.vectors, None, every_row):
+    for block, (indexes, rows), share in read_parts(opened.vectors, None, every_row):
         faults.add(block, indexes, rows)
         is_usable = np.ones(len(indexes), np.bool_)
         is_usable[[fault.at for fault in rows.faults]] = False
@@ -54,7 +54,7 @@ def look_at(path: str | Path, strict: bool = False, progress: Progress = silent)
             if word in seen:
                 faults.add_again([word])
             seen.add(word)
-        progress("vectors", round(opened.vectors.share_read() * 1000), 1000)
+        progress("vectors", round(share * 1000), 1000)
     faults.end()
     norms = np.concatenate(lengths)
     return VectorFile(

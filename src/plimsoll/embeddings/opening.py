@@ -8,10 +8,12 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack
 from pathlib import Path
 from types import ModuleType
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +33,7 @@ from plimsoll.embeddings.formats import (
 )
 from plimsoll.embeddings.formats._sources import Source
 from plimsoll.errors import EmbeddingError
+from plimsoll.forked import forked_pool
 
 FORMATS: dict[str, ModuleType] = {
     "table": table,
@@ -43,7 +46,9 @@ FORMATS: dict[str, ModuleType] = {
 }
 """In the order in which they are asked: what any text could be comes last."""
 
-_MOST_THREADS = 8
+_MOST_WORKERS = 8
+_FORKED_PARTS = 32  # from which starting processes is worth it
+_PARTS_PER_TASK = 8
 _SHOWN_BYTES = 24
 
 Result = TypeVar("Result")
@@ -87,32 +92,82 @@ def open_source(source: Source) -> Opened:
     )
 
 
-def _forgotten(indexes: NDArray[np.int64]) -> Rows:
-    raise AssertionError("the bytes of a part are gone once it has been read")
-
-
 def read_parts(
     vectors: Vectors, wanted: Collection[bytes] | None, read: Callable[[Block], Result]
-) -> Iterator[tuple[Block, Result]]:
-    """Yield the parts of a file in its order, each with what ``read`` makes of it, in threads and some parts ahead.
+) -> Iterator[tuple[Block, Result, float]]:
+    """Yield the parts of a file in its order, with what ``read`` makes of each, and how much has been read by then.
 
-    A part is only kept as its words and faults: ``rows`` of what is yielded is of no use.
+    They are read on all cores: by forked processes where the format says that its parts are worth them, else by
+    threads; some are ahead of what is yielded. A part is only kept as its words and faults: ``rows`` of what is yielded
+    is of no use.
     """
-    num_threads = min(len(os.sched_getaffinity(0)), _MOST_THREADS)
 
     def work(part: Callable[[], Block]) -> tuple[Block, Result]:
         block = part()
         result = read(block)
         return block._replace(rows=_forgotten), result
 
-    with ThreadPoolExecutor(num_threads) as threads:
-        waiting: deque[Future[tuple[Block, Result]]] = deque()
+    number = min(len(os.sched_getaffinity(0)), _MOST_WORKERS)
+    with ExitStack() as stack:
+        if vectors.num_parts >= _FORKED_PARTS and number > 1:
+            parts = list(vectors.parts(wanted))
+            pool = forked_pool(stack, number, _begin, parts, work)
+            if pool is not None:
+                yield from _of_processes(pool, parts, work, number)
+                return
+        yield from _of_threads(stack, vectors, wanted, work, number)
+
+
+Work = Callable[[Callable[[], Block]], tuple[Block, Result]]
+_INHERITED: dict[str, Any] = {}
+"""In a forked process: the parts, and what is done with each."""
+
+
+def _begin(parts: list[Callable[[], Block]], work: Work[Any]) -> None:
+    _INHERITED.update(parts=parts, work=work)
+
+
+def _do(begin: int, end: int) -> list[tuple[Block, Any]]:
+    return [_INHERITED["work"](part) for part in _INHERITED["parts"][begin:end]]
+
+
+def _of_processes(
+    pool: ProcessPoolExecutor, parts: list[Callable[[], Block]], work: Work[Result], number: int
+) -> Iterator[tuple[Block, Result, float]]:
+    tasks = [(begin, min(begin + _PARTS_PER_TASK, len(parts))) for begin in range(0, len(parts), _PARTS_PER_TASK)]
+    waiting: deque[tuple[int, int, Future[list[tuple[Block, Result]]] | None]] = deque()
+    while tasks or waiting:
+        while tasks and len(waiting) < number + 2:
+            waiting.append((*tasks[0], _submitted(pool, *tasks.pop(0))))
+        begin, end, future = waiting.popleft()
         try:
-            for part in vectors.parts(wanted):
-                waiting.append(threads.submit(work, part))
-                if len(waiting) > 2 * num_threads:
-                    yield waiting.popleft().result()
-            while waiting:
-                yield waiting.popleft().result()
-        finally:
-            threads.shutdown(cancel_futures=True)
+            done = [work(part) for part in parts[begin:end]] if future is None else future.result()
+        except BrokenProcessPool:  # one was killed: this process goes on alone
+            done = [work(part) for part in parts[begin:end]]
+        for place, (block, result) in enumerate(done, begin + 1):
+            yield block, result, place / len(parts)
+
+
+def _submitted(pool: ProcessPoolExecutor, begin: int, end: int) -> Future[Any] | None:
+    try:
+        return pool.submit(_do, begin, end)
+    except BrokenProcessPool:
+        return None
+
+
+def _of_threads(
+    stack: ExitStack, vectors: Vectors, wanted: Collection[bytes] | None, work: Work[Result], number: int
+) -> Iterator[tuple[Block, Result, float]]:
+    threads = stack.enter_context(ThreadPoolExecutor(number))
+    stack.callback(threads.shutdown, cancel_futures=True)
+    waiting: deque[Future[tuple[Block, Result]]] = deque()
+    for part in vectors.parts(wanted):
+        waiting.append(threads.submit(work, part))
+        if len(waiting) > 2 * number:
+            yield *waiting.popleft().result(), vectors.share_read()
+    while waiting:
+        yield *waiting.popleft().result(), vectors.share_read()
+
+
+def _forgotten(indexes: NDArray[np.int64]) -> Rows:
+    raise AssertionError("the bytes of a part are gone once it has been read")

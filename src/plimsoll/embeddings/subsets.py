@@ -208,7 +208,7 @@ def _fill(table: Table, wanted: Wanted, opened: Opened, options: _Options, progr
         indexes = wanted.open_words(block.words)
         return indexes, in_precision(block.rows(indexes), options.precision)
 
-    for block, (indexes, rows) in read_parts(vectors, wanted.words, parse):
+    for block, (indexes, rows), share in read_parts(vectors, wanted.words, parse):
         row_of = np.full(len(block.words), -1)
         row_of[indexes] = np.arange(len(indexes))
         row_of[indexes[[fault.at for fault in rows.faults]]] = -1
@@ -219,7 +219,7 @@ def _fill(table: Table, wanted: Wanted, opened: Opened, options: _Options, progr
         faults.add_again(pairs.again)
         if len(pairs.rows):
             table.vectors[pairs.rows] = rows.matrix[row_of[pairs.indexes]]
-        progress("vectors", round(vectors.share_read() * 1000), 1000)
+        progress("vectors", round(share * 1000), 1000)
     faults.end()
     return faults
 

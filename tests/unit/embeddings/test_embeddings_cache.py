@@ -234,3 +234,21 @@ def test_processes_share_the_pages_of_a_subset(tmp_path: Path):
         sharer.communicate("\n", timeout=LONGEST_SECONDS)
     assert all(resident >= 0.9 * num_bytes for resident, _ in sizes)
     assert sum(share for _, share in sizes) < 1.3 * num_bytes
+
+
+def test_the_files_beside_an_array_are_part_of_what_it_says(tmp_path: Path):
+    np.save(tmp_path / "x.npy", np.array([[1, 1], [2, 2]], np.float32))
+    (tmp_path / "x.txt").write_text("the\nof\n")
+    first = take_subset(tmp_path / "x.npy", ["the", "of"], cache=tmp_path / "cache")
+    (tmp_path / "x.txt").write_text("of\nthe\n")
+    other = take_subset(tmp_path / "x.npy", ["the", "of"], cache=tmp_path / "cache")
+    assert (first.rows.tolist(), other.rows.tolist()) == ([[1, 1], [2, 2]], [[2, 2], [1, 1]])
+
+
+def test_what_there_is_of_a_binary_file_that_is_cut_off_is_taken(tmp_path: Path):
+    rows = np.array([[1, 2], [3, 4], [5, 6]], "<f4")
+    raw = b"3 2\n" + b"".join(word + b" " + row.tobytes() for word, row in zip((b"a", b"b", b"c"), rows, strict=True))
+    (tmp_path / "x.bin").write_bytes(raw[:-3])
+    found = take_subset(tmp_path / "x.bin", ["b", "c"], missing="zeros", cache=tmp_path / "cache")
+    assert found.rows.tolist() == [[3, 4], [0, 0]]
+    assert [fault.kind for fault in found.facts.faults] == ["cut off"]

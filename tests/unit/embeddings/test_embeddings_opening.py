@@ -1,5 +1,7 @@
 """A file of word vectors is told by its content, or an error says what could be given."""
 
+import os
+import signal
 import threading
 import zipfile
 from pathlib import Path
@@ -8,7 +10,7 @@ import numpy as np
 import pytest
 
 from plimsoll.embeddings import opening
-from plimsoll.embeddings.formats import Block
+from plimsoll.embeddings.formats import Block, _lines
 from plimsoll.embeddings.opening import FORMATS, open_file, read_parts
 from plimsoll.errors import EmbeddingError
 
@@ -64,11 +66,16 @@ def test_an_empty_file_is_an_error(tmp_path: Path):
 
 
 class Parts:
-    """Vectors in parts of one word each, the later the quicker."""
+    """Vectors in parts of one word each, not worth a process."""
+
+    num_parts = 0
 
     def __init__(self, num_parts: int) -> None:
         self.handed_out = 0
         self._num_parts = num_parts
+
+    def share_read(self) -> float:
+        return self.handed_out / self._num_parts
 
     def parts(self, wanted):
         for number in range(self._num_parts):
@@ -80,9 +87,9 @@ class Parts:
 def test_parts_come_in_order_from_whatever_thread(num_parts: int):
     parts = Parts(num_parts)
     found = list(read_parts(parts, None, lambda block: (block.rows(None), threading.get_ident())))
-    assert [block.words for block, _ in found] == [[b"%d" % number] for number in range(num_parts)]
-    assert [number for _, (number, _) in found] == list(range(num_parts))
-    assert threading.get_ident() not in {thread for _, (_, thread) in found}
+    assert [block.words for block, _, _ in found] == [[b"%d" % number] for number in range(num_parts)]
+    assert [number for _, (number, _), _ in found] == list(range(num_parts))
+    assert threading.get_ident() not in {thread for _, (_, thread), _ in found}
     if found:
         with pytest.raises(AssertionError, match="gone once it has been read"):
             found[0][0].rows(np.array([0]))
@@ -92,9 +99,9 @@ def test_few_parts_are_read_ahead_and_none_after_one_stops():
     parts = Parts(1000)
     reading = read_parts(parts, None, lambda block: None)
     next(reading)
-    assert parts.handed_out <= 2 * opening._MOST_THREADS + 1
+    assert parts.handed_out <= 2 * opening._MOST_WORKERS + 1
     reading.close()
-    assert parts.handed_out <= 2 * opening._MOST_THREADS + 1
+    assert parts.handed_out <= 2 * opening._MOST_WORKERS + 1
 
 
 def test_an_error_of_a_part_comes_through():
@@ -103,3 +110,44 @@ def test_an_error_of_a_part_comes_through():
 
     with pytest.raises(EmbeddingError, match="0: give another"):
         list(read_parts(Parts(50), None, fail))
+
+
+class TestForked:
+    """Files of many parts are read by processes."""
+
+    @pytest.fixture
+    def many_parts(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+        monkeypatch.setattr(_lines, "_PART_BYTES", 64)
+        monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1, 2})
+        (tmp_path / "x").write_bytes(b"".join(b"w%d %d.5 -1\n" % (number, number) for number in range(2000)))
+        return tmp_path / "x"
+
+    def test_parts_come_in_the_order_of_the_file(self, many_parts: Path):
+        vectors = open_file(many_parts).vectors
+        assert vectors.num_parts > 300
+        read = list(read_parts(vectors, None, lambda block: (os.getpid(), block.rows(np.arange(len(block.words))))))
+        assert [word for block, _, _ in read for word in block.words] == [b"w%d" % number for number in range(2000)]
+        assert np.concatenate([rows.matrix[:, 0] for _, (_, rows), _ in read]).tolist() == [
+            number + 0.5 for number in range(2000)
+        ]
+        assert os.getpid() not in {process for _, (process, _), _ in read}
+        assert [share for _, _, share in read] == pytest.approx([n / len(read) for n in range(1, len(read) + 1)])
+
+    def test_an_error_in_a_process_is_the_error_here(self, many_parts: Path):
+        def fail(block: Block) -> None:
+            raise EmbeddingError(f"{block.num_words} words: give others")
+
+        with pytest.raises(EmbeddingError, match="words: give others"):
+            list(read_parts(open_file(many_parts).vectors, None, fail))
+
+    def test_where_a_process_is_killed_this_one_goes_on(self, many_parts: Path):
+        here = os.getpid()
+
+        def read(block: Block) -> int:
+            if os.getpid() != here and b"w1000" in block.words:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return os.getpid()
+
+        found = list(read_parts(open_file(many_parts).vectors, None, read))
+        assert [word for block, _, _ in found for word in block.words] == [b"w%d" % number for number in range(2000)]
+        assert found[-1][1] == here

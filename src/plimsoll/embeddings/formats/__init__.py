@@ -67,6 +67,11 @@ class Vectors(Protocol):
         ...
 
     @property
+    def num_parts(self) -> int:
+        """How many parts there are, where each is work for a processor and can be read by another process; else 0."""
+        ...
+
+    @property
     def counted(self) -> str:
         """What a place is called in messages: ``line`` in a file of text, otherwise ``word``."""
         ...

@@ -107,6 +107,8 @@ class Lines:
         self.dimension = layout.dimension
         self.num_promised = layout.num_promised
         self.first_number = layout.first_number
+        num_bytes = 0 if source.packing else source.num_file_bytes - layout.header_bytes
+        self.num_parts = -(-num_bytes // _PART_BYTES)
 
     def share_read(self) -> float:
         """How much has been handed out as parts."""

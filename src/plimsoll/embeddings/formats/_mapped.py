@@ -29,6 +29,7 @@ class Mapped:
         build: what makes vectors of other words; ``None``: nothing does.
     """
 
+    num_parts = 0
     counted = "word"
     first_number = 1
 

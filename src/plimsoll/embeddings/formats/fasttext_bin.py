@@ -69,6 +69,7 @@ class _Part(NamedTuple):
 
 
 class _Model:
+    num_parts = 0
     counted = "word"
     first_number = 1
 

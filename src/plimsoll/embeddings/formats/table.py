@@ -36,6 +36,7 @@ class TableVectors:
     """A table as a source of vectors."""
 
     num_promised = None
+    num_parts = 0
     counted = "word"
     first_number = 1
 

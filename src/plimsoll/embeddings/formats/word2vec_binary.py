@@ -92,6 +92,7 @@ def open_vectors(source: Source) -> _Binary:
 
 
 class _Binary:
+    num_parts = 0
     counted = "word"
     first_number = 1
 

@@ -182,15 +182,15 @@ def test_the_share_read_grows_to_one(tmp_path: Path):
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
-def test_parts_may_be_read_by_many_threads_and_are_in_order(tmp_path: Path, packing: str):
+def test_parts_may_be_read_on_all_cores_and_are_in_order(tmp_path: Path, packing: str):
     raw = b"".join(b"w%d %d\n" % (number, number) for number in range(3000))
     path = packed(tmp_path / "vectors", raw, packing)
     with parts_of(100, 16):
         lines = Lines(Source(path), Layout(1, ord(" ")))
         read = list(opening.read_parts(lines, None, lambda block: block.rows(np.arange(len(block.words)))))
     assert len(read) > 300
-    assert [word for block, _ in read for word in block.words] == [b"w%d" % number for number in range(3000)]
-    assert np.concatenate([rows.matrix[:, 0] for _, rows in read]).tolist() == list(range(3000))
+    assert [word for block, _, _ in read for word in block.words] == [b"w%d" % number for number in range(3000)]
+    assert np.concatenate([rows.matrix[:, 0] for _, rows, _ in read]).tolist() == list(range(3000))
 
 
 def test_rows_of_any_words_of_a_part_are_theirs(tmp_path: Path):

@@ -1,0 +1,56 @@
+"""Processes forked from this one for work on the processor: they inherit what they work on, and end with their parent.
+
+Threads that share an interpreter wait for each other, processes do not. Where none can be started (a daemonic process
+may have no children) there are none, and the caller does the work itself. Does NOT cover other systems than Linux.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import warnings
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack, suppress
+from multiprocessing import current_process, get_context
+from typing import Any
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def forked_pool(
+    stack: ExitStack, num_processes: int, begin: Callable[..., None], *arguments: Any
+) -> ProcessPoolExecutor | None:
+    """Start processes that end with the stack; ``None`` where they cannot be started.
+
+    Args:
+        stack: closes the pool.
+        num_processes: how many.
+        begin: called first in each of them.
+        arguments: of ``begin``; they are inherited and not sent, so they can be anything.
+    """
+    if current_process().daemon:
+        return None
+    pool = ProcessPoolExecutor(num_processes, get_context("fork"), _begin, (os.getpid(), begin, arguments))
+    stack.callback(pool.shutdown, wait=True, cancel_futures=True)
+    with warnings.catch_warnings(), suppress(OSError, BrokenProcessPool):
+        # A library may have started threads; what is called in the children takes none of their locks.
+        warnings.filterwarnings("ignore", ".*fork", DeprecationWarning)
+        pool.submit(int).result()
+        return pool
+    return None
+
+
+def _begin(parent: int, begin: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is interrupted, and ends this process
+    end_with(parent)
+    begin(*arguments)
+
+
+def end_with(parent: int) -> None:
+    """Have the kernel end this process with the one that forked it, which may have ended by now."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)

@@ -1,0 +1,74 @@
+"""Processes that are forked: what they inherit, and that none outlives the one that forked it."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import ExitStack
+from multiprocessing import get_context
+
+import psutil
+import pytest
+
+from plimsoll.forked import forked_pool
+from processes import LONGEST_SECONDS, environment
+
+KEPT: dict[str, object] = {}
+
+
+def begin(value: object) -> None:
+    KEPT["value"] = value
+
+
+def kept() -> tuple[object, int]:
+    value = KEPT["value"]
+    return (value() if callable(value) else value, os.getpid())
+
+
+def test_what_a_process_begins_with_is_inherited_and_need_not_be_sent():
+    secret = object()
+    with ExitStack() as stack:
+        pool = forked_pool(stack, 2, begin, lambda: repr(secret))  # which cannot be pickled
+        assert pool is not None
+        value, process = pool.submit(kept).result()
+        assert (value, process != os.getpid()) == (repr(secret), True)
+    with pytest.raises(RuntimeError):
+        pool.submit(kept)
+    assert not KEPT
+
+
+def in_a_daemon(connection) -> None:
+    with ExitStack() as stack:
+        connection.send(forked_pool(stack, 2, begin, 1) is None)
+
+
+def test_a_process_that_may_have_no_children_has_none():
+    ours, theirs = get_context("fork").Pipe()
+    process = get_context("fork").Process(target=in_a_daemon, args=(theirs,), daemon=True)
+    process.start()
+    assert ours.recv()
+    process.join()
+
+
+PARENT = """
+import os, sys, time
+from contextlib import ExitStack
+from plimsoll.forked import forked_pool
+
+with ExitStack() as stack:
+    pool = forked_pool(stack, 2, print)
+    print(pool.submit(os.getpid).result(), flush=True)
+    time.sleep(100)
+"""
+
+
+def test_the_processes_end_with_the_one_that_forked_them_however_it_ends():
+    parent = subprocess.Popen([sys.executable, "-c", PARENT], env=environment(), stdout=subprocess.PIPE, text=True)
+    child = next(int(line) for line in parent.stdout if line.strip())
+    parent.send_signal(signal.SIGKILL)
+    parent.communicate()
+    deadline = time.monotonic() + LONGEST_SECONDS
+    while psutil.pid_exists(child) and psutil.Process(child).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
