@@ -24,7 +24,7 @@ from plimsoll.records.units import format_bytes
 
 HEAD_BYTES = 64 << 10
 _CHUNK_BYTES = 1 << 20
-_PIECE_BYTES = 256 << 10
+_PIECE_BYTES, _PACKED_BYTES = 1 << 20, 256 << 10  # what is quickest for zipfile, and for zlib
 _GZIP = 31  # windowBits of zlib for a gzip header and checksum
 _GZIP_MAGIC, _ZIP_MAGIC, _NUMPY_MAGIC = b"\x1f\x8b", b"PK\x03\x04", b"\x93NUMPY"
 _WORDS_SUFFIXES = (".txt", ".words", ".vocab", ".json")
@@ -182,10 +182,10 @@ class _Gzip:
             zlib.error: where it is damaged.
         """
         while True:
-            packed = self._packed or self._raw.read(_PIECE_BYTES)
+            packed = self._packed or self._raw.read(_PACKED_BYTES)
             if self._engine.eof:  # of a member; zeros may stand behind it, and another
                 packed = packed.lstrip(b"\0")
-                if not packed and not (packed := self._raw.read(_PIECE_BYTES).lstrip(b"\0")):
+                if not packed and not (packed := self._raw.read(_PACKED_BYTES).lstrip(b"\0")):
                     return b""
                 self._engine = zlib.decompressobj(_GZIP)
             piece = self._engine.decompress(packed, num_bytes)
