@@ -162,6 +162,7 @@ class Source:
             raise EmbeddingError(
                 f"cannot read {self.path} ({error.strerror or error}): check the path, or allow reading it"
             ) from None
+        # zipfile's own: NotImplementedError for a way of compression it does not know, RuntimeError for a password.
         except (zipfile.BadZipFile, NotImplementedError, RuntimeError) as error:
             if "encrypted" in str(error):
                 raise EmbeddingError(f"{self.path} is encrypted: give it unpacked, with its password") from None
