@@ -4,6 +4,8 @@ Called as the Hugging Face models are: ``model(input_ids=..., attention_mask=...
 ``.logits``. Saved as ``model.safetensors`` and ``config.json``. Dropout is where Zaremba et al. 2014 (arXiv:1409.2329)
 have it: on the embeddings, between the layers and on the output, not on the recurrent state.
 
+Both run in segments of time as well (`plimsoll.models.in_segments`), but for a bidirectional classifier.
+
 It does NOT cover a state carried from one batch to the next (every sequence starts from zeros) and padding on the left.
 
 Shapes: B samples, T tokens, E embedding size, H hidden size, V vocabulary, L labels.
@@ -16,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self
 
+import torch
 from pydantic import Field, ValidationError, model_validator
 from safetensors import SafetensorError
 from safetensors.torch import load_model, save_model
@@ -24,6 +27,7 @@ from torch.nn import functional
 from torch.nn.utils.rnn import pack_padded_sequence
 
 from plimsoll.errors import JobError
+from plimsoll.models.in_segments import Passed, State, Unroll
 from plimsoll.records.base import Frozen
 from plimsoll.records.job import near
 from plimsoll.workload import IGNORED_LABEL
@@ -62,10 +66,13 @@ class RecurrentConfig(Frozen):
 
 
 class RecurrentOutput(NamedTuple):
-    """What a recurrent model returns. ``loss`` is ``None`` where no labels were given."""
+    """What a recurrent model returns.
+
+    ``loss`` is ``None`` where no labels were given, ``logits`` where those of a whole sequence were never made.
+    """
 
     loss: Tensor | None
-    logits: Tensor
+    logits: Tensor | None
 
 
 class RecurrentLanguageModel(nn.Module):
@@ -92,6 +99,25 @@ class RecurrentLanguageModel(nn.Module):
         logits_BTV = self.head(self.dropout(hidden_BTH))
         return RecurrentOutput(None if labels is None else _next_token_loss(logits_BTV, labels), logits_BTV)
 
+    def in_segments(
+        self, unroll: Unroll, input_ids: Tensor, attention_mask: Tensor | None = None, labels: Tensor | None = None
+    ) -> RecurrentOutput:
+        """Compute the loss of `forward` a stretch of time after another; see `plimsoll.models.in_segments`."""
+        if labels is None:
+            return type(self).forward(self, input_ids, attention_mask)
+
+        def run(state: State, ids_BS: Tensor, targets_BS: Tensor) -> Passed:
+            hidden_BSH, last = self.recurrent(self.dropout(_rows(self.embedding, ids_BS)), _as_hidden(state))
+            logits_BSV = self.head(self.dropout(hidden_BSH))
+            loss = functional.cross_entropy(
+                logits_BSV.flatten(0, 1), targets_BS.flatten(), ignore_index=IGNORED_LABEL, reduction="sum"
+            )
+            return Passed(sums=(loss,), state=_as_state(last))
+
+        targets_BT = _next_tokens(labels)
+        total = unroll(run, (input_ids, targets_BT)).sums[0]
+        return RecurrentOutput(total / (targets_BT != IGNORED_LABEL).sum(), None)
+
 
 class RecurrentClassifier(nn.Module):
     """Gives a whole sequence one of L labels, from the state after its last token (both ends if bidirectional)."""
@@ -104,6 +130,8 @@ class RecurrentClassifier(nn.Module):
         self.recurrent = _recurrent_layers(config)
         self.dropout = nn.Dropout(config.dropout)
         self.head = nn.Linear(config.hidden_size * (1 + config.bidirectional), config.num_labels)
+        # In reverse a sequence is read from its end, which no segment but the last has.
+        self.in_segments = None if config.bidirectional else self._in_segments
 
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, labels: Tensor | None = None
@@ -121,8 +149,33 @@ class RecurrentClassifier(nn.Module):
             num_tokens = attention_mask.sum(dim=1).clamp(min=1).cpu()
             embedded = pack_padded_sequence(embedded, num_tokens, batch_first=True, enforce_sorted=False)
         _, state = self.recurrent(embedded)
-        last_NBH = state[0] if isinstance(state, tuple) else state
-        directions = last_NBH[-2:] if self.config.bidirectional else last_NBH[-1:]
+        return self._judged(_as_state(state), labels)
+
+    def _in_segments(
+        self, unroll: Unroll, input_ids: Tensor, attention_mask: Tensor | None = None, labels: Tensor | None = None
+    ) -> RecurrentOutput:
+        """Compute what `forward` does a stretch of time after another; see `plimsoll.models.in_segments`."""
+        mask_BT = torch.ones_like(input_ids) if attention_mask is None else attention_mask.clone()
+        mask_BT[:, 0] = 1  # see `forward` on a sequence without tokens
+        order_B = mask_BT.sum(dim=1).argsort(descending=True, stable=True)  # those that go on are the first
+
+        def run(state: State, ids_BS: Tensor, mask_BS: Tensor) -> Passed:
+            num_tokens = mask_BS.sum(dim=1).cpu()
+            num_active = int((num_tokens > 0).sum())
+            if num_active == 0:
+                return Passed(state=state)
+            embedded = self.dropout(_rows(self.embedding, ids_BS[:num_active]))
+            packed = pack_padded_sequence(embedded, num_tokens[:num_active], batch_first=True)
+            _, last = self.recurrent(packed, _as_hidden(tuple(part[:, :num_active] for part in state)))
+            pairs = zip(_as_state(last), state, strict=True) if state else ((part, part) for part in _as_state(last))
+            return Passed(state=tuple(torch.cat((new, old[:, num_active:]), 1) for new, old in pairs))
+
+        state = unroll(run, (input_ids.index_select(0, order_B), mask_BT.index_select(0, order_B))).state
+        return self._judged(tuple(part.index_select(1, order_B.argsort()) for part in state), labels)
+
+    def _judged(self, state: State, labels: Tensor | None) -> RecurrentOutput:
+        """Compute the logits of the state after the last token."""
+        directions = state[0][-2:] if self.config.bidirectional else state[0][-1:]
         logits_BL = self.head(self.dropout(directions.transpose(0, 1).flatten(1)))
         return RecurrentOutput(None if labels is None else functional.cross_entropy(logits_BL, labels), logits_BL)
 
@@ -179,9 +232,30 @@ def _recurrent_layers(config: RecurrentConfig) -> nn.Module:
 
 
 def _next_token_loss(logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
-    """The mean cross entropy of ``labels[:, 1:]``. The labels are shifted, not the logits: that would copy them."""
-    targets_BT = functional.pad(labels_BT[:, 1:], (0, 1), value=IGNORED_LABEL)
+    """The mean cross entropy of ``labels[:, 1:]``."""
+    targets_BT = _next_tokens(labels_BT)
     return functional.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten(), ignore_index=IGNORED_LABEL)
+
+
+def _next_tokens(labels_BT: Tensor) -> Tensor:
+    """What each token predicts. The labels are shifted, not the logits: that would copy them."""
+    return functional.pad(labels_BT[:, 1:], (0, 1), value=IGNORED_LABEL)
+
+
+def _rows(embedding: nn.Module, ids: Tensor) -> Tensor:
+    """The vectors of some tokens; the gradient has their rows and not, for each segment, those of the vocabulary."""
+    if type(embedding) is not nn.Embedding or "forward" in vars(embedding) or embedding.max_norm is not None:
+        return embedding(ids)  # type: ignore[no-any-return]
+    return functional.embedding(ids, embedding.weight, embedding.padding_idx, sparse=not embedding.scale_grad_by_freq)
+
+
+def _as_state(hidden: Any) -> State:
+    return hidden if isinstance(hidden, tuple) else (hidden,)
+
+
+def _as_hidden(state: State) -> Any:
+    """A state as a recurrent layer takes it; ``None`` before the first step."""
+    return state if len(state) == 2 else state[0] if state else None
 
 
 def _fault(fault: Any) -> str:

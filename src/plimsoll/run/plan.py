@@ -135,6 +135,7 @@ def _setting(subject: Subject, device: str) -> Setting:
         precision=subject.precision,  # type: ignore[arg-type]  # it is one of them
         allow=subject.allow,
         lengths_vary=subject.lengths_vary,
+        sequence_length=subject.sequence_length,
     )
 
 

@@ -34,6 +34,8 @@ from plimsoll.techniques.optimizer_in_backward import OptimizerInBackward
 from plimsoll.techniques.optimizer_kernel import OptimizerKernel
 from plimsoll.techniques.optimizer_offload import OptimizerOffload
 from plimsoll.techniques.parameter_offload import ParameterOffload
+from plimsoll.techniques.time_segments import TimeSegments
+from plimsoll.techniques.truncated_bptt import TruncatedBptt
 from plimsoll.workload import Workload
 
 __all__ = ["TECHNIQUES", "Choices", "Setting", "Technique", "conflict_among", "in_order", "installed", "technique_of"]
@@ -52,6 +54,8 @@ TECHNIQUES: dict[str, Technique] = {
         ParameterOffload(),
         Attention(),
         ChunkedLoss(),
+        TruncatedBptt(),
+        TimeSegments(),
         Checkpointing(),
         ActivationOffload(),
         OptimizerInBackward(),

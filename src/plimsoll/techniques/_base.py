@@ -19,7 +19,7 @@ class Setting:
 
     ``trace`` is of the training without techniques but those that are pinned. ``allow`` names the lossy techniques that
     the user allows; ``precision`` is as the job has it (``auto`` leaves it to the plan). ``lengths_vary`` says that
-    samples of one batch are of different lengths.
+    samples of one batch are of different lengths, and ``sequence_length`` how many tokens the longest has, if known.
     """
 
     device: Literal["cpu", "cuda"]
@@ -28,6 +28,7 @@ class Setting:
     precision: Literal["fp32", "bf16", "fp16", "auto"] = "fp32"
     allow: frozenset[str] = frozenset()
     lengths_vary: bool = False
+    sequence_length: int | None = None
 
 
 class Technique(Protocol):

@@ -34,6 +34,7 @@ from plimsoll.records.units import format_bytes
 from plimsoll.techniques._base import Choices, Setting
 from plimsoll.techniques._blocks import Blocks, blocks_of
 from plimsoll.techniques._caches import CachesBefore
+from plimsoll.techniques._forwards import replaced_forward
 from plimsoll.workload import Workload
 
 _LEAST_SHARE = 0.01  # of the activations; where blocks keep less, recomputing them cannot lower a peak that is seen
@@ -74,7 +75,8 @@ class Checkpointing:
         numbers = chosen_blocks(str(choice.options["blocks"]), len(blocks))
         with ExitStack() as stack:
             for number in numbers:
-                stack.enter_context(_checkpointed(*blocks[number]))
+                name, block = blocks[number]
+                stack.enter_context(replaced_forward(block, _Forward(name, block, block.forward)))
             yield
 
 
@@ -213,18 +215,6 @@ def _too_little(blocks: Blocks, trace: Trace | None) -> str | None:
 
 
 # -- one block ---------------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def _checkpointed(name: str, block: nn.Module) -> Iterator[None]:
-    before = vars(block).get("forward")
-    vars(block)["forward"] = _Forward(name, block, block.forward)
-    try:
-        yield
-    finally:
-        del vars(block)["forward"]
-        if before is not None:
-            vars(block)["forward"] = before
 
 
 class _Forward:

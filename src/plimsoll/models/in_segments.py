@@ -1,0 +1,66 @@
+"""How a model says that its forward can be done a stretch of time after another.
+
+A recurrent model whose other layers look at one step at a time (an embedding, dropout, a linear layer, the loss) need
+not have all steps in memory. It says so by a second way to call it:
+
+    class Model(nn.Module):
+        def in_segments(self, unroll: Unroll, input_ids, labels):
+            def run(state, ids_BS, targets_BS):
+                hidden_BSH, state = self.lstm(self.embedding(ids_BS), state or None)
+                loss = F.cross_entropy(self.head(hidden_BSH).flatten(0, 1), targets_BS.flatten(), reduction="sum")
+                return Passed(sums=(loss,), state=state)
+
+            passed = unroll(run, (input_ids, targets))
+            return Output(loss=passed.sums[0] / num_targets)
+
+``in_segments`` takes what ``forward`` takes and returns the same loss. What ``run`` computes must follow from its
+arguments and the parameters alone: it is called again in backward. The techniques `time_segments` and `truncated_bptt`
+call the model so; nothing else does.
+
+It does NOT cover what looks at several steps at once (attention, pooling over time, a reverse direction).
+
+Shapes: B samples, S steps of a segment, H hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+from torch import Tensor
+
+State = tuple[Tensor, ...]
+"""What a recurrent layer hands from one step to the next; empty before the first."""
+
+
+class Passed(NamedTuple):
+    """What a stretch of time gives, or all of it.
+
+    ``outputs`` have the steps in the dimension that the inputs have them in, and are put one after another; ``sums``
+    are added up; ``state`` is the one after the last step.
+    """
+
+    outputs: tuple[Tensor, ...] = ()
+    sums: tuple[Tensor, ...] = ()
+    state: State = ()
+
+
+Run = Callable[..., Passed]
+"""``run(state, *slices)`` computes a stretch of time; ``slices`` are that stretch of each sequence."""
+
+
+class Unroll(Protocol):
+    """Calls ``run`` for each stretch of time, in order."""
+
+    def __call__(self, run: Run, sequences: Sequence[Tensor], state: State = (), dim: int = 1) -> Passed:
+        """Go through ``sequences``, whose steps are in dimension ``dim``, beginning with ``state``."""
+        ...
+
+
+@runtime_checkable
+class RunsInSegments(Protocol):
+    """A model that can be called so."""
+
+    def in_segments(self, unroll: Unroll, *args: Any, **kwargs: Any) -> Any:
+        """As ``forward``, but through ``unroll``."""
+        ...

@@ -1,0 +1,244 @@
+"""torch's recurrent layers over a long sequence, a segment of time at a time: ``nn.LSTM``, ``nn.GRU`` and ``nn.RNN``.
+
+`SegmentedLayer` stands in for a layer's forward. It takes what that takes (batches, one sequence, packed sequences,
+``batch_first``, a first state) and returns what that returns; torch's own kernels do the work, on slices.
+
+- In one direction all layers go through a segment together, so that nothing but the input, the output and states is as
+  long as the sequence. Dropout between layers is drawn segment by segment, and again the same in backward; it is
+  ``nn.functional.dropout``, since what cuDNN draws cannot be drawn again.
+- In two directions each layer needs the one before it as a whole: layers are walked one by one, each direction on its
+  own, and what the layers return stays (for L layers, L times the output); what their gates keep does not.
+- A packed batch is cut in steps, not in rows: in each segment are the samples that are so long.
+
+cuDNN takes at most 65,535 steps in one call: with segments there is no such limit. On CUDA the weights of one layer of
+several are no single block, and cuDNN joins them anew for each segment where layers are called one by one.
+
+Does NOT cover subclasses with a forward of their own, and loops over ``nn.LSTMCell`` in a model's code: see
+`plimsoll.models.cells`.
+
+Shapes: B samples, T steps, N rows of a packed batch, H hidden size, L layers.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from math import ceil, sqrt
+from typing import Any, NamedTuple
+
+import torch
+from torch import _VF, Tensor, nn
+from torch.nn import functional
+from torch.nn.utils.rnn import PackedSequence
+
+from plimsoll.memory.known import values_of
+from plimsoll.models.in_segments import Passed, State
+from plimsoll.techniques._over_time import Walk, equal_spans, over_time
+
+_KERNELS: dict[str, Callable[..., tuple[Tensor, ...]]] = {
+    "LSTM": _VF.lstm,
+    "GRU": _VF.gru,
+    "RNN_TANH": _VF.rnn_tanh,
+    "RNN_RELU": _VF.rnn_relu,
+}
+_FORWARDS = (nn.LSTM.forward, nn.GRU.forward, nn.RNN.forward)
+
+
+class Cut(NamedTuple):
+    """How time is cut: ``steps`` of a segment (0: the square root of the length), and states kept (0: all)."""
+
+    steps: int
+    kept: int = 0
+
+    def spans(self, num_steps: int) -> tuple[tuple[int, int], ...]:
+        """Cut a sequence of so many steps."""
+        return equal_spans(num_steps, self.steps or max(ceil(sqrt(num_steps)), 1))
+
+    @property
+    def num_slots(self) -> int | None:
+        """States kept beside the first; ``None`` for all."""
+        return self.kept or None
+
+
+def is_plain_layer(module: nn.Module) -> bool:
+    """Whether a module is a recurrent layer of torch's whose forward is torch's own."""
+    return isinstance(module, nn.RNNBase) and type(module).forward in _FORWARDS
+
+
+class SegmentedLayer:
+    """The forward of a recurrent layer in segments; an object, so that a copy of the model gets its own layer's."""
+
+    def __init__(self, layer: nn.RNNBase, cut: Cut) -> None:
+        functools.update_wrapper(self, type(layer).forward)
+        self._layer, self._cut = layer, cut
+
+    def __call__(self, input: Any, hx: Any = None) -> tuple[Any, Any]:
+        """As the layer's own forward."""
+        layer = self._layer
+        if isinstance(input, PackedSequence):
+            return self._packed(input, hx)
+        if input.dim() not in {2, 3}:
+            raise ValueError(f"{type(layer).__name__}: Expected input to be 2D or 3D, got {input.dim()}D instead")
+        is_single, batch_dim = input.dim() == 2, 0 if layer.batch_first else 1
+        data = input.unsqueeze(batch_dim) if is_single else input
+        state = _as_state(hx, is_single)
+        if not state:
+            state = self._zeros(data, data.shape[batch_dim])
+        layer.check_forward_args(data, _as_hidden(state), None)
+        output, state = self._through(_Stretch(data, 1 - batch_dim, None), state)
+        if is_single:
+            output, state = output.squeeze(batch_dim), tuple(part.squeeze(1) for part in state)
+        return output, _as_hidden(state)
+
+    def _packed(self, input: PackedSequence, hx: Any) -> tuple[PackedSequence, Any]:
+        data, batch_sizes, sorted_indices, unsorted_indices = input
+        sizes = values_of(batch_sizes)
+        state = _as_state(hx, False)
+        if not state:
+            state = self._zeros(data, sizes[0])
+        elif sorted_indices is not None:
+            state = tuple(part.index_select(1, sorted_indices) for part in state)
+        self._layer.check_forward_args(data, _as_hidden(state), batch_sizes)
+        output, state = self._through(_Stretch(data, 0, sizes), state)
+        if unsorted_indices is not None:
+            state = tuple(part.index_select(1, unsorted_indices) for part in state)
+        return PackedSequence(output, batch_sizes, sorted_indices, unsorted_indices), _as_hidden(state)
+
+    def _zeros(self, data: Tensor, num_samples: int) -> State:
+        layer = self._layer
+        rows = layer.num_layers * (1 + layer.bidirectional)
+        widths = [layer.proj_size or layer.hidden_size] + [layer.hidden_size] * (layer.mode == "LSTM")
+        return tuple(data.new_zeros(rows, num_samples, width) for width in widths)
+
+    def _through(self, stretch: _Stretch, state: State) -> tuple[Tensor, State]:
+        """All layers, in one or two directions."""
+        layer = self._layer
+        if not layer.bidirectional:
+            return self._one_way(stretch, state, range(layer.num_layers), 0)
+        ends: list[State] = []
+        for number in range(layer.num_layers):
+            if number:
+                stretch = stretch._replace(data=self._dropped(stretch.data))
+            ways = []
+            for direction in range(2):
+                row = 2 * number + direction
+                first = tuple(part[row : row + 1] for part in state)
+                output, end = self._one_way(stretch, first, range(number, number + 1), direction)
+                ways.append(output)
+                ends.append(end)
+            stretch = stretch._replace(data=torch.cat(ways, -1))
+        return stretch.data, tuple(torch.cat(parts) for parts in zip(*ends, strict=True))
+
+    def _one_way(self, stretch: _Stretch, state: State, layers: range, direction: int) -> tuple[Tensor, State]:
+        """Some layers in one direction; ``direction`` 1 goes from the last step to the first."""
+        weights = [self._weights(number, direction) for number in layers]
+        is_padded_back = direction == 1 and stretch.batch_sizes is None
+        reversal = stretch.reversal() if direction == 1 and stretch.batch_sizes is not None else None
+        data = stretch.data if reversal is None else stretch.data.index_select(0, reversal)
+        bounds = self._cut.spans(stretch.num_steps)
+        spans = stretch.in_rows(bounds)
+        if is_padded_back:
+            bounds, spans = bounds[::-1], spans[::-1]
+
+        def run(segment: int, state: State, slices: tuple[Tensor, ...]) -> Passed:
+            part = slices[0].flip(stretch.dim) if is_padded_back else slices[0]
+            output, state = self._segment(part, stretch.sizes_in(bounds[segment]), state, weights)
+            return Passed((output.flip(stretch.dim) if is_padded_back else output,), state=state)
+
+        flat = [weight for of_layer in weights for weight in of_layer]
+        walk = Walk(run, spans, stretch.dim, self._cut.num_slots, draws=self._draws and len(layers) > 1)
+        passed = over_time(walk, (data,), state, flat)
+        output = passed.outputs[0]
+        return (output if reversal is None else output.index_select(0, reversal)), passed.state
+
+    def _segment(
+        self, data: Tensor, sizes: list[int] | None, state: State, weights: list[list[Tensor]]
+    ) -> tuple[Tensor, State]:
+        """One segment through some layers; samples of a packed batch that have ended keep the state they had."""
+        if sizes is not None and sizes[0] < state[0].shape[1]:
+            waiting = tuple(part[:, sizes[0] :] for part in state)
+            data, state = self._segment(data, sizes, tuple(part[:, : sizes[0]] for part in state), weights)
+            return data, tuple(torch.cat(pair, 1) for pair in zip(state, waiting, strict=True))
+        if not self._draws or len(weights) == 1:
+            return self._kernel(data, sizes, state, weights)
+        ends: list[State] = []
+        for number, of_layer in enumerate(weights):
+            data = self._dropped(data) if number else data
+            first = tuple(part[number : number + 1] for part in state)
+            data, end = self._kernel(data, sizes, first, [of_layer])
+            ends.append(end)
+        return data, tuple(torch.cat(parts) for parts in zip(*ends, strict=True))
+
+    def _kernel(
+        self, data: Tensor, sizes: list[int] | None, state: State, weights: list[list[Tensor]]
+    ) -> tuple[Tensor, State]:
+        layer = self._layer
+        flat = [weight for of_layer in weights for weight in of_layer]
+        hidden = state if layer.mode == "LSTM" else state[0]
+        options = (layer.bias, len(weights), 0.0, layer.training, False)
+        kernel = _KERNELS[layer.mode]
+        if sizes is not None:
+            output, *end = kernel(data, torch.tensor(sizes), hidden, flat, *options)
+        else:
+            output, *end = kernel(data, hidden, flat, *options, layer.batch_first)
+        return output, tuple(end)
+
+    def _weights(self, number: int, direction: int) -> list[Tensor]:
+        layer = self._layer
+        per_row = 2 + 2 * layer.bias + (layer.proj_size > 0)
+        begin = (number * (1 + layer.bidirectional) + direction) * per_row
+        return [weight for weight in layer._flat_weights[begin : begin + per_row] if weight is not None]
+
+    @property
+    def _draws(self) -> bool:
+        return self._layer.training and self._layer.dropout > 0
+
+    def _dropped(self, data: Tensor) -> Tensor:
+        return functional.dropout(data, self._layer.dropout, self._layer.training)
+
+
+class _Stretch(NamedTuple):
+    """A batch of sequences: the dimension of its steps and, if it is packed, the samples of each step."""
+
+    data: Tensor
+    dim: int
+    batch_sizes: list[int] | None
+
+    @property
+    def num_steps(self) -> int:
+        return self.data.shape[self.dim] if self.batch_sizes is None else len(self.batch_sizes)
+
+    def in_rows(self, bounds: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+        """Say spans of steps as spans of the data."""
+        if self.batch_sizes is None:
+            return tuple(bounds)
+        ends = [0, *accumulate(self.batch_sizes)]
+        return tuple((ends[start], ends[start + length] - ends[start]) for start, length in bounds)
+
+    def sizes_in(self, bound: tuple[int, int]) -> list[int] | None:
+        """Return the samples of each step of a span."""
+        start, length = bound
+        return None if self.batch_sizes is None else self.batch_sizes[start : start + length]
+
+    def reversal(self) -> Tensor:
+        """Return, for each row of a packed batch, the row that has its place when every sample is read backwards."""
+        assert self.batch_sizes is not None
+        sizes = torch.tensor(self.batch_sizes)
+        begins = sizes.cumsum(0) - sizes
+        step_N = torch.repeat_interleave(torch.arange(len(sizes)), sizes)
+        sample_N = torch.arange(int(sizes.sum())) - begins[step_N]
+        length_B = (sizes[:, None] > torch.arange(self.batch_sizes[0])).sum(0)
+        return (begins[length_B[sample_N] - 1 - step_N] + sample_N).to(self.data.device)
+
+
+def _as_state(hidden: Any, is_single: bool) -> State:
+    """The first state as a tuple; empty where none was given."""
+    if hidden is None:
+        return ()
+    parts = (hidden,) if isinstance(hidden, Tensor) else tuple(hidden)
+    return tuple(part.unsqueeze(1) for part in parts) if is_single and parts[0].dim() == 2 else parts
+
+
+def _as_hidden(state: State) -> Any:
+    return state[0] if len(state) == 1 else state

@@ -1,0 +1,212 @@
+"""Backpropagation through time in little memory: a sequence is cut into segments, each computed again in backward.
+
+    Choice(technique="time_segments", options={"steps": 128, "kept": 0})
+
+``steps`` is the length of a segment, 0 the square root of the sequence's; ``kept`` the number of states that are kept
+between segments, 0 all of them. Gradients are those of plain backpropagation through time: nothing is truncated. For T
+steps in segments of S, T / S states and the activations of S steps are kept in place of those of T; fewer states cost
+more computation, as little more as can be (`_schedule`; Gruslys et al. 2016, https://arxiv.org/abs/1606.03401).
+
+What is cut: a model that says how it runs in segments (`plimsoll.models.in_segments`; the language models and
+classifiers of `plimsoll.models.recurrent` do), as a whole, with its embedding, output layer and loss; else its
+recurrent layers, ``nn.LSTM``, ``nn.GRU``, ``nn.RNN`` (`_recurrent_layers`) and `UnrolledCell`, whose input and output
+are then as long as the sequence.
+
+Dropout draws segment by segment: other masks than without segments, as any other cut of a batch does, and the same in
+backward as in forward. Does NOT cut loops over cells in a model's code (make them an `UnrolledCell`), and layers whose
+forward was replaced or is not torch's.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, ClassVar, NamedTuple
+
+from torch import Tensor, nn
+
+from plimsoll.errors import InputError
+from plimsoll.models.cells import UnrolledCell, as_given, as_state
+from plimsoll.models.in_segments import Passed, Run, State
+from plimsoll.records.plan import Choice, Numerics, Value
+from plimsoll.records.trace import Category
+from plimsoll.techniques._base import Choices, Setting
+from plimsoll.techniques._blocks import blocks_of
+from plimsoll.techniques._forwards import replaced_forward
+from plimsoll.techniques._over_time import Walk, over_time
+from plimsoll.techniques._purity import Attributes
+from plimsoll.techniques._recurrent_layers import Cut, SegmentedLayer, is_plain_layer
+from plimsoll.techniques.checkpointing import chosen_blocks
+from plimsoll.workload import Workload
+
+_FEWEST_STEPS = 16  # of a segment: with fewer, a kernel's own preparation takes longer than its steps
+_STEPS_PER_SEGMENT = 4  # a menu's longest segments are a quarter of the sequence, the next a quarter of those
+_MOST_SEGMENTS_KEPT = 256  # where a plan may have more, it is also offered to keep fewer states
+
+
+class TimeSegments:
+    """`Technique`: exact backpropagation through time, a segment at a time."""
+
+    name: ClassVar[str] = "time_segments"
+    numerics: ClassVar[Numerics] = "reordered"
+    summary: ClassVar[str] = "recurrent layers over a segment of time at a time, computed again in backward"
+    reaches: ClassVar[frozenset[Category]] = frozenset({"activations", "temporaries"})
+    is_for_the_run: ClassVar[bool] = False
+    may_be_faster: ClassVar[bool] = True
+
+    def menu(self, workload: Workload, setting: Setting) -> Choices | str:
+        """Segments of a quarter of the sequence, a sixteenth, and so on; then fewer states between the shortest."""
+        reason = _why_not(workload.model)
+        if reason is not None:
+            return reason
+        if setting.sequence_length is None:
+            return (time_segments_choice(0),)
+        lengths = list(segment_lengths(setting.sequence_length))
+        if not lengths:
+            return f"sequences of {setting.sequence_length} steps are too short to be cut"
+        choices = [time_segments_choice(steps) for steps in lengths]
+        num_segments = -(-setting.sequence_length // lengths[-1])
+        if num_segments > _MOST_SEGMENTS_KEPT:
+            choices.append(time_segments_choice(lengths[-1], kept=num_segments // _STEPS_PER_SEGMENT**2))
+        return tuple(choices)
+
+    def conflicts(self, choice: Choice, others: Choices, workload: Workload, setting: Setting) -> str | None:
+        """Numbers that are none, a model without recurrent layers, and layers that are checkpointed as well."""
+        for name in ("steps", "kept"):
+            value = choice.options.get(name, 0)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+                return f"{name} is {value}: give a whole number, 0 for {'all' if name == 'kept' else 'the square root'}"
+        names = {other.technique: other for other in others}
+        if "truncated_bptt" in names:
+            return "truncated_bptt cuts the same sequences"
+        if "checkpointing" in names and _is_checkpointed(workload.model, names["checkpointing"]):
+            return "checkpointing computes the same layers again: leave one of the two out"
+        return _why_not(workload.model)
+
+    @contextmanager
+    def install(self, workload: Workload, choice: Choice) -> Iterator[None]:
+        """Replace the forward of what is cut, on the instances.
+
+        Raises:
+            InputError: if there is nothing to cut.
+        """
+        reason = _why_not(workload.model)
+        if reason is not None:
+            raise InputError(f"cannot cut {type(workload.model).__name__} in segments: {reason}; leave {choice} out")
+        cut = Cut(int(choice.options["steps"]), int(choice.options.get("kept", 0)))
+        with ExitStack() as stack:
+            for part in parts_in_time(workload.model):
+                stack.enter_context(replaced_forward(part, _in_segments(part, cut)))
+            yield
+
+
+def time_segments_choice(steps: int, kept: int = 0) -> Choice:
+    """The choice of segments of so many steps; see the module's docstring for 0."""
+    options: dict[str, Value] = {"steps": steps, "kept": kept} if kept else {"steps": steps}
+    return Choice(technique=TimeSegments.name, options=options)
+
+
+def segment_lengths(num_steps: int) -> Iterator[int]:
+    """The lengths a menu offers for a sequence, the longest first: powers of two, about a quarter of each other.
+
+    >>> list(segment_lengths(1000)), list(segment_lengths(10_000)), list(segment_lengths(40))
+    ([128, 32], [2048, 512, 128, 32], [])
+    """
+    steps = 1 << max((num_steps // _STEPS_PER_SEGMENT).bit_length() - 1, 0)
+    while steps >= _FEWEST_STEPS and steps < num_steps:
+        yield steps
+        steps //= _STEPS_PER_SEGMENT
+
+
+def runs_in_segments(model: nn.Module) -> bool:
+    """Whether a model says how it runs in segments; one that cannot has ``None`` in that place."""
+    return callable(getattr(model, "in_segments", None))
+
+
+def parts_in_time(model: nn.Module) -> list[nn.Module]:
+    """What of a model is cut: the outermost parts that run in segments, and recurrent layers outside of these."""
+    if runs_in_segments(model) or isinstance(model, UnrolledCell) or is_plain_layer(model):
+        return [model]
+    return [part for child in model.children() for part in parts_in_time(child)]
+
+
+def _why_not(model: nn.Module) -> str | None:
+    if hasattr(model, "_orig_mod"):
+        return "the model is compiled"
+    parts = parts_in_time(model)
+    if not parts:
+        return f"{type(model).__name__} has no recurrent layers (nn.LSTM, nn.GRU, nn.RNN or plimsoll.UnrolledCell)"
+    replaced = [type(part).__name__ for part in parts if "forward" in vars(part)]
+    return f"the forward of {replaced[0]} was replaced" if replaced else None
+
+
+def _is_checkpointed(model: nn.Module, choice: Choice) -> bool:
+    blocks = blocks_of(model)
+    numbers = chosen_blocks(str(choice.options["blocks"]), len(blocks))
+    inside = {id(module) for part in parts_in_time(model) for module in part.modules()}
+    return any(id(module) in inside for number in numbers for module in blocks[number][1].modules())
+
+
+def _in_segments(part: nn.Module, cut: Cut) -> Any:
+    if runs_in_segments(part):
+        return _SegmentedModel(part, cut)
+    return _SegmentedCell(part, cut) if isinstance(part, UnrolledCell) else SegmentedLayer(part, cut)  # type: ignore[arg-type]
+
+
+class _SegmentedModel:
+    """The forward of a model that runs in segments."""
+
+    def __init__(self, model: nn.Module, cut: Cut) -> None:
+        functools.update_wrapper(self, type(model).forward)
+        self._model, self._cut = model, cut
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        unroll = Unrolled(self._model, self._cut, truncates=False)
+        return self._model.in_segments(unroll, *args, **kwargs)  # type: ignore[operator]
+
+
+class Unrolled(NamedTuple):
+    """`Unroll` with a cut of time, for a model whose trainable parameters may all take part."""
+
+    model: nn.Module
+    cut: Cut
+    truncates: bool
+
+    def __call__(self, run: Run, sequences: Sequence[Tensor], state: State = (), dim: int = 1) -> Passed:
+        """Go through the sequences segment by segment."""
+        parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        kept_sparse = {
+            id(part.weight) for part in self.model.modules() if isinstance(part, nn.Embedding) and part.sparse
+        }
+        walk = Walk(
+            lambda segment, state, slices: run(state, *slices),
+            self.cut.spans(sequences[0].shape[dim]),
+            dim,
+            self.cut.num_slots,
+            draws=self.model.training,
+            truncates=self.truncates,
+            sparse=frozenset(number for number, one in enumerate(parameters) if id(one) in kept_sparse),
+        )
+        return over_time(walk, sequences, state, parameters)
+
+
+class _SegmentedCell:
+    """The forward of an `UnrolledCell`."""
+
+    def __init__(self, layer: UnrolledCell, cut: Cut) -> None:
+        functools.update_wrapper(self, UnrolledCell.forward)
+        self._layer, self._cut = layer, cut
+
+    def __call__(self, input: Tensor, state: Any = None) -> tuple[Tensor, Any]:
+        layer = self._layer
+        if input.dim() < 2 or input.shape[layer.time_dim] == 0:
+            return UnrolledCell.forward(layer, input, state)
+        passed = Unrolled(layer, self._cut, truncates=False)(self._run, (input,), as_state(state), layer.time_dim)
+        return passed.outputs[0], as_given(passed.state)
+
+    def _run(self, state: State, input: Tensor) -> Passed:
+        attributes = Attributes(self._layer.cell)
+        passed = self._layer.stretch(state, input)
+        attributes.require_unchanged()
+        return passed

@@ -1,0 +1,102 @@
+"""Truncated backpropagation through time: the gradient ends where a segment of the sequence begins.
+
+    Choice(technique="truncated_bptt", options={"steps": 128})
+
+The hidden state goes on from segment to segment, its gradient does not (Williams and Peng 1990,
+https://doi.org/10.1162/neco.1990.2.4.490): a loss sees what the parameters did in at most ``steps`` steps before it, in
+the mean half as many. It is the loss of plain training with another, biased gradient, so the planner takes it only
+where the job allows it by name. Each segment's gradients are made as soon as its loss is there, and nothing is computed
+twice: that, and no more, is what it has before `time_segments`, which is exact and needs as little memory.
+
+For models that run in segments and give nothing but their loss (`plimsoll.models.in_segments`). Does NOT cover fp16:
+gradients are made before the scale of the loss arrives; and classifiers, whose loss is at the end of the sequence.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from plimsoll.errors import InputError
+from plimsoll.models.recurrent import RecurrentClassifier
+from plimsoll.records.plan import Choice, Numerics
+from plimsoll.records.trace import Category
+from plimsoll.techniques._base import Choices, Setting
+from plimsoll.techniques._forwards import replaced_forward
+from plimsoll.techniques._recurrent_layers import Cut
+from plimsoll.techniques.time_segments import Unrolled, runs_in_segments, segment_lengths
+from plimsoll.workload import Workload
+
+
+class TruncatedBptt:
+    """`Technique`: gradients that reach back a segment."""
+
+    name: ClassVar[str] = "truncated_bptt"
+    numerics: ClassVar[Numerics] = "lossy"
+    summary: ClassVar[str] = "gradients through time end where a segment begins"
+    reaches: ClassVar[frozenset[Category]] = frozenset({"activations", "temporaries"})
+    is_for_the_run: ClassVar[bool] = True
+    may_be_faster: ClassVar[bool] = True
+
+    def menu(self, workload: Workload, setting: Setting) -> Choices | str:
+        """The same lengths as `time_segments` offers."""
+        reason = _why_not(workload)
+        if reason is not None:
+            return reason
+        lengths = list(segment_lengths(setting.sequence_length or 0))
+        if not lengths:
+            return f"sequences of {setting.sequence_length or 'unknown'} steps: too short to be cut, or not known"
+        return tuple(Choice(technique=self.name, options={"steps": steps}) for steps in lengths)
+
+    def conflicts(self, choice: Choice, others: Choices, workload: Workload, setting: Setting) -> str | None:
+        """What is not allowed, a number of steps that is none, and fp16."""
+        if self.name not in setting.allow:
+            return f"it is lossy: allow it with `allow: [{self.name}]`"
+        steps = choice.options["steps"]
+        if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
+            return f"steps is {steps}: give a whole number of 1 or more"
+        if workload.precision == "fp16" or any(other.options.get("dtype") == "fp16" for other in others):
+            return "its gradients are made before fp16's scale of the loss arrives: use bf16"
+        return _why_not(workload)
+
+    @contextmanager
+    def install(self, workload: Workload, choice: Choice) -> Iterator[None]:
+        """Replace the forward of the model, on the instance.
+
+        Raises:
+            InputError: if it cannot be cut.
+        """
+        reason = _why_not(workload)
+        if reason is not None:
+            raise InputError(
+                f"cannot truncate the gradients of {type(workload.model).__name__}: {reason}; leave it out"
+            )
+        with replaced_forward(workload.model, _Truncated(workload.model, Cut(int(choice.options["steps"])))):
+            yield
+
+
+class _Truncated:
+    """The forward of a model whose gradients end where a segment begins."""
+
+    def __init__(self, model: nn.Module, cut: Cut) -> None:
+        functools.update_wrapper(self, type(model).forward)
+        self._model, self._cut = model, cut
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        unroll = Unrolled(self._model, self._cut, truncates=torch.is_grad_enabled())
+        return self._model.in_segments(unroll, *args, **kwargs)  # type: ignore[operator]
+
+
+def _why_not(workload: Workload) -> str | None:
+    model = workload.model
+    if not runs_in_segments(model) or isinstance(model, RecurrentClassifier):
+        return (
+            f"{type(model).__name__} does not say how the loss of a stretch of time is computed: that takes "
+            "`in_segments`, which the recurrent language models have"
+        )
+    return None
