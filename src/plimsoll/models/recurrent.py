@@ -107,7 +107,7 @@ class RecurrentLanguageModel(nn.Module):
             return type(self).forward(self, input_ids, attention_mask)
 
         def run(state: State, ids_BS: Tensor, targets_BS: Tensor) -> Passed:
-            hidden_BSH, last = self.recurrent(self.dropout(_rows(self.embedding, ids_BS)), _as_hidden(state))
+            hidden_BSH, last = self.recurrent(self.dropout(_rows(self.embedding, ids_BS, input_ids)), _as_hidden(state))
             logits_BSV = self.head(self.dropout(hidden_BSH))
             loss = functional.cross_entropy(
                 logits_BSV.flatten(0, 1), targets_BS.flatten(), ignore_index=IGNORED_LABEL, reduction="sum"
@@ -164,7 +164,7 @@ class RecurrentClassifier(nn.Module):
             num_active = int((num_tokens > 0).sum())
             if num_active == 0:
                 return Passed(state=state)
-            embedded = self.dropout(_rows(self.embedding, ids_BS[:num_active]))
+            embedded = self.dropout(_rows(self.embedding, ids_BS[:num_active], input_ids))
             packed = pack_padded_sequence(embedded, num_tokens[:num_active], batch_first=True)
             _, last = self.recurrent(packed, _as_hidden(tuple(part[:, :num_active] for part in state)))
             pairs = zip(_as_state(last), state, strict=True) if state else ((part, part) for part in _as_state(last))
@@ -242,11 +242,12 @@ def _next_tokens(labels_BT: Tensor) -> Tensor:
     return functional.pad(labels_BT[:, 1:], (0, 1), value=IGNORED_LABEL)
 
 
-def _rows(embedding: nn.Module, ids: Tensor) -> Tensor:
-    """The vectors of some tokens; the gradient has their rows and not, for each segment, those of the vocabulary."""
-    if type(embedding) is not nn.Embedding or "forward" in vars(embedding) or embedding.max_norm is not None:
-        return embedding(ids)  # type: ignore[no-any-return]
-    return functional.embedding(ids, embedding.weight, embedding.padding_idx, sparse=not embedding.scale_grad_by_freq)
+def _rows(embedding: nn.Embedding, ids_BS: Tensor, ids_BT: Tensor) -> Tensor:
+    """The vectors of a stretch of the tokens; each stretch gives a gradient of its own rows, not of all there are."""
+    is_part = ids_BS.shape[1] < ids_BT.shape[1]
+    if not is_part or type(embedding) is not nn.Embedding or "forward" in vars(embedding):
+        return embedding(ids_BS)
+    return functional.embedding(ids_BS, embedding.weight, sparse=True)
 
 
 def _as_state(hidden: Any) -> State:

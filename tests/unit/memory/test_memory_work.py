@@ -98,7 +98,7 @@ def test_a_layer_of_onednn_has_the_products_of_its_gates():
         lstm(torch.zeros(6, 2, 5))[0].sum().backward()
 
     found = work_of(train)
-    assert found["mkldnn_rnn_layer"].flops == 2 * 6 * 2 * 4 * 7 * (5 + 7)
+    assert found["mkldnn_rnn_layer"].flops == 2 * 6 * (2 + 1) * 4 * 7 * (5 + 7)
     assert found["mkldnn_rnn_layer_backward"].flops == 2 * found["mkldnn_rnn_layer"].flops
 
 

@@ -1,0 +1,73 @@
+"""Code that changes what it is given is refused, with its line."""
+
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from plimsoll.errors import InputError
+from plimsoll.models.in_segments import Passed
+from plimsoll.techniques._purity import Attributes, run_purely
+
+
+def adds_in_place(number, state, slices):
+    state[0].add_(slices[0].sum())  # this line
+    return Passed(state=state)
+
+
+def writes_through_a_view(number, state, slices):
+    slices[0][0] = 1.0  # this line
+    return Passed(state=state)
+
+
+def adds(number, state, slices):
+    return Passed(state=(state[0] + slices[0].sum(),))
+
+
+@pytest.mark.parametrize("run", [adds_in_place, writes_through_a_view])
+def test_a_change_in_place_is_refused_with_its_line(run):
+    line = run.__code__.co_firstlineno + 1
+    with pytest.raises(InputError, match=rf"test_techniques__purity\.py, line {line}: .*# this line") as error:
+        run_purely(run, 3, (torch.zeros(2),), (torch.ones(2),))
+    assert "segment 3" in str(error.value)
+    assert "write `state = state + ...`" in str(error.value)
+
+
+def test_what_changes_nothing_runs():
+    assert torch.equal(run_purely(adds, 0, (torch.zeros(2),), (torch.ones(2),)).state[0], torch.full((2,), 2.0))
+
+
+class Keeps(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.hidden, self.history = torch.zeros(2), []
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, input, how):
+        if how == "attribute":
+            self.hidden = self.hidden + input
+        elif how == "list":
+            self.history.append(input)
+        elif how == "buffer":
+            self.count += 1
+        return input
+
+
+@pytest.mark.parametrize(("how", "name"), [("attribute", "hidden"), ("list", "history"), ("buffer", "count")])
+def test_a_state_in_an_attribute_is_refused(how, name):
+    cell = nn.Sequential(Keeps())
+    before = Attributes(cell)
+    cell[0](torch.ones(2), how)
+    with pytest.raises(InputError, match=re.escape(f"Keeps keeps a state in its attribute `{name}`")) as error:
+        before.require_unchanged()
+    if how == "attribute":
+        line = Keeps.forward.__code__.co_firstlineno + 2
+        assert f"(test_techniques__purity.py, line {line})" in str(error.value)
+
+
+def test_what_stays_is_no_state():
+    cell = Keeps()
+    before = Attributes(cell)
+    cell(torch.ones(2), "none")
+    before.require_unchanged()

@@ -1,0 +1,230 @@
+"""Exact backpropagation through time: what is cut, what is offered, what is refused, and what is kept."""
+
+import copy
+
+import pytest
+import torch
+from small_models import fresh
+from torch import nn
+from traced_steps import recorded, rehearsed
+
+from plimsoll.errors import InputError
+from plimsoll.memory.live import live_bytes
+from plimsoll.memory.lowering.cuda import CudaLowering
+from plimsoll.models.cells import UnrolledCell
+from plimsoll.models.recurrent import build_recurrent
+from plimsoll.records.plan import Choice
+from plimsoll.techniques import Setting, conflict_among, installed
+from plimsoll.techniques.checkpointing import checkpointing_choice
+from plimsoll.techniques.time_segments import TimeSegments, parts_in_time, segment_lengths, time_segments_choice
+from plimsoll.workload import Workload, model_loss
+
+FIELDS = {"architecture": "lstm", "vocab_size": 30, "embedding_size": 8, "hidden_size": 8, "num_layers": 2}
+LONG = Setting("cpu", 4, sequence_length=1000)
+
+
+def workload_of(model, units="next-tokens"):
+    return Workload(model, torch.optim.SGD(model.parameters(), lr=0.1), model_loss, units)
+
+
+class Mixed(nn.Module):
+    """Layers of all kinds that can be cut, and some that cannot."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(30, 8)
+        self.layers = nn.ModuleDict({"lstm": nn.LSTM(8, 8), "cell": UnrolledCell(nn.GRUCell(8, 8))})
+        self.head = nn.Linear(8, 30)
+
+    def forward(self, input_ids, labels):
+        hidden, _ = self.layers["lstm"](self.embedding(input_ids).transpose(0, 1))
+        hidden, _ = self.layers["cell"](hidden)
+        loss = nn.functional.cross_entropy(self.head(hidden.transpose(0, 1)).flatten(0, 1), labels.flatten())
+        return type("Output", (), {"loss": loss})
+
+
+def batch(num_steps=23, num_samples=4):
+    ids = torch.randint(0, 30, (num_samples, num_steps), generator=torch.Generator().manual_seed(0))
+    return {"input_ids": ids, "labels": ids}
+
+
+# -- what is cut -------------------------------------------------------------------------------------------------------
+
+
+def test_a_model_that_says_how_is_cut_as_a_whole_and_else_its_layers():
+    whole = build_recurrent(FIELDS)
+    assert parts_in_time(whole) == [whole]
+    mixed = Mixed()
+    assert parts_in_time(mixed) == [mixed.layers["lstm"], mixed.layers["cell"]]
+    both = build_recurrent(FIELDS | {"num_labels": 2, "bidirectional": True})
+    assert parts_in_time(both) == [both.recurrent]
+
+
+@pytest.mark.parametrize("choice", [time_segments_choice(5), time_segments_choice(0), time_segments_choice(2, kept=3)])
+def test_gradients_of_a_mixed_model(choice):
+    torch.manual_seed(0)
+    plain = Mixed().double()
+    other = copy.deepcopy(plain)
+    model_loss(plain, batch()).backward()
+    with installed(workload_of(other), [choice]):
+        model_loss(other, batch()).backward()
+    for one, expected in zip(other.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, expected.grad, rtol=1e-10, atol=1e-12)
+
+
+def test_everything_is_itself_again():
+    model = Mixed()
+    with installed(workload_of(model), [time_segments_choice(4)]):
+        assert [name for name, part in model.named_modules() if "forward" in vars(part)] == [
+            "layers.lstm",
+            "layers.cell",
+        ]
+    assert not any("forward" in vars(part) for part in model.modules())
+
+
+# -- what is offered and refused ---------------------------------------------------------------------------------------
+
+
+def test_the_menu_goes_down_to_what_still_pays():
+    menu = TimeSegments().menu(workload_of(build_recurrent(FIELDS)), LONG)
+    assert [dict(choice.options) for choice in menu] == [{"steps": 128}, {"steps": 32}]
+    assert list(segment_lengths(32)) == []
+
+
+def test_of_very_many_segments_it_also_offers_to_keep_fewer_states():
+    setting = Setting("cpu", 4, sequence_length=100_000)
+    menu = TimeSegments().menu(workload_of(build_recurrent(FIELDS)), setting)
+    assert dict(menu[-1].options) == {"steps": 16, "kept": 390}
+
+
+@pytest.mark.parametrize(
+    ("model", "setting", "reason"),
+    [
+        (lambda: fresh("gpt2")[0], LONG, "has no recurrent layers"),
+        (Mixed, Setting("cpu", 4, sequence_length=40), "sequences of 40 steps are too short to be cut"),
+    ],
+)
+def test_where_there_is_nothing_to_cut_it_says_so(model, setting, reason):
+    assert reason in TimeSegments().menu(workload_of(model()), setting)
+
+
+@pytest.mark.parametrize(
+    ("choices", "reason"),
+    [
+        ([time_segments_choice(-1)], "steps is -1: give a whole number, 0 for the square root"),
+        ([time_segments_choice(4, kept=-2)], "kept is -2: give a whole number, 0 for all"),
+        (
+            [Choice(technique="truncated_bptt", options={"steps": 4}), time_segments_choice(4)],
+            "cuts the same sequences",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused(choices, reason):
+    setting = Setting("cpu", 4, sequence_length=1000, allow=frozenset({"truncated_bptt"}))
+    assert reason in conflict_among(tuple(choices), workload_of(build_recurrent(FIELDS)), setting)
+
+
+class Stacked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.GRU(8, 8) for _ in range(3))
+
+
+def test_layers_are_not_recomputed_twice():
+    choices = (time_segments_choice(4), checkpointing_choice("all"))
+    assert "checkpointing computes the same layers again" in conflict_among(choices, workload_of(Stacked()), LONG)
+
+
+def test_a_replaced_forward_is_refused():
+    model = Mixed()
+    model.layers["lstm"].forward = lambda *inputs: None
+    with (
+        pytest.raises(InputError, match="the forward of LSTM was replaced; leave time_segments=4 out"),
+        installed(workload_of(model), [time_segments_choice(4)]),
+    ):
+        pass
+
+
+class InPlace(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, input, state):
+        if state is None:
+            state = torch.zeros_like(input)
+        state += self.linear(input)  # in place
+        return state.tanh(), state
+
+
+class Attribute(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.hidden = torch.zeros(1, 8)
+
+    def forward(self, input, state):
+        self.hidden = 0.5 * self.hidden + input
+        return self.hidden, self.hidden
+
+
+@pytest.mark.parametrize(
+    ("cell", "message"),
+    [
+        (
+            InPlace,
+            r"in place \(test_techniques_time_segments\.py, line \d+: state \+= self.linear\(input\)  # in place\)",
+        ),
+        (
+            Attribute,
+            r"Attribute keeps a state in its attribute `hidden` \(test_techniques_time_segments\.py, line \d+\)",
+        ),
+    ],
+)
+def test_a_cell_that_keeps_its_state_elsewhere_is_refused_with_the_line(cell, message):
+    layer = UnrolledCell(cell())
+    model = nn.Sequential(layer)
+    choices = [time_segments_choice(2)]
+    with (
+        installed(workload_of(nn.Sequential(layer, nn.Linear(1, 1))), choices),
+        pytest.raises(InputError, match=message),
+    ):
+        model(torch.randn(7, 1, 8))
+
+
+# -- what is kept ------------------------------------------------------------------------------------------------------
+
+
+def peak_bytes(num_steps, choices, lowering=None):
+    model = build_recurrent(FIELDS | {"hidden_size": 64, "embedding_size": 64})
+    return live_bytes(rehearsed(model, batch(num_steps), choices, lowering)).peak_bytes
+
+
+def test_what_is_kept_grows_with_the_square_root():
+    """Four times the steps: plainly four times as much, in segments of the square root about twice."""
+    few, many = (peak_bytes(steps, [time_segments_choice(0)]) for steps in (256, 4096))
+    plain_few, plain_many = (peak_bytes(steps, []) for steps in (256, 4096))
+    least_bytes = peak_bytes(16, [time_segments_choice(0)])  # parameters, gradients and the like
+    assert (plain_many - least_bytes) / (plain_few - least_bytes) > 12
+    assert (many - least_bytes) / (few - least_bytes) < 6
+    assert many < 0.1 * plain_many
+
+
+def test_fewer_states_are_less_memory():
+    kept, fewer = (
+        peak_bytes(4096, [choice]) for choice in (time_segments_choice(16), time_segments_choice(16, kept=8))
+    )
+    assert fewer < 0.7 * kept
+
+
+def test_on_cuda_too():
+    """cuDNN's layers keep a reserve of each segment only."""
+    lowering = CudaLowering((8, 6))
+    plain, segmented = (peak_bytes(1024, choices, lowering) for choices in ([], [time_segments_choice(64)]))
+    assert segmented < 0.35 * plain
+
+
+@pytest.mark.parametrize("choice", [time_segments_choice(0), time_segments_choice(16, kept=2)])
+def test_a_rehearsal_allocates_what_a_run_does(choice):
+    model = build_recurrent(FIELDS | {"architecture": "gru"})
+    predicted = live_bytes(rehearsed(model, batch(100), [choice])).peak_bytes
+    assert live_bytes(recorded(model, batch(100), [choice])).peak_bytes == predicted

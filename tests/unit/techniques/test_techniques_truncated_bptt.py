@@ -1,0 +1,99 @@
+"""Truncated backpropagation through time is the textbook's loop, and is refused where it would be something else."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from plimsoll.errors import InputError
+from plimsoll.models.recurrent import build_recurrent
+from plimsoll.records.plan import Choice
+from plimsoll.techniques import Setting, conflict_among, installed
+from plimsoll.techniques.truncated_bptt import TruncatedBptt
+from plimsoll.workload import Workload, model_loss
+
+FIELDS = {"architecture": "lstm", "vocab_size": 30, "embedding_size": 8, "hidden_size": 8, "num_layers": 2}
+ALLOWED = Setting("cpu", 4, allow=frozenset({"truncated_bptt"}), sequence_length=1000)
+
+
+def workload_of(model, precision="fp32"):
+    return Workload(model, torch.optim.SGD(model.parameters()), model_loss, "next-tokens", precision=precision)
+
+
+def choice_of(steps):
+    return Choice(technique="truncated_bptt", options={"steps": steps})
+
+
+def textbook(model, ids, steps):
+    """The hidden state goes on, detached."""
+    state, total = None, 0.0
+    targets = functional.pad(ids[:, 1:], (0, 1), value=-100)
+    for start in range(0, ids.shape[1], steps):
+        hidden, state = model.recurrent(model.embedding(ids[:, start : start + steps]), state)
+        state = tuple(part.detach() for part in state) if isinstance(state, tuple) else state.detach()
+        logits = model.head(hidden).flatten(0, 1)
+        total = total + functional.cross_entropy(logits, targets[:, start : start + steps].flatten(), reduction="sum")
+    return total / (targets != -100).sum()
+
+
+@pytest.mark.parametrize("architecture", ["lstm", "gru", "rnn"])
+@pytest.mark.parametrize("steps", [1, 5, 23])
+def test_it_is_the_textbooks_loop(architecture, steps):
+    torch.manual_seed(0)
+    model = build_recurrent(FIELDS | {"architecture": architecture}).double()
+    other, ids = copy.deepcopy(model), torch.randint(0, 30, (4, 23))
+    with installed(workload_of(model), [choice_of(steps)]):
+        loss = model_loss(model, {"input_ids": ids, "labels": ids})
+    loss.backward()
+    expected = textbook(other, ids, steps)
+    expected.backward()
+    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
+    for one, wanted in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, wanted.grad, rtol=1e-10, atol=1e-12)
+
+
+def test_nothing_is_computed_twice():
+    model = build_recurrent(FIELDS)
+    calls = []
+    model.head.register_forward_hook(lambda *inputs: calls.append(1))
+    ids = torch.randint(0, 30, (4, 20))
+    with installed(workload_of(model), [choice_of(5)]):
+        model_loss(model, {"input_ids": ids, "labels": ids}).backward()
+    assert len(calls) == 4
+
+
+def test_without_gradients_it_is_the_plain_loss():
+    model = build_recurrent(FIELDS)
+    ids = torch.randint(0, 30, (4, 20))
+    plain = model(ids, labels=ids).loss
+    with torch.no_grad(), installed(workload_of(model), [choice_of(5)]):
+        torch.testing.assert_close(model_loss(model, {"input_ids": ids, "labels": ids}), plain.detach())
+
+
+@pytest.mark.parametrize(
+    ("choice", "setting", "precision", "reason"),
+    [
+        (choice_of(5), Setting("cpu", 4), "fp32", r"allow it with `allow: [truncated_bptt]`"),
+        (choice_of(0), ALLOWED, "fp32", "steps is 0: give a whole number of 1 or more"),
+        (choice_of(5), ALLOWED, "fp16", "use bf16"),
+    ],
+)
+def test_what_cannot_be_is_refused(choice, setting, precision, reason):
+    assert reason in conflict_among((choice,), workload_of(build_recurrent(FIELDS), precision), setting)
+
+
+@pytest.mark.parametrize("model", [lambda: nn.LSTM(2, 2), lambda: build_recurrent(FIELDS | {"num_labels": 2})])
+def test_a_model_without_a_loss_for_each_stretch_is_refused(model):
+    assert "does not say how the loss of a stretch of time is computed" in TruncatedBptt().menu(
+        workload_of(model()), ALLOWED
+    )
+    with pytest.raises(InputError, match="cannot truncate"), installed(workload_of(model()), [choice_of(5)]):
+        pass
+
+
+def test_the_menu_is_that_of_segments():
+    menu = TruncatedBptt().menu(workload_of(build_recurrent(FIELDS)), ALLOWED)
+    assert [choice.options["steps"] for choice in menu] == [128, 32]
+    assert "too short to be cut" in TruncatedBptt().menu(workload_of(build_recurrent(FIELDS)), Setting("cpu", 4))
