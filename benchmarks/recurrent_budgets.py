@@ -79,7 +79,7 @@ def budgets_of(training: Training) -> dict[float, int]:
     assert plan.plain is not None
     assert plan.plain.peak is not None
     assert plan.prediction is not None
-    baseline_bytes = next(part.num_bytes for part in plan.prediction.at_peak if part.category == "baseline")
+    baseline_bytes = plan.prediction.parts["baseline"]
     beyond_bytes = plan.plain.peak.high_bytes - baseline_bytes
     return {
         share: -(-int(baseline_bytes + MARGIN_BYTES + share * beyond_bytes * 1.006) // MIB) * MIB for share in SHARES

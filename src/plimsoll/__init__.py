@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from plimsoll.device.limit import limited as limited
     from plimsoll.device.probe import probe_machine as probe  # noqa: F401
+    from plimsoll.models.cells import UnrolledCell as UnrolledCell
     from plimsoll.records.job import Job as Job
     from plimsoll.records.plan import Plan as Plan
     from plimsoll.records.prediction import Prediction as Prediction
@@ -36,6 +37,7 @@ _HOMES = {
     "Plan": ("plimsoll.records.plan", "Plan"),
     "Prediction": ("plimsoll.records.prediction", "Prediction"),
     "TrainStep": ("plimsoll.run.step", "TrainStep"),
+    "UnrolledCell": ("plimsoll.models.cells", "UnrolledCell"),
     "limited": ("plimsoll.device.limit", "limited"),
     "plan_job": ("plimsoll.run.plan", "plan_job"),
     "plan_step": ("plimsoll.run.plan", "plan_step"),

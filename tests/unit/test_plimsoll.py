@@ -12,7 +12,7 @@ from plimsoll.run.step import TrainStep
 from processes import environment
 
 NAMES = [
-    *("Job", "OomEvent", "Plan", "Prediction", "RunRecord", "StepResult", "TrainStep"),
+    *("Job", "OomEvent", "Plan", "Prediction", "RunRecord", "StepResult", "TrainStep", "UnrolledCell"),
     *("limited", "plan_job", "plan_step", "predict", "predict_function", "predict_job", "probe", "render"),
     "rows_by_length",
 ]
