@@ -23,6 +23,7 @@ from torch import Tensor
 from plimsoll.device.base import Backend
 from plimsoll.errors import InputError
 from plimsoll.memory.graph import GraphSize, graph_size, has_graph, storage_bytes
+from plimsoll.records.diagnosis import GRAPH_IS_GONE
 from plimsoll.records.run import GraphLine, HeldGraph
 from plimsoll.run.held import Held, held_by
 from plimsoll.run.stores import Store, is_read, store_of
@@ -168,7 +169,7 @@ def _second_time(step: int, workload: Workload) -> InputError:
     carried = [one for one in held if is_read(one.owners, one.variable)] or held
     if not carried:
         return InputError(
-            f"step {step}: the backward pass came to the graph of an earlier forward pass, which is gone by then; what "
+            f"step {step}: {GRAPH_IS_GONE}, which is gone by then; what "
             "keeps a tensor of that pass is no attribute of the model's modules or of the loss: write "
             "`hidden = hidden.detach()` where it is carried from one pass to the next"
         )
@@ -177,6 +178,6 @@ def _second_time(step: int, workload: Workload) -> InputError:
     places = [f"; in {store.place}, write `{store.remedy}` for `{store.code}`" for store in stores if store]
     how = "".join(places) or f"; write `{carried[0].name} = {carried[0].name}.detach()` after each pass"
     return InputError(
-        f"step {step}: the backward pass came to the graph of an earlier forward pass, which is gone by then: {names} "
+        f"step {step}: {GRAPH_IS_GONE}, which is gone by then: {names} "
         f"is kept from pass to pass and not detached (a hidden state, for example){how}"
     )

@@ -40,9 +40,10 @@ def store_of(owners: Iterable[Any], variable: str, value: Any = None) -> Store |
         value: what is there now; a tuple or a list of states is detached one by one.
     """
     for owner in owners:
+        wanted = _Wanted(variable, isinstance(owner, FunctionType))
         for function in _functions_of(owner):
             for node, line in _statements(function):
-                if (remedy := _remedy(node, variable, value)) is not None:
+                if (remedy := _remedy(node, wanted, value)) is not None:
                     return Store(f"{_shown(inspect.getsourcefile(function))}:{line}", ast.unparse(node), remedy)
     return None
 
@@ -50,10 +51,11 @@ def store_of(owners: Iterable[Any], variable: str, value: Any = None) -> Store |
 def is_read(owners: Iterable[Any], variable: str) -> bool:
     """Whether the code of an object uses what an attribute has, as a state that is carried on is used."""
     for owner in owners:
+        wanted = _Wanted(variable, isinstance(owner, FunctionType))
         for function in _functions_of(owner):
             for node, _ in _statements(function):
-                used = sum(_is_name(part, variable) and isinstance(part.ctx, ast.Load) for part in ast.walk(node))  # type: ignore[attr-defined]
-                if used > (_added(node, variable) is not None):
+                loads = [part for part in ast.walk(node) if isinstance(getattr(part, "ctx", None), ast.Load)]
+                if sum(map(wanted.is_at, loads)) > (_added(node, wanted) is not None):
                     return True
     return False
 
@@ -81,31 +83,42 @@ def _statements(function: FunctionType) -> Iterator[tuple[ast.stmt, int]]:
             yield node, first + node.lineno - 1
 
 
-def _is_name(node: ast.AST, variable: str) -> bool:
-    """Whether this is ``variable`` or an attribute of that name."""
-    return getattr(node, "attr", None) == variable or getattr(node, "id", None) == variable
+class _Wanted(NamedTuple):
+    """A name that is looked for: of an attribute, or also of a variable."""
+
+    name: str
+    is_variable: bool
+
+    def is_at(self, node: ast.AST) -> bool:
+        """Whether this is the attribute or the variable itself."""
+        is_variable = self.is_variable and isinstance(node, ast.Name) and node.id == self.name
+        return is_variable or (isinstance(node, ast.Attribute) and node.attr == self.name)
+
+    def is_stored_in(self, target: ast.AST) -> bool:
+        """Whether an assignment to this target changes it or one of its items."""
+        return self.is_at(target.value if isinstance(target, ast.Subscript) else target)
 
 
-def _added(node: ast.AST, variable: str) -> ast.Call | None:
-    """The call that a statement adds something to ``variable`` with."""
+def _added(node: ast.AST, wanted: _Wanted) -> ast.Call | None:
+    """The call that a statement adds something to what is wanted with."""
     call = node.value if isinstance(node, ast.Expr) else None
     if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute) or call.func.attr not in _ADDS:
         return None
-    return call if call.args and _is_name(call.func.value, variable) else None
+    return call if call.args and wanted.is_at(call.func.value) else None
 
 
-def _remedy(node: ast.stmt, variable: str, value: Any) -> str | None:
-    """What to write in place of a statement that stores ``variable`` with its graph; ``None`` if this one does not."""
-    if (call := _added(node, variable)) is not None:
+def _remedy(node: ast.stmt, wanted: _Wanted, value: Any) -> str | None:
+    """What to write in place of a statement that stores what is wanted with its graph; ``None`` if this one does not."""
+    if (call := _added(node, wanted)) is not None:
         return None if _is_harmless(call.args[-1]) else _remedy_of_call(call)
     if not isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign) or node.value is None:
         return None
     if _is_harmless(node.value):
         return None
     if isinstance(node, ast.AugAssign):
-        is_own = _is_target(node.target, variable)
+        is_own = wanted.is_stored_in(node.target)
         return f"{ast.unparse(node.target)} += {_detached(ast.unparse(node.value))}" if is_own else None
-    return _remedy_of_assignment(node, variable, value)
+    return _remedy_of_assignment(node, wanted, value)
 
 
 def _remedy_of_call(call: ast.Call) -> str:
@@ -115,19 +128,15 @@ def _remedy_of_call(call: ast.Call) -> str:
     return f"{ast.unparse(call.func)}({', '.join([*others, kept])})"
 
 
-def _remedy_of_assignment(node: ast.Assign | ast.AnnAssign, variable: str, value: Any) -> str | None:
+def _remedy_of_assignment(node: ast.Assign | ast.AnnAssign, wanted: _Wanted, value: Any) -> str | None:
     assert node.value is not None
     for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
-        if _is_target(target, variable):
+        if wanted.is_stored_in(target):
             return f"{ast.unparse(target)} = {_all_detached(ast.unparse(node.value), value)}"
         parts = [one for one in ast.walk(target) if one is not target]
-        if own := [ast.unparse(one) for one in parts if isinstance(target, ast.Tuple) and _is_target(one, variable)]:
+        if own := [ast.unparse(one) for one in parts if isinstance(target, ast.Tuple) and wanted.is_stored_in(one)]:
             return f"{ast.unparse(node)}; {own[0]} = {_all_detached(own[0], value)}"
     return None
-
-
-def _is_target(node: ast.AST, variable: str) -> bool:
-    return _is_name(node.value if isinstance(node, ast.Subscript) else node, variable)
 
 
 def _is_harmless(value: ast.expr) -> bool:
