@@ -92,6 +92,8 @@ def _raw_saved(node: Any) -> Iterator[Any]:
     """The saved tensors of a node as they are stored; each name has one or a tuple."""
     for name in dir(type(node)):
         if name.startswith(_RAW):
-            # Some raise where the op saved none of an optional kind.
-            value = getattr(node, name, None)
+            try:
+                value = getattr(node, name)
+            except RuntimeError:  # a function in Python says so where a built-in one has None: they are freed
+                continue
             yield from value if isinstance(value, tuple) else (value,) if value is not None else ()

@@ -52,6 +52,7 @@ class Finding(Frozen):
         code: what to type, if that is known.
         effect_bytes: what the peak would have been less without it.
         effect_known: how that is known.
+        effect_high_bytes: the most it can be, where more than ``effect_bytes`` grew and may be of this cause, too.
     """
 
     cause: str
@@ -63,6 +64,7 @@ class Finding(Frozen):
     code: str = ""
     effect_bytes: int | None = None
     effect_known: KnownHow | None = None
+    effect_high_bytes: int | None = None
 
 
 class Diagnosis(Record):

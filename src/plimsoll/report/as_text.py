@@ -89,8 +89,8 @@ def diagnosis_report(diagnosis: Diagnosis) -> Group:
     if growth := diagnosis_sheets.growth_sentence(diagnosis):
         sentences.insert(1, Text(growth))
     panel = Panel(Group(*sentences), title=Text(diagnosis.subject, "bold"), title_align="left", box=box.ROUNDED)
-    tables = [_table(sheet) for one in diagnosis.findings for sheet in diagnosis_sheets.finding_sheets(one)]
-    return _spaced(panel, *tables)
+    found = [sheet for one in diagnosis.findings for sheet in diagnosis_sheets.finding_sheets(one)]
+    return _spaced(panel, *(_table(sheet) for sheet in found if sheet.rows))
 
 
 def machine_report(machine: Machine) -> Group:

@@ -15,7 +15,7 @@ def headline(diagnosis: Diagnosis) -> str:
     peak = f", peak {format_bytes(diagnosis.peak_bytes)}" if diagnosis.peak_bytes is not None else ""
     found = len(diagnosis.findings)
     what = "Nothing was found" if not found else "One cause was found" if found == 1 else f"{found} causes were found"
-    return f"{what} in {diagnosis.num_steps:,} steps{peak}."
+    return f"{what} in {diagnosis.num_steps:,} step{'s' * (diagnosis.num_steps != 1)}{peak}."
 
 
 def growth_sentence(diagnosis: Diagnosis) -> str:
@@ -47,4 +47,7 @@ def _effect(finding: Finding) -> str:
     if finding.effect_bytes is None:
         return "unknown"
     share = "" if finding.peak_share is None else f", {finding.peak_share:.1%} of the peak"
-    return f"{format_bytes(finding.effect_bytes)}{share} ({finding.effect_known})"
+    most = (
+        "" if finding.effect_high_bytes is None else f"; at most {format_bytes(finding.effect_high_bytes)} (measured)"
+    )
+    return f"{format_bytes(finding.effect_bytes)}{share} ({finding.effect_known}){most}"

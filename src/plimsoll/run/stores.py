@@ -20,7 +20,8 @@ from typing import Any, NamedTuple
 from torch import nn
 
 _ADDS = {"append", "appendleft", "extend", "insert", "add", "update", "setdefault"}
-_DETACHES = {"detach", "item", "tolist", "numpy", "float", "no_grad"}
+_CONTAINERS = {"list", "dict", "tuple", "deque", "defaultdict", "OrderedDict"}
+_METHODS_WITHOUT_GRAPH, _FUNCTIONS_WITHOUT_GRAPH = {"detach", "item", "tolist", "numpy"}, {"float", "int"}
 
 
 class Store(NamedTuple):
@@ -108,7 +109,7 @@ def _added(node: ast.AST, wanted: _Wanted) -> ast.Call | None:
 
 
 def _remedy(node: ast.stmt, wanted: _Wanted, value: Any) -> str | None:
-    """What to write in place of a statement that stores what is wanted with its graph; ``None`` if this one does not."""
+    """What to write in place of a statement that stores what is wanted with its graph; ``None`` if it does not."""
     if (call := _added(node, wanted)) is not None:
         return None if _is_harmless(call.args[-1]) else _remedy_of_call(call)
     if not isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign) or node.value is None:
@@ -134,16 +135,28 @@ def _remedy_of_assignment(node: ast.Assign | ast.AnnAssign, wanted: _Wanted, val
         if wanted.is_stored_in(target):
             return f"{ast.unparse(target)} = {_all_detached(ast.unparse(node.value), value)}"
         parts = [one for one in ast.walk(target) if one is not target]
-        if own := [ast.unparse(one) for one in parts if isinstance(target, ast.Tuple) and wanted.is_stored_in(one)]:
+        own = [ast.unparse(one) for one in parts if isinstance(target, ast.Tuple) and wanted.is_stored_in(one)]
+        if own:
             return f"{ast.unparse(node)}; {own[0]} = {_all_detached(own[0], value)}"
     return None
 
 
 def _is_harmless(value: ast.expr) -> bool:
     """Whether what is stored is a constant, an empty container, or has its graph left out already."""
-    is_empty = isinstance(value, ast.List | ast.Tuple | ast.Dict) and next(ast.iter_child_nodes(value), None) is None
-    names = {getattr(part, "attr", getattr(part, "id", None)) for part in ast.walk(value)}
-    return isinstance(value, ast.Constant) or is_empty or bool(names & _DETACHES)
+    items = getattr(value, "elts", getattr(value, "keys", getattr(value, "args", [None])))
+    is_container = isinstance(value, ast.List | ast.Tuple | ast.Dict) or _name_of(value) in _CONTAINERS
+    called = [part.func for part in ast.walk(value) if isinstance(part, ast.Call)]
+    leaves_out = any(
+        getattr(one, "attr", None) in _METHODS_WITHOUT_GRAPH or getattr(one, "id", None) in _FUNCTIONS_WITHOUT_GRAPH
+        for one in called
+    )
+    return isinstance(value, ast.Constant) or (is_container and not items) or leaves_out
+
+
+def _name_of(call: ast.expr) -> str | None:
+    """The name of what is called, without the module it is from."""
+    function = call.func if isinstance(call, ast.Call) else None
+    return getattr(function, "id", getattr(function, "attr", None))
 
 
 def _detached(code: str) -> str:

@@ -3,7 +3,10 @@
 Found where at least three graphs that were marked in steps of the process are alive, every one since the first of them,
 and it is not a window: either no marked graph has gone, or they reach back over half of the steps and grow in number.
 What it takes is counted from what was seen of the tensors and, in the first looks, of the graph; an operation itself
-takes about 1 KiB of the host's memory (0.7 to 1.5 KiB measured after backward, torch 2.13 on CPU).
+takes about 1 KiB of the host's memory (0.7 to 1.5 KiB measured after backward, torch 2.13 on CPU). Private memory can
+grow by far more: what stays lies between what is freed, whose pages the heap then cannot give back or use for anything
+large (of a GPT-2 of 12 small layers 1.2 MiB per step stay, and memory grows by 20). So where memory grows by more than
+was counted, that is the most the finding can save.
 
 Does NOT find a graph that is kept and does not grow (the last step's), nor memory that grows for any other reason.
 """
@@ -36,6 +39,14 @@ class _Rates(NamedTuple):
     tensor_bytes: float
     graph_bytes: float | None
     num_nodes: float | None
+
+
+class _Each(NamedTuple):
+    """Bytes per step, how they are known, and those by which memory grows in all, where that is more."""
+
+    num_bytes: float | None
+    known: KnownHow | None
+    high_bytes: float | None
 
 
 def findings(evidence: Evidence) -> tuple[Finding, ...]:
@@ -72,10 +83,11 @@ def _is_growing(evidence: Evidence, looks: list[_Look]) -> bool:
 
 def _finding(evidence: Evidence, looks: list[_Look]) -> Finding:
     held, rates = looks[-1].held, _rates_of(looks)
-    each_bytes, known = _bytes_per_step(evidence, held, rates)
+    each = _each(evidence, held, rates)
     num_kept = evidence.last_step - held.alive_steps[0] + 1
-    effect_bytes = None if each_bytes is None else round(each_bytes * num_kept)
-    by = f" by {format_bytes(round(each_bytes))} per step" if each_bytes is not None else " with every step"
+    effect_bytes = None if each.num_bytes is None else round(each.num_bytes * num_kept)
+    high_bytes = None if each.high_bytes is None else round(each.high_bytes * num_kept)
+    by = f" by {format_bytes(round(each.num_bytes))} per step" if each.num_bytes is not None else " with every step"
     share = effect_bytes / evidence.peak_bytes if effect_bytes is not None and evidence.peak_bytes else None
     return Finding(
         cause=_CAUSE,
@@ -86,7 +98,8 @@ def _finding(evidence: Evidence, looks: list[_Look]) -> Finding:
         remedy=_remedy(held),
         code=held.remedy,
         effect_bytes=effect_bytes,
-        effect_known=known,
+        effect_known=each.known,
+        effect_high_bytes=high_bytes if high_bytes is not None and high_bytes > (effect_bytes or 0) else None,
     )
 
 
@@ -121,17 +134,19 @@ def _rates_of(looks: list[_Look]) -> _Rates:
     )
 
 
-def _bytes_per_step(evidence: Evidence, held: HeldGraph, rates: _Rates) -> tuple[float | None, KnownHow | None]:
-    """What one step's graph takes of the memory that the peak is of; what was measured, if operations are too many."""
+def _each(evidence: Evidence, held: HeldGraph, rates: _Rates) -> _Each:
+    """What one step's graph takes of the memory that the peak is of."""
     growth = evidence.growth
-    measured = (float(growth.likely_bytes), "measured") if growth is not None and growth.is_steady else None
+    measured = float(growth.likely_bytes) if growth is not None and growth.is_steady else None
     if not held.holder or rates.graph_bytes is None or rates.num_nodes is None:
-        return measured or ((rates.tensor_bytes, "counted") if rates.tensor_bytes else (None, None))
+        if rates.tensor_bytes:
+            return _Each(rates.tensor_bytes, "counted", measured)
+        return _Each(measured, "measured" if measured else None, None)
     counted = rates.tensor_bytes + rates.graph_bytes
     assumed = rates.num_nodes * _NODE_BYTES if evidence.kind == "cpu" else 0.0
-    if measured and counted <= measured[0] < counted + assumed:
-        return measured
-    return counted + assumed, "counted" if counted >= assumed else "assumed"
+    if measured and counted <= measured < counted + assumed:
+        return _Each(measured, "measured", None)
+    return _Each(counted + assumed, "counted" if counted >= assumed else "assumed", measured)
 
 
 def _facts(evidence: Evidence, held: HeldGraph, rates: _Rates) -> list[Fact]:
