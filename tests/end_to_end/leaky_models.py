@@ -1,6 +1,6 @@
 """Models for job files (`model: leaky_models:collects`) of users who keep too much from step to step, each in its way.
 
-All are the language model of `_Model`: its outputs are 16 x 64 x 128 float32, 512 KiB, of a batch of the small job.
+All are the language model of `_Model`: its outputs are 128 float32 a token, 512 bytes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 HIDDEN_SIZE = 128
-ARRAY_BYTES = 1 << 20
+ARRAY_BYTES = 4 << 20
 
 
 class _Model(nn.Module):
@@ -94,7 +94,7 @@ class FeedsBack(_Model):
 
 
 class Hoards(_Model):
-    """Keeps 1 MiB of numbers a step, which have nothing to do with a graph."""
+    """Keeps 4 MiB of numbers a step, which have nothing to do with a graph."""
 
     def __init__(self, vocab_size: int) -> None:
         super().__init__(vocab_size)

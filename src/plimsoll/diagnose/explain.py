@@ -52,6 +52,7 @@ def _notes(evidence: Evidence, is_explained: bool) -> tuple[str, ...]:
     if growth is not None and growth.is_steady and not is_explained:
         return (
             f"The growth of {format_bytes(growth.likely_bytes)} per step is not that of a graph that is kept: look for "
-            "what your own code keeps from step to step (lists, caches, arrays).",
+            "what your own code keeps from step to step (lists, caches, arrays); where it comes to an end after some "
+            "hundred steps it is the heap, which batches of changing lengths fill slowly.",
         )
     return ()

@@ -28,7 +28,8 @@ def test_growth_without_a_cause_is_a_note():
     assert diagnosis.findings == ()
     assert diagnosis.notes == (
         "The growth of 2.0 MiB per step is not that of a graph that is kept: look for what your own code keeps from "
-        "step to step (lists, caches, arrays).",
+        "step to step (lists, caches, arrays); where it comes to an end after some hundred steps it is the heap, which "
+        "batches of changing lengths fill slowly.",
     )
 
 
