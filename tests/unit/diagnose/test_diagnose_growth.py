@@ -60,8 +60,8 @@ def test_noise_is_seldom_taken_for_growth():
 
 
 def test_growth_is_found_in_noise():
-    """1 MiB a step in noise of 5 MiB."""
+    """1 MiB a step in noise of 2 MiB."""
     draw = random.Random(1)
-    grown = [growth_of(points(300 + step + draw.gauss(0, 5) for step in range(100))) for _ in range(200)]
+    grown = [growth_of(points(300 + step + draw.gauss(0, 2) for step in range(100))) for _ in range(200)]
     assert all(growth.is_steady for growth in grown)
     assert all(0.9 * MIB < growth.likely_bytes < 1.1 * MIB for growth in grown)
