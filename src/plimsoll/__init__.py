@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from plimsoll.device.limit import limited as limited
     from plimsoll.device.probe import probe_machine as probe  # noqa: F401
+    from plimsoll.diagnose.explain import explain as explain
     from plimsoll.models.cells import UnrolledCell as UnrolledCell
+    from plimsoll.records.diagnosis import Diagnosis as Diagnosis
     from plimsoll.records.job import Job as Job
     from plimsoll.records.plan import Plan as Plan
     from plimsoll.records.prediction import Prediction as Prediction
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from plimsoll.run.step import TrainStep as TrainStep
 
 _HOMES = {
+    "Diagnosis": ("plimsoll.records.diagnosis", "Diagnosis"),
     "Job": ("plimsoll.records.job", "Job"),
     "OomEvent": ("plimsoll.records.run", "OomEvent"),
     "RunRecord": ("plimsoll.records.run", "RunRecord"),
@@ -38,6 +41,7 @@ _HOMES = {
     "Prediction": ("plimsoll.records.prediction", "Prediction"),
     "TrainStep": ("plimsoll.run.step", "TrainStep"),
     "UnrolledCell": ("plimsoll.models.cells", "UnrolledCell"),
+    "explain": ("plimsoll.diagnose.explain", "explain"),
     "limited": ("plimsoll.device.limit", "limited"),
     "plan_job": ("plimsoll.run.plan", "plan_job"),
     "plan_step": ("plimsoll.run.plan", "plan_step"),

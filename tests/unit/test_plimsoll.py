@@ -12,8 +12,8 @@ from plimsoll.run.step import TrainStep
 from processes import environment
 
 NAMES = [
-    *("Job", "OomEvent", "Plan", "Prediction", "RunRecord", "StepResult", "TrainStep", "UnrolledCell"),
-    *("limited", "plan_job", "plan_step", "predict", "predict_function", "predict_job", "probe", "render"),
+    *("Diagnosis", "Job", "OomEvent", "Plan", "Prediction", "RunRecord", "StepResult", "TrainStep", "UnrolledCell"),
+    *("explain", "limited", "plan_job", "plan_step", "predict", "predict_function", "predict_job", "probe", "render"),
     "rows_by_length",
 ]
 
@@ -40,7 +40,9 @@ def test_an_unknown_name_is_an_attribute_error():
         plimsoll.TrainSteps
 
 
-@pytest.mark.parametrize(("name", "needs_torch"), [("Job", False), ("RunRecord", False), ("TrainStep", True)])
+@pytest.mark.parametrize(
+    ("name", "needs_torch"), [("Job", False), ("RunRecord", False), ("explain", False), ("TrainStep", True)]
+)
 def test_torch_is_loaded_when_a_name_needs_it(name, needs_torch):
     program = f"import sys, plimsoll; a = 'torch' in sys.modules; plimsoll.{name}; print(a, 'torch' in sys.modules)"
     done = subprocess.run(

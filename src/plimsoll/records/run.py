@@ -55,7 +55,10 @@ class OomEvent(Frozen):
 
 
 class StepLine(Frozen):
-    """One optimizer step that happened. ``first_sample``..``+num_samples`` are positions in the epoch's order."""
+    """One optimizer step that happened. ``first_sample``..``+num_samples`` are positions in the epoch's order.
+
+    ``used_bytes`` is what was in use when the step was over, which in a training that keeps nothing stays the same.
+    """
 
     event: Literal["step"] = "step"
     time_seconds: float
@@ -71,6 +74,7 @@ class StepLine(Frozen):
     micro_batch: int
     rung: int = 0
     peak_bytes: int | None = None
+    used_bytes: int | None = None
     updated: bool = True
     memory: tuple[tuple[float, int], ...] = ()
 
@@ -94,6 +98,38 @@ class CheckpointLine(Frozen):
     time_seconds: float
     step: int
     num_bytes: int
+
+
+class HeldGraph(Frozen):
+    """Tensors that something of the user's keeps after a step with the graph that made them (their ``grad_fn``).
+
+    ``holder`` is the attribute or the variable that has them, such as ``model.history``; "" where only the losses of
+    earlier steps are known to be alive. ``marked_steps`` are the steps whose graph was marked before this look, of
+    which ``alive_steps`` are still in memory. ``num_bytes`` is the storage of the tensors themselves, on the device of
+    the training; ``graph_bytes`` what their graph keeps besides, of ``num_nodes`` operations (``None``: not counted).
+    ``place``, ``code`` and ``remedy`` are the line of the user's that keeps them, and what to write instead ("": not
+    found).
+    """
+
+    holder: str
+    num_tensors: int
+    num_bytes: int
+    num_nodes: int | None = None
+    graph_bytes: int | None = None
+    marked_steps: tuple[int, ...]
+    alive_steps: tuple[int, ...]
+    place: str = ""
+    code: str = ""
+    remedy: str = ""
+
+
+class GraphLine(Frozen):
+    """What of earlier steps' graphs was still in memory after a step; there is none where nothing was."""
+
+    event: Literal["graph"] = "graph"
+    time_seconds: float = 0.0
+    step: int
+    held: tuple[HeldGraph, ...]
 
 
 class StartLine(Frozen):
@@ -131,7 +167,7 @@ class EndLine(Frozen):
     message: str = ""
 
 
-Line = OomEvent | StepLine | EvaluationLine | CheckpointLine | StartLine | DeathLine | EndLine
+Line = OomEvent | StepLine | GraphLine | EvaluationLine | CheckpointLine | StartLine | DeathLine | EndLine
 _LINE: TypeAdapter[Line] = TypeAdapter(Annotated[Line, Field(discriminator="event")])
 
 
@@ -180,6 +216,7 @@ class RunRecord(Record):
     status: Literal["running", "finished", "interrupted", "failed"]
     message: str = ""
     steps: tuple[StepLine, ...] = ()
+    graphs: tuple[GraphLine, ...] = ()
     evaluations: tuple[EvaluationLine, ...] = ()
     checkpoints: tuple[CheckpointLine, ...] = ()
     oom_events: tuple[OomEvent, ...] = ()
@@ -237,6 +274,7 @@ class RunRecord(Record):
             status=ended.status if ended else "running",
             message=ended.message if ended else "",
             steps=steps,
+            graphs=tuple(line for line in lines if isinstance(line, GraphLine)),
             evaluations=tuple(line for line in lines if isinstance(line, EvaluationLine)),
             checkpoints=tuple(line for line in lines if isinstance(line, CheckpointLine)),
             oom_events=tuple(line for line in lines if isinstance(line, OomEvent)),

@@ -17,10 +17,11 @@ from plotly.offline import get_plotlyjs
 
 from plimsoll.records.corpus import CorpusFacts, FeedRates, Inspection, TokenFacts
 from plimsoll.records.device import Device, Machine
+from plimsoll.records.diagnosis import Diagnosis
 from plimsoll.records.plan import Plan
 from plimsoll.records.prediction import Prediction
 from plimsoll.records.run import RunRecord
-from plimsoll.report import data_sheets, plan_sheets, prediction_sheets, sheets
+from plimsoll.report import data_sheets, diagnosis_sheets, plan_sheets, prediction_sheets, sheets
 from plimsoll.report.charts import run_charts
 from plimsoll.report.plan_charts import ladder_chart
 from plimsoll.report.prediction_charts import prediction_chart
@@ -135,6 +136,13 @@ def _corpus_sheets(corpus: CorpusFacts) -> list[sheets.Sheet]:
 def embedding_page(shown: Sequence[sheets.Sheet]) -> str:
     """Return the page of word vectors."""
     return _sheets_page("Word vectors", "", *(sheet for sheet in shown if sheet.rows))
+
+
+def diagnosis_page(diagnosis: Diagnosis) -> str:
+    """Return the page of what was found in a run."""
+    found = [sheet for finding in diagnosis.findings for sheet in diagnosis_sheets.finding_sheets(finding)]
+    said = (diagnosis_sheets.headline(diagnosis), diagnosis_sheets.growth_sentence(diagnosis), *diagnosis.notes)
+    return _sheets_page(f"What used the memory of {diagnosis.subject}", " ".join(filter(None, said)), *found)
 
 
 def plan_page(plan: Plan) -> str:

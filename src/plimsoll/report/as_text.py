@@ -19,11 +19,12 @@ from rich.text import Text
 
 from plimsoll.records.corpus import CorpusFacts, FeedRates, Inspection, TokenFacts
 from plimsoll.records.device import Device, Machine, MemoryUse
+from plimsoll.records.diagnosis import Diagnosis
 from plimsoll.records.plan import Plan
 from plimsoll.records.prediction import Prediction
 from plimsoll.records.run import RunRecord, StepLine
 from plimsoll.records.units import format_bytes, format_seconds
-from plimsoll.report import data_sheets, plan_sheets, prediction_sheets, sheets
+from plimsoll.report import data_sheets, diagnosis_sheets, plan_sheets, prediction_sheets, sheets
 
 _WIDTH_COLUMNS = 80
 _NEAR_THE_LINE = 0.95  # of the limit: from here a memory bar is shown in the colour of a warning
@@ -79,6 +80,17 @@ def _number_grid(numbers: Sequence[tuple[str, str]]) -> Table:
     for left, right in zip(numbers[0::2], numbers[1::2], strict=True):
         table.add_row(*(Text(cell) for cell in (*left, *right)))
     return table
+
+
+def diagnosis_report(diagnosis: Diagnosis) -> Group:
+    """Return what was found in a run, each finding with what to do first and its evidence below."""
+    style = "red" if diagnosis.findings else "green"
+    sentences = [Text(diagnosis_sheets.headline(diagnosis), style), *map(Text, diagnosis.notes)]
+    if growth := diagnosis_sheets.growth_sentence(diagnosis):
+        sentences.insert(1, Text(growth))
+    panel = Panel(Group(*sentences), title=Text(diagnosis.subject, "bold"), title_align="left", box=box.ROUNDED)
+    found = [sheet for one in diagnosis.findings for sheet in diagnosis_sheets.finding_sheets(one)]
+    return _spaced(panel, *(_table(sheet) for sheet in found if sheet.rows))
 
 
 def machine_report(machine: Machine) -> Group:

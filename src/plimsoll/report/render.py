@@ -17,6 +17,7 @@ from plimsoll.errors import InputError, RecordError
 from plimsoll.records.base import Record
 from plimsoll.records.corpus import CorpusFacts, FeedRates, Inspection, TokenFacts
 from plimsoll.records.device import Device, Machine
+from plimsoll.records.diagnosis import Diagnosis
 from plimsoll.records.embeddings import CompressionFacts, Conversion, SubsetFacts, VectorFile
 from plimsoll.records.plan import Plan
 from plimsoll.records.prediction import Prediction
@@ -44,6 +45,7 @@ _SCREENS: dict[type[Record], Screen] = {
     Device: (as_text.device_table, as_html.device_page),
     Plan: (as_text.plan_report, as_html.plan_page),
     Prediction: (as_text.prediction_report, as_html.prediction_page),
+    Diagnosis: (as_text.diagnosis_report, as_html.diagnosis_page),
     CorpusFacts: (as_text.corpus_report, as_html.corpus_page),
     TokenFacts: (as_text.token_report, as_html.token_page),
     Inspection: (as_text.inspection_report, as_html.inspection_page),
@@ -78,7 +80,7 @@ def render(record: Record, format: Format = "text") -> str:
     """Return a record as something to read.
 
     Args:
-        record: a run, a machine, a device, a plan, a prediction, or one of `plimsoll.records.corpus` and
+        record: a run, a machine, a device, a plan, a prediction, a diagnosis, or one of `plimsoll.records.corpus` and
             `plimsoll.records.embeddings`.
         format: ``"text"`` (plain, 80 columns), ``"json"`` (the record's file) or ``"html"`` (one page, no network).
 

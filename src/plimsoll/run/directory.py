@@ -26,6 +26,7 @@ from plimsoll.records.run import (
     DeathLine,
     EndLine,
     EvaluationLine,
+    GraphLine,
     Line,
     OomEvent,
     StartLine,
@@ -183,7 +184,7 @@ class RunDirectory:
 
 def _goes(line: Line, step: int) -> bool:
     """Whether a line says what will be said again when the run goes on after ``step``."""
-    if isinstance(line, StepLine | EvaluationLine | CheckpointLine):
+    if isinstance(line, StepLine | GraphLine | EvaluationLine | CheckpointLine):
         return line.step > step
     return isinstance(line, EndLine)
 

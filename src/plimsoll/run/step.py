@@ -42,6 +42,7 @@ from plimsoll.run.commit import StepCommit
 from plimsoll.run.early import EarlyUpdate, early_update
 from plimsoll.run.evaluate import Evaluation, Evaluator
 from plimsoll.run.failpoints import failpoint
+from plimsoll.run.graphs import GraphWatch
 from plimsoll.run.pieces import Shape, autocast, no_way_out, shape_of, weighted_pieces
 from plimsoll.run.recover import Ladder, Size, micro_batch_sizes, state_after_death
 from plimsoll.run.rungs import Rungs
@@ -151,6 +152,7 @@ class TrainStep:
         self._undo = Undo(model, self.backend)
         self._commit = StepCommit(optimizer, self.backend, self.position)
         self._early: EarlyUpdate | None = None
+        self.graphs = GraphWatch(self.workload, self.backend)
         self._evaluator = Evaluator(self.workload, self.backend, self.position, self._shape_of, grow_after)
         if micro_batch is not None or rungs:
             self._evaluator.begin_at(micro_batch or self._rungs.sizes[0].samples)
@@ -312,6 +314,7 @@ class TrainStep:
     def _after_update(self, updated: bool) -> None:
         self._early = None
         self.position.step += 1
+        self.graphs.look(self.num_steps)
         if self._scaler is not None:
             self._scaler.update()
         if updated and self.workload.schedule is not None:
@@ -385,6 +388,7 @@ class TrainStep:
             raise InputError(
                 f"loss(model, batch) returned {described(loss)}: return the mean loss, a tensor of one number"
             )
+        self.graphs.note_loss(loss, self.num_steps + 1)
         self.position.phase = "loss"
         failpoint("loss")
         if share != 1:
@@ -392,7 +396,7 @@ class TrainStep:
         if self._early is not None:  # afterwards it would be too late
             self._refuse_non_finite("loss", loss.item())
         self.position.phase = "backward"
-        torch.autograd.backward(loss if self._scaler is None else self._scaler.scale(loss))
+        self.graphs.backward(loss if self._scaler is None else self._scaler.scale(loss), self.num_steps + 1)
         failpoint("backward")
         return loss.detach().float()
 

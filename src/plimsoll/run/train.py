@@ -202,10 +202,13 @@ def note_step(training: Training, batch: Batch, result: StepResult) -> None:
         micro_batch=result.micro_batch,
         rung=result.rung,
         peak_bytes=use.peak_bytes,
+        used_bytes=use.used_bytes,
         updated=result.updated,
         memory=samples,
     )
     training.directory.append(line)
+    if (kept := training.step.graphs.line_of(result.step)) is not None:
+        training.directory.append(kept.model_copy(update={"time_seconds": line.time_seconds}))
     memory = {"device": use} if training.host is None else {"device": use, "host": training.host.use()}
     training.view.update(line, memory)
 

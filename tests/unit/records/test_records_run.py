@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from plimsoll.errors import RecordError
-from plimsoll.records.run import Line, OomEvent, RunRecord, StepLine, Timeline, read_lines
+from plimsoll.records.run import GraphLine, HeldGraph, Line, OomEvent, RunRecord, StepLine, Timeline, read_lines
 
 
 def test_every_kind_of_line_comes_back_as_it_was(run_directory: Path, lines: tuple[Line, ...]):
@@ -20,6 +20,14 @@ def test_a_finished_run(run_record: RunRecord):
     assert [len(part) for part in (run_record.starts, run_record.checkpoints, run_record.evaluations)] == [1, 1, 1]
     assert run_record.timeline.time_seconds == (9.0, 9.5, 29.0)
     assert run_record.timeline.used_bytes == (700, 900, 3_500)
+
+
+def test_graphs_that_were_alive_are_in_the_record(run_directory: Path):
+    held = HeldGraph(holder="model.h", num_tensors=1, num_bytes=4, marked_steps=(1, 2), alive_steps=(1,))
+    line = GraphLine(time_seconds=29.0, step=3, held=(held,))
+    with (run_directory / "metrics.jsonl").open("a") as metrics:
+        metrics.write(line.model_dump_json() + "\n")
+    assert RunRecord.from_directory(run_directory).graphs == (line,)
 
 
 def test_the_figures_of_a_run(run_record: RunRecord):

@@ -9,6 +9,7 @@ from report_records import MIB, cpu, empty_run, eventful_run, machine, plan, ste
 from rich.console import Console, Group
 
 import corpus_records
+import evidence_records
 import plan_records
 import prediction_records
 import vector_records
@@ -38,6 +39,9 @@ SCREENS = {
     "vectors-compressed.txt": as_text.embedding_report(
         embedding_sheets.compression_sheets(vector_records.compression())
     ),
+    "diagnosis.txt": as_text.diagnosis_report(evidence_records.diagnosis()),
+    "diagnosis-unknown.txt": as_text.diagnosis_report(evidence_records.unknown_diagnosis()),
+    "diagnosis-empty.txt": as_text.diagnosis_report(evidence_records.empty_diagnosis()),
     "run-eventful.txt": as_text.run_report(eventful_run()),
     "run-empty.txt": as_text.run_report(empty_run(status="failed", message="The data folder is empty.")),
     "machine.txt": as_text.machine_report(machine()),

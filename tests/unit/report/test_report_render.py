@@ -9,6 +9,7 @@ import pytest
 from report_records import cpu, empty_run, eventful_run, machine, plan
 
 import corpus_records
+import evidence_records
 from plimsoll.errors import InputError, RecordError
 from plimsoll.records.job import Job
 from plimsoll.records.run import RunRecord
@@ -26,6 +27,7 @@ RECORDS = {
     "tokens": corpus_records.token_facts(),
     "inspection": corpus_records.inspection(),
     "feed rates": corpus_records.feed_rates(),
+    "diagnosis": evidence_records.diagnosis(),
 }
 
 

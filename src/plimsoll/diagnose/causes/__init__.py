@@ -1,0 +1,21 @@
+"""Causes of memory use: one module each, with its page in ``docs/causes``; a new one is a new file and its page.
+
+A module offers ``findings(evidence) -> tuple[Finding, ...]``, empty where the cause is not there, and needs no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from pkgutil import iter_modules
+
+from plimsoll.diagnose.evidence import Evidence
+from plimsoll.records.diagnosis import Finding
+
+Findings = Callable[[Evidence], tuple[Finding, ...]]
+
+
+def every_cause() -> dict[str, Findings]:
+    """Return what finds each cause, by its name."""
+    names = sorted(module.name for module in iter_modules(__path__) if not module.name.startswith("_"))
+    return {name: import_module(f"{__name__}.{name}").findings for name in names}

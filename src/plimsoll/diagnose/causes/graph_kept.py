@@ -1,0 +1,186 @@
+"""The graph of earlier steps is kept alive: a hidden state that is not detached, a list of outputs or of losses.
+
+Found where at least three graphs that were marked in steps of the process are alive, every one since the first of them,
+and it is not a window: either no marked graph has gone, or they reach back over half of the steps and grow in number.
+What it takes is counted from what was seen of the tensors and, in the first looks, of the graph; an operation itself
+takes about 1 KiB of the host's memory (0.7 to 1.5 KiB measured after backward, torch 2.13 on CPU). Private memory can
+grow by far more: what stays lies between what is freed, whose pages the heap then cannot give back or use for anything
+large (of a GPT-2 of 12 small layers 1.2 MiB per step stay, and memory grows by 20). So where memory grows by more than
+was counted, that is the most the finding can save.
+
+Does NOT find a graph that is kept and does not grow (the last step's), nor memory that grows for any other reason.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from plimsoll.diagnose.evidence import Evidence
+from plimsoll.records.diagnosis import GRAPH_IS_GONE, Fact, Finding, KnownHow
+from plimsoll.records.run import HeldGraph
+from plimsoll.records.units import format_bytes
+
+_CAUSE = "graph_kept"
+_NODE_BYTES = 1024
+_FEWEST_ALIVE = 3
+_WINDOW_SHARE = 1 / 2
+
+
+class _Look(NamedTuple):
+    """What one holder had after one step."""
+
+    step: int
+    held: HeldGraph
+
+
+class _Rates(NamedTuple):
+    """Per step: bytes of tensors and of what their graph saves on the device, and operations; ``None`` if unknown."""
+
+    tensor_bytes: float
+    graph_bytes: float | None
+    num_nodes: float | None
+
+
+class _Each(NamedTuple):
+    """Bytes per step, how they are known, and those by which memory grows in all, where that is more."""
+
+    num_bytes: float | None
+    known: KnownHow | None
+    high_bytes: float | None
+
+
+def findings(evidence: Evidence) -> tuple[Finding, ...]:
+    """Find what keeps the graphs of earlier steps."""
+    looks: dict[str, list[_Look]] = {}
+    for line in evidence.graphs:
+        for held in line.held:
+            looks.setdefault(held.holder, []).append(_Look(line.step, held))
+    growing = [_finding(evidence, of_holder) for of_holder in looks.values() if _is_growing(evidence, of_holder)]
+    return (*growing, *([_ended_by_it(evidence)] if GRAPH_IS_GONE in evidence.message else []))
+
+
+def _ended_by_it(evidence: Evidence) -> Finding:
+    """A state that was fed back with its graph: no memory is lost, but the training cannot go on."""
+    return Finding(
+        cause=_CAUSE,
+        title="hidden state not detached: backward came to the graph of an earlier step",
+        evidence=(Fact(text=evidence.message, known="measured"),),
+        remedy="detach the state before it is kept for the next step, as the message says",
+    )
+
+
+def _is_growing(evidence: Evidence, looks: list[_Look]) -> bool:
+    last = looks[-1]
+    alive, marked = last.held.alive_steps, last.held.marked_steps
+    if len(alive) < _FEWEST_ALIVE or evidence.graphs[-1].step != last.step:
+        return False
+    if alive == marked:
+        return True
+    is_unbroken = set(alive) >= {step for step in marked if step >= alive[0]}
+    is_long = last.step - alive[0] >= _WINDOW_SHARE * evidence.num_steps
+    return is_unbroken and is_long and len(looks) > 1 and last.held.num_tensors > looks[-2].held.num_tensors
+
+
+def _finding(evidence: Evidence, looks: list[_Look]) -> Finding:
+    held, rates = looks[-1].held, _rates_of(looks)
+    each = _each(evidence, held, rates)
+    num_kept = evidence.last_step - held.alive_steps[0] + 1
+    effect_bytes = None if each.num_bytes is None else round(each.num_bytes * num_kept)
+    high_bytes = None if each.high_bytes is None else round(each.high_bytes * num_kept)
+    by = f" by {format_bytes(round(each.num_bytes))} per step" if each.num_bytes is not None else " with every step"
+    share = effect_bytes / evidence.peak_bytes if effect_bytes is not None and evidence.peak_bytes else None
+    return Finding(
+        cause=_CAUSE,
+        title=f"{_what(held)}: graph grows{by}",
+        place=held.place,
+        evidence=tuple(_facts(evidence, held, rates)),
+        peak_share=None if share is None else min(share, 1.0),
+        remedy=_remedy(held),
+        code=held.remedy,
+        effect_bytes=effect_bytes,
+        effect_known=each.known,
+        effect_high_bytes=high_bytes if high_bytes is not None and high_bytes > (effect_bytes or 0) else None,
+    )
+
+
+def _what(held: HeldGraph) -> str:
+    if not held.holder:
+        return "the losses of earlier steps are kept with their graphs"
+    if _is_state(held):
+        return f"hidden state not detached (`{held.holder}`)"
+    return f"`{held.holder}` collects tensors with their graphs"
+
+
+def _is_state(held: HeldGraph) -> bool:
+    """Whether a few tensors are carried on from step to step, and not more with every step."""
+    return held.num_tensors < len(held.alive_steps)
+
+
+def _rates_of(looks: list[_Look]) -> _Rates:
+    """Between the first look and the last, each for what was counted in at least two of them."""
+
+    def rate(points: list[tuple[int, int]]) -> float | None:
+        if len(points) < 2:
+            return None
+        return max(0.0, (points[-1][1] - points[0][1]) / (points[-1][0] - points[0][0]))
+
+    tensors = rate([(look.step, look.held.num_bytes) for look in looks])
+    graphs = [(look.step, look.held.graph_bytes) for look in looks]
+    nodes = [(look.step, look.held.num_nodes) for look in looks]
+    return _Rates(
+        tensors or 0.0,
+        rate([(step, num) for step, num in graphs if num is not None]),
+        rate([(step, num) for step, num in nodes if num is not None]),
+    )
+
+
+def _each(evidence: Evidence, held: HeldGraph, rates: _Rates) -> _Each:
+    """What one step's graph takes of the memory that the peak is of."""
+    growth = evidence.growth
+    measured = float(growth.likely_bytes) if growth is not None and growth.is_steady else None
+    if not held.holder or rates.graph_bytes is None or rates.num_nodes is None:
+        if rates.tensor_bytes:
+            return _Each(rates.tensor_bytes, "counted", measured)
+        return _Each(measured, "measured" if measured else None, None)
+    counted = rates.tensor_bytes + rates.graph_bytes
+    assumed = rates.num_nodes * _NODE_BYTES if evidence.kind == "cpu" else 0.0
+    if measured and counted <= measured < counted + assumed:
+        return _Each(measured, "measured", None)
+    return _Each(counted + assumed, "counted" if counted >= assumed else "assumed", measured)
+
+
+def _facts(evidence: Evidence, held: HeldGraph, rates: _Rates) -> list[Fact]:
+    alive = held.alive_steps
+    facts = [
+        Fact(
+            text=f"after step {evidence.graphs[-1].step}, of {len(held.marked_steps)} earlier steps whose graphs were "
+            f"marked {len(alive)} are in memory, the first of step {alive[0]}",
+            known="measured",
+        )
+    ]
+    if held.holder:
+        tensors = f"{held.num_tensors:,} tensor{'s' * (held.num_tensors != 1)}"
+        facts.append(Fact(text=f"`{held.holder}` has {tensors}, {format_bytes(held.num_bytes)}", known="counted"))
+    if rates.graph_bytes is not None:
+        saved = f"what the graph of a step still saves is {format_bytes(round(rates.graph_bytes))}"
+        facts.append(Fact(text=saved, known="counted"))
+    if rates.num_nodes:
+        nodes = f"{rates.num_nodes:,.0f} operations per step, each about 1 KiB of the host's memory"
+        facts.append(Fact(text=nodes, known="assumed"))
+    growth = evidence.growth
+    if growth is not None and growth.is_steady:
+        low, high = format_bytes(growth.low_bytes), format_bytes(growth.high_bytes)
+        rate = f"{format_bytes(growth.likely_bytes)} per step ({low} to {high})"
+        text = f"memory in use grows by {rate}, all causes together"
+        facts.append(Fact(text=text, known="measured"))
+    return facts
+
+
+def _remedy(held: HeldGraph) -> str:
+    if held.remedy:
+        return f"keep it without its graph: in {held.place} write the line below in place of `{held.code}`"
+    if not held.holder:
+        return "keep the losses without their graphs: write `losses.append(loss.detach())`, or `loss.item()`"
+    if _is_state(held):
+        return f"keep it without its graph: write `{held.holder} = {held.holder}.detach()` where it is assigned"
+    return f"keep the tensors without their graphs: write `.detach()` behind what is put into `{held.holder}`"

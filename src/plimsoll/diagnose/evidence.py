@@ -1,0 +1,84 @@
+"""What causes are looked for in: one training process of a run, as plain numbers, from its directory or from a step.
+
+Of a run that was killed or resumed the process with the most steps is taken: what a process keeps is gone with it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Literal
+
+from plimsoll.diagnose.growth import growth_of
+from plimsoll.records.diagnosis import MemoryGrowth
+from plimsoll.records.run import GraphLine, RunRecord
+
+if TYPE_CHECKING:
+    from plimsoll.run.step import TrainStep
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """One training process.
+
+    Attributes:
+        subject: what it is called.
+        kind: of the device, such as ``"cpu"``, on which the host's memory counts.
+        first_step: the step before its first.
+        last_step: its last.
+        used_bytes: in use after a step, by the step, ascending.
+        graphs: what of earlier graphs was alive, ascending by step.
+        peak_bytes: the most it used, as far as it was measured.
+        message: what the run ended with, if it failed.
+    """
+
+    subject: str
+    kind: Literal["cpu", "cuda"] | str
+    first_step: int
+    last_step: int
+    used_bytes: tuple[tuple[int, int], ...]
+    graphs: tuple[GraphLine, ...]
+    peak_bytes: int | None
+    message: str = ""
+
+    @property
+    def num_steps(self) -> int:
+        """How many steps it did."""
+        return self.last_step - self.first_step
+
+    @property
+    def growth(self) -> MemoryGrowth | None:
+        """How the memory in use changed from step to step; ``None`` for too few steps to tell."""
+        return growth_of(self.used_bytes)
+
+
+def evidence_of_run(run: RunRecord) -> Evidence:
+    """Take the evidence out of the record of a run."""
+    borders = [*sorted({start.step for start in run.starts} | {0}), max((step.step for step in run.steps), default=0)]
+    first, last = max(pairwise(borders), key=lambda part: part[1] - part[0], default=(0, 0))
+    steps = {line.step: line for line in run.steps if first < line.step <= last}
+    graphs = {line.step: line for line in run.graphs if first < line.step <= last}
+    return Evidence(
+        subject=run.name,
+        kind=run.device.kind,
+        first_step=first,
+        last_step=last,
+        used_bytes=tuple((step, steps[step].used_bytes or 0) for step in sorted(steps) if steps[step].used_bytes),
+        graphs=tuple(graphs[step] for step in sorted(graphs)),
+        peak_bytes=max((line.peak_bytes for line in steps.values() if line.peak_bytes), default=run.peak_bytes),
+        message=run.message if run.status == "failed" else "",
+    )
+
+
+def evidence_of_step(step: TrainStep) -> Evidence:
+    """Take the evidence out of a step that is used in a loop of one's own."""
+    used = tuple(step.graphs.memory)
+    return Evidence(
+        subject=type(step.workload.model).__name__,
+        kind=step.backend.kind,
+        first_step=used[0][0] - 1 if used else step.num_steps,
+        last_step=step.num_steps,
+        used_bytes=used,
+        graphs=tuple(step.graphs.lines),
+        peak_bytes=max((used_bytes for _, used_bytes in used), default=None),
+    )

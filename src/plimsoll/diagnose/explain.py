@@ -1,0 +1,58 @@
+"""From a run to its diagnosis: every cause is looked for, and what is seen and explains nothing is noted.
+
+Does NOT read what is not in a run directory or a step: error texts, logs and snapshots of other programs.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from plimsoll.diagnose.causes import every_cause
+from plimsoll.diagnose.evidence import Evidence, evidence_of_run, evidence_of_step
+from plimsoll.records.diagnosis import Diagnosis
+from plimsoll.records.run import RunRecord
+from plimsoll.records.units import format_bytes
+
+if TYPE_CHECKING:
+    from plimsoll.run.step import TrainStep
+
+
+def explain(source: str | Path | RunRecord | TrainStep) -> Diagnosis:
+    """Find out what used memory that need not have.
+
+    Args:
+        source: a run directory, also of a run that is going on or was killed, the record of a run, or the
+            `plimsoll.TrainStep` of a loop of your own.
+
+    Raises:
+        RecordError: if it is no run directory, or a file in it is damaged.
+    """
+    if isinstance(source, str | Path):
+        source = RunRecord.from_directory(Path(source))
+    evidence = evidence_of_run(source) if isinstance(source, RunRecord) else evidence_of_step(source)
+    findings = [finding for find in every_cause().values() for finding in find(evidence)]
+    return Diagnosis(
+        subject=evidence.subject,
+        num_steps=evidence.num_steps,
+        peak_bytes=evidence.peak_bytes,
+        growth=evidence.growth,
+        findings=tuple(sorted(findings, key=lambda finding: -(finding.effect_bytes or 0))),
+        notes=_notes(evidence, bool(findings)),
+    )
+
+
+def _notes(evidence: Evidence, is_explained: bool) -> tuple[str, ...]:
+    growth = evidence.growth
+    if evidence.num_steps and growth is None:
+        return (
+            f"Whether memory grows cannot be told from {len(evidence.used_bytes)} measurements: 11 are needed, 3 of "
+            "them for the warm-up.",
+        )
+    if growth is not None and growth.is_steady and not is_explained:
+        return (
+            f"The growth of {format_bytes(growth.likely_bytes)} per step is not that of a graph that is kept: look for "
+            "what your own code keeps from step to step (lists, caches, arrays); where it comes to an end after some "
+            "hundred steps it is the heap, which batches of changing lengths fill slowly.",
+        )
+    return ()

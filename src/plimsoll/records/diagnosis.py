@@ -1,0 +1,80 @@
+"""What explains the memory of a run: findings, each with its evidence, its share of the peak and what to do about it.
+
+Every number says how it is known: measured, counted (sizes of objects that were seen) or assumed. A number that is not
+known is ``None``, never a guess.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from plimsoll.records.base import Frozen, Record
+from plimsoll.records.plan import Choice
+
+GRAPH_IS_GONE = "the backward pass came to the graph of an earlier forward pass"
+"""How the message of a step begins that failed for a state that is not detached; a run that ended so has it, too."""
+
+KnownHow = Literal["measured", "counted", "assumed"]
+
+
+class MemoryGrowth(Frozen):
+    """How memory in use after a step changes from step to step, in bytes per step, from ``first_step`` on.
+
+    ``low_bytes`` and ``high_bytes`` are the least and the most of three parts of the steps. It ``is_steady`` where all
+    of them grow alike and it comes to more than the noise of an allocator; see `plimsoll.diagnose.growth`.
+    """
+
+    likely_bytes: int
+    low_bytes: int
+    high_bytes: int
+    first_step: int
+    last_step: int
+    is_steady: bool
+
+
+class Fact(Frozen):
+    """One piece of evidence, and how it is known."""
+
+    text: str
+    known: KnownHow
+
+
+class Finding(Frozen):
+    """One cause that used memory.
+
+    Attributes:
+        cause: the name of the cause, which is that of its page.
+        title: what it is, in a sentence.
+        place: the line of the user's, ``file.py:12``; "" where it was not found.
+        evidence: what it is known by.
+        peak_share: what part of the peak it was.
+        remedy: a technique, or a sentence.
+        code: what to type, if that is known.
+        effect_bytes: what the peak would have been less without it.
+        effect_known: how that is known.
+        effect_high_bytes: the most it can be, where more than ``effect_bytes`` grew and may be of this cause, too.
+    """
+
+    cause: str
+    title: str
+    place: str = ""
+    evidence: tuple[Fact, ...] = ()
+    peak_share: float | None = None
+    remedy: Choice | str
+    code: str = ""
+    effect_bytes: int | None = None
+    effect_known: KnownHow | None = None
+    effect_high_bytes: int | None = None
+
+
+class Diagnosis(Record):
+    """What was found in a run; ``notes`` say what was seen and is no finding. The largest effect comes first."""
+
+    record_kind: ClassVar[str] = "diagnosis"
+
+    subject: str
+    num_steps: int
+    peak_bytes: int | None = None
+    growth: MemoryGrowth | None = None
+    findings: tuple[Finding, ...] = ()
+    notes: tuple[str, ...] = ()

@@ -1,0 +1,139 @@
+"""What the user's objects keep between steps that has a graph: tensors in attributes of modules and of the loss.
+
+Looked through: the attributes and buffers of every module of the model; of the loss, its attributes, those of the
+object it is a method of, the variables around a function (its closure) and the global variables that it names; lists,
+tuples, dicts and deques in any of them, and plain objects they have, to a depth of four.
+
+Not seen: what only C++ objects, generators, local variables of a loop that is running or other modules' globals keep.
+A container of which none of the last 64 items has a graph is taken to have none.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from itertools import islice
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from plimsoll.memory.graph import has_graph
+
+_DEEPEST = 4
+_MOST_LOOKED_AT = 64
+_OF_TORCH = frozenset(vars(nn.Module()))
+_LEAVES = (str, bytes, int, float, complex, type(None), type, ModuleType, FunctionType, BuiltinFunctionType, MethodType)
+
+
+class Held(NamedTuple):
+    """Tensors with a graph in one attribute or variable.
+
+    Attributes:
+        name: as the user would write it, from ``model`` or ``loss`` on.
+        variable: the last part of it.
+        owners: the object that has the attribute (of a variable, the function), then those it was found in.
+        value: what the attribute is.
+        tensors: those of its tensors that have a graph, the newest last.
+    """
+
+    name: str
+    variable: str
+    owners: tuple[Any, ...]
+    value: Any
+    tensors: list[Tensor]
+
+
+def held_by(model: nn.Module, loss: Callable[..., Any]) -> list[Held]:
+    """Find what is kept with a graph by a model and the loss that it is trained with."""
+    seen: set[int] = set()
+    found = list(_of_modules("model", model, seen))
+    for name, value, owner in _of_callable(loss):
+        found += _of_value(name, value, (owner,), seen)
+    return found
+
+
+def _of_modules(root: str, model: nn.Module, seen: set[int]) -> Iterator[Held]:
+    for path, module in model.named_modules(prefix=root):
+        seen.add(id(module))
+        own = {name: value for name, value in vars(module).items() if name not in _OF_TORCH}
+        for name, value in (*own.items(), *module._buffers.items()):
+            yield from _of_value(f"{path}.{name}", value, (module,), seen)
+
+
+def _of_callable(function: Callable[..., Any]) -> Iterator[tuple[str, Any, Any]]:
+    """The variables that a loss can keep something in: name, value, and the function or object they belong to."""
+    if isinstance(function, partial):
+        yield from _of_callable(function.func)
+        for value in (*function.args, *function.keywords.values()):
+            yield "loss", value, function.func
+    elif isinstance(function, MethodType):
+        yield "loss", function.__self__, function.__func__
+        yield from _of_callable(function.__func__)
+    elif isinstance(function, FunctionType):
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            if (value := _content(cell)) is not None:
+                yield name, value, function
+        for name in function.__code__.co_names:
+            if name in function.__globals__:
+                yield name, function.__globals__[name], function
+        for name, value in vars(function).items():
+            yield f"{function.__name__}.{name}", value, function
+    else:
+        yield "loss", function, type(function)
+
+
+def _content(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # a variable that is not assigned yet
+        return None
+
+
+def _of_value(name: str, value: Any, owners: tuple[Any, ...], seen: set[int], depth: int = 0) -> Iterator[Held]:
+    variable = name.rpartition(".")[2]
+    if isinstance(value, _LEAVES) or depth > _DEEPEST:
+        return
+    if isinstance(value, Tensor):
+        if has_graph(value):
+            yield Held(name, variable, owners, value, [value])
+        return
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, nn.Module):
+        yield from _of_modules(name, value, seen)
+    elif isinstance(value, list | tuple | deque | Mapping):
+        if tensors := _tensors_in(value):
+            yield Held(name, variable, owners, value, tensors)
+        for item in _last(value):
+            if not isinstance(item, Tensor):
+                yield from _of_value(name, item, owners, seen, depth + 1)
+    else:
+        for inner, item in _attributes(value):
+            yield from _of_value(f"{name}.{inner}", item, (value, *owners), seen, depth + 1)
+
+
+def _attributes(value: Any) -> Iterable[tuple[str, Any]]:
+    """The attributes that a plain object has of its own; not what a class or a property makes up when it is asked."""
+    try:
+        return list(object.__getattribute__(value, "__dict__").items())
+    except AttributeError:
+        return ()
+
+
+def _last(value: Any) -> list[Any]:
+    items: Any = value.values() if isinstance(value, Mapping) else value
+    try:
+        return list(islice(reversed(items), _MOST_LOOKED_AT))
+    except TypeError:  # a mapping of the user's that cannot be gone through from its end
+        return []
+
+
+def _tensors_in(value: Any) -> list[Tensor]:
+    """The tensors with a graph in a container; those of containers in it are found on their own."""
+    if not any(isinstance(item, Tensor) and has_graph(item) for item in _last(value)):
+        return []
+    items = value.values() if isinstance(value, Mapping) else value
+    return [item for item in items if isinstance(item, Tensor) and has_graph(item)]

@@ -1,0 +1,57 @@
+"""`plimsoll explain`, on directories of runs written by hand."""
+
+import json
+
+import pytest
+
+from evidence_records import MIB, empty_run, lines, step_line
+from plimsoll.records.diagnosis import Diagnosis
+from plimsoll.records.run import RunHead
+from plimsoll.run.directory import RunDirectory
+
+
+@pytest.fixture
+def make_run(tmp_path):
+    def make(graphs=()):
+        directory = RunDirectory.create(tmp_path / "ship", force=False)
+        record = empty_run()
+        RunHead(job={}, device=record.device, versions={}, fingerprint={}).save(directory.head)
+        record.plan.save(directory.plan)
+        for line in (*(step_line(step, used_bytes=(100 + step) * MIB) for step in range(1, 31)), *graphs):
+            directory.append(line)
+        return directory.path
+
+    return make
+
+
+def test_a_finding_ends_with_1(call, make_run):
+    code, out, err = call("explain", make_run(lines()))
+    assert (code, err) == (1, "")
+    assert "model.history" in out
+    assert "self.history.append(output.detach())" in out
+
+
+def test_nothing_ends_with_0(call, make_run):
+    code, out, err = call("explain", make_run())
+    assert (code, err) == (0, "")
+    assert "Nothing was found in 30 steps" in out
+
+
+def test_json_is_the_record_and_nothing_else(call, make_run, tmp_path):
+    code, out, _ = call("explain", make_run(lines()), "--json")
+    (line,) = out.splitlines()
+    assert (code, Diagnosis.from_json(line).findings[0].cause) == (1, "graph_kept")
+    (tmp_path / "a.json").write_text(line)
+    assert "model.history" in call("report", tmp_path / "a.json").out
+
+
+def test_what_is_no_run_ends_with_2(refused, failed_as_json, tmp_path):
+    assert "give the --out of `plimsoll train`" in refused("explain", tmp_path)
+    assert failed_as_json("explain", tmp_path)["error"] == "RecordError"
+
+
+def test_a_damaged_run_is_refused(refused, make_run):
+    path = make_run()
+    with (path / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"event": "graph"}) + "\n")
+    assert "is not a metrics line" in refused("explain", path)

@@ -1,0 +1,51 @@
+"""The words of a diagnosis."""
+
+import pytest
+
+import evidence_records
+from plimsoll.records.plan import micro_batch_choice
+from plimsoll.report.as_html import diagnosis_page
+from plimsoll.report.diagnosis_sheets import finding_sheets, growth_sentence, headline
+
+
+def test_the_headline_counts():
+    (finding,) = evidence_records.diagnosis().findings
+    assert headline(evidence_records.diagnosis()) == "One cause was found in 30 steps, peak 300.0 MiB."
+    assert headline(evidence_records.diagnosis(findings=(finding, finding))).startswith("2 causes were found")
+    assert headline(evidence_records.unknown_diagnosis()) == "One cause was found in 1 step."
+    assert headline(evidence_records.empty_diagnosis()).startswith("Nothing was found")
+
+
+def test_growth_is_said_where_it_is_steady():
+    assert growth_sentence(evidence_records.diagnosis()) == (
+        "Memory in use after a step grows by 2.0 MiB per step from step 7 to 30."
+    )
+    assert "does not grow steadily (1.0 KiB per step" in growth_sentence(evidence_records.empty_diagnosis())
+    assert growth_sentence(evidence_records.unknown_diagnosis()) == ""
+
+
+@pytest.mark.parametrize(
+    ("changes", "saves"),
+    [
+        ({}, "30.0 MiB, 10.0% of the peak (counted); at most 60.0 MiB (measured)"),
+        ({"effect_high_bytes": None, "peak_share": None}, "30.0 MiB (counted)"),
+        ({"effect_bytes": None}, "unknown"),
+    ],
+)
+def test_what_it_saves(changes, saves):
+    (finding,) = evidence_records.diagnosis().findings
+    rows = dict(finding_sheets(finding.model_copy(update=changes))[0].rows)
+    assert (rows["Saves"], rows["Where"]) == (saves, "model.py:7")
+
+
+def test_a_technique_as_a_remedy_is_written_as_it_is_pinned():
+    (finding,) = evidence_records.diagnosis().findings
+    choice = finding.model_copy(update={"remedy": micro_batch_choice(8)})
+    assert dict(finding_sheets(choice)[0].rows)["Do"] == "micro_batch=8"
+
+
+def test_the_page_has_the_findings_and_no_markup_of_the_user():
+    page = diagnosis_page(evidence_records.unknown_diagnosis())
+    assert "hidden state not detached" in page
+    assert "<h1>What used the memory of tiny</h1>" in page
+    assert "Too few steps." in page
