@@ -1,7 +1,7 @@
 """Recurrent models that `recurrent_prediction.py` names by their function, beyond those that a job file describes.
 
-A padded batch that is read as it is, both ways; samples of different lengths, packed; a projected LSTM; ReLU cells. Each
-function takes ``vocab_size`` and ``num_labels`` (``None`` makes a language model), as a job's model function does.
+A padded batch that is read as it is, both ways; samples of different lengths, packed; a projected LSTM; ReLU cells.
+Each function takes ``vocab_size`` and ``num_labels`` (``None`` makes a language model), as a job's model function does.
 
 Shapes: B samples, T tokens, E embedding size, H hidden size.
 """
