@@ -54,7 +54,7 @@ NODE_BYTES = 816
 """What autograd keeps of an op until its graph is gone, in small blocks that are simulated as one.
 
 What ``mallinfo2`` counts at the end of a forward pass beyond the tensors and 320 bytes for each (the above), divided by
-the nodes: 743 to 1,074 (GRU 828, tanh 956, projected LSTM 991, packed GRU 808, BERT 743, a perceptron 1,074; torch 2.13).
+the nodes: 743 to 1,074 (GRU 828, tanh 956, projected LSTM 991, packed GRU 808, BERT 743, perceptron 1,074; torch 2.13).
 About one each of 24, 40, 184 and 552 bytes: edges, what is known of the input, tensor objects of views, the node.
 """
 

@@ -5,8 +5,8 @@ every op of 35 forward and backward passes; an op that is not named here took le
 norm, GELU, dropout, cross entropy, the embedding's forward and AdamW took nothing but what MKL keeps (`KEPT_BYTES`).
 
 Arguments are the op's own; of a tensor only ``shape``, ``element_size()``, ``transpose()`` and ``is_contiguous()`` are
-asked, so fake tensors will do. Not covered: other types than float32 (but for oneDNN's LSTM), recurrent nets of several layers or directions in
-one call (torch makes none), other builds of torch.
+asked, so fake tensors will do. Not covered: other types than float32 (but for oneDNN's LSTM), recurrent nets of several
+layers or directions in one call (torch makes none), other builds of torch.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Recurrent nets over packed sequences on the CPU, step by step, on fake tensors: torch's own read the batch sizes.
 
 The same ops in the same order as ``aten/src/ATen/native/RNN.cpp`` (torch 2.13): PackedLayer, ReversedPackedLayer,
-PackedBidirectionalLayer, apply_layer_stack, and the cells as they are without a fused kernel. An LSTM whose samples
-are all of one length is run as if they had not been packed, by oneDNN if it can (seen of torch 2.13's ops). Shapes: N packed tokens,
-B samples, H hidden size, P projected size.
+PackedBidirectionalLayer, apply_layer_stack, and the cells as they are without a fused kernel. An LSTM whose samples are
+all of one length is run as if they had not been packed, by oneDNN if it can (seen of torch 2.13's ops). Shapes: N
+packed tokens, B samples, H hidden size, P projected size.
 """
 
 from __future__ import annotations
