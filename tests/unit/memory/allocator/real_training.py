@@ -3,7 +3,8 @@
     python real_training.py gpt2|lstm MMAP_THRESHOLD      0: glibc's own threshold
 
 Storages are counted as they are asked for, but the workspace of an LSTM as it is written (`unwritten_workspace`), and
-`scratch_bytes` are there while an op runs. Prints one JSON object: the events, and the growth of private memory after them.
+`scratch_bytes` are there while an op runs. Prints one JSON object: the events, and the growth of private memory after
+them.
 """
 
 import gc
