@@ -69,7 +69,8 @@ def with_separate_biases(result: Any, args: tuple[Any, ...]) -> Any:
 
 def _parts_of(args: tuple[Any, ...]) -> _Parts:
     """Of ``mkldnn_rnn_layer(input, w_ih, w_hh, ...)``; the backward begins with the same tensors."""
-    return _parts(*args[0].shape, args[2].shape[1], args[0].element_size())
+    num_steps, batch_size, num_inputs = args[0].shape
+    return _parts(num_steps, batch_size, num_inputs, args[2].shape[1], args[0].element_size())
 
 
 def _parts(num_steps: int, batch_size: int, num_inputs: int, hidden_size: int, element_bytes: int) -> _Parts:
