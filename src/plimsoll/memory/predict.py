@@ -266,6 +266,7 @@ def count_on_cpu(trace: Trace, baseline: Estimate, rules: HeapRules, has_limit: 
         glibc.GlibcHeap(rules),
         beside_bytes=glibc.TENSOR_OBJECTS_BYTES,
         trims_before=_first_rows_of_steps(trace, live) if rules.trims_after_steps else (),
+        nodes_before=_node_changes(trace, live),
     )
     resident, address = (
         np.asarray(column, dtype=np.int64) for column in (replayed.resident_bytes, replayed.address_bytes)
@@ -309,21 +310,25 @@ def _steps_of(trace: Trace, live: Live) -> Column:
 
 
 def _as_written(trace: Trace) -> Trace:
-    """The trace with a third of each oneDNN workspace: the rest is never written, so it never becomes resident.
-
-    A layer's gates and cell states are written, 5 times its output of at least 15 (`cpu_scratch.workspace_bytes`); it
-    is somewhat less for inputs that are wider than the hidden state.
-    """
-    storages, texts, names = trace.storages, trace.texts, trace.ops.name
-    layers = {number for number, text in enumerate(texts) if text.startswith("aten.mkldnn_rnn_layer.")}
-    if not layers:
+    """The trace without what is never written, so never becomes resident."""
+    if not trace.unwritten:
         return trace
-    columns = zip(storages.num_bytes, storages.born, storages.shape, strict=True)
-    written = tuple(
-        size // 3 if names[born] in layers and texts[shape].startswith("uint8") else size
-        for size, born, shape in columns
-    )
-    return trace.model_copy(update={"storages": storages.model_copy(update={"num_bytes": written})})
+    num_bytes = list(trace.storages.num_bytes)
+    for storage, unwritten_bytes in trace.unwritten:
+        num_bytes[storage] -= unwritten_bytes
+    return trace.model_copy(update={"storages": trace.storages.model_copy(update={"num_bytes": tuple(num_bytes)})})
+
+
+def _node_changes(trace: Trace, live: Live) -> dict[int, int]:
+    """How many nodes of autograd's graph come or go before each row; what comes and goes before one row is left out."""
+    made, gone, numbers = np.asarray(trace.nodes, dtype=np.int64).reshape(-1, 3).T
+    ops = np.asarray(trace.event_op, dtype=np.int64)[live.event]
+    changes = np.zeros(len(ops) + 1, dtype=np.int64)
+    np.add.at(changes, np.searchsorted(ops, made), numbers)
+    ends = gone >= 0
+    np.subtract.at(changes, np.searchsorted(ops, gone[ends]), numbers[ends])
+    rows = np.flatnonzero(changes[:-1])
+    return dict(zip(rows.tolist(), changes[rows].tolist(), strict=True))
 
 
 def context_of(spec: DeviceSpec) -> Estimate:

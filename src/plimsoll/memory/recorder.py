@@ -33,6 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from plimsoll.memory.accumulate import accumulating_in_place
+from plimsoll.memory.graphs import Graphs
 from plimsoll.memory.lowering.base import Run
 from plimsoll.memory.outside import is_outside
 from plimsoll.memory.work import NO_WORK, WorkCounter
@@ -46,6 +47,9 @@ _DTYPES = {dtype: str(dtype).removeprefix("torch.") for dtype in vars(torch).val
 
 ScratchBytes = Callable[[Any, tuple[Any, ...], dict[str, Any]], int]
 """``(op, args, kwargs) -> bytes`` that the target's kernel takes while it runs, beside its results."""
+
+Unwritten = Callable[[Any, tuple[Any, ...], Any], tuple[Tensor, int] | None]
+"""``(op, args, result) -> (tensor, bytes)``: a tensor of which no op ever writes so many bytes, if there is one."""
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -61,6 +65,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         scratch_bytes: what the target's kernels take beside their results; ``None`` for nothing.
         on_host: whether a tensor is in the host's memory; ``None`` where there is only one place. What is made under
             `outside_the_device` is noted as lying there in any case.
+        unwritten: which results are never written in full; ``None`` for none.
     """
 
     def __init__(
@@ -69,6 +74,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         run: Run | None = None,
         scratch_bytes: ScratchBytes | None = None,
         on_host: Callable[[Tensor], bool] | None = None,
+        unwritten: Unwritten | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.step = 0
@@ -78,6 +84,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._run = accumulating_in_place(run or (lambda op, args, kwargs: op(*args, **kwargs)))
         self._scratch_bytes = scratch_bytes
         self._on_host = on_host or (lambda tensor: False)
+        self._unwritten = unwritten or (lambda op, args, result: None)
+        self._graphs = Graphs()
         self._names: dict[nn.Module, str] = {}
         self._watched: set[Tensor] = set()
         self._parameter_names: dict[Tensor, str] = {}
@@ -151,6 +159,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             events=events,
             event_op=event_ops,
             assumptions=assumptions,
+            unwritten=self._storages.unwritten(),
+            nodes=self._graphs.nodes(),
         )
 
     # -- what torch says -----------------------------------------------------------------------------------------------
@@ -183,6 +193,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs)
         self._begin_op(func)
         row = self.op_row
+        self._graphs.see(row)
         scratch = self._scratch_bytes(func, args, kwargs) if self._scratch_bytes else 0
         if scratch:
             self._storages.begin_scratch(scratch)
@@ -195,6 +206,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     self._storages.see(leaf)
         if scratch:
             self._storages.end_scratch()
+        unwritten = self._unwritten(func, args, result)
+        if unwritten is not None:
+            self._storages.note_unwritten(*unwritten)
         self._note_work(row, func, args, kwargs, result)
         return result
 
@@ -333,6 +347,7 @@ class _Storages:
         self._events: list[int] = []
         self._event_op: list[int] = []
         self._scratch_row = -1
+        self._unwritten: dict[int, int] = {}
 
     def see(self, tensor: Tensor) -> None:
         if tensor.layout is not torch.strided:
@@ -356,6 +371,14 @@ class _Storages:
             if row is not None:
                 self._category[row] = category
                 self._name[row] = self._recorder.text(name)
+
+    def note_unwritten(self, tensor: Tensor, num_bytes: int) -> None:
+        row = self._row_of.get(tensor.untyped_storage()._cdata)
+        if row is not None:
+            self._unwritten[row] = num_bytes
+
+    def unwritten(self) -> tuple[tuple[int, int], ...]:
+        return tuple(self._unwritten.items())
 
     def is_outside(self, tensor: Tensor) -> bool:
         """Whether a tensor was made outside the device: asked of each tensor of each op, so the usual answer first."""

@@ -72,7 +72,7 @@ class Rehearsal:
         self.known = KnownValues(self.mode, self._where, keeps_all)
         self.recorder = Recorder(
             phase=phase, run=lowering.run_with(self.known.run),
-            scratch_bytes=lowering.scratch_bytes, on_host=lowering.on_host,
+            scratch_bytes=lowering.scratch_bytes, on_host=lowering.on_host, unwritten=lowering.unwritten,
         )  # fmt: skip
 
     def fake_model(self, model: nn.Module) -> nn.Module:

@@ -85,6 +85,10 @@ class Trace(Record):
 
     ``events`` are the allocations and frees in the order they happened: ``storage + 1`` for its birth, ``-(storage +
     1)`` for its death; ``event_op`` is the row of the op that was running.
+
+    ``unwritten`` are ``(storage, bytes)``: how much of a storage no op ever writes, so that it takes addresses and no
+    memory. ``nodes`` are those of autograd's graph: ``(op, op, number)``, the rows at which they were made and from
+    which on they are gone (-1 if they were there at the end).
     """
 
     record_kind: ClassVar[str] = "trace"
@@ -98,6 +102,8 @@ class Trace(Record):
     events: tuple[int, ...]
     event_op: tuple[int, ...]
     assumptions: tuple[Assumption, ...] = ()
+    unwritten: tuple[tuple[int, int], ...] = ()
+    nodes: tuple[tuple[int, int, int], ...] = ()
 
     def deltas(self, on_host: bool = False) -> Iterator[tuple[int, int, int]]:
         """Yield ``(event, storage, bytes)`` of one place in order; bytes are negative for a death."""

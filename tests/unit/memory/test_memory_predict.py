@@ -11,6 +11,7 @@ import pytest
 
 from hand_traces import MIB, trace_of
 from plimsoll.memory import predict
+from plimsoll.memory.allocator.glibc import NODE_BYTES
 from plimsoll.memory.live import live_bytes
 from plimsoll.memory.predict import MOST_ROWS, Counted, context_of, count_on_cpu, count_on_cuda
 from plimsoll.records.allocator import AllocatorRules
@@ -174,12 +175,11 @@ def test_on_the_cpu_a_hole_below_a_live_block_stays_resident():
 def test_a_limit_holds_what_an_lstm_asks_for_and_never_writes():
     """Two workspaces of 30, of which 10 are written; the most is asked for in forward, the most written in update."""
     trace = trace_of(
-        ("forward", 1, f"+uint8 activations {30 * MIB} +uint8' activations {30 * MIB}"),
-        ("backward", 1, "-uint8 -uint8'"),
+        ("forward", 1, f"+first activations {30 * MIB} +second activations {30 * MIB}"),
+        ("backward", 1, "-first -second"),
         ("optimizer", 1, f"+s temporaries {25 * MIB}"),
     )
-    names = {"aten.op0.default": "aten.mkldnn_rnn_layer.default"}
-    trace = trace.model_copy(update={"texts": tuple(names.get(text, text) for text in trace.texts)})
+    trace = trace.model_copy(update={"unwritten": ((0, 20 * MIB), (1, 20 * MIB))})
     without, limited = (count_on_cpu(trace, BASELINE, TIGHT_HEAP, has_limit) for has_limit in (False, True))
     assert limited.live.total.tolist() == [10 * MIB, 20 * MIB, 10 * MIB, 0, 25 * MIB]
     assert without.unwritten_bytes == 0
@@ -188,6 +188,22 @@ def test_a_limit_holds_what_an_lstm_asks_for_and_never_writes():
     )  # and what the heap grows by at once
     assert limited.peak.likely_bytes == without.peak.likely_bytes
     assert limited.peak.high_bytes == without.peak.high_bytes + limited.unwritten_bytes
+
+
+def test_the_nodes_of_a_graph_take_memory_of_the_heap_from_their_op_to_the_end_of_backward():
+    """10,000 nodes are made before the second op's storage and are gone before the fourth's."""
+    small = 64 << 10
+    script = ("forward", "forward", "backward", "optimizer")
+    trace = trace_of(*((phase, 1, f"+{name} activations {small}") for phase, name in zip(script, "abcd", strict=True)))
+    without = count_on_cpu(trace, BASELINE, FRESH_HEAP)
+    counted = count_on_cpu(trace.model_copy(update={"nodes": ((1, 3, 10_000),)}), BASELINE, FRESH_HEAP)
+    more_bytes = (counted.reserved - without.reserved).tolist()
+    assert more_bytes[0] == 0
+    assert more_bytes[1:3] == pytest.approx([10_000 * (NODE_BYTES + 16)] * 2, abs=16 * 4096)
+    assert counted.live.total.tolist() == without.live.total.tolist()
+    stays = count_on_cpu(trace.model_copy(update={"nodes": ((1, -1, 10_000),)}), BASELINE, FRESH_HEAP)
+    assert stays.allocated.tolist() == counted.allocated.tolist()
+    assert stays.reserved[3] - without.reserved[3] == pytest.approx(10_000 * (NODE_BYTES + 16), abs=16 * 4096)
 
 
 def test_the_largest_are_those_alive_at_the_peak_with_where_they_were_made():

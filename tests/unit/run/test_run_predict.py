@@ -229,3 +229,15 @@ def test_a_teacher_of_outside_may_be_asked():
 
     assert plimsoll.predict_function(distil, device="t4").fits
     assert teacher.weight.grad is None
+
+
+def test_a_sequence_that_is_too_long_for_cudnn_is_refused_on_a_gpu_and_predicted_on_the_cpu():
+    model = nn.LSTM(2, 2, batch_first=True)
+    optimizer, batch = torch.optim.SGD(model.parameters()), torch.ones(1, 65_536, 2)
+
+    def loss(model, batch):
+        return model(batch)[0].mean()
+
+    with pytest.raises(InputError, match="a sequence of 65,536 steps: cuDNN takes at most 65,535"):
+        plimsoll.predict(model, optimizer, batch, loss, units="samples", device="rtx3060")
+    assert plimsoll.predict(model, optimizer, batch, loss, units="samples", device="cpu").peak.likely_bytes

@@ -12,7 +12,7 @@ own size unless something beside it is free: one reason for the holes of a heap.
 
 For a process that does nothing else the simulation is exact to a few pages. In a training small blocks decide about the
 rest: they lie between the tensors, take what was cut off, and keep what is free from being joined. Those of the tensors
-themselves are simulated (`TENSOR_OBJECTS_BYTES`). Not covered: small blocks of others (autograd, Python); other arenas,
+themselves are simulated (`TENSOR_OBJECTS_BYTES`), and autograd's (`NODE_BYTES`). Not covered: Python's; other arenas,
 so what another thread allocates (torch's backward on a CPU runs in the calling thread);
 glibc from 2.38 on, whose memalign searches for an aligned block first; transparent huge pages; other C libraries.
 """
@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
 from collections import OrderedDict
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
 from plimsoll.records.heap import HeapRules
@@ -48,6 +48,14 @@ Counted by wrapping malloc around a BERT step (torch 2.13): where 152 more tenso
 151 or 152 blocks of each of these sizes, and 5 others. That was between two passes; at the end of a forward pass there
 were more of them (1.6 of 176, 4.9 of 24 and 7 of 16 bytes for each tensor, and autograd's nodes), which is left out:
 with them three BERT trainings were predicted no better.
+"""
+
+NODE_BYTES = 816
+"""What autograd keeps of an op until its graph is gone, in small blocks that are simulated as one.
+
+What ``mallinfo2`` counts at the end of a forward pass beyond the tensors and 320 bytes for each (the above), divided by
+the nodes: 743 to 1,074 (GRU 828, tanh 956, projected LSTM 991, packed GRU 808, BERT 743, perceptron 1,074; torch 2.13).
+About one each of 24, 40, 184 and 552 bytes: edges, what is known of the input, tensor objects of views, the node.
 """
 
 
@@ -297,18 +305,20 @@ class GlibcHeap:
             self._given_back.remove(_round_up(self._touched_end, self.rules.page_bytes), None)
 
 
-def replay(
+def replay(  # noqa: PLR0917 -- what happens to one heap
     deltas: Iterable[tuple[int, int]],
     heap: GlibcHeap,
     live: dict[int, Handles] | None = None,
     beside_bytes: tuple[int, ...] = (),
     trims_before: Collection[int] = (),
+    nodes_before: Mapping[int, int] | None = None,
 ) -> HeapReplay:
     """Let a heap do what a trace says: ``(storage id, bytes to allocate)``, negative bytes for the storage's free.
 
     An id may be used again after its free. To go on with a heap, give the ``live`` of the replay before.
     ``beside_bytes`` are small blocks that come and go with each storage (see `TENSOR_OBJECTS_BYTES`). Free pages are
-    given back before the deltas with the numbers ``trims_before``.
+    given back before the deltas with the numbers ``trims_before``. ``nodes_before`` are numbers of small blocks (see
+    `NODE_BYTES`) that are taken before the delta with a number or, if negative, given back, the newest first.
 
     Raises:
         KeyError: if a storage is freed that is not live.
@@ -317,9 +327,13 @@ def replay(
     resident_bytes: list[int] = []
     address_bytes: list[int] = []
     peak_bytes, index_of_highest = heap.resident_bytes, -1
+    nodes: list[int] = []
+    changes = nodes_before or {}
     for index, (storage, num_bytes) in enumerate(deltas):
         if index in trims_before:
             heap.trim()
+        if index in changes:
+            _change_nodes(heap, nodes, changes[index])
         if num_bytes < 0:
             for handle in handles.pop(storage):
                 heap.free(handle)
@@ -332,6 +346,13 @@ def replay(
         if now_bytes > peak_bytes:
             peak_bytes, index_of_highest = now_bytes, index
     return HeapReplay(resident_bytes, address_bytes, peak_bytes, index_of_highest, handles)
+
+
+def _change_nodes(heap: GlibcHeap, nodes: list[int], change: int) -> None:
+    for _ in range(change):
+        nodes.append(heap.allocate_small(NODE_BYTES))
+    for _ in range(-change):
+        heap.free(nodes.pop())
 
 
 class _FreeChunks:

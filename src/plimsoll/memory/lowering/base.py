@@ -45,6 +45,9 @@ class Lowering(Protocol):
     def scratch_bytes(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         """Count what the target's kernel takes while it runs, beside its results."""
 
+    def unwritten(self, op: Any, args: tuple[Any, ...], result: Any) -> tuple[Tensor, int] | None:
+        """Say of which tensor among an op's results no op ever writes so many bytes, if there is one."""
+
     def on_host(self, tensor: Tensor) -> bool:
         """Whether a tensor that an op has just made is in the host's memory, and the training elsewhere."""
 

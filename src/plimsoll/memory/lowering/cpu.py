@@ -14,9 +14,12 @@ from torch import Tensor
 from plimsoll.memory.lowering.base import Note, Run, fake_modules_can_be_converted, foreach_as_on, kernels_replaced
 from plimsoll.memory.lowering.cpu_kernels import corrected
 from plimsoll.memory.lowering.cpu_scratch import scratch_bytes
+from plimsoll.memory.lowering.mkldnn_rnn import unwritten_workspace
 from plimsoll.memory.lowering.packed_rnn import PACKED_RNN
 from plimsoll.memory.lowering.packing import PACKING
 from plimsoll.memory.lowering.places import OnePlace
+
+_LSTM_LAYER = torch.ops.aten.mkldnn_rnn_layer.default
 
 
 class CpuLowering:
@@ -52,6 +55,10 @@ class CpuLowering:
     def on_host(self, tensor: Tensor) -> bool:
         """Return that there is one place only."""
         return False
+
+    def unwritten(self, op: Any, args: tuple[Any, ...], result: Any) -> tuple[Tensor, int] | None:
+        """Say how much of the workspace of an LSTM layer of oneDNN is never written."""
+        return unwritten_workspace(args, result) if op is _LSTM_LAYER else None
 
     def scratch_bytes(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         """Count what the kernel takes while it runs, beside its results."""

@@ -5,8 +5,8 @@ every op of 35 forward and backward passes; an op that is not named here took le
 norm, GELU, dropout, cross entropy, the embedding's forward and AdamW took nothing but what MKL keeps (`KEPT_BYTES`).
 
 Arguments are the op's own; of a tensor only ``shape``, ``element_size()``, ``transpose()`` and ``is_contiguous()`` are
-asked, so fake tensors will do. Not covered: other types than float32, recurrent nets of several layers or directions in
-one call (torch makes none), other builds of torch.
+asked, so fake tensors will do. Not covered: other types than float32 (but for oneDNN's LSTM), recurrent nets of several
+layers or directions in one call (torch makes none), other builds of torch.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from plimsoll.memory.lowering.mkldnn_rnn import written_in_backward_bytes
 from plimsoll.records.prediction import Estimate
 
 _MIB = 1 << 20
@@ -76,18 +77,6 @@ def scratch_bytes(
     return rule(args, num_threads) if rule is not None else 0
 
 
-def workspace_bytes(op_name: str, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> int:
-    """Return the resident bytes of the workspace that an op returns as its last result, and that lives as long.
-
-    Only oneDNN's LSTM has one, in training. A fake tensor says 0 bytes of it; a real one says three times what is ever
-    written: the gates and the cell state of each step, 5 times the output (20.1 of 61.3 MiB for an output of 4 MiB).
-    """
-    if op_name.removeprefix("aten.").partition(".")[0] != "mkldnn_rnn_layer":
-        return 0
-    is_training = bool((kwargs or {}).get("train", args[15] if len(args) > 15 else True))
-    return 5 * _rnn_output_bytes(args) if is_training else 0
-
-
 def _bytes(tensor: Any) -> int:
     return int(math.prod(tensor.shape) * tensor.element_size())
 
@@ -98,19 +87,24 @@ def _rnn_output_bytes(args: Sequence[Any]) -> int:
 
 
 def _rnn(args: Sequence[Any], num_threads: int) -> int:
-    """Both weights in oneDNN's layout, and the four gates of every step from the input."""
-    return 4 * _rnn_output_bytes(args) + _bytes(args[1]) + _bytes(args[2])
+    """Both weights in oneDNN's layout, and in float32 the four gates of every step from the input.
+
+    In half precision the products of input and gates are made step by step (``n_iter_scratch_gates``).
+    """
+    is_half = args[0].element_size() < 4
+    return (0 if is_half else 4 * _rnn_output_bytes(args)) + _bytes(args[1]) + _bytes(args[2])
 
 
 def _rnn_backward(args: Sequence[Any], num_threads: int) -> int:
-    """Both weights and their gradients in oneDNN's layout, the four gates of every step; the output's gradient if it is
-    not contiguous; and four outputs' worth of the workspace that the forward left untouched, until it is freed.
-
-    One of seven shapes (256 to 384) took one output less than that: 6 % of what is said.
+    """Both weights and their gradients in oneDNN's layout; in float32 the four gates of every step, in half precision
+    the output's gradient in float32; that gradient once more if it is not contiguous; and what is now written of the
+    workspace that the forward left untouched, until it is freed.
     """
     output_bytes = _rnn_output_bytes(args)
     copied_bytes = 0 if args[10] is None or args[10].is_contiguous() else output_bytes
-    return 8 * output_bytes + copied_bytes + 2 * (_bytes(args[1]) + _bytes(args[2]))
+    is_half = args[0].element_size() < 4
+    kept_bytes = 2 * output_bytes if is_half else 4 * output_bytes
+    return kept_bytes + copied_bytes + 2 * (_bytes(args[1]) + _bytes(args[2])) + written_in_backward_bytes(tuple(args))
 
 
 def _safe_softmax(args: Sequence[Any], num_threads: int) -> int:

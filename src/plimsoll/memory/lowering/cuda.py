@@ -74,6 +74,10 @@ class CudaLowering:
         """Whether a tensor is in the host's memory."""
         return self._places.on_host(tensor)
 
+    def unwritten(self, op: Any, args: tuple[Any, ...], result: Any) -> tuple[Tensor, int] | None:
+        """Return that all counts: torch's allocator on CUDA has no memory that is not there."""
+        return None
+
     def scratch_bytes(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         """Count what CUDA's kernel takes while it runs, beside its results."""
         count = _SCRATCH_BYTES.get(op)

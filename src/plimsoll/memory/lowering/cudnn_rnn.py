@@ -10,6 +10,8 @@ Without it every call copies the weights into a buffer of its own and keeps that
 
 How large cuDNN's two buffers are is not published: ``cudnn_rnn_sizes`` says what is known, and how far off it may be.
 
+A call of more than `MOST_STEPS` is refused, as cuDNN does, where the layer is run: what cuts a sequence passes.
+
 It does NOT cover: the copy of the reserve that ``backward(retain_graph=True)`` makes, double backward, a packed
 sequence without cuDNN, and padding inside the weight buffer.
 """
@@ -23,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from plimsoll.errors import JobError
+from plimsoll.errors import InputError, JobError
 from plimsoll.memory.lowering.cudnn_rnn_sizes import (
     Cell,
     RnnShape,
@@ -40,6 +42,9 @@ _CUDNN_DTYPES = (torch.float16, torch.float32, torch.float64, torch.bfloat16)
 _FLATTENED_DTYPES = (torch.float16, torch.float32, torch.float64)
 DROPOUT_STATE_BYTES = 2 * 2**20 + 2**16  # "slightly over 2MB" says RNN.cpp, of GPUs of 2018
 _DROPOUT_STATE_HIGH_BYTES = 8 * 2**20
+MOST_STEPS = 65_535
+"""Of one call: longer ones end in CUDNN_STATUS_NOT_SUPPORTED, which torch does not catch (pytorch#133751, an LSTM of
+torch 2.4; of a GRU others say that 65,400 steps run and 65,600 do not)."""
 
 
 def shape_of(module: nn.RNNBase, num_steps: int, batch: int) -> RnnShape:
@@ -386,6 +391,7 @@ class CudnnRnn:
         return _unrolled(a)
 
     def _cudnn(self, a: _Arguments, dtype: torch.dtype) -> Any:
+        _require_steps(a)
         shape = a.shape(dtype)
         if a.train and a.dropout > 0:
             self._make_dropout_state(a.inputs)
@@ -407,6 +413,15 @@ class CudnnRnn:
         if self._dropout_state is None:
             self._dropout_state = like.new_empty(DROPOUT_STATE_BYTES, dtype=torch.uint8)
             self._note("cuDNN's dropout state", 0, _DROPOUT_STATE_HIGH_BYTES - DROPOUT_STATE_BYTES)
+
+
+def _require_steps(a: _Arguments) -> None:
+    if a.num_steps > MOST_STEPS:
+        raise InputError(
+            f"a recurrent layer ({a.cell}) cannot read on CUDA a sequence of {a.num_steps:,} steps: cuDNN takes at "
+            f"most {MOST_STEPS:,} in one call and fails with CUDNN_STATUS_NOT_SUPPORTED: cut it into segments (the "
+            f"technique time_segments with `steps` of at most {MOST_STEPS}), use shorter sequences, or train on the CPU"
+        )
 
 
 def _autocast_dtype(inputs: Tensor) -> torch.dtype:

@@ -1,8 +1,9 @@
 """Recurrent nets over packed sequences on the CPU, step by step, on fake tensors: torch's own read the batch sizes.
 
 The same ops in the same order as ``aten/src/ATen/native/RNN.cpp`` (torch 2.13): PackedLayer, ReversedPackedLayer,
-PackedBidirectionalLayer, apply_layer_stack, and the cells as they are without a fused kernel. Shapes: N packed tokens,
-B samples, H hidden size, P projected size.
+PackedBidirectionalLayer, apply_layer_stack, and the cells as they are without a fused kernel. An LSTM whose samples are
+all of one length is run as if they had not been packed, by oneDNN if it can (seen of torch 2.13's ops). Shapes: N
+packed tokens, B samples, H hidden size, P projected size.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from plimsoll.memory.known import values_of
+
+_ONEDNN_DTYPES = (torch.float32, torch.bfloat16)
 
 State = tuple[Tensor, ...]
 """The hidden state of one layer and direction; an LSTM has its cell state beside it."""
@@ -165,7 +168,14 @@ def _lstm(  # noqa: PLR0917 -- the signature of the op
     train: bool,
     bidirectional: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    weights = _grouped(params, has_biases, hx[0].shape[2] != hx[1].shape[2])
+    sizes, is_projected = values_of(batch_sizes), hx[0].shape[2] != hx[1].shape[2]
+    if sizes[0] == sizes[-1] and data.dtype in _ONEDNN_DTYPES and not is_projected:
+        steps = data.view(len(sizes), sizes[0], -1)
+        output, *last_state = torch.lstm(
+            steps, tuple(hx), tuple(params), has_biases, num_layers, dropout, train, bidirectional, False
+        )
+        return output.view(len(data), -1), last_state[0], last_state[1]
+    weights = _grouped(params, has_biases, is_projected)
     states: list[State] = list(zip(hx[0].unbind(0), hx[1].unbind(0), strict=True))
     output, last = _stack(_lstm_cell, data, batch_sizes, states, weights, dropout * train, bidirectional)
     return output, torch.stack([state[0] for state in last]), torch.stack([state[1] for state in last])

@@ -4,6 +4,11 @@ Same shapes, same allocations as ``aten/src/ATen/native/PackedSequence.cpp`` (to
 steps with equally many samples and joins the copies; padding makes the padded output. Batch sizes and lengths stay on
 the host. The lengths must be known (`plimsoll.memory.known`).
 
+What torch refuses is refused in the same cases, naming the sample: no samples or steps, lengths that are not one for
+each sample, not above 0, or not in decreasing order (so ``enforce_sorted=True``; without it they have been sorted by
+now). So are lengths beyond the last step, which torch packs all the same, into fewer tokens than it counts: no net can
+read those.
+
 Shapes: T steps, B samples, N tokens (the sum of all lengths).
 """
 
@@ -16,7 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from plimsoll.errors import InputError
 from plimsoll.memory.known import values_of
+
+_MOST_SHOWN = 8
 
 
 class _Pack(torch.autograd.Function):
@@ -51,11 +59,46 @@ class _Pad(torch.autograd.Function):
 def pack_padded_sequence(input: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
     """Pack (T, B, ...) or, ``batch_first``, (B, T, ...) into (N, ...), and count the samples of each step."""
     known = values_of(lengths)
-    batch_sizes = [sum(length > step for length in known) for step in range(max(known))]
     time_first = input.transpose(0, 1) if batch_first else input
+    _require_packable(time_first, known)
+    batch_sizes = [sum(length > step for length in known) for step in range(max(known))]
     counts = torch.tensor(batch_sizes)
     packed: Tensor = _Pack.apply(time_first, counts, batch_sizes)  # type: ignore[no-untyped-call]
     return packed, counts
+
+
+def _require_packable(time_first: Tensor, lengths: list[int]) -> None:
+    """Refuse what ``_pack_padded_sequence`` refuses; without ``enforce_sorted`` samples count by decreasing length."""
+    num_steps, num_samples = time_first.shape[:2]
+    if not time_first.numel():
+        raise InputError(
+            f"cannot pack a batch of shape {list(time_first.shape)} (steps first): it has no values: leave out empty "
+            "batches"
+        )
+    if len(lengths) != num_samples:
+        raise InputError(
+            f"cannot pack {num_samples} samples with {len(lengths)} lengths {_shown(lengths)}: give one length for each"
+        )
+    for sample, (length, next_length) in enumerate(zip(lengths, [*lengths[1:], 0], strict=True)):
+        if next_length > length:
+            raise InputError(
+                f"cannot pack sample {sample + 1} (counted from 0) with {next_length} steps behind one with {length} "
+                "as `enforce_sorted` is True: pass enforce_sorted=False, or sort the samples by decreasing length"
+            )
+        if length < 1:
+            raise InputError(
+                f"cannot pack sample {sample} (counted from 0, longest first) of {num_samples}: its length is "
+                f"{length}: leave out samples without tokens, or read them as one of padding (lengths.clamp(min=1))"
+            )
+    if lengths[0] > num_steps:
+        raise InputError(
+            f"cannot pack a sample of {lengths[0]} steps, the longest of {num_samples}, in a batch of {num_steps} "
+            "steps, which torch does, and its nets then fail: give the lengths that are there"
+        )
+
+
+def _shown(lengths: list[int]) -> str:
+    return f"{lengths[:_MOST_SHOWN]}" if len(lengths) <= _MOST_SHOWN else f"{lengths[:_MOST_SHOWN]} ..."
 
 
 def pad_packed_sequence(

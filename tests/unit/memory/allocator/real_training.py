@@ -2,8 +2,9 @@
 
     python real_training.py gpt2|lstm MMAP_THRESHOLD      0: glibc's own threshold
 
-Storages are counted as they are asked for, but the workspace of an LSTM as `workspace_bytes` says, and `scratch_bytes`
-are there while an op runs. Prints one JSON object: the events, and the growth of private memory after them.
+Storages are counted as they are asked for, but the workspace of an LSTM as it is written (`unwritten_workspace`), and
+`scratch_bytes` are there while an op runs. Prints one JSON object: the events, and the growth of private memory after
+them.
 """
 
 import gc
@@ -20,7 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from plimsoll.device import heap, process
-from plimsoll.memory.lowering.cpu_scratch import scratch_bytes, workspace_bytes
+from plimsoll.memory.lowering.cpu_scratch import scratch_bytes
+from plimsoll.memory.lowering.mkldnn_rnn import unwritten_workspace
 
 NUM_TOKENS = 8000
 
@@ -55,9 +57,10 @@ class Recorder(TorchDispatchMode):
         name = str(func)
         scratch = scratch_bytes(name, args, kwargs)
         out = func(*args, **(kwargs or {}))
-        workspace = workspace_bytes(name, args, kwargs)
-        if workspace:
-            self.add(out[-1], workspace)
+        unwritten = unwritten_workspace(args, out) if "mkldnn_rnn_layer.default" in name else None
+        if unwritten is not None:
+            workspace, unwritten_bytes = unwritten
+            self.add(workspace, workspace.nbytes - unwritten_bytes)
         for leaf in tree_leaves(out):
             if isinstance(leaf, torch.Tensor):
                 self.add(leaf)

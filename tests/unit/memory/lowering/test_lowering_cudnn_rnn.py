@@ -13,10 +13,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from plimsoll.errors import JobError
+from plimsoll.errors import InputError, JobError
 from plimsoll.memory.known import KnownValues
 from plimsoll.memory.lowering.cudnn_rnn import (
     DROPOUT_STATE_BYTES,
+    MOST_STEPS,
     CudnnRnn,
     shape_of,
     weights_flattened,
@@ -376,3 +377,30 @@ def test_the_keys_are_what_a_function_mode_receives():
         for module in (nn.LSTMCell(I, H), nn.GRUCell(I, H)):
             module(torch.randn(B, I))
     assert set(CudnnRnn(lambda *_: None).replacements) <= received
+
+
+@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize("cell", CELLS)
+def test_a_sequence_that_is_longer_than_cudnn_takes_is_refused_and_one_that_is_not_passes(cell, first):
+    def run(num_steps):
+        module_of(cell, batch_first=first)(torch.empty(*((1, num_steps) if first else (num_steps, 1)), I))
+
+    with traced():
+        run(MOST_STEPS)
+        with pytest.raises(InputError, match=r"65,536 steps: .* 65,535 .*time_segments with `steps` of at most 65535"):
+            run(MOST_STEPS + 1)
+
+
+def test_a_packed_sequence_counts_its_longest_sample():
+    lengths = torch.tensor([MOST_STEPS + 1, 1])
+    with traced(), pytest.raises(InputError, match=r"\(gru\) cannot read on CUDA a sequence of 65,536 steps"):
+        module_of("gru")(pack_padded_sequence(torch.empty(MOST_STEPS + 1, 2, I), lengths))
+
+
+def test_a_long_sequence_in_segments_passes():
+    """As `time_segments` runs it: the state goes from one segment to the next."""
+    with traced():
+        module, state = module_of("lstm"), None
+        for segment in torch.empty(MOST_STEPS + 1, 1, I).split(MOST_STEPS):
+            output, state = module(segment, state)
+        assert output.shape == (1, 1, H)

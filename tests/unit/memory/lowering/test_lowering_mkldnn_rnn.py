@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from plimsoll.memory.lowering.cpu_kernels import corrected
-from plimsoll.memory.lowering.mkldnn_rnn import workspace_bytes
+from plimsoll.memory.lowering.mkldnn_rnn import unwritten_workspace, workspace_bytes, written_in_backward_bytes
 
 SHAPES = [
     (1, 1, 16, 16), (24, 4, 32, 32), (24, 4, 128, 32), (24, 4, 32, 64), (7, 3, 20, 25), (10, 2, 256, 256),
@@ -77,3 +77,27 @@ def test_without_gradients_nothing_is_kept():
     with FakeTensorMode(), torch.no_grad(), Layers() as notes:
         nn.LSTM(8, 8)(torch.ones(3, 2, 8))
     assert max(size for sizes in notes.sizes for size in sizes) <= 3 * 2 * 8 * 4
+
+
+def layer_arguments(*, is_reverse: bool, dtype: torch.dtype = torch.float32) -> tuple[Any, ...]:
+    """Of 1,024 steps of one sample, 64 wide; of them shapes and the direction count."""
+    weights = torch.empty(256, 64), torch.empty(256, 64)
+    return (torch.empty(1024, 1, 64, dtype=dtype), *weights, *[None] * 4, is_reverse)
+
+
+def test_what_is_written_of_a_workspace_by_hand():
+    """Gates, 1,024 x 272, and half the cells, 2 x 1,025 x 64; right to left all states. A page is 1,024 numbers."""
+    gates, cells, states = 1024 * 272 * 4, (2 * 1025 * 64 // 1024 + 1) * 4096, (2 * 1025 * 64 // 1024 + 1) * 4096
+    whole = workspace_bytes(1024, 1, 64, 64, 4)
+    for is_reverse, written in ((False, gates + cells // 2), (True, gates + cells // 2 + states)):
+        workspace = torch.empty(whole, dtype=torch.uint8)
+        found = unwritten_workspace(layer_arguments(is_reverse=is_reverse), (None, None, None, workspace))
+        assert found == (workspace, whole - written)
+    assert unwritten_workspace(layer_arguments(is_reverse=False), (None, None, None, None)) is None
+
+
+def test_what_backward_writes_of_it_is_float32_in_any_precision():
+    """The gradients of the layers' states, half of those of the steps' and of the cells'."""
+    part = (2 * 1025 * 64 // 1024 + 1) * 4096
+    for dtype in (torch.float32, torch.bfloat16):
+        assert written_in_backward_bytes(layer_arguments(is_reverse=True, dtype=dtype)) == 2 * part

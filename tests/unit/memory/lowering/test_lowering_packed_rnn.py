@@ -14,7 +14,12 @@ from plimsoll.memory.measure import measure_training
 from plimsoll.memory.trace import trace_training
 from plimsoll.records.trace import Trace
 
-DATA, LENGTHS = torch.ones(5, 3, 6), torch.tensor([5, 3, 1])
+DATA = torch.ones(5, 3, 6)
+LENGTHS = {
+    "uneven": torch.tensor([5, 3, 1]),
+    "alike": torch.tensor([5, 5, 5]),
+    "alike and short": torch.tensor([4, 4, 4]),
+}
 CELLS = {
     "lstm": (nn.LSTM, {}),
     "projected lstm": (nn.LSTM, {"proj_size": 4}),
@@ -32,28 +37,59 @@ SHAPES = [
 ]
 
 
-def traces(module: nn.Module) -> tuple[Trace, Trace]:
+def traces(
+    module: nn.Module, lengths: torch.Tensor, precision: torch.dtype | None = None, data: torch.Tensor = DATA
+) -> tuple[Trace, Trace]:
     """The same forward and backward pass, predicted and measured."""
 
     def train(model: nn.Module, data: torch.Tensor, lengths: torch.Tensor) -> None:
+        with torch.autocast("cpu", precision, enabled=precision is not None):
+            run(model, data, lengths)
+
+    def run(model: nn.Module, data: torch.Tensor, lengths: torch.Tensor) -> None:
         output, state = model(pack_padded_sequence(data, lengths))
         last = state if isinstance(state, torch.Tensor) else state[0]
         (output.data.sum() + last.sum()).backward()
 
     predicted = trace_training(
-        lambda place: train(place.fake_model(module), *place.fake_batch((DATA, LENGTHS))), CpuLowering()
+        lambda place: train(place.fake_model(module), *place.fake_batch((data, lengths))), CpuLowering()
     )
-    measured = measure_training(lambda run: train(module, *run.know_batch((DATA, LENGTHS))))
+    measured = measure_training(lambda run: train(module, *run.know_batch((data, lengths))))
     return predicted, measured
 
 
 @pytest.mark.parametrize("options", SHAPES)
 @pytest.mark.parametrize("cell", CELLS)
-def test_a_training_step_takes_the_bytes_of_the_real_one(cell: str, options: dict):
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
+def test_a_training_step_takes_the_bytes_of_the_real_one(lengths: torch.Tensor, cell: str, options: dict):
     make, more = CELLS[cell]
-    predicted, measured = traces(make(6, 8, **options, **more))
+    predicted, measured = traces(make(6, 8, **options, **more), lengths)
     assert compare(predicted, measured).is_equal
     assert made_by_the_net(predicted) == made_by_the_net(measured)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
+def test_so_it_does_in_other_types(lengths: torch.Tensor, dtype: torch.dtype):
+    """oneDNN has no LSTM of float64, and none of float16 that torch would train."""
+    predicted, measured = traces(nn.LSTM(6, 8, 2, bidirectional=True).to(dtype), lengths, data=DATA.to(dtype))
+    assert compare(predicted, measured).is_equal
+
+
+@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
+def test_so_it_does_under_autocast(lengths: torch.Tensor, cell: str):
+    make, more = CELLS[cell]
+    predicted, measured = traces(make(6, 8, num_layers=2, **more), lengths, torch.bfloat16)
+    assert compare(predicted, measured).is_equal
+
+
+def test_an_lstm_of_samples_that_are_alike_is_onednns_and_others_are_not():
+    for name, lengths in LENGTHS.items():
+        predicted, measured = traces(nn.LSTM(6, 8), lengths)
+        for trace in (predicted, measured):
+            ops = [trace.texts[number] for number in trace.ops.name]
+            assert ("aten.mkldnn_rnn_layer.default" in ops) == name.startswith("alike")
 
 
 def made_by_the_net(trace: Trace) -> Counter[tuple[str, str, str]]:
@@ -63,18 +99,19 @@ def made_by_the_net(trace: Trace) -> Counter[tuple[str, str, str]]:
         (ops.phase[born], texts[ops.name[born]], texts[shape])
         for born, shape in zip(table.born, table.shape, strict=True)
         if texts[ops.module[born]] in {"LSTM", "GRU", "RNN"}
+        and not texts[shape].startswith("scratch")  # as predicted only
     )
     assert found
     return found
 
 
 def test_the_results_have_the_shapes_of_the_real_ones():
-    module = nn.LSTM(6, 8, num_layers=2, bidirectional=True, proj_size=4)
-    real, (real_hidden, real_memory) = module(pack_padded_sequence(DATA, LENGTHS))
+    module, uneven = nn.LSTM(6, 8, num_layers=2, bidirectional=True, proj_size=4), LENGTHS["uneven"]
+    real, (real_hidden, real_memory) = module(pack_padded_sequence(DATA, uneven))
     shapes = []
 
     def train(place) -> None:
-        data, lengths = place.fake_batch((DATA, LENGTHS))
+        data, lengths = place.fake_batch((DATA, uneven))
         output, (hidden, memory) = place.fake_model(module)(pack_padded_sequence(data, lengths))
         shapes.extend([output.data.shape, hidden.shape, memory.shape])
 

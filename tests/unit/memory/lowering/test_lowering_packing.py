@@ -64,3 +64,46 @@ def test_the_counts_stay_until_backward():
 def test_lengths_must_be_known():
     with rehearsal(CpuLowering()), pytest.raises(InputError, match="not known before the run"):
         pack_padded_sequence(torch.empty(3, 2, 4), torch.empty(2, dtype=torch.int64), enforce_sorted=True)
+
+
+# What torch refuses: the batch's shape (steps first), its lengths, and how they are given.
+REFUSED = [
+    pytest.param(
+        (5, 3, 2), [5, 0, 2], False, "greater than 0", r"sample 2 \(counted from 0, longest first\)", id="zero"
+    ),
+    pytest.param((5, 3, 2), [5, 3, 0], True, "greater than 0", "its length is 0: leave out samples", id="last zero"),
+    pytest.param((5, 3, 2), [5, -1, -1], True, "greater than 0", "sample 1 .* its length is -1", id="negative"),
+    pytest.param((5, 3, 2), [0, 0, 0], False, "greater than 0", "sample 0 .* its length is 0", id="all zero"),
+    pytest.param(
+        (5, 3, 2), [2, 5, 3], True, "sorted in decreasing", "sample 1 .* with 5 .* with 2 as .*False", id="order"
+    ),
+    pytest.param((5, 3, 2), [5, 3], True, "equal to batch_size", r"3 samples with 2 lengths \[5, 3\]", id="too few"),
+    pytest.param((5, 0, 2), [], True, "empty tensors", r"shape \[5, 0, 2\] .*: leave out", id="no samples"),
+    pytest.param((5, 3, 0), [5, 3, 2], True, "empty tensors", "it has no values", id="no values"),
+]
+
+
+@pytest.mark.parametrize(("shape", "lengths", "is_sorted", "of_torch", "of_plimsoll"), REFUSED)
+def test_what_torch_refuses_is_refused_with_the_sample_and_a_remedy(
+    shape: tuple[int, ...], lengths: list[int], is_sorted: bool, of_torch: str, of_plimsoll: str
+):
+    known = torch.tensor(lengths, dtype=torch.int64)
+    with pytest.raises(RuntimeError, match=of_torch):
+        pack_padded_sequence(torch.ones(shape), known, enforce_sorted=is_sorted)
+    with rehearsal(CpuLowering()) as place, pytest.raises(InputError, match=of_plimsoll):
+        pack_padded_sequence(place.fake_batch(torch.ones(shape)), place.fake_batch(known), enforce_sorted=is_sorted)
+
+
+def test_lengths_beyond_the_last_step_are_refused_though_torch_packs_them_for_a_net_that_then_fails():
+    """10 tokens are packed and 3 + 3 + 2 + 1 + 1 + 1 = 11 are counted."""
+    packed = pack_padded_sequence(torch.ones(5, 3, 2), torch.tensor([6, 3, 2]))
+    assert (len(packed.data), int(packed.batch_sizes.sum())) == (10, 11)
+    with pytest.raises(RuntimeError, match=r"start \(10\) \+ length \(1\) exceeds"):
+        torch.nn.GRU(2, 2)(packed)
+    with rehearsal(CpuLowering()) as place, pytest.raises(InputError, match="of 6 steps, .* in a batch of 5 steps"):
+        pack_padded_sequence(place.fake_batch(torch.ones(5, 3, 2)), place.fake_batch(torch.tensor([6, 3, 2])))
+
+
+def test_many_lengths_are_not_all_shown():
+    with rehearsal(CpuLowering()) as place, pytest.raises(InputError, match=r"\[1, 1, 1, 1, 1, 1, 1, 1\] \.\.\.: give"):
+        pack(torch.empty(3, 2, 4), place.fake_batch(torch.ones(50, dtype=torch.int64)), False)

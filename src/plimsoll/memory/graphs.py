@@ -1,0 +1,55 @@
+"""How many nodes of autograd's graph are alive while a training runs: each op that has a gradient makes one.
+
+A node and what hangs on it (its saved variables, its edges, the tensor objects of views) are small blocks of the host's
+memory, `glibc.NODE_BYTES` in all. A transformer has some 10^3 of them, a recurrent net that is unrolled some 10 for
+each step of its sequence, which is more than its activations if samples are few and hidden states narrow.
+
+The nodes of a forward pass stay until the backward pass that follows has ended; those of a recomputation, which runs
+inside a node of a backward pass, until that pass goes on to another node. Told by private counters of torch's autograd.
+Not covered: graphs kept for a second backward pass, or that no backward pass follows (they count until the next one).
+"""
+
+from __future__ import annotations
+
+import torch
+
+_OUTSIDE = -1  # of any backward pass
+
+_Place = tuple[int, int]  # a backward pass and the node of it that runs, both -1 outside
+
+
+class Graphs:
+    """Follows the graphs of a training; `see` is called as each op begins."""
+
+    def __init__(self) -> None:
+        self._num_made = torch._C._autograd._get_sequence_nr()
+        self._pass = _OUTSIDE
+        self._open: dict[_Place, list[int]] = {}  # by the place in which they were made, the rows of `_nodes`
+        self._nodes: list[list[int]] = []
+
+    def see(self, op_row: int) -> None:
+        """Note the nodes that were made since the last op, this one's among them, and those that are gone."""
+        current, num_made = torch._C._current_graph_task_id(), torch._C._autograd._get_sequence_nr()
+        place = current, _OUTSIDE if current == _OUTSIDE else _running_node()
+        if current == _OUTSIDE != self._pass:
+            self._end(op_row, list(self._open))
+        elif current != _OUTSIDE:
+            self._end(op_row, [one for one in self._open if one[0] == current and one != place])
+        if num_made > self._num_made:
+            self._open.setdefault(place, []).append(len(self._nodes))
+            self._nodes.append([op_row, -1, num_made - self._num_made])
+        self._pass, self._num_made = current, num_made
+
+    def nodes(self) -> tuple[tuple[int, int, int], ...]:
+        """``(op row, op row, number)``: where nodes were made and from where on they are gone, -1 if never."""
+        return tuple((made, gone, number) for made, gone, number in self._nodes)
+
+    def _end(self, op_row: int, places: list[_Place]) -> None:
+        for place in places:
+            for row in self._open.pop(place):
+                self._nodes[row][1] = op_row
+
+
+def _running_node() -> int:
+    node = torch._C._current_autograd_node()
+    return _OUTSIDE if node is None else int(node._sequence_nr())
