@@ -24,6 +24,7 @@ from torch.nn import functional
 from torch.nn.utils.rnn import pack_padded_sequence
 
 from plimsoll.errors import JobError
+from plimsoll.models.adaptive import DIV_VALUE, adaptive_head, adaptive_loss, cutoffs_fault, log_probabilities
 from plimsoll.records.base import Frozen
 from plimsoll.records.job import near
 from plimsoll.workload import IGNORED_LABEL
@@ -34,7 +35,10 @@ RECURRENT = tuple(_LAYERS)
 
 
 class RecurrentConfig(Frozen):
-    """The shape of a recurrent model; ``num_labels`` makes it a classifier."""
+    """The shape of a recurrent model; ``num_labels`` makes it a classifier.
+
+    ``adaptive_cutoffs`` gives a language model an adaptive softmax: see `plimsoll.models.adaptive`.
+    """
 
     architecture: Literal["lstm", "gru", "rnn"]
     vocab_size: int = Field(ge=1)
@@ -45,6 +49,8 @@ class RecurrentConfig(Frozen):
     dropout: float = Field(0.0, ge=0, lt=1)
     tie_weights: bool = False
     bidirectional: bool = False
+    adaptive_cutoffs: tuple[int, ...] | None = None
+    adaptive_div_value: float = Field(DIV_VALUE, ge=1)
 
     @model_validator(mode="after")
     def _is_consistent(self) -> Self:
@@ -58,14 +64,32 @@ class RecurrentConfig(Frozen):
             raise ValueError(
                 f"tie_weights needs embedding_size {self.embedding_size} equal to hidden_size {self.hidden_size}"
             )
+        self._check_clusters()
         return self
+
+    def _check_clusters(self) -> None:
+        if self.adaptive_cutoffs is None:
+            return
+        if self.num_labels is not None:
+            raise ValueError("a classifier has no output over the vocabulary: leave adaptive_cutoffs out")
+        if self.tie_weights:
+            raise ValueError(
+                "the rare words of an adaptive softmax have fewer features than the embedding that tie_weights would "
+                "have them share: leave one of adaptive_cutoffs and tie_weights out"
+            )
+        fault = cutoffs_fault(self.adaptive_cutoffs, self.vocab_size, self.hidden_size, self.adaptive_div_value)
+        if fault is not None:
+            raise ValueError(f"adaptive_cutoffs: {fault}")
 
 
 class RecurrentOutput(NamedTuple):
-    """What a recurrent model returns. ``loss`` is ``None`` where no labels were given."""
+    """What a recurrent model returns.
+
+    ``loss`` is ``None`` where no labels were given, and ``logits`` where an adaptive softmax was given them.
+    """
 
     loss: Tensor | None
-    logits: Tensor
+    logits: Tensor | None
 
 
 class RecurrentLanguageModel(nn.Module):
@@ -77,7 +101,7 @@ class RecurrentLanguageModel(nn.Module):
         self.embedding = nn.Embedding(config.vocab_size, config.embedding_size)
         self.recurrent = _recurrent_layers(config)
         self.dropout = nn.Dropout(config.dropout)
-        self.head = nn.Linear(config.hidden_size, config.vocab_size)
+        self.head = _output_layer(config)
         if config.tie_weights:
             self.head.weight = self.embedding.weight
 
@@ -86,10 +110,16 @@ class RecurrentLanguageModel(nn.Module):
     ) -> RecurrentOutput:
         """Compute the logits (B, T, V) and the mean loss of predicting ``labels[:, 1:]``.
 
+        An adaptive softmax has the loss with labels, and without them log-probabilities as logits.
         ``attention_mask`` changes nothing: no token sees the padding on its right, and padding has the label -100.
         """
         hidden_BTH, _ = self.recurrent(self.dropout(self.embedding(input_ids)))
-        logits_BTV = self.head(self.dropout(hidden_BTH))
+        hidden_BTH = self.dropout(hidden_BTH)
+        if isinstance(self.head, nn.AdaptiveLogSoftmaxWithLoss):
+            if labels is None:
+                return RecurrentOutput(None, log_probabilities(self.head, hidden_BTH))
+            return RecurrentOutput(adaptive_loss(self.head, hidden_BTH, labels), None)
+        logits_BTV = self.head(hidden_BTH)
         return RecurrentOutput(None if labels is None else _next_token_loss(logits_BTV, labels), logits_BTV)
 
 
@@ -176,6 +206,13 @@ def _recurrent_layers(config: RecurrentConfig) -> nn.Module:
         dropout=config.dropout if config.num_layers > 1 else 0.0,
         bidirectional=config.bidirectional,
     )
+
+
+def _output_layer(config: RecurrentConfig) -> nn.Module:
+    if config.adaptive_cutoffs is None:
+        return nn.Linear(config.hidden_size, config.vocab_size)
+    sizes = config.hidden_size, config.vocab_size
+    return adaptive_head(*sizes, config.adaptive_cutoffs, config.adaptive_div_value)
 
 
 def _next_token_loss(logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
