@@ -6,8 +6,8 @@
 A batch has ``--batch`` texts: one of ``--long`` words, the others of the lengths of news (in words). A GRU classifier,
 which packs its texts, and an LSTM language model, which does not, take two steps on it from the same weights: as it
 comes, padded to the longest, and with ``by_length``. They begin with the whole batch, and where memory runs out with
-half as much, and so on, until it holds; the seconds are the processor's of the second step, on one thread. Prints a table, and as its last
-line one JSON object. Linux only.
+half as much, and so on, until it holds; the seconds are the processor's of the second step, on one thread. Prints a
+table, and as its last line one JSON object. Linux only.
 """
 
 from __future__ import annotations
