@@ -18,7 +18,7 @@ import torch
 
 from plimsoll.models.hugging_face import TextShape, build_hugging_face
 from plimsoll.records.plan import Choice
-from plimsoll.run.pieces import weighted_pieces
+from plimsoll.run.pieces import shape_of, weighted_pieces
 from plimsoll.run.step import TrainStep
 from plimsoll.techniques import installed
 
@@ -63,8 +63,9 @@ def main() -> None:
     lines = ["| cut | passes | token positions | CPU seconds a step |", "| --- | --- | --- | --- |"]
     figures = {}
     for name, choices in CHOICES.items():
-        shape = step._shape_of(batch)
-        pieces = [piece for piece, _ in weighted_pieces(batch, arguments.micro_batch, shape, "samples", bool(choices))]
+        with installed(step.workload, choices):
+            shape = shape_of(batch, step.workload)
+            pieces = [one.batch for one in weighted_pieces(batch, arguments.micro_batch, shape, step.workload)]
         positions = sum(piece["input_ids"].numel() for piece in pieces)
         figures[name] = {"passes": len(pieces), "positions": positions, "cpu_seconds": round(min(seconds[name]), 3)}
         lines.append(f"| {name} | {len(pieces)} | {positions:,} | {min(seconds[name]):.2f} |")

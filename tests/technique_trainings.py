@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from plimsoll.models.recurrent import build_recurrent
 from plimsoll.records.plan import Choice, micro_batch_choice
 from plimsoll.run.pieces import autocast
 from plimsoll.run.step import TrainStep
@@ -32,12 +33,14 @@ from workloads import (
     classes,
     largest_relative_difference,
     plain_loop,
+    text,
     weights_of,
 )
 
 NUM_STEPS = 3
 STRICTEST_FIRST = ("bitwise", "reordered", "reduced precision", "lossy")
 TOLERANCES = {"bitwise": 0.0, "reordered": 1e-5, "reduced precision": 2e-2}
+LARGE_VOCABULARY = 1024
 WHOLE = micro_batch_choice(BATCH_SIZE)
 
 
@@ -55,10 +58,23 @@ def gpt2(dropout: float = 0.1) -> nn.Module:
     """With a vocabulary that is large beside its width, which some techniques are for."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    sizes = {"n_layer": 2, "n_embd": 16, "n_head": 2, "vocab_size": 1024, "n_positions": LENGTH}
+    sizes = {"n_layer": 2, "n_embd": 16, "n_head": 2, "vocab_size": LARGE_VOCABULARY, "n_positions": LENGTH}
     rates = {"resid_pdrop": dropout, "embd_pdrop": dropout, "attn_pdrop": dropout}
     ends = {"bos_token_id": 0, "eos_token_id": 0}
     return GPT2LMHeadModel(GPT2Config(**sizes, **rates, **ends, use_cache=False, loss_type="ForCausalLMLoss"))
+
+
+def recurrent(dropout: float = 0.1) -> nn.Module:
+    """Of ours, with a vocabulary that is large beside its width."""
+    fields = {"architecture": "lstm", "vocab_size": LARGE_VOCABULARY, "embedding_size": 16, "hidden_size": 32}
+    return build_recurrent(fields | {"dropout": dropout})
+
+
+def rare_text() -> dict[str, Tensor]:
+    """The text of others with words from all over the large vocabulary."""
+    data = text()
+    largest = (LARGE_VOCABULARY - 1) // VOCABULARY
+    return {name: torch.where(value < 0, value, value * largest) for name, value in data.items()}
 
 
 def mask_of_lengths() -> Tensor:
@@ -83,7 +99,15 @@ def padded_classes() -> dict[str, Tensor]:
     return {**data, "input_ids": data["input_ids"] * mask_of_lengths(), "attention_mask": mask_of_lengths()}
 
 
-TRAININGS = {case.name: case for case in (replace(CASES[0], build=gpt2), *CASES[1:], Case("t5", t5, padded, "tokens"))}
+TRAININGS = {
+    case.name: case
+    for case in (
+        replace(CASES[0], build=gpt2),
+        *CASES[1:],
+        Case("t5", t5, padded, "tokens"),
+        Case("recurrent", recurrent, rare_text, "next-tokens"),
+    )
+}
 PADDED = {"gpt2": padded, "bert": padded_classes}
 
 
@@ -347,7 +371,8 @@ def shape_of(workload: Workload) -> dict[str, Any]:
         found[f"group {number}"] = Same(tuple(group["params"])), {k: v for k, v in group.items() if k != "params"}
     found["workload"] = Same(tuple(getattr(workload, field.name) for field in fields(workload)))
     if hasattr(workload.model, "config"):
-        found["config"] = workload.model.config.to_dict()
+        config = workload.model.config
+        found["config"] = config.to_dict() if hasattr(config, "to_dict") else config
     return found
 
 

@@ -104,7 +104,8 @@ def sketch_model(job: Job) -> nn.Module | None:
         if ":" in job.model:
             find_imported(job.model, vocab_size=0, num_labels=num_labels, end_id=0)
             return None
-    given = job.model.get("vocab_size") if isinstance(job.model, dict) else None
+    is_recurrent = isinstance(job.model, dict) and job.model.get("architecture") in RECURRENT
+    given = job.model.get("vocab_size") if isinstance(job.model, dict) and not is_recurrent else None
     vocab_size = job.tokenizer.vocab_size
     if isinstance(given, int):  # it may be as small as the tokenizer, which is not known yet
         vocab_size = SMALLEST_VOCAB_SIZES[job.tokenizer.train] if job.tokenizer.path is None else given

@@ -27,6 +27,7 @@ from torch.nn import functional
 from torch.nn.utils.rnn import pack_padded_sequence
 
 from plimsoll.errors import JobError
+from plimsoll.models.adaptive import DIV_VALUE, adaptive_head, adaptive_loss, cutoffs_fault, log_probabilities
 from plimsoll.models.in_segments import Passed, State, Unroll
 from plimsoll.records.base import Frozen
 from plimsoll.records.job import near
@@ -38,7 +39,10 @@ RECURRENT = tuple(_LAYERS)
 
 
 class RecurrentConfig(Frozen):
-    """The shape of a recurrent model; ``num_labels`` makes it a classifier."""
+    """The shape of a recurrent model; ``num_labels`` makes it a classifier.
+
+    ``adaptive_cutoffs`` gives a language model an adaptive softmax: see `plimsoll.models.adaptive`.
+    """
 
     architecture: Literal["lstm", "gru", "rnn"]
     vocab_size: int = Field(ge=1)
@@ -49,6 +53,8 @@ class RecurrentConfig(Frozen):
     dropout: float = Field(0.0, ge=0, lt=1)
     tie_weights: bool = False
     bidirectional: bool = False
+    adaptive_cutoffs: tuple[int, ...] | None = None
+    adaptive_div_value: float = Field(DIV_VALUE, ge=1)
 
     @model_validator(mode="after")
     def _is_consistent(self) -> Self:
@@ -62,13 +68,28 @@ class RecurrentConfig(Frozen):
             raise ValueError(
                 f"tie_weights needs embedding_size {self.embedding_size} equal to hidden_size {self.hidden_size}"
             )
+        self._check_clusters()
         return self
+
+    def _check_clusters(self) -> None:
+        if self.adaptive_cutoffs is None:
+            return
+        if self.num_labels is not None:
+            raise ValueError("a classifier has no output over the vocabulary: leave adaptive_cutoffs out")
+        if self.tie_weights:
+            raise ValueError(
+                "the rare words of an adaptive softmax have fewer features than the embedding that tie_weights would "
+                "have them share: leave one of adaptive_cutoffs and tie_weights out"
+            )
+        fault = cutoffs_fault(self.adaptive_cutoffs, self.vocab_size, self.hidden_size, self.adaptive_div_value)
+        if fault is not None:
+            raise ValueError(f"adaptive_cutoffs: {fault}")
 
 
 class RecurrentOutput(NamedTuple):
     """What a recurrent model returns.
 
-    ``loss`` is ``None`` where no labels were given, ``logits`` where those of a whole sequence were never made.
+    ``loss`` is ``None`` where no labels were given, ``logits`` where they were not needed for it as a whole.
     """
 
     loss: Tensor | None
@@ -84,7 +105,7 @@ class RecurrentLanguageModel(nn.Module):
         self.embedding = nn.Embedding(config.vocab_size, config.embedding_size)
         self.recurrent = _recurrent_layers(config)
         self.dropout = nn.Dropout(config.dropout)
-        self.head = nn.Linear(config.hidden_size, config.vocab_size)
+        self.head = _output_layer(config)
         if config.tie_weights:
             self.head.weight = self.embedding.weight
 
@@ -93,11 +114,14 @@ class RecurrentLanguageModel(nn.Module):
     ) -> RecurrentOutput:
         """Compute the logits (B, T, V) and the mean loss of predicting ``labels[:, 1:]``.
 
+        An adaptive softmax has the loss with labels, and without them log-probabilities as logits.
         ``attention_mask`` changes nothing: no token sees the padding on its right, and padding has the label -100.
         """
         hidden_BTH, _ = self.recurrent(self.dropout(self.embedding(input_ids)))
-        logits_BTV = self.head(self.dropout(hidden_BTH))
-        return RecurrentOutput(None if labels is None else _next_token_loss(logits_BTV, labels), logits_BTV)
+        hidden_BTH = self.dropout(hidden_BTH)
+        if labels is None:
+            return RecurrentOutput(None, self._logits(hidden_BTH))
+        return RecurrentOutput(*self._loss(hidden_BTH, _next_tokens(labels), "mean"))
 
     def in_segments(
         self, unroll: Unroll, input_ids: Tensor, attention_mask: Tensor | None = None, labels: Tensor | None = None
@@ -108,15 +132,30 @@ class RecurrentLanguageModel(nn.Module):
 
         def run(state: State, ids_BS: Tensor, targets_BS: Tensor) -> Passed:
             hidden_BSH, last = self.recurrent(self.dropout(_rows(self.embedding, ids_BS, input_ids)), _as_hidden(state))
-            logits_BSV = self.head(self.dropout(hidden_BSH))
-            loss = functional.cross_entropy(
-                logits_BSV.flatten(0, 1), targets_BS.flatten(), ignore_index=IGNORED_LABEL, reduction="sum"
-            )
+            loss, _ = self._loss(self.dropout(hidden_BSH), targets_BS, "sum")
             return Passed(sums=(loss,), state=_as_state(last))
 
         targets_BT = _next_tokens(labels)
         total = unroll(run, (input_ids, targets_BT)).sums[0]
         return RecurrentOutput(total / (targets_BT != IGNORED_LABEL).sum(), None)
+
+    def _loss(
+        self, hidden_BTH: Tensor, targets_BT: Tensor, reduction: Literal["mean", "sum"]
+    ) -> tuple[Tensor, Tensor | None]:
+        """The loss of predicting the targets, and the logits if they were all made."""
+        if isinstance(self.head, nn.AdaptiveLogSoftmaxWithLoss):
+            return adaptive_loss(self.head, hidden_BTH, targets_BT, reduction), None
+        logits_BTV = self.head(hidden_BTH)
+        loss = functional.cross_entropy(
+            logits_BTV.flatten(0, 1), targets_BT.flatten(), ignore_index=IGNORED_LABEL, reduction=reduction
+        )
+        return loss, logits_BTV
+
+    def _logits(self, hidden_BTH: Tensor) -> Tensor:
+        if isinstance(self.head, nn.AdaptiveLogSoftmaxWithLoss):
+            return log_probabilities(self.head, hidden_BTH)
+        logits_BTV: Tensor = self.head(hidden_BTH)
+        return logits_BTV
 
 
 class RecurrentClassifier(nn.Module):
@@ -231,15 +270,22 @@ def _recurrent_layers(config: RecurrentConfig) -> nn.Module:
     )
 
 
-def _next_token_loss(logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
-    """The mean cross entropy of ``labels[:, 1:]``."""
-    targets_BT = _next_tokens(labels_BT)
-    return functional.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten(), ignore_index=IGNORED_LABEL)
+def _output_layer(config: RecurrentConfig) -> nn.Module:
+    if config.adaptive_cutoffs is None:
+        return nn.Linear(config.hidden_size, config.vocab_size)
+    sizes = config.hidden_size, config.vocab_size
+    return adaptive_head(*sizes, config.adaptive_cutoffs, config.adaptive_div_value)
 
 
 def _next_tokens(labels_BT: Tensor) -> Tensor:
-    """What each token predicts. The labels are shifted, not the logits: that would copy them."""
-    return functional.pad(labels_BT[:, 1:], (0, 1), value=IGNORED_LABEL)
+    """What each token predicts. The labels are shifted, not the logits: that would copy them.
+
+    Written into new memory, so that a rehearsal does not know it: it must not take its own labels for those of a text.
+    """
+    targets_BT = torch.empty_like(labels_BT)
+    targets_BT[:, :-1].copy_(labels_BT[:, 1:])
+    targets_BT[:, -1:].fill_(IGNORED_LABEL)
+    return targets_BT
 
 
 def _rows(embedding: nn.Embedding, ids_BS: Tensor, ids_BT: Tensor) -> Tensor:

@@ -68,7 +68,8 @@ def menu_of(problem: Problem) -> Menu:
             rejected.append(Rejected(choices=(Choice(technique=name),), reason=offered))
         elif technique.numerics == "lossy" and name not in setting.allow:
             closed.append(offered[-1])
-            reason = f"changes the training, and is not allowed: `allow: [{name}]` in the job allows it"
+            what = f"changes the training ({technique.summary})"
+            reason = f"{what}, and is not allowed: `allow: [{name}]` in the job allows it"
             rejected.append(Rejected(choices=(offered[-1],), reason=reason))
         else:
             options[name] = offered

@@ -162,7 +162,7 @@ class CheckpointPolicy(Frozen):
     keep: int = Field(default=2, ge=1)
 
 
-Allowed = Literal["recut_batch_norm", "by_length", "adafactor", "low_bit_optimizer", "lora"]
+Allowed = Literal["recut_batch_norm", "by_length", "adafactor", "low_bit_optimizer", "lora", "adaptive_softmax"]
 """What changes the training or its result, and happens only where the user names it."""
 
 

@@ -105,7 +105,7 @@ def predict_function(train: Callable[[], Any], *, device: str = "local", budget:
     name = getattr(train, "__name__", "the function")
     trace = trace_training(lambda _: train(), target.lowering(), name)
     if "optimizer" not in trace.ops.phase:
-        raise InputError(f"{name} made {len(trace.ops.name)} ops but no optimizer.step(): let it train for three steps")
+        raise InputError(f"{name} made {len(trace.ops.name)} ops but no optimizer.step(): train three steps in it")
     return target.predict(target.count(trace), name, "as the function says")
 
 

@@ -3,7 +3,8 @@
 What is traced is `TrainStep` itself, with its copies for the undo, its micro-batches and its evaluation, so that a
 prediction and a run cannot drift apart. Three steps are rehearsed: the first makes the optimizer's states, the second
 has them, the third comes after an evaluation; a fourth would be like the third. A batch of many micro-batches is
-rehearsed with two of them: the first meets no gradients, those after it do, and the last may be smaller.
+rehearsed with two of them: the first meets no gradients, those after it do, and the last may be smaller. Of a batch
+that is given, and whose samples are of different lengths, these are the two that need most.
 
 Does NOT read the data: every sample is as long as ``sequence_length``, which is the longest there can be, unless the
 lengths of batches are given.
@@ -11,7 +12,7 @@ lengths of batches are given.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -34,7 +35,8 @@ from plimsoll.run.job_step import step_of
 from plimsoll.run.rungs import samples_of
 from plimsoll.run.step import TrainStep
 from plimsoll.techniques import Choices
-from plimsoll.workload import LossFunction, Precision, Units, batch_size_of, split_batch
+from plimsoll.techniques._lengths import groups_by_length, lengths_of
+from plimsoll.workload import LossFunction, Precision, Units, batch_size_of, pick_samples, split_batch
 
 _MOST_PIECES = 2
 
@@ -175,7 +177,7 @@ def rehearse_step(
         InputError: if the model fails, or cannot be traced.
     """
     micro_batch = samples_of(choices)
-    cut = split_batch(batch, rehearsed_samples(batch_size_of(batch), micro_batch))[0]
+    cut = _telling_samples(batch, micro_batch, model, choices)
     batches = [split_batch(cut, micro_batch)[0], cut] if is_short else [cut] * 3
 
     def trace_with(keeps_all: bool) -> Trace:
@@ -230,6 +232,36 @@ def rehearsed_samples(batch_size: int, micro_batch: int) -> int:
     if -(-batch_size // micro_batch) <= _MOST_PIECES:
         return batch_size
     return (_MOST_PIECES - 1) * micro_batch + (batch_size % micro_batch or micro_batch)
+
+
+def _telling_samples(batch: Any, micro_batch: int, model: nn.Module, choices: Choices) -> Any:
+    """The samples of a batch whose passes need most; where all need the same, the first.
+
+    A pass needs more than another where it has longer samples: of those cut by length each has its own columns, and a
+    recurrent layer takes what its mask packs. By length it is the pass of the longest sample and the one of most
+    tokens; else the two of most tokens, the larger last, which meets gradients.
+    """
+    num_samples = batch_size_of(batch)
+    first = split_batch(batch, rehearsed_samples(num_samples, micro_batch))[0]
+    is_by_length = any(choice.technique == "by_length" for choice in choices)
+    if not is_by_length and not any(isinstance(module, nn.RNNBase) for module in model.modules()):
+        return first
+    lengths, groups = lengths_of(batch), groups_by_length(batch, micro_batch)
+    if lengths is None or groups is None or len(set(lengths)) == 1:
+        return first
+    cut = [range(start, min(start + micro_batch, num_samples)) for start in range(0, num_samples, micro_batch)]
+    passes: list[Sequence[int]] = [numbers for numbers, _ in groups] if is_by_length else [*cut]
+    if len(passes) <= _MOST_PIECES:
+        return batch
+
+    def num_tokens(numbers: Sequence[int]) -> int:
+        return sum(lengths[number] for number in numbers)
+
+    if is_by_length:
+        return pick_samples(batch, [*passes[0], *max(passes[1:], key=num_tokens)])
+    heaviest = max(passes, key=num_tokens)
+    before = max((one for one in passes if one != heaviest and len(one) == micro_batch), key=num_tokens)
+    return pick_samples(batch, [*before, *heaviest])
 
 
 def _batch(job: Job, texts: TextSketch, num_samples: int, length: int) -> dict[str, Tensor]:

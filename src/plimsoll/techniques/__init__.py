@@ -19,6 +19,7 @@ from plimsoll.records.plan import Choice
 from plimsoll.techniques._base import Choices, Setting, Technique
 from plimsoll.techniques.activation_offload import ActivationOffload
 from plimsoll.techniques.adafactor import Adafactor
+from plimsoll.techniques.adaptive_softmax import AdaptiveSoftmax
 from plimsoll.techniques.attention import Attention
 from plimsoll.techniques.autocast import Autocast
 from plimsoll.techniques.by_length import ByLength
@@ -45,6 +46,7 @@ TECHNIQUES: dict[str, Technique] = {
     for technique in (
         Autocast(),
         Lora(),
+        AdaptiveSoftmax(),
         Adafactor(),
         LowBitOptimizer(),
         MicroBatch(),

@@ -105,11 +105,11 @@ def find_head(model: nn.Module) -> tuple[str, nn.Linear] | str:
     It is what a Hugging Face model calls its output embeddings, or else the one ``nn.Linear`` with more outputs than
     any other.
     """
-    if hasattr(model, "_orig_mod"):
-        return "the model is compiled"
     named = {module: name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    if not named:
-        return "the model has no nn.Linear"
+    if hasattr(model, "_orig_mod") or not named:
+        return "the model is compiled" if named else "the model has no nn.Linear"
+    if any(isinstance(module, nn.AdaptiveLogSoftmaxWithLoss) for module in model.modules()):
+        return "the output layer is an adaptive softmax, which never has all logits itself"
     head = _declared_head(model)
     if head is None or head not in named:
         most = max(module.out_features for module in named)

@@ -41,6 +41,22 @@ def test_a_text_without_tokens_is_read_as_one_token():
     assert torch.equal(empty.logits, model(input_ids=torch.zeros(1, 1, dtype=torch.long)).logits)
 
 
+@pytest.mark.parametrize("architecture", RECURRENT)
+@pytest.mark.parametrize("bidirectional", [False, True])
+def test_a_text_without_tokens_changes_nothing_for_the_others_of_its_batch(architecture, bidirectional):
+    """Where it is among others, at any place; what it is padded with counts only for itself."""
+    model = build(architecture, num_labels=3, num_layers=2, bidirectional=bidirectional)
+    input_ids = torch.randint(1, 11, (4, 5))
+    mask = torch.tensor([[0] * 5, [1] * 5, [0] * 5, [1, 1, 0, 0, 0]])
+    together = model(input_ids=input_ids, attention_mask=mask, labels=torch.tensor([0, 1, 2, 0]))
+    alone = torch.cat([model(input_ids=input_ids[i : i + 1, :n]).logits for i, n in enumerate([1, 5, 1, 2])])
+    torch.testing.assert_close(together.logits, alone, rtol=0, atol=1e-6)
+    together.loss.backward()
+    assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
+    other_padding = torch.where(mask == 1, input_ids, torch.tensor([input_ids[0, 0], 0, input_ids[2, 0], 0])[:, None])
+    assert torch.equal(model(input_ids=other_padding, attention_mask=mask).logits, together.logits)
+
+
 def test_the_loss_of_a_classifier_is_the_mean_over_samples():
     model = build("gru", num_labels=3)
     labels = torch.tensor([0, 2])
@@ -61,6 +77,15 @@ def test_the_loss_of_a_language_model_is_that_of_the_next_tokens(architecture):
     torch.testing.assert_close(output.loss, by_hand)
 
 
+def test_an_adaptive_softmax_has_the_loss_of_its_log_probabilities():
+    model = build(adaptive_cutoffs=[3])
+    input_ids = torch.randint(0, 11, (3, 7))
+    output, logits = model(input_ids=input_ids, labels=input_ids), model(input_ids=input_ids).logits
+    assert output.logits is None
+    by_hand = functional.cross_entropy(logits[:, :-1].flatten(0, 1), input_ids[:, 1:].flatten())
+    torch.testing.assert_close(output.loss, by_hand)
+
+
 @pytest.mark.parametrize("architecture", RECURRENT)
 def test_a_language_model_does_not_see_the_future(architecture):
     model = build(architecture)
@@ -73,7 +98,13 @@ def test_a_language_model_does_not_see_the_future(architecture):
 
 
 @pytest.mark.parametrize(
-    "fields", [{"num_labels": 2, "bidirectional": True}, {"tie_weights": True, "dropout": 0.5}, {"num_layers": 3}]
+    "fields",
+    [
+        {"num_labels": 2, "bidirectional": True},
+        {"tie_weights": True, "dropout": 0.5},
+        {"num_layers": 3},
+        {"adaptive_cutoffs": [3]},
+    ],
 )
 def test_files_load_back_bitwise(tmp_path, fields):
     model = build(**fields)
@@ -103,6 +134,11 @@ def test_damaged_folders_are_named(tmp_path):
         ({"bidirectional": True}, "would read the token it is to predict"),
         ({"tie_weights": True, "hidden_size": 8}, "tie_weights needs embedding_size 4 equal to hidden_size 8"),
         ({"tie_weights": True, "num_labels": 2}, "no output over the vocabulary"),
+        ({"adaptive_cutoffs": [3], "num_labels": 2}, "no output over the vocabulary"),
+        ({"adaptive_cutoffs": [3], "tie_weights": True}, "leave one of adaptive_cutoffs and tie_weights out"),
+        ({"adaptive_cutoffs": [11]}, "adaptive_cutoffs: cutoffs are 11, but the vocabulary has 11 words"),
+        ({"adaptive_cutoffs": [1, 2]}, "2 clusters with 4 times fewer features each leave none of 4"),
+        ({"adaptive_cutoffs": [3], "adaptive_div_value": 0.5}, "should be greater than or equal to 1"),
         ({"dropout": 1.0}, "dropout Input should be less than 1"),
     ],
 )

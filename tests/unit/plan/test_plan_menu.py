@@ -21,7 +21,7 @@ def test_every_technique_offers_says_why_not_or_is_closed(inhabited):
     assert menu.options == {"open": (choice("open", 0), choice("open", 1))}
     assert menu.closed == (choice("closed"),)
     assert {rejected.choices[0].technique: rejected.reason for rejected in menu.rejected} == {
-        "closed": "changes the training, and is not allowed: `allow: [closed]` in the job allows it",
+        "closed": "changes the training (made up), and is not allowed: `allow: [closed]` in the job allows it",
         "nothing": "no use",
         "unwanted": "forbidden by the user",
     }

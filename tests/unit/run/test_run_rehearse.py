@@ -10,8 +10,9 @@ from plimsoll.memory.live import live_bytes
 from plimsoll.memory.lowering.cpu import CpuLowering
 from plimsoll.memory.lowering.cuda import CudaLowering
 from plimsoll.memory.recorder import Recorder
+from plimsoll.models.recurrent import build_recurrent
 from plimsoll.records.job import Job
-from plimsoll.records.plan import micro_batch_choice
+from plimsoll.records.plan import Choice, micro_batch_choice
 from plimsoll.run.rehearse import rehearse_job, rehearse_step
 from plimsoll.run.step import TrainStep
 from plimsoll.workload import model_loss
@@ -67,6 +68,36 @@ def test_a_rehearsed_step_needs_what_the_real_one_needs(micro_batch, clip_norm):
     assert at_peak == {
         name: int(column[measured_row]) for name, column in measured.by_category.items() if column[measured_row]
     }
+
+
+@pytest.mark.parametrize("place", [0, 3, 6, 8], ids=lambda place: f"sample {place}")
+@pytest.mark.parametrize("micro_batch", [2, 4])
+@pytest.mark.parametrize("is_by_length", [False, True])
+def test_a_long_sample_is_rehearsed_wherever_it_is(place, micro_batch, is_by_length):
+    """Recurrent layers pack what a mask has, so the pass with the long sample needs most."""
+    lengths = torch.tensor([3, 4, 2, 5, 4, 3, 2, 4, 3])
+    lengths[place] = 40
+    mask = (torch.arange(40) < lengths[:, None]).long()
+    batch = {"input_ids": mask * 7, "attention_mask": mask, "labels": torch.arange(9) % 3}
+    fields = {"architecture": "gru", "vocab_size": 20, "num_labels": 3, "embedding_size": 32, "hidden_size": 32}
+    model = build_recurrent(fields)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    choices = (micro_batch_choice(micro_batch), *([Choice(technique="by_length")] if is_by_length else []))
+    options = {"units": "samples", "clip_norm": None}
+    trace = rehearse_step(
+        model, optimizer, batch, model_loss, CpuLowering(), precision="fp32", choices=choices, **options
+    )
+    step = TrainStep(model, optimizer, rungs=[choices], **options)
+    recorder = Recorder(phase=lambda: "copy" if step.position.phase == "fetch" else step.position.phase)
+    with recorder:
+        recorder.know_model(model)
+        for number in (1, 2):
+            recorder.step = number
+            step(batch)
+    measured_bytes = live_bytes(recorder.trace("measured", "cpu")).peak_bytes
+    batch_bytes = sum(tensor.nbytes for tensor in batch.values())  # of which a rehearsal has the part that it rehearses
+    predicted_bytes = live_bytes(trace).peak_bytes + batch_bytes  # with what kernels take inside, which nobody records
+    assert measured_bytes <= predicted_bytes <= 1.5 * measured_bytes
 
 
 def test_the_model_and_the_optimizer_stay_as_they_were():

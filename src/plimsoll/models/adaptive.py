@@ -1,0 +1,125 @@
+"""The loss of an adaptive softmax (Grave et al. 2017, arXiv:1609.04309), and what its clusters can be.
+
+The parameters are those of ``torch.nn.AdaptiveLogSoftmaxWithLoss``, and so is the mathematics; that class has no
+``ignore_index``, and of every cluster it keeps as many outputs for backward as its words times its rows. Here they are
+computed some rows at a time and once more in backward (`MOST_OUTPUTS` of them at once), so that a batch of nothing but
+rare words needs no more memory than any other of its size, and what a rehearsal predicts holds for every text.
+
+A rehearsal does not know how many words are of which cluster, and takes all of them to be of each. So it says too much
+and never too little: the time of all clusters, and a full piece of the largest. Every cluster has gradients in every
+pass, zeros where no word is of it, so that no optimizer state is made later than in the first step.
+
+Words are of a cluster by their number alone: number 0 is to be the most frequent. With other numbers it is still a
+softmax over all words, but frequent ones have few features and cost more.
+
+Does NOT cover a bias of the rare words, and weights tied to an embedding, which has as many features for every word.
+
+Shapes: B samples, T tokens, N = B * T, C rows of a piece, H hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import AdaptiveLogSoftmaxWithLoss, functional
+from torch.utils.checkpoint import checkpoint
+
+from plimsoll.workload import IGNORED_LABEL
+
+DIV_VALUE = 4
+"""torch's and the paper's: each cluster has a quarter of the features of the one before."""
+
+MOST_OUTPUTS = 1 << 22
+"""Rows times words of a piece: 16 MiB in fp32, of which there are three at once (with log-probabilities, gradient)."""
+
+
+def default_cutoffs(vocab_size: int) -> tuple[int, ...]:
+    """Return where clusters end that suit a vocabulary: after a 25th and a fifth of it, 2,000 and 10,000 of 50,000.
+
+    >>> default_cutoffs(50_000), default_cutoffs(8)
+    ((2000, 10000), (1,))
+    """
+    return tuple(sorted({one for one in (vocab_size // 25, vocab_size // 5) if one}))
+
+
+def cutoffs_fault(cutoffs: Sequence[int], vocab_size: int, hidden_size: int, div_value: float) -> str | None:
+    """Say what is wrong with clusters, or return ``None``.
+
+    Args:
+        cutoffs: the number of the first word of each cluster but the first.
+        vocab_size: words.
+        hidden_size: features of the most frequent words.
+        div_value: by which each cluster has fewer features than the one before.
+    """
+    shown = ", ".join(map(str, cutoffs)) or "none"
+    if not cutoffs or list(cutoffs) != sorted(set(cutoffs)) or cutoffs[0] < 1:
+        return f"cutoffs are {shown}: give one or more numbers of words, each larger than the one before"
+    if cutoffs[-1] >= vocab_size:
+        return f"cutoffs are {shown}, but the vocabulary has {vocab_size} words: give smaller ones"
+    if hidden_size < div_value ** len(cutoffs):
+        return (
+            f"{len(cutoffs)} clusters with {div_value:g} times fewer features each leave none of {hidden_size} for the "
+            "last: give fewer cutoffs or a smaller div_value"
+        )
+    return None
+
+
+def adaptive_head(
+    hidden_size: int, vocab_size: int, cutoffs: Sequence[int], div_value: float
+) -> AdaptiveLogSoftmaxWithLoss:
+    """Make the output layer, with new weights; the most frequent words and the clusters have a bias."""
+    return AdaptiveLogSoftmaxWithLoss(hidden_size, vocab_size, cutoffs, div_value, head_bias=True)
+
+
+def adaptive_loss(
+    head: AdaptiveLogSoftmaxWithLoss, hidden_BTH: Tensor, targets_BT: Tensor, reduction: Literal["mean", "sum"]
+) -> Tensor:
+    """Return the loss of predicting the targets (B, T), but for those of -100, in fp32 or better.
+
+    In a rehearsal the targets must not be known: it would take its own for those of a text.
+    """
+    hidden_NH, targets_N = hidden_BTH.flatten(0, 1), targets_BT.flatten()
+    head_targets_N, losses = targets_N, []
+    for number, (tail, (first, end)) in enumerate(zip(head.tail, pairwise(head.cutoffs), strict=True)):
+        is_here_N = (targets_N >= first) & (targets_N < end)
+        head_targets_N = torch.where(is_here_N, head.shortlist_size + number, head_targets_N)
+        rows = is_here_N.nonzero().squeeze(1)
+        for rows_C in torch.split(rows, _most_rows(end - first)):
+            losses.append(_again_in_backward(tail, hidden_NH, targets_N - first, rows_C))
+    most_rows = _most_rows(head.head_size)
+    for hidden_CH, targets_C in zip(
+        torch.split(hidden_NH, most_rows), torch.split(head_targets_N, most_rows), strict=True
+    ):
+        losses.append(_again_in_backward(head.head, hidden_CH, targets_C, None))
+    total = torch.stack(losses).sum()
+    return total if reduction == "sum" else total / (targets_N != IGNORED_LABEL).sum()
+
+
+def log_probabilities(head: AdaptiveLogSoftmaxWithLoss, hidden_BTH: Tensor) -> Tensor:
+    """Return the log-probability (B, T, V) of every word to be next: logits that are normalised."""
+    log_probabilities_NV: Tensor = head.log_prob(hidden_BTH.flatten(0, 1))
+    return log_probabilities_NV.view(*hidden_BTH.shape[:2], head.n_classes)
+
+
+def _most_rows(num_words: int) -> int:
+    return max(MOST_OUTPUTS // num_words, 1)
+
+
+def _again_in_backward(layer: nn.Module, hidden_NH: Tensor, targets_N: Tensor, rows_C: Tensor | None) -> Tensor:
+    loss: Tensor = checkpoint(
+        _summed_loss, layer, hidden_NH, targets_N, rows_C, use_reentrant=False, preserve_rng_state=False
+    )
+    return loss
+
+
+def _summed_loss(layer: nn.Module, hidden_NH: Tensor, targets_N: Tensor, rows_C: Tensor | None) -> Tensor:
+    """The loss of some rows, or all; picked here, so that no copy of them waits for backward."""
+    if rows_C is not None:
+        hidden_NH, targets_N = hidden_NH.index_select(0, rows_C), targets_N.index_select(0, rows_C)
+    outputs = layer(hidden_NH)
+    wide = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
+    return functional.cross_entropy(wide, targets_N, ignore_index=IGNORED_LABEL, reduction="sum")

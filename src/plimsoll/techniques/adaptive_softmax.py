@@ -1,0 +1,170 @@
+"""An adaptive softmax in place of a recurrent language model's output layer: rare words have few features.
+
+Grave et al. 2017 (arXiv:1609.04309): the most frequent words are outputs as before, beside one output for each cluster
+of rarer ones. Its words are looked at only where a label is of it, and have a quarter (``div_value``) of the features
+that those of the cluster before have. That is less memory and far less time where the vocabulary is large. The loss is
+that of `plimsoll.models.adaptive`.
+
+Words are of a cluster by their number, so **numbers must be sorted by frequency**. Those of a trained ``words``
+tokenizer are, and those of a ``bpe`` one roughly (by when a pair was the most frequent); with another order frequent
+words have few features, which is slower and learns worse.
+
+It is for the run: the new layer has the rows of the frequent words, the rest is drawn anew; the optimizer has it in the
+place of the old one, whose weights wait in a mapped file. While it is installed the model is saved as what it then is,
+with ``adaptive_cutoffs`` in its configuration, and can be loaded so; afterwards the output layer is as it was given,
+without what was learned, and the other layers are as they were trained.
+
+Does NOT cover tied weights, output layers with hooks or that are frozen, and models other than ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from plimsoll.models.adaptive import DIV_VALUE, adaptive_head, cutoffs_fault, default_cutoffs
+from plimsoll.models.recurrent import RecurrentConfig, RecurrentLanguageModel
+from plimsoll.records.plan import Choice, Numerics
+from plimsoll.records.trace import Category
+from plimsoll.techniques._base import Choices, Setting
+from plimsoll.techniques._int8_base import KeptOutside
+from plimsoll.workload import Workload
+
+AUTO = "auto"
+"""Cutoffs that follow from the vocabulary, whose size may not be known before the text is."""
+
+_FEWEST_WORDS = 1024
+"""Fewer are no large vocabulary: see `plimsoll.techniques.chunked_loss`."""
+
+
+class AdaptiveSoftmax:
+    """`Technique`: clusters of words by frequency in place of one large output layer."""
+
+    name: ClassVar[str] = "adaptive_softmax"
+    numerics: ClassVar[Numerics] = "lossy"
+    summary: ClassVar[str] = "rare words with fewer features, looked at only where they are; ids sorted by frequency"
+    reaches: ClassVar[frozenset[Category]] = frozenset({
+        "activations", "temporaries", "parameters", "gradients", "optimizer states"
+    })  # fmt: skip
+    is_for_the_run: ClassVar[bool] = True
+    may_be_faster: ClassVar[bool] = True
+
+    def menu(self, workload: Workload, setting: Setting) -> Choices | str:
+        """One choice, whose clusters follow from the vocabulary; others can be pinned."""
+        options: dict[str, int | float | str | bool] = {"cutoffs": AUTO, "div_value": DIV_VALUE}
+        return _impossible(workload) or (Choice(technique=self.name, options=options),)
+
+    def conflicts(self, choice: Choice, others: Choices, workload: Workload, setting: Setting) -> str | None:
+        """What is not allowed, clusters that are none, and the other way to do without all logits."""
+        if self.name not in setting.allow:
+            return "it is lossy: allow it with `allow: [adaptive_softmax]`"
+        reason = _impossible(workload)
+        if reason is not None:
+            return reason
+        div_value = choice.options.get("div_value", DIV_VALUE)
+        if not isinstance(div_value, int | float) or isinstance(div_value, bool) or div_value < 1:
+            return f"div_value is {div_value}: give a whole number of 1 or more"
+        if any(other.technique == "chunked_loss" for other in others):
+            return "chunked_loss is for the output layer that it replaces, and it never has all logits itself"
+        assert isinstance(workload.model, RecurrentLanguageModel)
+        config = workload.model.config
+        cutoffs = _cutoffs(choice, config)
+        if cutoffs is None:
+            return f"cutoffs are {choice.options['cutoffs']}: give numbers of words such as 2000,10000, or {AUTO}"
+        return cutoffs_fault(cutoffs, config.vocab_size, config.hidden_size, div_value)
+
+    @contextmanager
+    def install(self, workload: Workload, choice: Choice) -> Iterator[None]:
+        """Replace the output layer, in the model and in the optimizer."""
+        model = workload.model
+        assert isinstance(model, RecurrentLanguageModel)
+        given, config, kept = model.head, model.config, KeptOutside()
+        assert isinstance(given, nn.Linear)
+        weight = given.weight
+        assert isinstance(weight, nn.Parameter)
+        cutoffs = _cutoffs(choice, config)
+        assert cutoffs is not None
+        div_value = float(choice.options.get("div_value", DIV_VALUE))
+        fields = {"adaptive_cutoffs": cutoffs, "adaptive_div_value": div_value}
+        new = _head_like(given, cutoffs, div_value)
+        with ExitStack() as stack:
+            stack.callback(kept.bring_back)  # last: what stood in for it is gone by then
+            stack.enter_context(_exchanged(workload.optimizer, list(given.parameters()), list(new.parameters())))
+            stack.callback(setattr, model, "head", given)
+            stack.callback(setattr, model, "config", config)
+            model.head, model.config = new, config.model_copy(update=fields)
+            kept.take(weight)
+            yield
+
+
+def _cutoffs(choice: Choice, config: RecurrentConfig) -> tuple[int, ...] | None:
+    """The clusters of a choice, ``None`` where its text cannot be read; as many by default as have features."""
+    text = str(choice.options.get("cutoffs", AUTO))
+    if text == AUTO:
+        cutoffs, div_value = default_cutoffs(config.vocab_size), float(choice.options.get("div_value", DIV_VALUE))
+        return cutoffs if config.hidden_size >= div_value ** len(cutoffs) else cutoffs[:1]
+    words = text.replace(" ", "").split(",")
+    return tuple(map(int, words)) if all(map(str.isdecimal, words)) else None
+
+
+def _impossible(workload: Workload) -> str | None:
+    model = workload.model
+    if not isinstance(model, RecurrentLanguageModel):
+        return f"a {type(model).__name__} is not a recurrent language model of ours, whose output layer it knows"
+    head, config = model.head, model.config
+    if not isinstance(head, nn.Linear):
+        return "the model has an adaptive softmax"
+    if head.weight is model.embedding.weight:
+        return "the output layer shares the embedding's weights (tie_weights), and rare words would have fewer features"
+    if config.vocab_size < _FEWEST_WORDS:
+        return f"a vocabulary of {config.vocab_size} words is not large: it pays from {_FEWEST_WORDS} on"
+    return _head_fault(head, workload.optimizer)
+
+
+def _head_fault(head: nn.Linear, optimizer: torch.optim.Optimizer) -> str | None:
+    if head._forward_hooks or head._forward_pre_hooks or head._backward_hooks:
+        return "the output layer has hooks, which would not be called"
+    trained = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    if not all(parameter.requires_grad and parameter in trained for parameter in head.parameters()):
+        return "the output layer is frozen, or not the optimizer's"
+    return None
+
+
+def _head_like(given: nn.Linear, cutoffs: tuple[int, ...], div_value: float) -> nn.AdaptiveLogSoftmaxWithLoss:
+    """A new output layer that has the frequent words of another."""
+    with torch.device(given.weight.device):
+        new = adaptive_head(given.in_features, given.out_features, cutoffs, div_value)
+    new = new.to(given.weight.dtype).train(given.training)
+    with torch.no_grad():
+        for own, its in ((new.head.weight, given.weight), (new.head.bias, given.bias)):
+            if its is not None:
+                own[: cutoffs[0]].copy_(its[: cutoffs[0]])
+    return new
+
+
+@contextmanager
+def _exchanged(optimizer: torch.optim.Optimizer, old: list[nn.Parameter], new: list[nn.Parameter]) -> Iterator[None]:
+    """Let an optimizer have parameters in the place of others, in the group of the first; it stays the same object."""
+    members = [group["params"] for group in optimizer.param_groups]
+    states = dict(optimizer.state)
+    for group, before in zip(optimizer.param_groups, members, strict=True):
+        has_first = any(parameter is old[0] for parameter in before)
+        others = [parameter for parameter in before if not any(parameter is one for one in old)]
+        group["params"] = others + (new if has_first else [])
+    for parameter in old:
+        optimizer.state.pop(parameter, None)
+    try:
+        yield
+    finally:
+        learned = dict(optimizer.state)
+        optimizer.state.clear()
+        optimizer.state.update({parameter: learned.get(parameter, state) for parameter, state in states.items()})
+        for tensor, state in learned.items():  # made meanwhile, for a parameter that stays
+            if not any(tensor is one for one in new):
+                optimizer.state[tensor] = state
+        for group, before in zip(optimizer.param_groups, members, strict=True):
+            group["params"] = before
