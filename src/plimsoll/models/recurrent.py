@@ -4,7 +4,8 @@ Called as the Hugging Face models are: ``model(input_ids=..., attention_mask=...
 ``.logits``. Saved as ``model.safetensors`` and ``config.json``. Dropout is where Zaremba et al. 2014 (arXiv:1409.2329)
 have it: on the embeddings, between the layers and on the output, not on the recurrent state.
 
-It does NOT cover a state carried from one batch to the next (every sequence starts from zeros) and padding on the left.
+Every sequence starts from zeros, but for the windows of a stream, of a language model that was told to carry its state
+(`RecurrentLanguageModel.carry`). It does NOT cover padding on the left.
 
 Shapes: B samples, T tokens, E embedding size, H hidden size, V vocabulary, L labels.
 """
@@ -12,7 +13,8 @@ Shapes: B samples, T tokens, E embedding size, H hidden size, V vocabulary, L la
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self
 
@@ -23,7 +25,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils.rnn import pack_padded_sequence
 
-from plimsoll.errors import JobError
+from plimsoll.errors import InputError, JobError
+from plimsoll.models.carried import CarriedState, run_with_resets
 from plimsoll.records.base import Frozen
 from plimsoll.records.job import near
 from plimsoll.workload import IGNORED_LABEL
@@ -76,21 +79,53 @@ class RecurrentLanguageModel(nn.Module):
         self.config = config
         self.embedding = nn.Embedding(config.vocab_size, config.embedding_size)
         self.recurrent = _recurrent_layers(config)
+        self.carried: CarriedState | None = None
         self.dropout = nn.Dropout(config.dropout)
         self.head = nn.Linear(config.hidden_size, config.vocab_size)
         if config.tie_weights:
             self.head.weight = self.embedding.weight
 
+    def carry(self, num_lanes: int) -> None:
+        """Keep the state of so many lanes from one window of a stream to the next; before the model is moved."""
+        self.carried = CarriedState(self.recurrent, num_lanes)
+
     def forward(
-        self, input_ids: Tensor, attention_mask: Tensor | None = None, labels: Tensor | None = None
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        *,
+        lanes: Tensor | None = None,
+        windows: Tensor | None = None,
+        resets: Tensor | None = None,
     ) -> RecurrentOutput:
         """Compute the logits (B, T, V) and the mean loss of predicting ``labels[:, 1:]``.
 
         ``attention_mask`` changes nothing: no token sees the padding on its right, and padding has the label -100.
+
+        With ``lanes`` and ``windows`` (B,) these are windows of a stream (`plimsoll.data.streams`): the state goes on
+        from the window before, and begins anew before the tokens of ``resets`` (B, T). The last token is then not read,
+        for the next window begins with it, and has no logits: they are (B, T - 1, V).
         """
-        hidden_BTH, _ = self.recurrent(self.dropout(self.embedding(input_ids)))
+        if lanes is None or windows is None:
+            hidden_BTH, _ = self.recurrent(self.dropout(self.embedding(input_ids)))
+        else:
+            embedded_BTE = self.dropout(self.embedding(input_ids[:, :-1]))
+            hidden_BTH = self._carried_on(embedded_BTE, lanes, windows, resets)
         logits_BTV = self.head(self.dropout(hidden_BTH))
         return RecurrentOutput(None if labels is None else _next_token_loss(logits_BTV, labels), logits_BTV)
+
+    def _carried_on(self, embedded_BTE: Tensor, lanes: Tensor, windows: Tensor, resets: Tensor | None) -> Tensor:
+        if self.carried is None:
+            raise InputError(
+                f"a batch has windows of {len(lanes)} lanes, but the model keeps no state between two: call "
+                "model.carry(num_lanes) first"
+            )
+        hidden_BTH, state = run_with_resets(
+            self.recurrent, embedded_BTE, self.carried.state(lanes, windows), None if resets is None else resets[:, :-1]
+        )
+        self.carried.put(lanes, windows, state)
+        return hidden_BTH
 
 
 class RecurrentClassifier(nn.Module):
@@ -145,8 +180,12 @@ def build_recurrent(fields: dict[str, Any]) -> RecurrentModel:
 
 
 def save_recurrent(model: RecurrentModel, folder: Path) -> None:
-    """Write ``model.safetensors`` and ``config.json`` into an existing folder. No copy of the weights is made."""
-    save_model(model, str(folder / "model.safetensors"))
+    """Write ``model.safetensors`` and ``config.json`` into an existing folder. No copy of the weights is made.
+
+    A state that was carried is of the training, not of the model: it is left out.
+    """
+    with _without_carried_state(model):
+        save_model(model, str(folder / "model.safetensors"))
     (folder / "config.json").write_text(
         model.config.model_dump_json(indent=2, exclude_none=True) + "\n", encoding="utf-8"
     )
@@ -166,7 +205,19 @@ def load_recurrent(folder: Path) -> RecurrentModel:
     return model
 
 
-def _recurrent_layers(config: RecurrentConfig) -> nn.Module:
+@contextmanager
+def _without_carried_state(model: RecurrentModel) -> Iterator[None]:
+    if not isinstance(model, RecurrentLanguageModel) or model.carried is None:
+        yield
+        return
+    carried, model.carried = model.carried, None
+    try:
+        yield
+    finally:
+        model.carried = carried
+
+
+def _recurrent_layers(config: RecurrentConfig) -> nn.RNNBase:
     return _LAYERS[config.architecture](
         input_size=config.embedding_size,
         hidden_size=config.hidden_size,
@@ -180,7 +231,8 @@ def _recurrent_layers(config: RecurrentConfig) -> nn.Module:
 
 def _next_token_loss(logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
     """The mean cross entropy of ``labels[:, 1:]``. The labels are shifted, not the logits: that would copy them."""
-    targets_BT = functional.pad(labels_BT[:, 1:], (0, 1), value=IGNORED_LABEL)
+    num_beyond = logits_BTV.shape[1] - (labels_BT.shape[1] - 1)  # 0 or 1 logits that predict none of the labels
+    targets_BT = functional.pad(labels_BT[:, 1:], (0, num_beyond), value=IGNORED_LABEL)
     return functional.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten(), ignore_index=IGNORED_LABEL)
 
 
