@@ -27,7 +27,7 @@ from plimsoll.data.prepare import Prepared
 from plimsoll.data.tokens import open_tokens
 from plimsoll.records.run import RunRecord
 
-NUM_LANES, LENGTH, NUM_STEPS, LONG_STEPS = 16, 64, 40, 300
+NUM_LANES, LENGTH, NUM_STEPS, LONG_STEPS = 16, 64, 40, 150
 RESETS = {"reset": "texts", "unit": "paragraph"}
 
 
@@ -92,7 +92,7 @@ def test_a_run_that_was_killed_goes_on_with_its_state(data, cache, tmp_path):
     trained(job, "--out", tmp_path / "undisturbed", "--cache", cache, "--no-plan")
     run = tmp_path / "run"
     process = start("train", job, "--out", run, "--cache", cache, "--no-plan", "--json")
-    for num_steps in (20, 90):
+    for num_steps in (20, 60):
         wait_until(lambda least=num_steps: len(steps_of(run)) >= least, process)
         kill_all(process)
         assert len(steps_of(run)) < LONG_STEPS

@@ -34,7 +34,7 @@ class StreamDataset(Samples):
 
     def __init__(self, store: TokenStore, lanes: Lanes, resets: bool = False) -> None:
         self._store, self._resets, self.lanes = store, resets, lanes
-        self.sequence_length = lanes.sequence_length
+        self.sequence_length, self.num_lanes = lanes.sequence_length, lanes.num_lanes
 
     def __reduce__(self) -> tuple[Any, ...]:
         return StreamDataset, (self._store, self.lanes, self._resets)

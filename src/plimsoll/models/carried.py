@@ -9,7 +9,9 @@ done again, whole or in other pieces, reads what it read before. The state is a 
 In evaluation mode there is a state of its own, which no checkpoint has: an evaluation begins its stream from zeros and
 leaves the one of training where it was.
 
-It does NOT notice windows that come in another order than that of the stream, and a lane is in a batch at most once.
+It does NOT notice windows that come in another order than that of the stream (`plimsoll.data.batching` does), or a lane
+that is in a batch twice. Of several processes each carries the lanes it reads: whoever wraps the model in
+``DistributedDataParallel`` must say ``broadcast_buffers=False``, or all would go on from those of the first.
 
 Shapes: B samples, T tokens, E embedding size, N layers, H hidden size, P parts of the state (an LSTM has 2, others 1).
 """

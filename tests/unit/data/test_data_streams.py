@@ -4,12 +4,16 @@ import pickle
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 
+from plimsoll.data.batching import Buckets
 from plimsoll.data.lanes import Lanes
 from plimsoll.data.loader import Loader
+from plimsoll.data.order import BlockShuffle
 from plimsoll.data.streams import StreamDataset
 from plimsoll.data.windows import IGNORED_LABEL
+from plimsoll.errors import DataError
 from token_stores import store_of
 
 TEXTS = [[1, 2, 3, 4], [5], [6, 7, 8]]  # 1 2 3 4 0 5 0 6 7 8 0
@@ -50,6 +54,20 @@ def test_the_loader_goes_through_the_stream_in_order_in_every_epoch(tmp_path: Pa
         seen.append(loader.peek().fields["windows"].tolist())
         loader.advance()
     assert seen == [[0, 0], [1, 1]] * 2
+
+
+@pytest.mark.parametrize(
+    ("batches", "shuffle", "why"),
+    [
+        (2, True, "these are shuffled: give 2 as the batch"),
+        (3, False, "these are of 3: give 2"),
+        (Buckets(batch_size=2), False, "these are of Buckets"),
+        (2, BlockShuffle(), "these are shuffled"),
+    ],
+)
+def test_windows_in_another_order_are_refused(tmp_path: Path, batches, shuffle, why):
+    with pytest.raises(DataError, match=f"windows of a stream of 2 lanes make batches in their order only.*{why}"):
+        Loader(dataset_of(tmp_path), batches, shuffle=shuffle)
 
 
 def test_streams_are_an_ordinary_dataset(tmp_path: Path):
