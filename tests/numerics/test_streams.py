@@ -11,9 +11,11 @@ from plimsoll.data.lanes import Lanes
 from plimsoll.data.loader import Loader
 from plimsoll.data.streams import StreamDataset
 from plimsoll.models.recurrent import RECURRENT, RecurrentLanguageModel, build_recurrent
+from plimsoll.records.plan import Choice, micro_batch_choice
 from plimsoll.run.commit import StepCommit
 from plimsoll.run.failpoints import armed
 from plimsoll.run.step import TrainStep
+from plimsoll.techniques import TECHNIQUES, Setting, technique_of
 from token_stores import store_of_lengths
 from workloads import largest_relative_difference, weights_of
 
@@ -33,9 +35,9 @@ def dataset_of(store, resets: bool = False) -> StreamDataset:
     return StreamDataset(store, Lanes(0, len(store.tokens), NUM_LANES, LENGTH), resets)
 
 
-def ours(architecture: str, dropout: float = 0.0) -> RecurrentLanguageModel:
+def ours(architecture: str, dropout: float = 0.0, vocab_size: int = VOCABULARY) -> RecurrentLanguageModel:
     torch.manual_seed(0)
-    sizes = {"vocab_size": VOCABULARY, "embedding_size": 16, "hidden_size": 16, "num_layers": 2, "dropout": dropout}
+    sizes = {"vocab_size": vocab_size, "embedding_size": 16, "hidden_size": 16, "num_layers": 2, "dropout": dropout}
     model = build_recurrent({"architecture": architecture, **sizes})
     assert isinstance(model, RecurrentLanguageModel)
     model.carry(NUM_LANES)
@@ -171,3 +173,28 @@ def test_autocast_carries_the_state_in_the_dtype_of_the_layers(store, precision)
     losses = [step_of(model, precision=precision)(fields).loss for fields in iterated(loader_of(store), 3)]
     assert model.carried.training_state.dtype == torch.float32
     assert all(loss > 0 for loss in losses)
+
+
+def on_rung(*choices: Choice) -> TrainStep:
+    """With a head that is worth chunks, and SGD: Adam divides by what may be nothing but rounding."""
+    model = ours("lstm", vocab_size=1024)
+    return TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), units="next-tokens", rungs=[choices])
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in TECHNIQUES if technique_of(name).numerics in {"bitwise", "reordered"}]
+)
+def test_with_a_technique_the_state_is_carried_as_without(store, name):
+    whole = micro_batch_choice(NUM_LANES)
+    menu = technique_of(name).menu(on_rung(whole).workload, Setting("cpu", NUM_LANES))
+    if isinstance(menu, str):
+        pytest.skip(menu)
+    for choice in {menu[0], menu[-1]}:
+        trainings = []
+        for choices in ((whole,), (choice,) if name == "micro_batch" else (whole, choice)):
+            step = on_rung(*choices)
+            run(step, loader_of(store, resets=True))
+            step.close()
+            trainings.append(step.workload.model.state_dict())
+        assert trainings[0].keys() == trainings[1].keys()
+        assert largest_relative_difference(*trainings) < CLOSE
