@@ -19,7 +19,7 @@ Shapes: B samples, T tokens, E embedding size, N layers, H hidden size, P parts 
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -70,9 +70,9 @@ class CarriedState(nn.Module):
 
 
 def run_with_resets(
-    recurrent: nn.Module, embedded_BTE: Tensor, state: State, resets_BT: Tensor | None
+    recurrent: nn.Module, embedded_BTE: Tensor, state: State | None, resets_BT: Tensor | None
 ) -> tuple[Tensor, State]:
-    """Run recurrent layers from a state, which is set to zeros before each token at which it begins anew.
+    """Run recurrent layers from a state, ``None`` for zeros, and set it to zeros before each token of ``resets``.
 
     The windows are cut wherever one of the samples has a reset, and run piece by piece: exact, and slower the more
     borders there are.
@@ -82,12 +82,13 @@ def run_with_resets(
     """
     cuts: set[int] = set() if resets_BT is None else set(resets_BT.any(dim=0).nonzero().flatten().tolist())
     hidden = []
+    last: Any = state  # after the last piece there is one
     for begin, end in pairwise(sorted({0, *cuts, embedded_BTE.shape[1]})):
-        if resets_BT is not None and begin in cuts:
-            state = _reset(state, resets_BT[:, begin])
-        hidden_BTH, state = recurrent(embedded_BTE[:, begin:end], state)
+        if resets_BT is not None and last is not None and begin in cuts:
+            last = _reset(last, resets_BT[:, begin])
+        hidden_BTH, last = recurrent(embedded_BTE[:, begin:end], last)
         hidden.append(hidden_BTH)
-    return (hidden[0] if len(hidden) == 1 else torch.cat(hidden, dim=1)), state
+    return (hidden[0] if len(hidden) == 1 else torch.cat(hidden, dim=1)), last
 
 
 def _reset(state: State, is_reset_B: Tensor) -> State:
