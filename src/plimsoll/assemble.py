@@ -41,6 +41,7 @@ from plimsoll.records.units import format_bytes
 from plimsoll.store import Progress, silent
 from plimsoll.workload import LossFunction, Units, resident_bytes
 
+_UNSHUFFLED = {"as_is", "streams"}
 _FOUND_SHARE = 0.5  # of the tokens of a text; with fewer, a job is told what would find more
 _SAID_BY_THE_KEY = {"train", "validation", "workers", *(field.name for field in fields(Reading))}
 _COUNTED_TOKENS = 1 << 20  # at a time
@@ -168,7 +169,7 @@ def loader_of(
     batches: int | Buckets = job.batch_size
     if data.order == "by_length":
         batches = Buckets(max_tokens=job.batch_tokens) if job.batch_tokens else Buckets(batch_size=job.batch_size)
-    shuffle = BlockShuffle(samples.block_samples) if data.order == "blocks" else data.order != "as_is"
+    shuffle = BlockShuffle(samples.block_samples) if data.order == "blocks" else data.order not in _UNSHUFFLED
     room_bytes = _room_for_workers_bytes(job) if data.workers == "auto" else None
     return Loader(
         samples, batches, job.seed, shuffle,
@@ -276,6 +277,8 @@ def fingerprint(job: Job, prepared: Prepared) -> dict[str, str]:
         exclude={"budget", "checkpoint", "steps", "evaluate_every", "device", "data", "tokenizer", "embeddings"},
     )
     facts["data"] = job.data.model_dump(mode="json", exclude=_SAID_BY_THE_KEY)
+    if job.data.reset is None:  # checkpoints from before there was this field are as good
+        del facts["data"]["reset"]
     if job.embeddings is not None:  # what the vectors are, wherever their file is
         facts["embeddings"] = {"vectors": prepared.vectors_digest, "trainable": job.embeddings.trainable}
     if job.data.augment and job.data.augment.synonyms:  # what is in the table, wherever it is

@@ -103,6 +103,7 @@ OTHER = [
     ({"data": {"train": "a.txt", "stride": 2}}, "data.stride"),
     ({"data": {"train": "a.txt", "order": "blocks"}}, "data.order"),
     ({"data": {"train": "a.txt", "pack": True}}, "data.pack"),
+    ({"data": {"train": "a.txt", "order": "streams"}}, "data.order"),
 ]
 
 
@@ -118,6 +119,14 @@ def test_what_does_not_change_what_is_learned_does_not_change_the_fingerprint(pr
 @pytest.mark.parametrize(("changes", "name"), OTHER, ids=str)
 def test_what_changes_what_is_learned_changes_its_mark_and_no_other(prepared, changes, name):
     assert differences(fingerprint(job(), prepared), fingerprint(job(**changes), prepared)) == [name]
+
+
+def test_where_a_state_begins_anew_is_a_mark_of_streams_alone(prepared):
+    """Without it there is no such mark, so that checkpoints from before there were streams are as good."""
+    streams = {"train": "a.txt", "order": "streams"}
+    marks, reset = (fingerprint(job(data=data), prepared) for data in (streams, streams | {"reset": "texts"}))
+    assert differences(marks, reset) == ["data.reset"]
+    assert "data.reset" not in marks
 
 
 def test_the_values_can_be_read_and_only_long_ones_are_hashed(prepared):
@@ -214,6 +223,18 @@ def test_the_parts_are_those_of_the_job(real):
     assert parts.loader.peek().fields["input_ids"].shape == (4, 16)
     assert len(parts.validation) == pytest.approx(0.1 * (len(parts.validation) + len(parts.loader) * 4), abs=4)
     assert assemble(job(**source), prepared, "cpu").schedule is None
+
+
+def test_streams_come_in_their_order_to_a_model_that_keeps_the_state_of_each_lane(real):
+    source, prepared = real
+    streams = {"data": source["data"] | {"order": "streams"}}
+    parts = assemble(job(**streams), prepared, "cpu")
+    assert parts.model.carried.num_lanes == 4
+    seen = []
+    for _ in range(3):
+        seen.append(parts.loader.peek().fields["windows"].tolist())
+        parts.loader.advance()
+    assert seen == [[0] * 4, [1] * 4, [2] * 4]
 
 
 def test_a_batch_that_the_data_cannot_fill_is_refused(real):

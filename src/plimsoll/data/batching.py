@@ -348,9 +348,16 @@ def batches_of(
         lengths: for buckets, the tokens of every sample, or a function of sample numbers, if the data set has none.
 
     Raises:
-        DataError: if the data does not fill one batch, or its lengths do not go with the buckets.
+        DataError: if the data does not fill one batch, its lengths do not go with the buckets, or it is a stream whose
+            windows would come in another order.
     """
     batch_size = batches if isinstance(batches, int) else batches.batch_size or 1
+    num_lanes = getattr(dataset, "num_lanes", None)  # of windows that go on from those of the batch before
+    if num_lanes is not None and (shuffle or batches != num_lanes):
+        raise DataError(
+            f"windows of a stream of {num_lanes} lanes make batches in their order only, one window of each lane, and "
+            f"these are {'shuffled' if shuffle else f'of {batches}'}: give {num_lanes} as the batch, and shuffle=False"
+        )
     if len(dataset) < batch_size:
         raise DataError(
             f"the data has {len(dataset)} samples, but one step takes batch_size = {batch_size}: give more text, a "

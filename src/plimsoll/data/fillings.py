@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from plimsoll.data import ragged
 from plimsoll.data.batching import Batches, Buckets, Cursor, batches_of
+from plimsoll.data.lanes import Lanes
 from plimsoll.data.order import BlockShuffle
 from plimsoll.data.spans import checked_stride, num_windows, windows_of
 from plimsoll.records.corpus import Filling
@@ -76,8 +77,10 @@ class Texts(NamedTuple):
         """Windows of all texts end to end; with the stride of the job, and without it."""
         longest, stride = self.job.sequence_length, self.job.data.stride
         steps = [longest] if checked_stride(stride, longest) == longest else [longest, checked_stride(stride, longest)]
-        is_stream = not (self.job.data.pack or self._are_samples)
+        is_stream = not (self.job.data.pack or self._are_samples or self.job.data.order == "streams")
         num_tokens = round(int((self.lengths + 1).sum()) * self.scale)
+        if self.job.data.order == "streams" and num_tokens > self.job.batch_size:
+            yield self._lanes(Lanes(0, num_tokens, self.job.batch_size, longest))
         for step in steps:
             num_samples = num_windows(num_tokens, longest, step)
             # A token that an earlier window predicts has no label in the later one.
@@ -88,6 +91,14 @@ class Texts(NamedTuple):
                 useful_tokens=self.job.batch_size * num_predicted / max(num_samples, 1),
                 num_dropped_tokens=num_tokens - num_predicted, is_this_job=is_stream and step == steps[-1],
             )  # fmt: skip
+
+    def _lanes(self, lanes: Lanes) -> Filling:
+        """Windows of contiguous lanes; each token but the first is predicted."""
+        return Filling(
+            name=f"streams of {lanes.sequence_length}", num_samples=lanes.num_samples, batch_samples=lanes.num_lanes,
+            padding_share=0.0, useful_tokens=lanes.lane_tokens * lanes.num_lanes / lanes.num_windows,
+            num_dropped_tokens=lanes.num_dropped_tokens, is_this_job=True,
+        )  # fmt: skip
 
     def _packed(self) -> Filling:
         from plimsoll.data.packing import num_packed_rows  # it imports torch, which little else here needs

@@ -19,12 +19,14 @@ from plimsoll.data.corpus import Corpus, open_index
 from plimsoll.data.formats import Reading
 from plimsoll.data.index import open_corpus
 from plimsoll.data.labels import labels_of
+from plimsoll.data.lanes import Lanes, lanes_of_stream, training_lanes
 from plimsoll.data.spans import Spans, cut_texts, num_windows, open_spans
 from plimsoll.data.tokenizer import Tokenizer, prepare_tokenizer
 from plimsoll.data.tokens import TokenStore, open_tokens, tokenize
 from plimsoll.errors import DataError
 from plimsoll.records.base import Frozen, Record
 from plimsoll.records.job import DataSource, Job
+from plimsoll.records.run import GradientReach
 from plimsoll.store import Facts, Progress, kept_facts, read_facts, silent, stored
 
 if TYPE_CHECKING:  # these import torch, which preparing does not need
@@ -77,6 +79,7 @@ class Prepared(Record):
 
     ``special_ids`` and ``mask_id`` are of the tokenizer, for augmentation: the training process does not load it.
     ``vectors_folder`` holds the vectors of the tokens, if the job has any, ``vectors_digest`` is of their bits.
+    ``gradient_reach`` is of streams.
     """
 
     record_kind: ClassVar[str] = "prepared-data"
@@ -92,6 +95,7 @@ class Prepared(Record):
     vectors_digest: str | None = None
     mask_id: int | None = None
     label_names: tuple[str, ...] = ()
+    gradient_reach: GradientReach | None = None
 
     @property
     def num_labels(self) -> int | None:
@@ -137,6 +141,7 @@ def prepare(job: Job, cache: Path, progress: Progress = silent) -> Prepared:
         special_ids=tokenizer.special_ids,
         mask_id=tokenizer.mask_id,
         label_names=names,
+        gradient_reach=_reach_of(job, train, held_out) if job.data.order == "streams" else None,
     )
 
 
@@ -193,6 +198,8 @@ def open_datasets(prepared: Prepared, job: Job) -> tuple[Samples | Subset, Sampl
     from plimsoll.data.windows import Subset, split
 
     opening = _Opening(prepared, job)
+    if job.data.order == "streams":
+        return opening.streams()
     samples = opening.samples(prepared.train, is_training=True)
     if prepared.validation is not None:
         return samples, opening.samples(prepared.validation, is_training=False)
@@ -241,6 +248,8 @@ class _Making:
 
     def _samples(self, store: TokenStore, is_labelled: bool) -> dict[str, Any]:
         data, length = self._job.data, self._job.sequence_length
+        if data.order == "streams":
+            return {"num_samples": Lanes(0, len(store.tokens), self._job.batch_size, length).num_samples}
         if not (is_labelled or data.pack or data.borders):
             return {"num_samples": num_windows(len(store.tokens), length, data.stride)}
         borders = border_table(self._tokenizer.backend, data.borders) if data.borders else None
@@ -298,6 +307,19 @@ class _Opening:
             return PackedDataset(open_packs(spans, Path(text.packs_folder)), end_id)
         return DocumentDataset(spans, _labels(text), end_id, augmentation=self._tokens(is_training))
 
+    def streams(self) -> tuple[Samples, Samples | None]:
+        """Map the lanes to train on and those held out."""
+        from plimsoll.data.streams import StreamDataset
+
+        train, other = self._prepared.train, self._prepared.validation
+        lanes, other_lanes = _lanes_of(self._job, train, other)
+        resets = self._job.data.reset is not None
+        samples = StreamDataset(open_tokens(Path(str(train.tokens_folder))), lanes, resets)
+        if other_lanes is None:
+            return samples, None
+        held_out = open_tokens(Path(str((other or train).tokens_folder)))
+        return samples, StreamDataset(held_out, other_lanes, resets)
+
     def _on_the_fly(self, text: PreparedText, is_training: bool) -> Samples:
         from plimsoll.data.augment_text import TextAugmentation
         from plimsoll.data.on_the_fly import TextDataset
@@ -323,6 +345,20 @@ class _Opening:
         if not is_training or augment is None or not augment.changes_tokens:
             return None
         return TokenAugmentation(augment, job.seed, prepared.special_ids, prepared.mask_id, job.sequence_length)
+
+
+def _lanes_of(job: Job, train: PreparedText, held_out: PreparedText | None) -> tuple[Lanes, Lanes | None]:
+    """Return the lanes to train on and those to evaluate on, which are of a text of their own or of a share."""
+    num_lanes, length, share = job.batch_size, job.sequence_length, job.data.validation
+    if held_out is not None:
+        lanes = training_lanes(0, train.num_tokens, num_lanes, length)
+        return lanes, Lanes(0, held_out.num_tokens, num_lanes, length)
+    return lanes_of_stream(train.num_tokens, share if isinstance(share, float) else 0.0, num_lanes, length)
+
+
+def _reach_of(job: Job, train: PreparedText, held_out: PreparedText | None) -> GradientReach:
+    lanes, _ = _lanes_of(job, train, held_out)
+    return lanes.reach(open_tokens(Path(str(train.tokens_folder))).ends if job.data.reset else None)
 
 
 def _labels(text: PreparedText) -> NDArray[Any] | None:

@@ -35,6 +35,7 @@ from plimsoll.models.hugging_face import (
 from plimsoll.models.imported import build_imported, find_imported
 from plimsoll.models.recurrent import (
     RECURRENT,
+    RecurrentLanguageModel,
     RecurrentModel,
     build_recurrent,
     load_recurrent,
@@ -51,7 +52,7 @@ def build_model(
     """Build or load the model of a job, in training mode, with float32 weights.
 
     Args:
-        job: ``model``, ``task`` and ``sequence_length`` are read.
+        job: ``model``, ``task`` and ``sequence_length`` are read; with ``data.order: streams`` also ``batch_size``.
         vocab_size: tokens of the tokenizer; the model has at least as many rows.
         num_labels: labels of a classification, at least 2; ``None`` for language modeling.
         end_id: the token that ends a text and fills up shorter ones.
@@ -69,6 +70,13 @@ def build_model(
     model = _model(job, shape, device)
     if job.embeddings is not None:
         prepare_embedding(model, job.embeddings, vocab_size)
+    if job.data.order == "streams":
+        if not isinstance(model, RecurrentLanguageModel):
+            raise JobError(
+                f"data.order: streams needs a model that carries a state from one window to the next, and "
+                f"{type(model).__name__} has none: use model.architecture lstm, gru or rnn, or another order"
+            )
+        model.carry(job.batch_size)
     return model
 
 

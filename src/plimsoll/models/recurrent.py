@@ -4,9 +4,11 @@ Called as the Hugging Face models are: ``model(input_ids=..., attention_mask=...
 ``.logits``. Saved as ``model.safetensors`` and ``config.json``. Dropout is where Zaremba et al. 2014 (arXiv:1409.2329)
 have it: on the embeddings, between the layers and on the output, not on the recurrent state.
 
-Both run in segments of time as well (`plimsoll.models.in_segments`), but for a bidirectional classifier.
+Both run in segments of time as well (`plimsoll.models.in_segments`), but for a bidirectional classifier. Every sequence
+starts from zeros, but for the windows of a stream, of a language model that was told to carry its state
+(`RecurrentLanguageModel.carry`).
 
-It does NOT cover a state carried from one batch to the next (every sequence starts from zeros) and padding on the left.
+It does NOT cover padding on the left.
 
 Shapes: B samples, T tokens, E embedding size, H hidden size, V vocabulary, L labels.
 """
@@ -14,7 +16,8 @@ Shapes: B samples, T tokens, E embedding size, H hidden size, V vocabulary, L la
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self
 
@@ -26,8 +29,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils.rnn import pack_padded_sequence
 
-from plimsoll.errors import JobError
+from plimsoll.errors import InputError, JobError
 from plimsoll.models.adaptive import DIV_VALUE, adaptive_head, adaptive_loss, cutoffs_fault, log_probabilities
+from plimsoll.models.carried import CarriedState, run_with_resets
 from plimsoll.models.in_segments import Passed, State, Unroll
 from plimsoll.records.base import Frozen
 from plimsoll.records.job import near
@@ -36,6 +40,8 @@ from plimsoll.workload import IGNORED_LABEL
 _LAYERS: dict[str, Callable[..., nn.RNNBase]] = {"lstm": nn.LSTM, "gru": nn.GRU, "rnn": nn.RNN}
 
 RECURRENT = tuple(_LAYERS)
+
+_NO_STATE: State = ()
 
 
 class RecurrentConfig(Frozen):
@@ -104,40 +110,79 @@ class RecurrentLanguageModel(nn.Module):
         self.config = config
         self.embedding = nn.Embedding(config.vocab_size, config.embedding_size)
         self.recurrent = _recurrent_layers(config)
+        self.carried: CarriedState | None = None
         self.dropout = nn.Dropout(config.dropout)
         self.head = _output_layer(config)
         if config.tie_weights:
             self.head.weight = self.embedding.weight
 
+    def carry(self, num_lanes: int) -> None:
+        """Keep the state of so many lanes from one window of a stream to the next; before the model is moved."""
+        self.carried = CarriedState(self.recurrent, num_lanes)
+
     def forward(
-        self, input_ids: Tensor, attention_mask: Tensor | None = None, labels: Tensor | None = None
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        *,
+        lanes: Tensor | None = None,
+        windows: Tensor | None = None,
+        resets: Tensor | None = None,
     ) -> RecurrentOutput:
         """Compute the logits (B, T, V) and the mean loss of predicting ``labels[:, 1:]``.
 
         An adaptive softmax has the loss with labels, and without them log-probabilities as logits.
         ``attention_mask`` changes nothing: no token sees the padding on its right, and padding has the label -100.
+
+        With ``lanes`` and ``windows`` (B,) these are windows of a stream (`plimsoll.data.streams`): the state goes on
+        from the window before, and begins anew before the tokens of ``resets`` (B, T). The last token is then not read,
+        for the next window begins with it, and has no logits: they are (B, T - 1, V).
         """
-        hidden_BTH, _ = self.recurrent(self.dropout(self.embedding(input_ids)))
+        if lanes is None or windows is None:
+            hidden_BTH, _ = self.recurrent(self.dropout(self.embedding(input_ids)))
+        else:
+            embedded_BTE = self.dropout(self.embedding(input_ids[:, :-1]))
+            carried, cuts_BT = self._carried_by(lanes), None if resets is None else resets[:, :-1]
+            state = carried.state(lanes, windows)
+            hidden_BTH, state = run_with_resets(self.recurrent, embedded_BTE, state, cuts_BT)
+            carried.put(lanes, windows, state)
         hidden_BTH = self.dropout(hidden_BTH)
         if labels is None:
             return RecurrentOutput(None, self._logits(hidden_BTH))
-        return RecurrentOutput(*self._loss(hidden_BTH, _next_tokens(labels), "mean"))
+        return RecurrentOutput(*self._loss(hidden_BTH, _next_tokens(labels, hidden_BTH.shape[1]), "mean"))
 
     def in_segments(
-        self, unroll: Unroll, input_ids: Tensor, attention_mask: Tensor | None = None, labels: Tensor | None = None
+        self,
+        unroll: Unroll,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        *,
+        lanes: Tensor | None = None,
+        windows: Tensor | None = None,
+        resets: Tensor | None = None,
     ) -> RecurrentOutput:
         """Compute the loss of `forward` a stretch of time after another; see `plimsoll.models.in_segments`."""
         if labels is None:
-            return type(self).forward(self, input_ids, attention_mask)
+            return type(self).forward(self, input_ids, attention_mask, lanes=lanes, windows=windows, resets=resets)
+        read_BT, begin = input_ids, _NO_STATE
+        if lanes is not None and windows is not None:
+            read_BT = input_ids[:, :-1]
+            begin = _as_state(self._carried_by(lanes).state(lanes, windows))
+        targets_BT = _next_tokens(labels, read_BT.shape[1])
 
-        def run(state: State, ids_BS: Tensor, targets_BS: Tensor) -> Passed:
-            hidden_BSH, last = self.recurrent(self.dropout(_rows(self.embedding, ids_BS, input_ids)), _as_hidden(state))
+        def run(state: State, ids_BS: Tensor, targets_BS: Tensor, resets_BS: Tensor | None = None) -> Passed:
+            embedded_BSE = self.dropout(_rows(self.embedding, ids_BS, read_BT))
+            hidden_BSH, last = run_with_resets(self.recurrent, embedded_BSE, _as_hidden(state), resets_BS)
             loss, _ = self._loss(self.dropout(hidden_BSH), targets_BS, "sum")
             return Passed(sums=(loss,), state=_as_state(last))
 
-        targets_BT = _next_tokens(labels)
-        total = unroll(run, (input_ids, targets_BT)).sums[0]
-        return RecurrentOutput(total / (targets_BT != IGNORED_LABEL).sum(), None)
+        sequences = (read_BT, targets_BT) if resets is None else (read_BT, targets_BT, resets[:, :-1])
+        passed = unroll(run, sequences, begin)
+        if lanes is not None and windows is not None:
+            self._carried_by(lanes).put(lanes, windows, _as_hidden(passed.state))
+        return RecurrentOutput(passed.sums[0] / (targets_BT != IGNORED_LABEL).sum(), None)
 
     def _loss(
         self, hidden_BTH: Tensor, targets_BT: Tensor, reduction: Literal["mean", "sum"]
@@ -156,6 +201,14 @@ class RecurrentLanguageModel(nn.Module):
             return log_probabilities(self.head, hidden_BTH)
         logits_BTV: Tensor = self.head(hidden_BTH)
         return logits_BTV
+
+    def _carried_by(self, lanes: Tensor) -> CarriedState:
+        if self.carried is None:
+            raise InputError(
+                f"a batch has windows of {len(lanes)} lanes, but the model keeps no state between two: call "
+                "model.carry(num_lanes) first"
+            )
+        return self.carried
 
 
 class RecurrentClassifier(nn.Module):
@@ -237,8 +290,12 @@ def build_recurrent(fields: dict[str, Any]) -> RecurrentModel:
 
 
 def save_recurrent(model: RecurrentModel, folder: Path) -> None:
-    """Write ``model.safetensors`` and ``config.json`` into an existing folder. No copy of the weights is made."""
-    save_model(model, str(folder / "model.safetensors"))
+    """Write ``model.safetensors`` and ``config.json`` into an existing folder. No copy of the weights is made.
+
+    A state that was carried is of the training, not of the model: it is left out.
+    """
+    with _without_carried_state(model):
+        save_model(model, str(folder / "model.safetensors"))
     (folder / "config.json").write_text(
         model.config.model_dump_json(indent=2, exclude_none=True) + "\n", encoding="utf-8"
     )
@@ -258,7 +315,19 @@ def load_recurrent(folder: Path) -> RecurrentModel:
     return model
 
 
-def _recurrent_layers(config: RecurrentConfig) -> nn.Module:
+@contextmanager
+def _without_carried_state(model: RecurrentModel) -> Iterator[None]:
+    if not isinstance(model, RecurrentLanguageModel) or model.carried is None:
+        yield
+        return
+    carried, model.carried = model.carried, None
+    try:
+        yield
+    finally:
+        model.carried = carried
+
+
+def _recurrent_layers(config: RecurrentConfig) -> nn.RNNBase:
     return _LAYERS[config.architecture](
         input_size=config.embedding_size,
         hidden_size=config.hidden_size,
@@ -277,14 +346,13 @@ def _output_layer(config: RecurrentConfig) -> nn.Module:
     return adaptive_head(*sizes, config.adaptive_cutoffs, config.adaptive_div_value)
 
 
-def _next_tokens(labels_BT: Tensor) -> Tensor:
-    """What each token predicts. The labels are shifted, not the logits: that would copy them.
+def _next_tokens(labels_BT: Tensor, num_read: int) -> Tensor:
+    """What each token that is read predicts. The labels are shifted, not the logits: that would copy them.
 
     Written into new memory, so that a rehearsal does not know it: it must not take its own labels for those of a text.
     """
-    targets_BT = torch.empty_like(labels_BT)
-    targets_BT[:, :-1].copy_(labels_BT[:, 1:])
-    targets_BT[:, -1:].fill_(IGNORED_LABEL)
+    targets_BT = labels_BT.new_full((len(labels_BT), num_read), IGNORED_LABEL)
+    targets_BT[:, : labels_BT.shape[1] - 1].copy_(labels_BT[:, 1:])
     return targets_BT
 
 
@@ -292,7 +360,8 @@ def _rows(embedding: nn.Embedding, ids_BS: Tensor, ids_BT: Tensor) -> Tensor:
     """The vectors of a stretch of the tokens; each stretch gives a gradient of its own rows, not of all there are."""
     is_part = ids_BS.shape[1] < ids_BT.shape[1]
     if not is_part or type(embedding) is not nn.Embedding or "forward" in vars(embedding):
-        return embedding(ids_BS)
+        vectors: Tensor = embedding(ids_BS)
+        return vectors
     return functional.embedding(ids_BS, embedding.weight, sparse=True)
 
 

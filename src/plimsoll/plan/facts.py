@@ -35,6 +35,8 @@ def facts_of(job: Job, texts: TextSketch, target: str) -> dict[str, str]:
     }
     facts |= {"vocabulary": str(texts.vocab_size), "labels": str(texts.num_labels), "target": target}
     facts["evaluates"] = str(bool(job.data.validation))
+    if job.data.order == "streams":
+        facts["streams"] = f"reset at {job.data.reset or 'no borders'}"
     if isinstance(job.model, str) and ":" in job.model:
         facts["code of the model"] = _source_of(job.model, texts)
     if isinstance(job.model, str) and Path(job.model).is_dir():

@@ -58,7 +58,8 @@ class DataSource(Frozen):
     stride: int | None = Field(default=None, ge=1)
     borders: Literal["sentence", "paragraph"] | None = None
     pack: bool = False
-    order: Literal["shuffle", "by_length", "blocks", "as_is"] = "shuffle"
+    order: Literal["shuffle", "by_length", "blocks", "as_is", "streams"] = "shuffle"
+    reset: Literal["texts"] | None = None
     augment: Augmentation | None = None
     on_the_fly: bool = False
     workers: Annotated[int, Field(ge=0, le=1024, strict=True)] | Literal["auto"] = "auto"
@@ -83,6 +84,16 @@ class DataSource(Frozen):
             raise ValueError(
                 "on_the_fly: true cannot cut texts into windows, for it does not know how long they are: leave out "
                 "borders and stride and add `long_texts: truncate` or `long_texts: stop`, or tokenize once"
+            )
+        if self.order == "streams" and (self.pack or self.borders or self.stride or self.on_the_fly):
+            raise ValueError(
+                "order: streams reads all texts laid end to end, window after window: leave out pack, borders, stride "
+                "and on_the_fly"
+            )
+        if self.reset and self.order != "streams":
+            raise ValueError(
+                f"reset {self.reset!r} is of the state that order: streams carries on, and order is {self.order!r}: "
+                "leave out reset, or use order: streams"
             )
         if self.augment and self.augment.changes_text and not self.on_the_fly:
             raise ValueError(
@@ -227,6 +238,10 @@ class Job(Record):
         if data.order == "by_length" and not (is_labelled or data.has_padding):
             raise ValueError(
                 "data.order: by_length, but all windows of language-modeling are equally long: use shuffle or blocks"
+            )
+        if data.order == "streams" and is_labelled:
+            raise ValueError(
+                f"data.order: streams is for language-modeling, and the task is {self.task}: use another order"
             )
         if data.stride and data.stride > self.sequence_length:
             raise ValueError(

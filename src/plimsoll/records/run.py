@@ -54,6 +54,16 @@ class OomEvent(Frozen):
         return f"{asked}{format_bytes(self.live_bytes)} in use{limit}"
 
 
+class GradientReach(Frozen):
+    """How many tokens back the gradient of a loss reaches where it stops at the begin of a window or of a text.
+
+    ``mean_tokens`` is over the tokens that are predicted in an epoch; what comes before is known by its state alone.
+    """
+
+    most_tokens: int = Field(ge=1)
+    mean_tokens: float = Field(ge=1)
+
+
 class StepLine(Frozen):
     """One optimizer step that happened. ``first_sample``..``+num_samples`` are positions in the epoch's order.
 
@@ -223,6 +233,7 @@ class RunRecord(Record):
     starts: tuple[StartLine, ...] = ()
     deaths: tuple[DeathLine, ...] = ()
     timeline: Timeline = Timeline(source="measured")
+    gradient_reach: GradientReach | None = None
 
     @property
     def limit_bytes(self) -> int | None:
@@ -270,6 +281,7 @@ class RunRecord(Record):
             job=head.job,
             device=head.device,
             versions=head.versions,
+            gradient_reach=head.gradient_reach,
             plan=Plan.load(directory / "plan.json"),
             status=ended.status if ended else "running",
             message=ended.message if ended else "",
@@ -289,7 +301,7 @@ class RunRecord(Record):
 
 
 class RunHead(Record):
-    """What is known of a run before its first step: ``run.json``."""
+    """What is known of a run before its first step: ``run.json``. ``gradient_reach`` is of streams, else ``None``."""
 
     record_kind: ClassVar[str] = "run-head"
 
@@ -297,3 +309,4 @@ class RunHead(Record):
     device: Device
     versions: dict[str, str]
     fingerprint: dict[str, str]
+    gradient_reach: GradientReach | None = None

@@ -113,7 +113,18 @@ def key_numbers(record: RunRecord) -> tuple[tuple[str, str], ...]:
         ("Budget", "none" if record.limit_bytes is None else format_bytes(record.limit_bytes)),
         ("OOM events", _survived(record)),
         ("Restarts", str(sum(death.restarted_from_step is not None for death in record.deaths))),
+        *_reach(record),
         *_predicted(record, steps_of_plan(record)),
+    )
+
+
+def _reach(record: RunRecord) -> tuple[tuple[str, str], ...]:
+    reach = record.gradient_reach
+    if reach is None:
+        return ()
+    return (
+        ("Gradient reach", f"at most {reach.most_tokens:,} tokens"),
+        ("Mean gradient reach", f"{reach.mean_tokens:,.1f} tokens"),
     )
 
 

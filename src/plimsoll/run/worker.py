@@ -90,6 +90,9 @@ def data_sentence(prepared: Prepared) -> str:
         parts.append(f"{train.num_long_texts:,} texts longer than a sample, {cut}")
     if train.num_cut_inside:
         parts.append(f"{train.num_cut_inside:,} windows that end at no border")
+    if prepared.gradient_reach is not None:
+        reach = prepared.gradient_reach
+        parts.append(f"gradients reach back at most {reach.most_tokens:,} tokens, {reach.mean_tokens:,.1f} on average")
     if train.num_skipped:
         parts.append(f"{train.num_skipped:,} files or rows left out, the first: {train.skipped[0]}")
     return f"data: {'; '.join(parts)}"
@@ -223,7 +226,10 @@ def train_run(  # noqa: PLR0915 -- as above
         newest = checkpoint.newest_good(directory.checkpoints, marks) if resume_newest else None
         saved = checkpoint.load(directory.checkpoints, marks, from_step) if resume else newest
         _warm(job)
-        head = RunHead(job=job.model_dump(mode="json"), device=backend.probe(), versions=versions(), fingerprint=marks)
+        head = RunHead(
+            job=job.model_dump(mode="json"), device=backend.probe(), versions=versions(), fingerprint=marks,
+            gradient_reach=prepared.gradient_reach,
+        )  # fmt: skip
         if job.budget.device_bytes is not None and plan.limit_bytes is None:  # a plan knows better what there will be
             require_room(job, prepared, backend.baseline_bytes, job.budget.device_bytes)
         head.save(directory.head)  # before the limit: the supervisor judges a death by it

@@ -10,6 +10,7 @@ from plimsoll.data.fillings import Texts
 from plimsoll.data.inspect import inspect_corpus, tokenize_corpus
 from plimsoll.data.packing import PackedDataset
 from plimsoll.data.prepare import open_datasets, prepare
+from plimsoll.data.streams import StreamDataset
 from plimsoll.records.corpus import Filling
 from plimsoll.records.job import Job
 
@@ -103,6 +104,17 @@ def test_the_way_of_a_job_is_what_its_training_gets(folder: Path, tmp_path: Path
         assert found.padding_share == pytest.approx(padding_share, abs=1e-9)
         assert found.useful_tokens / found.batch_samples == pytest.approx(useful_tokens)
     assert stored == drawn
+
+
+def test_streams_count_each_predicted_token_once(folder: Path, tmp_path: Path):
+    job = job_of(folder, model="lstm", data={"order": "streams"})
+    found = marked(job, tmp_path)
+    samples, _ = open_datasets(prepare(job, tmp_path), job)
+    assert (found.name, found.num_samples, found.padding_share) == ("streams of 64", len(samples), 0)
+    assert isinstance(samples, StreamDataset)
+    num_predicted = round(found.useful_tokens * samples.lanes.num_windows)
+    assert num_predicted == int((samples.lengths(np.arange(len(samples))) - 1).sum())
+    assert found.num_dropped_tokens == samples.lanes.num_dropped_tokens < job.batch_size
 
 
 def test_windows_that_overlap_count_each_predicted_token_once():

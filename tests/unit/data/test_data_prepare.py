@@ -11,6 +11,7 @@ import pytest
 
 from plimsoll.data.prepare import Prepared, is_whole, open_datasets, prepare, prepare_again
 from plimsoll.data.tokenizer import open_tokenizer
+from plimsoll.data.tokens import open_tokens
 from plimsoll.errors import DataError
 from plimsoll.records.job import Job
 
@@ -327,3 +328,41 @@ def test_samples_that_come_as_they_are_come_so_from_a_part_too(texts: Path, tmp_
     whole = open_datasets(prepared, job_of(texts))[0]
     assert first_tokens(training, 3) == first_tokens(whole, 3)
     assert first_tokens(validation, 0) == first_tokens(whole, len(training))
+
+
+def test_streams_hold_out_the_end_of_the_text_and_begin_where_texts_do(texts: Path, tmp_path: Path):
+    job = job_of(texts, model="lstm", batch_size=4, data={"validation": 0.25, "order": "streams", "reset": "texts"})
+    prepared = prepare(job, tmp_path / "cache")
+    training, validation = open_datasets(prepared, job)
+    num_tokens = prepared.train.num_tokens
+    assert (training.lanes.begin, validation.lanes.begin) == (0, num_tokens - round(num_tokens * 0.25))
+    store = open_tokens(Path(prepared.train.tokens_folder))
+    assert first_tokens(validation, 0) == store.tokens[validation.lanes.begin :][:16].tolist()
+    in_lanes = training.batch(np.arange(len(training)))
+    assert prepared.train.num_samples >= len(training)
+    marked = in_lanes["input_ids"][in_lanes["resets"]].tolist()
+    assert set(marked) <= {int(store.tokens[0]), *(int(store.tokens[end + 1]) for end in store.ends[:-1])}
+    whole = prepare(job.model_copy(update={"data": job.data.model_copy(update={"reset": None})}), tmp_path / "cache")
+    assert whole.key == prepared.key
+    assert (whole.gradient_reach.most_tokens, prepared.gradient_reach.most_tokens) == (15, 15)
+    assert prepared.gradient_reach.mean_tokens < whole.gradient_reach.mean_tokens < 8.1
+
+
+def test_streams_of_a_text_of_its_own_are_evaluated_on(texts: Path, tmp_path: Path):
+    data = {"train": str(texts / "ham"), "validation": str(texts / "spam"), "order": "streams"}
+    job = job_of(texts, model="lstm", batch_size=4, data=data)
+    prepared = prepare(job, tmp_path / "cache")
+    training, validation = open_datasets(prepared, job)
+    assert (training.lanes.num_tokens, validation.lanes.num_tokens) == (
+        prepared.train.num_tokens,
+        prepared.validation.num_tokens,
+    )
+    assert prepare(job_of(texts, model="lstm"), tmp_path / "cache").gradient_reach is None
+
+
+def test_a_text_too_short_for_its_lanes_is_refused_as_it_is_prepared(texts: Path, tmp_path: Path):
+    short = job_of(texts, model="lstm", batch_size=4000, data={"order": "streams"})
+    with pytest.raises(
+        DataError, match=r"the training text has \d+ tokens, but batch_size = 4000 lanes .*--set batch_size="
+    ):
+        prepare(short, tmp_path / "cache")

@@ -36,10 +36,11 @@ def gradients(head, hidden_BTH, loss):
 def test_loss_and_gradients_are_those_of_torchs_own_class(most_outputs, monkeypatch):
     monkeypatch.setattr(adaptive, "MOST_OUTPUTS", most_outputs)
     head, hidden_BTH, labels_BT = made()
-    targets_BT = labels_BT[:, 1:]
-    is_label = targets_BT != -100
-    torchs = head(hidden_BTH[:, :-1][is_label], targets_BT[is_label]).loss
-    loss = adaptive_loss(head, hidden_BTH, labels_BT)
+    is_label = labels_BT != -100
+    torchs = head(hidden_BTH[is_label], labels_BT[is_label]).loss
+    loss = adaptive_loss(head, hidden_BTH, labels_BT, "mean")
+    total = adaptive_loss(head, hidden_BTH, labels_BT, "sum")
+    torch.testing.assert_close(total, is_label.sum() * loss)
     torch.testing.assert_close(loss, torchs)
     expected, found = gradients(head, hidden_BTH, torchs), gradients(head, hidden_BTH, loss)
     assert largest_relative_difference(expected, found) < 1e-5
@@ -50,31 +51,31 @@ def test_log_probabilities_are_of_all_words_and_have_the_same_loss():
     logits_BTV = log_probabilities(head, hidden_BTH)
     assert logits_BTV.shape == (4, 9, WORDS)
     torch.testing.assert_close(logits_BTV.exp().sum(-1), torch.ones(4, 9))
-    by_hand = functional.cross_entropy(logits_BTV[:, :-1].flatten(0, 1), labels_BT[:, 1:].flatten())
-    torch.testing.assert_close(adaptive_loss(head, hidden_BTH, labels_BT), by_hand)
+    by_hand = functional.cross_entropy(logits_BTV.flatten(0, 1), labels_BT.flatten())
+    torch.testing.assert_close(adaptive_loss(head, hidden_BTH, labels_BT, "mean"), by_hand)
 
 
 def test_a_batch_of_frequent_words_has_gradients_of_zeros_for_the_others():
     head, hidden_BTH, labels_BT = made()
-    found = gradients(head, hidden_BTH, adaptive_loss(head, hidden_BTH, labels_BT.clamp(max=CUTOFFS[0] - 1)))
+    found = gradients(head, hidden_BTH, adaptive_loss(head, hidden_BTH, labels_BT.clamp(max=CUTOFFS[0] - 1), "mean"))
     assert all(found[f"tail.{cluster}.{layer}.weight"].eq(0).all() for cluster in (0, 1) for layer in (0, 1))
     assert found["head.weight"].ne(0).any()
 
 
 def test_a_batch_without_labels_has_no_mean():
     head, hidden_BTH, labels_BT = made()
-    assert adaptive_loss(head, hidden_BTH, torch.full_like(labels_BT, -100)).isnan()
+    assert adaptive_loss(head, hidden_BTH, torch.full_like(labels_BT, -100), "mean").isnan()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_losses_are_added_up_in_fp32_or_better(dtype):
     head, hidden_BTH, labels_BT = made()
-    expected = adaptive_loss(head, hidden_BTH, labels_BT)
+    expected = adaptive_loss(head, hidden_BTH, labels_BT, "mean")
     if dtype == torch.float64:
-        loss = adaptive_loss(head.double(), hidden_BTH.double(), labels_BT)
+        loss = adaptive_loss(head.double(), hidden_BTH.double(), labels_BT, "mean")
     else:
         with torch.autocast("cpu", dtype=dtype):
-            loss = adaptive_loss(head, hidden_BTH, labels_BT)
+            loss = adaptive_loss(head, hidden_BTH, labels_BT, "mean")
     assert loss.dtype == torch.promote_types(dtype, torch.float32)
     assert loss.item() == pytest.approx(expected.item(), rel=1e-3 if dtype == torch.bfloat16 else 1e-6)
 
@@ -82,7 +83,7 @@ def test_losses_are_added_up_in_fp32_or_better(dtype):
 def test_a_word_beyond_the_vocabulary_is_refused():
     head, hidden_BTH, labels_BT = made()
     with pytest.raises(IndexError):
-        adaptive_loss(head, hidden_BTH, labels_BT + WORDS)
+        adaptive_loss(head, hidden_BTH, labels_BT + WORDS, "mean")
 
 
 @pytest.mark.parametrize(

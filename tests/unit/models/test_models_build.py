@@ -112,6 +112,26 @@ def test_models_that_cannot_be_named(model, message):
         build(model)
 
 
+STREAMS = {"train": "x", "order": "streams"}
+
+
+def test_streams_have_their_state_in_any_language_model_that_has_one(tmp_path):
+    save_model(build(LSTM), tmp_path)
+    for model in (LSTM, "gru", str(tmp_path)):
+        built = build_model(job(model, data=STREAMS, batch_size=7), vocab_size=50, num_labels=None, end_id=3)
+        assert built.carried.training_state.shape[1] == 7
+    assert build(LSTM).carried is None
+
+
+@pytest.mark.parametrize("name", ["gpt2", "folder"])
+def test_streams_need_a_model_that_carries_a_state(name, tmp_path):
+    save_model(build(GPT2), tmp_path)
+    model = GPT2 if name == "gpt2" else str(tmp_path)
+    why = r"data\.order: streams needs a model that carries a state .*GPT2LMHeadModel has none: use .* lstm, gru or rnn"
+    with pytest.raises(JobError, match=why):
+        build_model(job(model, data=STREAMS), vocab_size=50, num_labels=None, end_id=3, device="meta")
+
+
 def test_folders_that_do_not_fit_are_named(tmp_path):
     with pytest.raises(JobError, match="is not a checkpoint folder"):
         build(str(tmp_path))

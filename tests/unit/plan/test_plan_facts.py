@@ -30,6 +30,15 @@ def test_what_changes_no_memory_changes_no_fact(same):
     assert not list(differences(facts(), facts(**same)))
 
 
+def test_a_state_that_is_carried_on_is_a_fact():
+    assert not list(differences(facts(), facts(data={"train": "nowhere.txt", "order": "blocks"})))
+    streams = {"train": "nowhere.txt", "order": "streams"}
+    assert list(differences(facts(), facts(data=streams))) == ["streams was not known, is reset at no borders"]
+    assert list(differences(facts(data=streams), facts(data=streams | {"reset": "texts"}))) == [
+        "streams was reset at no borders, is reset at texts"
+    ]
+
+
 def test_each_difference_is_said_with_both_values():
     now = facts(TextSketch(400, None, 0), "cuda sm_86", batch_size=9)
     assert list(differences(facts(), now)) == [

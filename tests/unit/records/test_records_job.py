@@ -326,6 +326,12 @@ def test_a_step_of_so_many_tokens_has_as_many_samples_of_the_greatest_length(tmp
             ["task=language-modeling", "data.order=shuffle", "data.label=y"],
             "job: data.label names a column of classes, but the task is language-modeling: leave it out",
         ),
+        (["data.order=streams"], "job: data.order: streams is for language-modeling, and the task is classification"),
+        (["data.order=streams", "data.stride=8"], "data: order: streams reads all texts laid end to end, window after"),
+        (["data.order=streams", "data.pack=true"], "data: order: streams reads all texts laid end to end"),
+        (["data.order=streams", "data.borders=sentence"], "data: order: streams reads all texts laid end to end"),
+        (["data.reset=texts"], "data: reset 'texts' is of the state that order: streams carries on, and order is"),
+        (["data.order=streams", "data.reset=lines"], "data.reset: Input should be 'texts'"),
     ],
 )
 def test_what_of_the_data_contradicts_itself_is_told(tmp_path: Path, changes: list[str], message: str):

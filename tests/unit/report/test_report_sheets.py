@@ -8,8 +8,8 @@ from report_records import MIB, cpu, empty_run, eventful_run, gpu, step_line
 from plan_records import fitting_plan
 from plimsoll.records.device import Budget
 from plimsoll.records.plan import Plan
-from plimsoll.records.run import EvaluationLine, OomEvent, Timeline
-from plimsoll.report import sheets
+from plimsoll.records.run import EvaluationLine, GradientReach, OomEvent, Timeline
+from plimsoll.report import as_text, sheets
 
 
 def run_at(peak_bytes: int, limit_bytes: int | None):
@@ -54,6 +54,14 @@ def test_key_numbers_of_a_run_with_a_restart():
         "OOM events": "1, all survived",
         "Restarts": "1",
     }
+
+
+def test_how_far_gradients_reach_is_said_where_that_is_known():
+    reach = GradientReach(most_tokens=1023, mean_tokens=400.25)
+    numbers = dict(sheets.key_numbers(eventful_run(gradient_reach=reach)))
+    assert numbers["Gradient reach"] == "at most 1,023 tokens"
+    assert numbers["Mean gradient reach"] == "400.2 tokens"
+    assert "Gradient reach" in as_text.plain(as_text.run_table(eventful_run(gradient_reach=reach)))
 
 
 def test_key_numbers_of_a_run_in_which_nothing_happened():

@@ -10,10 +10,13 @@ from plimsoll.memory.live import live_bytes
 from plimsoll.memory.lowering.cpu import CpuLowering
 from plimsoll.memory.lowering.cuda import CudaLowering
 from plimsoll.memory.recorder import Recorder
+from plimsoll.models.build import build_model
 from plimsoll.models.recurrent import build_recurrent
+from plimsoll.optimizers import build_optimizer
 from plimsoll.records.job import Job
 from plimsoll.records.plan import Choice, micro_batch_choice
-from plimsoll.run.rehearse import rehearse_job, rehearse_step
+from plimsoll.run.job_step import step_of
+from plimsoll.run.rehearse import _batch, rehearse_job, rehearse_step
 from plimsoll.run.step import TrainStep
 from plimsoll.workload import model_loss
 
@@ -98,6 +101,33 @@ def test_a_long_sample_is_rehearsed_wherever_it_is(place, micro_batch, is_by_len
     batch_bytes = sum(tensor.nbytes for tensor in batch.values())  # of which a rehearsal has the part that it rehearses
     predicted_bytes = live_bytes(trace).peak_bytes + batch_bytes  # with what kernels take inside, which nobody records
     assert measured_bytes <= predicted_bytes <= 1.5 * measured_bytes
+
+
+@pytest.mark.parametrize("micro_batch", [6, 4])
+@pytest.mark.parametrize("reset", [None, "texts"])
+@pytest.mark.parametrize("architecture", ["lstm", "gru", "rnn"])
+def test_a_rehearsed_step_on_streams_needs_what_the_real_one_needs(architecture, reset, micro_batch):
+    fields = job(
+        model=LSTM | {"architecture": architecture}, optimizer={"foreach": False},
+        data={"train": "nowhere.txt", "order": "streams", "reset": reset},
+    )  # fmt: skip
+    choices = (micro_batch_choice(micro_batch),)
+    predicted = live_bytes(rehearse_job(fields, TEXTS, CpuLowering(), choices))
+    model = build_model(fields, *TEXTS).train()
+    optimizer = build_optimizer(fields.optimizer, model.parameters())
+    step = step_of(fields, model, optimizer, [choices])
+    batch = _batch(fields, TEXTS, 6, 8)
+    recorder = Recorder(phase=lambda: "copy" if step.position.phase == "fetch" else step.position.phase)
+    with recorder:
+        recorder.know_model(model)
+        recorder.know(((name, field) for name, field in batch.items()), "inputs")
+        for number in (1, 2, 3):
+            recorder.step = number
+            step(batch)
+            recorder.know_optimizer(optimizer)
+    measured = live_bytes(recorder.trace("measured", "cpu"))
+    assert predicted.peak_bytes == measured.peak_bytes
+    assert batch.keys() == {"input_ids", "labels", "lanes", "windows"} | ({"resets"} if reset else set())
 
 
 def test_the_model_and_the_optimizer_stay_as_they_were():

@@ -7,7 +7,7 @@ import time
 import psutil
 import pytest
 import torch
-from small_runs import small_job, train_here
+from small_runs import make_run, small_job, train_here
 from torch import nn
 
 from plimsoll.data.sketch import sketch_texts
@@ -17,7 +17,7 @@ from plimsoll.plan.facts import facts_of
 from plimsoll.records.device import Budget
 from plimsoll.records.job import Job
 from plimsoll.records.plan import Plan, micro_batch_choice
-from plimsoll.records.run import RunHead, StartLine, StepLine
+from plimsoll.records.run import RunHead, RunRecord, StartLine, StepLine
 from plimsoll.run import checkpoint
 from plimsoll.run.directory import RunDirectory
 from plimsoll.run.failpoints import armed
@@ -158,6 +158,17 @@ def test_what_is_known_before_the_first_step_is_kept(new_run):
     assert head.device.kind == "cpu"
     assert {"torch", "plimsoll"} <= head.versions.keys()
     assert {"model.architecture", "seed", "data"} <= head.fingerprint.keys()
+
+
+def test_how_far_gradients_of_streams_reach_is_said_and_kept(text, tmp_path, capsys):
+    data = {"train": str(text), "order": "streams", "validation": 0.1}
+    directory = make_run(tmp_path / "run", small_job(text, data=data, steps=2), tmp_path / "cache")
+    prepare_run(directory.path, tmp_path / "cache", quiet=False)
+    assert "gradients reach back at most 31 tokens, 16.0 on average" in capsys.readouterr().err
+    train_here(directory)
+    reach = RunRecord.from_directory(directory.path).gradient_reach
+    assert reach.most_tokens == 31
+    assert reach.mean_tokens == pytest.approx(16, abs=0.1)  # the last window is shorter
 
 
 def test_a_checkpoint_of_another_job_is_refused_before_anything_is_trained(new_run):

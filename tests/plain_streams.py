@@ -1,0 +1,98 @@
+"""Stateful truncated BPTT in plain PyTorch, as a textbook writes it: what streams are compared with, bit by bit."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+
+
+class PlainLanguageModel(nn.Module):
+    """The layers of `plimsoll.models.recurrent.RecurrentLanguageModel` under the same names, made in the same order."""
+
+    def __init__(
+        self, architecture: str, vocab_size: int, size: int, num_layers: int = 2, dropout: float = 0.0
+    ) -> None:
+        super().__init__()
+        layers = {"lstm": nn.LSTM, "gru": nn.GRU, "rnn": nn.RNN}[architecture]
+        self.embedding = nn.Embedding(vocab_size, size)
+        self.recurrent = layers(size, size, num_layers=num_layers, batch_first=True, dropout=dropout)
+        self.dropout = nn.Dropout(dropout)
+        self.head = nn.Linear(size, vocab_size)
+
+
+def plain_streams(
+    model: PlainLanguageModel,
+    optimizer: torch.optim.Optimizer,
+    tokens: Tensor,
+    *,
+    num_lanes: int,
+    length: int,
+    num_steps: int,
+    text_begins: frozenset[int] = frozenset(),
+    cut: int | None = None,
+) -> list[float]:
+    """Train on lanes of equal length, windows one after the other, the state carried and detached; return the losses.
+
+    Args:
+        model: in training mode.
+        optimizer: of its parameters; gradients are clipped to a norm of 1.
+        tokens: all of them, end to end.
+        num_lanes: the samples of a batch.
+        length: the tokens of a window, of which all but the last are read.
+        num_steps: how many.
+        text_begins: before which tokens the state is set to zeros.
+        cut: how many lanes are read at once, their gradients accumulated; ``None`` for all.
+    """
+    cut = cut or num_lanes
+    lane_tokens = (len(tokens) - 1) // num_lanes
+    losses, place, state = [], 0, [None] * num_lanes
+    for _ in range(num_steps):
+        if place >= lane_tokens:  # the next epoch
+            place, state = 0, [None] * num_lanes
+        end = min(place + length - 1, lane_tokens)
+        begins = [lane * lane_tokens + place for lane in range(num_lanes)]
+        optimizer.zero_grad()
+        total = 0.0
+        for first in range(0, num_lanes, cut):
+            lanes = range(first, min(first + cut, num_lanes))
+            read = torch.stack([tokens[begins[lane] : begins[lane] + end - place] for lane in lanes])
+            following = torch.stack([tokens[begins[lane] + 1 : begins[lane] + 1 + end - place] for lane in lanes])
+            carried = None if state[first] is None else _joined([state[lane] for lane in lanes])
+            resets = [[begins[lane] + t in text_begins for t in range(end - place)] for lane in lanes]
+            hidden, carried = _read_on(model, read, carried, torch.tensor(resets))
+            logits = model.head(model.dropout(hidden))
+            loss = nn.functional.cross_entropy(logits.flatten(0, 1), following.flatten())
+            if cut < num_lanes:
+                loss = loss * (len(lanes) / num_lanes)
+            loss.backward()
+            total += loss.item()
+            for number, lane in enumerate(lanes):
+                state[lane] = [part[:, number : number + 1].detach() for part in carried]
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        losses.append(total)
+        place = end
+    return losses
+
+
+def _joined(states: list[list[Tensor]]) -> list[Tensor]:
+    return [torch.cat(parts, dim=1) for parts in zip(*states, strict=True)]
+
+
+def _read_on(
+    model: PlainLanguageModel, read: Tensor, state: list[Tensor] | None, resets: Tensor
+) -> tuple[Tensor, list[Tensor]]:
+    """Run the layers over some tokens, with zeros in place of a lane's state where a text begins in it."""
+    embedded, outputs = model.dropout(model.embedding(read)), []
+    is_lstm = isinstance(model.recurrent, nn.LSTM)
+    for begin, end in pairwise(sorted({0, read.shape[1], *resets.any(0).nonzero().flatten().tolist()})):
+        if state is not None:
+            state = [part.masked_fill(resets[:, begin][None, :, None], 0.0) for part in state]
+        given = None if state is None else tuple(state) if is_lstm else state[0]
+        output, after = model.recurrent(embedded[:, begin:end], given)
+        state = list(after) if is_lstm else [after]
+        outputs.append(output)
+    # What is joined is laid out anew, and masks of dropout are drawn in the order of the memory.
+    return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)), state
