@@ -351,8 +351,9 @@ def _next_tokens(labels_BT: Tensor, num_read: int) -> Tensor:
 
     Written into new memory, so that a rehearsal does not know it: it must not take its own labels for those of a text.
     """
-    targets_BT = labels_BT.new_full((len(labels_BT), num_read), IGNORED_LABEL)
+    targets_BT = labels_BT.new_empty((len(labels_BT), num_read))
     targets_BT[:, : labels_BT.shape[1] - 1].copy_(labels_BT[:, 1:])
+    targets_BT[:, labels_BT.shape[1] - 1 :].fill_(IGNORED_LABEL)
     return targets_BT
 
 
