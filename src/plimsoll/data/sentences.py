@@ -19,7 +19,7 @@ import pyarrow
 
 from plimsoll.data.formats import Reading
 from plimsoll.data.formats._columns import MOST_LABELS, listed, no_column
-from plimsoll.data.formats._scanning import text_begin
+from plimsoll.data.formats._scanning import read_head, text_begin
 from plimsoll.data.formats.packed import ENDS_FILE, TEXTS_FILE
 from plimsoll.data.formats.tagged import stored_text
 from plimsoll.data.rows import MOST_SKIPPED_LISTED, sorted_names
@@ -31,7 +31,7 @@ from plimsoll.store import Facts
 _WORDS_NAMES = ("tokens", "words")
 _DOCUMENT = "-DOCSTART-"
 _HUGGING_FACE = b"huggingface"  # where the schema of a table keeps the features of a data set
-_FLUSH_BYTES = 1 << 20
+_FLUSH_BYTES, _HEAD_BYTES = 1 << 20, 8 << 10
 
 
 class Sentence(NamedTuple):
@@ -149,16 +149,15 @@ def _mismatch(sentence: Sentence) -> str | None:
 def conll_sentences(path: str, reading: Reading) -> Iterator[Sentence]:
     """Yield the sentences of a file with a word in each line.
 
-    Columns are separated by tabs if the first line with a word has one, else by spaces; the word is in the first
+    Columns are separated by tabs if the first line that does not begin with # has one, else by spaces; the word is in the first
     and the tag in the last column, unless ``reading`` gives their numbers. In files with tabs, lines that begin with #
     and have no tab are comments.
 
     Raises:
         DataError: if it is no text, or a column is asked for by a name.
     """
-    conll = _Conll(reading)
-    begin = text_begin(path)
-    done_bytes = number = 0
+    begin, done_bytes = text_begin(path), 0
+    conll = _Conll(reading, _has_tabs(read_head(path, _HEAD_BYTES)[begin:]))
     with open(path, "rb") as file:
         file.seek(begin)
         for number, raw in _lines(file, reading.max_text_bytes):
@@ -170,13 +169,19 @@ def conll_sentences(path: str, reading: Reading) -> Iterator[Sentence]:
         yield from conll.ended(done_bytes)
 
 
+def _has_tabs(head: bytes) -> bool:
+    """Return whether the first line that is surely one of a word has a tab."""
+    lines = (line for line in head.split(b"\n") if line.strip() and not line.startswith((b"#", _DOCUMENT.encode())))
+    return b"\t" in next(lines, head)
+
+
 class _Conll:
     """The sentence that is being read."""
 
-    def __init__(self, reading: Reading) -> None:
+    def __init__(self, reading: Reading, has_tabs: bool) -> None:
         self._word_column, self._tag_column = _column(reading.text, 0), _column(reading.label, -1)
         self._most_bytes = reading.max_text_bytes
-        self._has_tabs, self._num_columns = False, 0
+        self._has_tabs, self._num_columns = has_tabs, 0
         self._begin(0)
 
     def _begin(self, number: int) -> None:
@@ -208,8 +213,6 @@ class _Conll:
             line = raw.decode("utf-8")
         except UnicodeDecodeError as error:
             return f"byte {error.start + 1} of the line (0x{raw[error.start]:02x}) is not UTF-8: convert the file"
-        if not self._num_columns:
-            self._has_tabs = "\t" in line
         if self._has_tabs and line.startswith("#") and "\t" not in line:
             return None
         cells = line.split("\t") if self._has_tabs else [cell for cell in line.split(" ") if cell]

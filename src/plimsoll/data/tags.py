@@ -162,7 +162,7 @@ class TokenLabels:
             places_N = ragged.positions(lengths_B)
             first_B, stop_B = own_ranges(spans, ids, lengths_B)
             is_own_N &= (places_N >= np.repeat(first_B, lengths_B)) & (places_N < np.repeat(stop_B, lengths_B))
-        return np.where(is_own_N, self._numbers[labels_N], NO_LABEL)
+        return np.where(is_own_N, self._numbers[np.maximum(labels_N, 0)], NO_LABEL)
 
 
 def own_ranges(

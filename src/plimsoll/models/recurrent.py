@@ -147,7 +147,11 @@ def build_recurrent(fields: dict[str, Any]) -> RecurrentModel:
         JobError: if a field is unknown or has a wrong value.
     """
     config = recurrent_config(fields)
-    assert not config.is_tagger, "it would be a classifier of texts: use plimsoll.models.recurrent_tagger.build_tagger"
+    if config.is_tagger:
+        raise JobError(
+            f"model: is_tagger {config.is_tagger} makes a classifier of tokens, not of texts: use "
+            "plimsoll.models.recurrent_tagger.build_tagger"
+        )
     return RecurrentLanguageModel(config) if config.num_labels is None else RecurrentClassifier(config)
 
 

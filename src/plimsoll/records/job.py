@@ -268,7 +268,7 @@ class Job(Record):
         for name, value in asked.items() if self.task == "token-classification" else ():
             if value:
                 raise ValueError(
-                    f"data.{name} {value!r} is not for words with tags, which are in one column, are tokenized once and "
+                    f"data.{name} {value!r} is not for words with tags, which are in one column, tokenized once and "
                     "one by one, and make no running text: leave it out, or name the column of the words"
                 )
         return self
