@@ -149,9 +149,9 @@ def _mismatch(sentence: Sentence) -> str | None:
 def conll_sentences(path: str, reading: Reading) -> Iterator[Sentence]:
     """Yield the sentences of a file with a word in each line.
 
-    Columns are separated by tabs if the first line that does not begin with # has one, else by spaces; the word is in the first
-    and the tag in the last column, unless ``reading`` gives their numbers. In files with tabs, lines that begin with #
-    and have no tab are comments.
+    Columns are separated by tabs if the first line that does not begin with # has one, else by spaces; the word is in
+    the first and the tag in the last column, unless ``reading`` gives their numbers. In files with tabs, lines that
+    begin with # and have no tab are comments.
 
     Raises:
         DataError: if it is no text, or a column is asked for by a name.
