@@ -1,7 +1,8 @@
 """Recurrent taggers: LSTM, GRU and plain (tanh) RNN that give each token a label, from both sides if bidirectional.
 
 Configured, called and saved as the models of `plimsoll.models.recurrent` are; dropout is where these have it. Padding
-on the right changes nothing: sequences are packed, so the direction from right to left begins at the last token. It
+on the right changes nothing: where both directions are read, sequences are packed, so that the one from right to left
+begins at the last token. On the CPU torch takes time for a packed sequence that grows with the square of its length. It
 does NOT cover labels that depend on their neighbours (a CRF), and padding on the left.
 
 Shapes: B samples, T tokens, H hidden size of all directions, L labels.
@@ -49,7 +50,7 @@ class RecurrentTagger(RecurrentModel):
             labels: (B, T), from 0 to L - 1, or -100.
         """
         embedded = self.dropout(self.embedding(input_ids))
-        if attention_mask is None:
+        if attention_mask is None or not self.config.bidirectional:  # from left to right no token sees the padding
             hidden_BTH, _ = self.recurrent(embedded)
         else:
             num_tokens = attention_mask.sum(dim=1).clamp(min=1).cpu()
