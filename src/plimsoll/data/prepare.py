@@ -20,7 +20,7 @@ from plimsoll.data.formats import Reading
 from plimsoll.data.index import open_corpus
 from plimsoll.data.labels import labels_of
 from plimsoll.data.spans import Spans, cut_texts, num_windows, open_spans
-from plimsoll.data.tags import TokenLabels, tags_of
+from plimsoll.data.tags import tags_of
 from plimsoll.data.tokenizer import Tokenizer, prepare_tokenizer
 from plimsoll.data.tokens import TokenStore, open_tokens, tokenize
 from plimsoll.errors import DataError
@@ -294,7 +294,7 @@ class _Opening:
     def samples(self, text: PreparedText, is_training: bool) -> Samples:
         """Map the samples of some texts; what augments them does so in training only."""
         from plimsoll.data.packing import PackedDataset, open_packs
-        from plimsoll.data.texts import DocumentDataset
+        from plimsoll.data.texts import DocumentDataset, TokenLabels
         from plimsoll.data.windows import WindowDataset
 
         job, end_id = self._job, self._prepared.end_id

@@ -1,12 +1,11 @@
-"""The tags of words: which there are, and what becomes of them where words are cut into tokens and texts into windows.
+"""The tags of words: which there are, and what becomes of them where words are cut into tokens.
 
 Words are tokenized one by one, so a token never reaches over the end of a word; the label of a word is that of its
-first token, and all others have none (-100), as is usual for models of tokens. Where windows of a long text overlap, a
-word has its label in one of them only: that in which it is farther from an edge. So each word counts once, in training
-and in evaluation, and with what is known of both its sides. A word that the tokenizer makes nothing of is lost with its
-tag, and counted. NOT covered: labels of all tokens of a word, several tags of a word.
+first token, and all others have none (-100), as is usual for models of tokens. A word that the tokenizer makes nothing
+of is lost with its tag, and counted. What becomes of labels in windows is in `plimsoll.data.texts`. NOT covered: labels
+of all tokens of a word, several tags of a word.
 
-Shapes: N tokens, W words, B spans.
+Shapes: N tokens, W words.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from __future__ import annotations
 import difflib
 from array import array
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,9 +26,6 @@ from plimsoll.errors import DataError
 
 if TYPE_CHECKING:
     import tokenizers
-
-    from plimsoll.data.spans import Spans
-    from plimsoll.data.tokens import TokenStore
 
 NO_LABEL = -100  # plimsoll.data.windows.IGNORED_LABEL, which comes with torch
 _PIECE_WORDS = 8192
@@ -134,44 +130,3 @@ class WordEncoder:
         stops = np.cumsum([len(piece.words) for piece in pieces])
         before = np.concatenate(([0], np.cumsum(lengths_W)))[np.concatenate(([0], stops))]
         return Encoded(tokens_N, np.diff(before), labels_N, int(np.count_nonzero(~has_token_W)))
-
-
-class TokenLabels:
-    """The labels of the tokens of a store, with the numbers that a model has for them; picklable.
-
-    Args:
-        store: tokens of words with tags.
-        names: the tags in the order of their numbers, among them all of the store.
-    """
-
-    def __init__(self, store: TokenStore, names: Sequence[str]) -> None:
-        assert store.labels is not None, store.folder
-        self._store, self._names = store, tuple(names)
-        self._labels: NDArray[Any] = np.asarray(store.labels)
-        self._numbers = np.array([self._names.index(name) for name in store.tag_names], np.int64)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return TokenLabels, (self._store, self._names)
-
-    def of(self, spans: Spans, ids: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the label of each token of some spans, end to end (N,); -100 where another span has it."""
-        starts_B, lengths_B = spans.places(ids)
-        labels_N = self._labels[ragged.places(starts_B, lengths_B)]
-        is_own_N = labels_N >= 0
-        if not spans.are_texts:
-            places_N = ragged.positions(lengths_B)
-            first_B, stop_B = own_ranges(spans, ids, lengths_B)
-            is_own_N &= (places_N >= np.repeat(first_B, lengths_B)) & (places_N < np.repeat(stop_B, lengths_B))
-        return np.where(is_own_N, self._numbers[np.maximum(labels_N, 0)], NO_LABEL)
-
-
-def own_ranges(
-    spans: Spans, ids: NDArray[np.int64], lengths_B: NDArray[np.int64]
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return from which to which token (B,) each span is the one in which tokens are farthest from an edge.
-
-    Of what two neighbours share the first has the first half, and the middle one.
-    """
-    following = np.minimum(ids + 1, len(spans) - 1)
-    shared_after_B = np.where(ids + 1 < len(spans), spans.num_repeated(following), 0)
-    return (spans.num_repeated(ids) + 1) // 2, lengths_B - shared_after_B // 2

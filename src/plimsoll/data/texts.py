@@ -9,6 +9,7 @@ Shapes: B samples of the batch, T tokens of the longest, N tokens of all.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +21,7 @@ from plimsoll.data import ragged
 from plimsoll.data.augment import TokenAugmentation
 from plimsoll.data.order import Order
 from plimsoll.data.spans import Spans, select_spans
-from plimsoll.data.tags import TokenLabels
+from plimsoll.data.tokens import TokenStore
 from plimsoll.data.windows import IGNORED_LABEL, Samples, num_held_out
 from plimsoll.errors import DataError
 
@@ -114,6 +115,38 @@ class DocumentDataset(Samples):
             return self._token_labels.of(self.spans, ids)
         num_repeated_N = np.repeat(self.spans.num_repeated(ids), lengths_B)
         return np.where(ragged.positions(lengths_B) < num_repeated_N, IGNORED_LABEL, tokens_N)
+
+
+class TokenLabels:
+    """The labels of the tokens of a store, with the numbers that a model has for them; picklable.
+
+    Where windows of a long text overlap, a word has its label in one of them only: that in which it is farther from an
+    edge. So each word counts once, in training and in evaluation, and with what is known of both its sides.
+
+    Args:
+        store: tokens of words with tags.
+        names: the tags in the order of their numbers, among them all of the store.
+    """
+
+    def __init__(self, store: TokenStore, names: Sequence[str]) -> None:
+        assert store.labels is not None, store.folder
+        self._store, self._names = store, tuple(names)
+        self._labels: NDArray[Any] = np.asarray(store.labels)
+        self._numbers = np.array([self._names.index(name) for name in store.tag_names], np.int64)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return TokenLabels, (self._store, self._names)
+
+    def of(self, spans: Spans, ids: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the label of each token of some spans, end to end (N,); -100 where another span has it."""
+        starts_B, lengths_B = spans.places(ids)
+        labels_N = self._labels[ragged.places(starts_B, lengths_B)]
+        is_own_N = labels_N >= 0
+        if not spans.are_texts:
+            places_N = ragged.positions(lengths_B)
+            first_B, stop_B = spans.own_ranges(ids)
+            is_own_N &= (places_N >= np.repeat(first_B, lengths_B)) & (places_N < np.repeat(stop_B, lengths_B))
+        return np.where(is_own_N, self._numbers[np.maximum(labels_N, 0)], IGNORED_LABEL)
 
 
 def split_by_text(spans: Spans, share: float, seed: int) -> tuple[Spans, Spans]:

@@ -1,7 +1,7 @@
 """How well words are tagged, counted while the loss is evaluated: accuracy, and the F1 of whole entities.
 
 Each word is judged once. Where a long text is cut into windows that overlap, that is in the window in which it is
-farther from an edge, as the labels say (`plimsoll.data.tags`). Entities may reach over windows, so a text is judged
+farther from an edge, as the labels say (`plimsoll.data.texts`). Entities may reach over windows, so a text is judged
 when all of its windows are there; where they arrive in order, no more texts are held than a batch has. A batch that
 runs out of memory is evaluated once more in smaller pieces: of a batch only the last answer to each sample counts. Does
 NOT cover models that return no ``logits``: of these both are unknown.

@@ -9,11 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plimsoll.data.batching import Buckets
 from plimsoll.data.loader import iterate_once
 from plimsoll.data.spans import cut_texts
-from plimsoll.data.tags import NO_LABEL, TokenLabels, WordEncoder, own_ranges, tags_of
-from plimsoll.data.texts import DocumentDataset
+from plimsoll.data.tags import NO_LABEL, WordEncoder, tags_of
+from plimsoll.data.texts import DocumentDataset, TokenLabels
 from plimsoll.data.tokens import tokenize
 from plimsoll.data.windows import IGNORED_LABEL
 from plimsoll.errors import DataError
@@ -83,7 +82,7 @@ def test_each_token_belongs_to_the_window_in_which_it_is_farthest_from_an_edge(l
         spans = cut_texts(store, sequence_length, stride=stride)
         ids = np.arange(len(spans))
         starts, lens = spans.places(ids)
-        first, stop = own_ranges(spans, ids, lens)
+        first, stop = spans.own_ranges(ids)
         parents = spans.parents(ids)
     owners = {}
     for span in ids.tolist():
@@ -118,7 +117,6 @@ def test_every_word_counts_once_in_windows_of_any_order(tmp_path: Path, stride: 
         assert (fields["labels"][fields["attention_mask"] == 0] == IGNORED_LABEL).all()
         counts += np.bincount(fields["labels"][fields["labels"] >= 0].numpy(), minlength=3)
     assert counts.tolist() == list(corpus.tag_counts.values())
-    assert Buckets(max_tokens=64).max_tokens == 64
 
 
 def test_labels_have_the_numbers_of_the_training_texts(tmp_path: Path):
