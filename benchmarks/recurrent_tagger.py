@@ -7,8 +7,9 @@ A text is a file, read with ``tokenize``; a word is a token, and its tag says wh
 number, a string, a comment, or of names what is done with them: defined (behind ``def`` or ``class``), called (before a
 parenthesis), an attribute (behind a dot), or read. So a tag depends on both neighbours, and the words of a file are one
 sequence of thousands, cut into windows that overlap. Two trainings of one job: without a limit, and inside the budget,
-where what does not fit is done in smaller pieces; the loss must be the same. An arm that ends with an error shows it. Peaks are private memory
-as the training process reads it. Prints a table, and as its last line one JSON object. Linux only.
+where what does not fit is done in smaller pieces; the loss must be the same. An arm that ends with an error shows it.
+Peaks are private memory as the training process reads it. Prints a table, and as its last line one JSON object. Linux
+only.
 """
 
 from __future__ import annotations
