@@ -32,7 +32,7 @@ from plimsoll.device.base import backend_for
 from plimsoll.embeddings.subsets import open_rows, take_subset
 from plimsoll.embeddings.vocabulary import of_tokenizer
 from plimsoll.errors import BudgetError, JobError
-from plimsoll.models.build import build_model, loss_of, sketch_model
+from plimsoll.models.build import build_model, loss_of, name_labels, sketch_model
 from plimsoll.models.vectors import dimension_of, fill_embedding, require_fitting, word_embedding
 from plimsoll.optimizers import build_optimizer, build_schedule
 from plimsoll.records.embeddings import SubsetFacts
@@ -60,6 +60,7 @@ class Assembled:
     samples: Any
     loader: Loader
     validation: Any | None
+    label_names: tuple[str, ...] = ()
 
 
 class Vectors(NamedTuple):
@@ -144,13 +145,15 @@ def assemble(
     model = build_model(job, prepared.vocab_size, prepared.num_labels, prepared.end_id)
     if prepared.vectors_folder is not None:
         fill_embedding(word_embedding(model, prepared.vocab_size), open_rows(Path(prepared.vectors_folder)))
+    name_labels(model, prepared.label_names)
     model.to(device).train()
     _require_kernels(model, job.own_precision, device)
     _require_apart(job, model)
     optimizer = build_optimizer(job.optimizer, model.parameters())
     loss, units = loss_of(job.task)
+    schedule = build_schedule(job.optimizer, optimizer, job.steps)
     return Assembled(
-        model, optimizer, build_schedule(job.optimizer, optimizer, job.steps), loss, units, training, loader, validation
+        model, optimizer, schedule, loss, units, training, loader, validation, label_names=prepared.label_names
     )
 
 

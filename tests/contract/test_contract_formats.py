@@ -9,6 +9,7 @@ import pkgutil
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import pyarrow
 import pyarrow.ipc
@@ -55,6 +56,16 @@ def write_gzip(path: Path, texts: list[str]) -> None:
     path.write_bytes(gzip.compress(path.read_bytes(), 0))
 
 
+def write_tokens(path: Path, texts: list[str]) -> None:
+    """Each text is one word with a tag."""
+    rows = [{"tokens": [text], "tags": ["O" if number % 2 else "B-X"]} for number, text in enumerate(texts)]
+    path.write_bytes("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode())
+
+
+def write_conll(path: Path, texts: list[str]) -> None:
+    path.write_bytes("\n".join(f"{text}\tO\n" for text in texts).encode())
+
+
 WRITERS: dict[str, tuple[str, Writer]] = {
     "text": (".txt", write_text),
     "jsonl": (".jsonl", write_jsonl),
@@ -62,7 +73,10 @@ WRITERS: dict[str, tuple[str, Writer]] = {
     "packed": (".parquet", write_parquet),
     "packed from Arrow": (".arrow", write_arrow),
     "jsonl in gzip": (".jsonl.gz", write_gzip),
+    "tagged": (".tokens.jsonl", write_tokens),
+    "tagged in CoNLL": (".conll", write_conll),
 }
+TAGGED = tuple(suffix for name, (suffix, _) in WRITERS.items() if name.startswith("tagged"))
 
 
 def write_half_each(name: str, folder: Path, texts: list[str]) -> None:
@@ -92,8 +106,11 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return folder
 
 
-def opened(folder: Path) -> Corpus:
-    return open_corpus((str(folder),), Reading(unit="line"), folder.parent / "cache")
+def opened(folder: Path, source: Path | None = None, on_error: Literal["stop", "skip"] = "stop") -> Corpus:
+    source = source or folder
+    is_tagged = any(path.name.endswith(TAGGED) for path in folder.glob("*"))
+    reading = Reading(unit="line", on_error=on_error, is_tagged=is_tagged)
+    return open_corpus((str(source),), reading, folder.parent / "cache")
 
 
 def index_of(folder: Path) -> Path:
@@ -160,7 +177,7 @@ def test_bytes_that_are_not_utf8_are_an_error_where_the_file_is_named(folder: Pa
     path = sorted(folder.iterdir())[0]
     path.write_bytes(path.read_bytes().replace(b"two", b"\xff\xff\xff"))
     with pytest.raises(DataError, match=rf"cannot \w+ .*{path.name}"):
-        open_corpus((str(path),), Reading(unit="line"), folder.parent / "cache")
+        opened(folder, path)
 
 
 def test_rows_that_are_not_utf8_are_skipped_where_that_was_asked(folder: Path, request: pytest.FixtureRequest):
@@ -168,7 +185,7 @@ def test_rows_that_are_not_utf8_are_skipped_where_that_was_asked(folder: Path, r
         pytest.skip("the checksum of the archive finds the change first")
     path = sorted(folder.iterdir())[0]
     path.write_bytes(path.read_bytes().replace(b"two", b"\xff\xff\xff"))
-    corpus = open_corpus((str(folder),), Reading(unit="line", on_error="skip"), folder.parent / "cache")
+    corpus = opened(folder, on_error="skip")
     assert list(corpus) == [TEXTS[0], *TEXTS[2:]]
     assert (corpus.num_skipped, len(corpus.skipped)) == (1, 1)
 

@@ -219,7 +219,7 @@ def _counted(words: _Words, texts: list[str], cache: Path | None, progress: Repo
 
     job = job_of(texts, words.changes)
     folder = (cache or cache_folder() / "data").absolute()
-    corpus = open_corpus(job.data.sources, reading_of(job.data), folder, progress)
+    corpus = open_corpus(job.data.sources, reading_of(job), folder, progress)
     found = count_words(corpus, progress=progress)
     counts = ((word, found.counts[word]) for word in found.ranked())
     name = ", ".join(texts)

@@ -42,7 +42,8 @@ _COPY_BYTES = 1 << 20
 class PlainFile(NamedTuple):
     """A file that can be indexed; ``name`` is what the user calls it, ``path`` where its bytes are.
 
-    ``skipped`` are the rows that were left out where it was converted (the first 100), ``num_skipped`` how many.
+    ``skipped`` are the rows that were left out where it was converted (the first 100), ``num_skipped`` how many;
+    ``tags`` of its words and how often each occurs.
     """
 
     name: str
@@ -53,6 +54,7 @@ class PlainFile(NamedTuple):
     format: str
     skipped: tuple[str, ...] = ()
     num_skipped: int = 0
+    tags: tuple[tuple[str, int], ...] = ()
 
 
 def plain_files(sources: Sequence[Any], reading: Reading, cache: Path, progress: Progress) -> list[PlainFile]:
@@ -65,7 +67,7 @@ def plain_files(sources: Sequence[Any], reading: Reading, cache: Path, progress:
     of_datasets = [source for source in sources if _is_dataset(source)]
     paths = tuple(str(source) for source in sources if not _is_dataset(source))
     files = find_files(paths) if paths else []
-    report = _Report(progress, sum(file.num_bytes for file in files if _is_converted(file.path)))
+    report = _Report(progress, sum(file.num_bytes for file in files if reading.is_tagged or is_converted(file.path)))
     plain = [_plain(file, reading, cache, report) for file in files]
     return plain + [_of_dataset(source, reading, cache, progress) for source in of_datasets]
 
@@ -94,7 +96,8 @@ def _uncompressed(path: str) -> str:
     return stem if suffix.lower() in _COMPRESSED else path
 
 
-def _is_converted(path: str) -> bool:
+def is_converted(path: str) -> bool:
+    """Return whether the file of this name is compressed or a table, of which a part of the bytes says nothing."""
     return _uncompressed(path) != path or _format_of(path) in _TABLES
 
 
@@ -107,7 +110,7 @@ def _is_dataset(source: Any) -> bool:
 
 def _plain(file: SourceFile, reading: Reading, cache: Path, report: _Report) -> PlainFile:
     path, form = file.path, _format_of(file.path)
-    if not _is_converted(path) or not file.num_bytes:
+    if not file.num_bytes or not (reading.is_tagged or is_converted(path)):
         return PlainFile(path, path, file.num_bytes, file.mtime_ns, file.named, form)
     if _uncompressed(path) != path:
         name = "data" + os.path.splitext(_uncompressed(path))[1].lower()
@@ -115,11 +118,12 @@ def _plain(file: SourceFile, reading: Reading, cache: Path, report: _Report) -> 
         stored(folder, partial(_decompress, source=file, name=name, report=report))
         path = str((folder / name).absolute())
     facts: Facts = {}
-    if form in _TABLES:
-        (table_file,) = find_files((path,))
-        folder = cache / f"packed-{_hash([identity_of([table_file]), _asked(reading)])}"
-        facts = stored(folder, partial(_pack_file, path=path, name=file.path, reading=reading, report=report))
-        path, form = str((folder / packed.TEXTS_FILE).absolute()), "packed"
+    if form in _TABLES or reading.is_tagged:
+        (plain_file,) = find_files((path,))
+        folder = cache / f"packed-{_hash([identity_of([plain_file]), _asked(reading)])}"
+        pack_file = _pack_tagged if reading.is_tagged else _pack_file
+        facts = stored(folder, partial(pack_file, path=path, name=file.path, reading=reading, report=report))
+        path, form = str((folder / packed.TEXTS_FILE).absolute()), _form_of_store(reading)
     report.end(file)
     return _as_plain(file.path, path, file.named, form, facts)
 
@@ -127,12 +131,18 @@ def _plain(file: SourceFile, reading: Reading, cache: Path, report: _Report) -> 
 def _as_plain(name: str, path: str, is_named: bool, form: str, facts: Facts) -> PlainFile:
     status = os.stat(path)
     skipped, num_skipped = tuple(facts.get("skipped", ())), facts.get("num_skipped", 0)
-    return PlainFile(name, path, status.st_size, status.st_mtime_ns, is_named, form, skipped, num_skipped)
+    tags = tuple((tag, count) for tag, count in facts.get("tags", ()))
+    return PlainFile(name, path, status.st_size, status.st_mtime_ns, is_named, form, skipped, num_skipped, tags)
 
 
 def _asked(reading: Reading) -> tuple[Any, ...]:
     """Return what of a reading says what a table is converted to."""
-    return reading.columns, reading.label, reading.on_error, reading.max_text_bytes
+    asked = (reading.columns, reading.label, reading.on_error, reading.max_text_bytes)
+    return (*asked, "tagged") if reading.is_tagged else asked
+
+
+def _form_of_store(reading: Reading) -> str:
+    return "tagged" if reading.is_tagged else "packed"
 
 
 def _hash(identity: Any) -> str:
@@ -183,6 +193,26 @@ def _pack_file(folder: Path, path: str, name: str, reading: Reading, report: _Re
         return pack(folder, table, reading, report.show)
 
 
+def _pack_tagged(folder: Path, path: str, name: str, reading: Reading, report: _Report) -> Facts:
+    from plimsoll.data.sentences import conll_sentences, json_sentences, pack_sentences, table_sentences
+    from plimsoll.data.tables import open_arrow, open_parquet
+
+    form = _format_of(path)
+    if path.lower().endswith(".csv"):
+        raise DataError(
+            f"{name} is csv, whose cells hold no lists of words: write it as JSON lines, or with a word and its tag in "
+            "each line, separated by a tab, as .conll"
+        )
+    if form not in _TABLES:
+        read = json_sentences if form == "jsonl" else conll_sentences
+        try:
+            return pack_sentences(folder, read(path, reading), name, reading, report.show)
+        except OSError as error:
+            raise DataError(f"cannot read {name} ({error.strerror}): check the disk, or leave the file out") from None
+    with (open_parquet if form == "parquet" else open_arrow)(path, name) as table:
+        return pack_sentences(folder, table_sentences(table, reading), table.name, reading, report.show)
+
+
 def _of_dataset(source: Any, reading: Reading, cache: Path, progress: Progress) -> PlainFile:
     from plimsoll.data.tables import load_dataset, open_dataset, pack
 
@@ -190,8 +220,15 @@ def _of_dataset(source: Any, reading: Reading, cache: Path, progress: Progress) 
     table = open_dataset(dataset, name)
 
     def write(folder: Path) -> Facts:
-        return pack(folder, table, reading, lambda done: progress("convert", done, table.num_bytes))
+        def show(done_bytes: int) -> None:
+            progress("convert", done_bytes, table.num_bytes)
+
+        if not reading.is_tagged:
+            return pack(folder, table, reading, show)
+        from plimsoll.data.sentences import pack_sentences, table_sentences
+
+        return pack_sentences(folder, table_sentences(table, reading), name, reading, show)
 
     folder = cache / f"packed-{_hash([dataset._fingerprint, _asked(reading)])}"
     facts = stored(folder, write)
-    return _as_plain(name, str((folder / packed.TEXTS_FILE).absolute()), True, "packed", facts)
+    return _as_plain(name, str((folder / packed.TEXTS_FILE).absolute()), True, _form_of_store(reading), facts)

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from plimsoll.data.blocks import Blocks
 from plimsoll.data.formats import Layout
+from plimsoll.data.formats.tagged import KEPT
 from plimsoll.data.opened import OpenFiles
 from plimsoll.data.rows import BEGINS_FILE, GAPS_FILE, LABELS_FILE
 from plimsoll.data.scan import format_named
@@ -48,6 +49,7 @@ class Corpus:
         left_out: the files without a text.
         label_names: the names of the classes, where a column with labels was asked for.
         labels: the number of the class of each text (memory-mapped), or ``None``.
+        tag_counts: how often each tag occurs, by name in their order, where texts are words with tags.
     """
 
     def __init__(self, folder: Path, facts: Facts, cache_bytes: int = 0) -> None:
@@ -66,6 +68,7 @@ class Corpus:
         self.num_skipped: int = facts["num_skipped"]
         self.left_out: tuple[Path, ...] = tuple(map(Path, facts["left_out"]))
         self.label_names: tuple[str, ...] = tuple(facts["label_names"])
+        self.tag_counts: dict[str, int] = facts.get("tags", {})
         self.labels: NDArray[Any] | None = None
         if self.label_names:
             self.labels = _mapped(folder / LABELS_FILE, np.min_scalar_type(len(self.label_names) - 1))
@@ -178,6 +181,12 @@ class Corpus:
         """How many consecutive texts make a block of about 64 KiB."""
         return max(1, round(_BLOCK_BYTES * len(self) / self.num_bytes))
 
+    def tagged(self, first_text: int = 0) -> Iterator[str]:
+        """Yield the texts in order with the tags of their words; see `plimsoll.data.formats.tagged.words_and_tags`."""
+        assert self.tag_counts, self.paths
+        for file, first, last in self._runs(first_text, len(self)):
+            yield from self._run(file, first, last, with_tags=True)
+
     def pieces(self, first_text: int = 0) -> Iterator[tuple[str, bool]]:
         """Yield the texts in order, cut into pieces of at most 64 KiB, each with whether it is the last of its text.
 
@@ -275,11 +284,12 @@ class Corpus:
             yield file, first, stop
             first = stop
 
-    def _run(self, file: int, first: int, last: int) -> list[str]:
+    def _run(self, file: int, first: int, last: int, with_tags: bool = False) -> list[str]:
         begin, end = int(self._begins[first]), self._span(last - 1)[2]
         raw = self._read(file, begin, end)
         borders = np.minimum(self._begins[first : last + 1] - begin, len(raw))
         layout = self._layouts[self._layout_numbers[file]]
+        layout = layout._replace(label=KEPT) if with_tags else layout
         try:
             return format_named(layout.format).decode_run(raw, borders, layout)
         except ValueError as error:

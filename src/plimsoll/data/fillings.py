@@ -41,7 +41,7 @@ class Texts(NamedTuple):
     @property
     def whole(self) -> Ints:
         """The tokens of each text as it becomes samples: with its end token, or without where that is not learnt."""
-        return np.maximum(self.lengths + (self.job.task != "classification"), 1)
+        return np.maximum(self.lengths + (not self.job.is_labelled), 1)
 
     @property
     def num_long(self) -> int:
@@ -50,7 +50,7 @@ class Texts(NamedTuple):
 
     def fillings(self) -> Iterator[Filling]:
         """Compare the ways to make batches of them."""
-        if self.job.task != "classification":
+        if not self.job.is_labelled:
             yield from self._streams()
             yield self._packed()
         for way in self._ways():
@@ -62,7 +62,7 @@ class Texts(NamedTuple):
 
     @property
     def _are_samples(self) -> bool:
-        return self.job.task == "classification" or self.job.data.has_padding
+        return self.job.is_labelled or self.job.data.has_padding
 
     @property
     def _buckets(self) -> Buckets:
@@ -125,7 +125,7 @@ class Texts(NamedTuple):
             yield _Way("texts", truncated, 0, self._are_samples, num_bytes)
             return
         name, step = "windows of texts", longest
-        if self.job.task == "classification":  # in language modelling a stride is that of the stream
+        if self.job.is_labelled:  # in language modelling a stride is that of the stream
             step = checked_stride(data.stride, longest)
             name += f", stride {step}" if step < longest else ""
         windows = _cut(self.whole, longest, step)

@@ -9,6 +9,7 @@ bytes per file, nothing per text. It does NOT notice an edit that keeps size and
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import closing
 from functools import partial
@@ -21,7 +22,7 @@ from plimsoll.data.convert import PlainFile, plain_files
 from plimsoll.data.corpus import Corpus
 from plimsoll.data.formats import Layout, Reading
 from plimsoll.data.formats._scanning import text_begin
-from plimsoll.data.rows import FileFault, Rows, Source
+from plimsoll.data.rows import FileFault, Rows, Source, sorted_names
 from plimsoll.data.scan import Scanned, format_named, scan_files
 from plimsoll.errors import DataError
 from plimsoll.identity import identity_of
@@ -153,8 +154,17 @@ class _Writing:
             "num_skipped": self._rows.num_skipped,
             "left_out": sorted(self._left_out),
             "label_names": label_names,
+            "tags": _counted_tags(files),
             "key": self._key.hexdigest(),
         }
+
+
+def _counted_tags(files: Sequence[PlainFile]) -> dict[str, int]:
+    """Return how often each tag of words occurs in all files, in the order of the names."""
+    counts: Counter[str] = Counter()
+    for file in files:
+        counts.update(dict(file.tags))
+    return {name: counts[name] for name in sorted_names(list(counts))}
 
 
 def _no_text(shown: list[str], files: list[PlainFile], writing: _Writing, rows: Rows) -> str:

@@ -23,9 +23,10 @@ from plimsoll.data.index import open_corpus
 from plimsoll.data.labels import labels_of
 from plimsoll.data.prepare import reading_of
 from plimsoll.data.spans import cut_texts
+from plimsoll.data.tags import WordEncoder
 from plimsoll.data.tokenizer import Tokenizer, prepare_tokenizer, tokenizer_threads
 from plimsoll.data.tokens import open_tokens, tokenize, tokens_folder
-from plimsoll.records.corpus import CorpusFacts, Filling, Inspection, LabelCount, TokenFacts
+from plimsoll.records.corpus import CorpusFacts, Filling, Inspection, LabelCount, TagCount, TokenFacts
 from plimsoll.records.job import Job
 from plimsoll.store import Progress, read_facts, silent
 
@@ -103,13 +104,14 @@ def inspect_corpus(job: Job, cache: Path, progress: Progress = silent) -> Inspec
 
 def _indexed(job: Job, cache: Path, progress: Progress) -> tuple[Corpus, CorpusFacts]:
     begun = time.perf_counter()
-    corpus = open_corpus(job.data.sources, reading_of(job.data), cache.absolute(), progress)
+    corpus = open_corpus(job.data.sources, reading_of(job), cache.absolute(), progress)
     seconds = time.perf_counter() - begun
     labels: list[LabelCount] = []
     if job.task == "classification":
         names, numbers = labels_of(corpus)
         counts = np.bincount(numbers, minlength=len(names)).tolist()
         labels = [LabelCount(name=name, num_texts=count) for name, count in zip(names, counts, strict=True)]
+    tags = [TagCount(name=name, num_words=count) for name, count in corpus.tag_counts.items()]
     facts = CorpusFacts(
         sources=tuple(map(str, job.data.sources)),
         num_files=len(corpus.paths),
@@ -118,6 +120,7 @@ def _indexed(job: Job, cache: Path, progress: Progress) -> tuple[Corpus, CorpusF
         num_skipped=corpus.num_skipped,
         skipped=corpus.skipped,
         labels=tuple(labels),
+        tags=tuple(tags),
         index_folder=str(corpus.folder),
         index_bytes=_size_bytes(corpus.folder),
         seconds=seconds,
@@ -164,7 +167,7 @@ def _seen(job: Job, corpus: Corpus, tokenizer: Tokenizer, cache: Path, progress:
 
 
 def _with_end(job: Job) -> bool:
-    return job.task != "classification"
+    return not job.is_labelled
 
 
 def _drawn(job: Job, corpus: Corpus, tokenizer: Tokenizer, borders: Borders | None, progress: Progress) -> _Seen:
@@ -176,7 +179,11 @@ def _drawn(job: Job, corpus: Corpus, tokenizer: Tokenizer, borders: Borders | No
     for begin in range(0, len(ids), 1024):
         texts = corpus.texts(ids[begin : begin + 1024])
         with tokenizer_threads():
-            encodings = tokenizer.backend.encode_batch_fast(texts, add_special_tokens=False)
+            if corpus.tag_counts:
+                lengths += _lengths_by_words(tokenizer, texts)
+                encodings = []
+            else:
+                encodings = tokenizer.backend.encode_batch_fast(texts, add_special_tokens=False)
         lengths += [len(encoding) for encoding in encodings]
         for encoding in encodings if borders is not None else ():
             tokens.fromlist([*encoding.ids, tokenizer.end_id])
@@ -189,13 +196,22 @@ def _drawn(job: Job, corpus: Corpus, tokenizer: Tokenizer, borders: Borders | No
     return _Seen(np.array(lengths, np.int64), int(num_bytes.sum()), num_bytes, at_borders)
 
 
+def _lengths_by_words(tokenizer: Tokenizer, texts: list[str]) -> list[int]:
+    """Return the tokens of texts whose words are encoded one by one (words with spaces inside are cut at these)."""
+    words = [text.split(" ") for text in texts]
+    _, lengths_W = WordEncoder(tokenizer.backend).encode(words)
+    sums = np.concatenate(([0], np.cumsum(lengths_W)))
+    lengths: list[int] = np.diff(sums[np.cumsum([0, *map(len, words)])]).tolist()
+    return lengths
+
+
 def _notes(texts: Texts, corpus: Corpus, fillings: tuple[Filling, ...]) -> Iterator[str]:
     job, num_seen = texts.job, len(texts.lengths)
     if num_seen < len(corpus):
         yield f"Lengths are of {num_seen:,} texts drawn evenly; `plimsoll data tokenize` makes them exact."
     is_refused = job.data.long_texts == "stop" and texts.num_long > 0
     num_long = int(np.count_nonzero(texts.whole > job.sequence_length))
-    if num_long and (job.task == "classification" or is_refused):
+    if num_long and (job.is_labelled or is_refused):
         remedy = ", which no training gets past: set data.long_texts=truncate, or a larger sequence_length"
         yield (
             f"{num_long:,} of {num_seen:,} texts are longer than sequence_length = {job.sequence_length}: "

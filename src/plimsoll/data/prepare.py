@@ -21,11 +21,12 @@ from plimsoll.data.index import open_corpus
 from plimsoll.data.labels import labels_of
 from plimsoll.data.lanes import Lanes, lanes_of_stream, training_lanes
 from plimsoll.data.spans import Spans, cut_texts, num_windows, open_spans
+from plimsoll.data.tags import tags_of
 from plimsoll.data.tokenizer import Tokenizer, prepare_tokenizer
 from plimsoll.data.tokens import TokenStore, open_tokens, tokenize
 from plimsoll.errors import DataError
 from plimsoll.records.base import Frozen, Record
-from plimsoll.records.job import DataSource, Job
+from plimsoll.records.job import Job
 from plimsoll.records.run import GradientReach
 from plimsoll.store import Facts, Progress, kept_facts, read_facts, silent, stored
 
@@ -41,7 +42,8 @@ class PreparedText(Frozen):
 
     ``skipped`` names the first 100 files and rows that were left out, with the reason. Of the texts that are longer
     than a sample, ``num_truncated`` lost ``num_dropped_tokens`` together, which no epoch sees; ``num_cut_inside``
-    windows end where no border fitted. Where texts are tokenized on the fly, tokens and truncations are unknown: 0.
+    windows end where no border fitted; ``num_lost_words`` are without a token, and so their tags are without a place.
+    Where texts are tokenized on the fly, tokens and truncations are unknown: 0.
     """
 
     corpus_key: str
@@ -60,6 +62,7 @@ class PreparedText(Frozen):
     num_truncated: int = 0
     num_dropped_tokens: int = 0
     num_cut_inside: int = 0
+    num_lost_words: int = 0
 
     @property
     def has_windows(self) -> bool:
@@ -99,7 +102,7 @@ class Prepared(Record):
 
     @property
     def num_labels(self) -> int | None:
-        """How many classes there are; ``None`` for language modelling."""
+        """How many classes or tags there are; ``None`` for language modelling."""
         return len(self.label_names) or None
 
 
@@ -117,7 +120,7 @@ def prepare(job: Job, cache: Path, progress: Progress = silent) -> Prepared:
         OutputError: if the cache cannot be written.
     """
     cache = cache.absolute()
-    reading = reading_of(job.data)
+    reading = reading_of(job)
     corpus = open_corpus(job.data.sources, reading, cache, progress)
     tokenizer = prepare_tokenizer(job.tokenizer, corpus, cache, progress)
     making = _Making(job, tokenizer, cache, progress)
@@ -125,10 +128,14 @@ def prepare(job: Job, cache: Path, progress: Progress = silent) -> Prepared:
     labels = held_out = None
     if job.task == "classification":
         names, labels = labels_of(corpus)
+    elif job.task == "token-classification":
+        names = tags_of(corpus)
     train = making.text(corpus, labels)
     if isinstance(job.data.validation, str):
         other = open_corpus((job.data.validation,), reading, cache, progress)
-        held_out = making.text(other, labels_of(other, names)[1] if names else None)
+        if job.task == "token-classification":
+            tags_of(other, names)
+        held_out = making.text(other, labels_of(other, names)[1] if job.task == "classification" else None)
     elif job.data.validation and train.spans_folder is not None and train.has_windows:
         train, held_out = making.split_by_text(train, job.data.validation)
     return Prepared(
@@ -145,8 +152,9 @@ def prepare(job: Job, cache: Path, progress: Progress = silent) -> Prepared:
     )
 
 
-def reading_of(source: DataSource) -> Reading:
+def reading_of(job: Job) -> Reading:
     """Return what of the files is a text, as a job says it."""
+    source = job.data
     return Reading(
         unit=source.unit,
         text=source.text,
@@ -155,6 +163,7 @@ def reading_of(source: DataSource) -> Reading:
         quotes=source.quotes,
         header=source.header,
         on_error=source.on_error,
+        is_tagged=job.task == "token-classification",
     )
 
 
@@ -234,7 +243,8 @@ class _Making:
             return PreparedText(**facts)
         store = tokenize(corpus, self._tokenizer, self._cache, self._progress)
         facts |= {"tokens_folder": str(store.folder), "num_tokens": len(store.tokens)}
-        return PreparedText(**facts | self._samples(store, is_labelled=labels is not None))
+        facts |= {"num_lost_words": store.num_lost_words}
+        return PreparedText(**facts | self._samples(store))
 
     def split_by_text(self, text: PreparedText, share: float) -> tuple[PreparedText, PreparedText]:
         """Hold out texts with all their windows."""
@@ -246,8 +256,8 @@ class _Making:
         )
         return train, held_out
 
-    def _samples(self, store: TokenStore, is_labelled: bool) -> dict[str, Any]:
-        data, length = self._job.data, self._job.sequence_length
+    def _samples(self, store: TokenStore) -> dict[str, Any]:
+        data, length, is_labelled = self._job.data, self._job.sequence_length, self._job.is_labelled
         if data.order == "streams":
             return {"num_samples": Lanes(0, len(store.tokens), self._job.batch_size, length).num_samples}
         if not (is_labelled or data.pack or data.borders):
@@ -293,7 +303,7 @@ class _Opening:
     def samples(self, text: PreparedText, is_training: bool) -> Samples:
         """Map the samples of some texts; what augments them does so in training only."""
         from plimsoll.data.packing import PackedDataset, open_packs
-        from plimsoll.data.texts import DocumentDataset
+        from plimsoll.data.texts import DocumentDataset, TokenLabels
         from plimsoll.data.windows import WindowDataset
 
         job, end_id = self._job, self._prepared.end_id
@@ -305,7 +315,8 @@ class _Opening:
         spans = open_spans(store, Path(text.spans_folder))
         if text.packs_folder is not None:
             return PackedDataset(open_packs(spans, Path(text.packs_folder)), end_id)
-        return DocumentDataset(spans, _labels(text), end_id, augmentation=self._tokens(is_training))
+        labels = _labels(text) if store.labels is None else TokenLabels(store, self._prepared.label_names)
+        return DocumentDataset(spans, labels, end_id, augmentation=self._tokens(is_training))
 
     def streams(self) -> tuple[Samples, Samples | None]:
         """Map the lanes to train on and those held out."""

@@ -27,6 +27,7 @@ BEGINS_FILE, GAPS_FILE, LABELS_FILE = "begins.bin", "gaps.bin", "labels.bin"
 MOST_SKIPPED_LISTED = 100
 _LONG_BYTES = 1 << 20
 _CODES_AT_ONCE = 1 << 20
+_CONVERTED = {"packed", "tagged"}  # whose lengths were checked on the way
 _WHITE = {"line": b"\r\n", "paragraph": bytes(range(33)), "document": b"\r\n"}
 
 
@@ -148,7 +149,7 @@ class Rows:
     def _check_lengths(self, path: str, starts: NDArray[np.int64], dropped: NDArray[np.bool_]) -> dict[int, int]:
         """Drop what is too long; return the ends of texts with more than 1 MiB of blank lines behind them."""
         ends: dict[int, int] = {}
-        if self._source.layout.format == "packed" or self._is_document():
+        if self._source.layout.format in _CONVERTED or self._is_document():
             return ends
         limit_bytes = self._reading.max_text_bytes
         for number in np.flatnonzero(np.diff(starts) > min(_LONG_BYTES, limit_bytes)).tolist():

@@ -24,7 +24,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 import xxhash
 
-from plimsoll.data.formats import Format, Found, Layout, Part, csv, jsonl, packed, text
+from plimsoll.data.formats import Format, Found, Layout, Part, csv, jsonl, packed, tagged, text
 from plimsoll.data.formats._scanning import null_fault, opened
 from plimsoll.errors import DataError
 from plimsoll.forked import forked_pool
@@ -36,7 +36,7 @@ _FORK_BYTES = 16 << 20  # from which starting processes (some 20 ms) is worth it
 _MOST_PROCESSES = 8  # each takes 6 to 12 MiB; more would wait for the one that writes the index
 _MALLOPT_TRIM_THRESHOLD, _MALLOPT_MMAP_MAX = -1, -4  # malloc.h
 
-_MODULES: dict[str, ModuleType] = {"text": text, "jsonl": jsonl, "csv": csv, "packed": packed}
+_MODULES: dict[str, ModuleType] = {"text": text, "jsonl": jsonl, "csv": csv, "packed": packed, "tagged": tagged}
 
 Given = TypeVar("Given")
 Result = TypeVar("Result")

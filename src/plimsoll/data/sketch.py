@@ -14,11 +14,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
+from plimsoll.data.convert import is_converted
+from plimsoll.data.formats import Reading
 from plimsoll.data.index import open_corpus
 from plimsoll.data.prepare import reading_of
 from plimsoll.data.sources import find_files
 from plimsoll.data.tokenizer import load_tokenizer
-from plimsoll.records.job import DataSource, Job
+from plimsoll.records.job import HUB_PREFIX, Job
 
 _HEAD_BYTES, _MOST_HEADS = 1 << 20, 16
 _CUT_ANYWHERE = (".jsonl", ".ndjson", ".csv", ".tsv")  # the begin of such a file is one, but for its last row
@@ -43,23 +45,23 @@ def sketch_texts(job: Job) -> TextSketch:
         backend, end_token, _ = load_tokenizer(Path(job.tokenizer.path))
         vocab_size = 1 + max(backend.get_vocab(with_added_tokens=True).values())
         end_id = backend.token_to_id(end_token) or 0
-    if job.task != "classification":
+    if not job.is_labelled:
         return TextSketch(vocab_size, None, end_id)
-    if job.data.label is not None:
-        num_labels = len(_labels_of_heads(job.data))
+    if job.data.label is not None or job.task == "token-classification":
+        num_labels = len(_labels_of_heads(job))
     else:  # as `labels_from_folders` names them
         num_labels = len({Path(file.path).parent.name for file in find_files(job.data.sources)})
     return TextSketch(vocab_size, max(num_labels, 2), end_id)
 
 
-def _labels_of_heads(source: DataSource) -> Sequence[str]:
-    """Return the classes in the column of labels, as far as the heads of the files show them."""
-    reading = replace(reading_of(source), on_error="skip")
+def _labels_of_heads(job: Job) -> Sequence[str]:
+    """Return the classes in the column of labels, or the tags of words, as far as the heads of the files show them."""
+    reading = replace(reading_of(job), on_error="skip")
     with TemporaryDirectory(prefix="plimsoll-") as name:
         folder = Path(name)
         heads: list[str] = []
-        for given in source.sources:
-            files = find_files((given,)) if Path(given).suffix.lower() in _CUT_ANYWHERE else []
+        for given in job.data.sources:
+            files = find_files((given,)) if _is_cut_anywhere(given, reading) else []
             for file in files[:: -(-len(files) // _MOST_HEADS) or 1]:
                 head = folder / str(len(heads)) / Path(file.path).name
                 head.parent.mkdir()
@@ -68,4 +70,12 @@ def _labels_of_heads(source: DataSource) -> Sequence[str]:
                 heads.append(str(head))
             if not files:
                 heads.append(given)
-        return open_corpus(heads, reading, folder / "cache").label_names
+        corpus = open_corpus(heads, reading, folder / "cache")
+        return tuple(corpus.tag_counts) if reading.is_tagged else corpus.label_names
+
+
+def _is_cut_anywhere(given: str, reading: Reading) -> bool:
+    """Return whether the begin of each of these files is such a file too; a folder may hold any."""
+    if reading.is_tagged:  # what is no table has a line for each word, whatever its name is
+        return Path(given).suffix != "" and not given.startswith(HUB_PREFIX) and not is_converted(given)
+    return Path(given).suffix.lower() in _CUT_ANYWHERE

@@ -103,6 +103,15 @@ class Spans:
         ends_B = self._table[0][before_B] + self._table[1][before_B]
         return np.where(ids > 0, np.maximum(ends_B - self._table[0][ids], 0), 0)
 
+    def own_ranges(self, ids: NDArray[np.int64]) -> Table:
+        """Return from which to which token each span is the one in which tokens are farthest from an edge, (B,) each.
+
+        Of what two neighbours share the first has the first half, and the middle one.
+        """
+        following = np.minimum(ids + 1, len(self) - 1)
+        shared_after_B = np.where(ids + 1 < len(self), self.num_repeated(following), 0)
+        return (self.num_repeated(ids) + 1) // 2, self.lengths(ids) - shared_after_B // 2
+
 
 def cut_texts(
     store: TokenStore,

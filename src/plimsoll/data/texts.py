@@ -1,14 +1,15 @@
-"""Samples that are texts, or the windows texts are cut into: with a class, or as samples of a language model.
+"""Samples that are texts, or the windows texts are cut into: with a class, with tags, or of a language model.
 
 Each batch is padded to its longest sample, rounded up to a small multiple. A window of a classified text has the class
 of its text; `Spans.parents` says which text that is, and `plimsoll.data.pooling` makes one prediction of the windows'.
-Token augmentation is applied as samples are read. NOT covered: several labels per text, labels of single tokens.
+Token augmentation is applied as samples are read. NOT covered: several classes per text.
 
 Shapes: B samples of the batch, T tokens of the longest, N tokens of all.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,7 @@ from plimsoll.data import ragged
 from plimsoll.data.augment import TokenAugmentation
 from plimsoll.data.order import Order
 from plimsoll.data.spans import Spans, select_spans
+from plimsoll.data.tokens import TokenStore
 from plimsoll.data.windows import IGNORED_LABEL, Samples, num_held_out
 from plimsoll.errors import DataError
 
@@ -30,7 +32,7 @@ class DocumentDataset(Samples):
     Args:
         spans: the texts, or their windows.
         labels: the class of every text, or ``None`` for language modelling: each token that no earlier window of the
-            text has predicted is its own label, for a model that shifts the labels.
+            text has predicted is its own label, for a model that shifts the labels. Or the labels of the tokens.
         pad_id: the token that fills the rows of a batch.
         pad_multiple: rows are padded to a multiple of it, and to no more than the longest span may have. ``None``: 8,
             4, 2 or 1, the largest that adds no more than 3 % to the tokens.
@@ -44,22 +46,24 @@ class DocumentDataset(Samples):
     def __init__(
         self,
         spans: Spans,
-        labels: NDArray[np.integer[Any]] | None,
+        labels: NDArray[np.integer[Any]] | TokenLabels | None,
         pad_id: int,
         pad_multiple: int | None = None,
         augmentation: TokenAugmentation | None = None,
     ) -> None:
-        assert labels is None or len(spans.store.ends) == len(labels), (len(spans.store.ends), labels)
-        if labels is None and augmentation is not None and augmentation.config.token_function is not None:
+        self._labels = labels if isinstance(labels, np.ndarray) else None
+        self._token_labels = None if isinstance(labels, np.ndarray) else labels
+        assert self._labels is None or len(spans.store.ends) == len(self._labels), (len(spans.store.ends), labels)
+        if self._labels is None and augmentation is not None and augmentation.config.token_function is not None:
             raise DataError(
                 f"token_function {augmentation.config.token_function} changes texts of which every token is a label, "
                 f"and cannot say how these go with it: use `function`, which changes the text itself"
             )
-        self.spans, self._labels, self._augmentation = spans, labels, augmentation
+        self.spans, self._augmentation = spans, augmentation
         self.sequence_length = spans.sequence_length
         self.pad_multiple = pad_multiple or ragged.pad_multiple_for(spans.lengths(ragged.some_ids(len(spans))))
         self.padding = {"input_ids": pad_id, "attention_mask": 0} | (
-            {"labels": IGNORED_LABEL} if labels is None else {}
+            {"labels": IGNORED_LABEL} if self._labels is None else {}
         )
 
     def __len__(self) -> int:
@@ -73,7 +77,7 @@ class DocumentDataset(Samples):
         self.__dict__ |= state | {"_labels": labels.opened() if isinstance(labels, _Mapped) else labels}
 
     def batch(self, ids: NDArray[np.int64], epoch: int = 0) -> dict[str, torch.Tensor]:
-        """Return ``input_ids`` and ``attention_mask`` (B, T), and ``labels`` (B,), or (B, T) for language modelling."""
+        """Return ``input_ids`` and ``attention_mask`` (B, T), and ``labels``: (B,) of texts, (B, T) of tokens."""
         starts_B, lengths_B = self.spans.places(ids)
         tokens_N = self.spans.tokens(starts_B, lengths_B)
         labels_N = self._own_labels(tokens_N, lengths_B, ids) if self._labels is None else None
@@ -107,8 +111,42 @@ class DocumentDataset(Samples):
     def _own_labels(
         self, tokens_N: NDArray[np.int64], lengths_B: NDArray[np.int64], ids: NDArray[np.int64]
     ) -> NDArray[np.int64]:
+        if self._token_labels is not None:
+            return self._token_labels.of(self.spans, ids)
         num_repeated_N = np.repeat(self.spans.num_repeated(ids), lengths_B)
         return np.where(ragged.positions(lengths_B) < num_repeated_N, IGNORED_LABEL, tokens_N)
+
+
+class TokenLabels:
+    """The labels of the tokens of a store, with the numbers that a model has for them; picklable.
+
+    Where windows of a long text overlap, a word has its label in one of them only: that in which it is farther from an
+    edge. So each word counts once, in training and in evaluation, and with what is known of both its sides.
+
+    Args:
+        store: tokens of words with tags.
+        names: the tags in the order of their numbers, among them all of the store.
+    """
+
+    def __init__(self, store: TokenStore, names: Sequence[str]) -> None:
+        assert store.labels is not None, store.folder
+        self._store, self._names = store, tuple(names)
+        self._labels: NDArray[Any] = np.asarray(store.labels)
+        self._numbers = np.array([self._names.index(name) for name in store.tag_names], np.int64)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return TokenLabels, (self._store, self._names)
+
+    def of(self, spans: Spans, ids: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the label of each token of some spans, end to end (N,); -100 where another span has it."""
+        starts_B, lengths_B = spans.places(ids)
+        labels_N = self._labels[ragged.places(starts_B, lengths_B)]
+        is_own_N = labels_N >= 0
+        if not spans.are_texts:
+            places_N = ragged.positions(lengths_B)
+            first_B, stop_B = spans.own_ranges(ids)
+            is_own_N &= (places_N >= np.repeat(first_B, lengths_B)) & (places_N < np.repeat(stop_B, lengths_B))
+        return np.where(is_own_N, self._numbers[np.maximum(labels_N, 0)], IGNORED_LABEL)
 
 
 def split_by_text(spans: Spans, share: float, seed: int) -> tuple[Spans, Spans]:

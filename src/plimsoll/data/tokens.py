@@ -5,7 +5,8 @@ cores, so the memory needed does not depend on the corpus; long texts are cut in
 see `Corpus.pieces`. Every 16 MiB of text what is done so far is synced and noted in a journal: after Ctrl-C, a kill or
 a full disk the next call goes on from there, to the same bytes. Tokens are stored in the smallest unsigned type that
 holds the vocabulary. No special tokens are added but the end token: a ``[CLS]`` or ``<s>`` that a tokenizer's template
-would put around a text is NOT stored.
+would put around a text is NOT stored. Of words with tags each token has a label beside it, made in the same pass
+(`plimsoll.data.tags`).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import json
 import os
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from itertools import islice
@@ -24,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plimsoll.data.corpus import Corpus
+from plimsoll.data.tags import NO_LABEL, Encoded, WordEncoder, tagged_words
 from plimsoll.data.tokenizer import tokenizer_threads
 from plimsoll.records.base import write_atomically
 from plimsoll.store import Facts, Progress, kept_facts, require_space, silent, stored
@@ -36,7 +38,10 @@ if TYPE_CHECKING:
 _BATCH_BYTES = 1 << 20
 _SHARD_BYTES = 16 << 20
 _END_BYTES = 8
-_TOKENS_FILE, _ENDS_FILE, _JOURNAL_FILE = "tokens.bin", "ends.bin", "done.json"
+_TOKENS_FILE, _ENDS_FILE, _LABELS_FILE, _JOURNAL_FILE = "tokens.bin", "ends.bin", "labels.bin", "done.json"
+
+
+_Piece = tuple[Any, bool, int]  # what is encoded, whether it is the last of its text, and its size
 
 
 class Tokens(Protocol):
@@ -57,12 +62,19 @@ class TokenStore:
     """The tokens of a corpus, memory-mapped; picklable (mapped again on the other side).
 
     Text ``i`` is ``tokens[ends[i - 1] + 1 : ends[i]]`` (from 0 for the first); ``tokens[ends[i]]`` is the end token.
+    Where words have tags, ``labels`` has the number of a tag in ``tag_names``, or -100, for each token;
+    ``num_lost_words`` have no token.
     """
 
     def __init__(self, folder: Path, facts: Facts) -> None:
         self.folder = folder
         self.tokens: NDArray[Any] = np.memmap(folder / _TOKENS_FILE, facts["dtype"], "r")
         self.ends: NDArray[np.int64] = np.memmap(folder / _ENDS_FILE, np.int64, "r")
+        self.labels: NDArray[Any] | None = None
+        self.tag_names: tuple[str, ...] = tuple(facts.get("tag_names", ()))
+        self.num_lost_words: int = facts.get("num_lost_words", 0)
+        if self.tag_names:
+            self.labels = np.memmap(folder / _LABELS_FILE, facts["label_type"], "r")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return open_tokens, (self.folder,)
@@ -102,73 +114,81 @@ def open_tokens(folder: Path) -> TokenStore:
 class _Batch(NamedTuple):
     """Some pieces, whether each is the last of its text, and their size."""
 
-    pieces: list[str]
+    pieces: list[Any]
     are_last: list[bool]
     num_bytes: int
 
 
 class _Done(NamedTuple):
-    """How much is written: whole texts, the pieces of the text that goes on, tokens, and bytes of text."""
+    """How much is written: whole texts, the pieces of the text that goes on, tokens, bytes of text; words without."""
 
     texts: int = 0
     open_pieces: int = 0
     tokens: int = 0
     bytes: int = 0
+    lost_words: int = 0
 
 
 class _Writing:
     """The files of a store that is being written, and the journal of how much of them is on the disk for sure."""
 
-    def __init__(self, folder: Path, dtype: np.dtype[Any]) -> None:
-        self._folder, self._dtype = folder, dtype
+    def __init__(self, folder: Path, dtype: np.dtype[Any], label_type: np.dtype[Any] | None) -> None:
+        self._folder, self._dtype, self._label_type = folder, dtype, label_type
+        self._sizes = {_TOKENS_FILE: dtype.itemsize} | ({_LABELS_FILE: label_type.itemsize} if label_type else {})
         self.done = self._noted()
         self._noted_bytes = self.done.bytes
 
     def __enter__(self) -> _Writing:
-        self._tokens = self._opened(_TOKENS_FILE, self.done.tokens * self._dtype.itemsize)
-        self._ends = self._opened(_ENDS_FILE, self.done.texts * _END_BYTES)
+        self._files = {name: self._opened(name, num_bytes) for name, num_bytes in self._num_bytes(self.done).items()}
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._tokens.close()
-        self._ends.close()
+        for file in self._files.values():
+            file.close()
 
     @property
     def num_file_bytes(self) -> int:
         """What the files take so far."""
-        return self.done.tokens * self._dtype.itemsize + self.done.texts * _END_BYTES
+        return sum(self._num_bytes(self.done).values())
 
-    def add(self, batch: _Batch, encodings: list[tokenizers.Encoding], end_id: int) -> None:
+    def add(self, batch: _Batch, encoded: Encoded, end_id: int) -> None:
         """Write the tokens of some pieces, with the end token after the last piece of each text."""
-        tokens = array("I")
-        ends = array("q")
-        open_pieces = self.done.open_pieces
-        for encoding, is_last in zip(encodings, batch.are_last, strict=True):
-            tokens.fromlist(encoding.ids)
-            open_pieces += 1
-            if is_last:
-                ends.append(self.done.tokens + len(tokens))
-                tokens.append(end_id)
-                open_pieces = 0
-        self._tokens.write(np.frombuffer(tokens, np.uint32).astype(self._dtype).data)
-        self._ends.write(ends)
-        texts, _, num_tokens, num_bytes = self.done
-        self.done = _Done(texts + len(ends), open_pieces, num_tokens + len(tokens), num_bytes + batch.num_bytes)
+        are_last = np.array(batch.are_last)
+        stops = np.cumsum(encoded.lengths)[are_last]
+        tokens = np.insert(encoded.tokens, stops, end_id)
+        self._files[_TOKENS_FILE].write(tokens.astype(self._dtype).data)
+        self._files[_ENDS_FILE].write((stops + np.arange(len(stops)) + self.done.tokens).data)
+        if self._label_type is not None:
+            assert encoded.labels is not None
+            self._files[_LABELS_FILE].write(np.insert(encoded.labels, stops, NO_LABEL).astype(self._label_type).data)
+        texts, open_pieces, num_tokens, num_bytes, num_lost_words = self.done
+        num_open = len(are_last) - 1 - int(np.flatnonzero(are_last)[-1]) if len(stops) else open_pieces + len(are_last)
+        self.done = _Done(
+            texts + len(stops),
+            num_open,
+            num_tokens + len(tokens),
+            num_bytes + batch.num_bytes,
+            num_lost_words + encoded.num_lost_words,
+        )
         if self.done.bytes - self._noted_bytes >= _SHARD_BYTES:
             self._note()
+
+    def _num_bytes(self, done: _Done) -> dict[str, int]:
+        """Return what each file has of what is done."""
+        return {name: done.tokens * size for name, size in self._sizes.items()} | {_ENDS_FILE: done.texts * _END_BYTES}
 
     def _noted(self) -> _Done:
         """Return what the journal says, and nothing if the files have less than that."""
         try:
             done = _Done(*json.loads((self._folder / _JOURNAL_FILE).read_bytes()))
-            sizes_bytes = [(self._folder / name).stat().st_size for name in (_TOKENS_FILE, _ENDS_FILE)]
+            wanted = self._num_bytes(done).items()
+            has_all = all((self._folder / name).stat().st_size >= num_bytes for name, num_bytes in wanted)
         except (FileNotFoundError, ValueError, TypeError):
             return _Done()
-        has_all = sizes_bytes[0] >= done.tokens * self._dtype.itemsize and sizes_bytes[1] >= done.texts * _END_BYTES
         return done if has_all else _Done()
 
     def _note(self) -> None:
-        for file in (self._tokens, self._ends):
+        for file in self._files.values():
             file.flush()
             os.fsync(file.fileno())
         write_atomically(self._folder / _JOURNAL_FILE, json.dumps(self.done).encode(), "cache folder")
@@ -182,27 +202,44 @@ class _Writing:
 
 def _write(corpus: Corpus, tokenizer: Tokenizer, progress: Progress, folder: Path) -> Facts:
     dtype = np.min_scalar_type(tokenizer.vocab_size - 1)
-    with _Writing(folder, dtype) as writing:
-        pieces = islice(corpus.pieces(writing.done.texts), writing.done.open_pieces, None)
-        for batch, encodings in _encoded_ahead(_batches(pieces), tokenizer):
-            writing.add(batch, encodings, tokenizer.end_id)
+    num_tags = len(corpus.tag_counts)
+    label_type = np.promote_types(np.int8, np.min_scalar_type(-num_tags)) if num_tags else None
+    with _Writing(folder, dtype, label_type) as writing:
+        if num_tags:
+            words = islice(tagged_words(corpus, writing.done.texts), writing.done.open_pieces, None)
+            pieces: Iterator[_Piece] = ((piece, piece.is_last, piece.num_bytes) for piece in words)
+            encode: Callable[[list[Any]], Encoded] = WordEncoder(tokenizer.backend).labelled
+        else:
+            texts = islice(corpus.pieces(writing.done.texts), writing.done.open_pieces, None)
+            pieces = ((text, is_last, _num_bytes_of(text)) for text, is_last in texts)
+            encode = partial(_encoded_texts, tokenizer.backend)
+        for batch, encoded in _encoded_ahead(_batches(pieces), encode):
+            writing.add(batch, encoded, tokenizer.end_id)
             # Rows of a table have more bytes than their texts; a file that is one text has no other measure.
             share = max(writing.done.bytes / corpus.num_bytes, writing.done.texts / len(corpus))
             progress("tokens", round(share * corpus.num_bytes), corpus.num_bytes)
             require_space(folder, int((1 / share - 1) * writing.num_file_bytes))
     (folder / _JOURNAL_FILE).unlink(missing_ok=True)
-    return {"dtype": dtype.name}
+    facts: Facts = {"dtype": dtype.name}
+    if label_type is not None:
+        names = list(corpus.tag_counts)
+        facts |= {"label_type": label_type.name, "tag_names": names, "num_lost_words": writing.done.lost_words}
+    return facts
 
 
-def _batches(pieces: Iterable[tuple[str, bool]]) -> Iterator[_Batch]:
+def _num_bytes_of(text: str) -> int:
+    return len(text) if text.isascii() else len(text.encode())
+
+
+def _batches(pieces: Iterable[_Piece]) -> Iterator[_Batch]:
     """Yield pieces, about 1 MiB together."""
-    texts: list[str] = []
+    texts: list[Any] = []
     are_last: list[bool] = []
     num_bytes = 0
-    for piece, is_last in pieces:
+    for piece, is_last, num_piece_bytes in pieces:
         texts.append(piece)
         are_last.append(is_last)
-        num_bytes += len(piece) if piece.isascii() else len(piece.encode())
+        num_bytes += num_piece_bytes
         if num_bytes >= _BATCH_BYTES:
             yield _Batch(texts, are_last, num_bytes)
             texts, are_last, num_bytes = [], [], 0
@@ -210,13 +247,21 @@ def _batches(pieces: Iterable[tuple[str, bool]]) -> Iterator[_Batch]:
         yield _Batch(texts, are_last, num_bytes)
 
 
+def _encoded_texts(backend: tokenizers.Tokenizer, texts: list[str]) -> Encoded:
+    encodings = backend.encode_batch_fast(texts, add_special_tokens=False)
+    tokens = array("I")
+    for encoding in encodings:
+        tokens.fromlist(encoding.ids)
+    flat = np.frombuffer(tokens, np.uint32) if tokens else np.empty(0, np.uint32)
+    return Encoded(flat, np.array([len(encoding) for encoding in encodings], np.int64))
+
+
 def _encoded_ahead(
-    batches: Iterator[_Batch], tokenizer: Tokenizer
-) -> Iterator[tuple[_Batch, list[tokenizers.Encoding]]]:
+    batches: Iterator[_Batch], encode: Callable[[list[Any]], Encoded]
+) -> Iterator[tuple[_Batch, Encoded]]:
     """Yield each batch with its tokens; the next is being encoded meanwhile, for the library lets go of Python."""
-    encode = partial(tokenizer.backend.encode_batch_fast, add_special_tokens=False)
     with tokenizer_threads(), ThreadPoolExecutor(1) as executor:
-        before: tuple[_Batch, Future[list[tokenizers.Encoding]]] | None = None
+        before: tuple[_Batch, Future[Encoded]] | None = None
         for batch in batches:
             current = batch, executor.submit(encode, batch.pieces)
             if before is not None:

@@ -15,6 +15,7 @@ cover the Hugging Face Hub: download a checkpoint first.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -41,8 +42,9 @@ from plimsoll.models.recurrent import (
     load_recurrent,
     save_recurrent,
 )
+from plimsoll.models.recurrent_tagger import build_tagger
 from plimsoll.models.vectors import prepare_embedding, with_dimension
-from plimsoll.records.job import SMALLEST_VOCAB_SIZES, Job, VectorSource, near
+from plimsoll.records.job import SMALLEST_VOCAB_SIZES, Job, Task, VectorSource, near
 from plimsoll.workload import LossFunction, Units, model_loss
 
 
@@ -54,19 +56,20 @@ def build_model(
     Args:
         job: ``model``, ``task`` and ``sequence_length`` are read; with ``data.order: streams`` also ``batch_size``.
         vocab_size: tokens of the tokenizer; the model has at least as many rows.
-        num_labels: labels of a classification, at least 2; ``None`` for language modeling.
+        num_labels: labels of texts or of tokens, at least 2; ``None`` for language modeling.
         end_id: the token that ends a text and fills up shorter ones.
         device: ``"meta"`` allocates nothing and gives the shapes only.
 
     Raises:
         JobError: if the model cannot be named, built, loaded or used so; the message says which field and why.
     """
-    if job.task == "classification" and (num_labels is None or num_labels < 2):
+    if job.is_labelled and (num_labels is None or num_labels < 2):
         raise JobError(
-            f"model: a classification needs at least 2 labels, but the data have {num_labels or 0}: "
+            f"model: a {job.task} needs at least 2 labels, but the data have {num_labels or 0}: "
             "add texts of another label"
         )
-    shape = TextShape(vocab_size, num_labels if job.task == "classification" else None, end_id, job.sequence_length)
+    labels, is_tagger = (num_labels if job.is_labelled else None), job.task == "token-classification"
+    shape = TextShape(vocab_size, labels, end_id, job.sequence_length, is_tagger)
     model = _model(job, shape, device)
     if job.embeddings is not None:
         prepare_embedding(model, job.embeddings, vocab_size)
@@ -105,7 +108,7 @@ def sketch_model(job: Job) -> nn.Module | None:
     Raises:
         JobError: as `build_model`.
     """
-    num_labels = 2 if job.task == "classification" else None
+    num_labels = 2 if job.is_labelled else None
     if isinstance(job.model, str):
         if Path(job.model).is_dir():
             return None
@@ -143,9 +146,25 @@ def save_model(model: nn.Module, folder: Path) -> None:
         ) from error
 
 
-def loss_of(task: Literal["language-modeling", "classification"]) -> tuple[LossFunction, Units]:
+def loss_of(task: Task) -> tuple[LossFunction, Units]:
     """Return the loss function of a task, the model's own, and the units it is the mean of."""
-    return model_loss, "next-tokens" if task == "language-modeling" else "samples"
+    units: dict[Task, Units] = {
+        "language-modeling": "next-tokens",
+        "classification": "samples",
+        "token-classification": "tokens",
+    }
+    return model_loss, units[task]
+
+
+def name_labels(model: nn.Module, names: tuple[str, ...]) -> None:
+    """Have a model keep the names of its labels in its configuration, where `save_model` writes them."""
+    if not names:
+        return
+    if isinstance(model, RecurrentModel):
+        model.config = model.config.model_copy(update={"label_names": names})
+    elif is_hugging_face(model):
+        model.config.id2label = dict(enumerate(names))
+        model.config.label2id = {name: number for number, name in enumerate(names)}
 
 
 def _new_model(fields: dict[str, Any], shape: TextShape, device: str, vectors: VectorSource | None) -> nn.Module:
@@ -153,8 +172,8 @@ def _new_model(fields: dict[str, Any], shape: TextShape, device: str, vectors: V
     if architecture in RECURRENT:
         fields = with_dimension(fields, vectors)
         with torch.device(device):
-            return build_recurrent({**fields, "vocab_size": shape.vocab_size, "num_labels": shape.num_labels})
-    known = [*architectures(shape.num_labels), *RECURRENT]
+            return _build(shape)({**fields, "vocab_size": shape.vocab_size, "num_labels": shape.num_labels})
+    known = [*architectures(shape.num_labels, shape.is_tagger), *RECURRENT]
     if architecture not in known:
         raise JobError(
             f"model: there is no {shape.head} of architecture `{architecture}`; {near(str(architecture), known)}"
@@ -172,21 +191,25 @@ def _loaded_model(folder: Path, shape: TextShape, device: str) -> nn.Module:
         ) from None
     if config.get("architecture") not in RECURRENT:
         return load_hugging_face(folder, shape, device)
-    wanted = {"vocab_size": shape.vocab_size, "num_labels": shape.num_labels}
-    found = {name: config.get(name) for name in wanted}
+    wanted = {"vocab_size": shape.vocab_size, "num_labels": shape.num_labels, "is_tagger": shape.is_tagger}
+    found = {name: config.get(name) for name in wanted} | {"is_tagger": config.get("is_tagger", False)}
     if found != wanted:
         raise JobError(
             f"model: {folder} was made for {found}, but the text has {wanted}: "
             "use the tokenizer and the task it was trained with"
         )
     if device == "cpu":
-        return load_recurrent(folder)
+        return load_recurrent(folder, _build(shape))
     with torch.device(device):
-        return build_recurrent(config)
+        return _build(shape)(config)
+
+
+def _build(shape: TextShape) -> Callable[[dict[str, Any]], RecurrentModel]:
+    return build_tagger if shape.is_tagger else build_recurrent
 
 
 def _no_such_model(name: str, shape: TextShape) -> JobError:
-    known = [*architectures(shape.num_labels), *RECURRENT]
+    known = [*architectures(shape.num_labels, shape.is_tagger), *RECURRENT]
     if name in known:
         return JobError(f"model: there is no folder {name}; for a new model write `model: {{architecture: {name}}}`")
     return JobError(

@@ -57,25 +57,33 @@ _CONFIGURATION_FAULTS = (
 
 
 class TextShape(NamedTuple):
-    """What the text asks of a model. ``num_labels`` is ``None`` for language models; ``end_id`` ends and pads texts."""
+    """What the text asks of a model. ``num_labels`` is ``None`` for language models; ``end_id`` ends and pads texts.
+
+    ``is_tagger``: labels are those of tokens.
+    """
 
     vocab_size: int
     num_labels: int | None
     end_id: int
     sequence_length: int
+    is_tagger: bool = False
 
     @property
     def head(self) -> str:
         """The kind of model, in words."""
-        return "language model" if self.num_labels is None else "sequence classifier"
+        if self.num_labels is None:
+            return "language model"
+        return "token classifier" if self.is_tagger else "sequence classifier"
 
 
-def architectures(num_labels: int | None) -> list[str]:
-    """List the architecture names transformers has a language model (or, with labels, a sequence classifier) for."""
+def architectures(num_labels: int | None, is_tagger: bool = False) -> list[str]:
+    """List the architecture names transformers has a language model (or, with labels, a classifier) for."""
     from transformers.models.auto import modeling_auto
 
     if num_labels is None:
         return sorted(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    if is_tagger:
+        return sorted(modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES)
     return sorted(modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES)
 
 
@@ -204,7 +212,10 @@ def _fields_of_text(config_class: type[PreTrainedConfig], shape: TextShape) -> d
     if is_language_model:
         fields["is_decoder"] = True
     fields = {name: value for name, value in fields.items() if name in _names_of(config_class)}
-    return fields if is_language_model else fields | {"num_labels": shape.num_labels, "problem_type": _ONE_LABEL}
+    if is_language_model:
+        return fields
+    problem = {} if shape.is_tagger else {"problem_type": _ONE_LABEL}
+    return fields | {"num_labels": shape.num_labels, **problem}
 
 
 def _checkpoint_config(folder: Path, shape: TextShape) -> PreTrainedConfig:
@@ -225,14 +236,14 @@ def _checkpoint_config(folder: Path, shape: TextShape) -> PreTrainedConfig:
         return config
     if config.num_labels != shape.num_labels:
         config.num_labels = shape.num_labels
-    config.problem_type = _ONE_LABEL
+    config.problem_type = None if shape.is_tagger else _ONE_LABEL
     if config.pad_token_id is None:
         config.pad_token_id = shape.end_id
     return config
 
 
 def _check_checkpoint(config: PreTrainedConfig, folder: Path, shape: TextShape) -> None:
-    if config.model_type not in architectures(shape.num_labels):
+    if config.model_type not in architectures(shape.num_labels, shape.is_tagger):
         raise JobError(
             f"model: {folder} is of architecture `{config.model_type}`, and transformers has no {shape.head} of it"
         )
@@ -243,7 +254,8 @@ def _check_checkpoint(config: PreTrainedConfig, folder: Path, shape: TextShape) 
             f"model: {folder} has {num_rows} token embeddings, but the tokenizer has {shape.vocab_size} tokens: "
             f"set `tokenizer: {folder}`, or the folder of the tokenizer it was trained with"
         )
-    is_classifier = any(name.endswith("ForSequenceClassification") for name in config.architectures or ())
+    ending = "ForTokenClassification" if shape.is_tagger else "ForSequenceClassification"
+    is_classifier = any(name.endswith(ending) for name in config.architectures or ())
     if shape.num_labels and is_classifier and config.num_labels != shape.num_labels:
         raise JobError(
             f"model: {folder} tells {config.num_labels} labels apart, but the data have {shape.num_labels}: "
@@ -303,9 +315,15 @@ def _num_reserved_positions(model: PreTrainedModel) -> int:
 
 
 def _auto_class(shape: TextShape) -> Any:
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+    from transformers import (
+        AutoModelForCausalLM,
+        AutoModelForSequenceClassification,
+        AutoModelForTokenClassification,
+    )
 
-    return AutoModelForCausalLM if shape.num_labels is None else AutoModelForSequenceClassification
+    if shape.num_labels is None:
+        return AutoModelForCausalLM
+    return AutoModelForTokenClassification if shape.is_tagger else AutoModelForSequenceClassification
 
 
 def _ready(model: PreTrainedModel, shape: TextShape) -> PreTrainedModel:

@@ -45,9 +45,10 @@ _NO_STATE: State = ()
 
 
 class RecurrentConfig(Frozen):
-    """The shape of a recurrent model; ``num_labels`` makes it a classifier.
+    """The shape of a recurrent model; ``num_labels`` makes it a classifier, of tokens if ``is_tagger``.
 
-    ``adaptive_cutoffs`` gives a language model an adaptive softmax: see `plimsoll.models.adaptive`.
+    ``label_names`` are kept with the weights. ``adaptive_cutoffs`` gives a language model an adaptive softmax: see
+    `plimsoll.models.adaptive`.
     """
 
     architecture: Literal["lstm", "gru", "rnn"]
@@ -61,9 +62,13 @@ class RecurrentConfig(Frozen):
     bidirectional: bool = False
     adaptive_cutoffs: tuple[int, ...] | None = None
     adaptive_div_value: float = Field(DIV_VALUE, ge=1)
+    is_tagger: bool = False
+    label_names: tuple[str, ...] | None = None
 
     @model_validator(mode="after")
     def _is_consistent(self) -> Self:
+        if self.num_labels is None and self.is_tagger:
+            raise ValueError("is_tagger True needs num_labels: give how many labels a token may have")
         if self.num_labels is None and self.bidirectional:
             raise ValueError(
                 "a bidirectional language model would read the token it is to predict: leave bidirectional out"
@@ -102,14 +107,20 @@ class RecurrentOutput(NamedTuple):
     logits: Tensor | None
 
 
-class RecurrentLanguageModel(nn.Module):
+class RecurrentModel(nn.Module):
+    """What a language model, a classifier and a tagger (`plimsoll.models.recurrent_tagger`) have in common."""
+
+    config: RecurrentConfig
+
+
+class RecurrentLanguageModel(RecurrentModel):
     """Predicts each token from those before it; its loss is the mean over the labels that are predicted."""
 
     def __init__(self, config: RecurrentConfig) -> None:
         super().__init__()
         self.config = config
         self.embedding = nn.Embedding(config.vocab_size, config.embedding_size)
-        self.recurrent = _recurrent_layers(config)
+        self.recurrent = recurrent_layers(config)
         self.carried: CarriedState | None = None
         self.dropout = nn.Dropout(config.dropout)
         self.head = _output_layer(config)
@@ -211,7 +222,7 @@ class RecurrentLanguageModel(nn.Module):
         return self.carried
 
 
-class RecurrentClassifier(nn.Module):
+class RecurrentClassifier(RecurrentModel):
     """Gives a whole sequence one of L labels, from the state after its last token (both ends if bidirectional)."""
 
     def __init__(self, config: RecurrentConfig) -> None:
@@ -219,7 +230,7 @@ class RecurrentClassifier(nn.Module):
         assert config.num_labels is not None
         self.config = config
         self.embedding = nn.Embedding(config.vocab_size, config.embedding_size)
-        self.recurrent = _recurrent_layers(config)
+        self.recurrent = recurrent_layers(config)
         self.dropout = nn.Dropout(config.dropout)
         self.head = nn.Linear(config.hidden_size * (1 + config.bidirectional), config.num_labels)
         # In reverse a sequence is read from its end, which no segment but the last has.
@@ -272,21 +283,32 @@ class RecurrentClassifier(nn.Module):
         return RecurrentOutput(None if labels is None else functional.cross_entropy(logits_BL, labels), logits_BL)
 
 
-RecurrentModel = RecurrentLanguageModel | RecurrentClassifier
-
-
 def build_recurrent(fields: dict[str, Any]) -> RecurrentModel:
-    """Build a model with new weights from the fields of a `RecurrentConfig`.
+    """Build a model with new weights from the fields of a `RecurrentConfig`; taggers are built by `build_tagger`.
+
+    Raises:
+        JobError: if a field is unknown or has a wrong value.
+    """
+    config = recurrent_config(fields)
+    if config.is_tagger:
+        raise JobError(
+            f"model: is_tagger {config.is_tagger} makes a classifier of tokens, not of texts: use "
+            "plimsoll.models.recurrent_tagger.build_tagger"
+        )
+    return RecurrentLanguageModel(config) if config.num_labels is None else RecurrentClassifier(config)
+
+
+def recurrent_config(fields: dict[str, Any]) -> RecurrentConfig:
+    """Check the fields of a recurrent model.
 
     Raises:
         JobError: if a field is unknown or has a wrong value.
     """
     try:
-        config = RecurrentConfig.model_validate(fields)
+        return RecurrentConfig.model_validate(fields)
     except ValidationError as error:
         faults = "; ".join(_fault(fault) for fault in error.errors())
         raise JobError(f"model: `{fields.get('architecture')}` cannot be built: {faults}") from None
-    return RecurrentLanguageModel(config) if config.num_labels is None else RecurrentClassifier(config)
 
 
 def save_recurrent(model: RecurrentModel, folder: Path) -> None:
@@ -301,14 +323,14 @@ def save_recurrent(model: RecurrentModel, folder: Path) -> None:
     )
 
 
-def load_recurrent(folder: Path) -> RecurrentModel:
-    """Load a model that `save_recurrent` wrote, bitwise as it was.
+def load_recurrent(folder: Path, build: Callable[[dict[str, Any]], RecurrentModel] = build_recurrent) -> RecurrentModel:
+    """Load a model that `save_recurrent` wrote, bitwise as it was; ``build`` is `build_tagger` for a tagger.
 
     Raises:
         JobError: if a file is missing or damaged.
     """
     try:
-        model = build_recurrent(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+        model = build(json.loads((folder / "config.json").read_text(encoding="utf-8")))
         load_model(model, folder / "model.safetensors")
     except (OSError, json.JSONDecodeError, SafetensorError) as error:
         raise JobError(f"model: {folder} cannot be loaded as a recurrent model ({error}): save it again") from None
@@ -327,7 +349,8 @@ def _without_carried_state(model: RecurrentModel) -> Iterator[None]:
         model.carried = carried
 
 
-def _recurrent_layers(config: RecurrentConfig) -> nn.RNNBase:
+def recurrent_layers(config: RecurrentConfig) -> nn.RNNBase:
+    """Make the layers of a model; called with a batch, or a packed one, they return the outputs and the last state."""
     return _LAYERS[config.architecture](
         input_size=config.embedding_size,
         hidden_size=config.hidden_size,

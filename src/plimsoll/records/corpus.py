@@ -14,6 +14,13 @@ class LabelCount(Frozen):
     num_texts: int
 
 
+class TagCount(Frozen):
+    """How many words have one tag."""
+
+    name: str
+    num_words: int
+
+
 class CorpusFacts(Record):
     """A corpus that is indexed; ``skipped`` names the first 100 files and rows that were left out, with the reason."""
 
@@ -26,6 +33,7 @@ class CorpusFacts(Record):
     num_skipped: int
     skipped: tuple[str, ...]
     labels: tuple[LabelCount, ...] = ()
+    tags: tuple[TagCount, ...] = ()
     index_folder: str
     index_bytes: int
     seconds: float

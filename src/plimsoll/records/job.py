@@ -177,6 +177,9 @@ Allowed = Literal["recut_batch_norm", "by_length", "adafactor", "low_bit_optimiz
 """What changes the training or its result, and happens only where the user names it."""
 
 
+Task = Literal["language-modeling", "classification", "token-classification"]
+
+
 def _listed(value: Any) -> Any:
     return (value,) if isinstance(value, str) else value
 
@@ -187,7 +190,7 @@ class Job(Record):
     record_kind: ClassVar[str] = "job"
 
     model: str | dict[str, Any]
-    task: Literal["language-modeling", "classification"] = "language-modeling"
+    task: Task = "language-modeling"
     data: DataSource
     tokenizer: TokenizerSource = TokenizerSource()
     embeddings: VectorSource | None = None
@@ -215,7 +218,7 @@ class Job(Record):
 
     @model_validator(mode="after")
     def _agrees(self) -> Job:
-        data, is_labelled = self.data, self.task == "classification"
+        data, is_labelled = self.data, self.is_labelled
         if data.label and not is_labelled:
             raise ValueError(f"data.label names a column of classes, but the task is {self.task}: leave it out")
         if data.long_texts != "window" and not (is_labelled or data.pack or data.has_padding):
@@ -229,7 +232,7 @@ class Job(Record):
                 "trained has none: give tokenizer a folder with one, or use delete"
             )
         if data.pack and is_labelled:
-            raise ValueError("data.pack joins texts into rows, but classification takes them one by one: leave it out")
+            raise ValueError(f"data.pack joins texts into rows, but {self.task} takes them one by one: leave it out")
         if data.augment and not (is_labelled or data.has_padding):
             raise ValueError(
                 "data.augment changes texts, but a window of language-modeling has parts of several: use data.borders, "
@@ -267,6 +270,28 @@ class Job(Record):
                     f"them"
                 )
         return self
+
+    @model_validator(mode="after")
+    def _agrees_with_tags(self) -> Job:
+        data = self.data
+        asked = {
+            "text": data.text if isinstance(data.text, tuple) else None,
+            "on_the_fly": data.on_the_fly,
+            "borders": data.borders,
+            "augment.token_function": data.augment and data.augment.token_function,
+        }
+        for name, value in asked.items() if self.task == "token-classification" else ():
+            if value:
+                raise ValueError(
+                    f"data.{name} {value!r} is not for words with tags, which are in one column, tokenized once and "
+                    "one by one, and make no running text: leave it out, or name the column of the words"
+                )
+        return self
+
+    @property
+    def is_labelled(self) -> bool:
+        """Whether texts, or their words, come with labels: they are samples one by one, and nothing else is learnt."""
+        return self.task != "language-modeling"
 
     @property
     def own_precision(self) -> Literal["fp32", "bf16", "fp16"]:

@@ -90,7 +90,11 @@ class StepLine(Frozen):
 
 
 class EvaluationLine(Frozen):
-    """One pass over the validation samples; ``accuracy`` is the share of right labels, in classification only."""
+    """One pass over the validation samples.
+
+    ``accuracy`` is the share of right labels, of texts in classification and of words in token-classification;
+    ``entity_f1`` is that of whole entities, where tags are B-..., I-... and O.
+    """
 
     event: Literal["evaluation"] = "evaluation"
     time_seconds: float
@@ -99,6 +103,7 @@ class EvaluationLine(Frozen):
     num_samples: int
     num_units: int
     accuracy: float | None = None
+    entity_f1: float | None = None
 
 
 class CheckpointLine(Frozen):

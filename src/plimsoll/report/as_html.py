@@ -129,7 +129,8 @@ def feed_page(feed: FeedRates) -> str:
 
 
 def _corpus_sheets(corpus: CorpusFacts) -> list[sheets.Sheet]:
-    every = [data_sheets.corpus_sheet(corpus), data_sheets.label_sheet(corpus), data_sheets.skipped_sheet(corpus)]
+    counts = [data_sheets.label_sheet(corpus), data_sheets.tag_sheet(corpus)]
+    every = [data_sheets.corpus_sheet(corpus), *counts, data_sheets.skipped_sheet(corpus)]
     return [sheet for sheet in every if sheet.rows]
 
 

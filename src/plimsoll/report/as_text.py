@@ -111,7 +111,7 @@ def device_table(device: Device) -> Table:
 
 def corpus_report(corpus: CorpusFacts) -> Group:
     """Return what a corpus is; tables without rows are left out."""
-    more = [data_sheets.label_sheet(corpus), data_sheets.skipped_sheet(corpus)]
+    more = [data_sheets.label_sheet(corpus), data_sheets.tag_sheet(corpus), data_sheets.skipped_sheet(corpus)]
     return _spaced(_table(data_sheets.corpus_sheet(corpus)), *(_table(sheet) for sheet in more if sheet.rows))
 
 

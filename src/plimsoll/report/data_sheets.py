@@ -40,6 +40,15 @@ def label_sheet(corpus: CorpusFacts) -> Sheet:
     return Sheet(f"Classes, {len(labels)} of {len(corpus.labels):,}", columns, rows)
 
 
+def tag_sheet(corpus: CorpusFacts) -> Sheet:
+    """Count the words of each tag, the most frequent first."""
+    num_words = sum(tag.num_words for tag in corpus.tags)
+    tags = sorted(corpus.tags, key=lambda tag: -tag.num_words)[:_MOST_LABELS]
+    rows = tuple((tag.name, f"{tag.num_words:,}", f"{tag.num_words / num_words:.1%}") for tag in tags)
+    columns = (Column("Tag"), Column("Words", True), Column("Share", True))
+    return Sheet(f"Tags, {len(tags)} of {len(corpus.tags):,}", columns, rows)
+
+
 def token_sheet(tokens: TokenFacts) -> Sheet:
     """Say what the tokens are and where."""
     per_token = tokens.corpus.num_bytes / max(tokens.num_tokens, 1)

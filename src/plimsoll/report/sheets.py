@@ -153,7 +153,8 @@ def _last_evaluation(record: RunRecord) -> str:
         return "none"
     last = record.evaluations[-1]
     accuracy = "" if last.accuracy is None else f", accuracy {last.accuracy:.1%}"
-    return f"{format_loss(last.loss)} at step {last.step:,}{accuracy}"
+    entities = "" if last.entity_f1 is None else f", entity F1 {last.entity_f1:.1%}"
+    return f"{format_loss(last.loss)} at step {last.step:,}{accuracy}{entities}"
 
 
 def _survived(record: RunRecord) -> str:

@@ -47,7 +47,7 @@ def time_corpus(job: Job, cache: Path, progress: Progress = silent) -> FeedRates
     """
     cache = cache.absolute()
     facts = index_corpus(job, cache, progress)
-    corpus = open_corpus(job.data.sources, reading_of(job.data), cache, progress)
+    corpus = open_corpus(job.data.sources, reading_of(job), cache, progress)
     tokenizer = prepare_tokenizer(job.tokenizer, corpus, cache, progress)
 
     def encode(texts: list[str]) -> int:

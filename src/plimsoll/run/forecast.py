@@ -57,7 +57,7 @@ def predict_job(
         micro_batch: samples of one forward and backward pass; ``None`` is the whole batch.
         search: find the largest micro-batch, the longest sequence and the smallest GPU that fit.
         what_if: predict other micro-batches and lengths too.
-        lengths: tokens of the texts, for a classification, whose batches are padded to their longest: the peak is that
+        lengths: tokens of the texts, for texts with labels, whose batches are padded to their longest: the peak is that
             of the longest batch there can be, among others that leave the allocator's memory in other pieces.
         calibration: what measured runs have taught, which widens the range (`plimsoll.memory.compare.calibrate`).
         progress: told what is being done.
@@ -206,7 +206,7 @@ def batch_lengths(lengths: Sequence[int], job: Job) -> tuple[int, ...]:
 def _checked(lengths: Sequence[int] | None, job: Job) -> Sequence[int]:
     if lengths is None:
         return ()
-    if job.task != "classification":
+    if not job.is_labelled:
         raise InputError(
             f"lengths of texts do not matter for {job.task}: it cuts windows of sequence_length={job.sequence_length}; "
             "leave them out"

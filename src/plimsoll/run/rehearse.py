@@ -269,7 +269,8 @@ def _batch(job: Job, texts: TextSketch, num_samples: int, length: int) -> dict[s
     generator = torch.Generator().manual_seed(0)  # its own: the caller's random numbers stay as they are
     input_ids = torch.randint(texts.vocab_size, (num_samples, length), generator=generator)
     if texts.num_labels is not None:
-        labels = torch.randint(texts.num_labels, (num_samples,), generator=generator)
+        of_tokens = (length,) if job.task == "token-classification" else ()
+        labels = torch.randint(texts.num_labels, (num_samples, *of_tokens), generator=generator)
         return {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids), "labels": labels}
     if job.data.pack:  # as rows of two texts
         position_ids = (torch.arange(length) % -(-length // 2)).expand(num_samples, length).clone()

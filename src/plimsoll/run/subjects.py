@@ -81,7 +81,7 @@ class JobSubject:
         self.sequence_length: int | None = job.sequence_length
         self.precision: str = job.precision
         self.allow = frozenset[str](job.allow)
-        self.lengths_vary = job.task == "classification" or job.data.has_padding
+        self.lengths_vary = job.is_labelled or job.data.has_padding
         self.evaluates_between_steps = bool(job.data.validation and job.evaluate_every)
         model = build_model(job, *self._texts, device="meta").train()
         loss, units = loss_of(job.task)

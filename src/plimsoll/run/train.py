@@ -47,6 +47,7 @@ from plimsoll.run.failpoints import failpoint
 from plimsoll.run.monitor import MemorySampler, View
 from plimsoll.run.signals import StopRequest, stop_on_signal
 from plimsoll.run.step import StepResult, TrainStep
+from plimsoll.run.tagging import TagScores
 
 _TRIES = 3  # of a fetch, an evaluation or a checkpoint, with everything that can be freed freed in between
 
@@ -226,14 +227,18 @@ def _evaluate(training: Training) -> None:
 
     windows = getattr(validation, "windows", None)
 
-    def evaluate() -> tuple[Evaluation, float | None]:
+    def evaluate() -> tuple[Evaluation, float | None, float | None]:
+        model, position = training.parts.model, training.step.position
         batches = ((batch.fields, batch.sample_ids) for batch in iterate_once(validation, batch_size))
-        if training.job.task != "classification":
-            return training.step.evaluate(fields for fields, _ in batches), None
-        with Accuracy(training.parts.model, training.step.position, windows) as accuracy:
-            return training.step.evaluate(accuracy.counted(batches)), accuracy.share()
+        if training.job.task == "language-modeling":
+            return training.step.evaluate(fields for fields, _ in batches), None, None
+        if training.job.task == "token-classification":
+            with TagScores(model, position, training.parts.label_names, windows) as scores:
+                return training.step.evaluate(scores.counted(batches)), scores.accuracy(), scores.entity_f1()
+        with Accuracy(model, position, windows) as accuracy:
+            return training.step.evaluate(accuracy.counted(batches)), accuracy.share(), None
 
-    evaluation, accuracy = _survive(training, "evaluation", evaluate)
+    evaluation, accuracy, entity_f1 = _survive(training, "evaluation", evaluate)
     for event in evaluation.oom_events:
         _note_oom(training, event)
     line = EvaluationLine(
@@ -243,10 +248,13 @@ def _evaluate(training: Training) -> None:
         num_samples=evaluation.num_samples,
         num_units=evaluation.num_units,
         accuracy=accuracy,
+        entity_f1=entity_f1,
     )
     training.directory.append(line)
     of = "" if windows is None else " of the texts"
+    of = " of the words" if training.job.task == "token-classification" else of
     shown = "" if line.accuracy is None else f", accuracy {line.accuracy:.1%}{of}"
+    shown += "" if line.entity_f1 is None else f", entity F1 {line.entity_f1:.1%}"
     training.view.say(f"step {line.step}: validation loss {line.loss:.4f}{shown} over {line.num_samples} samples")
 
 

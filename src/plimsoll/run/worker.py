@@ -84,10 +84,12 @@ def data_sentence(prepared: Prepared) -> str:
     if train.num_tokens:
         parts.insert(1, f"{train.num_tokens:,} tokens")
     if prepared.label_names:
-        parts.append(f"{len(prepared.label_names)} classes")
+        parts.append(f"{len(prepared.label_names)} {'tags' if train.labels_folder is None else 'classes'}")
     if train.num_long_texts:
         cut = f"{train.num_dropped_tokens:,} tokens of them dropped" if train.num_truncated else "cut into windows"
         parts.append(f"{train.num_long_texts:,} texts longer than a sample, {cut}")
+    if train.num_lost_words:
+        parts.append(f"{train.num_lost_words:,} words without a token, whose tags are not learnt")
     if train.num_cut_inside:
         parts.append(f"{train.num_cut_inside:,} windows that end at no border")
     if prepared.gradient_reach is not None:
@@ -242,7 +244,7 @@ def train_run(  # noqa: PLR0915 -- as above
         if device == "cpu":
             last_rung = directory.rung_in_force() if saved is not None and rung is None else rung
             set_up_as_with(plan.rungs[min(last_rung or 0, len(plan.rungs) - 1)].choices)
-        view = View(path.name, job.steps, "tokens" if job.task == "language-modeling" else "samples", quiet)
+        view = View(path.name, job.steps, "samples" if job.task == "classification" else "tokens", quiet)
         parts = fitting(lambda: assemble(job, prepared, device, view.say, _oom_kills), backend, "building the model")
         stack.callback(parts.loader.close)
         step = step_of(job, parts.model, parts.optimizer, plan.choices_by_rung, schedule=parts.schedule)
@@ -287,7 +289,7 @@ def print_baseline() -> None:
     # Imports what the model is made of: also a function of the user's, which a sketch does not call, may import more.
     if sketch_model(job) is None:
         with suppress(JobError):  # who traces it says what is wrong with it
-            build_model(job, job.tokenizer.vocab_size, 2 if job.task == "classification" else None, 0, device="meta")
+            build_model(job, job.tokenizer.vocab_size, 2 if job.is_labelled else None, 0, device="meta")
     backend = backend_for("cpu")
     backend.baseline_bytes()  # starts the thread pools
     print(backend.use().used_bytes)

@@ -18,6 +18,7 @@ from typing import ClassVar
 from torch import nn
 
 from plimsoll.models.recurrent import RecurrentClassifier, RecurrentLanguageModel
+from plimsoll.models.recurrent_tagger import RecurrentTagger
 from plimsoll.records.plan import Choice, Numerics
 from plimsoll.records.trace import Category
 from plimsoll.techniques._base import Choices, Setting
@@ -93,7 +94,8 @@ def _model_type(model: nn.Module) -> str | None:
 
 
 def _is_known(model: nn.Module) -> bool:
-    return isinstance(model, RecurrentClassifier | RecurrentLanguageModel) or _model_type(model) is not None
+    known = RecurrentClassifier | RecurrentLanguageModel | RecurrentTagger
+    return isinstance(model, known) or _model_type(model) is not None
 
 
 def _sensitive(model: nn.Module) -> str | None:

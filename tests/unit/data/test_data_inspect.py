@@ -8,6 +8,7 @@ from plimsoll.data.inspect import index_corpus, inspect_corpus, tokenize_corpus
 from plimsoll.data.tokens import open_tokens
 from plimsoll.records.corpus import Inspection
 from plimsoll.records.job import Job
+from tagged_files import conll, sentences_of_names
 
 LENGTHS = [2, 2, 2, 6, 6, 20, 20, 40]  # bytes, which are tokens of a vocabulary of bytes
 
@@ -116,3 +117,18 @@ def test_where_only_some_texts_are_seen_their_windows_at_borders_stand_for_all(
     found = inspect_corpus(job, tmp_path / "cache")
     (own,) = [filling for filling in found.fillings if filling.is_this_job]
     assert (found.num_seen_texts, own.name, own.num_samples) == (50, "windows at sentences, shuffle", 400)
+
+
+@pytest.mark.parametrize("is_tokenized", [False, True])
+def test_tags_are_counted_and_words_measured_as_they_are_tokenized(tmp_path: Path, is_tokenized: bool):
+    (tmp_path / "a.conll").write_text(conll(sentences_of_names(40)))
+    fields = {"model": "gpt2", "task": "token-classification", "tokenizer": {"vocab_size": 300}, "batch_size": 2}
+    job = Job.from_fields(fields | {"data": str(tmp_path / "a.conll")})
+    if is_tokenized:
+        assert tokenize_corpus(job, tmp_path / "cache").num_tokens > 40
+    found = inspect_corpus(job, tmp_path / "cache")
+    tags = [tag for sentence in sentences_of_names(40) for _, tag in sentence]
+    assert {tag.name: tag.num_words for tag in found.corpus.tags} == {tag: tags.count(tag) for tag in set(tags)}
+    store = open_tokens(Path(tokenize_corpus(job, tmp_path / "cache").tokens_folder))
+    assert found.num_seen_tokens == len(store.tokens) - 40
+    assert "windows of texts" not in found.fillings[0].name

@@ -14,6 +14,7 @@ from plimsoll.data.tokenizer import open_tokenizer
 from plimsoll.data.tokens import open_tokens
 from plimsoll.errors import DataError
 from plimsoll.records.job import Job
+from tagged_files import conll, sentences_of_names
 
 
 @pytest.fixture
@@ -366,3 +367,38 @@ def test_a_text_too_short_for_its_lanes_is_refused_as_it_is_prepared(texts: Path
         DataError, match=r"the training text has \d+ tokens, but batch_size = 4000 lanes .*--set batch_size="
     ):
         prepare(short, tmp_path / "cache")
+
+
+def test_words_with_tags_become_samples_with_a_label_for_each_word(tmp_path: Path):
+    (tmp_path / "train.conll").write_text(conll(sentences_of_names(40)))
+    (tmp_path / "valid.conll").write_text("Ada I-NAME\n\nslept O\n")  # its tags have other numbers of their own
+    job = job_of(
+        tmp_path / "train.conll", task="token-classification", sequence_length=6,
+        data={"stride": 4, "validation": str(tmp_path / "valid.conll")}, tokenizer={"train": "words"},
+    )  # fmt: skip
+    prepared = prepare(job, tmp_path / "cache")
+    assert prepared.label_names == ("B-NAME", "I-NAME", "O")
+    assert (prepared.num_labels, prepared.train.labels_folder, prepared.train.has_windows) == (3, None, True)
+    training, validation = open_datasets(prepared, job)
+    assert validation is not None
+    assert validation.batch(np.array([0, 1]))["labels"].tolist() == [[1], [2]]
+    labels = training.batch(np.arange(len(training)))["labels"]
+    assert int((labels >= 0).sum()) == sum(map(len, sentences_of_names(40)))
+    (tmp_path / "train.conll").write_text(conll(sentences_of_names(40)).replace("I-NAME", "B-NAME"))
+    assert (
+        prepare(job_of(tmp_path / "train.conll", task="token-classification"), tmp_path / "cache").key != prepared.key
+    )
+
+
+def test_a_share_of_sentences_is_held_out_with_all_their_windows(tmp_path: Path):
+    (tmp_path / "train.conll").write_text(conll(sentences_of_names(40)))
+    job = job_of(
+        tmp_path / "train.conll", task="token-classification", sequence_length=4, data={"validation": 0.25},
+        tokenizer={"train": "words"},
+    )  # fmt: skip
+    training, validation = open_datasets(prepare(job, tmp_path / "cache"), job)
+    assert validation is not None
+    labels = [dataset.batch(np.arange(len(dataset)))["labels"] for dataset in (training, validation)]
+    assert sum(int((of >= 0).sum()) for of in labels) == sum(map(len, sentences_of_names(40)))
+    ids = np.arange(len(validation))
+    assert len(np.unique(validation.parents(ids))) == 10

@@ -13,6 +13,7 @@ from plimsoll.data.sketch import TextSketch, sketch_texts
 from plimsoll.data.tokenizer import prepare_tokenizer
 from plimsoll.errors import DataError
 from plimsoll.records.job import Job
+from tagged_files import conll, sentences_of_names
 
 
 def job_of(data: Path | list[Path], task: str = "language-modeling", **fields: object) -> Job:
@@ -92,3 +93,13 @@ def test_a_single_folder_still_makes_a_classifier_of_two(tmp_path: Path):
 def test_classes_cannot_be_counted_without_files(tmp_path: Path):
     with pytest.raises(DataError, match="there is no file or folder .*absent: check the path"):
         sketch_texts(job_of(tmp_path / "absent", "classification"))
+
+
+def test_tags_of_words_are_counted_in_the_heads_of_files(tmp_path: Path):
+    text = conll(sentences_of_names(20))
+    (tmp_path / "a.conll").write_text(text[: len(text) - 3])  # cut as a head may be: inside a line
+    (tmp_path / "b.txt").write_text("slept VERB\n\n")
+    sources = [tmp_path / "a.conll", tmp_path / "b.txt"]
+    assert sketch_texts(job_of(sources, "token-classification")).num_labels == 4
+    (tmp_path / "c.jsonl").write_text('{"tokens": ["a"], "tags": [0]}\n{"tokens": ["a", "b"], "ta')
+    assert sketch_texts(job_of(tmp_path / "c.jsonl", "token-classification")).num_labels == 2

@@ -8,13 +8,14 @@ import torch
 from torch import nn
 
 from plimsoll.errors import JobError, OutputError
-from plimsoll.models.build import build_model, loss_of, save_model
+from plimsoll.models.build import build_model, loss_of, name_labels, save_model
 from plimsoll.records.job import Job
 from plimsoll.workload import count_units, resident_bytes, split_batch
 from processes import run_program
 
 GPT2 = {"architecture": "gpt2", "n_embd": 8, "n_layer": 1, "n_head": 2}
 LSTM = {"architecture": "lstm", "embedding_size": 4, "hidden_size": 4}
+BERT = {"architecture": "bert", "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
 
 
 def job(model, task="language-modeling", **fields):
@@ -182,3 +183,27 @@ def test_nothing_is_printed(tmp_path):
         [sys.executable, "-W", "error", "-c", SCRIPT, tmp_path], capture_output=True, text=True, check=False
     )
     assert (ran.returncode, ran.stdout, ran.stderr) == (0, "", "")
+
+
+@pytest.mark.parametrize("model", ["gru", BERT], ids=["gru", "bert"])
+def test_a_tagger_has_logits_for_each_token_and_keeps_the_names_of_tags(model, tmp_path):
+    job = Job.from_fields({"model": model, "task": "token-classification", "data": "x", "sequence_length": 8})
+    names = ("B-X", "I-X", "O")
+    built = build_model(job, 50, 3, 0).eval()
+    name_labels(built, names)
+    batch = {"input_ids": torch.ones(2, 8, dtype=torch.long), "attention_mask": torch.ones(2, 8, dtype=torch.long)}
+    labels = torch.full((2, 8), -100)
+    labels[0, :3] = torch.tensor([0, 1, 2])
+    output = built(**batch, labels=labels)
+    assert output.logits.shape == (2, 8, 3)
+    torch.testing.assert_close(output.loss, torch.nn.functional.cross_entropy(output.logits[0, :3], labels[0, :3]))
+    assert loss_of(job.task)[1] == "tokens"
+    save_model(built, tmp_path / "saved")
+    loaded = build_model(job.model_copy(update={"model": str(tmp_path / "saved")}), 50, 3, 0).eval()
+    assert torch.equal(loaded(**batch).logits, output.logits)
+    config = loaded.config
+    assert tuple(getattr(config, "label_names", None) or config.id2label.values()) == names
+    with pytest.raises(JobError, match="the data have 2|was made for"):
+        build_model(job.model_copy(update={"model": str(tmp_path / "saved")}), 50, 2, 0)
+    with pytest.raises(JobError, match="a token-classification needs at least 2 labels"):
+        build_model(job, 50, None, 0)

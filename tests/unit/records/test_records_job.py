@@ -302,6 +302,19 @@ def test_a_step_of_so_many_tokens_has_as_many_samples_of_the_greatest_length(tmp
         (["data.pack=true"], "job: data.pack joins texts into rows, but classification takes them one by one"),
         (["data.pack=true", "data.stride=8"], "data: pack: true puts whole texts into rows: leave out borders, stride"),
         (["data.on_the_fly=true"], "data: on_the_fly: true cannot cut texts into windows, for it does not know how"),
+        (
+            ["task=token-classification", "data.order=shuffle", "data.borders=sentence"],
+            "job: data.borders 'sentence' is not for words with tags, which are in one column",
+        ),
+        (
+            ["task=token-classification", "data.on_the_fly=true", "data.long_texts=stop"],
+            "job: data.on_the_fly True is not for words with tags",
+        ),
+        (["task=token-classification", "data.text=[a, b]"], "job: data.text ('a', 'b') is not for words with tags"),
+        (
+            ["task=token-classification", "data.augment={token_function: 'a:b'}"],
+            "job: data.augment.token_function 'a:b'",
+        ),
         (["data.stride=300"], "job: data.stride 300 would leave out tokens between windows of sequence_length 256"),
         (["data.stride=8", "data.borders=sentence"], "data: stride 8 is for windows that do not end at borders"),
         (["data.augment={mask: 0.1}"], "job: data.augment.mask 0.1 needs a tokenizer with a mask token"),

@@ -1,7 +1,7 @@
 """The sheets of a corpus: what is shown of much, and what of nothing."""
 
 import corpus_records
-from plimsoll.records.corpus import LabelCount
+from plimsoll.records.corpus import LabelCount, TagCount
 from plimsoll.report import data_sheets
 
 
@@ -31,3 +31,10 @@ def test_the_way_of_this_job_is_marked():
     rows = data_sheets.filling_sheet(corpus_records.inspection()).rows
     assert [row[0] for row in rows] == ["padded to 256", "by_length *"]
     assert rows[1][1:] == ("1,010", "2.0%", "2,048", "0")
+
+
+def test_tags_are_shares_of_the_words():
+    tags = (TagCount(name="B-PER", num_words=10), TagCount(name="O", num_words=30))
+    sheet = data_sheets.tag_sheet(corpus_records.corpus_facts(labels=(), tags=tags))
+    assert sheet.title == "Tags, 2 of 2"
+    assert sheet.rows == (("O", "30", "75.0%"), ("B-PER", "10", "25.0%"))

@@ -207,3 +207,13 @@ def test_a_batch_without_a_field_that_the_model_needs_is_said():
             model, torch.optim.SGD(model.parameters()), {"x": torch.ones(2, 2)}, model_loss,
             CpuLowering(), units="samples", choices=(micro_batch_choice(4),), clip_norm=None, precision="fp32",
         )  # fmt: skip
+
+
+@pytest.mark.parametrize("lowering", [CpuLowering(), CudaLowering((8, 6))], ids=lambda one: one.name)
+def test_a_tagger_has_a_label_for_each_token(lowering):
+    tagger = job(task="token-classification", model=LSTM | {"bidirectional": True}, batch_size=64, sequence_length=32)
+    texts = TEXTS._replace(num_labels=5)
+    peaks = [
+        live_bytes(rehearse_job(tagger, texts, lowering, (micro_batch_choice(size),))).peak_bytes for size in (64, 4)
+    ]
+    assert peaks[0] > peaks[1]

@@ -35,6 +35,8 @@ class Reading:
         on_error: ``stop``: what cannot be read is an error; ``skip``: rows that cannot be read (files, where a text is
             a file) are left out, counted and listed.
         max_text_bytes: a longer line, paragraph or row is one of those that cannot be read.
+        is_tagged: texts are words with a tag each (`plimsoll.data.sentences`): ``text`` is the column of words,
+            ``label`` that of their tags; what is no table is a file of the CoNLL kind.
     """
 
     unit: Unit = "document"
@@ -45,6 +47,7 @@ class Reading:
     header: bool | None = None
     on_error: Literal["stop", "skip"] = "stop"
     max_text_bytes: int = 64 << 20
+    is_tagged: bool = False
 
     @property
     def columns(self) -> tuple[str, ...] | None:

@@ -1,0 +1,141 @@
+"""How well words are tagged, counted while the loss is evaluated: accuracy, and the F1 of whole entities.
+
+Each word is judged once. Where a long text is cut into windows that overlap, that is in the window in which it is
+farther from an edge, as the labels say (`plimsoll.data.texts`). Entities may reach over windows, so a text is judged
+when all of its windows are there; where they arrive in order, no more texts are held than a batch has. A batch that
+runs out of memory is evaluated once more in smaller pieces: of a batch only the last answer to each sample counts. Does
+NOT cover models that return no ``logits``: of these both are unknown.
+
+Shapes: B samples of a batch, T tokens, L tags.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from plimsoll.data.windows import IGNORED_LABEL
+from plimsoll.run.accuracy import Windows
+from plimsoll.run.boundary import Position
+from plimsoll.workload import batch_size_of
+
+Entity = tuple[str, int, int]
+"""Its kind, its first word, and the word behind its last."""
+
+_OUTSIDE = "O"
+_BEGINS, _ENDS = {"B", "S"}, {"E", "S"}
+_PREFIXES = ("B-", "I-", "E-", "S-")
+
+
+class _Window(NamedTuple):
+    """The right and the predicted tags of its own words."""
+
+    number: int
+    right: NDArray[np.int64]
+    predicted: NDArray[np.int64]
+
+
+class TagScores:
+    """Counts right tags and right entities while the block runs.
+
+    Args:
+        model: returns ``logits`` (B, T, L).
+        position: says which samples of its batch the model is evaluating.
+        names: of the tags, by number.
+        windows: says of which text each sample is; ``None``: a sample is a text.
+    """
+
+    def __init__(self, model: nn.Module, position: Position, names: Sequence[str], windows: Windows | None) -> None:
+        self._model, self._position, self._names, self._windows = model, position, names, windows
+        self._has_entities = are_of_entities(names)
+        self._answers: dict[int, Tensor] = {}  # predicted tags (T,) by the number of the sample in its batch
+        self._open: dict[int, list[_Window]] = {}  # of texts that are not complete
+        self._num_words = self._num_right = 0
+        self._num_entities = self._num_found = self._num_right_entities = 0
+
+    def __enter__(self) -> TagScores:
+        self._hook = self._model.register_forward_hook(self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._hook.remove()
+
+    def counted(self, batches: Iterable[tuple[Any, NDArray[np.int64]]]) -> Iterator[Any]:
+        """Yield the batches, given with the numbers of their samples; each is counted before the next is asked for."""
+        for batch, ids in batches:
+            self._answers.clear()
+            yield batch
+            if self._answers:
+                self._count(batch["labels"], ids[: batch_size_of(batch)])
+
+    def accuracy(self) -> float | None:
+        """The share of words with the right tag; ``None`` if there are none, or the model returned no logits."""
+        return self._num_right / self._num_words if self._num_words else None
+
+    def entity_f1(self) -> float | None:
+        """The harmonic mean of precision and recall of entities; ``None`` if tags are of none, or none was there."""
+        num_both = self._num_entities + self._num_found
+        return 2 * self._num_right_entities / num_both if num_both else None
+
+    def _note(self, _model: nn.Module, _positional: Any, output: Any) -> None:
+        logits_BTL = getattr(output, "logits", None)
+        if logits_BTL is not None:
+            self._answers.update(zip(self._position.samples, logits_BTL.detach().argmax(dim=-1).cpu(), strict=True))
+
+    def _count(self, labels_BT: Tensor, ids: NDArray[np.int64]) -> None:
+        numbers = sorted(self._answers)
+        texts = ids[numbers] if self._windows is None else self._windows.parents(ids[numbers])
+        nums = np.ones(len(texts), np.int64) if self._windows is None else self._windows.num_of_parents(texts)
+        for number, text, num in zip(numbers, texts.tolist(), nums.tolist(), strict=True):
+            predicted_T = self._answers[number]  # shorter than the labels where padding was cut off
+            labels_T = labels_BT[number][: len(predicted_T)]
+            is_word_T = labels_T != IGNORED_LABEL
+            window = _Window(int(ids[number]), labels_T[is_word_T].numpy(), predicted_T[is_word_T].numpy())
+            windows = self._open.setdefault(text, [])
+            windows.append(window)
+            if len(windows) == num:
+                self._judge(sorted(self._open.pop(text), key=lambda one: one.number))
+
+    def _judge(self, windows: list[_Window]) -> None:
+        """Count the words and the entities of a text that is complete."""
+        right = np.concatenate([window.right for window in windows])
+        predicted = np.concatenate([window.predicted for window in windows])
+        self._num_words += len(right)
+        self._num_right += int(np.count_nonzero(right == predicted))
+        if self._has_entities:
+            entities, found = (entities_of([self._names[tag] for tag in tags.tolist()]) for tags in (right, predicted))
+            self._num_entities += len(entities)
+            self._num_found += len(found)
+            self._num_right_entities += len(entities & found)
+
+
+def are_of_entities(names: Sequence[str]) -> bool:
+    """Return whether all tags are O or those of the begin, the inside, the end or the whole of an entity."""
+    are_known = all(name == _OUTSIDE or name.startswith(_PREFIXES) for name in names)
+    return are_known and any(name != _OUTSIDE for name in names)
+
+
+def entities_of(tags: Sequence[str]) -> set[Entity]:
+    """Return the entities that some tags mean, as the script conlleval of the CoNLL shared tasks reads them.
+
+    An entity begins with B or S, and also with I or E where none of its kind is open before it; it ends with E or S,
+    and before whatever does not go on with it.
+    """
+    entities: set[Entity] = set()
+    kind, begin = "", 0
+    for place, tag in enumerate([*tags, _OUTSIDE]):
+        prefix, _, own_kind = tag.partition("-")
+        goes_on = prefix != _OUTSIDE and prefix not in _BEGINS and own_kind == kind
+        if kind and not goes_on:
+            entities.add((kind, begin, place))
+            kind = ""
+        if prefix != _OUTSIDE and not kind:
+            kind, begin = own_kind, place
+        if prefix in _ENDS:
+            entities.add((kind, begin, place + 1))
+            kind = ""
+    return entities
