@@ -38,7 +38,7 @@ class UnrolledCell(nn.Module):
         self.cell, self.batch_first = cell, batch_first
 
     @property
-    def time_dim(self) -> int:
+    def step_dim(self) -> int:
         """The dimension of the steps."""
         return 1 if self.batch_first else 0
 
@@ -53,16 +53,16 @@ class UnrolledCell(nn.Module):
 
     def stretch(self, state: State, input: Tensor) -> Passed:
         """Go through some steps from a state, which is empty before the first."""
-        if input.dim() < 2 or input.shape[self.time_dim] == 0:
+        if input.dim() < 2 or input.shape[self.step_dim] == 0:
             raise InputError(
                 f"cannot unroll {type(self.cell).__name__} over an input of shape {list(input.shape)}, which has no "
-                f"steps in dimension {self.time_dim}: give at least 1, and set batch_first if the batch comes first"
+                f"steps in dimension {self.step_dim}: give at least 1, and set batch_first if the batch comes first"
             )
         outputs = []
-        for step_input in input.unbind(self.time_dim):
+        for step_input in input.unbind(self.step_dim):
             output, state = self._step(step_input, state)
             outputs.append(output)
-        return Passed((torch.stack(outputs, self.time_dim),), state=state)
+        return Passed((torch.stack(outputs, self.step_dim),), state=state)
 
     def _step(self, input: Tensor, state: State) -> tuple[Tensor, State]:
         result = self.cell(input, as_given(state))

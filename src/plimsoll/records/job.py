@@ -12,7 +12,6 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
-import yaml
 from pydantic import BeforeValidator, Field, ValidationError, ValidationInfo, field_validator, model_validator
 from pydantic_core import ErrorDetails
 
@@ -20,6 +19,7 @@ from plimsoll.errors import JobError
 from plimsoll.records.augmentation import Augmentation
 from plimsoll.records.base import Frozen, Record
 from plimsoll.records.device import Budget
+from plimsoll.records.job_yaml import parse_value, read_fields
 
 HUB_PREFIX = "hf:"  # of a dataset by its name on the Hugging Face hub
 _NOT_EMPTY = Field(min_length=1)
@@ -305,7 +305,7 @@ class Job(Record):
         Raises:
             JobError: if the file is missing, is not YAML, or has fields or values that are not allowed; all at once.
         """
-        fields = _changed(_read_yaml(path), changes)
+        fields = _changed(read_fields(path), changes)
         return cls.from_fields(fields, source=str(path), folder=path.parent, changes=changes)
 
     @classmethod
@@ -343,40 +343,6 @@ class Job(Record):
             raise JobError(f"{source} cannot be used:\n" + "\n".join(_faults(error, changes))) from None
 
 
-class _Loader(yaml.SafeLoader):
-    """YAML 1.1 with the floats of 1.2: ``1e-4`` is a number and not a text."""
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+[eE][-+]?[0-9]+"), list("-+0123456789")
-)
-
-
-def _read_yaml(path: Path) -> dict[str, Any]:
-    if path.is_dir():
-        raise JobError(_no_file_but_folder(path))
-    try:
-        fields = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
-    except FileNotFoundError:
-        raise JobError(f"there is no job file at {path}: check the path, or use the example in README.md") from None
-    except OSError as error:
-        raise JobError(f"the job file {path} cannot be read ({error.strerror}): allow reading it") from None
-    except (UnicodeDecodeError, yaml.YAMLError) as error:
-        raise JobError(f"{path} cannot be read as YAML ({error}): see the example in README.md") from None
-    if not isinstance(fields, dict):
-        raise JobError(f"{path} holds {fields!r}, not fields like `model: ...`: see the example in README.md")
-    return fields
-
-
-def _no_file_but_folder(path: Path) -> str:
-    if (path / "metrics.jsonl").is_file():
-        return (
-            f"{path} is the directory of a run, no job file: go on with it (`plimsoll train --resume --out {path}`), "
-            f"or give its job file {path / 'job.yaml'} and another --out"
-        )
-    return f"{path} is a folder, not a job file: give the path of the job file, such as {path / 'job.yaml'}"
-
-
 def _changed(fields: dict[str, Any], changes: tuple[str, ...]) -> dict[str, Any]:
     """Return the fields with ``a.b=c`` changes applied, each to what those before it have left."""
     fields = _expanded(fields)
@@ -400,8 +366,8 @@ def _apply(fields: dict[str, Any], change: str) -> None:
         if not isinstance(place, dict):
             raise JobError(f"--set {change!r}: `{parent}` is {place!r}, which has no fields: set `{parent}` as a whole")
     try:
-        place[last] = yaml.load(value, Loader=_Loader)
-    except yaml.YAMLError:
+        place[last] = parse_value(value)
+    except ValueError:
         raise JobError(f"--set {change!r}: {value!r} is not YAML: quote the value, as in '{name}=\"*.txt\"'") from None
 
 

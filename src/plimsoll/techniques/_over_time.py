@@ -138,7 +138,7 @@ class _Recomputed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *arriving: Tensor | None) -> tuple[Any, ...]:
-        _refuse_second(ctx)
+        _refuse_second(ctx, ctx.kept)
         walk: Walk = ctx.walk
         inputs = ctx.saved_tensors
         _, sequences, _ = ctx.places.split(inputs)
@@ -179,7 +179,7 @@ class _Truncated(torch.autograd.Function):
                 )
             state = tuple(part.detach() for part in passed.state)
             sums = _added(sums, passed.sums)
-        ctx.gradients = gradients.result()
+        ctx.walk, ctx.gradients = walk, gradients.result()
         ctx.set_materialize_grads(False)
         flat = _flat(Passed((), tuple(sums), state), ctx, shape)
         ctx.mark_non_differentiable(*flat[1:])
@@ -187,7 +187,7 @@ class _Truncated(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *arriving: Tensor | None) -> tuple[Any, ...]:
-        _refuse_second(ctx, "gradients")
+        _refuse_second(ctx, ctx.gradients)
         gradients, ctx.gradients = ctx.gradients, None
         of_loss = arriving[0]
         if of_loss is None:
@@ -390,14 +390,15 @@ def _arriving(ctx: Any, gradients: Sequence[Tensor | None]) -> _Arriving:
     return _Arriving(tuple(gradients[:num_outputs]), tuple(gradients[num_outputs:end]), tuple(gradients[end:]))
 
 
-def _refuse_second(ctx: Any, name: str = "kept") -> None:
+def _refuse_second(ctx: Any, kept: Any) -> None:
+    num_segments = len(ctx.walk.spans)
     if torch.is_grad_enabled():
         raise InputError(
-            f"cannot differentiate {len(ctx.walk.spans) if name == 'kept' else 'truncated'} segments in time twice, "
-            "with create_graph=True, because their gradients are computed without a graph: leave the technique out"
+            f"cannot differentiate {num_segments} segments in time twice, with create_graph=True, because their "
+            "gradients are computed without a graph: leave the technique out"
         )
-    if getattr(ctx, name) is None:
+    if kept is None:
         raise InputError(
-            "cannot go backward through segments in time a second time, because the 1st backward has given back what "
-            "they kept: add up the losses and call backward once"
+            f"cannot go backward through {num_segments} segments in time a second time, because the first backward has "
+            "given back what they kept: add up the losses and call backward once"
         )

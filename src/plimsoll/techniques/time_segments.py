@@ -200,9 +200,9 @@ class _SegmentedCell:
 
     def __call__(self, input: Tensor, state: Any = None) -> tuple[Tensor, Any]:
         layer = self._layer
-        if input.dim() < 2 or input.shape[layer.time_dim] == 0:
+        if input.dim() < 2 or input.shape[layer.step_dim] == 0:
             return UnrolledCell.forward(layer, input, state)
-        passed = Unrolled(layer, self._cut, truncates=False)(self._run, (input,), as_state(state), layer.time_dim)
+        passed = Unrolled(layer, self._cut, truncates=False)(self._run, (input,), as_state(state), layer.step_dim)
         return passed.outputs[0], as_given(passed.state)
 
     def _run(self, state: State, input: Tensor) -> Passed:

@@ -1,0 +1,62 @@
+"""Job files as YAML: their fields as they are written, before anything is made of them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from plimsoll.errors import JobError
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.1 with the floats of 1.2: ``1e-4`` is a number and not a text."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+[eE][-+]?[0-9]+"), list("-+0123456789")
+)
+
+
+def read_fields(path: Path) -> dict[str, Any]:
+    """Read the fields of a job file, unchecked.
+
+    Raises:
+        JobError: if it is missing, cannot be read, is not YAML, or has no fields.
+    """
+    if path.is_dir():
+        raise JobError(_no_file_but_folder(path))
+    try:
+        fields = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
+    except FileNotFoundError:
+        raise JobError(f"there is no job file at {path}: check the path, or use the example in README.md") from None
+    except OSError as error:
+        raise JobError(f"the job file {path} cannot be read ({error.strerror}): allow reading it") from None
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
+        raise JobError(f"{path} cannot be read as YAML ({error}): see the example in README.md") from None
+    if not isinstance(fields, dict):
+        raise JobError(f"{path} holds {fields!r}, not fields like `model: ...`: see the example in README.md")
+    return fields
+
+
+def parse_value(text: str) -> Any:
+    """Read one value, as ``--set`` has it: ``5`` is a number.
+
+    Raises:
+        ValueError: if it is not YAML.
+    """
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{text!r} is not YAML: quote it") from error
+
+
+def _no_file_but_folder(path: Path) -> str:
+    if (path / "metrics.jsonl").is_file():
+        return (
+            f"{path} is the directory of a run, no job file: go on with it (`plimsoll train --resume --out {path}`), "
+            f"or give its job file {path / 'job.yaml'} and another --out"
+        )
+    return f"{path} is a folder, not a job file: give the path of the job file, such as {path / 'job.yaml'}"
