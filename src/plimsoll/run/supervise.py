@@ -306,7 +306,7 @@ def _death(end: _End, kills_before: OomKills | None, has_host_budget: bool) -> _
         evidence = "memory ran out inside optimizer.step() and only a checkpoint can undo that"
         return _Death("torn step", 0, evidence, _Cause.TOLD)
     if end.return_code == WornProcessError.exit_code:
-        evidence = "memory ran out with every fallback, and what they left in its heap only a new process gives back"
+        evidence = "memory ran out with every fallback; what steps have left in its heap only a new process gives back"
         return _Death("worn heap", 0, evidence, _Cause.TOLD)
     number = -end.return_code
     if number not in {signal.SIGKILL, signal.SIGBUS, *_CRASHES}:

@@ -68,11 +68,21 @@ class Training:
     host: Backend | None = None
     stop: StopRequest = field(default_factory=StopRequest)
     has_fallen: bool = False
+    begun_at: int = 0
 
     @property
     def is_worn(self) -> bool:
         """Whether a supervisor should start a new process: on a CPU what failed here has left holes in the heap."""
-        return self.backend.kind == "cpu" and self.has_fallen and "PLIMSOLL_SUPERVISOR" in os.environ
+        return self.has_fallen and self._may_begin_anew
+
+    @property
+    def has_worn(self) -> bool:
+        """Whether the steps of this process may be why what follows them finds no room, and a new one is to be had."""
+        return self.step.num_steps > self.begun_at and self._may_begin_anew
+
+    @property
+    def _may_begin_anew(self) -> bool:
+        return self.backend.kind == "cpu" and "PLIMSOLL_SUPERVISOR" in os.environ
 
     @property
     def backend(self) -> Backend:
@@ -131,7 +141,9 @@ def resume(training: Training, saved: checkpoint.Checkpoint) -> None:
 
 def _loop(training: Training) -> None:
     job, step = training.job, training.step
-    saved_step = step.num_steps
+    saved_step = training.begun_at = step.num_steps
+    if _owes_evaluation(training):
+        _evaluate(training)
     while step.num_steps < job.steps and training.stop.signal_number is None:
         batch: Batch = _survive(training, "fetch", lambda: _fetch(training))
         try:
@@ -220,7 +232,31 @@ def _note_oom(training: Training, event: OomEvent) -> None:
     training.view.say(f"out of memory in {event.phase}, step {event.step}{asked}: {event.action}")
 
 
-def _evaluate(training: Training) -> None:
+def _owes_evaluation(training: Training) -> bool:
+    """Whether the process before this one ended in the evaluation after the last step."""
+    every, step = training.job.evaluate_every, training.step.num_steps
+    if not every or not step or step % every:
+        return False
+    return not any(isinstance(line, EvaluationLine) and line.step == step for line in training.directory.lines())
+
+
+def _evaluate(training: Training, *, is_saved: bool = False) -> None:
+    """Evaluate; where only a process without the holes in this one's heap has room for it, ask for one."""
+    try:
+        _evaluate_here(training)
+    except OutOfMemoryError:
+        if not training.has_worn:
+            raise
+        if not is_saved:
+            with suppress(OutOfMemoryError):
+                _save(training)
+        raise WornProcessError(
+            f"the evaluation after step {training.step.num_steps} has no room in this process; what its steps have "
+            "left in the heap goes with it: start a new process (`plimsoll train` does it by itself)"
+        ) from None
+
+
+def _evaluate_here(training: Training) -> None:
     if training.parts.validation is None:
         return
     validation, batch_size = training.parts.validation, training.job.batch_size
@@ -305,7 +341,7 @@ def _finish(training: Training) -> None:
     """Evaluate once more and write the model, with the memory of the optimizer given back first."""
     training.step.drop_optimizer_states()
     if not training.job.evaluate_every or training.job.steps % training.job.evaluate_every:
-        _evaluate(training)
+        _evaluate(training, is_saved=True)
     fitting(lambda: save_model(training.parts.model, training.directory.model), training.backend, "writing the model")
     # What is moved back now is of no use any more, so that it need not fit.
     attempt(training.step.close, training.backend, training.step.position)

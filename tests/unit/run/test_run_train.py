@@ -188,6 +188,32 @@ def test_otherwise_there_is_nothing_to_hope_for_from_a_new_process(options, new_
     assert not of_kind(directory, OomEvent)[-1].survived
 
 
+@pytest.mark.parametrize("every", [None, 3], ids=["at the end", "between steps"])
+def test_an_evaluation_that_finds_no_room_is_done_in_a_new_process(every, new_run, whole, monkeypatch):
+    """What steps have left in the heap is in its way: a new kernel needs pages of its own."""
+    monkeypatch.setenv("PLIMSOLL_SUPERVISOR", str(os.getppid()))
+    directory = new_run(evaluate_every=every)
+    with armed("evaluation", *range(1, 30)), pytest.raises(WornProcessError, match="start a new process"):
+        train_here(directory)
+    stopped_at = every or 6
+    assert of_kind(directory, CheckpointLine)[-1].step == stopped_at
+    assert not of_kind(directory, EvaluationLine)
+    train_here(directory, resume_newest=True, restarts=1)
+    assert [line.step for line in of_kind(directory, EvaluationLine)] == ([3, 6] if every else [6])
+    assert [step.step for step in record_of(directory).steps] == [1, 2, 3, 4, 5, 6]
+    assert_same_weights(whole, directory)
+
+
+def test_a_new_process_without_room_for_an_evaluation_says_so(new_run, monkeypatch):
+    monkeypatch.setenv("PLIMSOLL_SUPERVISOR", str(os.getppid()))
+    directory = new_run()
+    with armed("evaluation", *range(1, 30)), pytest.raises(WornProcessError):
+        train_here(directory)
+    with armed("evaluation", *range(1, 30)), pytest.raises(OutOfMemoryError) as caught:
+        train_here(directory, resume_newest=True, restarts=1)
+    assert type(caught.value) is OutOfMemoryError
+
+
 def test_a_run_goes_on_from_its_newest_checkpoint_to_the_same_bits(new_run, whole):
     directory = new_run()
     with armed("fetch", 6, 7, 8), pytest.raises(OutOfMemoryError):  # in the sixth step, two after the checkpoint
