@@ -105,6 +105,21 @@ class Lanes:
         return np.diff(stops, append=end)
 
 
+def truncated_reach(num_read: int, segment_steps: int, before: GradientReach | None = None) -> GradientReach:
+    """Count how far back a gradient reaches that ends where a segment of a window begins.
+
+    Args:
+        num_read: tokens of a window that are read to predict another.
+        segment_steps: of a segment.
+        before: what it was without segments, where it was less than the window.
+    """
+    reaches = np.arange(num_read) % segment_steps + 1
+    most, mean = int(reaches.max()), float(reaches.mean())
+    if before is not None:
+        most, mean = min(most, before.most_tokens), min(mean, before.mean_tokens)
+    return GradientReach(most_tokens=most, mean_tokens=mean)
+
+
 def training_lanes(begin: int, num_tokens: int, num_lanes: int, sequence_length: int) -> Lanes:
     """Return the lanes to train on.
 

@@ -20,6 +20,7 @@ from math import isqrt
 
 import numpy as np
 
+from plimsoll.memory.lowering.cudnn_rnn import MOST_STEPS
 from plimsoll.plan.blocks import some_blocks
 from plimsoll.plan.look import Look, LookAt, PhasePeak
 from plimsoll.plan.menu import Compatibility, Menu, Problem, menu_of
@@ -100,13 +101,20 @@ class _Search:
     def found(self) -> Found:
         """Search."""
         limit_bytes = self._problem.limit_bytes
-        plain = self._look((), self._problem.setting.batch_size)
+        plain = self._look(self._needed_to_run(), self._problem.setting.batch_size)
         self._plain_line(limit_bytes)
         chosen = self._fastest(limit_bytes)
         if chosen is None:
             leanest = self._leanest()
             return self._result(leanest, (), plain, fits=False, openings=self._openings(leanest))
         return self._result(chosen, tuple(self._fallbacks(chosen)), plain, fits=True, openings=())
+
+    def _needed_to_run(self) -> Choices:
+        """What is pinned and the training cannot be without: one too long for cuDNN has no plain way."""
+        setting = self._problem.setting
+        if setting.device != "cuda" or (setting.sequence_length or 0) <= MOST_STEPS:
+            return ()
+        return tuple(choice for choice in self._menu.base if choice.technique == "time_segments")
 
     def _fastest(self, limit_bytes: int) -> Look | None:
         fits_plainly, may_gain = self._judge_plain(limit_bytes)

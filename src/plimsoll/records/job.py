@@ -173,7 +173,9 @@ class CheckpointPolicy(Frozen):
     keep: int = Field(default=2, ge=1)
 
 
-Allowed = Literal["recut_batch_norm", "by_length", "adafactor", "low_bit_optimizer", "lora", "adaptive_softmax"]
+Allowed = Literal[
+    "recut_batch_norm", "by_length", "adafactor", "low_bit_optimizer", "lora", "adaptive_softmax", "truncated_bptt"
+]
 """What changes the training or its result, and happens only where the user names it."""
 
 

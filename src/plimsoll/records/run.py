@@ -306,7 +306,10 @@ class RunRecord(Record):
 
 
 class RunHead(Record):
-    """What is known of a run before its first step: ``run.json``. ``gradient_reach`` is of streams, else ``None``."""
+    """What is known of a run before its first step: ``run.json``.
+
+    ``gradient_reach`` is ``None`` where it is the sample.
+    """
 
     record_kind: ClassVar[str] = "run-head"
 

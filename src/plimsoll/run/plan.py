@@ -49,7 +49,7 @@ from plimsoll.run.rehearse import rehearsed_samples
 from plimsoll.run.rungs import samples_of
 from plimsoll.run.subjects import JobSubject, StepSubject, Subject
 from plimsoll.run.targets import StartedBaseline, Target, find_target, gpu_target
-from plimsoll.techniques import TECHNIQUES, Choices, Setting, technique_of
+from plimsoll.techniques import TECHNIQUES, Choices, Setting, in_order, technique_of
 from plimsoll.techniques.heap import Heap, heap_rules
 from plimsoll.workload import LossFunction, Units, model_loss
 
@@ -332,7 +332,9 @@ class _Planner:
 
     @property
     def _plain(self) -> Choices:
-        return (micro_batch_choice(self._subject.batch_size),)
+        """The whole batch, with what is pinned: without it a training may be impossible, as one too long for cuDNN."""
+        pinned = (choice for choice in self._decided.pinned if choice.technique != "micro_batch")
+        return in_order((*pinned, micro_batch_choice(self._subject.batch_size)))
 
     def _learned(self, choices: Choices) -> Learned | None:
         if self._calibration is None:

@@ -19,6 +19,7 @@ from plimsoll.run.directory import RunDirectory
 if TYPE_CHECKING:
     from plimsoll.data.prepare import Prepared
     from plimsoll.device.base import Backend
+    from plimsoll.records.run import GradientReach
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -230,7 +231,7 @@ def train_run(  # noqa: PLR0915 -- as above
         _warm(job)
         head = RunHead(
             job=job.model_dump(mode="json"), device=backend.probe(), versions=versions(), fingerprint=marks,
-            gradient_reach=prepared.gradient_reach,
+            gradient_reach=_gradient_reach(job, prepared, plan),
         )  # fmt: skip
         if job.budget.device_bytes is not None and plan.limit_bytes is None:  # a plan knows better what there will be
             require_room(job, prepared, backend.baseline_bytes, job.budget.device_bytes)
@@ -264,6 +265,19 @@ def train_run(  # noqa: PLR0915 -- as above
             view.say(f"{num_truncated:,} texts were truncated to {job.sequence_length} tokens as they were read")
         learn(plan, record.steps, begun_at=record.starts[-1].step)
         export_tokenizer(Path(prepared.tokenizer_folder), directory.model)
+
+
+def _gradient_reach(job: Job, prepared: Prepared, plan: Plan) -> GradientReach | None:
+    """How far back gradients reach, where that is less than the sample: in streams, and in truncated segments."""
+    from plimsoll.data.lanes import truncated_reach
+    from plimsoll.techniques._recurrent_layers import Cut
+
+    num_read = job.sequence_length - 1
+    for choice in plan.rungs[0].choices:
+        if choice.technique == "truncated_bptt":
+            _, segment_steps = Cut(int(choice.options["steps"])).spans(num_read)[0]
+            return truncated_reach(num_read, segment_steps, prepared.gradient_reach)
+    return prepared.gradient_reach
 
 
 def _oom_kills() -> int | None:

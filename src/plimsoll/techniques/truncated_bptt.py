@@ -2,11 +2,12 @@
 
     Choice(technique="truncated_bptt", options={"steps": 128})
 
-The hidden state goes on from segment to segment, its gradient does not (Williams and Peng 1990,
-https://doi.org/10.1162/neco.1990.2.4.490): a loss sees what the parameters did in at most ``steps`` steps before it, in
-the mean half as many. It is the loss of plain training with another, biased gradient, so the planner takes it only
-where the job allows it by name. Each segment's gradients are made as soon as its loss is there, and nothing is computed
-twice: that, and no more, is what it has before `time_segments`, which is exact and needs as little memory.
+``steps`` is the length of a segment, 0 the square root of the sequence's. The hidden state goes on from segment to
+segment, its gradient does not (Williams and Peng 1990, https://doi.org/10.1162/neco.1990.2.4.490): a loss sees what the
+parameters did in at most ``steps`` steps before it, in the mean half as many. It is the loss of plain training with
+another, biased gradient, so the planner takes it only where the job allows it by name. Each segment's gradients are
+made as soon as its loss is there, and nothing is computed twice: that, and no more, is what it has before
+`time_segments`, which is exact and needs as little memory.
 
 For models that run in segments and give nothing but their loss (`plimsoll.models.in_segments`). Does NOT cover fp16:
 gradients are made before the scale of the loss arrives; and classifiers, whose loss is at the end of the sequence.
@@ -48,9 +49,11 @@ class TruncatedBptt:
         reason = _why_not(workload)
         if reason is not None:
             return reason
-        lengths = list(segment_lengths(setting.sequence_length or 0))
+        if setting.sequence_length is None:
+            return (Choice(technique=self.name, options={"steps": 0}),)
+        lengths = list(segment_lengths(setting.sequence_length))
         if not lengths:
-            return f"sequences of {setting.sequence_length or 'unknown'} steps: too short to be cut, or not known"
+            return f"sequences of {setting.sequence_length} steps are too short to be cut"
         return tuple(Choice(technique=self.name, options={"steps": steps}) for steps in lengths)
 
     def conflicts(self, choice: Choice, others: Choices, workload: Workload, setting: Setting) -> str | None:
@@ -58,8 +61,8 @@ class TruncatedBptt:
         if self.name not in setting.allow:
             return f"it is lossy: allow it with `allow: [{self.name}]`"
         steps = choice.options["steps"]
-        if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
-            return f"steps is {steps}: give a whole number of 1 or more"
+        if not isinstance(steps, int) or isinstance(steps, bool) or steps < 0:
+            return f"steps is {steps}: give a whole number, 0 for the square root"
         if workload.precision == "fp16" or any(other.options.get("dtype") == "fp16" for other in others):
             return "its gradients are made before fp16's scale of the loss arrives: use bf16"
         return _why_not(workload)

@@ -5,8 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plimsoll.data.lanes import Lanes, first_tokens, lanes_of_stream, training_lanes
+from plimsoll.data.lanes import Lanes, first_tokens, lanes_of_stream, training_lanes, truncated_reach
 from plimsoll.errors import DataError
+from plimsoll.records.run import GradientReach
 
 
 def windows_of(lanes: Lanes) -> list[tuple[int, int]]:
@@ -100,3 +101,11 @@ def test_the_first_tokens_of_texts_are_found():
         [True, True, False, False],
         [False, False, False, False],
     ]
+
+
+def test_truncated_segments_reach_back_to_their_begin():
+    """Tokens 0 to 6 of a window, in segments of 3: 1, 2, 3, 1, 2, 3, 1 tokens back."""
+    assert truncated_reach(7, 3) == GradientReach(most_tokens=3, mean_tokens=13 / 7)
+    assert truncated_reach(7, 99) == GradientReach(most_tokens=7, mean_tokens=4.0)
+    before = GradientReach(most_tokens=2, mean_tokens=1.5)
+    assert truncated_reach(7, 3, before) == before

@@ -19,7 +19,7 @@ MIB = 1 << 20
 LSTM = {"architecture": "lstm", "embedding_size": 256, "hidden_size": 256}
 NOT_THE_UPDATE = ["optimizer_offload", "optimizer_in_backward"]
 IMPOSSIBLE_MIB, TIGHT_MIB, AMPLE_MIB = 150, 330, 1000
-OPENINGS = ["adafactor", "low_bit_optimizer"]
+OPENINGS = ["adaptive_softmax", "adafactor", "low_bit_optimizer"]
 
 
 def job(**changes):
@@ -247,3 +247,13 @@ def test_a_plan_of_another_training_is_refused_with_what_differs(on_cpu, changes
     plan = on_cpu.model_copy(update={"made_for": on_cpu.made_for | made_for})
     with pytest.raises(InputError, match=rf"the plan plan\.json is .*{message}"):
         require_same(plan, job(**changes), "plan.json")
+
+
+def test_a_training_too_long_for_cudnn_is_planned_where_segments_are_pinned():
+    model = {"architecture": "lstm", "embedding_size": 16, "hidden_size": 16}
+    changes = {"model": model, "sequence_length": 66_000, "batch_size": 2}
+    with pytest.raises(InputError, match=r"66,000 steps: .*--pin time_segments=1024"):
+        planned(AMPLE_MIB, **changes)
+    plan = planned(AMPLE_MIB, pins=["time_segments=33000"], **changes)
+    assert plan.fits
+    assert "time_segments" in names(plan.choices)

@@ -16,7 +16,7 @@ from plimsoll.memory.lowering.cpu import CpuLowering
 from plimsoll.plan.facts import facts_of
 from plimsoll.records.device import Budget
 from plimsoll.records.job import Job
-from plimsoll.records.plan import Plan, micro_batch_choice
+from plimsoll.records.plan import Choice, Plan, Rung, micro_batch_choice
 from plimsoll.records.run import RunHead, RunRecord, StartLine, StepLine
 from plimsoll.run import checkpoint
 from plimsoll.run.directory import RunDirectory
@@ -205,3 +205,13 @@ def test_failpoints_come_from_the_environment(new_run, monkeypatch):
     with armed("backward"):  # disarms what the environment adds
         train_here(directory)
     assert steps_of(directory)[0].micro_batch == 4
+
+
+def test_the_record_says_how_far_truncated_gradients_reach(new_run):
+    """Windows of 32 tokens, of which 31 are read, in segments of 8."""
+    directory = new_run(steps=2, model={"architecture": "gru"}, allow=["truncated_bptt"])
+    choices = (micro_batch_choice(8), Choice(technique="truncated_bptt", options={"steps": 8}))
+    Plan.load(directory.plan).model_copy(update={"rungs": (Rung(choices=choices),)}).save(directory.plan)
+    train_here(directory)
+    reach = RunRecord.from_directory(directory.path).gradient_reach
+    assert (reach.most_tokens, reach.mean_tokens) == (8, (3 * 36 + 28) / 31)

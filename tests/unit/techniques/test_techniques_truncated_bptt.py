@@ -76,7 +76,7 @@ def test_without_gradients_it_is_the_plain_loss():
     ("choice", "setting", "precision", "reason"),
     [
         (choice_of(5), Setting("cpu", 4), "fp32", r"allow it with `allow: [truncated_bptt]`"),
-        (choice_of(0), ALLOWED, "fp32", "steps is 0: give a whole number of 1 or more"),
+        (choice_of(-1), ALLOWED, "fp32", "steps is -1: give a whole number, 0 for the square root"),
         (choice_of(5), ALLOWED, "fp16", "use bf16"),
     ],
 )
@@ -96,4 +96,6 @@ def test_a_model_without_a_loss_for_each_stretch_is_refused(model):
 def test_the_menu_is_that_of_segments():
     menu = TruncatedBptt().menu(workload_of(build_recurrent(FIELDS)), ALLOWED)
     assert [choice.options["steps"] for choice in menu] == [128, 32]
-    assert "too short to be cut" in TruncatedBptt().menu(workload_of(build_recurrent(FIELDS)), Setting("cpu", 4))
+    assert TruncatedBptt().menu(workload_of(build_recurrent(FIELDS)), Setting("cpu", 4)) == (choice_of(0),)
+    short = Setting("cpu", 4, sequence_length=20)
+    assert "20 steps are too short" in TruncatedBptt().menu(workload_of(build_recurrent(FIELDS)), short)

@@ -420,7 +420,8 @@ def _require_steps(a: _Arguments) -> None:
         raise InputError(
             f"a recurrent layer ({a.cell}) cannot read on CUDA a sequence of {a.num_steps:,} steps: cuDNN takes at "
             f"most {MOST_STEPS:,} in one call and fails with CUDNN_STATUS_NOT_SUPPORTED: cut it into segments (the "
-            f"technique time_segments with `steps` of at most {MOST_STEPS}), use shorter sequences, or train on the CPU"
+            f"technique time_segments with `steps` of at most {MOST_STEPS}, such as --pin time_segments=1024), use "
+            "shorter sequences, or train on the CPU"
         )
 
 
