@@ -3,8 +3,8 @@
     python benchmarks/recurrent_exact.py [--only growth] [--out table.md]
 
 A language model of characters (an LSTM of 2 layers with 512 units, 8 samples) on real text: the standard library's own
-sources. Each cell is a process of its own that does two steps of SGD; its peak is private memory beyond what it had
-before the model was made, the kernel's own high-water mark of the second step.
+sources. Each cell is a process of its own that does one or two steps of SGD; its peak is private memory beyond what it
+had before the model was made, the kernel's own high-water mark of the last step.
 
     growth    1,000 to 32,000 steps in segments of the square root: how the peak grows
     pace      1,000 to 4,000 steps, plain and in segments: seconds side by side, in turns
@@ -75,7 +75,7 @@ def train_once(case: dict[str, Any]) -> dict[str, Any]:
         step = TrainStep(
             model, torch.optim.SGD(model.parameters(), lr=0.1), units="next-tokens", rungs=[[*choices, whole]]
         )
-        for _ in range(2):
+        for _ in range(case.get("times", 2)):
             backend.reset_peak()
             started = time.perf_counter()
             result = step({"input_ids": ids, "labels": ids})
@@ -131,8 +131,8 @@ def in_process(name: str, case: dict[str, Any]) -> dict[str, Any]:
 
 def growth() -> tuple[list[str], dict[str, Any]]:
     """Peaks against lengths, and the exponent that fits them best once what does not grow is taken off."""
-    constant_bytes = in_process("train", {"steps": 64, "segment": 8})["peak_bytes"]
-    peaks = {steps: in_process("train", {"steps": steps, "segment": 0}) for steps in GROWTH}
+    constant_bytes = in_process("train", {"steps": 64, "segment": 8, "times": 1})["peak_bytes"]
+    peaks = {steps: in_process("train", {"steps": steps, "segment": 0, "times": 1}) for steps in GROWTH}
     points = [(math.log(steps), math.log(peaks[steps]["peak_bytes"] - constant_bytes)) for steps in GROWTH]
     exponent = slope(points)
     rows = ["| steps | peak MiB | seconds |", "|--:|--:|--:|"]
