@@ -16,6 +16,7 @@ Shapes: B samples, T steps, S steps of a stretch.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -48,11 +49,12 @@ class UnrolledCell(nn.Module):
         Raises:
             InputError: if there are no steps, or the cell returns something else than it should.
         """
-        passed = self.stretch(as_state(state), input)
-        return passed.outputs[0], as_given(passed.state)
+        form = StateForm.of(state)
+        passed = self.stretch(form, as_state(state), input)
+        return passed.outputs[0], form.given(passed.state)
 
-    def stretch(self, state: State, input: Tensor) -> Passed:
-        """Go through some steps from a state, which is empty before the first."""
+    def stretch(self, form: StateForm, state: State, input: Tensor) -> Passed:
+        """Go through some steps from a state, which is empty before the first; its form is that of the sequence."""
         if input.dim() < 2 or input.shape[self.step_dim] == 0:
             raise InputError(
                 f"cannot unroll {type(self.cell).__name__} over an input of shape {list(input.shape)}, which has no "
@@ -60,20 +62,39 @@ class UnrolledCell(nn.Module):
             )
         outputs = []
         for step_input in input.unbind(self.step_dim):
-            output, state = self._step(step_input, state)
+            output, given = self._step(step_input, form.given(state))
+            form.is_bare, state = isinstance(given, Tensor), as_state(given)
             outputs.append(output)
         return Passed((torch.stack(outputs, self.step_dim),), state=state)
 
-    def _step(self, input: Tensor, state: State) -> tuple[Tensor, State]:
-        result = self.cell(input, as_given(state))
+    def _step(self, input: Tensor, state: Any) -> tuple[Tensor, Any]:
+        result = self.cell(input, state)
         if isinstance(self.cell, nn.RNNCellBase):
-            return (result if isinstance(result, Tensor) else result[0]), as_state(result)
+            return (result if isinstance(result, Tensor) else result[0]), result
         if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], Tensor)):
             raise InputError(
                 f"{type(self.cell).__name__} returned a {type(result).__name__} from one step, where an output and a "
                 "state are needed: return (output, state)"
             )
-        return result[0], as_state(result[1])
+        return result
+
+
+@dataclass
+class StateForm:
+    """How a cell has its state: as one tensor, or in a tuple."""
+
+    is_bare: bool
+
+    @classmethod
+    def of(cls, given: Any) -> StateForm:
+        """Return the form of a first state; ``None`` has that of what the cell returns."""
+        return cls(isinstance(given, Tensor))
+
+    def given(self, state: State) -> Any:
+        """Return a state as the cell has it, ``None`` before the first step."""
+        if not state:
+            return None
+        return state[0] if self.is_bare else state
 
 
 def as_state(given: Any) -> State:
@@ -91,10 +112,3 @@ def as_state(given: Any) -> State:
             f"the state of a cell has a {wrong[0]} among its {len(parts)} parts: use a tensor, or a flat tuple of them"
         )
     return parts
-
-
-def as_given(state: State) -> Any:
-    """Return a state as a cell takes it: one tensor alone is not in a tuple."""
-    if not state:
-        return None
-    return state[0] if len(state) == 1 else state

@@ -25,12 +25,24 @@ Shapes: B samples, S steps of a segment, H hidden size.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
 State = tuple[Tensor, ...]
 """What a recurrent layer hands from one step to the next; empty before the first."""
+
+
+def as_state(hidden: Any) -> State:
+    """Return the hidden state of a recurrent layer of torch's as a tuple; an empty one for ``None``."""
+    if hidden is None:
+        return ()
+    return (hidden,) if isinstance(hidden, Tensor) else tuple(hidden)
+
+
+def as_hidden(state: State) -> Any:
+    """Return a state as such a layer takes it: two parts, or the only one; ``None`` before the first step."""
+    return state if len(state) == 2 else state[0] if state else None
 
 
 class Passed(NamedTuple):
@@ -54,13 +66,4 @@ class Unroll(Protocol):
 
     def __call__(self, run: Run, sequences: Sequence[Tensor], state: State = (), dim: int = 1) -> Passed:
         """Go through ``sequences``, whose steps are in dimension ``dim``, beginning with ``state``."""
-        ...
-
-
-@runtime_checkable
-class RunsInSegments(Protocol):
-    """A model that can be called so."""
-
-    def in_segments(self, unroll: Unroll, *args: Any, **kwargs: Any) -> Any:
-        """As ``forward``, but through ``unroll``."""
         ...

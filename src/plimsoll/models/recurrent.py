@@ -32,7 +32,7 @@ from torch.nn.utils.rnn import pack_padded_sequence
 from plimsoll.errors import InputError, JobError
 from plimsoll.models.adaptive import DIV_VALUE, adaptive_head, adaptive_loss, cutoffs_fault, log_probabilities
 from plimsoll.models.carried import CarriedState, run_with_resets
-from plimsoll.models.in_segments import Passed, State, Unroll
+from plimsoll.models.in_segments import Passed, State, Unroll, as_hidden, as_state
 from plimsoll.records.base import Frozen
 from plimsoll.records.job import near
 from plimsoll.workload import IGNORED_LABEL
@@ -180,19 +180,19 @@ class RecurrentLanguageModel(RecurrentModel):
         read_BT, begin = input_ids, _NO_STATE
         if lanes is not None and windows is not None:
             read_BT = input_ids[:, :-1]
-            begin = _as_state(self._carried_by(lanes).state(lanes, windows))
+            begin = as_state(self._carried_by(lanes).state(lanes, windows))
         targets_BT = _next_tokens(labels, read_BT.shape[1])
 
         def run(state: State, ids_BS: Tensor, targets_BS: Tensor, resets_BS: Tensor | None = None) -> Passed:
             embedded_BSE = self.dropout(_rows(self.embedding, ids_BS, read_BT))
-            hidden_BSH, last = run_with_resets(self.recurrent, embedded_BSE, _as_hidden(state), resets_BS)
+            hidden_BSH, last = run_with_resets(self.recurrent, embedded_BSE, as_hidden(state), resets_BS)
             loss, _ = self._loss(self.dropout(hidden_BSH), targets_BS, "sum")
-            return Passed(sums=(loss,), state=_as_state(last))
+            return Passed(sums=(loss,), state=as_state(last))
 
         sequences = (read_BT, targets_BT) if resets is None else (read_BT, targets_BT, resets[:, :-1])
         passed = unroll(run, sequences, begin)
         if lanes is not None and windows is not None:
-            self._carried_by(lanes).put(lanes, windows, _as_hidden(passed.state))
+            self._carried_by(lanes).put(lanes, windows, as_hidden(passed.state))
         return RecurrentOutput(passed.sums[0] / (targets_BT != IGNORED_LABEL).sum(), None)
 
     def _loss(
@@ -252,7 +252,7 @@ class RecurrentClassifier(RecurrentModel):
             num_tokens = attention_mask.sum(dim=1).clamp(min=1).cpu()
             embedded = pack_padded_sequence(embedded, num_tokens, batch_first=True, enforce_sorted=False)
         _, state = self.recurrent(embedded)
-        return self._judged(_as_state(state), labels)
+        return self._judged(as_state(state), labels)
 
     def _in_segments(
         self, unroll: Unroll, input_ids: Tensor, attention_mask: Tensor | None = None, labels: Tensor | None = None
@@ -269,8 +269,8 @@ class RecurrentClassifier(RecurrentModel):
                 return Passed(state=state)
             embedded = self.dropout(_rows(self.embedding, ids_BS[:num_active], input_ids))
             packed = pack_padded_sequence(embedded, num_tokens[:num_active], batch_first=True)
-            _, last = self.recurrent(packed, _as_hidden(tuple(part[:, :num_active] for part in state)))
-            pairs = zip(_as_state(last), state, strict=True) if state else ((part, part) for part in _as_state(last))
+            _, last = self.recurrent(packed, as_hidden(tuple(part[:, :num_active] for part in state)))
+            pairs = zip(as_state(last), state, strict=True) if state else ((part, part) for part in as_state(last))
             return Passed(state=tuple(torch.cat((new, old[:, num_active:]), 1) for new, old in pairs))
 
         state = unroll(run, (input_ids.index_select(0, order_B), mask_BT.index_select(0, order_B))).state
@@ -374,7 +374,7 @@ def _next_tokens(labels_BT: Tensor, num_read: int) -> Tensor:
 
     Written into new memory, so that a rehearsal does not know it: it must not take its own labels for those of a text.
     """
-    targets_BT = labels_BT.new_empty((len(labels_BT), num_read))
+    targets_BT = torch.empty((len(labels_BT), num_read), dtype=labels_BT.dtype, device=labels_BT.device)
     targets_BT[:, : labels_BT.shape[1] - 1].copy_(labels_BT[:, 1:])
     targets_BT[:, labels_BT.shape[1] - 1 :].fill_(IGNORED_LABEL)
     return targets_BT
@@ -382,20 +382,17 @@ def _next_tokens(labels_BT: Tensor, num_read: int) -> Tensor:
 
 def _rows(embedding: nn.Embedding, ids_BS: Tensor, ids_BT: Tensor) -> Tensor:
     """The vectors of a stretch of the tokens; each stretch gives a gradient of its own rows, not of all there are."""
-    is_part = ids_BS.shape[1] < ids_BT.shape[1]
-    if not is_part or type(embedding) is not nn.Embedding or "forward" in vars(embedding):
+    is_part, hooks = ids_BS.shape[1] < ids_BT.shape[1], (embedding._forward_hooks, embedding._forward_pre_hooks)
+    is_plain = type(embedding) is nn.Embedding and "forward" not in vars(embedding) and not any(hooks)
+    if (
+        not (is_part and is_plain)
+        or embedding.max_norm
+        or embedding.scale_grad_by_freq
+        or embedding.padding_idx is not None
+    ):
         vectors: Tensor = embedding(ids_BS)
         return vectors
     return functional.embedding(ids_BS, embedding.weight, sparse=True)
-
-
-def _as_state(hidden: Any) -> State:
-    return hidden if isinstance(hidden, tuple) else (hidden,)
-
-
-def _as_hidden(state: State) -> Any:
-    """A state as a recurrent layer takes it; ``None`` before the first step."""
-    return state if len(state) == 2 else state[0] if state else None
 
 
 def _fault(fault: Any) -> str:

@@ -13,8 +13,8 @@ as it is walked, and nothing is computed twice.
 
 Parameters are inputs of one autograd node, which adds up their gradients and hands them on once: hooks on gradients
 that have been accumulated, DDP's and those that update in backward, run once as they should. Does NOT cover a second
-derivative (refused), hooks on parameters themselves (``Tensor.register_hook``: they would see each segment's part), and
-generators of random numbers of one's own.
+derivative and hooks on parameters themselves (``Tensor.register_hook``: they would see each segment's part), which are
+refused, and generators of random numbers of one's own.
 """
 
 from __future__ import annotations
@@ -89,6 +89,7 @@ def over_time(walk: Walk, sequences: Sequence[Tensor], state: State, parameters:
         InputError: in backward, if it is differentiated twice, or a second time.
     """
     inputs = [*state, *sequences, *parameters]
+    _refuse_hooks(parameters, len(walk.spans))
     if len(walk.spans) == 1:
         return walk.run(0, state, tuple(sequences))
     places = _Places(len(state), len(sequences))
@@ -100,6 +101,19 @@ def over_time(walk: Walk, sequences: Sequence[Tensor], state: State, parameters:
     flat = node.apply(walk, places, shape, *inputs)  # type: ignore[no-untyped-call]
     num_outputs, num_sums = shape
     return Passed(flat[:num_outputs], flat[num_outputs : num_outputs + num_sums], flat[num_outputs + num_sums :])
+
+
+def has_hook(parameter: Tensor) -> bool:
+    """Whether a hook of ``Tensor.register_hook`` would be called for each segment's part of a gradient."""
+    return parameter.is_leaf and bool(parameter._backward_hooks)
+
+
+def _refuse_hooks(parameters: Sequence[Tensor], num_segments: int) -> None:
+    if any(map(has_hook, parameters)):
+        raise InputError(
+            f"a parameter has a hook (register_hook) that {num_segments} segments in time would call with a part of "
+            "its gradient each: use register_post_accumulate_grad_hook, or leave the technique out"
+        )
 
 
 @dataclass(frozen=True)
@@ -192,7 +206,7 @@ class _Truncated(torch.autograd.Function):
         of_loss = arriving[0]
         if of_loss is None:
             return (None,) * (3 + len(gradients))
-        return (None, None, None, *(None if one is None else one.mul_(of_loss) for one in gradients))
+        return (None, None, None, *(None if one is None else one * of_loss for one in gradients))
 
 
 @dataclass(frozen=True)
@@ -219,22 +233,26 @@ class _Gradients:
             for sequence, needs in zip(self._sequences, self._needs_sequence, strict=True)
         ]
         self._of_parameters: list[Tensor | None] = [None] * len(self._parameters)
+        self._are_sums: set[int] = set()  # those that are nobody else's, and can be added to in place
 
     def add_segment(self, segment: int, state: State, autocast: _Autocast) -> Passed:
         """Compute a segment with its graph, go backward through it, and add what that gives."""
         walk = self._walk
-        wanted_state = () if walk.truncates else tuple(part for part in state if part.is_floating_point())
+        differ = [part.is_floating_point() and not walk.truncates for part in state]
         with torch.enable_grad(), autocast.again():
-            leaves = {id(part): part.detach().requires_grad_() for part in wanted_state}
+            begin = tuple(part.detach().requires_grad_(differs) for part, differs in zip(state, differ, strict=True))
             slices = tuple(
                 one.detach().requires_grad_(needs)
                 for one, needs in zip(_slices(walk, segment, self._sequences), self._needs_sequence, strict=True)
             )
-            begin = tuple(leaves.get(id(part), part) for part in state)
             passed = run_purely(walk.run, segment, begin, slices)
-        wanted = [*leaves.values(), *(one for one in slices if one.requires_grad), *self._wanted_parameters()]
+        wanted = [
+            *(one for one in begin if one.requires_grad),
+            *(one for one in slices if one.requires_grad),
+            *self._wanted_parameters(),
+        ]
         found = iter(self._differentiated(segment, passed, wanted))
-        self._of_state = tuple(next(found) if id(part) in leaves else None for part in state)
+        self._of_state = tuple(next(found) if differs else None for differs in differ)
         for number, needs in enumerate(self._needs_sequence):
             if needs:
                 _put(_slices(walk, segment, (self._of_sequences[number],))[0], next(found))
@@ -272,14 +290,17 @@ class _Gradients:
         if part is None:
             return
         total = self._of_parameters[number]
-        if part.layout is torch.sparse_coo and number not in self._walk.sparse:
+        if total is None and part.layout is torch.sparse_coo and number not in self._walk.sparse:
             # Of a row lookup: adding a few rows to a sum costs what they are, making all rows of each segment does not.
-            total = torch.zeros_like(self._parameters[number]) if total is None else total
-        self._of_parameters[number] = part if total is None else _sum_of(total, part)
-
-
-def _sum_of(total: Tensor, part: Tensor) -> Tensor:
-    return (total + part).coalesce() if total.layout is torch.sparse_coo else total.add_(part)
+            total = torch.zeros_like(self._parameters[number])
+            self._are_sums.add(number)
+        if total is None:
+            self._of_parameters[number] = part  # which may be the gradient of another parameter too
+        elif number in self._are_sums and total.layout is torch.strided:
+            self._of_parameters[number] = total.add_(part)
+        else:
+            self._of_parameters[number] = total + part
+            self._are_sums.add(number)
 
 
 def _put(place: Tensor, gradient: Tensor | None) -> None:

@@ -4,15 +4,17 @@ A segment of time is computed forward and again in backward, from the same state
 (``state.add_(...)``), or keeps a state of its own in an attribute (``self.hidden = ...``), would begin the second time
 from another one, and its gradients would be wrong without a word.
 
-Changes in place are seen by version counters, attributes by their identity, and both cost microseconds; only once
-something is found is the segment run again, on copies, to find the line. Does NOT see what is kept outside of a module
-(a global, a closure's list), and numbers that are no tensors.
+Changes in place are seen by version counters, attributes by their identity, numbers by their value, and all cost
+microseconds; only once something is found is the segment run again, on copies, to find the line. Does NOT see changes
+through ``.data``, which no counter counts, and what is kept outside of a module (a global, a closure's list) or deeper
+in its attributes than in an object's own.
 """
 
 from __future__ import annotations
 
 import dis
 import traceback
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from plimsoll.errors import InputError
 from plimsoll.models.in_segments import Passed
 
+_OF_MODULES = {"_parameters", "_buffers", "_modules", "forward", *vars(nn.Module())}
+_NO_STATE = {"builtins", "functools"}  # functions and the like
 _INNER_FOLDERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 
 
@@ -34,9 +38,9 @@ def run_purely(run: Callable[..., Passed], number: int, state: Sequence[Tensor],
         InputError: if it has changed one of the tensors in place; it names the line.
     """
     given = [*state, *slices]
-    versions = [tensor._version for tensor in given]
+    versions = [_version(tensor) for tensor in given]
     result = run(number, tuple(state), tuple(slices))
-    if any(tensor._version != version for tensor, version in zip(given, versions, strict=True)):
+    if any(_version(tensor) != version for tensor, version in zip(given, versions, strict=True)):
         where = _line_of_change(run, number, state, slices)
         raise InputError(
             f"segment {number} of a sequence changes the state or the input it was given in place{where}: it is "
@@ -47,49 +51,64 @@ def run_purely(run: Callable[..., Passed], number: int, state: Sequence[Tensor],
 
 
 class Attributes:
-    """The tensors that the modules of a cell keep as plain attributes, before a segment and after it."""
+    """What the modules of a cell or a model keep as plain attributes, before a segment and after it."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._before = dict(_kept(module))
 
     def require_unchanged(self) -> None:
-        """Refuse a cell that keeps something of a sequence in an attribute.
+        """Refuse what keeps something of a sequence in an attribute.
 
         Raises:
-            InputError: if there are other tensors than before; it names the attribute and the line.
+            InputError: if there are other tensors or numbers than before; it names the attribute and the line.
         """
-        for (name, attribute), tensors in _kept(self._module):
-            if self._before.get((name, attribute)) != tensors:
+        for (name, attribute), found in _kept(self._module):
+            if self._before.get((name, attribute)) != found:
                 owner = self._module.get_submodule(name)
                 where = _line_of_store(owner, attribute)
+                if attribute in owner._buffers:
+                    raise InputError(
+                        f"{type(owner).__name__} changes its buffer `{attribute}` as it computes{where}, and would do "
+                        "so twice for each segment: put that module in evaluation mode, or leave segments out"
+                    )
                 raise InputError(
                     f"{type(owner).__name__} keeps a state in its attribute `{attribute}`{where}, which is another one "
-                    "when a segment is computed again in backward: return it as the state of the cell, `return output, "
-                    "state`"
+                    "when a segment is computed again in backward: return it as the state: `return output, state`"
                 )
 
 
-def _kept(module: nn.Module) -> Iterator[tuple[tuple[str, str], tuple[tuple[int, int], ...]]]:
-    """The identities and versions of the tensors in each plain attribute and buffer of a module and its parts."""
+def _version(tensor: Tensor) -> int | None:
+    return None if tensor.is_inference() else tensor._version  # which an inference tensor does not have
+
+
+def _kept(module: nn.Module) -> Iterator[tuple[tuple[str, str], tuple[Any, ...]]]:
+    """What each plain attribute and buffer of a module and its parts holds of tensors and numbers."""
     for name, part in module.named_modules():
+        computed = {getattr(hook, "name", None) for hook in part._forward_pre_hooks.values()}  # weight_norm's weight
         for attribute, value in [*vars(part).items(), *part._buffers.items()]:
-            if attribute in {"_parameters", "_buffers", "_modules"}:
+            if attribute in _OF_MODULES or attribute in computed:
                 continue
-            found = tuple(_tensors_in(value))
+            found = tuple(_values_in(value, looks_inside=True))
             if found:
                 yield (name, attribute), found
 
 
-def _tensors_in(value: Any) -> Iterator[tuple[int, int]]:
+def _values_in(value: Any, looks_inside: bool) -> Iterator[Any]:
+    """The identities and versions of tensors, and numbers, in a value and what it holds."""
     if isinstance(value, Tensor):
-        yield id(value), value._version
-    elif isinstance(value, list | tuple):
+        yield id(value), _version(value)
+    elif isinstance(value, int | float):
+        yield value
+    elif isinstance(value, list | tuple | deque | set):
         for item in value:
-            yield from _tensors_in(item)
+            yield from _values_in(item, looks_inside)
     elif isinstance(value, dict):
         for item in value.values():
-            yield from _tensors_in(item)
+            yield from _values_in(item, looks_inside)
+    elif looks_inside and type(value).__module__ not in _NO_STATE and not isinstance(value, nn.Module | type):
+        for item in getattr(value, "__dict__", {}).values():
+            yield from _values_in(item, looks_inside=False)
 
 
 def _line_of_store(module: nn.Module, attribute: str) -> str:

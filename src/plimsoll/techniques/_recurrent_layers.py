@@ -33,7 +33,7 @@ from torch.nn import functional
 from torch.nn.utils.rnn import PackedSequence
 
 from plimsoll.memory.known import values_of
-from plimsoll.models.in_segments import Passed, State
+from plimsoll.models.in_segments import Passed, State, as_hidden, as_state
 from plimsoll.techniques._over_time import Walk, equal_spans, over_time
 
 _KERNELS: dict[str, Callable[..., tuple[Tensor, ...]]] = {
@@ -81,29 +81,33 @@ class SegmentedLayer:
         if input.dim() not in {2, 3}:
             raise ValueError(f"{type(layer).__name__}: Expected input to be 2D or 3D, got {input.dim()}D instead")
         is_single, batch_dim = input.dim() == 2, 0 if layer.batch_first else 1
+        if input.shape[0 if is_single else 1 - batch_dim] == 0:
+            return type(layer).forward(layer, input, hx)  # type: ignore[no-any-return]  # which refuses it
         data = input.unsqueeze(batch_dim) if is_single else input
-        state = _as_state(hx, is_single)
+        state = as_state(hx)
+        if is_single and state and state[0].dim() == 2:
+            state = tuple(part.unsqueeze(1) for part in state)
         if not state:
             state = self._zeros(data, data.shape[batch_dim])
-        layer.check_forward_args(data, _as_hidden(state), None)
+        layer.check_forward_args(data, as_hidden(state), None)
         output, state = self._through(_Stretch(data, 1 - batch_dim, None), state)
         if is_single:
             output, state = output.squeeze(batch_dim), tuple(part.squeeze(1) for part in state)
-        return output, _as_hidden(state)
+        return output, as_hidden(state)
 
     def _packed(self, input: PackedSequence, hx: Any) -> tuple[PackedSequence, Any]:
         data, batch_sizes, sorted_indices, unsorted_indices = input
         sizes = values_of(batch_sizes)
-        state = _as_state(hx, False)
+        state = as_state(hx)
         if not state:
             state = self._zeros(data, sizes[0])
         elif sorted_indices is not None:
             state = tuple(part.index_select(1, sorted_indices) for part in state)
-        self._layer.check_forward_args(data, _as_hidden(state), batch_sizes)
+        self._layer.check_forward_args(data, as_hidden(state), batch_sizes)
         output, state = self._through(_Stretch(data, 0, sizes), state)
         if unsorted_indices is not None:
             state = tuple(part.index_select(1, unsorted_indices) for part in state)
-        return PackedSequence(output, batch_sizes, sorted_indices, unsorted_indices), _as_hidden(state)
+        return PackedSequence(output, batch_sizes, sorted_indices, unsorted_indices), as_hidden(state)
 
     def _zeros(self, data: Tensor, num_samples: int) -> State:
         layer = self._layer
@@ -188,7 +192,8 @@ class SegmentedLayer:
         layer = self._layer
         per_row = 2 + 2 * layer.bias + (layer.proj_size > 0)
         begin = (number * (1 + layer.bidirectional) + direction) * per_row
-        return [weight for weight in layer._flat_weights[begin : begin + per_row] if weight is not None]
+        # By name: what a parametrization or `functional_call` puts there is not in the layer's own list.
+        return [getattr(layer, name) for name in layer._flat_weights_names[begin : begin + per_row]]
 
     @property
     def _draws(self) -> bool:
@@ -230,15 +235,3 @@ class _Stretch(NamedTuple):
         sample_N = torch.arange(int(sizes.sum())) - begins[step_N]
         length_B = (sizes[:, None] > torch.arange(self.batch_sizes[0])).sum(0)
         return (begins[length_B[sample_N] - 1 - step_N] + sample_N).to(self.data.device)
-
-
-def _as_state(hidden: Any, is_single: bool) -> State:
-    """The first state as a tuple; empty where none was given."""
-    if hidden is None:
-        return ()
-    parts = (hidden,) if isinstance(hidden, Tensor) else tuple(hidden)
-    return tuple(part.unsqueeze(1) for part in parts) if is_single and parts[0].dim() == 2 else parts
-
-
-def _as_hidden(state: State) -> Any:
-    return state[0] if len(state) == 1 else state

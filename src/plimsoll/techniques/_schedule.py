@@ -63,23 +63,6 @@ def backward_states(
         yield from _walked_back(begin, end, kept.pop(begin), num_slots - number, advance)
 
 
-def num_advances(num_segments: int, num_slots: int) -> int:
-    """Count the segments that are computed without a graph: once on the way forward, and again for states not kept."""
-
-    def again(begin: int, end: int, slots: int) -> int:
-        if end - begin == 1:
-            return 0
-        if slots == 0:
-            return (end - begin) * (end - begin - 1) // 2
-        middle = begin + first_kept(end - begin, slots)
-        return middle - begin + again(middle, end, slots - 1) + again(begin, middle, slots)
-
-    begins = [0, *kept_on_the_way(num_segments, num_slots)]
-    ends = [*begins[1:], num_segments]
-    left = enumerate(zip(begins, ends, strict=True))
-    return num_segments + sum(again(begin, end, num_slots - number) for number, (begin, end) in left)
-
-
 def _walked_back(
     begin: int, end: int, state: State, num_slots: int, advance: Callable[[State, int, int], State]
 ) -> Iterator[tuple[int, State]]:

@@ -22,19 +22,20 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor, nn
 
 from plimsoll.errors import InputError
-from plimsoll.models.cells import UnrolledCell, as_given, as_state
+from plimsoll.models.cells import StateForm, UnrolledCell, as_state
 from plimsoll.models.in_segments import Passed, Run, State
 from plimsoll.records.plan import Choice, Numerics, Value
 from plimsoll.records.trace import Category
 from plimsoll.techniques._base import Choices, Setting
 from plimsoll.techniques._blocks import blocks_of
 from plimsoll.techniques._forwards import replaced_forward
-from plimsoll.techniques._over_time import Walk, over_time
+from plimsoll.techniques._over_time import Walk, has_hook, over_time
 from plimsoll.techniques._purity import Attributes
 from plimsoll.techniques._recurrent_layers import Cut, SegmentedLayer, is_plain_layer
 from plimsoll.techniques.checkpointing import chosen_blocks
@@ -73,6 +74,9 @@ class TimeSegments:
 
     def conflicts(self, choice: Choice, others: Choices, workload: Workload, setting: Setting) -> str | None:
         """Numbers that are none, a model without recurrent layers, and layers that are checkpointed as well."""
+        unknown = set(choice.options) - {"steps", "kept"}
+        if unknown or "steps" not in choice.options:
+            return f"its options are {', '.join(choice.options) or 'none'}: give steps, and kept if it is not all"
         for name in ("steps", "kept"):
             value = choice.options.get(name, 0)
             if not isinstance(value, int) or isinstance(value, bool) or value < 0:
@@ -136,7 +140,12 @@ def _why_not(model: nn.Module) -> str | None:
         return "the model is compiled"
     parts = parts_in_time(model)
     if not parts:
+        own = [type(part).__name__ for part in model.modules() if isinstance(part, nn.RNNBase)]
+        if own:
+            return f"{own[0]} has a forward of its own, which may be anything"
         return f"{type(model).__name__} has no recurrent layers (nn.LSTM, nn.GRU, nn.RNN or plimsoll.UnrolledCell)"
+    if any(has_hook(parameter) for part in parts for parameter in part.parameters()):
+        return "a parameter has a hook (register_hook), which would see each segment's part of its gradient"
     replaced = [type(part).__name__ for part in parts if "forward" in vars(part)]
     return f"the forward of {replaced[0]} was replaced" if replaced else None
 
@@ -180,15 +189,22 @@ class Unrolled(NamedTuple):
             id(part.weight) for part in self.model.modules() if isinstance(part, nn.Embedding) and part.sparse
         }
         walk = Walk(
-            lambda segment, state, slices: run(state, *slices),
+            partial(_purely, self.model, run),
             self.cut.spans(sequences[0].shape[dim]),
             dim,
             self.cut.num_slots,
-            draws=self.model.training,
             truncates=self.truncates,
             sparse=frozenset(number for number, one in enumerate(parameters) if id(one) in kept_sparse),
         )
         return over_time(walk, sequences, state, parameters)
+
+
+def _purely(module: nn.Module, run: Run, segment: int, state: State, slices: tuple[Tensor, ...]) -> Passed:
+    """Compute a stretch of time, and refuse a module that keeps something of it."""
+    attributes = Attributes(module)
+    passed = run(state, *slices)
+    attributes.require_unchanged()
+    return passed
 
 
 class _SegmentedCell:
@@ -202,11 +218,7 @@ class _SegmentedCell:
         layer = self._layer
         if input.dim() < 2 or input.shape[layer.step_dim] == 0:
             return UnrolledCell.forward(layer, input, state)
-        passed = Unrolled(layer, self._cut, truncates=False)(self._run, (input,), as_state(state), layer.step_dim)
-        return passed.outputs[0], as_given(passed.state)
-
-    def _run(self, state: State, input: Tensor) -> Passed:
-        attributes = Attributes(self._layer.cell)
-        passed = self._layer.stretch(state, input)
-        attributes.require_unchanged()
-        return passed
+        form = StateForm.of(state)
+        unroll = Unrolled(layer, self._cut, truncates=False)
+        passed = unroll(partial(layer.stretch, form), (input,), as_state(state), layer.step_dim)
+        return passed.outputs[0], form.given(passed.state)

@@ -60,7 +60,7 @@ class TruncatedBptt:
         """What is not allowed, a number of steps that is none, and fp16."""
         if self.name not in setting.allow:
             return f"it is lossy: allow it with `allow: [{self.name}]`"
-        steps = choice.options["steps"]
+        steps = choice.options.get("steps")
         if not isinstance(steps, int) or isinstance(steps, bool) or steps < 0:
             return f"steps is {steps}: give a whole number, 0 for the square root"
         if workload.precision == "fp16" or any(other.options.get("dtype") == "fp16" for other in others):

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from plimsoll.errors import InputError
-from plimsoll.models.cells import UnrolledCell, as_given, as_state
+from plimsoll.models.cells import StateForm, UnrolledCell, as_state
 
 
 class Leaky(nn.Module):
@@ -38,9 +38,10 @@ def test_it_is_the_loop(kind, batch_first):
 def test_a_state_is_one_tensor_or_a_tuple():
     one = torch.zeros(1)
     assert as_state(None) == ()
-    assert as_given(()) is None
-    assert as_given(as_state(one)) is one
-    assert as_given(as_state([one, one])) == (one, one)
+    for given in (one, (one,), (one, one)):
+        again = StateForm.of(given).given(as_state(given))
+        assert again is given or (type(again) is tuple and again == given)
+    assert StateForm.of(None).given(()) is None
     with pytest.raises(InputError, match="the state of a cell has a int among its 2 parts: use a tensor"):
         as_state((one, 3))
 

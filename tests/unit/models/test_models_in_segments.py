@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from plimsoll.models.in_segments import Passed, RunsInSegments
+from plimsoll.models.in_segments import Passed, as_hidden, as_state
 from plimsoll.models.recurrent import build_recurrent
 
 FIELDS = {"architecture": "gru", "vocab_size": 9, "embedding_size": 4, "hidden_size": 4}
@@ -28,8 +28,14 @@ def test_the_loss_is_that_of_forward(num_labels):
     labels = torch.tensor([0, 2, 1, 1]) if num_labels else torch.where(mask, ids, -100)
     batch = {"input_ids": ids, "attention_mask": mask.long(), "labels": labels}
     torch.testing.assert_close(model.in_segments(by_hand, **batch).loss, model(**batch).loss)
-    assert isinstance(model, RunsInSegments)
 
 
 def test_in_reverse_it_cannot():
     assert build_recurrent(FIELDS | {"num_labels": 2, "bidirectional": True}).in_segments is None
+
+
+def test_a_state_goes_to_a_tuple_and_back():
+    one, two = torch.zeros(1), torch.ones(1)
+    assert (as_state(None), as_hidden(())) == ((), None)
+    assert as_hidden(as_state(one)) is one
+    assert as_hidden(as_state((one, two))) == (one, two)

@@ -168,6 +168,51 @@ def test_a_row_lookup_is_added_up_in_one_dense_gradient_unless_it_is_to_stay_spa
     torch.testing.assert_close(sparse.to_dense(), expected)
 
 
+@pytest.mark.parametrize("truncates", [False, True])
+def test_parameters_that_share_a_gradient_each_get_it_once(truncates):
+    """Of a sum of two parameters torch returns one gradient tensor for both."""
+    base, delta = (torch.randn(WIDTH, dtype=torch.float64).requires_grad_() for _ in range(2))
+    inputs = torch.randn(STEPS, SAMPLES, WIDTH, dtype=torch.float64)
+
+    def run(segment, state, slices):
+        return Passed(sums=((slices[0] * (base + delta)).square().sum(),))
+
+    walk = Walk(run, equal_spans(STEPS, 2), 0, truncates=truncates)
+    loss = 3 * over_time(walk, (inputs,), (), (base, delta)).sums[0]
+    found = torch.autograd.grad(loss, (base, delta))
+    expected = torch.autograd.grad(3 * (inputs * (base + delta)).square().sum(), (base, delta))
+    torch.testing.assert_close(found, expected)
+
+
+def test_one_tensor_may_be_two_parts_of_the_state():
+    weight = torch.randn(WIDTH, WIDTH, dtype=torch.float64).requires_grad_()
+    inputs = torch.randn(STEPS, SAMPLES, WIDTH, dtype=torch.float64)
+    first = torch.randn(SAMPLES, WIDTH, dtype=torch.float64).requires_grad_()
+
+    def run(segment, state, slices):
+        one, two = state
+        for step_input in slices[0]:
+            one = two = torch.tanh(one @ weight + 0.5 * two + step_input)
+        return Passed(state=(one, two))
+
+    def loss_of(passed):
+        return passed.state[0].sum() + 2 * passed.state[1].square().sum()
+
+    found = over_time(Walk(run, equal_spans(STEPS, 3), 0), (inputs,), (first, first), (weight,))
+    expected = run(0, (first, first), (inputs,))
+    wanted = (weight, first)
+    torch.testing.assert_close(
+        torch.autograd.grad(loss_of(found), wanted), torch.autograd.grad(loss_of(expected), wanted)
+    )
+
+
+def test_a_hook_that_would_see_parts_is_refused():
+    given = tensors()
+    given["weight"].register_hook(lambda gradient: gradient / 2)
+    with pytest.raises(InputError, match="use register_post_accumulate_grad_hook"):
+        walked(given, 3)
+
+
 # -- truncated ---------------------------------------------------------------------------------------------------------
 
 

@@ -1,6 +1,8 @@
 """Code that changes what it is given is refused, with its line."""
 
 import re
+from collections import deque
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -41,7 +43,8 @@ def test_what_changes_nothing_runs():
 class Keeps(nn.Module):
     def __init__(self):
         super().__init__()
-        self.hidden, self.history = torch.zeros(2), []
+        self.hidden, self.history, self.steps = torch.zeros(2), deque(), 0
+        self.memory = SimpleNamespace(hidden=torch.zeros(2))
         self.register_buffer("count", torch.zeros(()))
 
     def forward(self, input, how):
@@ -49,12 +52,18 @@ class Keeps(nn.Module):
             self.hidden = self.hidden + input
         elif how == "list":
             self.history.append(input)
+        elif how == "number":
+            self.steps += 1
+        elif how == "object":
+            self.memory.hidden = input
         elif how == "buffer":
             self.count += 1
         return input
 
 
-@pytest.mark.parametrize(("how", "name"), [("attribute", "hidden"), ("list", "history"), ("buffer", "count")])
+@pytest.mark.parametrize(
+    ("how", "name"), [("attribute", "hidden"), ("list", "history"), ("number", "steps"), ("object", "memory")]
+)
 def test_a_state_in_an_attribute_is_refused(how, name):
     cell = nn.Sequential(Keeps())
     before = Attributes(cell)
@@ -64,6 +73,27 @@ def test_a_state_in_an_attribute_is_refused(how, name):
     if how == "attribute":
         line = Keeps.forward.__code__.co_firstlineno + 2
         assert f"(test_techniques__purity.py, line {line})" in str(error.value)
+
+
+def test_a_buffer_that_changes_is_refused_with_another_remedy():
+    cell = Keeps()
+    before = Attributes(cell)
+    cell(torch.ones(2), "buffer")
+    with pytest.raises(InputError, match=r"changes its buffer `count` .* put that module in evaluation mode"):
+        before.require_unchanged()
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated")
+def test_a_weight_that_is_computed_anew_is_no_state():
+    layer = nn.utils.weight_norm(nn.Linear(2, 2))
+    before = Attributes(layer)
+    layer(torch.ones(2))
+    before.require_unchanged()
+
+
+def test_inference_tensors_have_no_versions():
+    with torch.inference_mode():
+        run_purely(adds, 0, (torch.zeros(2),), (torch.ones(2),))
 
 
 def test_what_stays_is_no_state():

@@ -207,3 +207,39 @@ def test_a_cut_is_the_square_root_unless_it_is_said():
     assert Cut(99).spans(10) == ((0, 10),)
     assert Cut(5).num_slots is None
     assert Cut(5, 2).num_slots == 2
+
+
+def test_one_tensor_as_hidden_and_cell_state():
+    plain, segmented = twins("lstm")
+    inputs, first = tensors((7, 2, INPUTS), torch.float64, 1), tensors((1, 2, HIDDEN), torch.float64, 2)
+    require_alike([segmented(inputs, (first, first))[0]], [plain(inputs, (first, first))[0]])
+
+
+def test_weights_are_those_of_now():
+    """Also of a parametrization, and those that `functional_call` puts there."""
+    plain, segmented = twins("lstm")
+    inputs = tensors((7, 2, INPUTS), torch.float64, 1)
+    for layer in (plain, segmented):
+        torch.nn.utils.parametrizations.weight_norm(layer, "weight_hh_l0")
+    require_alike(everything(segmented, inputs), everything(plain, inputs))
+    with torch.no_grad():
+        for layer in (plain, segmented):
+            layer.parametrizations.weight_hh_l0.original0.mul_(10)
+    require_alike([segmented(inputs)[0]], [plain(inputs)[0]])
+    _, other = twins("lstm")
+    zeros = {name: torch.zeros_like(parameter) for name, parameter in other.named_parameters()}
+    assert not torch.func.functional_call(other, zeros, (inputs,))[0].any()
+
+
+def test_no_steps_are_refused_as_torch_does():
+    plain, segmented = twins("lstm")
+    for layer in (plain, segmented):
+        with pytest.raises(RuntimeError, match="larger than 0"):
+            layer(torch.zeros(0, 2, INPUTS).double())
+
+
+def test_in_inference_mode():
+    plain, segmented = twins("gru")
+    inputs = tensors((7, 2, INPUTS), torch.float64, 1)
+    with torch.inference_mode():
+        require_alike([segmented(inputs)[0]], [plain(inputs)[0]])

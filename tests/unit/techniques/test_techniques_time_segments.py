@@ -191,6 +191,38 @@ def test_a_cell_that_keeps_its_state_elsewhere_is_refused_with_the_line(cell, me
         model(torch.randn(7, 1, 8))
 
 
+class Dropping(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, input, state):
+        (hidden,) = (torch.zeros_like(input),) if state is None else state
+        hidden = torch.tanh(self.linear(nn.functional.dropout(hidden + input, 0.5, training=True)))
+        return hidden, (hidden,)
+
+
+def test_what_draws_in_evaluation_mode_draws_the_same_again():
+    """The gradient is that of a function whose masks are what they were: finite differences with the same seed."""
+    torch.manual_seed(0)
+    layer = UnrolledCell(Dropping()).double().eval()
+    inputs = torch.randn(9, 2, 8, dtype=torch.float64)
+
+    def loss():
+        torch.manual_seed(5)
+        return layer(inputs)[0].square().sum()
+
+    with installed(workload_of(nn.Sequential(layer)), [time_segments_choice(2)]):
+        (gradient,) = torch.autograd.grad(loss(), layer.cell.linear.weight)
+        direction = torch.randn_like(gradient)
+        with torch.no_grad():
+            layer.cell.linear.weight += 1e-6 * direction
+            above = loss()
+            layer.cell.linear.weight -= 2e-6 * direction
+            below = loss()
+    torch.testing.assert_close((gradient * direction).sum(), (above - below) / 2e-6, rtol=1e-6, atol=1e-8)
+
+
 # -- what is kept ------------------------------------------------------------------------------------------------------
 
 
