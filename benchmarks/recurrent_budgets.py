@@ -38,7 +38,7 @@ MODEL = Model(
     {"architecture": "lstm", "embedding_size": 256, "hidden_size": 256, "num_layers": 2}, 2048, 16,
 )  # fmt: skip
 SHARES = (1.0, 0.7, 0.5, 0.3, 0.2, 0.1, 0.05)
-_PLENTY_BYTES = 64 << 30
+_PLENTY_BYTES = 12 << 30
 _SAME = 1.05  # two plans whose seconds differ by less are as fast as each other
 
 

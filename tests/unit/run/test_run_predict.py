@@ -81,7 +81,7 @@ def test_the_host_holds_the_model_until_it_is_moved():
 
 
 def test_a_function_without_an_update_is_refused():
-    with pytest.raises(InputError, match=r"made \d+ ops but no optimizer.step\(\): let it train for three steps"):
+    with pytest.raises(InputError, match=r"made \d+ ops but no optimizer.step\(\): train three steps in it"):
         plimsoll.predict_function(lambda: nn.Linear(4, 4)(torch.ones(2, 4)), device="t4")
 
 
