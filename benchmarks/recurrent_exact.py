@@ -4,9 +4,10 @@
 
 A language model of characters (an LSTM of 2 layers with 512 units, 8 samples) on real text: the standard library's own
 sources. Each cell is a process of its own that does one or two steps of SGD; its peak is private memory beyond what it
-had before the model was made, the kernel's own high-water mark of the last step.
+had before the model was made, the kernel's own high-water mark of the last step; seconds
+are the processor's, of one thread.
 
-    growth    1,000 to 32,000 steps in segments of the square root: how the peak grows
+    growth    1,000 to 32,000 steps in segments of the default length: how the peak grows
     pace      1,000 and 2,000 steps, plain and in segments: seconds side by side, in turns
     limit     10,000 steps inside a limit (RLIMIT_DATA) in which plain PyTorch dies of an OOM; and with 5 % of what the
               plain training takes for activations
@@ -18,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import subprocess
 import sys
 import sysconfig
@@ -29,7 +31,7 @@ from typing import Any
 
 MIB = 1 << 20
 HIDDEN, LAYERS, SAMPLES = 512, 2, 8
-GROWTH = (1_000, 2_000, 4_000, 8_000, 16_000, 32_000)
+GROWTH = (1_000, 4_000, 16_000, 32_000)
 PACE = (1_000, 2_000)
 ROUNDS = 2
 LONG, LONGEST = 10_000, 100_000
@@ -77,9 +79,9 @@ def train_once(case: dict[str, Any]) -> dict[str, Any]:
         )
         for _ in range(case.get("times", 2)):
             backend.reset_peak()
-            started = time.perf_counter()
+            started = time.process_time()
             result = step({"input_ids": ids, "labels": ids})
-            seconds = time.perf_counter() - started
+            seconds = time.process_time() - started
         peak_bytes = backend.use().peak_bytes
     return {
         "peak_bytes": peak_bytes - before_bytes, "whole_bytes": peak_bytes, "seconds": seconds, "loss": result.loss,
@@ -151,7 +153,7 @@ def slope(points: list[tuple[float, float]]) -> float:
 
 def pace() -> tuple[list[str], dict[str, Any]]:
     """Seconds and peaks side by side, in turns."""
-    ways: dict[str, int | None] = {"plain": None, "square root": 0, "128": 128, "32": 32}
+    ways: dict[str, int | None] = {"plain": None, "default": 0, "256": 256, "32": 32}
     rows, worst = (
         ["| steps | segments of | peak MiB | of plain | seconds | of plain |", "|--:|---|--:|--:|--:|--:|"],
         0.0,
@@ -168,9 +170,9 @@ def pace() -> tuple[list[str], dict[str, Any]]:
             shares = peaks[way] / peaks["plain"], seconds[way] / seconds["plain"]
             peak = f"{peaks[way] / MIB:,.0f} | {shares[0]:.1%}"
             rows.append(f"| {steps:,} | {way} | {peak} | {seconds[way]:.2f} | {shares[1]:.2f} |")
-        worst = max(worst, seconds["square root"] / seconds["plain"])
-        best = min(best, peaks["square root"] / peaks["plain"])
-    return rows, {"worst_time_ratio_of_square_root": round(worst, 3), "least_memory_ratio": round(best, 4)}
+        worst = max(worst, seconds["default"] / seconds["plain"])
+        best = min(best, peaks["default"] / peaks["plain"])
+    return rows, {"worst_time_ratio_of_default": round(worst, 3), "least_memory_ratio": round(best, 4)}
 
 
 def limit() -> tuple[list[str], dict[str, Any]]:
@@ -188,11 +190,11 @@ def limit() -> tuple[list[str], dict[str, Any]]:
         died = in_process("plain", case)["error"]
         found = in_process("train", {**case, "segment": 0})
         if "error" in found:
-            rows.append(f"| {name} | {limit_bytes / MIB:,.0f} | {died[:60]} | 100 | {found['error'][:80]} | | |")
+            rows.append(f"| {name} | {limit_bytes / MIB:,.0f} | {died[:60]} | 128 | {found['error'][:80]} | | |")
             continue
         ratio = found["seconds"] / plain["seconds"]
         rows.append(
-            f"| {name} | {limit_bytes / MIB:,.0f} | {died[:60] or 'trains'} | 100 | {found['peak_bytes'] / MIB:,.0f} | "
+            f"| {name} | {limit_bytes / MIB:,.0f} | {died[:60] or 'trains'} | 128 | {found['peak_bytes'] / MIB:,.0f} | "
             f"{found['seconds']:.1f} | {ratio:.2f} |"
         )
         figures[f"time ratio in {name}"] = round(ratio, 3)
@@ -232,6 +234,7 @@ def main() -> None:
     parser.add_argument("--do", choices=["train", "plain"], help=argparse.SUPPRESS)
     parser.add_argument("--case", type=json.loads, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"
     if arguments.do:
         print(json.dumps((train_once if arguments.do == "train" else plain_loop)(arguments.case)))
         return

@@ -2,7 +2,7 @@
 
     Choice(technique="time_segments", options={"steps": 128, "kept": 0})
 
-``steps`` is the length of a segment, 0 the square root of the sequence's; ``kept`` the number of states that are kept
+``steps`` is the length of a segment, 0 the square root of the sequence's or up to 128; ``kept`` the number of states that are kept
 between segments, 0 all of them. Gradients are those of plain backpropagation through time: nothing is truncated. For T
 steps in segments of S, T / S states and the activations of S steps are kept in place of those of T; fewer states cost
 more computation, as little more as can be (`_schedule`; Gruslys et al. 2016, https://arxiv.org/abs/1606.03401).
@@ -80,7 +80,7 @@ class TimeSegments:
         for name in ("steps", "kept"):
             value = choice.options.get(name, 0)
             if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-                return f"{name} is {value}: give a whole number, 0 for {'all' if name == 'kept' else 'the square root'}"
+                return f"{name} is {value}: give a whole number, 0 for {'all' if name == 'kept' else 'the default'}"
         names = {other.technique: other for other in others}
         if "truncated_bptt" in names:
             return "truncated_bptt cuts the same sequences"

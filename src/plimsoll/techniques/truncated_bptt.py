@@ -2,7 +2,7 @@
 
     Choice(technique="truncated_bptt", options={"steps": 128})
 
-``steps`` is the length of a segment, 0 the square root of the sequence's. The hidden state goes on from segment to
+``steps`` is the length of a segment, 0 what it is in `time_segments`. The hidden state goes on from segment to
 segment, its gradient does not (Williams and Peng 1990, https://doi.org/10.1162/neco.1990.2.4.490): a loss sees what the
 parameters did in at most ``steps`` steps before it, in the mean half as many. It is the loss of plain training with
 another, biased gradient, so the planner takes it only where the job allows it by name. Each segment's gradients are
@@ -62,7 +62,7 @@ class TruncatedBptt:
             return f"it is lossy: allow it with `allow: [{self.name}]`"
         steps = choice.options.get("steps")
         if not isinstance(steps, int) or isinstance(steps, bool) or steps < 0:
-            return f"steps is {steps}: give a whole number, 0 for the square root"
+            return f"steps is {steps}: give a whole number, 0 for the default"
         if workload.precision == "fp16" or any(other.options.get("dtype") == "fp16" for other in others):
             return "its gradients are made before fp16's scale of the loss arrives: use bf16"
         return _why_not(workload)

@@ -201,8 +201,9 @@ def test_a_layer_with_its_own_forward_is_left_alone():
     assert not is_plain_layer(nn.LSTMCell(1, 1))
 
 
-def test_a_cut_is_the_square_root_unless_it_is_said():
+def test_a_cut_is_the_square_root_or_what_is_quick_unless_it_is_said():
     assert Cut(0).spans(10) == ((0, 4), (4, 4), (8, 2))
+    assert [Cut(0).spans(steps)[0][1] for steps in (1, 100, 1000, 10_000, 40_000)] == [1, 25, 128, 128, 200]
     assert Cut(5).spans(10) == ((0, 5), (5, 5))
     assert Cut(99).spans(10) == ((0, 10),)
     assert Cut(5).num_slots is None

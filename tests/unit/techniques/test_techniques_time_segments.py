@@ -1,6 +1,7 @@
 """Exact backpropagation through time: what is cut, what is offered, what is refused, and what is kept."""
 
 import copy
+from math import isqrt
 
 import pytest
 import torch
@@ -111,7 +112,7 @@ def test_where_there_is_nothing_to_cut_it_says_so(model, setting, reason):
 @pytest.mark.parametrize(
     ("choices", "reason"),
     [
-        ([time_segments_choice(-1)], "steps is -1: give a whole number, 0 for the square root"),
+        ([time_segments_choice(-1)], "steps is -1: give a whole number, 0 for the default"),
         ([time_segments_choice(4, kept=-2)], "kept is -2: give a whole number, 0 for all"),
         (
             [Choice(technique="truncated_bptt", options={"steps": 4}), time_segments_choice(4)],
@@ -233,7 +234,7 @@ def peak_bytes(num_steps, choices, lowering=None):
 
 def test_what_is_kept_grows_with_the_square_root():
     """Four times the steps: plainly four times as much, in segments of the square root about twice."""
-    few, many = (peak_bytes(steps, [time_segments_choice(0)]) for steps in (256, 4096))
+    few, many = (peak_bytes(steps, [time_segments_choice(isqrt(steps))]) for steps in (256, 4096))
     plain_few, plain_many = (peak_bytes(steps, []) for steps in (256, 4096))
     least_bytes = peak_bytes(16, [time_segments_choice(0)])  # parameters, gradients and the like
     assert (plain_many - least_bytes) / (plain_few - least_bytes) > 12

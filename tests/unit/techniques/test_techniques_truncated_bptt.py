@@ -76,7 +76,7 @@ def test_without_gradients_it_is_the_plain_loss():
     ("choice", "setting", "precision", "reason"),
     [
         (choice_of(5), Setting("cpu", 4), "fp32", r"allow it with `allow: [truncated_bptt]`"),
-        (choice_of(-1), ALLOWED, "fp32", "steps is -1: give a whole number, 0 for the square root"),
+        (choice_of(-1), ALLOWED, "fp32", "steps is -1: give a whole number, 0 for the default"),
         (choice_of(5), ALLOWED, "fp16", "use bf16"),
     ],
 )
