@@ -63,7 +63,7 @@ class Cut(NamedTuple):
 
 
 def default_steps(num_steps: int) -> int:
-    """Return the square root of a length, or up to 128 steps: in shorter segments a kernel prepares as long as it steps.
+    """Return the square root of a length, or up to 128: in shorter segments a kernel prepares as long as it steps.
 
     >>> default_steps(12), default_steps(1000), default_steps(100_000)
     (4, 128, 317)

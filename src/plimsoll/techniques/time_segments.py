@@ -2,10 +2,11 @@
 
     Choice(technique="time_segments", options={"steps": 128, "kept": 0})
 
-``steps`` is the length of a segment, 0 the square root of the sequence's or up to 128; ``kept`` the number of states that are kept
-between segments, 0 all of them. Gradients are those of plain backpropagation through time: nothing is truncated. For T
-steps in segments of S, T / S states and the activations of S steps are kept in place of those of T; fewer states cost
-more computation, as little more as can be (`_schedule`; Gruslys et al. 2016, https://arxiv.org/abs/1606.03401).
+``steps`` is the length of a segment, 0 the square root of the sequence's or up to 128; ``kept`` the number of states
+that are kept between segments, 0 all of them. Gradients are those of plain backpropagation through time: nothing is
+truncated. For T steps in segments of S, T / S states and the activations of S steps are kept in place of those of T;
+fewer states cost more computation, as little more as can be (`_schedule`; Gruslys et al. 2016,
+https://arxiv.org/abs/1606.03401).
 
 What is cut: a model that says how it runs in segments (`plimsoll.models.in_segments`; the language models and
 classifiers of `plimsoll.models.recurrent` do), as a whole, with its embedding, output layer and loss; else its
