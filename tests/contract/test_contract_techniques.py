@@ -49,8 +49,9 @@ from workloads import BATCH_SIZE, LENGTH
 torch.set_num_threads(1)
 
 PHASES = tuple(phase for phase in PHASES_OF_A_STEP if phase != "fetch")  # which is not the step's
-# The prediction counts what their kernels take inside, which a recorder of tensors cannot see: up to this share more.
-UNSEEN_SHARE = {"lstm": 0.2, "cnn": 0.15}
+# The prediction counts what their kernels take inside, which a recorder of tensors cannot see: up to this share of what
+# the plain training needs, for a technique that makes tensors fewer leaves kernels as they are.
+UNSEEN_SHARE = {"lstm": 0.15, "cnn": 0.15}
 COPIED_HEAD_BYTES = 4 * (16 * 3 + 3)  # a rehearsal counts the head, which peft copies, once more
 # A rehearsal takes every token to be of the last cluster, which has all words but a fifth.
 ALL_RARE_BYTES = 2 * 4 * BATCH_SIZE * LENGTH * LARGE_VOCABULARY
@@ -168,5 +169,7 @@ def test_a_rehearsal_with_it_needs_what_a_run_with_it_needs(name, training):
     predicted_bytes, measured_bytes = (live_peak_bytes(setup, rung, is_real) for is_real in (False, True))
     most_more = COPIED_HEAD_BYTES if (name, training) == ("lora", "bert") else 0
     most_more += ALL_RARE_BYTES if name == "adaptive_softmax" else 0
-    most_more += int(UNSEEN_SHARE.get(training, 0) * measured_bytes)
+    if training in UNSEEN_SHARE:
+        plain_bytes = live_peak_bytes(setup, rung_of(WHOLE), is_real=True)
+        most_more += int(UNSEEN_SHARE[training] * max(plain_bytes, measured_bytes))
     assert 0 <= predicted_bytes - measured_bytes <= most_more

@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from plimsoll.errors import InputError
 from plimsoll.models.in_segments import Passed
 
-_OF_MODULES = {"_parameters", "_buffers", "_modules", "forward", *vars(nn.Module())}
+_OF_MODULES = {"forward", *vars(nn.Module())}
 _NO_STATE = {"builtins", "functools"}  # functions and the like
 _INNER_FOLDERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 
