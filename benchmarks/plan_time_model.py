@@ -46,6 +46,9 @@ NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 ALL = Choice(technique="checkpointing", options={"blocks": "all"})
 HALF = Choice(technique="checkpointing", options={"blocks": "every 2"})
 CHUNKED = Choice(technique="chunked_loss", options={"chunk_tokens": 1024})
+SMALL_CHUNKS = Choice(technique="chunked_loss", options={"chunk_tokens": 256})
+SHORT_SEGMENTS = Choice(technique="time_segments", options={"steps": 64})
+LONG_SEGMENTS = Choice(technique="time_segments", options={"steps": 256})
 OFFLOAD = Choice(technique="optimizer_offload", options={"to": "disk"})
 FOREACH = Choice(technique="optimizer_kernel", options={"kernel": "foreach"})
 FUSED = Choice(technique="optimizer_kernel", options={"kernel": "fused"})
@@ -80,6 +83,10 @@ CASES = {
     "GRU 2 x 256, classifier": (
         {"architecture": "gru", "embedding_size": 256, "hidden_size": 256, "num_layers": 2}, "classification", 8000,
         128, 32, (32, 8), ((),),
+    ),
+    "LSTM 2 x 256, 1,024 tokens": (
+        {"architecture": "lstm", "embedding_size": 256, "hidden_size": 256, "num_layers": 2}, "language-modeling", 8000,
+        1024, 8, (8, 4, 2, 1), ((SMALL_CHUNKS,), (SMALL_CHUNKS, SHORT_SEGMENTS), (SMALL_CHUNKS, LONG_SEGMENTS)),
     ),
 }  # fmt: skip
 WORTH_TELLING = 0.07
