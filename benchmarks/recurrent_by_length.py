@@ -3,12 +3,12 @@
     python benchmarks/recurrent_by_length.py --data agnews-test.csv    # label, title, body; no header, as AG News has
     python benchmarks/recurrent_by_length.py                           # lengths drawn evenly from 20 to 90 words
 
-A batch has ``--batch`` texts: one of ``--long`` words, the others of the lengths of news (in words). A GRU classifier and
-a BiLSTM tagger, which pack their texts, and an LSTM language model, which does not, take two steps on it from the same
-weights: as it comes, padded to the longest; with ``by_length``; and with ``time_segments`` too, which spare torch the
-time that a packed batch takes on the CPU: it grows with the square of the length. They begin with the whole batch, and
-where memory runs out with half as much, and so on, until it holds; the seconds are the processor's of the second step,
-on one thread. Prints a table, and as its last line one JSON object. Linux only.
+A batch has ``--batch`` texts: one of ``--long`` words, the others of the lengths of news (in words). A GRU classifier
+and a BiLSTM tagger, which pack their texts, and an LSTM language model, which does not, take two steps on it from the
+same weights: as it comes, padded to the longest; with ``by_length``; and with ``time_segments`` too, which spare torch
+the time that a packed batch takes on the CPU: it grows with the square of the length. They begin with the whole batch,
+and where memory runs out with half as much, and so on, until it holds; the seconds are the processor's of the second
+step, on one thread. Prints a table, and as its last line one JSON object. Linux only.
 """
 
 from __future__ import annotations
