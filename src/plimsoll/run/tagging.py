@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from plimsoll.data.tags import OUTSIDE, are_of_entities
 from plimsoll.data.windows import IGNORED_LABEL
 from plimsoll.run.accuracy import Windows
 from plimsoll.run.boundary import Position
@@ -26,9 +27,7 @@ from plimsoll.workload import batch_size_of
 Entity = tuple[str, int, int]
 """Its kind, its first word, and the word behind its last."""
 
-_OUTSIDE = "O"
 _BEGINS, _ENDS = {"B", "S"}, {"E", "S"}
-_PREFIXES = ("B-", "I-", "E-", "S-")
 
 
 class _Window(NamedTuple):
@@ -113,12 +112,6 @@ class TagScores:
             self._num_right_entities += len(entities & found)
 
 
-def are_of_entities(names: Sequence[str]) -> bool:
-    """Return whether all tags are O or those of the begin, the inside, the end or the whole of an entity."""
-    are_known = all(name == _OUTSIDE or name.startswith(_PREFIXES) for name in names)
-    return are_known and any(name != _OUTSIDE for name in names)
-
-
 def entities_of(tags: Sequence[str]) -> set[Entity]:
     """Return the entities that some tags mean, as the script conlleval of the CoNLL shared tasks reads them.
 
@@ -127,13 +120,13 @@ def entities_of(tags: Sequence[str]) -> set[Entity]:
     """
     entities: set[Entity] = set()
     kind, begin = "", 0
-    for place, tag in enumerate([*tags, _OUTSIDE]):
+    for place, tag in enumerate([*tags, OUTSIDE]):
         prefix, _, own_kind = tag.partition("-")
-        goes_on = prefix != _OUTSIDE and prefix not in _BEGINS and own_kind == kind
+        goes_on = prefix != OUTSIDE and prefix not in _BEGINS and own_kind == kind
         if kind and not goes_on:
             entities.add((kind, begin, place))
             kind = ""
-        if prefix != _OUTSIDE and not kind:
+        if prefix != OUTSIDE and not kind:
             kind, begin = own_kind, place
         if prefix in _ENDS:
             entities.add((kind, begin, place + 1))
