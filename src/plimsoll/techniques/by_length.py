@@ -22,6 +22,7 @@ from plimsoll.models.recurrent_tagger import RecurrentTagger
 from plimsoll.records.plan import Choice, Numerics
 from plimsoll.records.trace import Category
 from plimsoll.techniques._base import Choices, Setting
+from plimsoll.techniques._whole import counts_rows
 from plimsoll.workload import Workload, model_loss
 
 _SENSITIVE = {
@@ -101,5 +102,8 @@ def _is_known(model: nn.Module) -> bool:
 def _sensitive(model: nn.Module) -> str | None:
     if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()):
         return "the model has BatchNorm, whose statistics are of the padding too"
+    counted = counts_rows(model)
+    if counted is not None:
+        return str(counted)
     why = _SENSITIVE.get(_model_type(model) or "")
     return None if why is None else f"padding changes the result of {_model_type(model)}: it {why}"

@@ -39,6 +39,7 @@ from plimsoll.techniques._forwards import replaced_forward
 from plimsoll.techniques._over_time import Walk, has_hook, over_time
 from plimsoll.techniques._purity import Attributes
 from plimsoll.techniques._recurrent_layers import Cut, SegmentedLayer, is_plain_layer
+from plimsoll.techniques._whole import counts_rows
 from plimsoll.techniques.checkpointing import chosen_blocks
 from plimsoll.workload import Workload
 
@@ -147,6 +148,9 @@ def _why_not(model: nn.Module) -> str | None:
         return f"{type(model).__name__} has no recurrent layers (nn.LSTM, nn.GRU, nn.RNN or plimsoll.UnrolledCell)"
     if any(has_hook(parameter) for part in parts for parameter in part.parameters()):
         return "a parameter has a hook (register_hook), which would see each segment's part of its gradient"
+    counted = next(filter(None, map(counts_rows, parts)), None)
+    if counted is not None:
+        return str(counted)
     replaced = [type(part).__name__ for part in parts if "forward" in vars(part)]
     return f"the forward of {replaced[0]} was replaced" if replaced else None
 

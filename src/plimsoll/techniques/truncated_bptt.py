@@ -30,6 +30,7 @@ from plimsoll.records.trace import Category
 from plimsoll.techniques._base import Choices, Setting
 from plimsoll.techniques._forwards import replaced_forward
 from plimsoll.techniques._recurrent_layers import Cut
+from plimsoll.techniques._whole import counts_rows
 from plimsoll.techniques.time_segments import Unrolled, runs_in_segments, segment_lengths
 from plimsoll.workload import Workload
 
@@ -102,4 +103,5 @@ def _why_not(workload: Workload) -> str | None:
             f"{type(model).__name__} does not say how the loss of a stretch of time is computed: that takes "
             "`in_segments`, which the recurrent language models have"
         )
-    return None
+    counted = counts_rows(model)
+    return None if counted is None else str(counted)
