@@ -48,7 +48,7 @@ class WholeBatch:
         self._counting = _counting_embeddings(model)
 
     def reason(self, *, also_idle: bool = False) -> Reason | None:
-        """Return why a batch is not cut as the model is now; ``also_idle``: as it may be, once it is put to training."""
+        """Return why a batch is not cut as the model is now; with ``also_idle`` as it may be once it trains."""
         if any(module.training or also_idle for module in self._batch_norms):
             return _BATCH_NORM
         return _COUNTED_ROWS if _are_trained(self._counting) else None

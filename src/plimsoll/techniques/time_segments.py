@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from plimsoll.errors import InputError
 from plimsoll.models.cells import StateForm, UnrolledCell, as_state
-from plimsoll.models.in_segments import Passed, Run, State
+from plimsoll.models.in_segments import Passed, Run, State, runs_in_segments
 from plimsoll.records.plan import Choice, Numerics, Value
 from plimsoll.records.trace import Category
 from plimsoll.techniques._base import Choices, Setting
@@ -123,11 +123,6 @@ def segment_lengths(num_steps: int) -> Iterator[int]:
     while steps >= _FEWEST_STEPS and steps < num_steps:
         yield steps
         steps //= _STEPS_PER_SEGMENT
-
-
-def runs_in_segments(model: nn.Module) -> bool:
-    """Whether a model says how it runs in segments; one that cannot has ``None`` in that place."""
-    return callable(getattr(model, "in_segments", None))
 
 
 def parts_in_time(model: nn.Module) -> list[nn.Module]:
