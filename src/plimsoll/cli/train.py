@@ -255,13 +255,20 @@ def _planned_again(directory: RunDirectory, job: Job, before: Job, from_where: t
 
 
 def _opened(out: Path, job_file: Path | None) -> RunDirectory:
-    from plimsoll.errors import InputError
+    from plimsoll.errors import InputError, OutputError
     from plimsoll.run.directory import RunDirectory
 
     if job_file is not None:
         raise InputError(
             f"--resume goes on with the job kept in {out}, so {job_file} would be ignored: "
             "leave it out, or drop --resume"
+        )
+    if not (out / "metrics.jsonl").is_file():
+        beside = sorted(out.parent.glob("*/metrics.jsonl"), key=lambda path: path.stat().st_mtime)
+        which = f" for the newest of {len(beside)} in {out.parent}" if beside else ", with the directory of the run"
+        raise OutputError(
+            f"{out} is not a run directory, so --resume has nothing to go on with: write `plimsoll train --resume "
+            f"--out {beside[-1].parent if beside else 'DIRECTORY'}`{which}"
         )
     directory = RunDirectory.open(out)
     if not directory.prepared.is_file():

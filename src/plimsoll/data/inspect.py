@@ -23,7 +23,7 @@ from plimsoll.data.index import open_corpus
 from plimsoll.data.labels import labels_of
 from plimsoll.data.prepare import reading_of
 from plimsoll.data.spans import cut_texts
-from plimsoll.data.tags import WordEncoder
+from plimsoll.data.tags import WordEncoder, entity_note
 from plimsoll.data.tokenizer import Tokenizer, prepare_tokenizer, tokenizer_threads
 from plimsoll.data.tokens import open_tokens, tokenize, tokens_folder
 from plimsoll.records.corpus import CorpusFacts, Filling, Inspection, LabelCount, TagCount, TokenFacts
@@ -209,6 +209,8 @@ def _notes(texts: Texts, corpus: Corpus, fillings: tuple[Filling, ...]) -> Itera
     job, num_seen = texts.job, len(texts.lengths)
     if num_seen < len(corpus):
         yield f"Lengths are of {num_seen:,} texts drawn evenly; `plimsoll data tokenize` makes them exact."
+    if note := entity_note(list(corpus.tag_counts)):
+        yield f"{note[0].upper()}{note[1:]}."
     is_refused = job.data.long_texts == "stop" and texts.num_long > 0
     num_long = int(np.count_nonzero(texts.whole > job.sequence_length))
     if num_long and (job.is_labelled or is_refused):

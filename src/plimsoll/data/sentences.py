@@ -200,7 +200,8 @@ class _Conll:
             self._why = self._why or f"no empty line follows within {limit}: put one behind each sentence"
         if self._why is None:
             self._why = self._fault_of(raw.rstrip(b"\r\n"))
-            self._why = self._why if self._why is None or number == self._number else f"line {number}: {self._why}"
+            if self._why is not None:
+                self._number = number  # the line to look at, no longer that in which the sentence begins
 
     def ended(self, done_bytes: int) -> Iterator[Sentence]:
         """Yield the sentence, if there is one."""

@@ -2,8 +2,8 @@
 
 Words are tokenized one by one, so a token never reaches over the end of a word; the label of a word is that of its
 first token, and all others have none (-100), as is usual for models of tokens. A word that the tokenizer makes nothing
-of is lost with its tag, and counted. What becomes of labels in windows is in `plimsoll.data.texts`. NOT covered: labels
-of all tokens of a word, several tags of a word.
+of is lost with its tag, and counted. Tags may be those of entities (O, B-X, I-X, also E-X and S-X). What becomes of
+labels in windows is in `plimsoll.data.texts`. NOT covered: labels of all tokens of a word, several tags of a word.
 
 Shapes: N tokens, W words.
 """
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     import tokenizers
 
 NO_LABEL = -100  # plimsoll.data.windows.IGNORED_LABEL, which comes with torch
+OUTSIDE = "O"
+_PREFIXES = ("B-", "I-", "E-", "S-")
 _PIECE_WORDS = 8192
 
 
@@ -56,6 +58,26 @@ def tags_of(corpus: Corpus, names: Sequence[str] | None = None) -> tuple[str, ..
             f"{listed(known)}: name them alike{meant}, or leave these texts out"
         )
     return known
+
+
+def are_of_entities(names: Sequence[str]) -> bool:
+    """Return whether all tags are O or those of the begin, the inside, the end or the whole of an entity."""
+    return any(name != OUTSIDE for name in names) and not _without_prefix(names)
+
+
+def entity_note(names: Sequence[str]) -> str | None:
+    """Return why whole entities are not judged although some tags look as if there were some; ``None``: none does."""
+    others = _without_prefix(names)
+    if not others or not any(name.startswith(_PREFIXES) for name in names):
+        return None
+    return (
+        f"entity F1 is left out, because some tags have a prefix ({', '.join(_PREFIXES)}) and some have none: name "
+        f"{listed(others)} as those, such as B-{others[0]} and I-{others[0]}, or {OUTSIDE}, to have it"
+    )
+
+
+def _without_prefix(names: Sequence[str]) -> list[str]:
+    return [name for name in names if name != OUTSIDE and not name.startswith(_PREFIXES)]
 
 
 class Words(NamedTuple):

@@ -8,8 +8,9 @@ the input of one step and the state after the step before, ``None`` before the f
 state is a tensor or a tuple of tensors. As a module the loop can be found: the technique `time_segments` trains it over
 sequences of any length.
 
-A cell must keep nothing of a sequence but in its state. Does NOT cover padding (the state after the last step is that
-of the padding too), packed sequences and a reverse direction.
+A cell must keep nothing of a sequence but in its state, and must not change that in place; a change through ``.data``
+is seen by nothing, and makes wrong gradients with `time_segments`. Does NOT cover padding (the state after the last
+step is that of the padding too), packed sequences and a reverse direction.
 
 Shapes: B samples, T steps, S steps of a stretch.
 """

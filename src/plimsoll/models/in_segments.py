@@ -15,7 +15,8 @@ not have all steps in memory. It says so by a second way to call it:
 
 ``in_segments`` takes what ``forward`` takes and returns the same loss. What ``run`` computes must follow from its
 arguments and the parameters alone: it is called again in backward. The techniques `time_segments` and `truncated_bptt`
-call the model so; nothing else does.
+call the model so; nothing else does. A model whose loss is not a sum over the steps but of what stands at their end,
+such as one answer to a sequence, says ``judges_the_end = True``: its gradient cannot be truncated.
 
 It does NOT cover what looks at several steps at once (attention, pooling over time, a reverse direction).
 
@@ -27,7 +28,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 
 State = tuple[Tensor, ...]
 """What a recurrent layer hands from one step to the next; empty before the first."""
@@ -43,6 +44,16 @@ def as_state(hidden: Any) -> State:
 def as_hidden(state: State) -> Any:
     """Return a state as such a layer takes it: two parts, or the only one; ``None`` before the first step."""
     return state if len(state) == 2 else state[0] if state else None
+
+
+def runs_in_segments(model: nn.Module) -> bool:
+    """Whether a model says how it runs in segments; one that cannot has ``None`` in that place."""
+    return callable(getattr(model, "in_segments", None))
+
+
+def sums_its_loss(model: nn.Module) -> bool:
+    """Whether a model says how it runs in segments, and does not say that its loss is of the end of the sequence."""
+    return runs_in_segments(model) and not getattr(model, "judges_the_end", False)
 
 
 class Passed(NamedTuple):

@@ -19,7 +19,7 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import torch
 from pydantic import Field, ValidationError, model_validator
@@ -111,6 +111,7 @@ class RecurrentModel(nn.Module):
     """What a language model, a classifier and a tagger (`plimsoll.models.recurrent_tagger`) have in common."""
 
     config: RecurrentConfig
+    ignores_padding: ClassVar[bool] = True  # on the right, see `plimsoll.techniques.by_length`
 
 
 class RecurrentLanguageModel(RecurrentModel):
@@ -222,8 +223,8 @@ class RecurrentLanguageModel(RecurrentModel):
         return self.carried
 
 
-class RecurrentClassifier(RecurrentModel):
-    """Gives a whole sequence one of L labels, from the state after its last token (both ends if bidirectional)."""
+class RecurrentLabeller(RecurrentModel):
+    """What gives labels, to sequences or to tokens: its layers."""
 
     def __init__(self, config: RecurrentConfig) -> None:
         super().__init__()
@@ -233,6 +234,15 @@ class RecurrentClassifier(RecurrentModel):
         self.recurrent = recurrent_layers(config)
         self.dropout = nn.Dropout(config.dropout)
         self.head = nn.Linear(config.hidden_size * (1 + config.bidirectional), config.num_labels)
+
+
+class RecurrentClassifier(RecurrentLabeller):
+    """Gives a whole sequence one of L labels, from the state after its last token (both ends if bidirectional)."""
+
+    judges_the_end: ClassVar[bool] = True
+
+    def __init__(self, config: RecurrentConfig) -> None:
+        super().__init__(config)
         # In reverse a sequence is read from its end, which no segment but the last has.
         self.in_segments = None if config.bidirectional else self._in_segments
 

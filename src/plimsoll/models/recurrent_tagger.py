@@ -12,31 +12,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from plimsoll.models.recurrent import (
-    RecurrentConfig,
-    RecurrentModel,
-    RecurrentOutput,
-    recurrent_config,
-    recurrent_layers,
-)
+from plimsoll.models.recurrent import RecurrentLabeller, RecurrentOutput, recurrent_config
 from plimsoll.workload import IGNORED_LABEL
 
 
-class RecurrentTagger(RecurrentModel):
+class RecurrentTagger(RecurrentLabeller):
     """Gives each token one of L labels; its loss is the mean over the tokens that have a label."""
-
-    def __init__(self, config: RecurrentConfig) -> None:
-        super().__init__()
-        assert config.num_labels is not None
-        self.config = config
-        self.embedding = nn.Embedding(config.vocab_size, config.embedding_size)
-        self.recurrent = recurrent_layers(config)
-        self.dropout = nn.Dropout(config.dropout)
-        self.head = nn.Linear(config.hidden_size * (1 + config.bidirectional), config.num_labels)
 
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, labels: Tensor | None = None

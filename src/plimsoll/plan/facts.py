@@ -1,7 +1,8 @@
 """What a plan is made for: a plan is good only where all of these facts are as they were.
 
-Covers the versions of what decides how memory is used, the target, the job but for its budget and its length, the
-shapes of the data, and the source of a model that is the user's function. Does NOT cover what that function imports.
+Covers the versions of what decides how memory is used, the target, the job but for its budget and its length, what
+tensors a batch of its data has, when it evaluates, and the source of a model that is the user's function. Does NOT
+cover what that function imports, and how long samples really are: a plan is made for the longest there can be.
 """
 
 from __future__ import annotations
@@ -34,13 +35,27 @@ def facts_of(job: Job, texts: TextSketch, target: str) -> dict[str, str]:
         name: value if isinstance(value, str) else json.dumps(value, sort_keys=True) for name, value in fields.items()
     }
     facts |= {"vocabulary": str(texts.vocab_size), "labels": str(texts.num_labels), "target": target}
-    facts["evaluates"] = str(bool(job.data.validation))
-    if job.data.order == "streams":
-        facts["streams"] = f"reset at {job.data.reset or 'no borders'}"
+    facts |= _facts_of_data(job)
     if isinstance(job.model, str) and ":" in job.model:
         facts["code of the model"] = _source_of(job.model, texts)
     if isinstance(job.model, str) and Path(job.model).is_dir():
         facts["configuration of the model"] = _hash_of((Path(job.model) / "config.json").read_bytes())
+    return facts
+
+
+def _facts_of_data(job: Job) -> dict[str, str]:
+    """What of the data, and of when they are judged, changes what a step allocates; what is usual has no entry."""
+    data, facts = job.data, {}
+    # After the last step an optimizer's states are gone, between two steps they are beside the evaluation.
+    facts["evaluates"] = "between steps" if data.validation and job.evaluate_every else str(bool(data.validation))
+    if data.order == "streams":
+        facts["streams"] = f"reset at {data.reset or 'no borders'}"
+    if data.pack:
+        facts["samples"] = "packed rows, with positions"
+    elif data.has_padding and not job.is_labelled:
+        facts["samples"] = "padded texts, with a mask"
+    elif data.stride and not job.is_labelled:
+        facts["samples"] = "windows that overlap, with labels of their own"
     return facts
 
 

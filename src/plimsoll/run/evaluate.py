@@ -128,7 +128,7 @@ class Evaluator:
             self._backend.release()
             following = ladder.failed(rung, size, num_elements)
             if following is None:
-                raise OutOfMemoryError(no_way_out(loss, size, shape, must_stay_whole=False))
+                raise OutOfMemoryError(no_way_out(loss, size, shape, whole=None))
             if ladder.is_last(following):
                 self._backend.release(last_resort=True)
             next_size = min(ladder.sizes[following].samples, shape.num_samples)

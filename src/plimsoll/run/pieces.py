@@ -12,6 +12,7 @@ import torch
 
 from plimsoll.records.run import OomEvent
 from plimsoll.techniques._lengths import Group, elements_of_full_length, groups_by_length, trimmed
+from plimsoll.techniques._whole import Reason
 from plimsoll.workload import (
     Units,
     Workload,
@@ -89,16 +90,13 @@ def autocast(workload: Workload) -> torch.autocast:
     return torch.autocast(workload.device.type, dtype=dtype, enabled=dtype is not None)
 
 
-def no_way_out(event: OomEvent, micro_batch: int, shape: Shape, must_stay_whole: bool) -> str:
+def no_way_out(event: OomEvent, micro_batch: int, shape: Shape, whole: Reason | None) -> str:
     """Say why a batch cannot be done, and what to type instead."""
     where = f"memory ran out in the {event.phase} phase of step {event.step}"
     if event.phase == "optimizer":
         why = "no micro-batch changes what the update needs: give a larger budget, or an optimizer with fewer states"
-    elif must_stay_whole:
-        why = (
-            f"the batch of {shape.num_samples} samples was not cut, because BatchNorm's statistics depend on the cut: "
-            "allow it with recut_batch_norm=True (job.yaml: allow: [recut_batch_norm]), or give a larger budget"
-        )
+    elif whole is not None:
+        why = f"the batch of {shape.num_samples} samples was not cut, because {whole}, or give a larger budget"
     else:
         why = (
             f"micro-batch {micro_batch} is the smallest there is: give a larger budget, shorter sequences or a smaller "

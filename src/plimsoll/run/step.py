@@ -11,7 +11,8 @@ does not depend on the cut: each micro-batch's mean loss is weighted by its shar
 
 Numerics: with one micro-batch the same bits as the plain loop; with more, the same mathematics in another rounding
 order. Another cut draws other dropout masks, as it does in plain PyTorch. BatchNorm's batch statistics depend on the
-cut, so a model in which they are in use is not cut unless ``recut_batch_norm`` allows it.
+cut, so a model in which they are in use is not cut unless ``recut_batch_norm`` allows it; nor is, at all, one with an
+embedding that scales gradients by what is in a pass (``scale_grad_by_freq``).
 
 Does NOT cover: losses that do not average over samples or tokens (contrastive losses over the batch), LBFGS and other
 optimizers that need a closure, gradients that exist before the step (they are dropped), and parameters that the model
@@ -48,6 +49,7 @@ from plimsoll.run.recover import Ladder, Size, micro_batch_sizes, state_after_de
 from plimsoll.run.rungs import Rungs
 from plimsoll.run.sparse import clippable
 from plimsoll.run.undo import Undo
+from plimsoll.techniques._whole import WholeBatch
 from plimsoll.workload import LossFunction, Precision, Units, Workload, model_loss, move_batch
 
 _SMALLEST_SCALE = 1.0  # fp16 steps are skipped while the scale falls; below this the loss itself is not finite
@@ -143,11 +145,8 @@ class TrainStep:
         model, optimizer, precision = self.workload.model, self.workload.optimizer, self.workload.precision
         self._learned: dict[str, Any] | None = None
         self._first_micro_batch = micro_batch
-        self._recut_batch_norm = recut_batch_norm
         self._grow_after = grow_after
-        self._batch_norms = [
-            module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)
-        ]
+        self._whole = WholeBatch(model, recut_batch_norm)
         self._parameters = list(model.parameters())  # walking the modules anew in every step would cost more
         self._undo = Undo(model, self.backend)
         self._commit = StepCommit(optimizer, self.backend, self.position)
@@ -164,7 +163,7 @@ class TrainStep:
         if self.ladder is not None or self._rungs.sizes:
             ladder = self._ladder_for(0)
             return ladder.sizes[ladder.in_force].samples
-        if self._learned is not None and not self._must_stay_whole():
+        if self._learned is not None and self._whole.reason() is None:
             return int(self._learned["size"])
         return self._first_micro_batch
 
@@ -190,7 +189,7 @@ class TrainStep:
         Raises:
             OutOfMemoryError: if memory ran out and no smaller micro-batch is left; the step is undone.
             NonFiniteLossError: if the loss is NaN or infinite; the step is undone.
-            InputError: if the batch cannot be cut, or must not be (BatchNorm).
+            InputError: if the batch cannot be cut, or must not be (BatchNorm, scale_grad_by_freq).
         """
         started = time.perf_counter()
         shape = self._shape_of(batch)
@@ -212,7 +211,7 @@ class TrainStep:
                     event, following = self._after_oom(outcome, rung, shape)
                     _note(event, events, on_oom)
                     if following is None:
-                        raise OutOfMemoryError(no_way_out(event, size, shape, self._must_stay_whole()))
+                        raise OutOfMemoryError(no_way_out(event, size, shape, self._whole.reason()))
                     rung = following
         finally:
             if not isinstance(outcome, _Outcome):
@@ -351,7 +350,7 @@ class TrainStep:
                 event, following = self._after_oom(event, rung, shape)
                 events.append(event)
                 if following is None:
-                    raise OutOfMemoryError(no_way_out(event, samples, shape, self._must_stay_whole()))
+                    raise OutOfMemoryError(no_way_out(event, samples, shape, self._whole.reason()))
         return events
 
     def _gradients(self, batch: Any, micro_batch: int, shape: Shape) -> tuple[float, float | None]:
@@ -450,7 +449,7 @@ class TrainStep:
             learned = self.ladder.state_dict() | {"size": top} if self.ladder else self._learned
             sizes: Sequence[int | Size] = self._rungs.sizes or micro_batch_sizes(top)
             whole = self._rungs.sizes[0].samples if self._rungs.sizes else top
-            self.ladder = Ladder(sizes, self._grow_after, least_samples=whole if self._must_stay_whole() else 1)
+            self.ladder = Ladder(sizes, self._grow_after, least_samples=whole if self._whole.reason() else 1)
             if learned is not None:
                 self.ladder.load_state_dict(learned)
         return self.ladder
@@ -480,15 +479,12 @@ class TrainStep:
             update={"next_micro_batch": next_size, "rung": rung, "next_rung": following, "action": action}
         ), following
 
-    def _must_stay_whole(self) -> bool:
-        return not self._recut_batch_norm and any(module.training for module in self._batch_norms)
-
     def _refuse_recut(self, micro_batch: int, shape: Shape) -> None:
-        if micro_batch < shape.num_samples and self._must_stay_whole():
+        reason = self._whole.reason() if micro_batch < shape.num_samples else None
+        if reason is not None:
             raise InputError(
-                f"a micro-batch of {micro_batch} would cut the batch of {shape.num_samples} samples, but the model has "
-                "BatchNorm in training mode, whose statistics would then be of each piece and not of the batch: give "
-                "micro_batch=None, or allow it with recut_batch_norm=True (job.yaml: allow: [recut_batch_norm])"
+                f"a micro-batch of {micro_batch} would cut the batch of {shape.num_samples} samples, but {reason.why}: "
+                f"give micro_batch=None, or {reason.remedy}"
             )
 
 

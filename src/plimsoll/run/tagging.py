@@ -1,34 +1,31 @@
-"""How well words are tagged, counted while the loss is evaluated: accuracy, and the F1 of whole entities.
+"""How well words are tagged, counted while the loss is evaluated (`plimsoll.run.answers`): accuracy, entity F1.
 
 Each word is judged once. Where a long text is cut into windows that overlap, that is in the window in which it is
 farther from an edge, as the labels say (`plimsoll.data.texts`). Entities may reach over windows, so a text is judged
-when all of its windows are there; where they arrive in order, no more texts are held than a batch has. A batch that
-runs out of memory is evaluated once more in smaller pieces: of a batch only the last answer to each sample counts. Does
-NOT cover models that return no ``logits``: of these both are unknown.
+when all of its windows are there; where they arrive in order, no more texts are held than a batch has. Does NOT cover
+models that return no ``logits``: of these both are unknown.
 
 Shapes: B samples of a batch, T tokens, L tags.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from plimsoll.data.tags import OUTSIDE, are_of_entities
 from plimsoll.data.windows import IGNORED_LABEL
-from plimsoll.run.accuracy import Windows
+from plimsoll.run.answers import Answers, Windows
 from plimsoll.run.boundary import Position
-from plimsoll.workload import batch_size_of
 
 Entity = tuple[str, int, int]
 """Its kind, its first word, and the word behind its last."""
 
-_OUTSIDE = "O"
 _BEGINS, _ENDS = {"B", "S"}, {"E", "S"}
-_PREFIXES = ("B-", "I-", "E-", "S-")
 
 
 class _Window(NamedTuple):
@@ -39,7 +36,7 @@ class _Window(NamedTuple):
     predicted: NDArray[np.int64]
 
 
-class TagScores:
+class TagScores(Answers):
     """Counts right tags and right entities while the block runs.
 
     Args:
@@ -50,27 +47,12 @@ class TagScores:
     """
 
     def __init__(self, model: nn.Module, position: Position, names: Sequence[str], windows: Windows | None) -> None:
-        self._model, self._position, self._names, self._windows = model, position, names, windows
+        super().__init__(model, position)
+        self._names, self._windows = names, windows
         self._has_entities = are_of_entities(names)
-        self._answers: dict[int, Tensor] = {}  # predicted tags (T,) by the number of the sample in its batch
         self._open: dict[int, list[_Window]] = {}  # of texts that are not complete
         self._num_words = self._num_right = 0
         self._num_entities = self._num_found = self._num_right_entities = 0
-
-    def __enter__(self) -> TagScores:
-        self._hook = self._model.register_forward_hook(self._note)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._hook.remove()
-
-    def counted(self, batches: Iterable[tuple[Any, NDArray[np.int64]]]) -> Iterator[Any]:
-        """Yield the batches, given with the numbers of their samples; each is counted before the next is asked for."""
-        for batch, ids in batches:
-            self._answers.clear()
-            yield batch
-            if self._answers:
-                self._count(batch["labels"], ids[: batch_size_of(batch)])
 
     def accuracy(self) -> float | None:
         """The share of words with the right tag; ``None`` if there are none, or the model returned no logits."""
@@ -81,17 +63,15 @@ class TagScores:
         num_both = self._num_entities + self._num_found
         return 2 * self._num_right_entities / num_both if num_both else None
 
-    def _note(self, _model: nn.Module, _positional: Any, output: Any) -> None:
-        logits_BTL = getattr(output, "logits", None)
-        if logits_BTL is not None:
-            self._answers.update(zip(self._position.samples, logits_BTL.detach().argmax(dim=-1).cpu(), strict=True))
+    def _answers_of(self, logits_BTL: Tensor) -> Tensor:
+        return logits_BTL.argmax(dim=-1)  # the predicted tags
 
-    def _count(self, labels_BT: Tensor, ids: NDArray[np.int64]) -> None:
-        numbers = sorted(self._answers)
+    def _count(self, answers: Mapping[int, Tensor], labels_BT: Tensor, ids: NDArray[np.int64]) -> None:
+        numbers = [*answers]
         texts = ids[numbers] if self._windows is None else self._windows.parents(ids[numbers])
         nums = np.ones(len(texts), np.int64) if self._windows is None else self._windows.num_of_parents(texts)
         for number, text, num in zip(numbers, texts.tolist(), nums.tolist(), strict=True):
-            predicted_T = self._answers[number]  # shorter than the labels where padding was cut off
+            predicted_T = answers[number]  # shorter than the labels where padding was cut off
             labels_T = labels_BT[number][: len(predicted_T)]
             is_word_T = labels_T != IGNORED_LABEL
             window = _Window(int(ids[number]), labels_T[is_word_T].numpy(), predicted_T[is_word_T].numpy())
@@ -113,12 +93,6 @@ class TagScores:
             self._num_right_entities += len(entities & found)
 
 
-def are_of_entities(names: Sequence[str]) -> bool:
-    """Return whether all tags are O or those of the begin, the inside, the end or the whole of an entity."""
-    are_known = all(name == _OUTSIDE or name.startswith(_PREFIXES) for name in names)
-    return are_known and any(name != _OUTSIDE for name in names)
-
-
 def entities_of(tags: Sequence[str]) -> set[Entity]:
     """Return the entities that some tags mean, as the script conlleval of the CoNLL shared tasks reads them.
 
@@ -127,13 +101,13 @@ def entities_of(tags: Sequence[str]) -> set[Entity]:
     """
     entities: set[Entity] = set()
     kind, begin = "", 0
-    for place, tag in enumerate([*tags, _OUTSIDE]):
+    for place, tag in enumerate([*tags, OUTSIDE]):
         prefix, _, own_kind = tag.partition("-")
-        goes_on = prefix != _OUTSIDE and prefix not in _BEGINS and own_kind == kind
+        goes_on = prefix != OUTSIDE and prefix not in _BEGINS and own_kind == kind
         if kind and not goes_on:
             entities.add((kind, begin, place))
             kind = ""
-        if prefix != _OUTSIDE and not kind:
+        if prefix != OUTSIDE and not kind:
             kind, begin = own_kind, place
         if prefix in _ENDS:
             entities.add((kind, begin, place + 1))

@@ -80,6 +80,8 @@ def _require_same(digest: str, directory: RunDirectory, again: bool) -> None:
 
 def data_sentence(prepared: Prepared) -> str:
     """Say in a line what a job is trained on, and what of its texts is not."""
+    from plimsoll.data.tags import entity_note
+
     train = prepared.train
     parts = [f"{train.num_documents:,} texts", f"{train.num_samples:,} samples"]
     if train.num_tokens:
@@ -96,6 +98,9 @@ def data_sentence(prepared: Prepared) -> str:
     if prepared.gradient_reach is not None:
         reach = prepared.gradient_reach
         parts.append(f"gradients reach back at most {reach.most_tokens:,} tokens, {reach.mean_tokens:,.1f} on average")
+    note = entity_note(prepared.label_names) if train.labels_folder is None else None
+    if note is not None:
+        parts.append(note)
     if train.num_skipped:
         parts.append(f"{train.num_skipped:,} files or rows left out, the first: {train.skipped[0]}")
     return f"data: {'; '.join(parts)}"

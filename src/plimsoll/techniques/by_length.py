@@ -4,6 +4,12 @@ Within the batch of one optimizer step; which samples a batch has, and in what o
 cutting is in `plimsoll.techniques._lengths`: a micro-batch is a budget of elements, that of so many samples of the
 batch's full length.
 
+It is for models of transformers, and for those that say that padding on the right changes nothing for them, as the
+recurrent ones of `plimsoll.models` do:
+
+    class Model(nn.Module):
+        ignores_padding = True
+
 Numerics: other samples are added up together, in another order; with dropout other masks are drawn, as with any other
 cut. Does NOT cover models whose result depends on the padding (`_SENSITIVE` lists those of transformers), padding on
 the left, and losses that count padding.
@@ -17,11 +23,10 @@ from typing import ClassVar
 
 from torch import nn
 
-from plimsoll.models.recurrent import RecurrentClassifier, RecurrentLanguageModel
-from plimsoll.models.recurrent_tagger import RecurrentTagger
 from plimsoll.records.plan import Choice, Numerics
 from plimsoll.records.trace import Category
 from plimsoll.techniques._base import Choices, Setting
+from plimsoll.techniques._whole import counts_rows
 from plimsoll.workload import Workload, model_loss
 
 _SENSITIVE = {
@@ -64,7 +69,7 @@ class ByLength:
         if not _is_known(workload.model):
             return (
                 f"nothing is known of how {type(workload.model).__name__} treats padding: if padding on the right "
-                "changes nothing, say so with `allow: [by_length]`"
+                "changes nothing, say so with `allow: [by_length]`, or with `ignores_padding = True` in its class"
             )
         if callable(workload.units) or workload.loss is not model_loss:
             return (
@@ -94,12 +99,14 @@ def _model_type(model: nn.Module) -> str | None:
 
 
 def _is_known(model: nn.Module) -> bool:
-    known = RecurrentClassifier | RecurrentLanguageModel | RecurrentTagger
-    return isinstance(model, known) or _model_type(model) is not None
+    return getattr(model, "ignores_padding", False) is True or _model_type(model) is not None
 
 
 def _sensitive(model: nn.Module) -> str | None:
     if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()):
         return "the model has BatchNorm, whose statistics are of the padding too"
+    counted = counts_rows(model)
+    if counted is not None:
+        return str(counted)
     why = _SENSITIVE.get(_model_type(model) or "")
     return None if why is None else f"padding changes the result of {_model_type(model)}: it {why}"

@@ -3,8 +3,8 @@
 The training step (`plimsoll.run.step`) cuts and weighs them; here is only which sizes there are: all that give another
 number of pieces, since 40 samples in pieces of 16 take as long as in pieces of 14, and more memory.
 
-Numerics: sums are rounded in another order. Does NOT cover losses that look at the whole batch, and BatchNorm (which is
-not cut unless the user allows it).
+Numerics: sums are rounded in another order. Does NOT cover losses that look at the whole batch, BatchNorm (which is not
+cut unless the user allows it), and embeddings with ``scale_grad_by_freq`` (never cut); see `_whole`.
 """
 
 from __future__ import annotations
@@ -12,11 +12,10 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from typing import ClassVar
 
-from torch import nn
-
 from plimsoll.records.plan import Choice, Numerics, micro_batch_choice
 from plimsoll.records.trace import Category
 from plimsoll.techniques._base import Choices, Setting
+from plimsoll.techniques._whole import Reason, WholeBatch
 from plimsoll.workload import Workload
 
 
@@ -34,30 +33,26 @@ class MicroBatch:
         """Every size that needs another number of pieces, largest first."""
         if setting.batch_size == 1:
             return "a batch of one sample cannot be cut"
-        if self._must_stay_whole(workload, setting):
-            return (
-                "the model has BatchNorm, whose statistics would be of each piece: allow it with "
-                "`allow: [recut_batch_norm]`"
-            )
+        reason = self._whole(workload, setting)
+        if reason is not None:
+            return str(reason)
         return tuple(micro_batch_choice(size) for size in sizes_of(setting.batch_size))
 
     def conflicts(self, choice: Choice, others: Choices, workload: Workload, setting: Setting) -> str | None:
-        """A size is from 1 to the batch; BatchNorm keeps the batch whole."""
+        """A size is from 1 to the batch; some models keep it whole."""
         size = int(choice.options["samples"])
         if not 1 <= size <= setting.batch_size:
             return f"a micro-batch of {size} is not a part of a batch of {setting.batch_size}: give 1 to that many"
-        if size < setting.batch_size and self._must_stay_whole(workload, setting):
-            return "the model has BatchNorm, whose statistics would be of each piece and not of the batch"
-        return None
+        reason = self._whole(workload, setting)
+        return reason.why if reason is not None and size < setting.batch_size else None
 
     def install(self, workload: Workload, choice: Choice) -> AbstractContextManager[None]:
         """Do nothing: the step reads the size from the choice, because an outlier may need a smaller one."""
         return nullcontext()
 
     @staticmethod
-    def _must_stay_whole(workload: Workload, setting: Setting) -> bool:
-        has_batch_norm = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in workload.model.modules())
-        return has_batch_norm and "recut_batch_norm" not in setting.allow
+    def _whole(workload: Workload, setting: Setting) -> Reason | None:
+        return WholeBatch(workload.model, "recut_batch_norm" in setting.allow).reason(also_idle=True)
 
 
 def sizes_of(batch_size: int) -> tuple[int, ...]:

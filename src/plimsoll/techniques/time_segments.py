@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from plimsoll.errors import InputError
 from plimsoll.models.cells import StateForm, UnrolledCell, as_state
-from plimsoll.models.in_segments import Passed, Run, State
+from plimsoll.models.in_segments import Passed, Run, State, runs_in_segments
 from plimsoll.records.plan import Choice, Numerics, Value
 from plimsoll.records.trace import Category
 from plimsoll.techniques._base import Choices, Setting
@@ -39,6 +39,7 @@ from plimsoll.techniques._forwards import replaced_forward
 from plimsoll.techniques._over_time import Walk, has_hook, over_time
 from plimsoll.techniques._purity import Attributes
 from plimsoll.techniques._recurrent_layers import Cut, SegmentedLayer, is_plain_layer
+from plimsoll.techniques._whole import counts_rows
 from plimsoll.techniques.checkpointing import chosen_blocks
 from plimsoll.workload import Workload
 
@@ -124,11 +125,6 @@ def segment_lengths(num_steps: int) -> Iterator[int]:
         steps //= _STEPS_PER_SEGMENT
 
 
-def runs_in_segments(model: nn.Module) -> bool:
-    """Whether a model says how it runs in segments; one that cannot has ``None`` in that place."""
-    return callable(getattr(model, "in_segments", None))
-
-
 def parts_in_time(model: nn.Module) -> list[nn.Module]:
     """What of a model is cut: the outermost parts that run in segments, and recurrent layers outside of these."""
     if runs_in_segments(model) or isinstance(model, UnrolledCell) or is_plain_layer(model):
@@ -147,6 +143,9 @@ def _why_not(model: nn.Module) -> str | None:
         return f"{type(model).__name__} has no recurrent layers (nn.LSTM, nn.GRU, nn.RNN or plimsoll.UnrolledCell)"
     if any(has_hook(parameter) for part in parts for parameter in part.parameters()):
         return "a parameter has a hook (register_hook), which would see each segment's part of its gradient"
+    counted = next(filter(None, map(counts_rows, parts)), None)
+    if counted is not None:
+        return str(counted)
     replaced = [type(part).__name__ for part in parts if "forward" in vars(part)]
     return f"the forward of {replaced[0]} was replaced" if replaced else None
 

@@ -9,8 +9,10 @@ another, biased gradient, so the planner takes it only where the job allows it b
 made as soon as its loss is there, and nothing is computed twice: that, and no more, is what it has before
 `time_segments`, which is exact and needs as little memory.
 
-For models that run in segments and give nothing but their loss (`plimsoll.models.in_segments`). Does NOT cover fp16:
-gradients are made before the scale of the loss arrives; and classifiers, whose loss is at the end of the sequence.
+For models that run in segments and give nothing but their loss, as a sum over the segments; one whose loss is of the
+end of the sequence says so with ``judges_the_end`` (`plimsoll.models.in_segments`), and one that does not say it is
+refused when it first gives something else than a sum. Does NOT cover fp16: gradients are made before the scale of the
+loss arrives.
 """
 
 from __future__ import annotations
@@ -24,13 +26,14 @@ import torch
 from torch import nn
 
 from plimsoll.errors import InputError
-from plimsoll.models.recurrent import RecurrentClassifier
+from plimsoll.models.in_segments import sums_its_loss
 from plimsoll.records.plan import Choice, Numerics
 from plimsoll.records.trace import Category
 from plimsoll.techniques._base import Choices, Setting
 from plimsoll.techniques._forwards import replaced_forward
 from plimsoll.techniques._recurrent_layers import Cut
-from plimsoll.techniques.time_segments import Unrolled, runs_in_segments, segment_lengths
+from plimsoll.techniques._whole import counts_rows
+from plimsoll.techniques.time_segments import Unrolled, segment_lengths
 from plimsoll.workload import Workload
 
 
@@ -97,9 +100,10 @@ class _Truncated:
 
 def _why_not(workload: Workload) -> str | None:
     model = workload.model
-    if not runs_in_segments(model) or isinstance(model, RecurrentClassifier):
+    if not sums_its_loss(model):
         return (
             f"{type(model).__name__} does not say how the loss of a stretch of time is computed: that takes "
             "`in_segments`, which the recurrent language models have"
         )
-    return None
+    counted = counts_rows(model)
+    return None if counted is None else str(counted)

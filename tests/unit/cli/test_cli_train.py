@@ -1,6 +1,7 @@
 """`plimsoll train`: what it refuses before anything starts, and one small run from beginning to end."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -94,13 +95,24 @@ def test_a_run_that_is_there_is_not_overwritten(job, tmp_path):
         (["--no-plan"], "goes on with the plan of the run: leave out --no-plan, or drop --resume"),
         (["--plan", "p.json"], "leave out --plan p.json, or drop --resume"),
         (["--pin", "offload", "--forbid", "lora"], "leave out --pin offload, --forbid lora, or drop --resume"),
-        ([], "is not a run directory"),
+        ([], "is not a run directory, so --resume has nothing to go on with: write `plimsoll train --resume --out DIR"),
     ],
 )
 def test_going_on_takes_only_what_makes_sense(tmp_path, arguments, message):
     error = refused("--resume", "--out", tmp_path / "a", *arguments)
     assert isinstance(error, InputError)
     assert message in str(error)
+
+
+def test_going_on_without_a_run_names_the_newest_beside_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for seconds, name in enumerate(("b", "a"), start=1):
+        metrics = tmp_path / "runs" / name / "metrics.jsonl"
+        metrics.parent.mkdir(parents=True)
+        metrics.touch()
+        os.utime(metrics, (seconds, seconds))
+    told = "runs/latest is not a run directory, so --resume has nothing to go on with: write `plimsoll train --resume "
+    assert str(refused("--resume")) == told + "--out runs/a` for the newest of 2 in runs"
 
 
 def train_json(*arguments):

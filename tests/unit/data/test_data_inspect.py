@@ -119,6 +119,16 @@ def test_where_only_some_texts_are_seen_their_windows_at_borders_stand_for_all(
     assert (found.num_seen_texts, own.name, own.num_samples) == (50, "windows at sentences, shuffle", 400)
 
 
+def test_a_tag_table_that_has_no_entity_f1_for_some_of_its_tags_says_which(tmp_path: Path):
+    (tmp_path / "a.conll").write_text("Ada B-PER\nBob PER\nslept O\n\n" * 9)
+    fields = {"model": "gpt2", "task": "token-classification", "tokenizer": {"train": "words"}, "batch_size": 2}
+    found = inspect_corpus(Job.from_fields(fields | {"data": str(tmp_path / "a.conll")}), tmp_path / "cache")
+    assert found.notes == (
+        "Entity F1 is left out, because some tags have a prefix (B-, I-, E-, S-) and some have none: name 'PER' as "
+        "those, such as B-PER and I-PER, or O, to have it.",
+    )
+
+
 @pytest.mark.parametrize("is_tokenized", [False, True])
 def test_tags_are_counted_and_words_measured_as_they_are_tokenized(tmp_path: Path, is_tokenized: bool):
     (tmp_path / "a.conll").write_text(conll(sentences_of_names(40)))

@@ -86,7 +86,7 @@ def test_a_data_set_of_hugging_face_brings_its_names(tmp_path: Path):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.txt", "Some text\nof two words in a line\n", r"line 1: line 2: 'of two words in a line' has 6 columns"),
+        ("a.txt", "Some text\nof two words in a line\n", "tags: line 2: 'of two words in a line' has 6 columns"),
         ("a.txt", "alone\n", "line 1: 'alone' has 1 column, not at least 2: a word and its tag"),
         ("a.tsv", "Ada\tB-PER\nslept\t\n", "line 1: word 2 has no tag"),
         ("a.csv", "Ada,B-PER\n", "is csv, whose cells hold no lists of words: write it as JSON lines"),

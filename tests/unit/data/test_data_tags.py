@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from plimsoll.data.loader import iterate_once
 from plimsoll.data.spans import cut_texts
-from plimsoll.data.tags import NO_LABEL, WordEncoder, tags_of
+from plimsoll.data.tags import NO_LABEL, WordEncoder, are_of_entities, entity_note, tags_of
 from plimsoll.data.texts import DocumentDataset, TokenLabels
 from plimsoll.data.tokens import tokenize
 from plimsoll.data.windows import IGNORED_LABEL
@@ -22,6 +22,26 @@ from token_stores import store_of_lengths
 
 def test_that_nothing_is_predicted_is_said_alike():
     assert NO_LABEL == IGNORED_LABEL
+
+
+@pytest.mark.parametrize(
+    ("names", "are", "named"),
+    [
+        (["B-X", "I-X", "O"], True, None),
+        (["I-X", "O"], True, None),  # conlleval reads an I that nothing began as a begin
+        (["O"], False, None),
+        (["NOUN", "VERB"], False, None),  # of no entities, and none would look for their F1
+        (
+            ["B-PER", "O", "PER", "LOC"],
+            False,
+            "and some have none: name 'PER', 'LOC' as those, such as B-PER and I-PER, or O",
+        ),
+    ],
+)
+def test_tags_of_which_some_only_are_of_entities_are_told(names: list[str], are: bool, named: str | None):
+    assert are_of_entities(names) == are
+    note = entity_note(names)
+    assert note is None if named is None else named in (note or "")
 
 
 @pytest.mark.parametrize("tokenizer", [{}, {"train": "bpe", "vocab_size": 270}], ids=["words", "bpe"])

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from plimsoll.models.in_segments import Passed, as_hidden, as_state
+from plimsoll.models.in_segments import Passed, as_hidden, as_state, runs_in_segments, sums_its_loss
 from plimsoll.models.recurrent import build_recurrent
 
 FIELDS = {"architecture": "gru", "vocab_size": 9, "embedding_size": 4, "hidden_size": 4}
@@ -28,6 +28,14 @@ def test_the_loss_is_that_of_forward(num_labels):
     labels = torch.tensor([0, 2, 1, 1]) if num_labels else torch.where(mask, ids, -100)
     batch = {"input_ids": ids, "attention_mask": mask.long(), "labels": labels}
     torch.testing.assert_close(model.in_segments(by_hand, **batch).loss, model(**batch).loss)
+
+
+def test_what_says_it_sums_its_loss():
+    assert sums_its_loss(build_recurrent(FIELDS))
+    classifier = build_recurrent(FIELDS | {"num_labels": 2})
+    assert runs_in_segments(classifier)
+    assert not sums_its_loss(classifier)
+    assert not sums_its_loss(torch.nn.GRU(2, 2))
 
 
 def test_in_reverse_it_cannot():

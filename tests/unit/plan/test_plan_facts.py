@@ -1,5 +1,7 @@
 """What a plan is made for, and what is said where something differs."""
 
+import contextlib
+import itertools
 import sys
 from importlib.metadata import version
 
@@ -7,8 +9,10 @@ import pytest
 import torch
 
 from plimsoll.data.sketch import TextSketch
+from plimsoll.errors import JobError
 from plimsoll.plan.facts import differences, facts_of
 from plimsoll.records.job import Job
+from plimsoll.run.rehearse import _batch
 
 TEXTS = TextSketch(300, None, 0)
 FIELDS = {"model": {"architecture": "gpt2", "n_layer": 2}, "data": "nowhere.txt", "batch_size": 8}
@@ -36,6 +40,51 @@ def test_a_state_that_is_carried_on_is_a_fact():
     assert list(differences(facts(), facts(data=streams))) == ["streams was not known, is reset at no borders"]
     assert list(differences(facts(data=streams), facts(data=streams | {"reset": "texts"}))) == [
         "streams was reset at no borders, is reset at texts"
+    ]
+
+
+KINDS_OF_DATA = [
+    {},
+    {"order": "blocks"},
+    {"order": "streams"},
+    {"order": "streams", "reset": "texts"},
+    {"pack": True},
+    {"pack": True, "long_texts": "truncate"},
+    {"stride": 64},
+    {"borders": "sentence"},
+    {"borders": "sentence", "order": "by_length"},
+    {"on_the_fly": True, "long_texts": "truncate"},
+    {"validation": 0.1},
+    {"workers": 2, "on_error": "skip"},
+]
+
+
+def tensors_of(job):
+    """The fields of a batch and their shapes, and which of them are one tensor."""
+    batch = _batch(job, TEXTS._replace(num_labels=2 if job.is_labelled else None), 2, 8)
+    same = {name: min(other for other, value in batch.items() if value is batch[name]) for name in batch}
+    return {name: (value.shape, value.dtype, same[name]) for name, value in batch.items()}, bool(job.data.validation)
+
+
+@pytest.mark.parametrize("task", ["language-modeling", "classification"])
+def test_data_have_the_same_facts_exactly_where_a_rehearsal_has_the_same_tensors(task):
+    """A plan of one would else be taken for the other, or made anew for nothing."""
+    jobs = []
+    for kind in KINDS_OF_DATA:
+        with contextlib.suppress(JobError):  # not every kind is for every task
+            jobs.append(Job.from_fields(FIELDS | {"task": task, "data": {"train": "nowhere.txt"} | kind}))
+    assert len(jobs) > 4
+    for one, other in itertools.combinations(jobs, 2):
+        is_same = facts_of(one, TEXTS, "cpu") == facts_of(other, TEXTS, "cpu")
+        assert is_same == (tensors_of(one) == tensors_of(other)), (one.data, other.data)
+
+
+def test_an_evaluation_between_steps_is_a_fact():
+    data = {"train": "nowhere.txt", "validation": 0.1}
+    assert not list(differences(facts(), facts(evaluate_every=5)))  # there is nothing to evaluate
+    assert not list(differences(facts(data=data, evaluate_every=7), facts(data=data, evaluate_every=5)))
+    assert list(differences(facts(data=data), facts(data=data, evaluate_every=5))) == [
+        "evaluates was True, is between steps"
     ]
 
 

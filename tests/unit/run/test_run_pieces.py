@@ -5,6 +5,7 @@ import torch
 
 from plimsoll.records.run import OomEvent
 from plimsoll.run.pieces import Shape, no_way_out, weighted_pieces
+from plimsoll.techniques._whole import Reason
 from plimsoll.workload import Workload, model_loss
 
 LABELS = torch.tensor([[1, 1], [-100, -100], [1, -100]])  # 2, 0 and 1 tokens
@@ -21,19 +22,19 @@ def test_a_piece_weighs_what_it_has_of_the_units(micro_batch, shares):
 
 
 @pytest.mark.parametrize(
-    ("phase", "must_stay_whole", "remedy"),
+    ("phase", "whole", "remedy"),
     [
-        ("forward", False, "micro-batch 1 is the smallest there is: give a larger budget, shorter sequences"),
+        ("forward", None, "micro-batch 1 is the smallest there is: give a larger budget, shorter sequences"),
         (
             "backward",
-            True,
-            "the batch of 3 samples was not cut, because BatchNorm's statistics depend on the cut",
+            Reason("its cells touch", "part them"),
+            "the batch of 3 samples was not cut, because its cells touch: part them, or give a larger budget",
         ),
-        ("optimizer", False, "no micro-batch changes what the update needs: give a larger budget"),
+        ("optimizer", None, "no micro-batch changes what the update needs: give a larger budget"),
     ],
 )
-def test_where_nothing_helps_the_remedy_fits_the_phase(phase, must_stay_whole, remedy):
+def test_where_nothing_helps_the_remedy_fits_the_phase(phase, whole, remedy):
     event = OomEvent(family="cpu", step=7, phase=phase, live_bytes=1024)
-    text = no_way_out(event, 1, SHAPE, must_stay_whole)
+    text = no_way_out(event, 1, SHAPE, whole)
     assert text.startswith(f"memory ran out in the {phase} phase of step 7 (1.0 KiB in use); the step was undone.")
     assert remedy in text

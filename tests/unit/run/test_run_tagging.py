@@ -9,7 +9,7 @@ from torch import nn
 
 from plimsoll.run.failpoints import armed
 from plimsoll.run.step import TrainStep
-from plimsoll.run.tagging import TagScores, are_of_entities, entities_of
+from plimsoll.run.tagging import TagScores, entities_of
 
 NAMES = ("B-X", "I-X", "O")
 B, I, O, _ = 0, 1, 2, -100  # noqa: E741 -- they are tags
@@ -32,12 +32,6 @@ B, I, O, _ = 0, 1, 2, -100  # noqa: E741 -- they are tags
 )
 def test_entities_are_those_of_conlleval(tags, entities):
     assert entities_of(tags.split()) == entities
-
-
-def test_tags_of_other_kinds_have_no_entities():
-    assert are_of_entities(NAMES)
-    assert not are_of_entities(["NOUN", "VERB"])
-    assert not are_of_entities(["O"])
 
 
 class Parrot(nn.Module):

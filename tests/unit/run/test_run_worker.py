@@ -10,6 +10,7 @@ import torch
 from small_runs import make_run, small_job, train_here
 from torch import nn
 
+from plimsoll.data.prepare import prepare
 from plimsoll.data.sketch import sketch_texts
 from plimsoll.errors import BudgetError, CheckpointError
 from plimsoll.memory.lowering.cpu import CpuLowering
@@ -22,7 +23,7 @@ from plimsoll.run import checkpoint
 from plimsoll.run.directory import RunDirectory
 from plimsoll.run.failpoints import armed
 from plimsoll.run.step import TrainStep
-from plimsoll.run.worker import plan_run, prepare_run
+from plimsoll.run.worker import data_sentence, plan_run, prepare_run
 from processes import run_program
 
 LISTENS = """
@@ -36,6 +37,15 @@ time.sleep(60)
 
 def test_a_worker_whose_supervisor_is_gone_already_ends_at_once():
     assert run_program(LISTENS, PLIMSOLL_SUPERVISOR="1").returncode == -signal.SIGTERM
+
+
+def test_tags_of_which_only_some_are_of_entities_are_told_before_the_training(tmp_path):
+    (tmp_path / "a.conll").write_text("Ada B-PER\nBob PER\nslept O\n\n" * 9)
+    fields = {"model": "lstm", "task": "token-classification", "tokenizer": {"train": "words"}, "batch_size": 2}
+    job = Job.from_fields(fields | {"data": str(tmp_path / "a.conll")})
+    said = data_sentence(prepare(job, tmp_path / "cache"))
+    assert "; 3 tags; entity F1 is left out, because some tags have a prefix" in said
+    assert "name 'PER' as those" in said
 
 
 def test_a_budget_beyond_the_machine_is_refused_before_the_data_are_prepared(text, tmp_path):

@@ -8,6 +8,7 @@ import workloads
 from plimsoll.memory.live import live_bytes
 from plimsoll.memory.lowering.cpu import CpuLowering
 from plimsoll.models.recurrent import build_recurrent
+from plimsoll.models.recurrent_tagger import build_tagger
 from plimsoll.records.plan import Choice, micro_batch_choice
 from plimsoll.run.pieces import shape_of, weighted_pieces
 from plimsoll.run.step import TrainStep
@@ -192,6 +193,16 @@ def test_the_menu_says_why_not(workload, setting, reason):
 @pytest.mark.parametrize("name", CASES)
 def test_the_menu_has_it_for_models_that_ignore_padding(name):
     assert ByLength().menu(made(name)[0], VARYING) == (BY_LENGTH,)
+
+
+class Ignoring(nn.Module):
+    ignores_padding = True
+
+
+def test_a_model_can_say_itself_that_it_ignores_padding():
+    assert ByLength().menu(workload_of(Ignoring()), VARYING) == (BY_LENGTH,)
+    tagger = build_tagger({"architecture": "lstm", "vocab_size": 9, "num_labels": 2, "bidirectional": True})
+    assert ByLength().menu(workload_of(tagger), VARYING) == (BY_LENGTH,)
 
 
 def test_the_user_can_say_that_a_model_ignores_padding():

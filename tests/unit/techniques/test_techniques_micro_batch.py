@@ -48,7 +48,7 @@ def test_one_sample_and_batch_norm_are_not_cut_unless_it_is_allowed():
         (PLAIN, 5, "a micro-batch of 5 is not a part of a batch of 4: give 1 to that many"),
         (PLAIN, 0, "a micro-batch of 0 is not a part of a batch of 4: give 1 to that many"),
         (WITH_BATCH_NORM, 4, None),
-        (WITH_BATCH_NORM, 2, "the model has BatchNorm, whose statistics would be of each piece and not of the batch"),
+        (WITH_BATCH_NORM, 2, "BatchNorm's statistics depend on the cut"),
     ],
 )
 def test_what_a_size_conflicts_with(model, size, reason):

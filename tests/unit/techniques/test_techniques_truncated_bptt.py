@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn import functional
 
 from plimsoll.errors import InputError
+from plimsoll.models.in_segments import Passed, as_hidden, as_state
 from plimsoll.models.recurrent import build_recurrent
 from plimsoll.records.plan import Choice
 from plimsoll.techniques import Setting, conflict_among, installed
@@ -91,6 +92,41 @@ def test_a_model_without_a_loss_for_each_stretch_is_refused(model):
     )
     with pytest.raises(InputError, match="cannot truncate"), installed(workload_of(model()), [choice_of(5)]):
         pass
+
+
+class Ending(nn.Module):
+    """A user's own model of one answer to a sequence."""
+
+    def __init__(self):
+        super().__init__()
+        self.recurrent = nn.GRU(3, 3, batch_first=True)
+
+    def forward(self, x):
+        return self.recurrent(x)[1].pow(2).mean()
+
+    def in_segments(self, unroll, x):
+        def run(state, x_BS):
+            return Passed(state=as_state(self.recurrent(x_BS, as_hidden(state))[1]))
+
+        return unroll(run, (x,)).state[0].pow(2).mean()
+
+
+class Saying(Ending):
+    judges_the_end = True
+
+
+def test_a_model_of_ones_own_whose_loss_is_of_the_end_says_so():
+    assert "does not say how the loss of a stretch of time" in TruncatedBptt().menu(workload_of(Saying()), ALLOWED)
+    assert "does not say how" in conflict_among((choice_of(5),), workload_of(Saying()), ALLOWED)
+
+
+def test_one_that_does_not_say_so_is_refused_in_its_first_step():
+    model = Ending()
+    with (
+        installed(workload_of(model), [choice_of(5)]),
+        pytest.raises(InputError, match=r"needs a model whose segments"),
+    ):
+        model(torch.ones(2, 20, 3))
 
 
 def test_the_menu_is_that_of_segments():

@@ -3,10 +3,10 @@
 Found where at least three graphs that were marked in steps of the process are alive, every one since the first of them,
 and it is not a window: either no marked graph has gone, or they reach back over half of the steps and grow in number.
 What it takes is counted from what was seen of the tensors and, in the first looks, of the graph; an operation itself
-takes about 1 KiB of the host's memory (0.7 to 1.5 KiB measured after backward, torch 2.13 on CPU). Private memory can
-grow by far more: what stays lies between what is freed, whose pages the heap then cannot give back or use for anything
-large (of a GPT-2 of 12 small layers 1.2 MiB per step stay, and memory grows by 20). So where memory grows by more than
-was counted, that is the most the finding can save.
+takes about 1 KiB of the host's memory (0.6 to 1.0 KiB after backward, torch 2.13 on CPU,
+`benchmarks/explain_growth.py`). Private memory can grow by far more: what stays lies between what is freed, whose pages
+the heap then cannot give back or use for anything large (of a GPT-2 of 12 small layers 0.7 MiB per step stay, and
+memory grows by 24). So where memory grows by more than was counted, that is the most the finding can save.
 
 Does NOT find a graph that is kept and does not grow (the last step's), nor memory that grows for any other reason.
 """
