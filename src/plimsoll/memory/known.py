@@ -17,11 +17,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
 from plimsoll.errors import InputError
+from plimsoll.memory.layouts import Layouts
 from plimsoll.records.trace import Assumption
 
 MOST_ELEMENTS = 1 << 22
@@ -76,6 +77,9 @@ _WRITE_FIRST = {
     aten.normal_.default,
     aten.uniform_.default,
     aten.bernoulli_.float,
+    aten.sigmoid_.default,
+    aten.tanh_.default,
+    aten.relu_.default,
 }
 
 KEEPS_ALL = "was taken to keep every element"
@@ -99,16 +103,6 @@ _UNKNOWN_LENGTH: dict[Any, Callable[..., list[tuple[tuple[int, ...], torch.dtype
 }
 
 
-# Most ops of a training. Each has a kernel for shapes and strides alone, and fake tensors have no rule of their own for
-# it; their cache takes longer to find what the op gives than the kernel to say it.
-_DIRECT = frozenset({
-    aten.view.default, aten._unsafe_view.default, aten.t.default, aten.transpose.int, aten.detach.default,
-    aten.expand.default, aten.slice.Tensor, aten.select.int, aten.unsqueeze.default, aten.mm.default, aten.bmm.default,
-    aten.addmm.default, aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor,
-    aten.div.Scalar, aten.neg.default, aten.pow.Tensor_Scalar, aten.rsqrt.default, aten.sum.dim_IntList,
-})  # fmt: skip
-
-
 class KnownValues:
     """Runs ops on fake tensors and keeps the values of those that are known.
 
@@ -120,6 +114,7 @@ class KnownValues:
 
     def __init__(self, mode: FakeTensorMode, where: Callable[[], str | None], keeps_all: bool = True) -> None:
         self._mode = mode
+        self._layouts = Layouts(mode)
         self._keeps_all = keeps_all
         self._of_outside: dict[int, tuple[Tensor, Tensor]] = {}
         self._where = where
@@ -172,10 +167,10 @@ class KnownValues:
         if is_known and torch.Tag.dynamic_output_shape in op.tags:
             real = self._really(op, args, kwargs)
             return tree_map(lambda value: self.fake(value) if isinstance(value, Tensor) else value, real)
-        if op in _DIRECT and not any(known) and self._are_own(tensors):
-            result = self._directly(op, args, kwargs, tensors)
+        if op in _UNKNOWN_LENGTH:
+            result = self._unknown_length(op, args, kwargs)
         else:
-            result = self._unknown_length(op, args, kwargs) if op in _UNKNOWN_LENGTH else op(*args, **kwargs)
+            result = self._layouts.run(op, args, kwargs, tensors)
         if not any(known) and not is_known:
             return result
         made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, FakeTensor)]
@@ -186,16 +181,6 @@ class KnownValues:
         for fake, value in zip(made, values, strict=True):
             setattr(fake, _ATTRIBUTE, value)
         return result
-
-    def _are_own(self, tensors: list[Any]) -> bool:
-        """Whether all are of this mode: what a library copies may have one of its own."""
-        return all(tensor.fake_mode is self._mode for tensor in tensors)
-
-    def _directly(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Any]) -> Tensor:
-        """Run an op of `_DIRECT` on shapes."""
-        with in_kernel_invocation_manager(self._mode):
-            result = op(*args, **kwargs)
-        return self._mode.fake_tensor_converter.from_meta_and_device(self._mode, result, tensors[0].fake_device)
 
     def _really(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         real_args, real_kwargs = tree_map(lambda x: self._value(x) if isinstance(x, Tensor) else x, (args, kwargs))
