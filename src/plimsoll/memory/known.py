@@ -11,7 +11,7 @@ It does NOT compute floating point values except of a few elements.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from math import prod
 from typing import Any
 
@@ -155,13 +155,14 @@ class KnownValues:
             return self._scalar(args[0])
         if op is aten._pin_memory.default:  # a copy, for memory
             op, args = aten.clone.default, args[:1]
-        tensors = [*_tensors((args, kwargs))]
-        if op not in _LIFTS and not all(isinstance(tensor, FakeTensor) for tensor in tensors):
+        tensors = _tensors((*args, *kwargs.values()))
+        if not all(isinstance(tensor, FakeTensor) for tensor in tensors) and op not in _LIFTS:
             self._refuse_to_train(op, args)
             args, kwargs = tree_map(self._adopted, (args, kwargs))
-            tensors = [*_tensors((args, kwargs))]
+            tensors = _tensors((*args, *kwargs.values()))
         known = [self._value(tensor) is not None for tensor in tensors]
-        if op in _WRITE_FIRST and not any(known) and _are_alike(tensors):
+        is_any_known = any(known)
+        if not is_any_known and op in _WRITE_FIRST and _are_alike(tensors):
             return args[0]
         is_known = (all(known) if tensors else op in _FACTORIES) and op.overloadpacket is not aten.set_
         if is_known and torch.Tag.dynamic_output_shape in op.tags:
@@ -171,7 +172,7 @@ class KnownValues:
             result = self._unknown_length(op, args, kwargs)
         else:
             result = self._layouts.run(op, args, kwargs, tensors)
-        if not any(known) and not is_known:
+        if not is_any_known and not is_known:
             return result
         made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, FakeTensor)]
         if not is_known or not all(map(_is_small, made or tensors)):
@@ -232,7 +233,7 @@ class KnownValues:
             return
         written = [argument.is_write for argument in op._schema.arguments[: len(args)]]
         for is_written, value in zip(written, args, strict=True):
-            for tensor in _tensors(value):
+            for tensor in _tensors((value,)):
                 if not isinstance(tensor, FakeTensor) and (
                     is_written or (tensor.requires_grad and torch.is_grad_enabled())
                 ):
@@ -247,7 +248,7 @@ class KnownValues:
             return
         for argument, value in zip(op._schema.arguments, args, strict=False):
             if argument.is_write:
-                for tensor in _tensors(value):
+                for tensor in _tensors((value,)):
                     known = getattr(tensor, _ATTRIBUTE, None)
                     if known is not None:
                         storage = known.untyped_storage()
@@ -260,16 +261,15 @@ def _zero(dtype: torch.dtype) -> bool | int | float | complex:
     return 0j if dtype.is_complex else 0.0 if dtype.is_floating_point else 0
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors among the arguments of an op, which are nested in lists at most."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, tuple | list):
-        for item in value:
-            yield from _tensors(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _tensors(item)
+def _tensors(values: Iterable[Any]) -> list[Any]:
+    """The tensors among the arguments of an op, which are nested in lists at most."""
+    found = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, tuple | list):
+            found += _tensors(value)
+    return found
 
 
 def _are_alike(tensors: list[Any]) -> bool:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -27,6 +27,8 @@ _VIEWS = frozenset({
     aten.view.default, aten._unsafe_view.default, aten.t.default, aten.transpose.int, aten.detach.default,
     aten.expand.default, aten.slice.Tensor, aten.select.int, aten.unsqueeze.default, aten.unsafe_split.Tensor,
 })  # fmt: skip
+
+_Kind = Literal["view", "new", "other"]
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ class Layouts:
 
     def __init__(self, mode: FakeTensorMode) -> None:
         self._mode = mode
-        self._can_be_kept: dict[Any, bool] = {}  # by the op
+        self._kind_of: dict[Any, _Kind] = {}
         self._given: dict[Hashable, Any] = {}  # layouts, nested as the results; `None` where torch is asked each time
         self._state_of: dict[torch.device, dict[str, Any]] = {}
 
@@ -56,14 +58,15 @@ class Layouts:
         """Run an op; ``tensors`` are those among its arguments."""
         if not tensors or not self._are_plain(tensors):
             return op(*args, **kwargs)
-        if op in _VIEWS:
+        kind = self._kind_of.get(op)
+        if kind is None:
+            kind = self._kind_of[op] = _kind_of(op)
+        if kind == "view":
             device = tensors[0].fake_device
             with in_kernel_invocation_manager(self._mode):
                 result = op(*args, **kwargs)
             return _mapped(lambda view: self._fake(view, device), result)
-        if op not in self._can_be_kept:
-            self._can_be_kept[op] = _gives_anew(op)
-        if not self._can_be_kept[op]:
+        if kind == "other":
             return op(*args, **kwargs)
         asked = op, _signature(args), _signature((*kwargs.items(),))
         layout = self._given.get(asked)
@@ -103,15 +106,16 @@ class Layouts:
         return fake
 
 
-def _gives_anew(op: Any) -> bool:
-    """Whether an op of torch's says that it gives tensors, in no memory of its arguments, of a size that follows."""
+def _kind_of(op: Any) -> _Kind:
+    """What an op says of itself: "new" if it gives tensors, in no memory of its arguments, of a size that follows."""
     schema = op._schema
-    return (
+    gives_anew = (
         op.namespace == "aten"
         and torch.Tag.dynamic_output_shape not in op.tags
         and all("Tensor" in str(one.type) for one in schema.returns)
         and all(one.alias_info is None for one in (*schema.arguments, *schema.returns))
     )
+    return "view" if op in _VIEWS else "new" if gives_anew else "other"
 
 
 def _signature(value: Any) -> Hashable:
