@@ -62,25 +62,6 @@ _FACTORIES = {
     aten.triu_indices.default,
 }
 _LIFTS = {aten.lift_fresh.default, aten.lift.default}  # what `torch.tensor` does with the numbers it was given
-# What they write is their first argument, whose shape and type stay: nothing to do, where the others are like it. Half
-# of what an optimizer does.
-_WRITE_FIRST = {
-    aten.add_.Tensor,
-    aten.mul_.Tensor,
-    aten.div_.Scalar,
-    aten.lerp_.Scalar,
-    aten.addcmul_.default,
-    aten.addcdiv_.default,
-    aten.copy_.default,
-    aten.zero_.default,
-    aten.fill_.Scalar,
-    aten.normal_.default,
-    aten.uniform_.default,
-    aten.bernoulli_.float,
-    aten.sigmoid_.default,
-    aten.tanh_.default,
-    aten.relu_.default,
-}
 
 KEEPS_ALL = "was taken to keep every element"
 """In the text of an assumption about a result whose length depends on unknown values."""
@@ -161,9 +142,6 @@ class KnownValues:
             args, kwargs = tree_map(self._adopted, (args, kwargs))
             tensors = _tensors((*args, *kwargs.values()))
         known = [self._value(tensor) is not None for tensor in tensors]
-        is_any_known = any(known)
-        if not is_any_known and op in _WRITE_FIRST and _are_alike(tensors):
-            return args[0]
         is_known = (all(known) if tensors else op in _FACTORIES) and op.overloadpacket is not aten.set_
         if is_known and torch.Tag.dynamic_output_shape in op.tags:
             real = self._really(op, args, kwargs)
@@ -172,7 +150,7 @@ class KnownValues:
             result = self._unknown_length(op, args, kwargs)
         else:
             result = self._layouts.run(op, args, kwargs, tensors)
-        if not is_any_known and not is_known:
+        if not any(known) and not is_known:
             return result
         made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, FakeTensor)]
         if not is_known or not all(map(_is_small, made or tensors)):
@@ -270,15 +248,6 @@ def _tensors(values: Iterable[Any]) -> list[Any]:
         elif isinstance(value, tuple | list):
             found += _tensors(value)
     return found
-
-
-def _are_alike(tensors: list[Any]) -> bool:
-    """Whether fake tensors are dense and of one shape, type and device."""
-    first, *others = tensors
-    like = first.shape, first.dtype, first.fake_device, torch.strided
-    return first.layout is torch.strided and all(
-        (one.shape, one.dtype, one.fake_device, one.layout) == like for one in others
-    )
 
 
 def _is_small(tensor: Tensor) -> bool:
