@@ -167,7 +167,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Say that nobody compiles what runs here: torch would guard each op against it, in a tenth of its time."""
+        """Say that nothing here is compiled: torch would switch its compiler off and on around each op."""
         return False
 
     def __enter__(self) -> Recorder:
