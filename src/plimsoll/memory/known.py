@@ -11,17 +11,18 @@ It does NOT compute floating point values except of a few elements.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
 from plimsoll.errors import InputError
+from plimsoll.memory.layouts import Layouts
 from plimsoll.records.trace import Assumption
 
 MOST_ELEMENTS = 1 << 22
@@ -61,22 +62,6 @@ _FACTORIES = {
     aten.triu_indices.default,
 }
 _LIFTS = {aten.lift_fresh.default, aten.lift.default}  # what `torch.tensor` does with the numbers it was given
-# What they write is their first argument, whose shape and type stay: nothing to do, where the others are like it. Half
-# of what an optimizer does.
-_WRITE_FIRST = {
-    aten.add_.Tensor,
-    aten.mul_.Tensor,
-    aten.div_.Scalar,
-    aten.lerp_.Scalar,
-    aten.addcmul_.default,
-    aten.addcdiv_.default,
-    aten.copy_.default,
-    aten.zero_.default,
-    aten.fill_.Scalar,
-    aten.normal_.default,
-    aten.uniform_.default,
-    aten.bernoulli_.float,
-}
 
 KEEPS_ALL = "was taken to keep every element"
 """In the text of an assumption about a result whose length depends on unknown values."""
@@ -99,16 +84,6 @@ _UNKNOWN_LENGTH: dict[Any, Callable[..., list[tuple[tuple[int, ...], torch.dtype
 }
 
 
-# Most ops of a training. Each has a kernel for shapes and strides alone, and fake tensors have no rule of their own for
-# it; their cache takes longer to find what the op gives than the kernel to say it.
-_DIRECT = frozenset({
-    aten.view.default, aten._unsafe_view.default, aten.t.default, aten.transpose.int, aten.detach.default,
-    aten.expand.default, aten.slice.Tensor, aten.select.int, aten.unsqueeze.default, aten.mm.default, aten.bmm.default,
-    aten.addmm.default, aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor,
-    aten.div.Scalar, aten.neg.default, aten.pow.Tensor_Scalar, aten.rsqrt.default, aten.sum.dim_IntList,
-})  # fmt: skip
-
-
 class KnownValues:
     """Runs ops on fake tensors and keeps the values of those that are known.
 
@@ -120,6 +95,7 @@ class KnownValues:
 
     def __init__(self, mode: FakeTensorMode, where: Callable[[], str | None], keeps_all: bool = True) -> None:
         self._mode = mode
+        self._layouts = Layouts(mode)
         self._keeps_all = keeps_all
         self._of_outside: dict[int, tuple[Tensor, Tensor]] = {}
         self._where = where
@@ -160,22 +136,20 @@ class KnownValues:
             return self._scalar(args[0])
         if op is aten._pin_memory.default:  # a copy, for memory
             op, args = aten.clone.default, args[:1]
-        tensors = [*_tensors((args, kwargs))]
-        if op not in _LIFTS and not all(isinstance(tensor, FakeTensor) for tensor in tensors):
+        tensors = _tensors((*args, *kwargs.values()))
+        if not all(isinstance(tensor, FakeTensor) for tensor in tensors) and op not in _LIFTS:
             self._refuse_to_train(op, args)
             args, kwargs = tree_map(self._adopted, (args, kwargs))
-            tensors = [*_tensors((args, kwargs))]
+            tensors = _tensors((*args, *kwargs.values()))
         known = [self._value(tensor) is not None for tensor in tensors]
-        if op in _WRITE_FIRST and not any(known) and _are_alike(tensors):
-            return args[0]
         is_known = (all(known) if tensors else op in _FACTORIES) and op.overloadpacket is not aten.set_
         if is_known and torch.Tag.dynamic_output_shape in op.tags:
             real = self._really(op, args, kwargs)
             return tree_map(lambda value: self.fake(value) if isinstance(value, Tensor) else value, real)
-        if op in _DIRECT and not any(known) and self._are_own(tensors):
-            result = self._directly(op, args, kwargs, tensors)
+        if op in _UNKNOWN_LENGTH:
+            result = self._unknown_length(op, args, kwargs)
         else:
-            result = self._unknown_length(op, args, kwargs) if op in _UNKNOWN_LENGTH else op(*args, **kwargs)
+            result = self._layouts.run(op, args, kwargs, tensors)
         if not any(known) and not is_known:
             return result
         made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, FakeTensor)]
@@ -186,16 +160,6 @@ class KnownValues:
         for fake, value in zip(made, values, strict=True):
             setattr(fake, _ATTRIBUTE, value)
         return result
-
-    def _are_own(self, tensors: list[Any]) -> bool:
-        """Whether all are of this mode: what a library copies may have one of its own."""
-        return all(tensor.fake_mode is self._mode for tensor in tensors)
-
-    def _directly(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Any]) -> Tensor:
-        """Run an op of `_DIRECT` on shapes."""
-        with in_kernel_invocation_manager(self._mode):
-            result = op(*args, **kwargs)
-        return self._mode.fake_tensor_converter.from_meta_and_device(self._mode, result, tensors[0].fake_device)
 
     def _really(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         real_args, real_kwargs = tree_map(lambda x: self._value(x) if isinstance(x, Tensor) else x, (args, kwargs))
@@ -247,7 +211,7 @@ class KnownValues:
             return
         written = [argument.is_write for argument in op._schema.arguments[: len(args)]]
         for is_written, value in zip(written, args, strict=True):
-            for tensor in _tensors(value):
+            for tensor in _tensors((value,)):
                 if not isinstance(tensor, FakeTensor) and (
                     is_written or (tensor.requires_grad and torch.is_grad_enabled())
                 ):
@@ -262,7 +226,7 @@ class KnownValues:
             return
         for argument, value in zip(op._schema.arguments, args, strict=False):
             if argument.is_write:
-                for tensor in _tensors(value):
+                for tensor in _tensors((value,)):
                     known = getattr(tensor, _ATTRIBUTE, None)
                     if known is not None:
                         storage = known.untyped_storage()
@@ -275,25 +239,15 @@ def _zero(dtype: torch.dtype) -> bool | int | float | complex:
     return 0j if dtype.is_complex else 0.0 if dtype.is_floating_point else 0
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors among the arguments of an op, which are nested in lists at most."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, tuple | list):
-        for item in value:
-            yield from _tensors(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _tensors(item)
-
-
-def _are_alike(tensors: list[Any]) -> bool:
-    """Whether fake tensors are dense and of one shape, type and device."""
-    first, *others = tensors
-    like = first.shape, first.dtype, first.fake_device, torch.strided
-    return first.layout is torch.strided and all(
-        (one.shape, one.dtype, one.fake_device, one.layout) == like for one in others
-    )
+def _tensors(values: Iterable[Any]) -> list[Any]:
+    """The tensors among the arguments of an op, which are nested in lists at most."""
+    found = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, tuple | list):
+            found += _tensors(value)
+    return found
 
 
 def _is_small(tensor: Tensor) -> bool:

@@ -42,7 +42,7 @@ from plimsoll.records.trace import Assumption, Category, OpTable, Phase, Storage
 _TORCH_FOLDER = os.path.dirname(torch.__file__) + os.sep
 _OWN_FOLDER = os.path.dirname(__file__) + os.sep
 _DEVICE_OF = torch.ops.prim.device.default
-_ASKS_ONLY = {_DEVICE_OF, torch.ops.aten.is_same_size.default}  # run by fake tensors; no memory
+_IS_SAME_SIZE = torch.ops.aten.is_same_size.default
 _DTYPES = {dtype: str(dtype).removeprefix("torch.") for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
 ScratchBytes = Callable[[Any, tuple[Any, ...], dict[str, Any]], int]
@@ -165,6 +165,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     # -- what torch says -----------------------------------------------------------------------------------------------
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Say that nothing here is compiled: torch would switch its compiler off and on around each op."""
+        return False
+
     def __enter__(self) -> Recorder:
         handles = [
             register_module_forward_pre_hook(self._enter_module),
@@ -189,7 +194,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is _DEVICE_OF and type(args[0]) is FakeTensor:  # asked more often than there are ops
             return args[0].device
         kwargs = kwargs or {}
-        if func in _ASKS_ONLY:
+        if func is _DEVICE_OF or func is _IS_SAME_SIZE:  # asked of fake tensors; no memory
             return func(*args, **kwargs)
         self._begin_op(func)
         row = self.op_row
@@ -246,8 +251,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if name is None:
             name = self._op_names[op] = self.text(str(op))
         module, line, phase = self._where()
-        for column, value in zip(self._ops, (name, module, line, self.step), strict=True):
-            column.append(value)
+        names, modules, lines, steps = self._ops
+        names.append(name)
+        modules.append(module)
+        lines.append(line)
+        steps.append(self.step)
         for column in self._work:
             column.append(0)
         self._phases.append(phase)
@@ -255,8 +263,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _note_work(self, row: int, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         work = self._counter.count(op, args, kwargs, result)
         if work is not NO_WORK:
-            for column, value in zip(self._work, (*work[:3], self.text(work.dtype)), strict=True):
-                column[row] = value
+            flops, moved_bytes, outside_bytes, dtypes = self._work
+            flops[row], moved_bytes[row], outside_bytes[row], dtypes[row] = *work[:3], self.text(work.dtype)
 
     def _where(self) -> tuple[int, int, Phase]:
         # Private names: which backward runs in this thread, which node of it, and the number the next node will get.

@@ -3,18 +3,12 @@
 import pytest
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from plimsoll.errors import InputError
-from plimsoll.memory import known
 from plimsoll.memory.known import values_of
 from plimsoll.memory.lowering.cpu import CpuLowering
 from plimsoll.memory.lowering.cuda import CudaLowering
 from plimsoll.memory.trace import Rehearsal, rehearsal, trace_training
-from plimsoll.records.plan import micro_batch_choice
-from plimsoll.run.rehearse import rehearse_step
-from plimsoll.workload import model_loss
-from workloads import CASES
 
 
 def test_lengths_are_computed_from_a_mask():
@@ -25,22 +19,6 @@ def test_lengths_are_computed_from_a_mask():
         assert not bool((fake == 1).all())
         assert int(fake.sum(1).max()) == 3
     assert place.trace().assumptions == ()
-
-
-@pytest.mark.parametrize("lowering", [CpuLowering(), CudaLowering((8, 0))], ids=["cpu", "cuda"])
-@pytest.mark.parametrize("case", [one for one in CASES if not one.has_batch_norm], ids=lambda case: case.name)
-def test_what_an_op_gives_is_the_same_with_and_without_a_search(case, lowering, monkeypatch):
-    """Of a whole training: shapes, strides by their effects, and when each storage is born and dies."""
-
-    def traced():
-        model, optimizer = case.fresh()
-        choices = (micro_batch_choice(2),)
-        shape = {"units": case.units, "choices": choices, "clip_norm": 1.0, "precision": "fp32"}
-        return rehearse_step(model, optimizer, case.batches()[0], model_loss, lowering, **shape)
-
-    direct = traced()
-    monkeypatch.setattr(known, "_DIRECT", frozenset())
-    assert traced() == direct
 
 
 def test_positions_are_known_without_a_batch():
@@ -65,22 +43,6 @@ def test_an_overwrite_by_unknown_values_forgets_all_views():
         for forgotten in (numbers, half):
             with pytest.raises(InputError, match="not known before the run: use lengths that follow"):
                 values_of(forgotten + 0)
-
-
-def test_what_is_written_in_place_asks_torch_only_where_shapes_differ():
-    def num_asked() -> int:
-        info = FakeTensorMode.cache_info()
-        return info.hits + info.misses + sum(info.bypasses.values())
-
-    with rehearsal(CpuLowering()):
-        weight, gradient, scale = (torch.empty(shape) for shape in ((3, 2), (3, 2), (2,)))
-        before = num_asked()
-        assert weight.mul_(gradient).add_(gradient, alpha=2).zero_() is weight
-        assert num_asked() == before
-        weight.mul_(scale)
-        assert num_asked() > before
-        with pytest.raises(RuntimeError, match="roadcast"):
-            weight.mul_(torch.empty(5))
 
 
 def test_a_real_tensor_keeps_its_values_when_a_fake_copy_is_forgotten():

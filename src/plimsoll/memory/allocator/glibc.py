@@ -237,8 +237,10 @@ class GlibcHeap:
 
     def _touched(self, start: int, chunk_bytes: int, num_bytes: int) -> _InHeap:
         """A block in the heap, with its pages there."""
-        end, page_bytes = start + chunk_bytes, self.rules.page_bytes
-        self._given_back.remove(start // page_bytes * page_bytes, _round_up(end, page_bytes))
+        end = start + chunk_bytes
+        if self._given_back.total_bytes:
+            page_bytes = self.rules.page_bytes
+            self._given_back.remove(start // page_bytes * page_bytes, _round_up(end, page_bytes))
         self._touched_end = max(self._touched_end, end)
         return _InHeap(start, chunk_bytes, num_bytes)
 
@@ -466,8 +468,8 @@ class _Intervals:
 
 
 def _chunk_bytes(num_bytes: int) -> int:
-    padded_bytes = _round_up(num_bytes + _HEADER_BYTES, _CHUNK_ALIGNMENT_BYTES)
-    return max(padded_bytes, _LEAST_CHUNK_BYTES)
+    padded_bytes = -(-(num_bytes + _HEADER_BYTES) // _CHUNK_ALIGNMENT_BYTES) * _CHUNK_ALIGNMENT_BYTES
+    return padded_bytes if padded_bytes > _LEAST_CHUNK_BYTES else _LEAST_CHUNK_BYTES
 
 
 def _round_up(num_bytes: int, unit_bytes: int) -> int:

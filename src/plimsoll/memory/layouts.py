@@ -1,0 +1,202 @@
+"""What ops give, as far as shapes and strides go: torch is asked once, and what it said holds from then on.
+
+Fake tensors find what an op gives by a rule in Python or a search in a cache, which takes some 100 µs, and a recurrent
+net that is unrolled has a million ops of a few hundred kinds. What an op gives anew follows from the layouts of its
+tensors and from its other arguments; where these were seen before, memory of the layout it gave then is all that a
+trace wants to know. An op that writes to a tensor and gives it back has then nothing to do. A view shares memory, so
+the op itself runs, on shapes alone.
+
+Covers torch's own ops (``aten``) on dense fake tensors of one mode; everything else is left to torch each time, and so
+is an op whose result shares memory though it does not say so. It does NOT know values (see `plimsoll.memory.known`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+
+aten = torch.ops.aten
+_META = torch.device("meta")
+
+# Each has a kernel for shapes and strides alone, and fake tensors have no rule of their own for it.
+_VIEWS = frozenset({
+    aten.view.default, aten._unsafe_view.default, aten.t.default, aten.transpose.int, aten.detach.default,
+    aten.expand.default, aten.slice.Tensor, aten.select.int, aten.unsqueeze.default, aten.squeeze.dim,
+    aten.alias.default, aten.unbind.int, aten.unsafe_split.Tensor,
+})  # fmt: skip
+
+_FREE_LAYOUT = {torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}  # follows from values, or is exchanged
+
+
+class _Kind(NamedTuple):
+    """Of an op; ``place`` and ``argument`` are those of the tensor that it writes to."""
+
+    name: Literal["view", "new", "writes", "other"]
+    place: int = -1
+    argument: str = ""
+
+
+class _Layout(NamedTuple):
+    """Of a tensor that has its memory for itself."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+class _Given(NamedTuple):
+    """What an op gives: different tensors, and which of them are where in its result."""
+
+    layouts: tuple[_Layout, ...]
+    result: Any
+
+
+class Layouts:
+    """Runs ops on the fake tensors of a mode.
+
+    Args:
+        mode: the mode.
+    """
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        self._mode = mode
+        self._kind_of: dict[Any, _Kind] = {}
+        self._given: dict[Hashable, _Given] = {}  # by the op and its arguments
+        self._only_writes: set[Hashable] = set()  # the op and its arguments
+        self._state_of: dict[torch.device, dict[str, Any]] = {}
+
+    def run(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Any]) -> Any:
+        """Run an op; ``tensors`` are those among its arguments."""
+        if not tensors or not self._are_plain(tensors):
+            return op(*args, **kwargs)
+        kind = self._kind_of.get(op)
+        if kind is None:
+            kind = self._kind_of[op] = _kind_of(op)
+        if kind.name == "view":
+            return self._view(op, args, kwargs, tensors[0].fake_device)
+        if kind.name == "new":
+            return self._new(op, args, kwargs, tensors)
+        if kind.name == "writes":
+            written = args[kind.place] if kind.place < len(args) else kwargs[kind.argument]
+            return self._written(op, args, kwargs, written)
+        return op(*args, **kwargs)
+
+    def _are_plain(self, tensors: list[Any]) -> bool:
+        """Whether all are dense and of this mode (what a library copies may have one of its own), none a constant."""
+        return all(
+            isinstance(one, FakeTensor)
+            and one.fake_mode is self._mode
+            and one.layout is torch.strided
+            and one.constant is None
+            and not one.dtype.is_complex  # which may be conjugated
+            for one in tensors
+        )
+
+    def _view(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> Any:
+        with in_kernel_invocation_manager(self._mode):
+            result = op(*args, **kwargs)
+        return _mapped(lambda view: self._fake(view, device), result)
+
+    def _new(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Any]) -> Any:
+        asked = op, _signature(args), _signature((*kwargs.items(),))
+        given = self._given.get(asked)
+        if given is not None:
+            with torch._C._DisableTorchDispatch():
+                made = [self._made(layout) for layout in given.layouts]
+            return _mapped(made.__getitem__, given.result)
+        result = op(*args, **kwargs)
+        found: dict[int, Any] = {}  # by its identity, in order
+        _mapped(lambda one: found.setdefault(id(one), one), result)
+        if _are_alone([*found.values()], tensors):
+            numbers = {identity: number for number, identity in enumerate(found)}
+            layouts = tuple(map(_layout_of, found.values()))
+            self._given[asked] = _Given(layouts, _mapped(lambda one: numbers[id(one)], result))
+        return result
+
+    def _written(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], written: Any) -> Any:
+        asked = op, _signature(args), _signature((*kwargs.items(),))
+        if asked in self._only_writes:
+            return written
+        before = _signature(written)
+        result = op(*args, **kwargs)
+        if result is written and _signature(written) == before:  # else it was made larger, say
+            self._only_writes.add(asked)
+        return result
+
+    def _made(self, layout: _Layout) -> Tensor:
+        empty = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device=_META)
+        return self._fake(empty, layout.device)
+
+    def _fake(self, on_meta: Tensor, device: torch.device) -> Tensor:
+        """What the class of fake tensors makes of a tensor; it would take longer than all else here."""
+        state = self._state_of.get(device)
+        if state is None:
+            state = self._state_of[device] = dict(vars(FakeTensor(self._mode, on_meta, device)))
+        fake = Tensor._make_subclass(FakeTensor, on_meta, False, dispatch_device=True, device_for_backend_keys=device)
+        torch._C._set_throw_on_mutable_data_ptr(fake)
+        vars(fake).update(state)
+        return fake
+
+
+def _kind_of(op: Any) -> _Kind:
+    """What an op of torch's says of itself.
+
+    "new" if it gives tensors, in no memory of its arguments, of a size that follows; "writes" if it writes to one
+    tensor and gives that.
+    """
+    arguments, returns = op._schema.arguments, op._schema.returns
+    shared = [one for one in (*arguments, *returns) if one.alias_info is not None]
+    if op in _VIEWS:
+        return _Kind("view")
+    if op.namespace != "aten" or not _FREE_LAYOUT.isdisjoint(op.tags):
+        return _Kind("other")
+    if not shared and all("Tensor" in str(one.type) for one in returns):
+        return _Kind("new")
+    if len(shared) == 2 and shared[1:] == returns and all(_is_written(one) for one in shared):
+        place = arguments.index(shared[0])
+        return _Kind("writes", place, arguments[place].name)
+    return _Kind("other")
+
+
+def _is_written(one: Any) -> bool:
+    return str(one.type) == "Tensor" and one.alias_info.is_write
+
+
+def _signature(value: Any) -> Hashable:
+    """What of an argument decides the layout of a result."""
+    if isinstance(value, FakeTensor):
+        return value.shape, value.stride(), value.dtype, value.fake_device
+    if isinstance(value, list | tuple):
+        return tuple(map(_signature, value))
+    return type(value), value  # 1, 1.0 and True are equal
+
+
+def _mapped(function: Callable[[Any], Any], result: Any) -> Any:
+    """Apply a function to what an op gives: one thing, or a list or a tuple of which some may be missing."""
+    if isinstance(result, list | tuple):
+        return type(result)(_mapped(function, one) for one in result)
+    return None if result is None else function(result)
+
+
+def _layout_of(tensor: Any) -> _Layout:
+    return _Layout(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.fake_device)
+
+
+def _are_alone(made: list[Any], tensors: list[Any]) -> bool:
+    """Whether each has memory of just its size, which no other and no argument has."""
+    if not all(isinstance(one, FakeTensor) and one.layout is torch.strided and one.constant is None for one in made):
+        return False
+    of_arguments = {one.untyped_storage()._cdata for one in tensors}
+    storages = {one.untyped_storage()._cdata for one in made} - of_arguments
+    return len(storages) == len(made) and all(map(_fills_its_memory, made))
+
+
+def _fills_its_memory(tensor: Any) -> bool:
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    num_bytes = (extent if tensor.numel() else 0) * tensor.element_size()
+    return bool(tensor.storage_offset() == 0 and tensor.untyped_storage().nbytes() == num_bytes)

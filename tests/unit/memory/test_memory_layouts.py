@@ -1,0 +1,99 @@
+"""What ops give: the same as torch says, asked of it once."""
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from plimsoll.memory.layouts import Layouts
+from plimsoll.memory.lowering.cpu import CpuLowering
+from plimsoll.memory.lowering.cuda import CudaLowering
+from plimsoll.memory.trace import rehearsal
+from plimsoll.records.plan import micro_batch_choice
+from plimsoll.run.rehearse import rehearse_step
+from plimsoll.techniques.time_segments import time_segments_choice
+from plimsoll.workload import model_loss
+from workloads import CASES
+
+MODES = [CpuLowering(), CudaLowering((8, 0))]
+
+
+@pytest.mark.parametrize("lowering", MODES, ids=["cpu", "cuda"])
+@pytest.mark.parametrize("case", [one for one in CASES if not one.has_batch_norm], ids=lambda case: case.name)
+def test_a_training_is_the_same_where_torch_is_asked_each_time(case, lowering, monkeypatch):
+    """Shapes, strides by their effects, and when each storage is born and dies."""
+
+    def traced(*choices):
+        model, optimizer = case.fresh()
+        shape = {"units": case.units, "choices": choices, "clip_norm": 1.0, "precision": "fp32"}
+        return rehearse_step(model, optimizer, case.batches()[0], model_loss, lowering, **shape)
+
+    mixes = [(micro_batch_choice(2),)]
+    if case.name == "lstm":
+        mixes.append((time_segments_choice(4), micro_batch_choice(2)))
+    remembered = [traced(*mix) for mix in mixes]
+    monkeypatch.setattr(Layouts, "run", lambda self, op, args, kwargs, tensors: op(*args, **kwargs))
+    assert [traced(*mix) for mix in mixes] == remembered
+
+
+def num_asked() -> int:
+    """How often torch was asked what an op gives."""
+    info = FakeTensorMode.cache_info()
+    return info.hits + info.misses + sum(info.bypasses.values())
+
+
+def test_what_was_asked_once_is_not_asked_again():
+    with rehearsal(CpuLowering()):
+        first, second, other = torch.empty(3, 2), torch.empty(3, 2), torch.empty(3, 5)
+        assert first.mul_(second) is first
+        product = first @ second.t()
+        before = num_asked()
+        assert second.mul_(first) is second
+        again = second @ first.t()
+        assert num_asked() == before
+        assert (again.shape, again.stride(), again.dtype) == (product.shape, product.stride(), product.dtype)
+        assert again.untyped_storage()._cdata != product.untyped_storage()._cdata
+        assert (second.t() @ other).shape == (2, 5)
+        assert num_asked() > before
+        with pytest.raises(RuntimeError, match="roadcast"):
+            first.mul_(torch.empty(5))
+
+
+def test_numbers_that_are_equal_and_of_other_types_are_told_apart():
+    with rehearsal(CpuLowering()):
+        numbers = torch.empty(3, dtype=torch.int32)
+        types = [(numbers * factor).dtype for factor in (1, 1.0, True, 1)]
+        assert types == [torch.int32, torch.float32, torch.int32, torch.int32]
+
+
+def test_what_shares_memory_shares_it_each_time():
+    with rehearsal(CpuLowering()):
+        whole, aten = torch.empty(4, 6), torch.ops.aten
+        for _ in range(2):
+            views = aten.alias(whole), aten._reshape_alias(whole, [24], [1]), whole[1:, None]
+            for part in (*aten.unsafe_split(whole, 2, 1), *whole.unbind(), *views):
+                assert part.untyped_storage()._cdata == whole.untyped_storage()._cdata
+
+
+def test_a_tensor_that_changes_its_shape_or_memory_does_so_each_time():
+    with rehearsal(CpuLowering()):
+        for _ in range(2):
+            square = torch.empty_strided((3, 3), (3, 1))
+            assert square.t_().stride() == (1, 3)
+            assert square.resize_(2, 2).shape == (2, 2)
+            other = torch.empty(2, 2)
+            assert square.set_(other).untyped_storage()._cdata == other.untyped_storage()._cdata
+            out = torch.empty(0)
+            torch.mul(other, 2, out=out)
+            assert out.shape == (2, 2)
+
+
+def test_of_a_result_with_one_tensor_twice_there_is_one_each_time():
+    gates, hidden = 8, 2
+    with rehearsal(CpuLowering()):
+        layer = torch.nn.LSTM(hidden, hidden)
+        for _ in range(2):
+            layer(torch.empty(3, 1, hidden))[0].sum().backward()
+            gradients = layer.bias_ih_l0.grad, layer.bias_hh_l0.grad
+            assert [one.shape for one in gradients] == [(gates,), (gates,)]
+            assert len({one.untyped_storage()._cdata for one in gradients}) == 2
+            layer.zero_grad()
