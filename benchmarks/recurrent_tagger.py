@@ -1,7 +1,7 @@
 """A BiLSTM tagger on long sequences inside a budget: the roles of the words of Python's own standard library.
 
     python benchmarks/recurrent_tagger.py                       # 60 files of this Python's library, in minutes
-    python benchmarks/recurrent_tagger.py --data path/to/sources --files 400 --length 256 --budget 500MiB
+    python benchmarks/recurrent_tagger.py --data path/to/sources --files 400 --length 512 --budget 700MiB
 
 A text is a file, read with ``tokenize``; a word is a token, and its tag says what it is: a keyword, an operator, a
 number, a string, a comment, or of names what is done with them: defined (behind ``def`` or ``class``), called (before a
@@ -119,11 +119,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, default=Path(json.__file__).parents[1], help="a folder of Python sources")
     parser.add_argument("--files", type=int, default=60)
-    parser.add_argument("--length", type=int, default=128)
-    parser.add_argument("--batch", type=int, default=16)
-    parser.add_argument("--hidden", type=int, default=64)
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--budget", default="400MiB")
+    parser.add_argument("--length", type=int, default=256)
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--hidden", type=int, default=128)
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--budget", default="450MiB")
     args = parser.parse_args()
     paths = sorted(args.data.glob("*.py"))[: args.files]
     if not paths:
