@@ -1,6 +1,7 @@
 """A recurrent language model on long sequences, planned for budgets from what plain training takes to a twentieth.
 
     python benchmarks/recurrent_budgets.py [--data PATH] [--steps 3] [--out table.md]
+    python benchmarks/recurrent_budgets.py --samples 1 --length 8192    # where no batch can be cut, time must be
 
 An LSTM of 2 layers with 256 units, sequences of 2,048 tokens, 16 samples a step, 8,000 words. A share of 0.1 is a tenth
 of the memory that the plain training is predicted to take beyond what its process has without it. Each budget is
@@ -33,10 +34,7 @@ from _planned import (
     table,
 )
 
-MODEL = Model(
-    "LSTM 2 x 256, 2,048 tokens",
-    {"architecture": "lstm", "embedding_size": 256, "hidden_size": 256, "num_layers": 2}, 2048, 16,
-)  # fmt: skip
+LAYERS = {"architecture": "lstm", "embedding_size": 256, "hidden_size": 256, "num_layers": 2}
 SHARES = (1.0, 0.7, 0.5, 0.3, 0.2, 0.1, 0.05)
 _PLENTY_BYTES = 12 << 30
 _SAME = 1.05  # two plans whose seconds differ by less are as fast as each other
@@ -124,9 +122,13 @@ def main() -> None:
     """Run the benchmark."""
     parser = parser_of(__doc__ or "")
     parser.add_argument("--steps", type=int, default=3, help="of each training (default: %(default)s)")
+    parser.add_argument("--samples", type=int, default=16, help="of a step (default: %(default)s)")
+    parser.add_argument("--length", type=int, default=2048, help="tokens of a sample (default: %(default)s)")
     arguments = parser.parse_args()
     one_thread()
-    training = make_training(MODEL, make_texts(arguments.data, arguments.work, [MODEL.rows]))
+    name = f"LSTM 2 x 256, {arguments.samples} x {arguments.length:,} tokens"
+    model = Model(name, LAYERS, arguments.length, arguments.samples)
+    training = make_training(model, make_texts(arguments.data, arguments.work, [model.rows]))
     rows = [Row(**fields) for fields in kept_rows(arguments.kept)]
     for share, budget_bytes in budgets_of(training).items():
         if any(row.share == share for row in rows):
@@ -135,8 +137,9 @@ def main() -> None:
         print("  ".join(rows[-1].cells()), file=sys.stderr, flush=True)
         keep_rows(arguments.kept, rows)
     text = report_of(
-        f"Budgets from all to a twentieth of plain: {MODEL.name}, CPU",
-        f"python benchmarks/recurrent_budgets.py --steps {arguments.steps}",
+        f"Budgets from all to a twentieth of plain: {model.name}, CPU",
+        f"python benchmarks/recurrent_budgets.py --samples {arguments.samples} --length {arguments.length} "
+        f"--steps {arguments.steps}",
         "Peaks are private memory; seconds are the processor's for one optimizer step, and for the plan.",
         figures_of(rows),
         table(HEADER, [row.cells() for row in rows]),

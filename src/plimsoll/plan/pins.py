@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from plimsoll.errors import InputError
 from plimsoll.records.plan import Choice, Pin, Value, check_pins
-from plimsoll.techniques import Choices, Setting, technique_of
+from plimsoll.techniques import UNOFFERED, Choices, Setting, technique_of
 from plimsoll.workload import Workload
 
 
@@ -45,7 +45,8 @@ def _chosen(pin: Pin, workload: Workload, setting: Setting) -> Choice | None:
     offered = technique.menu(workload, setting)
     if isinstance(offered, str):
         raise InputError(f"--pin {pin}: it cannot be used here: {offered}; leave it out")
-    names = list(offered[0].options)
+    known = offered[0].options | UNOFFERED.get(technique.name, {})
+    names = list(known)
     options = dict(pin.options)
     if pin.value is not None:
         if not names:
@@ -54,8 +55,8 @@ def _chosen(pin: Pin, workload: Workload, setting: Setting) -> Choice | None:
     unknown = sorted(set(options) - set(names))
     if unknown:
         raise InputError(f"--pin {pin}: {technique.name} has no option `{unknown[0]}`: give one of {', '.join(names)}")
-    options = {name: _as_offered(pin, name, value, offered[0].options[name]) for name, value in options.items()}
-    alike = [choice for choice in offered if all(choice.options[name] == value for name, value in options.items())]
+    options = {name: _as_offered(pin, name, value, known[name]) for name, value in options.items()}
+    alike = [choice for choice in offered if known | choice.options == known | choice.options | options]
     choice = alike[0] if alike else Choice(technique=technique.name, options=offered[0].options | options)
     reason = technique.conflicts(choice, (), workload, setting)
     if reason is not None:

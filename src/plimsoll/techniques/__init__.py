@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager
 
 from plimsoll.errors import InputError
 from plimsoll.records.job import near
-from plimsoll.records.plan import Choice
+from plimsoll.records.plan import Choice, Value
 from plimsoll.techniques._base import Choices, Setting, Technique
 from plimsoll.techniques.activation_offload import ActivationOffload
 from plimsoll.techniques.adafactor import Adafactor
@@ -39,7 +39,10 @@ from plimsoll.techniques.time_segments import TimeSegments
 from plimsoll.techniques.truncated_bptt import TruncatedBptt
 from plimsoll.workload import Workload
 
-__all__ = ["TECHNIQUES", "Choices", "Setting", "Technique", "conflict_among", "in_order", "installed", "technique_of"]
+__all__ = [
+    "TECHNIQUES", "UNOFFERED", "Choices", "Setting", "Technique", "conflict_among", "in_order", "installed",
+    "technique_of",
+]  # fmt: skip
 
 TECHNIQUES: dict[str, Technique] = {
     technique.name: technique
@@ -66,6 +69,9 @@ TECHNIQUES: dict[str, Technique] = {
         Cache(),
     )
 }
+
+UNOFFERED: dict[str, dict[str, Value]] = {"time_segments": {"kept": 0}}
+"""Options that a menu leaves out where they seldom pay, and what they then are."""
 
 
 def technique_of(name: str) -> Technique:

@@ -88,6 +88,8 @@ def over_time(walk: Walk, sequences: Sequence[Tensor], state: State, parameters:
     Raises:
         InputError: in backward, if it is differentiated twice, or a second time.
     """
+    # One that is given twice (layers that share weights) would get the whole gradient twice.
+    parameters = [*{id(parameter): parameter for parameter in parameters}.values()]
     inputs = [*state, *sequences, *parameters]
     _refuse_hooks(parameters, len(walk.spans))
     if len(walk.spans) == 1:
@@ -297,10 +299,18 @@ class _Gradients:
         if total is None:
             self._of_parameters[number] = part  # which may be the gradient of another parameter too
         elif number in self._are_sums and total.layout is torch.strided:
-            self._of_parameters[number] = total.add_(part)
+            self._of_parameters[number] = _with_added(total, part)
         else:
             self._of_parameters[number] = total + part
             self._are_sums.add(number)
+
+
+def _with_added(total: Tensor, part: Tensor) -> Tensor:
+    """Add to a sum in place."""
+    if part.layout is not torch.sparse_coo:
+        return total.add_(part)
+    # As `add_` does it; but that cannot be rehearsed where there is a single row, which it takes for coalesced.
+    return total.index_add_(0, part._indices()[0], part._values())
 
 
 def _put(place: Tensor, gradient: Tensor | None) -> None:

@@ -6,6 +6,7 @@ from plan.worlds import MadeUp, World
 from plimsoll.errors import InputError
 from plimsoll.plan.pins import decide
 from plimsoll.records.plan import Choice, parse_pin
+from plimsoll.techniques import UNOFFERED
 
 
 def decided(world, pins=(), forbids=(), allow=()):
@@ -30,6 +31,14 @@ def test_a_name_alone_leaves_the_options_to_the_plan_unless_there_is_one(world):
     assert decided(world, ["recompute"]) == ((), frozenset({"recompute"}), frozenset())
     assert decided(world, ["micro_batch"]) == ((), frozenset(), frozenset())  # every plan has one
     assert decided(world, ["lossy"], allow=["lossy"]).pinned == (Choice(technique="lossy", options={"level": 0}),)
+
+
+def test_an_option_that_a_menu_leaves_out_can_be_pinned(inhabited, monkeypatch):
+    world = inhabited(World([MadeUp("recompute", (4, 8), seconds=(0.1, 0.3))]))
+    monkeypatch.setitem(UNOFFERED, "recompute", {"kept": 0})
+    of_both = Choice(technique="recompute", options={"level": 1, "kept": 20})
+    assert decided(world, ["recompute(level=1,kept=20)"]).pinned == (of_both,)
+    assert decided(world, ["recompute(level=1,kept=0)"]) == decided(world, ["recompute=1"])
 
 
 @pytest.mark.parametrize(

@@ -249,6 +249,15 @@ def test_a_plan_of_another_training_is_refused_with_what_differs(on_cpu, changes
         require_same(plan, job(**changes), "plan.json")
 
 
+def test_where_a_batch_cannot_be_cut_a_sequence_is_without_being_asked_for():
+    model = {"architecture": "lstm", "embedding_size": 128, "hidden_size": 128}
+    changes = {"model": model, "sequence_length": 4001, "batch_size": 1, "optimizer": {"name": "sgd"}}
+    ample, tight = (planned(mib, forbids=["chunked_loss"], **changes) for mib in (AMPLE_MIB, 230))
+    assert names(ample.choices) == ["micro_batch"]
+    assert tight.fits
+    assert "time_segments" in names(tight.choices)
+
+
 def test_a_training_too_long_for_cudnn_is_planned_where_segments_are_pinned():
     model = {"architecture": "lstm", "embedding_size": 16, "hidden_size": 16}
     changes = {"model": model, "sequence_length": 66_000, "batch_size": 2}

@@ -184,6 +184,19 @@ def test_parameters_that_share_a_gradient_each_get_it_once(truncates):
     torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.parametrize("truncates", [False, True])
+def test_a_parameter_that_is_given_twice_gets_its_gradient_once(truncates):
+    weight = torch.randn(WIDTH, dtype=torch.float64).requires_grad_()
+    inputs = torch.randn(STEPS, SAMPLES, WIDTH, dtype=torch.float64)
+
+    def run(segment, state, slices):
+        return Passed(sums=((slices[0] * weight).square().sum(),))
+
+    walk = Walk(run, equal_spans(STEPS, 2), 0, truncates=truncates)
+    found = torch.autograd.grad(over_time(walk, (inputs,), (), (weight, weight)).sums[0], weight)
+    torch.testing.assert_close(found, torch.autograd.grad((inputs * weight).square().sum(), weight))
+
+
 def test_one_tensor_may_be_two_parts_of_the_state():
     weight = torch.randn(WIDTH, WIDTH, dtype=torch.float64).requires_grad_()
     inputs = torch.randn(STEPS, SAMPLES, WIDTH, dtype=torch.float64)

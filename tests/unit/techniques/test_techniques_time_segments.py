@@ -257,7 +257,22 @@ def test_on_cuda_too():
 
 
 @pytest.mark.parametrize("choice", [time_segments_choice(0), time_segments_choice(16, kept=2)])
-def test_a_rehearsal_allocates_what_a_run_does(choice):
+@pytest.mark.parametrize(("num_steps", "num_samples"), [(100, 4), (97, 1)])
+def test_a_rehearsal_allocates_what_a_run_does(choice, num_steps, num_samples):
+    """Also where the last segment is of a single token: of one row torch says that it is coalesced."""
     model = build_recurrent(FIELDS | {"architecture": "gru"})
-    predicted = live_bytes(rehearsed(model, batch(100), [choice])).peak_bytes
-    assert live_bytes(recorded(model, batch(100), [choice])).peak_bytes == predicted
+    predicted = live_bytes(rehearsed(model, batch(num_steps, num_samples), [choice])).peak_bytes
+    assert live_bytes(recorded(model, batch(num_steps, num_samples), [choice])).peak_bytes == predicted
+
+
+@pytest.mark.parametrize("layers", [nn.LSTM(8, 8, 2), nn.GRU(8, 8, 1, bidirectional=True)])
+def test_weights_that_layers_and_directions_share_get_their_gradient_once(layers):
+    inputs = torch.randn(23, 2, 8, dtype=torch.float64)
+    layers = layers.double()
+    other = "_l1" if layers.num_layers > 1 else "_l0_reverse"
+    for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh"):
+        setattr(layers, name + other, getattr(layers, name + "_l0"))
+    plain = torch.autograd.grad(layers(inputs)[0].square().sum(), [*layers.parameters()])
+    with installed(workload_of(nn.Sequential(layers)), [time_segments_choice(5)]):
+        found = torch.autograd.grad(layers(inputs)[0].square().sum(), [*layers.parameters()])
+    torch.testing.assert_close(found, plain, rtol=1e-10, atol=1e-12)
