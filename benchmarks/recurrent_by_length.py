@@ -5,10 +5,10 @@
 
 A batch has ``--batch`` texts: one of ``--long`` words, the others of the lengths of news (in words). A GRU classifier
 and a BiLSTM tagger, which pack their texts, and an LSTM language model, which does not, take two steps on it from the
-same weights: as it comes, padded to the longest; with ``by_length``; and with ``time_segments`` too, which spare torch
-the time that a packed batch takes on the CPU: it grows with the square of the length. They begin with the whole batch,
-and where memory runs out with half as much, and so on, until it holds; the seconds are the processor's of the second
-step, on one thread. Prints a table, and as its last line one JSON object. Linux only.
+same weights: as it comes, padded to the longest; with ``by_length``; and with ``time_segments`` or ``packed_stretches``
+too, which spare torch the time that a packed batch takes on the CPU: it grows with the square of the length. They begin
+with the whole batch, and where memory runs out with half as much, and so on, until it holds; the seconds are the
+processor's of the second step, on one thread. Prints a table, and as its last line one JSON object. Linux only.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ CUTS: dict[str, tuple[tuple[str, dict[str, int]], ...]] = {
     "as it comes": (),
     "by_length": (("by_length", {}),),
     "by_length, time_segments": (("by_length", {}), ("time_segments", {"steps": 0})),
+    "by_length, packed_stretches": (("by_length", {}), ("packed_stretches", {})),
 }
 
 

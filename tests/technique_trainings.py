@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from plimsoll.models.recurrent import build_recurrent
+from plimsoll.models.recurrent_tagger import build_tagger
 from plimsoll.records.plan import Choice, micro_batch_choice
 from plimsoll.run.pieces import autocast
 from plimsoll.run.step import TrainStep
@@ -70,6 +71,12 @@ def recurrent(dropout: float = 0.1) -> nn.Module:
     return build_recurrent(fields | {"dropout": dropout})
 
 
+def tagger(dropout: float = 0.1) -> nn.Module:
+    """Of ours, which packs its texts."""
+    fields = {"architecture": "lstm", "vocab_size": VOCABULARY, "embedding_size": 16, "hidden_size": 16}
+    return build_tagger(fields | {"bidirectional": True, "num_layers": 2, "num_labels": 3, "dropout": dropout})
+
+
 def rare_text() -> dict[str, Tensor]:
     """The text of others with words from all over the large vocabulary."""
     data = text()
@@ -99,6 +106,12 @@ def padded_classes() -> dict[str, Tensor]:
     return {**data, "input_ids": data["input_ids"] * mask_of_lengths(), "attention_mask": mask_of_lengths()}
 
 
+def tagged() -> dict[str, Tensor]:
+    """Texts of different lengths, each word with its tag."""
+    data = padded()
+    return {**data, "labels": torch.where(data["labels"] >= 0, data["labels"] % 3, -100)}
+
+
 TRAININGS = {
     case.name: case
     for case in (
@@ -106,6 +119,7 @@ TRAININGS = {
         *CASES[1:],
         Case("t5", t5, padded, "tokens"),
         Case("recurrent", recurrent, rare_text, "next-tokens"),
+        Case("tagger", tagger, tagged, "tokens"),
     )
 }
 PADDED = {"gpt2": padded, "bert": padded_classes}

@@ -32,7 +32,7 @@ from technique_trainings import (
 
 torch.set_num_threads(1)
 
-MODELS = ("gpt2", "bert", "lstm", "t5", "recurrent")
+MODELS = ("gpt2", "bert", "lstm", "t5", "recurrent", "tagger")
 
 
 @pytest.fixture(autouse=True)

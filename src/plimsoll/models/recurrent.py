@@ -240,6 +240,7 @@ class RecurrentClassifier(RecurrentLabeller):
     """Gives a whole sequence one of L labels, from the state after its last token (both ends if bidirectional)."""
 
     judges_the_end: ClassVar[bool] = True
+    packs_sequences: ClassVar[bool] = True  # see `plimsoll.techniques.packed_stretches`
 
     def __init__(self, config: RecurrentConfig) -> None:
         super().__init__(config)

@@ -2,8 +2,9 @@
 
 Configured, called and saved as the models of `plimsoll.models.recurrent` are; dropout is where these have it. Padding
 on the right changes nothing: where both directions are read, sequences are packed, so that the one from right to left
-begins at the last token. On the CPU torch takes time for a packed sequence that grows with the square of its length. It
-does NOT cover labels that depend on their neighbours (a CRF), and padding on the left.
+begins at the last token. On the CPU torch takes time for a packed sequence that grows with the square of its length,
+but with `plimsoll.techniques.packed_stretches`. It does NOT cover labels that depend on their neighbours (a CRF), and
+padding on the left.
 
 Shapes: B samples, T tokens, H hidden size of all directions, L labels.
 """
@@ -22,6 +23,11 @@ from plimsoll.workload import IGNORED_LABEL
 
 class RecurrentTagger(RecurrentLabeller):
     """Gives each token one of L labels; its loss is the mean over the tokens that have a label."""
+
+    @property
+    def packs_sequences(self) -> bool:
+        """Whether sequences are packed, which `plimsoll.techniques.packed_stretches` asks."""
+        return self.config.bidirectional
 
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, labels: Tensor | None = None

@@ -13,7 +13,7 @@ from plimsoll.techniques import TECHNIQUES, Choices, Setting, conflict_among, in
 from plimsoll.workload import Workload
 
 _NOTHING_DECIDED = Decided((), frozenset(), frozenset())
-_ALWAYS = ("by_length",)
+_ALWAYS = ("by_length", "packed_stretches")
 """Techniques that only leave work out."""
 
 

@@ -34,6 +34,7 @@ from plimsoll.techniques.micro_batch import MicroBatch
 from plimsoll.techniques.optimizer_in_backward import OptimizerInBackward
 from plimsoll.techniques.optimizer_kernel import OptimizerKernel
 from plimsoll.techniques.optimizer_offload import OptimizerOffload
+from plimsoll.techniques.packed_stretches import PackedStretches
 from plimsoll.techniques.parameter_offload import ParameterOffload
 from plimsoll.techniques.time_segments import TimeSegments
 from plimsoll.techniques.truncated_bptt import TruncatedBptt
@@ -61,6 +62,7 @@ TECHNIQUES: dict[str, Technique] = {
         ChunkedLoss(),
         TruncatedBptt(),
         TimeSegments(),
+        PackedStretches(),
         Checkpointing(),
         ActivationOffload(),
         OptimizerInBackward(),

@@ -1,7 +1,9 @@
-"""torch's recurrent layers over a long sequence, a segment of time at a time: ``nn.LSTM``, ``nn.GRU`` and ``nn.RNN``.
+"""torch's recurrent layers over a part of time at a time: ``nn.LSTM``, ``nn.GRU`` and ``nn.RNN``.
 
-`SegmentedLayer` stands in for a layer's forward. It takes what that takes (batches, one sequence, packed sequences,
-``batch_first``, a first state) and returns what that returns; torch's own kernels do the work, on slices.
+What stands in for a layer's forward takes what that takes and returns what that returns; torch's own kernels do the
+work, on slices. `ComposedLayer` is what all have in common: layers, directions, weights, states, the order of packed
+samples. `SegmentedLayer` computes segments again in backward, of batches, one sequence and packed sequences; another is
+in `plimsoll.techniques.packed_stretches`.
 
 - In one direction all layers go through a segment together, so that nothing but the input, the output and states is as
   long as the sequence. Dropout between layers is drawn segment by segment, and again the same in backward; it is
@@ -22,6 +24,7 @@ Shapes: B samples, T steps, N rows of a packed batch, H hidden size, L layers.
 from __future__ import annotations
 
 import functools
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from math import ceil, sqrt
@@ -76,12 +79,109 @@ def is_plain_layer(module: nn.Module) -> bool:
     return isinstance(module, nn.RNNBase) and type(module).forward in _FORWARDS
 
 
-class SegmentedLayer:
-    """The forward of a recurrent layer in segments; an object, so that a copy of the model gets its own layer's."""
+class ComposedLayer(ABC):
+    """The forward of a recurrent layer, composed of calls of torch's kernels for some layers and one direction.
+
+    An object, so that a copy of the model gets its own layer's.
+    """
+
+    def __init__(self, layer: nn.RNNBase) -> None:
+        functools.update_wrapper(self, type(layer).forward)
+        self._layer = layer
+
+    @abstractmethod
+    def __call__(self, input: Any, hx: Any = None) -> tuple[Any, Any]:
+        """As the layer's own forward."""
+
+    @abstractmethod
+    def _one_way(self, sequences: Sequences, state: State, layers: range, direction: int) -> tuple[Tensor, State]:
+        """Some layers in one direction; ``direction`` 1 goes from the last step to the first."""
+
+    def _packed(self, input: PackedSequence, hx: Any) -> tuple[PackedSequence, Any]:
+        data, batch_sizes, sorted_indices, unsorted_indices = input
+        sizes = values_of(batch_sizes)
+        state = as_state(hx)
+        if not state:
+            state = self._zeros(data, sizes[0])
+        elif sorted_indices is not None:
+            state = tuple(part.index_select(1, sorted_indices) for part in state)
+        self._layer.check_forward_args(data, as_hidden(state), batch_sizes)
+        output, state = self._through(Sequences(data, 0, sizes), state)
+        if unsorted_indices is not None:
+            state = tuple(part.index_select(1, unsorted_indices) for part in state)
+        return PackedSequence(output, batch_sizes, sorted_indices, unsorted_indices), as_hidden(state)
+
+    def _zeros(self, data: Tensor, num_samples: int) -> State:
+        layer = self._layer
+        rows = layer.num_layers * (1 + layer.bidirectional)
+        widths = [layer.proj_size or layer.hidden_size] + [layer.hidden_size] * (layer.mode == "LSTM")
+        return tuple(data.new_zeros(rows, num_samples, width) for width in widths)
+
+    def _through(self, sequences: Sequences, state: State) -> tuple[Tensor, State]:
+        """All layers, in one or two directions."""
+        layer = self._layer
+        if not layer.bidirectional:
+            return self._one_way(sequences, state, range(layer.num_layers), 0)
+        ends: list[State] = []
+        for number in range(layer.num_layers):
+            if number:
+                sequences = sequences._replace(data=self._dropped(sequences.data))
+            ways = []
+            for direction in range(2):
+                row = 2 * number + direction
+                first = tuple(part[row : row + 1] for part in state)
+                output, end = self._one_way(sequences, first, range(number, number + 1), direction)
+                ways.append(output)
+                ends.append(end)
+            sequences = sequences._replace(data=torch.cat(ways, -1))
+        return sequences.data, tuple(torch.cat(parts) for parts in zip(*ends, strict=True))
+
+    def _together(self, part: Sequences, state: State, weights: list[list[Tensor]]) -> tuple[Tensor, State]:
+        """Some layers over all steps of a part, with dropout between them."""
+        if not self._draws or len(weights) == 1:
+            return self._kernel(part, state, weights)
+        ends: list[State] = []
+        for number, of_layer in enumerate(weights):
+            if number:
+                part = part._replace(data=self._dropped(part.data))
+            output, end = self._kernel(part, tuple(rows[number : number + 1] for rows in state), [of_layer])
+            part = part._replace(data=output)
+            ends.append(end)
+        return part.data, tuple(torch.cat(parts) for parts in zip(*ends, strict=True))
+
+    def _kernel(self, part: Sequences, state: State, weights: list[list[Tensor]]) -> tuple[Tensor, State]:
+        layer = self._layer
+        flat = [weight for of_layer in weights for weight in of_layer]
+        hidden = state if layer.mode == "LSTM" else state[0]
+        options = (layer.bias, len(weights), 0.0, layer.training, False)
+        kernel = _KERNELS[layer.mode]
+        if part.batch_sizes is not None:
+            output, *end = kernel(part.data, torch.tensor(part.batch_sizes), hidden, flat, *options)
+        else:
+            output, *end = kernel(part.data, hidden, flat, *options, part.dim == 1)
+        return output, tuple(end)
+
+    def _weights(self, number: int, direction: int) -> list[Tensor]:
+        layer = self._layer
+        per_row = 2 + 2 * layer.bias + (layer.proj_size > 0)
+        begin = (number * (1 + layer.bidirectional) + direction) * per_row
+        # By name: what a parametrization or `functional_call` puts there is not in the layer's own list.
+        return [getattr(layer, name) for name in layer._flat_weights_names[begin : begin + per_row]]
+
+    @property
+    def _draws(self) -> bool:
+        return self._layer.training and self._layer.dropout > 0
+
+    def _dropped(self, data: Tensor) -> Tensor:
+        return functional.dropout(data, self._layer.dropout, self._layer.training)
+
+
+class SegmentedLayer(ComposedLayer):
+    """The forward of a recurrent layer in segments."""
 
     def __init__(self, layer: nn.RNNBase, cut: Cut) -> None:
-        functools.update_wrapper(self, type(layer).forward)
-        self._layer, self._cut = layer, cut
+        super().__init__(layer)
+        self._cut = cut
 
     def __call__(self, input: Any, hx: Any = None) -> tuple[Any, Any]:
         """As the layer's own forward."""
@@ -100,120 +200,45 @@ class SegmentedLayer:
         if not state:
             state = self._zeros(data, data.shape[batch_dim])
         layer.check_forward_args(data, as_hidden(state), None)
-        output, state = self._through(_Stretch(data, 1 - batch_dim, None), state)
+        output, state = self._through(Sequences(data, 1 - batch_dim, None), state)
         if is_single:
             output, state = output.squeeze(batch_dim), tuple(part.squeeze(1) for part in state)
         return output, as_hidden(state)
 
-    def _packed(self, input: PackedSequence, hx: Any) -> tuple[PackedSequence, Any]:
-        data, batch_sizes, sorted_indices, unsorted_indices = input
-        sizes = values_of(batch_sizes)
-        state = as_state(hx)
-        if not state:
-            state = self._zeros(data, sizes[0])
-        elif sorted_indices is not None:
-            state = tuple(part.index_select(1, sorted_indices) for part in state)
-        self._layer.check_forward_args(data, as_hidden(state), batch_sizes)
-        output, state = self._through(_Stretch(data, 0, sizes), state)
-        if unsorted_indices is not None:
-            state = tuple(part.index_select(1, unsorted_indices) for part in state)
-        return PackedSequence(output, batch_sizes, sorted_indices, unsorted_indices), as_hidden(state)
-
-    def _zeros(self, data: Tensor, num_samples: int) -> State:
-        layer = self._layer
-        rows = layer.num_layers * (1 + layer.bidirectional)
-        widths = [layer.proj_size or layer.hidden_size] + [layer.hidden_size] * (layer.mode == "LSTM")
-        return tuple(data.new_zeros(rows, num_samples, width) for width in widths)
-
-    def _through(self, stretch: _Stretch, state: State) -> tuple[Tensor, State]:
-        """All layers, in one or two directions."""
-        layer = self._layer
-        if not layer.bidirectional:
-            return self._one_way(stretch, state, range(layer.num_layers), 0)
-        ends: list[State] = []
-        for number in range(layer.num_layers):
-            if number:
-                stretch = stretch._replace(data=self._dropped(stretch.data))
-            ways = []
-            for direction in range(2):
-                row = 2 * number + direction
-                first = tuple(part[row : row + 1] for part in state)
-                output, end = self._one_way(stretch, first, range(number, number + 1), direction)
-                ways.append(output)
-                ends.append(end)
-            stretch = stretch._replace(data=torch.cat(ways, -1))
-        return stretch.data, tuple(torch.cat(parts) for parts in zip(*ends, strict=True))
-
-    def _one_way(self, stretch: _Stretch, state: State, layers: range, direction: int) -> tuple[Tensor, State]:
+    def _one_way(self, sequences: Sequences, state: State, layers: range, direction: int) -> tuple[Tensor, State]:
         """Some layers in one direction; ``direction`` 1 goes from the last step to the first."""
         weights = [self._weights(number, direction) for number in layers]
-        is_padded_back = direction == 1 and stretch.batch_sizes is None
-        reversal = stretch.reversal() if direction == 1 and stretch.batch_sizes is not None else None
-        data = stretch.data if reversal is None else stretch.data.index_select(0, reversal)
-        bounds = self._cut.spans(stretch.num_steps)
-        spans = stretch.in_rows(bounds)
+        is_padded_back = direction == 1 and sequences.batch_sizes is None
+        reversal = sequences.reversal() if direction == 1 and sequences.batch_sizes is not None else None
+        data = sequences.data if reversal is None else sequences.data.index_select(0, reversal)
+        bounds = self._cut.spans(sequences.num_steps)
+        spans = sequences.in_rows(bounds)
         if is_padded_back:
             bounds, spans = bounds[::-1], spans[::-1]
 
         def run(segment: int, state: State, slices: tuple[Tensor, ...]) -> Passed:
-            part = slices[0].flip(stretch.dim) if is_padded_back else slices[0]
-            output, state = self._segment(part, stretch.sizes_in(bounds[segment]), state, weights)
-            return Passed((output.flip(stretch.dim) if is_padded_back else output,), state=state)
+            data = slices[0].flip(sequences.dim) if is_padded_back else slices[0]
+            part = Sequences(data, sequences.dim, sequences.sizes_in(bounds[segment]))
+            output, state = self._segment(part, state, weights)
+            return Passed((output.flip(sequences.dim) if is_padded_back else output,), state=state)
 
         flat = [weight for of_layer in weights for weight in of_layer]
-        walk = Walk(run, spans, stretch.dim, self._cut.num_slots, draws=self._draws and len(layers) > 1)
+        walk = Walk(run, spans, sequences.dim, self._cut.num_slots, draws=self._draws and len(layers) > 1)
         passed = over_time(walk, (data,), state, flat)
         output = passed.outputs[0]
         return (output if reversal is None else output.index_select(0, reversal)), passed.state
 
-    def _segment(
-        self, data: Tensor, sizes: list[int] | None, state: State, weights: list[list[Tensor]]
-    ) -> tuple[Tensor, State]:
+    def _segment(self, part: Sequences, state: State, weights: list[list[Tensor]]) -> tuple[Tensor, State]:
         """One segment through some layers; samples of a packed batch that have ended keep the state they had."""
-        if sizes is not None and sizes[0] < state[0].shape[1]:
-            waiting = tuple(part[:, sizes[0] :] for part in state)
-            data, state = self._segment(data, sizes, tuple(part[:, : sizes[0]] for part in state), weights)
-            return data, tuple(torch.cat(pair, 1) for pair in zip(state, waiting, strict=True))
-        if not self._draws or len(weights) == 1:
-            return self._kernel(data, sizes, state, weights)
-        ends: list[State] = []
-        for number, of_layer in enumerate(weights):
-            data = self._dropped(data) if number else data
-            first = tuple(part[number : number + 1] for part in state)
-            data, end = self._kernel(data, sizes, first, [of_layer])
-            ends.append(end)
-        return data, tuple(torch.cat(parts) for parts in zip(*ends, strict=True))
-
-    def _kernel(
-        self, data: Tensor, sizes: list[int] | None, state: State, weights: list[list[Tensor]]
-    ) -> tuple[Tensor, State]:
-        layer = self._layer
-        flat = [weight for of_layer in weights for weight in of_layer]
-        hidden = state if layer.mode == "LSTM" else state[0]
-        options = (layer.bias, len(weights), 0.0, layer.training, False)
-        kernel = _KERNELS[layer.mode]
-        if sizes is not None:
-            output, *end = kernel(data, torch.tensor(sizes), hidden, flat, *options)
-        else:
-            output, *end = kernel(data, hidden, flat, *options, layer.batch_first)
-        return output, tuple(end)
-
-    def _weights(self, number: int, direction: int) -> list[Tensor]:
-        layer = self._layer
-        per_row = 2 + 2 * layer.bias + (layer.proj_size > 0)
-        begin = (number * (1 + layer.bidirectional) + direction) * per_row
-        # By name: what a parametrization or `functional_call` puts there is not in the layer's own list.
-        return [getattr(layer, name) for name in layer._flat_weights_names[begin : begin + per_row]]
-
-    @property
-    def _draws(self) -> bool:
-        return self._layer.training and self._layer.dropout > 0
-
-    def _dropped(self, data: Tensor) -> Tensor:
-        return functional.dropout(data, self._layer.dropout, self._layer.training)
+        sizes = part.batch_sizes
+        if sizes is None or sizes[0] == state[0].shape[1]:
+            return self._together(part, state, weights)
+        waiting = tuple(rows[:, sizes[0] :] for rows in state)
+        data, state = self._together(part, tuple(rows[:, : sizes[0]] for rows in state), weights)
+        return data, tuple(torch.cat(pair, 1) for pair in zip(state, waiting, strict=True))
 
 
-class _Stretch(NamedTuple):
+class Sequences(NamedTuple):
     """A batch of sequences: the dimension of its steps and, if it is packed, the samples of each step."""
 
     data: Tensor

@@ -168,7 +168,8 @@ class _Pass:
         storage = tensor.untyped_storage()
         key = storage._cdata, tensor._version, tensor.dtype
         of, known = self._known.get(key, (None, None))
-        if of is not None and known is not None and of() is storage and (kept := known()) is not None:
+        kept = known() if known is not None and of is not None and of() is storage else None
+        if kept is not None and not _counts_alone(tensor):
             return kept
         if not self._away.has_room(storage.nbytes()):
             return None
@@ -246,6 +247,15 @@ class _Side:
             target.copy_(source, non_blocking=True)
             event: torch.cuda.Event = self._stream.record_event()
         return event
+
+
+def _counts_alone(tensor: Tensor) -> bool:
+    """Whether the rest of the storage may have changed since another tensor of this version was saved.
+
+    All views of a storage count their versions together, but not the parts that a kernel chunks unsafely: torch's LSTM
+    and GRU cells on the CPU change the gates of a step in place, part after part, and each part counts for itself.
+    """
+    return tensor._version > 0 and tensor.numel() * tensor.element_size() < tensor.untyped_storage().nbytes()
 
 
 def _wait_for(event: torch.cuda.Event | None) -> None:

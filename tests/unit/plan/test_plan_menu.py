@@ -1,5 +1,6 @@
 """What there is to search among."""
 
+import pytest
 from plan.worlds import MadeUp, World
 
 from plimsoll.plan.menu import Compatibility, menu_of
@@ -28,10 +29,11 @@ def test_every_technique_offers_says_why_not_or_is_closed(inhabited):
     assert menu.sizes == (16, 8, 6, 4, 3, 2, 1)
 
 
-def test_by_length_is_in_every_mix_it_is_possible_in(inhabited):
-    world = inhabited(World([MadeUp("by_length")]))
-    assert menu_of(world.problem(100)).base == (choice("by_length"),)
-    assert menu_of(world.problem(100, Decided((), frozenset(), frozenset({"by_length"})))).base == ()
+@pytest.mark.parametrize("name", ["by_length", "packed_stretches"])
+def test_what_only_leaves_work_out_is_in_every_mix_it_is_possible_in(name, inhabited):
+    world = inhabited(World([MadeUp(name)]))
+    assert menu_of(world.problem(100)).base == (choice(name),)
+    assert menu_of(world.problem(100, Decided((), frozenset(), frozenset({name})))).base == ()
 
 
 def test_a_pinned_or_forbidden_micro_batch_leaves_one_size(inhabited):

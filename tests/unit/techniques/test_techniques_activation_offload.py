@@ -96,6 +96,22 @@ class Net(nn.Module):
         return torch.tanh(layer(x)) * 2
 
 
+@BOTH
+@pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU])
+@pytest.mark.usefixtures("all_sizes")
+def test_gates_that_are_changed_in_place_one_by_one_are_kept_as_they_are(layer, choice):
+    """torch's cells on the CPU chunk the gates so that each counts its own versions."""
+    torch.manual_seed(0)
+    model, x = layer(6, 8), torch.randn(9, 3, 6)
+    packed = nn.utils.rnn.pack_padded_sequence(x, torch.tensor([9, 5, 2]))
+    gradients = []
+    for choices in ([], [choice]):
+        workload = workload_of(model, loss=lambda model, batch: model(batch)[0].data.square().sum())
+        with installed(workload, choices):
+            gradients.append(torch.autograd.grad(workload.loss(model, packed), list(model.parameters())))
+    assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
+
+
 def net_loss(model, x):
     return model(x).sum()
 

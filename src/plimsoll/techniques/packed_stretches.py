@@ -1,0 +1,184 @@
+"""Packed sequences of different lengths through the kernels for batches: a stretch of steps with equally many samples.
+
+    Choice(technique="packed_stretches")
+
+On the CPU torch walks a `PackedSequence` whose samples differ in length step by step, and in backward each step makes
+zeros as large as the whole packed input: the time grows with the square of the length. Between two lengths, however,
+the rows of a packed batch are a dense batch of (steps, samples), and go through the kernels for these, one stretch
+after another, each beginning with the states of the last. Samples that end keep their state; in reverse they enter.
+There are at most as many calls as different lengths, no padding, and no copy of the input but in reverse.
+
+oneDNN, which runs a dense batch of an LSTM, is left out: it writes code for each number of steps and of samples that it
+meets and keeps a thousand of them: stretches are ever others, and a small tagger was 250 MiB larger after 150 steps.
+
+It is offered for a model that says that it packs, as the recurrent ones of `plimsoll.models` do:
+
+    class Model(nn.Module):
+        packs_sequences = True
+
+Numerics: the kernels add up in another order. Dropout between layers of one direction is drawn stretch by stretch:
+other masks than without, as with any other cut. Whatever is not packed, or of one length, is torch's own, and so is
+every rehearsal with full samples. Does NOT cover layers with a forward of their own, layers whose forward
+`time_segments` has replaced, and compiled models.
+
+Shapes: B samples, N rows of a packed batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from itertools import groupby, pairwise
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+
+from plimsoll.errors import InputError
+from plimsoll.memory.known import values_of
+from plimsoll.models.in_segments import State
+from plimsoll.records.plan import Choice, Numerics
+from plimsoll.records.trace import Category
+from plimsoll.techniques._base import Choices, Setting
+from plimsoll.techniques._forwards import replaced_forward
+from plimsoll.techniques._recurrent_layers import ComposedLayer, Sequences, is_plain_layer
+from plimsoll.workload import Workload
+
+
+class PackedStretches:
+    """`Technique`: packed sequences as dense batches, from one length to the next."""
+
+    name: ClassVar[str] = "packed_stretches"
+    numerics: ClassVar[Numerics] = "reordered"
+    summary: ClassVar[str] = "packed sequences through the kernels for batches, from one length to the next"
+    reaches: ClassVar[frozenset[Category]] = frozenset({"activations", "temporaries"})
+    is_for_the_run: ClassVar[bool] = False
+    may_be_faster: ClassVar[bool] = True
+
+    def menu(self, workload: Workload, setting: Setting) -> Choices | str:
+        """One choice, on the CPU, for a model that says that it packs."""
+        reason = _why_not(workload.model)
+        if reason is not None:
+            return reason
+        if setting.device != "cpu":
+            return "cuDNN runs packed sequences as they are: only the CPU's kernels are slow with them"
+        if not setting.lengths_vary:
+            return "nothing says that the samples of a batch are of different lengths: only an attention_mask does"
+        if getattr(workload.model, "packs_sequences", False) is not True:
+            return (
+                f"nothing says that {type(workload.model).__name__} packs its sequences (pack_padded_sequence): if it "
+                "does, say so with `packs_sequences = True` in its class, or pin packed_stretches"
+            )
+        return (Choice(technique=self.name),)
+
+    def conflicts(self, choice: Choice, others: Choices, workload: Workload, setting: Setting) -> str | None:
+        """Options, of which there are none, and a model without recurrent layers."""
+        if choice.options:
+            return f"its options are {', '.join(choice.options)}: it has none, leave them out"
+        return _why_not(workload.model)
+
+    @contextmanager
+    def install(self, workload: Workload, choice: Choice) -> Iterator[None]:
+        """Replace the forward of recurrent layers, on the instances, but where it is replaced already.
+
+        Raises:
+            InputError: if the model has no such layer.
+        """
+        reason = _why_not(workload.model)
+        if reason is not None:
+            raise InputError(f"{choice} has nothing to run in {type(workload.model).__name__}: {reason}; leave it out")
+        with ExitStack() as stack:
+            for layer in _layers(workload.model):
+                if "forward" not in vars(layer):
+                    stack.enter_context(replaced_forward(layer, StretchedLayer(layer)))
+            yield
+
+
+class StretchedLayer(ComposedLayer):
+    """The forward of a recurrent layer, with packed sequences of different lengths in stretches."""
+
+    def __call__(self, input: Any, hx: Any = None) -> tuple[Any, Any]:
+        """As the layer's own forward."""
+        if isinstance(input, PackedSequence):
+            sizes = values_of(input.batch_sizes)
+            if sizes[0] != sizes[-1]:
+                return self._packed(input, hx)
+        return type(self._layer).forward(self._layer, input, hx)  # type: ignore[no-any-return]
+
+    def _one_way(self, sequences: Sequences, state: State, layers: range, direction: int) -> tuple[Tensor, State]:
+        """Some layers in one direction; ``direction`` 1 goes from the last step to the first."""
+        assert sequences.batch_sizes is not None
+        weights = [self._weights(number, direction) for number in layers]  # once: a parametrization computes them
+        shapes = [(len(list(steps)), num_samples) for num_samples, steps in groupby(sequences.batch_sizes)]
+        rows = sequences.data.split_with_sizes([num_steps * num_samples for num_steps, num_samples in shapes])
+        stretches = [part.view(*shape, -1) for part, shape in zip(rows, shapes, strict=True)]
+        walk = self._to_the_first if direction else self._to_the_last
+        outputs, state = walk(stretches, state, weights)
+        return torch.cat([output.flatten(0, 1) for output in outputs]), state
+
+    def _to_the_last(
+        self, stretches: Sequence[Tensor], state: State, weights: list[list[Tensor]]
+    ) -> tuple[list[Tensor], State]:
+        """Samples end where a stretch has fewer than the one before."""
+        outputs: list[Tensor] = []
+        ended: list[State] = []
+        for stretch in stretches:
+            num_samples, num_before = stretch.shape[1], state[0].shape[1]
+            if num_samples < num_before:
+                state, rest = _split(state, [num_samples, num_before - num_samples])
+                ended.append(rest)
+            output, state = self._stretch(stretch, state, weights)
+            outputs.append(output)
+        return outputs, _joined([state, *reversed(ended)])
+
+    def _to_the_first(
+        self, stretches: Sequence[Tensor], state: State, weights: list[list[Tensor]]
+    ) -> tuple[list[Tensor], State]:
+        """Samples enter where a stretch has more than the one after it, with the first states that they were given."""
+        outputs: list[Tensor] = []
+        back = stretches[::-1]
+        counts = [0, *(stretch.shape[1] for stretch in back)]
+        entering = _split(state, [after - before for before, after in pairwise(counts)])
+        for number, stretch in enumerate(back):
+            state = _joined([state, entering[number]]) if number else entering[0]
+            output, state = self._stretch(stretch.flip(0), state, weights)
+            outputs.append(output.flip(0))
+        return outputs[::-1], state
+
+    def _stretch(self, stretch: Tensor, state: State, weights: list[list[Tensor]]) -> tuple[Tensor, State]:
+        state = tuple(part.contiguous() for part in state)  # some samples of several layers are no single block
+        with _without_onednn() if self._layer.mode == "LSTM" else nullcontext():
+            return self._together(Sequences(stretch, 0, None), state, weights)
+
+
+@contextmanager
+def _without_onednn() -> Iterator[None]:
+    """Let torch run an LSTM by products of matrices, as it runs the other layers."""
+    before = torch.backends.mkldnn.enabled
+    torch.backends.mkldnn.enabled = False  # type: ignore[assignment]  # a property of a module
+    try:
+        yield
+    finally:
+        torch.backends.mkldnn.enabled = before
+
+
+def _split(state: State, counts: list[int]) -> list[State]:
+    """Cut the states of samples into those of so many each."""
+    return list(zip(*(part.split_with_sizes(counts, 1) for part in state), strict=True))
+
+
+def _joined(states: Sequence[State]) -> State:
+    return tuple(torch.cat(parts, 1) for parts in zip(*states, strict=True))
+
+
+def _layers(model: nn.Module) -> list[nn.RNNBase]:
+    return [module for module in model.modules() if isinstance(module, nn.RNNBase) and is_plain_layer(module)]
+
+
+def _why_not(model: nn.Module) -> str | None:
+    if hasattr(model, "_orig_mod"):
+        return "the model is compiled"
+    if _layers(model):
+        return None
+    return f"{type(model).__name__} has no recurrent layers of torch's (nn.LSTM, nn.GRU, nn.RNN)"
