@@ -13,6 +13,7 @@ from plimsoll.errors import InputError
 from plimsoll.memory.live import live_bytes
 from plimsoll.memory.lowering.cuda import CudaLowering
 from plimsoll.models.cells import UnrolledCell
+from plimsoll.models.in_segments import Passed
 from plimsoll.models.recurrent import build_recurrent
 from plimsoll.records.plan import Choice
 from plimsoll.techniques import Setting, conflict_among, installed
@@ -190,6 +191,48 @@ def test_a_cell_that_keeps_its_state_elsewhere_is_refused_with_the_line(cell, me
         pytest.raises(InputError, match=message),
     ):
         model(torch.randn(7, 1, 8))
+
+
+class Decoder(nn.Module):
+    """Reads a summary that an encoder made of the whole sequence, beside each step."""
+
+    def __init__(self, hands_on):
+        super().__init__()
+        self.encoder, self.recurrent = nn.Linear(4, 4), nn.GRU(4, 4, batch_first=True)
+        self.hands_on = hands_on
+
+    def forward(self, x):
+        summary = self.encoder(x.mean(1))
+        return self.recurrent(x + summary[:, None])[0].square().sum()
+
+    def in_segments(self, unroll, x):
+        summary = self.encoder(x.mean(1))
+        outside = () if self.hands_on else (summary,)
+
+        def run(state, x_BS):
+            *hidden, summary = (*state, *outside)
+            states, last = self.recurrent(x_BS + summary[:, None], hidden[0] if hidden else None)
+            return Passed(sums=(states.square().sum(),), state=(last, *([summary] if self.hands_on else [])))
+
+        first = (torch.zeros(1, len(x), 4, dtype=x.dtype), summary) if self.hands_on else ()
+        return unroll(run, (x,), first).sums[0]
+
+
+@pytest.mark.parametrize("choice", [time_segments_choice(4), time_segments_choice(2, kept=1)])
+def test_what_a_segment_uses_from_outside_is_refused_and_right_as_a_part_of_the_state(choice):
+    torch.manual_seed(0)
+    inputs = torch.randn(2, 11, 4, dtype=torch.float64)
+    model = Decoder(hands_on=True).double()
+    wanted = torch.autograd.grad(model(inputs), list(model.parameters()))
+    with installed(workload_of(model), [choice]):
+        found = torch.autograd.grad(model(inputs), list(model.parameters()))
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+    model.hands_on = False
+    with installed(workload_of(model), [choice]):
+        loss = model(inputs)
+        with pytest.raises(InputError, match=r"computed before it, by `\w+`, .*: give it to `unroll` as one of the"):
+            loss.backward()
 
 
 class Dropping(nn.Module):
