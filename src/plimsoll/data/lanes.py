@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plimsoll.data import ragged
-from plimsoll.errors import DataError
+from plimsoll.errors import DataError, InputError
 from plimsoll.records.run import GradientReach
 
 Ints = NDArray[np.int64]
@@ -37,6 +37,7 @@ class Lanes:
         sequence_length: tokens of a window, of which all but the last are read.
 
     Raises:
+        InputError: if one of the numbers is none.
         DataError: if a lane would not predict a token.
     """
 
@@ -46,6 +47,13 @@ class Lanes:
     sequence_length: int
 
     def __post_init__(self) -> None:
+        for name, least in (("begin", 0), ("num_lanes", 1), ("sequence_length", 2)):
+            value = getattr(self, name)
+            if value < least:
+                raise InputError(
+                    f"the lanes of a stream cannot have {name} = {value}: give at least {least}"
+                    + (", of which all tokens but the last are read" if least == 2 else "")
+                )
         if self.num_tokens <= self.num_lanes:
             raise DataError(
                 f"a stream of {self.num_tokens} tokens is too short for batch_size = {self.num_lanes} lanes, each of "
@@ -128,10 +136,13 @@ def training_lanes(begin: int, num_tokens: int, num_lanes: int, sequence_length:
     """
     least_tokens = num_lanes * (sequence_length - 1) + 1
     if num_tokens < least_tokens:
+        most_lanes = max(num_tokens - 1, 0) // max(sequence_length - 1, 1)
+        fewer = f", or fewer lanes with --set batch_size={most_lanes}" if most_lanes else ""
+        shorter = "" if most_lanes else f" (at most {num_tokens} with one lane)"
         raise DataError(
             f"the training text has {num_tokens} tokens, but batch_size = {num_lanes} lanes with one window of "
-            f"sequence_length = {sequence_length} each need {least_tokens}: give more text, a shorter sequence_length, "
-            f"or fewer lanes with --set batch_size={max((num_tokens - 1) // max(sequence_length - 1, 1), 1)}"
+            f"sequence_length = {sequence_length} each need {least_tokens}: give more text{',' if fewer else ' or'} "
+            f"a shorter sequence_length{shorter}{fewer}"
         )
     return Lanes(begin, num_tokens, num_lanes, sequence_length)
 

@@ -5,9 +5,10 @@ A segment of time is computed forward and again in backward, from the same state
 from another one, and its gradients would be wrong without a word.
 
 Changes in place are seen by version counters, attributes by their identity, numbers, strings and arrays of numpy by
-their value (of an array of more than 1024 numbers, of so many of them), and all cost microseconds; only once something is found is the segment run again, on copies, to find the line. Does NOT see changes
-through ``.data``, which no counter counts, and what is kept outside of a module (a global, a closure's list, a generator of
-random numbers) or deeper in its attributes than in an object's own.
+their value (of an array of more than 1,024 numbers, of so many of them), and all cost microseconds; only once something
+is found is the segment run again, on copies, to find the line. Does NOT see changes through ``.data``, which no counter
+counts, and what is kept outside of a module (a global, a closure's list, a generator of random numbers) or deeper in
+its attributes than in an object's own.
 """
 
 from __future__ import annotations
@@ -64,7 +65,8 @@ class Attributes:
         """Refuse what keeps something of a sequence in an attribute.
 
         Raises:
-            InputError: if there are other tensors, numbers, strings or arrays than before; it names the attribute and the line.
+            InputError: if there are other tensors, numbers, strings or arrays than before; it names the attribute and
+                the line.
         """
         for (name, attribute), found in _kept(self._module):
             if self._before.get((name, attribute)) != found:

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plimsoll.data.lanes import Lanes, first_tokens, lanes_of_stream, training_lanes, truncated_reach
-from plimsoll.errors import DataError
+from plimsoll.errors import DataError, InputError
 from plimsoll.records.run import GradientReach
 
 
@@ -109,3 +109,23 @@ def test_truncated_segments_reach_back_to_their_begin():
     """Tokens 0 to 6 of a window, in segments of 3: 1, 2, 3, 1, 2, 3, 1 tokens back."""
     assert truncated_reach(7, 3) == GradientReach(most_tokens=3, mean_tokens=13 / 7)
     assert truncated_reach(7, 99) == GradientReach(most_tokens=7, mean_tokens=4.0)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "reason"),
+    [
+        ((-5, 100, 4, 36), "begin = -5: give at least 0"),
+        ((0, 100, 0, 36), "num_lanes = 0: give at least 1"),
+        ((0, 100, 4, 1), "sequence_length = 1: give at least 2"),
+    ],
+)
+def test_numbers_that_are_none_are_refused(numbers, reason):
+    with pytest.raises(InputError, match=reason):
+        Lanes(*numbers)
+
+
+def test_a_smaller_batch_is_suggested_only_if_it_works():
+    with pytest.raises(DataError, match=r"a shorter sequence_length \(at most 31 with one lane\)$"):
+        training_lanes(0, 31, 4, 100)
+    with pytest.raises(DataError, match=r"batch_size=3$"):
+        training_lanes(0, 31, 4, 11)

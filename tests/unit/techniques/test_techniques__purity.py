@@ -81,10 +81,18 @@ class Keeps(nn.Module):
 @pytest.mark.parametrize(
     ("how", "name"),
     [
-        ("attribute", "hidden"), ("list", "history"), ("number", "steps"), ("object", "memory"), ("numpy", "array"),
-        ("large", "large"), ("string", "phase"), ("none", "last"), ("bool", "is_late"), ("key", "table"),
+        ("attribute", "hidden"),
+        ("list", "history"),
+        ("number", "steps"),
+        ("object", "memory"),
+        ("numpy", "array"),
+        ("large", "large"),
+        ("string", "phase"),
+        ("none", "last"),
+        ("bool", "is_late"),
+        ("key", "table"),
         ("bytes", "bytes"),
-    ],  # fmt: skip
+    ],
 )
 def test_a_state_in_an_attribute_is_refused(how, name):
     cell = nn.Sequential(Keeps())

@@ -79,17 +79,29 @@ def test_without_gradients_it_is_the_plain_loss():
         (choice_of(5), Setting("cpu", 4), "fp32", r"allow it with `allow: [truncated_bptt]`"),
         (choice_of(-1), ALLOWED, "fp32", "steps is -1: give a whole number, 0 for the default"),
         (choice_of(5), ALLOWED, "fp16", "use bf16"),
+        (choice_of(2.5), ALLOWED, "fp32", "steps is 2.5: give a whole number"),
+        (Choice(technique="truncated_bptt", options={}), ALLOWED, "fp32", "its options are none: give steps and"),
+        (
+            Choice(technique="truncated_bptt", options={"steps": 5, "kept": -1}),
+            ALLOWED,
+            "fp32",
+            "its options are steps, kept: give steps and nothing else",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused(choice, setting, precision, reason):
     assert reason in conflict_among((choice,), workload_of(build_recurrent(FIELDS), precision), setting)
 
 
-@pytest.mark.parametrize("model", [lambda: nn.LSTM(2, 2), lambda: build_recurrent(FIELDS | {"num_labels": 2})])
-def test_a_model_without_a_loss_for_each_stretch_is_refused(model):
-    assert "does not say how the loss of a stretch of time is computed" in TruncatedBptt().menu(
-        workload_of(model()), ALLOWED
-    )
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        (lambda: nn.LSTM(2, 2), "LSTM does not say how the loss of a stretch of time is computed"),
+        (lambda: build_recurrent(FIELDS | {"num_labels": 2}), "is of the end of the sequence (judges_the_end)"),
+    ],
+)
+def test_a_model_without_a_loss_for_each_stretch_is_refused(model, reason):
+    assert reason in TruncatedBptt().menu(workload_of(model()), ALLOWED)
     with pytest.raises(InputError, match="cannot truncate"), installed(workload_of(model()), [choice_of(5)]):
         pass
 
@@ -116,8 +128,8 @@ class Saying(Ending):
 
 
 def test_a_model_of_ones_own_whose_loss_is_of_the_end_says_so():
-    assert "does not say how the loss of a stretch of time" in TruncatedBptt().menu(workload_of(Saying()), ALLOWED)
-    assert "does not say how" in conflict_among((choice_of(5),), workload_of(Saying()), ALLOWED)
+    assert "the loss of Saying is of the end of the sequence" in TruncatedBptt().menu(workload_of(Saying()), ALLOWED)
+    assert "the loss of Saying is of the end" in conflict_among((choice_of(5),), workload_of(Saying()), ALLOWED)
 
 
 def test_one_that_does_not_say_so_is_refused_in_its_first_step():
