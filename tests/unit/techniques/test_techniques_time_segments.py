@@ -5,8 +5,11 @@ from math import isqrt
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from small_models import fresh
 from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence
 from traced_steps import recorded, rehearsed
 
 from plimsoll.errors import InputError
@@ -145,6 +148,46 @@ def test_a_replaced_forward_is_refused():
         installed(workload_of(model), [time_segments_choice(4)]),
     ):
         pass
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(
+    kind=st.sampled_from([nn.LSTM, nn.GRU, nn.RNN]),
+    num_layers=st.integers(1, 3),
+    bidirectional=st.booleans(),
+    projects=st.booleans(),
+    batch_first=st.booleans(),
+    lengths=st.lists(st.integers(1, 12), min_size=1, max_size=4),
+    is_packed=st.booleans(),
+    steps=st.integers(1, 14),
+    kept=st.integers(0, 3),
+)
+def test_gradients_of_layers_of_all_shapes(
+    kind, num_layers, bidirectional, projects, batch_first, lengths, is_packed, steps, kept
+):
+    torch.manual_seed(0)
+    more = {"proj_size": 2} if projects and kind is nn.LSTM else {}
+    layer = kind(3, 4, num_layers, bidirectional=bidirectional, batch_first=batch_first, **more).double()
+    num_samples, num_steps = len(lengths), max(lengths)
+    shape = (num_samples, num_steps, 3) if batch_first else (num_steps, num_samples, 3)
+    inputs = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+
+    def gradients():
+        given_ = inputs
+        if is_packed:
+            given_ = pack_padded_sequence(inputs, torch.tensor(lengths), batch_first, enforce_sorted=False)
+        output, state = layer(given_)
+        values = output.data if is_packed else output
+        parts = state if isinstance(state, tuple) else (state,)
+        weights = torch.linspace(0.5, 2, values.numel(), dtype=torch.float64)
+        loss = (values.sin().flatten() * weights).sum() + sum(part.square().sum() for part in parts)
+        return [loss.detach(), *torch.autograd.grad(loss, [inputs, *layer.parameters()])]
+
+    wanted = gradients()
+    with installed(workload_of(nn.Sequential(layer)), [time_segments_choice(steps, kept)]):
+        found = gradients()
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
 
 
 class InPlace(nn.Module):

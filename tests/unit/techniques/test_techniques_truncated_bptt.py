@@ -55,6 +55,40 @@ def test_it_is_the_textbooks_loop(architecture, steps):
         torch.testing.assert_close(one.grad, wanted.grad, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize("architecture", ["lstm", "gru", "rnn"])
+@pytest.mark.parametrize("steps", [1, 5, 23])
+def test_it_is_bitwise_the_loop_that_adds_up_gradients_as_it_goes(architecture, steps):
+    """Each segment's gradients are made and added in turn, of the sum, and scaled last.
+
+    One backward through the mean of all (`textbook`) adds the same numbers in another order, and rounds otherwise; so
+    does the embedding here, to which each segment adds the rows it has read alone.
+    """
+    torch.manual_seed(0)
+    model = build_recurrent(FIELDS | {"architecture": architecture})
+    other, ids = copy.deepcopy(model), torch.randint(0, 30, (4, 23))
+    with installed(workload_of(model), [choice_of(steps)]):
+        loss = model_loss(model, {"input_ids": ids, "labels": ids})
+    loss.backward()
+    targets = functional.pad(ids[:, 1:], (0, 1), value=-100)
+    parameters, state, total, sums = list(other.parameters()), None, None, None
+    for start in range(0, 23, steps):
+        hidden, state = other.recurrent(other.embedding(ids[:, start : start + steps]), state)
+        state = tuple(part.detach() for part in state) if isinstance(state, tuple) else state.detach()
+        logits = other.head(hidden).flatten(0, 1)
+        part = functional.cross_entropy(logits, targets[:, start : start + steps].flatten(), reduction="sum")
+        found = torch.autograd.grad(part, parameters)
+        sums = found if sums is None else [a + b for a, b in zip(sums, found, strict=True)]
+        total = part.detach() if total is None else total + part.detach()
+    num_targets = (targets != -100).sum()
+    assert torch.equal(loss, total / num_targets)
+    if steps < 23:  # one segment is plain training, which scales first
+        for (name, one), wanted in zip(model.named_parameters(), sums, strict=True):
+            if name == "embedding.weight":
+                torch.testing.assert_close(one.grad, wanted / num_targets)
+            else:
+                assert torch.equal(one.grad, wanted * (1 / num_targets)), name
+
+
 def test_nothing_is_computed_twice():
     model = build_recurrent(FIELDS)
     calls = []
