@@ -264,8 +264,13 @@ def _opened(out: Path, job_file: Path | None) -> RunDirectory:
             "leave it out, or drop --resume"
         )
     if not (out / "metrics.jsonl").is_file():
-        beside = sorted(out.parent.glob("*/metrics.jsonl"), key=lambda path: path.stat().st_mtime)
-        which = f" for the newest of {len(beside)} in {out.parent}" if beside else ", with the directory of the run"
+        every = sorted(out.parent.glob("*/metrics.jsonl"), key=lambda path: path.stat().st_mtime)
+        beside = [path for path in every if any((path.parent / "checkpoints").glob("*"))]
+        which = (
+            f" for the newest of {len(beside)} with a checkpoint in {out.parent}"
+            if beside
+            else ", with the directory of the run"
+        )
         raise OutputError(
             f"{out} is not a run directory, so --resume has nothing to go on with: write `plimsoll train --resume "
             f"--out {beside[-1].parent if beside else 'DIRECTORY'}`{which}"

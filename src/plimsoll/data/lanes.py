@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plimsoll.data import ragged
-from plimsoll.errors import DataError
+from plimsoll.errors import DataError, InputError
 from plimsoll.records.run import GradientReach
 
 Ints = NDArray[np.int64]
@@ -37,6 +37,7 @@ class Lanes:
         sequence_length: tokens of a window, of which all but the last are read.
 
     Raises:
+        InputError: if one of the numbers is none.
         DataError: if a lane would not predict a token.
     """
 
@@ -46,6 +47,13 @@ class Lanes:
     sequence_length: int
 
     def __post_init__(self) -> None:
+        for name, least in (("begin", 0), ("num_lanes", 1), ("sequence_length", 2)):
+            value = getattr(self, name)
+            if value < least:
+                raise InputError(
+                    f"the lanes of a stream cannot have {name} = {value}: give at least {least}"
+                    + (", of which all tokens but the last are read" if least == 2 else "")
+                )
         if self.num_tokens <= self.num_lanes:
             raise DataError(
                 f"a stream of {self.num_tokens} tokens is too short for batch_size = {self.num_lanes} lanes, each of "
@@ -80,44 +88,44 @@ class Lanes:
         starts_B = self.begin + lanes_B * self.lane_tokens + offsets_B
         return starts_B, np.minimum(self.lane_tokens - offsets_B + 1, self.sequence_length)
 
-    def reach(self, text_ends: Ints | None = None) -> GradientReach:
+    def reach(self, text_ends: Ints | None = None, segment_steps: int | None = None) -> GradientReach:
         """Count how many tokens back the gradient of a loss reaches: to the begin of its window, or of its text.
 
         Args:
             text_ends: where the end token of each text is, if the state begins anew at each; ``None`` if not.
+            segment_steps: of the segments of a window at whose begins gradients stop too; ``None`` if they do not.
         """
         most = num_reaches = num_predicted = 0
         for lane in range(self.num_lanes):
-            runs = self._runs_of_lane(lane, text_ends)
+            runs = self._runs_of_lane(lane, text_ends, segment_steps)
             most = max(most, int(runs.max()))
             num_reaches += int((runs * (runs + 1) // 2).sum())
             num_predicted += int(runs.sum())
         return GradientReach(most_tokens=most, mean_tokens=num_reaches / num_predicted)
 
-    def _runs_of_lane(self, lane: int, text_ends: Ints | None) -> Ints:
+    def _runs_of_lane(self, lane: int, text_ends: Ints | None, segment_steps: int | None) -> Ints:
         """The tokens that are read between two places at which a gradient stops."""
         begin = self.begin + lane * self.lane_tokens
         end = begin + self.lane_tokens
-        stops = np.arange(begin, end, self.sequence_length - 1)
+        window_stops = np.arange(begin, end, self.sequence_length - 1)
+        steps = np.arange(0, self.sequence_length - 1, segment_steps or self.sequence_length - 1)
+        stops = (window_stops[:, None] + steps).reshape(-1)
+        stops = stops[stops < end]
         if text_ends is not None:
             first, last = np.searchsorted(text_ends, (begin, end - 1))
             stops = np.union1d(stops, text_ends[first:last] + 1)
         return np.diff(stops, append=end)
 
 
-def truncated_reach(num_read: int, segment_steps: int, before: GradientReach | None = None) -> GradientReach:
-    """Count how far back a gradient reaches that ends where a segment of a window begins.
+def truncated_reach(num_read: int, segment_steps: int) -> GradientReach:
+    """Count how far back a gradient reaches that ends where a segment of a window begins; of streams, ask `Lanes`.
 
     Args:
         num_read: tokens of a window that are read to predict another.
         segment_steps: of a segment.
-        before: what it was without segments, where it was less than the window.
     """
     reaches = np.arange(num_read) % segment_steps + 1
-    most, mean = int(reaches.max()), float(reaches.mean())
-    if before is not None:
-        most, mean = min(most, before.most_tokens), min(mean, before.mean_tokens)
-    return GradientReach(most_tokens=most, mean_tokens=mean)
+    return GradientReach(most_tokens=int(reaches.max()), mean_tokens=float(reaches.mean()))
 
 
 def training_lanes(begin: int, num_tokens: int, num_lanes: int, sequence_length: int) -> Lanes:
@@ -128,10 +136,13 @@ def training_lanes(begin: int, num_tokens: int, num_lanes: int, sequence_length:
     """
     least_tokens = num_lanes * (sequence_length - 1) + 1
     if num_tokens < least_tokens:
+        most_lanes = max(num_tokens - 1, 0) // max(sequence_length - 1, 1)
+        fewer = f", or fewer lanes with --set batch_size={most_lanes}" if most_lanes else ""
+        shorter = "" if most_lanes else f" (at most {num_tokens} with one lane)"
         raise DataError(
             f"the training text has {num_tokens} tokens, but batch_size = {num_lanes} lanes with one window of "
-            f"sequence_length = {sequence_length} each need {least_tokens}: give more text, a shorter sequence_length, "
-            f"or fewer lanes with --set batch_size={max((num_tokens - 1) // max(sequence_length - 1, 1), 1)}"
+            f"sequence_length = {sequence_length} each need {least_tokens}: give more text{',' if fewer else ' or'} "
+            f"a shorter sequence_length{shorter}{fewer}"
         )
     return Lanes(begin, num_tokens, num_lanes, sequence_length)
 

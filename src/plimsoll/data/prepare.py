@@ -148,7 +148,7 @@ def prepare(job: Job, cache: Path, progress: Progress = silent) -> Prepared:
         special_ids=tokenizer.special_ids,
         mask_id=tokenizer.mask_id,
         label_names=names,
-        gradient_reach=_reach_of(job, train, held_out) if job.data.order == "streams" else None,
+        gradient_reach=reach_of(job, train, held_out) if job.data.order == "streams" else None,
     )
 
 
@@ -367,9 +367,12 @@ def _lanes_of(job: Job, train: PreparedText, held_out: PreparedText | None) -> t
     return lanes_of_stream(train.num_tokens, share if isinstance(share, float) else 0.0, num_lanes, length)
 
 
-def _reach_of(job: Job, train: PreparedText, held_out: PreparedText | None) -> GradientReach:
+def reach_of(
+    job: Job, train: PreparedText, held_out: PreparedText | None, segment_steps: int | None = None
+) -> GradientReach:
+    """Count how far back gradients of streams reach, also where windows are cut in segments that truncate them."""
     lanes, _ = _lanes_of(job, train, held_out)
-    return lanes.reach(open_tokens(Path(str(train.tokens_folder))).ends if job.data.reset else None)
+    return lanes.reach(open_tokens(Path(str(train.tokens_folder))).ends if job.data.reset else None, segment_steps)
 
 
 def _labels(text: PreparedText) -> NDArray[Any] | None:

@@ -81,4 +81,5 @@ def evidence_of_step(step: TrainStep) -> Evidence:
         used_bytes=used,
         graphs=tuple(step.graphs.lines),
         peak_bytes=max((used_bytes for _, used_bytes in used), default=None),
+        message=step.graphs.failure,
     )

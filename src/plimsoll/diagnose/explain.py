@@ -45,9 +45,10 @@ def explain(source: str | Path | RunRecord | TrainStep) -> Diagnosis:
 def _notes(evidence: Evidence, is_explained: bool) -> tuple[str, ...]:
     growth = evidence.growth
     if evidence.num_steps and growth is None:
+        num_measured = len(evidence.used_bytes)
         return (
-            f"Whether memory grows cannot be told from {len(evidence.used_bytes)} measurements: 11 are needed, 3 of "
-            "them for the warm-up.",
+            f"Whether memory grows cannot be told from {num_measured} measurement{'s' * (num_measured != 1)}: 11 are "
+            "needed, 3 of them for the warm-up.",
         )
     if growth is not None and growth.is_steady and not is_explained:
         return (

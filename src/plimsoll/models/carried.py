@@ -24,6 +24,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from plimsoll.errors import InputError
+
 State: TypeAlias = Tensor | tuple[Tensor, Tensor]
 """As ``torch.nn`` has it: (N, B, H), of an LSTM two of them."""
 
@@ -34,6 +36,9 @@ class CarriedState(nn.Module):
     Args:
         recurrent: the layers whose state it is; on their device, in their dtype.
         num_lanes: the samples of a batch.
+
+    Raises:
+        InputError: if there are no lanes.
     """
 
     training_state: Tensor
@@ -41,6 +46,8 @@ class CarriedState(nn.Module):
 
     def __init__(self, recurrent: nn.RNNBase, num_lanes: int) -> None:
         super().__init__()
+        if num_lanes < 1:
+            raise InputError(f"cannot carry the state of {num_lanes} lanes: give the samples of a batch, at least 1")
         weight = next(recurrent.parameters())
         self.num_lanes = num_lanes
         self._num_parts = 2 if isinstance(recurrent, nn.LSTM) else 1
@@ -51,6 +58,11 @@ class CarriedState(nn.Module):
 
     def state(self, lanes_B: Tensor, windows_B: Tensor) -> State:
         """Return the state to begin some windows with."""
+        if len(lanes_B) > self.num_lanes:  # known without a look at the device
+            raise InputError(
+                f"a batch has {len(lanes_B)} samples, and the model carries the state of {self.num_lanes} lanes: call "
+                f"`model.carry({len(lanes_B)})`, with as many lanes as the stream has"
+            )
         found_BPNH = self._states[windows_B % 2, lanes_B]
         is_first_B = windows_B == 0
         found_BPNH = torch.where(is_first_B[:, None, None, None], torch.zeros_like(found_BPNH), found_BPNH)

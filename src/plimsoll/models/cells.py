@@ -51,7 +51,7 @@ class UnrolledCell(nn.Module):
             InputError: if there are no steps, or the cell returns something else than it should.
         """
         form = StateForm.of(state)
-        passed = self.stretch(form, as_state(state), input)
+        passed = self.stretch(form, state_of_cell(state), input)
         return passed.outputs[0], form.given(passed.state)
 
     def stretch(self, form: StateForm, state: State, input: Tensor) -> Passed:
@@ -64,7 +64,7 @@ class UnrolledCell(nn.Module):
         outputs = []
         for step_input in input.unbind(self.step_dim):
             output, given = self._step(step_input, form.given(state))
-            form.is_bare, state = isinstance(given, Tensor), as_state(given)
+            form.is_bare, state = isinstance(given, Tensor), state_of_cell(given)
             outputs.append(output)
         return Passed((torch.stack(outputs, self.step_dim),), state=state)
 
@@ -98,7 +98,7 @@ class StateForm:
         return state[0] if self.is_bare else state
 
 
-def as_state(given: Any) -> State:
+def state_of_cell(given: Any) -> State:
     """Return a state as a tuple; an empty one for ``None``.
 
     Raises:

@@ -27,6 +27,7 @@ from plimsoll.records.diagnosis import GRAPH_IS_GONE
 from plimsoll.records.run import GraphLine, HeldGraph
 from plimsoll.run.held import Held, held_by
 from plimsoll.run.stores import Store, is_read, store_of
+from plimsoll.techniques._over_time import SecondBackward
 from plimsoll.workload import Workload
 
 _LONGEST_PAUSE_STEPS = 200
@@ -75,11 +76,13 @@ class GraphWatch:
     Attributes:
         lines: what was found, of the steps in which something was.
         memory: the bytes in use after each look, by its step.
+        failure: what the last step ended with, if it came to an earlier graph.
     """
 
     def __init__(self, workload: Workload, backend: Backend) -> None:
         self.lines: deque[GraphLine] = deque(maxlen=_MOST_LINES)
         self.memory: deque[tuple[int, int]] = deque(maxlen=_MOST_LINES)
+        self.failure = ""
         self._workload = workload
         self._backend = backend
         self._marks: dict[str, _Marks] = {}
@@ -104,15 +107,18 @@ class GraphWatch:
         """
         try:
             torch.autograd.backward(loss)
-        except RuntimeError as error:
-            if _SECOND_TIME in str(error):
-                raise _second_time(step, self._workload) from error
-            raise
+        except (RuntimeError, SecondBackward) as error:
+            if isinstance(error, RuntimeError) and _SECOND_TIME not in str(error):
+                raise
+            told = _second_time(step, self._workload)
+            self.failure = str(told)
+            raise told from error
 
     def look(self, step: int) -> None:
         """Look, if it is time to, at what is alive after ``step``, when nothing of its graph should be."""
         is_due = self.is_due
         self._num_steps += 1
+        self.failure = ""
         if not is_due:
             return
         self._next_look = self._num_steps + min(max(self._num_steps // 4, 1), _LONGEST_PAUSE_STEPS)

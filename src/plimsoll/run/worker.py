@@ -275,13 +275,16 @@ def train_run(  # noqa: PLR0915 -- as above
 def _gradient_reach(job: Job, prepared: Prepared, plan: Plan) -> GradientReach | None:
     """How far back gradients reach, where that is less than the sample: in streams, and in truncated segments."""
     from plimsoll.data.lanes import truncated_reach
+    from plimsoll.data.prepare import reach_of
     from plimsoll.techniques._recurrent_layers import Cut
 
     num_read = job.sequence_length - 1
     for choice in plan.rungs[0].choices:
         if choice.technique == "truncated_bptt":
             _, segment_steps = Cut(int(choice.options["steps"])).spans(num_read)[0]
-            return truncated_reach(num_read, segment_steps, prepared.gradient_reach)
+            if prepared.gradient_reach is not None:
+                return reach_of(job, prepared.train, prepared.validation, segment_steps)
+            return truncated_reach(num_read, segment_steps)
     return prepared.gradient_reach
 
 

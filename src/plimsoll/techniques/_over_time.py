@@ -30,11 +30,16 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 
 from plimsoll.errors import InputError
 from plimsoll.models.in_segments import Passed, State
+from plimsoll.techniques._outside import next_operation, refuse_what_is_outside
 from plimsoll.techniques._purity import run_purely
 from plimsoll.techniques._schedule import backward_states, kept_on_the_way
 
 RunNumbered = Callable[[int, State, tuple[Tensor, ...]], Passed]
 """``run(segment, state, slices)``."""
+
+
+class SecondBackward(InputError):
+    """Backward came a second time to segments that have given back what they kept."""
 
 
 @dataclass(frozen=True)
@@ -235,6 +240,7 @@ class _Gradients:
             for sequence, needs in zip(self._sequences, self._needs_sequence, strict=True)
         ]
         self._of_parameters: list[Tensor | None] = [None] * len(self._parameters)
+        self._is_checked = False  # one segment uses what the others do
         self._are_sums: set[int] = set()  # those that are nobody else's, and can be added to in place
 
     def add_segment(self, segment: int, state: State, autocast: _Autocast) -> Passed:
@@ -247,7 +253,13 @@ class _Gradients:
                 one.detach().requires_grad_(needs)
                 for one, needs in zip(_slices(walk, segment, self._sequences), self._needs_sequence, strict=True)
             )
+            number = next_operation()
             passed = run_purely(walk.run, segment, begin, slices)
+        if not self._is_checked:
+            refuse_what_is_outside(
+                [*passed.outputs, *passed.sums, *passed.state], [*begin, *slices, *self._parameters], number
+            )
+            self._is_checked = True
         wanted = [
             *(one for one in begin if one.requires_grad),
             *(one for one in slices if one.requires_grad),
@@ -429,7 +441,7 @@ def _refuse_second(ctx: Any, kept: Any) -> None:
             "gradients are computed without a graph: leave the technique out"
         )
     if kept is None:
-        raise InputError(
+        raise SecondBackward(
             f"cannot go backward through {num_segments} segments in time a second time, because the first backward has "
             "given back what they kept: add up the losses and call backward once"
         )

@@ -4,10 +4,11 @@ A segment of time is computed forward and again in backward, from the same state
 (``state.add_(...)``), or keeps a state of its own in an attribute (``self.hidden = ...``), would begin the second time
 from another one, and its gradients would be wrong without a word.
 
-Changes in place are seen by version counters, attributes by their identity, numbers by their value, and all cost
-microseconds; only once something is found is the segment run again, on copies, to find the line. Does NOT see changes
-through ``.data``, which no counter counts, and what is kept outside of a module (a global, a closure's list) or deeper
-in its attributes than in an object's own.
+Changes in place are seen by version counters, attributes by their identity, numbers, strings and arrays of numpy by
+their value (of an array of more than 1,024 numbers, of so many of them), and all cost microseconds; only once something
+is found is the segment run again, on copies, to find the line. Does NOT see changes through ``.data``, which no counter
+counts, and what is kept outside of a module (a global, a closure's list, a generator of random numbers) or deeper in
+its attributes than in an object's own.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -28,6 +31,7 @@ from plimsoll.models.in_segments import Passed
 
 _OF_MODULES = {"forward", *vars(nn.Module())}
 _NO_STATE = {"builtins", "functools"}  # functions and the like
+_MOST_READ = 1024  # numbers of an array, at equal distances
 _INNER_FOLDERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 
 
@@ -61,7 +65,8 @@ class Attributes:
         """Refuse what keeps something of a sequence in an attribute.
 
         Raises:
-            InputError: if there are other tensors or numbers than before; it names the attribute and the line.
+            InputError: if there are other tensors, numbers, strings or arrays than before; it names the attribute and
+                the line.
         """
         for (name, attribute), found in _kept(self._module):
             if self._before.get((name, attribute)) != found:
@@ -98,17 +103,31 @@ def _values_in(value: Any, looks_inside: bool) -> Iterator[Any]:
     """The identities and versions of tensors, and numbers, in a value and what it holds."""
     if isinstance(value, Tensor):
         yield id(value), _version(value)
-    elif isinstance(value, int | float):
-        yield value
+    elif isinstance(value, int | float | complex | str | bytes | bytearray):
+        yield bytes(value) if isinstance(value, bytearray) else value
+    elif isinstance(value, np.ndarray | np.generic):
+        yield _of_array(np.asarray(value))
+    elif value is None:
+        yield None
     elif isinstance(value, list | tuple | deque | set):
         for item in value:
             yield from _values_in(item, looks_inside)
     elif isinstance(value, dict):
-        for item in value.values():
+        for key, item in value.items():
+            if isinstance(key, str | int | float):
+                yield key
             yield from _values_in(item, looks_inside)
     elif looks_inside and type(value).__module__ not in _NO_STATE and not isinstance(value, nn.Module | type):
         for item in getattr(value, "__dict__", {}).values():
             yield from _values_in(item, looks_inside=False)
+
+
+def _of_array(array: NDArray[Any]) -> tuple[Any, ...]:
+    """What tells the content of an array: numpy counts no changes, so it is read; of a large one, a part is."""
+    if array.dtype.hasobject:
+        return id(array), array.shape
+    step = -(-array.size // _MOST_READ) or 1
+    return id(array) if array.size > _MOST_READ else None, array.shape, array.reshape(-1)[::step].tobytes()
 
 
 def _line_of_store(module: nn.Module, attribute: str) -> str:

@@ -29,7 +29,7 @@ from typing import Any, ClassVar, NamedTuple
 from torch import Tensor, nn
 
 from plimsoll.errors import InputError
-from plimsoll.models.cells import StateForm, UnrolledCell, as_state
+from plimsoll.models.cells import StateForm, UnrolledCell, state_of_cell
 from plimsoll.models.in_segments import Passed, Run, State, runs_in_segments
 from plimsoll.records.plan import Choice, Numerics, Value
 from plimsoll.records.trace import Category
@@ -76,13 +76,9 @@ class TimeSegments:
 
     def conflicts(self, choice: Choice, others: Choices, workload: Workload, setting: Setting) -> str | None:
         """Numbers that are none, a model without recurrent layers, and layers that are checkpointed as well."""
-        unknown = set(choice.options) - {"steps", "kept"}
-        if unknown or "steps" not in choice.options:
-            return f"its options are {', '.join(choice.options) or 'none'}: give steps, and kept if it is not all"
-        for name in ("steps", "kept"):
-            value = choice.options.get(name, 0)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-                return f"{name} is {value}: give a whole number, 0 for {'all' if name == 'kept' else 'the default'}"
+        wrong = wrong_numbers(choice, {"steps": "the default", "kept": "all"})
+        if wrong is not None:
+            return wrong
         names = {other.technique: other for other in others}
         if "truncated_bptt" in names:
             return "truncated_bptt cuts the same sequences"
@@ -111,6 +107,23 @@ def time_segments_choice(steps: int, kept: int = 0) -> Choice:
     """The choice of segments of so many steps; see the module's docstring for 0."""
     options: dict[str, Value] = {"steps": steps, "kept": kept} if kept else {"steps": steps}
     return Choice(technique=TimeSegments.name, options=options)
+
+
+def wrong_numbers(choice: Choice, meanings: dict[str, str]) -> str | None:
+    """Say what is wrong with options that are numbers of steps or states; ``None`` if nothing is.
+
+    Args:
+        choice: of a technique that cuts time; ``steps`` it needs.
+        meanings: what 0 stands for, by each option there is.
+    """
+    if set(choice.options) - set(meanings) or "steps" not in choice.options:
+        more = ", and kept if it is not all" if "kept" in meanings else " and nothing else"
+        return f"its options are {', '.join(choice.options) or 'none'}: give steps{more}"
+    for name, meaning in meanings.items():
+        value = choice.options.get(name, 0)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            return f"{name} is {value}: give a whole number, 0 for {meaning}"
+    return None
 
 
 def segment_lengths(num_steps: int) -> Iterator[int]:
@@ -220,5 +233,5 @@ class _SegmentedCell:
             return UnrolledCell.forward(layer, input, state)
         form = StateForm.of(state)
         unroll = Unrolled(layer, self._cut, truncates=False)
-        passed = unroll(partial(layer.stretch, form), (input,), as_state(state), layer.step_dim)
+        passed = unroll(partial(layer.stretch, form), (input,), state_of_cell(state), layer.step_dim)
         return passed.outputs[0], form.given(passed.state)

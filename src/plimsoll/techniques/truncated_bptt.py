@@ -26,14 +26,14 @@ import torch
 from torch import nn
 
 from plimsoll.errors import InputError
-from plimsoll.models.in_segments import sums_its_loss
+from plimsoll.models.in_segments import runs_in_segments, sums_its_loss
 from plimsoll.records.plan import Choice, Numerics
 from plimsoll.records.trace import Category
 from plimsoll.techniques._base import Choices, Setting
 from plimsoll.techniques._forwards import replaced_forward
 from plimsoll.techniques._recurrent_layers import Cut
 from plimsoll.techniques._whole import counts_rows
-from plimsoll.techniques.time_segments import Unrolled, segment_lengths
+from plimsoll.techniques.time_segments import Unrolled, segment_lengths, wrong_numbers
 from plimsoll.workload import Workload
 
 
@@ -63,9 +63,9 @@ class TruncatedBptt:
         """What is not allowed, a number of steps that is none, and fp16."""
         if self.name not in setting.allow:
             return f"it is lossy: allow it with `allow: [{self.name}]`"
-        steps = choice.options.get("steps")
-        if not isinstance(steps, int) or isinstance(steps, bool) or steps < 0:
-            return f"steps is {steps}: give a whole number, 0 for the default"
+        wrong = wrong_numbers(choice, {"steps": "the default"})
+        if wrong is not None:
+            return wrong
         if workload.precision == "fp16" or any(other.options.get("dtype") == "fp16" for other in others):
             return "its gradients are made before fp16's scale of the loss arrives: use bf16"
         return _why_not(workload)
@@ -100,6 +100,11 @@ class _Truncated:
 
 def _why_not(workload: Workload) -> str | None:
     model = workload.model
+    if runs_in_segments(model) and not sums_its_loss(model):
+        return (
+            f"the loss of {type(model).__name__} is of the end of the sequence (judges_the_end), whose gradient would "
+            "reach back a segment and no further: time_segments is exact"
+        )
     if not sums_its_loss(model):
         return (
             f"{type(model).__name__} does not say how the loss of a stretch of time is computed: that takes "

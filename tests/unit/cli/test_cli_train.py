@@ -106,13 +106,15 @@ def test_going_on_takes_only_what_makes_sense(tmp_path, arguments, message):
 
 def test_going_on_without_a_run_names_the_newest_beside_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for seconds, name in enumerate(("b", "a"), start=1):
+    for seconds, name in enumerate(("b", "a", "without-a-checkpoint"), start=1):
         metrics = tmp_path / "runs" / name / "metrics.jsonl"
         metrics.parent.mkdir(parents=True)
         metrics.touch()
+        if seconds < 3:
+            (metrics.parent / "checkpoints" / "step-00000001").mkdir(parents=True)
         os.utime(metrics, (seconds, seconds))
     told = "runs/latest is not a run directory, so --resume has nothing to go on with: write `plimsoll train --resume "
-    assert str(refused("--resume")) == told + "--out runs/a` for the newest of 2 in runs"
+    assert str(refused("--resume")) == told + "--out runs/a` for the newest of 2 with a checkpoint in runs"
 
 
 def train_json(*arguments):

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plimsoll.data.lanes import Lanes, first_tokens, lanes_of_stream, training_lanes, truncated_reach
-from plimsoll.errors import DataError
+from plimsoll.errors import DataError, InputError
 from plimsoll.records.run import GradientReach
 
 
@@ -50,9 +50,10 @@ def test_each_token_but_the_first_is_predicted_once_and_few_are_left_over(
     length=st.integers(2, 9),
     ends=st.sets(st.integers(0, 70), max_size=12),
     with_texts=st.booleans(),
+    segment_steps=st.one_of(st.none(), st.integers(1, 12)),
 )
 def test_the_reach_is_what_counting_gives(
-    num_tokens: int, num_lanes: int, length: int, ends: set[int], with_texts: bool
+    num_tokens: int, num_lanes: int, length: int, ends: set[int], with_texts: bool, segment_steps: int | None
 ):
     if num_tokens <= num_lanes:
         return
@@ -62,9 +63,10 @@ def test_the_reach_is_what_counting_gives(
     for first, last in windows_of(lanes):
         reach = 0
         for place in range(first, last):  # the tokens that are read; each predicts the next
-            reach = 1 if with_texts and place - 1 in ends else reach + 1
+            is_cut = segment_steps is not None and (place - first) % segment_steps == 0
+            reach = 1 if is_cut or (with_texts and place - 1 in ends) else reach + 1
             reaches.append(reach)
-    found = lanes.reach(text_ends if with_texts else None)
+    found = lanes.reach(text_ends if with_texts else None, segment_steps)
     assert found.most_tokens == max(reaches)
     assert found.mean_tokens == pytest.approx(np.mean(reaches))
 
@@ -107,5 +109,23 @@ def test_truncated_segments_reach_back_to_their_begin():
     """Tokens 0 to 6 of a window, in segments of 3: 1, 2, 3, 1, 2, 3, 1 tokens back."""
     assert truncated_reach(7, 3) == GradientReach(most_tokens=3, mean_tokens=13 / 7)
     assert truncated_reach(7, 99) == GradientReach(most_tokens=7, mean_tokens=4.0)
-    before = GradientReach(most_tokens=2, mean_tokens=1.5)
-    assert truncated_reach(7, 3, before) == before
+
+
+@pytest.mark.parametrize(
+    ("numbers", "reason"),
+    [
+        ((-5, 100, 4, 36), "begin = -5: give at least 0"),
+        ((0, 100, 0, 36), "num_lanes = 0: give at least 1"),
+        ((0, 100, 4, 1), "sequence_length = 1: give at least 2"),
+    ],
+)
+def test_numbers_that_are_none_are_refused(numbers, reason):
+    with pytest.raises(InputError, match=reason):
+        Lanes(*numbers)
+
+
+def test_a_smaller_batch_is_suggested_only_if_it_works():
+    with pytest.raises(DataError, match=r"a shorter sequence_length \(at most 31 with one lane\)$"):
+        training_lanes(0, 31, 4, 100)
+    with pytest.raises(DataError, match=r"batch_size=3$"):
+        training_lanes(0, 31, 4, 11)

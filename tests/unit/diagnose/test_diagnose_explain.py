@@ -40,7 +40,7 @@ def test_a_flat_run_has_nothing_to_say():
 
 def test_too_few_steps_are_said_to_be_too_few():
     (note,) = explain(empty_run(steps=(step_line(1, used_bytes=MIB),))).notes
-    assert note.startswith("Whether memory grows cannot be told from 1 measurements: 11 are needed")
+    assert note.startswith("Whether memory grows cannot be told from 1 measurement: 11 are needed")
 
 
 def test_what_is_no_run_is_refused(tmp_path):

@@ -155,3 +155,16 @@ def test_a_model_that_keeps_no_state_refuses_windows_of_streams(tokens):
     model.carried = None
     with pytest.raises(InputError, match=r"windows of 3 lanes, but the model keeps no state.*: call model\.carry"):
         model(**window(tokens, 0))
+
+
+@pytest.mark.parametrize("num_lanes", [0, -3])
+def test_no_lanes_are_refused(num_lanes):
+    with pytest.raises(InputError, match=f"the state of {num_lanes} lanes: give the samples of a batch, at least 1"):
+        build().carry(num_lanes)
+
+
+def test_a_batch_of_more_lanes_than_are_carried_is_refused(tokens):
+    model = build()
+    model.carry(2)
+    with pytest.raises(InputError, match=r"has 3 samples, .* state of 2 lanes: call `model\.carry\(3\)`"):
+        model(**window(tokens, 0))

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from plimsoll.errors import InputError
-from plimsoll.models.cells import StateForm, UnrolledCell, as_state
+from plimsoll.models.cells import StateForm, UnrolledCell, state_of_cell
 
 
 class Leaky(nn.Module):
@@ -32,18 +32,18 @@ def test_it_is_the_loop(kind, batch_first):
     layer = UnrolledCell(cell, batch_first)
     outputs, last = layer(inputs.transpose(0, 1) if batch_first else inputs)
     assert torch.equal(outputs.transpose(0, 1) if batch_first else outputs, torch.stack(expected))
-    assert all(map(torch.equal, as_state(last), as_state(state)))
+    assert all(map(torch.equal, state_of_cell(last), state_of_cell(state)))
 
 
 def test_a_state_is_one_tensor_or_a_tuple():
     one = torch.zeros(1)
-    assert as_state(None) == ()
+    assert state_of_cell(None) == ()
     for given in (one, (one,), (one, one)):
-        again = StateForm.of(given).given(as_state(given))
+        again = StateForm.of(given).given(state_of_cell(given))
         assert again is given or (type(again) is tuple and again == given)
     assert StateForm.of(None).given(()) is None
     with pytest.raises(InputError, match="the state of a cell has a int among its 2 parts: use a tensor"):
-        as_state((one, 3))
+        state_of_cell((one, 3))
 
 
 class NoPair(nn.Module):

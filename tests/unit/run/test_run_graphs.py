@@ -7,10 +7,13 @@ import torch
 from torch import nn
 
 import plimsoll.run.graphs
+from plimsoll.diagnose.explain import explain
 from plimsoll.errors import InputError
 from plimsoll.records.diagnosis import GRAPH_IS_GONE
+from plimsoll.records.plan import micro_batch_choice
 from plimsoll.run.failpoints import armed
 from plimsoll.run.step import TrainStep
+from plimsoll.techniques.time_segments import time_segments_choice
 
 ELSEWHERE = {}
 
@@ -74,6 +77,12 @@ def mean_square(model, batch):
     if getattr(model, "keep", None) == "elsewhere":
         ELSEWHERE["kept"].append(loss)
     return loss
+
+
+def long_mean_square(model, batch):
+    """Of seven steps in time."""
+    output, model.hidden = model.cell(batch["x"].unsqueeze(1).expand(4, 7, 4), model.hidden)
+    return output.square().mean()
 
 
 def step_of(model, **options):
@@ -188,6 +197,24 @@ def test_a_state_that_is_fed_back_is_named_with_its_line(micro_batch):
     assert "test_run_graphs.py:" in text
     assert "outputs" not in text  # which is not read
     assert "backward through the graph a second time" in str(caught.value.__cause__)
+
+
+def test_segments_in_time_name_it_as_plain_training_does():
+    """And what is explained of the step is what the error said, until a step has gone well."""
+    messages = []
+    for rungs in ([[micro_batch_choice(4)]], [[micro_batch_choice(4), time_segments_choice(2)]]):
+        model = Recurrent()
+        step = step_of(model, rungs=rungs, loss=long_mean_square)
+        with pytest.raises(InputError) as caught:
+            train(step, 2)
+        messages.append(str(caught.value))
+        (finding,) = explain(step).findings
+        assert finding.evidence[0].text == str(caught.value)
+        model.hidden = None
+        train(step, 1)
+        assert not explain(step).findings
+    assert messages[0] == messages[1]
+    assert "`model.hidden` is" in messages[0]
 
 
 def test_the_step_that_failed_for_it_is_undone():

@@ -4,6 +4,7 @@ import re
 from collections import deque
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -45,6 +46,8 @@ class Keeps(nn.Module):
         super().__init__()
         self.hidden, self.history, self.steps = torch.zeros(2), deque(), 0
         self.memory = SimpleNamespace(hidden=torch.zeros(2))
+        self.phase, self.last, self.is_late, self.table = "a", None, False, {}
+        self.array, self.large, self.bytes = np.zeros(2), np.zeros((100, 100)), bytearray(2)
         self.register_buffer("count", torch.zeros(()))
 
     def forward(self, input, how):
@@ -58,11 +61,38 @@ class Keeps(nn.Module):
             self.memory.hidden = input
         elif how == "buffer":
             self.count += 1
+        elif how == "numpy":
+            self.array += 1
+        elif how == "large":
+            self.large += 1
+        elif how == "string":
+            self.phase = "b"
+        elif how == "none":
+            self.last = "a step"
+        elif how == "bool":
+            self.is_late = True
+        elif how == "key":
+            self.table["step"] = object()
+        elif how == "bytes":
+            self.bytes[0] = 1
         return input
 
 
 @pytest.mark.parametrize(
-    ("how", "name"), [("attribute", "hidden"), ("list", "history"), ("number", "steps"), ("object", "memory")]
+    ("how", "name"),
+    [
+        ("attribute", "hidden"),
+        ("list", "history"),
+        ("number", "steps"),
+        ("object", "memory"),
+        ("numpy", "array"),
+        ("large", "large"),
+        ("string", "phase"),
+        ("none", "last"),
+        ("bool", "is_late"),
+        ("key", "table"),
+        ("bytes", "bytes"),
+    ],
 )
 def test_a_state_in_an_attribute_is_refused(how, name):
     cell = nn.Sequential(Keeps())
@@ -99,5 +129,5 @@ def test_inference_tensors_have_no_versions():
 def test_what_stays_is_no_state():
     cell = Keeps()
     before = Attributes(cell)
-    cell(torch.ones(2), "none")
+    cell(torch.ones(2), "nothing")
     before.require_unchanged()

@@ -5,14 +5,18 @@ from math import isqrt
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from small_models import fresh
 from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence
 from traced_steps import recorded, rehearsed
 
 from plimsoll.errors import InputError
 from plimsoll.memory.live import live_bytes
 from plimsoll.memory.lowering.cuda import CudaLowering
 from plimsoll.models.cells import UnrolledCell
+from plimsoll.models.in_segments import Passed
 from plimsoll.models.recurrent import build_recurrent
 from plimsoll.records.plan import Choice
 from plimsoll.techniques import Setting, conflict_among, installed
@@ -146,6 +150,46 @@ def test_a_replaced_forward_is_refused():
         pass
 
 
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(
+    kind=st.sampled_from([nn.LSTM, nn.GRU, nn.RNN]),
+    num_layers=st.integers(1, 3),
+    bidirectional=st.booleans(),
+    projects=st.booleans(),
+    batch_first=st.booleans(),
+    lengths=st.lists(st.integers(1, 12), min_size=1, max_size=4),
+    is_packed=st.booleans(),
+    steps=st.integers(1, 14),
+    kept=st.integers(0, 3),
+)
+def test_gradients_of_layers_of_all_shapes(
+    kind, num_layers, bidirectional, projects, batch_first, lengths, is_packed, steps, kept
+):
+    torch.manual_seed(0)
+    more = {"proj_size": 2} if projects and kind is nn.LSTM else {}
+    layer = kind(3, 4, num_layers, bidirectional=bidirectional, batch_first=batch_first, **more).double()
+    num_samples, num_steps = len(lengths), max(lengths)
+    shape = (num_samples, num_steps, 3) if batch_first else (num_steps, num_samples, 3)
+    inputs = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+
+    def gradients():
+        given_ = inputs
+        if is_packed:
+            given_ = pack_padded_sequence(inputs, torch.tensor(lengths), batch_first, enforce_sorted=False)
+        output, state = layer(given_)
+        values = output.data if is_packed else output
+        parts = state if isinstance(state, tuple) else (state,)
+        weights = torch.linspace(0.5, 2, values.numel(), dtype=torch.float64)
+        loss = (values.sin().flatten() * weights).sum() + sum(part.square().sum() for part in parts)
+        return [loss.detach(), *torch.autograd.grad(loss, [inputs, *layer.parameters()])]
+
+    wanted = gradients()
+    with installed(workload_of(nn.Sequential(layer)), [time_segments_choice(steps, kept)]):
+        found = gradients()
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
+
+
 class InPlace(nn.Module):
     def __init__(self):
         super().__init__()
@@ -190,6 +234,48 @@ def test_a_cell_that_keeps_its_state_elsewhere_is_refused_with_the_line(cell, me
         pytest.raises(InputError, match=message),
     ):
         model(torch.randn(7, 1, 8))
+
+
+class Decoder(nn.Module):
+    """Reads a summary that an encoder made of the whole sequence, beside each step."""
+
+    def __init__(self, hands_on):
+        super().__init__()
+        self.encoder, self.recurrent = nn.Linear(4, 4), nn.GRU(4, 4, batch_first=True)
+        self.hands_on = hands_on
+
+    def forward(self, x):
+        summary = self.encoder(x.mean(1))
+        return self.recurrent(x + summary[:, None])[0].square().sum()
+
+    def in_segments(self, unroll, x):
+        summary = self.encoder(x.mean(1))
+        outside = () if self.hands_on else (summary,)
+
+        def run(state, x_BS):
+            *hidden, summary = (*state, *outside)
+            states, last = self.recurrent(x_BS + summary[:, None], hidden[0] if hidden else None)
+            return Passed(sums=(states.square().sum(),), state=(last, *([summary] if self.hands_on else [])))
+
+        first = (torch.zeros(1, len(x), 4, dtype=x.dtype), summary) if self.hands_on else ()
+        return unroll(run, (x,), first).sums[0]
+
+
+@pytest.mark.parametrize("choice", [time_segments_choice(4), time_segments_choice(2, kept=1)])
+def test_what_a_segment_uses_from_outside_is_refused_and_right_as_a_part_of_the_state(choice):
+    torch.manual_seed(0)
+    inputs = torch.randn(2, 11, 4, dtype=torch.float64)
+    model = Decoder(hands_on=True).double()
+    wanted = torch.autograd.grad(model(inputs), list(model.parameters()))
+    with installed(workload_of(model), [choice]):
+        found = torch.autograd.grad(model(inputs), list(model.parameters()))
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+    model.hands_on = False
+    with installed(workload_of(model), [choice]):
+        loss = model(inputs)
+        with pytest.raises(InputError, match=r"computed before it, by `\w+`, .*: give it to `unroll` as one of the"):
+            loss.backward()
 
 
 class Dropping(nn.Module):

@@ -55,6 +55,40 @@ def test_it_is_the_textbooks_loop(architecture, steps):
         torch.testing.assert_close(one.grad, wanted.grad, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize("architecture", ["lstm", "gru", "rnn"])
+@pytest.mark.parametrize("steps", [1, 5, 23])
+def test_it_is_bitwise_the_loop_that_adds_up_gradients_as_it_goes(architecture, steps):
+    """Each segment's gradients are made and added in turn, of the sum, and scaled last.
+
+    One backward through the mean of all (`textbook`) adds the same numbers in another order, and rounds otherwise; so
+    does the embedding here, to which each segment adds the rows it has read alone.
+    """
+    torch.manual_seed(0)
+    model = build_recurrent(FIELDS | {"architecture": architecture})
+    other, ids = copy.deepcopy(model), torch.randint(0, 30, (4, 23))
+    with installed(workload_of(model), [choice_of(steps)]):
+        loss = model_loss(model, {"input_ids": ids, "labels": ids})
+    loss.backward()
+    targets = functional.pad(ids[:, 1:], (0, 1), value=-100)
+    parameters, state, total, sums = list(other.parameters()), None, None, None
+    for start in range(0, 23, steps):
+        hidden, state = other.recurrent(other.embedding(ids[:, start : start + steps]), state)
+        state = tuple(part.detach() for part in state) if isinstance(state, tuple) else state.detach()
+        logits = other.head(hidden).flatten(0, 1)
+        part = functional.cross_entropy(logits, targets[:, start : start + steps].flatten(), reduction="sum")
+        found = torch.autograd.grad(part, parameters)
+        sums = found if sums is None else [a + b for a, b in zip(sums, found, strict=True)]
+        total = part.detach() if total is None else total + part.detach()
+    num_targets = (targets != -100).sum()
+    assert torch.equal(loss, total / num_targets)
+    if steps < 23:  # one segment is plain training, which scales first
+        for (name, one), wanted in zip(model.named_parameters(), sums, strict=True):
+            if name == "embedding.weight":
+                torch.testing.assert_close(one.grad, wanted / num_targets)
+            else:
+                assert torch.equal(one.grad, wanted * (1 / num_targets)), name
+
+
 def test_nothing_is_computed_twice():
     model = build_recurrent(FIELDS)
     calls = []
@@ -79,17 +113,29 @@ def test_without_gradients_it_is_the_plain_loss():
         (choice_of(5), Setting("cpu", 4), "fp32", r"allow it with `allow: [truncated_bptt]`"),
         (choice_of(-1), ALLOWED, "fp32", "steps is -1: give a whole number, 0 for the default"),
         (choice_of(5), ALLOWED, "fp16", "use bf16"),
+        (choice_of(2.5), ALLOWED, "fp32", "steps is 2.5: give a whole number"),
+        (Choice(technique="truncated_bptt", options={}), ALLOWED, "fp32", "its options are none: give steps and"),
+        (
+            Choice(technique="truncated_bptt", options={"steps": 5, "kept": -1}),
+            ALLOWED,
+            "fp32",
+            "its options are steps, kept: give steps and nothing else",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused(choice, setting, precision, reason):
     assert reason in conflict_among((choice,), workload_of(build_recurrent(FIELDS), precision), setting)
 
 
-@pytest.mark.parametrize("model", [lambda: nn.LSTM(2, 2), lambda: build_recurrent(FIELDS | {"num_labels": 2})])
-def test_a_model_without_a_loss_for_each_stretch_is_refused(model):
-    assert "does not say how the loss of a stretch of time is computed" in TruncatedBptt().menu(
-        workload_of(model()), ALLOWED
-    )
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        (lambda: nn.LSTM(2, 2), "LSTM does not say how the loss of a stretch of time is computed"),
+        (lambda: build_recurrent(FIELDS | {"num_labels": 2}), "is of the end of the sequence (judges_the_end)"),
+    ],
+)
+def test_a_model_without_a_loss_for_each_stretch_is_refused(model, reason):
+    assert reason in TruncatedBptt().menu(workload_of(model()), ALLOWED)
     with pytest.raises(InputError, match="cannot truncate"), installed(workload_of(model()), [choice_of(5)]):
         pass
 
@@ -116,8 +162,8 @@ class Saying(Ending):
 
 
 def test_a_model_of_ones_own_whose_loss_is_of_the_end_says_so():
-    assert "does not say how the loss of a stretch of time" in TruncatedBptt().menu(workload_of(Saying()), ALLOWED)
-    assert "does not say how" in conflict_among((choice_of(5),), workload_of(Saying()), ALLOWED)
+    assert "the loss of Saying is of the end of the sequence" in TruncatedBptt().menu(workload_of(Saying()), ALLOWED)
+    assert "the loss of Saying is of the end" in conflict_among((choice_of(5),), workload_of(Saying()), ALLOWED)
 
 
 def test_one_that_does_not_say_so_is_refused_in_its_first_step():
