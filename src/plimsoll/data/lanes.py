@@ -57,8 +57,8 @@ class Lanes:
         if self.num_tokens <= self.num_lanes:
             raise DataError(
                 f"a stream of {self.num_tokens} tokens is too short for batch_size = {self.num_lanes} lanes, each of "
-                f"which predicts at least one: give more text, a larger share, or a smaller batch with --set "
-                f"batch_size={max(self.num_tokens // 2, 1)}"
+                f"which predicts at least one: give more text, a larger share, or a smaller batch_size, of which each "
+                f"lane has a window of {self.sequence_length} tokens"
             )
 
     @property

@@ -123,7 +123,7 @@ def _reach(record: RunRecord) -> tuple[tuple[str, str], ...]:
     if reach is None:
         return ()
     return (
-        ("Gradient reach", f"at most {reach.most_tokens:,} tokens"),
+        ("Gradient reach", f"at most {reach.most_tokens:,} token{'s' * (reach.most_tokens != 1)}"),
         ("Mean gradient reach", f"{reach.mean_tokens:,.1f} tokens"),
     )
 

@@ -97,7 +97,7 @@ def data_sentence(prepared: Prepared) -> str:
         parts.append(f"{train.num_cut_inside:,} windows that end at no border")
     if prepared.gradient_reach is not None:
         reach = prepared.gradient_reach
-        parts.append(f"gradients reach back at most {reach.most_tokens:,} tokens, {reach.mean_tokens:,.1f} on average")
+        parts.append(f"gradients reach back {reach.mean_tokens:,.1f} tokens on average, {reach.most_tokens:,} at most")
     note = entity_note(prepared.label_names) if train.labels_folder is None else None
     if note is not None:
         parts.append(note)

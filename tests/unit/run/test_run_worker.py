@@ -174,7 +174,7 @@ def test_how_far_gradients_of_streams_reach_is_said_and_kept(text, tmp_path, cap
     data = {"train": str(text), "order": "streams", "validation": 0.1}
     directory = make_run(tmp_path / "run", small_job(text, data=data, steps=2), tmp_path / "cache")
     prepare_run(directory.path, tmp_path / "cache", quiet=False)
-    assert "gradients reach back at most 31 tokens, 16.0 on average" in capsys.readouterr().err
+    assert "gradients reach back 16.0 tokens on average, 31 at most" in capsys.readouterr().err
     train_here(directory)
     reach = RunRecord.from_directory(directory.path).gradient_reach
     assert reach.most_tokens == 31
