@@ -21,7 +21,8 @@ from pathlib import PurePosixPath
 LAYERS = (
     {"errors"},
     {"records"},
-    {"identity", "store", "forked"},
+    {"identity", "store", "forked", "outside"},
+    {"mapped"},
     {"device", "data", "embeddings", "weights", "workload", "optimizers", "report"},
     {"models"},
     {"memory", "assemble"},

@@ -35,8 +35,8 @@ from torch.utils._pytree import tree_leaves
 from plimsoll.memory.accumulate import accumulating_in_place
 from plimsoll.memory.graphs import Graphs
 from plimsoll.memory.lowering.base import Run
-from plimsoll.memory.outside import is_outside
 from plimsoll.memory.work import NO_WORK, WorkCounter
+from plimsoll.outside import is_outside
 from plimsoll.records.trace import Assumption, Category, OpTable, Phase, StorageTable, Trace
 
 _TORCH_FOLDER = os.path.dirname(torch.__file__) + os.sep

@@ -33,7 +33,7 @@ import torch
 from torch import nn
 
 from plimsoll.errors import CheckpointError, OutputError
-from plimsoll.memory.outside import keeps_states_outside
+from plimsoll.outside import keeps_states_outside
 from plimsoll.records.base import sync, write_atomically
 from plimsoll.run.failpoints import failpoint
 

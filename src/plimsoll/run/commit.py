@@ -36,8 +36,8 @@ from torch import nn
 
 from plimsoll.device.base import Backend
 from plimsoll.errors import TornStepError
-from plimsoll.memory.outside import Copier, copier_of, keeps_states_outside
 from plimsoll.optimizers import SeparableOptimizer, is_separable
+from plimsoll.outside import Copier, copier_of, keeps_states_outside
 from plimsoll.records.run import OomEvent
 from plimsoll.run.boundary import Position, attempt
 from plimsoll.run.failpoints import failpoint

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from plimsoll.techniques._mapped import MappedPool
+from plimsoll.mapped import MappedPool
 
 _LARGEST_CODE = 127  # -128 is left out, so that a weight and its negative are as exact
 _SMALLEST_SCALE = 1e-12  # of a channel of zeros

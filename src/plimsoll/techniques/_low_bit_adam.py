@@ -28,8 +28,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from plimsoll.errors import CheckpointError
-from plimsoll.memory.outside import keeps_states_outside
 from plimsoll.optimizers import SeparableOptimizer
+from plimsoll.outside import keeps_states_outside
 
 LEAST_ELEMENTS = 4096
 """A parameter of fewer has the moments of plain Adam, as in torchao: biases and normalisations are sensitive."""

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from plimsoll.memory.outside import outside_the_device
-from plimsoll.techniques._mapped import StorageSet, dense_strides
+from plimsoll.mapped import StorageSet, dense_strides
+from plimsoll.outside import outside_the_device
 
 
 class PinnedPool:

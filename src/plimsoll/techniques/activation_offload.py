@@ -27,10 +27,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from plimsoll.mapped import MappedPool
 from plimsoll.records.plan import Choice, Numerics
 from plimsoll.records.trace import Category
 from plimsoll.techniques._base import Choices, Setting
-from plimsoll.techniques._mapped import MappedPool
 from plimsoll.techniques._pinned import PinnedPool
 from plimsoll.workload import Workload
 

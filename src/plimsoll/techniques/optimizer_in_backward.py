@@ -16,11 +16,11 @@ from typing import ClassVar
 
 import torch
 
+from plimsoll.mapped import MappedPool
 from plimsoll.optimizers import is_separable
 from plimsoll.records.plan import Choice, Numerics
 from plimsoll.records.trace import Category
 from plimsoll.techniques._base import Choices, Setting
-from plimsoll.techniques._mapped import MappedPool
 from plimsoll.techniques._pinned import PinnedPool
 from plimsoll.workload import Workload
 

@@ -26,11 +26,11 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from plimsoll.memory.outside import states_outside
+from plimsoll.mapped import MappedPool
+from plimsoll.outside import states_outside
 from plimsoll.records.plan import Choice, Numerics
 from plimsoll.records.trace import Category
 from plimsoll.techniques._base import Choices, Setting
-from plimsoll.techniques._mapped import MappedPool
 from plimsoll.techniques._pinned import PinnedPool
 from plimsoll.workload import Workload, resident_bytes
 

@@ -24,10 +24,10 @@ import torch
 from torch import Tensor, nn
 
 from plimsoll.device import heap
+from plimsoll.mapped import MappedPool
 from plimsoll.records.plan import Choice, Numerics
 from plimsoll.records.trace import Category
 from plimsoll.techniques._base import Choices, Setting
-from plimsoll.techniques._mapped import MappedPool
 from plimsoll.techniques.heap import blocks_mapped_from
 from plimsoll.workload import Workload
 

@@ -6,10 +6,10 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from plimsoll.memory.lowering.cuda import CudaLowering
-from plimsoll.memory.outside import outside_the_device
 from plimsoll.memory.recorder import Recorder
 from plimsoll.memory.trace import rehearsal
 from plimsoll.memory.work import NO_WORK, Work, WorkCounter, add_work
+from plimsoll.outside import outside_the_device
 
 aten = torch.ops.aten
 A = torch.zeros(3, 4)

@@ -12,8 +12,8 @@ from torch import nn
 
 from plimsoll.device.base import backend_for
 from plimsoll.errors import TornStepError
-from plimsoll.memory.outside import states_outside
 from plimsoll.memory.recorder import Recorder
+from plimsoll.outside import states_outside
 from plimsoll.run.boundary import Position
 from plimsoll.run.commit import StepCommit
 from plimsoll.run.failpoints import armed, exhaust_memory

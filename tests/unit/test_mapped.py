@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from plimsoll.errors import OutputError
+from plimsoll.mapped import MappedPool, _file_system_of, scratch_folder
 from plimsoll.memory.lowering.cpu import CpuLowering
 from plimsoll.memory.trace import rehearsal
-from plimsoll.techniques._mapped import MappedPool, _file_system_of, scratch_folder
 from processes import run_program
 
 
@@ -103,7 +103,7 @@ def test_the_files_have_no_name_and_die_with_the_last_tensor(tmp_path):
 USES_MEMORY = """
 import torch
 from plimsoll.device.process import private_bytes
-from plimsoll.techniques._mapped import MappedPool
+from plimsoll.mapped import MappedPool
 pool, like = MappedPool(), torch.empty(16 << 20)
 pool.copy_of(torch.ones(3))  # what is loaded and started once
 before = private_bytes()
@@ -122,7 +122,7 @@ FULL = """
 import resource
 import torch
 from plimsoll.errors import OutputError
-from plimsoll.techniques._mapped import MappedPool
+from plimsoll.mapped import MappedPool
 resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
 try:
     MappedPool().empty_like(torch.empty(1000))

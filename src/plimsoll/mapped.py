@@ -30,7 +30,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from plimsoll.errors import OutputError
-from plimsoll.memory.outside import outside_the_device
+from plimsoll.outside import outside_the_device
 from plimsoll.records.units import format_bytes
 
 SCRATCH_VARIABLE = "PLIMSOLL_SCRATCH"

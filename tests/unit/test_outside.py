@@ -7,9 +7,9 @@ import torch
 from plimsoll.memory.live import live_bytes
 from plimsoll.memory.lowering.cpu import CpuLowering
 from plimsoll.memory.lowering.cuda import CudaLowering
-from plimsoll.memory.outside import is_outside, keeps_states_outside, outside_the_device, states_outside
 from plimsoll.memory.recorder import Recorder
 from plimsoll.memory.trace import rehearsal
+from plimsoll.outside import is_outside, keeps_states_outside, outside_the_device, states_outside
 
 
 def make():
