@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, final
 
-from plimsoll.device import heap, nvml, texts
+from plimsoll.device import heap, nvml, segments, texts
 from plimsoll.device.host_random import copy_host_state, restore_host_state
 from plimsoll.errors import BudgetError, DeviceError
 from plimsoll.records.device import Device, Limit, MemoryUse
@@ -128,13 +128,17 @@ class CudaBackend:
             torch.cuda.set_per_process_memory_fraction(previous, self._index)
 
     def release(self, last_resort: bool = False) -> None:
-        """Collect garbage and give the allocator's unused segments back to the driver; there is no further resort."""
-        del last_resort
+        """Collect garbage and give the allocator's unused segments back to the driver.
+
+        The last resort: segments grow in place from then on, where nothing is against it.
+        """
         import torch
 
         gc.collect()
         torch.cuda.empty_cache()
         heap.trim()  # memory of the host may be what ran out
+        if last_resort and segments.clash() is None:
+            segments.set_up(f"{segments.GROWING}:True")
 
     def oom_family(self, error: BaseException) -> str | None:
         """Name the kind of out-of-memory error this is (see `texts`), or return ``None``.

@@ -4,8 +4,9 @@ A trace of a mix is exact and slow, so few are made: the plain training at two o
 that can reach what the peak is made of once on top of it, with the option that saves most, and then the mixes that a
 surrogate (`plimsoll.plan.surrogate`) takes for the fastest that fit, until the best guess is one that has been traced.
 Nothing is chosen untraced. The other options of a technique are traced once it may be in the plan, those of what may be
-faster once something fits. Every trace is counted with each heap, which costs little, and each heap has a surrogate of
-its own. Where the plain training fits and no room could make it faster, only techniques that may be faster are traced.
+faster once something fits. Every trace is counted with each heap (on CUDA: each way to set up the allocator), which
+costs little, and each heap has a surrogate of its own. Where the plain training fits and no room could make it faster,
+only techniques that may be faster are traced.
 
 The same problem always has the same plan: nothing is drawn, and nothing depends on the clock.
 """
@@ -15,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import product
+from itertools import chain, product
 from math import isqrt
 
 import numpy as np
@@ -27,8 +28,7 @@ from plimsoll.plan.menu import Compatibility, Menu, Problem, menu_of
 from plimsoll.plan.reasons import SAME_SECONDS, rejected
 from plimsoll.plan.surrogate import Column, Surrogate
 from plimsoll.records.plan import Choice, Rejected, micro_batch_choice
-from plimsoll.techniques import Choices, in_order, technique_of
-from plimsoll.techniques.heap import Heap
+from plimsoll.techniques import UNTRACED, Choices, in_order, technique_of
 
 _SAME_BYTES = 0.01  # of a need: not worth another technique
 _LEAST_PART = 0.02  # of a peak: what is less is not worth a trace
@@ -37,7 +37,6 @@ _MOST_FALLBACK_LOOKS = 1  # ... and for each fallback, which need not be the fas
 _MOST_LEANEST_LOOKS = 2  # for what needs least, after a descent
 _WEAKER_SECONDS = 0.5  # of the time that the strongest option adds
 _FALLS_SHARE = 0.95  # of what is before it: what needs more is no fallback
-_NO_TRACE = Heap.name  # changes no op: its choices are counted on a trace that is there
 _MOVES = ("optimizer_kernel", "optimizer_offload", "parameter_offload")  # taking one back needs room in the crisis
 _NEAR_SHARE = 0.5  # of the limit: a plan that needs less is not traced with techniques for its fallbacks
 _FALLBACK_SHARE = 0.6  # of what the plan needs; a peak that is higher still is for the leanest
@@ -151,14 +150,17 @@ class _Search:
             size = max(size for size in sizes if size <= middle)
             looks[size] = self._look(base, size)
         self._reference = small
-        heaps = self._menu.options.get(_NO_TRACE, ())
-        heaps = tuple(heap for heap in heaps if self._compatibility.allows(in_order((*base, heap))))
+        offered = {name: self._menu.options[name] for name in UNTRACED if name in self._menu.options}
+        allowed = {name: tuple(filter(self._goes_with_base, choices)) for name, choices in offered.items()}
+        heaps = tuple(chain.from_iterable(allowed.values()))
         for heap in (self._usual_heap, *heaps):
             counted = [self._look_at_choices(_in_heap(look.choices, heap)) for look in looks.values()]
             self._surrogates[heap] = Surrogate(counted)
-        self._asked.add(_NO_TRACE)
-        if heaps:
-            self._learned[_NO_TRACE] = list(heaps)
+        self._asked.update(UNTRACED)
+        self._learned.update({name: list(choices) for name, choices in allowed.items() if choices})
+
+    def _goes_with_base(self, choice: Choice) -> bool:
+        return self._compatibility.allows(in_order((*self._menu.base, choice)))
 
     def _judge_plain(self, limit_bytes: int) -> tuple[bool, bool]:
         """Whether the base fits, and whether more room could make it faster by more than can be told."""
@@ -457,12 +459,12 @@ class _Search:
 
 
 def _heap_of(choices: Choices) -> Choice | None:
-    return next((choice for choice in choices if choice.technique == _NO_TRACE), None)
+    return next((choice for choice in choices if choice.technique in UNTRACED), None)
 
 
 def _in_heap(choices: Choices, heap: Choice | None) -> Choices:
     """The same choices in another heap; ``None`` is the one that a budget sets by itself."""
-    rest = tuple(choice for choice in choices if choice.technique != _NO_TRACE)
+    rest = tuple(choice for choice in choices if choice.technique not in UNTRACED)
     return rest if heap is None else in_order((*rest, heap))
 
 

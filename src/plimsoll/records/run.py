@@ -53,6 +53,12 @@ class OomEvent(Frozen):
         limit = f" of {format_bytes(self.capacity_bytes)}" if self.capacity_bytes else ""
         return f"{asked}{format_bytes(self.live_bytes)} in use{limit}"
 
+    @property
+    def is_fragmented(self) -> bool:
+        """Whether CUDA's allocator had as much as was asked for, in holes: it had given back all that was whole."""
+        unused_bytes = (self.reserved_bytes or 0) - (self.live_bytes or 0)
+        return self.family == "cuda" and self.requested_bytes is not None and unused_bytes >= self.requested_bytes
+
 
 class GradientReach(Frozen):
     """How many tokens back the gradient of a loss reaches where it stops at the begin of a window or of a text.

@@ -49,8 +49,8 @@ from plimsoll.run.rehearse import rehearsed_samples
 from plimsoll.run.rungs import samples_of
 from plimsoll.run.subjects import JobSubject, StepSubject, Subject
 from plimsoll.run.targets import StartedBaseline, Target, find_target, gpu_target
-from plimsoll.techniques import TECHNIQUES, Choices, Setting, in_order, technique_of
-from plimsoll.techniques.heap import Heap, heap_rules
+from plimsoll.techniques import TECHNIQUES, UNTRACED, Choices, Setting, in_order, technique_of
+from plimsoll.techniques.heap import heap_rules
 from plimsoll.workload import LossFunction, Units, model_loss
 
 Progress = Callable[[str], None]
@@ -343,7 +343,7 @@ class _Planner:
         return learned_ratio(self._calibration, self._target.lowering().name, names)
 
     def _trace(self, lowering: Lowering, choices: Choices, is_short: bool) -> Trace:
-        seen = tuple(choice for choice in choices if choice.technique != Heap.name)  # which changes no op
+        seen = tuple(choice for choice in choices if choice.technique not in UNTRACED)
         if (seen, is_short) not in self._traced:
             self._progress(f"tracing {' '.join(map(str, choices))}")
             self._traced[seen, is_short] = self._subject.rehearse(lowering, seen, is_short)
@@ -351,7 +351,7 @@ class _Planner:
 
     def _count(self, choices: Choices, is_short: bool) -> Counted:
         lowering, names = self._target.lowering(), [choice.technique for choice in choices]
-        counted = self._target.count(self._trace(lowering, choices, is_short), heap_rules(choices))
+        counted = self._target.count(self._trace(lowering, choices, is_short), choices)
         learned = learned_peak(self._calibration, lowering.name, names) if self._calibration else None
         counted = replace(counted, learned=learned) if learned else counted
         if self._target.spec is not None:

@@ -467,7 +467,7 @@ class TrainStep:
             stopped = {"rung": rung, "survived": False, "action": "stopped: nothing is left to try"}
             return event.model_copy(update=stopped), None
         after = self.ladder.sizes[following]
-        if needs_other_level or self.ladder.is_last(following):
+        if needs_other_level or self.ladder.is_last(following) or event.is_fragmented:
             self.backend.release(last_resort=True)
         next_size = min(after.samples, shape.num_samples)
         action = f"micro-batch {samples} -> {next_size}" if next_size != samples else "same micro-batch"

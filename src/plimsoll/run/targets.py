@@ -19,7 +19,6 @@ from plimsoll.device.data_limit import MARGIN_BYTES
 from plimsoll.device.gpus import find_gpu, spec_of
 from plimsoll.device.probe import versions
 from plimsoll.errors import BudgetError, DeviceError
-from plimsoll.memory.allocator.options import rules_from_environment
 from plimsoll.memory.live import live_bytes
 from plimsoll.memory.lowering.base import Lowering
 from plimsoll.memory.lowering.cpu import CpuLowering
@@ -28,11 +27,14 @@ from plimsoll.memory.lowering.cuda import CudaLowering
 from plimsoll.memory.predict import Counted, count_on_cpu, count_on_cuda
 from plimsoll.records.comparison import Calibration
 from plimsoll.records.gpu import DeviceSpec
-from plimsoll.records.heap import DEFAULT_HEAP, FAST_HEAP, HeapRules
+from plimsoll.records.heap import DEFAULT_HEAP, FAST_HEAP
 from plimsoll.records.job import Job
 from plimsoll.records.prediction import Estimate, Prediction
 from plimsoll.records.trace import Assumption, Trace
 from plimsoll.records.units import format_bytes
+from plimsoll.techniques import Choices
+from plimsoll.techniques.allocator import allocator_rules
+from plimsoll.techniques.heap import heap_rules
 
 _WORTH_SAYING = 0.01  # of the peak
 _WHOLE_MACHINE = "all that this process may use of the machine"
@@ -67,25 +69,25 @@ class Target:
         major, _, minor = (self.spec.architecture or "8.0").partition(".")
         return CudaLowering((int(major), int(minor)))
 
-    def count(self, trace: Trace, heap: HeapRules | None = None) -> Counted:
+    def count(self, trace: Trace, choices: Choices = ()) -> Counted:
         """Count a trace that was lowered to here.
 
         Args:
             trace: the trace.
-            heap: how the heap of a CPU is set up; ``None`` is as a training without a plan sets it.
+            choices: what is in force, for what sets up the heap or the allocator and changes no op of the trace.
         """
-        counted = self._counted(trace, heap)
+        counted = self._counted(trace, choices)
         learned = self.calibration.targets.get(trace.lowered_to) if self.calibration else None
         return replace(counted, learned=learned.live_ratio) if learned else counted
 
-    def _counted(self, trace: Trace, heap: HeapRules | None) -> Counted:
+    def _counted(self, trace: Trace, choices: Choices) -> Counted:
         if self.spec is not None:
-            return count_on_cuda(trace, self.spec, self.limit_bytes, rules_from_environment(os.environ))
+            return count_on_cuda(trace, self.spec, self.limit_bytes, allocator_rules(choices))
         assert self.baseline is not None
         import torch
 
         kept = kept_by_libraries(trace.texts, torch.get_num_threads())
-        rules = heap or (FAST_HEAP if self.has_budget else DEFAULT_HEAP)
+        rules = heap_rules(choices) or (FAST_HEAP if self.has_budget else DEFAULT_HEAP)
         return count_on_cpu(trace, self.baseline + kept, rules, has_limit=self.has_budget)
 
     def fits(self, counted: Counted) -> bool:

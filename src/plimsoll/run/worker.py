@@ -220,7 +220,8 @@ def train_run(  # noqa: PLR0915 -- as above
     from plimsoll.run.monitor import MemorySampler, View
     from plimsoll.run.train import Training, train
     from plimsoll.run.train import resume as go_on
-    from plimsoll.techniques.heap import set_up_as_with
+    from plimsoll.techniques.allocator import set_up_as_with as set_up_allocator_as_with
+    from plimsoll.techniques.heap import set_up_as_with as set_up_heap_as_with
 
     _end_with_supervisor()
     arm_from_environment()
@@ -247,9 +248,9 @@ def train_run(  # noqa: PLR0915 -- as above
         (host or backend).baseline_bytes()
         _limit(stack, backend, job.budget.device_bytes)
         _limit(stack, host, job.budget.host_bytes)
-        if device == "cpu":
-            last_rung = directory.rung_in_force() if saved is not None and rung is None else rung
-            set_up_as_with(plan.rungs[min(last_rung or 0, len(plan.rungs) - 1)].choices)
+        last_rung = directory.rung_in_force() if saved is not None and rung is None else rung
+        set_up = set_up_heap_as_with if device == "cpu" else set_up_allocator_as_with
+        set_up(plan.rungs[min(last_rung or 0, len(plan.rungs) - 1)].choices)
         view = View(path.name, job.steps, "samples" if job.task == "classification" else "tokens", quiet)
         parts = fitting(lambda: assemble(job, prepared, device, view.say, _oom_kills), backend, "building the model")
         stack.callback(parts.loader.close)

@@ -20,6 +20,7 @@ from plimsoll.techniques._base import Choices, Setting, Technique
 from plimsoll.techniques.activation_offload import ActivationOffload
 from plimsoll.techniques.adafactor import Adafactor
 from plimsoll.techniques.adaptive_softmax import AdaptiveSoftmax
+from plimsoll.techniques.allocator import Allocator
 from plimsoll.techniques.attention import Attention
 from plimsoll.techniques.autocast import Autocast
 from plimsoll.techniques.by_length import ByLength
@@ -41,7 +42,7 @@ from plimsoll.techniques.truncated_bptt import TruncatedBptt
 from plimsoll.workload import Workload
 
 __all__ = [
-    "TECHNIQUES", "UNOFFERED", "Choices", "Setting", "Technique", "conflict_among", "in_order", "installed",
+    "TECHNIQUES", "UNOFFERED", "UNTRACED", "Choices", "Setting", "Technique", "conflict_among", "in_order", "installed",
     "technique_of",
 ]  # fmt: skip
 
@@ -68,9 +69,13 @@ TECHNIQUES: dict[str, Technique] = {
         OptimizerInBackward(),
         EvaluationPass(),
         Heap(),
+        Allocator(),
         Cache(),
     )
 }
+
+UNTRACED = (Heap.name, Allocator.name)
+"""How memory is handed out: these change no op, so that any of them can be counted on a trace that is there."""
 
 UNOFFERED: dict[str, dict[str, Value]] = {"time_segments": {"kept": 0}}
 """Options that a menu leaves out where they seldom pay, and what they then are."""

@@ -9,8 +9,8 @@ import torch
 from hand_traces import trace_of
 from plimsoll.device.gpus import find_gpu
 from plimsoll.errors import BudgetError, DeviceError
-from plimsoll.records.heap import TIGHT_HEAP
 from plimsoll.records.job import Job
+from plimsoll.records.plan import Choice
 from plimsoll.records.prediction import Estimate
 from plimsoll.run.targets import StartedBaseline, find_target, gpu_target, job_baseline, own_baseline
 
@@ -87,7 +87,8 @@ def test_a_plan_says_how_the_heap_is_counted(budget_bytes, held_mib):
     mib = 1 << 20
     trace = trace_of(("forward", 1, f"+a activations {3 * mib} +b gradients 1000 -a +c activations {8 * mib}"))
     target = find_target("cpu", budget_bytes, lambda: Estimate(likely_bytes=0, low_bytes=0, high_bytes=0))
-    usual, tight = (target.count(trace, heap).peak.likely_bytes for heap in (None, TIGHT_HEAP))
+    tightened = (Choice(technique="heap", options={"mapped_from": "128KiB"}),)
+    usual, tight = (target.count(trace, choices).peak.likely_bytes for choices in ((), tightened))
     assert round((usual - tight) / mib) == held_mib  # 3 MiB are below glibc's threshold inside a budget only
 
 

@@ -1,4 +1,4 @@
-"""The text of ``PYTORCH_CUDA_ALLOC_CONF`` as the rules of an allocator.
+"""The text of ``PYTORCH_CUDA_ALLOC_CONF`` (`plimsoll.device.segments.text_of`) as the rules of an allocator.
 
 After ``AcceleratorAllocatorConfig::parseArgs`` and ``CUDAAllocatorConfig::getKeys`` of torch 2.13: the same keys and
 the same bounds on their values. NOT covered: ``backend:cudaMallocAsync``, which is another allocator.
@@ -7,13 +7,9 @@ the same bounds on their values. NOT covered: ``backend:cudaMallocAsync``, which
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 
 from plimsoll.errors import InputError
 from plimsoll.records.allocator import MIB, AllocatorRules
-
-VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-"""In torch's order: the first that is set counts alone."""
 
 # Options that change no size of a device's block; what they are given is not looked at.
 _WITHOUT_SIZES = {
@@ -42,16 +38,6 @@ _WITH_SIZES = {
 }
 _OPTION = re.compile(r"([^,:\[\]]+):(\[[^\[\]]*\]|[^,:\[\]]+)(?:,|$)")
 _NUM_INTERVALS = 16
-
-
-def rules_from_environment(environment: Mapping[str, str]) -> AllocatorRules:
-    """Return the rules torch would read from these variables: the defaults where none of `VARIABLES` is set.
-
-    Raises:
-        InputError: as `rules_from_text`.
-    """
-    text = next((environment[name] for name in VARIABLES if name in environment), "")
-    return rules_from_text(text)
 
 
 def rules_from_text(text: str) -> AllocatorRules:

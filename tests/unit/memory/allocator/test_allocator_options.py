@@ -3,7 +3,7 @@
 import pytest
 
 from plimsoll.errors import InputError
-from plimsoll.memory.allocator.options import rules_from_environment, rules_from_text
+from plimsoll.memory.allocator.options import rules_from_text
 from plimsoll.records.allocator import MIB, AllocatorRules
 
 
@@ -65,10 +65,3 @@ def test_texts_that_torch_or_the_simulator_refuses(text: str, said: str):
     with pytest.raises(InputError) as caught:
         rules_from_text(text)
     assert said in str(caught.value)
-
-
-def test_the_variable_of_cuda_comes_before_the_general_one():
-    both = {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
-    assert rules_from_environment(both) == AllocatorRules(expandable_segments=True)
-    assert rules_from_environment({"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}).max_split_bytes == 64 * MIB
-    assert rules_from_environment({}) == AllocatorRules()

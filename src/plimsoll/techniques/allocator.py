@@ -1,0 +1,112 @@
+"""Torch's CUDA allocator, set up against fragmentation: by default with segments that grow in place.
+
+The allocator asks the driver for segments and cuts them into blocks; where blocks of other sizes follow, holes stay
+that no request fits. ``expandable_segments`` reserves addresses once and maps memory behind them as it is needed, so
+that free memory lies together. Its effect is predicted by simulating the allocator with the settings, on traces that
+are there (`allocator_rules`); a plan takes it where a mix fits only so, or a larger micro-batch does.
+
+A run that was not planned so has it as its last resort: after an error at which more lay reserved and unused than was
+asked for, the backend lets segments grow from then on (`plimsoll.device.cuda`).
+
+``max_split_size_mb`` and ``roundup_power2_divisions`` can be pinned. Never together
+with what is known to clash: ``max_split_size_mb`` beside expandable segments leaks (pytorch#193400). What the user has
+set in the environment stays: a choice that would change it is refused.
+
+Does NOT cover ``cudaMallocAsync``, and the fragmentation of batches whose lengths change from step to step, which a
+rehearsal of full batches does not see.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import ClassVar
+
+from plimsoll.device import segments
+from plimsoll.errors import InputError
+from plimsoll.memory.allocator.options import rules_from_text
+from plimsoll.records.allocator import AllocatorRules
+from plimsoll.records.plan import Choice, Numerics, Value
+from plimsoll.records.trace import Category
+from plimsoll.techniques._base import Choices, Setting
+from plimsoll.workload import Workload
+
+_BY_DEFAULT = {
+    "expandable_segments": "False",
+    "max_split_size_mb": str((1 << 64) >> 20),  # torch's "unlimited", in MiB
+    "roundup_power2_divisions": "1",
+}
+"""What can be set, and what undoes it."""
+
+
+class Allocator:
+    """`Technique`: how torch's CUDA allocator is set up."""
+
+    name: ClassVar[str] = "allocator"
+    numerics: ClassVar[Numerics] = "bitwise"
+    summary: ClassVar[str] = "segments of the CUDA allocator grow in place, which leaves no holes between them"
+    reaches: ClassVar[frozenset[Category]] = frozenset({"fragmentation"})
+    is_for_the_run: ClassVar[bool] = False
+    may_be_faster: ClassVar[bool] = False
+
+    def menu(self, workload: Workload, setting: Setting) -> Choices | str:
+        """Segments that grow, where nothing is against it."""
+        if setting.device != "cuda":
+            return "it is for CUDA; on a CPU `heap` sets up the C library's heap"
+        return segments.clash() or (Choice(technique=self.name, options={segments.GROWING: True}),)
+
+    def conflicts(self, choice: Choice, others: Choices, workload: Workload, setting: Setting) -> str | None:
+        """A CPU, settings that are none, that clash with each other, or that the user has in the environment."""
+        if setting.device != "cuda":
+            return "it is for CUDA; on a CPU `heap` sets up the C library's heap"
+        if not choice.options.keys() <= _BY_DEFAULT.keys() or not choice.options:
+            given = ", ".join(choice.options) or "no setting"
+            return f"it is given {given}: give one of {', '.join(_BY_DEFAULT)}"
+        if choice.options.get(segments.GROWING) and "max_split_size_mb" in choice.options:
+            return "expandable_segments and max_split_size_mb leak together (pytorch#193400): leave one of them out"
+        try:
+            rules_from_text(_text(choice))
+        except InputError as error:
+            return str(error)
+        if choice.options.get(segments.GROWING):
+            return segments.clash()
+        own = segments.text_of(os.environ)
+        return f"the environment sets {own} already" if own else None
+
+    @contextmanager
+    def install(self, workload: Workload, choice: Choice) -> Iterator[None]:
+        """Set up the allocator of this process; the exit gives the settings their defaults. Without CUDA, nothing."""
+        is_real = workload.device.type == "cuda"
+        if is_real:
+            segments.set_up(_text(choice))
+        try:
+            yield
+        finally:
+            if is_real:
+                segments.set_up(",".join(f"{key}:{_BY_DEFAULT[key]}" for key in choice.options))
+
+
+def set_up_as_with(choices: Iterable[Choice]) -> None:
+    """Set the allocator up as it will be with these choices, before a model is on the device: see `Allocator`."""
+    for choice in choices:
+        if choice.technique == Allocator.name:
+            segments.set_up(_text(choice))
+
+
+def allocator_rules(choices: Iterable[Choice]) -> AllocatorRules:
+    """The rules of the allocator with these choices, beside what the environment says.
+
+    Raises:
+        InputError: if the environment says what torch does not know.
+    """
+    chosen = [_text(choice) for choice in choices if choice.technique == Allocator.name]
+    return rules_from_text(",".join(filter(None, [segments.text_of(os.environ), *chosen])))
+
+
+def _text(choice: Choice) -> str:
+    return ",".join(f"{key}:{_written(value)}" for key, value in choice.options.items())
+
+
+def _written(value: Value) -> str:
+    return str(value)  # True and False are what torch reads
