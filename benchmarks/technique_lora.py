@@ -30,7 +30,7 @@ from plimsoll.run.step import TrainStep
 
 MIB = 2**20
 TEXTS = TextSketch(vocab_size=8000, num_labels=None, end_id=0)
-CASES = ("all", "kept", "int8")
+CASES = ("all", "kept", "int8", "nf4")
 NUM_STEPS = 3  # as a rehearsal has
 
 

@@ -31,7 +31,7 @@ from plimsoll.models.recurrent import RecurrentConfig, RecurrentLanguageModel
 from plimsoll.records.plan import Choice, Numerics
 from plimsoll.records.trace import Category
 from plimsoll.techniques._base import Choices, Setting
-from plimsoll.techniques._int8_base import KeptOutside
+from plimsoll.techniques._frozen_base import KeptOutside
 from plimsoll.workload import Workload
 
 AUTO = "auto"

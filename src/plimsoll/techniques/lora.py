@@ -6,11 +6,12 @@ which is new, is trained as a whole. The optimizer stays the user's, with its ar
 the adapters in place of the parameters. While it is installed ``save_pretrained`` writes the adapters, as peft's own
 folder; afterwards the model is as it was given, without what was learned.
 
-With ``base=int8`` the weights of the layers that have adapters are 8-bit integers meanwhile (see `_int8_base`), as in
-QLoRA (arXiv:2305.14314), and the adapters learn beside these. The original weights wait in a mapped file.
+With ``base=int8`` or ``nf4`` the weights of the layers that have adapters are codes of 8 or 4 bits meanwhile (see
+`_frozen_base`), as in QLoRA (arXiv:2305.14314), and the adapters learn beside these. The original weights wait in a
+mapped file.
 
-Does NOT cover models that are not of transformers, bases of fewer bits, and parameter groups with options of their own
-(the adapters are in the first).
+Does NOT cover models that are not of transformers, and parameter groups with options of their own (the adapters are in
+the first).
 """
 
 from __future__ import annotations
@@ -28,13 +29,14 @@ from plimsoll.models.hugging_face import is_hugging_face
 from plimsoll.records.plan import Choice, Numerics, Value
 from plimsoll.records.trace import Category
 from plimsoll.techniques._base import Choices, Setting
-from plimsoll.techniques._int8_base import KeptOutside, to_int8
+from plimsoll.techniques._codes import CODECS
+from plimsoll.techniques._frozen_base import KeptOutside, to_codes
 from plimsoll.workload import Workload
 
 _RANK, _ALPHA = 8, 16
 """peft's own rank, and twice as much for the scale, as its examples have it."""
 
-_BASES = ("kept", "int8")
+_BASES = ("kept", *CODECS)
 
 
 class Lora:
@@ -48,7 +50,7 @@ class Lora:
     may_be_faster: ClassVar[bool] = False
 
     def menu(self, workload: Workload, setting: Setting) -> Choices | str:
-        """One size of adapters, beside the model as it is and beside weights of 8 bits; other sizes can be pinned."""
+        """One size of adapters, beside the model as it is and in codes of 8 and 4 bits; other sizes can be pinned."""
         options: list[dict[str, Value]] = [{"rank": _RANK, "alpha": _ALPHA, "base": base} for base in _BASES]
         return _impossible(workload.model) or tuple(Choice(technique=self.name, options=one) for one in options)
 
@@ -73,8 +75,9 @@ class Lora:
         with ExitStack() as stack:
             stack.callback(kept.bring_back)  # last: what stood in for them is gone by then
             stack.enter_context(_adapted(model, choice))
-            if choice.options.get("base") == "int8":
-                to_int8([model.get_submodule(name) for name in names], model, kept)
+            base = str(choice.options.get("base", "kept"))
+            if base in CODECS:
+                to_codes([model.get_submodule(name) for name in names], model, kept, base)
             stack.enter_context(_only_trainable(model, workload.optimizer))
             yield
 

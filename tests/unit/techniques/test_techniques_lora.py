@@ -20,7 +20,7 @@ from plimsoll.run.boundary import Position
 from plimsoll.run.rehearse import StageBackend, _stage
 from plimsoll.run.step import TrainStep
 from plimsoll.techniques import Setting, installed
-from plimsoll.techniques._int8_base import Int8Linear
+from plimsoll.techniques._frozen_base import CodedLinear
 from plimsoll.techniques.lora import Lora, adapted_layers
 from plimsoll.workload import Workload, model_loss
 
@@ -28,8 +28,9 @@ HAS_PEFT = importlib.util.find_spec("peft") is not None
 needs_peft = pytest.mark.skipif(not HAS_PEFT, reason="peft is not installed: pip install torch-plimsoll[lora]")
 ALLOWED = Setting(device="cpu", batch_size=8, allow=frozenset({"lora"}))
 RANK_2 = Choice(technique="lora", options={"rank": 2, "alpha": 4})
-INT8 = Choice(technique="lora", options={"rank": 2, "alpha": 4, "base": "int8"})
-both_bases = pytest.mark.parametrize("choice", [RANK_2, INT8], ids=["kept", "int8"])
+INT8, NF4 = (Choice(technique="lora", options={"rank": 2, "alpha": 4, "base": base}) for base in ("int8", "nf4"))
+in_codes = pytest.mark.parametrize("choice", [INT8, NF4], ids=["int8", "nf4"])
+all_bases = pytest.mark.parametrize("choice", [RANK_2, INT8, NF4], ids=["kept", "int8", "nf4"])
 CASES = {case.name: case for case in workloads.CASES}
 
 
@@ -53,7 +54,7 @@ def test_it_must_be_allowed_by_name():
     [
         ({"rank": 0, "alpha": 1}, "rank is 0"),
         ({"rank": 1}, "alpha is None"),
-        ({"rank": 1, "alpha": 1, "base": "int4"}, "base is int4: give one of kept, int8"),
+        ({"rank": 1, "alpha": 1, "base": "int4"}, "base is int4: give one of kept, int8, nf4"),
     ],
 )
 def test_sizes_that_are_none_are_refused(options, reason):
@@ -73,7 +74,7 @@ def test_a_model_of_another_kind_is_refused():
 
 
 @needs_peft
-@both_bases
+@all_bases
 @pytest.mark.parametrize(
     ("name", "num_trained"),
     [
@@ -109,7 +110,7 @@ def test_at_first_the_loss_is_that_of_the_plain_model():
 
 
 @needs_peft
-@both_bases
+@all_bases
 def test_everything_is_put_back(choice):
     workload = made("bert")
     model, optimizer = workload.model, workload.optimizer
@@ -179,14 +180,15 @@ def test_what_is_saved_meanwhile_are_the_adapters(tmp_path):
 def test_a_plan_can_choose_the_base():
     workload = made()
     menu = Lora().menu(workload, ALLOWED)
-    assert [choice.options["base"] for choice in menu] == ["kept", "int8"]
+    assert [choice.options["base"] for choice in menu] == ["kept", "int8", "nf4"]
     (pinned,) = decide([parse_pin("lora(base=int8)")], (), workload, ALLOWED).pinned
     assert pinned == menu[1]
 
 
 @needs_peft
+@in_codes
 @pytest.mark.parametrize("name", ["gpt2", "bert"])
-def test_beside_8_bits_loss_and_gradients_are_those_of_the_rounded_weights(name):
+def test_beside_codes_loss_and_gradients_are_those_of_the_rounded_weights(name, choice):
     case, workload, plain = CASES[name], made(name), made(name)
 
     def loss_and_gradients(one):
@@ -203,9 +205,9 @@ def test_beside_8_bits_loss_and_gradients_are_those_of_the_rounded_weights(name)
         return loss, {key: value.grad for key, value in one.model.named_parameters() if value.requires_grad}
 
     layers = adapted_layers(workload.model)
-    with installed(workload, [INT8]):
+    with installed(workload, [choice]):
         bases = [workload.model.get_submodule(layer).base_layer for layer in layers]
-        assert all(isinstance(base, Int8Linear) and not base.codes.requires_grad for base in bases)
+        assert all(isinstance(base, CodedLinear) and not base.codes.requires_grad for base in bases)
         for layer, base in zip(layers, bases, strict=True):
             plain.model.get_submodule(layer).weight.data = base.weight
         loss, gradients = loss_and_gradients(workload)
@@ -217,13 +219,14 @@ def test_beside_8_bits_loss_and_gradients_are_those_of_the_rounded_weights(name)
 
 
 @needs_peft
-def test_a_checkpoint_beside_8_bits_can_be_resumed(tmp_path):
+@in_codes
+def test_a_checkpoint_beside_codes_can_be_resumed(choice, tmp_path):
     case = CASES["gpt2"]
     batches = case.batches()
 
     def begun():
         workload = made()
-        step = TrainStep(workload.model, workload.optimizer, units=case.units, rungs=[[micro_batch_choice(4), INT8]])
+        step = TrainStep(workload.model, workload.optimizer, units=case.units, rungs=[[micro_batch_choice(4), choice]])
         step.install()
         return step
 
@@ -248,7 +251,7 @@ def test_a_checkpoint_beside_8_bits_can_be_resumed(tmp_path):
 
 
 @needs_peft
-@both_bases
+@all_bases
 def test_a_rehearsal_needs_what_the_real_step_needs(choice):
     case, workload = CASES["gpt2"], made()
     batch = {name: value.clone() for name, value in case.batches()[0].items()}  # of 32 samples are the storages

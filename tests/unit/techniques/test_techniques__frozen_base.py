@@ -1,4 +1,4 @@
-"""Frozen layers of 8-bit weights: what they compute, what autograd keeps of them, and which layers are left alone."""
+"""Frozen layers of weights in codes: what they compute, what autograd keeps, and which layers are left alone."""
 
 import pytest
 import torch
@@ -8,7 +8,8 @@ from transformers.pytorch_utils import Conv1D
 
 from plimsoll.memory.live import live_bytes
 from plimsoll.memory.recorder import Recorder
-from plimsoll.techniques._int8_base import Int8Linear, KeptOutside, quantized, to_int8
+from plimsoll.techniques._codes import CODECS
+from plimsoll.techniques._frozen_base import CodedLinear, KeptOutside, to_codes
 
 
 class Wrapper(nn.Module):
@@ -28,36 +29,26 @@ def layer_of(kind, num_inputs=48, num_outputs=32):
     return nn.Linear(num_inputs, num_outputs, bias=kind == "linear").requires_grad_(False)
 
 
-def int8_of(layer):
-    return Int8Linear(layer.weight, layer.bias, isinstance(layer, Conv1D))
+def coded(layer, base):
+    return CodedLinear(layer.weight, layer.bias, isinstance(layer, Conv1D), CODECS[base])
 
 
-def changed(model):
-    """Its wrappers' layers in 8 bits; what was kept is returned."""
+def changed(model, base="int8"):
+    """Its wrappers' layers in codes; what was kept is returned."""
     kept = KeptOutside()
-    to_int8([module for module in model.modules() if isinstance(module, Wrapper)], model, kept)
+    to_codes([module for module in model.modules() if isinstance(module, Wrapper)], model, kept, base)
     return kept
 
 
 kinds = pytest.mark.parametrize("kind", ["linear", "conv1d", "without bias"])
+bases = pytest.mark.parametrize("base", ["int8", "nf4"])
 
 
-@pytest.mark.parametrize("channel_dim", [0, 1])
-def test_a_weight_is_off_by_half_a_step_of_its_channel_at_most(channel_dim):
-    weight = torch.randn(20, 30) * torch.logspace(-3, 3, 30)
-    weight.select(channel_dim, 4).zero_()
-    codes, scale = quantized(weight, channel_dim)
-    assert codes.dtype == torch.int8
-    assert scale.numel() == weight.size(channel_dim)
-    assert ((codes * scale - weight).abs() <= 0.5001 * scale).all()
-    largest = weight.abs().amax(1 - channel_dim)
-    torch.testing.assert_close((codes * scale).abs().amax(1 - channel_dim), largest)
-
-
+@bases
 @kinds
-def test_output_and_gradient_are_those_of_the_rounded_weight(kind):
+def test_output_and_gradient_are_those_of_the_rounded_weight(kind, base):
     plain = layer_of(kind)
-    layer = int8_of(plain)
+    layer = coded(plain, base)
     plain.weight.copy_(layer.weight)
     inputs = [torch.randn(4, 5, 48).requires_grad_() for _ in range(2)]
     with torch.no_grad():
@@ -70,10 +61,11 @@ def test_output_and_gradient_are_those_of_the_rounded_weight(kind):
     assert layer.codes.grad is None
 
 
+@bases
 @kinds
-def test_under_autocast_it_computes_what_the_rounded_weight_does(kind):
+def test_under_autocast_it_computes_what_the_rounded_weight_does(kind, base):
     plain = layer_of(kind)
-    layer = int8_of(plain)
+    layer = coded(plain, base)
     plain.weight.copy_(layer.weight)
     outputs, gradients = [], []
     for one in (layer, plain):
@@ -87,12 +79,19 @@ def test_under_autocast_it_computes_what_the_rounded_weight_does(kind):
     torch.testing.assert_close(*gradients, rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.parametrize(
+    ("base", "kept"),
+    [
+        ("int8", {(torch.int8, 48 * 32), (torch.float32, 32)}),
+        ("nf4", {(torch.uint8, 24 * 32), (torch.float32, 3 * 32)}),
+    ],
+)
 @kinds
-def test_autograd_keeps_no_dense_weight(kind):
-    layer, saved = int8_of(layer_of(kind)), []
+def test_autograd_keeps_no_dense_weight(kind, base, kept):
+    layer, saved = coded(layer_of(kind), base), []
     with saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
         layer(torch.randn(5, 48, requires_grad=True))
-    assert {(tensor.dtype, tensor.numel()) for tensor in saved} == {(torch.int8, 48 * 32), (torch.float32, 32)}
+    assert {(tensor.dtype, tensor.numel()) for tensor in saved} == kept
 
 
 def test_after_a_forward_pass_nothing_dense_is_alive():
@@ -119,7 +118,7 @@ def test_the_original_is_away_and_comes_back_bit_for_bit():
     model = nn.Sequential(Wrapper(layer))
     kept = changed(model)
     assert kept._pool.holds(weight)
-    assert [tuple(one.shape) for one in model.parameters()] == [(48, 32), (1, 32), (32,)]
+    assert [tuple(one.shape) for one in model.parameters()] == [(32, 48), (32, 1), (32,)]
     kept.bring_back()
     assert layer.weight is weight
     assert torch.equal(weight, before)
@@ -127,11 +126,20 @@ def test_the_original_is_away_and_comes_back_bit_for_bit():
     assert kept._pool.used_bytes == 0
 
 
-def test_the_dense_weight_can_be_asked_for():
-    layer = layer_of("linear")
-    weight = int8_of(layer.bfloat16()).weight
+@bases
+@pytest.mark.parametrize("kind", ["linear", "conv1d"])
+def test_the_dense_weight_can_be_asked_for(kind, base):
+    layer = layer_of(kind)
+    weight = coded(layer.bfloat16(), base).weight
     assert weight.dtype == torch.bfloat16
     assert weight.shape == layer.weight.shape
+    torch.testing.assert_close(weight, layer.weight, rtol=0.2, atol=0.2 * layer.weight.abs().max().item())
+
+
+def test_four_bits_need_an_even_number_of_inputs():
+    model = nn.Sequential(Wrapper(layer_of("linear", 33)), Wrapper(layer_of("linear", 34)))
+    changed(model, "nf4")
+    assert [type(wrapper.base_layer) for wrapper in model] == [nn.Linear, CodedLinear]
 
 
 class Tied(nn.Module):

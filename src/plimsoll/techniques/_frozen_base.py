@@ -1,11 +1,8 @@
-"""Frozen linear layers whose weights are 8-bit integers with a scale for each output channel.
+"""Frozen linear layers whose weights are codes of 8 or 4 bits (see `_codes`).
 
 A layer is made dense for its own forward and again for its own backward, and the dense copy is let go at once: autograd
-keeps the integers. Gradients flow to the layer's input; the weight has none.
-
-torchao's ``Int8Tensor`` (0.18) is not used: it cannot multiply as GPT-2's ``Conv1D`` does (``aten.addmm``), and its
-storage says that it has the bytes of the dense weight, so that what is counted here by storages would be wrong. Plain
-tensors are counted, saved and loaded as others are. They are parameters and not buffers, which an undo copies.
+keeps the codes. Gradients flow to the layer's input; the weight has none. Codes and scales are parameters and not
+buffers, which an undo copies.
 
 Does NOT cover weights that share their memory with others (they stay: nothing would be saved), subclasses of
 ``nn.Linear``, layers with hooks, and a weight that needs a gradient.
@@ -22,59 +19,58 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from plimsoll.mapped import MappedPool
-
-_LARGEST_CODE = 127  # -128 is left out, so that a weight and its negative are as exact
-_SMALLEST_SCALE = 1e-12  # of a channel of zeros
+from plimsoll.techniques._codes import CODECS, Codec
 
 
-class Int8Linear(nn.Module):
+class CodedLinear(nn.Module):
     """A frozen ``nn.Linear`` or ``Conv1D`` of transformers.
 
     Args:
         weight: as the layer has it.
         bias: the layer's own, which is not copied.
         is_transposed: whether the weight is of inputs x outputs, as that of a ``Conv1D``.
+        codec: makes the codes.
     """
 
-    def __init__(self, weight: Tensor, bias: nn.Parameter | None, is_transposed: bool) -> None:
+    def __init__(self, weight: Tensor, bias: nn.Parameter | None, is_transposed: bool, codec: Codec) -> None:
         super().__init__()
-        codes, scale = quantized(weight.detach(), channel_dim=1 if is_transposed else 0)
+        dense = weight.detach()
+        codes, scale = codec.encode(dense.t() if is_transposed else dense)
         self.codes = nn.Parameter(codes, requires_grad=False)
         self.scale = nn.Parameter(scale, requires_grad=False)
         self.bias = bias
-        self._dtype, self._is_transposed = weight.dtype, is_transposed
+        self._dtype, self._is_transposed, self._codec = weight.dtype, is_transposed, codec
 
     @property
     def weight(self) -> Tensor:
         """The dense weight, for models that ask for it or its type; made anew each time."""
-        return dequantized(self.codes, self.scale, self._dtype)
+        weight = self._codec.decode(self.codes, self.scale, self._dtype)
+        return weight.t() if self._is_transposed else weight
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Do what the layer does."""
         kind = inputs.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self._dtype
         product: Any = _Product.apply  # torch has no types for it
-        result: Tensor = product(inputs, self.codes, self.scale, self.bias, dtype, self._is_transposed)
+        result: Tensor = product(inputs, self.codes, self.scale, self.bias, dtype, self._codec)
         return result
 
 
 class _Product(torch.autograd.Function):
     @staticmethod
     def forward(  # noqa: PLR0917 -- autograd takes no keywords
-        ctx: Any, inputs: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype,
-        is_transposed: bool,
-    ) -> Tensor:  # fmt: skip
+        ctx: Any, inputs: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype, codec: Codec
+    ) -> Tensor:
         ctx.save_for_backward(codes, scale)
-        ctx.is_transposed, ctx.dtype = is_transposed, inputs.dtype
-        weight = dequantized(codes, scale, dtype)
-        return nn.functional.linear(inputs, weight.t() if is_transposed else weight, bias)
+        ctx.codec, ctx.dtype = codec, inputs.dtype
+        return nn.functional.linear(inputs, codec.decode(codes, scale, dtype), bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         codes, scale = ctx.saved_tensors
-        weight = dequantized(codes, scale, gradient.dtype)
-        return (gradient @ (weight.t() if ctx.is_transposed else weight)).to(ctx.dtype), *[None] * 5
+        weight = ctx.codec.decode(codes, scale, gradient.dtype)
+        return (gradient @ weight).to(ctx.dtype), *[None] * 5
 
 
 class KeptOutside:
@@ -99,30 +95,27 @@ class KeptOutside:
             self._kept.pop()
 
 
-def to_int8(wrappers: Iterable[Any], model: nn.Module, kept: KeptOutside) -> None:
-    """Let the layers inside peft's wrappers (``base_layer``) have weights of 8 bits, one after the other."""
+def to_codes(wrappers: Iterable[Any], model: nn.Module, kept: KeptOutside, base: str) -> None:
+    """Let the layers inside peft's wrappers (``base_layer``) have weights in codes, one after the other.
+
+    Args:
+        wrappers: peft's.
+        model: that they are of.
+        kept: where the weights go.
+        base: which of `CODECS`.
+    """
     parameters = (parameter for _, parameter in model.named_parameters(remove_duplicate=False))
     num_owners = Counter(parameter.untyped_storage()._cdata for parameter in parameters)
+    codec = CODECS[base]
     for wrapper in wrappers:
         layer = wrapper.base_layer
-        if _is_plain(layer) and num_owners[layer.weight.untyped_storage()._cdata] == 1:
-            wrapper.base_layer = Int8Linear(layer.weight, layer.bias, not isinstance(layer, nn.Linear))
+        if not _is_plain(layer) or num_owners[layer.weight.untyped_storage()._cdata] > 1:
+            continue
+        is_transposed = not isinstance(layer, nn.Linear)
+        if codec.can_encode(layer.weight.t() if is_transposed else layer.weight):
+            wrapper.base_layer = CodedLinear(layer.weight, layer.bias, is_transposed, codec)
             wrapper.base_layer.train(layer.training)
             kept.take(layer.weight)
-
-
-@torch.no_grad()
-def quantized(weight: Tensor, channel_dim: int) -> tuple[Tensor, Tensor]:
-    """Codes of 8 bits and the scale of each slice along a dimension, whose largest number is exact."""
-    dense = weight.float()
-    scale = dense.abs().amax(1 - channel_dim, keepdim=True).div_(_LARGEST_CODE).clamp_(min=_SMALLEST_SCALE)
-    return (dense / scale).round_().to(torch.int8), scale
-
-
-@torch.no_grad()
-def dequantized(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """The dense weight. Multiplied in place: the product of two types makes a copy inside, which nobody counts."""
-    return codes.to(torch.float32).mul_(scale).to(dtype)
 
 
 def _is_plain(layer: nn.Module) -> bool:

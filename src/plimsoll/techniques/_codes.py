@@ -1,0 +1,83 @@
+"""A frozen weight in codes of 8 or of 4 bits, and the dense weight made of them again.
+
+Codes and scales are plain tensors, which are counted, saved, loaded and rehearsed as others are. torchao's tensors
+(0.18) are not used: their storage says that it has the dense weight's bytes, so that what is counted by storages would
+be wrong, and they cannot do ``aten.addmm``, which GPT-2's ``Conv1D`` calls.
+
+``int8``: integers from -127 to 127 with one scale for each output channel, whose largest number is exact. ``nf4``: the
+16 values of NormalFloat, of which each stands for the same share of a normal distribution, with one scale for each
+group of up to 64 numbers of an output channel (Dettmers et al. 2023, arXiv:2305.14314, appendix E), two codes in a
+byte. Does NOT cover scales that are themselves in codes, and weights of an odd number of inputs in 4 bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+_LARGEST_CODE = 127  # -128 is left out, so that a weight and its negative are as exact
+_SMALLEST_SCALE = 1e-12  # of a channel or a group of zeros
+_LARGEST_GROUP = 64  # numbers with one scale, as in the paper
+
+# bitsandbytes' and the paper's own numbers: quantiles of a normal distribution, 0 among them, the largest being 1.
+NF4_VALUES = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
+
+
+class Codec(NamedTuple):
+    """How a weight of outputs x inputs becomes codes and scales, and dense again."""
+
+    encode: Callable[[Tensor], tuple[Tensor, Tensor]]
+    decode: Callable[[Tensor, Tensor, torch.dtype], Tensor]
+    can_encode: Callable[[Tensor], bool]
+
+
+@torch.no_grad()
+def _to_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
+    dense = weight.float()
+    scale = dense.abs().amax(1, keepdim=True).div_(_LARGEST_CODE).clamp_(min=_SMALLEST_SCALE)
+    return (dense / scale).round_().to(torch.int8).contiguous(), scale  # of Conv1D the columns were rows
+
+
+@torch.no_grad()
+def _from_int8(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """The dense weight. Multiplied in place: the product of two types makes a copy inside, which nobody counts."""
+    return codes.to(torch.float32).mul_(scale).to(dtype)
+
+
+@torch.no_grad()
+def _to_nf4(weight: Tensor) -> tuple[Tensor, Tensor]:
+    num_outputs, num_inputs = weight.shape
+    groups = weight.float().contiguous().view(num_outputs, -1, _group_of(num_inputs))
+    scale = groups.abs().amax(2, keepdim=True).clamp_(min=_SMALLEST_SCALE)
+    values = torch.tensor(NF4_VALUES, device=weight.device)
+    codes = torch.bucketize(groups / scale, (values[1:] + values[:-1]) / 2, out_int32=True).view(num_outputs, -1)
+    packed = codes[:, ::2].mul(16).add_(codes[:, 1::2]).to(torch.uint8)
+    return packed, scale.squeeze(2)
+
+
+@torch.no_grad()
+def _from_nf4(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """The dense weight: a byte is looked up as the two numbers it stands for."""
+    num_outputs, num_groups = scale.shape
+    values = torch.tensor(NF4_VALUES, device=codes.device)
+    pairs = torch.stack((values.repeat_interleave(16), values.repeat(16)), dim=1)
+    dense = torch.nn.functional.embedding(codes.to(torch.int32), pairs).view(num_outputs, num_groups, -1)
+    return dense.mul_(scale.unsqueeze(2)).view(num_outputs, -1).to(dtype)
+
+
+def _group_of(num_inputs: int) -> int:
+    """The largest power of two up to `_LARGEST_GROUP` that divides the inputs."""
+    return min(num_inputs & -num_inputs, _LARGEST_GROUP)
+
+
+CODECS = {
+    "int8": Codec(_to_int8, _from_int8, lambda weight: True),
+    "nf4": Codec(_to_nf4, _from_nf4, lambda weight: weight.size(1) % 2 == 0),
+}
