@@ -134,9 +134,9 @@ def _corpus_sheets(corpus: CorpusFacts) -> list[sheets.Sheet]:
     return [sheet for sheet in every if sheet.rows]
 
 
-def embedding_page(shown: Sequence[sheets.Sheet]) -> str:
-    """Return the page of word vectors."""
-    return _sheets_page("Word vectors", "", *(sheet for sheet in shown if sheet.rows))
+def sheets_page(title: str, shown: Sequence[sheets.Sheet]) -> str:
+    """Return a page of tables; those without rows are left out."""
+    return _sheets_page(title, "", *(sheet for sheet in shown if sheet.rows))
 
 
 def diagnosis_page(diagnosis: Diagnosis) -> str:

@@ -137,9 +137,9 @@ def feed_report(feed: FeedRates) -> Group:
     return _spaced(corpus_report(feed.corpus), _table(data_sheets.rate_sheet(feed)), *notes)
 
 
-def embedding_report(shown: Sequence[sheets.Sheet]) -> Group:
-    """Return what is known of word vectors; tables without rows are left out."""
-    return _spaced(*(_table(sheet) for sheet in shown if sheet.rows))
+def sheets_report(shown: Sequence[sheets.Sheet]) -> Group:
+    """Return tables; those without rows are left out, and those of many words are as wide as the terminal."""
+    return _spaced(*(_table(sheet, is_wide=sheet.is_prose) for sheet in shown if sheet.rows))
 
 
 def plan_report(plan: Plan) -> Group:

@@ -22,19 +22,22 @@ from plimsoll.records.embeddings import CompressionFacts, Conversion, SubsetFact
 from plimsoll.records.plan import Plan
 from plimsoll.records.prediction import Prediction
 from plimsoll.records.run import RunRecord
-from plimsoll.report import as_html, as_text, embedding_sheets
+from plimsoll.records.ways import Ways
+from plimsoll.report import as_html, as_text, embedding_sheets, ways_sheets
 from plimsoll.report.sheets import Sheet
 
 Format = Literal["text", "json", "html"]
 
 Screen = tuple[Callable[[Any], RenderableType], Callable[[Any], str]]
 
+_VECTORS = "Word vectors"
 
-def _of_sheets(sheets_of: Callable[[Any], tuple[Sheet, ...]]) -> Screen:
+
+def _of_sheets(title: str, sheets_of: Callable[[Any], tuple[Sheet, ...]]) -> Screen:
     """Return the screens of a record that is nothing but sheets."""
     return (
-        lambda record: as_text.embedding_report(sheets_of(record)),
-        lambda record: as_html.embedding_page(sheets_of(record)),
+        lambda record: as_text.sheets_report(sheets_of(record)),
+        lambda record: as_html.sheets_page(title, sheets_of(record)),
     )
 
 
@@ -50,10 +53,11 @@ _SCREENS: dict[type[Record], Screen] = {
     TokenFacts: (as_text.token_report, as_html.token_page),
     Inspection: (as_text.inspection_report, as_html.inspection_page),
     FeedRates: (as_text.feed_report, as_html.feed_page),
-    SubsetFacts: _of_sheets(embedding_sheets.subset_sheets),
-    VectorFile: _of_sheets(embedding_sheets.vector_file_sheets),
-    Conversion: _of_sheets(embedding_sheets.conversion_sheets),
-    CompressionFacts: _of_sheets(embedding_sheets.compression_sheets),
+    SubsetFacts: _of_sheets(_VECTORS, embedding_sheets.subset_sheets),
+    VectorFile: _of_sheets(_VECTORS, embedding_sheets.vector_file_sheets),
+    Conversion: _of_sheets(_VECTORS, embedding_sheets.conversion_sheets),
+    CompressionFacts: _of_sheets(_VECTORS, embedding_sheets.compression_sheets),
+    Ways: _of_sheets("Ways to train", ways_sheets.ways_sheets),
 }
 
 

@@ -95,12 +95,17 @@ def plan_job(
     """
     budget_bytes = limit_bytes if limit_bytes is not None else job.budget.device_bytes
     budget = Budget(device_bytes=budget_bytes, host_bytes=job.budget.host_bytes)
-    name, forbidden = choose_device(job) if device is None else _here(device), tuple(forbids)
+    name, forbidden = device_of_job(job, device), tuple(forbids)
     _require_known(pins, forbidden)
     with ExitStack() as stack:
         started = stack.enter_context(StartedBaseline(job)) if name == "cpu" else None  # it takes seconds
         subject = JobSubject(job, started)
         return _Planner(subject, name, budget, pins, forbidden, calibration, progress or (lambda text: None)).plan()
+
+
+def device_of_job(job: Job, device: str | None) -> str:
+    """Return the name of the device that a job is planned for; see `plan_job`."""
+    return choose_device(job) if device is None else _here(device)
 
 
 def require_possible(job: Job, pins: Sequence[Pin], forbids: Iterable[str]) -> None:

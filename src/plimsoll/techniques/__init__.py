@@ -77,7 +77,10 @@ TECHNIQUES: dict[str, Technique] = {
 UNTRACED = (Heap.name, Allocator.name)
 """How memory is handed out: these change no op, so that any of them can be counted on a trace that is there."""
 
-UNOFFERED: dict[str, dict[str, Value]] = {"time_segments": {"kept": 0}}
+UNOFFERED: dict[str, dict[str, Value]] = {
+    "time_segments": {"kept": 0},
+    "allocator": {"max_split_size_mb": 0, "roundup_power2_divisions": 0},
+}
 """Options that a menu leaves out where they seldom pay, and what they then are."""
 
 

@@ -34,7 +34,8 @@ FLAGS = {
         "--output", "-o", "--force", "--json",
     },
     "plan": {
-        "--device", "--budget", "--set", "--pin", "--forbid", "--calibration", "--output", "-o", "--force", "--json",
+        "--device", "--budget", "--set", "--pin", "--forbid", "--compare", "--calibration", "--output", "-o", "--force",
+        "--json",
     },
     "train": {
         "--out", "-o", "--budget", "--set", "--resume", "--from-step", "--plan", "--no-plan", "--pin", "--forbid",

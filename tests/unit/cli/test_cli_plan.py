@@ -11,6 +11,7 @@ from plan_records import MIB, fitting_plan, impossible_plan
 from plimsoll.errors import DeviceError
 from plimsoll.records.comparison import Calibration
 from plimsoll.records.plan import Pin, Plan
+from way_records import none_fits, ways
 
 
 @pytest.fixture
@@ -47,6 +48,22 @@ def test_without_options_the_job_is_planned_as_it_is(call, job, planning):
             "calibration": Calibration(),
         }
     ]
+
+
+def test_the_ways_to_train_are_compared(call, job, standing_in):
+    asked = standing_in("plimsoll.run.ways", "compare_ways", ways())
+    done = call("plan", job, "--budget", "8GiB", "--compare")
+    assert (done.code, done.err) == (0, "")
+    assert "weights streamed" in done.out
+    assert asked[0]["limit_bytes"] == 8 << 30
+    standing_in("plimsoll.run.ways", "compare_ways", none_fits())
+    assert call("plan", job, "--compare").code == 1
+
+
+def test_a_comparison_has_pins_of_its_own(call, job):
+    done = call("plan", job, "--compare", "--pin", "heap=never", "--forbid", "lora")
+    assert done.code == 2
+    assert "--compare plans each way with pins of its own, not with heap=never, lora: leave one" in done.err
 
 
 def test_every_option_arrives(call, job, planning, tmp_path):

@@ -13,9 +13,10 @@ import evidence_records
 import plan_records
 import prediction_records
 import vector_records
+import way_records
 from plimsoll.records.device import MemoryUse
 from plimsoll.records.prediction import WhatIf
-from plimsoll.report import as_text, embedding_sheets
+from plimsoll.report import as_text, embedding_sheets, ways_sheets
 
 
 def use(used_mib: int, limit_mib: int | None) -> MemoryUse:
@@ -32,13 +33,12 @@ SCREENS = {
     "tokens.txt": as_text.token_report(corpus_records.token_facts()),
     "inspection.txt": as_text.inspection_report(corpus_records.inspection()),
     "feed.txt": as_text.feed_report(corpus_records.feed_rates()),
-    "vectors-subset.txt": as_text.embedding_report(embedding_sheets.subset_sheets(vector_records.subset_facts())),
-    "vectors-uncounted.txt": as_text.embedding_report(embedding_sheets.subset_sheets(vector_records.uncounted())),
-    "vectors-info.txt": as_text.embedding_report(embedding_sheets.vector_file_sheets(vector_records.vector_file())),
-    "vectors-converted.txt": as_text.embedding_report(embedding_sheets.conversion_sheets(vector_records.conversion())),
-    "vectors-compressed.txt": as_text.embedding_report(
-        embedding_sheets.compression_sheets(vector_records.compression())
-    ),
+    "vectors-subset.txt": as_text.sheets_report(embedding_sheets.subset_sheets(vector_records.subset_facts())),
+    "vectors-uncounted.txt": as_text.sheets_report(embedding_sheets.subset_sheets(vector_records.uncounted())),
+    "vectors-info.txt": as_text.sheets_report(embedding_sheets.vector_file_sheets(vector_records.vector_file())),
+    "vectors-converted.txt": as_text.sheets_report(embedding_sheets.conversion_sheets(vector_records.conversion())),
+    "vectors-compressed.txt": as_text.sheets_report(embedding_sheets.compression_sheets(vector_records.compression())),
+    "ways.txt": as_text.sheets_report(ways_sheets.ways_sheets(way_records.ways())),
     "diagnosis.txt": as_text.diagnosis_report(evidence_records.diagnosis()),
     "diagnosis-unknown.txt": as_text.diagnosis_report(evidence_records.unknown_diagnosis()),
     "diagnosis-empty.txt": as_text.diagnosis_report(evidence_records.empty_diagnosis()),

@@ -1,0 +1,44 @@
+"""The words and numbers of the ways to train, once: the terminal and the HTML page show the same sheets."""
+
+from __future__ import annotations
+
+from plimsoll.records.units import format_bytes
+from plimsoll.records.ways import Way, Ways
+from plimsoll.report.plan_sheets import budget_word, seconds_range_text
+from plimsoll.report.prediction_sheets import range_text
+from plimsoll.report.sheets import Column, Sheet
+
+_NONE = "-"
+
+
+def headline(ways: Ways) -> str:
+    """Say in one sentence which ways there are."""
+    fitting = [way.name for way in ways.ways if way.fits]
+    limit = f"{format_bytes(ways.limit_bytes)} of {ways.device}"
+    if not fitting:
+        return f"None of the ways to train fits {limit}."
+    return f"{len(fitting)} of {len(ways.ways)} ways to train fit {limit}: {'; '.join(fitting)}."
+
+
+def ways_sheets(ways: Ways) -> tuple[Sheet, ...]:
+    """What each way needs and takes; what it changes, and how it is had."""
+    numbers = (Column("Way"), Column("Verdict"), Column("Peak", True), Column("A step", True))
+    words = (Column("Way"), Column("What it changes"), Column("With"), Column("Give"))
+    return (
+        Sheet(f"Ways to train: {ways.subject}", numbers, tuple(map(_numbers, ways.ways))),
+        Sheet("What each is", words, tuple(map(_words, ways.ways))),
+    )
+
+
+def _numbers(way: Way) -> tuple[str, ...]:
+    verdict = "fits" if way.fits else "impossible" if way.impossible else _smallest(way)
+    peak = _NONE if way.peak is None else range_text(way.peak)
+    return (way.name, verdict, peak, _NONE if way.step_time is None else seconds_range_text(way.step_time))
+
+
+def _smallest(way: Way) -> str:
+    return f"needs {budget_word(way.smallest_budget_bytes or 0)}"
+
+
+def _words(way: Way) -> tuple[str, ...]:
+    return (way.name, way.changes, way.impossible or " ".join(map(str, way.choices)), way.how or _NONE)

@@ -1,0 +1,27 @@
+"""The ways to train in words: which fit, what each needs, what it changes."""
+
+from plimsoll.report.ways_sheets import headline, ways_sheets
+from way_records import none_fits, ways
+
+
+def test_the_sentence_names_what_fits():
+    assert headline(ways()) == "1 of 3 ways to train fit 2.0 GiB of cpu: full, weights streamed."
+    assert headline(none_fits()) == "None of the ways to train fits 2.0 GiB of cpu."
+
+
+def test_each_way_has_its_numbers_or_its_reason():
+    numbers, words = ways_sheets(ways())
+    assert numbers.rows == (
+        ("full", "needs 3100MiB", "2.8 to 3.0 GiB", "1.0 to 2.0 s"),
+        ("full, weights streamed", "fits", "1.5 GiB", "12.0 s"),
+        ("LoRA", "impossible", "-", "-"),
+    )
+    assert [row[2] for row in words.rows] == [
+        "checkpointing=all micro_batch=1",
+        "parameter_offload=true micro_batch=2",
+        "peft is not installed",
+    ]
+    assert [row[3] for row in words.rows][0::2] == [
+        "--forbid parameter_offload",
+        "--set 'allow=[lora]' --pin 'lora(base=kept)'",
+    ]

@@ -1,0 +1,46 @@
+"""The ways to train, of small real jobs on a GPU that is not here: what each needs, and which cannot be had."""
+
+import pytest
+
+from plimsoll.errors import JobError
+from plimsoll.records.job import Job
+from plimsoll.run.ways import compare_ways
+
+MIB = 1 << 20
+BLOCKS = {"architecture": "gpt2", "n_layer": 2, "n_embd": 64, "n_head": 2}
+LSTM = {"architecture": "lstm", "embedding_size": 32, "hidden_size": 32}
+
+
+def ways_of(model, limit_mib=1000, **changes):
+    fields = {"model": model, "data": "nowhere.txt", "tokenizer": {"vocab_size": 1000}}
+    job = Job.from_fields(fields | {"sequence_length": 32, "batch_size": 4} | changes)
+    return {way.name: way for way in compare_ways(job, device="rtx3060", limit_bytes=limit_mib * MIB).ways}
+
+
+@pytest.fixture(scope="module")
+def of_blocks():
+    pytest.importorskip("peft", reason="adapters are peft's")
+    return ways_of(BLOCKS)
+
+
+def test_every_way_is_planned_with_what_it_is_called_for(of_blocks):
+    bases = [
+        choice.options["base"] for way in of_blocks.values() for choice in way.choices if choice.technique == "lora"
+    ]
+    assert bases == ["kept", "int8", "nf4"]
+    assert not any(choice.technique == "lora" for choice in of_blocks["full"].choices)
+    assert all(way.fits and way.peak.likely_bytes <= 1000 * MIB for way in of_blocks.values() if not way.impossible)
+    assert of_blocks["LoRA, base of 4 bits"].how == "--set 'allow=[lora]' --pin 'lora(base=nf4)'"
+
+
+def test_without_blocks_adapters_are_impossible_and_the_reason_is_said():
+    found = ways_of(LSTM)
+    assert found["full"].fits
+    assert "is not a model of transformers" in found["LoRA"].impossible
+    assert not found["LoRA"].fits
+    assert "leave it out" not in found["LoRA"].impossible
+
+
+def test_what_is_wrong_with_the_job_is_an_error_and_no_way():
+    with pytest.raises(JobError, match="n_embd"):
+        ways_of(BLOCKS | {"n_embd": 65})

@@ -1,0 +1,41 @@
+"""The ways to train a made-up model, small enough to check by hand."""
+
+from __future__ import annotations
+
+from plan_records import CHECKPOINTS, duration
+from plimsoll.records.plan import Choice, micro_batch_choice
+from plimsoll.records.ways import Way, Ways
+from prediction_records import MIB, estimate
+
+
+def ways(**changes: object) -> Ways:
+    """All of it needs 3000 of 2048 MiB; with streamed weights 1500; adapters cannot be had."""
+    streamed = Choice(technique="parameter_offload", options={"gradients": True})
+    fields: dict[str, object] = {
+        "subject": "gpt2, 8 x 128 tokens a step",
+        "device": "cpu",
+        "limit_bytes": 2048 * MIB,
+        "ways": (
+            Way(
+                name="full", changes="nothing", how="--forbid parameter_offload",
+                choices=(CHECKPOINTS, micro_batch_choice(1)), peak=estimate(3000, 100), step_time=duration(1.5, 0.5),
+                smallest_budget_bytes=3100 * MIB,
+            ),
+            Way(
+                name="full, weights streamed", changes="nothing: the same numbers, more slowly",
+                how="--pin parameter_offload", choices=(streamed, micro_batch_choice(2)), peak=estimate(1500),
+                step_time=duration(12.0),
+            ),
+            Way(
+                name="LoRA", changes="other model: low-rank adapters beside frozen weights",
+                how="--set 'allow=[lora]' --pin 'lora(base=kept)'", impossible="peft is not installed",
+            ),
+        ),
+    }  # fmt: skip
+    return Ways.model_validate(fields | changes)
+
+
+def none_fits() -> Ways:
+    """The first and the last of them."""
+    first, _, last = ways().ways
+    return ways(ways=(first, last))
