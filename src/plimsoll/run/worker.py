@@ -221,6 +221,7 @@ def train_run(  # noqa: PLR0915 -- as above
     from plimsoll.run.train import Training, train
     from plimsoll.run.train import resume as go_on
     from plimsoll.techniques.heap import set_up_as_with
+    from plimsoll.techniques.parameter_offload import builds_in_files
 
     _end_with_supervisor()
     arm_from_environment()
@@ -247,13 +248,21 @@ def train_run(  # noqa: PLR0915 -- as above
         (host or backend).baseline_bytes()
         _limit(stack, backend, job.budget.device_bytes)
         _limit(stack, host, job.budget.host_bytes)
+        in_files = False
         if device == "cpu":
             last_rung = directory.rung_in_force() if saved is not None and rung is None else rung
-            set_up_as_with(plan.rungs[min(last_rung or 0, len(plan.rungs) - 1)].choices)
+            first = plan.rungs[min(last_rung or 0, len(plan.rungs) - 1)].choices
+            set_up_as_with(first)
+            in_files = builds_in_files(first)
         view = View(path.name, job.steps, "samples" if job.task == "classification" else "tokens", quiet)
-        parts = fitting(lambda: assemble(job, prepared, device, view.say, _oom_kills), backend, "building the model")
+        parts = fitting(
+            lambda: assemble(job, prepared, device, view.say, _oom_kills, in_files=in_files),
+            backend, "building the model",
+        )  # fmt: skip
         stack.callback(parts.loader.close)
-        step = step_of(job, parts.model, parts.optimizer, plan.choices_by_rung, schedule=parts.schedule)
+        step = step_of(
+            job, parts.model, parts.optimizer, plan.choices_by_rung, schedule=parts.schedule, files=parts.files
+        )
         offset_seconds = max((line.time_seconds for line in directory.lines()), default=0.0)
         training = Training(job, parts, step, directory, marks, MemorySampler(backend, offset_seconds), view, host)
         if saved is not None:
