@@ -129,6 +129,7 @@ def assemble(
     oom_kills: Callable[[], int | None] = lambda: None,
     *,
     in_files: bool = False,
+    put: Callable[[nn.Module, str], object] = nn.Module.to,
 ) -> Assembled:
     """Build the training of ``job`` on ``device``, seeded by the job.
 
@@ -139,6 +140,7 @@ def assemble(
         on_event: told what happened to the processes that read the data; by default that is a warning.
         oom_kills: how many processes the kernel has killed for want of memory, to tell such a death.
         in_files: build the model in mapped files and not in memory, with the same numbers.
+        put: moves the model to the device; a technique may leave part of it on the host.
 
     Raises:
         JobError: if the model or the optimizer cannot be built as described.
@@ -153,7 +155,8 @@ def assemble(
     if prepared.vectors_folder is not None:
         fill_embedding(word_embedding(model, prepared.vocab_size), open_rows(Path(prepared.vectors_folder)))
     name_labels(model, prepared.label_names)
-    model.to(device).train()
+    put(model, device)
+    model.train()
     _require_kernels(model, job.own_precision, device)
     _require_apart(job, model)
     optimizer = build_optimizer(job.optimizer, model.parameters())

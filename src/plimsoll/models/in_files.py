@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from plimsoll.mapped import MappedPool
-from plimsoll.outside import outside_the_device
+from plimsoll.outside import mark_outside, outside_the_device
 
 LEAST_BYTES = 128 << 10
 """Smaller tensors stay in private memory: a file's pages would not be fewer."""
@@ -109,7 +109,7 @@ class _MadeIn(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _made(self, func: Any, fill: Fill, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         if self._is_rehearsed:
             with outside_the_device():
-                result: Tensor = func(*args, **kwargs)
+                result: Tensor = mark_outside(func(*args, **kwargs))
             self._pool.know(result)
             return result
         shape: Tensor = func(*args, **{**kwargs, "device": torch.device("meta"), "pin_memory": False})

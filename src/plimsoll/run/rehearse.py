@@ -37,6 +37,7 @@ from plimsoll.run.rungs import samples_of
 from plimsoll.run.step import TrainStep
 from plimsoll.techniques import Choices
 from plimsoll.techniques._lengths import groups_by_length, lengths_of
+from plimsoll.techniques.layer_streaming import put_where_needed, streams
 from plimsoll.techniques.parameter_offload import builds_in_files
 from plimsoll.workload import LossFunction, Precision, Units, batch_size_of, pick_samples, split_batch
 
@@ -136,10 +137,11 @@ def _train_job(  # noqa: PLR0917 -- one call
     batches: list[Any], held_out: Any | None,
 ) -> TrainStep:  # fmt: skip
     """Do on a stage what a training process does."""
-    files = MappedPool() if lowering.kind == "cpu" and builds_in_files(choices) else None
+    is_large = builds_in_files(choices) if lowering.kind == "cpu" else streams(choices)
+    files = MappedPool() if is_large else None  # on CUDA these stand for the host's memory
     with failures_explained("the model of this job", stage):
         model = build_model(job, *texts, files=files).train()
-    model.to(lowering.device)
+    put_where_needed(model, lowering.device, choices)
     stage.recorder.know_model(model)
     optimizer = build_optimizer(job.optimizer, model.parameters())
     backend = StageBackend(lowering.kind)
