@@ -51,7 +51,7 @@ from plimsoll.records.job import SMALLEST_VOCAB_SIZES, Job, Task, VectorSource, 
 from plimsoll.workload import LossFunction, Units, model_loss
 
 
-def build_model(
+def build_model(  # noqa: PLR0917 -- what a sketch of the texts says is given as it is
     job: Job,
     vocab_size: int,
     num_labels: int | None,

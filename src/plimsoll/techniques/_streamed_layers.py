@@ -4,12 +4,12 @@
         model(**batch)
 
 The home of a parameter is the parameter itself, on the host (training: its gradient goes there, and the optimizer
-updates it there), or a tensor that ``home_of`` gives (inference: pinned memory, or a read-only mapping of a file). While
-a block computes, the copies of the next one are on their way on a stream of their own; in backward, and in what is
-recomputed there, those of the one before. So at most two blocks are on the device.
+updates it there), or a tensor that ``home_of`` gives (inference: pinned memory, or a read-only mapping of a file).
+While a block computes, the copies of the next one are on their way on a stream of their own; in backward, and in what
+is recomputed there, those of the one before. So at most two blocks are on the device.
 
-Backward does not keep the copies: where autograd would save one, it saves where it is from, and the block is copied once
-more. That goes beside other hooks on saved tensors (checkpointing's, those that offload activations), which see
+Backward does not keep the copies: where autograd would save one, it saves where it is from, and the block is copied
+once more. That goes beside other hooks on saved tensors (checkpointing's, those that offload activations), which see
 everything else. What forward makes of a weight and saves, such as autocast's cast, is an activation: recomputation
 drops it.
 
@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -97,9 +97,7 @@ class _Place(NamedTuple):
 class _Block:
     """One block: where its modules have parameters, and where the values of these are."""
 
-    def __init__(
-        self, module: nn.Module, name: str, streamable: set[nn.Parameter], home_of: HomeOf | None
-    ) -> None:
+    def __init__(self, module: nn.Module, name: str, streamable: set[nn.Parameter], home_of: HomeOf | None) -> None:
         self.module = module
         self.homes: list[Tensor] = []
         self.places: list[_Place] = []
@@ -111,7 +109,7 @@ class _Block:
                 if parameter not in numbers:
                     numbers[parameter] = len(self.homes)
                     self.homes.append(home_of(f"{path}.{key}", parameter) if home_of else parameter)
-                self.places.append(_Place(part._parameters, key, numbers[parameter]))  # type: ignore[arg-type]
+                self.places.append(_Place(part._parameters, key, numbers[parameter]))
 
     @contextmanager
     def having(self, tensors: Sequence[Tensor]) -> Iterator[None]:
@@ -154,9 +152,11 @@ class _Stream:
         """Compute a block on copies."""
         block, in_backward = self.blocks[number], _graph_task() is not None
         here = self.fetch(number)
-        tensors, hooks = here.copies, nullcontext()
+        tensors = here.copies
+        hooks: AbstractContextManager[None] = nullcontext()
         if torch.is_grad_enabled():
-            tensors = [_Fetch.apply(home, self, copy) for home, copy in zip(block.homes, here.copies, strict=True)]
+            pairs = zip(block.homes, here.copies, strict=True)
+            tensors = [_Fetch.apply(home, self, copy) for home, copy in pairs]  # type: ignore[no-untyped-call]
             hooks = _hooks(self, number, here.copies)
         is_done = False
         try:
@@ -238,7 +238,7 @@ class _Fetch(torch.autograd.Function):
         return copy.detach()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None]:
         if gradient.layout is not torch.strided:
             return gradient.to(ctx.device), None, None
         # Waited for: autograd adds it up on the host next.
@@ -260,7 +260,7 @@ class _Ref(NamedTuple):
         return copy.as_strided(self.size, self.strides, self.offset)
 
 
-def _hooks(stream: _Stream, block: int, copies: Sequence[Tensor]) -> saved_tensors_hooks:
+def _hooks(stream: _Stream, block: int, copies: Sequence[Tensor]) -> AbstractContextManager[None]:
     """Hooks that take copies of weights, and leave the rest to those that are in force."""
     number_of = {copy.untyped_storage()._cdata: number for number, copy in enumerate(copies)}
     outer = _hooks_in_force()

@@ -9,12 +9,11 @@ tensors explain were measured for small models. So blocks are mappings of their 
 `plimsoll.techniques.heap`).
 
 A model that was built in files (`plimsoll.models.in_files`) is taken over as it is: nothing is copied, on the way in or
-out. In the training process of a plan that begins with this technique it is, so weights are never in private memory.
+out. In the training process of a plan that begins with this technique it is, and weights are never in private memory.
 
 If memory runs out in the exit, the parameters that are not back yet stay in the file: they train and are saved as well.
 
-Numerics: bitwise. Does NOT cover CUDA (weights would have to be brought before each layer, also in its recomputation),
-parameters that are not plain dense tensors, and buffers.
+Numerics: bitwise. Does NOT cover CUDA (see `layer_streaming`), parameters that are not plain dense tensors, and buffers.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from plimsoll.techniques._base import Choices, Setting
 from plimsoll.techniques.heap import blocks_mapped_from
 from plimsoll.workload import Workload
 
-_NOT_ON_CUDA = "on CUDA it is not offered yet: weights would have to be brought to the device layer by layer"
+_NOT_ON_CUDA = "a GPU cannot read a file's pages: layer_streaming brings weights to it from the host, block by block"
 
 
 class ParameterOffload:
