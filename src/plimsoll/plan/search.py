@@ -37,7 +37,8 @@ _MOST_FALLBACK_LOOKS = 1  # ... and for each fallback, which need not be the fas
 _MOST_LEANEST_LOOKS = 2  # for what needs least, after a descent
 _WEAKER_SECONDS = 0.5  # of the time that the strongest option adds
 _FALLS_SHARE = 0.95  # of what is before it: what needs more is no fallback
-_MOVES = ("optimizer_kernel", "optimizer_offload", "parameter_offload")  # taking one back needs room in the crisis
+# Taking one back needs room in the crisis.
+_MOVES = ("optimizer_kernel", "optimizer_offload", "parameter_offload", "layer_streaming")
 _NEAR_SHARE = 0.5  # of the limit: a plan that needs less is not traced with techniques for its fallbacks
 _FALLBACK_SHARE = 0.6  # of what the plan needs; a peak that is higher still is for the leanest
 

@@ -74,14 +74,20 @@ class _Product(torch.autograd.Function):
 
 
 class KeptOutside:
-    """Parameters whose memory is a file's as long as something else stands in for them."""
+    """Parameters whose memory is a file's as long as something else stands in for them.
 
-    def __init__(self) -> None:
-        self._pool = MappedPool()
+    Args:
+        files: what the model was built in, if not in memory: what is there stays there, before and after.
+    """
+
+    def __init__(self, files: MappedPool | None = None) -> None:
+        self._pool = files or MappedPool()
         self._kept: list[tuple[nn.Parameter, torch.device]] = []
 
     def take(self, parameter: nn.Parameter) -> None:
         """Exchange a parameter's memory for a file's."""
+        if self._pool.holds(parameter):
+            return
         copy = self._pool.copy_of(parameter)
         self._kept.append((parameter, parameter.device))
         parameter.data = copy

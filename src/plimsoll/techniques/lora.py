@@ -70,7 +70,7 @@ class Lora:
     @contextmanager
     def install(self, workload: Workload, choice: Choice) -> Iterator[None]:
         """Freeze the model, add the adapters and give them to the optimizer."""
-        model, kept = workload.model, KeptOutside()
+        model, kept = workload.model, KeptOutside(workload.files)
         names = adapted_layers(model)
         with ExitStack() as stack:
             stack.callback(kept.bring_back)  # last: what stood in for them is gone by then

@@ -42,5 +42,5 @@ def test_without_blocks_adapters_are_impossible_and_the_reason_is_said():
 
 
 def test_what_is_wrong_with_the_job_is_an_error_and_no_way():
-    with pytest.raises(JobError, match="n_embd"):
+    with pytest.raises(JobError, match="embed_dim"):
         ways_of(BLOCKS | {"n_embd": 65})

@@ -6,11 +6,14 @@ import sys
 import pytest
 import torch
 from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel
 
 import workloads
+from plimsoll.mapped import MappedPool
 from plimsoll.memory.live import live_bytes
 from plimsoll.memory.lowering.cpu import CpuLowering
 from plimsoll.memory.recorder import Recorder
+from plimsoll.models.in_files import made_in
 from plimsoll.optimizers import build_schedule
 from plimsoll.plan.pins import decide
 from plimsoll.records.job import OptimizerChoice
@@ -22,6 +25,7 @@ from plimsoll.run.step import TrainStep
 from plimsoll.techniques import Setting, installed
 from plimsoll.techniques._frozen_base import CodedLinear
 from plimsoll.techniques.lora import Lora, adapted_layers
+from plimsoll.techniques.parameter_offload import builds_in_files
 from plimsoll.workload import Workload, model_loss
 
 HAS_PEFT = importlib.util.find_spec("peft") is not None
@@ -283,3 +287,24 @@ def test_a_rehearsal_needs_what_the_real_step_needs(choice):
     assert predicted.peak_bytes == measured.peak_bytes
     states = predicted.by_category["optimizer states"].max()
     assert 2 * 4 * 1024 <= states < 2 * 4 * 1024 + 4 * 32 + 1  # two per number of the adapters, and counters
+
+
+@needs_peft
+@in_codes
+def test_what_was_built_in_files_stays_there_and_only_codes_are_in_memory(choice):
+    pool = MappedPool()
+    with made_in(pool):
+        model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=256, n_head=4, vocab_size=400, n_positions=32))
+    optimizer = torch.optim.AdamW(model.parameters())
+    workload = Workload(model, optimizer, model_loss, "next-tokens", files=pool)
+    dense = [model.get_submodule(name).weight for name in adapted_layers(model)]
+    places, values = [one.data_ptr() for one in dense], [one.clone() for one in dense]
+    with installed(workload, [choice]):
+        assert all(map(pool.holds, dense))
+        private = [one for one in model.parameters() if not pool.holds(one)]
+        assert sum(one.nbytes for one in private) < 0.4 * sum(one.nbytes for one in dense)
+        model_loss(model, {name: torch.ones(2, 8, dtype=torch.long) for name in ("input_ids", "labels")}).backward()
+    assert [one.data_ptr() for one in dense] == places
+    assert all(map(torch.equal, dense, values))
+    assert builds_in_files([micro_batch_choice(1), choice])
+    assert not builds_in_files([micro_batch_choice(1), RANK_2])

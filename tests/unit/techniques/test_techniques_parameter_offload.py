@@ -4,11 +4,14 @@ import pytest
 import torch
 from torch import nn
 
+from plimsoll.mapped import MappedPool
+from plimsoll.models.in_files import made_in
 from plimsoll.records.plan import Choice, micro_batch_choice
 from plimsoll.run import failpoints
 from plimsoll.run.failpoints import exhaust_memory
 from plimsoll.run.step import TrainStep
 from plimsoll.techniques import TECHNIQUES, Setting, installed
+from plimsoll.techniques.parameter_offload import builds_in_files
 from plimsoll.workload import Workload
 from processes import run_program
 from workloads import CASES, largest_relative_difference, plain_loop, weights_of
@@ -114,8 +117,25 @@ def test_an_exit_that_runs_out_of_memory_leaves_parameters_that_train_on(monkeyp
 def test_a_sentence_says_why_not():
     technique, workload = TECHNIQUES["parameter_offload"], Workload(nn.Linear(2, 2), None, None, "samples")
     assert technique.menu(workload, Setting("cpu", 8)) == (ALONE, WITH_GRADIENTS)
-    assert "on CUDA it is not offered yet" in technique.menu(workload, Setting("cuda", 8))
-    assert "on CUDA it is not offered yet" in technique.conflicts(ALONE, (), workload, Setting("cuda", 8))
+    assert "layer_streaming" in technique.menu(workload, Setting("cuda", 8))
+    assert "layer_streaming" in technique.conflicts(ALONE, (), workload, Setting("cuda", 8))
+
+
+def test_a_model_that_was_built_in_files_is_taken_over_and_stays_there():
+    """Nothing is copied in either direction; what was not built there comes back."""
+    pool = MappedPool()
+    with made_in(pool):
+        model = nn.Sequential(nn.Linear(256, 256, bias=False), nn.Linear(256, 2))
+    places = [parameter.data_ptr() for parameter in model.parameters()]
+    workload = Workload(model, None, None, "samples", files=pool)
+    with installed(workload, [WITH_GRADIENTS]):
+        assert all(map(is_mapped, model.parameters()))
+        assert model[0].weight.data_ptr() == places[0]
+        model(torch.ones(2, 256)).sum().backward()
+    assert [is_mapped(parameter) for parameter in model.parameters()] == [True, False, False]
+    assert model[0].weight.data_ptr() == places[0]
+    assert builds_in_files([micro_batch_choice(1), ALONE])
+    assert not builds_in_files([micro_batch_choice(1)])
 
 
 MEASURED = """
