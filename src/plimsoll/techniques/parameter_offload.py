@@ -13,7 +13,8 @@ out. In the training process of a plan that begins with this technique it is, an
 
 If memory runs out in the exit, the parameters that are not back yet stay in the file: they train and are saved as well.
 
-Numerics: bitwise. Does NOT cover CUDA (see `layer_streaming`), parameters that are not plain dense tensors, and buffers.
+Numerics: bitwise. Does NOT cover CUDA (see `layer_streaming`), parameters that are not plain dense tensors, and
+buffers.
 """
 
 from __future__ import annotations
