@@ -1,0 +1,128 @@
+"""Full fine-tuning of a model whose weights, gradients and Adam states are four times the whole budget, killed midway.
+
+On the CPU, with a disk. The budget is for all private memory of the training process, libraries included; what is off
+it lies in files. The run must come to what one without a limit comes to, to the bit, and be killed and gone on with in
+between.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from end_to_end.commands import (
+    CORPUS,
+    PeakWatch,
+    assert_each_sample_once,
+    assert_same_bits,
+    finish,
+    kill_all,
+    learned,
+    lines_of,
+    plimsoll,
+    start,
+    steps_of,
+    trained,
+    wait_for_worker,
+    wait_until,
+    write_job,
+)
+from plimsoll.data.sketch import sketch_texts
+from plimsoll.device.data_limit import MARGIN_BYTES
+from plimsoll.memory.lowering.cpu import CpuLowering
+from plimsoll.models.build import build_model
+from plimsoll.plan.facts import facts_of
+from plimsoll.records.device import Budget
+from plimsoll.records.job import Job
+from plimsoll.records.plan import Choice, Plan, Rung, micro_batch_choice
+from plimsoll.records.run import CheckpointLine, RunRecord
+from plimsoll.techniques import in_order
+from plimsoll.techniques.checkpointing import checkpointing_choice
+from plimsoll.workload import resident_bytes
+
+MIB = 1 << 20
+CHOICES = (
+    micro_batch_choice(4),
+    checkpointing_choice("all"),
+    Choice(technique="optimizer_offload", options={"to": "disk"}),
+    Choice(technique="parameter_offload", options={"gradients": True}),
+)
+
+
+def job_of(folder: Path, width: int, num_layers: int, **changes: object) -> Path:
+    """A GPT-2 without dropout on little text: its weights are what is large."""
+    rates = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.1)
+    sizes = {"n_embd": width, "n_layer": num_layers, "n_head": 8, "n_positions": 32}
+    return write_job(
+        folder / "job.yaml",
+        model={"architecture": "gpt2", **sizes, **rates},
+        data={"train": str(CORPUS / "*.py")},
+        sequence_length=16,
+        batch_size=4,
+        optimizer={"name": "adamw", "lr": 1e-3, "clip_norm": 1.0},
+        **changes,
+    )
+
+
+def budget_of(job: Job) -> int:
+    """A quarter of weights, gradients and states, in whole MiB."""
+    sizes = resident_bytes(build_model(job, 400, None, 0, device="meta"), job.optimizer)
+    return sum(size or 0 for size in sizes.values()) // 4 // MIB * MIB
+
+
+def write_plan(folder: Path, job_file: Path, budget_bytes: int) -> Path:
+    """The plan that a search comes to, without the minute that it takes."""
+    job = Job.from_yaml(job_file)
+    plan = Plan(
+        budget=Budget(device_bytes=budget_bytes),
+        rungs=(Rung(choices=in_order(CHOICES)),),
+        limit_bytes=budget_bytes - MARGIN_BYTES,
+        made_for=facts_of(job, sketch_texts(job), CpuLowering().name),
+    )
+    plan.save(folder / "plan.json")
+    return folder / "plan.json"
+
+
+def saved_steps(run: Path) -> list[int]:
+    return [line.step for line in lines_of(run) if isinstance(line, CheckpointLine)]
+
+
+def test_a_quarter_of_its_memory_gives_the_same_bits_also_when_killed_midway(tmp_path, cache):
+    job = job_of(tmp_path, width=768, num_layers=16, steps=4, checkpoint={"every": 2, "keep": 1})
+    trained(job, "--no-plan", "--out", tmp_path / "free", "--cache", cache)
+    budget_bytes = budget_of(Job.from_yaml(job))
+    plan = write_plan(tmp_path, job, budget_bytes)
+    run = tmp_path / "run"
+    process = start("train", job, "--plan", plan, "--out", run, "--cache", cache, "--json")
+    wait_until(lambda: 2 in saved_steps(run), process)
+    kill_all(process)
+    process = start("train", "--resume", "--out", run, "--json")
+    with PeakWatch(wait_for_worker(process).pid).watching() as watch:
+        done = finish(process)
+    assert done.returncode == 0, done.stderr
+    record = RunRecord.from_directory(run)
+    assert record.oom_events == ()
+    assert_each_sample_once(steps_of(run), 4)
+    assert watch.num_readings > 100
+    assert watch.peak_bytes <= budget_bytes
+    assert max(line.peak_bytes for line in steps_of(run)) <= budget_bytes
+    assert_same_bits(learned(run), learned(tmp_path / "free"))
+
+
+@pytest.mark.slow
+def test_the_planner_finds_it_and_says_what_it_takes(tmp_path, cache):
+    """With a smaller model than the one above nothing would fit: the libraries alone take most of a quarter."""
+    job = job_of(tmp_path, width=1024, num_layers=12, steps=2)
+    budget_bytes = budget_of(Job.from_yaml(job))
+    done = plimsoll("plan", job, "--budget", f"{budget_bytes // MIB}MiB", "-o", tmp_path / "plan.json")
+    assert done.returncode == 0, done.stderr
+    plan = Plan.load(tmp_path / "plan.json")
+    assert {"parameter_offload", "optimizer_offload"} <= {choice.technique for choice in plan.choices}
+    trained(job, "--plan", tmp_path / "plan.json", "--out", tmp_path / "run", "--cache", cache)
+    record = RunRecord.from_directory(tmp_path / "run")
+    assert record.oom_events == ()
+    peak_bytes = max(line.peak_bytes for line in record.steps)
+    assert peak_bytes <= budget_bytes
+    assert plan.rungs[0].peak is not None
+    assert peak_bytes == pytest.approx(plan.rungs[0].peak.likely_bytes, rel=0.1)
