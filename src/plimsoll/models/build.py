@@ -80,7 +80,7 @@ def build_model(  # noqa: PLR0917 -- what a sketch of the texts says is given as
     labels, is_tagger = (num_labels if job.is_labelled else None), job.task == "token-classification"
     shape = TextShape(vocab_size, labels, end_id, job.sequence_length, is_tagger)
     with nullcontext() if files is None else made_in(files):
-        model = _model(job, shape, device)
+        model = _model(job, shape, device, files)
         if job.embeddings is not None:
             prepare_embedding(model, job.embeddings, vocab_size)
     if job.data.order == "streams":
@@ -93,13 +93,13 @@ def build_model(  # noqa: PLR0917 -- what a sketch of the texts says is given as
     return model
 
 
-def _model(job: Job, shape: TextShape, device: str) -> nn.Module:
+def _model(job: Job, shape: TextShape, device: str, files: MappedPool | None) -> nn.Module:
     if isinstance(job.model, dict):
         return _new_model(job.model, shape, device, job.embeddings)
     if job.model in RECURRENT:
         return _new_model({"architecture": job.model}, shape, device, job.embeddings)
     if Path(job.model).is_dir():
-        return _loaded_model(Path(job.model), shape, device)
+        return _loaded_model(Path(job.model), shape, device, files)
     if ":" in job.model:
         with torch.device(device):
             return build_imported(
@@ -192,7 +192,7 @@ def _new_model(fields: dict[str, Any], shape: TextShape, device: str, vectors: V
     return build_hugging_face(architecture, own_fields, shape, device)
 
 
-def _loaded_model(folder: Path, shape: TextShape, device: str) -> nn.Module:
+def _loaded_model(folder: Path, shape: TextShape, device: str, files: MappedPool | None) -> nn.Module:
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, json.JSONDecodeError) as error:
@@ -200,7 +200,7 @@ def _loaded_model(folder: Path, shape: TextShape, device: str) -> nn.Module:
             f"model: {folder} is not a checkpoint folder, its config.json cannot be read ({error}): check the path"
         ) from None
     if config.get("architecture") not in RECURRENT:
-        return load_hugging_face(folder, shape, device)
+        return load_hugging_face(folder, shape, device, files)
     wanted = {"vocab_size": shape.vocab_size, "num_labels": shape.num_labels, "is_tagger": shape.is_tagger}
     found = {name: config.get(name) for name in wanted} | {"is_tagger": config.get("is_tagger", False)}
     if found != wanted:

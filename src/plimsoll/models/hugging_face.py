@@ -11,15 +11,17 @@ It does NOT cover the Hugging Face Hub, encoder-decoder models, and models that 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeGuard, cast
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from plimsoll.errors import JobError
+from plimsoll.mapped import MappedPool
 from plimsoll.records.job import near
 
 if TYPE_CHECKING:
@@ -107,34 +109,62 @@ def build_hugging_face(architecture: str, fields: dict[str, Any], shape: TextSha
     return _ready(model, shape)
 
 
-def load_hugging_face(folder: Path, shape: TextShape, device: str) -> PreTrainedModel:
+def load_hugging_face(
+    folder: Path, shape: TextShape, device: str, files: MappedPool | None = None
+) -> PreTrainedModel:
     """Load a checkpoint folder for training; on the meta device only its shapes.
 
     A classifier gets a new head where the checkpoint has none.
 
+    Args:
+        folder: the checkpoint.
+        shape: what the text asks of it.
+        device: where the weights are.
+        files: where they are made, in place of memory. In a rehearsal nothing is read.
+
     Raises:
         JobError: if the folder cannot be read, is of another vocabulary, length or number of labels, or lacks weights.
+        WeightsError: with ``files``, if the weights cannot be read.
     """
-    from safetensors import SafetensorError
-
     with _quiet():
         config = _checkpoint_config(folder, shape)
         skeleton = _skeleton(config, shape)
         _fit_length(config, set(_LENGTH_FIELDS), shape, skeleton)
         if device == "meta":
             return _ready(skeleton, shape)
-        try:
-            model, loading = _auto_class(shape).from_pretrained(
-                folder, config=config, dtype=torch.float32, local_files_only=True, output_loading_info=True
-            )
-        except (OSError, SafetensorError) as error:
-            raise JobError(
-                f"model: the weights in {folder} cannot be read ({error}): save or download it again"
-            ) from None
-    if shape.num_labels is None and loading["missing_keys"]:
-        missing = ", ".join(sorted(loading["missing_keys"]))
+        if isinstance(torch.empty(0), FakeTensor):  # a rehearsal, of the shapes alone
+            with torch.device(device):
+                return _ready(_auto_class(shape).from_config(config, dtype=torch.float32), shape)
+        model, missing_names = _filled_in(files, config, folder, shape) if files else _filled(config, folder, shape)
+    if shape.num_labels is None and missing_names:
+        missing = ", ".join(sorted(missing_names))
         raise JobError(f"model: {folder} lacks weights of a language model ({missing}): give one that has a head")
     return _ready(model, shape)
+
+
+def _filled(config: PreTrainedConfig, folder: Path, shape: TextShape) -> tuple[PreTrainedModel, Collection[str]]:
+    """Load a model into memory; returns it and the names of the weights that the checkpoint has not."""
+    from safetensors import SafetensorError
+
+    try:
+        model, loading = _auto_class(shape).from_pretrained(
+            folder, config=config, dtype=torch.float32, local_files_only=True, output_loading_info=True
+        )
+    except (OSError, SafetensorError) as error:
+        raise JobError(f"model: the weights in {folder} cannot be read ({error}): save or download it again") from None
+    return model, loading["missing_keys"]
+
+
+def _filled_in(
+    files: MappedPool, config: PreTrainedConfig, folder: Path, shape: TextShape
+) -> tuple[PreTrainedModel, Collection[str]]:
+    """Read a model's weights one by one into files; returns it as `_filled` does."""
+    from plimsoll.models.loading import load_model
+
+    kinds = {None: "language-modeling", False: "classification", True: "token-classification"}
+    head: Any = kinds[None if shape.num_labels is None else shape.is_tagger]
+    loaded = load_model(folder, head=head, dtype=torch.float32, config=config, pool=files, allow_missing=True)
+    return cast("PreTrainedModel", loaded.model), loaded.missing
 
 
 def is_hugging_face(model: nn.Module) -> TypeGuard[PreTrainedModel]:

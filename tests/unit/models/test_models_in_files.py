@@ -9,6 +9,7 @@ from plimsoll.mapped import MappedPool
 from plimsoll.memory.live import live_bytes
 from plimsoll.memory.lowering.cpu import CpuLowering
 from plimsoll.memory.trace import rehearsal
+from plimsoll.models.hugging_face import TextShape, load_hugging_face
 from plimsoll.models.in_files import LEAST_BYTES, made_in
 from plimsoll.models.recurrent import build_recurrent
 from processes import run_program
@@ -100,6 +101,7 @@ import torch
 from torch import nn
 from plimsoll.device.process import PeakCounter, private_bytes
 from plimsoll.mapped import MappedPool
+from plimsoll.models.hugging_face import TextShape, load_hugging_face
 from plimsoll.models.in_files import made_in
 
 with made_in(MappedPool()):
@@ -118,3 +120,32 @@ def test_private_memory_holds_no_more_than_one_of_them():
     done = run_program(MEASURED)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) <= 8
+
+
+def test_a_checkpoint_is_read_into_files_and_can_be_trained(tmp_path):
+    model = gpt2()
+    model.save_pretrained(tmp_path)
+    shape = TextShape(1000, None, 0, 32)
+    pool = MappedPool()
+    with made_in(pool):
+        loaded = load_hugging_face(tmp_path, shape, "cpu", pool)
+    plain = load_hugging_face(tmp_path, shape, "cpu")
+    assert loaded.training
+    assert loaded.config.use_cache is False
+    for (name, one), other in zip(loaded.named_parameters(), plain.parameters(), strict=True):
+        assert torch.equal(one, other), name
+        assert one.requires_grad
+        assert pool.holds(one) or one.nbytes < LEAST_BYTES, name
+    with torch.no_grad():
+        loaded.lm_head.weight.add_(1)  # which is tied, and can be written
+    assert torch.equal(loaded.transformer.wte.weight, plain.transformer.wte.weight + 1)
+
+
+def test_a_rehearsal_reads_no_checkpoint(tmp_path):
+    gpt2().save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    with rehearsal(CpuLowering()) as stage:
+        pool = MappedPool()
+        with made_in(pool):
+            load_hugging_face(tmp_path, TextShape(1000, None, 0, 32), "cpu", pool)
+        assert live_bytes(stage.trace()).peak_bytes < LEAST_BYTES
