@@ -317,6 +317,19 @@ def print_baseline() -> None:
     print(backend.use().used_bytes)
 
 
+def print_inference_baseline(folder: Path, task: str) -> None:
+    """Print how many bytes a process takes that has all that applying a model needs, but the weights."""
+    _end_with_supervisor()
+    from plimsoll.device.base import backend_for
+    from plimsoll.run import placed  # noqa: F401
+    from plimsoll.run.applied import Applied
+
+    Applied.open(folder, task, None, 0)
+    backend = backend_for("cpu")
+    backend.baseline_bytes()  # starts the thread pools
+    print(backend.use().used_bytes)
+
+
 def _end_with_supervisor() -> None:
     """Have the kernel send SIGTERM to this process when its supervisor dies, so that it saves and ends too."""
     if "PLIMSOLL_SUPERVISOR" not in os.environ or not sys.platform.startswith("linux"):

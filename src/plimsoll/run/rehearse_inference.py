@@ -1,0 +1,95 @@
+"""One pass of a model over rows of text, on fake tensors: what `plimsoll.run.apply` does, rehearsed.
+
+What is traced is the task's own ``compute``, under the same ``inference_mode``, with the weights where the plan has
+them: those of parts on disk, or beside a GPU on the host, are counted outside the device. A pass that makes new tokens
+is two steps: the prefill, and the last new token with all the keys and values that it sees. A pass without is one.
+
+Does NOT read texts (every row is as long as it may be), and does not know what reading from the disk needs: pages of
+files are not the process's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from plimsoll.memory.lowering.base import Lowering
+from plimsoll.memory.trace import Rehearsal, failures_explained, rehearsal, with_unknown_lengths
+from plimsoll.records.trace import Trace
+from plimsoll.techniques._parts import parts_of
+
+Batch = dict[str, Tensor]
+Compute = Callable[[nn.Module, Batch], Any]
+
+
+def rehearse_inference(
+    model: nn.Module,
+    compute: Compute,
+    lowering: Lowering,
+    *,
+    rows: int,
+    longest_tokens: int,
+    outside: Collection[str] = (),
+    last_token: Compute | None = None,
+) -> Trace:
+    """Trace one pass.
+
+    Args:
+        model: in the type it is applied in; on the meta device, or any other: it is not changed.
+        compute: the task's.
+        lowering: the target.
+        rows: of the pass.
+        longest_tokens: of each row.
+        outside: the names of the parts (`plimsoll.techniques._parts`) that do not lie on the device.
+        last_token: what the last new token of a row needs, given a batch of the rows as they are then.
+
+    Raises:
+        InputError: if the model fails, or cannot be traced.
+    """
+
+    def trace_with(keeps_all: bool) -> Trace:
+        with rehearsal(lowering, lambda: "forward", keeps_all) as stage:
+            fake = _arrived(stage, model, outside)
+            with failures_explained(f"the model {type(model).__name__}", stage), torch.no_grad():
+                _pass(stage, fake, compute, (rows, longest_tokens))
+                if last_token is not None:
+                    _pass(stage, fake, last_token, (rows, longest_tokens))
+            return stage.trace()
+
+    return with_unknown_lengths(trace_with)
+
+
+def _arrived(stage: Rehearsal, model: nn.Module, outside: Collection[str]) -> nn.Module:
+    """The fake model, whose weights are known to be where they will be."""
+    away = [weight for part in parts_of(model) if part.name in outside for weight in part.weights]
+    fake = stage.fake_model(model, away).eval().requires_grad_(False)
+    stage.recorder.know_model(fake)
+    return fake
+
+
+def _pass(stage: Rehearsal, model: nn.Module, compute: Compute, shape: tuple[int, int]) -> None:
+    """One step, whose results are gone afterwards."""
+    stage.recorder.step += 1
+    compute(model, stage.fake_batch(_batch(model, *shape)))
+
+
+def _batch(model: nn.Module, rows: int, longest_tokens: int) -> Batch:
+    """Rows as the reading makes them, all as long as can be."""
+    config: Any = getattr(model, "config", None)
+    vocab_size = int(getattr(config, "vocab_size", 2)) if config is not None else 2
+    generator = torch.Generator().manual_seed(0)  # its own: the caller's random numbers stay as they are
+    with _real_tensors():
+        input_ids = torch.randint(vocab_size, (rows, longest_tokens), generator=generator)
+        return {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)}
+
+
+@contextmanager
+def _real_tensors() -> Iterator[None]:
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with _disable_current_modes():
+        yield
