@@ -25,7 +25,7 @@ from plimsoll.records.job import near
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-_OTHER_LOSS = {
+OTHER_LOSS = {
     "cpmant": "compares each position with its own label, not with the next",
     "trocr": "compares each position with its own label, not with the next",
     "xlm": "compares each position with its own label, not with the next",
@@ -268,9 +268,9 @@ def _check_objective(config: PreTrainedConfig, shape: TextShape) -> None:
         raise JobError(
             f"model: `{config.model_type}` is an encoder-decoder, which cannot be a {shape.head}: use for example gpt2"
         )
-    if shape.num_labels is None and config.model_type in _OTHER_LOSS:
+    if shape.num_labels is None and config.model_type in OTHER_LOSS:
         raise JobError(
-            f"model: `{config.model_type}` {_OTHER_LOSS[config.model_type]}, so its loss is not a "
+            f"model: `{config.model_type}` {OTHER_LOSS[config.model_type]}, so its loss is not a "
             "language model's: use for example gpt2"
         )
 
