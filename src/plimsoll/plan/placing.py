@@ -104,6 +104,7 @@ class Placer:
 
     Args:
         parts: of the model.
+        always: the names of those that are on the device in any case.
         limit_bytes: what the process may take on the device.
         most_rows: of a pass.
         num_passes: of the model for the rows of one pass: one, and one more for each new token.
@@ -112,13 +113,13 @@ class Placer:
     """
 
     def __init__(  # noqa: PLR0917 -- called by keyword
-        self, parts: Sequence[ModelPart], limit_bytes: int, most_rows: int, num_passes: int, reading: Reading,
-        look: LookAt,
+        self, parts: Sequence[ModelPart], always: frozenset[str], limit_bytes: int, most_rows: int, num_passes: int,
+        reading: Reading, look: LookAt,
     ) -> None:  # fmt: skip
         self._parts, self._limit_bytes, self._num_passes = parts, limit_bytes, num_passes
         self._reading, self._look = reading, look
         self._rows = candidate_rows(most_rows)
-        self.always = frozenset(part.name for part in parts if part.kind == "rest")
+        self.always = always
         self.all_names = frozenset(part.name for part in parts)
         few, many = self._rows[0], self._rows[min(len(self._rows) - 1, 8)]
         self._ends = tuple((rows, look(rows, self.always)) for rows in sorted({few, many}))

@@ -133,7 +133,9 @@ class _Planner:
     def plan(self) -> InferencePlan:
         """Find what fits, or say what needs least."""
         applied, limit_bytes = self._applied, self._target.limit_bytes
-        placer = Placer(applied.parts, limit_bytes, self._most_rows, applied.num_passes, self._reading, self.look)
+        placer = Placer(
+            applied.parts, self._always(), limit_bytes, self._most_rows, applied.num_passes, self._reading, self.look
+        )
         guesses = placer.guesses()
         best = placer.best(guesses)
         if best is not None:
@@ -143,6 +145,11 @@ class _Planner:
         least = self.look(1, placer.always)
         chosen = placer.measured(1, placer.always, least)
         return self._record(chosen, guesses, self._smallest_bytes(least))
+
+    def _always(self) -> frozenset[str]:
+        """What is on the device in any case: tables too beside a GPU, where they cannot be read by row elsewhere."""
+        kinds = ("rest",) if self._is_cpu else ("rest", "tables")
+        return frozenset(part.name for part in self._applied.parts if part.kind in kinds)
 
     def look(self, rows: int, resident: frozenset[str]) -> Look:
         """Trace a pass with the parts where they would be."""
