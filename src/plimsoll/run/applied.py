@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +18,12 @@ from torch import nn
 
 from plimsoll.errors import InputError
 from plimsoll.memory.lowering.base import Lowering
-from plimsoll.models.generation import last_token
-from plimsoll.models.inference import InferenceTask, inference_task
-from plimsoll.models.loading import skeleton_of
+from plimsoll.models.inference import Head, InferenceTask, inference_task, read_config
+from plimsoll.models.recurrent import RECURRENT
 from plimsoll.records.trace import Trace
 from plimsoll.run.rehearse_inference import rehearse_inference
 from plimsoll.techniques._parts import ModelPart, parts_of
-from plimsoll.weights.loading import open_checkpoint
+from plimsoll.weights.loading import Checkpoint, open_checkpoint
 
 _LENGTH_FIELDS = ("max_position_embeddings", "n_positions")
 
@@ -55,14 +53,14 @@ class Applied:
         Raises:
             InputError: if it is no checkpoint, or not one for the task.
         """
-        checkpoint = open_checkpoint(folder)
         made = inference_task(task, folder)
+        checkpoint = open_checkpoint(folder)
         if new_tokens and task != "generate":
             raise InputError(
                 f"{new_tokens} new tokens were asked for, and the task `{task}` makes none: leave them out, or use "
                 "the task `generate`"
             )
-        model = skeleton_of(folder, head=made.head, dtype=dtype)
+        model = _skeleton(folder, made.head, dtype or _stored_type(checkpoint))
         return cls(task, made, model, parts_of(model), tuple(checkpoint.files), new_tokens, dtype is not None)
 
     @property
@@ -102,8 +100,37 @@ class Applied:
 
     def rehearse(self, lowering: Lowering, rows: int, longest_tokens: int, outside: Collection[str]) -> Trace:
         """Trace one pass; see `rehearse_inference`."""
-        final = partial(last_token, num_seen=longest_tokens + self.new_tokens - 1) if self.new_tokens > 1 else None
         return rehearse_inference(
             self.model, self.task.compute, lowering,
-            rows=rows, longest_tokens=longest_tokens, outside=outside, last_token=final,
+            rows=rows, longest_tokens=longest_tokens, outside=outside, new_tokens=self.new_tokens,
         )  # fmt: skip
+
+
+def _skeleton(folder: Path, head: Head, dtype: torch.dtype) -> nn.Module:
+    """The model on the meta device.
+
+    Raises:
+        InputError: if it is not one of transformers.
+    """
+    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    if read_config(folder).get("architecture") in RECURRENT:
+        raise InputError(
+            f"{folder} is a recurrent model, which has no blocks to place: leave out the plan, it is applied as a whole"
+        )
+    auto_classes: dict[Head, Any] = {
+        "language-modeling": AutoModelForCausalLM, "classification": AutoModelForSequenceClassification,
+        "none": AutoModel,
+    }  # fmt: skip
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    with torch.device("meta"):
+        model: nn.Module = auto_classes[head].from_config(config, dtype=dtype)
+    return model.eval().requires_grad_(False)
+
+
+def _stored_type(checkpoint: Checkpoint) -> torch.dtype:
+    """The type of most stored bytes."""
+    sizes: dict[torch.dtype, int] = {}
+    for entry in checkpoint.entries.values():
+        sizes[entry.dtype] = sizes.get(entry.dtype, 0) + entry.num_bytes
+    return max(sizes, key=sizes.__getitem__, default=torch.float32)

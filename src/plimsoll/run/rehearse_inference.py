@@ -34,7 +34,7 @@ def rehearse_inference(
     rows: int,
     longest_tokens: int,
     outside: Collection[str] = (),
-    last_token: Compute | None = None,
+    new_tokens: int = 0,
 ) -> Trace:
     """Trace one pass.
 
@@ -45,7 +45,7 @@ def rehearse_inference(
         rows: of the pass.
         longest_tokens: of each row.
         outside: the names of the parts (`plimsoll.techniques._parts`) that do not lie on the device.
-        last_token: what the last new token of a row needs, given a batch of the rows as they are then.
+        new_tokens: that are made of each row; ``compute`` makes the first.
 
     Raises:
         InputError: if the model fails, or cannot be traced.
@@ -55,9 +55,10 @@ def rehearse_inference(
         with rehearsal(lowering, lambda: "forward", keeps_all) as stage:
             fake = _arrived(stage, model, outside)
             with failures_explained(f"the model {type(model).__name__}", stage), torch.no_grad():
-                _pass(stage, fake, compute, (rows, longest_tokens))
-                if last_token is not None:
-                    _pass(stage, fake, last_token, (rows, longest_tokens))
+                stage.recorder.step = 1
+                compute(fake, stage.fake_batch(_batch(fake, rows, longest_tokens)))
+                if new_tokens > 1:
+                    _last_token(stage, fake, rows, longest_tokens + new_tokens - 1)
             return stage.trace()
 
     return with_unknown_lengths(trace_with)
@@ -71,10 +72,27 @@ def _arrived(stage: Rehearsal, model: nn.Module, outside: Collection[str]) -> nn
     return fake
 
 
-def _pass(stage: Rehearsal, model: nn.Module, compute: Compute, shape: tuple[int, int]) -> None:
-    """One step, whose results are gone afterwards."""
-    stage.recorder.step += 1
-    compute(model, stage.fake_batch(_batch(model, *shape)))
+def _last_token(stage: Rehearsal, model: nn.Module, rows: int, num_seen: int) -> None:
+    """The pass of the last new token, which sees itself and the keys and values of all before it."""
+    stage.recorder.step = 0
+    mask = stage.fake_batch(_batch(model, rows, num_seen))["attention_mask"]
+    one = stage.fake_batch(_batch(model, rows, 1))
+    cache = model(**one, use_cache=True).past_key_values
+    for layer in cache.layers:
+        _fill(layer, num_seen - 1)
+    stage.recorder.step = 2
+    model(input_ids=one["input_ids"], attention_mask=mask, past_key_values=cache, use_cache=True, logits_to_keep=1)
+
+
+def _fill(layer: Any, num_tokens: int) -> None:
+    """Give a layer of transformers' cache the keys and values of so many tokens, or of those that it keeps."""
+    num_kept = min(num_tokens, getattr(layer, "sliding_window", num_tokens + 1) - 1)  # the new token fills the window
+    for name in ("keys", "values"):
+        kept = getattr(layer, name, None)
+        if isinstance(kept, Tensor):
+            setattr(layer, name, kept.new_empty((*kept.shape[:-2], num_kept, kept.shape[-1])))
+    if hasattr(layer, "cumulative_length"):
+        layer.cumulative_length = num_tokens
 
 
 def _batch(model: nn.Module, rows: int, longest_tokens: int) -> Batch:
