@@ -162,9 +162,7 @@ def assemble(
     optimizer = build_optimizer(job.optimizer, model.parameters())
     loss, units = loss_of(job.task)
     schedule = build_schedule(job.optimizer, optimizer, job.steps)
-    return Assembled(
-        model, optimizer, schedule, loss, units, training, loader, validation, prepared.label_names, files
-    )
+    return Assembled(model, optimizer, schedule, loss, units, training, loader, validation, prepared.label_names, files)
 
 
 def loader_of(

@@ -5,7 +5,8 @@
 
 On the CPU the whole checkpoint is mapped, and the parts that stay are copied to private memory, one tensor at a time;
 of the others pages are read ahead of their use (`plimsoll.techniques._read_ahead`), and given back where the plan says
-that the page cache cannot keep them. Numbers do not change by where weights lie.
+that the page cache cannot keep them. Beside a GPU the blocks that do not fit lie in pinned memory, and are copied to it
+for as long as they compute (`plimsoll.techniques._streamed_layers`). Numbers do not change by where weights lie.
 
 Does NOT limit memory (`plimsoll.device.limit` does), and does not follow a model that is changed in the block.
 """
@@ -15,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +30,7 @@ from plimsoll.records.units import format_bytes
 from plimsoll.store import Progress, silent
 from plimsoll.techniques._parts import ModelPart, parts_of
 from plimsoll.techniques._read_ahead import StreamedPart, reading_ahead
+from plimsoll.techniques._streamed_layers import streamed
 
 
 @contextmanager
@@ -47,20 +50,54 @@ def placed_model(folder: Path, plan: InferencePlan, progress: Progress = silent)
     head = inference_task(plan.task, folder).head
     dtype = getattr(torch, plan.dtype) if plan.is_converted else None
     is_whole = all(part.place == "device" for part in plan.parts)
-    model = load_model(
-        folder, head=head, dtype=dtype, place="memory" if is_whole else "mapped", progress=progress
-    ).model
+    place: Literal["memory", "mapped"] = "memory" if is_whole else "mapped"
+    device = plan.device_kind if is_whole else "cpu"
+    model = load_model(folder, head=head, dtype=dtype, device=device, place=place, progress=progress).model
     parts = parts_of(model)
     _require_same(plan, parts)
     if is_whole:
         yield model
-        return
+    elif plan.device_kind == "cpu":
+        with _over_page_cache(parts, plan):
+            yield model
+    else:
+        with _over_link(model, parts, plan, torch.device("cuda")):
+            yield model
+
+
+@contextmanager
+def _over_page_cache(parts: Sequence[ModelPart], plan: InferencePlan) -> Iterator[None]:
+    """On the CPU: what stays is copied to private memory, what is read comes ahead of its use."""
     resident = plan.names_in("device")
     for part in parts:
         if part.name in resident:
             _copy_to_memory(part.weights, is_cache_tight=plan.read_bytes > 0)
     with reading_ahead(_streamed(parts, plan)):
-        yield model
+        yield
+
+
+@contextmanager
+def _over_link(
+    model: nn.Module, parts: Sequence[ModelPart], plan: InferencePlan, device: torch.device
+) -> Iterator[None]:
+    """On a GPU: what stays goes there, the blocks that do not fit go to pinned memory and are copied as they compute."""
+    resident = plan.names_in("device")
+    staying = {id(weight) for part in parts if part.name in resident for weight in part.weights}
+    with torch.no_grad():
+        for weight in (weight for part in parts for weight in part.weights):
+            weight.data = weight.detach().to(device) if id(weight) in staying else _pinned(weight, device)
+        for module in model.modules():
+            for name, buffer in module._buffers.items():
+                module._buffers[name] = None if buffer is None else buffer.to(device)
+    names = [part.name for part in parts if part.name not in resident]
+    with streamed(model, names, device=device, is_cyclic=True):
+        yield
+
+
+def _pinned(weight: Tensor, device: torch.device) -> Tensor:
+    """A copy in the host's memory, from which a GPU reads beside its computing."""
+    made = torch.empty_like(weight, device="cpu", pin_memory=device.type == "cuda")
+    return made.copy_(weight.detach())
 
 
 def _require_fits(plan: InferencePlan) -> None:

@@ -41,7 +41,6 @@ from plimsoll.techniques._parts import ModelPart
 Progress = Callable[[str], None]
 
 _LARGE_BYTES = 1 << 30  # beyond every cache: the rate of memory itself
-_IN_FLIGHT = 2  # parts that are on the device at once while they are streamed: one computes, the next arrives
 
 
 def plan_inference(
@@ -147,8 +146,8 @@ class _Planner:
         return self._record(chosen, guesses, self._smallest_bytes(least))
 
     def _always(self) -> frozenset[str]:
-        """What is on the device in any case: tables too beside a GPU, where they cannot be read by row elsewhere."""
-        kinds = ("rest",) if self._is_cpu else ("rest", "tables")
+        """What is on the device in any case: beside a GPU all but the blocks, which alone are copied as they compute."""
+        kinds = ("rest",) if self._is_cpu else ("rest", "tables", "output")
         return frozenset(part.name for part in self._applied.parts if part.kind in kinds)
 
     def look(self, rows: int, resident: frozenset[str]) -> Look:
@@ -166,19 +165,12 @@ class _Planner:
         counted = self._target.count(trace, FAST_HEAP if self._target.has_budget else None)
         steps = sorted({step for step in trace.ops.step if step > 0})
         seconds = tuple(self._seconds(counted, rows, step) for step in steps)
-        peak = counted.peak + self._in_flight(outside)
-        return Look(peak, counted.oom_row is None, seconds, counted.spread)
+        return Look(counted.peak, counted.oom_row is None, seconds, counted.spread)
 
     def _seconds(self, counted: Counted, rows: int, step: int) -> float:
         return step_duration(
             counted, self._speed, batch_size=rows, micro_batch=rows, rehearsed_samples=rows, step=step
         ).likely_seconds
-
-    def _in_flight(self, outside: Sequence[str]) -> Estimate:
-        """Room on a GPU for the parts that are being streamed; on the CPU pages of files are not the process's."""
-        sizes = [part.num_bytes for part in self._applied.parts if part.name in outside and part.is_streamable]
-        num_bytes = 0 if self._is_cpu else _IN_FLIGHT * max(sizes, default=0)
-        return Estimate(likely_bytes=num_bytes, low_bytes=num_bytes, high_bytes=num_bytes, modelled_bytes=num_bytes)
 
     def _smallest_bytes(self, least: Look) -> int:
         return least.peak.high_bytes + self._target.kept_back_bytes

@@ -11,7 +11,7 @@ files are not the process's own.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from plimsoll.memory.lowering.base import Lowering
 from plimsoll.memory.trace import Rehearsal, failures_explained, rehearsal, with_unknown_lengths
 from plimsoll.records.trace import Trace
-from plimsoll.techniques._parts import parts_of
+from plimsoll.techniques._parts import block_names, parts_of
+from plimsoll.techniques._streamed_layers import streamed
 
 Batch = dict[str, Tensor]
 Compute = Callable[[nn.Module, Batch], Any]
@@ -36,7 +37,7 @@ def rehearse_inference(
     outside: Collection[str] = (),
     new_tokens: int = 0,
 ) -> Trace:
-    """Trace one pass.
+    """Trace one pass; beside a GPU, blocks that are not on it are copied to it as they are when they compute.
 
     Args:
         model: in the type it is applied in; on the meta device, or any other: it is not changed.
@@ -54,7 +55,12 @@ def rehearse_inference(
     def trace_with(keeps_all: bool) -> Trace:
         with rehearsal(lowering, lambda: "forward", keeps_all) as stage:
             fake = _arrived(stage, model, outside)
-            with failures_explained(f"the model {type(model).__name__}", stage), torch.no_grad():
+            copied = block_names(model, outside) if lowering.kind == "cuda" else ()
+            with (
+                failures_explained(f"the model {type(model).__name__}", stage),
+                torch.no_grad(),
+                streamed(fake, copied, device=torch.device("cpu"), is_cyclic=True) if copied else nullcontext(),
+            ):
                 stage.recorder.step = 1
                 compute(fake, stage.fake_batch(_batch(fake, rows, longest_tokens)))
                 if new_tokens > 1:

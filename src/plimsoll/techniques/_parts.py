@@ -10,7 +10,7 @@ Does NOT find blocks under names without a number; such a model has no part that
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Literal, NamedTuple
 
 from torch import Tensor, nn
@@ -59,6 +59,11 @@ def parts_of(model: nn.Module) -> tuple[ModelPart, ...]:
     found.append(part(TABLES, "tables", tables))
     found.append(part(REST, "rest", of_weight.values()))
     return tuple(one for one in found if one.weights)
+
+
+def block_names(model: nn.Module, names: Collection[str]) -> tuple[str, ...]:
+    """Return those of the names of parts that are of blocks, in the order of the model."""
+    return tuple(part.name for part in parts_of(model) if part.module is not None and part.name in names)
 
 
 def _output_of(model: nn.Module) -> nn.Module | None:

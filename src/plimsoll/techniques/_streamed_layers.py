@@ -97,9 +97,7 @@ class _Place(NamedTuple):
 class _Block:
     """One block: where its modules have parameters, and where the values of these are."""
 
-    def __init__(
-        self, module: nn.Module, name: str, streamable: set[nn.Parameter], home_of: HomeOf | None
-    ) -> None:
+    def __init__(self, module: nn.Module, name: str, streamable: set[nn.Parameter], home_of: HomeOf | None) -> None:
         self.module = module
         self.homes: list[Tensor] = []
         self.places: list[_Place] = []
