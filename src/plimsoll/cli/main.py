@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from plimsoll.cli import data, embeddings, explain, plan, predict, probe, report, train, workers
+from plimsoll.cli import apply, data, embeddings, explain, plan, predict, probe, report, train, workers
 from plimsoll.cli.output import tell
 from plimsoll.errors import PlimsollError
 
@@ -43,6 +43,7 @@ def _of_every_command(
       plimsoll predict job.yaml --device rtx3060
       plimsoll plan job.yaml --budget 6GiB
       plimsoll train job.yaml --budget 2GiB --out runs/a
+      plimsoll apply runs/a --data reviews.jsonl --out labels.jsonl
       plimsoll explain runs/a
       plimsoll report runs/a -o a.html
       plimsoll data inspect job.yaml
@@ -54,6 +55,7 @@ app.command("probe")(probe.probe)
 app.command("predict")(predict.predict)
 app.command("plan")(plan.plan)
 app.command("train")(train.train)
+app.command("apply")(apply.apply)
 app.command("explain")(explain.explain)
 app.command("report")(report.report)
 app.add_typer(data.app, name="data")

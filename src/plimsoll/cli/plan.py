@@ -1,4 +1,4 @@
-"""``plimsoll plan``: the fastest way to train, or to apply a model, that stays inside a budget, before anything runs."""
+"""``plimsoll plan``: the fastest way to train or to apply a model that stays inside a budget, before anything runs."""
 
 from __future__ import annotations
 
@@ -183,22 +183,17 @@ def _model_folder(subject: Path) -> Path:
     """The folder of the weights: itself, that of a run directory, or the one that a job trains."""
     from plimsoll.errors import InputError
     from plimsoll.records.job import Job
+    from plimsoll.run.inference_model import model_folder
 
-    if subject.is_file():
-        model = Job.from_yaml(subject).model
-        if isinstance(model, str) and Path(model).is_dir():
-            return Path(model)
-        raise InputError(
-            f"the job {subject} trains new weights ({model!r}), which cannot be applied yet: train it, and give the "
-            "run directory"
-        )
-    found = next((folder for folder in (subject, subject / "model") if (folder / "config.json").is_file()), None)
-    if found is None:
-        raise InputError(
-            f"{subject} has no config.json, so it is no folder of a model: give one that `save_pretrained` wrote, a run "
-            "directory of `plimsoll train`, or a job file"
-        )
-    return found
+    if not subject.is_file():
+        return model_folder(subject).path
+    model = Job.from_yaml(subject).model
+    if isinstance(model, str) and Path(model).is_dir():
+        return Path(model)
+    raise InputError(
+        f"the job {subject} trains new weights ({model!r}), which cannot be applied yet: train it, and give the run "
+        "directory"
+    )
 
 
 def _wishes(pins: list[str] | tuple[()], forbids: list[str] | tuple[()]) -> tuple[tuple[Pin, ...], tuple[str, ...]]:

@@ -24,7 +24,7 @@ from typing import Any, ClassVar, Literal, Protocol
 from torch import Tensor, nn
 
 from plimsoll.errors import JobError
-from plimsoll.models.hugging_face import OTHER_LOSS
+from plimsoll.models.hugging_face import OTHER_LOSS, read_hugging_face_config
 from plimsoll.models.pooling import MODULES_FILE, Pooling, pool, pooling_of
 from plimsoll.models.recurrent import RECURRENT
 from plimsoll.models.token_scores import token_log_probabilities
@@ -55,7 +55,7 @@ class InferenceTask(Protocol):
         ...
 
     def fields(self, results: tuple[Tensor, ...]) -> list[dict[str, Any]]:
-        """Return what to write of each text, as JSON has it; what is no finite number is ``None``."""
+        """Return what to write of each text, as JSON has it; ``error`` where the result is no finite number."""
         ...
 
 
@@ -100,17 +100,16 @@ class Classify:
         return [self._fields(numbers) for numbers in results[0].tolist()]
 
     def _fields(self, numbers: list[float]) -> dict[str, Any]:
+        found = {label: _finite(number) for label, number in zip(self.labels, numbers, strict=True)}
+        if fault := _said_if_not_finite(list(found.values())):
+            return fault
         if self.problem == "regression":
-            values = {label: _finite(number) for label, number in zip(self.labels, numbers, strict=True)}
-            return {"value": next(iter(values.values()))} if len(values) == 1 else {"values": values}
-        probabilities = {label: _finite(number) for label, number in zip(self.labels, numbers, strict=True)}
+            return {"value": numbers[0]} if len(numbers) == 1 else {"values": found}
         if self.problem == "multi_label_classification":
             likely = [label for label, number in zip(self.labels, numbers, strict=True) if number > _YES_FROM]
-            return {"labels": likely, "probabilities": probabilities}
-        if any(number is None for number in probabilities.values()):
-            return {"label": None, "score": None, "probabilities": probabilities}
+            return {"labels": likely, "probabilities": found}
         best = max(range(len(numbers)), key=numbers.__getitem__)
-        return {"label": self.labels[best], "score": numbers[best], "probabilities": probabilities}
+        return {"label": self.labels[best], "score": numbers[best], "probabilities": found}
 
 
 @dataclass(frozen=True)
@@ -129,7 +128,7 @@ class Embed:
 
     def fields(self, results: tuple[Tensor, ...]) -> list[dict[str, Any]]:
         """Return the vector of each text."""
-        return [{"embedding": [_finite(number) for number in vector]} for vector in results[0].tolist()]
+        return [_embedding_fields(vector) for vector in results[0].tolist()]
 
 
 @dataclass(frozen=True)
@@ -155,9 +154,7 @@ def _classify(folder: Path) -> Classify:
     if config.get("architecture") in RECURRENT:
         names = config.get("label_names") or [str(number) for number in range(config["num_labels"])]
         return Classify(tuple(names))
-    from transformers import AutoConfig
-
-    loaded = AutoConfig.from_pretrained(folder, local_files_only=True)
+    loaded: Any = read_hugging_face_config(folder)
     labels = tuple(str(loaded.id2label[number]) for number in range(loaded.num_labels))
     # What transformers' own pipeline takes where the configuration does not say.
     problem: Problem = loaded.problem_type or (
@@ -301,7 +298,11 @@ def _causal_classes() -> set[str]:
 
 def _score_fields(log_probability: float, num_tokens: int) -> dict[str, Any]:
     value = _finite(log_probability)
-    return {"log_probability": value, "num_predicted_tokens": num_tokens, "perplexity": _perplexity(value, num_tokens)}
+    return _said_if_not_finite([value]) | {
+        "log_probability": value,
+        "num_predicted_tokens": num_tokens,
+        "perplexity": _perplexity(value, num_tokens),
+    }
 
 
 def _perplexity(log_probability: float | None, num_tokens: int) -> float | None:
@@ -315,3 +316,15 @@ def _perplexity(log_probability: float | None, num_tokens: int) -> float | None:
 
 def _finite(number: float) -> float | None:
     return number if math.isfinite(number) else None
+
+
+def _said_if_not_finite(numbers: list[float | None]) -> dict[str, Any]:
+    if None not in numbers:
+        return {}
+    return {"error": "the result is no finite number: the weights hold none, or --dtype is too narrow for them"}
+
+
+def _embedding_fields(vector: list[float]) -> dict[str, Any]:
+    fault = _said_if_not_finite([_finite(number) for number in vector])
+    # Nine digits give every float32 back; what Python writes of one has seventeen.
+    return fault or {"embedding": [float(f"{number:.9g}") for number in vector]}

@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args
 from rich.console import RenderableType
 
 from plimsoll.errors import InputError, RecordError
+from plimsoll.records.apply import ApplyFacts
 from plimsoll.records.base import Record
 from plimsoll.records.corpus import CorpusFacts, FeedRates, Inspection, TokenFacts
 from plimsoll.records.device import Device, Machine
@@ -23,7 +24,7 @@ from plimsoll.records.placement import InferencePlan
 from plimsoll.records.plan import Plan
 from plimsoll.records.prediction import Prediction
 from plimsoll.records.run import RunRecord
-from plimsoll.report import as_html, as_text, embedding_sheets
+from plimsoll.report import apply_sheets, as_html, as_text, embedding_sheets
 from plimsoll.report.sheets import Sheet
 
 Format = Literal["text", "json", "html"]
@@ -56,6 +57,7 @@ _SCREENS: dict[type[Record], Screen] = {
     Conversion: _of_sheets(embedding_sheets.conversion_sheets),
     CompressionFacts: _of_sheets(embedding_sheets.compression_sheets),
     InferencePlan: (as_text.placement_report, as_html.placement_page),
+    ApplyFacts: _of_sheets(apply_sheets.apply_sheets),
 }
 
 

@@ -18,6 +18,7 @@ from torch import nn
 
 from plimsoll.errors import InputError
 from plimsoll.memory.lowering.base import Lowering
+from plimsoll.models.hugging_face import auto_class_of
 from plimsoll.models.inference import Head, InferenceTask, inference_task, read_config
 from plimsoll.models.recurrent import RECURRENT
 from plimsoll.records.trace import Trace
@@ -112,19 +113,15 @@ def _skeleton(folder: Path, head: Head, dtype: torch.dtype) -> nn.Module:
     Raises:
         InputError: if it is not one of transformers.
     """
-    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+    from transformers import AutoConfig
 
     if read_config(folder).get("architecture") in RECURRENT:
         raise InputError(
             f"{folder} is a recurrent model, which has no blocks to place: leave out the plan, it is applied as a whole"
         )
-    auto_classes: dict[Head, Any] = {
-        "language-modeling": AutoModelForCausalLM, "classification": AutoModelForSequenceClassification,
-        "none": AutoModel,
-    }  # fmt: skip
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
     with torch.device("meta"):
-        model: nn.Module = auto_classes[head].from_config(config, dtype=dtype)
+        model: nn.Module = auto_class_of(head).from_config(config, dtype=dtype)
     return model.eval().requires_grad_(False)
 
 

@@ -332,10 +332,13 @@ def print_inference_baseline(folder: Path, task: str) -> None:
     """Print how many bytes a process takes that has all that applying a model needs, but the weights."""
     _end_with_supervisor()
     from plimsoll.device.base import backend_for
-    from plimsoll.run import placed  # noqa: F401
+    from plimsoll.run import apply, placed  # noqa: F401
     from plimsoll.run.applied import Applied
+    from plimsoll.run.inference_model import ModelFolder, tokenizer_of
 
     Applied.open(folder, task, None, 0)
+    with suppress(DataError):  # a program of one's own may have another tokenizer
+        tokenizer_of(ModelFolder(folder, None), None).read(["Its threads are started.", "They take memory too."])
     backend = backend_for("cpu")
     backend.baseline_bytes()  # starts the thread pools
     print(backend.use().used_bytes)

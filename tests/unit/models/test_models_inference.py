@@ -71,6 +71,7 @@ def test_score_is_the_sum_over_the_tokens_but_the_first() -> None:
 def test_a_score_that_is_no_number_is_none() -> None:
     fields = Score().fields((torch.tensor([float("nan"), float("-inf"), -1e6]), torch.tensor([2, 2, 1])))
     assert [entry["log_probability"] for entry in fields] == [None, None, -1e6]
+    assert ["error" in entry for entry in fields] == [True, True, False]
     assert [entry["perplexity"] for entry in fields] == [None, None, None]  # e to the 10^6 is no float
 
 
@@ -93,7 +94,7 @@ def test_fields_of_a_class() -> None:
     (fields,) = Classify(("no", "yes")).fields((torch.tensor([[0.25, 0.75]]),))
     assert fields == {"label": "yes", "score": 0.75, "probabilities": {"no": 0.25, "yes": 0.75}}
     (fields,) = Classify(("no", "yes")).fields((torch.tensor([[float("nan"), 0.75]]),))
-    assert (fields["label"], fields["score"]) == (None, None)
+    assert list(fields) == ["error"]
 
 
 def test_fields_of_several_labels_and_of_values() -> None:
@@ -123,7 +124,11 @@ def test_embedding_does_not_see_the_padding() -> None:
     with torch.inference_mode():
         together, by_itself = Embed().compute(bert, tokens)[0][1], Embed().compute(bert, alone)[0][0]
     torch.testing.assert_close(together, by_itself, rtol=1e-5, atol=1e-6)
-    assert Embed().fields((torch.tensor([[1.0, float("inf")]]),)) == [{"embedding": [1.0, None]}]
+    (fields,) = Embed().fields((torch.tensor([[1.0, 0.1]]),))
+    assert fields == {"embedding": [1.0, 0.100000001]}
+    assert torch.tensor(fields["embedding"])[1] == torch.tensor(0.1)  # nine digits give a float32 back
+    (fields,) = Embed().fields((torch.tensor([[1.0, float("inf")]]),))
+    assert list(fields) == ["error"]
 
 
 def test_generation_begins_with_the_logits_of_the_last_token() -> None:
