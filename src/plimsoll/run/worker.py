@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from plimsoll.device.cgroup import oom_kill_count
-from plimsoll.errors import EmbeddingError, JobError
+from plimsoll.errors import DataError, EmbeddingError, JobError
 from plimsoll.records.job import Job
 from plimsoll.records.plan import Plan
 from plimsoll.run.directory import RunDirectory
