@@ -18,13 +18,12 @@ from torch import nn
 
 from plimsoll.errors import InputError
 from plimsoll.memory.lowering.base import Lowering
-from plimsoll.models.hugging_face import auto_class_of
-from plimsoll.models.inference import Head, InferenceTask, inference_task, read_config
+from plimsoll.models.inference import InferenceTask, inference_task, read_config
+from plimsoll.models.loading import sketch_checkpoint
 from plimsoll.models.recurrent import RECURRENT
 from plimsoll.records.trace import Trace
 from plimsoll.run.rehearse_inference import rehearse_inference
 from plimsoll.techniques._parts import ModelPart, parts_of
-from plimsoll.weights.loading import Checkpoint, open_checkpoint
 
 _LENGTH_FIELDS = ("max_position_embeddings", "n_positions")
 
@@ -55,13 +54,17 @@ class Applied:
             InputError: if it is no checkpoint, or not one for the task.
         """
         made = inference_task(task, folder)
-        checkpoint = open_checkpoint(folder)
+        if read_config(folder).get("architecture") in RECURRENT:
+            raise InputError(
+                f"{folder} is a recurrent model, which has no blocks to place: leave out the plan, it is applied as a "
+                "whole"
+            )
         if new_tokens and task != "generate":
             raise InputError(
                 f"{new_tokens} new tokens were asked for, and the task `{task}` makes none: leave them out, or use "
                 "the task `generate`"
             )
-        model = _skeleton(folder, made.head, dtype or _stored_type(checkpoint))
+        model, checkpoint = sketch_checkpoint(folder, head=made.head, dtype=dtype)
         return cls(task, made, model, parts_of(model), tuple(checkpoint.files), new_tokens, dtype is not None)
 
     @property
@@ -105,29 +108,3 @@ class Applied:
             self.model, self.task.compute, lowering,
             rows=rows, longest_tokens=longest_tokens, outside=outside, new_tokens=self.new_tokens,
         )  # fmt: skip
-
-
-def _skeleton(folder: Path, head: Head, dtype: torch.dtype) -> nn.Module:
-    """The model on the meta device.
-
-    Raises:
-        InputError: if it is not one of transformers.
-    """
-    from transformers import AutoConfig
-
-    if read_config(folder).get("architecture") in RECURRENT:
-        raise InputError(
-            f"{folder} is a recurrent model, which has no blocks to place: leave out the plan, it is applied as a whole"
-        )
-    config = AutoConfig.from_pretrained(folder, local_files_only=True)
-    with torch.device("meta"):
-        model: nn.Module = auto_class_of(head).from_config(config, dtype=dtype)
-    return model.eval().requires_grad_(False)
-
-
-def _stored_type(checkpoint: Checkpoint) -> torch.dtype:
-    """The type of most stored bytes."""
-    sizes: dict[torch.dtype, int] = {}
-    for entry in checkpoint.entries.values():
-        sizes[entry.dtype] = sizes.get(entry.dtype, 0) + entry.num_bytes
-    return max(sizes, key=sizes.__getitem__, default=torch.float32)
