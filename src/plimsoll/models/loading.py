@@ -12,7 +12,7 @@ It does NOT cover checkpoints that are quantized already, GGUF files, and models
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -22,6 +22,8 @@ from torch import Tensor, nn
 
 from plimsoll.errors import WeightsError
 from plimsoll.mapped import MappedPool
+from plimsoll.models.adapters import with_adapters
+from plimsoll.models.quantized import Quantize, can_be_quantized, quantized_weight
 from plimsoll.models.skeleton import Derived, Skeleton, Weight, quiet, replace, skeleton_of
 from plimsoll.store import Progress, silent
 from plimsoll.weights.loading import Checkpoint, Entry, open_checkpoint
@@ -34,6 +36,7 @@ Head = Literal["language-modeling", "classification", "token-classification", "n
 
 _STAGE = "loading weights"
 _SHOWN = 3  # names in a message
+_MEAN_ROWS = 1024
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,9 @@ def load_model(
     dtype: torch.dtype | None = None,
     device: str = "cpu",
     place: Place = "memory",
+    quantize: Quantize | None = None,
+    adapters: Sequence[Path] = (),
+    vocab_size: int | None = None,
     allow_missing: bool = False,
     config: PreTrainedConfig | None = None,
     pool: MappedPool | None = None,
@@ -77,6 +83,9 @@ def load_model(
         dtype: of the weights; ``None``: what its configuration says, else as most are stored.
         device: where they are to be.
         place: ``mapped``: read-only in the files of the checkpoint, without private memory; only on the CPU.
+        quantize: linear layers get weights of torchao, but for the output over the vocabulary and tied weights.
+        adapters: folders of LoRA adapters that are merged into the weights, in this order.
+        vocab_size: a number of tokens other than the checkpoint's; new ones begin as the mean of those there are.
         allow_missing: whether weights may be missing that are not of the head; they are initialised.
         config: instead of the folder's own.
         pool: where weights are made; ``None``: in memory, and on place ``mapped`` in a pool of its own.
@@ -87,18 +96,23 @@ def load_model(
         OutputError: if the disk has no room for what cannot be mapped as it is.
     """
     checkpoint = open_checkpoint(folder)
+    _check_together(quantize, adapters)
     if place == "mapped" and torch.device(device).type != "cpu":
         raise WeightsError(f"place {place} keeps weights in files, which device {device} cannot use: use place memory")
     config = config or _config_of(checkpoint.folder)
     chosen = _dtype_of(checkpoint, config, dtype)
-    skeleton = skeleton_of(checkpoint, _class_of(config, head, checkpoint.folder), config, chosen)
+    skeleton = skeleton_of(checkpoint, _class_of(config, head, checkpoint.folder), config, chosen, vocab_size)
     if not allow_missing:
         _check_body(skeleton, checkpoint)
     filling = _Filling(skeleton, torch.device(device), place, pool, progress)
+    filling.quantize, filling.is_read_only = quantize, place == "mapped" and not adapters
     filling.fill()
-    _finish(skeleton.model, checkpoint.folder, device, place)
+    _finish(skeleton.model, checkpoint.folder, device)
+    model = with_adapters(skeleton.model, adapters)
+    if place == "mapped":
+        model.requires_grad_(False)
     return Loaded(
-        skeleton.model, skeleton.missing, skeleton.unexpected, filling.total_bytes, filling.mapped, filling.pool
+        model.eval(), skeleton.missing, skeleton.unexpected, filling.total_bytes, filling.mapped, filling.pool
     )
 
 
@@ -129,20 +143,31 @@ class _Filling:
     ) -> None:
         self.pool = MappedPool() if pool is None and place == "mapped" else pool
         self.mapped: dict[str, Entry] = {}
+        self.quantize: Quantize | None = None
+        self.is_read_only = place == "mapped"
         self._skeleton, self._device, self._place, self._progress = skeleton, device, place, progress
         self._direct = sorted((weight for weight in skeleton.weights.values() if weight.entry), key=_place_of)
         self.total_bytes = sum(weight.entry.num_bytes for weight in self._direct if weight.entry)
         self.total_bytes += sum(entry.num_bytes for group in skeleton.derived for entry in group.entries)
-        self._done_bytes = 0
+        self._done_bytes = self.num_quantized = 0
 
     def fill(self) -> None:
+        kept = _kept_dense(self._skeleton.model) if self.quantize else set()
         for weight in self._direct:
             assert weight.entry is not None
-            self._put(weight, self._value(weight, weight.entry))
+            if self.quantize and self._is_to_be_quantized(weight, kept, self.quantize):
+                self._put(weight, self._quantized(weight, weight.entry, self.quantize))
+            else:
+                self._put(weight, self._value(weight, weight.entry))
         for group in self._skeleton.derived:
             self._derive(group)
         if self._place == "mapped" and self.pool is not None:
             self._move_new_weights(self.pool)
+        if self.quantize and not self.num_quantized:
+            raise WeightsError(
+                f"quantize {self.quantize} finds nothing in a {type(self._skeleton.model).__name__}: only "
+                "torch.nn.Linear layers are quantized (GPT-2 has none); leave quantize out"
+            )
         left = [weight.name for weight in self._skeleton.weights.values() if _is_empty(weight)]
         if left:
             raise WeightsError(
@@ -150,13 +175,42 @@ class _Filling:
                 f"({', '.join(left[:_SHOWN])}): load it with `from_pretrained`"
             )
 
+    def _is_to_be_quantized(self, weight: Weight, kept: set[int], kind: Quantize) -> bool:
+        module, name = weight.slots[0]
+        is_alone = len(weight.slots) == 1 and name == "weight" and id(module) not in kept
+        return is_alone and can_be_quantized(module, kind)
+
+    def _quantized(self, weight: Weight, entry: Entry, kind: Quantize) -> Tensor:
+        self.num_quantized += 1
+        made = quantized_weight(entry, weight.meta.dtype, kind, self._device, self._report)
+        if self.pool is None:
+            return made
+        names, facts = made.__tensor_flatten__()  # type: ignore[attr-defined]
+        parts = {name: self.pool.copy_of(getattr(made, name)) for name in names}
+        moved: Tensor = type(made).__tensor_unflatten__(parts, facts, made.shape, made.stride())  # type: ignore[attr-defined]
+        return moved
+
     def _value(self, weight: Weight, entry: Entry) -> Tensor:
-        if self._place == "mapped" and entry.dtype == weight.meta.dtype and entry.can_be_mapped:
+        if entry.shape != tuple(weight.meta.shape):
+            return self._resized(weight, entry)
+        if self.is_read_only and entry.dtype == weight.meta.dtype and entry.can_be_mapped:
             self.mapped[weight.name] = entry
             self._report(entry.num_bytes)
             return entry.mapped()
         target = self._empty(weight.meta)
         entry.read_into(target, self._report)
+        return target
+
+    def _resized(self, weight: Weight, entry: Entry) -> Tensor:
+        """A weight with more or fewer rows than the checkpoint has; new rows are the mean of the others."""
+        target = self._empty(weight.meta)
+        num_kept = min(len(target), entry.shape[0])
+        entry.rows(0, num_kept).read_into(target[:num_kept], self._report)
+        if len(target) > num_kept:
+            total = torch.zeros(target.shape[1:], dtype=torch.float32, device=target.device)
+            for begin in range(0, num_kept, _MEAN_ROWS):
+                total += target[begin : min(num_kept, begin + _MEAN_ROWS)].sum(dim=0, dtype=torch.float32)
+            target[num_kept:] = (total / num_kept).to(target.dtype)
         return target
 
     def _derive(self, group: Derived) -> None:
@@ -192,7 +246,7 @@ class _Filling:
 
     def _put(self, weight: Weight, value: Tensor) -> None:
         is_parameter = isinstance(weight.meta, nn.Parameter)
-        learns = weight.meta.requires_grad and self._place == "memory"
+        learns = weight.meta.requires_grad and self._place == "memory" and type(value) is Tensor
         replace(weight, nn.Parameter(value, requires_grad=learns) if is_parameter else value)
 
     def _move_new_weights(self, pool: MappedPool) -> None:
@@ -204,6 +258,20 @@ class _Filling:
     def _report(self, num_bytes: int) -> None:
         self._done_bytes += num_bytes
         self._progress(_STAGE, self._done_bytes, self.total_bytes)
+
+
+def _check_together(quantize: Quantize | None, adapters: Sequence[Path]) -> None:
+    if quantize and adapters:
+        raise WeightsError(
+            f"adapters are merged into dense weights, and quantize {quantize} makes integers of them: load with "
+            f"{len(adapters)} adapters, save the model, and load that with quantize"
+        )
+
+
+def _kept_dense(model: Any) -> set[int]:
+    """The layers that transformers does not quantize either: what gives a number for each token."""
+    output = model.get_output_embeddings()
+    return set() if output is None else {id(output)}
 
 
 def _place_of(weight: Weight) -> tuple[str, int]:
@@ -292,15 +360,12 @@ def _check_body(skeleton: Skeleton, checkpoint: Checkpoint) -> None:
         )
 
 
-def _finish(model: Any, folder: Path, device: str, place: Place) -> None:
+def _finish(model: Any, folder: Path, device: str) -> None:
     from transformers import GenerationConfig
 
     if torch.device(device).type != "cpu":
         model.to(device)  # what has no values in the checkpoint: new weights, and buffers that are not saved
     model.config.name_or_path = model.name_or_path = str(folder)
-    if place == "mapped":
-        model.requires_grad_(False)
     if model.can_generate() and (folder / "generation_config.json").is_file():
         with quiet():
             model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
-    model.eval()

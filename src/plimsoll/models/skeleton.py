@@ -94,9 +94,16 @@ class _StandIn:
 
 
 def skeleton_of(
-    checkpoint: Checkpoint, model_class: type[PreTrainedModel], config: PreTrainedConfig, dtype: torch.dtype
+    checkpoint: Checkpoint,
+    model_class: type[PreTrainedModel],
+    config: PreTrainedConfig,
+    dtype: torch.dtype,
+    vocab_size: int | None = None,
 ) -> Skeleton:
     """Make a model without memory and find out where in the checkpoint each of its weights is.
+
+    ``vocab_size`` gives it another number of tokens than the checkpoint has: a weight with a row for each of them then
+    has an entry of more or fewer rows.
 
     Raises:
         WeightsError: if a weight has another shape in the checkpoint, or the model cannot be built.
@@ -125,6 +132,9 @@ def skeleton_of(
     asked = [stand_in for stand_in in stand_ins.values() if stand_in.meta is not None]
     made.weights = _weights(model, asked)
     _tie_what_is_equal(made)
+    _find_renamed(made, asked)
+    if vocab_size is not None:
+        _resize(made, asked, vocab_size)
     found = {id(weight.entry) for weight in made.weights.values() if weight.entry is not None}
     rest = [stand_in for stand_in in asked if id(stand_in.entry) not in found]
     if any(weight.entry is None for weight in made.weights.values()):
@@ -228,6 +238,23 @@ def _tie_what_is_equal(skeleton: Skeleton) -> None:
             model.all_tied_weights_keys.pop(target_name)
 
 
+def _resize(skeleton: Skeleton, asked: list[_StandIn], vocab_size: int) -> None:
+    """Let transformers give the model another vocabulary; the new weights keep where their rows are."""
+    entries = {
+        (id(module), name): weight.entry for weight in skeleton.weights.values() for module, name in weight.slots
+    }
+    by_name = {name: entries.get((id(slot[0]), slot[1])) for name, slot, _ in slots_of(skeleton.model)}
+    with torch.device("meta"):
+        skeleton.model.resize_token_embeddings(vocab_size, mean_resizing=False)
+    places = {(id(slot[0]), slot[1]): name for name, slot, _ in slots_of(skeleton.model)}
+    resized = {}
+    for name, weight in _weights(skeleton.model, asked).items():
+        names = [places[id(module), slot] for module, slot in weight.slots]
+        entry = weight.entry or next((by_name[one] for one in names if by_name.get(one) is not None), None)
+        resized[name] = Weight(name, weight.slots, weight.meta, entry)
+    skeleton.weights = resized
+
+
 def _slot(model: nn.Module, name: str) -> tuple[int, str]:
     path, _, last = name.rpartition(".")
     return id(model.get_submodule(path)), last
@@ -239,20 +266,43 @@ def _are_equal(one: Entry, other: Entry) -> bool:
     return torch.equal(*(entry.mapped() if entry.can_be_mapped else entry.read() for entry in (one, other)))
 
 
-def _derived(model: PreTrainedModel, rest: list[_StandIn]) -> Iterator[Derived]:
-    """The conversions of transformers that make the other weights, each of which can be run by itself."""
-    conversions: Any = model._weight_conversions
+def _renamed(model: Any, stand_ins: list[_StandIn]) -> Iterator[tuple[_StandIn, str, str, Any]]:
+    """Tensors with what transformers calls them in the model, and which conversion they are a part of."""
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
+    conversions = model._weight_conversions
     renamings = [one for one in conversions if isinstance(one, WeightRenaming)]
     converters = [one for one in conversions if isinstance(one, WeightConverter)]
     by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
     state = model.state_dict()
-    groups: dict[str, tuple[Any, list[tuple[_StandIn, str]]]] = {}
-    for stand_in in sorted(rest, key=lambda one: dot_natural_key(one.entry.name)):
+    for stand_in in sorted(stand_ins, key=lambda one: dot_natural_key(one.entry.name)):
         key, pattern = rename_source_key(stand_in.entry.name, renamings, converters, model.base_model_prefix, state)
-        if pattern is not None and key in state:
-            groups.setdefault(key, (by_pattern[pattern], []))[1].append((stand_in, pattern))
+        if key not in state and stand_in.entry.name in state:
+            key, pattern = stand_in.entry.name, None
+        if key in state:
+            yield stand_in, key, pattern or "", by_pattern[pattern] if pattern is not None else None
+
+
+def _find_renamed(skeleton: Skeleton, asked: list[_StandIn]) -> None:
+    """Find by its name what was given new memory since: tying pads biases, also by nothing."""
+    lost = {weight.name for weight in skeleton.weights.values() if weight.entry is None}
+    if not lost:
+        return
+    at_slot = {(id(module), last): one for one in skeleton.weights.values() for module, last in one.slots}
+    owner = {name: at_slot.get((id(module), last)) for name, (module, last), _ in slots_of(skeleton.model)}
+    for stand_in, key, _, converter in _renamed(skeleton.model, asked):
+        weight = owner.get(key)
+        is_lost = converter is None and weight is not None and weight.name in lost
+        if is_lost and weight is not None and stand_in.entry.shape == tuple(weight.meta.shape):
+            skeleton.weights[weight.name] = Weight(weight.name, weight.slots, weight.meta, stand_in.entry)
+
+
+def _derived(model: PreTrainedModel, rest: list[_StandIn]) -> Iterator[Derived]:
+    """The conversions of transformers that make the other weights, each of which can be run by itself."""
+    groups: dict[str, tuple[Any, list[tuple[_StandIn, str]]]] = {}
+    for stand_in, key, pattern, converter in _renamed(model, rest):
+        if converter is not None:
+            groups.setdefault(key, (converter, []))[1].append((stand_in, pattern))
     for key, (converter, parts) in groups.items():
         yield Derived(key, tuple(part.entry for part, _ in parts), _maker(model, key, converter, parts))
 

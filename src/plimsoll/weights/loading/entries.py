@@ -134,6 +134,14 @@ class Entry:
         )
         return same and self.dtype == other.dtype
 
+    def rows(self, begin: int, end: int) -> Entry:
+        """Return where some rows are, by the first dimension, of a tensor that is stored in order."""
+        assert self.strides is None, self
+        assert 0 <= begin <= end <= self.shape[0], (self, begin, end)
+        row_bytes = num_bytes_of(self.shape[1:], self.dtype)
+        shape, offset = (end - begin, *self.shape[1:]), self.offset + begin * row_bytes
+        return Entry(self.name, self.dtype, shape, self.source, offset, (end - begin) * row_bytes)
+
     def read(self, report: Report = _unheard) -> Tensor:
         """Return the tensor, in memory of its own.
 
