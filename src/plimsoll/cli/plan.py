@@ -88,7 +88,7 @@ def plan(  # noqa: PLR0917 -- typer calls it by name
         # Everything that can be refused is refused before the work.
         of_training = _given({"set": changes, "pin": pins, "forbid": forbids, "calibration": calibration})
         of_inference = _given({"task": task, "length": length, "new-tokens": new_tokens, "dtype": dtype})
-        _check_kind(train, inference, of_training, of_inference)
+        _check_kind(subject, (train, inference), of_training, of_inference)
         limit_bytes = limit_bytes_of(budget)
         check_output(output, force)
         found: InferencePlan | Plan
@@ -107,11 +107,14 @@ def _given(options: dict[str, object]) -> list[str]:
     return [f"--{name}" for name, value in options.items() if value]
 
 
-def _check_kind(is_training: bool, is_inference: bool, of_training: list[str], of_inference: list[str]) -> None:
+def _check_kind(subject: Path, kinds: tuple[bool, bool], of_training: list[str], of_inference: list[str]) -> None:
     from plimsoll.errors import InputError
 
+    is_training, is_inference = kinds
     if is_training and is_inference:
-        raise InputError("--train and --inference were given both, and a plan is for one of them: leave one out")
+        raise InputError(
+            f"--train and --inference were given both, and a plan of {subject} is for one of them: leave one out"
+        )
     wrong, other = (of_training, "--train") if is_inference else (of_inference, "--inference")
     if wrong:
         raise InputError(f"{', '.join(wrong)} belongs to a plan with {other}: leave it out, or give {other}")

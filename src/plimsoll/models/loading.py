@@ -132,7 +132,7 @@ def sketch_checkpoint(
     checkpoint = open_checkpoint(folder)
     config = _config_of(checkpoint.folder)
     model_class, chosen = _class_of(config, head, checkpoint.folder), _dtype_of(checkpoint, config, dtype)
-    return skeleton_of(checkpoint, model_class, config, chosen).model.eval().requires_grad_(False), checkpoint
+    return skeleton_of(checkpoint, model_class, config, chosen).model, checkpoint
 
 
 class _Filling:

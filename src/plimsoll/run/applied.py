@@ -65,6 +65,7 @@ class Applied:
                 "the task `generate`"
             )
         model, checkpoint = sketch_checkpoint(folder, head=made.head, dtype=dtype)
+        model.eval().requires_grad_(False)
         return cls(task, made, model, parts_of(model), tuple(checkpoint.files), new_tokens, dtype is not None)
 
     @property

@@ -80,7 +80,7 @@ def _over_page_cache(parts: Sequence[ModelPart], plan: InferencePlan) -> Iterato
 def _over_link(
     model: nn.Module, parts: Sequence[ModelPart], plan: InferencePlan, device: torch.device
 ) -> Iterator[None]:
-    """On a GPU: what stays goes there, the blocks that do not fit go to pinned memory and are copied as they compute."""
+    """On a GPU: what stays goes there, blocks that do not fit go to pinned memory and are copied as they compute."""
     resident = plan.names_in("device")
     staying = {id(weight) for part in parts if part.name in resident for weight in part.weights}
     with torch.no_grad():

@@ -92,8 +92,8 @@ def plan_inference(
 def _check_numbers(longest_tokens: int, new_tokens: int, most_rows: int, quantize: str | None) -> None:
     if longest_tokens < 1 or most_rows < 1 or new_tokens < 0:
         raise InputError(
-            f"cannot plan rows of {longest_tokens} tokens with {new_tokens} new ones, at most {most_rows} at once: give "
-            "1 token and 1 row or more, and 0 new tokens or more"
+            f"cannot plan rows of {longest_tokens} tokens with {new_tokens} new ones, at most {most_rows} at once: "
+            "give 1 token and 1 row or more, and 0 new tokens or more"
         )
     if quantize is not None:
         raise InputError(
@@ -121,7 +121,7 @@ class _Planner:
         self._target: Target = find_target(device, limit_bytes, lambda: _waited(started))
         self._is_cpu = self._target.spec is None
         speed = measured_speed(progress) if self._target.spec is None else speed_of(self._target.spec)
-        self._speed = speed.model_copy(update={"link_bytes_per_second": _memory_rate(speed)})
+        self._speed = speed.model_copy(update={"link_bytes_per_second": _memory_bytes_per_second(speed)})
         progress("measuring how fast the checkpoint is read")
         self._reading = Reading(
             files_bytes_per_second=cold_bytes_per_second(applied.files),
@@ -146,7 +146,7 @@ class _Planner:
         return self._record(chosen, guesses, self._smallest_bytes(least))
 
     def _always(self) -> frozenset[str]:
-        """What is on the device in any case: beside a GPU all but the blocks, which alone are copied as they compute."""
+        """What is on the device in any case: beside a GPU all but the blocks, which are copied as they compute."""
         kinds = ("rest",) if self._is_cpu else ("rest", "tables", "output")
         return frozenset(part.name for part in self._applied.parts if part.kind in kinds)
 
@@ -226,7 +226,7 @@ class _Planner:
         return sum(part.num_bytes for part in self._applied.parts if part.name in guess.resident)
 
 
-def _memory_rate(speed: Speed) -> float:
+def _memory_bytes_per_second(speed: Speed) -> float:
     """Weights that lie in the page cache are read as memory is."""
     return rate_at(speed.bytes_per_second["plain"], _LARGE_BYTES)
 

@@ -1,9 +1,9 @@
 """The parts of a model that can lie in different places while it is applied.
 
 Each repeated block is one (`plimsoll.techniques._blocks`), in the order of the model; then the output layer, whole,
-also where it is tied to the embeddings; the tables of embeddings, which are read by row; and the rest, which is small and
-always on the device. A weight that several parts share belongs to the first of them. Buffers are in no part: they are
-where the model is.
+also where it is tied to the embeddings; the tables of embeddings, which are read by row; and the rest, which is small
+and always on the device. A weight that several parts share belongs to the first of them. Buffers are in no part: they
+are where the model is.
 
 Does NOT find blocks under names without a number; such a model has no part that can be streamed but its output layer.
 """

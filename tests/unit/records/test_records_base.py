@@ -50,7 +50,8 @@ def examples(device, machine, plan, job, head, run_record) -> dict[type[Record],
         device, machine, plan, job, head, run_record, fitting(), trace, comparison, calibration, speed,
         corpus_records.corpus_facts(), corpus_records.token_facts(), corpus_records.inspection(),
         corpus_records.feed_rates(), vector_records.subset_facts(), vector_records.vector_file(),
-        vector_records.conversion(), vector_records.compression(), evidence_records.diagnosis(), placement_records.streamed_plan(),
+        vector_records.conversion(), vector_records.compression(), evidence_records.diagnosis(),
+        placement_records.streamed_plan(),
     )  # fmt: skip
     return {type(record): record for record in made}
 

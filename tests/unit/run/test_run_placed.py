@@ -28,7 +28,10 @@ def folders(tmp_path_factory):
 @pytest.fixture(scope="module")
 def plans(folders):
     """Plans in which everything stays."""
-    return {key: plan_inference(folder, FAMILIES[key[0]][1], longest_tokens=20, most_rows=2, device="cpu") for key, folder in folders.items()}  # fmt: skip
+    return {
+        (name, dtype): plan_inference(folder, FAMILIES[name][1], longest_tokens=20, most_rows=2, device="cpu")
+        for (name, dtype), folder in folders.items()
+    }
 
 
 def with_resident(plan: InferencePlan, *resident: str, **changes: object) -> InferencePlan:
@@ -85,9 +88,9 @@ def test_beside_a_gpu_the_copies_change_no_bit(folders, plans, name):
     with (
         torch.inference_mode(False),
         _over_link(model, parts_of(model), with_resident(plan, *stays), torch.device("cpu")),
+        torch.no_grad(),
     ):
-        with torch.no_grad():
-            found = [part for _ in range(2) for part in task.compute(model, batch())]
+        found = [part for _ in range(2) for part in task.compute(model, batch())]
     assert all(map(torch.equal, found, plain(folder, plan.task)))
 
 

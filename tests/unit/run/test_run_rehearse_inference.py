@@ -46,9 +46,13 @@ def peak_bytes(trace: Trace) -> int:
 
 @pytest.mark.parametrize(
     ("config", "auto_class", "task"),
-    [(CONFIGS["gpt2"], AutoModelForCausalLM, Score()), (CONFIGS["llama"], AutoModelForCausalLM, Score()), (BERT, AutoModel, Embed())],
+    [
+        (CONFIGS["gpt2"], AutoModelForCausalLM, Score()),
+        (CONFIGS["llama"], AutoModelForCausalLM, Score()),
+        (BERT, AutoModel, Embed()),
+    ],
     ids=["gpt2", "llama", "bert"],
-)  # fmt: skip
+)
 def test_a_rehearsed_pass_needs_what_a_real_one_needs(config, auto_class, task):
     trace = traced(skeleton(config, auto_class), task)
     model = auto_class.from_config(config).eval()
@@ -97,7 +101,8 @@ def test_new_tokens_are_a_second_step_with_all_keys_and_values(name):
 
 def test_more_rows_need_more_and_so_do_longer_ones():
     model = skeleton(CONFIGS["gpt2"])
-    few, many, long = (peak_bytes(traced(model, rows=rows, longest_tokens=tokens)) for rows, tokens in ((1, 24), (8, 24), (1, 96)))  # fmt: skip
+    shapes = ((1, 24), (8, 24), (1, 96))
+    few, many, long = (peak_bytes(traced(model, rows=rows, longest_tokens=tokens)) for rows, tokens in shapes)
     assert few < many
     assert few < long
 
