@@ -38,7 +38,14 @@ from plimsoll.workload import resident_bytes
 
 MIB = 1 << 20
 PINS = ("parameter_offload=true", "optimizer_offload=disk")
-FORBIDDEN = ("activation_offload", "checkpointing", "optimizer_in_backward", "optimizer_kernel", "chunked_loss", "attention")
+FORBIDDEN = (
+    "activation_offload",
+    "checkpointing",
+    "optimizer_in_backward",
+    "optimizer_kernel",
+    "chunked_loss",
+    "attention",
+)
 
 
 def main() -> None:
@@ -53,7 +60,9 @@ def main() -> None:
         state_bytes = sum(size or 0 for size in parts.values())
         limit_mib = state_bytes // arguments.share // MIB
         num_parameters = sum(parameter.numel() for parameter in model.parameters())
-        print(f"{num_parameters / 1e6:,.1f} M parameters: {state_bytes / MIB:,.0f} MiB of weights, gradients and states")
+        print(
+            f"{num_parameters / 1e6:,.1f} M parameters: {state_bytes / MIB:,.0f} MiB of weights, gradients and states"
+        )
         cache = ("--cache", folder / "cache")
         free_peak = run("train", job_file, "--no-plan", "--out", folder / "free", *cache)
         wishes = () if arguments.search else wishes_of(arguments.batch)
@@ -147,9 +156,7 @@ def report(
     assert rung.peak is not None
     assert rung.step_time is not None
     free, limited = (RunRecord.from_directory(folder / name) for name in ("free", "limited"))
-    loss_difference = max(
-        abs(one.loss - other.loss) for one, other in zip(free.steps, limited.steps, strict=True)
-    )
+    loss_difference = max(abs(one.loss - other.loss) for one, other in zip(free.steps, limited.steps, strict=True))
     weight_difference = largest_difference(folder)
     seconds = [median(line.step_seconds for line in record.steps[1:]) for record in (free, limited)]
     own_peaks = [max(line.peak_bytes for line in record.steps) for record in (free, limited)]

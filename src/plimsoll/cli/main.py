@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from plimsoll.cli import data, embeddings, explain, plan, predict, probe, report, train, workers
+from plimsoll.cli import apply, data, embeddings, explain, plan, predict, probe, report, train, workers
 from plimsoll.cli.output import tell
 from plimsoll.errors import PlimsollError
 
@@ -44,6 +44,7 @@ def _of_every_command(
       plimsoll predict job.yaml --device rtx3060
       plimsoll plan job.yaml --budget 6GiB
       plimsoll train job.yaml --budget 2GiB --out runs/a
+      plimsoll apply runs/a --data reviews.jsonl --out labels.jsonl
       plimsoll explain runs/a
       plimsoll report runs/a -o a.html
       plimsoll data inspect job.yaml
@@ -55,6 +56,7 @@ app.command("probe")(probe.probe)
 app.command("predict")(predict.predict)
 app.command("plan")(plan.plan)
 app.command("train")(train.train)
+app.command("apply")(apply.apply)
 app.command("explain")(explain.explain)
 app.command("report")(report.report)
 app.add_typer(data.app, name="data")
@@ -63,6 +65,7 @@ app.command("train-worker", hidden=True)(workers.train_worker)
 app.command("prepare-worker", hidden=True)(workers.prepare_worker)
 app.command("plan-worker", hidden=True)(workers.plan_worker)
 app.command("baseline-worker", hidden=True)(workers.baseline_worker)
+app.command("inference-baseline-worker", hidden=True)(workers.inference_baseline_worker)
 
 
 _NOISY = ("torchao", "torch.utils._pytree")

@@ -87,7 +87,8 @@ class _Report:
         self._before_bytes += file.num_bytes
 
 
-def _format_of(path: str) -> str:
+def format_of(path: str) -> str:
+    """Return the format that the name of a file means."""
     return _SUFFIXES.get(os.path.splitext(_uncompressed(path))[1].lower(), "text")
 
 
@@ -98,7 +99,7 @@ def _uncompressed(path: str) -> str:
 
 def is_converted(path: str) -> bool:
     """Return whether the file of this name is compressed or a table, of which a part of the bytes says nothing."""
-    return _uncompressed(path) != path or _format_of(path) in _TABLES
+    return _uncompressed(path) != path or format_of(path) in _TABLES
 
 
 def _is_dataset(source: Any) -> bool:
@@ -109,7 +110,7 @@ def _is_dataset(source: Any) -> bool:
 
 
 def _plain(file: SourceFile, reading: Reading, cache: Path, report: _Report) -> PlainFile:
-    path, form = file.path, _format_of(file.path)
+    path, form = file.path, format_of(file.path)
     if not file.num_bytes or not (reading.is_tagged or is_converted(path)):
         return PlainFile(path, path, file.num_bytes, file.mtime_ns, file.named, form)
     if _uncompressed(path) != path:
@@ -153,22 +154,27 @@ def _decompress(folder: Path, source: SourceFile, name: str, report: _Report) ->
     """Write what a compressed file holds."""
     try:
         with open(source.path, "rb") as compressed, (folder / name).open("wb") as plain:
-            for chunk in _chunks_of(source.path, compressed):
+            for chunk in chunks_of(source.path, compressed):
                 plain.write(chunk)
                 done_bytes = compressed.tell()
                 report.show(done_bytes)
                 left_share = max(source.num_bytes / max(done_bytes, 1) - 1, 0)
                 require_space(folder, int(left_share * plain.tell()))
-    except _Torn as error:
+    except Torn as error:
         raise DataError(f"cannot unpack {source.path}: {error}; download or write it again, or leave it out") from None
     return {}
 
 
-class _Torn(Exception):
+class Torn(Exception):
     """A compressed file cannot be unpacked."""
 
 
-def _chunks_of(path: str, compressed: IO[bytes]) -> Iterator[bytes]:
+def chunks_of(path: str, compressed: IO[bytes]) -> Iterator[bytes]:
+    """Yield what a compressed file holds, about a mebibyte at a time.
+
+    Raises:
+        Torn: if it is not whole.
+    """
     import pyarrow
 
     if path.lower().endswith(".gz"):
@@ -180,7 +186,7 @@ def _chunks_of(path: str, compressed: IO[bytes]) -> Iterator[bytes]:
             try:
                 chunk = opened.read(_COPY_BYTES)
             except (OSError, EOFError, zlib.error, pyarrow.ArrowInvalid) as error:
-                raise _Torn(str(error)) from None
+                raise Torn(str(error)) from None
             if not chunk:
                 return
             yield chunk
@@ -189,7 +195,7 @@ def _chunks_of(path: str, compressed: IO[bytes]) -> Iterator[bytes]:
 def _pack_file(folder: Path, path: str, name: str, reading: Reading, report: _Report) -> Facts:
     from plimsoll.data.tables import open_arrow, open_parquet, pack
 
-    with (open_parquet if _format_of(path) == "parquet" else open_arrow)(path, name) as table:
+    with (open_parquet if format_of(path) == "parquet" else open_arrow)(path, name) as table:
         return pack(folder, table, reading, report.show)
 
 
@@ -197,7 +203,7 @@ def _pack_tagged(folder: Path, path: str, name: str, reading: Reading, report: _
     from plimsoll.data.sentences import conll_sentences, json_sentences, pack_sentences, table_sentences
     from plimsoll.data.tables import open_arrow, open_parquet
 
-    form = _format_of(path)
+    form = format_of(path)
     if path.lower().endswith(".csv"):
         raise DataError(
             f"{name} is csv, whose cells hold no lists of words: write it as JSON lines, or with a word and its tag in "

@@ -149,7 +149,7 @@ def pack(folder: Path, table: Table, reading: Reading, show: Callable[[int], Non
         DataError: if a column is missing or of another kind, or at the first row that has no text, if none is skipped.
     """
     try:
-        columns = text_columns(reading, table.schema.names, _of_strings(table.schema))
+        columns = text_columns(reading, table.schema.names, strings_of(table.schema))
     except DataError as error:
         raise DataError(f"cannot use {table.name}: {error}") from None
     for column in columns:
@@ -175,7 +175,8 @@ def pack(folder: Path, table: Table, reading: Reading, show: Callable[[int], Non
     return {"skipped": packing.skipped, "num_skipped": packing.num_skipped}
 
 
-def _of_strings(schema: Any) -> list[str]:
+def strings_of(schema: Any) -> list[str]:
+    """Return the columns that hold strings."""
     return [field.name for field in schema if _is_of_strings(field.type)]
 
 

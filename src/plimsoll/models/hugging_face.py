@@ -27,7 +27,7 @@ from plimsoll.records.job import near
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-_OTHER_LOSS = {
+OTHER_LOSS = {
     "cpmant": "compares each position with its own label, not with the next",
     "trocr": "compares each position with its own label, not with the next",
     "xlm": "compares each position with its own label, not with the next",
@@ -42,6 +42,21 @@ _SET_BY_JOB = frozenset(
 _ONE_LABEL: Literal["single_label_classification"] = "single_label_classification"
 
 _LENGTH_FIELDS = ("max_position_embeddings", "max_seq_len")
+
+_COUNTED_FROM_PADDING = {
+    *(
+        "roberta",
+        "xlm-roberta",
+        "xlm-roberta-xl",
+        "camembert",
+        "roberta-prelayernorm",
+        "data2vec-text",
+        "xmod",
+        "mpnet",
+    ),
+    *("longformer", "esm", "ibert", "luke", "lilt"),
+}
+"""Architectures whose first tokens have the positions behind the padding id (read in transformers 5.23)."""
 
 _MAX_UNUSED_ROWS = 1024
 """With more rows beyond the tokens it is another vocabulary, not rounding up (phi-2: 51200 rows, 50295 tokens)."""
@@ -101,7 +116,7 @@ def build_hugging_face(architecture: str, fields: dict[str, Any], shape: TextSha
     Raises:
         JobError: if a field is unknown, is set by the job, or has a value the model cannot be built or used with.
     """
-    with _quiet():
+    with quiet():
         config = _new_config(architecture, fields, shape)
         _fit_length(config, set(fields), shape, _skeleton(config, shape))
         with torch.device(device):
@@ -109,9 +124,7 @@ def build_hugging_face(architecture: str, fields: dict[str, Any], shape: TextSha
     return _ready(model, shape)
 
 
-def load_hugging_face(
-    folder: Path, shape: TextShape, device: str, files: MappedPool | None = None
-) -> PreTrainedModel:
+def load_hugging_face(folder: Path, shape: TextShape, device: str, files: MappedPool | None = None) -> PreTrainedModel:
     """Load a checkpoint folder for training; on the meta device only its shapes.
 
     A classifier gets a new head where the checkpoint has none.
@@ -126,7 +139,7 @@ def load_hugging_face(
         JobError: if the folder cannot be read, is of another vocabulary, length or number of labels, or lacks weights.
         WeightsError: with ``files``, if the weights cannot be read.
     """
-    with _quiet():
+    with quiet():
         config = _checkpoint_config(folder, shape)
         skeleton = _skeleton(config, shape)
         _fit_length(config, set(_LENGTH_FIELDS), shape, skeleton)
@@ -176,7 +189,7 @@ def is_hugging_face(model: nn.Module) -> TypeGuard[PreTrainedModel]:
 
 def save_hugging_face(model: PreTrainedModel, folder: Path) -> None:
     """Write a folder that ``from_pretrained`` reads. Safetensors writes from the weights: no copy of them is made."""
-    with _quiet():
+    with quiet():
         model.save_pretrained(folder)
 
 
@@ -187,6 +200,32 @@ def padding_id(model: nn.Module, end_id: int) -> int:
     """
     own = getattr(getattr(model, "config", None), "pad_token_id", None)
     return end_id if own is None else own
+
+
+def longest_text(folder: Path) -> int | None:
+    """Return how many tokens a text may have for the model in a folder; ``None`` where nothing says so.
+
+    Raises:
+        JobError: if the configuration cannot be read.
+    """
+    config = read_hugging_face_config(folder).get_text_config()
+    limits = [getattr(config, name, None) for name in _LENGTH_FIELDS]
+    # RoBERTa and its kin count positions from the padding id on.
+    num_reserved = (config.pad_token_id or 0) + 1 if config.model_type in _COUNTED_FROM_PADDING else 0
+    return min((limit - num_reserved for limit in limits if isinstance(limit, int) and limit > 0), default=None)
+
+
+def auto_class_of(head: str) -> Any:
+    """Return the class of transformers that loads a model with a head; ``"none"`` is without one."""
+    import transformers
+
+    names = {
+        "language-modeling": "AutoModelForCausalLM",
+        "classification": "AutoModelForSequenceClassification",
+        "token-classification": "AutoModelForTokenClassification",
+        "none": "AutoModel",
+    }
+    return getattr(transformers, names[head])
 
 
 def _new_config(architecture: str, fields: dict[str, Any], shape: TextShape) -> PreTrainedConfig:
@@ -250,6 +289,25 @@ def _fields_of_text(config_class: type[PreTrainedConfig], shape: TextShape) -> d
 
 def _checkpoint_config(folder: Path, shape: TextShape) -> PreTrainedConfig:
     """Read the configuration of a checkpoint, check that it fits the text, and set what training needs."""
+    config = read_hugging_face_config(folder)
+    _check_checkpoint(config, folder, shape)
+    if shape.num_labels is None:
+        config.is_decoder = True
+        return config
+    if config.num_labels != shape.num_labels:
+        config.num_labels = shape.num_labels
+    config.problem_type = None if shape.is_tagger else _ONE_LABEL
+    if config.pad_token_id is None:
+        config.pad_token_id = shape.end_id
+    return config
+
+
+def read_hugging_face_config(folder: Path) -> PreTrainedConfig:
+    """Read the configuration of a checkpoint folder.
+
+    Raises:
+        JobError: if it cannot be read.
+    """
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
@@ -260,15 +318,6 @@ def _checkpoint_config(folder: Path, shape: TextShape) -> PreTrainedConfig:
             f"model: {folder} is not a Hugging Face checkpoint that can be read ({error}): give a folder that "
             "`save_pretrained` wrote"
         ) from None
-    _check_checkpoint(config, folder, shape)
-    if shape.num_labels is None:
-        config.is_decoder = True
-        return config
-    if config.num_labels != shape.num_labels:
-        config.num_labels = shape.num_labels
-    config.problem_type = None if shape.is_tagger else _ONE_LABEL
-    if config.pad_token_id is None:
-        config.pad_token_id = shape.end_id
     return config
 
 
@@ -298,9 +347,9 @@ def _check_objective(config: PreTrainedConfig, shape: TextShape) -> None:
         raise JobError(
             f"model: `{config.model_type}` is an encoder-decoder, which cannot be a {shape.head}: use for example gpt2"
         )
-    if shape.num_labels is None and config.model_type in _OTHER_LOSS:
+    if shape.num_labels is None and config.model_type in OTHER_LOSS:
         raise JobError(
-            f"model: `{config.model_type}` {_OTHER_LOSS[config.model_type]}, so its loss is not a "
+            f"model: `{config.model_type}` {OTHER_LOSS[config.model_type]}, so its loss is not a "
             "language model's: use for example gpt2"
         )
 
@@ -369,7 +418,7 @@ def _ready(model: PreTrainedModel, shape: TextShape) -> PreTrainedModel:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Keep transformers from writing to the terminal: what matters of it is checked here and raised."""
     from transformers.utils import logging
 

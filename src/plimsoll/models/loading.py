@@ -116,6 +116,25 @@ def load_model(
     )
 
 
+def sketch_checkpoint(
+    folder: Path, *, head: Head | None = None, dtype: torch.dtype | None = None
+) -> tuple[nn.Module, Checkpoint]:
+    """Return the model that `load_model` would make, without its weights, and what the folder holds.
+
+    Args:
+        folder: see `load_model`, as are the others.
+        head: see `folder`.
+        dtype: see `folder`.
+
+    Raises:
+        WeightsError: see `load_model`.
+    """
+    checkpoint = open_checkpoint(folder)
+    config = _config_of(checkpoint.folder)
+    model_class, chosen = _class_of(config, head, checkpoint.folder), _dtype_of(checkpoint, config, dtype)
+    return skeleton_of(checkpoint, model_class, config, chosen).model, checkpoint
+
+
 class _Filling:
     """Fills a skeleton, a weight after another, in the order they lie in the files."""
 

@@ -161,7 +161,7 @@ class RecurrentLanguageModel(RecurrentModel):
             carried.put(lanes, windows, state)
         hidden_BTH = self.dropout(hidden_BTH)
         if labels is None:
-            return RecurrentOutput(None, self._logits(hidden_BTH))
+            return RecurrentOutput(None, self.logits_of(hidden_BTH))
         return RecurrentOutput(*self._loss(hidden_BTH, _next_tokens(labels, hidden_BTH.shape[1]), "mean"))
 
     def in_segments(
@@ -208,7 +208,13 @@ class RecurrentLanguageModel(RecurrentModel):
         )
         return loss, logits_BTV
 
-    def _logits(self, hidden_BTH: Tensor) -> Tensor:
+    def hidden_states(self, input_ids: Tensor) -> Tensor:
+        """Return what the logits are made of, (B, T, H): each sequence read from zeros."""
+        hidden_BTH, _ = self.recurrent(self.dropout(self.embedding(input_ids)))
+        return self.dropout(hidden_BTH)  # type: ignore[no-any-return]
+
+    def logits_of(self, hidden_BTH: Tensor) -> Tensor:
+        """Return the logits, or of an adaptive softmax the log-probabilities, (B, T, V), of some positions."""
         if isinstance(self.head, nn.AdaptiveLogSoftmaxWithLoss):
             return log_probabilities(self.head, hidden_BTH)
         logits_BTV: Tensor = self.head(hidden_BTH)

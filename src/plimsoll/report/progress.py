@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
@@ -50,5 +51,38 @@ def stages(quiet: bool) -> Iterator[Report]:
             if stage not in tasks:
                 tasks[stage] = bars.add_task(stage, total=total)
             bars.update(tasks[stage], completed=done, total=total)
+
+        yield report
+
+
+class RowReport(Protocol):
+    """Told how far work on the rows of a file is: bytes of the file, and rows and tokens since it began."""
+
+    def __call__(self, done_bytes: int, total_bytes: int, num_rows: int, num_tokens: int) -> None:
+        """Show it."""
+        ...
+
+
+@contextmanager
+def row_rates(what: str, quiet: bool) -> Iterator[RowReport]:
+    """Draw a bar with rows and tokens a second and the time left while the block runs; ``quiet`` draws nothing."""
+    if quiet:
+        yield lambda done_bytes, total_bytes, num_rows, num_tokens: None
+        return
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.percentage:>3.0f} %"),
+        TextColumn("{task.fields[rates]}"),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(elapsed_when_finished=True),
+    )
+    with Progress(*columns, console=Console(stderr=True)) as bars:
+        task, began = bars.add_task(what, total=None, rates=""), time.monotonic()
+
+        def report(done_bytes: int, total_bytes: int, num_rows: int, num_tokens: int) -> None:
+            seconds = max(time.monotonic() - began, 1e-3)
+            rates = f"{num_rows:,} rows, {num_rows / seconds:,.1f} rows/s, {num_tokens / seconds:,.0f} tokens/s"
+            bars.update(task, completed=done_bytes, total=total_bytes, rates=rates)
 
         yield report

@@ -14,16 +14,18 @@ from typing import Any, Literal, get_args
 from rich.console import RenderableType
 
 from plimsoll.errors import InputError, RecordError
+from plimsoll.records.apply import ApplyFacts
 from plimsoll.records.base import Record
 from plimsoll.records.corpus import CorpusFacts, FeedRates, Inspection, TokenFacts
 from plimsoll.records.device import Device, Machine
 from plimsoll.records.diagnosis import Diagnosis
 from plimsoll.records.embeddings import CompressionFacts, Conversion, SubsetFacts, VectorFile
+from plimsoll.records.placement import InferencePlan
 from plimsoll.records.plan import Plan
 from plimsoll.records.prediction import Prediction
 from plimsoll.records.run import RunRecord
 from plimsoll.records.ways import Ways
-from plimsoll.report import as_html, as_text, embedding_sheets, ways_sheets
+from plimsoll.report import apply_sheets, as_html, as_text, embedding_sheets, ways_sheets
 from plimsoll.report.sheets import Sheet
 
 Format = Literal["text", "json", "html"]
@@ -58,6 +60,8 @@ _SCREENS: dict[type[Record], Screen] = {
     Conversion: _of_sheets(_VECTORS, embedding_sheets.conversion_sheets),
     CompressionFacts: _of_sheets(_VECTORS, embedding_sheets.compression_sheets),
     Ways: _of_sheets("Ways to train", ways_sheets.ways_sheets),
+    InferencePlan: (as_text.placement_report, as_html.placement_page),
+    ApplyFacts: _of_sheets("Results", apply_sheets.apply_sheets),
 }
 
 
@@ -84,8 +88,8 @@ def render(record: Record, format: Format = "text") -> str:
     """Return a record as something to read.
 
     Args:
-        record: a run, a machine, a device, a plan, a prediction, a diagnosis, or one of `plimsoll.records.corpus` and
-            `plimsoll.records.embeddings`.
+        record: a run, a machine, a device, a plan, a prediction, a diagnosis, an inference plan, or one of
+            `plimsoll.records.corpus` and `plimsoll.records.embeddings`.
         format: ``"text"`` (plain, 80 columns), ``"json"`` (the record's file) or ``"html"`` (one page, no network).
 
     Raises:

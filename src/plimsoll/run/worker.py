@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from plimsoll.device.cgroup import oom_kill_count
-from plimsoll.errors import EmbeddingError, JobError
+from plimsoll.errors import DataError, EmbeddingError, JobError
 from plimsoll.records.job import Job
 from plimsoll.records.plan import Plan
 from plimsoll.run.directory import RunDirectory
@@ -324,6 +324,22 @@ def print_baseline() -> None:
     if sketch_model(job) is None:
         with suppress(JobError):  # who traces it says what is wrong with it
             build_model(job, job.tokenizer.vocab_size, 2 if job.is_labelled else None, 0, device="meta")
+    backend = backend_for("cpu")
+    backend.baseline_bytes()  # starts the thread pools
+    print(backend.use().used_bytes)
+
+
+def print_inference_baseline(folder: Path, task: str) -> None:
+    """Print how many bytes a process takes that has all that applying a model needs, but the weights."""
+    _end_with_supervisor()
+    from plimsoll.device.base import backend_for
+    from plimsoll.run import apply, placed  # noqa: F401
+    from plimsoll.run.applied import Applied
+    from plimsoll.run.inference_model import ModelFolder, tokenizer_of
+
+    Applied.open(folder, task, None, 0)
+    with suppress(DataError):  # a program of one's own may have another tokenizer
+        tokenizer_of(ModelFolder(folder, None), None).read(["Its threads are started.", "They take memory too."])
     backend = backend_for("cpu")
     backend.baseline_bytes()  # starts the thread pools
     print(backend.use().used_bytes)

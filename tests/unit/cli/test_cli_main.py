@@ -36,10 +36,16 @@ FLAGS = {
     "plan": {
         "--device", "--budget", "--set", "--pin", "--forbid", "--compare", "--calibration", "--output", "-o", "--force",
         "--json",
+        "--train", "--inference", "--task", "--length", "--new-tokens", "--dtype",
     },
     "train": {
         "--out", "-o", "--budget", "--set", "--resume", "--from-step", "--plan", "--no-plan", "--pin", "--forbid",
         "--cache", "--force", "--json",
+    },
+    "apply": {
+        "--data", "--out", "-o", "--task", "--column", "--keep", "--budget", "--batch-size", "--max-length", "--dtype",
+        "--device", "--max-new-tokens", "--temperature", "--top-p", "--seed", "--strict", "--force", "--quiet", "-q",
+        "--json",
     },
     "explain": {"--json"},
     "report": {"--output", "-o", "--json", "--force"},
@@ -59,6 +65,7 @@ FLAGS = {
     "prepare-worker": {"--quiet", "--again", "--pin", "--forbid"},
     "plan-worker": {"--given", "--pin", "--forbid", "--quiet", "--goes-on", "--from-step", "--keep"},
     "baseline-worker": set(),
+    "inference-baseline-worker": set(),
 }  # fmt: skip
 
 
@@ -78,11 +85,12 @@ def test_the_processes_that_a_run_starts_are_not_shown_to_people():
         "prepare-worker",
         "plan-worker",
         "baseline-worker",
+        "inference-baseline-worker",
     ]
     visible = [name for name, command in COMMANDS.items() if not command.hidden]
     data = ["data index", "data tokenize", "data inspect", "data bench"]
     vectors = ["embeddings subset", "embeddings info", "embeddings convert"]
-    assert visible == ["probe", "predict", "plan", "train", "explain", "report", *data, *vectors]
+    assert visible == ["probe", "predict", "plan", "train", "apply", "explain", "report", *data, *vectors]
     assert all((name.split()[0] in shown) != command.hidden for name, command in COMMANDS.items())
 
 

@@ -3,13 +3,19 @@
 The plan itself is made by hand here: how it is found is tested where that is done.
 """
 
+import sys
 from functools import partial
+from types import ModuleType
 
 import pytest
+import torch
 
+from placement_records import impossible_plan as placement_impossible
+from placement_records import streamed_plan
 from plan_records import MIB, fitting_plan, impossible_plan
 from plimsoll.errors import DeviceError
 from plimsoll.records.comparison import Calibration
+from plimsoll.records.placement import InferencePlan
 from plimsoll.records.plan import Pin, Plan
 from way_records import none_fits, ways
 
@@ -154,3 +160,80 @@ def test_ctrl_c_is_said_in_a_line(failed_as_json, job, planning):
     planning(KeyboardInterrupt())
     message = "the planning was stopped before there was an answer: give the same command to begin again"
     assert failed_as_json("plan", job) == {"error": "Interrupted", "message": message, "exit_code": 130}
+
+
+@pytest.fixture
+def placing(monkeypatch):
+    """Return ``placing(plan)``: what `plan_inference` then answers; its list has what it was asked."""
+
+    def become(plan):
+        asked = []
+
+        def function(folder, task, *, progress, **options):
+            asked.append({"folder": folder, "task": task, **options})
+            progress("tracing")
+            return plan
+
+        module = ModuleType("plimsoll.run.plan_inference")
+        module.plan_inference = function
+        monkeypatch.setitem(sys.modules, "plimsoll.run.plan_inference", module)
+        return asked
+
+    return become
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder that says it has a language model."""
+    path = tmp_path / "model"
+    path.mkdir()
+    (path / "config.json").write_text('{"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}')
+    return path
+
+
+@pytest.mark.parametrize(
+    ("plan", "code", "words"),
+    [(streamed_plan(), 0, "Fits: 900.0 MiB of 1000.0 MiB"), (placement_impossible(), 1, "give --budget 516MiB")],
+)
+def test_a_model_is_placed_and_the_exit_code_says_whether_it_fits(call, folder, placing, plan, code, words):
+    placing(plan)
+    done = call("plan", folder, "--inference")
+    assert (done.code, done.err) == (code, "")
+    assert words in done.out
+
+
+def test_what_is_asked_of_a_model_arrives(call, folder, placing):
+    asked = placing(streamed_plan())
+    call("plan", folder, "--inference")
+    options = ["--task", "generate", "--length", "64", "--new-tokens", "8", "--dtype", "bfloat16"]
+    call("plan", folder, "--inference", *options, "--budget", "1GiB", "--device", "rtx3060")
+    usual = {"longest_tokens": 256, "new_tokens": 0, "limit_bytes": None, "device": None, "dtype": None}
+    told = {
+        "longest_tokens": 64, "new_tokens": 8, "limit_bytes": 1024 * MIB, "device": "rtx3060", "dtype": torch.bfloat16
+    }  # fmt: skip
+    assert asked == [{"folder": folder, "task": "score"} | usual, {"folder": folder, "task": "generate"} | told]
+
+
+def test_a_placement_goes_to_a_file_or_as_one_record(call, folder, placing, tmp_path):
+    placing(streamed_plan())
+    done = call("plan", folder, "--inference", "-o", tmp_path / "plan.json", "--json")
+    assert InferencePlan.load(tmp_path / "plan.json") == InferencePlan.from_json(done.out) == streamed_plan()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--inference", "--train"], "--train and --inference were given both"),
+        (["--inference", "--pin", "heap"], "--pin belongs to a plan with --train: leave it out, or give --train"),
+        (["--task", "score"], "--task belongs to a plan with --inference"),
+        (["--inference", "--dtype", "int3"], "--dtype int3 is no type of weights that can be planned: give one of"),
+    ],
+)
+def test_options_of_the_other_plan_are_refused(refused, folder, placing, options, words):
+    placing(streamed_plan())
+    assert words in refused("plan", folder, *options)
+
+
+def test_what_is_no_model_is_refused(refused, job, tmp_path):
+    assert "there is no model folder" in refused("plan", tmp_path / "nowhere", "--inference")
+    assert "trains new weights ('lstm'), which cannot be applied yet: train it" in refused("plan", job, "--inference")

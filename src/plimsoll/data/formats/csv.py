@@ -69,7 +69,7 @@ def _first_rows(head: bytes, begin: int, layout: Layout) -> tuple[tuple[int, lis
         raw = head[start:end].strip(b"\r\n")
         if raw and len(rows) < 2:
             try:
-                rows.append((end, _fields([raw.decode("utf-8")], layout)[0]))
+                rows.append((end, fields_of([raw.decode("utf-8")], layout)[0]))
             except (ValueError, csv.Error) as error:
                 if not rows:
                     remedy = _HOW_TO_QUOTE if b'"' in raw else ""
@@ -173,7 +173,7 @@ def _rows_of(part: Part, raw: bytes, offset: int, spans: list[tuple[int, int]], 
             yield _checked(row, offset + begin, line + raw.count(b"\n", spans[0][0], begin), part)
         return
     for (begin, _), fields in zip(spans, rows, strict=True):
-        yield offset + begin, _text(fields, layout), _label(fields, layout)
+        yield offset + begin, text_of(fields, layout), _label(fields, layout)
 
 
 def _faultless(raws: list[bytes], part: Part) -> list[list[str]] | None:
@@ -181,7 +181,7 @@ def _faultless(raws: list[bytes], part: Part) -> list[list[str]] | None:
     if any(b"\0" in row or len(row) > part.max_text_bytes for row in raws):
         return None
     try:
-        rows = _fields([row.decode("utf-8") for row in raws], part.layout)
+        rows = fields_of([row.decode("utf-8") for row in raws], part.layout)
     except (ValueError, csv.Error):
         return None
     return rows if all(len(row) == part.layout.num_columns for row in rows) else None
@@ -193,7 +193,7 @@ def _checked(raw: bytes, at: int, line: int, part: Part) -> Row | Fault:
     if (fault := fault_in(raw, at)) is not None:
         return fault._replace(at=at, line=line)
     try:
-        (fields,) = _fields([raw.decode("utf-8")], part.layout)
+        (fields,) = fields_of([raw.decode("utf-8")], part.layout)
     except (ValueError, csv.Error) as error:
         num_more = raw.count(b"\n")
         why = f"it is not csv ({_said(error)})"
@@ -203,10 +203,15 @@ def _checked(raw: bytes, at: int, line: int, part: Part) -> Row | Fault:
     if len(fields) != part.layout.num_columns:
         why = f"it has {len(fields)} fields where the first row has {part.layout.num_columns}"
         return Fault(at, why, _REMEDY, line)
-    return at, _text(fields, part.layout), _label(fields, part.layout)
+    return at, text_of(fields, part.layout), _label(fields, part.layout)
 
 
-def _fields(rows: list[str], layout: Layout) -> list[list[str]]:
+def fields_of(rows: list[str], layout: Layout) -> list[list[str]]:
+    """Return the fields of each of some rows.
+
+    Raises:
+        ValueError: if one of them is no row, as does ``csv.Error``.
+    """
     if not layout.quotes:
         return [row.split(layout.delimiter) for row in rows]
     with _long_fields():
@@ -230,7 +235,8 @@ def _long_fields() -> Iterator[None]:
         csv.field_size_limit(limit)
 
 
-def _text(fields: list[str], layout: Layout) -> str:
+def text_of(fields: list[str], layout: Layout) -> str:
+    """Return the text of a row."""
     text = "\n".join([fields[int(number)] for number in layout.columns])
     return _ESCAPE.sub(lambda match: _MEANT[match[1]], text) if layout.escapes else text
 
@@ -242,8 +248,8 @@ def _label(fields: list[str], layout: Layout) -> Any:
 def decode(raws: list[bytes], layout: Layout) -> list[str]:
     """Return the texts of some spans."""
     try:
-        rows = _fields([raw.decode("utf-8").strip("\r\n") for raw in raws], layout)
-        return [_text(row, layout) for row in rows]
+        rows = fields_of([raw.decode("utf-8").strip("\r\n") for raw in raws], layout)
+        return [text_of(row, layout) for row in rows]
     except (csv.Error, IndexError) as error:
         raise ValueError(str(error)) from None
 

@@ -74,7 +74,7 @@ def _row(line: bytes, at: int, line_number: int, layout: Layout) -> Row | Fault:
         return fault._replace(line=line_number, at=at, why=fault.why)
     try:
         record = _parse(line.decode("utf-8").strip())
-        text = _text(record, layout)
+        text = text_of(record, layout)
         if b"\\u" in line:
             text.encode("utf-8")
         return at, text, _label(record, layout)
@@ -89,7 +89,12 @@ def _row(line: bytes, at: int, line_number: int, layout: Layout) -> Row | Fault:
     return Fault(at, why, _REMEDY, line_number)
 
 
-def _text(record: Any, layout: Layout) -> str:
+def text_of(record: Any, layout: Layout) -> str:
+    """Return the text of an object.
+
+    Raises:
+        DataError: if it has none; the message says neither where it is nor what to call it.
+    """
     if isinstance(record, dict) and len(layout.columns) == 1:  # as quick as can be: this runs for every row
         text = record.get(layout.columns[0])
         if isinstance(text, str):
@@ -126,7 +131,7 @@ def _kind(value: Any) -> str:
 def decode(raws: list[bytes], layout: Layout) -> list[str]:
     """Return the texts of some spans."""
     try:
-        return [_text(_parse(raw.decode("utf-8").strip()), layout) for raw in raws]
+        return [text_of(_parse(raw.decode("utf-8").strip()), layout) for raw in raws]
     except (DataError, RecursionError) as error:
         raise ValueError(str(error)) from None
 

@@ -1,0 +1,126 @@
+"""``plimsoll apply``: a model applied to every row of a file, inside its budget, resumable."""
+
+from __future__ import annotations
+
+import signal
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from plimsoll.models.generation import Generation
+
+_OTHER_FORMS = {".csv", ".tsv", ".parquet", ".arrow", ".npy", ".npz", ".txt", ".html"}
+
+
+# long: one call with one line for each option
+def apply(  # noqa: PLR0917 -- typer calls it by name
+    model: Annotated[Path, typer.Argument(help="A Hugging Face folder, or the run directory of a training.")],
+    data: Annotated[Path, typer.Option(help="The rows: jsonl, csv, parquet, arrow, or text, a row a line.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="The results, one JSON object a row, in the same order.")],
+    task: Annotated[
+        str | None, typer.Option(help="score, classify, embed or generate. Default: what the model was made for.")
+    ] = None,
+    columns: Annotated[
+        list[str] | None, typer.Option("--column", help="The column with the text; several are joined by newlines.")
+    ] = None,
+    keep: Annotated[list[str] | None, typer.Option("--keep", help="A column to copy to the results, e.g. id.")] = None,
+    budget: Annotated[str | None, typer.Option(help="Memory it may use, e.g. 2GiB. Default: what there is.")] = None,
+    batch_size: Annotated[
+        int | None, typer.Option(help="The most rows of a pass. Default: as many as have some thousand tokens.")
+    ] = None,
+    max_length: Annotated[
+        int | None, typer.Option(help="Tokens that longer texts are truncated to. Default: what the model reads.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="Of the weights: stored, fp32, bf16 or fp16.")] = "stored",
+    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:1.")] = "cpu",
+    max_new_tokens: Annotated[int | None, typer.Option(help="With --task generate: the most tokens of each.")] = None,
+    temperature: Annotated[
+        float | None, typer.Option(help="With --task generate: draw tokens. Default: take the likeliest.")
+    ] = None,
+    top_p: Annotated[
+        float, typer.Option(help="With --temperature: of the likeliest tokens, this much together.")
+    ] = 1.0,
+    seed: Annotated[int, typer.Option(help="With --temperature: other numbers give other texts.")] = 0,
+    strict: Annotated[bool, typer.Option("--strict", help="Stop at the first row that cannot be used.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Begin again, and overwrite --out.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON record instead of tables; no progress.")
+    ] = False,
+) -> None:
+    """Apply a model to every row of a file; when it was stopped, the same command goes on.
+
+    \b
+    Examples:
+      plimsoll apply runs/a --data reviews.jsonl --out labels.jsonl --budget 2GiB
+      plimsoll apply all-MiniLM-L6-v2 --data texts.csv --column body --keep id --out vectors.jsonl
+      plimsoll apply gpt2 --task score --data texts.jsonl --out scores.jsonl --batch-size 8
+      plimsoll apply gpt2 --task generate --max-new-tokens 40 --data prompts.txt --out texts.jsonl
+    """
+    from plimsoll.cli.answer import limit_bytes_of
+    from plimsoll.cli.output import failures_shown, show
+    from plimsoll.errors import Interrupted
+    from plimsoll.report.progress import row_rates
+    from plimsoll.report.render import render
+
+    with failures_shown() if as_json else nullcontext():
+        limit_bytes = limit_bytes_of(budget)
+        _check(out, dtype)
+        generation = _generation(max_new_tokens, temperature, top_p, seed)
+        from plimsoll.run.apply import ApplyOptions, apply_model
+
+        options = ApplyOptions(
+            task=task,
+            columns=tuple(columns) if columns else None,
+            keep=tuple(keep or ()),
+            longest_tokens=max_length,
+            rows_per_pass=batch_size,
+            dtype=_dtype(dtype),
+            device=device,
+            limit_bytes=limit_bytes,
+            is_strict=strict,
+            generation=generation,
+        )
+        try:
+            with row_rates(data.name, quiet or as_json) as progress:
+                facts = apply_model(model, data, out, options, force=force, progress=progress)
+        except KeyboardInterrupt:
+            message = f"stopped: what was written for {out} is kept; give the same command again to go on"
+            raise Interrupted(message, signal.SIGINT) from None
+    show(render(facts, "json" if as_json else "text"))
+
+
+def _check(out: Path, dtype: str) -> None:
+    from plimsoll.errors import InputError, OutputError
+
+    if out.suffix.lower() in _OTHER_FORMS:
+        raise OutputError(f"results are JSON lines, and {out} is called {out.suffix}: give --out a name in .jsonl")
+    if dtype not in {"stored", "fp32", "bf16", "fp16"}:
+        raise InputError(f"--dtype {dtype} is none that weights can have here: give stored, fp32, bf16 or fp16")
+
+
+def _dtype(dtype: str) -> Any:
+    return dtype
+
+
+def _generation(max_new_tokens: int | None, temperature: float | None, top_p: float, seed: int) -> Generation | None:
+    from plimsoll.errors import InputError
+
+    if max_new_tokens is None:
+        if temperature is not None:
+            raise InputError(
+                f"--temperature {temperature} draws new tokens: give --max-new-tokens too, or leave it out"
+            )
+        return None
+    if max_new_tokens < 1:
+        raise InputError(f"--max-new-tokens {max_new_tokens} generates nothing: give 1 or more")
+    if temperature is not None and not 0 < temperature < float("inf"):
+        raise InputError(f"--temperature {temperature} is no temperature: give more than 0, or leave it out for 0")
+    if not 0 < top_p <= 1:
+        raise InputError(f"--top-p {top_p} is no share of probability: give more than 0 and at most 1")
+    from plimsoll.models.generation import Generation
+
+    return Generation(max_new_tokens, temperature, top_p, seed)

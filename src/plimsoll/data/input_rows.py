@@ -1,0 +1,324 @@
+"""The rows of one file, each of them: what a model is applied to, in the order of the file, by number.
+
+Unlike a corpus (`plimsoll.data.index`), which leaves out what cannot be used, every row is there: one without a text
+says why (`InputRow.fault`), so that the results of a file line up with it. Rows are read once, a mebibyte at a time,
+and nothing is kept of them; those before the first that is wanted are passed over without being looked into.
+
+Formats are told by the name: jsonl (ndjson), csv and tsv, parquet, arrow; all else is plain text, of which every line
+is a row, also an empty one. Lines of white space only are no rows of a jsonl, nor empty ones of a csv. Of compressed
+files (.gz, .zst) it is what they hold. It does NOT cover objects over several lines, nested fields, folders, data sets
+of Hugging Face, and rows that are added while the file is read.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from plimsoll.data.convert import Torn, chunks_of, format_of, is_converted
+from plimsoll.data.formats import Layout, Reading, jsonl
+from plimsoll.data.formats import csv as csv_format
+from plimsoll.data.formats._columns import no_column, text_columns
+from plimsoll.data.formats._records import HEAD_BYTES
+from plimsoll.data.sources import SourceFile, find_files
+from plimsoll.errors import DataError
+from plimsoll.identity import identity_of
+from plimsoll.records.units import format_bytes
+
+_CHUNK_BYTES = 1 << 20
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_QUOTE = b'"'
+
+
+class InputRow(NamedTuple):
+    """One row: its text, or why it has none, and the columns that are to be kept of it."""
+
+    number: int
+    text: str
+    fault: str | None = None
+    kept: dict[str, Any] = {}  # noqa: RUF012 -- never written to
+
+
+class _Raw(NamedTuple):
+    """A row before it is looked into: its bytes (of one that is too long the first), or its columns."""
+
+    content: Any
+    num_bytes: int
+    num_lost_quotes: int = 0
+
+
+@dataclass(frozen=True)
+class InputRows:
+    """The rows of a file.
+
+    Attributes:
+        file: where they are.
+        reading: which columns are the text; ``on_error`` changes nothing here.
+        keep: columns that are passed on with each row.
+    """
+
+    file: SourceFile
+    reading: Reading
+    keep: tuple[str, ...] = ()
+
+    @property
+    def identity(self) -> list[Any]:
+        """What tells this state of the file, read in this way, from another."""
+        ((path, num_bytes, mtime_ns, sample),) = identity_of([self.file])
+        columns = list(self.reading.columns or ())
+        return [Path(path).name, num_bytes, mtime_ns, sample.hex(), columns, list(self.keep), self.reading.header]
+
+    def rows(self, first: int = 0, tell: Callable[[int], None] = lambda done_bytes: None) -> Iterator[InputRow]:
+        """Yield the rows from number ``first`` on; ``tell`` is called with the bytes of the file that are done.
+
+        Raises:
+            DataError: if the file cannot be read, or has not the columns asked for.
+        """
+        raws, look = self._opened(tell)
+        for number, raw in enumerate(raws):
+            if number >= first:
+                yield self._row(number, raw, look)
+
+    def _row(self, number: int, raw: _Raw, look: Callable[[Any], tuple[str, dict[str, Any]]]) -> InputRow:
+        if raw.num_bytes > self.reading.max_text_bytes:
+            most = format_bytes(self.reading.max_text_bytes)
+            return InputRow(number, "", f"the row has {format_bytes(raw.num_bytes)}, more than {most}: cut it")
+        try:
+            text, kept = look(raw.content)
+        except _Fault as fault:
+            return InputRow(number, "", str(fault), fault.kept)
+        return InputRow(number, text, None if text else "the text is empty", kept)
+
+    def _opened(self, tell: Callable[[int], None]) -> tuple[Iterator[_Raw], Callable[[Any], Any]]:
+        form = format_of(self.file.path)
+        if form in {"parquet", "arrow"}:
+            return self._of_table(form, tell)
+        chunks = _chunks(self.file.path, tell)
+        if form == "csv":
+            return self._of_csv(chunks)
+        lines = _lines(chunks, self.reading.max_text_bytes)
+        if form == "jsonl":
+            head, lines = _ahead(lines)
+            layout = _jsonl_layout(head, self.reading)
+            return (raw for raw in lines if raw.content.strip()), lambda line: _json_row(line, layout, self.keep)
+        if asked := [*(self.reading.columns or ()), *self.keep]:
+            raise DataError(f"{self.file.path} is plain text, which has no column {asked[0]!r}: leave it out")
+        return lines, lambda line: (_decoded(line), {})
+
+    def _of_csv(self, chunks: Iterator[bytes]) -> tuple[Iterator[_Raw], Callable[[Any], Any]]:
+        head, chunks = _head(chunks)
+        layout, first_byte, places = _csv_layout(self.file.path, head, self.reading, self.keep)
+        lines = _lines(_behind(chunks, first_byte), self.reading.max_text_bytes)
+        rows = _quoted(lines, self.reading.max_text_bytes) if layout.quotes else lines
+        return (raw for raw in rows if raw.content.strip(b"\r\n")), lambda raw: _csv_row(raw, layout, places)
+
+    def _of_table(self, form: str, tell: Callable[[int], None]) -> tuple[Iterator[_Raw], Callable[[Any], Any]]:
+        from plimsoll.data.tables import open_arrow, open_parquet, strings_of
+
+        with (open_parquet if form == "parquet" else open_arrow)(self.file.path, self.file.path) as table:
+            names = table.schema.names
+            columns = _said_of(self.file.path, text_columns, self.reading, names, strings_of(table.schema))
+            for name in self.keep:
+                if name not in names:
+                    raise DataError(f"cannot use {self.file.path}: {no_column(name, names)}")
+
+        def raws() -> Iterator[_Raw]:
+            with (open_parquet if form == "parquet" else open_arrow)(self.file.path, self.file.path) as opened:
+                for batch, done_bytes in opened.batches(list(dict.fromkeys([*columns, *self.keep]))):
+                    yield from (_Raw(record, 0) for record in batch.to_pylist())
+                    tell(done_bytes)
+
+        layout = Layout("jsonl", columns=columns)
+        return raws(), lambda record: _record_row(record, layout, self.keep)
+
+
+def open_rows(path: Path, reading: Reading, keep: Sequence[str] = ()) -> InputRows:
+    """Open a file for its rows; its first ones are looked at.
+
+    Raises:
+        DataError: if there is no such file, it cannot be read, or it has not the columns asked for.
+    """
+    if path.is_dir():
+        raise DataError(f"{path} is a folder, and results are of the rows of one file: give one of its files")
+    (file,) = find_files((str(path),))
+    rows = InputRows(file, reading, tuple(keep))
+    if file.num_bytes:
+        next(rows.rows(), None)
+    return rows
+
+
+class _Fault(Exception):
+    """Why a row has no text; ``kept`` is what is known of it all the same."""
+
+    def __init__(self, why: str, kept: dict[str, Any] | None = None) -> None:
+        super().__init__(why)
+        self.kept = kept or {}
+
+
+def _said_of(path: str, work: Callable[..., Any], *arguments: Any) -> Any:
+    try:
+        return work(*arguments)
+    except DataError as error:
+        raise DataError(f"cannot use {path}: {error}") from None
+
+
+def _chunks(path: str, tell: Callable[[int], None]) -> Iterator[bytes]:
+    """Yield what a file holds."""
+    try:
+        with open(path, "rb") as file:
+            chunks = chunks_of(path, file) if is_converted(path) else iter(lambda: file.read(_CHUNK_BYTES), b"")
+            for chunk in chunks:
+                yield chunk
+                tell(file.tell())
+    except Torn as error:
+        raise DataError(f"cannot unpack {path}: {error}; download or write it again") from None
+    except OSError as error:
+        raise DataError(f"cannot read {path} ({error.strerror}): allow reading it, or check the disk") from None
+
+
+def _lines(chunks: Iterator[bytes], most_bytes: int) -> Iterator[_Raw]:
+    """Yield the lines without their ends; of one that is longer than allowed only its begin is kept."""
+    rest, num_bytes, num_lost_quotes, is_first = b"", 0, 0, True
+    for chunk in chunks:
+        if is_first:
+            chunk, is_first = chunk.removeprefix(_BYTE_ORDER_MARK), False  # noqa: PLW2901 -- it is the same chunk
+        first, *others = chunk.split(b"\n")
+        if num_bytes <= most_bytes:
+            rest += first
+        else:
+            num_lost_quotes += first.count(_QUOTE)
+        num_bytes += len(first)
+        for line in others:
+            yield _Raw(rest, num_bytes, num_lost_quotes)
+            rest, num_bytes, num_lost_quotes = line, len(line), 0
+    if num_bytes:
+        yield _Raw(rest, num_bytes, num_lost_quotes)
+
+
+def _ahead(lines: Iterator[_Raw]) -> tuple[list[bytes], Iterator[_Raw]]:
+    """Return some first lines, and all."""
+    taken: list[_Raw] = []
+    for raw in lines:
+        taken.append(raw)
+        if sum(each.num_bytes for each in taken) >= HEAD_BYTES:
+            break
+
+    def whole() -> Iterator[_Raw]:
+        while taken:
+            yield taken.pop(0)
+        yield from lines
+
+    return [raw.content for raw in taken], whole()
+
+
+def _head(chunks: Iterator[bytes]) -> tuple[bytes, Iterator[bytes]]:
+    """Return the begin of what a file holds, and all of it."""
+    head = b""
+    for chunk in chunks:
+        head += chunk
+        if len(head) >= HEAD_BYTES:
+            break
+
+    def whole() -> Iterator[bytes]:
+        yield head
+        yield from chunks
+
+    return head, whole()
+
+
+def _behind(chunks: Iterator[bytes], num_bytes: int) -> Iterator[bytes]:
+    """Yield chunks without the first so many bytes."""
+    for chunk in chunks:
+        yield chunk[num_bytes:]
+        num_bytes = max(num_bytes - len(chunk), 0)
+
+
+def _quoted(lines: Iterator[_Raw], most_bytes: int) -> Iterator[_Raw]:
+    """Join the lines of which a quote is open at the end with those behind them."""
+    parts: list[bytes] = []
+    num_bytes, is_open = 0, False
+    for raw in lines:
+        is_open ^= (raw.content.count(_QUOTE) + raw.num_lost_quotes) % 2 == 1
+        num_bytes += raw.num_bytes + bool(parts)
+        if num_bytes <= most_bytes or not parts:
+            parts.append(raw.content)
+        if not is_open:
+            yield _Raw(b"\n".join(parts), num_bytes)
+            parts, num_bytes = [], 0
+    if parts:
+        yield _Raw(b"\n".join(parts), num_bytes)
+
+
+def _decoded(line: bytes) -> str:
+    try:
+        return line.removesuffix(b"\r").decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise _Fault(f"it is not UTF-8 (byte {line[error.start]:#04x} at {error.start})") from None
+
+
+def _jsonl_layout(head: list[bytes], reading: Reading) -> Layout:
+    if reading.columns is not None:
+        return Layout("jsonl", columns=reading.columns)
+    for line in head:
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(record, dict):
+            strings = [name for name, value in record.items() if isinstance(value, str)]
+            return Layout("jsonl", columns=text_columns(reading, list(record), strings))
+    return Layout("jsonl", columns=("text",))
+
+
+def _json_row(line: bytes, layout: Layout, keep: tuple[str, ...]) -> tuple[str, dict[str, Any]]:
+    text = _decoded(line)
+    try:
+        record = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise _Fault(f"it is not JSON ({error.msg} at character {error.colno})") from None
+    except RecursionError:
+        raise _Fault("it is nested too deep") from None
+    except ValueError as error:
+        raise _Fault(f"it is not JSON that can be read ({error})") from None
+    return _record_row(record, layout, keep)
+
+
+def _record_row(record: Any, layout: Layout, keep: tuple[str, ...]) -> tuple[str, dict[str, Any]]:
+    kept = {name: record[name] for name in keep if name in record} if isinstance(record, dict) else {}
+    try:
+        text = jsonl.text_of(record, layout)
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        raise _Fault("its text has half of a surrogate pair, which is no character", kept) from None
+    except DataError as error:
+        raise _Fault(str(error), kept) from None
+    return text, kept
+
+
+def _csv_layout(path: str, head: bytes, reading: Reading, keep: tuple[str, ...]) -> tuple[Layout, int, dict[str, int]]:
+    """Return how rows are read, where they begin, and the places of the columns that are kept."""
+    inner = Path(path).with_suffix("") if path.lower().endswith((".gz", ".zst")) else Path(path)
+    with tempfile.NamedTemporaryFile(suffix=inner.suffix) as begin:
+        begin.write(head)
+        begin.flush()
+        layout, first_byte = _said_of(path, csv_format.look, begin.name, reading)
+        asked = {name: replace(reading, text=name) for name in keep}
+        places = {name: _said_of(path, csv_format.look, begin.name, only)[0].columns[0] for name, only in asked.items()}
+    return layout, first_byte, places
+
+
+def _csv_row(raw: bytes, layout: Layout, places: dict[str, int]) -> tuple[str, dict[str, Any]]:
+    try:
+        (fields,) = csv_format.fields_of([_decoded(raw.strip(b"\r\n"))], layout)
+    except (ValueError, csv.Error) as error:
+        num_more = raw.count(b"\n")
+        why = f"a quote in it that is not closed takes the {num_more} lines after it into the same row"
+        raise _Fault(why if num_more else f"it is not csv ({error})") from None
+    if len(fields) != layout.num_columns:
+        raise _Fault(f"it has {len(fields)} fields where the first row has {layout.num_columns}")
+    return csv_format.text_of(fields, layout), {name: fields[place] for name, place in places.items()}

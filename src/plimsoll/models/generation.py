@@ -1,0 +1,125 @@
+"""How texts go on, by a causal model of transformers: its own ``generate``, with draws that belong to the row.
+
+Greedy is the default. Sampling adds to each logit a number drawn for the row, the place and the token (Gumbel noise)
+and takes the largest: that is a draw from the same distribution as ``softmax`` and ``multinomial``
+(https://arxiv.org/abs/1611.01144, section 2), and it does not depend on which rows are computed together, nor on where
+a run was resumed.
+
+Prompts are padded on the left. The key-value cache is `transformers`': whole on the device, or ``offloaded`` to the
+host, which needs CUDA. It does NOT cover beams, a quantized cache (it needs another package, and transformers keeps the
+last tokens whole), stop words, and chat templates.
+
+Shapes: B prompts, T tokens of them, N new tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor, LogitsProcessorList
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+Cache = Literal["full", "offloaded"]
+
+
+@dataclass(frozen=True)
+class Generation:
+    """How texts go on: at most ``max_new_tokens`` each; with a ``temperature`` tokens are drawn, by ``seed``."""
+
+    max_new_tokens: int
+    temperature: float | None = None
+    top_p: float = 1.0
+    seed: int = 0
+    cache: Cache = "full"
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """The new tokens of a text, without the end token; ``stopped`` if it was reached."""
+
+    ids: list[int]
+    stopped: bool
+
+
+def generate(
+    model: PreTrainedModel, batch: dict[str, Tensor], rows: Sequence[int], options: Generation, padding_id: int
+) -> list[Continuation]:
+    """Return how each prompt of a batch goes on; ``rows`` are the numbers that their draws belong to."""
+    end_ids = _end_ids(model)
+    num_prompt_tokens = batch["input_ids"].shape[1]
+    tokens: Any = model.generate(  # type: ignore[operator]
+        input_ids=batch["input_ids"],
+        attention_mask=batch["attention_mask"],
+        generation_config=_config(model, options, padding_id),
+        logits_processor=LogitsProcessorList(_processors(rows, options, num_prompt_tokens)),
+    )
+    return [_continuation(row, end_ids) for row in tokens[:, num_prompt_tokens:].tolist()]
+
+
+def _config(model: PreTrainedModel, options: Generation, padding_id: int) -> Any:
+    from transformers import GenerationConfig
+
+    own: Any = model.generation_config
+    return GenerationConfig(  # type: ignore[no-untyped-call]
+        max_new_tokens=options.max_new_tokens,
+        do_sample=False,
+        pad_token_id=padding_id,
+        bos_token_id=own.bos_token_id,
+        eos_token_id=own.eos_token_id,
+        use_cache=True,
+        cache_implementation=None if options.cache == "full" else options.cache,
+    )
+
+
+def _end_ids(model: PreTrainedModel) -> set[int]:
+    own: Any = model.generation_config
+    found = own.eos_token_id
+    return set(found) if isinstance(found, list) else set() if found is None else {found}
+
+
+def _continuation(ids: list[int], end_ids: set[int]) -> Continuation:
+    end = next((place for place, token in enumerate(ids) if token in end_ids), None)
+    return Continuation(ids if end is None else ids[:end], end is not None)
+
+
+def _processors(rows: Sequence[int], options: Generation, num_prompt_tokens: int) -> list[LogitsProcessor]:
+    return [] if options.temperature is None else [_Draws(rows, options, num_prompt_tokens)]
+
+
+class _Draws(LogitsProcessor):
+    """Makes the largest logit a draw: divided by the temperature, cut to the likeliest, and with noise of the row."""
+
+    def __init__(self, rows: Sequence[int], options: Generation, num_prompt_tokens: int) -> None:
+        self._rows, self._options, self._num_prompt_tokens = rows, options, num_prompt_tokens
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        place, temperature = input_ids.shape[1] - self._num_prompt_tokens, self._options.temperature
+        assert temperature is not None
+        scores_BV = _likeliest(scores.float() / temperature, self._options.top_p)
+        for number, row in enumerate(self._rows):
+            scores_BV[number] += _noise(self._options.seed, row, place, scores_BV.shape[1]).to(scores.device)
+        return scores_BV
+
+
+def _likeliest(scores_BV: Tensor, top_p: float) -> Tensor:
+    """Leave the fewest tokens that are as probable as ``top_p`` together, and the likeliest in any case."""
+    if top_p >= 1:
+        return scores_BV.clone()
+    sorted_BV, order_BV = scores_BV.sort(dim=-1, descending=True)
+    before_BV = sorted_BV.softmax(dim=-1).cumsum(dim=-1) - sorted_BV.softmax(dim=-1)
+    is_out_BV = torch.zeros_like(scores_BV, dtype=torch.bool).scatter(1, order_BV, before_BV >= top_p)
+    return scores_BV.masked_fill(is_out_BV, float("-inf"))
+
+
+def _noise(seed: int, row: int, place: int, vocab_size: int) -> Tensor:
+    """Draw the noise of one token of one row, always the same."""
+    digest = hashlib.blake2b(f"{seed} {row} {place}".encode(), digest_size=8).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)
+    return -torch.empty(vocab_size).exponential_(generator=generator).log()

@@ -1,0 +1,132 @@
+"""The model that is applied: which folder it is in, the weights, and what of a text it reads.
+
+A run directory of `plimsoll train` stands for the model that it ended with. Does NOT cover models by name: nothing is
+downloaded.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import nn
+
+from plimsoll.data.model_tokens import ModelTokenizer, load_model_tokenizer
+from plimsoll.data.sources import SourceFile
+from plimsoll.errors import JobError
+from plimsoll.identity import identity_of
+from plimsoll.models.hugging_face import auto_class_of, longest_text, quiet
+from plimsoll.models.inference import Head, read_config
+from plimsoll.models.recurrent import RECURRENT, load_recurrent
+from plimsoll.records.job import Job
+
+Dtype = Literal["stored", "fp32", "bf16", "fp16"]
+
+DTYPES: Mapping[str, torch.dtype | None] = {
+    "stored": None,
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
+
+_NO_LIMIT_TOKENS = 1 << 24
+"""A tokenizer that knows no longest text says 10^30; none is trained with texts of 16 million tokens."""
+
+
+class ModelFolder(NamedTuple):
+    """A folder with a model, and the job it was trained by where `plimsoll train` did it."""
+
+    path: Path
+    job: Job | None
+
+
+def model_folder(given: Path) -> ModelFolder:
+    """Find the folder of a model: that which is given, or that of a run.
+
+    Raises:
+        JobError: if there is none, or the run has none yet.
+    """
+    if not given.is_dir():
+        raise JobError(
+            f"there is no model folder {given}: give a folder that `save_pretrained` wrote, or the run directory of "
+            "`plimsoll train`"
+        )
+    run = given if (given / "job.yaml").is_file() else given.parent
+    is_model = (given / "config.json").is_file()
+    if (run / "job.yaml").is_file() and (run / ".plimsoll").exists() and (run == given or given.name == "model"):
+        if not is_model and not (run / "model" / "config.json").is_file():
+            raise JobError(f"the run {run} has no model yet: finish it, run `plimsoll train --resume --out {run}`")
+        return ModelFolder(given if is_model else run / "model", Job.from_yaml(run / "job.yaml"))
+    return ModelFolder(given, None)
+
+
+def identity_of_model(folder: Path) -> list[list[Any]]:
+    """What tells one model from another: the names, sizes and a sample of the content of its files."""
+    paths = sorted(path for path in folder.iterdir() if path.is_file() and not path.name.startswith("."))
+    files = [SourceFile(str(path), path.stat().st_size, 0, True) for path in paths]
+    return [[Path(path).name, num_bytes, sample.hex()] for path, num_bytes, _, sample in identity_of(files)]
+
+
+def load_for_inference(folder: Path, head: Head, dtype: torch.dtype | None, device: str) -> nn.Module:
+    """Load a model in evaluation mode.
+
+    Raises:
+        JobError: if the weights cannot be read, or are not those of such a model.
+    """
+    if read_config(folder).get("architecture") in RECURRENT:
+        model: nn.Module = load_recurrent(folder)
+        return model.to(device=device, dtype=dtype).eval()
+    from safetensors import SafetensorError
+
+    try:
+        with quiet():
+            loaded, loading = auto_class_of(head).from_pretrained(
+                folder, dtype=dtype or "auto", local_files_only=True, output_loading_info=True
+            )
+    except (OSError, ValueError, SafetensorError) as error:
+        raise JobError(f"model: the weights in {folder} cannot be read ({error}): save or download it again") from None
+    if head != "none" and loading["missing_keys"]:
+        missing = ", ".join(sorted(loading["missing_keys"]))
+        raise JobError(f"model: {folder} lacks weights ({missing}): give a model that was trained for it")
+    result: nn.Module = loaded.to(device).eval()
+    return result
+
+
+def tokenizer_of(folder: ModelFolder, longest_tokens: int | None) -> ModelTokenizer:
+    """Load the tokenizer of a model; texts are truncated to what the model reads, or to ``longest_tokens``.
+
+    Raises:
+        DataError: if there is none.
+        JobError: if the model cannot read as much as ``longest_tokens``.
+    """
+    tokenizer = load_model_tokenizer(folder.path)
+    known = [tokenizer.model_max_length, _max_seq_length(folder.path), _positions(folder.path)]
+    limits = [limit for limit in known if limit is not None and limit < _NO_LIMIT_TOKENS]
+    positions = _positions(folder.path)
+    if longest_tokens is not None and positions is not None and longest_tokens > positions:
+        raise JobError(
+            f"--max-length {longest_tokens} is more than the {positions} tokens that {folder.path} reads: give "
+            f"{positions} or less"
+        )
+    if longest_tokens is None and folder.job is not None:
+        limits.append(folder.job.sequence_length)
+    longest = longest_tokens if longest_tokens is not None else min(limits, default=None)
+    return ModelTokenizer(tokenizer, longest, with_special=folder.job is None)
+
+
+def _max_seq_length(folder: Path) -> int | None:
+    """What sentence-transformers truncates texts to."""
+    try:
+        settings = json.loads((folder / "sentence_bert_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    found = settings.get("max_seq_length") if isinstance(settings, dict) else None
+    return found if isinstance(found, int) else None
+
+
+def _positions(folder: Path) -> int | None:
+    """How many tokens a model has positions for; recurrent ones have no end."""
+    return None if read_config(folder).get("architecture") in RECURRENT else longest_text(folder)

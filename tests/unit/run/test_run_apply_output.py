@@ -1,0 +1,143 @@
+"""Results that are written once each: begun, gone on with after any end, refused where they would be mixed."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from plimsoll.errors import OutputError
+from plimsoll.run.apply_output import part_file
+
+MADE_FROM = {"model": [["config.json", 12, "ab"]], "task": "score", "--max-length": 128}
+BLOCKS = [b'{"row": 0}\n{"row": 1}\n', b'{"row": 2}\n', b'{"row": 3}\n{"row": 4}\n{"row": 5}\n']
+WHOLE = b"".join(BLOCKS)
+
+
+def write(out: Path, num_blocks: int = 3, finish: bool = True) -> None:
+    """Write what is missing of the first blocks."""
+    with part_file(out, MADE_FROM) as part:
+        before = 0
+        for block in BLOCKS[:num_blocks]:
+            num_rows = block.count(b"\n")
+            if before >= part.num_rows:
+                part.append(block, num_rows, {"tokens": 10 * num_rows, "faults": 0})
+            before += num_rows
+        if finish:
+            assert (part.counts["tokens"], part.counts["faults"]) == (60, 0)
+            part.finish()
+
+
+def test_the_output_has_its_name_only_when_it_is_whole(tmp_path: Path) -> None:
+    out = tmp_path / "y.jsonl"
+    write(out, 2, finish=False)
+    assert sorted(os.listdir(tmp_path)) == ["y.jsonl.part", "y.jsonl.part.json"]
+    write(out)
+    assert os.listdir(tmp_path) == ["y.jsonl"]
+    assert out.read_bytes() == WHOLE
+
+
+@pytest.mark.parametrize("num_blocks", [0, 1, 2, 3])
+def test_what_is_behind_the_last_block_is_cut_off(tmp_path: Path, num_blocks: int) -> None:
+    out, generator = tmp_path / "y.jsonl", random.Random(num_blocks)
+    write(out, num_blocks, finish=False)
+    with (tmp_path / "y.jsonl.part").open("ab") as file:
+        file.write(generator.randbytes(100))  # a block that was torn, by a kill or a loss of power
+    write(out)
+    assert out.read_bytes() == WHOLE
+
+
+def test_a_part_file_that_was_changed_or_cut_is_refused(tmp_path: Path) -> None:
+    out, part = tmp_path / "y.jsonl", tmp_path / "y.jsonl.part"
+    write(out, 2, finish=False)
+    good = part.read_bytes()
+    for bad in (good[:-1], good.replace(b"1", b"2"), b""):
+        part.write_bytes(bad)
+        with pytest.raises(OutputError, match="is not what was written .* give --force to begin again"):
+            write(out)
+    part.write_bytes(good)
+    write(out)
+    assert out.read_bytes() == WHOLE
+
+
+def test_results_of_something_else_are_not_mixed(tmp_path: Path) -> None:
+    out = tmp_path / "y.jsonl"
+    write(out, 1, finish=False)
+    other = MADE_FROM | {"--max-length": 64, "more": True}
+    said = r"another --max-length \(was 128, is 64\), more \(was null, is true\): give the command as before to go on"
+    with pytest.raises(OutputError, match=said), part_file(out, other):
+        pass
+    with part_file(out, other, force=True) as part:
+        assert part.num_rows == 0
+    assert (tmp_path / "y.jsonl.part").read_bytes() == b""
+
+
+def test_an_output_that_is_there_is_overwritten_only_when_forced(tmp_path: Path) -> None:
+    out = tmp_path / "y.jsonl"
+    out.write_bytes(b"precious")
+    with pytest.raises(OutputError, match="exists already and is not overwritten"):
+        write(out)
+    with part_file(out, MADE_FROM, force=True) as part:
+        assert out.read_bytes() == b"precious"  # until the new one is whole
+        part.append(WHOLE, 6, {})
+        part.finish()
+    assert out.read_bytes() == WHOLE
+
+
+def test_two_processes_do_not_write_one_output(tmp_path: Path) -> None:
+    with (
+        part_file(tmp_path / "y.jsonl", MADE_FROM),
+        pytest.raises(OutputError, match="another process is writing"),
+        part_file(tmp_path / "y.jsonl", MADE_FROM),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("state", ["", "[]", "{}", json.dumps({"version": 99})])
+def test_a_state_that_cannot_be_read_is_refused(tmp_path: Path, state: str) -> None:
+    (tmp_path / "y.jsonl.part.json").write_text(state)
+    with pytest.raises(OutputError, match="give --force to begin again"):
+        write(tmp_path / "y.jsonl")
+
+
+def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(OutputError, match="there is no folder"):
+        write(tmp_path / "missing" / "y.jsonl")
+    with pytest.raises(OutputError, match=r"cannot write /proc/y\.jsonl"):
+        write(Path("/proc/y.jsonl"))
+
+
+FULL_DISK = """
+import resource, signal, sys
+from pathlib import Path
+from plimsoll.errors import OutputError
+from plimsoll.run.apply_output import part_file
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+with part_file(Path(sys.argv[1]), {}) as part:
+    part.append(b"x" * 4095 + b"\\n", 1, {})
+    resource.setrlimit(resource.RLIMIT_FSIZE, (6144, resource.RLIM_INFINITY))
+    try:
+        part.append(b"y" * 4095 + b"\\n", 1, {})
+    except OutputError as error:
+        print(error)
+resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+with part_file(Path(sys.argv[1]), {}) as part:
+    print(part.num_rows)
+    part.append(b"z" * 4095 + b"\\n", 1, {})
+    part.finish()
+"""
+
+
+def test_after_a_full_disk_it_goes_on_behind_the_last_whole_block(tmp_path: Path) -> None:
+    """RLIMIT_FSIZE lets some bytes of the second block through and fails the rest, as a full disk does."""
+    out = tmp_path / "y.jsonl"
+    command = [sys.executable, "-c", FULL_DISK, str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    said = f"cannot write {out}: File too large; free some space and give the same command again to go on\n1\n"
+    assert done.stdout == said
+    assert out.read_bytes() == b"x" * 4095 + b"\n" + b"z" * 4095 + b"\n"
