@@ -11,15 +11,16 @@ It does NOT cover the Hugging Face Hub, encoder-decoder models, and models that 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeGuard, cast
 
 import torch
 from torch import nn
 
-from plimsoll.errors import JobError
+from plimsoll.errors import JobError, WeightsError
+from plimsoll.mapped import MappedPool
+from plimsoll.models.loading import Head, load_model
+from plimsoll.models.skeleton import quiet
 from plimsoll.records.job import near
 
 if TYPE_CHECKING:
@@ -99,7 +100,7 @@ def build_hugging_face(architecture: str, fields: dict[str, Any], shape: TextSha
     Raises:
         JobError: if a field is unknown, is set by the job, or has a value the model cannot be built or used with.
     """
-    with _quiet():
+    with quiet():
         config = _new_config(architecture, fields, shape)
         _fit_length(config, set(fields), shape, _skeleton(config, shape))
         with torch.device(device):
@@ -107,34 +108,38 @@ def build_hugging_face(architecture: str, fields: dict[str, Any], shape: TextSha
     return _ready(model, shape)
 
 
-def load_hugging_face(folder: Path, shape: TextShape, device: str) -> PreTrainedModel:
+def load_hugging_face(folder: Path, shape: TextShape, device: str, pool: MappedPool | None = None) -> PreTrainedModel:
     """Load a checkpoint folder for training; on the meta device only its shapes.
 
-    A classifier gets a new head where the checkpoint has none.
+    A classifier gets a new head where the checkpoint has none. With a pool the weights are in its files.
 
     Raises:
         JobError: if the folder cannot be read, is of another vocabulary, length or number of labels, or lacks weights.
     """
-    from safetensors import SafetensorError
-
-    with _quiet():
+    with quiet():
         config = _checkpoint_config(folder, shape)
         skeleton = _skeleton(config, shape)
         _fit_length(config, set(_LENGTH_FIELDS), shape, skeleton)
         if device == "meta":
             return _ready(skeleton, shape)
         try:
-            model, loading = _auto_class(shape).from_pretrained(
-                folder, config=config, dtype=torch.float32, local_files_only=True, output_loading_info=True
+            loaded = load_model(
+                folder,
+                head=_head_of(shape),
+                config=config,
+                dtype=torch.float32,
+                device=device,
+                pool=pool,
+                allow_missing=shape.num_labels is None,  # which is said below
             )
-        except (OSError, SafetensorError) as error:
+        except WeightsError as error:
             raise JobError(
                 f"model: the weights in {folder} cannot be read ({error}): save or download it again"
             ) from None
-    if shape.num_labels is None and loading["missing_keys"]:
-        missing = ", ".join(sorted(loading["missing_keys"]))
+    if shape.num_labels is None and loaded.missing:
+        missing = ", ".join(loaded.missing)
         raise JobError(f"model: {folder} lacks weights of a language model ({missing}): give one that has a head")
-    return _ready(model, shape)
+    return _ready(cast("PreTrainedModel", loaded.model), shape)
 
 
 def is_hugging_face(model: nn.Module) -> TypeGuard[PreTrainedModel]:
@@ -146,7 +151,7 @@ def is_hugging_face(model: nn.Module) -> TypeGuard[PreTrainedModel]:
 
 def save_hugging_face(model: PreTrainedModel, folder: Path) -> None:
     """Write a folder that ``from_pretrained`` reads. Safetensors writes from the weights: no copy of them is made."""
-    with _quiet():
+    with quiet():
         model.save_pretrained(folder)
 
 
@@ -326,6 +331,12 @@ def _auto_class(shape: TextShape) -> Any:
     return AutoModelForTokenClassification if shape.is_tagger else AutoModelForSequenceClassification
 
 
+def _head_of(shape: TextShape) -> Head:
+    if shape.num_labels is None:
+        return "language-modeling"
+    return "token-classification" if shape.is_tagger else "classification"
+
+
 def _ready(model: PreTrainedModel, shape: TextShape) -> PreTrainedModel:
     """Set what training needs and the configuration file of an architecture has no field for."""
     model.config.use_cache = False
@@ -336,19 +347,3 @@ def _ready(model: PreTrainedModel, shape: TextShape) -> PreTrainedModel:
         cast(nn.Embedding, model.get_input_embeddings()).padding_idx = None
     model.train()
     return model
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep transformers from writing to the terminal: what matters of it is checked here and raised."""
-    from transformers.utils import logging
-
-    verbosity, has_progress_bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)
-        if has_progress_bar:
-            logging.enable_progress_bar()  # type: ignore[no-untyped-call]
