@@ -41,7 +41,7 @@ def _with_adapter(model: Any, folder: Path) -> nn.Module:
     with warnings.catch_warnings():
         warnings.filterwarnings("error", _MISSING)
         try:
-            wrapped: Any = PeftModel.from_pretrained(model, folder, low_cpu_mem_usage=True)
+            wrapped: Any = PeftModel.from_pretrained(model, folder)
         except (ValueError, RuntimeError, KeyError, TypeError, OSError, UserWarning) as error:
             raise WeightsError(
                 f"the adapter {folder} does not fit {type(model).__name__} ({' '.join(str(error).split())[:400]}): "

@@ -11,8 +11,6 @@ It does NOT cover the Hugging Face Hub, encoder-decoder models, and models that 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeGuard, cast
 
@@ -20,8 +18,10 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from plimsoll.errors import JobError
+from plimsoll.errors import JobError, WeightsError
 from plimsoll.mapped import MappedPool
+from plimsoll.models.loading import Head, load_model
+from plimsoll.models.skeleton import quiet
 from plimsoll.records.job import near
 
 if TYPE_CHECKING:
@@ -137,7 +137,6 @@ def load_hugging_face(folder: Path, shape: TextShape, device: str, files: Mapped
 
     Raises:
         JobError: if the folder cannot be read, is of another vocabulary, length or number of labels, or lacks weights.
-        WeightsError: with ``files``, if the weights cannot be read.
     """
     with quiet():
         config = _checkpoint_config(folder, shape)
@@ -148,36 +147,24 @@ def load_hugging_face(folder: Path, shape: TextShape, device: str, files: Mapped
         if isinstance(torch.empty(0), FakeTensor):  # a rehearsal, of the shapes alone
             with torch.device(device):
                 return _ready(_auto_class(shape).from_config(config, dtype=torch.float32), shape)
-        model, missing_names = _filled_in(files, config, folder, shape) if files else _filled(config, folder, shape)
-    if shape.num_labels is None and missing_names:
-        missing = ", ".join(sorted(missing_names))
+        try:
+            loaded = load_model(
+                folder,
+                head=_head_of(shape),
+                config=config,
+                dtype=torch.float32,
+                device=device,
+                pool=files,
+                allow_missing=shape.num_labels is None,  # which is said below
+            )
+        except WeightsError as error:
+            raise JobError(
+                f"model: the weights in {folder} cannot be read ({error}): save or download it again"
+            ) from None
+    if shape.num_labels is None and loaded.missing:
+        missing = ", ".join(loaded.missing)
         raise JobError(f"model: {folder} lacks weights of a language model ({missing}): give one that has a head")
-    return _ready(model, shape)
-
-
-def _filled(config: PreTrainedConfig, folder: Path, shape: TextShape) -> tuple[PreTrainedModel, Collection[str]]:
-    """Load a model into memory; returns it and the names of the weights that the checkpoint has not."""
-    from safetensors import SafetensorError
-
-    try:
-        model, loading = _auto_class(shape).from_pretrained(
-            folder, config=config, dtype=torch.float32, local_files_only=True, output_loading_info=True
-        )
-    except (OSError, SafetensorError) as error:
-        raise JobError(f"model: the weights in {folder} cannot be read ({error}): save or download it again") from None
-    return model, loading["missing_keys"]
-
-
-def _filled_in(
-    files: MappedPool, config: PreTrainedConfig, folder: Path, shape: TextShape
-) -> tuple[PreTrainedModel, Collection[str]]:
-    """Read a model's weights one by one into files; returns it as `_filled` does."""
-    from plimsoll.models.loading import load_model
-
-    kinds = {None: "language-modeling", False: "classification", True: "token-classification"}
-    head: Any = kinds[None if shape.num_labels is None else shape.is_tagger]
-    loaded = load_model(folder, head=head, dtype=torch.float32, config=config, pool=files, allow_missing=True)
-    return cast("PreTrainedModel", loaded.model), loaded.missing
+    return _ready(cast("PreTrainedModel", loaded.model), shape)
 
 
 def is_hugging_face(model: nn.Module) -> TypeGuard[PreTrainedModel]:
@@ -405,6 +392,12 @@ def _auto_class(shape: TextShape) -> Any:
     return AutoModelForTokenClassification if shape.is_tagger else AutoModelForSequenceClassification
 
 
+def _head_of(shape: TextShape) -> Head:
+    if shape.num_labels is None:
+        return "language-modeling"
+    return "token-classification" if shape.is_tagger else "classification"
+
+
 def _ready(model: PreTrainedModel, shape: TextShape) -> PreTrainedModel:
     """Set what training needs and the configuration file of an architecture has no field for."""
     model.config.use_cache = False
@@ -415,19 +408,3 @@ def _ready(model: PreTrainedModel, shape: TextShape) -> PreTrainedModel:
         cast(nn.Embedding, model.get_input_embeddings()).padding_idx = None
     model.train()
     return model
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Keep transformers from writing to the terminal: what matters of it is checked here and raised."""
-    from transformers.utils import logging
-
-    verbosity, has_progress_bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)
-        if has_progress_bar:
-            logging.enable_progress_bar()  # type: ignore[no-untyped-call]

@@ -28,7 +28,6 @@ from plimsoll.errors import InputError
 from plimsoll.memory.predict import Counted
 from plimsoll.plan.cost import step_duration
 from plimsoll.plan.placing import Guess, Look, Placer, Reading, rejected_of
-from plimsoll.records.heap import FAST_HEAP
 from plimsoll.records.placement import InferencePlan, Part, Place
 from plimsoll.records.plan import Duration
 from plimsoll.records.prediction import Estimate
@@ -162,7 +161,7 @@ class _Planner:
         outside = [part.name for part in self._applied.parts if part.name not in resident]
         trace = self._applied.rehearse(self._target.lowering(), rows, self._longest_tokens, outside)
         self._assumed |= {one.text: one for one in trace.assumptions}
-        counted = self._target.count(trace, FAST_HEAP if self._target.has_budget else None)
+        counted = self._target.count(trace)
         steps = sorted({step for step in trace.ops.step if step > 0})
         seconds = tuple(self._seconds(counted, rows, step) for step in steps)
         return Look(counted.peak, counted.oom_row is None, seconds, counted.spread)

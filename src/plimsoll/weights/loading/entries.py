@@ -82,7 +82,7 @@ class WeightFile:
             read_bytes = os.preadv(descriptor, [memory], offset)
         except OSError as error:
             raise WeightsError(
-                f"cannot read {self.path} at byte {offset} ({error.strerror}): copy or download it again"
+                f"cannot read {self.path} at byte {offset} ({error.strerror}): download it again"
             ) from error
         if read_bytes == 0:
             raise WeightsError(
@@ -180,7 +180,7 @@ class Entry:
         if not self.can_be_mapped:
             raise WeightsError(
                 f"`{self.name}` begins at byte {self.offset} of {self.file}, which no tensor of {self.dtype} can be "
-                "mapped from: read it instead (place `memory`), or save the checkpoint again with `save_pretrained`"
+                "mapped from: use place memory, or save the checkpoint again with `save_pretrained`"
             )
         count = self.num_bytes // self.dtype.itemsize
         with outside_the_device(), torch.no_grad():

@@ -57,7 +57,8 @@ def read_entries(source: WeightFile) -> list[Entry]:
 
 def _described(source: WeightFile) -> Mapping[str, Any]:
     try:
-        described = torch.load(source.path, map_location="meta", weights_only=True)
+        with source.path.open("rb") as file:  # given a name, torch would go by it
+            described = torch.load(file, map_location="meta", weights_only=True)
     except pickle.UnpicklingError as error:
         raise _needs_code(source, str(error)) from None
     except _FAULTS as error:

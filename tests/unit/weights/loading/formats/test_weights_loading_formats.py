@@ -1,0 +1,8 @@
+"""What a format is given of a file is enough to tell all of them apart."""
+
+from plimsoll.weights.loading.formats import HEAD_BYTES, safetensors, torch_bin
+
+
+def test_the_head_holds_what_formats_look_at():
+    assert len(torch_bin._OLD) <= HEAD_BYTES
+    assert HEAD_BYTES > safetensors._LENGTH_BYTES
