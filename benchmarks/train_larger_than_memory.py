@@ -1,6 +1,7 @@
 """A training whose weights, gradients and Adam states are four times its memory, beside the same one without a limit.
 
-    python benchmarks/train_larger_than_memory.py --data 'corpus/*.txt' [--layers 12] [--width 1024] [--share 4] [--out table.md]
+    python benchmarks/train_larger_than_memory.py --data 'corpus/*.txt' [--layers 12] [--width 1024] [--share 4]
+        [--search] [--out table.md]
 
 Two runs of `plimsoll train` on the CPU, of a new GPT-2 in fp32 with AdamW and without dropout: one without a limit and
 without techniques, one with a budget of a quarter (``--share``) of weights + gradients + Adam states, and a plan. The
@@ -37,8 +38,15 @@ from plimsoll.records.run import RunRecord
 from plimsoll.workload import resident_bytes
 
 MIB = 1 << 20
-PINS = ("parameter_offload=true", "optimizer_offload=disk")
-FORBIDDEN = ("activation_offload", "checkpointing", "optimizer_in_backward", "optimizer_kernel", "chunked_loss", "attention")
+PINS = ("parameter_offload=true", "optimizer_offload=disk", "checkpointing=all")
+FORBIDDEN = (
+    "activation_offload",
+    "checkpointing",
+    "optimizer_in_backward",
+    "optimizer_kernel",
+    "chunked_loss",
+    "attention",
+)
 
 
 def main() -> None:
@@ -53,7 +61,9 @@ def main() -> None:
         state_bytes = sum(size or 0 for size in parts.values())
         limit_mib = state_bytes // arguments.share // MIB
         num_parameters = sum(parameter.numel() for parameter in model.parameters())
-        print(f"{num_parameters / 1e6:,.1f} M parameters: {state_bytes / MIB:,.0f} MiB of weights, gradients and states")
+        print(
+            f"{num_parameters / 1e6:,.1f} M parameters: {state_bytes / MIB:,.0f} MiB of weights, gradients and states"
+        )
         cache = ("--cache", folder / "cache")
         free_peak = run("train", job_file, "--no-plan", "--out", folder / "free", *cache)
         wishes = () if arguments.search else wishes_of(arguments.batch)
@@ -147,9 +157,7 @@ def report(
     assert rung.peak is not None
     assert rung.step_time is not None
     free, limited = (RunRecord.from_directory(folder / name) for name in ("free", "limited"))
-    loss_difference = max(
-        abs(one.loss - other.loss) for one, other in zip(free.steps, limited.steps, strict=True)
-    )
+    loss_difference = max(abs(one.loss - other.loss) for one, other in zip(free.steps, limited.steps, strict=True))
     weight_difference = largest_difference(folder)
     seconds = [median(line.step_seconds for line in record.steps[1:]) for record in (free, limited)]
     own_peaks = [max(line.peak_bytes for line in record.steps) for record in (free, limited)]
@@ -183,8 +191,9 @@ def report(
 def largest_difference(folder: Path) -> float:
     """How far apart the weights of the two runs are, at most."""
     one, other = (safe_open(folder / name / "model" / "model.safetensors", "pt") for name in ("free", "limited"))
-    assert set(one.keys()) == set(other.keys())
-    return max(float((one.get_tensor(name) - other.get_tensor(name)).abs().max()) for name in one.keys())
+    names = sorted(one.keys())
+    assert names == sorted(other.keys())
+    return max(float((one.get_tensor(name) - other.get_tensor(name)).abs().max()) for name in names)
 
 
 if __name__ == "__main__":

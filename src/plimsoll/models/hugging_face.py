@@ -109,9 +109,7 @@ def build_hugging_face(architecture: str, fields: dict[str, Any], shape: TextSha
     return _ready(model, shape)
 
 
-def load_hugging_face(
-    folder: Path, shape: TextShape, device: str, files: MappedPool | None = None
-) -> PreTrainedModel:
+def load_hugging_face(folder: Path, shape: TextShape, device: str, files: MappedPool | None = None) -> PreTrainedModel:
     """Load a checkpoint folder for training; on the meta device only its shapes.
 
     A classifier gets a new head where the checkpoint has none.
