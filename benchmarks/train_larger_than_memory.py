@@ -180,11 +180,17 @@ def report(
     if arguments.out is not None:
         arguments.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
     figures = {
-        "state_bytes": state_bytes, "limit_bytes": limit_bytes, "peak_bytes": peaks[1],
-        "unlimited_peak_bytes": peaks[0], "predicted_bytes": predicted_bytes, "step_seconds": seconds[1], "unlimited_step_seconds": seconds[0],
-        "predicted_seconds": rung.step_time.likely_seconds, "loss_difference": loss_difference,
+        "state_bytes": state_bytes,
+        "limit_bytes": limit_bytes,
+        "peak_bytes": peaks[1],
+        "unlimited_peak_bytes": peaks[0],
+        "predicted_bytes": predicted_bytes,
+        "step_seconds": seconds[1],
+        "unlimited_step_seconds": seconds[0],
+        "predicted_seconds": rung.step_time.likely_seconds,
+        "loss_difference": loss_difference,
         "weight_difference": weight_difference,
-    }  # fmt: skip
+    }
     print(json.dumps(figures))
 
 
