@@ -164,3 +164,11 @@ def test_in_a_rehearsal_they_are_fake_and_outside():
     assert copy.stride() == (1, 10)
     assert sorted(zip(storages.num_bytes, storages.on_host, strict=True)) == [(4000, False), (4000, True)]
     assert pool.num_bytes == 0
+
+
+def test_what_stands_for_a_tensor_of_the_pool_is_held():
+    pool, stand_in = MappedPool(), torch.zeros(4)
+    assert not pool.holds(stand_in)
+    pool.know(stand_in)
+    assert pool.holds(stand_in)
+    assert pool.used_bytes == 0

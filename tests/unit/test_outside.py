@@ -9,7 +9,15 @@ from plimsoll.memory.lowering.cpu import CpuLowering
 from plimsoll.memory.lowering.cuda import CudaLowering
 from plimsoll.memory.recorder import Recorder
 from plimsoll.memory.trace import rehearsal
-from plimsoll.outside import is_outside, keeps_states_outside, outside_the_device, states_outside
+from plimsoll.outside import (
+    is_marked,
+    is_outside,
+    keeps_states_outside,
+    mark_outside,
+    outside_the_device,
+    states_outside,
+    unmark,
+)
 
 
 def make():
@@ -65,3 +73,13 @@ def test_an_optimizer_keeps_its_states_outside_as_long_as_it_is_said():
         assert keeps_states_outside(first)
         assert not keeps_states_outside(second)
     assert not keeps_states_outside(first)
+
+
+def test_a_mark_says_that_a_tensor_lies_outside_until_it_is_taken_back():
+    tensor = torch.zeros(2)
+    assert not is_marked(tensor)
+    assert mark_outside(tensor) is tensor
+    assert is_marked(tensor)
+    unmark(tensor)
+    unmark(tensor)
+    assert not is_marked(tensor)

@@ -93,6 +93,41 @@ def step_duration(
     )
 
 
+def moved_outside(counted: Counted, *, batch_size: int, micro_batch: int, rehearsed_samples: int) -> int:
+    """Count the bytes outside the device that one optimizer step reads and writes; arguments as `step_duration`."""
+    ops = counted.trace.ops
+    last_step = max(ops.step, default=0)
+    pieces: list[int] = []
+    once, last_phase = 0, None
+    for phase, step, num_bytes in zip(ops.phase, ops.step, ops.outside_bytes, strict=True):
+        if phase in _NOT_COUNTED or step != last_step:
+            continue
+        if phase not in _OF_A_PIECE:
+            once += num_bytes
+            continue
+        if not pieces or (last_phase == "backward" and phase != "backward"):
+            pieces.append(0)
+        pieces[-1] += num_bytes
+        last_phase = phase
+    if rehearsed_samples >= batch_size:
+        return once + sum(pieces)
+    return once + int(_of_all(pieces, -(-batch_size // micro_batch), batch_size % micro_batch > 0))
+
+
+def with_disk(duration: Duration, moved_bytes: int, disk_bytes_per_second: float) -> Duration:
+    """Add what a step waits for a disk, where the machine's memory cannot keep what is in files.
+
+    Passes go over all of it in order, so what is needed next was written out longest ago: each byte that is moved comes
+    from the disk or goes there. At the least half of it is kept after all.
+    """
+    seconds = moved_bytes / disk_bytes_per_second
+    return Duration(
+        likely_seconds=duration.likely_seconds + seconds,
+        low_seconds=duration.low_seconds + seconds / 2,
+        high_seconds=duration.high_seconds + 2 * seconds,
+    )
+
+
 def learned_ratio(calibration: Calibration, lowered_to: str, techniques: Iterable[str]) -> Learned | None:
     """Return what runs have taught of the time of a set of techniques; of an unknown set, what the others have.
 

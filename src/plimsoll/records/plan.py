@@ -108,6 +108,18 @@ class Rejected(Frozen):
     step_time: Duration | None = None
 
 
+class OffDevice(Frozen):
+    """What a plan keeps where its budget does not count it, and what a step reads and writes of that.
+
+    ``disk_bytes_per_second`` was measured where the machine's memory cannot keep all of it; then a step waits for the
+    disk, and its time says so. ``None`` where it can.
+    """
+
+    kept_bytes: int
+    moved_bytes: int
+    disk_bytes_per_second: float | None = None
+
+
 class Plan(Record):
     """The way to run that was chosen, and the smaller ones to take, in order, when memory runs out.
 
@@ -117,7 +129,8 @@ class Plan(Record):
     for each technique that changes the training and is not allowed, what needs least together with it.
 
     ``pinned`` choices and ``required`` techniques, whose options the plan chooses, are the user's.
-    ``time_factor`` is what earlier runs have taught of the time, and in ``step_time``.
+    ``time_factor`` is what earlier runs have taught of the time, and in ``step_time``. ``off_device`` is there where
+    parameters are in files (CPU) or on the host (CUDA), and not where the budget counts.
 
     For a reader, by the technique's name: ``about`` says what it does, ``numerics`` what it does to the numbers, and
     ``why`` what it saves in this plan, or why it is in it.
@@ -142,6 +155,7 @@ class Plan(Record):
     why: dict[str, str] = {}
     made_for: dict[str, str] = {}
     time_factor: float = 1.0
+    off_device: OffDevice | None = None
     num_traces: int = 0
     plan_seconds: float = 0.0
 

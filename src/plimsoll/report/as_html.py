@@ -162,7 +162,11 @@ def plan_page(plan: Plan) -> str:
             verdict=plan_sheets.verdict(plan),
             sentences=[*filter(None, sentences)],
             key_numbers=plan_sheets.key_numbers(plan),
-            wishes=[plan_sheets.budget_sentence(plan.budget), plan_sheets.wishes_sentence(plan)],
+            wishes=[
+                plan_sheets.budget_sentence(plan.budget),
+                plan_sheets.off_device_sentence(plan),
+                plan_sheets.wishes_sentence(plan),
+            ],
             charts={chart.key: chart for chart in charts},
             plotly_js=Markup(get_plotlyjs()) if any(chart.figure for chart in charts) else None,
             chosen=plan_sheets.chosen_sheet(plan),

@@ -140,6 +140,25 @@ def wishes_sentence(plan: Plan) -> str:
     return " ".join(said)
 
 
+def off_device_sentence(plan: Plan) -> str:
+    """Say what lies outside of the budget and what a step moves of it; empty where that is next to nothing."""
+    off = plan.off_device
+    if off is None:
+        return ""
+    is_cpu = plan.prediction is None or plan.prediction.device_kind == "cpu"
+    where = "in files on the disk" if is_cpu else "in the host's memory"
+    sentence = f"Outside of the budget {format_bytes(off.kept_bytes)} lie {where}; a step reads and writes "
+    sentence += f"{format_bytes(off.moved_bytes)} there"
+    if not is_cpu:
+        return f"{sentence}."
+    if off.disk_bytes_per_second is None:
+        return f"{sentence}, from memory as long as the machine has room to keep them."
+    return (
+        f"{sentence}. The machine's memory cannot keep them, so every step waits for the disk, at "
+        f"{format_bytes(int(off.disk_bytes_per_second))} a second."
+    )
+
+
 def budget_sentence(budget: Budget) -> str:
     """Say the budget of device and host; without one, the machine's own limits hold."""
     named = {"device": budget.device_bytes, "host": budget.host_bytes}

@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
+from functools import cached_property
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -25,13 +26,16 @@ from torch import nn
 from plimsoll.assemble import choose_device
 from plimsoll.data.sketch import sketch_texts
 from plimsoll.device.base import backend_for
+from plimsoll.device.disk import disk_bytes_per_second
 from plimsoll.device.gpus import spec_of
 from plimsoll.device.speed import measured_speed, speed_of
-from plimsoll.errors import BudgetError, DataError, InputError
+from plimsoll.errors import BudgetError, DataError, InputError, OutputError
+from plimsoll.mapped import scratch_folder
+from plimsoll.memory.live import live_bytes
 from plimsoll.memory.lowering.base import Lowering
 from plimsoll.memory.lowering.cpu import CpuLowering
 from plimsoll.memory.predict import Counted
-from plimsoll.plan.cost import learned_peak, learned_ratio, step_duration
+from plimsoll.plan.cost import learned_peak, learned_ratio, moved_outside, step_duration, with_disk
 from plimsoll.plan.facts import differences, facts_of
 from plimsoll.plan.look import Look, phase_peaks
 from plimsoll.plan.menu import Problem, menu_of
@@ -41,7 +45,7 @@ from plimsoll.records.comparison import Calibration, Learned
 from plimsoll.records.device import Budget
 from plimsoll.records.heap import FAST_HEAP
 from plimsoll.records.job import Job
-from plimsoll.records.plan import Pin, Plan, Rejected, Rung, micro_batch_choice, parse_pin
+from plimsoll.records.plan import OffDevice, Pin, Plan, Rejected, Rung, micro_batch_choice, parse_pin
 from plimsoll.records.prediction import Estimate, Prediction
 from plimsoll.records.trace import Trace
 from plimsoll.records.units import format_bytes, parse_bytes
@@ -60,6 +64,7 @@ Progress = Callable[[str], None]
 # that keeps larger blocks there are larger holes, too: in 12 to 60 steps of five models up to 6 of the largest block.
 _LONG_RUN_SPREAD, _NUM_LARGEST_HOLES = 0.15, 5
 _LOOKS_OFF_SHARE = 0.005  # by which a short rehearsal may say too little
+_LEAST_OFF_BYTES = 64 << 20
 _MOST_ROUNDS = 3  # of searching again, where a plan at full length needs more than at the length it was found with
 
 
@@ -331,9 +336,33 @@ class _Planner:
             rehearsed_samples=rehearsed_samples(self._subject.batch_size, micro_batch),
             learned=self._learned(choices),
         )
+        off = self._off_device(counted, micro_batch)
+        if off is not None and off.disk_bytes_per_second is not None:
+            duration = with_disk(duration, off.moved_bytes, off.disk_bytes_per_second)
         return Look(
             choices, micro_batch, counted.peak, counted.oom_row is None, duration, phase_peaks(counted), counted.parts()
         )
+
+    def _off_device(self, counted: Counted, micro_batch: int) -> OffDevice | None:
+        """What a mix keeps outside of its budget, where that is worth a word; on a CPU perhaps more than memory has."""
+        kept_bytes = live_bytes(counted.trace, on_host=True).peak_bytes
+        if kept_bytes < _LEAST_OFF_BYTES:
+            return None
+        batch_size = self._subject.batch_size
+        moved_bytes = moved_outside(
+            counted, batch_size=batch_size, micro_batch=micro_batch,
+            rehearsed_samples=rehearsed_samples(batch_size, micro_batch),
+        )  # fmt: skip
+        is_too_large = kept_bytes > self._target.capacity_bytes - counted.peak.likely_bytes
+        rate = self._disk_rate if self._target.spec is None and is_too_large else None
+        return OffDevice(kept_bytes=kept_bytes, moved_bytes=moved_bytes, disk_bytes_per_second=rate)
+
+    @cached_property
+    def _disk_rate(self) -> float | None:
+        self._progress("measuring the disk, as not all that goes to files can stay in memory")
+        with suppress(OSError, OutputError):  # the training will say what is wrong with it
+            return disk_bytes_per_second(scratch_folder())
+        return None
 
     @property
     def _plain(self) -> Choices:
@@ -388,6 +417,7 @@ class _Planner:
             about=about,
             numerics=numerics,
             time_factor=learned.low if learned else 1.0,
+            off_device=self._off_device(self._count(rungs[0].choices, self._is_short), rungs[0].micro_batch),
             made_for=self._subject.facts(self._target.lowering().name),
             num_traces=len(self._traced),
             plan_seconds=time.perf_counter() - self._started_seconds,

@@ -49,6 +49,17 @@ def test_the_peak_stays_when_memory_is_given_back_and_goes_with_a_reset():
     assert counter.read(process.private_bytes()) < before + 32 * MIB
 
 
+def test_files_that_were_mapped_in_between_are_not_part_of_the_peak(tmp_path):
+    (tmp_path / "large").write_bytes(b"x" * (128 * MIB))
+    counter = process.PeakCounter()
+    counter.reset()
+    before = process.private_bytes()
+    with open(tmp_path / "large", "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+        assert sum(mapped[begin] for begin in range(0, len(mapped), 4096)) > 0
+        counter.read(process.private_bytes())
+    assert counter.read(process.private_bytes()) <= before + 16 * MIB
+
+
 def test_another_process_is_read_by_its_number():
     code = "block = bytearray(b'x') * (64 << 20); print(flush=True); input()"
     child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)

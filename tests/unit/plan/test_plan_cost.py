@@ -4,9 +4,10 @@ import pytest
 
 from hand_traces import trace_of
 from plimsoll.memory.predict import count_on_cpu
-from plimsoll.plan.cost import learn_time, learned_ratio, step_duration
+from plimsoll.plan.cost import learn_time, learned_ratio, moved_outside, step_duration, with_disk
 from plimsoll.records.comparison import Calibration, Learned
 from plimsoll.records.heap import FAST_HEAP, KEPT_HEAP, HeapRules
+from plimsoll.records.plan import Duration
 from plimsoll.records.prediction import Estimate
 from plimsoll.records.speed import Point, Speed
 
@@ -78,6 +79,24 @@ def test_a_view_costs_a_part_of_a_call():
 
 def test_memory_outside_moves_over_the_link():
     assert one({"outside_bytes": 10}) == 1 + 2
+
+
+@pytest.mark.parametrize(
+    ("batch", "micro", "rehearsed", "expected"), [(2, 1, 2, 1 + 20 + 300), (5, 1, 2, 1 + 4 * 20 + 300)]
+)
+def test_bytes_outside_are_added_up_over_micro_batches(batch, micro, rehearsed, expected):
+    trace = trace_of(
+        *TWO,
+        work={0: {"outside_bytes": 999}, 2: {"outside_bytes": 1}, 4: {"outside_bytes": 20}, 7: {"outside_bytes": 300}},
+    )
+    sizes = {"batch_size": batch, "micro_batch": micro, "rehearsed_samples": rehearsed}
+    assert moved_outside(counted(trace), **sizes) == expected
+    assert moved_outside(counted(trace_of()), **sizes) == 0
+
+
+def test_a_disk_that_everything_comes_from_is_waited_for():
+    duration = with_disk(Duration(likely_seconds=3, low_seconds=2, high_seconds=4), 1000, 100)
+    assert duration == Duration(likely_seconds=13, low_seconds=7, high_seconds=24)
 
 
 def test_an_op_that_is_of_no_known_kind_or_type_is_plain():

@@ -19,7 +19,7 @@ from plan_records import (
     wished_plan,
 )
 from plimsoll.records.device import Budget
-from plimsoll.records.plan import Duration, Rung, micro_batch_choice
+from plimsoll.records.plan import Duration, OffDevice, Rung, micro_batch_choice
 from plimsoll.report import plan_sheets
 from prediction_records import fitting, on_cpu
 
@@ -143,6 +143,23 @@ def test_an_opening_names_what_has_to_be_allowed():
 def test_wishes_are_said():
     assert plan_sheets.wishes_sentence(wished_plan()) == "Pinned: checkpointing=6. Forbidden: offload."
     assert plan_sheets.wishes_sentence(fitting_plan()) == ""
+
+
+def test_what_lies_outside_of_the_budget_is_said_and_what_a_step_moves_of_it():
+    plan = fitting_plan()
+    assert plan_sheets.off_device_sentence(plan) == ""
+    kept = OffDevice(kept_bytes=2 << 30, moved_bytes=9 << 30)
+    on_cpu = plan.model_copy(update={"off_device": kept, "prediction": None})
+    assert plan_sheets.off_device_sentence(on_cpu) == (
+        "Outside of the budget 2.0 GiB lie in files on the disk; a step reads and writes 9.0 GiB there, from memory as "
+        "long as the machine has room to keep them."
+    )
+    slow = on_cpu.model_copy(update={"off_device": kept.model_copy(update={"disk_bytes_per_second": float(100 << 20)})})
+    assert plan_sheets.off_device_sentence(slow).endswith("so every step waits for the disk, at 100.0 MiB a second.")
+    assert plan.prediction is not None
+    prediction = plan.prediction.model_copy(update={"device_kind": "cuda"})
+    on_cuda = plan.model_copy(update={"off_device": kept, "prediction": prediction})
+    assert "2.0 GiB lie in the host's memory; a step" in plan_sheets.off_device_sentence(on_cuda)
 
 
 def test_a_chosen_technique_says_what_it_does_and_what_the_plan_would_need_without_it():
