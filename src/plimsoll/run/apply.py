@@ -23,7 +23,7 @@ from torch import nn
 
 from plimsoll.data.formats import Reading
 from plimsoll.data.input_rows import InputRow, InputRows, open_rows
-from plimsoll.data.model_tokens import ModelTokenizer
+from plimsoll.data.model_tokens import ModelTokenizer, Tokens
 from plimsoll.device.base import Backend, backend_for
 from plimsoll.errors import DataError, InputError, Interrupted
 from plimsoll.models.inference import InferenceTask, default_task, inference_task
@@ -189,6 +189,8 @@ class _Applying:
     def _passes(self, model: nn.Module) -> Passes[dict[str, Any]]:
         generation = self._options.generation
         padding_id = self._padding_id(model)
+        config: Any = model.config
+        self._vocab_size = int((config.get_text_config() if hasattr(config, "get_text_config") else config).vocab_size)
         work = self._generating(model, padding_id) if generation is not None else self._computing(model)
         return Passes(
             work,
@@ -256,7 +258,7 @@ class _Applying:
     def _compute(self, block: list[InputRow], passes: Passes[dict[str, Any]], part: PartFile) -> None:
         """Compute a block and write it."""
         tokens = iter(self._tokenizer.read([row.text for row in block if row.fault is None]))
-        read = [_read(row, next(tokens) if row.fault is None else None) for row in block]
+        read = [_read(row, next(tokens) if row.fault is None else None, self._vocab_size) for row in block]
         usable = [one for one in read if one.row.fault is None]
         self._numbers = [one.row.number for one in usable]
         found = iter(passes.run([one.ids for one in usable], lambda: self._between(part, passes)))
@@ -350,12 +352,15 @@ def _made_from(
     }
 
 
-def _read(row: InputRow, tokens: Any) -> _Read:
+def _read(row: InputRow, tokens: Tokens | None, vocab_size: int) -> _Read:
     """Put a row together with its tokens."""
     if tokens is None:
         return _Read(row, [], is_truncated=False)
     if not tokens.ids:
         return _Read(row._replace(fault="the tokenizer makes no token of the text"), [], is_truncated=False)
+    if max(tokens.ids) >= vocab_size:
+        why = f"its token {max(tokens.ids)} is none of the {vocab_size} that the model has embeddings of"
+        return _Read(row._replace(fault=f"{why}: use the tokenizer it was trained with"), [], is_truncated=False)
     return _Read(row, tokens.ids, tokens.is_truncated)
 
 

@@ -8,6 +8,7 @@ import pytest
 from report_records import MIB, cpu, empty_run, eventful_run, machine, plan, step_line
 from rich.console import Console, Group
 
+import apply_records
 import corpus_records
 import evidence_records
 import plan_records
@@ -15,7 +16,7 @@ import prediction_records
 import vector_records
 from plimsoll.records.device import MemoryUse
 from plimsoll.records.prediction import WhatIf
-from plimsoll.report import as_text, embedding_sheets
+from plimsoll.report import apply_sheets, as_text, embedding_sheets
 
 
 def use(used_mib: int, limit_mib: int | None) -> MemoryUse:
@@ -39,6 +40,8 @@ SCREENS = {
     "vectors-compressed.txt": as_text.embedding_report(
         embedding_sheets.compression_sheets(vector_records.compression())
     ),
+    "apply.txt": as_text.embedding_report(apply_sheets.apply_sheets(apply_records.apply_facts())),
+    "apply-plain.txt": as_text.embedding_report(apply_sheets.apply_sheets(apply_records.plain_apply_facts())),
     "diagnosis.txt": as_text.diagnosis_report(evidence_records.diagnosis()),
     "diagnosis-unknown.txt": as_text.diagnosis_report(evidence_records.unknown_diagnosis()),
     "diagnosis-empty.txt": as_text.diagnosis_report(evidence_records.empty_diagnosis()),
