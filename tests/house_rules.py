@@ -44,6 +44,7 @@ TORCH_FREE = {"records", "errors", "report"}
 PAGES = {
     "data/formats": "docs/formats",
     "embeddings/formats": "docs/embeddings",
+    "weights/loading/formats": "docs/weights",
     "techniques": "docs/techniques",
     "diagnose/causes": "docs/causes",
     "diagnose/lint": "docs/rules",

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from plimsoll.device.probe import probe_machine as probe  # noqa: F401
     from plimsoll.diagnose.explain import explain as explain
     from plimsoll.models.cells import UnrolledCell as UnrolledCell
+    from plimsoll.models.loading import Loaded as Loaded
+    from plimsoll.models.loading import load_model as load_model
     from plimsoll.records.diagnosis import Diagnosis as Diagnosis
     from plimsoll.records.job import Job as Job
     from plimsoll.records.plan import Plan as Plan
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "Diagnosis": ("plimsoll.records.diagnosis", "Diagnosis"),
     "Job": ("plimsoll.records.job", "Job"),
+    "Loaded": ("plimsoll.models.loading", "Loaded"),
     "OomEvent": ("plimsoll.records.run", "OomEvent"),
     "RunRecord": ("plimsoll.records.run", "RunRecord"),
     "StepResult": ("plimsoll.run.step", "StepResult"),
@@ -43,6 +46,7 @@ _HOMES = {
     "UnrolledCell": ("plimsoll.models.cells", "UnrolledCell"),
     "explain": ("plimsoll.diagnose.explain", "explain"),
     "limited": ("plimsoll.device.limit", "limited"),
+    "load_model": ("plimsoll.models.loading", "load_model"),
     "plan_job": ("plimsoll.run.plan", "plan_job"),
     "plan_step": ("plimsoll.run.plan", "plan_step"),
     "predict": ("plimsoll.run.predict", "predict"),

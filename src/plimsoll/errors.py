@@ -5,6 +5,7 @@
     |   |-- JobError                           job.yaml: unknown field, wrong value, contradiction
     |   |-- DataError                          text that is missing, empty, binary, not UTF-8, too short
     |   |-- EmbeddingError                     word vectors that are missing, of no known format, or fit nothing
+    |   |-- WeightsError                       a checkpoint folder that is damaged, incomplete, or of another model
     |   |-- BudgetError                        a budget that cannot hold even the weights
     |   |-- DeviceError                        a device or a limit this machine does not have
     |   |-- RecordError                        a record file of an unknown kind or schema version
@@ -41,6 +42,10 @@ class DataError(InputError):
 
 class EmbeddingError(InputError):
     """Word vectors are missing, damaged, of no known format, or do not fit the words or the model."""
+
+
+class WeightsError(InputError):
+    """Weights of a model are missing, damaged, need code to be read, or do not fit the model."""
 
 
 class BudgetError(InputError):

@@ -33,6 +33,7 @@ def test_the_docstring_draws_the_tree_there_is():
         ("JobError", ValueError, 2),
         ("DataError", ValueError, 2),
         ("EmbeddingError", ValueError, 2),
+        ("WeightsError", ValueError, 2),
         ("BudgetError", ValueError, 2),
         ("DeviceError", ValueError, 2),
         ("RecordError", ValueError, 2),

@@ -12,8 +12,30 @@ from plimsoll.run.step import TrainStep
 from processes import environment
 
 NAMES = [
-    *("Diagnosis", "Job", "OomEvent", "Plan", "Prediction", "RunRecord", "StepResult", "TrainStep", "UnrolledCell"),
-    *("explain", "limited", "plan_job", "plan_step", "predict", "predict_function", "predict_job", "probe", "render"),
+    *(
+        "Diagnosis",
+        "Job",
+        "Loaded",
+        "OomEvent",
+        "Plan",
+        "Prediction",
+        "RunRecord",
+        "StepResult",
+        "TrainStep",
+        "UnrolledCell",
+    ),
+    *(
+        "explain",
+        "limited",
+        "load_model",
+        "plan_job",
+        "plan_step",
+        "predict",
+        "predict_function",
+        "predict_job",
+        "probe",
+        "render",
+    ),
     "rows_by_length",
 ]
 

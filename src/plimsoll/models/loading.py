@@ -1,0 +1,287 @@
+"""Load a checkpoint folder piece by piece: each weight is read straight into the memory it stays in.
+
+    loaded = load_model("folder", place="mapped")
+
+The host never holds more than the model itself (where the device is the CPU), one tensor and some MiB; the weights are
+bitwise those of ``from_pretrained``. Which weight of the model is which tensor of the checkpoint is what transformers
+says (`plimsoll.models.skeleton`). On place ``mapped`` weights are read-only memory of the checkpoint's files, which a
+limit on private memory does not count; what cannot stay as it is in the file is in unnamed files (`plimsoll.mapped`).
+
+It does NOT cover checkpoints that are quantized already, GGUF files, and models with code of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from plimsoll.errors import WeightsError
+from plimsoll.mapped import MappedPool
+from plimsoll.models.skeleton import Derived, Skeleton, Weight, quiet, replace, skeleton_of
+from plimsoll.store import Progress, silent
+from plimsoll.weights.loading import Checkpoint, Entry, open_checkpoint
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+Place = Literal["memory", "mapped"]
+Head = Literal["language-modeling", "classification", "token-classification", "none"]
+
+_STAGE = "loading weights"
+_SHOWN = 3  # names in a message
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model with the weights of a checkpoint.
+
+    Attributes:
+        model: in eval mode.
+        missing: weights that the checkpoint has none for; they are new, as transformers initialises them.
+        unexpected: tensors of the checkpoint that the model has no use for.
+        num_bytes: of the tensors that were read or mapped.
+        entries: where in the checkpoint each weight is that is mapped from it, by name in the model.
+        pool: what holds the weights that are in unnamed files.
+    """
+
+    model: nn.Module
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    num_bytes: int
+    entries: Mapping[str, Entry]
+    pool: MappedPool | None
+
+
+def load_model(
+    folder: str | Path,
+    *,
+    head: Head | None = None,
+    dtype: torch.dtype | None = None,
+    device: str = "cpu",
+    place: Place = "memory",
+    allow_missing: bool = False,
+    config: PreTrainedConfig | None = None,
+    pool: MappedPool | None = None,
+    progress: Progress = silent,
+) -> Loaded:
+    """Load a Hugging Face checkpoint folder.
+
+    Args:
+        folder: what ``save_pretrained`` wrote, with safetensors or files of ``torch.save``, in one file or several.
+        head: what the model is for; ``None``: what its configuration says.
+        dtype: of the weights; ``None``: what its configuration says, else as most are stored.
+        device: where they are to be.
+        place: ``mapped``: read-only in the files of the checkpoint, without private memory; only on the CPU.
+        allow_missing: whether weights may be missing that are not of the head; they are initialised.
+        config: instead of the folder's own.
+        pool: where weights are made; ``None``: in memory, and on place ``mapped`` in a pool of its own.
+        progress: told the bytes.
+
+    Raises:
+        WeightsError: if the checkpoint is damaged, lacks weights, or is of another model.
+        OutputError: if the disk has no room for what cannot be mapped as it is.
+    """
+    checkpoint = open_checkpoint(folder)
+    if place == "mapped" and torch.device(device).type != "cpu":
+        raise WeightsError(f"place {place} keeps weights in files, which device {device} cannot use: use place memory")
+    config = config or _config_of(checkpoint.folder)
+    chosen = _dtype_of(checkpoint, config, dtype)
+    skeleton = skeleton_of(checkpoint, _class_of(config, head, checkpoint.folder), config, chosen)
+    if not allow_missing:
+        _check_body(skeleton, checkpoint)
+    filling = _Filling(skeleton, torch.device(device), place, pool, progress)
+    filling.fill()
+    _finish(skeleton.model, checkpoint.folder, device, place)
+    return Loaded(
+        skeleton.model, skeleton.missing, skeleton.unexpected, filling.total_bytes, filling.mapped, filling.pool
+    )
+
+
+class _Filling:
+    """Fills a skeleton, a weight after another, in the order they lie in the files."""
+
+    def __init__(
+        self, skeleton: Skeleton, device: torch.device, place: Place, pool: MappedPool | None, progress: Progress
+    ) -> None:
+        self.pool = MappedPool() if pool is None and place == "mapped" else pool
+        self.mapped: dict[str, Entry] = {}
+        self._skeleton, self._device, self._place, self._progress = skeleton, device, place, progress
+        self._direct = sorted((weight for weight in skeleton.weights.values() if weight.entry), key=_place_of)
+        self.total_bytes = sum(weight.entry.num_bytes for weight in self._direct if weight.entry)
+        self.total_bytes += sum(entry.num_bytes for group in skeleton.derived for entry in group.entries)
+        self._done_bytes = 0
+
+    def fill(self) -> None:
+        for weight in self._direct:
+            assert weight.entry is not None
+            self._put(weight, self._value(weight, weight.entry))
+        for group in self._skeleton.derived:
+            self._derive(group)
+        if self._place == "mapped" and self.pool is not None:
+            self._move_new_weights(self.pool)
+        left = [weight.name for weight in self._skeleton.weights.values() if _is_empty(weight)]
+        if left:
+            raise WeightsError(
+                f"nothing says where {len(left)} weights of a {type(self._skeleton.model).__name__} are "
+                f"({', '.join(left[:_SHOWN])}): load it with `from_pretrained`"
+            )
+
+    def _value(self, weight: Weight, entry: Entry) -> Tensor:
+        if self._place == "mapped" and entry.dtype == weight.meta.dtype and entry.can_be_mapped:
+            self.mapped[weight.name] = entry
+            self._report(entry.num_bytes)
+            return entry.mapped()
+        target = self._empty(weight.meta)
+        entry.read_into(target, self._report)
+        return target
+
+    def _derive(self, group: Derived) -> None:
+        for name, made in group.make(self._part).items():
+            weight = self._skeleton.weights.get(name)
+            if weight is None:
+                continue
+            value = made if self._stays(made, weight) else self._empty(weight.meta).copy_(made)
+            self._put(weight, value)
+        self._report(sum(entry.num_bytes for entry in group.entries))
+
+    def _part(self, entry: Entry, dtype: torch.dtype) -> Tensor:
+        """A part of a weight: of the file's own memory, or where it has to be converted, in an unnamed file."""
+        if entry.dtype == dtype and entry.can_be_mapped:
+            return entry.mapped()
+        target = (self.pool or MappedPool()).empty_like(torch.empty(entry.shape, dtype=dtype, device="meta"))
+        entry.read_into(target)
+        return target
+
+    def _stays(self, made: Tensor, weight: Weight) -> bool:
+        """Whether what a conversion made can be the weight: in new memory, where it should be."""
+        is_own = made.untyped_storage().nbytes() == made.numel() * made.element_size() and made.storage_offset() == 0
+        same = (made.shape, made.dtype, made.device) == (weight.meta.shape, weight.meta.dtype, self._device)
+        return is_own and same and self.pool is None and made.is_contiguous() and not self._is_mapped(made)
+
+    def _is_mapped(self, made: Tensor) -> bool:
+        return not made.untyped_storage().resizable()
+
+    def _empty(self, meta: Tensor) -> Tensor:
+        if self.pool is not None and self._device.type == "cpu":
+            return self.pool.empty_like(meta)
+        return torch.empty(meta.shape, dtype=meta.dtype, device=self._device)
+
+    def _put(self, weight: Weight, value: Tensor) -> None:
+        is_parameter = isinstance(weight.meta, nn.Parameter)
+        learns = weight.meta.requires_grad and self._place == "memory"
+        replace(weight, nn.Parameter(value, requires_grad=learns) if is_parameter else value)
+
+    def _move_new_weights(self, pool: MappedPool) -> None:
+        """Weights that were not in the checkpoint are in memory: they go into the files as well."""
+        for name, parameter in list(self._skeleton.model.named_parameters()):
+            if name in self._skeleton.missing and not parameter.is_meta:
+                parameter.data = pool.copy_of(parameter.data)
+
+    def _report(self, num_bytes: int) -> None:
+        self._done_bytes += num_bytes
+        self._progress(_STAGE, self._done_bytes, self.total_bytes)
+
+
+def _place_of(weight: Weight) -> tuple[str, int]:
+    assert weight.entry is not None
+    return str(weight.entry.file), weight.entry.offset
+
+
+def _is_empty(weight: Weight) -> bool:
+    module, name = weight.slots[0]
+    return bool(getattr(module, name).is_meta)
+
+
+def _config_of(folder: Path) -> PreTrainedConfig:
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoConfig
+
+    try:
+        config: PreTrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, StrictDataclassError) as error:
+        raise WeightsError(
+            f"{folder} is not a Hugging Face checkpoint that can be read ({error}): give a folder that "
+            "`save_pretrained` wrote"
+        ) from None
+    return config
+
+
+def _class_of(config: PreTrainedConfig, head: Head | None, folder: Path) -> type[PreTrainedModel]:
+    import transformers
+    from transformers.models.auto import modeling_auto
+
+    if getattr(config, "quantization_config", None) is not None:
+        raise WeightsError(
+            f"{folder} is quantized already ({config.quantization_config}): give the checkpoint it was made of"
+        )
+    if head is None:
+        for name in config.architectures or ():
+            if hasattr(transformers, name):
+                found: type[PreTrainedModel] = getattr(transformers, name)
+                return found
+    names = {
+        "language-modeling": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING,
+        "classification": modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+        "token-classification": modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
+        "none": modeling_auto.MODEL_MAPPING,
+    }
+    mapping: Any = names[head or "none"]
+    if head == "language-modeling" and config.is_encoder_decoder:
+        mapping = modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
+    if type(config) not in mapping:
+        raise WeightsError(
+            f"{folder} is of architecture `{config.model_type}`, which transformers has no model for {head} of: give "
+            "another checkpoint, or another head"
+        )
+    chosen: Any = mapping[type(config)]
+    result: type[PreTrainedModel] = chosen[0] if isinstance(chosen, tuple) else chosen
+    return result
+
+
+def _dtype_of(checkpoint: Checkpoint, config: PreTrainedConfig, dtype: torch.dtype | None) -> torch.dtype:
+    """The type of the weights: asked for, or of the configuration, or what most bytes are stored in."""
+    chosen = dtype or getattr(config, "dtype", None)
+    if isinstance(chosen, str):
+        chosen = getattr(torch, chosen, None)
+    if chosen is None:
+        stored: dict[torch.dtype, int] = {}
+        for entry in checkpoint.entries.values():
+            if entry.dtype.is_floating_point:
+                stored[entry.dtype] = stored.get(entry.dtype, 0) + entry.num_bytes
+        chosen = max(stored, key=lambda one: stored[one], default=torch.float32)
+    if not chosen.is_floating_point:
+        raise WeightsError(f"weights cannot be of {chosen}: use float32, bfloat16 or float16")
+    return chosen
+
+
+def _check_body(skeleton: Skeleton, checkpoint: Checkpoint) -> None:
+    """Refuse a checkpoint that lacks more than a head; a pooler counts as one: many encoders are saved without."""
+    model = skeleton.model
+    prefix = f"{model.base_model_prefix}." if hasattr(model, model.base_model_prefix) else ""
+    body = [name for name in skeleton.missing if name.startswith(prefix) and "pooler" not in name.split(".")]
+    if body:
+        raise WeightsError(
+            f"{checkpoint.folder} lacks {len(body)} of the weights of a {type(model).__name__} "
+            f"({', '.join(body[:_SHOWN])}{', ...' if len(body) > _SHOWN else ''}; it has {len(checkpoint.entries)} "
+            f"tensors, {len(skeleton.unexpected)} of no use): give the configuration that belongs to them, or set "
+            "allow_missing to begin with new ones"
+        )
+
+
+def _finish(model: Any, folder: Path, device: str, place: Place) -> None:
+    from transformers import GenerationConfig
+
+    if torch.device(device).type != "cpu":
+        model.to(device)  # what has no values in the checkpoint: new weights, and buffers that are not saved
+    model.config.name_or_path = model.name_or_path = str(folder)
+    if place == "mapped":
+        model.requires_grad_(False)
+    if model.can_generate() and (folder / "generation_config.json").is_file():
+        with quiet():
+            model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
+    model.eval()

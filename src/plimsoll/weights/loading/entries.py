@@ -1,0 +1,219 @@
+"""One tensor of a file of weights: read straight into the memory it is to stay in, or mapped from the file.
+
+Reading holds nothing but the tensor itself; where the type or the device changes, a block of `_BLOCK_BYTES` besides.
+A mapped tensor is a shared mapping that cannot be written: a limit on private memory does not count it, the kernel
+drops its pages when it needs the room, and writing into it ends the process with SIGSEGV. Its address is as the file
+has it, so a kernel may round a sum otherwise than on memory that torch allocated (torch aligns to 64 bytes).
+
+It does NOT cover files of another byte order, and says nothing of a file that changes while it is read or mapped.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import warnings
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plimsoll.errors import WeightsError
+from plimsoll.outside import outside_the_device
+
+_BLOCK_BYTES = 8 << 20
+"""Read at once: progress is shown and Ctrl-C heard in between; larger blocks are no faster."""
+
+Report = Callable[[int], None]
+"""Told of each block how many bytes were read."""
+
+
+def _unheard(num_bytes: int) -> None:
+    """Show nothing."""
+
+
+class WeightFile:
+    """A file of weights: read at any place, mapped once for all tensors that are mapped from it.
+
+    Args:
+        path: the file.
+        num_bytes: how long it was when its header was read.
+    """
+
+    def __init__(self, path: Path, num_bytes: int) -> None:
+        self.path = path
+        self.num_bytes = num_bytes
+        self._map: weakref.ref[mmap.mmap] | None = None
+
+    def mapped(self) -> mmap.mmap:
+        """Return the file as memory that cannot be written; it stays mapped as long as something refers to it."""
+        known = None if self._map is None else self._map()
+        if known is None:
+            with _opened(self.path) as descriptor:
+                # ACCESS_READ is MAP_SHARED and PROT_READ, which RLIMIT_DATA does not count.
+                known = mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
+            self._map = weakref.ref(known)
+        return known
+
+    def read_into(self, target: Tensor, offset: int, report: Report = _unheard) -> None:
+        """Fill a contiguous tensor on the CPU with bytes of the file.
+
+        Raises:
+            WeightsError: if the file ends before, or cannot be read.
+        """
+        if target.numel() == 0:
+            return
+        bytes_of_target: Any = target.detach().flatten().view(torch.uint8).numpy()
+        memory = memoryview(bytes_of_target)
+        with _opened(self.path) as descriptor:
+            done_bytes = 0
+            while done_bytes < len(memory):
+                read_bytes = self._read(descriptor, memory[done_bytes : done_bytes + _BLOCK_BYTES], offset + done_bytes)
+                done_bytes += read_bytes
+                report(read_bytes)
+
+    def _read(self, descriptor: int, memory: memoryview, offset: int) -> int:
+        try:
+            read_bytes = os.preadv(descriptor, [memory], offset)
+        except OSError as error:
+            raise WeightsError(
+                f"cannot read {self.path} at byte {offset} ({error.strerror}): copy or download it again"
+            ) from error
+        if read_bytes == 0:
+            raise WeightsError(
+                f"{self.path} ends at byte {offset}, but had {self.num_bytes} bytes when it was opened: wait until it "
+                "is written, then load it again"
+            )
+        return read_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """Where a tensor is in a file of weights.
+
+    Attributes:
+        name: as the file has it.
+        dtype: as it is stored.
+        shape: of the tensor.
+        source: the file.
+        offset: of its first byte in the file.
+        num_bytes: from its first to its last byte.
+        strides: in elements, where the tensor is not stored in the order of its elements; else ``None``.
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    source: WeightFile
+    offset: int
+    num_bytes: int
+    strides: tuple[int, ...] | None = None
+
+    @property
+    def file(self) -> Path:
+        """The path of the file."""
+        return self.source.path
+
+    @property
+    def can_be_mapped(self) -> bool:
+        """Whether its first byte is where its type may begin."""
+        return self.offset % self.dtype.itemsize == 0
+
+    def has_bytes_of(self, other: Entry) -> bool:
+        """Whether both are the same bytes of one file, as tied weights are in files of ``torch.save``."""
+        same = (self.file, self.offset, self.shape, self.strides) == (
+            other.file,
+            other.offset,
+            other.shape,
+            other.strides,
+        )
+        return same and self.dtype == other.dtype
+
+    def read(self, report: Report = _unheard) -> Tensor:
+        """Return the tensor, in memory of its own.
+
+        Raises:
+            WeightsError: if the file cannot be read.
+        """
+        if self.strides is None:
+            made = torch.empty(self.shape, dtype=self.dtype, device="cpu")
+            self.source.read_into(made, self.offset, report)
+            return made
+        span = torch.empty(self.num_bytes // self.dtype.itemsize, dtype=self.dtype, device="cpu")
+        self.source.read_into(span, self.offset, report)
+        return span.as_strided(self.shape, self.strides)
+
+    def read_into(self, target: Tensor, report: Report = _unheard) -> None:
+        """Fill a tensor of the same shape, of any type and on any device.
+
+        Raises:
+            WeightsError: if the file cannot be read.
+        """
+        assert tuple(target.shape) == self.shape, (target.shape, self.shape)
+        with torch.no_grad():
+            if self.strides is not None or not target.is_contiguous():
+                target.copy_(self.read(report))
+            elif target.device.type == "cpu" and target.dtype == self.dtype:
+                self.source.read_into(target, self.offset, report)
+            else:
+                self._read_in_blocks(target.detach().flatten(), report)
+
+    def mapped(self) -> Tensor:
+        """Return the tensor as read-only memory of the file; see the module.
+
+        Raises:
+            WeightsError: if its first byte is where its type cannot begin, or the file cannot be opened.
+        """
+        if not self.can_be_mapped:
+            raise WeightsError(
+                f"`{self.name}` begins at byte {self.offset} of {self.file}, which no tensor of {self.dtype} can be "
+                "mapped from: read it instead (place `memory`), or save the checkpoint again with `save_pretrained`"
+            )
+        count = self.num_bytes // self.dtype.itemsize
+        with outside_the_device(), torch.no_grad():
+            if count == 0:
+                return torch.empty(self.shape, dtype=self.dtype, device="cpu")
+            with warnings.catch_warnings():
+                # That the memory cannot be written is what is wanted.
+                warnings.filterwarnings("ignore", "The given buffer is not writable")
+                flat = torch.frombuffer(self.source.mapped(), dtype=self.dtype, count=count, offset=self.offset)
+            return flat.view(self.shape) if self.strides is None else flat.as_strided(self.shape, self.strides)
+
+    def _read_in_blocks(self, flat: Tensor, report: Report) -> None:
+        """Read into another type or onto another device; nothing but a block is ever on the host."""
+        size_bytes = self.dtype.itemsize
+        step = max(1, _BLOCK_BYTES // size_bytes)
+        block = torch.empty(min(step, flat.numel()), dtype=self.dtype, pin_memory=flat.device.type == "cuda")
+        for begin in range(0, flat.numel(), step):
+            part = block[: min(step, flat.numel() - begin)]
+            self.source.read_into(part, self.offset + begin * size_bytes, report)
+            flat[begin : begin + len(part)].copy_(part)  # waits until it is there
+
+
+def num_bytes_of(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    """Return the bytes of a contiguous tensor."""
+    return prod(shape) * dtype.itemsize
+
+
+class _opened:
+    """A descriptor of a file, for reading."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __enter__(self) -> int:
+        try:
+            self._descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise WeightsError(
+                f"cannot open {self._path}: {error.strerror}; give a folder whose files can be read"
+            ) from error
+        return self._descriptor
+
+    def __exit__(self, *unused: object) -> None:
+        os.close(self._descriptor)
