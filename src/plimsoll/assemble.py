@@ -32,6 +32,7 @@ from plimsoll.device.base import backend_for
 from plimsoll.embeddings.subsets import open_rows, take_subset
 from plimsoll.embeddings.vocabulary import of_tokenizer
 from plimsoll.errors import BudgetError, JobError
+from plimsoll.mapped import MappedPool
 from plimsoll.models.build import build_model, loss_of, name_labels, sketch_model
 from plimsoll.models.vectors import dimension_of, fill_embedding, require_fitting, word_embedding
 from plimsoll.optimizers import build_optimizer, build_schedule
@@ -61,6 +62,7 @@ class Assembled:
     loader: Loader
     validation: Any | None
     label_names: tuple[str, ...] = ()
+    files: MappedPool | None = None
 
 
 class Vectors(NamedTuple):
@@ -125,6 +127,9 @@ def assemble(
     device: str,
     on_event: Callable[[str], None] = warn,
     oom_kills: Callable[[], int | None] = lambda: None,
+    *,
+    in_files: bool = False,
+    put: Callable[[nn.Module, str], object] = nn.Module.to,
 ) -> Assembled:
     """Build the training of ``job`` on ``device``, seeded by the job.
 
@@ -134,27 +139,30 @@ def assemble(
         device: where it trains.
         on_event: told what happened to the processes that read the data; by default that is a warning.
         oom_kills: how many processes the kernel has killed for want of memory, to tell such a death.
+        in_files: build the model in mapped files and not in memory, with the same numbers.
+        put: moves the model to the device; a technique may leave part of it on the host.
 
     Raises:
         JobError: if the model or the optimizer cannot be built as described.
+        OutputError: if the disk has no room for ``in_files``.
         DataError: if there are fewer samples than one batch.
     """
     _seed(job.seed)
     training, validation = open_datasets(prepared, job)
     loader = loader_of(job, training, on_event, oom_kills)
-    model = build_model(job, prepared.vocab_size, prepared.num_labels, prepared.end_id)
+    files = MappedPool() if in_files else None
+    model = build_model(job, prepared.vocab_size, prepared.num_labels, prepared.end_id, files=files)
     if prepared.vectors_folder is not None:
         fill_embedding(word_embedding(model, prepared.vocab_size), open_rows(Path(prepared.vectors_folder)))
     name_labels(model, prepared.label_names)
-    model.to(device).train()
+    put(model, device)
+    model.train()
     _require_kernels(model, job.own_precision, device)
     _require_apart(job, model)
     optimizer = build_optimizer(job.optimizer, model.parameters())
     loss, units = loss_of(job.task)
     schedule = build_schedule(job.optimizer, optimizer, job.steps)
-    return Assembled(
-        model, optimizer, schedule, loss, units, training, loader, validation, label_names=prepared.label_names
-    )
+    return Assembled(model, optimizer, schedule, loss, units, training, loader, validation, prepared.label_names, files)
 
 
 def loader_of(

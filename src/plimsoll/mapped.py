@@ -98,6 +98,10 @@ class MappedPool:
         with torch.no_grad():
             return self.empty_like(tensor).copy_(tensor.detach())
 
+    def know(self, tensor: Tensor) -> None:
+        """Take a fake tensor that stands for one made here, in a rehearsal, for one that was."""
+        self._made.add(tensor)
+
     def holds(self, tensor: Tensor) -> bool:
         """Whether a tensor, or what it is a view of, was made here."""
         return tensor in self._made

@@ -25,6 +25,8 @@ class _Depth(threading.local):
 
 
 _DEPTH = _Depth()
+MARK = "_plimsoll_on_host"
+"""The attribute of a tensor that lies outside the device."""
 Copier = Callable[[torch.Tensor], torch.Tensor]
 
 _KEEPERS: weakref.WeakKeyDictionary[torch.optim.Optimizer, Copier] = weakref.WeakKeyDictionary()
@@ -43,6 +45,25 @@ def outside_the_device() -> Iterator[None]:
 def is_outside() -> bool:
     """Whether this thread is in such a block."""
     return _DEPTH.value > 0
+
+
+def mark_outside(tensor: torch.Tensor) -> torch.Tensor:
+    """Say that a tensor lies outside the device, and with it what is computed from such tensors alone.
+
+    A live tensor says so by its own device; a fake one, and the CPU that stands in for CUDA in a test, cannot.
+    """
+    setattr(tensor, MARK, True)
+    return tensor
+
+
+def unmark(tensor: torch.Tensor) -> None:
+    """Take that back."""
+    vars(tensor).pop(MARK, None)
+
+
+def is_marked(tensor: torch.Tensor) -> bool:
+    """Whether `mark_outside` was said of a tensor."""
+    return hasattr(tensor, MARK)
 
 
 @contextmanager

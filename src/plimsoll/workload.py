@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from plimsoll.errors import InputError
+from plimsoll.mapped import MappedPool
 from plimsoll.records.job import OptimizerChoice
 
 LossFunction = Callable[[nn.Module, Any], Tensor]
@@ -47,6 +48,7 @@ class Workload:
     in one pass, without the padding they do not need, the tokens of a full sample that passes of so many samples were
     planned with (``None``: those of each batch), what is called after each step that happened, and what copies a
     tensor to where the device's memory is not used (``None``: no parameter is updated before backward has ended).
+    ``files`` is what the parameters were made in, where that was not memory.
     """
 
     model: nn.Module
@@ -61,6 +63,7 @@ class Workload:
     cuts_by_length: bool = False
     full_length: int | None = None
     copy_outside: Callable[[Tensor], Tensor] | None = None
+    files: MappedPool | None = None
     after_step: tuple[Callable[[], None], ...] = ()
 
 

@@ -64,6 +64,7 @@ app.command("train-worker", hidden=True)(workers.train_worker)
 app.command("prepare-worker", hidden=True)(workers.prepare_worker)
 app.command("plan-worker", hidden=True)(workers.plan_worker)
 app.command("baseline-worker", hidden=True)(workers.baseline_worker)
+app.command("inference-baseline-worker", hidden=True)(workers.inference_baseline_worker)
 
 
 def main() -> None:

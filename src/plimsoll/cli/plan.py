@@ -1,4 +1,4 @@
-"""``plimsoll plan``: the fastest mix of techniques that stays inside a budget, before anything runs."""
+"""``plimsoll plan``: the fastest way to train or to apply a model that stays inside a budget, before anything runs."""
 
 from __future__ import annotations
 
@@ -9,21 +9,30 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from plimsoll.records.plan import Pin
+    from plimsoll.records.job import Job
+    from plimsoll.records.placement import InferencePlan
+    from plimsoll.records.plan import Pin, Plan
 
 _IMPOSSIBLE = 1
+_USUAL_TOKENS = 256
+_TYPES = ("float32", "bfloat16", "float16")
 
 
 # long: one call with one line for each option
 def plan(  # noqa: PLR0917 -- typer calls it by name
-    job_file: Annotated[Path, typer.Argument(metavar="JOB", help="The job file.")],
+    subject: Annotated[
+        Path,
+        typer.Argument(
+            metavar="JOB_OR_MODEL", help="The job file. With --inference: a model folder, a run directory, or a job."
+        ),
+    ],
     budget: Annotated[
-        str | None, typer.Option(help="Memory the training may use, e.g. 6GiB. Default: the job's, or what there is.")
+        str | None, typer.Option(help="Memory it may use, e.g. 6GiB. Default: the job's, or what there is.")
     ] = None,
     device: Annotated[
         str | None,
         typer.Option(
-            help="Where it is to train: local, cpu, cuda, or a device by name, e.g. rtx3060. Default: the job's."
+            help="Where it is to run: local, cpu, cuda, or a device by name, e.g. rtx3060. Default: the job's."
         ),
     ] = None,
     changes: Annotated[
@@ -36,6 +45,21 @@ def plan(  # noqa: PLR0917 -- typer calls it by name
     forbids: Annotated[
         list[str] | None, typer.Option("--forbid", metavar="TECHNIQUE", help="Do not have this in the plan.")
     ] = None,
+    train: Annotated[bool, typer.Option("--train", help="Plan the training, which is the default.")] = False,
+    inference: Annotated[bool, typer.Option("--inference", help="Plan how the model is applied to texts.")] = False,
+    task: Annotated[
+        str | None,
+        typer.Option(help="With --inference: score, classify, embed or generate. Default: what the model is for."),
+    ] = None,
+    length: Annotated[
+        int | None, typer.Option(min=1, help="With --inference: tokens of the longest text. Default: 256.")
+    ] = None,
+    new_tokens: Annotated[
+        int | None, typer.Option(min=1, help="With --inference: tokens that generate makes of each text.")
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="With --inference: float32, bfloat16 or float16. Default: as stored.")
+    ] = None,
     calibration: Annotated[
         Path | None, typer.Option(help="What measured runs have taught; by default what those of this machine have.")
     ] = None,
@@ -45,7 +69,7 @@ def plan(  # noqa: PLR0917 -- typer calls it by name
     force: Annotated[bool, typer.Option("--force", help="Overwrite the output.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON record instead of tables.")] = False,
 ) -> None:
-    """Find the fastest way to train that stays inside a budget; exit code 1 if there is none.
+    """Find the fastest way to train, or to apply a model, that stays inside a budget; exit code 1 if there is none.
 
     \b
     Examples:
@@ -54,36 +78,122 @@ def plan(  # noqa: PLR0917 -- typer calls it by name
       plimsoll plan job.yaml --budget 6GiB --pin checkpointing=all --forbid activation_offload
       plimsoll plan job.yaml --budget 6GiB --set precision=auto
       plimsoll plan job.yaml --budget 6GiB -o plan.json
+      plimsoll plan models/gpt --inference --task score --length 256 --budget 1GiB
+      plimsoll plan models/gpt --inference --task generate --new-tokens 64 --device rtx3060
     """
     from plimsoll.cli.answer import answering, check_output, hand_over, limit_bytes_of
-    from plimsoll.records.comparison import Calibration
     from plimsoll.records.job import Job
-    from plimsoll.report.plan_sheets import headline
-    from plimsoll.report.progress import spinner
 
     with answering("the planning", as_json):
         # Everything that can be refused is refused before the work.
-        job = Job.from_yaml(job_file, tuple(changes or ()))
+        of_training = _given({"set": changes, "pin": pins, "forbid": forbids, "calibration": calibration})
+        of_inference = _given({"task": task, "length": length, "new-tokens": new_tokens, "dtype": dtype})
+        _check_kind(train, inference, of_training, of_inference)
         limit_bytes = limit_bytes_of(budget)
-        pinned, forbidden = _wishes(pins or (), forbids or ())
         check_output(output, force)
-        learned = None if calibration is None else Calibration.load(calibration)
-        from plimsoll.run.learning import known_calibration
-        from plimsoll.run.plan import plan_job
-
-        with spinner(quiet=as_json) as progress:
-            found = plan_job(
-                job,
-                device=device,
-                limit_bytes=limit_bytes,
-                pins=pinned,
-                forbids=forbidden,
-                calibration=learned or known_calibration(),
-                progress=progress,
-            )
-        hand_over(found, headline(found), output, as_json)
+        found: InferencePlan | Plan
+        if inference:
+            tokens = (length or _USUAL_TOKENS, new_tokens or 0)
+            found, sentence = _plan_inference(subject, task, tokens, dtype, (device, limit_bytes), as_json)
+        else:
+            job, wishes = Job.from_yaml(subject, tuple(changes or ())), _wishes(pins or (), forbids or ())
+            found, sentence = _plan_training(job, wishes, calibration, (device, limit_bytes), as_json)
+        hand_over(found, sentence, output, as_json)
     if not found.fits:
         sys.exit(_IMPOSSIBLE)
+
+
+def _given(options: dict[str, object]) -> list[str]:
+    return [f"--{name}" for name, value in options.items() if value]
+
+
+def _check_kind(is_training: bool, is_inference: bool, of_training: list[str], of_inference: list[str]) -> None:
+    from plimsoll.errors import InputError
+
+    if is_training and is_inference:
+        raise InputError("--train and --inference were given both, and a plan is for one of them: leave one out")
+    wrong, other = (of_training, "--train") if is_inference else (of_inference, "--inference")
+    if wrong:
+        raise InputError(f"{', '.join(wrong)} belongs to a plan with {other}: leave it out, or give {other}")
+
+
+def _plan_training(
+    job: Job, wishes: tuple[tuple[Pin, ...], tuple[str, ...]], calibration: Path | None,
+    where: tuple[str | None, int | None], quiet: bool,
+) -> tuple[Plan, str]:  # fmt: skip
+    from plimsoll.records.comparison import Calibration
+    from plimsoll.report.plan_sheets import headline
+    from plimsoll.report.progress import spinner
+
+    learned = None if calibration is None else Calibration.load(calibration)
+    from plimsoll.run.learning import known_calibration
+    from plimsoll.run.plan import plan_job
+
+    (pins, forbids), (device, limit_bytes) = wishes, where
+    with spinner(quiet=quiet) as progress:
+        found = plan_job(
+            job,
+            device=device,
+            limit_bytes=limit_bytes,
+            pins=pins,
+            forbids=forbids,
+            calibration=learned or known_calibration(),
+            progress=progress,
+        )
+    return found, headline(found)
+
+
+def _plan_inference(  # noqa: PLR0917 -- called once
+    subject: Path, task: str | None, tokens: tuple[int, int], dtype: str | None, where: tuple[str | None, int | None],
+    quiet: bool,
+) -> tuple[InferencePlan, str]:  # fmt: skip
+    from plimsoll.report.placement_sheets import headline
+    from plimsoll.report.progress import spinner
+
+    folder = _model_folder(subject)
+    import torch
+
+    from plimsoll.models.inference import default_task
+    from plimsoll.run.plan_inference import plan_inference
+
+    (longest_tokens, new_tokens), (device, limit_bytes) = tokens, where
+    with spinner(quiet=quiet) as progress:
+        found = plan_inference(
+            folder,
+            task or default_task(folder),
+            longest_tokens=longest_tokens,
+            new_tokens=new_tokens,
+            limit_bytes=limit_bytes,
+            device=device,
+            dtype=None if dtype is None else getattr(torch, _known_type(dtype)),
+            progress=progress,
+        )
+    return found, headline(found)
+
+
+def _known_type(name: str) -> str:
+    from plimsoll.errors import InputError
+
+    if name not in _TYPES:
+        raise InputError(f"--dtype {name} is no type of weights that can be planned: give one of {', '.join(_TYPES)}")
+    return name
+
+
+def _model_folder(subject: Path) -> Path:
+    """The folder of the weights: itself, that of a run directory, or the one that a job trains."""
+    from plimsoll.errors import InputError
+    from plimsoll.records.job import Job
+    from plimsoll.run.inference_model import model_folder
+
+    if not subject.is_file():
+        return model_folder(subject).path
+    model = Job.from_yaml(subject).model
+    if isinstance(model, str) and Path(model).is_dir():
+        return Path(model)
+    raise InputError(
+        f"the job {subject} trains new weights ({model!r}), which cannot be applied yet: train it, and give the run "
+        "directory"
+    )
 
 
 def _wishes(pins: list[str] | tuple[()], forbids: list[str] | tuple[()]) -> tuple[tuple[Pin, ...], tuple[str, ...]]:

@@ -49,6 +49,13 @@ def baseline_worker() -> None:
     print_baseline()
 
 
+def inference_baseline_worker(folder: Path, task: str) -> None:
+    """Print what a process takes that applies a model, before it has the model."""
+    from plimsoll.run.worker import print_inference_baseline
+
+    print_inference_baseline(folder, task)
+
+
 def train_worker(  # noqa: PLR0917 -- typer calls it by name
     directory: Path,
     resume: bool = False,

@@ -56,18 +56,21 @@ def address_space_bytes(pid: int | str = "self") -> int:
 class PeakCounter:
     """The highest private memory of this process since the last `reset`.
 
-    The kernel keeps the highest resident size, files and shared memory included; those are subtracted as they are now,
-    so a run that maps more of a file after its peak reads low by that much: reset at every step. Where the kernel
-    refuses the reset (some sandboxes), the highest value that `read` was given is returned instead.
+    The kernel keeps the highest resident size, files and shared memory included; the most of those that any `read` saw
+    is subtracted, so a run that maps more of a file after its peak reads low by that much: reset at every step. What is
+    never returned is more than was used, if it is read while most of the files are mapped (a checkpoint that is
+    restored). Where the kernel refuses the reset (some sandboxes), the highest value that `read` was given is returned
+    instead.
     """
 
     def __init__(self) -> None:
         self._kernel_counts = True
         self._highest_seen_bytes = 0
+        self._most_files_bytes = 0
 
     def reset(self) -> None:
         """Start a new peak from what is used now."""
-        self._highest_seen_bytes = private_bytes()
+        self._highest_seen_bytes, self._most_files_bytes = private_bytes(), 0
         self._kernel_counts = _reset_high_water_mark()
 
     def read(self, used_bytes: int) -> int:
@@ -75,7 +78,9 @@ class PeakCounter:
         self._highest_seen_bytes = max(self._highest_seen_bytes, used_bytes)
         if not self._kernel_counts:
             return self._highest_seen_bytes
-        return max(self._highest_seen_bytes, _high_water_private_bytes())
+        resident_bytes, files_bytes = _high_water()
+        self._most_files_bytes = max(self._most_files_bytes, files_bytes)
+        return max(self._highest_seen_bytes, resident_bytes - self._most_files_bytes)
 
 
 def _statm(pid: int | str) -> list[int]:
@@ -95,7 +100,8 @@ def _reset_high_water_mark() -> bool:
     return True
 
 
-def _high_water_private_bytes() -> int:
+def _high_water() -> tuple[int, int]:
+    """The most that was resident, and what of files and shared memory is now."""
     with open("/proc/self/status", "rb", buffering=0) as file:
         highest, files, shared = map(int, _HIGH_WATER.search(file.read()).groups())  # type: ignore[union-attr]
-    return (highest - files - shared) * 1024
+    return highest * 1024, (files + shared) * 1024

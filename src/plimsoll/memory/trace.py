@@ -19,8 +19,8 @@ import os
 import threading
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from itertools import chain
 from typing import Any
 
@@ -41,6 +41,7 @@ from plimsoll.memory.live import live_bytes
 from plimsoll.memory.lowering.base import Lowering
 from plimsoll.memory.recorder import Recorder
 from plimsoll.memory.untraced import untraced
+from plimsoll.outside import outside_the_device
 from plimsoll.records.trace import Phase, Trace
 
 _CANNOT_TRACE = (
@@ -75,9 +76,14 @@ class Rehearsal:
             scratch_bytes=lowering.scratch_bytes, on_host=lowering.on_host, unwritten=lowering.unwritten,
         )  # fmt: skip
 
-    def fake_model(self, model: nn.Module) -> nn.Module:
-        """Return a copy of a model whose parameters and buffers are fake; the model itself stays as it is."""
-        return self._arrived(copy.deepcopy(model, self._faked(model)))
+    def fake_model(self, model: nn.Module, outside: Iterable[Tensor] = ()) -> nn.Module:
+        """Return a copy of a model whose parameters and buffers are fake; the model itself stays as it is.
+
+        Args:
+            model: the model.
+            outside: those of its tensors that do not lie on the device.
+        """
+        return self._arrived(copy.deepcopy(model, self._faked(model, frozenset(map(id, outside)))))
 
     def fake_training(
         self, model: nn.Module, optimizer: torch.optim.Optimizer
@@ -114,7 +120,7 @@ class Rehearsal:
         """Return what was recorded."""
         return self.recorder.trace("predicted", self._lowering.name, self.known.assumptions)
 
-    def _faked(self, model: nn.Module) -> dict[int, Any]:
+    def _faked(self, model: nn.Module, outside: Collection[int] = ()) -> dict[int, Any]:
         """The fake of each tensor of a model by its id: what ``copy.deepcopy`` takes as done."""
         memo: dict[int, Any] = {}
         # A module may also keep tensors as plain attributes, as masks are.
@@ -122,7 +128,8 @@ class Rehearsal:
         for tensor in chain(model.parameters(), model.buffers(), plain):
             if id(tensor) in memo:
                 continue
-            fake = self.known.fake(tensor).requires_grad_(tensor.requires_grad)
+            with outside_the_device() if id(tensor) in outside else nullcontext():
+                fake = self.known.fake(tensor).requires_grad_(tensor.requires_grad)
             if isinstance(tensor, nn.Parameter):
                 fake._is_param = True  # what nn.Parameter itself does for a subclass
             memo[id(tensor)] = fake

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,6 +26,7 @@ from safetensors.torch import save_model as save_weights
 from torch import nn
 
 from plimsoll.errors import JobError, OutputError
+from plimsoll.mapped import MappedPool
 from plimsoll.models.hugging_face import (
     TextShape,
     architectures,
@@ -34,6 +36,7 @@ from plimsoll.models.hugging_face import (
     save_hugging_face,
 )
 from plimsoll.models.imported import build_imported, find_imported
+from plimsoll.models.in_files import made_in
 from plimsoll.models.recurrent import (
     RECURRENT,
     RecurrentLanguageModel,
@@ -49,7 +52,12 @@ from plimsoll.workload import LossFunction, Units, model_loss
 
 
 def build_model(
-    job: Job, vocab_size: int, num_labels: int | None, end_id: int, device: Literal["cpu", "meta"] = "cpu"
+    job: Job,
+    vocab_size: int,
+    num_labels: int | None,
+    end_id: int,
+    device: Literal["cpu", "meta"] = "cpu",
+    files: MappedPool | None = None,
 ) -> nn.Module:
     """Build or load the model of a job, in training mode, with float32 weights.
 
@@ -59,6 +67,7 @@ def build_model(
         num_labels: labels of texts or of tokens, at least 2; ``None`` for language modeling.
         end_id: the token that ends a text and fills up shorter ones.
         device: ``"meta"`` allocates nothing and gives the shapes only.
+        files: where the weights are made, in place of memory; they are the same.
 
     Raises:
         JobError: if the model cannot be named, built, loaded or used so; the message says which field and why.
@@ -70,9 +79,10 @@ def build_model(
         )
     labels, is_tagger = (num_labels if job.is_labelled else None), job.task == "token-classification"
     shape = TextShape(vocab_size, labels, end_id, job.sequence_length, is_tagger)
-    model = _model(job, shape, device)
-    if job.embeddings is not None:
-        prepare_embedding(model, job.embeddings, vocab_size)
+    with nullcontext() if files is None else made_in(files):
+        model = _model(job, shape, device)
+        if job.embeddings is not None:
+            prepare_embedding(model, job.embeddings, vocab_size)
     if job.data.order == "streams":
         if not isinstance(model, RecurrentLanguageModel):
             raise JobError(

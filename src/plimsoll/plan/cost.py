@@ -67,8 +67,9 @@ def step_duration(
     micro_batch: int,
     rehearsed_samples: int,
     learned: Learned | None = None,
+    step: int | None = None,
 ) -> Duration:
-    """Compute the seconds of one optimizer step, the last one of the trace.
+    """Compute the seconds of one optimizer step, or of one pass of a model that is applied.
 
     Args:
         counted: a rehearsal of one or two micro-batches a step, as its target counts it.
@@ -77,8 +78,9 @@ def step_duration(
         micro_batch: samples of one pass.
         rehearsed_samples: samples of a step of the trace.
         learned: measured over predicted seconds, from runs like this one (`learned_ratio`).
+        step: which of the trace; by default the last one.
     """
-    pieces, once = _stretches(counted, speed)
+    pieces, once = _stretches(counted, speed, step)
     seconds = once + sum(pieces)
     if rehearsed_samples < batch_size:
         seconds = once + _of_all(pieces, -(-batch_size // micro_batch), batch_size % micro_batch > 0)
@@ -163,17 +165,17 @@ def _of_all(pieces: Sequence[float], num_pieces: int, ends_smaller: bool) -> flo
     return first * (num_pieces - 1) + last if ends_smaller else first + last * (num_pieces - 1)
 
 
-def _stretches(counted: Counted, speed: Speed) -> tuple[list[float], float]:
-    """Seconds of each micro-batch of the last step, and of what a step does once."""
+def _stretches(counted: Counted, speed: Speed, step: int | None) -> tuple[list[float], float]:
+    """Seconds of each micro-batch of a step, by default the last one, and of what a step does once."""
     trace, fresh_bytes = counted.trace, counted.fresh_bytes
     ops = trace.ops
     names = [_plain_name(text) for text in trace.texts]
     pieces: list[_Seconds] = []
     once, last_phase = _Seconds(), None
     rows = [row for row, phase in enumerate(ops.phase) if phase not in _NOT_COUNTED]
-    last_step = max((ops.step[row] for row in rows), default=0)
+    wanted = max((ops.step[row] for row in rows), default=0) if step is None else step
     for row in rows:
-        if ops.step[row] != last_step:
+        if ops.step[row] != wanted:
             continue
         stretch, phase = once, ops.phase[row]
         if phase in _OF_A_PIECE:

@@ -38,7 +38,12 @@ _MOST_LEANEST_LOOKS = 2  # for what needs least, after a descent
 _WEAKER_SECONDS = 0.5  # of the time that the strongest option adds
 _FALLS_SHARE = 0.95  # of what is before it: what needs more is no fallback
 _NO_TRACE = Heap.name  # changes no op: its choices are counted on a trace that is there
-_MOVES = ("optimizer_kernel", "optimizer_offload", "parameter_offload")  # taking one back needs room in the crisis
+_MOVES = (
+    "optimizer_kernel",
+    "optimizer_offload",
+    "parameter_offload",
+    "layer_streaming",
+)  # taking one back needs room in the crisis
 _NEAR_SHARE = 0.5  # of the limit: a plan that needs less is not traced with techniques for its fallbacks
 _FALLBACK_SHARE = 0.6  # of what the plan needs; a peak that is higher still is for the leanest
 

@@ -18,10 +18,11 @@ from plotly.offline import get_plotlyjs
 from plimsoll.records.corpus import CorpusFacts, FeedRates, Inspection, TokenFacts
 from plimsoll.records.device import Device, Machine
 from plimsoll.records.diagnosis import Diagnosis
+from plimsoll.records.placement import InferencePlan
 from plimsoll.records.plan import Plan
 from plimsoll.records.prediction import Prediction
 from plimsoll.records.run import RunRecord
-from plimsoll.report import data_sheets, diagnosis_sheets, plan_sheets, prediction_sheets, sheets
+from plimsoll.report import data_sheets, diagnosis_sheets, placement_sheets, plan_sheets, prediction_sheets, sheets
 from plimsoll.report.charts import run_charts
 from plimsoll.report.plan_charts import ladder_chart
 from plimsoll.report.prediction_charts import prediction_chart
@@ -176,6 +177,14 @@ def plan_page(plan: Plan) -> str:
             versions=sheets.version_sheet(prediction.versions if prediction else {}),
         )
     )
+
+
+def placement_page(plan: InferencePlan) -> str:
+    """Return the page of how a model is applied."""
+    said = (placement_sheets.headline(plan), *placement_sheets.sentences(plan))
+    numbers = sheets.Sheet("", (sheets.Column("What"), sheets.Column("Value")), placement_sheets.key_numbers(plan))
+    shown = (numbers, *placement_sheets.sheets_of(plan), sheets.version_sheet(plan.versions))
+    return _sheets_page(plan.model, " ".join(said), *shown)
 
 
 def _more_rejected(plan: Plan) -> sheets.Sheet | None:

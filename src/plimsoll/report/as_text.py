@@ -20,11 +20,12 @@ from rich.text import Text
 from plimsoll.records.corpus import CorpusFacts, FeedRates, Inspection, TokenFacts
 from plimsoll.records.device import Device, Machine, MemoryUse
 from plimsoll.records.diagnosis import Diagnosis
+from plimsoll.records.placement import InferencePlan
 from plimsoll.records.plan import Plan
 from plimsoll.records.prediction import Prediction
 from plimsoll.records.run import RunRecord, StepLine
 from plimsoll.records.units import format_bytes, format_seconds
-from plimsoll.report import data_sheets, diagnosis_sheets, plan_sheets, prediction_sheets, sheets
+from plimsoll.report import data_sheets, diagnosis_sheets, placement_sheets, plan_sheets, prediction_sheets, sheets
 
 _WIDTH_COLUMNS = 80
 _NEAR_THE_LINE = 0.95  # of the limit: from here a memory bar is shown in the colour of a warning
@@ -176,6 +177,15 @@ def plan_panel(plan: Plan) -> Panel:
     verdict = Text(plan_sheets.headline(plan), _PLAN_STYLE[plan_sheets.verdict(plan)])
     rest = (Text(sentence) for sentence in (*sentences, *moments) if sentence)
     return Panel(Group(verdict, *rest), title=Text(title, "bold"), title_align="left", box=box.ROUNDED)
+
+
+def placement_report(plan: InferencePlan) -> Group:
+    """Return the whole report of how a model is applied; tables without rows are left out."""
+    verdict = Text(placement_sheets.headline(plan), _PLAN_STYLE[placement_sheets.verdict(plan)])
+    rest = (Text(sentence) for sentence in placement_sheets.sentences(plan))
+    panel = Panel(Group(verdict, *rest), title=Text(plan.model, "bold"), title_align="left", box=box.ROUNDED)
+    tables = (_table(sheet) for sheet in placement_sheets.sheets_of(plan))
+    return _spaced(panel, _number_grid(placement_sheets.key_numbers(plan)), *tables)
 
 
 def _prediction_tables(prediction: Prediction | None) -> list[sheets.Sheet]:

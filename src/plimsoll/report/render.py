@@ -20,6 +20,7 @@ from plimsoll.records.corpus import CorpusFacts, FeedRates, Inspection, TokenFac
 from plimsoll.records.device import Device, Machine
 from plimsoll.records.diagnosis import Diagnosis
 from plimsoll.records.embeddings import CompressionFacts, Conversion, SubsetFacts, VectorFile
+from plimsoll.records.placement import InferencePlan
 from plimsoll.records.plan import Plan
 from plimsoll.records.prediction import Prediction
 from plimsoll.records.run import RunRecord
@@ -55,6 +56,7 @@ _SCREENS: dict[type[Record], Screen] = {
     VectorFile: _of_sheets(embedding_sheets.vector_file_sheets),
     Conversion: _of_sheets(embedding_sheets.conversion_sheets),
     CompressionFacts: _of_sheets(embedding_sheets.compression_sheets),
+    InferencePlan: (as_text.placement_report, as_html.placement_page),
     ApplyFacts: _of_sheets(apply_sheets.apply_sheets),
 }
 
@@ -82,8 +84,8 @@ def render(record: Record, format: Format = "text") -> str:
     """Return a record as something to read.
 
     Args:
-        record: a run, a machine, a device, a plan, a prediction, a diagnosis, or one of `plimsoll.records.corpus` and
-            `plimsoll.records.embeddings`.
+        record: a run, a machine, a device, a plan, a prediction, a diagnosis, an inference plan, or one of
+            `plimsoll.records.corpus` and `plimsoll.records.embeddings`.
         format: ``"text"`` (plain, 80 columns), ``"json"`` (the record's file) or ``"html"`` (one page, no network).
 
     Raises:

@@ -23,7 +23,7 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
@@ -55,20 +55,29 @@ class Checkpoint:
         """Bytes of all its files."""
         return sum(file.stat().st_size for file in self.folder.iterdir())
 
-    def restore(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+    def restore(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, look: Callable[[], object] = lambda: None
+    ) -> Any:
         """Put the tensors into the model and the optimizer; returns the random state for the backend.
+
+        ``look`` is called while most of the files are mapped, for who counts the process's memory.
 
         Raises:
             CheckpointError: if its states are of another optimizer.
         """
-        # Mapped, not read: the values are copied into the model, and a second copy of it may not fit.
-        weights = torch.load(self.folder / "model.pt", map_location="cpu", mmap=True, weights_only=True)
+        # Mapped, not read, and shared: the values are copied into the model, a second copy of it may not fit, and a
+        # private mapping would count against a limit as if it were one.
+        with _as_shared_file():
+            weights = torch.load(self.folder / "model.pt", map_location="cpu", mmap=True, weights_only=True)
         model.load_state_dict(weights)
+        look()
         del weights
         with _as_shared_file() if keeps_states_outside(optimizer) else contextlib.nullcontext(False) as is_mapped:
             states = torch.load(self.folder / "optimizer.pt", map_location="cpu", mmap=is_mapped, weights_only=True)
             self._require_made_by(optimizer, states)
             optimizer.load_state_dict(states)
+            look()
+            del states
         return torch.load(self.folder / "random.pt", map_location="cpu", weights_only=True)
 
     def _require_made_by(self, optimizer: torch.optim.Optimizer, states: dict[str, Any]) -> None:

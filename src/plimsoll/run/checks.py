@@ -10,6 +10,7 @@ from torch import nn
 
 from plimsoll.embeddings.host import HostEmbedding
 from plimsoll.errors import InputError
+from plimsoll.outside import is_marked
 from plimsoll.workload import IGNORED_LABEL, model_loss
 
 PRECISIONS = ("fp32", "bf16", "fp16")
@@ -43,13 +44,13 @@ def refuse_unclear_labels(batch: Mapping[str, Any]) -> None:
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """The one device that all parameters are on, but for tables that stay on the host.
+    """The one device that all parameters are on, but for tables and blocks that stay on the host.
 
     Raises:
         InputError: if there is none, or more than one.
     """
     tables = {module.weight for module in model.modules() if isinstance(module, HostEmbedding)}
-    others = [parameter for parameter in model.parameters() if parameter not in tables]
+    others = [one for one in model.parameters() if one not in tables and not is_marked(one)]
     devices = {parameter.device for parameter in others or tables}
     if len(devices) != 1:
         raise InputError(

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,7 +37,7 @@ from torch import nn
 from plimsoll.device.base import Backend
 from plimsoll.errors import TornStepError
 from plimsoll.optimizers import SeparableOptimizer, is_separable
-from plimsoll.outside import Copier, copier_of, keeps_states_outside
+from plimsoll.outside import Copier, copier_of, is_marked, keeps_states_outside, outside_the_device
 from plimsoll.records.run import OomEvent
 from plimsoll.run.boundary import Position, attempt
 from plimsoll.run.failpoints import failpoint
@@ -74,6 +74,10 @@ class _Piece:
     def device(self) -> torch.device:
         return self.parameters[0].device
 
+    @property
+    def place(self) -> _Place:
+        return _place_of(self.parameters[0])
+
     def add(self, group: int, parameter: nn.Parameter) -> None:
         self.groups.setdefault(group, []).append(parameter)
         self.parameters.append(parameter)
@@ -104,6 +108,14 @@ class _Piece:
         for number, (group, parameter) in enumerate(members):
             parts[number * 2 // len(members)].add(group, parameter)
         return parts
+
+
+_Place = tuple[torch.device, bool]
+"""A device, and whether what is there lies outside of it (a rehearsal has one device only)."""
+
+
+def _place_of(parameter: nn.Parameter) -> _Place:
+    return parameter.device, is_marked(parameter)
 
 
 class _Layout:
@@ -263,8 +275,9 @@ class StepCommit:
         while waiting:
             piece = waiting.pop()
             must_fit = nothing_happened and not keeps_states_outside(self.optimizer)
-            others = [one for one in self._stateless(waiting) if one.device == piece.device] if must_fit else []
-            event = self._do(piece, others)
+            others = [one for one in self._stateless(waiting) if _place_of(one) == piece.place] if must_fit else []
+            with outside_the_device() if piece.place[1] else nullcontext():
+                event = self._do(piece, others)
             if event is None:
                 nothing_happened = False
                 continue
@@ -373,14 +386,19 @@ def _members(optimizer: torch.optim.Optimizer) -> list[tuple[int, nn.Parameter]]
 def _pieces(members: list[tuple[int, nn.Parameter]], can_be_cut: bool, piece_bytes: int) -> list[_Piece]:
     """The members, largest first, in pieces of at most ``piece_bytes`` (or one parameter); tables on the host last."""
     pieces: list[_Piece] = []
-    for group, parameter in sorted(members, key=lambda member: (member[1].is_cpu, -member[1].nbytes)):
+    for group, parameter in sorted(members, key=_order):
         is_full = pieces and (
-            pieces[-1].num_bytes + parameter.nbytes > piece_bytes or pieces[-1].device != parameter.device
+            pieces[-1].num_bytes + parameter.nbytes > piece_bytes or pieces[-1].place != _place_of(parameter)
         )
         if not pieces or (can_be_cut and is_full):
             pieces.append(_Piece(can_be_cut))
         pieces[-1].add(group, parameter)
     return pieces
+
+
+def _order(member: tuple[int, nn.Parameter]) -> tuple[bool, bool, int]:
+    _, parameter = member
+    return parameter.is_cpu, is_marked(parameter), -parameter.nbytes
 
 
 @contextmanager

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from plimsoll.device.base import Backend
+from plimsoll.mapped import MappedPool
 from plimsoll.models.build import loss_of
 from plimsoll.optimizers import build_schedule
 from plimsoll.records.job import Job
@@ -25,6 +26,7 @@ def step_of(
     schedule: torch.optim.lr_scheduler.LRScheduler | None = None,
     backend: Backend | None = None,
     position: Position | None = None,
+    files: MappedPool | None = None,
 ) -> TrainStep:
     """Make the step that a job describes.
 
@@ -36,6 +38,7 @@ def step_of(
         schedule: its schedule where there is one already; by default it is made.
         backend: see `TrainStep`, as is ``position``.
         position: see `backend`.
+        files: see `backend`.
     """
     loss, units = loss_of(job.task)
     return TrainStep(
@@ -51,6 +54,7 @@ def step_of(
         full_length=job.sequence_length,
         backend=backend,
         position=position,
+        files=files,
     )
 
 

@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from plimsoll.data.sketch import TextSketch
 from plimsoll.device.host_random import copy_host_state
+from plimsoll.mapped import MappedPool
 from plimsoll.memory.lowering.base import Lowering
 from plimsoll.memory.trace import Rehearsal, failures_explained, rehearsal, with_unknown_lengths
 from plimsoll.models.build import build_model
@@ -36,6 +37,8 @@ from plimsoll.run.rungs import samples_of
 from plimsoll.run.step import TrainStep
 from plimsoll.techniques import Choices
 from plimsoll.techniques._lengths import groups_by_length, lengths_of
+from plimsoll.techniques.layer_streaming import put_where_needed, streams
+from plimsoll.techniques.parameter_offload import builds_in_files
 from plimsoll.workload import LossFunction, Precision, Units, batch_size_of, pick_samples, split_batch
 
 _MOST_PIECES = 2
@@ -134,12 +137,15 @@ def _train_job(  # noqa: PLR0917 -- one call
     batches: list[Any], held_out: Any | None,
 ) -> TrainStep:  # fmt: skip
     """Do on a stage what a training process does."""
+    is_large = builds_in_files(choices) if lowering.kind == "cpu" else streams(choices)
+    files = MappedPool() if is_large else None  # on CUDA these stand for the host's memory
     with failures_explained("the model of this job", stage):
-        model = build_model(job, *texts).train()
-    model.to(lowering.device)
+        model = build_model(job, *texts, files=files).train()
+    put_where_needed(model, lowering.device, choices)
     stage.recorder.know_model(model)
     optimizer = build_optimizer(job.optimizer, model.parameters())
-    step = step_of(job, model, optimizer, [choices], backend=StageBackend(lowering.kind), position=position)
+    backend = StageBackend(lowering.kind)
+    step = step_of(job, model, optimizer, [choices], backend=backend, position=position, files=files)
     stage.recorder.know_model(step.workload.model)  # a technique may have exchanged it
     with failures_explained("the model of this job", stage):
         _rehearse(stage, step, batches, held_out, has_states=bool(job.evaluate_every))

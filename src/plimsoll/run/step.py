@@ -35,6 +35,7 @@ from torch import nn
 
 from plimsoll.device.base import Backend, backend_for
 from plimsoll.errors import DataError, InputError, NonFiniteLossError, OutOfMemoryError
+from plimsoll.mapped import MappedPool
 from plimsoll.records.plan import Choice
 from plimsoll.records.run import OomEvent
 from plimsoll.run.boundary import Position, attempt
@@ -104,6 +105,7 @@ class TrainStep:
             elements; without it, of the longest of each batch.
         backend: stands in for the device's, in a rehearsal.
         position: where the step says what it does; of its own by default.
+        files: what the model was made in, where that was not memory.
 
     Raises:
         InputError: if an argument cannot be used (see `plimsoll.run.checks`).
@@ -126,6 +128,7 @@ class TrainStep:
         full_length: int | None = None,
         backend: Backend | None = None,
         position: Position | None = None,
+        files: MappedPool | None = None,
     ) -> None:
         device = device_of(model)
         refuse(model, optimizer, precision, micro_batch, loss=loss, units=units)
@@ -137,7 +140,7 @@ class TrainStep:
         self._units_are_assumed = units is None
         self._has_own_loss = loss is not model_loss
         self.workload = Workload(model, optimizer, loss, units or "samples", schedule, clip_norm, precision, device)
-        self.workload.full_length = full_length
+        self.workload.full_length, self.workload.files = full_length, files
         self.position = position or Position()
         self.backend: Backend = backend or backend_for(str(device))
         self.ladder: Ladder | None = None

@@ -10,8 +10,9 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from plimsoll.assemble import choose_device
 from plimsoll.device.base import backend_for
@@ -194,17 +195,28 @@ def job_baseline(job: Job) -> Estimate:
 
 
 class StartedBaseline:
-    """The process of `job_baseline`, at work while something else is done; it ends with the block at the latest."""
+    """The process of `job_baseline`, at work while something else is done; it ends with the block at the latest.
 
-    def __init__(self, job: Job) -> None:
-        command = [sys.executable, "-m", "plimsoll", "baseline-worker"]
+    Args:
+        job: of the training.
+        arguments: of the process that is started; the job comes to it on standard input.
+    """
+
+    def __init__(self, job: Job | None, arguments: Sequence[str] = ("baseline-worker",)) -> None:
+        command = [sys.executable, "-m", "plimsoll", *arguments]
         pipe = subprocess.PIPE
         environment = os.environ | {"PLIMSOLL_SUPERVISOR": str(os.getpid())}  # which it does not outlive
         self._child = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=environment)
         assert self._child.stdin is not None
-        self._child.stdin.write(job.to_json())  # which is less than a pipe holds
+        if job is not None:
+            self._child.stdin.write(job.to_json())  # which is less than a pipe holds
         self._child.stdin.close()
         self._child.stdin = None
+
+    @classmethod
+    def of_inference(cls, folder: Path, task: str) -> StartedBaseline:
+        """Start one that has all that applying a model takes but the model."""
+        return cls(None, ("inference-baseline-worker", str(folder), task))
 
     def __enter__(self) -> StartedBaseline:
         return self
@@ -224,7 +236,7 @@ class StartedBaseline:
         if self._child.returncode != 0:
             last = errors.strip().splitlines()[-1:] or ["no message"]
             raise DeviceError(
-                "cannot start a process to see what a training takes before it has a model (exit "
+                "cannot start a process to see what it takes before it has a model (exit "
                 f"{self._child.returncode}: {last[0]}): check that {sys.executable} runs"
             )
         return _measured(int(output))

@@ -132,7 +132,7 @@ def resume(training: Training, saved: checkpoint.Checkpoint) -> None:
     The step has its state already, which says the rung it stands at.
     """
     training.step.install()  # states that are to be in a file are read into one
-    random_state = saved.restore(training.parts.model, training.step.workload.optimizer)
+    random_state = saved.restore(training.parts.model, training.step.workload.optimizer, training.backend.use)
     training.parts.loader.load_state_dict(saved.progress["loader"])
     training.backend.restore_random_state(random_state)
     checkpoint.remove_later(training.directory.checkpoints, saved.step)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from plimsoll.device.cgroup import oom_kill_count
-from plimsoll.errors import EmbeddingError, JobError
+from plimsoll.errors import DataError, EmbeddingError, JobError
 from plimsoll.records.job import Job
 from plimsoll.records.plan import Plan
 from plimsoll.run.directory import RunDirectory
@@ -221,6 +221,8 @@ def train_run(  # noqa: PLR0915 -- as above
     from plimsoll.run.train import Training, train
     from plimsoll.run.train import resume as go_on
     from plimsoll.techniques.heap import set_up_as_with
+    from plimsoll.techniques.layer_streaming import put_where_needed
+    from plimsoll.techniques.parameter_offload import builds_in_files
 
     _end_with_supervisor()
     arm_from_environment()
@@ -247,15 +249,24 @@ def train_run(  # noqa: PLR0915 -- as above
         (host or backend).baseline_bytes()
         _limit(stack, backend, job.budget.device_bytes)
         _limit(stack, host, job.budget.host_bytes)
+        last_rung = directory.rung_in_force() if saved is not None and rung is None else rung
+        first = plan.rungs[min(last_rung or 0, len(plan.rungs) - 1)].choices
         if device == "cpu":
-            last_rung = directory.rung_in_force() if saved is not None and rung is None else rung
-            set_up_as_with(plan.rungs[min(last_rung or 0, len(plan.rungs) - 1)].choices)
+            set_up_as_with(first)
         view = View(path.name, job.steps, "samples" if job.task == "classification" else "tokens", quiet)
-        parts = fitting(lambda: assemble(job, prepared, device, view.say, _oom_kills), backend, "building the model")
+        parts = fitting(
+            lambda: assemble(
+                job, prepared, device, view.say, _oom_kills, in_files=device == "cpu" and builds_in_files(first),
+                put=lambda model, device: put_where_needed(model, device, first),
+            ),
+            backend, "building the model",
+        )  # fmt: skip
         stack.callback(parts.loader.close)
-        step = step_of(job, parts.model, parts.optimizer, plan.choices_by_rung, schedule=parts.schedule)
+        step = step_of(
+            job, parts.model, parts.optimizer, plan.choices_by_rung, schedule=parts.schedule, files=parts.files
+        )
         offset_seconds = max((line.time_seconds for line in directory.lines()), default=0.0)
-        training = Training(job, parts, step, directory, marks, MemorySampler(backend, offset_seconds), view, host)
+        training = Training(job, parts, step, directory, marks, MemorySampler(step.backend, offset_seconds), view, host)
         if saved is not None:
             step.load_state_dict(saved.progress["training_step"])
         if rung is not None:
@@ -312,6 +323,22 @@ def print_baseline() -> None:
     if sketch_model(job) is None:
         with suppress(JobError):  # who traces it says what is wrong with it
             build_model(job, job.tokenizer.vocab_size, 2 if job.is_labelled else None, 0, device="meta")
+    backend = backend_for("cpu")
+    backend.baseline_bytes()  # starts the thread pools
+    print(backend.use().used_bytes)
+
+
+def print_inference_baseline(folder: Path, task: str) -> None:
+    """Print how many bytes a process takes that has all that applying a model needs, but the weights."""
+    _end_with_supervisor()
+    from plimsoll.device.base import backend_for
+    from plimsoll.run import apply, placed  # noqa: F401
+    from plimsoll.run.applied import Applied
+    from plimsoll.run.inference_model import ModelFolder, tokenizer_of
+
+    Applied.open(folder, task, None, 0)
+    with suppress(DataError):  # a program of one's own may have another tokenizer
+        tokenizer_of(ModelFolder(folder, None), None).read(["Its threads are started.", "They take memory too."])
     backend = backend_for("cpu")
     backend.baseline_bytes()  # starts the thread pools
     print(backend.use().used_bytes)

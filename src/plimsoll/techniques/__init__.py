@@ -28,6 +28,7 @@ from plimsoll.techniques.checkpointing import Checkpointing
 from plimsoll.techniques.chunked_loss import ChunkedLoss
 from plimsoll.techniques.evaluation import EvaluationPass
 from plimsoll.techniques.heap import Heap
+from plimsoll.techniques.layer_streaming import LayerStreaming
 from plimsoll.techniques.lora import Lora
 from plimsoll.techniques.low_bit_optimizer import LowBitOptimizer
 from plimsoll.techniques.micro_batch import MicroBatch
@@ -58,6 +59,7 @@ TECHNIQUES: dict[str, Technique] = {
         OptimizerKernel(),
         OptimizerOffload(),
         ParameterOffload(),
+        LayerStreaming(),
         Attention(),
         ChunkedLoss(),
         TruncatedBptt(),

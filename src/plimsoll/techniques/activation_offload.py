@@ -32,6 +32,7 @@ from plimsoll.records.plan import Choice, Numerics
 from plimsoll.records.trace import Category
 from plimsoll.techniques._base import Choices, Setting
 from plimsoll.techniques._pinned import PinnedPool
+from plimsoll.techniques._side_stream import SideStream, wait_for
 from plimsoll.workload import Workload
 
 LEAST_BYTES = 1 << 20
@@ -90,7 +91,7 @@ class _Away:
         self.is_host = is_host
         self._most_bytes = most_bytes
         self._kept: weakref.WeakSet[_Kept] = weakref.WeakSet()
-        self._side: dict[torch.device, _Side] = {}
+        self._side: dict[torch.device, SideStream] = {}
 
     @contextmanager
     def saving(self, model: nn.Module) -> Iterator[None]:
@@ -102,9 +103,9 @@ class _Away:
         finally:
             pass_.all_left()
 
-    def side(self, device: torch.device) -> _Side:
+    def side(self, device: torch.device) -> SideStream:
         """The copies to and from a device."""
-        return self._side.setdefault(device, _Side(device))
+        return self._side.setdefault(device, SideStream(device))
 
     def has_room(self, num_bytes: int) -> bool:
         """Whether so many bytes more are allowed."""
@@ -186,7 +187,7 @@ class _Pass:
     def _one_left(self) -> None:
         # The memory is given back, and so overwritten, only after what comes next on the device waits for the copy.
         _, kept = self._leaving.popleft()
-        _wait_for(kept.sent)
+        wait_for(kept.sent)
 
 
 class _Kept:
@@ -207,7 +208,7 @@ class _Kept:
         if not self._is_host:
             return self.away
         self._fetch()
-        _wait_for(self._arrived)
+        wait_for(self._arrived)
         here = self._here
         assert here is not None
         self.num_uses -= 1
@@ -227,26 +228,7 @@ class _Kept:
     def __del__(self) -> None:
         # A copy that nobody used may still be on its way into memory that is given back here.
         if getattr(self, "_here", None) is not None:
-            _wait_for(self._arrived)
-
-
-class _Side:
-    """Copies on a stream of their own; on the CPU they are done at once."""
-
-    def __init__(self, device: torch.device) -> None:
-        is_cuda = device.type == "cuda"
-        self._stream = torch.cuda.Stream(device) if is_cuda else None  # type: ignore[no-untyped-call]
-
-    def copy(self, target: Tensor, source: Tensor) -> torch.cuda.Event | None:
-        """Copy after everything that was asked for so far; returns what to wait for, if anything."""
-        if self._stream is None:
-            target.copy_(source)
-            return None
-        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-        with torch.cuda.stream(self._stream):
-            target.copy_(source, non_blocking=True)
-            event: torch.cuda.Event = self._stream.record_event()
-        return event
+            wait_for(self._arrived)
 
 
 def _counts_alone(tensor: Tensor) -> bool:
@@ -256,11 +238,6 @@ def _counts_alone(tensor: Tensor) -> bool:
     and GRU cells on the CPU change the gates of a step in place, part after part, and each part counts for itself.
     """
     return tensor._version > 0 and tensor.numel() * tensor.element_size() < tensor.untyped_storage().nbytes()
-
-
-def _wait_for(event: torch.cuda.Event | None) -> None:
-    if event is not None:
-        torch.cuda.current_stream().wait_event(event)
 
 
 @torch.no_grad()

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from plimsoll.mapped import MappedPool
-from plimsoll.outside import states_outside
+from plimsoll.outside import is_marked, states_outside
 from plimsoll.records.plan import Choice, Numerics
 from plimsoll.records.trace import Category
 from plimsoll.techniques._base import Choices, Setting
@@ -197,7 +197,7 @@ class _States:
         return [
             (parameter, states[parameter], key, value)
             for parameter in parameters
-            if parameter in states
+            if parameter in states and not is_marked(parameter)  # whose states are where it is
             for key, value in states[parameter].items()
             if _moves(value)
         ]

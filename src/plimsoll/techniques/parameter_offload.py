@@ -8,6 +8,9 @@ What comes and goes meanwhile would tear the heap, as the parameters leave holes
 tensors explain were measured for small models. So blocks are mappings of their own from 128 KiB on (see
 `plimsoll.techniques.heap`).
 
+A model that was built in files (`plimsoll.models.in_files`) is taken over as it is: nothing is copied, on the way in or
+out. In the training process of a plan that begins with this technique it is, so weights are never in private memory.
+
 If memory runs out in the exit, the parameters that are not back yet stay in the file: they train and are saved as well.
 
 Numerics: bitwise. Does NOT cover CUDA (weights would have to be brought before each layer, also in its recomputation),
@@ -16,7 +19,7 @@ parameters that are not plain dense tensors, and buffers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import ClassVar
 
@@ -61,19 +64,25 @@ class ParameterOffload:
     @contextmanager
     def install(self, workload: Workload, choice: Choice) -> Iterator[None]:
         """Exchange the memory of the parameters; on exit it is exchanged again."""
-        pool = MappedPool()
+        pool = workload.files or MappedPool()
         parameters = [parameter for parameter in workload.model.parameters() if parameter.layout is torch.strided]
+        here = [parameter for parameter in parameters if not pool.holds(parameter)]
         with ExitStack() as stack:
             stack.enter_context(blocks_mapped_from(heap.TIGHT_BYTES))
-            stack.callback(_bring_back, parameters, pool)
+            stack.callback(_bring_back, here, pool)
             if choice.options.get("gradients"):
                 for parameter in parameters:
                     if parameter.requires_grad:
                         mover = _Mover(pool)
                         handle = parameter.register_post_accumulate_grad_hook(mover)  # type: ignore[no-untyped-call]
                         stack.callback(handle.remove)
-            _exchange([parameter for parameter in parameters if not pool.holds(parameter)], pool.copy_of)
+            _exchange(here, pool.copy_of)
             yield
+
+
+def builds_in_files(choices: Iterable[Choice]) -> bool:
+    """Whether a training on the CPU with these choices is to build its model in files: memory may not hold it."""
+    return any(choice.technique == ParameterOffload.name for choice in choices)
 
 
 class _Mover:

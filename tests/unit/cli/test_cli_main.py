@@ -35,6 +35,7 @@ FLAGS = {
     },
     "plan": {
         "--device", "--budget", "--set", "--pin", "--forbid", "--calibration", "--output", "-o", "--force", "--json",
+        "--train", "--inference", "--task", "--length", "--new-tokens", "--dtype",
     },
     "train": {
         "--out", "-o", "--budget", "--set", "--resume", "--from-step", "--plan", "--no-plan", "--pin", "--forbid",
@@ -63,6 +64,7 @@ FLAGS = {
     "prepare-worker": {"--quiet", "--again", "--pin", "--forbid"},
     "plan-worker": {"--given", "--pin", "--forbid", "--quiet", "--goes-on", "--from-step", "--keep"},
     "baseline-worker": set(),
+    "inference-baseline-worker": set(),
 }  # fmt: skip
 
 
@@ -82,6 +84,7 @@ def test_the_processes_that_a_run_starts_are_not_shown_to_people():
         "prepare-worker",
         "plan-worker",
         "baseline-worker",
+        "inference-baseline-worker",
     ]
     visible = [name for name, command in COMMANDS.items() if not command.hidden]
     data = ["data index", "data tokenize", "data inspect", "data bench"]

@@ -18,7 +18,9 @@ from plimsoll.data.formats import Reading
 from plimsoll.data.input_rows import InputRow, open_rows
 from plimsoll.errors import DataError
 
-RECORDS = [{"id": number, "text": text} for number, text in enumerate(["one", "zwei – drei", "a\nb", 'say "no"', "沈む 🚢"])]
+RECORDS = [
+    {"id": number, "text": text} for number, text in enumerate(["one", "zwei – drei", "a\nb", 'say "no"', "沈む 🚢"])
+]
 TEXTS = [record["text"] for record in RECORDS]
 
 

@@ -13,6 +13,7 @@ import pytest
 import apply_records
 import corpus_records
 import evidence_records
+import placement_records
 import plimsoll.records
 import vector_records
 from hand_traces import trace_of
@@ -51,7 +52,7 @@ def examples(device, machine, plan, job, head, run_record) -> dict[type[Record],
         corpus_records.corpus_facts(), corpus_records.token_facts(), corpus_records.inspection(),
         corpus_records.feed_rates(), vector_records.subset_facts(), vector_records.vector_file(),
         vector_records.conversion(), vector_records.compression(), evidence_records.diagnosis(),
-        apply_records.apply_facts(),
+        placement_records.streamed_plan(), apply_records.apply_facts(),
     )  # fmt: skip
     return {type(record): record for record in made}
 

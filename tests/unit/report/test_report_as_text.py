@@ -11,6 +11,7 @@ from rich.console import Console, Group
 import apply_records
 import corpus_records
 import evidence_records
+import placement_records
 import plan_records
 import prediction_records
 import vector_records
@@ -54,6 +55,10 @@ SCREENS = {
     "plan-wishes.txt": as_text.plan_report(plan_records.wished_plan()),
     "plan-impossible.txt": as_text.plan_report(plan_records.impossible_plan()),
     "plan-empty.txt": as_text.plan_report(plan_records.bare_plan()),
+    "placement.txt": as_text.placement_report(placement_records.streamed_plan()),
+    "placement-resident.txt": as_text.placement_report(placement_records.resident_plan()),
+    "placement-impossible.txt": as_text.placement_report(placement_records.impossible_plan()),
+    "placement-linked.txt": as_text.placement_report(placement_records.linked_plan()),
     "run-planned.txt": as_text.run_report(eventful_run(plan=plan_records.fitting_plan())),
     "live-first.txt": as_text.live_panel("tiny", None, 200, {"device": use(200, 1024)}, None),
     "live.txt": as_text.live_panel(

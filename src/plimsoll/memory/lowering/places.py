@@ -18,8 +18,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from plimsoll.memory.lowering.base import Run
+from plimsoll.outside import MARK
 
-_ON_HOST = "_plimsoll_on_host"
+_ON_HOST = MARK
 _FACTORIES = {
     getattr(torch, name)
     for name in [
@@ -66,6 +67,9 @@ class Places(TorchFunctionMode):
 
         def run_in_place(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             tensors = [leaf for leaf in args if isinstance(leaf, Tensor)]
+            if not tensors:  # ops over lists, as optimizers use them
+                tensors = [leaf for arg in args if isinstance(arg, list | tuple) for leaf in tree_leaves(arg)]
+                tensors = [leaf for leaf in tensors if isinstance(leaf, Tensor)]
             if self._copies_to_host is not None:
                 makes_on_host = self._copies_to_host
             elif tensors:

@@ -1,0 +1,236 @@
+"""The plan of applying a model: how many rows go at once and where its parts lie, on a device that need not be here.
+
+    plan = plan_inference(folder, "score", longest_tokens=256, limit_bytes=1 << 30)
+    with placed_model(folder, plan) as model: ...
+
+A pass is the task's own, rehearsed on fake tensors (`plimsoll.run.rehearse_inference`); the target's allocators count
+it, the model of time takes its ops, and `plimsoll.plan.placing` searches. How fast weights come from the disk is
+measured when the plan is made, on the files of the checkpoint themselves.
+
+Does NOT plan quantized weights, several devices, and texts of different lengths: every row is as long as it may be.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from plimsoll.device.pages import cache_room_bytes, cold_bytes_per_second
+from plimsoll.device.probe import versions
+from plimsoll.device.process import private_bytes
+from plimsoll.device.speed import measured_speed, speed_of
+from plimsoll.errors import InputError
+from plimsoll.memory.predict import Counted
+from plimsoll.plan.cost import step_duration
+from plimsoll.plan.placing import Guess, Look, Placer, Reading, rejected_of
+from plimsoll.records.heap import FAST_HEAP
+from plimsoll.records.placement import InferencePlan, Part, Place
+from plimsoll.records.plan import Duration
+from plimsoll.records.prediction import Estimate
+from plimsoll.records.speed import Speed, rate_at
+from plimsoll.records.trace import Assumption
+from plimsoll.run.applied import Applied
+from plimsoll.run.targets import StartedBaseline, Target, find_target
+from plimsoll.techniques._parts import ModelPart
+
+Progress = Callable[[str], None]
+
+_LARGE_BYTES = 1 << 30  # beyond every cache: the rate of memory itself
+
+
+def plan_inference(
+    folder: Path,
+    task: str,
+    *,
+    longest_tokens: int,
+    new_tokens: int = 0,
+    limit_bytes: int | None = None,
+    device: str | None = None,
+    dtype: torch.dtype | None = None,
+    most_rows: int = 256,
+    quantize: Literal["int8", "int4"] | None = None,
+    progress: Progress | None = None,
+) -> InferencePlan:
+    """Find how a model gives the most rows a second inside a budget.
+
+    Args:
+        folder: a checkpoint.
+        task: one of `plimsoll.models.inference`.
+        longest_tokens: of a row, from 1.
+        new_tokens: that ``generate`` makes of each row.
+        limit_bytes: what the process may use of the device; ``None`` is all there is.
+        device: ``"cpu"``, ``"local"`` or ``"cuda"`` for what is here, or the name of a GPU; ``None`` is what is here.
+        dtype: of the weights; ``None`` as they are stored.
+        most_rows: of a pass, from 1.
+        quantize: not planned yet.
+        progress: told what is being done.
+
+    Returns:
+        a plan; where nothing fits, one whose ``fits`` is False and that says what would.
+
+    Raises:
+        InputError: if the folder is no checkpoint or not one for the task, a number is below 1, or the model cannot be
+            traced.
+        DeviceError: if there is no such device.
+        BudgetError: if the device has less than the budget.
+    """
+    _check_numbers(longest_tokens, new_tokens, most_rows, quantize)
+    tell = progress or (lambda text: None)
+    applied = Applied.open(Path(folder), task, dtype, new_tokens)
+    applied.require_length(longest_tokens)
+    with ExitStack() as stack:
+        name = _here(device)
+        started = stack.enter_context(StartedBaseline.of_inference(Path(folder), task)) if name == "cpu" else None
+        return _Planner(applied, longest_tokens, most_rows, name, limit_bytes, started, tell).plan()
+
+
+def _check_numbers(longest_tokens: int, new_tokens: int, most_rows: int, quantize: str | None) -> None:
+    if longest_tokens < 1 or most_rows < 1 or new_tokens < 0:
+        raise InputError(
+            f"cannot plan rows of {longest_tokens} tokens with {new_tokens} new ones, at most {most_rows} at once: give "
+            "1 token and 1 row or more, and 0 new tokens or more"
+        )
+    if quantize is not None:
+        raise InputError(
+            f"quantize={quantize!r} cannot be planned yet: leave it out, or apply the model without a plan"
+        )
+
+
+def _here(device: str | None) -> str:
+    name = (device or "local").lower()
+    return ("cuda" if torch.cuda.is_available() else "cpu") if name == "local" else name
+
+
+class _Planner:
+    """Looks at placements of one model on one target."""
+
+    def __init__(  # noqa: PLR0917 -- called here only
+        self, applied: Applied, longest_tokens: int, most_rows: int, device: str, limit_bytes: int | None,
+        started: StartedBaseline | None, progress: Progress,
+    ) -> None:  # fmt: skip
+        self._started_seconds = time.perf_counter()
+        self._applied, self._longest_tokens, self._progress = applied, longest_tokens, progress
+        self._budget_bytes, self._most_rows = limit_bytes, most_rows
+        self._looks: dict[tuple[int, frozenset[str]], Look] = {}
+        self._assumed: dict[str, Assumption] = {}
+        self._target: Target = find_target(device, limit_bytes, lambda: _waited(started))
+        self._is_cpu = self._target.spec is None
+        speed = measured_speed(progress) if self._target.spec is None else speed_of(self._target.spec)
+        self._speed = speed.model_copy(update={"link_bytes_per_second": _memory_rate(speed)})
+        progress("measuring how fast the checkpoint is read")
+        self._reading = Reading(
+            files_bytes_per_second=cold_bytes_per_second(applied.files),
+            room_bytes=cache_room_bytes() + private_bytes(),
+            link_bytes_per_second=None if self._is_cpu else speed.link_bytes_per_second,
+        )
+
+    def plan(self) -> InferencePlan:
+        """Find what fits, or say what needs least."""
+        applied, limit_bytes = self._applied, self._target.limit_bytes
+        placer = Placer(
+            applied.parts, self._always(), limit_bytes, self._most_rows, applied.num_passes, self._reading, self.look
+        )
+        guesses = placer.guesses()
+        best = placer.best(guesses)
+        if best is not None:
+            chosen, look = placer.verified(best)
+            if look.fits and look.peak.high_bytes <= limit_bytes:
+                return self._record(chosen, guesses, None)
+        least = self.look(1, placer.always)
+        chosen = placer.measured(1, placer.always, least)
+        return self._record(chosen, guesses, self._smallest_bytes(least))
+
+    def _always(self) -> frozenset[str]:
+        """What is on the device in any case: beside a GPU all but the blocks, which alone are copied as they compute."""
+        kinds = ("rest",) if self._is_cpu else ("rest", "tables", "output")
+        return frozenset(part.name for part in self._applied.parts if part.kind in kinds)
+
+    def look(self, rows: int, resident: frozenset[str]) -> Look:
+        """Trace a pass with the parts where they would be."""
+        key = rows, resident
+        if key not in self._looks:
+            self._progress(f"tracing {rows} rows with {len(resident)} of {len(self._applied.parts)} parts resident")
+            self._looks[key] = self._look(rows, resident)
+        return self._looks[key]
+
+    def _look(self, rows: int, resident: frozenset[str]) -> Look:
+        outside = [part.name for part in self._applied.parts if part.name not in resident]
+        trace = self._applied.rehearse(self._target.lowering(), rows, self._longest_tokens, outside)
+        self._assumed |= {one.text: one for one in trace.assumptions}
+        counted = self._target.count(trace, FAST_HEAP if self._target.has_budget else None)
+        steps = sorted({step for step in trace.ops.step if step > 0})
+        seconds = tuple(self._seconds(counted, rows, step) for step in steps)
+        return Look(counted.peak, counted.oom_row is None, seconds, counted.spread)
+
+    def _seconds(self, counted: Counted, rows: int, step: int) -> float:
+        return step_duration(
+            counted, self._speed, batch_size=rows, micro_batch=rows, rehearsed_samples=rows, step=step
+        ).likely_seconds
+
+    def _smallest_bytes(self, least: Look) -> int:
+        return least.peak.high_bytes + self._target.kept_back_bytes
+
+    def _record(self, chosen: Guess, guesses: Sequence[Guess], smallest_bytes: int | None) -> InferencePlan:
+        target, applied, reading = self._target, self._applied, self._reading
+        parts = tuple(self._placed(part, chosen.resident) for part in applied.parts)
+        streamed_bytes = sum(part.num_bytes for part in parts if part.is_streamed)
+        spread = 1 + self._speed.spread
+        return InferencePlan(
+            model=applied.described,
+            task=applied.name,
+            device=target.name,
+            device_kind="cpu" if self._is_cpu else "cuda",
+            dtype=applied.dtype,
+            is_converted=applied.is_converted,
+            budget_bytes=self._budget_bytes,
+            limit_bytes=target.limit_bytes,
+            limit_source=target.limit_source,
+            kept_back_bytes=target.kept_back_bytes,
+            parts=parts,
+            longest_tokens=self._longest_tokens,
+            new_tokens=applied.new_tokens,
+            micro_batch=chosen.rows,
+            peak=chosen.need,
+            pass_time=Duration(
+                likely_seconds=chosen.seconds,
+                low_seconds=chosen.seconds / spread,
+                high_seconds=chosen.seconds * spread,
+            ),
+            compute_seconds=chosen.compute_seconds,
+            read_seconds=chosen.read_seconds,
+            read_bytes=chosen.read_bytes,
+            cached_bytes=max(streamed_bytes - chosen.read_bytes // applied.num_passes, 0) if self._is_cpu else 0,
+            read_bytes_per_second=reading.files_bytes_per_second if self._is_cpu else reading.link_bytes_per_second,
+            rate_source="measured" if self._is_cpu else "table",
+            rejected=rejected_of(guesses, chosen, target.limit_bytes, self._resident_bytes),
+            smallest_budget_bytes=smallest_bytes,
+            assumptions=tuple(self._assumed.values()),
+            num_traces=len(self._looks),
+            plan_seconds=time.perf_counter() - self._started_seconds,
+            versions=versions(),
+        )
+
+    def _placed(self, part: ModelPart, resident: frozenset[str]) -> Part:
+        is_resident = part.name in resident
+        place: Place = "device" if is_resident else "disk" if self._is_cpu else "host"
+        return Part(
+            name=part.name, num_bytes=part.num_bytes, place=place, is_streamed=part.is_streamable and not is_resident
+        )
+
+    def _resident_bytes(self, guess: Guess) -> int:
+        return sum(part.num_bytes for part in self._applied.parts if part.name in guess.resident)
+
+
+def _memory_rate(speed: Speed) -> float:
+    """Weights that lie in the page cache are read as memory is."""
+    return rate_at(speed.bytes_per_second["plain"], _LARGE_BYTES)
+
+
+def _waited(started: StartedBaseline | None) -> Estimate:
+    assert started is not None  # there is one for the CPU, and only the CPU asks
+    return started.wait()

@@ -1,0 +1,167 @@
+"""Weights of blocks on the host, copied to the GPU for as long as a block computes: for models that no card holds.
+
+    Choice(technique="layer_streaming", options={"blocks": "all"})     or "every 2", or "0,3-5", as for checkpointing
+
+The parameters of the chosen blocks live in pinned memory of the host, and with them their gradients and the optimizer's
+states: a step updates them there, on the processor. In forward, in what is recomputed and in backward, copies of them
+come to the device block by block, the next one while the current one computes (`plimsoll.techniques._streamed_layers`).
+What is not of a block (embeddings, the output layer) stays on the device.
+
+A model that is larger than the card never has to be on it: `put_where_needed` leaves the streamed blocks on the host.
+If memory runs out in the exit, the parameters that are not back yet stay on the host, where they can be saved.
+
+Numerics: bitwise in forward and backward; the update runs on the processor, whose kernels may round otherwise than the
+GPU's. Does NOT cover the CPU (see `parameter_offload`), recurrent layers, which keep lists of their weights, and
+parameters that are quantized or shared with something else, which stay on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from plimsoll.errors import InputError
+from plimsoll.outside import is_marked, mark_outside, unmark
+from plimsoll.records.plan import Choice, Numerics
+from plimsoll.records.trace import Category
+from plimsoll.techniques._base import Choices, Setting
+from plimsoll.techniques._blocks import Blocks, blocks_of
+from plimsoll.techniques._pinned import PinnedPool
+from plimsoll.techniques._streamed_layers import streamable_parameters, streamed
+from plimsoll.techniques.checkpointing import chosen_blocks
+from plimsoll.workload import Workload
+
+_NOT_ON_CPU = "on a CPU the weights are in the host's memory already; parameter_offload puts them into a file"
+
+
+class LayerStreaming:
+    """`Technique`: weights of blocks on the host, brought for each use."""
+
+    name: ClassVar[str] = "layer_streaming"
+    numerics: ClassVar[Numerics] = "reordered"
+    summary: ClassVar[str] = "weights of blocks on the host, copied to the GPU block by block and updated there"
+    reaches: ClassVar[frozenset[Category]] = frozenset({"parameters", "gradients", "optimizer states"})
+    is_for_the_run: ClassVar[bool] = False
+    may_be_faster: ClassVar[bool] = False
+
+    def menu(self, workload: Workload, setting: Setting) -> Choices | str:
+        """Every second block, or all."""
+        blocks = blocks_of(workload.model)
+        reason = _why_not(blocks, workload, setting)
+        if reason is not None:
+            return reason
+        return tuple(_choice(text) for text in (["every 2"] if len(blocks) > 2 else []) + ["all"])
+
+    def conflicts(self, choice: Choice, others: Choices, workload: Workload, setting: Setting) -> str | None:
+        """It is for CUDA, and the blocks must be there."""
+        blocks = blocks_of(workload.model)
+        try:
+            numbers = chosen_blocks(str(choice.options["blocks"]), len(blocks))
+        except InputError as error:
+            return str(error).replace("checkpointing", self.name)
+        return _why_not(tuple(blocks[number] for number in numbers), workload, setting)
+
+    @contextmanager
+    def install(self, workload: Workload, choice: Choice) -> Iterator[None]:
+        """Move the parameters of the blocks, and what belongs to them, to the host; on exit they come back."""
+        names = _names(workload.model, choice)
+        parameters = streamable_parameters(workload.model, names)
+        pool, device = PinnedPool(), workload.device
+        here = [one for one in workload.model.parameters() if one in parameters and _is_on(one, device)]
+        with ExitStack() as stack:
+            stack.callback(_bring_back, here, workload.optimizer, device)
+            for parameter in here:
+                parameter.data = pool.copy_of(parameter)
+                mark_outside(parameter)
+                _move_states(workload.optimizer, parameter, pool.copy_of)
+            stack.enter_context(streamed(workload.model, names, device=device))
+            yield
+
+
+def put_where_needed(model: nn.Module, device: str, choices: Iterable[Choice]) -> None:
+    """Move a model to a device, but for the parameters that one of the choices streams to it."""
+    for choice in choices:
+        if choice.technique == LayerStreaming.name:
+            _move_others(model, device, streamable_parameters(model, _names(model, choice)))
+            return
+    model.to(device)
+
+
+def streams(choices: Iterable[Choice]) -> bool:
+    """Whether one of the choices streams blocks to the device."""
+    return any(choice.technique == LayerStreaming.name for choice in choices)
+
+
+def _move_others(model: nn.Module, device: str, stay: set[nn.Parameter]) -> None:
+    places = [
+        (part._parameters, key, parameter)
+        for part in model.modules()
+        for key, parameter in part._parameters.items()
+        if parameter in stay
+    ]
+    try:
+        for parameters, key, _ in places:
+            parameters[key] = None
+        model.to(device)
+    finally:
+        for parameters, key, parameter in places:
+            parameters[key] = parameter
+    for parameter in stay:
+        mark_outside(parameter)
+
+
+def _is_on(parameter: nn.Parameter, device: torch.device) -> bool:
+    """Whether a parameter is where it is to be after the exit: one that never was on the device stays on the host."""
+    return parameter.device.type == device.type and not is_marked(parameter)
+
+
+def _bring_back(parameters: list[nn.Parameter], optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    def back(tensor: Tensor) -> Tensor:
+        made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+        return made.copy_(tensor)
+
+    for parameter in parameters:
+        with torch.no_grad():
+            parameter.data = back(parameter.detach())
+            unmark(parameter)
+            if parameter.grad is not None:
+                parameter.grad = back(parameter.grad)
+        _move_states(optimizer, parameter, back)
+
+
+def _move_states(
+    optimizer: torch.optim.Optimizer | None, parameter: nn.Parameter, moved: Callable[[Tensor], Tensor]
+) -> None:
+    """Move what an optimizer keeps for a parameter; a count of steps is where its kernel wants it."""
+    state: dict[str, Any] = {} if optimizer is None else optimizer.state.get(parameter, {})
+    for key, value in state.items():
+        if isinstance(value, Tensor) and value.layout is torch.strided and value.dim():
+            with torch.no_grad():
+                state[key] = moved(value)
+
+
+def _names(model: nn.Module, choice: Choice) -> list[str]:
+    blocks = blocks_of(model)
+    return [blocks[number][0] for number in chosen_blocks(str(choice.options["blocks"]), len(blocks))]
+
+
+def _why_not(blocks: Blocks, workload: Workload, setting: Setting) -> str | None:
+    """Why blocks cannot be streamed, or ``None``."""
+    if setting.device == "cpu":
+        return _NOT_ON_CPU
+    if not blocks:
+        return f"the model {type(workload.model).__name__} has no repeated blocks"
+    for name, block in blocks:
+        if any(isinstance(part, nn.RNNBase) for part in block.modules()):
+            return f"{name} has a recurrent layer, which keeps a list of its weights"
+    if not streamable_parameters(workload.model, [name for name, _ in blocks]):
+        return "the parameters of the blocks are quantized, or shared with the rest of the model"
+    return None
+
+
+def _choice(blocks: str) -> Choice:
+    return Choice(technique=LayerStreaming.name, options={"blocks": blocks})

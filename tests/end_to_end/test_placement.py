@@ -1,0 +1,105 @@
+"""A model that does not fit its limit, planned and applied inside it: the same results, the peak that was predicted."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+import torch
+
+from plimsoll.models.inference import inference_task
+from plimsoll.records.placement import InferencePlan
+from processes import run_program
+from small_checkpoints import batch, saved
+
+MIB = 1 << 20
+WIDE = {"n_layer": 8, "n_embd": 640, "n_head": 8, "n_positions": 64}  # 150 MiB, of which 1 is the output layer
+LENGTH = 20
+
+LIMITED = """
+import json, sys, torch
+from pathlib import Path
+from plimsoll.device.base import backend_for
+from plimsoll.models.inference import inference_task
+from plimsoll.records.placement import InferencePlan
+from plimsoll.run import apply
+from plimsoll.run.placed import placed_model
+sys.path.insert(0, sys.argv[3])
+from small_checkpoints import batch
+
+folder, plan = Path(sys.argv[1]), InferencePlan.load(Path(sys.argv[2]))
+task, backend = inference_task("score", folder), backend_for("cpu")
+with backend.limited(plan.budget_bytes), placed_model(folder, plan) as model, torch.inference_mode():
+    backend.reset_peak()
+    for _ in range(3):
+        sums, numbers = task.compute(model, batch(plan.micro_batch, 20))
+    peak_bytes = backend.use().peak_bytes
+print(json.dumps({"peak_bytes": peak_bytes, "sums": sums.tolist()}))
+"""
+
+PLAIN = """
+import sys, torch
+from pathlib import Path
+from plimsoll.device.base import backend_for
+from plimsoll.run import apply
+from transformers import AutoModelForCausalLM
+
+with backend_for("cpu").limited(int(sys.argv[2])):
+    AutoModelForCausalLM.from_pretrained(Path(sys.argv[1]))
+"""
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the limit is Linux's")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return saved(tmp_path_factory.mktemp("checkpoints") / "wide", "gpt2", **WIDE)
+
+
+def plan_of(folder, *options):
+    program = "import sys; from plimsoll.cli.main import main; sys.argv = ['plimsoll', *sys.argv[1:]]; main()"
+    done = run_program(program, "plan", folder, "--inference", "--length", LENGTH, "--json", *options)
+    return done.returncode, json.loads(done.stdout)
+
+
+def test_a_limit_of_half_the_weights_holds_and_changes_nothing(folder, tmp_path):
+    num_bytes = (folder / "model.safetensors").stat().st_size
+    code, least = plan_of(folder, "--budget", "64MiB")
+    assert code == 1
+    baseline_bytes = least["peak"]["measured_bytes"]
+    budget_mib = (baseline_bytes + num_bytes // 2) // MIB
+    code, found = plan_of(folder, "--budget", f"{budget_mib}MiB")
+    assert code == 0, found
+    plan = InferencePlan.from_json(json.dumps(found))
+    assert plan.bytes_in("disk") > num_bytes // 3
+    plan.save(tmp_path / "plan.json")
+
+    tests = str(next(path for path in sys.path if path.endswith("tests")))
+    done = run_program(LIMITED, folder, tmp_path / "plan.json", tests)
+    assert done.returncode == 0, done.stderr
+    measured = json.loads(done.stdout)
+    assert measured["peak_bytes"] <= plan.budget_bytes
+    assert measured["peak_bytes"] == pytest.approx(plan.peak.likely_bytes, rel=0.06)
+    assert plan.peak.low_bytes * 0.98 <= measured["peak_bytes"] <= plan.peak.high_bytes
+
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    with torch.inference_mode():
+        sums, _ = inference_task("score", folder).compute(model, batch(plan.micro_batch, LENGTH))
+    assert torch.equal(torch.tensor(measured["sums"]), sums)
+
+    plain = run_program(PLAIN, folder, plan.budget_bytes)
+    assert plain.returncode != 0
+    assert "alloc" in plain.stderr or "MemoryError" in plain.stderr
+
+
+def test_the_command_says_which_budget_would_do_and_refuses_what_is_no_model(folder, tmp_path):
+    code, plan = plan_of(folder, "--budget", "64MiB")
+    assert (code, plan["record"]) == (1, "inference-plan")
+    assert plan["smallest_budget_bytes"] > plan["budget_bytes"]
+    code, fits = plan_of(folder, "--budget", f"{-(-plan['smallest_budget_bytes'] // MIB) + 4}MiB")
+    assert (code, fits["smallest_budget_bytes"]) == (0, None)
+    code, error = plan_of(tmp_path / "nowhere", "--budget", "1GiB")
+    assert (code, error["error"]) == (2, "JobError")

@@ -1,0 +1,46 @@
+"""Files of weights that are mapped as a checkpoint is, and what of them is in the page cache now (mincore(2))."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import warnings
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from plimsoll.device.pages import Stretch
+
+
+def mapped_weights(path: Path, sizes: Iterable[int]) -> list[Tensor]:
+    """Write a file of so many pages for each weight, drop it from the cache, and return what is mapped from it."""
+    counts = [pages * mmap.PAGESIZE for pages in sizes]
+    with path.open("wb") as file:
+        file.write(os.urandom(sum(counts)))
+        file.flush()
+        os.fsync(file.fileno())  # what is not on the disk yet cannot be dropped
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    with path.open("rb") as file:
+        mapped = mmap.mmap(file.fileno(), 0, mmap.MAP_SHARED, mmap.PROT_READ)
+    mapped.madvise(mmap.MADV_RANDOM)  # what nobody asked for must not come by itself
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given buffer is not writable", category=UserWarning)
+        whole = torch.frombuffer(mapped, dtype=torch.uint8)
+    return list(whole.split(counts))
+
+
+def cached_share(stretches: Iterable[Stretch]) -> float:
+    """The share of the pages of some stretches that are in memory."""
+    library = ctypes.CDLL(None, use_errno=True)
+    library.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p)
+    found: list[int] = []
+    for stretch in stretches:
+        begin = stretch.address // mmap.PAGESIZE * mmap.PAGESIZE
+        num_pages = -(-(stretch.end - begin) // mmap.PAGESIZE)
+        pages = ctypes.create_string_buffer(num_pages)
+        assert library.mincore(begin, num_pages * mmap.PAGESIZE, pages) == 0, os.strerror(ctypes.get_errno())
+        found += [page & 1 for page in pages.raw]
+    return sum(found) / len(found)

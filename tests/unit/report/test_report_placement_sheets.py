@@ -1,0 +1,74 @@
+"""What is said of a plan to apply a model; the whole screens are golden files."""
+
+from __future__ import annotations
+
+import pytest
+
+from placement_records import block, impossible_plan, linked_plan, resident_plan, streamed_plan
+from plimsoll.records.plan import Duration
+from plimsoll.report import placement_sheets
+from prediction_records import MIB, estimate
+
+
+@pytest.mark.parametrize(
+    ("plan", "word"),
+    [
+        (streamed_plan(), "fits"),
+        (streamed_plan(peak=estimate(990, 50)), "probably fits"),
+        (impossible_plan(), "impossible"),
+    ],
+)
+def test_the_verdict_looks_at_the_range(plan, word):
+    assert placement_sheets.verdict(plan) == word
+    assert placement_sheets.headline(plan).lower().startswith(word)
+
+
+def test_what_needs_too_much_says_what_would_do():
+    assert "give --budget 516MiB, or shorter rows" in placement_sheets.headline(impossible_plan())
+
+
+def test_the_places_are_told_by_their_bytes():
+    assert placement_sheets.sentences(streamed_plan())[0] == (
+        "Of 710.0 MiB of weights 210.0 MiB in memory, 500.0 MiB on disk."
+    )
+    assert placement_sheets.sentences(resident_plan()) == ("All 710.0 MiB of the weights stay in memory.",)
+    assert "in the host's memory" in placement_sheets.sentences(linked_plan())[0]
+
+
+def test_a_pass_says_what_it_waits_for():
+    assert placement_sheets.sentences(streamed_plan())[1].endswith(
+        "at 125.0 MiB/s, measured: 4.0 s, while it computes 8.0 s; compute is the limit."
+    )
+    assert placement_sheets.sentences(streamed_plan(read_seconds=9.0))[1].endswith("disk is the limit.")
+    assert placement_sheets.sentences(linked_plan())[1].endswith("link is the limit.")
+    cached = placement_sheets.sentences(streamed_plan(read_bytes=0, read_seconds=0.0, cached_bytes=470 * MIB))
+    assert "only the first pass reads it" in cached[1]
+
+
+def test_blocks_that_lie_alike_are_one_row():
+    rows = placement_sheets.part_sheet(streamed_plan()).rows
+    assert [row[0] for row in rows] == [
+        "model.layers.*: 0-1, 3-4",
+        "model.layers.*: 2, 5",
+        "output layer",
+        "embeddings",
+        "the rest",
+    ]
+    assert rows[0][1:] == ("on disk, streamed", "4", "400.0 MiB")
+    assert rows[3][1] == "on disk, read by row"
+
+
+def test_one_block_is_called_by_its_name():
+    (row,) = placement_sheets.part_sheet(streamed_plan(parts=(block(7),))).rows
+    assert row == ("model.layers.7", "in memory", "1", "100.0 MiB")
+
+
+def test_slow_rows_are_counted_by_the_minute():
+    slow = Duration(likely_seconds=320.0, low_seconds=300.0, high_seconds=400.0)
+    assert dict(placement_sheets.key_numbers(streamed_plan(pass_time=slow)))["Speed"] == "6.0 rows/min"
+    assert dict(placement_sheets.key_numbers(streamed_plan()))["Speed"] == "4.0 rows/s"
+
+
+def test_every_number_has_its_place_in_the_grid():
+    for plan in (streamed_plan(), linked_plan()):
+        assert len(placement_sheets.key_numbers(plan)) % 2 == 0

@@ -1,0 +1,121 @@
+"""Plans of applying small models, on targets that need no process: what they keep, what they say, what they refuse."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+
+from plimsoll.errors import BudgetError, DeviceError, InputError
+from plimsoll.run.plan_inference import plan_inference
+from small_checkpoints import saved
+
+MIB = 1 << 20
+CARD = "rtx3060"
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    root = tmp_path_factory.mktemp("checkpoints")
+    wide = {"hidden_size": 512, "intermediate_size": 1024}
+    return {"gpt2": saved(root / "gpt2", "gpt2"), "wide": saved(root / "wide", "llama", **wide)}
+
+
+@pytest.fixture(scope="module")
+def least(folders):
+    """The smallest budget of the wide model on a card, from a plan that does not fit."""
+    plan = plan_inference(folders["wide"], "score", longest_tokens=32, limit_bytes=1, device=CARD)
+    assert not plan.fits
+    return plan.smallest_budget_bytes
+
+
+def planned(folder, limit_bytes=None, **options):
+    fields = {"longest_tokens": 32, "limit_bytes": limit_bytes, "device": CARD} | options
+    return plan_inference(folder, fields.pop("task", "score"), **fields)
+
+
+def test_with_room_for_all_everything_stays(folders):
+    plan = planned(folders["wide"])
+    assert plan.fits
+    assert plan.names_in("device") == {part.name for part in plan.parts}
+    assert (plan.read_bytes, plan.read_seconds, plan.limited_by) == (0, 0.0, "compute")
+    assert plan.limit_source == "all that the card has"
+
+
+def test_what_does_not_fit_says_what_would_and_that_does(folders, least):
+    below, above = planned(folders["wide"], least - MIB), planned(folders["wide"], least)
+    assert not below.fits
+    assert below.smallest_budget_bytes == least
+    assert above.fits
+    assert above.peak.high_bytes <= least
+    assert above.micro_batch == 1
+
+
+def test_more_budget_is_never_slower(folders, least):
+    rates = [planned(folders["wide"], least + more * MIB).rows_per_second for more in (0, 5, 10, 20, 40, 200)]
+    assert all(after >= before * 0.99 for before, after in pairwise(rates))
+
+
+def test_what_streams_beside_a_card_are_blocks_on_the_host(folders, least):
+    plan = planned(folders["wide"], least + 9 * MIB)
+    away = [part for part in plan.parts if part.place != "device"]
+    assert away
+    assert {part.place for part in away} == {"host"}
+    assert all(part.is_streamed and part.name.startswith("model.layers.") for part in away)
+    assert plan.read_bytes == plan.bytes_in("host")
+    assert plan.rate_source == "table"
+
+
+def test_a_plan_is_within_its_limit_as_it_was_traced_whole(folders, least):
+    for more in (3, 30):
+        plan = planned(folders["wide"], least + more * MIB)
+        assert plan.peak.high_bytes <= plan.limit_bytes
+        assert plan.peak.traced_bytes > 0
+
+
+def test_new_tokens_take_longer_and_more(folders):
+    short, long = (planned(folders["gpt2"], task="generate", new_tokens=new, most_rows=4) for new in (1, 30))
+    assert long.pass_time.likely_seconds > 5 * short.pass_time.likely_seconds
+    assert long.new_tokens == 30
+
+
+def test_fewer_rows_can_be_asked_for(folders):
+    assert planned(folders["gpt2"], most_rows=3).micro_batch <= 3
+
+
+def test_what_was_not_taken_is_told_with_numbers(folders, least):
+    plan = planned(folders["wide"], least + 5 * MIB)
+    assert plan.rejected
+    assert all(found.peak.likely_bytes > 0 and found.rows_per_second > 0 for found in plan.rejected)
+    assert any("too much" in found.reason for found in plan.rejected)
+
+
+def test_the_processor_needs_no_card(folders):
+    plan = planned(folders["gpt2"], device="cpu")
+    assert plan.device_kind == "cpu"
+    assert plan.peak.measured_bytes > 50 * MIB  # the process without the model
+    assert plan.rate_source == "measured"
+    assert plan.read_bytes_per_second > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"longest_tokens": 0}, "rows of 0 tokens"),
+        ({"most_rows": 0}, "at most 0 at once"),
+        ({"new_tokens": -1}, "-1 new ones"),
+        ({"quantize": "int8"}, "quantize='int8' cannot be planned yet: leave it out"),
+        ({"longest_tokens": 65}, "longer than the model can read, 64 tokens: give shorter ones"),
+        ({"new_tokens": 4}, "the task `score` makes none"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(folders, options, message):
+    with pytest.raises(InputError, match=message):
+        planned(folders["gpt2"], **options)
+
+
+def test_devices_and_budgets_are_those_of_the_targets(folders):
+    with pytest.raises(DeviceError):
+        planned(folders["gpt2"], device="no such card")
+    with pytest.raises(BudgetError, match="more than"):
+        planned(folders["gpt2"], 1 << 50)
