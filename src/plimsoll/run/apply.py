@@ -13,8 +13,9 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -26,10 +27,13 @@ from plimsoll.data.input_rows import InputRow, InputRows, open_rows
 from plimsoll.data.model_tokens import ModelTokenizer, Tokens
 from plimsoll.device.base import Backend, backend_for
 from plimsoll.errors import DataError, InputError, Interrupted
-from plimsoll.models.inference import InferenceTask, default_task, inference_task
+from plimsoll.models.inference import InferenceTask, default_task, inference_task, read_config
+from plimsoll.models.recurrent import RECURRENT
 from plimsoll.records.apply import ApplyFacts
+from plimsoll.records.placement import InferencePlan
 from plimsoll.run.apply_output import PartFile, part_file
 from plimsoll.run.apply_passes import Batch, Passes
+from plimsoll.run.apply_plan import length_to_plan, plan_apart
 from plimsoll.run.boundary import fitting
 from plimsoll.run.inference_model import (
     DTYPES,
@@ -40,6 +44,7 @@ from plimsoll.run.inference_model import (
     model_folder,
     tokenizer_of,
 )
+from plimsoll.run.placed import placed_model
 from plimsoll.run.signals import StopRequest, stop_on_signal
 
 if TYPE_CHECKING:
@@ -130,10 +135,11 @@ def apply_model(
     rows = open_rows(data, Reading(text=options.columns), options.keep)
     tokenizer = tokenizer_of(folder, options.longest_tokens)
     tokenizer.read(["Its threads are started before there is a limit.", "In it they might find no room."])
+    plan = _planned(folder, rows, task, tokenizer, options)
     limit = nullcontext() if options.limit_bytes is None else backend.limited(options.limit_bytes)
     with part_file(out, _made_from(folder, rows, task, tokenizer, options), force) as part, stop_on_signal() as stop:
         first_row = part.num_rows
-        applying = _Applying(folder, rows, task, tokenizer, options, backend, stop, progress)
+        applying = _Applying(folder, rows, task, tokenizer, options, plan, backend, stop, progress)
         facts = applying.run(part, limit)
         part.finish()
     return ApplyFacts(model=str(model), data=str(data), output=str(out), first_row=first_row, **facts)
@@ -157,21 +163,22 @@ class _Applying:
         task: InferenceTask,
         tokenizer: ModelTokenizer,
         options: ApplyOptions,
+        plan: InferencePlan | None,
         backend: Backend,
         stop: StopRequest,
         progress: RowProgress,
     ) -> None:
         self._folder, self._rows, self._task, self._tokenizer = folder, rows, task, tokenizer
-        self._options, self._backend, self._stop, self._progress = options, backend, stop, progress
+        self._plan, self._options, self._backend, self._stop, self._progress = plan, options, backend, stop, progress
         self._done_bytes, self._num_rows, self._faults = 0, 0, list[str]()
-        self._tokens_per_pass, self._rows_per_pass = _sizes(options, tokenizer)
+        self._tokens_per_pass, self._rows_per_pass = _sizes(options, tokenizer, plan)
 
     def run(self, part: PartFile, limit: AbstractContextManager[None]) -> dict[str, Any]:
         """Compute and write all rows behind those that are written; return what `ApplyFacts` has of it."""
         began = time.monotonic()
         self._backend.reset_peak()
-        with limit, torch.inference_mode():
-            loaded = fitting(self._load, self._backend, "loading the model")
+        with limit, torch.inference_mode(), ExitStack() as placed:
+            loaded = fitting(lambda: self._load(placed), self._backend, "loading the model")
             load_seconds, began = time.monotonic() - began, time.monotonic()
             passes = self._passes(loaded)
             for block in self._blocks(part.num_rows):
@@ -182,8 +189,10 @@ class _Applying:
             "seconds": time.monotonic() - began,
         }
 
-    def _load(self) -> nn.Module:
+    def _load(self, placed: ExitStack) -> nn.Module:
         options = self._options
+        if self._plan is not None:
+            return placed.enter_context(placed_model(self._folder.path, self._plan))
         return load_for_inference(self._folder.path, self._task.head, DTYPES[options.dtype], options.device)
 
     def _passes(self, model: nn.Module) -> Passes[dict[str, Any]]:
@@ -328,8 +337,30 @@ def _check(options: ApplyOptions, task: InferenceTask) -> None:
             raise InputError(f"{option} {value} leaves nothing to compute: give 1 or more")
 
 
-def _sizes(options: ApplyOptions, tokenizer: ModelTokenizer) -> tuple[int, int]:
+def _planned(
+    folder: ModelFolder, rows: InputRows, task: InferenceTask, tokenizer: ModelTokenizer, options: ApplyOptions
+) -> InferencePlan | None:
+    """Plan for texts as long as those of the first rows; without a budget there is nothing to plan."""
+    if options.limit_bytes is None or read_config(folder.path).get("architecture") in RECURRENT:
+        return None
+    texts = [row.text for row in islice(rows.rows(), _ROWS_PER_PASS) if row.fault is None]
+    longest_tokens = max((len(tokens.ids) for tokens in tokenizer.read(texts)), default=1)
+    return plan_apart(
+        folder.path,
+        task.name,
+        length_to_plan(longest_tokens, tokenizer.longest_tokens),
+        0 if options.generation is None else options.generation.max_new_tokens,
+        options.limit_bytes,
+        options.device,
+        options.dtype,
+    )
+
+
+def _sizes(options: ApplyOptions, tokenizer: ModelTokenizer, plan: InferencePlan | None) -> tuple[int, int]:
     """The tokens and the rows of a pass."""
+    if plan is not None:
+        tokens_per_pass = plan.micro_batch * (plan.longest_tokens + plan.new_tokens)
+        return tokens_per_pass, min(options.rows_per_pass or _ROWS_PER_PASS, _ROWS_PER_PASS)
     tokens_per_pass = _TOKENS_PER_PASS[options.device.partition(":")[0]]
     if options.rows_per_pass is None:
         return tokens_per_pass, _ROWS_PER_PASS

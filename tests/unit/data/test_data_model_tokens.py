@@ -26,7 +26,9 @@ def test_texts_are_truncated_as_the_tokenizer_does_it() -> None:
     ]
 
 
-@pytest.mark.parametrize("text", ["w7 " * 5_000, " " * 5_000 + "w1 w2", "w7" + " " * 300 + "w3", "x" * 5_000 + " w1 w2 w3"])
+@pytest.mark.parametrize(
+    "text", ["w7 " * 5_000, " " * 5_000 + "w1 w2", "w7" + " " * 300 + "w3", "x" * 5_000 + " w1 w2 w3"]
+)
 def test_of_a_very_long_text_all_that_counts_is_seen(text: str) -> None:
     whole = tokenizer()(text, truncation=True, max_length=4)["input_ids"]
     (found,) = ModelTokenizer(tokenizer(), 4).read([text])
