@@ -32,7 +32,10 @@ TASKS = {"classify": "text-classification", "embed": "feature-extraction"}
 
 def main() -> None:
     options = parsed()
-    texts = [row.text for row in islice(open_rows(options.data, Reading(text=options.column)).rows(), options.rows)]
+    texts = [
+        row.text
+        for row in islice(open_rows(options.data, Reading(text=options.column, header=False)).rows(), options.rows)
+    ]
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder) / "x.jsonl"
         data.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
@@ -107,9 +110,9 @@ def numbers(options: argparse.Namespace, data: Path, how: ApplyOptions) -> torch
     out = data.with_name("numbers.jsonl")
     apply_model(options.model, data, out, how, force=True)
     rows = [json.loads(line) for line in out.read_text().splitlines()]
-    return torch.tensor([
-        row["embedding"] if options.task == "embed" else list(row["probabilities"].values()) for row in rows
-    ])
+    return torch.tensor(
+        [row["embedding"] if options.task == "embed" else list(row["probabilities"].values()) for row in rows]
+    )
 
 
 if __name__ == "__main__":

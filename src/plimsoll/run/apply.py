@@ -87,6 +87,7 @@ class ApplyOptions:
         dtype: of the weights.
         device: where it is computed.
         limit_bytes: the budget; ``None``: no limit.
+        has_header: whether the first row of a csv names its columns; ``None``: see `plimsoll.data.formats.Reading`.
         is_strict: whether the first row that cannot be used is an error.
         generation: how texts go on, for the task ``generate``.
     """
@@ -100,6 +101,7 @@ class ApplyOptions:
     device: str = "cpu"
     limit_bytes: int | None = None
     is_strict: bool = False
+    has_header: bool | None = None
     generation: Generation | None = None
 
 
@@ -132,7 +134,7 @@ def apply_model(
     folder = model_folder(model)
     task = inference_task(options.task or default_task(folder.path), folder.path)
     _check(options, task)
-    rows = open_rows(data, Reading(text=options.columns), options.keep)
+    rows = open_rows(data, Reading(text=options.columns, header=options.has_header), options.keep)
     tokenizer = tokenizer_of(folder, options.longest_tokens)
     tokenizer.read(["Its threads are started before there is a limit.", "In it they might find no room."])
     plan = _planned(folder, rows, task, tokenizer, options)

@@ -60,6 +60,13 @@ def test_what_cannot_be_meant_is_refused(call, model, data, tmp_path, options, s
     assert said in done.err
 
 
+def test_the_first_row_of_a_csv_is_a_row_if_that_is_said(call, model, tmp_path):
+    (tmp_path / "x.csv").write_text("2,w1\n4,w3\n")  # the first row holds a 2, which could be a name
+    options = ["--column", "2", "--no-header", "--keep", "1", "--out", tmp_path / "y.jsonl", "--quiet"]
+    assert call("apply", model, "--data", tmp_path / "x.csv", *options).code == 0
+    assert [row["1"] for row in read_rows(tmp_path / "y.jsonl")] == ["2", "4"]
+
+
 def test_results_are_json_lines(call, model, data, tmp_path):
     done = call("apply", model, "--data", data, "--out", tmp_path / "y.csv")
     assert (done.code, "give --out a name in .jsonl" in done.err) == (2, True)
