@@ -44,6 +44,9 @@ def apply(  # noqa: PLR0917 -- typer calls it by name
         float, typer.Option(help="With --temperature: of the likeliest tokens, this much together.")
     ] = 1.0,
     seed: Annotated[int, typer.Option(help="With --temperature: other numbers give other texts.")] = 0,
+    no_header: Annotated[
+        bool, typer.Option("--no-header", help="The first row of the csv is a row; its columns are 1, 2, ...")
+    ] = False,
     strict: Annotated[bool, typer.Option("--strict", help="Stop at the first row that cannot be used.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Begin again, and overwrite --out.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
@@ -82,6 +85,7 @@ def apply(  # noqa: PLR0917 -- typer calls it by name
             device=device,
             limit_bytes=limit_bytes,
             is_strict=strict,
+            has_header=False if no_header else None,
             generation=generation,
         )
         try:

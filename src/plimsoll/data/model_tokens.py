@@ -25,6 +25,10 @@ _SURE_CHARACTERS = 64
 """Texts of more characters a token are looked at in part first. Tokens are of 4 to 5 characters in most languages."""
 
 
+_FILES = ("tokenizer.json", "vocab.*", "*.model", "*.tiktoken", "tekken.json")
+"""What tokenizers are kept in; a tokenizer_config.json alone holds no words."""
+
+
 class Tokens(NamedTuple):
     """The ids of a text, and whether some were cut off."""
 
@@ -94,6 +98,9 @@ def load_model_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     """
     from transformers import AutoTokenizer
 
+    # Without any file transformers makes a tokenizer of some architectures that knows no word.
+    if not any(path for pattern in _FILES for path in folder.glob(pattern)):
+        raise DataError(f"{folder} holds no tokenizer ({', '.join(_FILES)}): save the model's tokenizer there")
     try:
         with _quiet():
             tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)

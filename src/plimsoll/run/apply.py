@@ -13,8 +13,9 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -23,13 +24,16 @@ from torch import nn
 
 from plimsoll.data.formats import Reading
 from plimsoll.data.input_rows import InputRow, InputRows, open_rows
-from plimsoll.data.model_tokens import ModelTokenizer
+from plimsoll.data.model_tokens import ModelTokenizer, Tokens
 from plimsoll.device.base import Backend, backend_for
 from plimsoll.errors import DataError, InputError, Interrupted
-from plimsoll.models.inference import InferenceTask, default_task, inference_task
+from plimsoll.models.inference import InferenceTask, default_task, inference_task, read_config
+from plimsoll.models.recurrent import RECURRENT
 from plimsoll.records.apply import ApplyFacts
+from plimsoll.records.placement import InferencePlan
 from plimsoll.run.apply_output import PartFile, part_file
 from plimsoll.run.apply_passes import Batch, Passes
+from plimsoll.run.apply_plan import length_to_plan, plan_apart
 from plimsoll.run.boundary import fitting
 from plimsoll.run.inference_model import (
     DTYPES,
@@ -40,6 +44,7 @@ from plimsoll.run.inference_model import (
     model_folder,
     tokenizer_of,
 )
+from plimsoll.run.placed import placed_model
 from plimsoll.run.signals import StopRequest, stop_on_signal
 
 if TYPE_CHECKING:
@@ -82,6 +87,7 @@ class ApplyOptions:
         dtype: of the weights.
         device: where it is computed.
         limit_bytes: the budget; ``None``: no limit.
+        has_header: whether the first row of a csv names its columns; ``None``: see `plimsoll.data.formats.Reading`.
         is_strict: whether the first row that cannot be used is an error.
         generation: how texts go on, for the task ``generate``.
     """
@@ -95,6 +101,7 @@ class ApplyOptions:
     device: str = "cpu"
     limit_bytes: int | None = None
     is_strict: bool = False
+    has_header: bool | None = None
     generation: Generation | None = None
 
 
@@ -127,13 +134,14 @@ def apply_model(
     folder = model_folder(model)
     task = inference_task(options.task or default_task(folder.path), folder.path)
     _check(options, task)
-    rows = open_rows(data, Reading(text=options.columns), options.keep)
+    rows = open_rows(data, Reading(text=options.columns, header=options.has_header), options.keep)
     tokenizer = tokenizer_of(folder, options.longest_tokens)
     tokenizer.read(["Its threads are started before there is a limit.", "In it they might find no room."])
+    plan = _planned(folder, rows, task, tokenizer, options)
     limit = nullcontext() if options.limit_bytes is None else backend.limited(options.limit_bytes)
     with part_file(out, _made_from(folder, rows, task, tokenizer, options), force) as part, stop_on_signal() as stop:
         first_row = part.num_rows
-        applying = _Applying(folder, rows, task, tokenizer, options, backend, stop, progress)
+        applying = _Applying(folder, rows, task, tokenizer, options, plan, backend, stop, progress)
         facts = applying.run(part, limit)
         part.finish()
     return ApplyFacts(model=str(model), data=str(data), output=str(out), first_row=first_row, **facts)
@@ -157,21 +165,22 @@ class _Applying:
         task: InferenceTask,
         tokenizer: ModelTokenizer,
         options: ApplyOptions,
+        plan: InferencePlan | None,
         backend: Backend,
         stop: StopRequest,
         progress: RowProgress,
     ) -> None:
         self._folder, self._rows, self._task, self._tokenizer = folder, rows, task, tokenizer
-        self._options, self._backend, self._stop, self._progress = options, backend, stop, progress
+        self._plan, self._options, self._backend, self._stop, self._progress = plan, options, backend, stop, progress
         self._done_bytes, self._num_rows, self._faults = 0, 0, list[str]()
-        self._tokens_per_pass, self._rows_per_pass = _sizes(options, tokenizer)
+        self._tokens_per_pass, self._rows_per_pass = _sizes(options, tokenizer, plan)
 
     def run(self, part: PartFile, limit: AbstractContextManager[None]) -> dict[str, Any]:
         """Compute and write all rows behind those that are written; return what `ApplyFacts` has of it."""
         began = time.monotonic()
         self._backend.reset_peak()
-        with limit, torch.inference_mode():
-            loaded = fitting(self._load, self._backend, "loading the model")
+        with limit, torch.inference_mode(), ExitStack() as placed:
+            loaded = fitting(lambda: self._load(placed), self._backend, "loading the model")
             load_seconds, began = time.monotonic() - began, time.monotonic()
             passes = self._passes(loaded)
             for block in self._blocks(part.num_rows):
@@ -182,13 +191,17 @@ class _Applying:
             "seconds": time.monotonic() - began,
         }
 
-    def _load(self) -> nn.Module:
+    def _load(self, placed: ExitStack) -> nn.Module:
         options = self._options
+        if self._plan is not None:
+            return placed.enter_context(placed_model(self._folder.path, self._plan))
         return load_for_inference(self._folder.path, self._task.head, DTYPES[options.dtype], options.device)
 
     def _passes(self, model: nn.Module) -> Passes[dict[str, Any]]:
         generation = self._options.generation
         padding_id = self._padding_id(model)
+        config: Any = model.config
+        self._vocab_size = int((config.get_text_config() if hasattr(config, "get_text_config") else config).vocab_size)
         work = self._generating(model, padding_id) if generation is not None else self._computing(model)
         return Passes(
             work,
@@ -256,7 +269,7 @@ class _Applying:
     def _compute(self, block: list[InputRow], passes: Passes[dict[str, Any]], part: PartFile) -> None:
         """Compute a block and write it."""
         tokens = iter(self._tokenizer.read([row.text for row in block if row.fault is None]))
-        read = [_read(row, next(tokens) if row.fault is None else None) for row in block]
+        read = [_read(row, next(tokens) if row.fault is None else None, self._vocab_size) for row in block]
         usable = [one for one in read if one.row.fault is None]
         self._numbers = [one.row.number for one in usable]
         found = iter(passes.run([one.ids for one in usable], lambda: self._between(part, passes)))
@@ -326,8 +339,30 @@ def _check(options: ApplyOptions, task: InferenceTask) -> None:
             raise InputError(f"{option} {value} leaves nothing to compute: give 1 or more")
 
 
-def _sizes(options: ApplyOptions, tokenizer: ModelTokenizer) -> tuple[int, int]:
+def _planned(
+    folder: ModelFolder, rows: InputRows, task: InferenceTask, tokenizer: ModelTokenizer, options: ApplyOptions
+) -> InferencePlan | None:
+    """Plan for texts as long as those of the first rows; without a budget there is nothing to plan."""
+    if options.limit_bytes is None or read_config(folder.path).get("architecture") in RECURRENT:
+        return None
+    texts = [row.text for row in islice(rows.rows(), _ROWS_PER_PASS) if row.fault is None]
+    longest_tokens = max((len(tokens.ids) for tokens in tokenizer.read(texts)), default=1)
+    return plan_apart(
+        folder.path,
+        task.name,
+        length_to_plan(longest_tokens, tokenizer.longest_tokens),
+        0 if options.generation is None else options.generation.max_new_tokens,
+        options.limit_bytes,
+        options.device,
+        options.dtype,
+    )
+
+
+def _sizes(options: ApplyOptions, tokenizer: ModelTokenizer, plan: InferencePlan | None) -> tuple[int, int]:
     """The tokens and the rows of a pass."""
+    if plan is not None:
+        tokens_per_pass = plan.micro_batch * (plan.longest_tokens + plan.new_tokens)
+        return tokens_per_pass, min(options.rows_per_pass or _ROWS_PER_PASS, _ROWS_PER_PASS)
     tokens_per_pass = _TOKENS_PER_PASS[options.device.partition(":")[0]]
     if options.rows_per_pass is None:
         return tokens_per_pass, _ROWS_PER_PASS
@@ -350,12 +385,15 @@ def _made_from(
     }
 
 
-def _read(row: InputRow, tokens: Any) -> _Read:
+def _read(row: InputRow, tokens: Tokens | None, vocab_size: int) -> _Read:
     """Put a row together with its tokens."""
     if tokens is None:
         return _Read(row, [], is_truncated=False)
     if not tokens.ids:
         return _Read(row._replace(fault="the tokenizer makes no token of the text"), [], is_truncated=False)
+    if max(tokens.ids) >= vocab_size:
+        why = f"its token {max(tokens.ids)} is none of the {vocab_size} that the model has embeddings of"
+        return _Read(row._replace(fault=f"{why}: use the tokenizer it was trained with"), [], is_truncated=False)
     return _Read(row, tokens.ids, tokens.is_truncated)
 
 

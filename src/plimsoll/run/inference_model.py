@@ -18,8 +18,9 @@ from plimsoll.data.model_tokens import ModelTokenizer, load_model_tokenizer
 from plimsoll.data.sources import SourceFile
 from plimsoll.errors import JobError
 from plimsoll.identity import identity_of
-from plimsoll.models.hugging_face import auto_class_of, longest_text, quiet
-from plimsoll.models.inference import Head, read_config
+from plimsoll.models.hugging_face import longest_text
+from plimsoll.models.inference import read_config
+from plimsoll.models.loading import Head, load_model
 from plimsoll.models.recurrent import RECURRENT, load_recurrent
 from plimsoll.records.job import Job
 
@@ -74,25 +75,17 @@ def load_for_inference(folder: Path, head: Head, dtype: torch.dtype | None, devi
     """Load a model in evaluation mode.
 
     Raises:
-        JobError: if the weights cannot be read, or are not those of such a model.
+        JobError: if it lacks weights of this head, or it is recurrent and its weights cannot be read.
+        WeightsError: if its weights cannot be read.
     """
     if read_config(folder).get("architecture") in RECURRENT:
         model: nn.Module = load_recurrent(folder)
         return model.to(device=device, dtype=dtype).eval()
-    from safetensors import SafetensorError
-
-    try:
-        with quiet():
-            loaded, loading = auto_class_of(head).from_pretrained(
-                folder, dtype=dtype or "auto", local_files_only=True, output_loading_info=True
-            )
-    except (OSError, ValueError, SafetensorError) as error:
-        raise JobError(f"model: the weights in {folder} cannot be read ({error}): save or download it again") from None
-    if head != "none" and loading["missing_keys"]:
-        missing = ", ".join(sorted(loading["missing_keys"]))
+    loaded = load_model(folder, head=head, dtype=dtype, device=device)
+    if head != "none" and loaded.missing:
+        missing = ", ".join(sorted(loaded.missing))
         raise JobError(f"model: {folder} lacks weights ({missing}): give a model that was trained for it")
-    result: nn.Module = loaded.to(device).eval()
-    return result
+    return loaded.model
 
 
 def tokenizer_of(folder: ModelFolder, longest_tokens: int | None) -> ModelTokenizer:

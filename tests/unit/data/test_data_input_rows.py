@@ -100,7 +100,8 @@ def test_rows_of_jsonl_that_cannot_be_used_say_why(tmp_path: Path) -> None:
     assert [row.text for row in found] == ["ok", *[""] * 8]
     faults = [row.fault or "" for row in found]
     expected = ["", "there is no column 'text'", "it is not JSON", "holds null and no string", "and not an object",
-                "the text is empty", "holds a number and no string", "half of a surrogate pair", "nested too deep"]  # fmt: skip
+                "the text is empty", "holds a number and no string", "half of a surrogate pair",
+                "nested too deep"]  # fmt: skip
     assert [said in fault for said, fault in zip(expected, faults, strict=True)] == [True] * 9
     assert found[1].kept == {"id": 2}
 
@@ -162,7 +163,8 @@ def test_it_tells_how_far_it_is(tmp_path: Path) -> None:
     path.write_text("line\n" * 600_000)
     told: list[int] = []
     assert sum(1 for _ in open_rows(path, Reading()).rows(0, told.append)) == 600_000
-    assert told[-1] == path.stat().st_size and told == sorted(told)
+    assert told[-1] == path.stat().st_size
+    assert told == sorted(told)
 
 
 def test_what_cannot_be_read_is_refused(tmp_path: Path) -> None:

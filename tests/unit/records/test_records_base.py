@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import apply_records
 import corpus_records
 import evidence_records
 import placement_records
@@ -52,7 +53,7 @@ def examples(device, machine, plan, job, head, run_record) -> dict[type[Record],
         corpus_records.corpus_facts(), corpus_records.token_facts(), corpus_records.inspection(),
         corpus_records.feed_rates(), vector_records.subset_facts(), vector_records.vector_file(),
         vector_records.conversion(), vector_records.compression(), evidence_records.diagnosis(), way_records.ways(),
-        placement_records.streamed_plan(),
+        placement_records.streamed_plan(), apply_records.apply_facts(),
     )  # fmt: skip
     return {type(record): record for record in made}
 

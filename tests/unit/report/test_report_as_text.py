@@ -8,6 +8,7 @@ import pytest
 from report_records import MIB, cpu, empty_run, eventful_run, machine, plan, step_line
 from rich.console import Console, Group
 
+import apply_records
 import corpus_records
 import evidence_records
 import placement_records
@@ -17,7 +18,7 @@ import vector_records
 import way_records
 from plimsoll.records.device import MemoryUse
 from plimsoll.records.prediction import WhatIf
-from plimsoll.report import as_text, embedding_sheets, ways_sheets
+from plimsoll.report import apply_sheets, as_text, embedding_sheets, ways_sheets
 
 
 def use(used_mib: int, limit_mib: int | None) -> MemoryUse:
@@ -40,6 +41,8 @@ SCREENS = {
     "vectors-converted.txt": as_text.sheets_report(embedding_sheets.conversion_sheets(vector_records.conversion())),
     "vectors-compressed.txt": as_text.sheets_report(embedding_sheets.compression_sheets(vector_records.compression())),
     "ways.txt": as_text.sheets_report(ways_sheets.ways_sheets(way_records.ways())),
+    "apply.txt": as_text.sheets_report(apply_sheets.apply_sheets(apply_records.apply_facts())),
+    "apply-plain.txt": as_text.sheets_report(apply_sheets.apply_sheets(apply_records.plain_apply_facts())),
     "diagnosis.txt": as_text.diagnosis_report(evidence_records.diagnosis()),
     "diagnosis-unknown.txt": as_text.diagnosis_report(evidence_records.unknown_diagnosis()),
     "diagnosis-empty.txt": as_text.diagnosis_report(evidence_records.empty_diagnosis()),

@@ -3,7 +3,7 @@
 import subprocess
 import sys
 
-from plimsoll.report.progress import spinner, stages
+from plimsoll.report.progress import row_rates, spinner, stages
 from processes import LONGEST_SECONDS, environment
 
 SPIN = """
@@ -50,3 +50,20 @@ def test_a_spinner_is_silent_without_a_terminal_and_if_it_is_to_be_quiet(capsys)
         with spinner(quiet) as say:
             say("tracing")
     assert capsys.readouterr() == ("", "")
+
+
+def test_rows_are_shown_with_what_is_done_in_a_second(capsys):
+    with row_rates("x.jsonl", quiet=False) as report:
+        report(0, 100, 0, 0)
+        report(50, 100, 1200, 36_000)
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert "x.jsonl" in output.err
+    assert "50 %" in output.err
+    assert "1,200 rows" in " ".join(output.err.split())
+
+
+def test_quiet_draws_no_rates(capsys):
+    with row_rates("x.jsonl", quiet=True) as report:
+        report(50, 100, 1, 1)
+    assert capsys.readouterr().err == ""

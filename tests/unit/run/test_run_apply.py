@@ -1,0 +1,222 @@
+"""A model applied to a file: each task against the model called by hand, faults, options, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from model_folders import model_folder, read_rows, some_texts, tokenizer, write_rows
+from plimsoll.errors import DataError, InputError, JobError, OutputError
+from plimsoll.models.generation import Generation
+from plimsoll.run.apply import ApplyOptions, apply_model
+from plimsoll.run.failpoints import armed
+
+TEXTS = some_texts(60)
+
+
+@pytest.fixture(scope="module")
+def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return model_folder(tmp_path_factory.mktemp("gpt2"))
+
+
+@pytest.fixture(scope="module")
+def classifier(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return model_folder(tmp_path_factory.mktemp("bert"), "BertForSequenceClassification", num_labels=3)
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    return write_rows(tmp_path / "x.jsonl", TEXTS)
+
+
+def applied(model: Path, data: Path, force: bool = False, **options: Any) -> list[dict[str, Any]]:
+    out = data.with_name("y.jsonl")
+    apply_model(model, data, out, ApplyOptions(**options), force=force)
+    return read_rows(out)
+
+
+def by_hand(folder: Path, class_name: str, text: str) -> Any:
+    import transformers
+
+    model = getattr(transformers, class_name).from_pretrained(folder).eval()
+    return model, tokenizer()(text, return_tensors="pt")["input_ids"]
+
+
+def test_scores_are_those_of_the_texts_one_by_one(gpt2: Path, data: Path) -> None:
+    rows = applied(gpt2, data)
+    assert [row["row"] for row in rows] == list(range(60))
+    for number in (0, 17, 59):
+        model, ids = by_hand(gpt2, "GPT2LMHeadModel", TEXTS[number])
+        with torch.inference_mode():
+            logs = model(ids).logits[0, :-1].log_softmax(-1)
+        expected = logs.gather(1, ids[0, 1:, None]).sum().item()
+        assert rows[number]["log_probability"] == pytest.approx(expected, abs=1e-4)
+        assert rows[number]["num_predicted_tokens"] == ids.shape[1] - 1
+
+
+def test_classes_are_those_of_transformers_pipeline(classifier: Path, data: Path) -> None:
+    from transformers import pipeline
+
+    rows = applied(classifier, data, keep=("id",))
+    theirs = pipeline("text-classification", model=str(classifier), device="cpu")(TEXTS)
+    assert [row["id"] for row in rows] == [f"t{number}" for number in range(60)]
+    assert [row["label"] for row in rows] == [one["label"] for one in theirs]
+    assert [row["score"] for row in rows] == pytest.approx([one["score"] for one in theirs], abs=1e-5)
+    assert all(sum(row["probabilities"].values()) == pytest.approx(1) for row in rows)
+
+
+def test_a_decoder_with_a_head_for_classes_finds_the_last_token(tmp_path: Path, data: Path) -> None:
+    folder = model_folder(tmp_path / "m", "LlamaForSequenceClassification", num_labels=2, pad_token_id=None)
+    rows = applied(folder, data)
+    model, ids = by_hand(folder, "LlamaForSequenceClassification", TEXTS[5])
+    with torch.inference_mode():
+        expected = model(ids).logits[0].softmax(-1)
+    assert list(rows[5]["probabilities"].values()) == pytest.approx(expected.tolist(), abs=1e-5)
+
+
+def test_continuations_are_those_of_the_prompts_one_by_one(gpt2: Path, data: Path) -> None:
+    rows = applied(gpt2, data, task="generate", generation=Generation(8))
+    names = tokenizer()
+    for number in (0, 33, 59):
+        model, ids = by_hand(gpt2, "GPT2LMHeadModel", TEXTS[number])
+        whole = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False)
+        new = whole[0, ids.shape[1] :].tolist()
+        stopped = 3 in new
+        assert rows[number]["generated_text"] == names.decode(new, skip_special_tokens=True)
+        assert rows[number]["finish_reason"] == ("stop" if stopped else "length")
+
+
+def test_draws_do_not_depend_on_what_is_computed_together(gpt2: Path, data: Path) -> None:
+    sampling = {"task": "generate", "generation": Generation(6, temperature=1.0, top_p=0.9, seed=7)}
+    many = applied(gpt2, data, **sampling)
+    few = applied(gpt2, data, force=True, rows_per_pass=3, **sampling)
+    assert [row["generated_text"] for row in many] == [row["generated_text"] for row in few]
+    other = {"task": "generate", "generation": Generation(6, temperature=1.0, top_p=0.9, seed=8)}
+    assert applied(gpt2, data, force=True, **other) != many
+
+
+@pytest.mark.parametrize("rows_per_pass", [1, 7, None])
+def test_results_do_not_depend_on_the_size_of_passes_beyond_rounding(
+    classifier: Path, data: Path, rows_per_pass: int | None
+) -> None:
+    whole = applied(classifier, data)
+    cut = applied(classifier, data, force=True, rows_per_pass=rows_per_pass)
+    for one, other in zip(whole, cut, strict=True):
+        assert one["score"] == pytest.approx(other["score"], abs=1e-6)
+
+
+def test_errors_of_memory_change_no_row(classifier: Path, data: Path, tmp_path: Path) -> None:
+    whole = applied(classifier, data)
+    with armed("evaluation", 1, 3):
+        facts = apply_model(classifier, data, tmp_path / "z.jsonl", ApplyOptions(rows_per_pass=8))
+    rows = read_rows(tmp_path / "z.jsonl")
+    assert [row["row"] for row in rows] == list(range(60))
+    assert [row["label"] for row in rows] == [row["label"] for row in whole]
+    assert len(facts.oom_events) == 2
+
+
+def test_rows_that_cannot_be_used_say_why_and_the_others_are_done(gpt2: Path, tmp_path: Path) -> None:
+    data = tmp_path / "x.jsonl"
+    data.write_text('{"text": "w1 w2"}\n{"id": 2}\nno json\n{"text": ""}\n{"text": " "}\n{"text": "w3"}\n')
+    out = tmp_path / "y.jsonl"
+    facts = apply_model(gpt2, data, out)
+    rows = read_rows(out)
+    assert ["error" in row for row in rows] == [False, True, True, True, False, False]  # a blank is [CLS] [SEP]
+    assert (facts.num_rows, facts.num_faults, facts.num_new_rows) == (6, 3, 6)
+    assert facts.faults[0].startswith("row 1: there is no column 'text'")
+    with pytest.raises(DataError, match=r"row 1: .* leave out --strict"):
+        apply_model(gpt2, data, tmp_path / "z.jsonl", ApplyOptions(is_strict=True))
+
+
+def test_long_texts_are_truncated_and_counted(gpt2: Path, tmp_path: Path) -> None:
+    data = write_rows(tmp_path / "x.jsonl", ["w1 w2", "w3 " * 500, "w4 " * 100_000])
+    facts = apply_model(gpt2, data, tmp_path / "y.jsonl")
+    assert (facts.num_truncated, facts.longest_tokens) == (2, 64)
+    assert [row["num_predicted_tokens"] for row in read_rows(tmp_path / "y.jsonl")] == [3, 63, 63]
+    facts = apply_model(gpt2, data, tmp_path / "z.jsonl", ApplyOptions(longest_tokens=10))
+    assert facts.num_tokens == 4 + 10 + 10
+
+
+def test_a_file_without_rows_has_no_results(gpt2: Path, tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl").touch()
+    facts = apply_model(gpt2, tmp_path / "x.jsonl", tmp_path / "y.jsonl")
+    assert (facts.num_rows, facts.num_passes, (tmp_path / "y.jsonl").read_bytes()) == (0, 0, b"")
+
+
+def test_what_is_kept_is_as_it_was(gpt2: Path, tmp_path: Path) -> None:
+    record = {"text": "w1 w2", "id": "ü 🚢 \u2028", "half": "\ud800", "nested": {"a": [1, None]}}
+    (tmp_path / "x.jsonl").write_text(json.dumps(record) + "\n")
+    apply_model(gpt2, tmp_path / "x.jsonl", tmp_path / "y.jsonl", ApplyOptions(keep=("id", "half", "nested")))
+    line = (tmp_path / "y.jsonl").read_bytes()
+    found = json.loads(line)
+    assert {name: found[name] for name in ("id", "half", "nested")} == {
+        name: record[name] for name in ("id", "half", "nested")
+    }
+
+
+def test_weights_have_the_precision_that_was_asked_for(gpt2: Path, data: Path, tmp_path: Path) -> None:
+    facts = apply_model(gpt2, data, tmp_path / "y.jsonl", ApplyOptions(dtype="bf16"))
+    assert facts.dtype == "bfloat16"
+    exact = applied(gpt2, data, force=True)
+    for one, other in zip(exact, read_rows(data.with_name("y.jsonl")), strict=True):
+        assert one["log_probability"] == pytest.approx(other["log_probability"], rel=0.02)
+
+
+def test_weights_that_are_no_numbers_give_rows_that_say_so(tmp_path: Path, data: Path) -> None:
+    folder = model_folder(tmp_path / "m")
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(folder / "model.safetensors")
+    weights["transformer.ln_f.bias"][0] = float("nan")
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    rows = applied(folder, data)
+    assert all(row["error"].startswith("the result is no finite number") for row in rows)
+
+
+def test_a_tokenizer_of_another_vocabulary_is_named(tmp_path: Path) -> None:
+    folder = model_folder(tmp_path / "m", vocab_size=50)
+    rows = applied(folder, write_rows(tmp_path / "x.jsonl", ["w1", "w80"]))
+    assert "error" not in rows[0]
+    assert rows[1]["error"].startswith("its token 84 is none of the 50 that the model has embeddings of")
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "said"),
+    [
+        ({"task": "generate"}, InputError, "needs --max-new-tokens"),
+        ({"task": "score", "generation": Generation(3)}, InputError, "generates nothing"),
+        ({"task": "classify"}, JobError, "use --task score or generate"),
+        ({"keep": ("label",)}, InputError, "results have a field of this name"),
+        ({"longest_tokens": 0}, InputError, "--max-length 0 leaves nothing"),
+        ({"longest_tokens": 65}, JobError, "more than the 64 tokens"),
+        ({"rows_per_pass": 0}, InputError, "--batch-size 0"),
+        ({"columns": ("body",)}, DataError, "no column 'body'"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_before_anything_is_written(
+    gpt2: Path, data: Path, options: dict[str, Any], error: type[Exception], said: str
+) -> None:
+    with pytest.raises(error, match=said):
+        applied(gpt2, data, is_strict=True, **options)
+    if "columns" not in options:  # which is a fault of each row
+        assert not list(data.parent.glob("y*"))
+
+
+def test_another_model_or_other_data_is_refused_where_results_are_begun(gpt2: Path, tmp_path: Path) -> None:
+    data = tmp_path / "x.jsonl"
+    data.write_text('{"text": "w1 w2"}\n[]\n')
+    strict = ApplyOptions(is_strict=True)
+    with pytest.raises(DataError):
+        apply_model(gpt2, data, tmp_path / "y.jsonl", strict)
+    other = model_folder(tmp_path / "other", n_inner=64)
+    with pytest.raises(OutputError, match=r"results of another model .*--force to begin again"):
+        apply_model(other, data, tmp_path / "y.jsonl", strict)
+    data.write_text('{"text": "w1 w2"}\n{"text": "w2"}\n')
+    with pytest.raises(OutputError, match="results of another data"):
+        apply_model(gpt2, data, tmp_path / "y.jsonl", strict)
+    apply_model(gpt2, data, tmp_path / "y.jsonl", strict, force=True)
+    assert len(read_rows(tmp_path / "y.jsonl")) == 2
