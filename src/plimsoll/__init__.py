@@ -7,6 +7,7 @@
 The public names are resolved when they are first used, so that ``import plimsoll`` does not import torch.
 """
 
+import logging
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -57,6 +58,10 @@ _HOMES = {
     "render": ("plimsoll.report.render", "render"),
 }
 __all__ = list(_HOMES)
+
+# Where torchao is installed transformers imports it, and these complain of kernels and names that nothing here uses.
+for _name in ("torchao", "torch.utils._pytree"):
+    logging.getLogger(_name).setLevel(logging.ERROR)
 
 
 def __getattr__(name: str) -> Any:

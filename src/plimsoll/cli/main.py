@@ -5,7 +5,6 @@ A command's module is imported when the command is called, so that ``plimsoll --
 
 from __future__ import annotations
 
-import logging
 import sys
 from importlib.metadata import version
 from typing import Annotated
@@ -68,18 +67,12 @@ app.command("baseline-worker", hidden=True)(workers.baseline_worker)
 app.command("inference-baseline-worker", hidden=True)(workers.inference_baseline_worker)
 
 
-_NOISY = ("torchao", "torch.utils._pytree")
-"""Loggers that complain, while transformers imports torchao, of kernels and names that nothing here uses."""
-
-
 def main() -> None:
     """Run the command line; the process ends with the exit code of `plimsoll.errors`.
 
     Typer itself ends it with 130 after Ctrl-C. Results are printed by `plimsoll.cli.output.show`, which bears that
     their reader goes away (``| head``).
     """
-    for name in _NOISY:
-        logging.getLogger(name).setLevel(logging.ERROR)
     try:
         app()
     except PlimsollError as error:
