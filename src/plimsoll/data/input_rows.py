@@ -264,15 +264,18 @@ def _decoded(line: bytes) -> str:
 def _jsonl_layout(head: list[bytes], reading: Reading) -> Layout:
     if reading.columns is not None:
         return Layout("jsonl", columns=reading.columns)
-    for line in head:
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(record, dict):
-            strings = [name for name, value in record.items() if isinstance(value, str)]
-            return Layout("jsonl", columns=text_columns(reading, list(record), strings))
-    return Layout("jsonl", columns=("text",))
+    records = [record for line in head if isinstance(record := _parsed(line), dict)]
+    if not records or any("text" in record for record in records):  # the first row may be one without a text
+        return Layout("jsonl", columns=("text",))
+    strings = [name for name, value in records[0].items() if isinstance(value, str)]
+    return Layout("jsonl", columns=text_columns(reading, list(records[0]), strings))
+
+
+def _parsed(line: bytes) -> Any:
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError):
+        return None
 
 
 def _json_row(line: bytes, layout: Layout, keep: tuple[str, ...]) -> tuple[str, dict[str, Any]]:

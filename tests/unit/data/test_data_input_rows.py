@@ -140,6 +140,12 @@ def test_the_only_column_of_strings_is_the_text(tmp_path: Path) -> None:
         rows_of(path)
 
 
+def test_a_first_row_without_a_text_does_not_make_another_column_the_text(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"id": "x"}\n{"id": "y", "text": "z"}\n')
+    assert [row.text for row in rows_of(path)] == ["", "z"]
+
+
 @pytest.mark.parametrize("name", ["a.jsonl", "a.csv", "a.txt"])
 def test_a_row_that_is_too_long_is_a_fault_and_the_next_is_not(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
