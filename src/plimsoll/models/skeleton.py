@@ -146,8 +146,7 @@ def skeleton_of(
 def replace(weight: Weight, value: Tensor) -> None:
     """Put a tensor where the weight is on the meta device."""
     for module, name in weight.slots:
-        places: dict[str, Any] = module._buffers if name in module._buffers else module._parameters
-        places[name] = value
+        setattr(module, name, value)  # recurrent layers have a list of their weights, which is then kept right
 
 
 @contextmanager
