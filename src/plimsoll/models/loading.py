@@ -24,6 +24,7 @@ from plimsoll.errors import WeightsError
 from plimsoll.mapped import MappedPool
 from plimsoll.models.adapters import with_adapters
 from plimsoll.models.quantized import Quantize, can_be_quantized, quantized_weight
+from plimsoll.models.recurrent_skeleton import recurrent_fields, recurrent_skeleton
 from plimsoll.models.skeleton import Derived, Skeleton, Weight, quiet, replace, skeleton_of
 from plimsoll.store import Progress, silent
 from plimsoll.weights.loading import Checkpoint, Entry, open_checkpoint
@@ -75,7 +76,7 @@ def load_model(
     pool: MappedPool | None = None,
     progress: Progress = silent,
 ) -> Loaded:
-    """Load a Hugging Face checkpoint folder.
+    """Load a Hugging Face checkpoint folder, or one of a recurrent model of ours.
 
     Args:
         folder: what ``save_pretrained`` wrote, with safetensors or files of ``torch.save``, in one file or several.
@@ -99,16 +100,22 @@ def load_model(
     _check_together(quantize, adapters)
     if place == "mapped" and torch.device(device).type != "cpu":
         raise WeightsError(f"place {place} keeps weights in files, which device {device} cannot use: use place memory")
-    config = config or _config_of(checkpoint.folder)
-    chosen = _dtype_of(checkpoint, config, dtype)
-    skeleton = skeleton_of(checkpoint, _class_of(config, head, checkpoint.folder), config, chosen, vocab_size)
-    if not allow_missing:
-        _check_body(skeleton, checkpoint)
+    fields = recurrent_fields(checkpoint.folder)
+    if fields is not None:
+        asked = {"head": head, "quantize": quantize, "adapters": adapters or None, "vocab_size": vocab_size}
+        skeleton = recurrent_skeleton(checkpoint, fields, dtype, asked)
+    else:
+        config = config or _config_of(checkpoint.folder)
+        chosen = _dtype_of(checkpoint, config, dtype)
+        skeleton = skeleton_of(checkpoint, _class_of(config, head, checkpoint.folder), config, chosen, vocab_size)
+        if not allow_missing:
+            _check_body(skeleton, checkpoint)
     filling = _Filling(skeleton, torch.device(device), place, pool, progress)
     filling.quantize, filling.is_read_only = quantize, place == "mapped" and not adapters
     filling.fill()
-    _finish(skeleton.model, checkpoint.folder, device)
-    model = with_adapters(skeleton.model, adapters)
+    if fields is None:
+        _finish(skeleton.model, checkpoint.folder, device)
+    model: nn.Module = with_adapters(skeleton.model, adapters)
     if place == "mapped":
         model.requires_grad_(False)
     return Loaded(

@@ -10,15 +10,14 @@ It does NOT cover ``int4`` on other devices, and layers other than ``nn.Linear``
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from plimsoll.errors import WeightsError
+from plimsoll.models.skeleton import without_noise
 from plimsoll.weights.loading import Entry
 
 Quantize = Literal["int8", "int4"]
@@ -90,7 +89,7 @@ def _quantized(dense: Tensor, config: Any) -> Tensor:
 
 
 def _config_of(kind: Quantize, device: torch.device) -> Any:
-    with _without_noise():
+    with without_noise():
         try:
             if kind == "int8":
                 from torchao.quantization import Int8WeightOnlyConfig
@@ -105,14 +104,3 @@ def _config_of(kind: Quantize, device: torch.device) -> Any:
             raise WeightsError(
                 f"quantize {kind} needs torchao ({error}): install it with `pip install torch-plimsoll[quantize]`"
             ) from None
-
-
-@contextmanager
-def _without_noise() -> Iterator[None]:
-    """torchao writes to the terminal which of its compiled parts do not fit this torch; none of them is used here."""
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        yield
-    finally:
-        logging.disable(before)
