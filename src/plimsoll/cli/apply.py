@@ -35,6 +35,9 @@ def apply(  # noqa: PLR0917 -- typer calls it by name
         int | None, typer.Option(help="Tokens that longer texts are truncated to. Default: what the model reads.")
     ] = None,
     dtype: Annotated[str, typer.Option(help="Of the weights: stored, fp32, bf16 or fp16.")] = "stored",
+    quantize: Annotated[
+        str | None, typer.Option(help="Linear layers in integers: int8 or int4. Other results, in less memory.")
+    ] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda or cuda:1.")] = "cpu",
     max_new_tokens: Annotated[int | None, typer.Option(help="With --task generate: the most tokens of each.")] = None,
     temperature: Annotated[
@@ -71,7 +74,7 @@ def apply(  # noqa: PLR0917 -- typer calls it by name
 
     with failures_shown() if as_json else nullcontext():
         limit_bytes = limit_bytes_of(budget)
-        _check(out, dtype)
+        _check(out, dtype, quantize)
         generation = _generation(max_new_tokens, temperature, top_p, seed)
         from plimsoll.run.apply import ApplyOptions, apply_model
 
@@ -81,7 +84,8 @@ def apply(  # noqa: PLR0917 -- typer calls it by name
             keep=tuple(keep or ()),
             longest_tokens=max_length,
             rows_per_pass=batch_size,
-            dtype=_dtype(dtype),
+            dtype=_one_of(dtype),
+            quantize=_one_of(quantize),
             device=device,
             limit_bytes=limit_bytes,
             is_strict=strict,
@@ -97,17 +101,19 @@ def apply(  # noqa: PLR0917 -- typer calls it by name
     show(render(facts, "json" if as_json else "text"))
 
 
-def _check(out: Path, dtype: str) -> None:
+def _check(out: Path, dtype: str, quantize: str | None) -> None:
     from plimsoll.errors import InputError, OutputError
 
     if out.suffix.lower() in _OTHER_FORMS:
         raise OutputError(f"results are JSON lines, and {out} is called {out.suffix}: give --out a name in .jsonl")
     if dtype not in {"stored", "fp32", "bf16", "fp16"}:
         raise InputError(f"--dtype {dtype} is none that weights can have here: give stored, fp32, bf16 or fp16")
+    if quantize not in {None, "int8", "int4"}:
+        raise InputError(f"--quantize {quantize} is none that there is: give int8 or int4, or leave it out")
 
 
-def _dtype(dtype: str) -> Any:
-    return dtype
+def _one_of(checked: str | None) -> Any:
+    return checked
 
 
 def _generation(max_new_tokens: int | None, temperature: float | None, top_p: float, seed: int) -> Generation | None:

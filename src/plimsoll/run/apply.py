@@ -28,6 +28,7 @@ from plimsoll.data.model_tokens import ModelTokenizer, Tokens
 from plimsoll.device.base import Backend, backend_for
 from plimsoll.errors import DataError, InputError, Interrupted
 from plimsoll.models.inference import InferenceTask, default_task, inference_task, read_config
+from plimsoll.models.quantized import Quantize
 from plimsoll.models.recurrent import RECURRENT
 from plimsoll.records.apply import ApplyFacts
 from plimsoll.records.placement import InferencePlan
@@ -51,7 +52,7 @@ if TYPE_CHECKING:
     from plimsoll.models.generation import Generation
 
 _TOKENS_PER_PASS = {"cpu": 4 << 10, "cuda": 32 << 10}
-"""Without a plan: of MiniLM and GPT-2 small no CPU tried was faster with more; a GPU wants more to be busy."""
+"""Without a plan. Not tuned: enough that the products of a small model are as fast as they get; a GPU wants more."""
 
 _ROWS_PER_PASS = 256
 _BLOCK_ROWS = 4096
@@ -85,6 +86,8 @@ class ApplyOptions:
         longest_tokens: what texts are truncated to; ``None``: what the model reads.
         rows_per_pass: the most texts of a pass; ``None``: as many as have ``_TOKENS_PER_PASS`` tokens.
         dtype: of the weights.
+        quantize: linear layers in integers of 8 or 4 bits; ``None``: as they are. Not planned: within a budget passes
+            begin as without one.
         device: where it is computed.
         limit_bytes: the budget; ``None``: no limit.
         has_header: whether the first row of a csv names its columns; ``None``: see `plimsoll.data.formats.Reading`.
@@ -98,6 +101,7 @@ class ApplyOptions:
     longest_tokens: int | None = None
     rows_per_pass: int | None = None
     dtype: Dtype = "stored"
+    quantize: Quantize | None = None
     device: str = "cpu"
     limit_bytes: int | None = None
     is_strict: bool = False
@@ -195,7 +199,8 @@ class _Applying:
         options = self._options
         if self._plan is not None:
             return placed.enter_context(placed_model(self._folder.path, self._plan))
-        return load_for_inference(self._folder.path, self._task.head, DTYPES[options.dtype], options.device)
+        dtype = DTYPES[options.dtype]
+        return load_for_inference(self._folder.path, self._task.head, dtype, options.device, options.quantize)
 
     def _passes(self, model: nn.Module) -> Passes[dict[str, Any]]:
         generation = self._options.generation
@@ -343,7 +348,8 @@ def _planned(
     folder: ModelFolder, rows: InputRows, task: InferenceTask, tokenizer: ModelTokenizer, options: ApplyOptions
 ) -> InferencePlan | None:
     """Plan for texts as long as those of the first rows; without a budget there is nothing to plan."""
-    if options.limit_bytes is None or read_config(folder.path).get("architecture") in RECURRENT:
+    is_recurrent = read_config(folder.path).get("architecture") in RECURRENT
+    if options.limit_bytes is None or options.quantize is not None or is_recurrent:
         return None
     texts = [row.text for row in islice(rows.rows(), _ROWS_PER_PASS) if row.fault is None]
     longest_tokens = max((len(tokens.ids) for tokens in tokenizer.read(texts)), default=1)
@@ -381,6 +387,7 @@ def _made_from(
         "task": task.name,
         "--max-length": tokenizer.longest_tokens,
         "--dtype": options.dtype,
+        "--quantize": options.quantize,
         "generation": None if options.generation is None else asdict(options.generation),
     }
 

@@ -21,6 +21,7 @@ from plimsoll.identity import identity_of
 from plimsoll.models.hugging_face import longest_text
 from plimsoll.models.inference import read_config
 from plimsoll.models.loading import Head, load_model
+from plimsoll.models.quantized import Quantize
 from plimsoll.models.recurrent import RECURRENT, load_recurrent
 from plimsoll.records.job import Job
 
@@ -71,17 +72,19 @@ def identity_of_model(folder: Path) -> list[list[Any]]:
     return [[Path(path).name, num_bytes, sample.hex()] for path, num_bytes, _, sample in identity_of(files)]
 
 
-def load_for_inference(folder: Path, head: Head, dtype: torch.dtype | None, device: str) -> nn.Module:
-    """Load a model in evaluation mode.
+def load_for_inference(
+    folder: Path, head: Head, dtype: torch.dtype | None, device: str, quantize: Quantize | None = None
+) -> nn.Module:
+    """Load a model in evaluation mode; arguments are those of `load_model`.
 
     Raises:
         JobError: if it lacks weights of this head, or it is recurrent and its weights cannot be read.
         WeightsError: if its weights cannot be read.
     """
-    if read_config(folder).get("architecture") in RECURRENT:
+    if read_config(folder).get("architecture") in RECURRENT and quantize is None:
         model: nn.Module = load_recurrent(folder)
         return model.to(device=device, dtype=dtype).eval()
-    loaded = load_model(folder, head=head, dtype=dtype, device=device)
+    loaded = load_model(folder, head=head, dtype=dtype, device=device, quantize=quantize)
     if head != "none" and loaded.missing:
         missing = ", ".join(sorted(loaded.missing))
         raise JobError(f"model: {folder} lacks weights ({missing}): give a model that was trained for it")

@@ -43,6 +43,7 @@ def test_a_failure_is_one_record_too(call, model, data, tmp_path):
     ("options", "said"),
     [
         (["--dtype", "int8"], "--dtype int8 is none that weights can have here"),
+        (["--quantize", "int3"], "--quantize int3 is none that there is: give int8 or int4"),
         (["--budget", "much"], "--budget: cannot read"),
         (["--temperature", "1"], "give --max-new-tokens too"),
         (["--max-new-tokens", "0"], "generates nothing"),

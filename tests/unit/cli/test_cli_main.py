@@ -44,8 +44,8 @@ FLAGS = {
     },
     "apply": {
         "--data", "--out", "-o", "--task", "--column", "--keep", "--budget", "--batch-size", "--max-length", "--dtype",
-        "--device", "--max-new-tokens", "--temperature", "--top-p", "--seed", "--no-header", "--strict", "--force",
-        "--quiet", "-q", "--json",
+        "--quantize", "--device", "--max-new-tokens", "--temperature", "--top-p", "--seed", "--no-header", "--strict",
+        "--force", "--quiet", "-q", "--json",
     },
     "explain": {"--json"},
     "report": {"--output", "-o", "--json", "--force"},

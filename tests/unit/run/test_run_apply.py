@@ -220,3 +220,16 @@ def test_another_model_or_other_data_is_refused_where_results_are_begun(gpt2: Pa
         apply_model(gpt2, data, tmp_path / "y.jsonl", strict)
     apply_model(gpt2, data, tmp_path / "y.jsonl", strict, force=True)
     assert len(read_rows(tmp_path / "y.jsonl")) == 2
+
+
+@pytest.mark.parametrize(("kind", "apart"), [("int8", 0.02), ("int4", 0.2)])
+def test_weights_in_integers_give_about_the_same(classifier: Path, data: Path, kind: str, apart: float) -> None:
+    pytest.importorskip("torchao", reason="integers are torchao's")
+    plain = applied(classifier, data)
+    found = applied(classifier, data, force=True, quantize=kind)
+    differences = [
+        abs(one["probabilities"][label] - other["probabilities"][label])
+        for one, other in zip(plain, found, strict=True)
+        for label in one["probabilities"]
+    ]
+    assert 0 < max(differences) < apart
