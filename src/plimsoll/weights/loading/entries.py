@@ -196,7 +196,7 @@ class Entry:
         """Read into another type or onto another device; nothing but a block is ever on the host."""
         size_bytes = self.dtype.itemsize
         step = max(1, _BLOCK_BYTES // size_bytes)
-        block = torch.empty(min(step, flat.numel()), dtype=self.dtype, pin_memory=flat.device.type == "cuda")
+        block = _block(min(step, flat.numel()), self.dtype, flat.device.type == "cuda")
         for begin in range(0, flat.numel(), step):
             part = block[: min(step, flat.numel() - begin)]
             self.source.read_into(part, self.offset + begin * size_bytes, report)
@@ -206,6 +206,13 @@ class Entry:
 def num_bytes_of(shape: tuple[int, ...], dtype: torch.dtype) -> int:
     """Return the bytes of a contiguous tensor."""
     return prod(shape) * dtype.itemsize
+
+
+def _block(count: int, dtype: torch.dtype, is_pinned: bool) -> Tensor:
+    """Memory for a block, which is given back at once: freed by malloc, it would teach it to keep such blocks."""
+    if is_pinned or count == 0:
+        return torch.empty(count, dtype=dtype, device="cpu", pin_memory=is_pinned)
+    return torch.frombuffer(mmap.mmap(-1, count * dtype.itemsize), dtype=dtype)
 
 
 class _opened:
