@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from plimsoll.errors import WeightsError
-from plimsoll.models.skeleton import without_noise
 from plimsoll.weights.loading import Entry
 
 Quantize = Literal["int8", "int4"]
@@ -89,18 +88,17 @@ def _quantized(dense: Tensor, config: Any) -> Tensor:
 
 
 def _config_of(kind: Quantize, device: torch.device) -> Any:
-    with without_noise():
-        try:
-            if kind == "int8":
-                from torchao.quantization import Int8WeightOnlyConfig
+    try:
+        if kind == "int8":
+            from torchao.quantization import Int8WeightOnlyConfig
 
-                return Int8WeightOnlyConfig(set_inductor_config=False)
-            if device.type != "cpu":
-                raise WeightsError(f"int4 is not made on device {device}: use int8, or load on the CPU")
-            from torchao.prototype.quantization.int4 import PrototypeInt4WeightOnlyConfig
+            return Int8WeightOnlyConfig(set_inductor_config=False)
+        if device.type != "cpu":
+            raise WeightsError(f"int4 is not made on device {device}: use int8, or load on the CPU")
+        from torchao.prototype.quantization.int4 import PrototypeInt4WeightOnlyConfig
 
-            return PrototypeInt4WeightOnlyConfig(group_size=_GROUP, set_inductor_config=False)
-        except ImportError as error:
-            raise WeightsError(
-                f"quantize {kind} needs torchao ({error}): install it with `pip install torch-plimsoll[quantize]`"
-            ) from None
+        return PrototypeInt4WeightOnlyConfig(group_size=_GROUP, set_inductor_config=False)
+    except ImportError as error:
+        raise WeightsError(
+            f"quantize {kind} needs torchao ({error}): install it with `pip install torch-plimsoll[quantize]`"
+        ) from None

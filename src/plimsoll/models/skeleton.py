@@ -11,7 +11,6 @@ cover checkpoints that are quantized already, code that a checkpoint brings alon
 from __future__ import annotations
 
 import copy
-import logging as python_logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -154,8 +153,6 @@ def quiet() -> Iterator[None]:
     """Keep transformers from writing to the terminal: what matters of it is checked here and raised."""
     from transformers.utils import logging
 
-    with without_noise():
-        import transformers.modeling_utils  # noqa: F401 - which imports torchao where it is installed
     verbosity, has_progress_bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
@@ -165,17 +162,6 @@ def quiet() -> Iterator[None]:
         logging.set_verbosity(verbosity)
         if has_progress_bar:
             logging.enable_progress_bar()  # type: ignore[no-untyped-call]
-
-
-@contextmanager
-def without_noise() -> Iterator[None]:
-    """Import torchao without what it logs of compiled parts that do not fit this torch; none of them is used here."""
-    before = python_logging.root.manager.disable
-    python_logging.disable(python_logging.WARNING)
-    try:
-        yield
-    finally:
-        python_logging.disable(before)
 
 
 @contextmanager

@@ -10,13 +10,12 @@ from plimsoll.errors import WeightsError
 from plimsoll.models import quantized
 from plimsoll.models.loading import load_model
 from plimsoll.models.quantized import can_be_quantized
-from plimsoll.models.skeleton import without_noise
 
 
 def plainly_quantized(folder, kind: str) -> nn.Module:
-    with without_noise():
-        from torchao.prototype.quantization.int4 import PrototypeInt4WeightOnlyConfig
-        from torchao.quantization import Int8WeightOnlyConfig, quantize_
+    from torchao.prototype.quantization.int4 import PrototypeInt4WeightOnlyConfig
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
     model = transformers.LlamaForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     config = Int8WeightOnlyConfig() if kind == "int8" else PrototypeInt4WeightOnlyConfig(group_size=32)
     quantize_(model, config, filter_fn=lambda module, name: isinstance(module, nn.Linear) and name != "lm_head")
