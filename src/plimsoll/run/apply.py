@@ -41,6 +41,7 @@ from plimsoll.run.inference_model import (
     Dtype,
     ModelFolder,
     identity_of_model,
+    import_first,
     load_for_inference,
     model_folder,
     tokenizer_of,
@@ -142,6 +143,7 @@ def apply_model(
     tokenizer = tokenizer_of(folder, options.longest_tokens)
     tokenizer.read(["Its threads are started before there is a limit.", "In it they might find no room."])
     plan = _planned(folder, rows, task, tokenizer, options)
+    import_first(folder.path, task.head)
     limit = nullcontext() if options.limit_bytes is None else backend.limited(options.limit_bytes)
     with part_file(out, _made_from(folder, rows, task, tokenizer, options), force) as part, stop_on_signal() as stop:
         first_row = part.num_rows

@@ -20,7 +20,7 @@ from plimsoll.errors import JobError
 from plimsoll.identity import identity_of
 from plimsoll.models.hugging_face import longest_text
 from plimsoll.models.inference import read_config
-from plimsoll.models.loading import Head, load_model
+from plimsoll.models.loading import Head, load_model, sketch_checkpoint
 from plimsoll.models.quantized import Quantize
 from plimsoll.models.recurrent import RECURRENT, load_recurrent
 from plimsoll.records.job import Job
@@ -89,6 +89,16 @@ def load_for_inference(
         missing = ", ".join(sorted(loaded.missing))
         raise JobError(f"model: {folder} lacks weights ({missing}): give a model that was trained for it")
     return loaded.model
+
+
+def import_first(folder: Path, head: Head) -> None:
+    """Import what a model is made of: inside a limit the address space that libraries ask for would count.
+
+    Raises:
+        WeightsError: if the checkpoint cannot be read.
+    """
+    if read_config(folder).get("architecture") not in RECURRENT:
+        sketch_checkpoint(folder, head=head)
 
 
 def tokenizer_of(folder: ModelFolder, longest_tokens: int | None) -> ModelTokenizer:

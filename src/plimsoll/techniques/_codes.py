@@ -7,7 +7,9 @@ be wrong, and they cannot do ``aten.addmm``, which GPT-2's ``Conv1D`` calls.
 ``int8``: integers from -127 to 127 with one scale for each output channel, whose largest number is exact. ``nf4``: the
 16 values of NormalFloat, of which each stands for the same share of a normal distribution, with one scale for each
 group of up to 64 numbers of an output channel (Dettmers et al. 2023, arXiv:2305.14314, appendix E), two codes in a
-byte. Does NOT cover scales that are themselves in codes, and weights of an odd number of inputs in 4 bits.
+byte. A number that is not finite makes those with its scale
+so, too. Does NOT cover scales that are themselves in codes, and, in 4 bits, weights whose number of inputs is no
+multiple of 16.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from torch import Tensor
 _LARGEST_CODE = 127  # -128 is left out, so that a weight and its negative are as exact
 _SMALLEST_SCALE = 1e-12  # of a channel or a group of zeros
 _LARGEST_GROUP = 64  # numbers with one scale, as in the paper
+_SMALLEST_GROUP = 16  # with fewer, scales of 32 bits make 4 bits more than 6
 
 # bitsandbytes' and the paper's own numbers: quantiles of a normal distribution, 0 among them, the largest being 1.
 NF4_VALUES = (
@@ -77,7 +80,11 @@ def _group_of(num_inputs: int) -> int:
     return min(num_inputs & -num_inputs, _LARGEST_GROUP)
 
 
+def _has_large_groups(weight: Tensor) -> bool:
+    return weight.numel() > 0 and _group_of(weight.size(1)) >= _SMALLEST_GROUP
+
+
 CODECS = {
     "int8": Codec(_to_int8, _from_int8, lambda weight: True),
-    "nf4": Codec(_to_nf4, _from_nf4, lambda weight: weight.size(1) % 2 == 0),
+    "nf4": Codec(_to_nf4, _from_nf4, _has_large_groups),
 }

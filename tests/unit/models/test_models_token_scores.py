@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from plimsoll.models.recurrent import RecurrentLanguageModel, recurrent_config
 from plimsoll.models.token_scores import token_log_probabilities
@@ -151,3 +152,15 @@ class heads_called:
 
     def __exit__(self, *_: object) -> None:
         self._hook.remove()
+
+
+def test_the_head_s_weights_are_not_copied_for_a_part_of_the_texts():
+    """Hidden states that lie apart would be multiplied text by text, in bfloat16 with a copy of the weights each."""
+    model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=300, n_positions=32))
+    model = model.to(torch.bfloat16).eval()
+    seen = []
+    model.lm_head.register_forward_pre_hook(lambda _, given: seen.append(given[0].is_contiguous()))
+    ids = torch.randint(300, (3, 12))
+    with torch.inference_mode():
+        token_log_probabilities(model, ids, torch.ones_like(ids), chunk_numbers=300 * 3 * 4)
+    assert seen == [True, True, True]

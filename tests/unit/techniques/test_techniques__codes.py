@@ -53,6 +53,15 @@ def test_normal_weights_lose_less_in_sixteen_quantiles_than_in_sixteen_steps():
     assert (dense - weight).square().mean() < 0.85 * (even - weight).square().mean()
 
 
+@pytest.mark.parametrize(("shape", "can"), [((3, 64), True), ((3, 80), True), ((3, 24), False), ((0, 64), False)])
+def test_four_bits_are_never_more_than_six(shape, can):
+    weight = torch.ones(shape)
+    assert CODECS["nf4"].can_encode(weight) == can
+    if can:
+        codes, scale = CODECS["nf4"].encode(weight)
+        assert 8 * (codes.nbytes + scale.nbytes) <= 6 * weight.numel()
+
+
 def test_nf4_s_values_are_the_paper_s():
     assert len(NF4_VALUES) == 16
     assert (NF4_VALUES[0], NF4_VALUES[7], NF4_VALUES[15]) == (-1.0, 0.0, 1.0)
