@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 
+from model_folders import model_folder, read_rows, some_texts, write_rows
 from plimsoll.models.inference import inference_task
 from plimsoll.records.placement import InferencePlan
 from processes import run_program
@@ -49,6 +50,8 @@ with backend_for("cpu").limited(int(sys.argv[2])):
     AutoModelForCausalLM.from_pretrained(Path(sys.argv[1]))
 """
 
+COMMAND = "import sys; from plimsoll.cli.main import main; sys.argv = ['plimsoll', *sys.argv[1:]]; main()"
+
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the limit is Linux's")
 
 
@@ -58,8 +61,7 @@ def folder(tmp_path_factory):
 
 
 def plan_of(folder, *options):
-    program = "import sys; from plimsoll.cli.main import main; sys.argv = ['plimsoll', *sys.argv[1:]]; main()"
-    done = run_program(program, "plan", folder, "--inference", "--length", LENGTH, "--json", *options)
+    done = run_program(COMMAND, "plan", folder, "--inference", "--length", LENGTH, "--json", *options)
     return done.returncode, json.loads(done.stdout)
 
 
@@ -93,6 +95,23 @@ def test_a_limit_of_half_the_weights_holds_and_changes_nothing(folder, tmp_path)
     plain = run_program(PLAIN, folder, plan.budget_bytes)
     assert plain.returncode != 0
     assert "alloc" in plain.stderr or "MemoryError" in plain.stderr
+
+
+@pytest.mark.parametrize("dtype", ["stored", "bf16"])
+def test_the_command_does_what_it_has_planned_and_no_pass_runs_out(dtype, tmp_path):
+    """Of a vocabulary as real models have it, whose output layer is a third of the weights."""
+    wide = {"num_hidden_layers": 6, "hidden_size": 512, "num_attention_heads": 8, "vocab_size": 20_000}
+    model = model_folder(tmp_path / "model", **wide)
+    data = write_rows(tmp_path / "x.jsonl", some_texts(40))
+    _, least = plan_of(model, "--budget", "64MiB")
+    budget_mib = (least["peak"]["measured_bytes"] + 80 * MIB) // MIB  # of 115 MiB of weights
+    command = ["apply", model, "--data", data, "--out", tmp_path / "y.jsonl", "--budget", f"{budget_mib}MiB"]
+    done = run_program(COMMAND, *command, "--dtype", dtype, "--json")
+    assert done.returncode == 0, done.stderr
+    facts = json.loads(done.stdout)
+    assert facts["oom_events"] == []
+    assert facts["peak_bytes"] <= budget_mib * MIB
+    assert len(read_rows(tmp_path / "y.jsonl")) == 40
 
 
 def test_the_command_says_which_budget_would_do_and_refuses_what_is_no_model(folder, tmp_path):
