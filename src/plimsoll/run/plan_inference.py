@@ -142,7 +142,8 @@ class _Planner:
                 return self._record(chosen, guesses, None)
         least = self.look(1, placer.always)
         chosen = placer.measured(1, placer.always, least)
-        return self._record(chosen, guesses, self._smallest_bytes(least))
+        fits = least.fits and least.peak.high_bytes <= limit_bytes  # though none that was guessed to did
+        return self._record(chosen, guesses, None if fits else self._smallest_bytes(least))
 
     def _always(self) -> frozenset[str]:
         """What is on the device in any case: beside a GPU all but the blocks, which are copied as they compute."""
