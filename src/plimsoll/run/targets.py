@@ -41,7 +41,7 @@ _WORTH_SAYING = 0.01  # of the peak
 _WHOLE_MACHINE = "all that this process may use of the machine"
 # Resident bytes of the host's process when CUDA is in use: torch and transformers without it; with all kernels loaded
 # (pytorch#113326 reads 0.44 and 2.06 GB). Not measured here.
-_CUDA_HOST_BYTES = (420 << 20, 1965 << 20)
+CUDA_HOST_BYTES = (420 << 20, 1965 << 20)
 _BASELINE_SPREAD = 0.03  # of the process before there is a model: libraries load and start threads as they are used
 
 
@@ -264,7 +264,7 @@ def _assumptions(counted: Counted) -> tuple[Assumption, ...]:
 def _host(trace: Trace) -> Estimate:
     """What a training on a GPU takes of the host's memory: the process, and what is there on its way to the device."""
     traced_bytes = live_bytes(trace, on_host=True).peak_bytes
-    low_bytes, high_bytes = _CUDA_HOST_BYTES
+    low_bytes, high_bytes = CUDA_HOST_BYTES
     likely_bytes = (low_bytes + high_bytes) // 2
     return Estimate(
         likely_bytes=traced_bytes + likely_bytes,
