@@ -59,7 +59,7 @@ def folder(tmp_path_factory):
 
 def plan_of(folder, *options):
     program = "import sys; from plimsoll.cli.main import main; sys.argv = ['plimsoll', *sys.argv[1:]]; main()"
-    done = run_program(program, "plan", folder, "--inference", "--length", LENGTH, "--json", *options)
+    done = run_program(program, "plan", folder, "--inference", "--max-length", LENGTH, "--json", *options)
     return done.returncode, json.loads(done.stdout)
 
 
