@@ -163,7 +163,7 @@ def _compare(
 ) -> tuple[Ways, str]:  # fmt: skip
     from plimsoll.records.comparison import Calibration
     from plimsoll.report.progress import spinner
-    from plimsoll.report.ways_sheets import headline
+    from plimsoll.report.ways_sheets import done_line, headline
 
     (pins, forbids), (device, limit_bytes) = wishes, where
     if pins or forbids:
@@ -175,7 +175,12 @@ def _compare(
 
     with spinner(quiet=quiet) as progress:
         found = compare_ways(
-            job, device=device, limit_bytes=limit_bytes, calibration=learned or known_calibration(), progress=progress
+            job,
+            device=device,
+            limit_bytes=limit_bytes,
+            calibration=learned or known_calibration(),
+            progress=progress,
+            on_way=lambda way: None if quiet else typer.echo(done_line(way), err=True),
         )
     return found, headline(found)
 

@@ -66,6 +66,21 @@ def test_the_ways_to_train_are_compared(call, job, standing_in):
     assert call("plan", job, "--compare").code == 1
 
 
+def test_each_way_is_told_on_standard_error_when_it_is_done_but_not_with_json(call, job, monkeypatch):
+    def compare(job, *, on_way, **options):
+        found = ways()
+        for way in found.ways:
+            on_way(way)
+        return found
+
+    module = ModuleType("plimsoll.run.ways")
+    module.compare_ways = compare
+    monkeypatch.setitem(sys.modules, "plimsoll.run.ways", module)
+    told = call("plan", job, "--compare").err.splitlines()
+    assert told[1:] == ["full, weights streamed: fits, 1.5 GiB, 12.0 s a step", "LoRA: impossible"]
+    assert call("plan", job, "--compare", "--json").err == ""
+
+
 def test_a_comparison_has_pins_of_its_own(call, job):
     done = call("plan", job, "--compare", "--pin", "heap=never", "--forbid", "lora")
     assert done.code == 2
