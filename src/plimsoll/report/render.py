@@ -61,9 +61,7 @@ _SCREENS: dict[type[Record], Screen] = {
     CompressionFacts: _of_sheets(_VECTORS, embedding_sheets.compression_sheets),
     Ways: (
         as_text.ways_report,
-        lambda ways: as_html.sheets_page(
-            "Ways to train", (*ways_sheets.ways_sheets(ways), ways_sheets.give_sheet(ways))
-        ),
+        lambda ways: as_html.sheets_page("Ways to train", ways_sheets.page_sheets(ways)),
     ),
     InferencePlan: (as_text.placement_report, as_html.placement_page),
     ApplyFacts: _of_sheets("Results", apply_sheets.apply_sheets),

@@ -36,10 +36,10 @@ def give_lines(ways: Ways) -> tuple[str, ...]:
     return tuple(f"{way.how}  # {way.name}" for way in ways.ways if way.how)
 
 
-def give_sheet(ways: Ways) -> Sheet:
-    """What to give for each way, where a table can be copied from."""
-    columns = (Column("Way"), Column("Give"))
-    return Sheet(GIVE_TITLE, columns, tuple((way.name, way.how or _NONE) for way in ways.ways))
+def page_sheets(ways: Ways) -> tuple[Sheet, ...]:
+    """The same, and what to give for each way as a table: columns of a page are wide enough to copy from."""
+    rows = tuple((way.name, way.how or _NONE) for way in ways.ways)
+    return (*ways_sheets(ways), Sheet(GIVE_TITLE, (Column("Way"), Column("Give")), rows))
 
 
 def done_line(way: Way) -> str:
