@@ -78,7 +78,7 @@ def impossible_plan() -> InferencePlan:
     )  # fmt: skip
 
 
-def linked_plan() -> InferencePlan:
+def linked_plan(**changes: object) -> InferencePlan:
     """Beside a GPU: four blocks and the output layer come over the link for 16 new tokens."""
     parts = tuple(
         part.model_copy(update={"place": "host" if part.is_streamed else "device"}) for part in streamed_plan().parts
@@ -87,4 +87,5 @@ def linked_plan() -> InferencePlan:
         parts=parts, task="generate", new_tokens=16, device="A Card", device_kind="cuda", dtype="float16",
         read_seconds=12.0, pass_time=Duration(likely_seconds=12.0, low_seconds=8.0, high_seconds=18.0),
         read_bytes=7520 * MIB, read_bytes_per_second=10_000.0 * MIB, rate_source="table",
+        **changes,
     )  # fmt: skip

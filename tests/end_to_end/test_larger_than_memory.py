@@ -51,7 +51,7 @@ CHOICES = (
 
 
 def job_of(folder: Path, width: int, num_layers: int, **changes: object) -> Path:
-    """A GPT-2 without dropout on little text: its weights are what is large."""
+    """A GPT-2 with dropout, whose random numbers must outlive a kill, on little text: its weights are what is large."""
     rates = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.1)
     sizes = {"n_embd": width, "n_layer": num_layers, "n_head": 8, "n_positions": 32}
     return write_job(

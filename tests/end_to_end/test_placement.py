@@ -61,7 +61,7 @@ def folder(tmp_path_factory):
 
 
 def plan_of(folder, *options):
-    done = run_program(COMMAND, "plan", folder, "--inference", "--length", LENGTH, "--json", *options)
+    done = run_program(COMMAND, "plan", folder, "--inference", "--max-length", LENGTH, "--json", *options)
     return done.returncode, json.loads(done.stdout)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from plimsoll.records.placement import InferencePlan
     from plimsoll.records.plan import Pin, Plan
     from plimsoll.records.ways import Ways
+    from plimsoll.run.inference_model import Dtype
 
 _IMPOSSIBLE = 1
 _USUAL_TOKENS = 256
-_TYPES = ("float32", "bfloat16", "float16")
 
 
 # long: one call with one line for each option
@@ -58,14 +58,14 @@ def plan(  # noqa: PLR0917 -- typer calls it by name
         str | None,
         typer.Option(help="With --inference: score, classify, embed or generate. Default: what the model is for."),
     ] = None,
-    length: Annotated[
+    max_length: Annotated[
         int | None, typer.Option(min=1, help="With --inference: tokens of the longest text. Default: 256.")
     ] = None,
-    new_tokens: Annotated[
-        int | None, typer.Option(min=1, help="With --inference: tokens that generate makes of each text.")
+    max_new_tokens: Annotated[
+        int | None, typer.Option(min=1, help="With --inference: the most tokens that generate makes of each text.")
     ] = None,
     dtype: Annotated[
-        str | None, typer.Option(help="With --inference: float32, bfloat16 or float16. Default: as stored.")
+        str | None, typer.Option(help="With --inference: stored, fp32, bf16 or fp16. Default: stored.")
     ] = None,
     calibration: Annotated[
         Path | None, typer.Option(help="What measured runs have taught; by default what those of this machine have.")
@@ -86,8 +86,8 @@ def plan(  # noqa: PLR0917 -- typer calls it by name
       plimsoll plan job.yaml --budget 6GiB --set precision=auto
       plimsoll plan job.yaml --budget 6GiB -o plan.json
       plimsoll plan job.yaml --budget 6GiB --compare
-      plimsoll plan models/gpt --inference --task score --length 256 --budget 1GiB
-      plimsoll plan models/gpt --inference --task generate --new-tokens 64 --device rtx3060
+      plimsoll plan models/gpt --inference --task score --max-length 256 --budget 1GiB
+      plimsoll plan models/gpt --inference --task generate --max-new-tokens 64 --device rtx3060
     """
     from plimsoll.cli.answer import answering, check_output, hand_over, limit_bytes_of
     from plimsoll.records.job import Job
@@ -97,13 +97,15 @@ def plan(  # noqa: PLR0917 -- typer calls it by name
         of_training = _given(
             {"set": changes, "pin": pins, "forbid": forbids, "compare": compare, "calibration": calibration}
         )
-        of_inference = _given({"task": task, "length": length, "new-tokens": new_tokens, "dtype": dtype})
+        of_inference = _given(
+            {"task": task, "max-length": max_length, "max-new-tokens": max_new_tokens, "dtype": dtype}
+        )
         _check_kind(subject, (train, inference), of_training, of_inference)
         limit_bytes = limit_bytes_of(budget)
         check_output(output, force)
         found: InferencePlan | Plan | Ways
         if inference:
-            tokens = (length or _USUAL_TOKENS, new_tokens or 0)
+            tokens = (max_length or _USUAL_TOKENS, max_new_tokens or 0)
             found, sentence = _plan_inference(subject, task, tokens, dtype, (device, limit_bytes), as_json)
         else:
             job, wishes = Job.from_yaml(subject, tuple(changes or ())), _wishes(pins or (), forbids or ())
@@ -161,7 +163,7 @@ def _compare(
 ) -> tuple[Ways, str]:  # fmt: skip
     from plimsoll.records.comparison import Calibration
     from plimsoll.report.progress import spinner
-    from plimsoll.report.ways_sheets import headline
+    from plimsoll.report.ways_sheets import done_line, headline
 
     (pins, forbids), (device, limit_bytes) = wishes, where
     if pins or forbids:
@@ -173,7 +175,12 @@ def _compare(
 
     with spinner(quiet=quiet) as progress:
         found = compare_ways(
-            job, device=device, limit_bytes=limit_bytes, calibration=learned or known_calibration(), progress=progress
+            job,
+            device=device,
+            limit_bytes=limit_bytes,
+            calibration=learned or known_calibration(),
+            progress=progress,
+            on_way=lambda way: None if quiet else typer.echo(done_line(way), err=True),
         )
     return found, headline(found)
 
@@ -184,10 +191,11 @@ def _plan_inference(  # noqa: PLR0917 -- called once
 ) -> tuple[InferencePlan, str]:  # fmt: skip
     from plimsoll.report.placement_sheets import headline
     from plimsoll.report.progress import spinner
+    from plimsoll.run.inference_model import DTYPES
 
+    if dtype is not None and dtype not in DTYPES:
+        raise InputError(f"--dtype {dtype} is none that weights can have here: give one of {', '.join(DTYPES)}")
     folder = _model_folder(subject)
-    import torch
-
     from plimsoll.models.inference import default_task
     from plimsoll.run.plan_inference import plan_inference
 
@@ -200,16 +208,10 @@ def _plan_inference(  # noqa: PLR0917 -- called once
             new_tokens=new_tokens,
             limit_bytes=limit_bytes,
             device=device,
-            dtype=None if dtype is None else getattr(torch, _known_type(dtype)),
+            dtype=DTYPES[cast("Dtype", dtype or "stored")],
             progress=progress,
         )
     return found, headline(found)
-
-
-def _known_type(name: str) -> str:
-    if name not in _TYPES:
-        raise InputError(f"--dtype {name} is no type of weights that can be planned: give one of {', '.join(_TYPES)}")
-    return name
 
 
 def _model_folder(subject: Path) -> Path:

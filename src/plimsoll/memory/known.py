@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
 from plimsoll.errors import InputError
+from plimsoll.memory.grouped import GROUPED, grouped_result
 from plimsoll.memory.layouts import Layouts
 from plimsoll.records.trace import Assumption
 
@@ -148,6 +149,8 @@ class KnownValues:
             return tree_map(lambda value: self.fake(value) if isinstance(value, Tensor) else value, real)
         if op in _UNKNOWN_LENGTH:
             result = self._unknown_length(op, args, kwargs)
+        elif op is GROUPED:
+            result = grouped_result(*args, **kwargs)
         else:
             result = self._layouts.run(op, args, kwargs, tensors)
         if not any(known) and not is_known:

@@ -20,6 +20,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
+from plimsoll.memory.grouped import grouped_flops
+
 aten = torch.ops.aten
 
 _MOVE_NOTHING = {
@@ -190,6 +192,7 @@ def _mkldnn_flops(args: tuple[Any, ...]) -> int:
 
 _FLASH_ON_CPU = "_scaled_dot_product_flash_attention_for_cpu"
 _OWN_FLOPS: dict[str, Flops] = {
+    "_grouped_mm": lambda args, kwargs, result: grouped_flops(*args[:2]),
     "mkldnn_rnn_layer": lambda args, kwargs, result: _mkldnn_flops(args),
     "mkldnn_rnn_layer_backward": lambda args, kwargs, result: 2 * _mkldnn_flops(args),
     _FLASH_ON_CPU: lambda args, kwargs, result: _attention_flops(args),

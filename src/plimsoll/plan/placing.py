@@ -6,7 +6,8 @@ where it does not hold.
 
 A pass takes what its computing takes or what reading takes, whichever is longer. What is read in every pass are the
 streamed parts that the page cache cannot keep; beside a GPU it is everything that is streamed, over the link. Larger
-passes read less for a row, and leave less of the limit for parts that stay.
+passes read less for a row, and leave less of the limit for parts that stay. What the host's memory has no room for has
+to stay on the device, whatever is streamed.
 """
 
 from __future__ import annotations
@@ -48,16 +49,38 @@ class Guess:
 
 @dataclass(frozen=True)
 class Reading:
-    """How what is not on the device gets there; ``room_bytes`` is what the page cache may hold beside the process."""
+    """How what is not on the device gets there.
 
-    files_bytes_per_second: float
-    room_bytes: int
+    With ``files_bytes_per_second`` it comes from the files, but for what the page cache keeps of them, which has
+    ``room_bytes`` beside the process. With ``link_bytes_per_second`` it comes from the host's memory, which has
+    ``room_bytes`` for it; ``None`` is where that is not known.
+    """
+
+    room_bytes: int | None
+    files_bytes_per_second: float | None = None
     link_bytes_per_second: float | None = None
 
-    def seconds(self, read_bytes: int, linked_bytes: int) -> float:
-        """Seconds of reading from the files and of copying over the link, which go on beside one another."""
-        link = linked_bytes / self.link_bytes_per_second if self.link_bytes_per_second else 0.0
-        return max(read_bytes / self.files_bytes_per_second, link)
+    @property
+    def is_linked(self) -> bool:
+        """Whether it comes from the host's memory."""
+        return self.link_bytes_per_second is not None
+
+    @property
+    def bytes_per_second(self) -> float:
+        """The rate of what is read."""
+        rate = self.link_bytes_per_second if self.is_linked else self.files_bytes_per_second
+        assert rate is not None
+        return rate
+
+    def read_bytes(self, streamed_bytes: int, used_bytes: int) -> int:
+        """What a pass brings of what is streamed, where the process uses so much beside the page cache."""
+        if self.is_linked or self.room_bytes is None:
+            return streamed_bytes
+        return max(streamed_bytes - max(self.room_bytes - used_bytes, 0), 0)
+
+    def missing_bytes(self, streamed_bytes: int) -> int:
+        """What the host's memory has no room for, as far as is known; files are there."""
+        return max(streamed_bytes - self.room_bytes, 0) if self.is_linked and self.room_bytes is not None else 0
 
 
 @dataclass(frozen=True)
@@ -130,11 +153,24 @@ class Placer:
 
     def best(self, guesses: Sequence[Guess]) -> Guess | None:
         """The most rows a second of those that fit; of those as good the fewest rows. ``None`` if none fits."""
-        fitting = [guess for guess in guesses if guess.need.high_bytes <= self._limit_bytes]
+        fitting = [guess for guess in guesses if self.holds(guess)]
         if not fitting:
             return None
         most = max(guess.rows_per_second for guess in fitting)
         return next(guess for guess in fitting if guess.rows_per_second >= most * (1 - _AS_GOOD_SHARE))
+
+    def holds(self, guess: Guess) -> bool:
+        """Whether the device and the host have room for a guess."""
+        is_on_host = self._reading.missing_bytes(self._streamed_bytes(guess.resident)) == 0
+        return is_on_host and guess.need.high_bytes <= self._limit_bytes
+
+    def least(self) -> frozenset[str]:
+        """What is on the device at the least: what always is, and blocks that the host has no room for."""
+        missing_bytes = self._reading.missing_bytes(self._streamed_bytes(self.always))
+        blocks = [part for part in self._parts if part.kind == "block" and part.name not in self.always]
+        smallest_bytes = min((part.num_bytes for part in blocks), default=0)
+        num_kept = min(-(-missing_bytes // smallest_bytes), len(blocks)) if smallest_bytes else 0
+        return self.always.union(spread_out([part.name for part in blocks], num_kept) if num_kept else ())
 
     def verified(self, guess: Guess) -> tuple[Guess, Look]:
         """Trace a guess as a whole, with less and less on the device until it holds."""
@@ -172,20 +208,19 @@ class Placer:
     def _with_reading(
         self, rows: int, resident: frozenset[str], need: Estimate, steps_seconds: Sequence[float]
     ) -> Guess:
-        streamed_bytes = sum(p.num_bytes for p in self._parts if p.is_streamable and p.name not in resident)
-        is_linked = self._reading.link_bytes_per_second is not None
-        room_bytes = self._reading.room_bytes - (0 if is_linked else need.likely_bytes)
-        read_bytes = max(streamed_bytes - max(room_bytes, 0), 0)
-        read_seconds = self._reading.seconds(read_bytes, streamed_bytes if is_linked else 0)
+        read_bytes = self._reading.read_bytes(self._streamed_bytes(resident), need.likely_bytes)
         first, rest = steps_seconds[0], [steps_seconds[-1]] * (self._num_passes - 1)
         return Guess(
             rows=rows,
             resident=resident,
             need=need,
             compute_seconds=sum((first, *rest)),
-            read_seconds=read_seconds * self._num_passes,
-            read_bytes=(streamed_bytes if is_linked else read_bytes) * self._num_passes,
+            read_seconds=read_bytes / self._reading.bytes_per_second * self._num_passes,
+            read_bytes=read_bytes * self._num_passes,
         )
+
+    def _streamed_bytes(self, resident: frozenset[str]) -> int:
+        return sum(part.num_bytes for part in self._parts if part.is_streamable and part.name not in resident)
 
     def _kept_in(self, room_bytes: int) -> frozenset[str]:
         """The parts that stay on the device: all, or of those that every pass reads as many as there is room for."""

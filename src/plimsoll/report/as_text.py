@@ -25,7 +25,16 @@ from plimsoll.records.plan import Plan
 from plimsoll.records.prediction import Prediction
 from plimsoll.records.run import RunRecord, StepLine
 from plimsoll.records.units import format_bytes, format_seconds
-from plimsoll.report import data_sheets, diagnosis_sheets, placement_sheets, plan_sheets, prediction_sheets, sheets
+from plimsoll.records.ways import Ways
+from plimsoll.report import (
+    data_sheets,
+    diagnosis_sheets,
+    placement_sheets,
+    plan_sheets,
+    prediction_sheets,
+    sheets,
+    ways_sheets,
+)
 
 _WIDTH_COLUMNS = 80
 _NEAR_THE_LINE = 0.95  # of the limit: from here a memory bar is shown in the colour of a warning
@@ -141,6 +150,13 @@ def feed_report(feed: FeedRates) -> Group:
 def sheets_report(shown: Sequence[sheets.Sheet]) -> Group:
     """Return tables; those without rows are left out, and those of many words are as wide as the terminal."""
     return _spaced(*(_table(sheet, is_wide=sheet.is_prose) for sheet in shown if sheet.rows))
+
+
+def ways_report(ways: Ways) -> Group:
+    """Return the ways to train; what to give for each is below the tables, a line each, to be copied."""
+    lines = Text("\n".join(ways_sheets.give_lines(ways)), overflow="fold")
+    tables = sheets_report(ways_sheets.ways_sheets(ways))
+    return _spaced(tables, Group(Text(ways_sheets.GIVE_TITLE, "bold"), lines))
 
 
 def plan_report(plan: Plan) -> Group:

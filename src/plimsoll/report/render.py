@@ -59,7 +59,10 @@ _SCREENS: dict[type[Record], Screen] = {
     VectorFile: _of_sheets(_VECTORS, embedding_sheets.vector_file_sheets),
     Conversion: _of_sheets(_VECTORS, embedding_sheets.conversion_sheets),
     CompressionFacts: _of_sheets(_VECTORS, embedding_sheets.compression_sheets),
-    Ways: _of_sheets("Ways to train", ways_sheets.ways_sheets),
+    Ways: (
+        as_text.ways_report,
+        lambda ways: as_html.sheets_page("Ways to train", ways_sheets.page_sheets(ways)),
+    ),
     InferencePlan: (as_text.placement_report, as_html.placement_page),
     ApplyFacts: _of_sheets("Results", apply_sheets.apply_sheets),
 }

@@ -8,6 +8,7 @@ from plimsoll.report.plan_sheets import budget_word, seconds_range_text
 from plimsoll.report.prediction_sheets import range_text
 from plimsoll.report.sheets import Column, Sheet
 
+GIVE_TITLE = "What to give for each, after plimsoll plan or plimsoll train and the job"
 _NONE = "-"
 
 
@@ -21,13 +22,30 @@ def headline(ways: Ways) -> str:
 
 
 def ways_sheets(ways: Ways) -> tuple[Sheet, ...]:
-    """What each way needs and takes; what it changes, and how it is had."""
+    """What each way needs and takes, and what it changes; how it is had is in `give_lines`."""
     numbers = (Column("Way"), Column("Verdict"), Column("Peak", True), Column("A step", True))
-    words = (Column("Way"), Column("What it changes"), Column("With"), Column("Give"))
+    words = (Column("Way"), Column("What it changes"), Column("With"))
     return (
         Sheet(f"Ways to train: {ways.subject}", numbers, tuple(map(_numbers, ways.ways))),
         Sheet("What each is", words, tuple(map(_words, ways.ways))),
     )
+
+
+def give_lines(ways: Ways) -> tuple[str, ...]:
+    """What to give to ``plimsoll plan`` or ``train`` for each way, to be copied: the name is a comment of the shell."""
+    return tuple(f"{way.how}  # {way.name}" for way in ways.ways if way.how)
+
+
+def page_sheets(ways: Ways) -> tuple[Sheet, ...]:
+    """The same, and what to give for each way as a table: columns of a page are wide enough to copy from."""
+    rows = tuple((way.name, way.how or _NONE) for way in ways.ways)
+    return (*ways_sheets(ways), Sheet(GIVE_TITLE, (Column("Way"), Column("Give")), rows))
+
+
+def done_line(way: Way) -> str:
+    """Say in a line what was found of a way."""
+    _, verdict, peak, step = _numbers(way)
+    return f"{way.name}: {verdict}" + (f", {peak}, {step} a step" if way.peak is not None else "")
 
 
 def _numbers(way: Way) -> tuple[str, ...]:
@@ -41,4 +59,4 @@ def _smallest(way: Way) -> str:
 
 
 def _words(way: Way) -> tuple[str, ...]:
-    return (way.name, way.changes, way.impossible or " ".join(map(str, way.choices)), way.how or _NONE)
+    return (way.name, way.changes, way.impossible or " ".join(map(str, way.choices)))

@@ -18,8 +18,6 @@ from plimsoll.records.units import format_bytes
 
 _LEAST_TOKENS = 64
 
-_TYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-
 
 def length_to_plan(longest_seen_tokens: int, longest_tokens: int | None) -> int:
     """Return the tokens of a row to plan with: the next power of two, within what texts are truncated to."""
@@ -39,10 +37,10 @@ def plan_apart(  # noqa: PLR0917 -- one call
     with TemporaryDirectory(prefix="plimsoll-") as place:
         plan = Path(place) / "plan.json"
         command = [sys.executable, "-m", "plimsoll", "plan", str(folder), "--inference", "--task", task]
-        command += ["--length", str(length_tokens), "--budget", str(limit_bytes), "--device", device]
+        command += ["--max-length", str(length_tokens), "--budget", str(limit_bytes), "--device", device]
         command += ["--output", str(plan), "--json"]
-        command += ["--new-tokens", str(new_tokens)] if new_tokens else []
-        command += ["--dtype", _TYPES[dtype]] if dtype in _TYPES else []
+        command += ["--max-new-tokens", str(new_tokens)] if new_tokens else []
+        command += ["--dtype", dtype]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if not plan.is_file():
             raise InputError(f"cannot plan how {folder} is applied ({_why(done)}): leave --budget out, or correct that")

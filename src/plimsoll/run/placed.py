@@ -140,18 +140,17 @@ def _copy_to_memory(weights: Sequence[nn.Parameter], is_cache_tight: bool) -> No
 
 
 def _streamed(parts: Sequence[ModelPart], plan: InferencePlan) -> list[StreamedPart]:
-    """The blocks that are read in every pass, the last with the output layer, which follows it."""
+    """What is read in every pass: blocks, and the output layer, which follows the last block, wherever that lies."""
     streamed = plan.names_in("disk", "host")
     kept = _kept_in_cache(parts, streamed, plan)
-    blocks = [part for part in parts if part.module is not None and part.name in streamed]
-    outputs = [part for part in parts if part.kind == "output" and part.name in streamed]
-    found = []
-    for part in blocks:
-        assert part.module is not None
-        follows = [weight for output in outputs for weight in output.weights] if part is blocks[-1] else []
-        found.append(
-            StreamedPart(part.module, stretches_of(part.weights), stretches_of(follows), part.name not in kept)
-        )
+    found, last = list[StreamedPart](), None
+    for part in parts:
+        last = part.module or last
+        if part.name not in streamed or not part.is_streamable or last is None:
+            continue
+        stretches, is_dropped = stretches_of(part.weights), part.name not in kept
+        own, following = (stretches, ()) if part.module is not None else ((), stretches)
+        found.append(StreamedPart(last, own, following, is_dropped))
     return found
 
 

@@ -77,6 +77,7 @@ def plan_job(
     forbids: Iterable[str] = (),
     calibration: Calibration | None = None,
     progress: Progress | None = None,
+    started: StartedBaseline | None = None,
 ) -> Plan:
     """Find the fastest mix of techniques that trains a job within its budget.
 
@@ -88,6 +89,7 @@ def plan_job(
         forbids: names of techniques that the plan must not use.
         calibration: what measured runs have taught (`plimsoll.run.learning`).
         progress: told what is being done.
+        started: what reads the baseline, for several plans for this processor; ``None`` starts one.
 
     Returns:
         a plan; where nothing fits, one whose ``fits`` is False and that says what would.
@@ -103,7 +105,8 @@ def plan_job(
     name, forbidden = device_of_job(job, device), tuple(forbids)
     _require_known(pins, forbidden)
     with ExitStack() as stack:
-        started = stack.enter_context(StartedBaseline(job)) if name == "cpu" else None  # it takes seconds
+        if name == "cpu" and started is None:
+            started = stack.enter_context(StartedBaseline(job))  # it takes seconds
         subject = JobSubject(job, started)
         return _Planner(subject, name, budget, pins, forbidden, calibration, progress or (lambda text: None)).plan()
 

@@ -5,7 +5,8 @@
 
 A pass is the task's own, rehearsed on fake tensors (`plimsoll.run.rehearse_inference`); the target's allocators count
 it, the model of time takes its ops, and `plimsoll.plan.placing` searches. How fast weights come from the disk is
-measured when the plan is made, on the files of the checkpoint themselves.
+measured when the plan is made, on the files of the checkpoint themselves; beside a GPU that is here, what the host's
+memory has room for is looked at too.
 
 Does NOT plan quantized weights, several devices, and texts of different lengths: every row is as long as it may be.
 """
@@ -16,7 +17,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Literal
 
 import torch
 
@@ -33,8 +33,9 @@ from plimsoll.records.plan import Duration
 from plimsoll.records.prediction import Estimate
 from plimsoll.records.speed import Speed, rate_at
 from plimsoll.records.trace import Assumption
+from plimsoll.records.units import format_bytes
 from plimsoll.run.applied import Applied
-from plimsoll.run.targets import StartedBaseline, Target, find_target
+from plimsoll.run.targets import CUDA_HOST_BYTES, StartedBaseline, Target, find_target
 from plimsoll.techniques._parts import ModelPart
 
 Progress = Callable[[str], None]
@@ -52,7 +53,6 @@ def plan_inference(
     device: str | None = None,
     dtype: torch.dtype | None = None,
     most_rows: int = 256,
-    quantize: Literal["int8", "int4"] | None = None,
     progress: Progress | None = None,
 ) -> InferencePlan:
     """Find how a model gives the most rows a second inside a budget.
@@ -66,7 +66,6 @@ def plan_inference(
         device: ``"cpu"``, ``"local"`` or ``"cuda"`` for what is here, or the name of a GPU; ``None`` is what is here.
         dtype: of the weights; ``None`` as they are stored.
         most_rows: of a pass, from 1.
-        quantize: not planned yet.
         progress: told what is being done.
 
     Returns:
@@ -78,7 +77,7 @@ def plan_inference(
         DeviceError: if there is no such device.
         BudgetError: if the device has less than the budget.
     """
-    _check_numbers(longest_tokens, new_tokens, most_rows, quantize)
+    _check_numbers(longest_tokens, new_tokens, most_rows)
     tell = progress or (lambda text: None)
     applied = Applied.open(Path(folder), task, dtype, new_tokens)
     applied.require_length(longest_tokens)
@@ -88,15 +87,11 @@ def plan_inference(
         return _Planner(applied, longest_tokens, most_rows, name, limit_bytes, started, tell).plan()
 
 
-def _check_numbers(longest_tokens: int, new_tokens: int, most_rows: int, quantize: str | None) -> None:
+def _check_numbers(longest_tokens: int, new_tokens: int, most_rows: int) -> None:
     if longest_tokens < 1 or most_rows < 1 or new_tokens < 0:
         raise InputError(
             f"cannot plan rows of {longest_tokens} tokens with {new_tokens} new ones, at most {most_rows} at once: "
             "give 1 token and 1 row or more, and 0 new tokens or more"
-        )
-    if quantize is not None:
-        raise InputError(
-            f"quantize={quantize!r} cannot be planned yet: leave it out, or apply the model without a plan"
         )
 
 
@@ -121,12 +116,13 @@ class _Planner:
         self._is_cpu = self._target.spec is None
         speed = measured_speed(progress) if self._target.spec is None else speed_of(self._target.spec)
         self._speed = speed.model_copy(update={"link_bytes_per_second": _memory_bytes_per_second(speed)})
-        progress("measuring how fast the checkpoint is read")
-        self._reading = Reading(
-            files_bytes_per_second=cold_bytes_per_second(applied.files),
-            room_bytes=cache_room_bytes() + private_bytes(),
-            link_bytes_per_second=None if self._is_cpu else speed.link_bytes_per_second,
-        )
+        if self._is_cpu:
+            progress("measuring how fast the checkpoint is read")
+            rate = cold_bytes_per_second(applied.files)
+            self._reading = Reading(_free_bytes(), files_bytes_per_second=rate)
+        else:
+            rate = speed.link_bytes_per_second
+            self._reading = Reading(_host_room_bytes(device), link_bytes_per_second=rate)
 
     def plan(self) -> InferencePlan:
         """Find what fits, or say what needs least."""
@@ -138,11 +134,12 @@ class _Planner:
         best = placer.best(guesses)
         if best is not None:
             chosen, look = placer.verified(best)
-            if look.fits and look.peak.high_bytes <= limit_bytes:
+            if look.fits and placer.holds(chosen):
                 return self._record(chosen, guesses, None)
-        least = self.look(1, placer.always)
-        chosen = placer.measured(1, placer.always, least)
-        fits = least.fits and least.peak.high_bytes <= limit_bytes  # though none that was guessed to did
+        resident = placer.least()
+        least = self.look(1, resident)
+        chosen = placer.measured(1, resident, least)
+        fits = least.fits and placer.holds(chosen)  # a guess may need more than its trace
         return self._record(chosen, guesses, None if fits else self._smallest_bytes(least))
 
     def _always(self) -> frozenset[str]:
@@ -191,6 +188,7 @@ class _Planner:
             limit_bytes=target.limit_bytes,
             limit_source=target.limit_source,
             kept_back_bytes=target.kept_back_bytes,
+            host_room_bytes=None if self._is_cpu else reading.room_bytes,
             parts=parts,
             longest_tokens=self._longest_tokens,
             new_tokens=applied.new_tokens,
@@ -205,15 +203,22 @@ class _Planner:
             read_seconds=chosen.read_seconds,
             read_bytes=chosen.read_bytes,
             cached_bytes=max(streamed_bytes - chosen.read_bytes // applied.num_passes, 0) if self._is_cpu else 0,
-            read_bytes_per_second=reading.files_bytes_per_second if self._is_cpu else reading.link_bytes_per_second,
+            read_bytes_per_second=reading.bytes_per_second,
             rate_source="measured" if self._is_cpu else "table",
             rejected=rejected_of(guesses, chosen, target.limit_bytes, self._resident_bytes),
             smallest_budget_bytes=smallest_bytes,
-            assumptions=tuple(self._assumed.values()),
+            assumptions=(*self._assumed.values(), *self._unchecked(parts)),
             num_traces=len(self._looks),
             plan_seconds=time.perf_counter() - self._started_seconds,
             versions=versions(),
         )
+
+    def _unchecked(self, parts: Sequence[Part]) -> tuple[Assumption, ...]:
+        """What must be taken for granted of a host that is not here."""
+        host_bytes = sum(part.num_bytes for part in parts if part.place == "host")
+        if not host_bytes or self._reading.room_bytes is not None:
+            return ()
+        return (Assumption(text=f"needs {format_bytes(host_bytes)} of the host's memory, which was not checked"),)
 
     def _placed(self, part: ModelPart, resident: frozenset[str]) -> Part:
         is_resident = part.name in resident
@@ -224,6 +229,17 @@ class _Planner:
 
     def _resident_bytes(self, guess: Guess) -> int:
         return sum(part.num_bytes for part in self._applied.parts if part.name in guess.resident)
+
+
+def _free_bytes() -> int:
+    """What the machine has for the process that applies the model, and for pages of files beside it."""
+    return cache_room_bytes() + private_bytes()
+
+
+def _host_room_bytes(device: str) -> int | None:
+    """What the host of a GPU has for weights; ``None`` for a GPU by name, whose host is not here."""
+    is_here = device == "cuda" or device.startswith("cuda:")
+    return max(_free_bytes() - CUDA_HOST_BYTES[1], 0) if is_here else None
 
 
 def _memory_bytes_per_second(speed: Speed) -> float:

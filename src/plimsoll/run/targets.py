@@ -41,7 +41,7 @@ _WORTH_SAYING = 0.01  # of the peak
 _WHOLE_MACHINE = "all that this process may use of the machine"
 # Resident bytes of the host's process when CUDA is in use: torch and transformers without it; with all kernels loaded
 # (pytorch#113326 reads 0.44 and 2.06 GB). Not measured here.
-_CUDA_HOST_BYTES = (420 << 20, 1965 << 20)
+CUDA_HOST_BYTES = (420 << 20, 1965 << 20)
 _BASELINE_SPREAD = 0.03  # of the process before there is a model: libraries load and start threads as they are used
 
 
@@ -214,6 +214,7 @@ class StartedBaseline:
             self._child.stdin.write(job.to_json())  # which is less than a pipe holds
         self._child.stdin.close()
         self._child.stdin = None
+        self._answer: Estimate | None = None
 
     @classmethod
     def of_inference(cls, folder: Path, task: str) -> StartedBaseline:
@@ -229,11 +230,13 @@ class StartedBaseline:
             self._child.communicate()
 
     def wait(self) -> Estimate:
-        """Wait for its answer.
+        """Wait for its answer, which is the same each time.
 
         Raises:
             DeviceError: if it could not be started.
         """
+        if self._answer is not None:
+            return self._answer
         output, errors = self._child.communicate()
         if self._child.returncode != 0:
             last = errors.strip().splitlines()[-1:] or ["no message"]
@@ -241,7 +244,8 @@ class StartedBaseline:
                 "cannot start a process to see what it takes before it has a model (exit "
                 f"{self._child.returncode}: {last[0]}): check that {sys.executable} runs"
             )
-        return _measured(int(output))
+        self._answer = _measured(int(output))
+        return self._answer
 
 
 def own_baseline(traced_bytes: int) -> Estimate:
@@ -264,7 +268,7 @@ def _assumptions(counted: Counted) -> tuple[Assumption, ...]:
 def _host(trace: Trace) -> Estimate:
     """What a training on a GPU takes of the host's memory: the process, and what is there on its way to the device."""
     traced_bytes = live_bytes(trace, on_host=True).peak_bytes
-    low_bytes, high_bytes = _CUDA_HOST_BYTES
+    low_bytes, high_bytes = CUDA_HOST_BYTES
     likely_bytes = (low_bytes + high_bytes) // 2
     return Estimate(
         likely_bytes=traced_bytes + likely_bytes,

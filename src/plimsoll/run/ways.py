@@ -10,6 +10,7 @@ measured on the data.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import NamedTuple
 
 from plimsoll.errors import InputError, PlimsollError
@@ -18,6 +19,7 @@ from plimsoll.records.job import Job
 from plimsoll.records.plan import Pin, Plan
 from plimsoll.records.ways import Way, Ways
 from plimsoll.run.plan import device_of_job, plan_job
+from plimsoll.run.targets import StartedBaseline
 
 Progress = Callable[[str], None]
 
@@ -55,8 +57,9 @@ def compare_ways(
     limit_bytes: int | None = None,
     calibration: Calibration | None = None,
     progress: Progress | None = None,
+    on_way: Callable[[Way], object] = lambda way: None,
 ) -> Ways:
-    """Plan each way; arguments and what is raised are those of `plan_job`.
+    """Plan each way; arguments and what is raised are those of `plan_job`, and ``on_way`` is told of each when it is.
 
     Raises:
         JobError: if the model or the optimizer cannot be built.
@@ -66,24 +69,29 @@ def compare_ways(
     say = progress or (lambda text: None)
     kind = "cpu" if device_of_job(job, device) == "cpu" else "cuda"
     ways, plans = list[Way](), list[Plan]()
-    for wanted in _wanted(kind):
-        try:
-            plan = plan_job(
-                _allowing(job, wanted),
-                device=device,
-                limit_bytes=limit_bytes,
-                pins=wanted.pins,
-                forbids=wanted.forbids,
-                calibration=calibration,
-                progress=lambda text, name=wanted.name: say(f"{name}: {text}"),  # type: ignore[misc]
-            )
-        except InputError as error:
-            if type(error) is not InputError or not wanted.pins:  # a fault of the job's is one of every way's
-                raise
-            ways.append(_impossible(wanted, error))
-            continue
-        plans.append(plan)
-        ways.append(_way(wanted, plan))
+    with ExitStack() as stack:
+        # A training process without a model is the same for all; how fast the device is, is kept in a file anyway.
+        started = stack.enter_context(StartedBaseline(job)) if kind == "cpu" else None
+        for wanted in _wanted(kind):
+            try:
+                plan = plan_job(
+                    _allowing(job, wanted),
+                    device=device,
+                    limit_bytes=limit_bytes,
+                    pins=wanted.pins,
+                    forbids=wanted.forbids,
+                    calibration=calibration,
+                    progress=lambda text, name=wanted.name: say(f"{name}: {text}"),  # type: ignore[misc]
+                    started=started,
+                )
+                plans.append(plan)
+                way = _way(wanted, plan)
+            except InputError as error:
+                if type(error) is not InputError or not wanted.pins:  # a fault of the job's is one of every way's
+                    raise
+                way = _impossible(wanted, error)
+            ways.append(way)
+            on_way(way)
     prediction = plans[0].prediction
     assert prediction is not None
     return Ways(

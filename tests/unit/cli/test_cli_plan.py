@@ -66,6 +66,21 @@ def test_the_ways_to_train_are_compared(call, job, standing_in):
     assert call("plan", job, "--compare").code == 1
 
 
+def test_each_way_is_told_on_standard_error_when_it_is_done_but_not_with_json(call, job, monkeypatch):
+    def compare(job, *, on_way, **options):
+        found = ways()
+        for way in found.ways:
+            on_way(way)
+        return found
+
+    module = ModuleType("plimsoll.run.ways")
+    module.compare_ways = compare
+    monkeypatch.setitem(sys.modules, "plimsoll.run.ways", module)
+    told = call("plan", job, "--compare").err.splitlines()
+    assert told[1:] == ["full, weights streamed: fits, 1.5 GiB, 12.0 s a step", "LoRA: impossible"]
+    assert call("plan", job, "--compare", "--json").err == ""
+
+
 def test_a_comparison_has_pins_of_its_own(call, job):
     done = call("plan", job, "--compare", "--pin", "heap=never", "--forbid", "lora")
     assert done.code == 2
@@ -205,13 +220,21 @@ def test_a_model_is_placed_and_the_exit_code_says_whether_it_fits(call, folder, 
 def test_what_is_asked_of_a_model_arrives(call, folder, placing):
     asked = placing(streamed_plan())
     call("plan", folder, "--inference")
-    options = ["--task", "generate", "--length", "64", "--new-tokens", "8", "--dtype", "bfloat16"]
+    options = ["--task", "generate", "--max-length", "64", "--max-new-tokens", "8", "--dtype", "bf16"]
     call("plan", folder, "--inference", *options, "--budget", "1GiB", "--device", "rtx3060")
     usual = {"longest_tokens": 256, "new_tokens": 0, "limit_bytes": None, "device": None, "dtype": None}
     told = {
         "longest_tokens": 64, "new_tokens": 8, "limit_bytes": 1024 * MIB, "device": "rtx3060", "dtype": torch.bfloat16
     }  # fmt: skip
     assert asked == [{"folder": folder, "task": "score"} | usual, {"folder": folder, "task": "generate"} | told]
+
+
+@pytest.mark.parametrize("word", ["stored", "fp32", "bf16", "fp16"])
+def test_types_are_called_as_apply_calls_them(call, folder, placing, word):
+    asked = placing(streamed_plan())
+    assert call("plan", folder, "--inference", "--dtype", word).code == 0
+    types = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+    assert asked[0]["dtype"] is types.get(word)
 
 
 def test_a_placement_goes_to_a_file_or_as_one_record(call, folder, placing, tmp_path):
@@ -226,7 +249,7 @@ def test_a_placement_goes_to_a_file_or_as_one_record(call, folder, placing, tmp_
         (["--inference", "--train"], "--train and --inference were given both"),
         (["--inference", "--pin", "heap"], "--pin belongs to a plan with --train: leave it out, or give --train"),
         (["--task", "score"], "--task belongs to a plan with --inference"),
-        (["--inference", "--dtype", "int3"], "--dtype int3 is no type of weights that can be planned: give one of"),
+        (["--inference", "--dtype", "int3"], "--dtype int3 is none that weights can have here: give one of stored"),
     ],
 )
 def test_options_of_the_other_plan_are_refused(refused, folder, placing, options, words):

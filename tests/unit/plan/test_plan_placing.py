@@ -98,9 +98,19 @@ def test_weights_of_new_tokens_are_read_for_each():
 
 
 def test_a_link_carries_all_that_is_streamed():
-    reading = Reading(files_bytes_per_second=1000.0 * MIB, room_bytes=0, link_bytes_per_second=33.0 * MIB)
-    guess = planned(115, reading=reading)
+    guess = planned(115, reading=Reading(None, link_bytes_per_second=33.0 * MIB))
     assert (guess.rows, guess.read_bytes, guess.read_seconds) == (1, STREAMED_BYTES, 10.0)
+
+
+def test_what_the_host_has_no_room_for_stays_on_the_device():
+    # 330 MiB are streamed; with room for 180 of them 150 are too many, which are three blocks.
+    room = Reading(180 * MIB, link_bytes_per_second=33.0 * MIB)
+    assert placer(115, reading=room).least() == {"the rest", "h.1", "h.3", "h.5"}
+    assert planned(115, reading=room) is None
+    assert planned(115 + 130, reading=room) is None  # the output layer and two blocks: three are left with 200 MiB
+    found = planned(115 + 180, reading=room)
+    assert (found.rows, len(found.resident & {block.name for block in BLOCKS})) == (1, 3)
+    assert placer(115, reading=Reading(None, link_bytes_per_second=33.0 * MIB)).least() == {"the rest"}
 
 
 @pytest.mark.parametrize("room_mib", [0, 400, 10_000])

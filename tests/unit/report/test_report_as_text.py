@@ -18,7 +18,7 @@ import vector_records
 import way_records
 from plimsoll.records.device import MemoryUse
 from plimsoll.records.prediction import WhatIf
-from plimsoll.report import apply_sheets, as_text, embedding_sheets, ways_sheets
+from plimsoll.report import apply_sheets, as_text, embedding_sheets
 
 
 def use(used_mib: int, limit_mib: int | None) -> MemoryUse:
@@ -40,7 +40,7 @@ SCREENS = {
     "vectors-info.txt": as_text.sheets_report(embedding_sheets.vector_file_sheets(vector_records.vector_file())),
     "vectors-converted.txt": as_text.sheets_report(embedding_sheets.conversion_sheets(vector_records.conversion())),
     "vectors-compressed.txt": as_text.sheets_report(embedding_sheets.compression_sheets(vector_records.compression())),
-    "ways.txt": as_text.sheets_report(ways_sheets.ways_sheets(way_records.ways())),
+    "ways.txt": as_text.ways_report(way_records.ways()),
     "apply.txt": as_text.sheets_report(apply_sheets.apply_sheets(apply_records.apply_facts())),
     "apply-plain.txt": as_text.sheets_report(apply_sheets.apply_sheets(apply_records.plain_apply_facts())),
     "diagnosis.txt": as_text.diagnosis_report(evidence_records.diagnosis()),

@@ -1,6 +1,9 @@
 """The ways to train in words: which fit, what each needs, what it changes."""
 
-from plimsoll.report.ways_sheets import headline, ways_sheets
+import shlex
+
+from plimsoll.report.render import render
+from plimsoll.report.ways_sheets import done_line, give_lines, headline, ways_sheets
 from way_records import none_fits, ways
 
 
@@ -21,7 +24,23 @@ def test_each_way_has_its_numbers_or_its_reason():
         "parameter_offload=true micro_batch=2",
         "peft is not installed",
     ]
-    assert [row[3] for row in words.rows][0::2] == [
-        "--forbid parameter_offload",
-        "--set 'allow=[lora]' --pin 'lora(base=kept)'",
+
+
+def test_what_to_give_is_a_line_each_that_a_terminal_does_not_break():
+    lines = give_lines(ways())
+    assert lines[0::2] == (
+        "--forbid parameter_offload  # full",
+        "--set 'allow=[lora]' --pin 'lora(base=kept)'  # LoRA",
+    )
+    printed = render(ways()).splitlines()
+    assert all(line in printed for line in lines)
+    assert shlex.split(lines[2], comments=True) == ["--set", "allow=[lora]", "--pin", "lora(base=kept)"]
+    assert "lora(base=kept)" in render(ways(), "html")
+
+
+def test_a_way_that_is_done_is_a_line():
+    assert [done_line(way) for way in ways().ways] == [
+        "full: needs 3100MiB, 2.8 to 3.0 GiB, 1.0 to 2.0 s a step",
+        "full, weights streamed: fits, 1.5 GiB, 12.0 s a step",
+        "LoRA: impossible",
     ]

@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from plimsoll.device.pages import stretches_of
 from plimsoll.device.process import private_bytes
 from plimsoll.errors import InputError
 from plimsoll.models.hugging_face import auto_class_of
 from plimsoll.models.inference import inference_task
 from plimsoll.records.placement import InferencePlan
-from plimsoll.run.placed import _over_link, placed_model
+from plimsoll.run.placed import _over_link, _streamed, placed_model
 from plimsoll.run.plan_inference import plan_inference
 from plimsoll.techniques._parts import parts_of
 from small_checkpoints import FAMILIES, batch, saved
@@ -110,6 +111,23 @@ def test_only_what_stays_takes_private_memory(tmp_path):
         taken_bytes = private_bytes() - before
     assert plan.num_bytes > 30 << 20
     assert taken_bytes < 10 << 20
+
+
+@pytest.mark.parametrize("is_streamed", [False, True], ids=["blocks stay", "blocks are streamed"])
+def test_an_output_layer_that_is_streamed_is_read_after_the_last_block(folders, plans, is_streamed):
+    folder, plan = folders["llama", torch.float32], plans["llama", torch.float32]
+    blocks = [part for part in plan.parts if part.name[-1].isdigit()]
+    # Of what is streamed the page cache has room for the blocks, and not for the output layer.
+    room_bytes = sum(part.num_bytes for part in blocks) if is_streamed else 0
+    resident = () if is_streamed else [part.name for part in blocks]
+    placement = with_resident(plan, *resident, read_bytes=1, cached_bytes=room_bytes)
+    with placed_model(folder, placement) as model:
+        *before, last = _streamed(parts_of(model), placement)
+        assert last.module is model.model.layers[-1]
+        assert (last.stretches, last.following) == ((), stretches_of([model.lm_head.weight]))
+        assert last.is_dropped
+    assert len(before) == (len(blocks) if is_streamed else 0)
+    assert not any(part.is_dropped or part.following for part in before)
 
 
 def test_a_plan_that_does_not_fit_is_refused(folders, plans):

@@ -7,6 +7,7 @@ from itertools import pairwise
 import pytest
 
 from plimsoll.errors import BudgetError, DeviceError, InputError
+from plimsoll.records.units import format_bytes
 from plimsoll.run.plan_inference import plan_inference
 from small_checkpoints import saved
 
@@ -71,6 +72,38 @@ def test_what_streams_beside_a_card_are_blocks_on_the_host(folders, least):
     assert plan.rate_source == "table"
 
 
+def test_what_the_host_of_a_card_by_name_needs_is_said_as_not_checked(folders, least):
+    plan = planned(folders["wide"], least + 9 * MIB)
+    said = f"needs {format_bytes(plan.bytes_in('host'))} of the host's memory, which was not checked"
+    assert plan.bytes_in("host")
+    assert said in [one.text for one in plan.assumptions]
+    assert plan.host_room_bytes is None
+    assert not any("not checked" in one.text for one in planned(folders["wide"]).assumptions)
+
+
+def test_a_host_that_is_too_small_does_not_fit_and_what_would_does(folders, least, monkeypatch):
+    # A machine with so little memory cannot be had here: what it has for weights is set, one block of four.
+    block_bytes = next(part.num_bytes for part in planned(folders["wide"]).parts if part.name == "model.layers.0")
+    monkeypatch.setattr("plimsoll.run.plan_inference._host_room_bytes", lambda device: block_bytes)
+    below = planned(folders["wide"], least)
+    assert not below.fits
+    assert below.host_room_bytes == below.bytes_in("host") == block_bytes
+    assert below.smallest_budget_bytes > least
+    above = planned(folders["wide"], below.smallest_budget_bytes)
+    assert above.fits
+    assert above.bytes_in("host") <= block_bytes
+    assert above.assumptions == ()
+
+
+def test_a_card_reads_nothing_from_the_disk(folders, least, monkeypatch):
+    def never(files):
+        raise AssertionError(files)
+
+    monkeypatch.setattr("plimsoll.run.plan_inference.cold_bytes_per_second", never)
+    plan = planned(folders["wide"], least + 9 * MIB)
+    assert plan.read_seconds == pytest.approx(plan.bytes_in("host") / plan.read_bytes_per_second)
+
+
 def test_a_plan_is_within_its_limit_as_it_was_traced_whole(folders, least):
     for more in (3, 30):
         plan = planned(folders["wide"], least + more * MIB)
@@ -109,7 +142,6 @@ def test_the_processor_needs_no_card(folders):
         ({"longest_tokens": 0}, "rows of 0 tokens"),
         ({"most_rows": 0}, "at most 0 at once"),
         ({"new_tokens": -1}, "-1 new ones"),
-        ({"quantize": "int8"}, "quantize='int8' cannot be planned yet: leave it out"),
         ({"longest_tokens": 65}, "longer than the model can read, 64 tokens: give shorter ones"),
         ({"new_tokens": 4}, "the task `score` makes none"),
     ],

@@ -50,6 +50,11 @@ def test_local_is_the_processor_where_there_is_no_gpu():
         find_target("cuda", None, nothing)
 
 
+def test_a_process_answers_several_plans():
+    with StartedBaseline(Job.from_fields({"model": "lstm", "data": "nowhere.txt"})) as started:
+        assert started.wait() == started.wait()
+
+
 def test_a_training_process_is_started_to_read_its_baseline():
     job = Job.from_fields({"model": "lstm", "data": "nowhere.txt"})
     estimate = job_baseline(job)
