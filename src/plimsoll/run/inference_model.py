@@ -7,7 +7,7 @@ downloaded.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -24,6 +24,7 @@ from plimsoll.models.loading import Head, load_model
 from plimsoll.models.quantized import Quantize
 from plimsoll.models.recurrent import RECURRENT, load_recurrent
 from plimsoll.records.job import Job
+from plimsoll.store import Progress, silent
 
 Dtype = Literal["stored", "fp32", "bf16", "fp16"]
 
@@ -72,8 +73,14 @@ def identity_of_model(folder: Path) -> list[list[Any]]:
     return [[Path(path).name, num_bytes, sample.hex()] for path, num_bytes, _, sample in identity_of(files)]
 
 
-def load_for_inference(
-    folder: Path, head: Head, dtype: torch.dtype | None, device: str, quantize: Quantize | None = None
+def load_for_inference(  # noqa: PLR0917 -- as `load_model` has them
+    folder: Path,
+    head: Head,
+    dtype: torch.dtype | None,
+    device: str,
+    quantize: Quantize | None = None,
+    adapters: Sequence[Path] = (),
+    progress: Progress = silent,
 ) -> nn.Module:
     """Load a model in evaluation mode; arguments are those of `load_model`.
 
@@ -81,14 +88,30 @@ def load_for_inference(
         JobError: if it lacks weights of this head, or it is recurrent and its weights cannot be read.
         WeightsError: if its weights cannot be read.
     """
-    if read_config(folder).get("architecture") in RECURRENT and quantize is None:
+    if read_config(folder).get("architecture") in RECURRENT and quantize is None and not adapters:
         model: nn.Module = load_recurrent(folder)
         return model.to(device=device, dtype=dtype).eval()
-    loaded = load_model(folder, head=head, dtype=dtype, device=device, quantize=quantize)
-    if head != "none" and loaded.missing:
-        missing = ", ".join(sorted(loaded.missing))
-        raise JobError(f"model: {folder} lacks weights ({missing}): give a model that was trained for it")
+    loaded = load_model(
+        folder, head=head, dtype=dtype, device=device, quantize=quantize, adapters=adapters, progress=progress
+    )
+    require_head(folder, head, loaded.missing)
     return loaded.model
+
+
+def require_head(folder: Path, head: Head, missing: Sequence[str]) -> None:
+    """Refuse a model whose results would be those of weights that were drawn just now.
+
+    Args:
+        folder: of the model.
+        head: that results are read from; without one, what is missing (a pooler) is not computed with.
+        missing: see `plimsoll.models.loading.Loaded`.
+
+    Raises:
+        JobError: if weights are missing.
+    """
+    if head != "none" and missing:
+        names = ", ".join(sorted(missing))
+        raise JobError(f"model: {folder} lacks weights ({names}): give a model that was trained for it")
 
 
 def tokenizer_of(folder: ModelFolder, longest_tokens: int | None) -> ModelTokenizer:
