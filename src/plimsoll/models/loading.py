@@ -105,14 +105,14 @@ def load_model(
         DeviceError: if there is no such device.
         OutputError: if the disk has no room for what cannot be mapped as it is.
     """
-    adapters = [Path(one) for one in ([adapters] if isinstance(adapters, (str, Path)) else adapters)]
+    merged = [Path(one) for one in ([adapters] if isinstance(adapters, (str, Path)) else adapters)]
     _check_words(head=head, place=place, quantize=quantize)
-    _check_together(quantize, adapters)
+    _check_together(quantize, merged)
     _check_target(device, place, vocab_size)
     checkpoint = open_checkpoint(folder)
     fields = recurrent_fields(checkpoint.folder)
     if fields is not None:
-        asked = {"head": head, "quantize": quantize, "adapters": adapters or None, "vocab_size": vocab_size}
+        asked = {"head": head, "quantize": quantize, "adapters": merged or None, "vocab_size": vocab_size}
         skeleton = recurrent_skeleton(checkpoint, fields, dtype, asked)
     else:
         config = config or _config_of(checkpoint.folder)
@@ -121,11 +121,11 @@ def load_model(
         if not allow_missing:
             _check_body(skeleton, checkpoint)
     filling = _Filling(skeleton, torch.device(device), place, pool, progress)
-    filling.quantize, filling.is_read_only = quantize, place == "mapped" and not adapters
+    filling.quantize, filling.is_read_only = quantize, place == "mapped" and not merged
     filling.fill()
     if fields is None:
         _finish(skeleton.model, checkpoint.folder, device)
-    model: nn.Module = with_adapters(skeleton.model, adapters)
+    model: nn.Module = with_adapters(skeleton.model, merged)
     if place == "mapped":
         model.requires_grad_(False)
     return Loaded(

@@ -67,7 +67,10 @@ class Applied:
             )
         skeleton, checkpoint = sketch_checkpoint(folder, head=made.head, dtype=dtype)
         require_head(folder, made.head, skeleton.missing)
-        model = skeleton.model
+        model: Any = skeleton.model
+        if made.head == "classification" and model.config.pad_token_id is None:
+            # Several rows need one; which, is chosen for each pass (`plimsoll.run.apply_passes`).
+            model.config.pad_token_id = model.config.get_text_config().pad_token_id = 0
         model.eval().requires_grad_(False)
         return cls(task, made, model, parts_of(model), tuple(checkpoint.files), new_tokens, dtype is not None)
 
