@@ -5,12 +5,14 @@ from __future__ import annotations
 import signal
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, cast, get_args
 
 import typer
 
 if TYPE_CHECKING:
-    from plimsoll.models.generation import Generation
+    from plimsoll.models.generation import Cache, Generation
+    from plimsoll.models.quantized import Quantize
+    from plimsoll.records.apply import Dtype
 
 _OTHER_FORMS = {".csv", ".tsv", ".parquet", ".arrow", ".npy", ".npz", ".txt", ".html"}
 
@@ -38,6 +40,9 @@ def apply(  # noqa: PLR0917 -- typer calls it by name
     quantize: Annotated[
         str | None, typer.Option(help="Linear layers in integers: int8 or int4. Other results, in less memory.")
     ] = None,
+    adapters: Annotated[
+        list[Path] | None, typer.Option("--adapter", help="A LoRA adapter to merge into the weights; may be repeated.")
+    ] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda or cuda:1.")] = "cpu",
     max_new_tokens: Annotated[int | None, typer.Option(help="With --task generate: the most tokens of each.")] = None,
     temperature: Annotated[
@@ -46,6 +51,9 @@ def apply(  # noqa: PLR0917 -- typer calls it by name
     top_p: Annotated[
         float, typer.Option(help="With --temperature: of the likeliest tokens, this much together.")
     ] = 1.0,
+    cache: Annotated[
+        str, typer.Option(help="With --task generate: full, or offloaded to the host, on a GPU.")
+    ] = "full",
     seed: Annotated[int, typer.Option(help="With --temperature: other numbers give other texts.")] = 0,
     no_header: Annotated[
         bool, typer.Option("--no-header", help="The first row of the csv is a row; its columns are 1, 2, ...")
@@ -74,8 +82,8 @@ def apply(  # noqa: PLR0917 -- typer calls it by name
 
     with failures_shown() if as_json else nullcontext():
         limit_bytes = limit_bytes_of(budget)
-        _check(out, dtype, quantize)
-        generation = _generation(max_new_tokens, temperature, top_p, seed)
+        _check(out, dtype, quantize, cache)
+        generation = _generation(max_new_tokens, temperature, top_p, seed, cast("Cache", cache))
         from plimsoll.run.apply import ApplyOptions, apply_model
 
         options = ApplyOptions(
@@ -84,39 +92,41 @@ def apply(  # noqa: PLR0917 -- typer calls it by name
             keep=tuple(keep or ()),
             longest_tokens=max_length,
             rows_per_pass=batch_size,
-            dtype=_one_of(dtype),
-            quantize=_one_of(quantize),
+            dtype=cast("Dtype", dtype),
+            quantize=cast("Quantize | None", quantize),
             device=device,
+            adapters=tuple(adapters or ()),
             limit_bytes=limit_bytes,
             is_strict=strict,
             has_header=False if no_header else None,
             generation=generation,
         )
         try:
-            with row_rates(data.name, quiet or as_json) as progress:
-                facts = apply_model(model, data, out, options, force=force, progress=progress)
+            with row_rates(data.name, quiet or as_json) as (progress, loading):
+                facts = apply_model(model, data, out, options, force=force, progress=progress, loading=loading)
         except KeyboardInterrupt:
             message = f"stopped: what was written for {out} is kept; give the same command again to go on"
             raise Interrupted(message, signal.SIGINT) from None
     show(render(facts, "json" if as_json else "text"))
 
 
-def _check(out: Path, dtype: str, quantize: str | None) -> None:
+def _check(out: Path, dtype: str, quantize: str | None, cache: str) -> None:
     from plimsoll.errors import InputError, OutputError
+    from plimsoll.records.apply import Dtype
 
     if out.suffix.lower() in _OTHER_FORMS:
         raise OutputError(f"results are JSON lines, and {out} is called {out.suffix}: give --out a name in .jsonl")
-    if dtype not in {"stored", "fp32", "bf16", "fp16"}:
-        raise InputError(f"--dtype {dtype} is none that weights can have here: give stored, fp32, bf16 or fp16")
+    if dtype not in (words := get_args(Dtype)):
+        raise InputError(f"--dtype {dtype} is none that weights can have here: give one of {', '.join(words)}")
     if quantize not in {None, "int8", "int4"}:
         raise InputError(f"--quantize {quantize} is none that there is: give int8 or int4, or leave it out")
+    if cache not in {"full", "offloaded"}:
+        raise InputError(f"--cache {cache} is none that there is: give full or offloaded")
 
 
-def _one_of(checked: str | None) -> Any:
-    return checked
-
-
-def _generation(max_new_tokens: int | None, temperature: float | None, top_p: float, seed: int) -> Generation | None:
+def _generation(
+    max_new_tokens: int | None, temperature: float | None, top_p: float, seed: int, cache: Cache
+) -> Generation | None:
     from plimsoll.errors import InputError
 
     if max_new_tokens is None:
@@ -124,6 +134,8 @@ def _generation(max_new_tokens: int | None, temperature: float | None, top_p: fl
             raise InputError(
                 f"--temperature {temperature} draws new tokens: give --max-new-tokens too, or leave it out"
             )
+        if cache != "full":
+            raise InputError(f"--cache {cache} is of new tokens: give --max-new-tokens too, or leave it out")
         return None
     if max_new_tokens < 1:
         raise InputError(f"--max-new-tokens {max_new_tokens} generates nothing: give 1 or more")
@@ -133,4 +145,4 @@ def _generation(max_new_tokens: int | None, temperature: float | None, top_p: fl
         raise InputError(f"--top-p {top_p} is no share of probability: give more than 0 and at most 1")
     from plimsoll.models.generation import Generation
 
-    return Generation(max_new_tokens, temperature, top_p, seed)
+    return Generation(max_new_tokens, temperature, top_p, seed, cache)

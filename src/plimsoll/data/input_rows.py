@@ -67,11 +67,17 @@ class InputRows:
     keep: tuple[str, ...] = ()
 
     @property
-    def identity(self) -> list[Any]:
-        """What tells this state of the file, read in this way, from another."""
-        ((path, num_bytes, mtime_ns, sample),) = identity_of([self.file])
-        columns = list(self.reading.columns or ())
-        return [Path(path).name, num_bytes, mtime_ns, sample.hex(), columns, list(self.keep), self.reading.header]
+    def identity(self) -> dict[str, Any]:
+        """What tells this content of the file, read in this way, from another; a copy of it is the same."""
+        ((path, num_bytes, _, sample),) = identity_of([self.file])
+        return {
+            "name": Path(path).name,
+            "num_bytes": num_bytes,
+            "content": sample.hex(),
+            "--column": list(self.reading.columns or ()),
+            "--keep": list(self.keep),
+            "--no-header": self.reading.header is False,
+        }
 
     def rows(self, first: int = 0, tell: Callable[[int], None] = lambda done_bytes: None) -> Iterator[InputRow]:
         """Yield the rows from number ``first`` on; ``tell`` is called with the bytes of the file that are done.
@@ -105,10 +111,18 @@ class InputRows:
         if form == "jsonl":
             head, lines = _ahead(lines)
             layout = _jsonl_layout(head, self.reading)
+            self._require_columns(head)
             return (raw for raw in lines if raw.content.strip()), lambda line: _json_row(line, layout, self.keep)
         if asked := [*(self.reading.columns or ()), *self.keep]:
             raise DataError(f"{self.file.path} is plain text, which has no column {asked[0]!r}: leave it out")
         return lines, lambda line: (_decoded(line), {})
+
+    def _require_columns(self, head: list[bytes]) -> None:
+        """Refuse a column that none of the first objects has; of a later one it is a fault of the rows without."""
+        names = {name: None for line in head if isinstance(record := _parsed(line), dict) for name in record}
+        for name in (*(self.reading.columns or ()), *self.keep):
+            if names and name not in names:
+                raise DataError(f"cannot use {self.file.path}: {no_column(name, list(names))}")
 
     def _of_csv(self, chunks: Iterator[bytes]) -> tuple[Iterator[_Raw], Callable[[Any], Any]]:
         head, chunks = _head(chunks)

@@ -43,12 +43,19 @@ class ModelTokenizer:
         tokenizer: of transformers, a fast one.
         longest_tokens: what a text is truncated to, special tokens included; ``None`` for no truncation.
         with_special: whether the special tokens are added that the tokenizer has for a single text.
+        keeps_end: whether it is the begin of a text that is cut off, as of a prompt that goes on behind its end.
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerFast, longest_tokens: int | None, with_special: bool = True
+        self,
+        tokenizer: PreTrainedTokenizerFast,
+        longest_tokens: int | None,
+        with_special: bool = True,
+        keeps_end: bool = False,
     ) -> None:
-        self._tokenizer, self._with_special = tokenizer, with_special
+        self._tokenizer, self._with_special, self._keeps_end = tokenizer, with_special, keeps_end
+        if keeps_end:
+            tokenizer.truncation_side = "left"
         self.longest_tokens = longest_tokens
 
     @property
@@ -64,14 +71,17 @@ class ModelTokenizer:
         if self.longest_tokens is None:
             return self._read(list(texts))
         sure_characters = _SURE_CHARACTERS * max(self.longest_tokens, 1)
-        found = self._read([text[:sure_characters] for text in texts])
+        found = self._read([self._looked_at(text, sure_characters) for text in texts])
         for place, text in enumerate(texts):
             looked_at = sure_characters
-            # What was cut off inside of a word may have changed the tokens at the end, and only there.
+            # What was cut off inside of a word may have changed the tokens beside the cut, and only there.
             while looked_at < len(text) and not found[place].is_truncated:
                 looked_at *= 4
-                found[place] = self._read([text[:looked_at]])[0]
+                found[place] = self._read([self._looked_at(text, looked_at)])[0]
         return found
+
+    def _looked_at(self, text: str, num_characters: int) -> str:
+        return text[-num_characters:] if self._keeps_end else text[:num_characters]
 
     def text_of(self, ids: Sequence[int]) -> str:
         """Return the text of some tokens, without special ones."""

@@ -15,11 +15,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
+from plimsoll.device.base import backend_for
 from plimsoll.errors import WeightsError
 from plimsoll.mapped import MappedPool
 from plimsoll.models.adapters import with_adapters
@@ -34,6 +35,12 @@ if TYPE_CHECKING:
 
 Place = Literal["memory", "mapped"]
 Head = Literal["language-modeling", "classification", "token-classification", "none"]
+
+_WORDS: Mapping[str, tuple[str | None, ...]] = {
+    "head": (None, *get_args(Head)),
+    "place": get_args(Place),
+    "quantize": (None, *get_args(Quantize)),
+}
 
 _STAGE = "loading weights"
 _SHOWN = 3  # names in a message
@@ -69,7 +76,7 @@ def load_model(
     device: str = "cpu",
     place: Place = "memory",
     quantize: Quantize | None = None,
-    adapters: Sequence[Path] = (),
+    adapters: Sequence[str | Path] | str | Path = (),
     vocab_size: int | None = None,
     allow_missing: bool = False,
     config: PreTrainedConfig | None = None,
@@ -85,7 +92,7 @@ def load_model(
         device: where they are to be.
         place: ``mapped``: read-only in the files of the checkpoint, without private memory; only on the CPU.
         quantize: linear layers get weights of torchao, but for the output over the vocabulary and tied weights.
-        adapters: folders of LoRA adapters that are merged into the weights, in this order.
+        adapters: folders of LoRA adapters that are merged into the weights, in this order; or one folder.
         vocab_size: a number of tokens other than the checkpoint's; new ones begin as the mean of those there are.
         allow_missing: whether weights may be missing that are not of the head; they are initialised.
         config: instead of the folder's own.
@@ -93,16 +100,19 @@ def load_model(
         progress: told the bytes.
 
     Raises:
-        WeightsError: if the checkpoint is damaged, lacks weights, or is of another model.
+        WeightsError: if the checkpoint is damaged, lacks weights, or is of another model, or an argument is none of
+            those there are.
+        DeviceError: if there is no such device.
         OutputError: if the disk has no room for what cannot be mapped as it is.
     """
+    merged = [Path(one) for one in ([adapters] if isinstance(adapters, (str, Path)) else adapters)]
+    _check_words(head=head, place=place, quantize=quantize)
+    _check_together(quantize, merged)
+    _check_target(device, place, vocab_size)
     checkpoint = open_checkpoint(folder)
-    _check_together(quantize, adapters)
-    if place == "mapped" and torch.device(device).type != "cpu":
-        raise WeightsError(f"place {place} keeps weights in files, which device {device} cannot use: use place memory")
     fields = recurrent_fields(checkpoint.folder)
     if fields is not None:
-        asked = {"head": head, "quantize": quantize, "adapters": adapters or None, "vocab_size": vocab_size}
+        asked = {"head": head, "quantize": quantize, "adapters": merged or None, "vocab_size": vocab_size}
         skeleton = recurrent_skeleton(checkpoint, fields, dtype, asked)
     else:
         config = config or _config_of(checkpoint.folder)
@@ -111,11 +121,11 @@ def load_model(
         if not allow_missing:
             _check_body(skeleton, checkpoint)
     filling = _Filling(skeleton, torch.device(device), place, pool, progress)
-    filling.quantize, filling.is_read_only = quantize, place == "mapped" and not adapters
+    filling.quantize, filling.is_read_only = quantize, place == "mapped" and not merged
     filling.fill()
     if fields is None:
         _finish(skeleton.model, checkpoint.folder, device)
-    model: nn.Module = with_adapters(skeleton.model, adapters)
+    model: nn.Module = with_adapters(skeleton.model, merged)
     if place == "mapped":
         model.requires_grad_(False)
     return Loaded(
@@ -125,7 +135,7 @@ def load_model(
 
 def sketch_checkpoint(
     folder: Path, *, head: Head | None = None, dtype: torch.dtype | None = None
-) -> tuple[nn.Module, Checkpoint]:
+) -> tuple[Skeleton, Checkpoint]:
     """Return the model that `load_model` would make, without its weights, and what the folder holds.
 
     Args:
@@ -139,7 +149,9 @@ def sketch_checkpoint(
     checkpoint = open_checkpoint(folder)
     config = _config_of(checkpoint.folder)
     model_class, chosen = _class_of(config, head, checkpoint.folder), _dtype_of(checkpoint, config, dtype)
-    return skeleton_of(checkpoint, model_class, config, chosen).model, checkpoint
+    skeleton = skeleton_of(checkpoint, model_class, config, chosen)
+    _check_body(skeleton, checkpoint)
+    return skeleton, checkpoint
 
 
 class _Filling:
@@ -265,6 +277,23 @@ class _Filling:
     def _report(self, num_bytes: int) -> None:
         self._done_bytes += num_bytes
         self._progress(_STAGE, self._done_bytes, self.total_bytes)
+
+
+def _check_words(**given: str | None) -> None:
+    for name, word in given.items():
+        words = _WORDS[name]
+        if word not in words:
+            known = ", ".join(str(one) for one in words)
+            raise WeightsError(f"{name} {word!r} is none that there is: give one of {known}")
+
+
+def _check_target(device: str, place: Place, vocab_size: int | None) -> None:
+    if place == "mapped" and device.partition(":")[0] != "cpu":
+        raise WeightsError(f"place {place} keeps weights in files, which device {device} cannot use: use place memory")
+    if device != "meta":
+        backend_for(device)
+    if vocab_size is not None and vocab_size < 1:
+        raise WeightsError(f"vocab_size {vocab_size} leaves no token: give 1 or more, or leave it out")
 
 
 def _check_together(quantize: Quantize | None, adapters: Sequence[Path]) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from plimsoll.records.base import Record
 from plimsoll.records.run import OomEvent
+
+Dtype = Literal["stored", "fp32", "bf16", "fp16"]
+"""What weights can be of."""
 
 
 class ApplyFacts(Record):

@@ -11,6 +11,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
+from plimsoll.records.units import format_bytes
+
 
 class Report(Protocol):
     """Told how far a stage is: ``done`` of ``total``."""
@@ -64,10 +66,13 @@ class RowReport(Protocol):
 
 
 @contextmanager
-def row_rates(what: str, quiet: bool) -> Iterator[RowReport]:
-    """Draw a bar with rows and tokens a second and the time left while the block runs; ``quiet`` draws nothing."""
+def row_rates(what: str, quiet: bool) -> Iterator[tuple[RowReport, Report]]:
+    """Draw a bar with rows and tokens a second and the time left while the block runs; ``quiet`` draws nothing.
+
+    The second is for the bytes that are loaded before. Nothing is drawn before something is told.
+    """
     if quiet:
-        yield lambda done_bytes, total_bytes, num_rows, num_tokens: None
+        yield (lambda done_bytes, total_bytes, num_rows, num_tokens: None), (lambda stage, done, total: None)
         return
     columns = (
         TextColumn("{task.description}"),
@@ -77,12 +82,24 @@ def row_rates(what: str, quiet: bool) -> Iterator[RowReport]:
         TimeElapsedColumn(),
         TimeRemainingColumn(elapsed_when_finished=True),
     )
-    with Progress(*columns, console=Console(stderr=True)) as bars:
-        task, began = bars.add_task(what, total=None, rates=""), time.monotonic()
+    bars = Progress(*columns, console=Console(stderr=True))
+    tasks: dict[str, TaskID] = {}
+    began: list[float] = []
 
-        def report(done_bytes: int, total_bytes: int, num_rows: int, num_tokens: int) -> None:
-            seconds = max(time.monotonic() - began, 1e-3)
-            rates = f"{num_rows:,} rows, {num_rows / seconds:,.1f} rows/s, {num_tokens / seconds:,.0f} tokens/s"
-            bars.update(task, completed=done_bytes, total=total_bytes, rates=rates)
+    def update(name: str, done: int, total: int, rates: str) -> None:
+        bars.start()
+        if name not in tasks:
+            tasks[name] = bars.add_task(name, total=total, rates="")
+        bars.update(tasks[name], completed=done, total=total, rates=rates)
 
-        yield report
+    def report(done_bytes: int, total_bytes: int, num_rows: int, num_tokens: int) -> None:
+        began[:] = began or [time.monotonic()]  # after the loading
+        seconds = max(time.monotonic() - began[0], 1e-3)
+        rates = f"{num_rows:,} rows, {num_rows / seconds:,.1f} rows/s, {num_tokens / seconds:,.0f} tokens/s"
+        update(what, done_bytes, total_bytes, rates)
+
+    try:
+        yield report, lambda stage, done, total: update(stage, done, total, f"of {format_bytes(total)}")
+    finally:
+        if tasks:
+            bars.stop()

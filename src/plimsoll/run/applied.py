@@ -22,6 +22,7 @@ from plimsoll.models.inference import InferenceTask, inference_task, read_config
 from plimsoll.models.loading import sketch_checkpoint
 from plimsoll.models.recurrent import RECURRENT
 from plimsoll.records.trace import Trace
+from plimsoll.run.inference_model import require_head
 from plimsoll.run.rehearse_inference import rehearse_inference
 from plimsoll.techniques._parts import ModelPart, parts_of
 
@@ -51,7 +52,7 @@ class Applied:
             new_tokens: that are made of each row.
 
         Raises:
-            InputError: if it is no checkpoint, or not one for the task.
+            InputError: if it is no checkpoint, or not one for the task: it lacks the head, for example.
         """
         made = inference_task(task, folder)
         if read_config(folder).get("architecture") in RECURRENT:
@@ -64,7 +65,12 @@ class Applied:
                 f"{new_tokens} new tokens were asked for, and the task `{task}` makes none: leave them out, or use "
                 "the task `generate`"
             )
-        model, checkpoint = sketch_checkpoint(folder, head=made.head, dtype=dtype)
+        skeleton, checkpoint = sketch_checkpoint(folder, head=made.head, dtype=dtype)
+        require_head(folder, made.head, skeleton.missing)
+        model: Any = skeleton.model
+        if made.head == "classification" and model.config.pad_token_id is None:
+            # Several rows need one; which, is chosen for each pass (`plimsoll.run.apply_passes`).
+            model.config.pad_token_id = model.config.get_text_config().pad_token_id = 0
         model.eval().requires_grad_(False)
         return cls(task, made, model, parts_of(model), tuple(checkpoint.files), new_tokens, dtype is not None)
 

@@ -11,10 +11,11 @@ Does NOT cover several processes or devices, rows that are added while it runs, 
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -26,19 +27,18 @@ from plimsoll.data.formats import Reading
 from plimsoll.data.input_rows import InputRow, InputRows, open_rows
 from plimsoll.data.model_tokens import ModelTokenizer, Tokens
 from plimsoll.device.base import Backend, backend_for
-from plimsoll.errors import DataError, InputError, Interrupted
+from plimsoll.errors import DataError, InputError, Interrupted, PlimsollError
 from plimsoll.models.inference import InferenceTask, default_task, inference_task, read_config
 from plimsoll.models.quantized import Quantize
 from plimsoll.models.recurrent import RECURRENT
-from plimsoll.records.apply import ApplyFacts
+from plimsoll.records.apply import ApplyFacts, Dtype
 from plimsoll.records.placement import InferencePlan
-from plimsoll.run.apply_output import PartFile, part_file
-from plimsoll.run.apply_passes import Batch, Passes
+from plimsoll.run.apply_output import PartFile, check_output, part_file
+from plimsoll.run.apply_passes import Batch, Passes, computed_to_the_end
 from plimsoll.run.apply_plan import length_to_plan, plan_apart
 from plimsoll.run.boundary import fitting
 from plimsoll.run.inference_model import (
     DTYPES,
-    Dtype,
     ModelFolder,
     identity_of_model,
     import_first,
@@ -48,6 +48,7 @@ from plimsoll.run.inference_model import (
 )
 from plimsoll.run.placed import placed_model
 from plimsoll.run.signals import StopRequest, stop_on_signal
+from plimsoll.store import Progress, silent
 
 if TYPE_CHECKING:
     from plimsoll.models.generation import Generation
@@ -61,6 +62,17 @@ _BLOCK_BYTES_PER_TOKEN = 128
 """Bytes of text in a block for each token of a pass: about 32 passes, of which the last few are not full."""
 
 _FAULTS_KEPT = 5
+_FAILURES_OF_MODELS = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+"""What code of a model raises for texts that it cannot compute; errors of memory are known before."""
+
 RESULT_FIELDS = frozenset({
     "row", "error", "label", "labels", "score", "probabilities", "value", "values", "embedding", "log_probability",
     "num_predicted_tokens", "perplexity", "generated_text", "num_generated_tokens", "finish_reason",
@@ -90,6 +102,7 @@ class ApplyOptions:
         quantize: linear layers in integers of 8 or 4 bits; ``None``: as they are. Not planned: within a budget passes
             begin as without one.
         device: where it is computed.
+        adapters: folders of LoRA adapters that are merged into the weights; not planned either.
         limit_bytes: the budget; ``None``: no limit.
         has_header: whether the first row of a csv names its columns; ``None``: see `plimsoll.data.formats.Reading`.
         is_strict: whether the first row that cannot be used is an error.
@@ -104,6 +117,7 @@ class ApplyOptions:
     dtype: Dtype = "stored"
     quantize: Quantize | None = None
     device: str = "cpu"
+    adapters: tuple[Path, ...] = ()
     limit_bytes: int | None = None
     is_strict: bool = False
     has_header: bool | None = None
@@ -118,6 +132,7 @@ def apply_model(
     *,
     force: bool = False,
     progress: RowProgress = lambda done_bytes, total_bytes, num_rows, num_tokens: None,
+    loading: Progress = silent,
 ) -> ApplyFacts:
     """Apply a model to the rows of a file; where the same was begun before, go on with it.
 
@@ -128,6 +143,7 @@ def apply_model(
         options: how.
         force: begin anew, and overwrite ``out``.
         progress: told after each pass.
+        loading: told the bytes of the weights that are loaded.
 
     Raises:
         InputError: if something cannot be used: it says what and what to do.
@@ -139,15 +155,16 @@ def apply_model(
     folder = model_folder(model)
     task = inference_task(options.task or default_task(folder.path), folder.path)
     _check(options, task)
+    check_output(out, force, (data,), (folder.path, *options.adapters))
     rows = open_rows(data, Reading(text=options.columns, header=options.has_header), options.keep)
-    tokenizer = tokenizer_of(folder, options.longest_tokens)
+    tokenizer = tokenizer_of(folder, options.longest_tokens, _new_tokens(options))
     tokenizer.read(["Its threads are started before there is a limit.", "In it they might find no room."])
     plan = _planned(folder, rows, task, tokenizer, options)
     import_first(folder.path, task.head)
     limit = nullcontext() if options.limit_bytes is None else backend.limited(options.limit_bytes)
     with part_file(out, _made_from(folder, rows, task, tokenizer, options), force) as part, stop_on_signal() as stop:
         first_row = part.num_rows
-        applying = _Applying(folder, rows, task, tokenizer, options, plan, backend, stop, progress)
+        applying = _Applying(folder, rows, task, tokenizer, options, plan, backend, stop, progress, loading)
         facts = applying.run(part, limit)
         part.finish()
     return ApplyFacts(model=str(model), data=str(data), output=str(out), first_row=first_row, **facts)
@@ -175,7 +192,9 @@ class _Applying:
         backend: Backend,
         stop: StopRequest,
         progress: RowProgress,
+        loading: Progress,
     ) -> None:
+        self._loading = loading
         self._folder, self._rows, self._task, self._tokenizer = folder, rows, task, tokenizer
         self._plan, self._options, self._backend, self._stop, self._progress = plan, options, backend, stop, progress
         self._done_bytes, self._num_rows, self._faults = 0, 0, list[str]()
@@ -200,9 +219,16 @@ class _Applying:
     def _load(self, placed: ExitStack) -> nn.Module:
         options = self._options
         if self._plan is not None:
-            return placed.enter_context(placed_model(self._folder.path, self._plan))
-        dtype = DTYPES[options.dtype]
-        return load_for_inference(self._folder.path, self._task.head, dtype, options.device, options.quantize)
+            return placed.enter_context(placed_model(self._folder.path, self._plan, self._loading, options.device))
+        return load_for_inference(
+            self._folder.path,
+            self._task.head,
+            DTYPES[options.dtype],
+            options.device,
+            options.quantize,
+            options.adapters,
+            self._loading,
+        )
 
     def _passes(self, model: nn.Module) -> Passes[dict[str, Any]]:
         generation = self._options.generation
@@ -222,18 +248,20 @@ class _Applying:
         )
 
     def _padding_id(self, model: nn.Module) -> int:
-        """The id that texts are padded with: the model's, by which decoders with a head for classes find the end."""
-        config: Any = model.config
-        own = getattr(config, "pad_token_id", None)
-        padding_id = own if own is not None else self._tokenizer.padding_id or 0
-        if own is None and hasattr(config, "get_text_config"):
-            config.get_text_config().pad_token_id = padding_id
-            config.pad_token_id = padding_id
-        return int(padding_id)
+        """The id that texts are padded with: the model's, or where it has none the tokenizer's."""
+        own = getattr(model.config, "pad_token_id", None)
+        return int(own if own is not None else self._tokenizer.padding_id or 0)
 
     def _computing(self, model: nn.Module) -> Callable[[Batch, Sequence[int]], list[dict[str, Any]]]:
+        finds_end = self._task.head == "classification" and _has_no_padding_id(model)
+
         def work(batch: Batch, _: Sequence[int]) -> list[dict[str, Any]]:
-            return self._task.fields(tuple(part.cpu() for part in self._task.compute(model, batch)))
+            found = (
+                computed_to_the_end(self._task, model, batch, self._vocab_size)
+                if finds_end
+                else self._task.compute(model, batch)
+            )
+            return self._task.fields(tuple(part.cpu() for part in found))
 
         return work
 
@@ -279,7 +307,7 @@ class _Applying:
         read = [_read(row, next(tokens) if row.fault is None else None, self._vocab_size) for row in block]
         usable = [one for one in read if one.row.fault is None]
         self._numbers = [one.row.number for one in usable]
-        found = iter(passes.run([one.ids for one in usable], lambda: self._between(part, passes)))
+        found = iter(self._found(usable, passes, part))
         results = [next(found) if one.row.fault is None else {"error": one.row.fault} for one in read]
         faults = [_fault(one.row, result) for one, result in zip(read, results, strict=True) if "error" in result]
         if faults and self._options.is_strict:
@@ -294,6 +322,19 @@ class _Applying:
         part.append(lines, len(block), counts)
         self._num_rows += len(block)
         self._show(passes)
+
+    def _found(self, usable: list[_Read], passes: Passes[dict[str, Any]], part: PartFile) -> list[dict[str, Any]]:
+        try:
+            return passes.run([one.ids for one in usable], lambda: self._between(part, passes))
+        except PlimsollError:
+            raise
+        except _FAILURES_OF_MODELS as error:
+            first, last = usable[0].row.number, usable[-1].row.number
+            raise InputError(
+                f"{self._folder.path} fails to {self._task.name} texts of rows {first} to {last} "
+                f"({type(error).__name__}: {' '.join(str(error).split())[:300]}): try it with a smaller --max-length, "
+                "or check the model and its configuration; the same command goes on"
+            ) from error
 
     def _between(self, part: PartFile, passes: Passes[dict[str, Any]]) -> None:
         self._show(passes)
@@ -344,6 +385,19 @@ def _check(options: ApplyOptions, task: InferenceTask) -> None:
     for option, value in (("--max-length", options.longest_tokens), ("--batch-size", options.rows_per_pass)):
         if value is not None and value < 1:
             raise InputError(f"{option} {value} leaves nothing to compute: give 1 or more")
+    if options.generation is not None and options.generation.cache == "offloaded" and options.device == "cpu":
+        raise InputError(
+            f"--cache {options.generation.cache} moves keys and values from a GPU to the host, and --device "
+            f"{options.device} has them there already: leave it out, or give --device cuda"
+        )
+
+
+def _new_tokens(options: ApplyOptions) -> int:
+    return 0 if options.generation is None else options.generation.max_new_tokens
+
+
+def _has_no_padding_id(model: Any) -> bool:
+    return hasattr(model.config, "get_text_config") and model.config.pad_token_id is None
 
 
 def _planned(
@@ -351,7 +405,7 @@ def _planned(
 ) -> InferencePlan | None:
     """Plan for texts as long as those of the first rows; without a budget there is nothing to plan."""
     is_recurrent = read_config(folder.path).get("architecture") in RECURRENT
-    if options.limit_bytes is None or options.quantize is not None or is_recurrent:
+    if options.limit_bytes is None or options.quantize is not None or options.adapters or is_recurrent:
         return None
     texts = [row.text for row in islice(rows.rows(), _ROWS_PER_PASS) if row.fault is None]
     longest_tokens = max((len(tokens.ids) for tokens in tokenizer.read(texts)), default=1)
@@ -359,7 +413,7 @@ def _planned(
         folder.path,
         task.name,
         length_to_plan(longest_tokens, tokenizer.longest_tokens),
-        0 if options.generation is None else options.generation.max_new_tokens,
+        _new_tokens(options),
         options.limit_bytes,
         options.device,
         options.dtype,
@@ -374,8 +428,7 @@ def _sizes(options: ApplyOptions, tokenizer: ModelTokenizer, plan: InferencePlan
     tokens_per_pass = _TOKENS_PER_PASS[options.device.partition(":")[0]]
     if options.rows_per_pass is None:
         return tokens_per_pass, _ROWS_PER_PASS
-    new_tokens = 0 if options.generation is None else options.generation.max_new_tokens
-    longest = (tokenizer.longest_tokens or tokens_per_pass) + new_tokens
+    longest = (tokenizer.longest_tokens or tokens_per_pass) + _new_tokens(options)
     return max(options.rows_per_pass * longest, 1), options.rows_per_pass
 
 
@@ -390,7 +443,9 @@ def _made_from(
         "--max-length": tokenizer.longest_tokens,
         "--dtype": options.dtype,
         "--quantize": options.quantize,
-        "generation": None if options.generation is None else asdict(options.generation),
+        "--adapter": [identity_of_model(folder) for folder in options.adapters],
+        # Where the cache lies changes no result.
+        "generation": None if options.generation is None else asdict(replace(options.generation, cache="full")),
     }
 
 
@@ -413,6 +468,18 @@ def _fault(row: InputRow, result: dict[str, Any]) -> str:
 def _line(row: InputRow, result: dict[str, Any]) -> bytes:
     entry = {"row": row.number, **row.kept, **result}
     try:
-        return json.dumps(entry, ensure_ascii=False, default=str).encode() + b"\n"
+        text = json.dumps(entry, ensure_ascii=False, default=str, allow_nan=False)
+    except ValueError:  # NaN in a column that is kept, which JSON has no word for
+        text = json.dumps(_without_nan(entry), ensure_ascii=False, default=str)
+    try:
+        return text.encode() + b"\n"
     except UnicodeEncodeError:  # half of a surrogate pair in a column that is kept
-        return json.dumps(entry, default=str).encode() + b"\n"
+        return json.dumps(json.loads(text)).encode() + b"\n"
+
+
+def _without_nan(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_nan(one) for name, one in value.items()}
+    if isinstance(value, list):
+        return [_without_nan(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -18,7 +18,7 @@ import json
 import os
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from io import RawIOBase
 from pathlib import Path
@@ -27,7 +27,8 @@ from typing import Any
 from plimsoll.errors import OutputError
 from plimsoll.records.base import sync, write_atomically
 
-_VERSION = 1
+_VERSION = 2
+_STATE_FIELDS = frozenset({"made_from", "num_rows", "num_bytes", "checksum", "counts"})
 _READ_BYTES = 1 << 20
 
 
@@ -103,21 +104,54 @@ def part_file(out: Path, made_from: Mapping[str, Any], force: bool = False) -> I
         OutputError: if the output exists, a part of it was made from something else, another process writes it, or it
             cannot be written.
     """
-    if out.exists() and not force:
-        raise OutputError(f"{out} exists already and is not overwritten: give another --out, or --force")
-    if not out.absolute().parent.is_dir():
-        raise OutputError(f"cannot write {out}, there is no folder {out.parent}: make it, or give another --out")
+    check_output(out, force)
     with _said(out), _part_of(out).open("a+b", buffering=0) as file:
         _claim(file, out)
         state = None if force else _read_state(out)
-        if state is None:
+        if state is None or not state["num_rows"]:
             file.truncate(0)
             state = {"made_from": dict(made_from), "num_rows": 0, "num_bytes": 0, "checksum": 0, "counts": {}}
             _write_state(out, state)
         else:
             _check_same(out, state["made_from"], made_from)
             _cut_to(file, state, out)
-        yield PartFile(out, file, state)
+        part = PartFile(out, file, state)
+        try:
+            yield part
+        finally:
+            if not part.num_rows:  # nothing is lost, and a command that was refused leaves nothing to another
+                _part_of(out).unlink(missing_ok=True)
+                _state_of(out).unlink(missing_ok=True)
+
+
+def check_output(out: Path, force: bool, inputs: Sequence[Path] = (), folders: Sequence[Path] = ()) -> None:
+    """Refuse an output whose making would destroy something else, and one that is there unless it is to be replaced.
+
+    Args:
+        out: the output.
+        force: whether it may be replaced.
+        inputs: files that are read.
+        folders: of the model.
+
+    Raises:
+        OutputError: it says why.
+    """
+    if not out.absolute().parent.is_dir():
+        raise OutputError(f"cannot write {out}, there is no folder {out.parent}: make it, or give another --out")
+    place = out.absolute().parent.resolve()
+    for folder in folders:
+        if place.is_relative_to(folder.resolve()):
+            raise OutputError(f"{out} is inside of {folder}, which is read: give an --out in another folder")
+    for path in (out, _part_of(out), _state_of(out)):
+        if not path.exists():
+            continue
+        if not path.is_file():
+            raise OutputError(f"{path} is no file that could be replaced (a folder or a device): give another --out")
+        for one in inputs:
+            if one.exists() and path.samefile(one):
+                raise OutputError(f"{path} is {one}, which is read: give another --out")
+    if out.exists() and not force:
+        raise OutputError(f"{out} exists already and is not overwritten: give another --out, or --force")
 
 
 def _part_of(out: Path) -> Path:
@@ -145,6 +179,7 @@ def _read_state(out: Path) -> dict[str, Any] | None:
     try:
         state: dict[str, Any] = json.loads(path.read_bytes())
         version = state.pop("version")
+        _ = [state[name] for name in _STATE_FIELDS if version == _VERSION]
     except FileNotFoundError:
         return None
     except (ValueError, KeyError, TypeError):
@@ -156,17 +191,26 @@ def _read_state(out: Path) -> dict[str, Any] | None:
 
 def _check_same(out: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Refuse to mix results that were made from different things."""
-    now = json.loads(json.dumps(now))
-    names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
-    if names:
-        changes = ", ".join(f"{name} (was {_shown(before.get(name))}, is {_shown(now.get(name))})" for name in names)
+    changes = ", ".join(_changes("", dict(before), json.loads(json.dumps(now))))
+    if changes:
         raise OutputError(
             f"{_part_of(out)} holds results of another {changes}: give the command as before to go on, --force to "
             "begin again, or another --out"
         )
 
 
+def _changes(name: str, before: Any, now: Any) -> Iterator[str]:
+    """Name each thing that differs: of things with parts, such as the files of a model, the part."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        for part in {**before, **now}:
+            yield from _changes(f"{name}: {part}" if name else part, before.get(part), now.get(part))
+    elif before != now:
+        yield f"{name} (was {_shown(before)}, is {_shown(now)})"
+
+
 def _shown(value: Any) -> str:
+    if value is None:
+        return "none"
     text = json.dumps(value, ensure_ascii=False)
     return text if len(text) <= 60 else f"{text[:60]}..."
 
@@ -188,8 +232,11 @@ def _cut_to(file: RawIOBase, state: Mapping[str, Any], out: Path) -> None:
 def _claim(file: RawIOBase, out: Path) -> None:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        is_there = _part_of(out).exists() and os.path.samestat(_part_of(out).stat(), os.fstat(file.fileno()))
     except BlockingIOError:
-        raise OutputError(f"another process is writing {out}: wait for it to end, or give another --out") from None
+        is_there = False
+    if not is_there:  # another process has it, or had it just now, and took it away when it ended
+        raise OutputError(f"another process is writing {out}: wait for it to end, or give another --out")
 
 
 @contextlib.contextmanager

@@ -13,13 +13,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
 from plimsoll.device.base import Backend
 from plimsoll.errors import OutOfMemoryError
+from plimsoll.models.inference import InferenceTask
 from plimsoll.records.run import OomEvent
 from plimsoll.run.boundary import Position, attempt
 from plimsoll.run.failpoints import failpoint
@@ -143,6 +144,33 @@ class Passes(Generic[Result]):
 
     def _note(self, event: OomEvent, action: str) -> None:
         self.counts.oom_events.append(event.model_copy(update={"step": None, "action": action}))
+
+
+def computed_to_the_end(task: InferenceTask, model: Any, batch: Batch, vocab_size: int) -> tuple[Tensor, ...]:
+    """Compute with a model that takes the last token that is no padding, and has no token for padding of its own.
+
+    An end token would do for texts without one; here it is a token that none of these texts has. Where each is used
+    the texts are computed one by one, without padding.
+    """
+    padding_id = free_id(batch, vocab_size)
+    if padding_id is None:
+        alone = [
+            {name: tensor[row : row + 1, : int(batch["attention_mask"][row].sum())] for name, tensor in batch.items()}
+            for row in range(len(batch["input_ids"]))
+        ]
+        model.config.pad_token_id = model.config.get_text_config().pad_token_id = None
+        parts = [task.compute(model, one) for one in alone]
+        return tuple(torch.cat(column) for column in zip(*parts, strict=True))
+    ids = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, padding_id)
+    model.config.pad_token_id = model.config.get_text_config().pad_token_id = padding_id
+    return task.compute(model, {**batch, "input_ids": ids})
+
+
+def free_id(batch: Batch, vocab_size: int) -> int | None:
+    """Return the lowest id that is a token of none of the texts of a batch; ``None`` if all are."""
+    is_used = torch.zeros(vocab_size, dtype=torch.bool, device=batch["input_ids"].device)
+    is_used[batch["input_ids"][batch["attention_mask"].bool()]] = True
+    return None if bool(is_used.all()) else int((~is_used).int().argmax())
 
 
 def padded(texts: Sequence[Sequence[int]], padding_id: int, side: Literal["left", "right"] = "right") -> Batch:

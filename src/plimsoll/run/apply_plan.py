@@ -15,6 +15,7 @@ from tempfile import TemporaryDirectory
 from plimsoll.errors import BudgetError, InputError
 from plimsoll.records.placement import InferencePlan
 from plimsoll.records.units import format_bytes
+from plimsoll.report.plan_sheets import budget_word
 
 _LEAST_TOKENS = 64
 
@@ -49,7 +50,7 @@ def plan_apart(  # noqa: PLR0917 -- one call
         least_bytes = found.smallest_budget_bytes or 0
         raise BudgetError(
             f"{folder} cannot be applied to texts of {length_tokens} tokens in {format_bytes(limit_bytes)}: give "
-            f"--budget {format_bytes(least_bytes).replace(' ', '')} or more, or a smaller --max-length"
+            f"--budget {budget_word(least_bytes)} or more, or a smaller --max-length"
         )
     return found
 

@@ -7,9 +7,9 @@ downloaded.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -23,16 +23,25 @@ from plimsoll.models.inference import read_config
 from plimsoll.models.loading import Head, load_model, sketch_checkpoint
 from plimsoll.models.quantized import Quantize
 from plimsoll.models.recurrent import RECURRENT, load_recurrent
+from plimsoll.records.apply import Dtype
 from plimsoll.records.job import Job
+from plimsoll.store import Progress, silent
 
-Dtype = Literal["stored", "fp32", "bf16", "fp16"]
-
-DTYPES: Mapping[str, torch.dtype | None] = {
+DTYPES: Mapping[Dtype, torch.dtype | None] = {
     "stored": None,
     "fp32": torch.float32,
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
 }
+
+_MODEL_FILES = (
+    *("config.json", "generation_config.json", "adapter_config.json"),
+    *("*.safetensors", "*.safetensors.index.json", "pytorch_model*", "adapter_model.bin"),
+    *("tokenizer*.json", "vocab.*", "merges.txt", "added_tokens.json", "special_tokens_map.json"),
+    *("*.model", "*.tiktoken", "tekken.json"),
+    *("modules.json", "sentence_bert_config.json", "*_*/config.json"),  # of sentence-transformers: 1_Pooling
+)
+"""What results depend on; notes and logs beside them may change."""
 
 _NO_LIMIT_TOKENS = 1 << 24
 """A tokenizer that knows no longest text says 10^30; none is trained with texts of 16 million tokens."""
@@ -65,15 +74,24 @@ def model_folder(given: Path) -> ModelFolder:
     return ModelFolder(given, None)
 
 
-def identity_of_model(folder: Path) -> list[list[Any]]:
-    """What tells one model from another: the names, sizes and a sample of the content of its files."""
-    paths = sorted(path for path in folder.iterdir() if path.is_file() and not path.name.startswith("."))
-    files = [SourceFile(str(path), path.stat().st_size, 0, True) for path in paths]
-    return [[Path(path).name, num_bytes, sample.hex()] for path, num_bytes, _, sample in identity_of(files)]
+def identity_of_model(folder: Path) -> dict[str, list[Any]]:
+    """What tells one model from another: size and a sample of the content of each file that makes its results."""
+    found = {path for pattern in _MODEL_FILES for path in folder.glob(pattern) if path.is_file()}
+    files = [SourceFile(str(path), path.stat().st_size, 0, True) for path in sorted(found)]
+    return {
+        str(Path(path).relative_to(folder)): [num_bytes, sample.hex()]
+        for path, num_bytes, _, sample in identity_of(files)
+    }
 
 
-def load_for_inference(
-    folder: Path, head: Head, dtype: torch.dtype | None, device: str, quantize: Quantize | None = None
+def load_for_inference(  # noqa: PLR0917 -- as `load_model` has them
+    folder: Path,
+    head: Head,
+    dtype: torch.dtype | None,
+    device: str,
+    quantize: Quantize | None = None,
+    adapters: Sequence[Path] = (),
+    progress: Progress = silent,
 ) -> nn.Module:
     """Load a model in evaluation mode; arguments are those of `load_model`.
 
@@ -81,13 +99,13 @@ def load_for_inference(
         JobError: if it lacks weights of this head, or it is recurrent and its weights cannot be read.
         WeightsError: if its weights cannot be read.
     """
-    if read_config(folder).get("architecture") in RECURRENT and quantize is None:
+    if read_config(folder).get("architecture") in RECURRENT and quantize is None and not adapters:
         model: nn.Module = load_recurrent(folder)
         return model.to(device=device, dtype=dtype).eval()
-    loaded = load_model(folder, head=head, dtype=dtype, device=device, quantize=quantize)
-    if head != "none" and loaded.missing:
-        missing = ", ".join(sorted(loaded.missing))
-        raise JobError(f"model: {folder} lacks weights ({missing}): give a model that was trained for it")
+    loaded = load_model(
+        folder, head=head, dtype=dtype, device=device, quantize=quantize, adapters=adapters, progress=progress
+    )
+    require_head(folder, head, loaded.missing)
     return loaded.model
 
 
@@ -101,26 +119,57 @@ def import_first(folder: Path, head: Head) -> None:
         sketch_checkpoint(folder, head=head)
 
 
-def tokenizer_of(folder: ModelFolder, longest_tokens: int | None) -> ModelTokenizer:
+def require_head(folder: Path, head: Head, missing: Sequence[str]) -> None:
+    """Refuse a model whose results would be those of weights that were drawn just now.
+
+    Args:
+        folder: of the model.
+        head: that results are read from; without one, what is missing (a pooler) is not computed with.
+        missing: see `plimsoll.models.loading.Loaded`.
+
+    Raises:
+        JobError: if weights are missing.
+    """
+    if head != "none" and missing:
+        names = ", ".join(sorted(missing))
+        raise JobError(f"model: {folder} lacks weights ({names}): give a model that was trained for it")
+
+
+def tokenizer_of(folder: ModelFolder, longest_tokens: int | None, new_tokens: int = 0) -> ModelTokenizer:
     """Load the tokenizer of a model; texts are truncated to what the model reads, or to ``longest_tokens``.
+
+    Where ``new_tokens`` are made of each text they have positions too, and it is the end of a text that is kept.
 
     Raises:
         DataError: if there is none.
-        JobError: if the model cannot read as much as ``longest_tokens``.
+        JobError: if the model cannot read as much as ``longest_tokens``, or has no room for the new ones.
     """
     tokenizer = load_model_tokenizer(folder.path)
-    known = [tokenizer.model_max_length, _max_seq_length(folder.path), _positions(folder.path)]
-    limits = [limit for limit in known if limit is not None and limit < _NO_LIMIT_TOKENS]
     positions = _positions(folder.path)
-    if longest_tokens is not None and positions is not None and longest_tokens > positions:
-        raise JobError(
-            f"--max-length {longest_tokens} is more than the {positions} tokens that {folder.path} reads: give "
-            f"{positions} or less"
-        )
+    room = None if positions is None else _room(folder.path, positions, longest_tokens, new_tokens)
+    known = [tokenizer.model_max_length, _max_seq_length(folder.path), room]
+    limits = [limit for limit in known if limit is not None and limit < _NO_LIMIT_TOKENS]
     if longest_tokens is None and folder.job is not None:
         limits.append(folder.job.sequence_length)
     longest = longest_tokens if longest_tokens is not None else min(limits, default=None)
-    return ModelTokenizer(tokenizer, longest, with_special=folder.job is None)
+    return ModelTokenizer(tokenizer, longest, with_special=folder.job is None, keeps_end=new_tokens > 0)
+
+
+def _room(folder: Path, positions: int, longest_tokens: int | None, new_tokens: int) -> int:
+    """The positions that are left for a text."""
+    room = positions - new_tokens
+    if room < 1:
+        raise JobError(
+            f"--max-new-tokens {new_tokens} leaves nothing of the {positions} tokens that {folder} reads for the "
+            f"prompt: give {positions - 1} or less"
+        )
+    if longest_tokens is not None and longest_tokens > room:
+        more = f" with --max-new-tokens {new_tokens}" if new_tokens else ""
+        raise JobError(
+            f"--max-length {longest_tokens}{more} is more than the {positions} tokens that {folder} reads: give "
+            f"{room} or less"
+        )
+    return room
 
 
 def _max_seq_length(folder: Path) -> int | None:

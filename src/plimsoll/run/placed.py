@@ -22,11 +22,13 @@ import torch
 from torch import Tensor, nn
 
 from plimsoll.device.pages import drop, stretches_of
-from plimsoll.errors import InputError
+from plimsoll.errors import DeviceError, InputError
 from plimsoll.models.inference import inference_task
 from plimsoll.models.loading import load_model
 from plimsoll.records.placement import InferencePlan
 from plimsoll.records.units import format_bytes
+from plimsoll.report.plan_sheets import budget_word
+from plimsoll.run.inference_model import require_head
 from plimsoll.store import Progress, silent
 from plimsoll.techniques._parts import ModelPart, parts_of
 from plimsoll.techniques._read_ahead import StreamedPart, reading_ahead
@@ -34,25 +36,33 @@ from plimsoll.techniques._streamed_layers import streamed
 
 
 @contextmanager
-def placed_model(folder: Path, plan: InferencePlan, progress: Progress = silent) -> Iterator[nn.Module]:
+def placed_model(
+    folder: Path, plan: InferencePlan, progress: Progress = silent, device: str | None = None
+) -> Iterator[nn.Module]:
     """Load a model as a plan says; its streaming ends with the block.
 
     Args:
         folder: the checkpoint that the plan was made for.
         plan: one that fits.
         progress: of the bytes that are loaded.
+        device: such as ``cuda:1``; ``None``: the first of the plan's kind.
 
     Raises:
-        InputError: if the plan does not fit its budget, or is of another model.
+        InputError: if the plan does not fit its budget, or is of another model, or the checkpoint lacks the head.
+        DeviceError: if there is no such device, or it is not of the plan's kind.
         WeightsError: if the checkpoint cannot be read.
     """
     _require_fits(plan)
     head = inference_task(plan.task, folder).head
     dtype = getattr(torch, plan.dtype) if plan.is_converted else None
+    chosen = _device_of(plan, device)
     is_whole = all(part.place == "device" for part in plan.parts)
     place: Literal["memory", "mapped"] = "memory" if is_whole else "mapped"
-    device = plan.device_kind if is_whole else "cpu"
-    model = load_model(folder, head=head, dtype=dtype, device=device, place=place, progress=progress).model
+    loaded = load_model(
+        folder, head=head, dtype=dtype, device=str(chosen) if is_whole else "cpu", place=place, progress=progress
+    )
+    require_head(folder, head, loaded.missing)
+    model = loaded.model
     parts = parts_of(model)
     _require_same(plan, parts)
     if is_whole:
@@ -61,7 +71,7 @@ def placed_model(folder: Path, plan: InferencePlan, progress: Progress = silent)
         with _over_page_cache(parts, plan):
             yield model
     else:
-        with _over_link(model, parts, plan, torch.device("cuda")):
+        with _over_link(model, parts, plan, chosen):
             yield model
 
 
@@ -100,12 +110,21 @@ def _pinned(weight: Tensor, device: torch.device) -> Tensor:
     return made.copy_(weight.detach())
 
 
+def _device_of(plan: InferencePlan, asked: str | None) -> torch.device:
+    name = asked or plan.device_kind
+    if name.partition(":")[0] != plan.device_kind:
+        raise DeviceError(
+            f"the plan is for {plan.device_kind}, and was to be used on {name}: make it again with --device {name}"
+        )
+    return torch.device(name)
+
+
 def _require_fits(plan: InferencePlan) -> None:
     if not plan.fits:
         least_bytes = plan.smallest_budget_bytes or 0
         raise InputError(
             f"a budget of {format_bytes(plan.budget_bytes)} cannot hold a pass of {plan.model}: what needs least needs "
-            f"{format_bytes(least_bytes)}; give --budget {-(-least_bytes >> 20)}MiB or more"
+            f"{format_bytes(least_bytes)}; give --budget {budget_word(least_bytes)} or more"
         )
 
 

@@ -44,7 +44,8 @@ FLAGS = {
     },
     "apply": {
         "--data", "--out", "-o", "--task", "--column", "--keep", "--budget", "--batch-size", "--max-length", "--dtype",
-        "--quantize", "--device", "--max-new-tokens", "--temperature", "--top-p", "--seed", "--no-header", "--strict",
+        "--quantize", "--adapter", "--cache",
+        "--device", "--max-new-tokens", "--temperature", "--top-p", "--seed", "--no-header", "--strict",
         "--force", "--quiet", "-q", "--json",
     },
     "explain": {"--json"},

@@ -36,6 +36,16 @@ def test_of_a_very_long_text_all_that_counts_is_seen(text: str) -> None:
     assert found.is_truncated == (len(tokenizer()(text)["input_ids"]) > 4)
 
 
+@pytest.mark.parametrize(
+    "text", ["w1 w2 w3 w4", "w7 " * 5_000, "w1 w2" + " " * 5_000, "w7" + " " * 300 + "w3", "w1 w2 w3 " + "x" * 5_000]
+)
+def test_of_a_prompt_the_end_is_kept(text: str) -> None:
+    whole = tokenizer()(text)["input_ids"]
+    (found,) = ModelTokenizer(tokenizer(), 4, keeps_end=True).read([text])
+    assert found.ids == [2, *whole[1:-1][-2:], 3]
+    assert found.is_truncated == (len(whole) > 4)
+
+
 def test_padding_is_the_tokenizers_or_its_end() -> None:
     assert ModelTokenizer(tokenizer(), 4).padding_id == 0
     without = tokenizer()

@@ -11,7 +11,7 @@ import torch
 import transformers
 
 from checkpoints import MODELS, model_of, save_as_bin, saved
-from plimsoll.errors import WeightsError
+from plimsoll.errors import DeviceError, WeightsError
 from plimsoll.mapped import MappedPool
 from plimsoll.models.loading import Loaded, load_model
 from processes import environment
@@ -242,3 +242,32 @@ def test_the_peak_is_the_model_and_its_largest_tensor(large):
 def test_mapped_weights_take_no_room(large):
     assert outcome("mapped", large, 64 << 20) == "loaded"
     assert outcome("memory", large, 64 << 20).startswith("no room")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "said"),
+    [
+        ({"quantize": "int3"}, WeightsError, "quantize 'int3' is none that there is: give one of None, int8, int4"),
+        ({"place": "disk"}, WeightsError, "place 'disk' is none that there is: give one of memory, mapped"),
+        ({"head": "lm"}, WeightsError, "head 'lm' is none that there is: give one of None, language-modeling"),
+        ({"vocab_size": 0}, WeightsError, "vocab_size 0 leaves no token: give 1 or more"),
+        ({"device": "tpu"}, DeviceError, "no device 'tpu'"),
+        ({"device": "cpu:x"}, DeviceError, "no device 'cpu:x'"),
+        ({"device": "cuda:99"}, DeviceError, "cannot use cuda:99"),
+    ],
+)
+def test_arguments_are_checked_before_anything_is_read(arguments, error, said, tmp_path):
+    saved("gpt2", tmp_path)
+    with pytest.raises(error, match=said):
+        load_model(tmp_path, **arguments)
+
+
+@pytest.mark.parametrize("form", [str, Path])
+def test_adapters_may_be_a_single_folder(form, tmp_path):
+    with pytest.raises(WeightsError, match="nowhere has no adapter_config"):
+        load_model(saved_in(tmp_path / "m"), adapters=form(tmp_path / "nowhere"))
+
+
+def saved_in(folder: Path) -> Path:
+    saved("gpt2", folder)
+    return folder

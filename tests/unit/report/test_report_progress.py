@@ -53,17 +53,23 @@ def test_a_spinner_is_silent_without_a_terminal_and_if_it_is_to_be_quiet(capsys)
 
 
 def test_rows_are_shown_with_what_is_done_in_a_second(capsys):
-    with row_rates("x.jsonl", quiet=False) as report:
+    with row_rates("x.jsonl", quiet=False) as (report, loading):
+        loading("loading weights", 1 << 20, 2 << 20)
         report(0, 100, 0, 0)
         report(50, 100, 1200, 36_000)
     output = capsys.readouterr()
     assert output.out == ""
     assert "x.jsonl" in output.err
     assert "50 %" in output.err
+    assert "loading weights" in output.err
+    assert "of 2.0 MiB" in output.err
     assert "1,200 rows" in " ".join(output.err.split())
 
 
 def test_quiet_draws_no_rates(capsys):
-    with row_rates("x.jsonl", quiet=True) as report:
+    with row_rates("x.jsonl", quiet=True) as (report, loading):
         report(50, 100, 1, 1)
+        loading("loading weights", 1, 2)
+    with row_rates("x.jsonl", quiet=False):
+        pass  # what is refused has no bar
     assert capsys.readouterr().err == ""

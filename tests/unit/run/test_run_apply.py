@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from model_folders import model_folder, read_rows, some_texts, tokenizer, write_rows
 from plimsoll.errors import DataError, InputError, JobError, OutputError
@@ -168,8 +171,6 @@ def test_weights_have_the_precision_that_was_asked_for(gpt2: Path, data: Path, t
 
 def test_weights_that_are_no_numbers_give_rows_that_say_so(tmp_path: Path, data: Path) -> None:
     folder = model_folder(tmp_path / "m")
-    from safetensors.torch import load_file, save_file
-
     weights = load_file(folder / "model.safetensors")
     weights["transformer.ln_f.bias"][0] = float("nan")
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
@@ -188,6 +189,9 @@ def test_a_tokenizer_of_another_vocabulary_is_named(tmp_path: Path) -> None:
     ("options", "error", "said"),
     [
         ({"task": "generate"}, InputError, "needs --max-new-tokens"),
+        ({"task": "generate", "generation": Generation(64)}, JobError, "leaves nothing of the 64 tokens"),
+        ({"task": "generate", "generation": Generation(8), "longest_tokens": 60}, JobError, "give 56 or less"),
+        ({"task": "generate", "generation": Generation(8, cache="offloaded")}, InputError, "--cache offloaded moves"),
         ({"task": "score", "generation": Generation(3)}, InputError, "generates nothing"),
         ({"task": "classify"}, JobError, "use --task score or generate"),
         ({"keep": ("label",)}, InputError, "results have a field of this name"),
@@ -206,17 +210,26 @@ def test_what_cannot_be_done_is_refused_before_anything_is_written(
         assert not list(data.parent.glob("y*"))
 
 
-def test_another_model_or_other_data_is_refused_where_results_are_begun(gpt2: Path, tmp_path: Path) -> None:
+def test_another_model_or_other_data_is_refused_where_results_are_begun(
+    gpt2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("plimsoll.run.apply._BLOCK_ROWS", 1)
     data = tmp_path / "x.jsonl"
     data.write_text('{"text": "w1 w2"}\n[]\n')
     strict = ApplyOptions(is_strict=True)
     with pytest.raises(DataError):
         apply_model(gpt2, data, tmp_path / "y.jsonl", strict)
     other = model_folder(tmp_path / "other", n_inner=64)
-    with pytest.raises(OutputError, match=r"results of another model .*--force to begin again"):
+    with pytest.raises(OutputError, match=r"another model: config.json \(was .*--force to begin again"):
         apply_model(other, data, tmp_path / "y.jsonl", strict)
+    before = data.read_bytes()
+    (gpt2 / "README.md").write_text("A note changes no result.")
+    data.write_bytes(before)  # nor does another time
+    os.utime(data, ns=(1, 1))
+    with pytest.raises(DataError):
+        apply_model(gpt2, data, tmp_path / "y.jsonl", strict)
     data.write_text('{"text": "w1 w2"}\n{"text": "w2"}\n')
-    with pytest.raises(OutputError, match="results of another data"):
+    with pytest.raises(OutputError, match="results of another data: num_bytes"):
         apply_model(gpt2, data, tmp_path / "y.jsonl", strict)
     apply_model(gpt2, data, tmp_path / "y.jsonl", strict, force=True)
     assert len(read_rows(tmp_path / "y.jsonl")) == 2
@@ -233,3 +246,115 @@ def test_weights_in_integers_give_about_the_same(classifier: Path, data: Path, k
         for label in one["probabilities"]
     ]
     assert 0 < max(differences) < apart
+
+
+def test_a_head_that_is_not_there_is_no_head_under_a_budget_either(classifier: Path, data: Path) -> None:
+    folder = data.parent / "m"
+    shutil.copytree(classifier, folder)
+    weights = load_file(folder / "model.safetensors")
+    save_file({name: weights[name] for name in weights if "classifier" not in name}, folder / "model.safetensors")
+    for limit_bytes in (None, 4 << 30):
+        with pytest.raises(InputError, match="lacks weights .classifier"):
+            applied(folder, data, limit_bytes=limit_bytes)
+
+
+def test_of_a_prompt_that_is_too_long_the_end_goes_on(gpt2: Path, tmp_path: Path) -> None:
+    long = " ".join(some_texts(40))
+    data = write_rows(tmp_path / "x.jsonl", [long, "w1 w2"])
+    rows = applied(gpt2, data, task="generate", generation=Generation(8))
+    ids = [2, *tokenizer()(long)["input_ids"][-55:]]  # the first special token, and what the positions have room for
+    model, _ = by_hand(gpt2, "GPT2LMHeadModel", "w1")
+    prompt = torch.tensor([ids])
+    whole = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=8, do_sample=False)
+    assert rows[0]["generated_text"] == tokenizer().decode(whole[0, 56:], skip_special_tokens=True)
+    assert "error" not in rows[1]
+
+
+def test_a_model_that_fails_is_said_and_the_rows_before_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here nothing says how many positions there are, as in architectures that call them by another name."""
+    folder = model_folder(tmp_path / "m", max_position_embeddings=32)
+    monkeypatch.setattr("plimsoll.run.apply._BLOCK_ROWS", 1)
+    monkeypatch.setattr("plimsoll.run.inference_model._positions", lambda folder: None)
+    data = write_rows(tmp_path / "x.jsonl", ["w1 w2", "w3 " * 80])
+    with pytest.raises(InputError, match=r"fails to score texts of rows 1 to 1 .*try it with a smaller --max-len"):
+        applied(folder, data)
+    assert len(read_rows(tmp_path / "y.jsonl.part")) == 1
+
+
+@pytest.mark.parametrize("num_tokens", [94, 7])
+def test_a_classifier_without_padding_finds_the_end_of_texts_that_have_the_end_token(
+    tmp_path: Path, num_tokens: int
+) -> None:
+    fields = {"num_labels": 2, "pad_token_id": None, "vocab_size": num_tokens}
+    folder = model_folder(tmp_path / "m", "LlamaForSequenceClassification", **fields)
+    names = tokenizer()
+    names.pad_token, names.eos_token = None, "[SEP]"  # with which each text ends
+    names.save_pretrained(folder)
+    texts = ["w0", "w1 w0 w1 w2", "w2 w2", "[UNK] [PAD] w1"]  # of 7 tokens there is none that is not used
+    rows = applied(folder, write_rows(tmp_path / "x.jsonl", texts))
+    for row, text in zip(rows, texts, strict=True):
+        model, ids = by_hand(folder, "LlamaForSequenceClassification", text)
+        with torch.inference_mode():
+            expected = model(ids).logits[0].softmax(-1)
+        assert list(row["probabilities"].values()) == pytest.approx(expected.tolist(), abs=1e-6)
+
+
+def test_results_are_json_also_where_what_is_kept_is_not(gpt2: Path, tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl").write_text('{"text": "w1", "a": NaN, "b": [1.5, -Infinity, {"c": NaN}]}\n')
+    (row,) = applied(gpt2, tmp_path / "x.jsonl", keep=("a", "b"))
+    assert (row["a"], row["b"]) == (None, [1.5, None, {"c": None}])
+    assert "NaN" not in (tmp_path / "y.jsonl").read_text()
+
+
+def test_results_of_columns_that_are_not_there_are_refused(gpt2: Path, tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl").write_text('{"text": "w1"}\n{"text": "w1", "late": 1}\n')
+    for options in ({"keep": ("nope",)}, {"columns": ("nope",)}):
+        with pytest.raises(DataError, match="there is no column 'nope': it has 'text', 'late'; give one of them"):
+            applied(gpt2, tmp_path / "x.jsonl", **options)
+    assert not list(tmp_path.glob("y*"))
+    assert [row.get("late") for row in applied(gpt2, tmp_path / "x.jsonl", keep=("late",))] == [None, 1]
+
+
+def test_what_would_destroy_data_or_the_model_is_refused(gpt2: Path, data: Path) -> None:
+    before = data.read_bytes()
+    with pytest.raises(OutputError, match="which is read"):
+        apply_model(gpt2, data, data, force=True)
+    with pytest.raises(OutputError, match="is inside of"):
+        apply_model(gpt2, data, gpt2 / "config.json", force=True)
+    assert data.read_bytes() == before
+    assert not list(data.parent.glob("*.part*"))
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks
+def test_adapters_are_merged_and_are_part_of_what_makes_the_results(
+    gpt2: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    peft = pytest.importorskip("peft", reason="adapters are peft's")
+    from transformers import GPT2LMHeadModel
+
+    config = peft.LoraConfig(r=2, target_modules=["c_attn"], init_lora_weights=False, fan_in_fan_out=True)
+    wrapped = peft.get_peft_model(GPT2LMHeadModel.from_pretrained(gpt2), config)
+    wrapped.save_pretrained(data.parent / "adapter")
+    wrapped.merge_and_unload().save_pretrained(data.parent / "merged")
+    tokenizer().save_pretrained(data.parent / "merged")
+    data.write_text(data.read_text() + "[]\n")
+    monkeypatch.setattr("plimsoll.run.apply._BLOCK_ROWS", 10)
+    with pytest.raises(DataError):
+        applied(gpt2, data, is_strict=True)
+    with pytest.raises(OutputError, match="another --adapter .was "):
+        applied(gpt2, data, adapters=(data.parent / "adapter",))
+    plain = applied(gpt2, data)
+    found = applied(gpt2, data, force=True, adapters=(data.parent / "adapter",), limit_bytes=8 << 30)
+    expected = applied(data.parent / "merged", data, force=True)
+    for one, other in zip(found[:60], expected[:60], strict=True):
+        assert one["log_probability"] == pytest.approx(other["log_probability"], abs=1e-5)
+    assert plain != found
+
+
+def test_the_weights_that_are_loaded_are_told(gpt2: Path, data: Path) -> None:
+    told: list[tuple[str, int, int]] = []
+    apply_model(gpt2, data, data.with_name("y.jsonl"), loading=lambda *one: told.append(one))
+    assert told[-1][0] == "loading weights"
+    assert told[-1][1] == told[-1][2] > 0

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from plimsoll.errors import OutputError
-from plimsoll.run.apply_output import part_file
+from plimsoll.run.apply_output import check_output, part_file
 
 MADE_FROM = {"model": [["config.json", 12, "ab"]], "task": "score", "--max-length": 128}
 BLOCKS = [b'{"row": 0}\n{"row": 1}\n', b'{"row": 2}\n', b'{"row": 3}\n{"row": 4}\n{"row": 5}\n']
@@ -69,12 +69,66 @@ def test_results_of_something_else_are_not_mixed(tmp_path: Path) -> None:
     out = tmp_path / "y.jsonl"
     write(out, 1, finish=False)
     other = MADE_FROM | {"--max-length": 64, "more": True}
-    said = r"another --max-length \(was 128, is 64\), more \(was null, is true\): give the command as before to go on"
+    said = r"another --max-length \(was 128, is 64\), more \(was none, is true\): give the command as before to go on"
     with pytest.raises(OutputError, match=said), part_file(out, other):
         pass
     with part_file(out, other, force=True) as part:
         assert part.num_rows == 0
-    assert (tmp_path / "y.jsonl.part").read_bytes() == b""
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_differs_is_named_of_things_with_parts(tmp_path: Path) -> None:
+    model = {"config.json": [12, "ab"], "model.safetensors": [900, "cd"]}
+    with part_file(tmp_path / "y.jsonl", {"model": model, "task": "score"}) as part:
+        part.append(BLOCKS[0], 2, {})
+    now = {"model": {"config.json": [12, "ab"], "model.safetensors": [900, "ef"], "a": [1, ""]}, "task": "score"}
+    said = (
+        r'another model: model.safetensors \(was \[900, "cd"\], is \[900, "ef"\]\), '
+        r'model: a \(was none, is \[1, ""\]\):'
+    )
+    with pytest.raises(OutputError, match=said), part_file(tmp_path / "y.jsonl", now):
+        pass
+
+
+def test_without_a_row_nothing_was_begun(tmp_path: Path) -> None:
+    """A command that is refused after its first moment leaves nothing that refuses the right one."""
+    out = tmp_path / "y.jsonl"
+    with pytest.raises(RuntimeError), part_file(out, {"task": "embed"}):
+        raise RuntimeError
+    assert not list(tmp_path.iterdir())
+    with part_file(out, {"task": "embed"}):
+        state = (tmp_path / "y.jsonl.part.json").read_bytes()
+    (tmp_path / "y.jsonl.part.json").write_bytes(state)  # as a kill leaves it
+    (tmp_path / "y.jsonl.part").touch()
+    write(out)
+    assert out.read_bytes() == WHOLE
+
+
+@pytest.mark.parametrize("force", [False, True])
+@pytest.mark.parametrize("end", ["", ".part", ".part.json"])
+def test_what_is_no_file_is_not_replaced(tmp_path: Path, force: bool, end: str) -> None:
+    os.mkfifo(tmp_path / f"y{end}")
+    with pytest.raises(OutputError, match="is no file that could be replaced"), part_file(tmp_path / "y", {}, force):
+        pass
+    assert (tmp_path / f"y{end}").is_fifo()
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(OutputError, match="is no file"), part_file(tmp_path / "folder", {}, force):
+        pass
+
+
+@pytest.mark.parametrize("end", ["", ".part", ".part.json"])
+def test_what_is_read_is_not_replaced(tmp_path: Path, end: str) -> None:
+    data = tmp_path / f"x.jsonl{end}"
+    data.write_bytes(b"precious")
+    (tmp_path / "link").symlink_to(tmp_path / "x.jsonl")
+    for out in (tmp_path / "x.jsonl", *([tmp_path / "link"] if not end else [])):
+        with pytest.raises(OutputError, match="which is read: give another --out"):
+            check_output(out, True, (data,))
+    (tmp_path / "model").mkdir()
+    for out in (tmp_path / "model" / "y.jsonl", tmp_path / "model" / ".." / "model" / "y.jsonl"):
+        with pytest.raises(OutputError, match="is inside of .*: give an --out in another folder"):
+            check_output(out, True, (data,), (tmp_path / "model",))
+    check_output(tmp_path / "z.jsonl", True, (data,), (tmp_path / "model",))
 
 
 def test_an_output_that_is_there_is_overwritten_only_when_forced(tmp_path: Path) -> None:

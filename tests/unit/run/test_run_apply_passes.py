@@ -12,7 +12,7 @@ from torch import Tensor
 
 from plimsoll.device.base import backend_for
 from plimsoll.errors import OutOfMemoryError
-from plimsoll.run.apply_passes import Batch, Passes, padded
+from plimsoll.run.apply_passes import Batch, Passes, free_id, padded
 from plimsoll.run.failpoints import armed, exhaust_memory
 
 
@@ -143,3 +143,9 @@ def test_passes_depend_on_the_texts_alone() -> None:
 
 def test_nothing_is_no_pass() -> None:
     assert passes().run([]) == []
+
+
+def test_a_free_id_is_a_token_of_none_of_the_texts() -> None:
+    batch = padded([[0, 1, 4], [2]], 3)  # what fills is no token of a text
+    assert free_id(batch, 6) == 3
+    assert free_id(padded([[0, 1], [3, 2]], 0), 4) is None

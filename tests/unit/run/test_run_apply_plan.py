@@ -26,7 +26,7 @@ def test_a_plan_comes_back_or_says_what_would_fit(tmp_path: Path) -> None:
     plan = plan_apart(folder, "score", 64, 0, 2 << 30, "cpu", "stored")
     assert plan.fits
     assert (plan.longest_tokens, plan.budget_bytes) == (64, 2 << 30)
-    with pytest.raises(BudgetError, match=r"in 64\.0 MiB: give --budget \d+\.\dMiB or more"):
+    with pytest.raises(BudgetError, match=r"in 64\.0 MiB: give --budget \d+MiB or more"):
         plan_apart(folder, "score", 64, 0, 64 << 20, "cpu", "stored")
 
 

@@ -61,6 +61,28 @@ def test_a_model_is_told_from_another_by_its_content_not_its_place(tmp_path: Pat
     assert identity_of_model(one) != identity_of_model(other)
 
 
+def test_notes_beside_a_model_change_nothing_and_its_pooling_does(tmp_path: Path) -> None:
+    folder = written(tmp_path / "m")
+    before = identity_of_model(folder)
+    assert {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"} <= before.keys()
+    for name in ("README.md", "training_args.bin", "eval_results.json"):
+        (folder / name).write_text("{}")
+    assert identity_of_model(folder) == before
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling" / "config.json").write_text("{}")
+    assert identity_of_model(folder).keys() - before.keys() == {"1_Pooling/config.json"}
+
+
+def test_new_tokens_have_positions_too(tmp_path: Path) -> None:
+    folder = model_folder(written(tmp_path / "m"))
+    assert tokenizer_of(folder, None, new_tokens=20).longest_tokens == 44
+    assert tokenizer_of(folder, 44, new_tokens=20).longest_tokens == 44
+    with pytest.raises(JobError, match="--max-length 45 with --max-new-tokens 20 .* give 44 or less"):
+        tokenizer_of(folder, 45, new_tokens=20)
+    with pytest.raises(JobError, match="--max-new-tokens 64 leaves nothing .* give 63 or less"):
+        tokenizer_of(folder, None, new_tokens=64)
+
+
 @pytest.mark.parametrize(
     ("class_name", "fields", "longest_tokens"),
     [("GPT2LMHeadModel", {}, 64), ("RobertaModel", {"pad_token_id": 1}, 62), ("BertModel", {}, 64)],

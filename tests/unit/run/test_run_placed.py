@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from plimsoll.device.pages import stretches_of
 from plimsoll.device.process import private_bytes
-from plimsoll.errors import InputError
+from plimsoll.errors import DeviceError, InputError, JobError
 from plimsoll.models.hugging_face import auto_class_of
 from plimsoll.models.inference import inference_task
 from plimsoll.records.placement import InferencePlan
@@ -144,3 +146,34 @@ def test_a_plan_of_another_model_is_refused(folders, plans, tmp_path):
     shorter = plan.model_copy(update={"parts": plan.parts[:-1]})
     with pytest.raises(InputError, match=r"another model: it has 6 parts, and this one has 7"):
         placed_model(folders["gpt2", torch.float32], shorter).__enter__()
+
+
+def test_a_head_that_the_checkpoint_lacks_is_not_drawn(folders, plans, tmp_path):
+    """Results of a head with new random weights look like any others."""
+    plan, folder = plans["bert", torch.float32], tmp_path / "m"
+    shutil.copytree(folders["bert", torch.float32], folder)
+    weights = load_file(folder / "model.safetensors")
+    kept = {name: weight for name, weight in weights.items() if not name.startswith("classifier")}
+    assert len(kept) < len(weights)
+    save_file(kept, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(JobError, match=r"lacks weights \(classifier.bias, classifier.weight\)"):
+        placed_model(folder, plan).__enter__()
+    with pytest.raises(JobError, match=r"lacks weights \(classifier"):
+        plan_inference(folder, "classify", longest_tokens=20, most_rows=2, device="cpu")
+
+
+def test_the_remedy_for_a_budget_is_not_rounded_down(folders, plans):
+    changes = {"budget_bytes": 1 << 20, "smallest_budget_bytes": (342 << 20) + 500_000}
+    with pytest.raises(InputError, match="give --budget 343MiB or more"):
+        placed_model(
+            folders["gpt2", torch.float32], plans["gpt2", torch.float32].model_copy(update=changes)
+        ).__enter__()
+
+
+def test_it_is_the_device_that_was_asked_for(folders, plans):
+    folder, plan = folders["gpt2", torch.float32], plans["gpt2", torch.float32]
+    with pytest.raises(DeviceError, match="the plan is for cpu, and was to be used on cuda:1: make it again"):
+        placed_model(folder, plan, device="cuda:1").__enter__()
+    on_gpu = plan.model_copy(update={"device_kind": "cuda"})
+    with pytest.raises(DeviceError, match="cannot use cuda:99"):
+        placed_model(folder, on_gpu, device="cuda:99").__enter__()
