@@ -11,11 +11,11 @@ import typer
 from plimsoll.errors import InputError
 
 if TYPE_CHECKING:
+    from plimsoll.records.apply import Dtype
     from plimsoll.records.job import Job
     from plimsoll.records.placement import InferencePlan
     from plimsoll.records.plan import Pin, Plan
     from plimsoll.records.ways import Ways
-    from plimsoll.run.inference_model import Dtype
 
 _IMPOSSIBLE = 1
 _USUAL_TOKENS = 256
