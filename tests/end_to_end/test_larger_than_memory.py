@@ -1,8 +1,8 @@
-"""Full fine-tuning of a model whose weights, gradients and Adam states are four times the whole budget, killed midway.
+"""Full fine-tuning of a model whose weights, gradients and Adam states are more than the whole budget, killed midway.
 
 On the CPU, with a disk. The budget is for all private memory of the training process, libraries included; what is off
 it lies in files. The run must come to what one without a limit comes to, to the bit, and be killed and gone on with in
-between.
+between. Four times the budget takes minutes, and is `slow`.
 """
 
 from __future__ import annotations
@@ -65,10 +65,10 @@ def job_of(folder: Path, width: int, num_layers: int, **changes: object) -> Path
     )
 
 
-def budget_of(job: Job) -> int:
-    """A quarter of weights, gradients and states, in whole MiB."""
+def budget_of(job: Job, share: float = 0.25) -> int:
+    """A share of weights, gradients and states, in whole MiB."""
     sizes = resident_bytes(build_model(job, 400, None, 0, device="meta"), job.optimizer)
-    return sum(size or 0 for size in sizes.values()) // 4 // MIB * MIB
+    return int(share * sum(size or 0 for size in sizes.values())) // MIB * MIB
 
 
 def write_plan(folder: Path, job_file: Path, budget_bytes: int) -> Path:
@@ -88,10 +88,14 @@ def saved_steps(run: Path) -> list[int]:
     return [line.step for line in lines_of(run) if isinstance(line, CheckpointLine)]
 
 
-def test_a_quarter_of_its_memory_gives_the_same_bits_also_when_killed_midway(tmp_path, cache):
-    job = job_of(tmp_path, width=768, num_layers=16, steps=2, checkpoint={"every": 1, "keep": 1})
+@pytest.mark.parametrize(
+    ("width", "num_layers", "share"),
+    [(512, 12, 0.72), pytest.param(768, 16, 0.25, marks=pytest.mark.slow)],  # the libraries alone take some 300 MiB
+)
+def test_less_than_its_memory_gives_the_same_bits_also_when_killed_midway(width, num_layers, share, tmp_path, cache):
+    job = job_of(tmp_path, width, num_layers, steps=2, checkpoint={"every": 1, "keep": 1})
     trained(job, "--no-plan", "--set", "checkpoint.every=2", "--out", tmp_path / "free", "--cache", cache)
-    budget_bytes = budget_of(Job.from_yaml(job))
+    budget_bytes = budget_of(Job.from_yaml(job), share)
     plan = write_plan(tmp_path, job, budget_bytes)
     run = tmp_path / "run"
     process = start("train", job, "--plan", plan, "--out", run, "--cache", cache, "--json")
