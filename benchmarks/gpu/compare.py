@@ -26,8 +26,9 @@ from benchmarks.gpu.cases import RECURRENT, Case, build, train
 from benchmarks.gpu.record import RECORDINGS
 
 from plimsoll.device.gpus import cublas_workspace_bytes
+from plimsoll.device.segments import text_of
 from plimsoll.memory.allocator.caching import CachingAllocator, replay
-from plimsoll.memory.allocator.options import rules_from_environment
+from plimsoll.memory.allocator.options import rules_from_text
 from plimsoll.memory.lowering.cuda import CudaLowering
 from plimsoll.memory.trace import Rehearsal, trace_training
 from plimsoll.memory.workspaces import deltas_with_workspaces
@@ -133,7 +134,7 @@ def predict(case: Case, header: dict[str, Any], before_bytes: int = 0, limit_byt
     capability = (header["capability"][0], header["capability"][1])
     trace, marks = trace_of(case, capability)
     deltas = list(_with_workspaces(trace, f"{capability[0]}.{capability[1]}"))
-    allocator = CachingAllocator(rules_from_environment(header.get("environment", {})), limit_bytes)
+    allocator = CachingAllocator(rules_from_text(text_of(header.get("environment", {}))), limit_bytes)
     given = [] if case.model in RECURRENT else [(-1, _BEFORE, before_bytes)] * (before_bytes > 0)
     events = given + deltas
     done = replay([(storage, num_bytes) for _, storage, num_bytes in events], allocator)

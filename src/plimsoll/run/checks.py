@@ -51,7 +51,7 @@ def device_of(model: nn.Module) -> torch.device:
     """
     tables = {module.weight for module in model.modules() if isinstance(module, HostEmbedding)}
     others = [one for one in model.parameters() if one not in tables and not is_marked(one)]
-    devices = {parameter.device for parameter in others or tables}
+    devices = {parameter.device for parameter in others or model.parameters()}
     if len(devices) != 1:
         raise InputError(
             f"the model's parameters are on {sorted(map(str, devices)) or 'no device'}: put it on one device before "
