@@ -61,7 +61,7 @@ _COUNTED_FROM_PADDING = {
 _MAX_UNUSED_ROWS = 1024
 """With more rows beyond the tokens it is another vocabulary, not rounding up (phi-2: 51200 rows, 50295 tokens)."""
 
-_CONFIGURATION_FAULTS = (
+MODEL_FAULTS = (
     ArithmeticError,
     AssertionError,
     AttributeError,
@@ -70,7 +70,7 @@ _CONFIGURATION_FAULTS = (
     TypeError,
     ValueError,
 )
-"""What model classes raise for fields that do not go together; it is not one kind of error."""
+"""What models raise for fields that do not go together and for texts they cannot compute; it is not one kind of error."""
 
 
 class TextShape(NamedTuple):
@@ -346,7 +346,7 @@ def _skeleton(config: PreTrainedConfig, shape: TextShape) -> PreTrainedModel:
     try:
         with torch.device("meta"):
             return cast("PreTrainedModel", _auto_class(shape).from_config(config, dtype=torch.float32))
-    except _CONFIGURATION_FAULTS as error:
+    except MODEL_FAULTS as error:
         raise JobError(f"model: `{config.model_type}` cannot be built with these fields: {error}") from None
 
 

@@ -28,6 +28,7 @@ from plimsoll.data.input_rows import InputRow, InputRows, open_rows
 from plimsoll.data.model_tokens import ModelTokenizer, Tokens
 from plimsoll.device.base import Backend, backend_for
 from plimsoll.errors import DataError, InputError, Interrupted, PlimsollError
+from plimsoll.models.hugging_face import MODEL_FAULTS
 from plimsoll.models.inference import InferenceTask, default_task, inference_task, read_config
 from plimsoll.models.quantized import Quantize
 from plimsoll.models.recurrent import RECURRENT
@@ -62,16 +63,6 @@ _BLOCK_BYTES_PER_TOKEN = 128
 """Bytes of text in a block for each token of a pass: about 32 passes, of which the last few are not full."""
 
 _FAULTS_KEPT = 5
-_FAILURES_OF_MODELS = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    LookupError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-)
-"""What code of a model raises for texts that it cannot compute; errors of memory are known before."""
 
 RESULT_FIELDS = frozenset({
     "row", "error", "label", "labels", "score", "probabilities", "value", "values", "embedding", "log_probability",
@@ -328,7 +319,7 @@ class _Applying:
             return passes.run([one.ids for one in usable], lambda: self._between(part, passes))
         except PlimsollError:
             raise
-        except _FAILURES_OF_MODELS as error:
+        except MODEL_FAULTS as error:
             first, last = usable[0].row.number, usable[-1].row.number
             raise InputError(
                 f"{self._folder.path} fails to {self._task.name} texts of rows {first} to {last} "
