@@ -70,7 +70,7 @@ MODEL_FAULTS = (
     TypeError,
     ValueError,
 )
-"""What models raise for fields that do not go together and for texts they cannot compute; it is not one kind of error."""
+"""What models raise for fields that do not go together and texts they cannot compute; it is not one kind of error."""
 
 
 class TextShape(NamedTuple):
