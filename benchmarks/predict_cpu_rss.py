@@ -43,7 +43,6 @@ from plimsoll.records.plan import Choice, micro_batch_choice
 from plimsoll.records.prediction import Estimate
 from plimsoll.run.rehearse import rehearse_job
 from plimsoll.run.targets import Target, job_baseline
-from plimsoll.techniques.heap import heap_rules
 
 HERE = Path(__file__).parent
 MIB = 1 << 20
@@ -255,7 +254,7 @@ class Predictor:
         if str(architecture) not in self._baselines:
             self._baselines[str(architecture)] = job_baseline(job)
         baseline = self._baselines[str(architecture)]
-        return Target("cpu", 0, 0, "", baseline=baseline, has_budget=is_limited).count(trace, heap_rules(case.choices))
+        return Target("cpu", 0, 0, "", baseline=baseline, has_budget=is_limited).count(trace, case.choices or ())
 
 
 def row_of(case: Case, is_limited: bool, measurements: Measurements, predictor: Predictor) -> Row:
