@@ -85,7 +85,7 @@ print(json.dumps([kills, done]))
 """
 
 
-@pytest.mark.parametrize("num_kills", [5, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_kills", [3, pytest.param(20, marks=pytest.mark.slow)])
 def test_of_an_interrupted_apply_no_row_is_lost_or_doubled(
     model: Path, data: Path, undisturbed: Path, tmp_path: Path, num_kills: int
 ) -> None:
@@ -115,7 +115,9 @@ def begun(model: Path, data: Path, out: Path) -> subprocess.Popen[str]:
     raise AssertionError(process.communicate())
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)]
+)
 def test_after_ctrl_c_the_same_command_goes_on(
     model: Path, data: Path, undisturbed: Path, tmp_path: Path, number: signal.Signals, code: int
 ) -> None:

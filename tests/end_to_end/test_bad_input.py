@@ -77,7 +77,13 @@ def test_a_text_that_cannot_be_trained_on(case, golden, tmp_path):
     golden(f"errors/{case}.txt", without_machine(refused(job, "--out", tmp_path / "run"), tmp_path))
 
 
-@pytest.mark.parametrize("case", ["missing-text", "folder-without-text", "glob-without-text"])
+_SLOW = pytest.mark.slow  # like another case, and seconds
+
+
+@pytest.mark.parametrize(
+    "case",
+    ["missing-text", pytest.param("folder-without-text", marks=_SLOW), pytest.param("glob-without-text", marks=_SLOW)],
+)
 def test_a_source_with_nothing_in_it(case, golden, tmp_path):
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "picture.png").write_bytes(b"\x89PNG\r\n\x1a\n\x00")

@@ -50,7 +50,7 @@ def job_of(folder: Path, table: Path, **data: object) -> Path:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [pytest.param("by length", marks=pytest.mark.slow), "on the fly"])
 def test_a_run_that_was_killed_goes_on_with_the_same_batches(way: str, table: Path, tmp_path: Path):
     job, cache = job_of(tmp_path, table, **WAYS[way]), tmp_path / "cache"
     trained(job, "--out", tmp_path / "undisturbed", "--cache", cache, "--no-plan")
@@ -76,7 +76,14 @@ def test_batches_of_so_many_tokens_differ_in_samples(table: Path, tmp_path: Path
     assert_each_sample_once(steps_of(tmp_path / "run"), NUM_STEPS)
 
 
-@pytest.mark.parametrize("data", [{"pack": True}, {"borders": "sentence", "order": "by_length"}, {"stride": 32}])
+@pytest.mark.parametrize(
+    "data",
+    [
+        {"pack": True},
+        {"borders": "sentence", "order": "by_length"},
+        pytest.param({"stride": 32}, marks=pytest.mark.slow),
+    ],
+)
 def test_language_models_learn_from_every_shape(data: dict[str, object], tmp_path: Path):
     model = {"architecture": "gpt2", "n_layer": 1, "n_embd": 32, "n_head": 2}
     source = {"train": str(CORPUS / "*.py"), "validation": 0.1, **data}

@@ -94,6 +94,7 @@ def test_a_run_whose_plan_is_torn_plans_again_and_goes_on(planned, planned_run, 
     assert_each_sample_once(steps_of(run), 3)
 
 
+@pytest.mark.slow
 def test_a_run_with_moments_of_few_bits_goes_on_bit_for_bit(tmp_path):
     """Of 300 x 16 numbers, and of biases, whose moments stay."""
     job = tiny_job(tmp_path, allow="low_bit_optimizer")
@@ -275,7 +276,8 @@ WIDE = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("budget_mib", [600, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("budget_mib", [600, 1000])
 def test_a_tight_plan_that_was_told_30_percent_too_little_is_survived(budget_mib, tmp_path):
     """What a planner that takes 0.7 of every need would have planned for 0.7 of this budget, with heaps of its own.
 

@@ -32,7 +32,9 @@ def losses(run: Path) -> list[tuple[float, float | None]]:
     return [(step.loss, step.gradient_norm) for step in steps_of(run)]
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)]
+)
 def test_a_stopped_run_saves_its_step_and_goes_on_bit_for_bit(number, code, slow_job, cache, undisturbed, tmp_path):
     run = tmp_path / "run"
     process = start("train", slow_job, "--out", run, "--cache", cache, "--json")
@@ -71,7 +73,9 @@ def test_a_second_interrupt_ends_at_once(cache, tmp_path):
 
 
 @pytest.mark.parametrize("stage", ["prepare-worker", "train-worker"])
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)]
+)
 def test_a_signal_before_the_first_step_ends_the_command_with_its_code(number, code, stage, cache, tmp_path):
     """Also while libraries are being loaded, when nobody has asked for the signal yet."""
     run = tmp_path / "run"
@@ -122,6 +126,7 @@ def without_tokens(slow_job: Path, tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
+@pytest.mark.slow
 def test_tokens_that_were_deleted_are_made_again(without_tokens):
     trained("--resume", "--out", without_tokens, "--set", "steps=4")
     assert [step.step for step in steps_of(without_tokens)] == [1, 2, 3, 4]

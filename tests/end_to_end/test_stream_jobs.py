@@ -67,7 +67,16 @@ def by_hand(run: Path, architecture: str, resets: bool) -> tuple[list[float], di
     return losses, {name: weight.detach() for name, weight in model.state_dict().items()}
 
 
-@pytest.mark.parametrize(("architecture", "data"), [("lstm", {}), ("gru", {}), ("rnn", {}), ("lstm", RESETS)], ids=str)
+@pytest.mark.parametrize(
+    ("architecture", "data"),
+    [
+        pytest.param("lstm", {}, marks=pytest.mark.slow),
+        ("gru", {}),
+        pytest.param("rnn", {}, marks=pytest.mark.slow),
+        ("lstm", RESETS),
+    ],
+    ids=str,
+)
 def test_a_job_learns_what_the_plain_loop_learns_bit_by_bit(architecture, data, cache, tmp_path):
     """With evaluations in between, which have a state of their own, and over the border of an epoch."""
     run = tmp_path / "run"

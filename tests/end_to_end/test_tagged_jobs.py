@@ -72,6 +72,7 @@ def test_a_tagger_that_was_killed_goes_on_to_the_same_bits(names: Path, tmp_path
     assert_each_sample_once(steps_of(run), 20)
 
 
+@pytest.mark.slow
 def test_a_hugging_face_model_learns_from_rows_in_batches_of_so_many_tokens(tmp_path: Path):
     source = tmp_path / "names.jsonl"
     rows = [

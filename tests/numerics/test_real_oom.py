@@ -63,8 +63,8 @@ def ask(process: subprocess.Popen[str], folder: Path, kind: str, *numbers: int) 
     return Answer(facts, torch.load(folder / f"{kind}.pt", weights_only=True), watch.peak_bytes, watch.num_readings)
 
 
-# Each takes about a minute; the LSTM and the CNN are opt-in.
-MARKED = [pytest.param(name, marks=[pytest.mark.slow] if name in ("lstm", "cnn") else []) for name in CASES]
+# Each takes about a minute; all but one are opt-in.
+MARKED = [pytest.param(name, marks=[pytest.mark.slow] if name != "gpt2" else []) for name in CASES]
 
 
 @pytest.mark.parametrize("name", MARKED)

@@ -91,6 +91,7 @@ class CpuBackend:
                 f"cannot limit this process to {format_bytes(budget_bytes)}: this machine lets it use at most "
                 f"{format_bytes(capacity_bytes)}; give that or less (`plimsoll probe` lists the limits)"
             )
+        onednn.keep_few_kernels()
         _start_thread_pools()
         self.release()
         with data_limit.limited(budget_bytes):

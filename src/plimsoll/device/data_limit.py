@@ -4,11 +4,13 @@
 and a process with torch has some 150 MiB of it that is never touched: thread stacks and the .bss of libraries. The
 limit is therefore set to
 
-    budget + untouched bytes - MARGIN_BYTES
+    budget + untouched bytes + kernels compiled since + CODE_AHEAD_BYTES - MARGIN_BYTES
 
 with the untouched bytes as they are when the limit begins, less the heap's free blocks, which will be touched. As long
-as the untouched pages stay so, resident private memory cannot pass ``budget - MARGIN_BYTES``; `follow` lowers the limit
-as they do not. Only the soft limit is set: a child can raise its own.
+as the untouched pages stay so, resident private memory cannot pass ``budget - MARGIN_BYTES + CODE_AHEAD_BYTES``;
+`follow` lowers the limit as they do not. It raises it by the code that was made since: oneDNN compiles kernels for each
+new shape, which take a hundred times the addresses that they fill (3 MiB for each length of text in bfloat16, and a
+budget that is nearly used would hold three lengths). Only the soft limit is set: a child can raise its own.
 
 Not covered: mapped files and shared memory (they do not count), memory of child processes (a forked child gets room of
 its own, see `WORKER_ALLOWANCE_BYTES`; one that is executed inherits the soft limit and may raise it), systems other
@@ -33,6 +35,12 @@ from plimsoll.records.units import format_bytes
 MARGIN_BYTES = 16 << 20
 """Kept back for pages counted as untouched that are touched before the next `follow`."""
 
+CODE_AHEAD_BYTES = 8 << 20
+"""For the kernels that one step compiles before the next `follow`: 32 of oneDNN's; a pass of GPT-2 has 14."""
+
+_LOOK_AGAIN_BYTES = 1 << 20
+"""Change of the untouched bytes at which `follow` looks for new code: reading the maps takes half a millisecond."""
+
 WORKER_ALLOWANCE_BYTES = 512 << 20
 """What a forked child, such as a DataLoader worker, may allocate on top of what it inherits."""
 
@@ -42,6 +50,9 @@ class _Limit:
     budget_bytes: int
     untouched_bytes: int
     previous_soft_bytes: int
+    code_at_first_bytes: int
+    new_code_bytes: int = 0
+    untouched_when_looked_bytes: int = 0
     is_tight: bool = False
 
 
@@ -69,7 +80,7 @@ def limited(budget_bytes: int) -> Iterator[None]:
     soft_bytes, _ = resource.getrlimit(resource.RLIMIT_DATA)
     if not _IN_FORCE:
         heap.map_blocks_from(heap.FAST_BYTES)
-    _IN_FORCE.append(_Limit(tightest_bytes, untouched_bytes, soft_bytes))
+    _IN_FORCE.append(_Limit(tightest_bytes, untouched_bytes, soft_bytes, process.code_bytes()))
     _apply(_IN_FORCE[-1])
     try:
         yield
@@ -98,11 +109,19 @@ def set_up_heap(mapped_from_bytes: int | None) -> None:
 
 
 def follow(memory: process.PrivateMemory) -> None:
-    """Lower the limit where pages counted as untouched have been touched; call once per step with a new reading."""
+    """Make the limit true again; call once per step with a new reading.
+
+    It is lowered where pages counted as untouched have been touched, and raised where new code takes addresses.
+    """
+    if not _IN_FORCE:
+        return
+    limit = _IN_FORCE[-1]
     untouched_bytes = memory.data_bytes - memory.private_bytes
-    if _IN_FORCE and untouched_bytes < _IN_FORCE[-1].untouched_bytes:
-        _IN_FORCE[-1].untouched_bytes = untouched_bytes
-        _apply(_IN_FORCE[-1])
+    if abs(untouched_bytes - limit.untouched_when_looked_bytes) >= _LOOK_AGAIN_BYTES:
+        limit.untouched_when_looked_bytes = untouched_bytes
+        limit.new_code_bytes = max(0, process.code_bytes() - limit.code_at_first_bytes)
+    limit.untouched_bytes = min(limit.untouched_bytes, untouched_bytes - limit.new_code_bytes)
+    _apply(limit)
 
 
 def budget_in_force_bytes() -> int | None:
@@ -117,7 +136,8 @@ def soft_limit_of_others_bytes() -> int | None:
 
 
 def _apply(limit: _Limit) -> None:
-    _set_soft_within_others(limit.budget_bytes + limit.untouched_bytes - MARGIN_BYTES)
+    code_bytes = limit.new_code_bytes + CODE_AHEAD_BYTES
+    _set_soft_within_others(limit.budget_bytes + limit.untouched_bytes + code_bytes - MARGIN_BYTES)
 
 
 def _set_soft_within_others(soft_bytes: int) -> None:

@@ -1,10 +1,16 @@
-"""oneDNN's memory of a failure: one code buffer that it could not allocate, and it refuses new shapes for ever after.
+"""What oneDNN keeps: kernels for every shape that it has seen, and the memory of a failure.
 
-oneDNN compiles a kernel for each new shape with Xbyak, which notes an error in a variable of the thread and never
-clears it (https://github.com/uxlfoundation/oneDNN/pull/5907, fixed in August 2026; the oneDNN of torch 2.13 has it).
-After one memory error every shape that it has not seen fails with "could not create a primitive", however much memory
-is free, so that smaller micro-batches fail as well. The variable has no interface, only a symbol: `clear_error` finds
-it in the library's symbol table and sets it to zero.
+It compiles a kernel for each new shape and keeps 1,024 of them, and so does torch's layer above it
+(https://uxlfoundation.github.io/oneDNN/dev_guide_primitive_cache.html). In bfloat16 those of 64 lengths of text take
+50 MiB of private memory in an LSTM, and 776 MiB of addresses; of GPT-2, over 400 shapes, 600 MiB of memory.
+`keep_few_kernels` has both keep 32, which is more than a step of one shape has, and costs no time that can be measured
+where every step has another (docs/LOG.md, 2026-11-23).
+
+After one code buffer that it could not allocate it refuses new shapes for ever after: Xbyak, by which it compiles,
+notes an error in a variable of the thread and never clears it (https://github.com/uxlfoundation/oneDNN/pull/5907, fixed
+in August 2026; the oneDNN of torch 2.13 has it). Every shape that it has not seen fails with "could not create a
+primitive", however much memory is free, so that smaller micro-batches fail as well. The variable has no interface, only
+a symbol: `clear_error` finds it in the library's symbol table and sets it to zero.
 
 Not covered: other systems than Linux on x86-64, a library without a symbol table; nothing is done there. Other threads
 than the one that calls. Source: elf(5), dl_iterate_phdr(3).
@@ -19,6 +25,9 @@ import struct
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+
+_KEPT = "32"
+_CAPACITIES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")  # of oneDNN, and of ideep in torch
 
 _SYMBOL = b"_ZZN5Xbyak5local11GetErrorRefEvE3err\0"  # Xbyak::local::GetErrorRef()::err, a thread-local int
 _SYMBOL_TABLE, _THREAD_LOCAL = 2, 6  # SHT_SYMTAB, STT_TLS
@@ -52,6 +61,15 @@ def _note_library(module: ctypes._Pointer[_Module], _num_bytes: int, _data: int 
 
 # Made when there is memory for it: a C function needs a page of its own.
 _VISIT = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(_Module), ctypes.c_size_t, ctypes.c_void_p)(_note_library)
+
+
+def keep_few_kernels() -> None:
+    """Have oneDNN keep few kernels in this process and those that it starts, unless the user's environment says more.
+
+    It is in the environment that oneDNN reads when it is first used: afterwards this does nothing.
+    """
+    for name in _CAPACITIES:
+        os.environ.setdefault(name, _KEPT)
 
 
 def clear_error() -> bool:

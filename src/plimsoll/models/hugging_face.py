@@ -11,6 +11,7 @@ It does NOT cover the Hugging Face Hub, encoder-decoder models, and models that 
 from __future__ import annotations
 
 import dataclasses
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeGuard, cast
 
@@ -168,7 +169,9 @@ def load_hugging_face(folder: Path, shape: TextShape, device: str, files: Mapped
 
 
 def is_hugging_face(model: nn.Module) -> TypeGuard[PreTrainedModel]:
-    """Whether a model is one of transformers, which is imported to tell."""
+    """Whether a model is one of transformers, which takes seconds to import, and which such a model has imported."""
+    if "transformers" not in sys.modules:
+        return False
     from transformers import PreTrainedModel
 
     return isinstance(model, PreTrainedModel)

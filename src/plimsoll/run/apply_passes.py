@@ -104,6 +104,7 @@ class Passes(Generic[Result]):
         batch = padded([texts[place] for place in taken], self._padding_id, self._side)
         num_tokens = len(taken) * (batch["input_ids"].shape[1] + self._more_tokens)
         self._position.micro_batch = len(taken)
+        self._backend.use()  # which keeps the limit true
         outcome = attempt(partial(self._pass, batch, taken), self._backend, self._position)
         if isinstance(outcome, OomEvent) and len(taken) == 1:
             outcome = self._last_resort(batch, taken, outcome)

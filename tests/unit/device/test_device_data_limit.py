@@ -94,7 +94,7 @@ answer(budget=budget, peak=backend.use().peak_bytes, soft_after=soft(), **result
 )
 
 
-@pytest.mark.parametrize("room_mib", [64, 120, 400])
+@pytest.mark.parametrize("room_mib", [64, 120, pytest.param(400, marks=pytest.mark.slow)])
 def test_training_past_the_limit_raises_is_undone_and_goes_on_under_it(room_mib):
     result, highest_bytes = _run(_TRAIN, room_mib)
     assert result["families"]
@@ -256,3 +256,38 @@ def test_a_budget_below_what_is_used_is_refused_with_both_numbers():
     assert result["message"].startswith("cannot limit this process to 90.0 MiB: it uses 1")
     assert "16.0 MiB are kept back; give more than 1" in result["message"]
     assert result["soft"] == -1
+
+
+_MAKE_CODE = (
+    _HEAD
+    + """
+def mapped(num_bytes, **more): return mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, **more)
+everything = mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC
+kept = []
+with data_limit.limited(process.private_bytes() + 40 * MIB):
+    at_first = soft()
+    for _ in range(100):  # as oneDNN, of whose 256 KiB little more than a page is written
+        kept.append(mapped(MIB // 4, prot=everything))
+        kept[-1].write(b"x" * 4096)
+        data_limit.follow(process.private_memory())
+    with_code = soft()
+    kept.append(mapped(16 * MIB))
+    try:
+        kept.append(mapped(32 * MIB))
+        is_refused = False
+    except OSError:
+        is_refused = True
+    del kept[:100]
+    kept.append(mapped(2 * MIB))
+    data_limit.follow(process.private_memory())
+    after = soft()
+answer(at_first=at_first, with_code=with_code, after=after, is_refused=is_refused)
+"""
+)
+
+
+def test_code_that_is_made_in_a_limit_takes_nothing_of_it():
+    said, _ = _run(_MAKE_CODE)
+    assert 24 * MIB <= said["with_code"] - said["at_first"] <= 25 * MIB
+    assert said["is_refused"]
+    assert said["after"] <= said["at_first"] + 2 * MIB

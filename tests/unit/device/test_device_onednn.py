@@ -64,3 +64,42 @@ def test_a_library_without_the_variable_has_nothing_to_clear(tmp_path):
     script.write_text("not a library")
     assert onednn._offset_in_thread(script) is None
     assert onednn._offset_in_thread(tmp_path / "absent.so") is None
+
+
+MANY_SHAPES = """
+import json, os, torch
+from plimsoll.device import onednn, process
+
+torch.set_num_threads(1)
+layer = torch.nn.Linear(256, 256, dtype=torch.bfloat16)
+onednn.keep_few_kernels()
+sizes = []
+with torch.inference_mode():
+    for num_rows in range(8, 408):
+        layer(torch.ones(num_rows, 256, dtype=torch.bfloat16))
+        if num_rows in (8, 207, 407):
+            sizes.append([process.private_bytes(), process.code_bytes()])
+print(json.dumps([sizes, os.environ["LRU_CACHE_CAPACITY"]]))
+"""
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="oneDNN compiles with Xbyak on x86-64 only")
+def test_kernels_of_many_shapes_are_not_kept(monkeypatch):
+    monkeypatch.delenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", raising=False)
+    monkeypatch.delenv("LRU_CACHE_CAPACITY", raising=False)
+    (_, few, many), capacity = shapes()
+    assert capacity == "32"
+    assert many[0] - few[0] < 4 << 20
+    assert many[1] - few[1] < 4 << 20
+    if few[1] == 0:
+        pytest.skip("the oneDNN of this processor makes no code for bfloat16")
+    monkeypatch.setenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "1024")  # the user's own
+    monkeypatch.setenv("LRU_CACHE_CAPACITY", "1000")
+    (_, few, many), capacity = shapes()
+    assert capacity == "1000"
+    assert many[1] - few[1] > 16 << 20
+
+
+def shapes():
+    done = subprocess.run([sys.executable, "-c", MANY_SHAPES], capture_output=True, text=True, check=True)
+    return json.loads(done.stdout)

@@ -68,3 +68,14 @@ def test_another_process_is_read_by_its_number():
     child.communicate(b"\n")
     with pytest.raises(OSError, match=str(child.pid)):
         process.private_bytes(child.pid)
+
+
+def test_code_that_is_made_while_it_runs_is_counted():
+    before = process.code_bytes()
+    everything = mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC
+    code = mmap.mmap(-1, 3 * MIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=everything)
+    data = mmap.mmap(-1, 5 * MIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    assert process.code_bytes() == before + 3 * MIB
+    code.close()
+    data.close()
+    assert process.code_bytes() == before

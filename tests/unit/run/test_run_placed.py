@@ -30,11 +30,12 @@ def folders(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def plans(folders):
-    """Plans in which everything stays."""
+    """Plans in which everything stays: of a card, since one of the processor takes a process to measure it."""
     return {
-        (name, dtype): plan_inference(folder, FAMILIES[name][1], longest_tokens=20, most_rows=2, device="cpu")
+        (name, dtype): plan_inference(folder, FAMILIES[name][1], longest_tokens=20, most_rows=2, device="rtx3060")
+        .model_copy(update={"device_kind": "cpu"})
         for (name, dtype), folder in folders.items()
-    }
+    }  # fmt: skip
 
 
 def with_resident(plan: InferencePlan, *resident: str, **changes: object) -> InferencePlan:

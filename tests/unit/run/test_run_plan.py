@@ -258,6 +258,7 @@ def test_where_a_batch_cannot_be_cut_a_sequence_is_without_being_asked_for():
     assert "time_segments" in names(tight.choices)
 
 
+@pytest.mark.slow
 def test_a_training_too_long_for_cudnn_is_planned_where_segments_are_pinned():
     model = {"architecture": "lstm", "embedding_size": 16, "hidden_size": 16}
     changes = {"model": model, "sequence_length": 66_000, "batch_size": 2}

@@ -57,11 +57,15 @@ cases = [
     lambda x=tensor(96, 32, 256).detach().bfloat16().requires_grad_(): half(x)[0].sum().backward(),
 ]
 for case in cases:
-    for turn in range(2):
+    case()
+    turns = []
+    for turn in range(3):  # of which the middle one counts: a page that was freed just then is no scratch
         found = []
         with Watch():
             case()
-    print(json.dumps(found))
+        turns.append(found)
+    for op in zip(*turns):
+        print(json.dumps(sorted(op, key=lambda one: one[2])[1]))
 """
 
 
@@ -69,7 +73,7 @@ for case in cases:
 def test_what_is_said_is_what_the_kernel_counts():
     done = run_program(_MEASURE)
     assert done.returncode == 0, done.stderr
-    found = [tuple(line) for text in done.stdout.splitlines() for line in json.loads(text)]
+    found = [tuple(json.loads(line)) for line in done.stdout.splitlines()]
     for name, said_bytes, scratch, said_workspace_bytes, workspace in found:
         print(f"{name:60} {said_bytes / MIB:6.2f} {scratch / MIB:6.2f}  {said_workspace_bytes} {workspace}")
     assert {name.split(".")[1] for name, *_ in found} == {

@@ -16,6 +16,7 @@ import struct
 import zipfile
 from collections.abc import Mapping
 from typing import Any
+from warnings import catch_warnings, simplefilter
 
 import torch
 from torch import Tensor
@@ -57,7 +58,8 @@ def read_entries(source: WeightFile) -> list[Entry]:
 
 def _described(source: WeightFile) -> Mapping[str, Any]:
     try:
-        with source.path.open("rb") as file:  # given a name, torch would go by it
+        with source.path.open("rb") as file, catch_warnings():  # given a name, torch would go by it
+            simplefilter("ignore", UserWarning)  # of pickles of another protocol: what it cannot read it refuses
             described = torch.load(file, map_location="meta", weights_only=True)
     except pickle.UnpicklingError as error:
         raise _needs_code(source, str(error)) from None
