@@ -136,6 +136,7 @@ def test_after_ctrl_c_the_same_command_goes_on(
     assert out.read_bytes() == undisturbed.read_bytes()
 
 
+@pytest.mark.slow
 def test_what_is_different_is_named_and_force_begins_again(model: Path, data: Path, tmp_path: Path) -> None:
     out = tmp_path / "y.jsonl"
     process = begun(model, data, out)
@@ -183,6 +184,7 @@ def test_inside_a_real_limit_the_results_are_the_same(tmp_path: Path) -> None:
         assert one["score"] == pytest.approx(other["score"], abs=1e-5)
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_file(model: Path, tmp_path: Path) -> None:
     """Nine times the rows, and no more than a few MiB on top."""
     peaks = list[int]()

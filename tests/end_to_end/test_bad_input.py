@@ -60,6 +60,9 @@ def whole_checkpoints(run: Path) -> list[str]:
     return sorted(folder.name for folder in (run / "checkpoints").iterdir() if (folder / "manifest.json").is_file())
 
 
+_SLOW = pytest.mark.slow  # for cases that are like another: each takes seconds
+_LIKE_OTHERS = ("binary-text", "text-not-utf-8")
+
 # -- refused before a training process runs ----------------------------------------------------------------------------
 
 TEXTS = {
@@ -70,14 +73,11 @@ TEXTS = {
 }
 
 
-@pytest.mark.parametrize("case", TEXTS)
+@pytest.mark.parametrize("case", [pytest.param(case, marks=[_SLOW] if case in _LIKE_OTHERS else []) for case in TEXTS])
 def test_a_text_that_cannot_be_trained_on(case, golden, tmp_path):
     (tmp_path / "given.txt").write_bytes(TEXTS[case])
     job = tiny_job(tmp_path, data={"train": str(tmp_path / "given.txt")}, batch_size=64)
     golden(f"errors/{case}.txt", without_machine(refused(job, "--out", tmp_path / "run"), tmp_path))
-
-
-_SLOW = pytest.mark.slow  # like another case, and seconds
 
 
 @pytest.mark.parametrize(

@@ -79,7 +79,7 @@ def test_batches_of_so_many_tokens_differ_in_samples(table: Path, tmp_path: Path
 @pytest.mark.parametrize(
     "data",
     [
-        {"pack": True},
+        pytest.param({"pack": True}, marks=pytest.mark.slow),
         {"borders": "sentence", "order": "by_length"},
         pytest.param({"stride": 32}, marks=pytest.mark.slow),
     ],
@@ -122,6 +122,7 @@ def test_what_a_command_says_of_a_corpus_is_one_record(verb: str, record: str, f
     assert f"{len(table.read_text().splitlines())}" in again.stdout
 
 
+@pytest.mark.slow
 def test_rates_are_told_for_each_stage(table: Path, tmp_path: Path):
     done = plimsoll("data", "bench", table, "--cache", tmp_path, "--set", "tokenizer.vocab_size=400", "--json")
     assert done.returncode == 0, done.stderr

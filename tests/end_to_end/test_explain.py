@@ -64,6 +64,7 @@ def test_outputs_that_are_collected(collected):
     assert "self.history.append(output.detach())" in shown.stdout
 
 
+@pytest.mark.slow
 def test_a_running_mean_that_is_carried_on(tmp_path, cache):
     (finding,) = explained(run_of(tmp_path, cache, "averages"), 1).findings
     assert finding.title.startswith("hidden state not detached (`model.mean_output`): graph grows by ")
@@ -95,6 +96,7 @@ def test_a_healthy_run_has_no_finding_and_no_line(tmp_path, cache):
     assert all(step.used_bytes for step in steps_of(run))
 
 
+@pytest.mark.slow
 def test_memory_that_grows_for_another_reason_is_no_graph(tmp_path, cache):
     diagnosis = explained(run_of(tmp_path, cache, "hoards"), 0)
     assert diagnosis.findings == ()
@@ -103,6 +105,7 @@ def test_memory_that_grows_for_another_reason_is_no_graph(tmp_path, cache):
     assert "is not that of a graph that is kept: look for what your own code keeps" in diagnosis.notes[0]
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_is_explained_by_its_longest_process(tmp_path, collected):
     """The lines of steps that happen again go; the process with more steps counts."""
     run = shutil.copytree(collected, tmp_path / "run")

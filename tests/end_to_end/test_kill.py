@@ -120,6 +120,7 @@ def test_a_run_killed_at_random_moments_ends_as_if_nothing_had_happened(
     assert not list(murderer.run.glob("checkpoints/.step-*"))
 
 
+@pytest.mark.slow
 @kills_are_counted
 def test_a_death_before_the_first_checkpoint_starts_anew(slow_job, cache, undisturbed, tmp_path):
     run = tmp_path / "run"

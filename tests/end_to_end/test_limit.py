@@ -44,6 +44,7 @@ def test_private_memory_stays_under_a_tight_budget_without_a_plan(large_job, cac
     assert record.steps[-1].micro_batch < 128
 
 
+@pytest.mark.slow
 def test_with_a_plan_memory_does_not_run_out_at_all(large_job, cache, tmp_path):
     record = trained_inside(large_job, tmp_path / "run", cache)
     plan = Plan.load(tmp_path / "run" / "plan.json")

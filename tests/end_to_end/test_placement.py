@@ -121,6 +121,7 @@ def test_the_command_does_what_it_has_planned_and_no_pass_runs_out(dtype, tmp_pa
     assert len(read_rows(tmp_path / "y.jsonl")) == 40
 
 
+@pytest.mark.slow
 def test_the_command_says_which_budget_would_do(folder, least):
     assert least["smallest_budget_bytes"] > least["budget_bytes"]
     code, fits = plan_of(folder, "--budget", f"{-(-least['smallest_budget_bytes'] // MIB) + 4}MiB")

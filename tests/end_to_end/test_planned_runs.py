@@ -84,6 +84,7 @@ def test_a_planned_run_goes_on_as_it_was_and_under_another_budget_plans_again(pl
     assert [step.loss for step in steps_of(run)] == pytest.approx([step.loss for step in steps_of(whole)], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_run_whose_plan_is_torn_plans_again_and_goes_on(planned, planned_run, tmp_path):
     run = shutil.copytree(planned_run, tmp_path / "run")
     (run / "plan.json").write_text('{"record": "pl', "utf-8")
@@ -239,6 +240,7 @@ RECURRENT = {
 }
 
 
+@pytest.mark.slow
 def test_a_run_whose_plan_was_told_30_percent_too_little_recovers_by_its_fallbacks(tmp_path):
     """The plan of a large budget, made to say that everything needs 0.7 of it, in the budget that follows from that.
 

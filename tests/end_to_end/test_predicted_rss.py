@@ -20,7 +20,7 @@ CASES = [
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="predicts glibc's heap")
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [pytest.param(CASES[0], marks=pytest.mark.slow), CASES[1]], ids=lambda case: case.name)
 def test_the_private_memory_of_a_training_is_predicted(case: Case):
     predicted = Predictor().counted(case, is_limited=True).peak
     measured_bytes = measured_peak_bytes(case, is_limited=True)

@@ -132,6 +132,7 @@ def test_tokens_that_were_deleted_are_made_again(without_tokens):
     assert [step.step for step in steps_of(without_tokens)] == [1, 2, 3, 4]
 
 
+@pytest.mark.slow
 def test_tokens_that_were_deleted_are_not_made_of_another_text(without_tokens):
     (without_tokens.parent / "text.txt").write_text("another text\n" * 400)
     kept = [(without_tokens / name).read_text() for name in ("job.yaml", "prepared.json", "metrics.jsonl")]

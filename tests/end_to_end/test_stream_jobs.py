@@ -93,6 +93,7 @@ def test_a_job_learns_what_the_plain_loop_learns_bit_by_bit(architecture, data, 
     assert len(record.evaluations) == 6
 
 
+@pytest.mark.slow
 def test_a_run_that_was_killed_goes_on_with_its_state(cache, tmp_path):
     job = job_of(tmp_path, steps=LONG_STEPS, **RESETS)
     trained(job, "--out", tmp_path / "undisturbed", "--cache", cache, "--no-plan")

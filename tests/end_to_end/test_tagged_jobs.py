@@ -60,6 +60,7 @@ def test_a_tagger_learns_a_rule_on_windows_that_overlap(names: Path, tmp_path: P
     assert_each_sample_once(steps_of(tmp_path / "run"), NUM_STEPS)
 
 
+@pytest.mark.slow
 def test_a_tagger_that_was_killed_goes_on_to_the_same_bits(names: Path, tmp_path: Path):
     job, cache = job_of(tmp_path, names, steps=20), tmp_path / "cache"
     trained(job, "--out", tmp_path / "undisturbed", "--cache", cache, "--no-plan")

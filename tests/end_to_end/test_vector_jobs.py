@@ -120,6 +120,7 @@ def test_vectors_that_are_trained_begin_as_they_are_in_the_file(folder: Path, fr
     assert min(moved) > 1e-3
 
 
+@pytest.mark.slow
 def test_a_run_that_was_killed_goes_on_bit_for_bit_also_without_its_cache(folder: Path, frozen: Path, tmp_path: Path):
     run, cache = tmp_path / "run", tmp_path / "cache"
     process = start("train", folder / "job.yaml", "--out", run, "--cache", cache, "--no-plan", "--json")
@@ -132,6 +133,7 @@ def test_a_run_that_was_killed_goes_on_bit_for_bit_also_without_its_cache(folder
     assert_same_bits(learned(frozen), learned(run))
 
 
+@pytest.mark.slow
 def test_the_vectors_of_a_run_may_not_change_under_it(folder: Path, tmp_path: Path):
     job = (folder / "job.yaml").read_text().replace(str(folder / "vectors.txt"), str(tmp_path / "vectors.txt"))
     (tmp_path / "job.yaml").write_text(job)

@@ -65,7 +65,7 @@ print(json.dumps([refused, expected, found, num_events, difference, max(peaks_by
 """
 
 
-@pytest.mark.parametrize("kind", ["Adagrad", "SparseAdam"])
+@pytest.mark.parametrize("kind", [pytest.param("Adagrad", marks=pytest.mark.slow), "SparseAdam"])
 def test_a_table_larger_than_the_limit_is_trained_inside_of_it(kind, tmp_path):
     done = run_program(PROGRAM, tmp_path / "table", kind)
     assert done.returncode == 0, done.stderr

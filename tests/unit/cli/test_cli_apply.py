@@ -56,7 +56,7 @@ def test_a_failure_is_one_record_too(call, model, data, tmp_path):
         (["--max-new-tokens", "5"], "give --task generate with --max-new-tokens"),
         (["--task", "sing"], "no task `sing`"),
         (["--device", "tpu"], "no device 'tpu'"),
-        (["--budget", "1MiB"], "1.0 MiB"),
+        pytest.param(["--budget", "1MiB"], "1.0 MiB", marks=pytest.mark.slow),
     ],
 )
 def test_what_cannot_be_meant_is_refused(call, model, data, tmp_path, options, said):

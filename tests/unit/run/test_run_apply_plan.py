@@ -21,6 +21,7 @@ def test_it_is_made_for_the_texts_that_were_seen_with_room(
     assert length_to_plan(longest_seen_tokens, longest_tokens) == expected
 
 
+@pytest.mark.slow
 def test_a_plan_comes_back_or_says_what_would_fit(tmp_path: Path) -> None:
     folder = model_folder(tmp_path / "m")
     plan = plan_apart(folder, "score", 64, 0, 2 << 30, "cpu", "stored")
