@@ -71,7 +71,7 @@ def by_hand(run: Path, architecture: str, resets: bool) -> tuple[list[float], di
     ("architecture", "data"),
     [
         pytest.param("lstm", {}, marks=pytest.mark.slow),
-        ("gru", {}),
+        pytest.param("gru", {}, marks=pytest.mark.slow),
         pytest.param("rnn", {}, marks=pytest.mark.slow),
         ("lstm", RESETS),
     ],

@@ -111,6 +111,7 @@ def test_the_model_learns_with_the_vectors_as_they_are(folder: Path, frozen: Pat
     assert losses[-1] < 0.5 * losses[0]
 
 
+@pytest.mark.slow
 def test_vectors_that_are_trained_begin_as_they_are_in_the_file(folder: Path, frozen: Path, tmp_path: Path):
     arguments = (folder / "job.yaml", "--cache", folder / "cache", "--no-plan", "--set", "embeddings.trainable=true")
     trained(*arguments, "--out", tmp_path / "run")

@@ -23,6 +23,7 @@ def of_blocks():
     return ways_of(BLOCKS)
 
 
+@pytest.mark.slow
 def test_every_way_is_planned_with_what_it_is_called_for(of_blocks):
     bases = [
         choice.options["base"] for way in of_blocks.values() for choice in way.choices if choice.technique == "lora"
