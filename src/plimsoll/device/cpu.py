@@ -91,7 +91,6 @@ class CpuBackend:
                 f"cannot limit this process to {format_bytes(budget_bytes)}: this machine lets it use at most "
                 f"{format_bytes(capacity_bytes)}; give that or less (`plimsoll probe` lists the limits)"
             )
-        onednn.keep_few_kernels()
         _start_thread_pools()
         self.release()
         with data_limit.limited(budget_bytes):
@@ -161,8 +160,12 @@ def _processor_name() -> str:
 
 
 def _start_thread_pools() -> None:
-    """Use OpenMP, BLAS and autograd once in this thread: where libgomp cannot start a thread it ends the process."""
+    """Use OpenMP, BLAS and autograd once in this thread: where libgomp cannot start a thread it ends the process.
+
+    It is the first use of oneDNN too, before which it is told how much it may keep.
+    """
     import torch
 
+    onednn.keep_few_kernels()
     matrix = torch.ones(512, 512, requires_grad=True)
     torch.nn.functional.gelu(matrix @ matrix).sum().backward()  # type: ignore[no-untyped-call]

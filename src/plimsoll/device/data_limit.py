@@ -4,13 +4,14 @@
 and a process with torch has some 150 MiB of it that is never touched: thread stacks and the .bss of libraries. The
 limit is therefore set to
 
-    budget + untouched bytes + kernels compiled since + CODE_AHEAD_BYTES - MARGIN_BYTES
+    budget + untouched bytes + code made since - MARGIN_BYTES
 
 with the untouched bytes as they are when the limit begins, less the heap's free blocks, which will be touched. As long
-as the untouched pages stay so, resident private memory cannot pass ``budget - MARGIN_BYTES + CODE_AHEAD_BYTES``;
-`follow` lowers the limit as they do not. It raises it by the code that was made since: oneDNN compiles kernels for each
-new shape, which take a hundred times the addresses that they fill (3 MiB for each length of text in bfloat16, and a
-budget that is nearly used would hold three lengths). Only the soft limit is set: a child can raise its own.
+as the untouched pages stay so, resident private memory cannot pass ``budget - MARGIN_BYTES``; `follow` lowers the limit
+as they do not. It raises it by the code that was made since it began, and lowers it as that goes: oneDNN compiles
+kernels for each new shape, which take a hundred times the addresses that they fill (3 MiB for each length of text in
+bfloat16, and a budget that is nearly used would hold three lengths). Code that goes and addresses that are filled in
+its place between two calls are seen at the second. Only the soft limit is set: a child can raise its own.
 
 Not covered: mapped files and shared memory (they do not count), memory of child processes (a forked child gets room of
 its own, see `WORKER_ALLOWANCE_BYTES`; one that is executed inherits the soft limit and may raise it), systems other
@@ -35,9 +36,6 @@ from plimsoll.records.units import format_bytes
 MARGIN_BYTES = 16 << 20
 """Kept back for pages counted as untouched that are touched before the next `follow`."""
 
-CODE_AHEAD_BYTES = 8 << 20
-"""For the kernels that one step compiles before the next `follow`: 32 of oneDNN's; a pass of GPT-2 has 14."""
-
 _LOOK_AGAIN_BYTES = 1 << 20
 """Change of the untouched bytes at which `follow` looks for new code: reading the maps takes half a millisecond."""
 
@@ -51,8 +49,8 @@ class _Limit:
     untouched_bytes: int
     previous_soft_bytes: int
     code_at_first_bytes: int
+    untouched_when_looked_bytes: int
     new_code_bytes: int = 0
-    untouched_when_looked_bytes: int = 0
     is_tight: bool = False
 
 
@@ -76,11 +74,12 @@ def limited(budget_bytes: int) -> Iterator[None]:
         )
     _make_room_in_children()
     tightest_bytes = min([budget_bytes, *(limit.budget_bytes for limit in _IN_FORCE)])
-    untouched_bytes = memory.data_bytes - memory.private_bytes - heap.free_bytes()
+    all_untouched_bytes = memory.data_bytes - memory.private_bytes
+    untouched_bytes = all_untouched_bytes - heap.free_bytes()
     soft_bytes, _ = resource.getrlimit(resource.RLIMIT_DATA)
     if not _IN_FORCE:
         heap.map_blocks_from(heap.FAST_BYTES)
-    _IN_FORCE.append(_Limit(tightest_bytes, untouched_bytes, soft_bytes, process.code_bytes()))
+    _IN_FORCE.append(_Limit(tightest_bytes, untouched_bytes, soft_bytes, process.code_bytes(), all_untouched_bytes))
     _apply(_IN_FORCE[-1])
     try:
         yield
@@ -119,7 +118,7 @@ def follow(memory: process.PrivateMemory) -> None:
     untouched_bytes = memory.data_bytes - memory.private_bytes
     if abs(untouched_bytes - limit.untouched_when_looked_bytes) >= _LOOK_AGAIN_BYTES:
         limit.untouched_when_looked_bytes = untouched_bytes
-        limit.new_code_bytes = max(0, process.code_bytes() - limit.code_at_first_bytes)
+        limit.new_code_bytes = process.code_bytes() - limit.code_at_first_bytes  # below 0: some has gone
     limit.untouched_bytes = min(limit.untouched_bytes, untouched_bytes - limit.new_code_bytes)
     _apply(limit)
 
@@ -136,8 +135,7 @@ def soft_limit_of_others_bytes() -> int | None:
 
 
 def _apply(limit: _Limit) -> None:
-    code_bytes = limit.new_code_bytes + CODE_AHEAD_BYTES
-    _set_soft_within_others(limit.budget_bytes + limit.untouched_bytes + code_bytes - MARGIN_BYTES)
+    _set_soft_within_others(limit.budget_bytes + limit.untouched_bytes + limit.new_code_bytes - MARGIN_BYTES)
 
 
 def _set_soft_within_others(soft_bytes: int) -> None:

@@ -27,7 +27,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _KEPT = "32"
-_CAPACITIES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")  # of oneDNN, and of ideep in torch
+_CAPACITY, _OLD_CAPACITY = "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "DNNL_PRIMITIVE_CACHE_CAPACITY"
+_CAPACITY_ABOVE = "LRU_CACHE_CAPACITY"  # of ideep, the layer in torch
 
 _SYMBOL = b"_ZZN5Xbyak5local11GetErrorRefEvE3err\0"  # Xbyak::local::GetErrorRef()::err, a thread-local int
 _SYMBOL_TABLE, _THREAD_LOCAL = 2, 6  # SHT_SYMTAB, STT_TLS
@@ -64,12 +65,14 @@ _VISIT = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(_Module), ctypes.c_size_t
 
 
 def keep_few_kernels() -> None:
-    """Have oneDNN keep few kernels in this process and those that it starts, unless the user's environment says more.
+    """Have oneDNN keep few kernels, unless the user's environment says otherwise.
 
-    It is in the environment that oneDNN reads when it is first used: afterwards this does nothing.
+    It reads the environment when it is first used, and never again: afterwards this does nothing for this process, only
+    for those that it starts. So nothing could be undone, and the variables stay.
     """
-    for name in _CAPACITIES:
-        os.environ.setdefault(name, _KEPT)
+    if _OLD_CAPACITY not in os.environ:
+        os.environ.setdefault(_CAPACITY, _KEPT)
+    os.environ.setdefault(_CAPACITY_ABOVE, _KEPT)
 
 
 def clear_error() -> bool:

@@ -1,4 +1,4 @@
-"""What a process uses of host memory, from the Linux files under /proc: microseconds, no torch.
+"""What a process uses of host memory, from the Linux files under /proc: microseconds (but `code_bytes`), no torch.
 
 *Private* memory is what only this process can hold and nothing but freeing it gives back: anonymous pages (RssAnon:
 tensors, heap, stacks), not files that are mapped (a corpus, libraries) and not shared memory (a DataLoader's batches).
