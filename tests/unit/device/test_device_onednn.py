@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import subprocess
 import sys
@@ -66,6 +67,8 @@ def test_a_library_without_the_variable_has_nothing_to_clear(tmp_path):
     assert onednn._offset_in_thread(tmp_path / "absent.so") is None
 
 
+CAPACITIES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "DNNL_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
+
 MANY_SHAPES = """
 import json, os, torch
 from plimsoll.device import process
@@ -86,8 +89,8 @@ print(json.dumps([sizes, os.environ["LRU_CACHE_CAPACITY"]]))
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="oneDNN compiles with Xbyak on x86-64 only")
 def test_kernels_of_many_shapes_are_not_kept(monkeypatch):
-    monkeypatch.delenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", raising=False)
-    monkeypatch.delenv("LRU_CACHE_CAPACITY", raising=False)
+    for name in CAPACITIES:
+        monkeypatch.delenv(name, raising=False)
     (_, few, many), capacity = shapes()
     assert capacity == "32"
     assert many[0] - few[0] < 4 << 20
@@ -104,3 +107,11 @@ def test_kernels_of_many_shapes_are_not_kept(monkeypatch):
 def shapes():
     done = subprocess.run([sys.executable, "-c", MANY_SHAPES], capture_output=True, text=True, check=True)
     return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("name", CAPACITIES)
+def test_what_the_user_has_set_stays(name, monkeypatch):
+    monkeypatch.setattr("os.environ", {name: "1024"})
+    onednn.keep_few_kernels()
+    assert os.environ[name] == "1024"
+    assert (CAPACITIES[0] in os.environ) == (name != CAPACITIES[1])

@@ -96,6 +96,7 @@ def _check_records(source: WeightFile) -> None:
     try:
         with zipfile.ZipFile(source.path) as archive:
             records = archive.infolist()
+    # zipfile's own NotImplementedError, for a zip that needs a later version of the format to be read: damage, here.
     except (zipfile.BadZipFile, NotImplementedError, *_FAULTS) as error:
         raise _damaged(source, f"{error}, which its end should have: is it cut off?") from None
     for record in records:
