@@ -45,6 +45,7 @@ PAGES = {
     "data/formats": "docs/formats",
     "embeddings/formats": "docs/embeddings",
     "weights/loading/formats": "docs/weights",
+    "weights/shrink": "docs/shrink",
     "techniques": "docs/techniques",
     "diagnose/causes": "docs/causes",
     "diagnose/lint": "docs/rules",

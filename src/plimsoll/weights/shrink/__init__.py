@@ -1,0 +1,11 @@
+"""Ways to make a model smaller, one a module; `SHRINKERS` lists them in the order in which a chain applies them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from plimsoll.weights.shrink._base import Calibration, Choices, Need, Shrinker, Stage, Subject
+
+SHRINKERS: Mapping[str, Shrinker] = {}
+
+__all__ = ["SHRINKERS", "Calibration", "Choices", "Need", "Shrinker", "Stage", "Subject"]
