@@ -88,12 +88,13 @@ def prepare_vectors(job: Job, prepared: Prepared, cache: Path, progress: Progres
     backend = open_tokenizer(Path(prepared.tokenizer_folder)).backend
     words = of_tokenizer(backend, "the tokenizer of the job")
     if prepared.train.tokens_folder is not None:
-        words = replace(words, counts=_token_counts(Path(prepared.train.tokens_folder), len(words)))
+        words = replace(words, counts=token_counts(Path(prepared.train.tokens_folder), len(words)))
     found = take_subset(source.path, words, missing=source.missing, seed=job.seed, cache=cache, progress=progress)
     return Vectors(found.facts.folder, found.digest, _vectors_sentence(found.facts, job))
 
 
-def _token_counts(folder: Path, num_words: int) -> NDArray[np.int64]:
+def token_counts(folder: Path, num_words: int) -> NDArray[np.int64]:
+    """Count how often each of the first ``num_words`` token ids is in a folder of tokens."""
     tokens = open_tokens(folder).tokens
     counts = np.zeros(num_words, np.int64)
     for begin in range(0, len(tokens), _COUNTED_TOKENS):

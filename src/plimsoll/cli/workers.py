@@ -56,6 +56,20 @@ def inference_baseline_worker(folder: Path, task: str) -> None:
     print_inference_baseline(folder, task)
 
 
+def shrink_worker(request: Path) -> None:
+    """Make smaller models, as asked for on standard input."""
+    from plimsoll.run.shrink_process import ShrinkRequest, serve
+
+    serve(ShrinkRequest.load(request))
+
+
+def measure_worker() -> None:
+    """Print what applying a model takes; which one, comes on standard input."""
+    from plimsoll.run.shrinking import print_measured
+
+    print_measured()
+
+
 def train_worker(  # noqa: PLR0917 -- typer calls it by name
     directory: Path,
     resume: bool = False,

@@ -317,8 +317,16 @@ class Job(Record):
         Raises:
             JobError: as `from_yaml`.
         """
-        fields = _changed({"model": "gpt2", "data": {"train": list(texts)}}, changes)
-        return cls.from_fields(fields, folder=Path(), changes=changes)
+        return cls.from_plain({"model": "gpt2", "data": {"train": list(texts)}}, Path(), changes)
+
+    @classmethod
+    def from_plain(cls, fields: dict[str, Any], folder: Path, changes: tuple[str, ...] = ()) -> Job:
+        """Make a job of plain fields and ``a.b=c`` changes to them; paths are taken from ``folder``.
+
+        Raises:
+            JobError: as `from_yaml`.
+        """
+        return cls.from_fields(_changed(fields, changes), folder=folder, changes=changes)
 
     @classmethod
     def from_fields(
