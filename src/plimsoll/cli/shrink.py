@@ -5,14 +5,12 @@ from __future__ import annotations
 import signal
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-if TYPE_CHECKING:
-    from plimsoll.records.plan import Choice
 
-
+# long: one call with one line for each option
 def shrink(  # noqa: PLR0917 -- typer calls it by name
     model: Annotated[
         Path, typer.Argument(help="A run directory, a job file whose model is a folder, or with --data a model folder.")
@@ -70,6 +68,7 @@ def shrink(  # noqa: PLR0917 -- typer calls it by name
     from plimsoll.cli.answer import limit_bytes_of
     from plimsoll.cli.output import failures_shown, show
     from plimsoll.errors import Interrupted
+    from plimsoll.records.plan import parse_pin
     from plimsoll.report.progress import stages
     from plimsoll.report.render import render
     from plimsoll.run.shrink import ShrinkOptions
@@ -81,7 +80,7 @@ def shrink(  # noqa: PLR0917 -- typer calls it by name
         options = ShrinkOptions(
             target_bytes=_target_bytes(target),
             budget_bytes=limit_bytes_of(budget),
-            methods=_chain(methods),
+            methods=tuple(parse_pin(method) for method in methods or ()),
             forbids=tuple(forbids or ()),
             recover_steps=recover,
             distills=not no_distill,
@@ -129,10 +128,3 @@ def _target_bytes(target: str | None) -> int | None:
         return None if target is None else parse_bytes(target)
     except InputError as error:
         raise InputError(f"--target: {error}") from None
-
-
-def _chain(methods: list[str] | None) -> tuple[Choice, ...]:
-    from plimsoll.records.plan import Choice, parse_pin
-
-    pins = [parse_pin(method, "--method") for method in methods or ()]
-    return tuple(Choice(technique=pin.technique, options=pin.options) for pin in pins)

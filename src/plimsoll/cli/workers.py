@@ -6,8 +6,9 @@ whole; the training is a process of its own because the kernel may kill it.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -60,7 +61,12 @@ def shrink_worker(request: Path) -> None:
     """Make smaller models, as asked for on standard input."""
     from plimsoll.run.shrink_process import ShrinkRequest, serve
 
-    serve(ShrinkRequest.load(request))
+    def answers() -> Mapping[str, Callable[..., Any]]:
+        from plimsoll.run.shrinking import answers_of
+
+        return answers_of(ShrinkRequest.load(request))
+
+    serve(answers)
 
 
 def measure_worker() -> None:

@@ -9,6 +9,9 @@ from plimsoll.records.base import Frozen, Record
 from plimsoll.records.plan import Choice
 from plimsoll.records.prediction import Estimate
 
+SHRINK_RECORD = "shrink.json"
+"""What the record is called in the folder of the smaller model."""
+
 Form = Literal["plain", "code", "torchao", "recurrent"]
 """How a model is loaded without Plimsoll: by ``from_pretrained``; by that with ``trust_remote_code=True``, which runs
 the ``modeling_shrunk.py`` in the folder; by that where torchao is installed; or from the state dict of a recurrent

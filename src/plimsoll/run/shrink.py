@@ -28,9 +28,9 @@ from plimsoll.errors import InputError, OutputError, PlimsollError
 from plimsoll.records.base import write_atomically
 from plimsoll.records.device import Budget
 from plimsoll.records.job import CheckpointPolicy, Job, TokenizerSource
-from plimsoll.records.plan import Choice
+from plimsoll.records.plan import Choice, Pin
 from plimsoll.records.run import RunRecord
-from plimsoll.records.shrink import Quality, ShrinkRecord, Small, TrainingCost, Unused
+from plimsoll.records.shrink import SHRINK_RECORD, Quality, ShrinkRecord, Small, TrainingCost, Unused
 from plimsoll.records.units import format_bytes
 from plimsoll.run.directory import RunDirectory
 from plimsoll.run.shrink_process import Chain, Made, Offer, ShrinkProcess, ShrinkRequest, Source
@@ -39,7 +39,6 @@ from plimsoll.run.supervise import prepare_data
 from plimsoll.store import Progress, silent
 
 WORK = ".shrink"
-RECORD = "shrink.json"
 
 _VALUES = "values"
 _VOCABULARY = "vocabulary"
@@ -65,7 +64,7 @@ class ShrinkOptions:
 
     target_bytes: int | None = None
     budget_bytes: int | None = None
-    methods: Chain = ()
+    methods: tuple[Pin, ...] = ()
     forbids: tuple[str, ...] = ()
     recover_steps: int = 0
     distills: bool = True
@@ -131,8 +130,8 @@ def shrink(
     """
     began = time.monotonic()
     work = _opened(source, out, options, force)
-    if (out / RECORD).is_file():
-        return ShrinkRecord.load(out / RECORD)
+    if (out / SHRINK_RECORD).is_file():
+        return ShrinkRecord.load(out / SHRINK_RECORD)
     cache = source.cache or work / "data"
     if source.job is not None:
         _prepare(source.job, work, cache, quiet)
@@ -148,7 +147,7 @@ def shrink(
     record = record.model_copy(update={"seconds": time.monotonic() - began})
     if folder is not None:
         _take(folder, out)
-    record.save(out / RECORD)
+    record.save(out / SHRINK_RECORD)
     if not keep_all:
         shutil.rmtree(work, ignore_errors=True)
     return record
@@ -174,7 +173,7 @@ class _Shrinking:
         self._offers = tuple(one for one in self.process.offers() if one.method not in self.options.forbids)
         self._models = [self._original()]
         if self.options.methods:
-            self._try(self.options.methods, recovers=True)
+            self._try(self.process.resolved(self.options.methods), recovers=True)
             best: int | None = 1
         else:
             self._try_alone()
@@ -441,12 +440,12 @@ def _opened(source: ShrinkSource, out: Path, options: ShrinkOptions, force: bool
     if out.exists() and not out.is_dir():
         raise OutputError(f"{out} is a file, but a model needs a folder: give another --out")
     if force and out.exists():
-        if not (work / "asked.json").is_file() and not (out / RECORD).is_file() and any(out.iterdir()):
+        if not (work / "asked.json").is_file() and not (out / SHRINK_RECORD).is_file() and any(out.iterdir()):
             raise OutputError(f"{out} is not empty, and nothing was shrunk there: give another --out")
         shutil.rmtree(out)
     if out.exists() and any(out.iterdir()):
         before = _read(work / "asked.json")
-        if before is None and (out / RECORD).is_file():
+        if before is None and (out / SHRINK_RECORD).is_file():
             raise OutputError(f"{out} holds a model that is done: give another --out, or --force to make it anew")
         if before != asked:
             what = "holds something else" if before is None else "was begun with another model, data or options"

@@ -13,6 +13,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar, Self
@@ -21,7 +22,7 @@ from plimsoll import errors
 from plimsoll.errors import InputError, KilledError, PlimsollError
 from plimsoll.records.base import Frozen, Record
 from plimsoll.records.job import Job
-from plimsoll.records.plan import Choice
+from plimsoll.records.plan import Choice, Pin
 from plimsoll.records.prediction import Estimate
 from plimsoll.records.shrink import Form, InferenceCost, Quality
 
@@ -97,6 +98,11 @@ class ShrinkProcess:
         """Ask what each method has for the original."""
         return tuple(Offer.model_validate(one) for one in self._ask("offers"))
 
+    def resolved(self, pins: Sequence[Pin]) -> Chain:
+        """Ask what a chain is that a user wrote, with the options that were left out."""
+        found = self._ask("resolved", pins=[pin.model_dump() for pin in pins])
+        return tuple(Choice.model_validate(one) for one in found)
+
     def weight_bytes(self, chain: Chain) -> int | None:
         """Ask what the weights have after a chain; ``None`` if it is refused."""
         found: int | None = self._ask("weight_bytes", chain=_plain(chain))
@@ -142,17 +148,18 @@ class ShrinkProcess:
         )
 
 
-def serve(request: ShrinkRequest) -> None:
-    """Answer questions on standard input until it ends; everything else that is printed goes to standard error."""
+def serve(answers_of: Callable[[], Mapping[str, Callable[..., Any]]]) -> None:
+    """Answer questions on standard input until it ends; everything else that is printed goes to standard error.
+
+    ``answers_of`` is called behind that change, and may import what prints.
+    """
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # libraries print what nobody asked for
-    from plimsoll.run.shrinking import answers_of
-
-    workshop = answers_of(request)
+    known = answers_of()
     for line in sys.stdin:
         asked = json.loads(line)
         try:
-            answer = {"answer": workshop[asked.pop("ask")](**asked)}
+            answer = {"answer": known[asked.pop("ask")](**asked)}
         except PlimsollError as error:
             answer = {"error": type(error).__name__, "message": str(error), "exit_code": error.exit_code}
         print(json.dumps(answer), file=answers, flush=True)

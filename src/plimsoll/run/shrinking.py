@@ -34,7 +34,7 @@ from plimsoll.models.hugging_face import MODEL_FAULTS
 from plimsoll.models.inference import InferenceTask
 from plimsoll.models.shrunk import form_of, save_subject
 from plimsoll.records.job import near
-from plimsoll.records.plan import Choice, micro_batch_choice
+from plimsoll.records.plan import Choice, Pin, micro_batch_choice
 from plimsoll.records.prediction import Estimate
 from plimsoll.records.shrink import InferenceCost, Quality
 from plimsoll.run.boundary import fitting
@@ -72,6 +72,31 @@ class Workshop:
             found.append(Offer.model_validate(known | offered))
         return tuple(found)
 
+    def resolved(self, pins: Sequence[Pin]) -> tuple[Choice, ...]:
+        """Return the choices that a user wrote, with the options that were left out.
+
+        Raises:
+            WeightsError: if there is no such method or option, or what changes shapes comes behind what changes values.
+        """
+        found: list[Choice] = []
+        for pin in pins:
+            method = _method(pin.technique)
+            given = dict(pin.options)
+            if pin.value is not None:
+                given[next(iter(method.options), "value")] = pin.value
+            for name in given:
+                if name not in method.options:
+                    known = ", ".join(method.options) or "none"
+                    raise WeightsError(f"{method.name} has no option `{name}` (it has: {known}): leave it out")
+            if found and _method(found[-1].technique).stage == "values" and method.stage != "values":
+                raise WeightsError(
+                    f"{method.name} changes shapes and {found[-1]} the bits of values, which must be last: give "
+                    f"--method {method.name} before --method {found[-1].technique}"
+                )
+            options = {name: value for name, value in (dict(method.options) | given).items() if value is not None}
+            found.append(Choice(technique=method.name, options=options))
+        return tuple(found)
+
     def weight_bytes(self, chain: Sequence[Choice]) -> int | None:
         """Return the bytes of the weights after a chain, without making it; ``None`` if a method refuses its part."""
         subject = self._subject(self.folder, None)
@@ -103,7 +128,7 @@ class Workshop:
             tokenizer = None if source.tokenizer is None else Path(source.tokenizer)
             dtype = _stored_dtype(Path(source.folder))
             for number, choice in enumerate(chain):
-                if _method(choice).stage == "values":
+                if _method(choice.technique).stage == "values":
                     subject.model.to(dtype)
                 before = subject.tokenizer
                 self._apply(subject, choice, self._calibration(choice, tokenizer))
@@ -111,7 +136,7 @@ class Workshop:
                     assert subject.tokenizer is not None
                     tokenizer = Path(place) / f"tokenizer-{number}"
                     subject.tokenizer.save_pretrained(tokenizer)
-            if not chain or _method(chain[-1]).stage == "structure":
+            if not chain or _method(chain[-1].technique).stage == "structure":
                 subject.model.to(dtype)
             subject.model.eval()
             quality = self._quality(subject.model, tokenizer, chain)
@@ -170,10 +195,10 @@ class Workshop:
         return Subject(self.evidence.load(folder, own), found)
 
     def _calibration(self, choice: Choice, tokenizer: Path | None) -> Calibration:
-        return self.evidence.calibration(tokenizer) if _method(choice).needs(choice) else Calibration()
+        return self.evidence.calibration(tokenizer) if _method(choice.technique).needs(choice) else Calibration()
 
     def _apply(self, subject: Subject, choice: Choice, calibration: Calibration) -> None:
-        method = _method(choice)
+        method = _method(choice.technique)
         fault = method.refusal(subject, choice)
         if fault is not None:
             raise WeightsError(f"{choice} cannot be done to {self.folder}: {fault}")
@@ -229,6 +254,7 @@ def answers_of(request: ShrinkRequest) -> dict[str, Callable[..., Any]]:
 
     return {
         "offers": lambda: [one.model_dump() for one in workshop.offers()],
+        "resolved": lambda pins: [one.model_dump() for one in workshop.resolved([Pin.model_validate(p) for p in pins])],
         "weight_bytes": lambda chain: workshop.weight_bytes(chain_of(chain)),
         "make": make,
         "measured": measured_apart,
@@ -287,10 +313,10 @@ def _compute_of(task: InferenceTask | None) -> Any:
     return forward if task is None else task.compute
 
 
-def _method(choice: Choice) -> Shrinker:
-    if choice.technique not in SHRINKERS:
-        raise WeightsError(f"there is no method `{choice.technique}`; {near(choice.technique, SHRINKERS)}")
-    return SHRINKERS[choice.technique]
+def _method(name: str) -> Shrinker:
+    if name not in SHRINKERS:
+        raise WeightsError(f"there is no method `{name}`; {near(name, SHRINKERS)}")
+    return SHRINKERS[name]
 
 
 def _known(num_bytes: int) -> Estimate:

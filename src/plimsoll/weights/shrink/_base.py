@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from plimsoll.records.plan import Choice
+from plimsoll.records.plan import Choice, Value
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -63,13 +63,15 @@ class Shrinker(Protocol):
 
     ``name`` is the registry's key, the word on the command line, the page in ``docs/shrink`` and the test's id;
     ``title`` what it does, for a table; ``saves`` one sentence that says what becomes smaller (the file, the memory,
-    the time of a pass, that of training) and what does not.
+    the time of a pass, that of training) and what does not. ``options`` are what a choice may have, with what is taken
+    where it is left out (``None``: nothing); the first is what ``name=value`` on a command line means.
     """
 
     name: ClassVar[str]
     title: ClassVar[str]
     saves: ClassVar[str]
     stage: ClassVar[Stage]
+    options: ClassVar[Mapping[str, Value | None]]
 
     def menu(self, subject: Subject) -> Choices | str:
         """Return what is worth trying, mildest first, or a sentence that says why nothing is.
