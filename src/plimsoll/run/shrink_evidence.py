@@ -53,8 +53,10 @@ _SEQUENCE_TOKENS = 256  # of plain texts, where the model reads more
 class Evidence(Protocol):
     """What models are judged by."""
 
-    task: str
-    head: Head
+    @property
+    def head(self) -> Head:
+        """Of the models."""
+        ...
 
     def load(self, folder: Path, tokenizer: Path | None) -> nn.Module:
         """Load a model as it is made smaller: dense, in float32, on the CPU, in evaluation mode."""
@@ -97,11 +99,6 @@ class JobEvidence:
     cache: Path
     most_samples: int | None = None
     _opened: dict[Path | None, _Data] = field(default_factory=dict)
-
-    @property
-    def task(self) -> str:
-        """The job's."""
-        return self.job.task
 
     @property
     def head(self) -> Head:
@@ -200,7 +197,10 @@ class JobEvidence:
         folders = [Path(part.tokens_folder) for part in parts if part.tokens_folder is not None]
         if len(folders) < len(parts):  # tokenized on the fly: nobody counts them before they are read
             return None
-        return np.sum([token_counts(folder, prepared.vocab_size) for folder in folders], axis=0)
+        total = np.zeros(prepared.vocab_size, np.int64)
+        for folder in folders:
+            total += token_counts(folder, prepared.vocab_size)
+        return total
 
 
 @dataclass
@@ -220,7 +220,6 @@ class TextEvidence:
     columns: tuple[str, ...] | None = None
     has_header: bool | None = None
     most_samples: int | None = None
-    task: str = "embed"
     head: Head = "none"
     _vectors_ND: Tensor | None = None
 

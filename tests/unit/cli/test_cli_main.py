@@ -49,8 +49,8 @@ FLAGS = {
         "--force", "--quiet", "-q", "--json",
     },
     "shrink": {
-        "--out", "-o", "--target", "--method", "--forbid", "--recover", "--no-distill", "--budget", "--data", "--column",
-        "--label", "--no-header", "--set", "--tries", "--samples", "--keep-all", "--force", "--quiet", "-q", "--json",
+        "--out", "-o", "--target", "--method", "--forbid", "--recover", "--no-distill", "--budget", "--data",
+        "--column", "--label", "--no-header", "--set", "--tries", "--samples", "--keep-all", "--force", "--quiet", "-q", "--json",
     },
     "explain": {"--json"},
     "report": {"--output", "-o", "--json", "--force"},
