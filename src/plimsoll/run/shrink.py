@@ -32,9 +32,10 @@ from plimsoll.records.plan import Choice, Pin
 from plimsoll.records.run import RunRecord
 from plimsoll.records.shrink import SHRINK_RECORD, Quality, ShrinkRecord, Small, TrainingCost, Unused
 from plimsoll.records.units import format_bytes
+from plimsoll.report.plan_sheets import budget_word
 from plimsoll.run.directory import RunDirectory
 from plimsoll.run.shrink_process import Chain, Made, Offer, ShrinkProcess, ShrinkRequest, Source
-from plimsoll.run.shrink_search import Guess, Single, guesses, varied
+from plimsoll.run.shrink_search import Guess, Single, guesses, smallest, varied
 from plimsoll.run.supervise import prepare_data
 from plimsoll.store import Progress, silent
 
@@ -44,6 +45,7 @@ _VALUES = "values"
 _VOCABULARY = "vocabulary"
 _STEPS_OF_ORIGINAL = 4  # of a training that is only looked at: the first one makes states
 _MOST_SIZED = 64  # guesses whose size is looked at, in the order of the loss expected
+_MORE_SHARE = 1.1  # of the target: what is guessed to be a little too large may fit
 _ALONE, _CHAINS = "methods alone", "chains"
 
 
@@ -166,7 +168,6 @@ class _Shrinking:
     say: Callable[[str], None]
     _offers: tuple[Offer, ...] = ()
     _models: list[Small] = field(default_factory=list)
-    _sizes: dict[Chain, int] = field(default_factory=dict)
 
     def run(self, out: str) -> tuple[ShrinkRecord, Path | None]:
         """Try what is wanted; return the record, and the folder of the model that was chosen."""
@@ -232,13 +233,27 @@ class _Shrinking:
         self._models = [self._judged(model, target_bytes) for model in self._models]
         fitting = [number for number, model in enumerate(self._models) if not model.rejected]
         if not fitting:
-            smallest = min(self._models, key=lambda model: model.file_bytes)
+            smallest_bytes, name = self._smallest()
             raise InputError(
-                f"no method reaches {format_bytes(target_bytes)}: the smallest model that was made has "
-                f"{format_bytes(smallest.file_bytes)} ({smallest.name}); give --target {smallest.file_bytes} or more, "
-                "or a chain of your own with --method"
+                f"no chain of methods reaches {format_bytes(target_bytes)}: the smallest has about "
+                f"{format_bytes(smallest_bytes)} ({name}); give --target {budget_word(smallest_bytes)} or more, or a "
+                "chain of your own with --method"
             )
         return max(fitting, key=lambda number: self._models[number].best_quality.rank)
+
+    def _smallest(self) -> tuple[int, str]:
+        """What the methods reach together, and how."""
+        for guess in smallest(self._singles())[:_MOST_SIZED]:
+            num_bytes = self._sized(guess.chain)
+            if num_bytes is not None:
+                return num_bytes, " > ".join(map(str, guess.chain))
+        least = min(self._models, key=lambda model: model.file_bytes)
+        return least.file_bytes, least.name
+
+    def _sized(self, chain: Chain) -> int | None:
+        """The files of a chain, without making it: its weights, and as much beside them as the original's have."""
+        original, num_bytes = self._models[0], self.process.weight_bytes(chain)
+        return None if num_bytes is None else num_bytes + original.file_bytes - original.weight_bytes
 
     def _judged(self, model: Small, target_bytes: int) -> Small:
         if model.file_bytes <= target_bytes:
@@ -248,26 +263,26 @@ class _Shrinking:
 
     def _chains(self, target_bytes: int) -> list[Guess]:
         """The chains to make: those expected to lose least whose weights, looked at without making them, fit."""
+        guessed = guesses(self._singles(), _MORE_SHARE * target_bytes / self._models[0].file_bytes)[:_MOST_SIZED]
+        sized = ((guess, self._sized(guess.chain)) for guess in guessed)
+        fitting = (guess for guess, num_bytes in sized if num_bytes is not None and num_bytes <= target_bytes)
+        return varied(fitting, self.options.most_tries)
+
+    def _singles(self) -> list[Single]:
+        """What each choice did alone."""
         original = self._models[0]
-        extra_bytes = original.file_bytes - original.weight_bytes  # names and sizes, in the files
         orders = {offer.method: number for number, offer in enumerate(self._offers)}
-        last = {offer.method for offer in self._offers if offer.stage == _VALUES}
-        singles = [
+        return [
             Single(
-                choice := model.chain[0],
+                model.chain[0],
                 model.weight_bytes / original.weight_bytes,
                 model.quality.loss - original.quality.loss,
-                orders[choice.technique],
-                choice.technique in last,
+                orders[model.chain[0].technique],
+                self._is_last(model.chain[0]),
             )
             for model in self._models[1:]
+            if len(model.chain) == 1
         ]
-        fitting: list[Guess] = []
-        for guess in guesses(singles, target_bytes / original.file_bytes)[:_MOST_SIZED]:
-            num_bytes = self.process.weight_bytes(guess.chain)
-            if num_bytes is not None and num_bytes + extra_bytes <= target_bytes:
-                fitting.append(guess)
-        return varied(fitting, self.options.most_tries)
 
     def _try(self, chain: Chain, recovers: bool) -> None:
         small = self._made(chain, recovers and bool(self.options.recover_steps) and self._can_recover(chain))

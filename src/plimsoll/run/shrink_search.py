@@ -2,8 +2,8 @@
 
 Alone, each choice has shrunk the weights by a factor and raised the loss by a difference. A chain is guessed to shrink
 them by the product and to raise the loss by the sum; both are wrong where methods meet (heads and hidden size remove
-the same weights), so every chain that is taken is made and measured. A chain has one choice of a method at most, in the
-order of the registry, and of those that only change the bits of values one.
+the same weights, int8 and int4 exclude each other), so every chain that is taken is made and measured. A chain has one
+choice of a method at most, in the order of the registry.
 
 Does NOT guess what training gives back.
 """
@@ -20,6 +20,7 @@ from plimsoll.records.plan import Choice
 Chain = tuple[Choice, ...]
 
 _MOST_STRUCTURES = 3  # methods that change shapes, in one chain: the guess gets worse with each
+_MOST_VALUES = 2  # methods that change the bits of values: of embeddings, and of linear layers
 
 
 class Single(NamedTuple):
@@ -49,17 +50,13 @@ def guesses(singles: Sequence[Single], most_share: float) -> list[Guess]:
 
     Where a chain is expected to fit, the same chain with more in it is not listed.
     """
-    usable = [one for one in singles if math.isfinite(one.lost)]
-    structures = [one for one in usable if not one.is_last]
-    values: list[Single | None] = [None, *(one for one in usable if one.is_last)]
-    found: list[Guess] = []
-    for num in range(_MOST_STRUCTURES + 1):
-        for picked in _combinations(structures, num):
-            for value in values:
-                parts = [*picked, *([value] if value else [])]
-                if parts and _is_least(parts, most_share):
-                    found.append(_guess(parts))
+    found = (_guess(parts) for parts in _chains(singles) if _is_least(parts, most_share))
     return sorted(found, key=lambda one: (one.lost, one.share))
+
+
+def smallest(singles: Sequence[Single]) -> list[Guess]:
+    """Return all chains, those first that are expected to leave the least."""
+    return sorted((_guess(parts) for parts in _chains(singles)), key=lambda one: (one.share, one.lost))
 
 
 def varied(ordered: Iterable[Guess], most: int, most_alike: int = 2) -> list[Guess]:
@@ -74,13 +71,23 @@ def varied(ordered: Iterable[Guess], most: int, most_alike: int = 2) -> list[Gue
     return taken
 
 
-def _combinations(singles: Sequence[Single], num: int) -> Iterator[list[Single]]:
-    """Choices of ``num`` different methods, in the order of a chain."""
+def _chains(singles: Sequence[Single]) -> Iterator[list[Single]]:
+    usable = [one for one in singles if math.isfinite(one.lost)]
+    structures = [one for one in usable if not one.is_last]
+    endings = list(_combinations([one for one in usable if one.is_last], _MOST_VALUES))
+    for begin, end in itertools.product(_combinations(structures, _MOST_STRUCTURES), endings):
+        if begin or end:
+            yield [*begin, *end]
+
+
+def _combinations(singles: Sequence[Single], most: int) -> Iterator[list[Single]]:
+    """Choices of up to ``most`` different methods, in the order of a chain; also none."""
     by_method: dict[int, list[Single]] = {}
     for one in singles:
         by_method.setdefault(one.order, []).append(one)
-    for methods in itertools.combinations(sorted(by_method), num):
-        yield from (list(picked) for picked in itertools.product(*(by_method[order] for order in methods)))
+    for num in range(most + 1):
+        for methods in itertools.combinations(sorted(by_method), num):
+            yield from (list(picked) for picked in itertools.product(*(by_method[order] for order in methods)))
 
 
 def _is_least(parts: Sequence[Single], most_share: float) -> bool:

@@ -50,7 +50,8 @@ FLAGS = {
     },
     "shrink": {
         "--out", "-o", "--target", "--method", "--forbid", "--recover", "--no-distill", "--budget", "--data",
-        "--column", "--label", "--no-header", "--set", "--tries", "--samples", "--keep-all", "--force", "--quiet", "-q", "--json",
+        "--column", "--label", "--no-header", "--set", "--tries", "--samples", "--keep-all", "--force", "--quiet",
+        "-q", "--json",
     },
     "explain": {"--json"},
     "report": {"--output", "-o", "--json", "--force"},

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from plimsoll.records.plan import Choice
-from plimsoll.run.shrink_search import Guess, Single, guesses, varied
+from plimsoll.run.shrink_search import Guess, Single, guesses, smallest, varied
 
 LAYERS, HEADS, INT8, INT4 = (Choice(technique=name) for name in ("layers", "heads", "int8", "int4"))
 SINGLES = [
@@ -29,9 +29,10 @@ def test_all_that_fit_are_listed_the_least_loss_first_and_none_that_needs_less()
     assert found == [(HEADS, INT8), (LAYERS, INT8), (INT4,)]
 
 
-def test_what_changes_values_is_last_and_there_is_one_of_it():
-    assert all(INT8 not in one.chain[:-1] and INT4 not in one.chain[:-1] for one in guesses(SINGLES, 0.09))
-    assert guesses(SINGLES, 0.07) == []
+def test_what_changes_values_is_last_and_two_of_it_are_tried_too():
+    found = [one.chain for one in guesses(SINGLES, 0.09)]
+    assert found == [(INT8, INT4), (LAYERS, HEADS, INT4)]
+    assert guesses(SINGLES, 0.02) == []
 
 
 def test_one_choice_of_a_method():
@@ -51,3 +52,8 @@ def test_of_the_same_methods_two_are_taken():
     other = Guess((INT4,), 0.2, 9.0)
     assert varied([*same, other], 3) == [*same[:2], other]
     assert varied([*same, other], 1) == same[:1]
+
+
+def test_the_smallest_chain_has_all_there_is():
+    assert smallest(SINGLES)[0].chain == (LAYERS, HEADS, INT8, INT4)
+    assert smallest(SINGLES)[-1].chain == (HEADS,)
