@@ -34,6 +34,7 @@ from plimsoll.embeddings.vocabulary import of_tokenizer
 from plimsoll.errors import BudgetError, JobError
 from plimsoll.mapped import MappedPool
 from plimsoll.models.build import build_model, loss_of, name_labels, sketch_model
+from plimsoll.models.teacher import digest_of
 from plimsoll.models.vectors import dimension_of, fill_embedding, require_fitting, word_embedding
 from plimsoll.optimizers import build_optimizer, build_schedule
 from plimsoll.records.embeddings import SubsetFacts
@@ -45,6 +46,7 @@ from plimsoll.workload import LossFunction, Units, resident_bytes
 _UNSHUFFLED = {"as_is", "streams"}
 _FOUND_SHARE = 0.5  # of the tokens of a text; with fewer, a job is told what would find more
 _SAID_BY_THE_KEY = {"train", "validation", "workers", *(field.name for field in fields(Reading))}
+_NOT_LEARNED = {"budget", "checkpoint", "steps", "evaluate_every", "device"}  # what changes nothing of what is learned
 _COUNTED_TOKENS = 1 << 20  # at a time
 _LONGEST_ENTRY = 100  # characters of a fingerprint's entry
 
@@ -286,13 +288,18 @@ def fingerprint(job: Job, prepared: Prepared) -> dict[str, str]:
     """
     facts = job.model_dump(
         mode="json",
-        exclude={"budget", "checkpoint", "steps", "evaluate_every", "device", "data", "tokenizer", "embeddings"},
+        exclude={*_NOT_LEARNED, "data", "tokenizer", "embeddings", "distill"},
     )
     facts["data"] = job.data.model_dump(mode="json", exclude=_SAID_BY_THE_KEY)
     if job.data.reset is None:  # checkpoints from before there was this field are as good
         del facts["data"]["reset"]
     if job.embeddings is not None:  # what the vectors are, wherever their file is
         facts["embeddings"] = {"vectors": prepared.vectors_digest, "trainable": job.embeddings.trainable}
+    if job.distill is not None:  # what the teacher is, wherever its folder is, and in which numbers it computes
+        facts["distill"] = job.distill.model_dump(mode="json", exclude={"form"}) | {
+            "teacher": digest_of(Path(job.distill.teacher)),
+            "codes": job.distill.form if job.distill.form == "int8" else "none",
+        }
     if job.data.augment and job.data.augment.synonyms:  # what is in the table, wherever it is
         table = Path(job.data.augment.synonyms)
         content = table.read_bytes() if table.is_file() else b""

@@ -26,6 +26,7 @@ from plimsoll.mapped import MappedPool
 from plimsoll.memory.lowering.base import Lowering
 from plimsoll.memory.trace import Rehearsal, failures_explained, rehearsal, with_unknown_lengths
 from plimsoll.models.build import build_model
+from plimsoll.models.distillation import Distillation
 from plimsoll.optimizers import build_optimizer
 from plimsoll.records.device import Device, MemoryUse
 from plimsoll.records.job import Job
@@ -35,6 +36,7 @@ from plimsoll.run.commit import ADDRESS_OF
 from plimsoll.run.job_step import step_of
 from plimsoll.run.rungs import samples_of
 from plimsoll.run.step import TrainStep
+from plimsoll.run.teaching import loss_for
 from plimsoll.techniques import Choices
 from plimsoll.techniques._lengths import groups_by_length, lengths_of
 from plimsoll.techniques.layer_streaming import put_where_needed, streams
@@ -141,11 +143,14 @@ def _train_job(  # noqa: PLR0917 -- one call
     files = MappedPool() if is_large else None  # on CUDA these stand for the host's memory
     with failures_explained("the model of this job", stage):
         model = build_model(job, *texts, files=files).train()
+        loss = loss_for(job, texts, lowering.device)
     put_where_needed(model, lowering.device, choices)
     stage.recorder.know_model(model)
+    if isinstance(loss, Distillation) and loss.teacher is not None:
+        stage.recorder.know_teacher(loss.teacher)
     optimizer = build_optimizer(job.optimizer, model.parameters())
     backend = StageBackend(lowering.kind)
-    step = step_of(job, model, optimizer, [choices], backend=backend, position=position, files=files)
+    step = step_of(job, model, optimizer, [choices], loss=loss, backend=backend, position=position, files=files)
     stage.recorder.know_model(step.workload.model)  # a technique may have exchanged it
     with failures_explained("the model of this job", stage):
         _rehearse(stage, step, batches, held_out, has_states=bool(job.evaluate_every))
