@@ -142,15 +142,14 @@ class ShrinkRecord(Record):
     @property
     def front(self) -> tuple[int, ...]:
         """The numbers of the models that no other beats in both size and quality, the smallest first."""
-        order = sorted(range(len(self.models)), key=lambda number: (self._size(number), self._worse(number)))
+        order = sorted(
+            range(len(self.models)), key=lambda number: (self.models[number].file_bytes, self._worse(number))
+        )
         kept: list[int] = []
         for number in order:
             if not kept or self.models[number].best_quality.rank > self.models[kept[-1]].best_quality.rank:
                 kept.append(number)
         return tuple(kept)
-
-    def _size(self, number: int) -> int:
-        return self.models[number].file_bytes
 
     def _worse(self, number: int) -> tuple[float, float]:
         score, less_loss = self.models[number].best_quality.rank

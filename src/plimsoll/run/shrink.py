@@ -15,31 +15,27 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
-from plimsoll.errors import InputError, OutputError, PlimsollError
+from plimsoll.errors import InputError
 from plimsoll.records.base import write_atomically
-from plimsoll.records.device import Budget
-from plimsoll.records.job import CheckpointPolicy, Job, TokenizerSource
+from plimsoll.records.job import Job
 from plimsoll.records.plan import Choice, Pin
 from plimsoll.records.run import RunRecord
 from plimsoll.records.shrink import SHRINK_RECORD, Quality, ShrinkRecord, Small, TrainingCost, Unused
 from plimsoll.records.units import format_bytes
 from plimsoll.report.plan_sheets import budget_word
 from plimsoll.run.directory import RunDirectory
+from plimsoll.run.shrink_folder import opened, take
 from plimsoll.run.shrink_process import Chain, Made, Offer, ShrinkProcess, ShrinkRequest, Source
+from plimsoll.run.shrink_recover import Trained, cost_of, train_again
 from plimsoll.run.shrink_search import Guess, Single, guesses, smallest, varied
 from plimsoll.run.supervise import prepare_data
 from plimsoll.store import Progress, silent
-
-WORK = ".shrink"
 
 _VALUES = "values"
 _VOCABULARY = "vocabulary"
@@ -98,11 +94,6 @@ class ShrinkSource:
         return f"{validation:.0%} of the training data" if isinstance(validation, float) else str(validation)
 
 
-class _Trained(NamedTuple):
-    folder: Path
-    cost: TrainingCost
-
-
 def shrink(
     source: ShrinkSource,
     out: Path,
@@ -131,7 +122,7 @@ def shrink(
         OutputError: if ``out`` is there and is of something else, or cannot be written.
     """
     began = time.monotonic()
-    work = _opened(source, out, options, force)
+    work = opened(out, _asked(source, options), force)
     if (out / SHRINK_RECORD).is_file():
         return ShrinkRecord.load(out / SHRINK_RECORD)
     cache = source.cache or work / "data"
@@ -148,7 +139,7 @@ def shrink(
         record, folder = shrinking.run(str(out))
     record = record.model_copy(update={"seconds": time.monotonic() - began})
     if folder is not None:
-        _take(folder, out)
+        take(folder, out)
     record.save(out / SHRINK_RECORD)
     if not keep_all:
         shutil.rmtree(work, ignore_errors=True)
@@ -201,11 +192,13 @@ class _Shrinking:
         if not self.options.recover_steps or self.source.job is None or small.training is None:
             return small
         if self.source.trained is not None:
-            cost = _cost_of(RunRecord.load(self.source.trained))
+            cost = cost_of(RunRecord.load(self.source.trained))
         else:
             self.say("training the original for some steps, to see what it takes; they are thrown away")
             try:
-                cost = self._train(Source(folder=str(self.source.folder)), self._place(()), _STEPS_OF_ORIGINAL).cost
+                cost = self._train(
+                    Source(folder=str(self.source.folder)), self._place(()), _STEPS_OF_ORIGINAL, None
+                ).cost
             except InputError as error:  # it may be why it is to become smaller
                 self.say(f"the original cannot be trained here: {error}")
                 return small
@@ -359,39 +352,9 @@ class _Shrinking:
         self._fresh(Source(folder=str(self.source.folder)), first, place / "teacher")
         return place / "teacher"
 
-    def _train(self, source: Source, place: Path, num_steps: int, teacher: Path | None = None) -> _Trained:
-        """Train a model as ``plimsoll train`` does it, which goes on where it was stopped."""
+    def _train(self, source: Source, place: Path, num_steps: int, teacher: Path | None) -> Trained:
         assert self.source.job is not None
-        run = place / "run"
-        write_atomically(place / "job.yaml", self._job(source, num_steps, teacher).encode())
-        if (run / "prepared.json").is_file():
-            arguments = ["--resume"]
-        else:
-            arguments = [str(place / "job.yaml"), "--cache", str(self.cache), "--force"]
-            arguments += [] if self.options.budget_bytes is not None else ["--no-plan"]
-        command = [sys.executable, "-m", "plimsoll", "train", *arguments, "--out", str(run), "--json"]
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
-        if done.returncode:
-            raise InputError(
-                f"{source.folder} cannot be trained ({_why(done.stdout)}): set --recover 0, or correct that"
-            )
-        return _Trained(run / "model", _cost_of(RunRecord.from_directory(run)))
-
-    def _job(self, source: Source, num_steps: int, teacher: Path | None) -> str:
-        assert self.source.job is not None
-        changes: dict[str, Any] = {
-            "model": source.folder,
-            "steps": num_steps,
-            "evaluate_every": None,
-            "checkpoint": CheckpointPolicy(every=max(num_steps // 4, 1), keep=1),
-            "budget": Budget(device_bytes=self.options.budget_bytes),
-        }
-        if source.tokenizer is not None:
-            changes["tokenizer"] = TokenizerSource(path=source.tokenizer)
-        fields = self.source.job.model_copy(update=changes).model_dump(mode="json", exclude_none=True)
-        if teacher is not None:
-            fields["distill"] = {"teacher": str(teacher.absolute())}
-        return json.dumps(fields)  # which is YAML too
+        return train_again(self.source.job, source, place, self.cache, num_steps, self.options.budget_bytes, teacher)
 
     def _place(self, chain: Chain) -> Path:
         text = json.dumps([str(choice) for choice in chain])
@@ -400,19 +363,6 @@ class _Shrinking:
 
 def _tokenizer(folder: Path, made: Made) -> str | None:
     return str(folder) if made.has_own_tokenizer else None
-
-
-def _cost_of(record: RunRecord) -> TrainingCost:
-    steps = [step.step_seconds for step in record.steps]
-    return TrainingCost(peak_bytes=record.peak_bytes, step_seconds=median(steps[1:] or steps) if steps else None)
-
-
-def _why(output: str) -> str:
-    try:
-        message: str = json.loads(output)["message"]
-    except (ValueError, KeyError, TypeError):
-        return "standard error has the reason"
-    return message
 
 
 def _sentence(small: Small) -> str:
@@ -435,42 +385,7 @@ def _prepare(job: Job, work: Path, cache: Path, quiet: bool) -> None:
     directory.write_job(job)
     code = prepare_data(directory, cache, quiet)
     if code:
-        raise PreparationFailed(
-            f"the data of {job.data.train} cannot be prepared (exit {code}): correct what is said above", code
-        )
-
-
-class PreparationFailed(PlimsollError):
-    """The process that prepares the data has said why, and ended with this code."""
-
-    def __init__(self, message: str, exit_code: int) -> None:
-        super().__init__(message)
-        self.exit_code = exit_code
-
-
-def _opened(source: ShrinkSource, out: Path, options: ShrinkOptions, force: bool) -> Path:
-    """Return the folder of work in ``out``, new or of the same command."""
-    work = out / WORK
-    asked = _asked(source, options)
-    if out.exists() and not out.is_dir():
-        raise OutputError(f"{out} is a file, but a model needs a folder: give another --out")
-    if force and out.exists():
-        if not (work / "asked.json").is_file() and not (out / SHRINK_RECORD).is_file() and any(out.iterdir()):
-            raise OutputError(f"{out} is not empty, and nothing was shrunk there: give another --out")
-        shutil.rmtree(out)
-    if out.exists() and any(out.iterdir()):
-        before = _read(work / "asked.json")
-        if before is None and (out / SHRINK_RECORD).is_file():
-            raise OutputError(f"{out} holds a model that is done: give another --out, or --force to make it anew")
-        if before != asked:
-            what = "holds something else" if before is None else "was begun with another model, data or options"
-            raise OutputError(f"{out} {what}, and is not overwritten: give another --out, or --force to begin anew")
-    try:
-        work.mkdir(parents=True, exist_ok=True)
-        write_atomically(work / "asked.json", json.dumps(asked).encode())
-    except OSError as error:
-        raise OutputError(f"cannot make {work}: {error.strerror}; give another --out") from None
-    return work
+        raise InputError(f"the data of {job.data.train} cannot be prepared (exit {code}): correct what is said above")
 
 
 def _asked(source: ShrinkSource, options: ShrinkOptions) -> dict[str, Any]:
@@ -485,19 +400,3 @@ def _asked(source: ShrinkSource, options: ShrinkOptions) -> dict[str, Any]:
             options.recover_steps, options.distills, options.most_tries, options.most_samples,
         ],
     }  # fmt: skip
-
-
-def _read(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-
-
-def _take(folder: Path, out: Path) -> None:
-    """Move the files of the chosen model to where they were asked for."""
-    for path in sorted(folder.iterdir()):
-        target = out / path.name
-        if target.is_dir():
-            shutil.rmtree(target)
-        path.replace(target)

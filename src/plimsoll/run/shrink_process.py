@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NoReturn, Self
 
 from plimsoll import errors
 from plimsoll.errors import InputError, KilledError, PlimsollError
@@ -135,7 +135,7 @@ class ShrinkProcess:
             raise self._death(what)
         answer = json.loads(line)
         if "error" in answer:
-            raise _error_of(answer)
+            _raise(answer)
         return answer["answer"]
 
     def _death(self, what: str) -> PlimsollError:
@@ -169,9 +169,8 @@ def _plain(chain: Chain) -> list[dict[str, Any]]:
     return [choice.model_dump() for choice in chain]
 
 
-def _error_of(answer: dict[str, Any]) -> PlimsollError:
-    kind = getattr(errors, answer["error"], InputError)
-    if issubclass(kind, KilledError):
-        return KilledError(answer["message"], answer["exit_code"] - 128)
-    made: PlimsollError = kind(answer["message"])
-    return made
+def _raise(answer: dict[str, Any]) -> NoReturn:
+    """Raise what the process has said."""
+    kind: Any = getattr(errors, answer["error"], InputError)
+    number = (answer["exit_code"] - 128,) if issubclass(kind, KilledError) else ()
+    raise kind(answer["message"], *number)

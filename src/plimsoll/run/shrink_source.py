@@ -130,7 +130,7 @@ def _ready(job: Job, folder: Path) -> Job:
     """The job as smaller models are trained and judged by it."""
     if not job.data.validation:
         raise DataError(
-            "data.validation is missing, so nothing says what a smaller model is worth: set data.validation to a file, "
+            f"data.validation is {job.data.validation}, so nothing says what a smaller model is worth: set data.validation to a file, "
             "or with --set data.validation=0.1 to a share of the training data"
         )
     changes: dict[str, Any] = {"model": str(folder.resolve()), "embeddings": None, "distill": None}

@@ -201,7 +201,7 @@ class Workshop:
         method = _method(choice.technique)
         fault = method.refusal(subject, choice)
         if fault is not None:
-            raise WeightsError(f"{choice} cannot be done to {self.folder}: {fault}")
+            raise WeightsError(f"{choice} cannot be used for {self.folder} ({fault}): leave it out, or give other options")
         if not _is_meta(subject.model) and "corpus" in method.needs(choice) and calibration.token_counts is None:
             raise WeightsError(
                 f"{choice} needs the number of times each token is in the corpus, and nobody counted them: leave out "

@@ -136,5 +136,5 @@ def test_a_job_without_weights_or_without_data_to_judge_by_is_refused(tmp_path):
         find_source(job)
     folder(tmp_path / "model")
     job = write_job(tmp_path / "job.yaml", data={"train": "train.jsonl", "label": "stars"})
-    with pytest.raises(DataError, match="data.validation is missing.*data.validation=0.1"):
+    with pytest.raises(DataError, match="data.validation is None.*data.validation=0.1"):
         find_source(job)
