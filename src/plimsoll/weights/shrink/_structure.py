@@ -105,6 +105,11 @@ def shrunk_class(model_class: type[PreTrainedModel]) -> type[PreTrainedModel]:
     return made
 
 
+def class_for(model_class: type[PreTrainedModel], config: Any) -> type[PreTrainedModel]:
+    """Return the class of models of a class with this configuration: its own, or where it notes a structure, that."""
+    return shrunk_class(model_class) if getattr(config, FIELD, None) else model_class
+
+
 @functools.cache
 def _made_class(model_class: Any) -> type[PreTrainedModel]:
     def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
