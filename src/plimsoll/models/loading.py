@@ -7,7 +7,8 @@ bitwise those of ``from_pretrained``. Which weight of the model is which tensor 
 says (`plimsoll.models.skeleton`). On place ``mapped`` weights are read-only memory of the checkpoint's files, which a
 limit on private memory does not count; what cannot stay as it is in the file is in unnamed files (`plimsoll.mapped`).
 
-It does NOT cover checkpoints that are quantized already, GGUF files, and models with code of their own.
+It does NOT cover checkpoints that are quantized already, GGUF files, and models with code of their
+own, but for those that were made smaller here (`plimsoll.weights.shrink`).
 """
 
 from __future__ import annotations
@@ -307,7 +308,7 @@ def _check_together(quantize: Quantize | None, adapters: Sequence[Path]) -> None
 def _kept_dense(model: Any) -> set[int]:
     """The layers that transformers does not quantize either: what gives a number for each token."""
     output = model.get_output_embeddings()
-    return set() if output is None else {id(output)}
+    return set() if output is None else {id(one) for one in output.modules()}  # of two, where it is in factors
 
 
 def _place_of(weight: Weight) -> tuple[str, int]:
