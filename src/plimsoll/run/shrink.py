@@ -189,20 +189,23 @@ class _Shrinking:
 
     def _original(self) -> Small:
         small = self._made((), recovers=False)
-        if not self.options.recover_steps or self.source.job is None or small.training is None:
+        cost = self._cost_of_original()
+        if cost is None or small.training is None:
             return small
-        if self.source.trained is not None:
-            cost = cost_of(RunRecord.load(self.source.trained))
-        else:
-            self.say("training the original for some steps, to see what it takes; they are thrown away")
-            try:
-                cost = self._train(
-                    Source(folder=str(self.source.folder)), self._place(()), _STEPS_OF_ORIGINAL, None
-                ).cost
-            except InputError as error:  # it may be why it is to become smaller
-                self.say(f"the original cannot be trained here: {error}")
-                return small
         return small.model_copy(update={"training": cost.model_copy(update={"predicted": small.training.predicted})})
+
+    def _cost_of_original(self) -> TrainingCost | None:
+        """What training the original took, or where others are trained here, takes."""
+        if self.source.trained is not None:
+            return cost_of(RunRecord.load(self.source.trained))
+        if not self.options.recover_steps or self.source.job is None:
+            return None
+        self.say("training the original for some steps, to see what it takes; they are thrown away")
+        try:
+            return self._train(Source(folder=str(self.source.folder)), self._place(()), _STEPS_OF_ORIGINAL, None).cost
+        except InputError as error:  # it may be why it is to become smaller
+            self.say(f"the original cannot be trained here: {error}")
+            return None
 
     def _try_alone(self) -> None:
         """Make what every method offers, each alone."""

@@ -99,7 +99,7 @@ class ShrinkProcess:
         return tuple(Offer.model_validate(one) for one in self._ask("offers"))
 
     def resolved(self, pins: Sequence[Pin]) -> Chain:
-        """Ask what a chain is that a user wrote, with the options that were left out."""
+        """Ask what a chain is that a user wrote, with the names of options that were left out."""
         found = self._ask("resolved", pins=[pin.model_dump() for pin in pins])
         return tuple(Choice.model_validate(one) for one in found)
 

@@ -73,7 +73,7 @@ class Workshop:
         return tuple(found)
 
     def resolved(self, pins: Sequence[Pin]) -> tuple[Choice, ...]:
-        """Return the choices that a user wrote, with the options that were left out.
+        """Return the choices that a user wrote, with the names of options that were left out.
 
         Raises:
             WeightsError: if there is no such method or option, or what changes shapes comes behind what changes values.
@@ -93,8 +93,7 @@ class Workshop:
                     f"{method.name} changes shapes and {found[-1]} the bits of values, which must be last: give "
                     f"--method {method.name} before --method {found[-1].technique}"
                 )
-            options = {name: value for name, value in (dict(method.options) | given).items() if value is not None}
-            found.append(Choice(technique=method.name, options=options))
+            found.append(Choice(technique=method.name, options=given))
         return tuple(found)
 
     def weight_bytes(self, chain: Sequence[Choice]) -> int | None:
@@ -179,9 +178,7 @@ class Workshop:
         baseline = self._training_baseline
         target = find_target("cpu", None, lambda: baseline)
         try:
-            trace = rehearse_job(
-                job, sketch_texts(job), target.lowering(), (micro_batch_choice(job.batch_size),), is_short=True
-            )
+            trace = rehearse_job(job, sketch_texts(job), target.lowering(), (micro_batch_choice(job.batch_size),))
         except (InputError, NotImplementedError):
             return None
         return target.count(trace).peak
@@ -201,7 +198,9 @@ class Workshop:
         method = _method(choice.technique)
         fault = method.refusal(subject, choice)
         if fault is not None:
-            raise WeightsError(f"{choice} cannot be used for {self.folder} ({fault}): leave it out, or give other options")
+            raise WeightsError(
+                f"{choice} cannot be used for {self.folder} ({fault}): leave it out, or give other options"
+            )
         if not _is_meta(subject.model) and "corpus" in method.needs(choice) and calibration.token_counts is None:
             raise WeightsError(
                 f"{choice} needs the number of times each token is in the corpus, and nobody counted them: leave out "

@@ -17,10 +17,18 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from plimsoll.records.plan import Choice
+from plimsoll.records.plan import Choice, Value
 from plimsoll.weights.shrink._base import Calibration, Choices, Need, Stage, Subject
 from plimsoll.weights.shrink._importance import Rows, best, is_meta, norms, read_scores
-from plimsoll.weights.shrink._options import NEEDS, importance_of, num_removed, options_fault, removal_fault, share_of
+from plimsoll.weights.shrink._options import (
+    NEEDS,
+    SHARE,
+    importance_of,
+    num_removed,
+    options_fault,
+    removal_fault,
+    share_of,
+)
 from plimsoll.weights.shrink._twins import Cut, become, block_of, checked, cuts_of, twin_of
 
 _WIDTHS = (
@@ -53,6 +61,7 @@ class Channels:
         "of a pass become smaller in proportion; embeddings and attention stay as they are"
     )
     stage: ClassVar[Stage] = "structure"
+    options: ClassVar[Mapping[str, Value | None]] = {"share": SHARE, "importance": "magnitude"}
 
     def menu(self, subject: Subject) -> Choices | str:
         """Offer an eighth, a quarter and a half."""

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from plimsoll.records.plan import Choice
+from plimsoll.records.plan import Choice, Value
 from plimsoll.weights.shrink._base import Calibration, Choices, Need, Stage, Subject
 from plimsoll.weights.shrink._importance import best, first_order, is_meta, norms, passes, tokens_of
 from plimsoll.weights.shrink._options import NEEDS, importance_of, num_removed, options_fault, removal_fault, share_of
@@ -40,6 +40,7 @@ class Layers:
         "smaller by what the layers had of them; embeddings stay as they are"
     )
     stage: ClassVar[Stage] = "structure"
+    options: ClassVar[Mapping[str, Value | None]] = {"keep": None, "share": None, "importance": "even"}
 
     def menu(self, subject: Subject) -> Choices | str:
         """Offer to keep three quarters and a half of the layers."""
