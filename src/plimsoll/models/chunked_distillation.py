@@ -157,14 +157,16 @@ class _Work:
     def _matrix_summed(self) -> Iterator[None]:
         """Have the output layer add its weight's gradient up in place, where it is learnt."""
         layer = self._student.matrix
-        place = next((n for n, one in enumerate(self._student.parameters) if layer and one is layer.weight), None)
-        if layer is None or place is None or not self.wanted[place]:
+        places = [number for number, one in enumerate(self._student.parameters) if layer and one is layer.weight]
+        if layer is None or not places:
             yield
             return
+        place = places[0]
         kind = layer.weight.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else layer.weight.dtype
         weight = layer.weight.detach().to(dtype)
-        total = self.sums[place] = torch.zeros_like(layer.weight, dtype=self._sum_dtype)
+        total = torch.zeros_like(layer.weight, dtype=self._sum_dtype) if self.wanted[place] else None
+        self.sums[place] = total
         product: Any = _Product.apply  # torch has no types for it
         with forward_of(layer, lambda run, inputs: product(inputs.to(dtype), weight, _bias(layer, dtype), total)):
             yield
@@ -175,10 +177,10 @@ def _bias(layer: nn.Linear, dtype: torch.dtype) -> Tensor | None:
 
 
 class _Product(torch.autograd.Function):
-    """``F.linear`` whose weight's gradient is added to a sum."""
+    """``F.linear`` whose weight's gradient is added to a sum, if there is one."""
 
     @staticmethod
-    def forward(ctx: Any, inputs: Tensor, weight_VH: Tensor, bias_V: Tensor | None, sum_VH: Tensor) -> Tensor:
+    def forward(ctx: Any, inputs: Tensor, weight_VH: Tensor, bias_V: Tensor | None, sum_VH: Tensor | None) -> Tensor:
         ctx.save_for_backward(inputs, weight_VH)
         ctx.sum_VH, ctx.has_bias = sum_VH, bias_V is not None
         return functional.linear(inputs, weight_VH, bias_V)
@@ -188,9 +190,9 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         inputs, weight_VH = ctx.saved_tensors
         gradient_NV, inputs_NH = gradient.flatten(0, -2), inputs.flatten(0, -2)
-        if gradient.dtype == ctx.sum_VH.dtype:
+        if ctx.sum_VH is not None and gradient.dtype == ctx.sum_VH.dtype:
             ctx.sum_VH.addmm_(gradient_NV.t(), inputs_NH)
-        else:
+        elif ctx.sum_VH is not None:
             parts = (torch.split(whole, _ROWS_PER_SUM) for whole in (ctx.sum_VH, gradient_NV.t()))
             for part, of_rows in zip(*parts, strict=True):
                 part.add_(of_rows @ inputs_NH)

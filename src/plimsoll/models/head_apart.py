@@ -64,7 +64,7 @@ def head_apart(
     """
     if isinstance(model, RecurrentLanguageModel):
         hidden_BTH = model.hidden_states(fields["input_ids"])
-        plain = model.head if type(model.head) is nn.Linear else None
+        plain = model.head if type(model.head) is nn.Linear and _is_plain(model.head) else None
         parameters = tuple(model.head.parameters())
         return HeadApart(hidden_BTH, model.logits_of, model.config.vocab_size, parameters, plain), None
     return _of_called(cast(Any, model), fields, num_first, with_states)
@@ -119,10 +119,14 @@ def _outside(model: nn.Module, body: nn.Module) -> tuple[nn.Parameter, ...]:
 
 
 def _matrix_of(model: Any) -> nn.Linear | None:
-    """The output layer, if it is as torch made it: one that a technique changed is called as it is."""
+    """The output layer, if it does what torch's does: one that a technique made another is called as it is."""
     layer = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    is_plain = type(layer) is nn.Linear and "forward" not in vars(layer)
-    return layer if is_plain else None
+    return layer if type(layer) is nn.Linear and _is_plain(layer) else None
+
+
+def _is_plain(layer: nn.Linear) -> bool:
+    forward = vars(layer).get("forward")
+    return forward is None or getattr(forward, "is_linear", False) is True
 
 
 def _with_hidden(outputs: Any, hidden_BCH: Tensor) -> Any:
