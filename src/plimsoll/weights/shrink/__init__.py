@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from plimsoll.weights.shrink._base import Calibration, Choices, Need, Shrinker, Stage, Subject
+from plimsoll.weights.shrink.dynamic_int8 import DynamicInt8
+from plimsoll.weights.shrink.float8 import Float8
+from plimsoll.weights.shrink.int4 import Int4
+from plimsoll.weights.shrink.int8 import Int8
+from plimsoll.weights.shrink.int8_embeddings import Int8Embeddings
 
-SHRINKERS: Mapping[str, Shrinker] = {}
+SHRINKERS: Mapping[str, Shrinker] = {
+    method.name: method for method in (Int8Embeddings(), Int8(), Int4(), DynamicInt8(), Float8())
+}
 
 __all__ = ["SHRINKERS", "Calibration", "Choices", "Need", "Shrinker", "Stage", "Subject"]
