@@ -24,6 +24,7 @@ from plimsoll.mapped import MappedPool
 from plimsoll.models.loading import Head, load_model
 from plimsoll.models.skeleton import quiet
 from plimsoll.records.job import near
+from plimsoll.weights.shrink._structure import FIELD, class_for
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -121,7 +122,7 @@ def build_hugging_face(architecture: str, fields: dict[str, Any], shape: TextSha
         config = _new_config(architecture, fields, shape)
         _fit_length(config, set(fields), shape, _skeleton(config, shape))
         with torch.device(device):
-            model = _auto_class(shape).from_config(config, dtype=torch.float32)
+            model = _built(config, shape)
     return _ready(model, shape)
 
 
@@ -147,7 +148,7 @@ def load_hugging_face(folder: Path, shape: TextShape, device: str, files: Mapped
             return _ready(skeleton, shape)
         if isinstance(torch.empty(0), FakeTensor):  # a rehearsal, of the shapes alone
             with torch.device(device):
-                return _ready(_auto_class(shape).from_config(config, dtype=torch.float32), shape)
+                return _ready(_built(config, shape), shape)
         try:
             loaded = load_model(
                 folder,
@@ -356,9 +357,19 @@ def _skeleton(config: PreTrainedConfig, shape: TextShape) -> PreTrainedModel:
     """Build the model without memory: whatever is raised here is about the configuration, never for want of memory."""
     try:
         with torch.device("meta"):
-            return cast("PreTrainedModel", _auto_class(shape).from_config(config, dtype=torch.float32))
+            return _built(config, shape)
     except MODEL_FAULTS as error:
         raise JobError(f"model: `{config.model_type}` cannot be built with these fields: {error}") from None
+
+
+def _built(config: PreTrainedConfig, shape: TextShape) -> PreTrainedModel:
+    """Build a model with new weights; one that was made smaller is of its own structure."""
+    auto: Any = _auto_class(shape)
+    if not getattr(config, FIELD, None):
+        return cast("PreTrainedModel", auto.from_config(config, dtype=torch.float32))
+    found = auto._model_mapping[type(config)]
+    model_class: Any = class_for(found[0] if isinstance(found, tuple) else found, config)
+    return cast("PreTrainedModel", model_class._from_config(config, dtype=torch.float32))
 
 
 def _fit_length(config: PreTrainedConfig, given: set[str], shape: TextShape, skeleton: PreTrainedModel) -> None:

@@ -9,7 +9,8 @@ limit on private memory does not count; what cannot stay as it is in the file is
 
 A folder that torchao's integers were saved in is read as it is (`plimsoll.models.coded`).
 
-It does NOT cover checkpoints that other libraries quantized, GGUF files, and models with code of their own.
+It does NOT cover checkpoints that other libraries quantized, GGUF files, and models with code of their own, but for
+those that were made smaller here (`plimsoll.weights.shrink`).
 """
 
 from __future__ import annotations
@@ -329,7 +330,7 @@ def _check_together(quantize: Quantize | None, adapters: Sequence[Path]) -> None
 def _kept_dense(model: Any) -> set[int]:
     """The layers that transformers does not quantize either: what gives a number for each token."""
     output = model.get_output_embeddings()
-    return set() if output is None else {id(output)}
+    return set() if output is None else {id(one) for one in output.modules()}  # of two, where it is in factors
 
 
 def _sketched(entry: Entry) -> Tensor:

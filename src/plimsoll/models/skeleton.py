@@ -2,10 +2,12 @@
 
 Transformers itself renames, ties, fuses and initialises: its ``from_pretrained`` is given stand-ins for the tensors of
 the checkpoint, which become tensors on the meta device. What is then left to do is to fill them
-(`plimsoll.models.loading`). Weights that the checkpoint has none for are initialised, in memory, as it does it.
+(`plimsoll.models.loading`). Weights that the checkpoint has none for are initialised, in memory, as it does it. A
+model that was made smaller, with a structure noted in its configuration, is built by the code that its folder brings
+along, which is our own (`plimsoll.weights.shrink._structure`).
 
 Uses ``transformers.core_model_loading`` (5.23) where a weight is made of several, as those of experts are. It does NOT
-cover checkpoints that are quantized already, code that a checkpoint brings along, and weights for several processes.
+cover checkpoints that are quantized already, other code that a checkpoint brings along, and weights for several processes.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from plimsoll.errors import WeightsError
+from plimsoll.weights.shrink._structure import class_for
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -109,7 +112,9 @@ def skeleton_of(
         WeightsError: if a weight has another shape in the checkpoint, or the model cannot be built.
     """
     stand_ins = {name: _StandIn(entry) for name, entry in checkpoint.entries.items()}
-    load: Any = model_class.from_pretrained  # which has no type for what it returns with the information
+    load: Any = class_for(
+        model_class, config
+    ).from_pretrained  # which has no type for what it returns with the information
     with quiet(), _one_after_the_other():
         try:
             model, info = load(

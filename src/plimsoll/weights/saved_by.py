@@ -6,6 +6,7 @@ from functools import cache
 from typing import Any
 
 from plimsoll.weights.int4 import OPAQUE, plain_of
+from plimsoll.weights.parts import is_made_of_parts
 
 
 def saved_by(config: Any) -> Any:
@@ -22,7 +23,13 @@ def _quantizer_class() -> type:
         """Writes what torchao itself does not: weights that are packed for one processor."""
 
         def get_state_dict_and_metadata(self, model: Any) -> Any:
-            state = model.state_dict()
+            # Of a quantized weight that several layers share one is written; the others are tied to it again.
+            others = getattr(model, "all_tied_weights_keys", {})
+            state = {
+                name: one
+                for name, one in model.state_dict().items()
+                if not (is_made_of_parts(one) and others.get(name, name) != name)
+            }
             return flatten_tensor_state_dict(
                 {name: plain_of(one) if type(one).__name__ == OPAQUE else one for name, one in state.items()}
             )

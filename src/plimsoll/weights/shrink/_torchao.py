@@ -4,7 +4,8 @@ Weights are changed on the live model by torchao's ``quantize_``, and the config
 ``from_pretrained(quantization_config=...)`` would have said: so ``save_pretrained`` writes torchao's own safetensors,
 and plain ``from_pretrained`` reads them where torchao is installed.
 
-The layers are the ``nn.Linear`` of the base model. Its head stays as it is: the output over the vocabulary (as in
+The layers are the ``nn.Linear`` of the base model, and the ``Conv1D`` that GPT-2 has in their place: torchao does not
+know it, so it becomes an ``nn.Linear``, which is noted in the configuration (`_structure`). The head stays as it is: the output over the vocabulary (as in
 transformers), and the classifier, which transformers leaves out or not by the order of its parameters.
 
 Does NOT cover models that are not of transformers: torchao has no recurrent layers, and those of
@@ -14,7 +15,7 @@ Does NOT cover models that are not of transformers: torchao has no recurrent lay
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -24,6 +25,7 @@ from plimsoll.records.plan import Choice
 from plimsoll.weights.parts import is_made_of_parts
 from plimsoll.weights.saved_by import saved_by
 from plimsoll.weights.shrink._base import Subject
+from plimsoll.weights.shrink._structure import as_linear, note, put
 
 Config = Any
 """A configuration of torchao, which has no types."""
@@ -59,20 +61,28 @@ def unknown_options(choice: Choice, **options: type) -> str | None:
     return None
 
 
-def linear_layers(model: Any) -> dict[str, nn.Linear]:
-    """Return the linear layers of the base model by name, in its order."""
+def linear_layers(model: Any) -> dict[str, Any]:
+    """Return the linear layers of the base model by name, in its order: ``nn.Linear``, and ``Conv1D`` of transformers."""
+    from transformers.pytorch_utils import Conv1D
+
     base = model.base_model
     inside = {id(module) for module in base.modules()}
-    found = {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
+    found = {name: module for name, module in model.named_modules() if type(module) in (nn.Linear, Conv1D)}
     output = model.get_output_embeddings()
-    return {name: one for name, one in found.items() if id(one) in inside and one is not output}
+    of_output = set() if output is None else {id(one) for one in output.modules()}
+    return {name: one for name, one in found.items() if id(one) in inside - of_output}
 
 
-def plain_layers(model: Any) -> dict[str, nn.Linear]:
-    """Return those whose weight is not quantized yet, and not shared with another module."""
+def plain_layers(model: Any) -> dict[str, Any]:
+    """Return those whose weight is not quantized yet, and not shared with a module of another kind."""
+    layers = linear_layers(model)
     holders = Counter(id(weight) for module in model.modules() for weight in module._parameters.values())
-    layers = linear_layers(model).items()
-    return {name: one for name, one in layers if not is_made_of_parts(one.weight) and holders[id(one.weight)] == 1}
+    among_layers = Counter(id(one.weight) for one in layers.values())
+    return {
+        name: one
+        for name, one in layers.items()
+        if not is_made_of_parts(one.weight) and holders[id(one.weight)] == among_layers[id(one.weight)]
+    }
 
 
 def num_holders(model: Any, weight: Tensor) -> int:
@@ -88,26 +98,39 @@ def nothing_found(model: Any, method: str) -> str:
         return f"{method}: {coded} of {len(all_layers)} linear layers are quantized already; give the dense model"
     base = type(model.base_model).__name__
     return (
-        f"{method} finds none of the layers it looked for: nn.Linear inside the {base} whose weight is its own "
-        f"({len(all_layers)} nn.Linear there; modules are {', '.join(kinds)}); use another method"
+        f"{method} finds none of the layers it looked for: nn.Linear or Conv1D inside the {base} whose weight is its own "
+        f"({len(all_layers)} there; modules are {', '.join(kinds)}); use another method"
     )
 
 
-def quantize_layers(model: Any, names: list[str], config: Config) -> None:
+def quantize_layers(model: Any, names: Sequence[str], config: Config) -> None:
     """Quantize some linear layers in place, and have the configuration of the model say so."""
-    from torchao.quantization import quantize_
-
-    chosen = set(names)
-    quantize_(model, config, filter_fn=lambda module, name: name in chosen)
-    say_quantized(model, config)
+    replace_weights(model, names, config, lambda weight: _quantized(weight, config))
 
 
-def replace_weights(model: Any, names: list[str], config: Config, made: Callable[[Tensor], Tensor]) -> None:
-    """Do what `quantize_layers` does with another function of the weight than torchao's own."""
+def replace_weights(model: Any, names: Sequence[str], config: Config, made: Callable[[Tensor], Tensor]) -> None:
+    """Do what `quantize_layers` does with another function of the weight, (out, in), than torchao's own."""
+    known: dict[int, nn.Parameter] = {}
     for name in names:
         layer = model.get_submodule(name)
-        layer.weight = nn.Parameter(made(layer.weight.detach()), requires_grad=False)
+        before = layer.weight  # which several layers may share
+        if not isinstance(layer, nn.Linear):
+            layer = as_linear(layer)
+            put(model, name, layer)
+            note(model, "as_linear", name)
+        if id(before) not in known:
+            known[id(before)] = nn.Parameter(made(layer.weight.detach()), requires_grad=False)
+        layer.weight = known[id(before)]
     say_quantized(model, config)
+
+
+def _quantized(weight: Tensor, config: Config) -> Tensor:
+    from torchao.quantization import quantize_
+
+    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    layer.weight = nn.Parameter(weight, requires_grad=False)
+    quantize_(layer, config)
+    return layer.weight.data
 
 
 def say_quantized(model: Any, config: Config) -> None:

@@ -2,7 +2,7 @@
 
 torchao's ``Int8DynamicActivationInt8WeightConfig``: the product is one of integers, so no layer is decoded. On a CPU
 without instructions for it (VNNI) such products can overflow; there the integers have 7 bits (torchao's
-``reduce_range``), which the file keeps. Does NOT cover the head, embeddings, and GPT-2's ``Conv1D``.
+``reduce_range``), which the file keeps. Does NOT cover the head and embeddings.
 """
 
 from __future__ import annotations

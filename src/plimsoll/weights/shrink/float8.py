@@ -1,8 +1,8 @@
 """Linear weights in 8 bits with a floating point (torchao's ``Float8WeightOnlyConfig``), or computing in them.
 
 ``dynamic=true`` has inputs in float8 too and multiplies in it, which needs a GPU of compute capability 8.9 (Ada,
-Hopper); without it weights are decoded in every pass, as those of ``int8`` are. Does NOT cover the head, embeddings,
-and GPT-2's ``Conv1D``.
+Hopper); without it weights are decoded in every pass, as those of ``int8`` are. Does NOT cover the head and
+embeddings.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 On the CPU torchao's prototype computes with them (``PrototypeInt4WeightOnlyConfig``, 0.18; the kernel is torch's own),
 and they are saved as the tensors of its ``Int4WeightOnlyConfig`` (`plimsoll.weights.int4` says why). Does NOT cover the
-head, embeddings, GPT-2's ``Conv1D``, and layers whose sizes the kernel does not have: they stay dense.
+head, embeddings, and layers whose sizes the kernel does not have: they stay dense.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 from plimsoll.records.plan import Choice
 from plimsoll.weights.int4 import INT4_ROWS, packed_int4
 from plimsoll.weights.shrink._base import Calibration, Choices, Need, Stage, Subject
+from plimsoll.weights.shrink._structure import sizes_of
 from plimsoll.weights.shrink._torchao import Config, plain_layers, replace_weights, why_not_linear
 
 _GROUPS = (32, 64, 128)
@@ -48,7 +49,7 @@ class Int4:
         if group not in _GROUPS:
             fault = f"{choice}: the kernel has groups of {', '.join(map(str, _GROUPS))} numbers: give one of them"
         if fault is None and not _fitting(subject.model, group):
-            sizes = sorted({(one.in_features, one.out_features) for one in plain_layers(subject.model).values()})
+            sizes = sorted({tuple(sizes_of(one)) for one in plain_layers(subject.model).values()})
             shown = ", ".join(f"{width} x {rows}" for width, rows in sizes[:3])
             fault = (
                 f"{choice}: no linear layer reads a multiple of {group} numbers and gives a multiple of {INT4_ROWS} "
@@ -71,8 +72,8 @@ def _group(choice: Choice) -> int:
 
 
 def _fitting(model: Any, group: int) -> list[str]:
-    layers = plain_layers(model).items()
-    return [name for name, one in layers if one.in_features % group == 0 and one.out_features % INT4_ROWS == 0]
+    sizes = {name: sizes_of(one) for name, one in plain_layers(model).items()}
+    return [name for name, (width, rows) in sizes.items() if width % group == 0 and rows % INT4_ROWS == 0]
 
 
 def _config(group: int) -> Config:

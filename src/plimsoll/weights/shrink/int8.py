@@ -1,7 +1,7 @@
 """Linear weights in 8 bits, a scale for each row (torchao's ``Int8WeightOnlyConfig``); the arithmetic stays as it is.
 
 The integers are decoded again in every pass, a layer after the other: a quarter of the file and of the memory that
-weights lie in, and no less time. Does NOT cover the head, embeddings, and GPT-2's ``Conv1D``.
+weights lie in, and no less time. Does NOT cover the head and embeddings.
 """
 
 from __future__ import annotations
