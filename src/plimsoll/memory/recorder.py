@@ -38,6 +38,7 @@ from plimsoll.memory.lowering.base import Run
 from plimsoll.memory.work import NO_WORK, WorkCounter
 from plimsoll.outside import is_outside
 from plimsoll.records.trace import Assumption, Category, OpTable, Phase, StorageTable, Trace
+from plimsoll.weights.parts import plain_parts
 
 _TORCH_FOLDER = os.path.dirname(torch.__file__) + os.sep
 _OWN_FOLDER = os.path.dirname(__file__) + os.sep
@@ -113,8 +114,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not self._phases:
             self._begin_op("before the first step")
         for name, tensor in tensors:
-            self._storages.see(tensor)
-            self._storages.mark(tensor, category, name)
+            for part in plain_parts(tensor).values():
+                self._storages.see(part)
+                self._storages.mark(part, category, name)
 
     def know_model(self, model: nn.Module) -> None:
         """Take note of a model: its parameters, buffers, and the names of its modules."""

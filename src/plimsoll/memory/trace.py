@@ -43,6 +43,7 @@ from plimsoll.memory.recorder import Recorder
 from plimsoll.memory.untraced import untraced
 from plimsoll.outside import outside_the_device
 from plimsoll.records.trace import Phase, Trace
+from plimsoll.weights.parts import with_parts
 
 _CANNOT_TRACE = (
     UnsupportedFakeTensorException,
@@ -129,7 +130,7 @@ class Rehearsal:
             if id(tensor) in memo:
                 continue
             with outside_the_device() if id(tensor) in outside else nullcontext():
-                fake = self.known.fake(tensor).requires_grad_(tensor.requires_grad)
+                fake = with_parts(tensor, self.known.fake).requires_grad_(tensor.requires_grad)
             if isinstance(tensor, nn.Parameter):
                 fake._is_param = True  # what nn.Parameter itself does for a subclass
             memo[id(tensor)] = fake

@@ -313,6 +313,14 @@ def read_hugging_face_config(folder: Path) -> PreTrainedConfig:
 
 
 def _check_checkpoint(config: PreTrainedConfig, folder: Path, shape: TextShape) -> None:
+    said = getattr(config, "quantization_config", None)
+    if said is not None:
+        method = said.get("quant_method") if isinstance(said, dict) else said.quant_method
+        raise JobError(
+            f"model: {folder} is quantized already (quantization_config of {method} in its config.json), and integers "
+            "cannot learn: train the model it was made of, for example with `quantization_aware: int8`, and quantize "
+            "what comes out"
+        )
     if config.model_type not in architectures(shape.num_labels, shape.is_tagger):
         raise JobError(
             f"model: {folder} is of architecture `{config.model_type}`, and transformers has no {shape.head} of it"

@@ -7,8 +7,10 @@ bitwise those of ``from_pretrained``. Which weight of the model is which tensor 
 says (`plimsoll.models.skeleton`). On place ``mapped`` weights are read-only memory of the checkpoint's files, which a
 limit on private memory does not count; what cannot stay as it is in the file is in unnamed files (`plimsoll.mapped`).
 
-It does NOT cover checkpoints that are quantized already, GGUF files, and models with code of their
-own, but for those that were made smaller here (`plimsoll.weights.shrink`).
+A folder that torchao's integers were saved in is read as it is (`plimsoll.models.coded`).
+
+It does NOT cover checkpoints that other libraries quantized, GGUF files, and models with code of their own, but for
+those that were made smaller here (`plimsoll.weights.shrink`).
 """
 
 from __future__ import annotations
@@ -25,11 +27,13 @@ from plimsoll.device.base import backend_for
 from plimsoll.errors import WeightsError
 from plimsoll.mapped import MappedPool
 from plimsoll.models.adapters import with_adapters
+from plimsoll.models.coded import coded_value, make_coded, refuse_changes, without_quantization
 from plimsoll.models.quantized import Quantize, can_be_quantized, quantized_weight
 from plimsoll.models.recurrent_skeleton import recurrent_fields, recurrent_skeleton
 from plimsoll.models.skeleton import Derived, Skeleton, Weight, quiet, replace, skeleton_of
 from plimsoll.store import Progress, silent
-from plimsoll.weights.loading import Checkpoint, Entry, open_checkpoint
+from plimsoll.weights.loading import Checkpoint, Coded, Entry, open_checkpoint
+from plimsoll.weights.parts import with_parts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -116,16 +120,20 @@ def load_model(
         asked = {"head": head, "quantize": quantize, "adapters": merged or None, "vocab_size": vocab_size}
         skeleton = recurrent_skeleton(checkpoint, fields, dtype, asked)
     else:
-        config = config or _config_of(checkpoint.folder)
+        config, said = without_quantization(config or _config_of(checkpoint.folder), checkpoint)
+        if said is not None:
+            refuse_changes(checkpoint, config, quantize=quantize, adapters=merged, vocab_size=vocab_size, dtype=dtype)
         chosen = _dtype_of(checkpoint, config, dtype)
         skeleton = skeleton_of(checkpoint, _class_of(config, head, checkpoint.folder), config, chosen, vocab_size)
         if not allow_missing:
             _check_body(skeleton, checkpoint)
     filling = _Filling(skeleton, torch.device(device), place, pool, progress)
     filling.quantize, filling.is_read_only = quantize, place == "mapped" and not merged
+    filling.coded = checkpoint.coded
     filling.fill()
     if fields is None:
         _finish(skeleton.model, checkpoint.folder, device)
+        make_coded(skeleton.model, said)
     model: nn.Module = with_adapters(skeleton.model, merged)
     if place == "mapped":
         model.requires_grad_(False)
@@ -148,10 +156,17 @@ def sketch_checkpoint(
         WeightsError: see `load_model`.
     """
     checkpoint = open_checkpoint(folder)
-    config = _config_of(checkpoint.folder)
+    config, said = without_quantization(_config_of(checkpoint.folder), checkpoint)
+    if said is not None:
+        refuse_changes(checkpoint, config, dtype=dtype)
     model_class, chosen = _class_of(config, head, checkpoint.folder), _dtype_of(checkpoint, config, dtype)
     skeleton = skeleton_of(checkpoint, model_class, config, chosen)
     _check_body(skeleton, checkpoint)
+    for weight in skeleton.weights.values():
+        if weight.entry is not None and weight.entry.name in checkpoint.coded:
+            value = coded_value(checkpoint.coded[weight.entry.name], torch.device("meta"), _sketched)
+            replace(weight, nn.Parameter(value, requires_grad=False))
+    make_coded(skeleton.model, said)
     return skeleton, checkpoint
 
 
@@ -164,6 +179,7 @@ class _Filling:
         self.pool = MappedPool() if pool is None and place == "mapped" else pool
         self.mapped: dict[str, Entry] = {}
         self.quantize: Quantize | None = None
+        self.coded: Mapping[str, Coded] = {}
         self.is_read_only = place == "mapped"
         self._skeleton, self._device, self._place, self._progress = skeleton, device, place, progress
         self._direct = sorted((weight for weight in skeleton.weights.values() if weight.entry), key=_place_of)
@@ -175,7 +191,9 @@ class _Filling:
         kept = _kept_dense(self._skeleton.model) if self.quantize else set()
         for weight in self._direct:
             assert weight.entry is not None
-            if self.quantize and self._is_to_be_quantized(weight, kept, self.quantize):
+            if weight.entry.name in self.coded:
+                self._put(weight, coded_value(self.coded[weight.entry.name], self._device, self._part_of_coded))
+            elif self.quantize and self._is_to_be_quantized(weight, kept, self.quantize):
                 self._put(weight, self._quantized(weight, weight.entry, self.quantize))
             else:
                 self._put(weight, self._value(weight, weight.entry))
@@ -203,12 +221,16 @@ class _Filling:
     def _quantized(self, weight: Weight, entry: Entry, kind: Quantize) -> Tensor:
         self.num_quantized += 1
         made = quantized_weight(entry, weight.meta.dtype, kind, self._device, self._report)
-        if self.pool is None:
-            return made
-        names, facts = made.__tensor_flatten__()  # type: ignore[attr-defined]
-        parts = {name: self.pool.copy_of(getattr(made, name)) for name in names}
-        moved: Tensor = type(made).__tensor_unflatten__(parts, facts, made.shape, made.stride())  # type: ignore[attr-defined]
-        return moved
+        return made if self.pool is None else with_parts(made, self.pool.copy_of)
+
+    def _part_of_coded(self, entry: Entry) -> Tensor:
+        """One of the tensors that a weight of torchao is made of, where the model is to be."""
+        if self.is_read_only and entry.can_be_mapped:
+            self._report(entry.num_bytes)
+            return entry.mapped()
+        target = self._empty(torch.empty(entry.shape, dtype=entry.dtype, device="meta"))
+        entry.read_into(target, self._report)
+        return target
 
     def _value(self, weight: Weight, entry: Entry) -> Tensor:
         if entry.shape != tuple(weight.meta.shape):
@@ -311,6 +333,10 @@ def _kept_dense(model: Any) -> set[int]:
     return set() if output is None else {id(one) for one in output.modules()}  # of two, where it is in factors
 
 
+def _sketched(entry: Entry) -> Tensor:
+    return torch.empty(entry.shape, dtype=entry.dtype, device="meta")
+
+
 def _place_of(weight: Weight) -> tuple[str, int]:
     assert weight.entry is not None
     return str(weight.entry.file), weight.entry.offset
@@ -339,10 +365,6 @@ def _class_of(config: PreTrainedConfig, head: Head | None, folder: Path) -> type
     import transformers
     from transformers.models.auto import modeling_auto
 
-    if getattr(config, "quantization_config", None) is not None:
-        raise WeightsError(
-            f"{folder} is quantized already ({config.quantization_config}): give the checkpoint it was made of"
-        )
     if head is None:
         for name in config.architectures or ():
             if hasattr(transformers, name):

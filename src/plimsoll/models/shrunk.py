@@ -26,7 +26,10 @@ Form = Literal["plain", "code", "torchao", "recurrent"]
 HOW_TO_LOAD: dict[Form, str] = {
     "plain": "from_pretrained(folder)",
     "code": f"from_pretrained(folder, trust_remote_code=True), which runs {CODE_FILE} of the folder",
-    "torchao": "from_pretrained(folder), with torchao installed",
+    "torchao": (
+        "from_pretrained(folder), with torchao installed (int4 then computes on a GPU only), and with "
+        f"trust_remote_code=True where {CODE_FILE} is in the folder"
+    ),
     "recurrent": "a state_dict in model.safetensors, and its sizes in config.json, for torch.nn's layers",
 }
 """What loads a folder of each form without Plimsoll."""

@@ -33,6 +33,7 @@ from plimsoll.store import Progress, silent
 from plimsoll.techniques._parts import ModelPart, parts_of
 from plimsoll.techniques._read_ahead import StreamedPart, reading_ahead
 from plimsoll.techniques._streamed_layers import streamed
+from plimsoll.weights.parts import is_made_of_parts, plain_parts
 
 
 @contextmanager
@@ -92,6 +93,12 @@ def _over_link(
 ) -> Iterator[None]:
     """On a GPU: what stays goes there, blocks that do not fit go to pinned memory and are copied as they compute."""
     resident = plan.names_in("device")
+    coded = [weight for part in parts for weight in part.weights if is_made_of_parts(weight)]
+    if coded:
+        raise InputError(
+            f"{len(coded)} weights are quantized, and blocks of such a model are not copied to a GPU as they compute: "
+            "give a budget that holds all of it, or a dense model"
+        )
     staying = {id(weight) for part in parts if part.name in resident for weight in part.weights}
     with torch.no_grad():
         for weight in (weight for part in parts for weight in part.weights):
@@ -149,13 +156,17 @@ def _copy_to_memory(weights: Sequence[nn.Parameter], is_cache_tight: bool) -> No
     """Give weights private memory, one after the other; weights that are one in the files stay one."""
     copies: dict[tuple[object, ...], Tensor] = {}
     for weight in weights:
-        mapped = weight.detach()
-        key = (mapped.data_ptr(), mapped.dtype, mapped.shape, mapped.stride())
-        if key not in copies:
-            copies[key] = mapped.clone()
-            if is_cache_tight:
-                drop(stretches_of([mapped]))
-        weight.data = copies[key]
+        for name, part in plain_parts(weight).items():
+            mapped = part.detach()
+            key = (mapped.data_ptr(), mapped.dtype, mapped.shape, mapped.stride())
+            if key not in copies:
+                copies[key] = mapped.clone()
+                if is_cache_tight:
+                    drop(stretches_of([mapped]))
+            if name:
+                setattr(weight, name, copies[key])
+            else:
+                weight.data = copies[key]
 
 
 def _streamed(parts: Sequence[ModelPart], plan: InferencePlan) -> list[StreamedPart]:
@@ -167,7 +178,8 @@ def _streamed(parts: Sequence[ModelPart], plan: InferencePlan) -> list[StreamedP
         last = part.module or last
         if part.name not in streamed or not part.is_streamable or last is None:
             continue
-        stretches, is_dropped = stretches_of(part.weights), part.name not in kept
+        pieces = [piece for weight in part.weights for piece in plain_parts(weight).values()]
+        stretches, is_dropped = stretches_of(pieces), part.name not in kept
         own, following = (stretches, ()) if part.module is not None else ((), stretches)
         found.append(StreamedPart(last, own, following, is_dropped))
     return found

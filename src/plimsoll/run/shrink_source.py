@@ -130,8 +130,8 @@ def _ready(job: Job, folder: Path) -> Job:
     """The job as smaller models are trained and judged by it."""
     if not job.data.validation:
         raise DataError(
-            f"data.validation is {job.data.validation}, so nothing says what a smaller model is worth: set data.validation to "
-            "a file, or with --set data.validation=0.1 to a share of the training data"
+            f"data.validation is {job.data.validation}, so nothing says what a smaller model is worth: set "
+            "data.validation to a file, or with --set data.validation=0.1 to a share of the training data"
         )
     changes: dict[str, Any] = {"model": str(folder.resolve()), "embeddings": None, "distill": None}
     if job.data.order == "streams":  # a smaller state cannot go on from where the original's was

@@ -16,6 +16,7 @@ from typing import Literal, NamedTuple
 from torch import Tensor, nn
 
 from plimsoll.techniques._blocks import blocks_of
+from plimsoll.weights.parts import stored_bytes
 
 OUTPUT, TABLES, REST = "output layer", "embeddings", "the rest"
 Kind = Literal["block", "output", "tables", "rest"]
@@ -75,4 +76,4 @@ def _output_of(model: nn.Module) -> nn.Module | None:
 
 def _num_bytes(weights: Iterable[Tensor]) -> int:
     """Bytes of weights, each once; on the meta device storages are told apart by their tensors."""
-    return sum(weight.numel() * weight.element_size() for weight in weights)
+    return sum(map(stored_bytes, weights))

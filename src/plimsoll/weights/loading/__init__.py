@@ -6,6 +6,7 @@
 `plimsoll.models.loading.load_model` makes a model of one.
 """
 
+from plimsoll.weights.loading.coded import Coded as Coded
 from plimsoll.weights.loading.entries import Entry as Entry
 from plimsoll.weights.loading.opening import Checkpoint as Checkpoint
 from plimsoll.weights.loading.opening import open_checkpoint as open_checkpoint

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path, PurePath
 from types import MappingProxyType
 from typing import Any
 
 from plimsoll.errors import WeightsError
+from plimsoll.weights.loading.coded import Coded, with_coded
 from plimsoll.weights.loading.entries import Entry, WeightFile
 from plimsoll.weights.loading.formats import HEAD_BYTES, Format, safetensors, torch_bin
 
@@ -33,11 +34,13 @@ class Checkpoint:
         folder: where the files are.
         entries: the tensors by their names, in the order they lie in the files.
         files: the files of weights.
+        coded: those of the entries that torchao wrote as several tensors, by their names.
     """
 
     folder: Path
     entries: Mapping[str, Entry]
     files: tuple[Path, ...]
+    coded: Mapping[str, Coded] = field(default_factory=dict)
 
     @cached_property
     def num_bytes(self) -> int:
@@ -104,7 +107,18 @@ def _checkpoint(folder: Path, names: list[str]) -> Checkpoint:
             entries[entry.name] = entry
     if not entries:
         raise WeightsError(f"{', '.join(names)} in {folder} hold no tensor: save the model again")
-    return Checkpoint(folder, MappingProxyType(entries), tuple(folder / name for name in names))
+    metadata = {key: value for name in names for key, value in _metadata(folder / name).items()}
+    entries, coded = with_coded(entries, metadata)
+    return Checkpoint(
+        folder, MappingProxyType(entries), tuple(folder / name for name in names), MappingProxyType(coded)
+    )
+
+
+def _metadata(path: Path) -> dict[str, Any]:
+    """What the header of a file says beside its tensors, which is where safetensors have it."""
+    with path.open("rb") as file:
+        is_headed = safetensors.recognises(file.read(HEAD_BYTES))
+    return safetensors.read_metadata(WeightFile(path, path.stat().st_size)) if is_headed else {}
 
 
 def _file_names(folder: Path) -> list[str]:

@@ -6,9 +6,22 @@ from collections.abc import Mapping
 
 from plimsoll.weights.shrink._base import Calibration, Choices, Need, Shrinker, Stage, Subject
 from plimsoll.weights.shrink.channels import Channels
+from plimsoll.weights.shrink.dynamic_int8 import DynamicInt8
+from plimsoll.weights.shrink.float8 import Float8
+from plimsoll.weights.shrink.int4 import Int4
+from plimsoll.weights.shrink.int8 import Int8
+from plimsoll.weights.shrink.int8_embeddings import Int8Embeddings
 from plimsoll.weights.shrink.layers import Layers
 
-_METHODS: tuple[Shrinker, ...] = (Layers(), Channels())
+_METHODS: tuple[Shrinker, ...] = (
+    Layers(),
+    Channels(),
+    Int8Embeddings(),
+    Int8(),
+    Int4(),
+    DynamicInt8(),
+    Float8(),
+)
 
 SHRINKERS: Mapping[str, Shrinker] = {method.name: method for method in _METHODS}
 

@@ -63,6 +63,16 @@ def read_entries(source: WeightFile) -> list[Entry]:
     return entries
 
 
+def read_metadata(source: WeightFile) -> dict[str, Any]:
+    """Return what the header says beside the tensors; texts by name.
+
+    Raises:
+        WeightsError: if the header is damaged or the file is cut off.
+    """
+    said = _header(source)[0].get("__metadata__") or {}
+    return said if isinstance(said, dict) else {}
+
+
 def _header(source: WeightFile) -> tuple[dict[str, Any], int]:
     """The header and how many bytes it has."""
     with source.path.open("rb", buffering=0) as file:

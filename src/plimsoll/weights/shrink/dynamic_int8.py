@@ -1,0 +1,53 @@
+"""Linear layers that compute in 8 bits: weights with a scale for each row, inputs with one for each token, made anew.
+
+torchao's ``Int8DynamicActivationInt8WeightConfig``: the product is one of integers, so no layer is decoded. On a CPU
+without instructions for it (VNNI) such products can overflow; there the integers have 7 bits (torchao's
+``reduce_range``), which the file keeps. Does NOT cover the head and embeddings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+import torch
+
+from plimsoll.records.plan import Choice, Value
+from plimsoll.weights.shrink._base import Calibration, Choices, Need, Stage, Subject
+from plimsoll.weights.shrink._torchao import Config, plain_layers, quantize_layers, why_not_linear
+
+
+class DynamicInt8:
+    """See the module."""
+
+    name: ClassVar[str] = "dynamic_int8"
+    title: ClassVar[str] = "linear layers compute in 8 bits"
+    saves: ClassVar[str] = (
+        "the file and the memory of the linear weights fall to a quarter of float32, and no layer is decoded whole; "
+        "whether a pass is faster depends on the processor and the size of the layers; it cannot be trained"
+    )
+    stage: ClassVar[Stage] = "values"
+    options: ClassVar[Mapping[str, Value | None]] = {}
+
+    def menu(self, subject: Subject) -> Choices | str:
+        """Offer it where there is a linear layer."""
+        return self.refusal(subject, Choice(technique=self.name)) or (Choice(technique=self.name),)
+
+    def needs(self, choice: Choice) -> frozenset[Need]:
+        """Nothing: the scales of inputs are found when they come."""
+        return frozenset()
+
+    def refusal(self, subject: Subject, choice: Choice) -> str | None:
+        """Refuse models without linear layers, and what torchao cannot do."""
+        return why_not_linear(subject, choice, self.name)
+
+    def shrink(self, subject: Subject, choice: Choice, calibration: Calibration) -> None:
+        """Quantize the linear layers of the base model."""
+        quantize_layers(subject.model, [*plain_layers(subject.model)], _config())
+
+
+def _config() -> Config:
+    from torchao.quantization import Int8DynamicActivationInt8WeightConfig
+
+    has_products = torch.cuda.is_available() or torch.cpu._is_vnni_supported()
+    return Int8DynamicActivationInt8WeightConfig(set_inductor_config=False, reduce_range=not has_products)

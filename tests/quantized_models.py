@@ -1,0 +1,34 @@
+"""Small models that methods of the values stage are tried on, and what they give."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from checkpoints import model_of
+from plimsoll.records.plan import Choice
+from plimsoll.weights.shrink import SHRINKERS, Calibration, Subject
+
+IDS = torch.arange(12).view(2, 6)
+
+
+def choice_of(method: str, **options: Any) -> Choice:
+    return Choice(technique=method, options=options)
+
+
+def shrunk(method: str, model: Any, **options: Any) -> Any:
+    subject, choice = Subject(model), choice_of(method, **options)
+    assert SHRINKERS[method].refusal(subject, choice) is None
+    SHRINKERS[method].shrink(subject, choice, Calibration())
+    return subject.model
+
+
+def logits(model: Any) -> Tensor:
+    with torch.inference_mode():
+        return model(IDS).logits
+
+
+def made(name: str, **fields: Any) -> Any:
+    return model_of(name, **fields)

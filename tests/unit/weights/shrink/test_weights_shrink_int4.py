@@ -1,0 +1,53 @@
+"""int4: which layers the kernel has, and the same outputs when it is loaded again."""
+
+import pytest
+import torch
+
+from plimsoll.models.loading import load_model
+from plimsoll.weights.parts import model_bytes
+from plimsoll.weights.shrink import SHRINKERS, Subject
+from quantized_models import choice_of, logits, made, shrunk
+
+
+@pytest.mark.parametrize("place", ["memory", "mapped"])
+@pytest.mark.parametrize("name", ["bert", "llama"])
+def test_it_is_close_and_loads_as_it_was(name, place, tmp_path):
+    dense = made(name)
+    expected = logits(dense)
+    model = shrunk("int4", dense)
+    assert 0 < (logits(model) - expected).abs().max() < 1e-4
+    model.save_pretrained(tmp_path)
+    loaded = load_model(tmp_path, place=place).model
+    assert torch.equal(logits(loaded), logits(model))
+    assert model_bytes(loaded) == model_bytes(model) == model_bytes(shrunk("int4", made(name).to("meta")))
+
+
+def test_it_is_what_load_model_makes_of_the_dense_folder(tmp_path):
+    made("llama").save_pretrained(tmp_path)
+    loaded = load_model(tmp_path, quantize="int4").model
+    assert torch.equal(logits(loaded), logits(shrunk("int4", made("llama"), group=32)))
+
+
+def test_layers_that_the_kernel_has_not_stay_dense():
+    model = shrunk("int4", made("llama", intermediate_size=72))  # 72 is no multiple of 16, nor of 32
+    layer = model.model.layers[0]
+    assert type(layer.self_attn.q_proj.weight).__name__ == "Int4OpaqueTensor"
+    assert type(layer.mlp.up_proj.weight.data) is torch.Tensor
+
+
+def test_sizes_without_a_kernel_are_refused():
+    subject = Subject(made("bert", hidden_size=24, intermediate_size=40))
+    fault = SHRINKERS["int4"].menu(subject)
+    assert fault == (
+        "int4=32: no linear layer reads a multiple of 32 numbers and gives a multiple of 16 (24 x 24, 24 x 40, 40 x "
+        "24): use int8"
+    )
+    fault = SHRINKERS["int4"].refusal(Subject(made("bert")), choice_of("int4", group=48))
+    assert fault == "int4=48: the kernel has groups of 32, 64, 128 numbers: give one of them"
+
+
+def test_the_menu_has_small_and_large_groups():
+    assert SHRINKERS["int4"].menu(Subject(made("bert", hidden_size=128))) == (
+        choice_of("int4", group=32),
+        choice_of("int4", group=128),
+    )
