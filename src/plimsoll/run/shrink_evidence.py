@@ -44,8 +44,8 @@ from plimsoll.run.tagging import TagScores
 from plimsoll.weights.shrink import Calibration
 from plimsoll.workload import Workload
 
-_TOKENS_PER_PASS = 4096
-_CALIBRATION_PASSES = 16
+_TOKENS_PER_PASS = 1024  # few, so that what is measured are weights and not activations
+_CALIBRATION_PASSES = 64
 _BLOCK_ROWS = 256
 _SEQUENCE_TOKENS = 256  # of plain texts, where the model reads more
 

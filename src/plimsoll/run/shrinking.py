@@ -199,7 +199,7 @@ class Workshop:
         fault = method.refusal(subject, choice)
         if fault is not None:
             raise WeightsError(
-                f"{choice} cannot be used for {self.folder} ({fault}): leave it out, or give other options"
+                f"{choice} cannot be used for {self.folder} ({fault}): leave it out, or change it"
             )
         if not _is_meta(subject.model) and "corpus" in method.needs(choice) and calibration.token_counts is None:
             raise WeightsError(
@@ -278,7 +278,8 @@ def measured(folder: Path, evidence: Evidence, tokenizer: Path | None) -> Infere
     batches = list(itertools.islice(evidence.batches(tokenizer), _PASSES_MEASURED))
     compute = _compute_of(evidence.inference(folder))
     import_first(folder, evidence.head)
-    baseline_bytes = backend.baseline_bytes()
+    backend.baseline_bytes()  # starts the thread pools
+    baseline_bytes = backend.use().used_bytes
     backend.reset_peak()
     model = load_for_inference(folder, evidence.head, None, "cpu")
     seconds = []
