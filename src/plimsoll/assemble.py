@@ -27,6 +27,7 @@ from plimsoll.data.loader import Loader, warn
 from plimsoll.data.order import BlockShuffle
 from plimsoll.data.packable import packing_fault
 from plimsoll.data.prepare import Prepared, open_datasets
+from plimsoll.data.taught import Taught, open_taught
 from plimsoll.data.tokens import open_tokens
 from plimsoll.device.base import backend_for
 from plimsoll.embeddings.subsets import open_rows, take_subset
@@ -152,7 +153,9 @@ def assemble(
     """
     _seed(job.seed)
     training, validation = open_datasets(prepared, job)
-    loader = loader_of(job, training, on_event, oom_kills)
+    is_taught = job.distill is not None and job.distill.cache is not None
+    samples = Taught(training, open_taught(taught_folder(job, prepared))) if is_taught else training
+    loader = loader_of(job, samples, on_event, oom_kills)
     files = MappedPool() if in_files else None
     model = build_model(job, prepared.vocab_size, prepared.num_labels, prepared.end_id, files=files)
     if prepared.vectors_folder is not None:
@@ -166,6 +169,25 @@ def assemble(
     loss, units = loss_of(job.task)
     schedule = build_schedule(job.optimizer, optimizer, job.steps)
     return Assembled(model, optimizer, schedule, loss, units, training, loader, validation, prepared.label_names, files)
+
+
+def taught_folder(job: Job, prepared: Prepared) -> Path:
+    """Return where in the cache is what the teacher of a job says of its training samples.
+
+    It is named by what decides that: the teacher, the samples and how many words are kept of which distribution.
+
+    Raises:
+        JobError: if the teacher cannot be read.
+    """
+    distill, data = job.distill, job.data
+    assert distill is not None
+    is_drawn = data.order not in {"blocks", "as_is"} and data.stride is None
+    parts = [
+        digest_of(Path(distill.teacher)), distill.form == "int8", distill.temperature, distill.cache, job.task,
+        prepared.key, job.sequence_length, data.stride, data.pack, str(data.validation), is_drawn, job.seed,
+    ]  # fmt: skip
+    name = hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+    return Path(prepared.tokenizer_folder).parent / f"teacher-{name}"
 
 
 def loader_of(

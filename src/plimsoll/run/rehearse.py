@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from plimsoll.data.sketch import TextSketch
+from plimsoll.data.taught import LOG_P, WORDS
 from plimsoll.device.host_random import copy_host_state
 from plimsoll.mapped import MappedPool
 from plimsoll.memory.lowering.base import Lowering
@@ -277,6 +278,9 @@ def _telling_samples(batch: Any, micro_batch: int, model: nn.Module, choices: Ch
 
 def _batch(job: Job, texts: TextSketch, num_samples: int, length: int) -> dict[str, Tensor]:
     """A batch as the loader makes it, of samples of one length."""
+    if job.distill is not None and job.distill.cache:
+        plain = _batch(job.model_copy(update={"distill": None}), texts, num_samples, length)
+        return plain | _said(job, texts, plain)
     generator = torch.Generator().manual_seed(0)  # its own: the caller's random numbers stay as they are
     input_ids = torch.randint(texts.vocab_size, (num_samples, length), generator=generator)
     if texts.num_labels is not None:
@@ -294,6 +298,15 @@ def _batch(job: Job, texts: TextSketch, num_samples: int, length: int) -> dict[s
     if job.data.reset:  # once for each sample, all at one place
         fields["resets"] = (torch.arange(length) == length // 2).expand(num_samples, length).clone()
     return fields
+
+
+def _said(job: Job, texts: TextSketch, fields: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What a teacher said of a batch before."""
+    assert job.distill is not None
+    if texts.num_labels is not None:
+        return {LOG_P: torch.zeros(*fields["labels"].shape, texts.num_labels)}
+    shape = (*fields["input_ids"].shape, min(job.distill.cache or 1, texts.vocab_size))
+    return {LOG_P: torch.zeros(shape), WORDS: torch.zeros(shape, dtype=torch.int32)}
 
 
 def _phase(position: Position) -> Phase:

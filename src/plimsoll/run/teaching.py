@@ -90,6 +90,16 @@ def loss_for(job: Job, texts: Texts, device: str) -> LossFunction:
     return _distillation(job, _loaded(job, texts, device), texts)
 
 
+def teacher_of(job: Job, texts: Texts, device: str) -> nn.Module:
+    """Load the teacher of a job.
+
+    Raises:
+        JobError: see `loss_for`.
+        OutputError: see `loss_for`.
+    """
+    return _loaded(job, texts, device)
+
+
 def sketched_loss(job: Job, texts: Texts, model: nn.Module) -> LossFunction:
     """Return the loss of a job for one who only looks at it: the teacher has no memory.
 

@@ -217,13 +217,15 @@ def train_run(  # noqa: PLR0915 -- as above
     from plimsoll.device.probe import versions
     from plimsoll.models.build import build_model
     from plimsoll.records.run import RunHead
+    from plimsoll.report.progress import stages
     from plimsoll.run import checkpoint
     from plimsoll.run.boundary import fitting
     from plimsoll.run.failpoints import arm_from_environment
     from plimsoll.run.job_step import step_of
     from plimsoll.run.learning import learn
     from plimsoll.run.monitor import MemorySampler, View
-    from plimsoll.run.teaching import loss_for, sketched_loss
+    from plimsoll.run.taught import prepare_taught
+    from plimsoll.run.teaching import loss_for, sketched_loss, teacher_of
     from plimsoll.run.train import Training, train
     from plimsoll.run.train import resume as go_on
     from plimsoll.techniques.allocator import set_up_as_with as set_up_allocator_as_with
@@ -261,6 +263,8 @@ def train_run(  # noqa: PLR0915 -- as above
         first = plan.rungs[min(last_rung or 0, len(plan.rungs) - 1)].choices
         set_up = set_up_heap_as_with if device == "cpu" else set_up_allocator_as_with
         set_up(first)
+        with stages(quiet) as progress:
+            prepare_taught(job, prepared, lambda: teacher_of(job, prepared, device), backend, progress)
         view = View(path.name, job.steps, "samples" if job.task == "classification" else "tokens", quiet)
         parts = fitting(
             lambda: assemble(

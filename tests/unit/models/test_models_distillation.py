@@ -21,8 +21,9 @@ from distillations import (
     plain_loss,
     task_of,
 )
+from plimsoll.data.taught import LOG_P, WORDS
 from plimsoll.models.chunked_distillation import Mix
-from plimsoll.models.distillation import LOG_P, WORDS, Distillation, difference_of_states
+from plimsoll.models.distillation import Distillation, difference_of_states
 from plimsoll.models.soft_targets import softened
 from plimsoll.workload import count_units, model_loss, split_batch
 
