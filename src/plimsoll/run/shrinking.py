@@ -102,7 +102,8 @@ class Workshop:
         subject.model = subject.model.to("meta")
         try:
             for choice in chain:
-                self._apply(subject, choice, Calibration())
+                counts = "corpus" in _method(choice.technique).needs(choice)
+                self._apply(subject, choice, self._calibration(choice, None) if counts else Calibration())
         except (InputError, NotImplementedError):
             return None
         return weight_bytes(subject.model)
@@ -198,9 +199,7 @@ class Workshop:
         method = _method(choice.technique)
         fault = method.refusal(subject, choice)
         if fault is not None:
-            raise WeightsError(
-                f"{choice} cannot be used for {self.folder} ({fault}): leave it out, or change it"
-            )
+            raise WeightsError(f"{choice} cannot be used for {self.folder} ({fault}): leave it out, or change it")
         if not _is_meta(subject.model) and "corpus" in method.needs(choice) and calibration.token_counts is None:
             raise WeightsError(
                 f"{choice} needs the number of times each token is in the corpus, and nobody counted them: leave out "

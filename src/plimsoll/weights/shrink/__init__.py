@@ -12,8 +12,10 @@ from plimsoll.weights.shrink.int4 import Int4
 from plimsoll.weights.shrink.int8 import Int8
 from plimsoll.weights.shrink.int8_embeddings import Int8Embeddings
 from plimsoll.weights.shrink.layers import Layers
+from plimsoll.weights.shrink.vocabulary import Vocabulary
 
 _METHODS: tuple[Shrinker, ...] = (
+    Vocabulary(),
     Layers(),
     Channels(),
     Int8Embeddings(),
