@@ -26,7 +26,7 @@ from plimsoll.assemble import token_counts
 from plimsoll.data.formats import Reading
 from plimsoll.data.input_rows import open_rows
 from plimsoll.data.loader import Batch
-from plimsoll.data.model_tokens import load_model_tokenizer
+from plimsoll.data.model_tokens import ModelTokenizer, load_model_tokenizer
 from plimsoll.data.prepare import Prepared, open_datasets, prepare
 from plimsoll.device.base import backend_for
 from plimsoll.errors import DataError, JobError
@@ -282,8 +282,8 @@ class TextEvidence:
         return torch.cat(parts)
 
     def _tokens(self, folder: Path, most_rows: int | None) -> Iterator[list[int]]:
-        tokenizer = tokenizer_of(ModelFolder(folder, None), None)
-        tokenizer.longest_tokens = min(tokenizer.longest_tokens or _SEQUENCE_TOKENS, _SEQUENCE_TOKENS)
+        limit = tokenizer_of(ModelFolder(self.model, None), None).longest_tokens or _SEQUENCE_TOKENS
+        tokenizer = ModelTokenizer(load_model_tokenizer(folder), min(limit, _SEQUENCE_TOKENS))
         rows = open_rows(self.data, Reading(text=self.columns, header=self.has_header), ()).rows()
         texts = (row.text for row in islice(rows, most_rows) if row.fault is None)
         while block := list(islice(texts, _BLOCK_ROWS)):
