@@ -6,9 +6,12 @@ from collections.abc import Mapping
 
 from plimsoll.weights.shrink._base import Calibration, Choices, Need, Shrinker, Stage, Subject
 from plimsoll.weights.shrink.channels import Channels
+from plimsoll.weights.shrink.heads import Heads
+from plimsoll.weights.shrink.hidden import Hidden
 from plimsoll.weights.shrink.layers import Layers
+from plimsoll.weights.shrink.units import Units
 
-_METHODS: tuple[Shrinker, ...] = (Layers(), Channels())
+_METHODS: tuple[Shrinker, ...] = (Layers(), Hidden(), Heads(), Channels(), Units())
 
 SHRINKERS: Mapping[str, Shrinker] = {method.name: method for method in _METHODS}
 
