@@ -8,16 +8,22 @@ from plimsoll.weights.shrink._base import Calibration, Choices, Need, Shrinker, 
 from plimsoll.weights.shrink.channels import Channels
 from plimsoll.weights.shrink.dynamic_int8 import DynamicInt8
 from plimsoll.weights.shrink.float8 import Float8
+from plimsoll.weights.shrink.heads import Heads
+from plimsoll.weights.shrink.hidden import Hidden
 from plimsoll.weights.shrink.int4 import Int4
 from plimsoll.weights.shrink.int8 import Int8
 from plimsoll.weights.shrink.int8_embeddings import Int8Embeddings
 from plimsoll.weights.shrink.layers import Layers
+from plimsoll.weights.shrink.units import Units
 from plimsoll.weights.shrink.vocabulary import Vocabulary
 
 _METHODS: tuple[Shrinker, ...] = (
     Vocabulary(),
     Layers(),
+    Hidden(),
+    Heads(),
     Channels(),
+    Units(),
     Int8Embeddings(),
     Int8(),
     Int4(),

@@ -26,10 +26,11 @@ Look = Callable[[int, "Tensor | None", Tensor, Any], None]
 
 
 class Rows(NamedTuple):
-    """A dimension of a module's ``weight``, of which rows are judged."""
+    """A dimension of a module's ``weight``, of which rows are judged, some neighbours together."""
 
     module: Any
     dim: int
+    num_together: int = 1
 
 
 def norms(weight: Tensor, dim: int) -> Tensor:
@@ -54,22 +55,29 @@ def best(scores: Tensor | None, num_kept: int) -> Tensor:
 def read_scores(model: nn.Module, importance: str, readers: Sequence[Rows], calibration: Calibration) -> list[Tensor]:
     """Return for each reader how much it makes of each row that it reads, (rows,)."""
     if importance == "taylor":
-        weights = [(reader.module.weight, reader.dim) for reader in readers]
+        weights = [(reader.module.weight, reader.dim, reader.num_together) for reader in readers]
         return first_order(model, weights, calibration)
     sizes = [norms(reader.module.weight, reader.dim) for reader in readers]
     if importance == "activation":
         flows = activity(model, [reader.module for reader in readers], calibration)
-        return [flow * size for flow, size in zip(flows, sizes, strict=True)]
-    return sizes
+        products = (flow * size for flow, size in zip(flows, sizes, strict=True))
+        return [one.reshape(-1, reader.num_together).sum(1) for one, reader in zip(products, readers, strict=True)]
+    squares = (size.square().reshape(-1, one.num_together) for size, one in zip(sizes, readers, strict=True))
+    return [one.sum(1).sqrt() for one in squares]
 
 
-def first_order(model: nn.Module, weights: Sequence[tuple[Tensor, int]], calibration: Calibration) -> list[Tensor]:
-    """Return for each weight and dimension what the loss would change if a row were zero, summed over batches.
+def first_order(model: nn.Module, weights: Sequence[tuple[Tensor, int, int]], calibration: Calibration) -> list[Tensor]:
+    """Return for each weight and dimension what the loss would change if some rows were zero, summed over batches.
+
+    Args:
+        model: whose loss it is.
+        weights: each with the dimension that its rows are along, and how many neighbours are judged together.
+        calibration: has the batches.
 
     Raises:
         WeightsError: if there are no batches, or their loss is not to be had.
     """
-    sums = [torch.zeros(weight.shape[dim], dtype=torch.float64) for weight, dim in weights]
+    sums = [torch.zeros(weight.shape[dim] // together, dtype=torch.float64) for weight, dim, together in weights]
     with _all_trainable(model):
         for batch in _batches(calibration, "taylor"):
             loss = model(**batch).loss
@@ -79,7 +87,7 @@ def first_order(model: nn.Module, weights: Sequence[tuple[Tensor, int]], calibra
                     "with labels, or use importance=activation"
                 )
             loss.backward()
-            for total, (weight, dim) in zip(sums, weights, strict=True):
+            for total, (weight, dim, _) in zip(sums, weights, strict=True):
                 if weight.grad is not None:
                     change = weight.detach().double() * weight.grad.double()
                     total.add_(change.movedim(dim, 0).reshape(len(total), -1).sum(1).abs())

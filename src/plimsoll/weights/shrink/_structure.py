@@ -436,9 +436,14 @@ def renumber(model: Any, layers: str, kept: list[int]) -> None:
     """
     before = getattr(model.config, FIELD, None)
     if before:
-        renamed = functools.partial(_renamed, layers=layers, kept=kept)
-        model.config.shrunk = {kind: _renamed_changes(kind, changes, renamed) for kind, changes in before.items()}
+        model.config.shrunk = renumbered(before, layers, kept)
         _refresh_ties(model)
+
+
+def renumbered(shrunk: Mapping[str, Any], layers: str, kept: list[int]) -> dict[str, Any]:
+    """Return what is noted of layers after some of them were taken away; see `renumber`."""
+    renamed = functools.partial(_renamed, layers=layers, kept=kept)
+    return {kind: _renamed_changes(kind, changes, renamed) for kind, changes in shrunk.items()}
 
 
 def _renamed(name: str, layers: str, kept: list[int]) -> str | None:

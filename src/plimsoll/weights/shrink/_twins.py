@@ -18,12 +18,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
 from plimsoll.errors import WeightsError
+from plimsoll.weights.shrink._structure import class_for
 
 _POSITIONS = frozenset({"layer_idx", "layer_id", "layer_number"})
 """Numbers that a layer keeps of its place, for caches and messages."""
@@ -45,6 +46,8 @@ class Cut(NamedTuple):
 
 def twin_of(model: nn.Module, fields: Mapping[str, Any]) -> nn.Module | str:
     """Return the model that a changed configuration describes, on the meta device, or a sentence why there is none."""
+    from huggingface_hub.errors import StrictDataclassError
+
     config = getattr(model, "config", None)
     if config is None:
         return (
@@ -53,11 +56,12 @@ def twin_of(model: nn.Module, fields: Mapping[str, Any]) -> nn.Module | str:
     try:
         changed = changed_config(config, fields)
         with torch.device("meta"):
-            twin: nn.Module = _class_of(model, changed)(changed)
+            twin: nn.Module = class_for(cast(Any, type(model)), changed)(changed)
             return twin.train(model.training)
-    except (ValueError, TypeError, AttributeError, RuntimeError, ZeroDivisionError, IndexError) as error:
+    except (ValueError, TypeError, AttributeError, RuntimeError, ArithmeticError, StrictDataclassError) as error:
         shown = ", ".join(f"{name} {value}" for name, value in fields.items())
-        return f"{type(model).__name__} cannot be built with {shown}: {error}"
+        why = " ".join(str(error.__cause__ or error).split())
+        return f"{type(model).__name__} cannot be built with {shown}: {why}"
 
 
 def changed_config(config: Any, fields: Mapping[str, Any]) -> Any:
@@ -68,11 +72,6 @@ def changed_config(config: Any, fields: Mapping[str, Any]) -> Any:
     for name, value in fields.items():
         setattr(changed, name, value)
     return type(config).from_dict(changed.to_dict())  # as it will be read from the folder
-
-
-def _class_of(model: nn.Module, config: Any) -> Any:
-    """The class that builds a model from this configuration, also one whose structure a method has changed."""
-    return type(model)
 
 
 def cuts_of(model: nn.Module, twin: nn.Module) -> tuple[Cut, ...] | str:
@@ -103,6 +102,13 @@ def block_of(name: str) -> str:
     parts = name.split(".")
     number = next((place for place, part in enumerate(parts) if part.isdigit()), len(parts))
     return ".".join(parts[: number + 1])
+
+
+def input_dim(module: nn.Module) -> int | None:
+    """Return the dimension of a linear layer's weight that its input has; ``None`` for what is no linear layer."""
+    if isinstance(module, nn.Linear):
+        return 1
+    return 0 if type(module).__name__ == "Conv1D" and hasattr(module, "nf") else None
 
 
 def become(model: nn.Module, twin: nn.Module, fields: Mapping[str, Any], kept: Mapping[Cut, Tensor]) -> None:
@@ -140,15 +146,25 @@ def _smaller(parameter: nn.Parameter, indices: Mapping[int, Tensor]) -> nn.Param
 
 def take_numbers(model: nn.Module, twin: nn.Module) -> None:
     """Give modules the plain numbers that those of the twin have; names of modules are the same in both."""
-    for name, attribute, value in other_numbers(model, twin):
-        setattr(model.get_submodule(name), attribute, value)
+    for name, attribute, value in list(other_numbers(model, twin)):
+        module = model.get_submodule(name)
+        before = vars(module).get(attribute)
+        setattr(module, attribute, value)
+        for buffer in module.buffers(recurse=False):  # Gemma has the scale of its embeddings as a number and as this
+            if (
+                not buffer.is_meta
+                and isinstance(before, float)
+                and buffer.numel() == 1
+                and buffer == buffer.new_tensor(before)
+            ):
+                buffer.fill_(value)
 
 
 def other_numbers(model: nn.Module, twin: nn.Module) -> Iterator[tuple[str, str, Any]]:
     """Yield the plain numbers, and tuples of them, that differ in a twin: module, attribute, and the twin's value."""
     theirs = dict(twin.named_modules())
     for name, module in model.named_modules():
-        for attribute, value in vars(theirs[name]).items():
+        for attribute, value in vars(theirs[name]).items() if name in theirs else ():
             is_plain = type(value) in {int, float, bool} or (isinstance(value, tuple) and not attribute.startswith("_"))
             if is_plain and attribute != "training" and vars(module).get(attribute) != value:
                 yield name, attribute, value

@@ -29,7 +29,7 @@ from plimsoll.weights.shrink._options import (
     removal_fault,
     share_of,
 )
-from plimsoll.weights.shrink._twins import Cut, become, block_of, checked, cuts_of, twin_of
+from plimsoll.weights.shrink._twins import Cut, become, block_of, checked, cuts_of, input_dim, twin_of
 
 _WIDTHS = (
     "intermediate_size", "hidden_dim", "ffn_dim", "encoder_ffn_dim", "decoder_ffn_dim", "d_ff", "ffn_hidden_size",
@@ -100,7 +100,7 @@ class Channels:
 
 def _planned(model: nn.Module, share: float) -> tuple[Mapping[str, Any], nn.Module, list[FeedForward]] | str:
     """The changed fields of the configuration, the model that they make, and what becomes smaller for it."""
-    widths = _widths(getattr(model, "config", None))
+    widths = widths_of(getattr(model, "config", None))
     if not widths:
         return (
             f"{type(model).__name__} has no feed-forward pair: looked for two linear layers x -> intermediate_size -> "
@@ -119,8 +119,8 @@ def _planned(model: nn.Module, share: float) -> tuple[Mapping[str, Any], nn.Modu
     return parts if isinstance(parts, str) else (fields, twin, parts)
 
 
-def _widths(config: Any) -> dict[str, int]:
-    """The widths that a configuration has, by the names of its fields."""
+def widths_of(config: Any) -> dict[str, int]:
+    """Return the widths of feed-forward layers that a configuration has, by the names of its fields."""
     if config is None or hasattr(config, "model_dump"):
         return {}
     widths = {name: getattr(config, name) for name in _WIDTHS if isinstance(getattr(config, name, None), int)}
@@ -151,13 +151,6 @@ def _parts(model: nn.Module, cuts: tuple[Cut, ...]) -> list[FeedForward] | str:
     if not parts:
         return f"no layer of {type(model).__name__} depends on the width in its configuration: no feed-forward pair"
     return list(parts.values())
-
-
-def input_dim(module: nn.Module) -> int | None:
-    """Return the dimension of a linear layer's weight that its input has; ``None`` for what is no linear layer."""
-    if isinstance(module, nn.Linear):
-        return 1
-    return 0 if type(module).__name__ == "Conv1D" and hasattr(module, "nf") else None
 
 
 def _scores(model: nn.Module, parts: list[FeedForward], importance: str, calibration: Calibration) -> list[Tensor]:

@@ -25,6 +25,7 @@ from plimsoll.records.plan import Choice, Value
 from plimsoll.weights.shrink._base import Calibration, Choices, Need, Stage, Subject
 from plimsoll.weights.shrink._importance import best, first_order, is_meta, norms, passes, tokens_of
 from plimsoll.weights.shrink._options import NEEDS, importance_of, num_removed, options_fault, removal_fault, share_of
+from plimsoll.weights.shrink._structure import renumber, renumbered
 from plimsoll.weights.shrink._twins import checked, is_place, other_numbers, take_fields, take_numbers, twin_of
 
 _IMPORTANCES = ("even", "magnitude", "taylor", "activation")
@@ -85,15 +86,16 @@ class Layers:
         else:
             blocks = [[layers[place] for _, layers in lists] for place in range(num_layers)]
             kept = best(_scores(model, blocks, importance, calibration), num_kept).tolist()
-        fields = _fields(model.config, kept, num_layers)
-        twin = checked(twin_of(model, fields))
+        twin = checked(twin_of(model, _with_notes(model.config, kept, lists)))
         checked(_other_places(model, kept) or ())
         for name, layers in lists:
             shorter = nn.ModuleList(layers[place] for place in kept).train(layers.training)
             owner, _, attribute = name.rpartition(".")
             setattr(model.get_submodule(owner), attribute, shorter)
         take_numbers(model, twin)
-        take_fields(model, fields)
+        take_fields(model, _fields(model.config, kept, num_layers))
+        for name, _ in lists:
+            renumber(model, name, kept)
 
 
 def _num_kept(choice: Choice, num_layers: int) -> int:
@@ -149,12 +151,23 @@ def _fields(config: Any, kept: list[int], num_layers: int) -> Mapping[str, Any]:
     return fields
 
 
+def _with_notes(config: Any, kept: list[int], lists: list[tuple[str, nn.ModuleList]]) -> Mapping[str, Any]:
+    """What a configuration says with these layers alone, also of their structures."""
+    fields = dict(_fields(config, kept, len(lists[0][1])))
+    shrunk = getattr(config, "shrunk", None)
+    if shrunk:
+        for name, _ in lists:
+            shrunk = renumbered(shrunk, name, kept)
+        fields["shrunk"] = shrunk
+    return fields
+
+
 def _other_places(model: nn.Module, kept: list[int]) -> str | None:
     """A sentence that says which layer would compute something else at its new place."""
     lists = _lists(model)
     if isinstance(lists, str):
         return lists
-    twin = twin_of(model, _fields(model.config, kept, len(lists[0][1])))
+    twin = twin_of(model, _with_notes(model.config, kept, lists))
     if isinstance(twin, str):
         return twin
     for name, layers in lists:
@@ -175,7 +188,7 @@ def _scores(model: nn.Module, blocks: list[list[nn.Module]], importance: str, ca
     weights = [[one for part in block for one in part.parameters() if one.dim() > 1] for block in blocks]
     if importance == "magnitude":
         return torch.stack([torch.stack([norms(one, 0).square().sum() for one in block]).sum() for block in weights])
-    flat = [(one, 0) for block in weights for one in block]
+    flat = [(one, 0, 1) for block in weights for one in block]
     changes = iter(first_order(model, flat, calibration))
     return torch.stack([torch.stack([next(changes).sum() for _ in block]).sum() for block in weights])
 

@@ -46,7 +46,7 @@ def test_the_best_are_in_order_and_of_equal_ones_the_first_stay():
 def test_taylor_is_what_the_loss_would_lose_by_batch_without_its_sign():
     model = Sums()
     model.layer.weight.requires_grad_(False)
-    weights = [(model.layer.weight, 1), (model.layer.weight, 0)]
+    weights = [(model.layer.weight, 1, 1), (model.layer.weight, 0, 1)]
     by_input, by_output = first_order(model, weights, Calibration(some))
     # 3 * (1 + 2) and 4 * -1, then 3 * -3 and 0; the sum of both inputs is 9 - 4, then -9
     assert by_input.tolist() == [9.0 + 9.0, 4.0]
@@ -69,6 +69,6 @@ def test_data_that_is_missing_is_said():
             read_scores(model, importance, [Rows(model.layer, 1)], Calibration())
     without_labels = Calibration(lambda: iter([{"hidden": torch.ones(1, 1, 2), "is_judged": False}]))
     with pytest.raises(WeightsError, match="a batch of hidden, is_judged gave none: give batches with labels"):
-        first_order(model, [(model.layer.weight, 1)], without_labels)
+        first_order(model, [(model.layer.weight, 1, 1)], without_labels)
     with pytest.raises(WeightsError, match="found 1 of 2 layers that no batch went through"):
         activity(model, [model.layer, nn.Linear(1, 1)], Calibration(some))
