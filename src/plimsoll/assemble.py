@@ -42,6 +42,7 @@ from plimsoll.records.embeddings import SubsetFacts
 from plimsoll.records.job import Job
 from plimsoll.records.units import format_bytes
 from plimsoll.store import Progress, silent
+from plimsoll.weights.loading import open_checkpoint
 from plimsoll.workload import LossFunction, Units, resident_bytes
 
 _UNSHUFFLED = {"as_is", "streams"}
@@ -293,6 +294,8 @@ def require_room(job: Job, prepared: Prepared, baseline_bytes: Callable[[], int]
     parts = {"process and libraries": baseline_bytes()} | {
         name.replace("_", " "): size or 0 for name, size in resident.items()
     }
+    if job.distill is not None and job.distill.form == "memory" and not job.distill.cache:
+        parts["the teacher"] = open_checkpoint(job.distill.teacher).num_bytes
     need_bytes = sum(parts.values())
     if need_bytes > budget_bytes:
         listed = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items() if size)

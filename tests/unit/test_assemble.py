@@ -10,6 +10,8 @@ import torch
 from plimsoll.assemble import assemble, choose_device, fingerprint, loader_of, require_buildable, require_room
 from plimsoll.data.prepare import Prepared, PreparedText, prepare
 from plimsoll.errors import BudgetError, DataError, JobError
+from plimsoll.models.build import save_model
+from plimsoll.models.recurrent import build_recurrent
 from plimsoll.records.job import Job
 
 # 300 x 8 embedding, 32 x 16 + 64 LSTM, 300 x 8 + 300 output: 5,676 parameters of 4 bytes.
@@ -154,6 +156,24 @@ def test_word_vectors_are_known_by_their_bits(prepared):
     assert differences(marks, fingerprint(job(embeddings="a.txt"), other)) == ["embeddings.vectors"]
     trained = job(embeddings={"path": "a.txt", "trainable": True})
     assert differences(marks, fingerprint(trained, with_vectors)) == ["embeddings.trainable"]
+
+
+def test_a_teacher_is_known_by_what_it_is_and_by_its_numbers(prepared, tmp_path):
+    """Where its folder and its weights are does not matter, but for codes of 8 bits."""
+    marks = []
+    for folder, seed in (("a", 0), ("b", 0), ("c", 1)):
+        torch.manual_seed(seed)
+        save_model(build_recurrent({"architecture": "gru", "vocab_size": 300}), tmp_path / folder)
+        marks.append(fingerprint(job(distill=str(tmp_path / folder)), prepared))
+    assert marks[0] == marks[1]
+    assert differences(*marks[1:]) == ["distill.teacher"]
+    forms = [{"form": "memory"}, {"form": "mapped"}, {"form": "int8"}, {"temperature": 1.0}, {"cache": 4}]
+    others = [fingerprint(job(distill={"teacher": str(tmp_path / "a"), **one}), prepared) for one in forms]
+    assert [differences(marks[0], one) for one in others] == [
+        [], [], ["distill.codes"], ["distill.temperature"], ["distill.cache"]
+    ]  # fmt: skip
+    plain = fingerprint(job(), prepared)
+    assert not any(name.startswith("distill") for name in plain)
 
 
 def test_the_data_are_known_by_their_key(prepared):

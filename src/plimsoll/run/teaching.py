@@ -21,6 +21,7 @@ from torch import nn
 from plimsoll.assemble import choose_device
 from plimsoll.data.packable import packing_fault
 from plimsoll.data.tokenizer import load_tokenizer
+from plimsoll.device import heap
 from plimsoll.errors import JobError
 from plimsoll.models.build import loss_of
 from plimsoll.models.chunked_distillation import Mix
@@ -248,3 +249,5 @@ def _to_int8(teacher: nn.Module, device: str) -> None:
         raise JobError(f"distill.form: int8 finds no linear layers in a {type(teacher).__name__}: use mapped or memory")
     if torch.device(device).type != "cpu":
         teacher.to(device)
+    elif not _is_fake(teacher):
+        heap.trim()  # of what each took on its way

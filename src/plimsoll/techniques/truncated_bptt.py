@@ -26,6 +26,7 @@ import torch
 from torch import nn
 
 from plimsoll.errors import InputError
+from plimsoll.models.distillation import Distillation
 from plimsoll.models.in_segments import runs_in_segments, sums_its_loss
 from plimsoll.records.plan import Choice, Numerics
 from plimsoll.records.trace import Category
@@ -100,6 +101,8 @@ class _Truncated:
 
 def _why_not(workload: Workload) -> str | None:
     model = workload.model
+    if isinstance(workload.loss, Distillation):
+        return "a teacher is compared with what the model says of whole sequences: time_segments is exact"
     if runs_in_segments(model) and not sums_its_loss(model):
         return (
             f"the loss of {type(model).__name__} is of the end of the sequence (judges_the_end), whose gradient would "

@@ -1,4 +1,4 @@
-"""The pass of a teacher over the samples: what it says, once, in pieces that fit, gone on with after an interruption."""
+"""The pass of a teacher over the samples: what it says, once, in pieces that fit, gone on with if interrupted."""
 
 from __future__ import annotations
 
@@ -126,8 +126,8 @@ def test_other_samples_another_teacher_and_another_temperature_are_other_folders
 def test_a_batch_without_room_is_asked_in_halves(case: tuple[Job, Prepared]) -> None:
     expected = rows_of(made(case, cache=9)[1])
     with armed("evaluation", 1, 3):
-        job, folder = made(case, cache=9, temperature=3.0 + 1e-12)
-    words, log_p = rows_of(folder)
+        _, folder = made(case, cache=9, temperature=3.0 + 1e-12)
+    _, log_p = rows_of(folder)
     np.testing.assert_allclose(log_p, expected[1], rtol=1e-4, atol=1e-5)
     with armed("evaluation", *range(1, 9)), pytest.raises(OutOfMemoryError, match="asked about 1 sample"):
         made(case, cache=9, temperature=3.0 + 2e-12)
@@ -151,5 +151,5 @@ def test_an_interrupted_pass_is_gone_on_with(case: tuple[Job, Prepared]) -> None
         run()
     run()
     assert asked[:3] == [4, 8, 12]
-    words, log_p = rows_of(taught_folder(job, prepared))
+    _, log_p = rows_of(taught_folder(job, prepared))
     np.testing.assert_allclose(log_p, expected[1], rtol=1e-5, atol=1e-6)

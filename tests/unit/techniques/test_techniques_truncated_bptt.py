@@ -8,6 +8,8 @@ from torch import nn
 from torch.nn import functional
 
 from plimsoll.errors import InputError
+from plimsoll.models.chunked_distillation import Mix
+from plimsoll.models.distillation import Distillation
 from plimsoll.models.in_segments import Passed, as_hidden, as_state
 from plimsoll.models.recurrent import build_recurrent
 from plimsoll.records.plan import Choice
@@ -105,6 +107,12 @@ def test_without_gradients_it_is_the_plain_loss():
     plain = model(ids, labels=ids).loss
     with torch.no_grad(), installed(workload_of(model), [choice_of(5)]):
         torch.testing.assert_close(model_loss(model, {"input_ids": ids, "labels": ids}), plain.detach())
+
+
+def test_a_teacher_judges_whole_sequences():
+    workload = workload_of(build_recurrent(FIELDS))
+    workload.loss = Distillation(build_recurrent(FIELDS), "language-modeling", Mix(2.0, 0.5))
+    assert "a teacher is compared with" in str(TruncatedBptt().menu(workload, ALLOWED))
 
 
 @pytest.mark.parametrize(
