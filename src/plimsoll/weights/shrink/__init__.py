@@ -10,9 +10,12 @@ from plimsoll.weights.shrink.float8 import Float8
 from plimsoll.weights.shrink.int4 import Int4
 from plimsoll.weights.shrink.int8 import Int8
 from plimsoll.weights.shrink.int8_embeddings import Int8Embeddings
+from plimsoll.weights.shrink.two_four import TwoFour
+from plimsoll.weights.shrink.unstructured import Unstructured
 
 SHRINKERS: Mapping[str, Shrinker] = {
-    method.name: method for method in (Int8Embeddings(), Int8(), Int4(), DynamicInt8(), Float8())
+    method.name: method
+    for method in (Unstructured(), TwoFour(), Int8Embeddings(), Int8(), Int4(), DynamicInt8(), Float8())
 }
 
 __all__ = ["SHRINKERS", "Calibration", "Choices", "Need", "Shrinker", "Stage", "Subject"]
