@@ -318,6 +318,8 @@ def fingerprint(job: Job, prepared: Prepared) -> dict[str, str]:
     facts["data"] = job.data.model_dump(mode="json", exclude=_SAID_BY_THE_KEY)
     if job.data.reset is None:  # checkpoints from before there was this field are as good
         del facts["data"]["reset"]
+    if job.quantization_aware is None:
+        del facts["quantization_aware"]
     if job.embeddings is not None:  # what the vectors are, wherever their file is
         facts["embeddings"] = {"vectors": prepared.vectors_digest, "trainable": job.embeddings.trainable}
     if job.distill is not None:  # what the teacher is, wherever its folder is, and in which numbers it computes

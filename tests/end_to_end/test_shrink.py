@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 import yaml
-
 from commands import plimsoll, start
+
 from model_folders import model_folder, some_texts, write_rows
 
 # The folder is loaded where there is no Plimsoll, by what users have.

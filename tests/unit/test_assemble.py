@@ -100,6 +100,7 @@ OTHER = [
     ({"optimizer": {"clip_norm": 1.0}}, "optimizer.clip_norm"),
     ({"optimizer": {"weight_decay": 0.1}}, "optimizer.arguments.weight_decay"),
     ({"precision": "bf16"}, "precision"),
+    ({"quantization_aware": "int8"}, "quantization_aware"),
     ({"allow": ["recut_batch_norm"]}, "allow"),
     ({"seed": 1}, "seed"),
     ({"data": {"train": "a.txt", "stride": 2}}, "data.stride"),

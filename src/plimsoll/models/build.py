@@ -37,6 +37,7 @@ from plimsoll.models.hugging_face import (
 )
 from plimsoll.models.imported import build_imported, find_imported
 from plimsoll.models.in_files import made_in
+from plimsoll.models.quantization_aware import train_for_integers
 from plimsoll.models.recurrent import (
     RECURRENT,
     RecurrentLanguageModel,
@@ -84,6 +85,8 @@ def build_model(  # noqa: PLR0917 -- what a sketch of the texts says is given as
         model = _model(job, shape, device, files)
         if job.embeddings is not None:
             prepare_embedding(model, job.embeddings, vocab_size)
+        if job.quantization_aware is not None:
+            train_for_integers(model, job.quantization_aware)
     if job.data.order == "streams":
         if not isinstance(model, RecurrentLanguageModel):
             raise JobError(

@@ -197,6 +197,7 @@ class Job(Record):
     optimizer: OptimizerChoice = OptimizerChoice()
     steps: int = Field(default=100, ge=1)
     precision: Literal["fp32", "bf16", "fp16", "auto"] = "fp32"
+    quantization_aware: Literal["int8", "int4"] | None = None
     allow: Annotated[tuple[Allowed, ...], BeforeValidator(_listed)] = ()
     device: Literal["auto", "cpu", "cuda"] = "auto"
     budget: Budget = Budget()

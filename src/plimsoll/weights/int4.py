@@ -80,11 +80,12 @@ def _codes(packed: Any, scales: Tensor, zeros: Tensor) -> Tensor:
     """The integers, from -8 to 7, (rows, width); the kernel itself decodes what it has packed."""
     rows, width = packed.shape
     group = packed.block_size[-1]
+    exact = packed.scale_and_zero.float()  # in 16 bits a decoded number may be nearer to the next integer
     codes = torch.empty((rows, width), dtype=torch.int8)
     for begin in range(0, width, _ROWS):
-        one_hot = torch.zeros((min(_ROWS, width - begin), width), dtype=scales.dtype)
+        one_hot = torch.zeros((min(_ROWS, width - begin), width), dtype=torch.float32)
         one_hot[torch.arange(len(one_hot)), torch.arange(begin, begin + len(one_hot))] = 1
-        dense = torch.ops.aten._weight_int4pack_mm_for_cpu(one_hot, packed.qdata, group, packed.scale_and_zero)
+        dense = torch.ops.aten._weight_int4pack_mm_for_cpu(one_hot, packed.qdata, group, exact)
         of_group = torch.arange(begin, begin + len(one_hot)) // group
         found = ((dense.double() - zeros[of_group].double()) / scales[of_group].double()).round()
         codes[:, begin : begin + len(one_hot)] = found.t().to(torch.int8)

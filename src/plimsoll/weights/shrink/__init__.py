@@ -14,7 +14,9 @@ from plimsoll.weights.shrink.int4 import Int4
 from plimsoll.weights.shrink.int8 import Int8
 from plimsoll.weights.shrink.int8_embeddings import Int8Embeddings
 from plimsoll.weights.shrink.layers import Layers
+from plimsoll.weights.shrink.two_four import TwoFour
 from plimsoll.weights.shrink.units import Units
+from plimsoll.weights.shrink.unstructured import Unstructured
 from plimsoll.weights.shrink.vocabulary import Vocabulary
 
 _METHODS: tuple[Shrinker, ...] = (
@@ -24,6 +26,8 @@ _METHODS: tuple[Shrinker, ...] = (
     Heads(),
     Channels(),
     Units(),
+    Unstructured(),
+    TwoFour(),
     Int8Embeddings(),
     Int8(),
     Int4(),

@@ -29,7 +29,7 @@ class Float8:
         "dynamic=true on a GPU that multiplies in float8, and slower elsewhere; it cannot be trained"
     )
     stage: ClassVar[Stage] = "values"
-    options: ClassVar[Mapping[str, Value | None]] = {}
+    options: ClassVar[Mapping[str, Value | None]] = {"dynamic": False}
 
     def menu(self, subject: Subject) -> Choices | str:
         """Offer it where a device multiplies in float8; elsewhere ``int8`` is as small and closer."""

@@ -10,22 +10,30 @@ from quantized_models import choice_of, logits, made, shrunk
 
 
 @pytest.mark.parametrize("place", ["memory", "mapped"])
-@pytest.mark.parametrize("name", ["bert", "llama"])
-def test_it_is_close_and_loads_as_it_was(name, place, tmp_path):
+@pytest.mark.parametrize("compute", ["bf16", "fp32"])
+@pytest.mark.parametrize("name", ["bert", "llama", "gpt2"])
+def test_it_is_close_and_loads_as_it_was(name, compute, place, tmp_path):
     dense = made(name)
     expected = logits(dense)
-    model = shrunk("int4", dense)
-    assert 0 < (logits(model) - expected).abs().max() < 1e-4
+    model = shrunk("int4", dense, compute=compute)
+    assert 0 < (logits(model).float() - expected).abs().max() < 1e-2
     model.save_pretrained(tmp_path)
     loaded = load_model(tmp_path, place=place).model
     assert torch.equal(logits(loaded), logits(model))
-    assert model_bytes(loaded) == model_bytes(model) == model_bytes(shrunk("int4", made(name).to("meta")))
+    assert model_bytes(loaded) == model_bytes(model)
+    assert logits(loaded).dtype == (torch.bfloat16 if compute == "bf16" else torch.float32)
+
+
+@pytest.mark.parametrize("compute", ["bf16", "fp32"])
+def test_sizes_are_known_without_values(compute):
+    sized = shrunk("int4", made("bert").to("meta"), compute=compute)
+    assert model_bytes(sized) == model_bytes(shrunk("int4", made("bert"), compute=compute))
 
 
 def test_it_is_what_load_model_makes_of_the_dense_folder(tmp_path):
     made("llama").save_pretrained(tmp_path)
     loaded = load_model(tmp_path, quantize="int4").model
-    assert torch.equal(logits(loaded), logits(shrunk("int4", made("llama"), group=32)))
+    assert torch.equal(logits(loaded), logits(shrunk("int4", made("llama"), group=32, compute="fp32")))
 
 
 def test_layers_that_the_kernel_has_not_stay_dense():
@@ -51,3 +59,11 @@ def test_the_menu_has_small_and_large_groups():
         choice_of("int4", group=32),
         choice_of("int4", group=128),
     )
+
+
+def test_what_decodes_to_float32_does_not_go_with_bfloat16():
+    subject = Subject(shrunk("int8_embeddings", made("bert")))
+    fault = SHRINKERS["int4"].refusal(subject, choice_of("int4"))
+    assert "word_embeddings.weight is quantized and decodes to float32: give compute=fp32" in fault
+    assert SHRINKERS["int4"].refusal(subject, choice_of("int4", compute="fp32")) is None
+    assert "compute fp8 is none there is" in SHRINKERS["int4"].refusal(subject, choice_of("int4", compute="fp8"))
