@@ -27,6 +27,7 @@ from plimsoll.data.loader import Loader, warn
 from plimsoll.data.order import BlockShuffle
 from plimsoll.data.packable import packing_fault
 from plimsoll.data.prepare import Prepared, open_datasets
+from plimsoll.data.taught import Taught, open_taught
 from plimsoll.data.tokens import open_tokens
 from plimsoll.device.base import backend_for
 from plimsoll.embeddings.subsets import open_rows, take_subset
@@ -34,6 +35,7 @@ from plimsoll.embeddings.vocabulary import of_tokenizer
 from plimsoll.errors import BudgetError, JobError
 from plimsoll.mapped import MappedPool
 from plimsoll.models.build import build_model, loss_of, name_labels, sketch_model
+from plimsoll.models.teacher import digest_of
 from plimsoll.models.vectors import dimension_of, fill_embedding, require_fitting, word_embedding
 from plimsoll.optimizers import build_optimizer, build_schedule
 from plimsoll.records.embeddings import SubsetFacts
@@ -45,6 +47,7 @@ from plimsoll.workload import LossFunction, Units, resident_bytes
 _UNSHUFFLED = {"as_is", "streams"}
 _FOUND_SHARE = 0.5  # of the tokens of a text; with fewer, a job is told what would find more
 _SAID_BY_THE_KEY = {"train", "validation", "workers", *(field.name for field in fields(Reading))}
+_NOT_LEARNED = {"budget", "checkpoint", "steps", "evaluate_every", "device"}  # what changes nothing of what is learned
 _COUNTED_TOKENS = 1 << 20  # at a time
 _LONGEST_ENTRY = 100  # characters of a fingerprint's entry
 
@@ -88,12 +91,13 @@ def prepare_vectors(job: Job, prepared: Prepared, cache: Path, progress: Progres
     backend = open_tokenizer(Path(prepared.tokenizer_folder)).backend
     words = of_tokenizer(backend, "the tokenizer of the job")
     if prepared.train.tokens_folder is not None:
-        words = replace(words, counts=_token_counts(Path(prepared.train.tokens_folder), len(words)))
+        words = replace(words, counts=token_counts(Path(prepared.train.tokens_folder), len(words)))
     found = take_subset(source.path, words, missing=source.missing, seed=job.seed, cache=cache, progress=progress)
     return Vectors(found.facts.folder, found.digest, _vectors_sentence(found.facts, job))
 
 
-def _token_counts(folder: Path, num_words: int) -> NDArray[np.int64]:
+def token_counts(folder: Path, num_words: int) -> NDArray[np.int64]:
+    """Count how often each of the first ``num_words`` token ids is in a folder of tokens."""
     tokens = open_tokens(folder).tokens
     counts = np.zeros(num_words, np.int64)
     for begin in range(0, len(tokens), _COUNTED_TOKENS):
@@ -149,7 +153,9 @@ def assemble(
     """
     _seed(job.seed)
     training, validation = open_datasets(prepared, job)
-    loader = loader_of(job, training, on_event, oom_kills)
+    is_taught = job.distill is not None and job.distill.cache is not None
+    samples = Taught(training, open_taught(taught_folder(job, prepared))) if is_taught else training
+    loader = loader_of(job, samples, on_event, oom_kills)
     files = MappedPool() if in_files else None
     model = build_model(job, prepared.vocab_size, prepared.num_labels, prepared.end_id, files=files)
     if prepared.vectors_folder is not None:
@@ -163,6 +169,25 @@ def assemble(
     loss, units = loss_of(job.task)
     schedule = build_schedule(job.optimizer, optimizer, job.steps)
     return Assembled(model, optimizer, schedule, loss, units, training, loader, validation, prepared.label_names, files)
+
+
+def taught_folder(job: Job, prepared: Prepared) -> Path:
+    """Return where in the cache is what the teacher of a job says of its training samples.
+
+    It is named by what decides that: the teacher, the samples and how many words are kept of which distribution.
+
+    Raises:
+        JobError: if the teacher cannot be read.
+    """
+    distill, data = job.distill, job.data
+    assert distill is not None
+    is_drawn = data.order not in {"blocks", "as_is"} and data.stride is None
+    parts = [
+        digest_of(Path(distill.teacher)), distill.form == "int8", distill.temperature, distill.cache, job.task,
+        prepared.key, job.sequence_length, data.stride, data.pack, str(data.validation), is_drawn, job.seed,
+    ]  # fmt: skip
+    name = hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+    return Path(prepared.tokenizer_folder).parent / f"teacher-{name}"
 
 
 def loader_of(
@@ -285,7 +310,7 @@ def fingerprint(job: Job, prepared: Prepared) -> dict[str, str]:
     """
     facts = job.model_dump(
         mode="json",
-        exclude={"budget", "checkpoint", "steps", "evaluate_every", "device", "data", "tokenizer", "embeddings"},
+        exclude={*_NOT_LEARNED, "data", "tokenizer", "embeddings", "distill"},
     )
     facts["data"] = job.data.model_dump(mode="json", exclude=_SAID_BY_THE_KEY)
     if job.data.reset is None:  # checkpoints from before there was this field are as good
@@ -294,6 +319,11 @@ def fingerprint(job: Job, prepared: Prepared) -> dict[str, str]:
         del facts["quantization_aware"]
     if job.embeddings is not None:  # what the vectors are, wherever their file is
         facts["embeddings"] = {"vectors": prepared.vectors_digest, "trainable": job.embeddings.trainable}
+    if job.distill is not None:  # what the teacher is, wherever its folder is, and in which numbers it computes
+        facts["distill"] = job.distill.model_dump(mode="json", exclude={"form"}) | {
+            "teacher": digest_of(Path(job.distill.teacher)),
+            "codes": job.distill.form if job.distill.form == "int8" else "none",
+        }
     if job.data.augment and job.data.augment.synonyms:  # what is in the table, wherever it is
         table = Path(job.data.augment.synonyms)
         content = table.read_bytes() if table.is_file() else b""

@@ -65,6 +65,7 @@ def test_a_run_that_was_killed_goes_on_with_the_same_batches(way: str, table: Pa
     assert_each_sample_once(steps_of(run), NUM_STEPS)
 
 
+@pytest.mark.slow
 def test_batches_of_so_many_tokens_differ_in_samples(table: Path, tmp_path: Path):
     job = write_job(
         tmp_path / "job.yaml", task="classification", steps=NUM_STEPS, batch_tokens=256, sequence_length=32,

@@ -72,6 +72,7 @@ def test_a_running_mean_that_is_carried_on(tmp_path, cache):
     assert finding.code == "self.mean_output = (0.9 * self.mean_output + 0.1 * output.mean((0, 1))).detach()"
 
 
+@pytest.mark.slow
 def test_a_hidden_state_that_is_fed_back(tmp_path, cache):
     run = tmp_path / "run"
     done = plimsoll("train", job(tmp_path, "feeds_back"), "--out", run, "--no-plan", "--cache", cache)

@@ -112,6 +112,7 @@ def test_a_run_with_moments_of_few_bits_goes_on_bit_for_bit(tmp_path):
     assert [step.loss for step in steps_of(tmp_path / "run")] == [step.loss for step in steps_of(tmp_path / "whole")]
 
 
+@pytest.mark.slow
 def test_a_resume_under_a_budget_that_cannot_be_changes_nothing(planned_run, golden, tmp_path):
     run = shutil.copytree(planned_run, tmp_path / "run")
     message = refused("--resume", "--out", run, "--set", "steps=4", "--budget", "20MiB")

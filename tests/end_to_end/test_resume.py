@@ -56,6 +56,7 @@ def test_a_stopped_run_saves_its_step_and_goes_on_bit_for_bit(number, code, slow
     assert RunRecord.from_directory(run).status == "finished"
 
 
+@pytest.mark.slow
 def test_a_second_interrupt_ends_at_once(cache, tmp_path):
     """The first step sleeps for minutes: only the second Ctrl-C can be what ends it."""
     run = tmp_path / "run"

@@ -112,6 +112,7 @@ def test_the_model_learns_with_the_vectors_as_they_are(folder: Path, frozen: Pat
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_vectors_that_are_trained_begin_as_they_are_in_the_file(folder: Path, frozen: Path, tmp_path: Path):
     arguments = (folder / "job.yaml", "--cache", folder / "cache", "--no-plan", "--set", "embeddings.trainable=true")
     trained(*arguments, "--out", tmp_path / "run")
@@ -151,6 +152,7 @@ def test_the_vectors_of_a_run_may_not_change_under_it(folder: Path, tmp_path: Pa
     assert "are not what they were: put the file back as it was, or start anew" in done.stderr
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_refused_before_the_texts_are_read(folder: Path, tmp_path: Path):
     arguments = ("train", folder / "job.yaml", "--out", tmp_path / "run", "--cache", tmp_path / "cache", "--set")
     done = plimsoll(*arguments, "model.embedding_size=8")

@@ -139,7 +139,7 @@ def test_the_values_can_be_read_and_only_long_ones_are_hashed(prepared):
 
 def test_every_field_of_a_job_is_in_one_of_the_lists():
     changed = {name for changes in [*SAME, *(changes for changes, _ in OTHER)] for name in changes}
-    assert changed | {"tokenizer", "batch_tokens", "embeddings"} == set(
+    assert changed | {"tokenizer", "batch_tokens", "embeddings", "distill"} == set(
         Job.model_fields
     )  # with batch_tokens batch_size changes too
 

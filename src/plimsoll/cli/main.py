@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from plimsoll.cli import apply, data, embeddings, explain, plan, predict, probe, report, train, workers
+from plimsoll.cli import apply, data, embeddings, explain, plan, predict, probe, report, shrink, train, workers
 from plimsoll.cli.output import tell
 from plimsoll.errors import PlimsollError
 
@@ -44,6 +44,7 @@ def _of_every_command(
       plimsoll plan job.yaml --budget 6GiB
       plimsoll train job.yaml --budget 2GiB --out runs/a
       plimsoll apply runs/a --data reviews.jsonl --out labels.jsonl
+      plimsoll shrink runs/a --target 5MiB --recover 200 --out small
       plimsoll explain runs/a
       plimsoll report runs/a -o a.html
       plimsoll data inspect job.yaml
@@ -56,6 +57,7 @@ app.command("predict")(predict.predict)
 app.command("plan")(plan.plan)
 app.command("train")(train.train)
 app.command("apply")(apply.apply)
+app.command("shrink")(shrink.shrink)
 app.command("explain")(explain.explain)
 app.command("report")(report.report)
 app.add_typer(data.app, name="data")
@@ -64,6 +66,8 @@ app.command("train-worker", hidden=True)(workers.train_worker)
 app.command("prepare-worker", hidden=True)(workers.prepare_worker)
 app.command("plan-worker", hidden=True)(workers.plan_worker)
 app.command("baseline-worker", hidden=True)(workers.baseline_worker)
+app.command("shrink-worker", hidden=True)(workers.shrink_worker)
+app.command("measure-worker", hidden=True)(workers.measure_worker)
 app.command("inference-baseline-worker", hidden=True)(workers.inference_baseline_worker)
 
 

@@ -11,7 +11,10 @@ import typer
 
 def report(
     run: Annotated[
-        Path, typer.Argument(metavar="RUN", help="A run directory, also of a run still going, or a record in a file.")
+        Path,
+        typer.Argument(
+            metavar="RUN", help="A run directory, also of one still going, the --out of shrink, or a record."
+        ),
     ],
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Write one self-contained HTML page here.")
@@ -27,14 +30,18 @@ def report(
       plimsoll report runs/a -o a.html
       plimsoll report runs/a --json
       plimsoll report plan.json -o plan.html
+      plimsoll report small -o small.html
     """
     from plimsoll.cli.output import failures_shown, show
     from plimsoll.errors import OutputError
     from plimsoll.records.base import write_atomically
     from plimsoll.records.run import RunRecord
+    from plimsoll.records.shrink import SHRINK_RECORD
     from plimsoll.report.render import load, render
 
     with failures_shown() if as_json else nullcontext():
+        if (run / SHRINK_RECORD).is_file():
+            run /= SHRINK_RECORD
         is_record = run.is_file() or (run.suffix == ".json" and not run.is_dir())
         record = load(run) if is_record else RunRecord.from_directory(run)
         if output is None:

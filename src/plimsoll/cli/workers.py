@@ -6,8 +6,9 @@ whole; the training is a process of its own because the kernel may kill it.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -54,6 +55,25 @@ def inference_baseline_worker(folder: Path, task: str) -> None:
     from plimsoll.run.worker import print_inference_baseline
 
     print_inference_baseline(folder, task)
+
+
+def shrink_worker(request: Path) -> None:
+    """Make smaller models, as asked for on standard input."""
+    from plimsoll.run.shrink_process import ShrinkRequest, serve
+
+    def answers() -> Mapping[str, Callable[..., Any]]:
+        from plimsoll.run.shrinking import answers_of
+
+        return answers_of(ShrinkRequest.load(request))
+
+    serve(answers)
+
+
+def measure_worker() -> None:
+    """Print what applying a model takes; which one, comes on standard input."""
+    from plimsoll.run.shrinking import print_measured
+
+    print_measured()
 
 
 def train_worker(  # noqa: PLR0917 -- typer calls it by name

@@ -131,6 +131,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 handle = parameter.register_post_accumulate_grad_hook(self._know_gradient)  # type: ignore[no-untyped-call]
                 self._stack.callback(handle.remove)
 
+    def know_teacher(self, model: nn.Module) -> None:
+        """Take note of a model that teaches the one that is trained: what it has is called ``teacher....``."""
+        for name, module in model.named_modules():
+            self._names.setdefault(module, f"teacher.{name}" if name else "teacher")
+        self.know(((f"teacher.{name}", one) for name, one in model.named_parameters()), "parameters")
+        self.know(((f"teacher.{name}", one) for name, one in model.named_buffers()), "buffers")
+
     def know_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Take note of the states of an optimizer."""
         for parameter, state in optimizer.state.items():

@@ -48,7 +48,8 @@ from plimsoll.models.recurrent import (
 )
 from plimsoll.models.recurrent_tagger import build_tagger
 from plimsoll.models.vectors import prepare_embedding, with_dimension
-from plimsoll.records.job import SMALLEST_VOCAB_SIZES, Job, Task, VectorSource, near
+from plimsoll.records.embeddings import VectorSource
+from plimsoll.records.job import SMALLEST_VOCAB_SIZES, Job, Task, near
 from plimsoll.workload import LossFunction, Units, model_loss
 
 

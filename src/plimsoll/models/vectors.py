@@ -17,7 +17,7 @@ from torch import nn
 from plimsoll.embeddings.opening import open_file
 from plimsoll.embeddings.table import Table
 from plimsoll.errors import EmbeddingError, JobError
-from plimsoll.records.job import VectorSource
+from plimsoll.records.embeddings import VectorSource
 
 
 def with_dimension(fields: dict[str, Any], source: VectorSource | None) -> dict[str, Any]:

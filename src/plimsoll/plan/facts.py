@@ -23,7 +23,7 @@ from plimsoll.models.imported import find_imported
 from plimsoll.records.job import Job
 
 _VERSIONS = ("plimsoll", "torch", "transformers")
-_NOT_OF_A_PLAN = {"budget", "checkpoint", "steps", "device", "data", "tokenizer", "seed", "evaluate_every"}
+_NOT_OF_A_PLAN = {"budget", "checkpoint", "steps", "device", "data", "tokenizer", "seed", "evaluate_every", "distill"}
 
 
 def facts_of(job: Job, texts: TextSketch, target: str) -> dict[str, str]:
@@ -36,6 +36,9 @@ def facts_of(job: Job, texts: TextSketch, target: str) -> dict[str, str]:
     }
     facts |= {"vocabulary": str(texts.vocab_size), "labels": str(texts.num_labels), "target": target}
     facts |= _facts_of_data(job)
+    if job.distill is not None:  # wherever its folder is
+        facts["distill"] = json.dumps(job.distill.model_dump(mode="json", exclude={"teacher"}), sort_keys=True)
+        facts["configuration of the teacher"] = _hash_of((Path(job.distill.teacher) / "config.json").read_bytes())
     if isinstance(job.model, str) and ":" in job.model:
         facts["code of the model"] = _source_of(job.model, texts)
     if isinstance(job.model, str) and Path(job.model).is_dir():

@@ -1,10 +1,18 @@
-"""What `plimsoll embeddings` says: of a file of word vectors, and of the rows that were taken from one."""
+"""Word vectors: what a job says of them, what a file of them has, and the rows that were taken from one."""
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from plimsoll.records.base import Frozen, Record
+
+
+class VectorSource(Frozen):
+    """A file of word vectors for the tokens: whether they are trained, and what stands in rows it has no vector for."""
+
+    path: str
+    trainable: bool = False
+    missing: Literal["zeros", "mean", "normal"] = "normal"
 
 
 class FaultCount(Frozen):

@@ -19,6 +19,8 @@ from plimsoll.errors import JobError
 from plimsoll.records.augmentation import Augmentation
 from plimsoll.records.base import Frozen, Record
 from plimsoll.records.device import Budget
+from plimsoll.records.distill import DistillSource
+from plimsoll.records.embeddings import VectorSource
 from plimsoll.records.job_yaml import parse_value, read_fields
 
 HUB_PREFIX = "hf:"  # of a dataset by its name on the Hugging Face hub
@@ -147,14 +149,6 @@ class TokenizerSource(Frozen):
         return self
 
 
-class VectorSource(Frozen):
-    """A file of word vectors for the tokens: whether they are trained, and what stands in rows it has no vector for."""
-
-    path: str
-    trainable: bool = False
-    missing: Literal["zeros", "mean", "normal"] = "normal"
-
-
 class OptimizerChoice(Frozen):
     """A ``torch.optim`` optimizer by name, its learning rate, the schedule, and further arguments as they are."""
 
@@ -196,6 +190,7 @@ class Job(Record):
     data: DataSource
     tokenizer: TokenizerSource = TokenizerSource()
     embeddings: VectorSource | None = None
+    distill: DistillSource | None = None
     sequence_length: int = Field(default=256, ge=2)
     batch_size: int = Field(default=32, ge=1)
     batch_tokens: int | None = Field(default=None, ge=1)
@@ -291,6 +286,14 @@ class Job(Record):
                 )
         return self
 
+    @model_validator(mode="after")
+    def _agrees_with_a_teacher(self) -> Job:
+        data, distill = self.data, self.distill
+        fault = distill and distill.fault(data.order, "augment" if data.augment else "on_the_fly" * data.on_the_fly)
+        if fault:
+            raise ValueError(fault)
+        return self
+
     @property
     def is_labelled(self) -> bool:
         """Whether texts, or their words, come with labels: they are samples one by one, and nothing else is learnt."""
@@ -318,8 +321,16 @@ class Job(Record):
         Raises:
             JobError: as `from_yaml`.
         """
-        fields = _changed({"model": "gpt2", "data": {"train": list(texts)}}, changes)
-        return cls.from_fields(fields, folder=Path(), changes=changes)
+        return cls.from_plain({"model": "gpt2", "data": {"train": list(texts)}}, Path(), changes)
+
+    @classmethod
+    def from_plain(cls, fields: dict[str, Any], folder: Path, changes: tuple[str, ...] = ()) -> Job:
+        """Make a job of plain fields and ``a.b=c`` changes to them; paths are taken from ``folder``.
+
+        Raises:
+            JobError: as `from_yaml`.
+        """
+        return cls.from_fields(_changed(fields, changes), folder=folder, changes=changes)
 
     @classmethod
     def from_fields(
@@ -375,7 +386,10 @@ def _apply(fields: dict[str, Any], change: str) -> None:
 
 
 # What a plain value stands for where a group of fields can be given: `budget: 2GiB` is `budget: {device: 2GiB}`.
-_SHORT_FORMS = {"budget": "device", "data": "train", "tokenizer": "path", "optimizer": "name", "embeddings": "path"}
+_SHORT_FORMS = {
+    "budget": "device", "data": "train", "tokenizer": "path", "optimizer": "name", "embeddings": "path",
+    "distill": "teacher",
+}  # fmt: skip
 
 
 def _expanded(fields: dict[str, Any]) -> dict[str, Any]:
@@ -393,7 +407,7 @@ def _normalised(fields: dict[str, Any], folder: Path | None) -> dict[str, Any]:
         groups["budget"] = {full_names.get(name, name): value for name, value in groups["budget"].items()}
     if "optimizer" in groups:
         groups["optimizer"] = _with_arguments(groups["optimizer"])
-    for group, name in (("data", "train"), ("data", "validation"), ("tokenizer", "path"), ("embeddings", "path")):
+    for group, name in _PATHS:
         is_share = name == "validation" and _is_share(groups.get(group, {}).get(name))
         if folder is not None and name in groups.get(group, {}) and not is_share:
             groups[group][name] = _from_folder(groups[group][name], folder)
@@ -401,6 +415,11 @@ def _normalised(fields: dict[str, Any], folder: Path | None) -> dict[str, Any]:
     if folder is not None and isinstance(augment, dict) and "synonyms" in augment:
         groups["data"]["augment"] = augment | {"synonyms": _from_folder(augment["synonyms"], folder)}
     return fields | groups
+
+
+_PATHS = (
+    ("data", "train"), ("data", "validation"), ("tokenizer", "path"), ("embeddings", "path"), ("distill", "teacher"),
+)  # fmt: skip
 
 
 def _with_arguments(optimizer: dict[str, Any]) -> dict[str, Any]:

@@ -22,10 +22,20 @@ from plimsoll.records.placement import InferencePlan
 from plimsoll.records.plan import Plan
 from plimsoll.records.prediction import Prediction
 from plimsoll.records.run import RunRecord
-from plimsoll.report import data_sheets, diagnosis_sheets, placement_sheets, plan_sheets, prediction_sheets, sheets
+from plimsoll.records.shrink import ShrinkRecord
+from plimsoll.report import (
+    data_sheets,
+    diagnosis_sheets,
+    placement_sheets,
+    plan_sheets,
+    prediction_sheets,
+    sheets,
+    shrink_sheets,
+)
 from plimsoll.report.charts import run_charts
 from plimsoll.report.plan_charts import ladder_chart
 from plimsoll.report.prediction_charts import prediction_chart
+from plimsoll.report.shrink_charts import front_chart
 
 
 @cache
@@ -189,6 +199,22 @@ def placement_page(plan: InferencePlan) -> str:
     numbers = sheets.Sheet("", (sheets.Column("What"), sheets.Column("Value")), placement_sheets.key_numbers(plan))
     shown = (numbers, *placement_sheets.sheets_of(plan), sheets.version_sheet(plan.versions))
     return _sheets_page(plan.model, " ".join(said), *shown)
+
+
+def shrink_page(record: ShrinkRecord) -> str:
+    """Return the page of models that were made smaller."""
+    chart = front_chart(record)
+    return (
+        _environment()
+        .get_template("shrink.html")
+        .render(
+            subject=record.model,
+            sentence=shrink_sheets.headline(record),
+            charts={chart.key: chart},
+            plotly_js=Markup(get_plotlyjs()),
+            sheets=(*shrink_sheets.shrink_sheets(record), sheets.version_sheet(record.versions)),
+        )
+    )
 
 
 def _more_rejected(plan: Plan) -> sheets.Sheet | None:

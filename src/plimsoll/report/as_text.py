@@ -24,6 +24,7 @@ from plimsoll.records.placement import InferencePlan
 from plimsoll.records.plan import Plan
 from plimsoll.records.prediction import Prediction
 from plimsoll.records.run import RunRecord, StepLine
+from plimsoll.records.shrink import ShrinkRecord
 from plimsoll.records.units import format_bytes, format_seconds
 from plimsoll.records.ways import Ways
 from plimsoll.report import (
@@ -33,6 +34,7 @@ from plimsoll.report import (
     plan_sheets,
     prediction_sheets,
     sheets,
+    shrink_sheets,
     ways_sheets,
 )
 
@@ -204,6 +206,11 @@ def placement_report(plan: InferencePlan) -> Group:
     panel = Panel(Group(verdict, *rest), title=Text(plan.model, "bold"), title_align="left", box=box.ROUNDED)
     tables = (_table(sheet) for sheet in placement_sheets.sheets_of(plan))
     return _spaced(panel, _number_grid(placement_sheets.key_numbers(plan)), *tables)
+
+
+def shrink_report(record: ShrinkRecord) -> Group:
+    """Return what making a model smaller came to; tables without rows are left out."""
+    return _spaced(Text(shrink_sheets.headline(record), "bold"), sheets_report(shrink_sheets.shrink_sheets(record)))
 
 
 def _prediction_tables(prediction: Prediction | None) -> list[sheets.Sheet]:

@@ -24,6 +24,7 @@ from plimsoll.records.placement import InferencePlan
 from plimsoll.records.plan import Plan
 from plimsoll.records.prediction import Prediction
 from plimsoll.records.run import RunRecord
+from plimsoll.records.shrink import ShrinkRecord
 from plimsoll.records.ways import Ways
 from plimsoll.report import apply_sheets, as_html, as_text, embedding_sheets, ways_sheets
 from plimsoll.report.sheets import Sheet
@@ -64,6 +65,7 @@ _SCREENS: dict[type[Record], Screen] = {
         lambda ways: as_html.sheets_page("Ways to train", ways_sheets.page_sheets(ways)),
     ),
     InferencePlan: (as_text.placement_report, as_html.placement_page),
+    ShrinkRecord: (as_text.shrink_report, as_html.shrink_page),
     ApplyFacts: _of_sheets("Results", apply_sheets.apply_sheets),
 }
 

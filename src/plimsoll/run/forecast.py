@@ -28,6 +28,7 @@ from plimsoll.records.trace import Trace
 from plimsoll.run.job_step import subject_of
 from plimsoll.run.rehearse import rehearse_job
 from plimsoll.run.targets import Target, find_target, gpu_target, job_baseline
+from plimsoll.run.teaching import require_teacher
 
 Progress = Callable[[str], None]
 
@@ -100,6 +101,8 @@ class _Forecast:
     def __post_init__(self) -> None:
         require_vectors(self.job)
         self.texts = sketch_texts(self.job)
+        if self.job.distill is not None:
+            require_teacher(self.job, self.texts)
         budget_bytes = self.limit_bytes if self.limit_bytes is not None else self.job.budget.device_bytes
         self.target = find_target(
             choose_device(self.job) if self.device is None else self.device, budget_bytes, self._baseline
@@ -190,7 +193,10 @@ class _Forecast:
         length = self.job.sequence_length
         with suppress(JobError):
             while length < _LONGEST_SEQUENCE:
-                build_model(self.job.model_copy(update={"sequence_length": 2 * length}), *self.texts, device="meta")
+                longer = self.job.model_copy(update={"sequence_length": 2 * length})
+                build_model(longer, *self.texts, device="meta")
+                if longer.distill is not None:
+                    require_teacher(longer, self.texts)
                 length *= 2
         return length
 

@@ -15,6 +15,7 @@ from plimsoll.records.job import Job
 from plimsoll.records.plan import Choice
 from plimsoll.run.boundary import Position
 from plimsoll.run.step import TrainStep
+from plimsoll.workload import LossFunction
 
 
 def step_of(
@@ -23,6 +24,7 @@ def step_of(
     optimizer: torch.optim.Optimizer,
     rungs: Sequence[Sequence[Choice]],
     *,
+    loss: LossFunction | None = None,
     schedule: torch.optim.lr_scheduler.LRScheduler | None = None,
     backend: Backend | None = None,
     position: Position | None = None,
@@ -35,16 +37,17 @@ def step_of(
         model: its model.
         optimizer: its optimizer.
         rungs: the choices of a plan and of its fallbacks.
+        loss: with a teacher; by default the task's own.
         schedule: its schedule where there is one already; by default it is made.
         backend: see `TrainStep`, as is ``position``.
         position: see `backend`.
         files: see `backend`.
     """
-    loss, units = loss_of(job.task)
+    own_loss, units = loss_of(job.task)
     return TrainStep(
         model,
         optimizer,
-        loss,
+        loss or own_loss,
         units=units,
         rungs=rungs,
         clip_norm=job.optimizer.clip_norm,

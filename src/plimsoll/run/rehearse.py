@@ -21,11 +21,13 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from plimsoll.data.sketch import TextSketch
+from plimsoll.data.taught import LOG_P, WORDS
 from plimsoll.device.host_random import copy_host_state
 from plimsoll.mapped import MappedPool
 from plimsoll.memory.lowering.base import Lowering
 from plimsoll.memory.trace import Rehearsal, failures_explained, rehearsal, with_unknown_lengths
 from plimsoll.models.build import build_model
+from plimsoll.models.distillation import Distillation
 from plimsoll.optimizers import build_optimizer
 from plimsoll.records.device import Device, MemoryUse
 from plimsoll.records.job import Job
@@ -35,6 +37,7 @@ from plimsoll.run.commit import ADDRESS_OF
 from plimsoll.run.job_step import step_of
 from plimsoll.run.rungs import samples_of
 from plimsoll.run.step import TrainStep
+from plimsoll.run.teaching import loss_for
 from plimsoll.techniques import Choices
 from plimsoll.techniques._lengths import groups_by_length, lengths_of
 from plimsoll.techniques.layer_streaming import put_where_needed, streams
@@ -141,11 +144,14 @@ def _train_job(  # noqa: PLR0917 -- one call
     files = MappedPool() if is_large else None  # on CUDA these stand for the host's memory
     with failures_explained("the model of this job", stage):
         model = build_model(job, *texts, files=files).train()
+        loss = loss_for(job, texts, lowering.device)
     put_where_needed(model, lowering.device, choices)
     stage.recorder.know_model(model)
+    if isinstance(loss, Distillation) and loss.teacher is not None:
+        stage.recorder.know_teacher(loss.teacher)
     optimizer = build_optimizer(job.optimizer, model.parameters())
     backend = StageBackend(lowering.kind)
-    step = step_of(job, model, optimizer, [choices], backend=backend, position=position, files=files)
+    step = step_of(job, model, optimizer, [choices], loss=loss, backend=backend, position=position, files=files)
     stage.recorder.know_model(step.workload.model)  # a technique may have exchanged it
     with failures_explained("the model of this job", stage):
         _rehearse(stage, step, batches, held_out, has_states=bool(job.evaluate_every))
@@ -272,6 +278,9 @@ def _telling_samples(batch: Any, micro_batch: int, model: nn.Module, choices: Ch
 
 def _batch(job: Job, texts: TextSketch, num_samples: int, length: int) -> dict[str, Tensor]:
     """A batch as the loader makes it, of samples of one length."""
+    if job.distill is not None and job.distill.cache:
+        plain = _batch(job.model_copy(update={"distill": None}), texts, num_samples, length)
+        return plain | _said(job, texts, plain)
     generator = torch.Generator().manual_seed(0)  # its own: the caller's random numbers stay as they are
     input_ids = torch.randint(texts.vocab_size, (num_samples, length), generator=generator)
     if texts.num_labels is not None:
@@ -289,6 +298,15 @@ def _batch(job: Job, texts: TextSketch, num_samples: int, length: int) -> dict[s
     if job.data.reset:  # once for each sample, all at one place
         fields["resets"] = (torch.arange(length) == length // 2).expand(num_samples, length).clone()
     return fields
+
+
+def _said(job: Job, texts: TextSketch, fields: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What a teacher said of a batch before."""
+    assert job.distill is not None
+    if texts.num_labels is not None:
+        return {LOG_P: torch.zeros(*fields["labels"].shape, texts.num_labels)}
+    shape = (*fields["input_ids"].shape, min(job.distill.cache or 1, texts.vocab_size))
+    return {LOG_P: torch.zeros(shape), WORDS: torch.zeros(shape, dtype=torch.int32)}
 
 
 def _phase(position: Position) -> Phase:

@@ -26,6 +26,7 @@ from plimsoll.run.job_step import subject_of
 from plimsoll.run.predict import model_bytes
 from plimsoll.run.rehearse import rehearse_job, rehearse_step
 from plimsoll.run.targets import StartedBaseline, own_baseline
+from plimsoll.run.teaching import sketched_loss
 from plimsoll.techniques import Choices
 from plimsoll.workload import LossFunction, Precision, Units, Workload, batch_size_of
 
@@ -84,12 +85,11 @@ class JobSubject:
         self.lengths_vary = job.is_labelled or job.data.has_padding
         self.evaluates_between_steps = bool(job.data.validation and job.evaluate_every)
         model = build_model(job, *self._texts, device="meta").train()
-        loss, units = loss_of(job.task)
         self.workload = Workload(
             model,
             build_optimizer(job.optimizer, model.parameters()),
-            loss,
-            units,
+            sketched_loss(job, self._texts, model),
+            loss_of(job.task)[1],
             clip_norm=job.optimizer.clip_norm,
             precision=job.own_precision,
             device=torch.device("meta"),

@@ -43,11 +43,13 @@ def prepare_run(  # noqa: PLR0917 -- of a command
     from plimsoll.records.plan import parse_pin
     from plimsoll.report.progress import stages
     from plimsoll.run.targets import require_budget
+    from plimsoll.run.teaching import require_folder, require_teacher, require_tokens
 
     _end_with_supervisor()
     directory = RunDirectory(path)
     job = Job.from_yaml(directory.job)
     require_buildable(job)
+    require_folder(job)
     require_budget(job)
     if pins or forbids:
         from plimsoll.run.plan import require_possible
@@ -58,6 +60,9 @@ def prepare_run(  # noqa: PLR0917 -- of a command
             prepared = prepare_again(job, Prepared.load(directory.prepared), cache, progress)
         else:
             prepared = prepare(job, cache, progress)
+        if job.distill is not None:
+            require_teacher(job, prepared, prepared.label_names)
+            require_tokens(job, Path(prepared.tokenizer_folder))
         vectors = prepare_vectors(job, prepared, cache, progress)
     if vectors is not None:
         _require_same(vectors.digest, directory, again)
@@ -212,12 +217,15 @@ def train_run(  # noqa: PLR0915 -- as above
     from plimsoll.device.probe import versions
     from plimsoll.models.build import build_model
     from plimsoll.records.run import RunHead
+    from plimsoll.report.progress import stages
     from plimsoll.run import checkpoint
     from plimsoll.run.boundary import fitting
     from plimsoll.run.failpoints import arm_from_environment
     from plimsoll.run.job_step import step_of
     from plimsoll.run.learning import learn
     from plimsoll.run.monitor import MemorySampler, View
+    from plimsoll.run.taught import prepare_taught
+    from plimsoll.run.teaching import loss_for, sketched_loss, teacher_of
     from plimsoll.run.train import Training, train
     from plimsoll.run.train import resume as go_on
     from plimsoll.techniques.allocator import set_up_as_with as set_up_allocator_as_with
@@ -246,7 +254,8 @@ def train_run(  # noqa: PLR0915 -- as above
         head.save(directory.head)  # before the limit: the supervisor judges a death by it
         host = backend_for("cpu") if device != "cpu" else None
         # What is imported and started inside a limit counts against it with all the address space it asks for.
-        build_model(job, prepared.vocab_size, prepared.num_labels, prepared.end_id, device="meta")
+        sketched = build_model(job, prepared.vocab_size, prepared.num_labels, prepared.end_id, device="meta")
+        sketched_loss(job, prepared, sketched)
         (host or backend).baseline_bytes()
         _limit(stack, backend, job.budget.device_bytes)
         _limit(stack, host, job.budget.host_bytes)
@@ -254,6 +263,8 @@ def train_run(  # noqa: PLR0915 -- as above
         first = plan.rungs[min(last_rung or 0, len(plan.rungs) - 1)].choices
         set_up = set_up_heap_as_with if device == "cpu" else set_up_allocator_as_with
         set_up(first)
+        with stages(quiet) as progress:
+            prepare_taught(job, prepared, lambda: teacher_of(job, prepared, device), backend, progress)
         view = View(path.name, job.steps, "samples" if job.task == "classification" else "tokens", quiet)
         parts = fitting(
             lambda: assemble(
@@ -263,9 +274,11 @@ def train_run(  # noqa: PLR0915 -- as above
             backend, "building the model",
         )  # fmt: skip
         stack.callback(parts.loader.close)
+        loss = fitting(lambda: loss_for(job, prepared, device), backend, "loading the teacher")
         step = step_of(
-            job, parts.model, parts.optimizer, plan.choices_by_rung, schedule=parts.schedule, files=parts.files
-        )
+            job, parts.model, parts.optimizer, plan.choices_by_rung, loss=loss, schedule=parts.schedule,
+            files=parts.files,
+        )  # fmt: skip
         offset_seconds = max((line.time_seconds for line in directory.lines()), default=0.0)
         training = Training(job, parts, step, directory, marks, MemorySampler(step.backend, offset_seconds), view, host)
         if saved is not None:
@@ -363,5 +376,5 @@ def _warm(job: Job) -> None:
     if job.data.on_the_fly:
         import tokenizers  # noqa: F401
     architecture = job.model.get("architecture") if isinstance(job.model, dict) else job.model
-    if architecture not in RECURRENT:
+    if architecture not in RECURRENT or job.distill is not None:  # which may have a teacher of theirs
         import transformers  # noqa: F401

@@ -92,6 +92,8 @@ class ChunkedLoss:
 class _LazyForward:
     """A head's forward; an object, so that a copy of the model gets the copy of its own head."""
 
+    is_linear = True  # of the layer's own weight: what goes over positions by itself may (`models.head_apart`)
+
     def __init__(self, head: nn.Linear, chunk_tokens: int, tally: Tally) -> None:
         self._head, self._chunk_tokens, self._tally = head, chunk_tokens, tally
 

@@ -48,6 +48,11 @@ FLAGS = {
         "--device", "--max-new-tokens", "--temperature", "--top-p", "--seed", "--no-header", "--strict",
         "--force", "--quiet", "-q", "--json",
     },
+    "shrink": {
+        "--out", "-o", "--target", "--method", "--forbid", "--recover", "--no-distill", "--budget", "--data",
+        "--column", "--label", "--no-header", "--set", "--tries", "--samples", "--keep-all", "--force", "--quiet",
+        "-q", "--json",
+    },
     "explain": {"--json"},
     "report": {"--output", "-o", "--json", "--force"},
     **{
@@ -66,6 +71,8 @@ FLAGS = {
     "prepare-worker": {"--quiet", "--again", "--pin", "--forbid"},
     "plan-worker": {"--given", "--pin", "--forbid", "--quiet", "--goes-on", "--from-step", "--keep"},
     "baseline-worker": set(),
+    "shrink-worker": set(),
+    "measure-worker": set(),
     "inference-baseline-worker": set(),
 }  # fmt: skip
 
@@ -86,12 +93,14 @@ def test_the_processes_that_a_run_starts_are_not_shown_to_people():
         "prepare-worker",
         "plan-worker",
         "baseline-worker",
+        "shrink-worker",
+        "measure-worker",
         "inference-baseline-worker",
     ]
     visible = [name for name, command in COMMANDS.items() if not command.hidden]
     data = ["data index", "data tokenize", "data inspect", "data bench"]
     vectors = ["embeddings subset", "embeddings info", "embeddings convert"]
-    assert visible == ["probe", "predict", "plan", "train", "apply", "explain", "report", *data, *vectors]
+    assert visible == ["probe", "predict", "plan", "train", "apply", "shrink", "explain", "report", *data, *vectors]
     assert all((name.split()[0] in shown) != command.hidden for name, command in COMMANDS.items())
 
 

@@ -11,7 +11,8 @@ from plimsoll.embeddings.subsets import take_subset
 from plimsoll.errors import JobError
 from plimsoll.models.build import build_model
 from plimsoll.models.vectors import fill_embedding, require_fitting, word_embedding
-from plimsoll.records.job import Job, VectorSource
+from plimsoll.records.embeddings import VectorSource
+from plimsoll.records.job import Job
 
 WORDS = ["the", "of", "a"]
 

@@ -15,6 +15,7 @@ import corpus_records
 import evidence_records
 import placement_records
 import plimsoll.records
+import shrink_records
 import vector_records
 import way_records
 from hand_traces import trace_of
@@ -53,6 +54,7 @@ def examples(device, machine, plan, job, head, run_record) -> dict[type[Record],
         corpus_records.corpus_facts(), corpus_records.token_facts(), corpus_records.inspection(),
         corpus_records.feed_rates(), vector_records.subset_facts(), vector_records.vector_file(),
         vector_records.conversion(), vector_records.compression(), evidence_records.diagnosis(), way_records.ways(),
+        shrink_records.shrunk(),
         placement_records.streamed_plan(), apply_records.apply_facts(),
     )  # fmt: skip
     return {type(record): record for record in made}

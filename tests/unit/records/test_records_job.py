@@ -66,7 +66,7 @@ colour: blue
             "  checkpoint.evry: unknown field; did you mean `every`?",
             "  optimizer.lr: Input should be greater than 0 (got 0)",
             "  optimizer.schedule: Input should be 'constant', 'linear' or 'cosine' (got 'cosin')",
-            "  colour: unknown field; known here: model, task, data, tokenizer, embeddings, sequence_length, "
+            "  colour: unknown field; known here: model, task, data, tokenizer, embeddings, distill, sequence_length, "
             "batch_size, batch_tokens, optimizer, steps, precision, allow, device, budget, checkpoint, evaluate_every, "
             "seed",
         ]

@@ -14,6 +14,7 @@ import evidence_records
 import placement_records
 import plan_records
 import prediction_records
+import shrink_records
 import vector_records
 import way_records
 from plimsoll.records.device import MemoryUse
@@ -41,6 +42,8 @@ SCREENS = {
     "vectors-converted.txt": as_text.sheets_report(embedding_sheets.conversion_sheets(vector_records.conversion())),
     "vectors-compressed.txt": as_text.sheets_report(embedding_sheets.compression_sheets(vector_records.compression())),
     "ways.txt": as_text.ways_report(way_records.ways()),
+    "shrink.txt": as_text.shrink_report(shrink_records.shrunk()),
+    "shrink-survey.txt": as_text.shrink_report(shrink_records.survey()),
     "apply.txt": as_text.sheets_report(apply_sheets.apply_sheets(apply_records.apply_facts())),
     "apply-plain.txt": as_text.sheets_report(apply_sheets.apply_sheets(apply_records.plain_apply_facts())),
     "diagnosis.txt": as_text.diagnosis_report(evidence_records.diagnosis()),

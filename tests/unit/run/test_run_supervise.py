@@ -274,6 +274,7 @@ def test_a_crash_without_a_budget_is_not_tried_again(new_run, supervised):
     assert len(of_kind(directory, StartLine)) == 1
 
 
+@pytest.mark.slow
 def test_a_crash_inside_a_budget_is_perhaps_memory_and_goes_on_smaller(new_run, supervised):
     directory = new_run(steps=100_000, checkpoint={"every": 1}, budget={"device": "4GiB"})
     process = supervised(directory)

@@ -63,6 +63,7 @@ def test_a_training_process_is_started_to_read_its_baseline():
     assert 50 * MIB < estimate.likely_bytes < 1 * GIB
 
 
+@pytest.mark.slow
 def test_the_baseline_has_what_a_function_of_the_users_imports(tmp_path, monkeypatch):
     """Inside itself, where looking for the function does not import it."""
     (tmp_path / "large_library.py").write_text("DATA = bytearray(100 << 20)\n")

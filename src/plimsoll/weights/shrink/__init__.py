@@ -5,17 +5,30 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from plimsoll.weights.shrink._base import Calibration, Choices, Need, Shrinker, Stage, Subject
+from plimsoll.weights.shrink.channels import Channels
 from plimsoll.weights.shrink.dynamic_int8 import DynamicInt8
 from plimsoll.weights.shrink.float8 import Float8
 from plimsoll.weights.shrink.int4 import Int4
 from plimsoll.weights.shrink.int8 import Int8
 from plimsoll.weights.shrink.int8_embeddings import Int8Embeddings
+from plimsoll.weights.shrink.layers import Layers
 from plimsoll.weights.shrink.two_four import TwoFour
 from plimsoll.weights.shrink.unstructured import Unstructured
+from plimsoll.weights.shrink.vocabulary import Vocabulary
 
-SHRINKERS: Mapping[str, Shrinker] = {
-    method.name: method
-    for method in (Unstructured(), TwoFour(), Int8Embeddings(), Int8(), Int4(), DynamicInt8(), Float8())
-}
+_METHODS: tuple[Shrinker, ...] = (
+    Vocabulary(),
+    Layers(),
+    Channels(),
+    Unstructured(),
+    TwoFour(),
+    Int8Embeddings(),
+    Int8(),
+    Int4(),
+    DynamicInt8(),
+    Float8(),
+)
+
+SHRINKERS: Mapping[str, Shrinker] = {method.name: method for method in _METHODS}
 
 __all__ = ["SHRINKERS", "Calibration", "Choices", "Need", "Shrinker", "Stage", "Subject"]

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from plimsoll.records.plan import Choice
+from plimsoll.records.plan import Choice, Value
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -63,13 +63,15 @@ class Shrinker(Protocol):
 
     ``name`` is the registry's key, the word on the command line, the page in ``docs/shrink`` and the test's id;
     ``title`` what it does, for a table; ``saves`` one sentence that says what becomes smaller (the file, the memory,
-    the time of a pass, that of training) and what does not.
+    the time of a pass, that of training) and what does not. ``options`` are what a choice may have, with what is taken
+    where it is left out (``None``: nothing); the first is what ``name=value`` on a command line means.
     """
 
     name: ClassVar[str]
     title: ClassVar[str]
     saves: ClassVar[str]
     stage: ClassVar[Stage]
+    options: ClassVar[Mapping[str, Value | None]]
 
     def menu(self, subject: Subject) -> Choices | str:
         """Return what is worth trying, mildest first, or a sentence that says why nothing is.
@@ -94,3 +96,21 @@ class Shrinker(Protocol):
         calibration: what is kept is then any of the right number.
         """
         ...
+
+
+def weight_bytes(model: nn.Module) -> int:
+    """Return the bytes of the parameters and buffers of a model that are saved, each once.
+
+    A quantized weight counts what it is made of: its own storage says that it has the bytes of the dense one.
+    """
+    saved = model.state_dict(keep_vars=True).values()
+    tensors = {id(tensor): tensor for tensor in saved if isinstance(tensor, Tensor)}
+    return sum(_bytes_of(tensor) for tensor in tensors.values())
+
+
+def _bytes_of(tensor: Tensor) -> int:
+    inner = tensor.data if isinstance(tensor, nn.Parameter) else tensor
+    if not hasattr(inner, "__tensor_flatten__"):
+        return inner.numel() * inner.element_size()
+    names, _ = inner.__tensor_flatten__()
+    return sum(_bytes_of(getattr(inner, name)) for name in names)

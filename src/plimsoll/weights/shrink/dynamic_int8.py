@@ -7,11 +7,12 @@ without instructions for it (VNNI) such products can overflow; there the integer
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar
 
 import torch
 
-from plimsoll.records.plan import Choice
+from plimsoll.records.plan import Choice, Value
 from plimsoll.weights.shrink._base import Calibration, Choices, Need, Stage, Subject
 from plimsoll.weights.shrink._torchao import Config, plain_layers, quantize_layers, why_not_linear
 
@@ -26,6 +27,7 @@ class DynamicInt8:
         "whether a pass is faster depends on the processor and the size of the layers; it cannot be trained"
     )
     stage: ClassVar[Stage] = "values"
+    options: ClassVar[Mapping[str, Value | None]] = {}
 
     def menu(self, subject: Subject) -> Choices | str:
         """Offer it where there is a linear layer."""

@@ -7,11 +7,12 @@ embeddings.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar
 
 import torch
 
-from plimsoll.records.plan import Choice
+from plimsoll.records.plan import Choice, Value
 from plimsoll.weights.shrink._base import Calibration, Choices, Need, Stage, Subject
 from plimsoll.weights.shrink._torchao import Config, plain_layers, quantize_layers, why_not_linear
 
@@ -28,6 +29,7 @@ class Float8:
         "dynamic=true on a GPU that multiplies in float8, and slower elsewhere; it cannot be trained"
     )
     stage: ClassVar[Stage] = "values"
+    options: ClassVar[Mapping[str, Value | None]] = {"dynamic": False}
 
     def menu(self, subject: Subject) -> Choices | str:
         """Offer it where a device multiplies in float8; elsewhere ``int8`` is as small and closer."""

@@ -6,9 +6,10 @@ weights lie in, and no less time. Does NOT cover the head and embeddings.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar
 
-from plimsoll.records.plan import Choice
+from plimsoll.records.plan import Choice, Value
 from plimsoll.weights.shrink._base import Calibration, Choices, Need, Stage, Subject
 from plimsoll.weights.shrink._torchao import Config, plain_layers, quantize_layers, why_not_linear
 
@@ -23,6 +24,7 @@ class Int8:
         "layer is decoded whole while it computes; the head and the embeddings stay; it cannot be trained"
     )
     stage: ClassVar[Stage] = "values"
+    options: ClassVar[Mapping[str, Value | None]] = {}
 
     def menu(self, subject: Subject) -> Choices | str:
         """Offer it where there is a linear layer."""

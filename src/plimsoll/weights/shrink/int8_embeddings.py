@@ -7,11 +7,12 @@ every pass: its memory then rises by the dense table. Loaded by Plimsoll only th
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from torch import nn
 
-from plimsoll.records.plan import Choice
+from plimsoll.records.plan import Choice, Value
 from plimsoll.weights.coded_embedding import decode_rows_only
 from plimsoll.weights.parts import is_made_of_parts
 from plimsoll.weights.shrink._base import Calibration, Choices, Need, Stage, Subject
@@ -29,6 +30,7 @@ class Int8Embeddings:
         "Plimsoll the table is decoded whole in every pass, and the peak of memory rises; it cannot be trained"
     )
     stage: ClassVar[Stage] = "values"
+    options: ClassVar[Mapping[str, Value | None]] = {}
 
     def menu(self, subject: Subject) -> Choices | str:
         """Offer it where the model has a table of its own."""

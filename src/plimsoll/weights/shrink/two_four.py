@@ -7,12 +7,13 @@ embeddings and recurrent layers.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from plimsoll.records.plan import Choice
+from plimsoll.records.plan import Choice, Value
 from plimsoll.weights.shrink._base import Calibration, Choices, Need, Stage, Subject
 from plimsoll.weights.shrink._structure import sizes_of
 from plimsoll.weights.shrink._zeros import layers_of, why_no_zeros
@@ -26,10 +27,11 @@ class TwoFour:
     name: ClassVar[str] = "two_four"
     title: ClassVar[str] = "two of four weights are zero"
     saves: ClassVar[str] = (
-        "nothing by itself: zeros are stored and multiplied like any number, 0 bytes and 0 seconds; on a GPU of compute "
-        "capability 8.0 or more torch.sparse.to_sparse_semi_structured then halves the bytes of the linear weights"
+        "nothing by itself: zeros are stored and multiplied like any number, 0 bytes and 0 seconds; on a GPU of "
+        "compute capability 8.0 or more torch.sparse.to_sparse_semi_structured then halves the linear weights"
     )
     stage: ClassVar[Stage] = "values"
+    options: ClassVar[Mapping[str, Value | None]] = {}
 
     def menu(self, subject: Subject) -> Choices | str:
         """Offer nothing, and say why."""

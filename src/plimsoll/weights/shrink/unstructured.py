@@ -7,11 +7,12 @@ the CPU these are slower than dense ones below some 90 % of zeros.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar
 
 from torch.nn.utils import prune
 
-from plimsoll.records.plan import Choice
+from plimsoll.records.plan import Choice, Value
 from plimsoll.weights.shrink._base import Calibration, Choices, Need, Stage, Subject
 from plimsoll.weights.shrink._zeros import layers_of, why_no_zeros
 
@@ -28,6 +29,7 @@ class Unstructured:
         "only what packs the file (zip) makes it smaller"
     )
     stage: ClassVar[Stage] = "values"
+    options: ClassVar[Mapping[str, Value | None]] = {"share": _SHARE}
 
     def menu(self, subject: Subject) -> Choices | str:
         """Offer nothing, and say why."""
@@ -46,5 +48,5 @@ class Unstructured:
         share = float(choice.options.get("share", _SHARE))
         for layer in layers_of(subject.model).values():
             if not layer.weight.is_meta:
-                prune.l1_unstructured(layer, "weight", share)
-                prune.remove(layer, "weight")
+                prune.l1_unstructured(layer, "weight", share)  # type: ignore[no-untyped-call]
+                prune.remove(layer, "weight")  # type: ignore[no-untyped-call]

@@ -1,0 +1,199 @@
+"""Every method on a classifier and on a language model: bytes, memory, speed and quality, over several seeds.
+
+    python benchmarks/shrink_table.py --data agnews-test.csv        # label, title, body; no header, as AG News has
+    python benchmarks/shrink_table.py --text wikitext2-test.txt     # a language model
+    python benchmarks/shrink_table.py                               # sentences of our own, in some minutes
+
+For each seed a model is trained on the spot, then `plimsoll shrink` makes every choice of every method alone, measured
+before and after ``--recover`` steps of training, and then searches for the best chain under ``--share`` of the bytes.
+What a process takes is read by the kernel, and what the weights lose is held against what the peak of inference loses.
+Prints a table of means and standard deviations, and as its last line one JSON object. Linux only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+Figures = dict[str, Any]
+
+CLASSIFIER = {
+    "architecture": "bert", "hidden_size": 192, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "intermediate_size": 768,
+}  # fmt: skip
+LANGUAGE_MODEL = {
+    "architecture": "gpt2", "n_embd": 192, "n_layer": 4, "n_head": 4, "resid_pdrop": 0.0, "embd_pdrop": 0.0,
+    "attn_pdrop": 0.0,
+}  # fmt: skip
+
+
+def sentences() -> list[tuple[str, str]]:
+    """Return labelled sentences of ours, for a run without a corpus."""
+    drawn = random.Random(0)
+    words = {
+        "sport": ["match", "goal", "team", "coach", "season"],
+        "market": ["shares", "profit", "bank", "prices", "trade"],
+    }
+    common = "the a of in on said after with new for and to is was it by as at".split()  # noqa: SIM905
+    rows = []
+    for number in range(3000):
+        label = ("sport", "market")[number % 2]
+        text = drawn.choices(common, k=14) + drawn.choices(words[label], k=2)
+        drawn.shuffle(text)
+        rows.append((label, " ".join(text)))
+    return rows
+
+
+def job_of(args: argparse.Namespace, folder: Path, seed: int) -> Figures:
+    if args.text is not None:
+        return {
+            "model": LANGUAGE_MODEL, "task": "language-modeling", "sequence_length": 128, "batch_size": 16,
+            "data": {"train": [str(path.resolve()) for path in args.text], "validation": 0.1},
+            "tokenizer": {"train": "bpe", "vocab_size": 6000}, "steps": args.steps, "seed": seed,
+            "optimizer": {"name": "adamw", "lr": 1e-3, "clip_norm": 1.0},
+        }  # fmt: skip
+    rows = sentences()
+    if args.data is not None:
+        with args.data.open(newline="", encoding="utf-8") as file:
+            rows = [(row[0], " ".join(row[1:])) for row in csv.reader(file)]
+    with (folder / "texts.tsv").open("w", newline="", encoding="utf-8") as file:
+        csv.writer(file, delimiter="\t").writerows([("label", "text"), *rows])
+    return {
+        "model": CLASSIFIER, "task": "classification", "sequence_length": 64, "batch_size": 32,
+        "data": {
+            "train": str(folder / "texts.tsv"), "label": "label", "text": "text", "validation": 0.2,
+            "long_texts": "truncate",
+        },
+        "tokenizer": {"train": "bpe", "vocab_size": 6000}, "steps": args.steps, "seed": seed,
+        "optimizer": {"name": "adamw", "lr": 3e-4, "clip_norm": 1.0},
+    }  # fmt: skip
+
+
+def plimsoll(*arguments: Any) -> Figures:
+    command = [sys.executable, "-m", "plimsoll", *map(str, arguments), "--json"]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def name_of(model: Figures) -> str:
+    return " > ".join(
+        choice["technique"]
+        + ("(" + ",".join(f"{k}={v}" for k, v in choice["options"].items()) + ")" if choice["options"] else "")
+        for choice in model["chain"]
+    )
+
+
+def score(quality: Figures | None) -> float | None:
+    if quality is None:
+        return None
+    return quality["accuracy"] * 100 if quality["accuracy"] is not None else quality["loss"]
+
+
+def spread(values: list[float | None], digits: int = 2) -> str:
+    known = [value for value in values if value is not None]
+    if not known:
+        return "-"
+    deviation = f" ± {statistics.stdev(known):.{digits}f}" if len(known) > 1 else ""
+    return f"{statistics.mean(known):.{digits}f}{deviation}"
+
+
+def figures_of(model: Figures, original: Figures) -> Figures:
+    """What one model of one seed has to show, against its original."""
+    first, cost = original["inference"], model["inference"]
+    fall = original["weight_bytes"] - model["weight_bytes"]
+    peak = first["peak_bytes"] - first["baseline_bytes"], cost["peak_bytes"] - cost["baseline_bytes"]
+    training, before = model["training"] or {}, original["training"] or {}
+    return {
+        "share": model["file_bytes"] / original["file_bytes"],
+        "weight_fall_bytes": fall,
+        "peak_fall_bytes": peak[0] - peak[1],
+        "peak_bytes": cost["peak_bytes"],
+        "predicted_bytes": cost["predicted"] and cost["predicted"]["likely_bytes"],
+        "speed": first["row_seconds"] / cost["row_seconds"],
+        "training_peak_bytes": training.get("peak_bytes"),
+        "training_predicted_bytes": (training.get("predicted") or {}).get("likely_bytes"),
+        "training_speed": before.get("step_seconds") and training.get("step_seconds")
+        and before["step_seconds"] / training["step_seconds"],
+        "before": score(original["quality"]), "after": score(model["quality"]),
+        "recovered": score(model["recovered"]),
+    }  # fmt: skip
+
+
+def table_of(found: dict[str, list[Figures]], title: str, measure: str) -> Table:
+    columns = (
+        "chain", "weights, %", "peak fall / weights fall", "rows/s", "training peak, MiB", "steps/s",
+        f"{measure}: given",
+        "made", "trained again",
+    )  # fmt: skip
+    table = Table(*columns, title=title)
+    for name, seeds in found.items():
+        falls = [one["peak_fall_bytes"] / one["weight_fall_bytes"] for one in seeds if one["weight_fall_bytes"]]
+        peaks = [one["training_peak_bytes"] and one["training_peak_bytes"] / 2**20 for one in seeds]
+        table.add_row(
+            name, spread([100 * one["share"] for one in seeds], 1), spread(falls) if falls else "-",
+            "x " + spread([one["speed"] for one in seeds]), spread(peaks, 0),
+            "x " + spread([one["training_speed"] for one in seeds]), spread([one["before"] for one in seeds]),
+            spread([one["after"] for one in seeds]), spread([one["recovered"] for one in seeds]),
+        )  # fmt: skip
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, help="a csv file without a header: label, title, body")
+    parser.add_argument(
+        "--text", type=Path, action="append", help="plain text: a language model, in place of a classifier"
+    )
+    parser.add_argument("--steps", type=int, default=500, help="that each original is trained")
+    parser.add_argument("--recover", type=int, default=100)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--share", type=float, default=0.25, help="of the bytes, for the search")
+    parser.add_argument("--skip-survey", action="store_true", help="search for the best chain only")
+    parser.add_argument("--keep", type=Path, help="keep the folders of work here")
+    args = parser.parse_args()
+    found: dict[str, list[Figures]] = {}
+    best: list[Figures] = []
+    with tempfile.TemporaryDirectory(prefix="plimsoll-") as temporary:
+        folder = args.keep or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        for seed in range(args.seeds):
+            run = folder / f"run-{seed}"
+            if not (run / "model" / "config.json").is_file():
+                (folder / "job.yaml").write_text(json.dumps(job_of(args, folder, seed)))
+                plimsoll("train", folder / "job.yaml", "--out", run, "--no-plan", "--force")
+            if not args.skip_survey:
+                survey = plimsoll("shrink", run, "--out", folder / f"survey-{seed}", "--recover", args.recover)
+                original = survey["models"][0]
+                for model in survey["models"][1:]:
+                    found.setdefault(name_of(model), []).append(figures_of(model, original))
+            size = sum(path.stat().st_size for path in (run / "model").glob("*.safetensors"))
+            target = int(size * args.share)
+            searched = plimsoll(
+                "shrink", run, "--out", folder / f"best-{seed}", "--target", target, "--recover", args.recover
+            )
+            chosen = searched["models"][searched["best"]]
+            best.append({"chain": name_of(chosen)} | figures_of(chosen, searched["models"][0]))
+    measure = "loss" if args.text else "accuracy, %"
+    title = f"{args.seeds} seeds, trained {args.steps} steps, {args.recover} again"
+    if found:
+        Console(width=160).print(table_of(found, title, measure))
+    chains = {f"seed {number}: {one['chain']}": [one] for number, one in enumerate(best)}
+    Console(width=160).print(table_of(chains, f"best chain under {args.share:.0%} of the bytes", measure))
+    print(json.dumps({"methods": found, "best": best}))
+
+
+if __name__ == "__main__":
+    main()

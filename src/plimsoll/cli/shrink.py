@@ -1,0 +1,130 @@
+"""``plimsoll shrink``: the best smaller model under a size, or what every way to make one costs."""
+
+from __future__ import annotations
+
+import signal
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+# long: one call with one line for each option
+def shrink(  # noqa: PLR0917 -- typer calls it by name
+    model: Annotated[
+        Path, typer.Argument(help="A run directory, a job file whose model is a folder, or with --data a model folder.")
+    ],
+    out: Annotated[Path, typer.Option("--out", "-o", help="The folder of the smaller model, and shrink.json.")],
+    target: Annotated[
+        str | None,
+        typer.Option(help="The most its files of weights may have, e.g. 200MiB. Default: try all, choose none."),
+    ] = None,
+    methods: Annotated[
+        list[str] | None,
+        typer.Option("--method", metavar="CHOICE", help="Use exactly these, in order: 'heads(share=0.5)', int8."),
+    ] = None,
+    forbids: Annotated[
+        list[str] | None, typer.Option("--forbid", metavar="METHOD", help="Do not use this one.")
+    ] = None,
+    recover: Annotated[int, typer.Option(help="Steps of training behind what changed shapes.")] = 0,
+    no_distill: Annotated[
+        bool, typer.Option("--no-distill", help="With --recover: learn from the labels alone, not from the original.")
+    ] = False,
+    budget: Annotated[str | None, typer.Option(help="With --recover: memory a training may use, e.g. 2GiB.")] = None,
+    data: Annotated[
+        Path | None, typer.Option(help="With a model folder: its texts, jsonl, csv, parquet or text.")
+    ] = None,
+    columns: Annotated[
+        list[str] | None, typer.Option("--column", help="With --data: the column with the text; may be repeated.")
+    ] = None,
+    label: Annotated[str | None, typer.Option(help="With --data and a classifier: the column of the labels.")] = None,
+    no_header: Annotated[
+        bool, typer.Option("--no-header", help="The first row of the csv is a row; its columns are 1, 2, ...")
+    ] = False,
+    changes: Annotated[
+        list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Change a field of the job.")
+    ] = None,
+    tries: Annotated[int, typer.Option(help="With --target: chains of methods that are made and measured.")] = 4,
+    samples: Annotated[int | None, typer.Option(help="Evaluation samples. Default: all.")] = None,
+    keep_all: Annotated[
+        bool, typer.Option("--keep-all", help="Keep every model that was made in OUT/.shrink.")
+    ] = False,
+    force: Annotated[bool, typer.Option("--force", help="Begin again, and overwrite --out.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON record instead of tables; no progress.")
+    ] = False,
+) -> None:
+    """Make a model smaller, and say what each way saves and costs; when it was stopped, the same command goes on.
+
+    \b
+    Examples:
+      plimsoll shrink runs/a --target 5MiB --recover 200 --out small
+      plimsoll shrink runs/a --out survey
+      plimsoll shrink runs/a --method 'layers(keep=3)' --method int8 --recover 100 --out small
+      plimsoll shrink all-MiniLM-L6-v2 --data texts.csv --column body --method vocabulary --out small
+    """
+    from plimsoll.cli.answer import limit_bytes_of
+    from plimsoll.cli.output import failures_shown, show
+    from plimsoll.errors import Interrupted
+    from plimsoll.records.plan import parse_pin
+    from plimsoll.report.progress import stages
+    from plimsoll.report.render import render
+    from plimsoll.run.shrink import ShrinkOptions
+    from plimsoll.run.shrink import shrink as make_smaller
+    from plimsoll.run.shrink_source import find_source
+
+    with failures_shown() if as_json else nullcontext():
+        _check(target, methods, forbids, recover, budget, tries, samples)
+        options = ShrinkOptions(
+            target_bytes=_target_bytes(target),
+            budget_bytes=limit_bytes_of(budget),
+            methods=tuple(parse_pin(method) for method in methods or ()),
+            forbids=tuple(forbids or ()),
+            recover_steps=recover,
+            distills=not no_distill,
+            most_tries=tries,
+            most_samples=samples,
+        )
+        source = find_source(
+            model, data, tuple(columns) if columns else None, label, False if no_header else None, tuple(changes or ())
+        )
+        try:
+            with stages(quiet or as_json) as progress:
+                record = make_smaller(
+                    source, out, options, force=force, keep_all=keep_all, quiet=quiet or as_json, progress=progress
+                )
+        except KeyboardInterrupt:
+            message = f"stopped: what was tried for {out} is kept; give the same command again to go on"
+            raise Interrupted(message, signal.SIGINT) from None
+    show(render(record, "json" if as_json else "text"))
+
+
+def _check(  # noqa: PLR0917 -- options of one command
+    target: str | None, methods: list[str] | None, forbids: list[str] | None, recover: int, budget: str | None,
+    tries: int, samples: int | None,
+) -> None:  # fmt: skip
+    from plimsoll.errors import InputError
+
+    if target is not None and methods:
+        raise InputError(f"--method {methods[0]} says what is done, and --target {target} searches: give one of them")
+    if methods and forbids:
+        raise InputError(f"--method {methods[0]} says all that is done: leave out --forbid {forbids[0]}")
+    if recover < 0:
+        raise InputError(f"--recover {recover} is no number of steps: give 0 or more")
+    if budget is not None and not recover:
+        raise InputError(f"--budget {budget} is of training: give --recover and a number of steps too, or leave it out")
+    for option, number in (("--tries", tries), ("--samples", samples)):
+        if number is not None and number < 1:
+            raise InputError(f"{option} {number} leaves nothing to measure: give 1 or more")
+
+
+def _target_bytes(target: str | None) -> int | None:
+    from plimsoll.errors import InputError
+    from plimsoll.records.units import parse_bytes
+
+    try:
+        return None if target is None else parse_bytes(target)
+    except InputError as error:
+        raise InputError(f"--target: {error}") from None

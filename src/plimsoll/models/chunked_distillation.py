@@ -1,0 +1,200 @@
+"""The loss of a language model that learns from labels and a teacher, a few positions at a time.
+
+For each chunk of positions the student's logits are made, compared with the labels and the teacher's (`SoftTargets`),
+and differentiated at once; backward only multiplies the gradients by the one that arrives, as Liger does for the cross
+entropy (Hsu et al. 2024, arXiv:2410.10989). Neither model's logits exist as a whole. The gradients are those of the
+sum, which are not small, and are divided by the number of positions in backward: what fp16 would lose is not lost.
+
+Numerics: matrix products as autocast says, everything between them in float32 (float64 for float64), sums over chunks
+too. The weight of a plain output layer is added up in place; whatever else the head has is differentiated by autograd.
+
+Does NOT cover double backward and a second backward through one loss, which are refused.
+
+Shapes: B texts, T tokens, C positions of a chunk, H hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+from plimsoll.errors import InputError
+from plimsoll.models.head_apart import HeadApart, forward_of
+from plimsoll.models.soft_targets import SoftTargets
+from plimsoll.workload import IGNORED_LABEL
+
+CHUNK_NUMBERS = 2 << 20
+"""Logits at once, 8 MiB in float32, of which a chunk has up to six copies: of 50,000 words 41 positions."""
+
+_ROWS_PER_SUM = 4096  # of a gradient in half precision that is added to its float32 sum: what it takes beside the sum
+
+
+class Mix(NamedTuple):
+    """``hard`` of the labels' loss, and 1 - ``hard`` of T squared times the divergence at this temperature."""
+
+    temperature: float
+    hard: float
+
+
+def chunked_distillation(
+    student: HeadApart, labels_BT: Tensor, targets: SoftTargets, mix: Mix, chunk_numbers: int = CHUNK_NUMBERS
+) -> Tensor:
+    """Return the mean loss over the labels that count, which predict the token after each position.
+
+    Args:
+        student: with a graph.
+        labels_BT: of each token; what stands at t + 1 is predicted at t, and -100 does not count.
+        targets: of the teacher.
+        mix: of both losses.
+        chunk_numbers: the most logits at once; those of one position of all texts are made in any case.
+    """
+    work = _Work(student, labels_BT[:, 1:], targets, mix, chunk_numbers)
+    loss: Tensor = _Loss.apply(work, student.hidden_BTH, *student.parameters)  # type: ignore[no-untyped-call]
+    return loss
+
+
+class _Loss(torch.autograd.Function):
+    """The loss, whose forward makes the gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, work: _Work, hidden_BTH: Tensor, *parameters: Tensor) -> Tensor:
+        work.wanted = ctx.needs_input_grad[2:]
+        total = work.run()
+        ctx.sums = [work.hidden_sum, *work.sums]
+        ctx.dtypes = [hidden_BTH.dtype, *(parameter.dtype for parameter in parameters)]
+        num_counted = work.counted_BP.sum()
+        ctx.num_counted = num_counted.clamp(min=1)
+        return total / num_counted  # 0 / 0 where no label counts: NaN, as the cross entropy's is
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, arriving: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.sums is None:
+            raise InputError(
+                f"cannot go backward through the loss {list(arriving.shape)} of a distillation a second time, because "
+                "its gradients were given away in the first: call the loss anew"
+            )
+        sums, ctx.sums = ctx.sums, None
+        factor = arriving / ctx.num_counted
+        scaled: list[Tensor | None] = []
+        for number, dtype in enumerate(ctx.dtypes):
+            one = sums[number]
+            scaled.append(None if one is None else one.mul_(factor).to(dtype))
+            sums[number] = None  # where it was cast, the sum makes room for the next
+        return None, *scaled
+
+
+class _Work:
+    """One pass over the chunks; ``hidden_sum`` and ``sums`` are the gradients of the sum of the losses."""
+
+    def __init__(self, student: HeadApart, targets_BP: Tensor, soft: SoftTargets, mix: Mix, chunk_numbers: int) -> None:
+        self._student, self._soft, self._mix = student, soft, mix
+        self.counted_BP = targets_BP != IGNORED_LABEL
+        self._targets_BP = targets_BP.masked_fill(~self.counted_BP, 0)
+        self._chunk = max(1, chunk_numbers // (len(targets_BP) * student.num_outputs))
+        hidden_BTH = student.hidden_BTH
+        self._sum_dtype = torch.promote_types(hidden_BTH.dtype, torch.float32)
+        self.hidden_sum: Tensor | None = None
+        self.wanted: tuple[bool, ...] = ()
+        self.sums: list[Tensor | None] = []
+
+    def run(self) -> Tensor:
+        """Return the sum of the losses."""
+        hidden_BTH = self._student.hidden_BTH
+        total = torch.zeros((), dtype=self._sum_dtype, device=hidden_BTH.device)
+        self.hidden_sum = torch.zeros_like(hidden_BTH, dtype=self._sum_dtype)
+        self.sums = [None] * len(self.wanted)
+        with self._matrix_summed():
+            for begin in range(0, self._targets_BP.shape[1], self._chunk):
+                total += self._of_chunk(begin, min(begin + self._chunk, self._targets_BP.shape[1]))
+        return total
+
+    def _of_chunk(self, begin: int, end: int) -> Tensor:
+        assert self.hidden_sum is not None
+        hidden_BCH = self._student.hidden_BTH[:, begin:end].detach().contiguous().requires_grad_()
+        numbers = [number for number, is_wanted in enumerate(self.wanted) if is_wanted]
+        with torch.enable_grad():
+            logits_BCV = self._student.head(hidden_BCH)
+        loss, gradient = self._loss_and_gradient(logits_BCV.detach(), begin, end)
+        inputs = [hidden_BCH, *(self._student.parameters[number] for number in numbers)]
+        with torch.autocast(logits_BCV.device.type, enabled=False):
+            found = torch.autograd.grad(logits_BCV, inputs, gradient.to(logits_BCV.dtype), allow_unused=True)
+        if found[0] is not None:
+            self.hidden_sum[:, begin:end] = found[0]
+        for number, one in zip(numbers, found[1:], strict=True):
+            if one is not None:
+                before = self.sums[number]
+                self.sums[number] = one.to(self._sum_dtype) if before is None else before.add_(one)
+        return loss
+
+    def _loss_and_gradient(self, logits_BCV: Tensor, begin: int, end: int) -> tuple[Tensor, Tensor]:
+        """The sum of the losses of a chunk, and its gradient for the logits."""
+        counted_BC, (temperature, hard) = self.counted_BP[:, begin:end], self._mix
+        logits_BCV = logits_BCV.to(self._sum_dtype)
+        losses_BC, gradient = None, None
+        if hard < 1:
+            losses_BC, gradient = self._soft.compare(logits_BCV, begin, end)
+            losses_BC, gradient = losses_BC * ((1 - hard) * temperature**2), gradient.mul_((1 - hard) * temperature)
+        if hard > 0:
+            targets_BC1 = self._targets_BP[:, begin:end, None]
+            log_q = logits_BCV.log_softmax(dim=-1)
+            of_labels_BC = log_q.gather(-1, targets_BC1).squeeze(-1).mul_(-hard)
+            of_labels = log_q.exp_().mul_(hard)
+            of_labels.scatter_add_(-1, targets_BC1, of_labels.new_full((), -hard).expand(targets_BC1.shape))
+            losses_BC = of_labels_BC if losses_BC is None else losses_BC.add_(of_labels_BC)
+            gradient = of_labels if gradient is None else gradient.add_(of_labels)
+        assert losses_BC is not None
+        assert gradient is not None
+        return losses_BC.masked_fill(~counted_BC, 0).sum(), gradient.masked_fill_(~counted_BC[..., None], 0)
+
+    @contextmanager
+    def _matrix_summed(self) -> Iterator[None]:
+        """Have the output layer add its weight's gradient up in place, where it is learnt."""
+        layer = self._student.matrix
+        places = [number for number, one in enumerate(self._student.parameters) if layer and one is layer.weight]
+        if layer is None or not places:
+            yield
+            return
+        place = places[0]
+        kind = layer.weight.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else layer.weight.dtype
+        weight = layer.weight.detach().to(dtype)
+        total = torch.zeros_like(layer.weight, dtype=self._sum_dtype) if self.wanted[place] else None
+        self.sums[place] = total
+        product: Any = _Product.apply  # torch has no types for it
+        with forward_of(layer, lambda run, inputs: product(inputs.to(dtype), weight, _bias(layer, dtype), total)):
+            yield
+
+
+def _bias(layer: nn.Linear, dtype: torch.dtype) -> Tensor | None:
+    return None if layer.bias is None else layer.bias.to(dtype)
+
+
+class _Product(torch.autograd.Function):
+    """``F.linear`` whose weight's gradient is added to a sum, if there is one."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, weight_VH: Tensor, bias_V: Tensor | None, sum_VH: Tensor | None) -> Tensor:
+        ctx.save_for_backward(inputs, weight_VH)
+        ctx.sum_VH, ctx.has_bias = sum_VH, bias_V is not None
+        return functional.linear(inputs, weight_VH, bias_V)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        inputs, weight_VH = ctx.saved_tensors
+        gradient_NV, inputs_NH = gradient.flatten(0, -2), inputs.flatten(0, -2)
+        if ctx.sum_VH is not None and gradient.dtype == ctx.sum_VH.dtype:
+            ctx.sum_VH.addmm_(gradient_NV.t(), inputs_NH)
+        elif ctx.sum_VH is not None:
+            parts = (torch.split(whole, _ROWS_PER_SUM) for whole in (ctx.sum_VH, gradient_NV.t()))
+            for part, of_rows in zip(*parts, strict=True):
+                part.add_(of_rows @ inputs_NH)
+        of_bias = gradient_NV.sum(dim=0) if ctx.has_bias else None
+        return gradient @ weight_VH, None, of_bias, None

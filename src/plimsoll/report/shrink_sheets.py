@@ -1,0 +1,182 @@
+"""The words and numbers of models that were made smaller, once: the terminal and the HTML page show the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from plimsoll.records.shrink import Form, Quality, ShrinkRecord, Small
+from plimsoll.records.units import format_bytes, format_seconds
+from plimsoll.report.plan_sheets import budget_word
+from plimsoll.report.sheets import Column, Sheet
+
+_NONE = "-"
+
+LOADED: dict[Form, str] = {
+    "plain": "from_pretrained",
+    "code": "from_pretrained(..., trust_remote_code=True): the folder has the code",
+    "torchao": "from_pretrained, with torchao installed",
+    "recurrent": "its state dict and config.json, by torch.nn",
+}
+
+
+def headline(record: ShrinkRecord) -> str:
+    """Say in one sentence what came of it."""
+    original = record.original
+    if record.best is None:
+        return (
+            f"{len(record.models) - 1} ways to make {record.model} smaller, each measured on {record.evaluated_on}; "
+            "none was chosen: give --target for that."
+        )
+    best = record.models[record.best]
+    share = best.file_bytes / original.file_bytes
+    return (
+        f"{best.name}: {format_bytes(original.file_bytes)} -> {format_bytes(best.file_bytes)} ({share:.0%}), "
+        f"{change_text(original.quality, best.best_quality)}; written to {record.output}."
+    )
+
+
+def change_text(before: Quality, after: Quality) -> str:
+    """Say what became of the quality."""
+    name, write = _measure(before)
+    return f"{name} {write(before)} -> {write(after)}"
+
+
+def _measure(quality: Quality) -> tuple[str, Callable[[Quality], str]]:
+    """What is compared, and how it is written."""
+    if quality.entity_f1 is not None:
+        return "entity F1", lambda one: _percent(one.entity_f1)
+    if quality.accuracy is not None:
+        return "accuracy", lambda one: _percent(one.accuracy)
+    if quality.similarity is not None:
+        return "similarity", lambda one: f"{one.similarity:.4f}"
+    return "perplexity", lambda one: f"{one.perplexity:,.1f}"
+
+
+def _percent(share: float | None) -> str:
+    return "unknown" if share is None else f"{share:.1%}"
+
+
+def shrink_sheets(record: ShrinkRecord) -> tuple[Sheet, ...]:
+    """What each model takes and is worth, what was not tried, and what each method saves."""
+    return (
+        _quality_sheet(record),
+        _inference_sheet(record),
+        _training_sheet(record),
+        _unused_sheet(record),
+        _saves_sheet(record),
+        _loading_sheet(record),
+    )
+
+
+def _order(record: ShrinkRecord) -> list[int]:
+    """The original, then the best quality first."""
+    return [
+        0,
+        *sorted(range(1, len(record.models)), key=lambda one: record.models[one].best_quality.rank, reverse=True),
+    ]
+
+
+def _name(record: ShrinkRecord, number: int) -> str:
+    mark = "* " if number == record.best else ""
+    return f"{mark}{record.models[number].name}"
+
+
+def _quality_sheet(record: ShrinkRecord) -> Sheet:
+    measure, write = _measure(record.original.quality)
+    columns = [
+        Column("Model"), Column("Weights", True), Column("Of the original", True), Column(measure.capitalize(), True),
+    ]  # fmt: skip
+    has_recovered = any(model.recovered for model in record.models)
+    columns += [Column("Trained again", True)] if has_recovered else []
+    front = set(record.front)
+    columns.append(Column("Why not" if record.target_bytes is not None else "Best of its size"))
+    rows = []
+    for number in _order(record):
+        model = record.models[number]
+        row = [
+            _name(record, number), format_bytes(model.file_bytes),
+            f"{model.file_bytes / record.original.file_bytes:.0%}", write(model.quality),
+        ]  # fmt: skip
+        if has_recovered:
+            row.append(write(model.recovered) if model.recovered else _NONE)
+        row.append(
+            (model.rejected or _NONE) if record.target_bytes is not None else "yes" if number in front else _NONE
+        )
+        rows.append(tuple(row))
+    target = "" if record.target_bytes is None else f", target {budget_word(record.target_bytes)}"
+    return Sheet(f"Quality on {record.evaluated_on}{target}", tuple(columns), tuple(rows))
+
+
+def _inference_sheet(record: ShrinkRecord) -> Sheet:
+    known = [number for number in _order(record) if record.models[number].inference is not None]
+    columns = (
+        Column("Model"), Column("Peak", True), Column("Above no model", True), Column("Predicted", True),
+        Column("Rows a second", True), Column("Speed", True),
+    )  # fmt: skip
+    rows = []
+    first = record.original.inference
+    for number in known:
+        cost = record.models[number].inference
+        assert cost is not None
+        speed = _NONE if first is None else f"x {first.row_seconds / cost.row_seconds:.2f}"
+        rows.append((
+            _name(record, number), format_bytes(cost.peak_bytes), format_bytes(cost.peak_bytes - cost.baseline_bytes),
+            format_bytes(cost.predicted.likely_bytes) if cost.predicted else "unknown",
+            f"{1 / cost.row_seconds:,.0f}", speed,
+        ))  # fmt: skip
+    title = "Applying it, measured in a process of its own"
+    if first is not None:
+        title += f", up to {first.rows} rows of {first.longest_tokens} tokens"
+    return Sheet(title, columns, tuple(rows))
+
+
+def _training_sheet(record: ShrinkRecord) -> Sheet:
+    columns = (Column("Model"), Column("Predicted peak", True), Column("Peak", True), Column("A step", True))
+    rows = []
+    for number in _order(record):
+        cost = record.models[number].training
+        if cost is not None and (cost.predicted or cost.peak_bytes):
+            rows.append((
+                _name(record, number), format_bytes(cost.predicted.likely_bytes) if cost.predicted else "unknown",
+                format_bytes(cost.peak_bytes) if cost.peak_bytes else _NONE,
+                format_seconds(cost.step_seconds) if cost.step_seconds else _NONE,
+            ))  # fmt: skip
+    return Sheet("Training it, a whole batch at once", columns, tuple(rows))
+
+
+def _unused_sheet(record: ShrinkRecord) -> Sheet:
+    rows = tuple((one.method, one.reason) for one in record.unused)
+    return Sheet("Not tried", (Column("Method"), Column("Why")), rows)
+
+
+def _saves_sheet(record: ShrinkRecord) -> Sheet:
+    rows = tuple((name, text) for name, text in record.saves.items())
+    return Sheet("What each method saves", (Column("Method"), Column("What becomes smaller, and what does not")), rows)
+
+
+def _loading_sheet(record: ShrinkRecord) -> Sheet:
+    if record.best is None:
+        return Sheet("", (), ())
+    best = record.models[record.best]
+    return Sheet("Without Plimsoll", (Column("Folder"), Column("Loaded with")), ((record.output, LOADED[best.form]),))
+
+
+def front_points(record: ShrinkRecord) -> Sequence[tuple[float, float, str, bool]]:
+    """Return bytes, quality, name and whether it is on the front, of each model."""
+    front = set(record.front)
+    return [
+        (model.file_bytes, _number(model), model.name, number in front) for number, model in enumerate(record.models)
+    ]
+
+
+def _number(model: Small) -> float:
+    quality = model.best_quality
+    if quality.perplexity is not None:
+        return quality.perplexity
+    return 100 * quality.score if quality.similarity is None else quality.score
+
+
+def measure_name(record: ShrinkRecord) -> str:
+    """Return what the front is drawn over."""
+    name, _ = _measure(record.original.quality)
+    return f"{name}, %" if name in {"accuracy", "entity F1"} else name

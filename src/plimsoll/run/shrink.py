@@ -1,0 +1,405 @@
+"""The search for the best model under a size: what every method does alone, then the chains that promise most.
+
+    record = shrink(source, out, options)
+
+Every number is measured on models that were made (`plimsoll.run.shrinking`, in another process): files, the peak and
+the seconds of a process that applies it, quality on the evaluation data before and after training. Guesses
+(`plimsoll.run.shrink_search`) only say which chains are made. What is done is kept in ``out/.shrink``, so that the same
+command goes on after Ctrl-C or a kill.
+
+This process holds no tensors. Does NOT look for the best training, and judges quality by the evaluation data alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from plimsoll.errors import InputError
+from plimsoll.records.base import write_atomically
+from plimsoll.records.job import Job
+from plimsoll.records.plan import Choice, Pin
+from plimsoll.records.run import RunRecord
+from plimsoll.records.shrink import SHRINK_RECORD, Quality, ShrinkRecord, Small, TrainingCost, Unused
+from plimsoll.records.units import format_bytes
+from plimsoll.report.plan_sheets import budget_word
+from plimsoll.run.directory import RunDirectory
+from plimsoll.run.shrink_folder import opened, take
+from plimsoll.run.shrink_process import Chain, Made, Offer, ShrinkProcess, ShrinkRequest, Source
+from plimsoll.run.shrink_recover import Trained, cost_of, train_again
+from plimsoll.run.shrink_search import Guess, Single, guesses, smallest, varied
+from plimsoll.run.supervise import prepare_data
+from plimsoll.store import Progress, silent
+
+_VALUES = "values"
+_VOCABULARY = "vocabulary"
+_STEPS_OF_ORIGINAL = 4  # of a training that is only looked at: the first one makes states
+_MOST_SIZED = 64  # guesses whose size is looked at, in the order of the loss expected
+_MORE_SHARE = 1.1  # of the target: what is guessed to be a little too large may fit
+_ALONE, _CHAINS = "methods alone", "chains"
+
+
+@dataclass(frozen=True)
+class ShrinkOptions:
+    """What is wanted.
+
+    Attributes:
+        target_bytes: of the files of weights; ``None``: every method is tried alone, and no model is chosen.
+        budget_bytes: that each training here stays inside, planned as ``plimsoll train --budget`` does it.
+        methods: exactly this chain, in this order; empty: search.
+        forbids: names of methods that are not used.
+        recover_steps: of training behind what changed shapes; 0 for none.
+        distills: whether that training also follows the original's answers.
+        most_tries: chains that are made under the target.
+        most_samples: of the evaluation; ``None`` for all.
+    """
+
+    target_bytes: int | None = None
+    budget_bytes: int | None = None
+    methods: tuple[Pin, ...] = ()
+    forbids: tuple[str, ...] = ()
+    recover_steps: int = 0
+    distills: bool = True
+    most_tries: int = 4
+    most_samples: int | None = None
+
+
+@dataclass(frozen=True)
+class ShrinkSource:
+    """The model, and what it is judged by: a job whose ``model`` is the folder, or texts for a model of embeddings.
+
+    ``cache`` holds the tokens of the job already, where it was trained here; ``trained`` is the record of that run.
+    """
+
+    folder: Path
+    job: Job | None = None
+    data: Path | None = None
+    columns: tuple[str, ...] | None = None
+    has_header: bool | None = None
+    cache: Path | None = None
+    trained: Path | None = None
+
+    @property
+    def described(self) -> str:
+        """What the quality is measured on, in words."""
+        if self.job is None:
+            return f"the texts of {self.data}"
+        validation = self.job.data.validation
+        return f"{validation:.0%} of the training data" if isinstance(validation, float) else str(validation)
+
+
+def shrink(
+    source: ShrinkSource,
+    out: Path,
+    options: ShrinkOptions,
+    *,
+    force: bool = False,
+    keep_all: bool = False,
+    quiet: bool = False,
+    progress: Progress = silent,
+    say: Callable[[str], None] = lambda text: None,
+) -> ShrinkRecord:
+    """Make the best model under a target, or try every method alone; where the same was begun before, go on with it.
+
+    Args:
+        source: see there.
+        out: becomes the folder of the model, with ``shrink.json`` beside its files.
+        options: what is wanted.
+        force: begin anew, and overwrite ``out``.
+        keep_all: leave every model that was made in ``out/.shrink``.
+        quiet: draw nothing while the data are prepared.
+        progress: told how many models are made.
+        say: told of each model in a sentence.
+
+    Raises:
+        InputError: if something cannot be used: it says what and what to do.
+        OutputError: if ``out`` is there and is of something else, or cannot be written.
+    """
+    began = time.monotonic()
+    work = opened(out, _asked(source, options), force)
+    if (out / SHRINK_RECORD).is_file():
+        return ShrinkRecord.load(out / SHRINK_RECORD)
+    cache = source.cache or work / "data"
+    if source.job is not None:
+        _prepare(source.job, work, cache, quiet)
+    request = ShrinkRequest(
+        folder=str(source.folder.absolute()), cache=str(cache.absolute()), job=source.job,
+        data=None if source.data is None else str(source.data.absolute()), columns=source.columns,
+        has_header=source.has_header, most_samples=options.most_samples,
+    )  # fmt: skip
+    request.save(work / "request.json")
+    with ShrinkProcess(work / "request.json") as process:
+        shrinking = _Shrinking(source, options, work, cache, process, progress, say)
+        record, folder = shrinking.run(str(out))
+    record = record.model_copy(update={"seconds": time.monotonic() - began})
+    if folder is not None:
+        take(folder, out)
+    record.save(out / SHRINK_RECORD)
+    if not keep_all:
+        shutil.rmtree(work, ignore_errors=True)
+    return record
+
+
+@dataclass
+class _Shrinking:
+    """One search."""
+
+    source: ShrinkSource
+    options: ShrinkOptions
+    work: Path
+    cache: Path
+    process: ShrinkProcess
+    progress: Progress
+    say: Callable[[str], None]
+    _offers: tuple[Offer, ...] = ()
+    _models: list[Small] = field(default_factory=list)
+
+    def run(self, out: str) -> tuple[ShrinkRecord, Path | None]:
+        """Try what is wanted; return the record, and the folder of the model that was chosen."""
+        self._offers = tuple(one for one in self.process.offers() if one.method not in self.options.forbids)
+        self._models = [self._original()]
+        if self.options.methods:
+            self._try(self.process.resolved(self.options.methods), recovers=True)
+            best: int | None = 1
+        else:
+            self._try_alone()
+            best = self._search() if self.options.target_bytes is not None else None
+        record = ShrinkRecord(
+            model=str(self.source.folder),
+            task="embed" if self.source.job is None else self.source.job.task,
+            evaluated_on=self.source.described,
+            output=out,
+            target_bytes=self.options.target_bytes,
+            budget_bytes=self.options.budget_bytes,
+            models=tuple(self._models),
+            best=best,
+            unused=tuple(Unused(method=one.method, reason=one.reason) for one in self._offers if one.reason),
+            saves={one.method: one.saves for one in self._offers if one.method in self._used()},
+        )
+        return record, None if best is None else self._place(self._models[best].chain) / "model"
+
+    def _used(self) -> set[str]:
+        return {choice.technique for model in self._models for choice in model.chain}
+
+    def _original(self) -> Small:
+        small = self._made((), recovers=False)
+        cost = self._cost_of_original()
+        if cost is None or small.training is None:
+            return small
+        return small.model_copy(update={"training": cost.model_copy(update={"predicted": small.training.predicted})})
+
+    def _cost_of_original(self) -> TrainingCost | None:
+        """What training the original took, or where others are trained here, takes."""
+        if self.source.trained is not None:
+            return cost_of(RunRecord.load(self.source.trained))
+        if not self.options.recover_steps or self.source.job is None:
+            return None
+        self.say("training the original for some steps, to see what it takes; they are thrown away")
+        try:
+            return self._train(Source(folder=str(self.source.folder)), self._place(()), _STEPS_OF_ORIGINAL, None).cost
+        except InputError as error:  # it may be why it is to become smaller
+            self.say(f"the original cannot be trained here: {error}")
+            return None
+
+    def _try_alone(self) -> None:
+        """Make what every method offers, each alone."""
+        chains = [(choice,) for offer in self._offers for choice in offer.choices]
+        for number, chain in enumerate(chains):
+            self.progress(_ALONE, number, len(chains))
+            # Only what is chosen, or shown as such, is worth a training.
+            self._try(chain, recovers=self.options.target_bytes is None)
+        self.progress(_ALONE, len(chains), len(chains))
+
+    def _search(self) -> int:
+        """Make the chains that promise most, and return the number of the best model under the target."""
+        target_bytes = self.options.target_bytes
+        assert target_bytes is not None
+        taken = self._chains(target_bytes)
+        for number, guess in enumerate(taken):
+            self.progress(_CHAINS, number, len(taken))
+            self._models = [one for one in self._models if one.chain != guess.chain]
+            self._try(guess.chain, recovers=True)
+        self.progress(_CHAINS, len(taken), len(taken))
+        self._models = [self._judged(model, target_bytes) for model in self._models]
+        fitting = [number for number, model in enumerate(self._models) if not model.rejected]
+        if not fitting:
+            smallest_bytes, name = self._smallest()
+            raise InputError(
+                f"no chain of methods reaches {format_bytes(target_bytes)}: the smallest has about "
+                f"{format_bytes(smallest_bytes)} ({name}); give --target {budget_word(smallest_bytes)} or more, or a "
+                "chain of your own with --method"
+            )
+        return max(fitting, key=lambda number: self._models[number].best_quality.rank)
+
+    def _smallest(self) -> tuple[int, str]:
+        """What the methods reach together, and how."""
+        for guess in smallest(self._singles())[:_MOST_SIZED]:
+            num_bytes = self._sized(guess.chain)
+            if num_bytes is not None:
+                return num_bytes, " > ".join(map(str, guess.chain))
+        least = min(self._models, key=lambda model: model.file_bytes)
+        return least.file_bytes, least.name
+
+    def _sized(self, chain: Chain) -> int | None:
+        """The files of a chain, without making it: its weights, and as much beside them as the original's have."""
+        original, num_bytes = self._models[0], self.process.weight_bytes(chain)
+        return None if num_bytes is None else num_bytes + original.file_bytes - original.weight_bytes
+
+    def _judged(self, model: Small, target_bytes: int) -> Small:
+        if model.file_bytes <= target_bytes:
+            return model.model_copy(update={"rejected": ""})
+        over = format_bytes(model.file_bytes - target_bytes)
+        return model.model_copy(update={"rejected": f"{over} over the target"})
+
+    def _chains(self, target_bytes: int) -> list[Guess]:
+        """The chains to make: those expected to lose least whose weights, looked at without making them, fit."""
+        guessed = guesses(self._singles(), _MORE_SHARE * target_bytes / self._models[0].file_bytes)[:_MOST_SIZED]
+        sized = ((guess, self._sized(guess.chain)) for guess in guessed)
+        fitting = (guess for guess, num_bytes in sized if num_bytes is not None and num_bytes <= target_bytes)
+        return varied(fitting, self.options.most_tries)
+
+    def _singles(self) -> list[Single]:
+        """What each choice did alone."""
+        original = self._models[0]
+        orders = {offer.method: number for number, offer in enumerate(self._offers)}
+        return [
+            Single(
+                model.chain[0],
+                model.weight_bytes / original.weight_bytes,
+                model.quality.loss - original.quality.loss,
+                orders[model.chain[0].technique],
+                self._is_last(model.chain[0]),
+            )
+            for model in self._models[1:]
+            if len(model.chain) == 1
+        ]
+
+    def _try(self, chain: Chain, recovers: bool) -> None:
+        small = self._made(chain, recovers and bool(self.options.recover_steps) and self._can_recover(chain))
+        self._models.append(small)
+        self.say(_sentence(small))
+
+    def _can_recover(self, chain: Chain) -> bool:
+        return self.source.job is not None and any(not self._is_last(choice) for choice in chain)
+
+    def _is_last(self, choice: Choice) -> bool:
+        return any(offer.method == choice.technique and offer.stage == _VALUES for offer in self._offers)
+
+    def _made(self, chain: Chain, recovers: bool) -> Small:
+        """Make a model, train it where wanted, and measure it; what was done before is read."""
+        place = self._place(chain)
+        kept = place / f"small-{int(recovers)}.json"
+        if kept.is_file():
+            return Small.model_validate_json(kept.read_text(encoding="utf-8"))
+        source = Source(folder=str(self.source.folder))
+        made = self._fresh(source, chain, place / "model")
+        final = Source(folder=str(place / "model"), tokenizer=_tokenizer(place / "model", made))
+        recovered, steps, training = None, 0, None
+        if recovers:
+            made, final, training = self._recovered(chain, place)
+            recovered, steps = made.quality, self.options.recover_steps
+        elif not any(map(self._is_last, chain)) and self.source.job is not None:
+            training = TrainingCost(predicted=self.process.predicted_training(final))
+        small = Small(
+            chain=chain,
+            form=made.form,
+            file_bytes=made.file_bytes,
+            weight_bytes=made.weight_bytes,
+            quality=made.quality if recovered is None else self._before(place),
+            recovered=recovered,
+            recovery_steps=steps,
+            inference=self.process.measured(final),
+            training=training,
+        )
+        write_atomically(kept, small.model_dump_json().encode())
+        return small
+
+    def _fresh(self, source: Source, chain: Chain, folder: Path) -> Made:
+        """Make a model in a folder that was not there, or was torn."""
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        made = self.process.make(source, chain, folder)
+        write_atomically(folder.parent / f"{folder.name}.json", made.model_dump_json().encode())
+        return made
+
+    def _before(self, place: Path) -> Quality:
+        return Made.model_validate_json((place / "before.json").read_text(encoding="utf-8")).quality
+
+    def _recovered(self, chain: Chain, place: Path) -> tuple[Made, Source, TrainingCost]:
+        """Train what has other shapes, then change its values; what was made without is kept as ``before``."""
+        (place / "model.json").replace(place / "before.json")
+        structure = tuple(choice for choice in chain if not self._is_last(choice))
+        values = chain[len(structure) :]
+        untrained = self._fresh(Source(folder=str(self.source.folder)), structure, place / "untrained")
+        begun = Source(folder=str(place / "untrained"), tokenizer=_tokenizer(place / "untrained", untrained))
+        teacher = self._teacher(structure, place) if self.options.distills else None
+        trained = self._train(begun, place, self.options.recover_steps, teacher)
+        predicted = self.process.predicted_training(begun)
+        source = Source(folder=str(trained.folder), tokenizer=begun.tokenizer)
+        made = self._fresh(source, values, place / "model")
+        tokenizer = None if begun.tokenizer is None else str(place / "model")
+        final = Source(folder=str(place / "model"), tokenizer=tokenizer)
+        return made, final, trained.cost.model_copy(update={"predicted": predicted})
+
+    def _teacher(self, structure: Chain, place: Path) -> Path:
+        """The original; where the tokens are others, the original with these, whose answers are the same."""
+        first = tuple(choice for choice in structure if choice.technique == _VOCABULARY)
+        if not first:
+            return self.source.folder
+        self._fresh(Source(folder=str(self.source.folder)), first, place / "teacher")
+        return place / "teacher"
+
+    def _train(self, source: Source, place: Path, num_steps: int, teacher: Path | None) -> Trained:
+        assert self.source.job is not None
+        return train_again(self.source.job, source, place, self.cache, num_steps, self.options.budget_bytes, teacher)
+
+    def _place(self, chain: Chain) -> Path:
+        text = json.dumps([str(choice) for choice in chain])
+        return self.work / "models" / hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _tokenizer(folder: Path, made: Made) -> str | None:
+    return str(folder) if made.has_own_tokenizer else None
+
+
+def _sentence(small: Small) -> str:
+    quality = small.best_quality
+    known = [
+        *([f"accuracy {quality.accuracy:.1%}"] if quality.accuracy is not None else []),
+        *([f"entity F1 {quality.entity_f1:.1%}"] if quality.entity_f1 is not None else []),
+        *([f"similarity {quality.similarity:.4f}"] if quality.similarity is not None else []),
+        *([f"perplexity {quality.perplexity:,.1f}"] if quality.perplexity is not None else []),
+    ]
+    return f"{small.name}: {format_bytes(small.file_bytes)}, {', '.join(known)}"
+
+
+def _prepare(job: Job, work: Path, cache: Path, quiet: bool) -> None:
+    """Prepare the data as a training would, in a process of its own, and refuse what it refuses."""
+    place = work / "prepared"
+    if (place / "prepared.json").is_file():
+        return
+    directory = RunDirectory.create(place, force=True)
+    directory.write_job(job)
+    code = prepare_data(directory, cache, quiet)
+    if code:
+        raise InputError(f"the data of {job.data.train} cannot be prepared (exit {code}): correct what is said above")
+
+
+def _asked(source: ShrinkSource, options: ShrinkOptions) -> dict[str, Any]:
+    """What decides the results."""
+    files = sorted(path for path in source.folder.iterdir() if path.is_file())
+    return {
+        "model": [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in files],
+        "job": None if source.job is None else source.job.model_dump(mode="json"),
+        "data": [str(source.data), list(source.columns or ()), source.has_header],
+        "options": [
+            options.target_bytes, options.budget_bytes, [str(one) for one in options.methods], list(options.forbids),
+            options.recover_steps, options.distills, options.most_tries, options.most_samples,
+        ],
+    }  # fmt: skip

@@ -1,0 +1,68 @@
+"""The folder that a smaller model is made in: whose it is, what is kept in it on the way, and what is left at the end.
+
+    OUT/  the files of the model, shrink.json      OUT/.shrink/  what is made on the way, removed at the end
+
+Does NOT keep two commands that run at once apart.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from plimsoll.errors import OutputError
+from plimsoll.records.base import write_atomically
+from plimsoll.records.shrink import SHRINK_RECORD
+
+WORK = ".shrink"
+
+
+def opened(out: Path, asked: Any, force: bool) -> Path:
+    """Return the folder of work in ``out``, new or of the same command.
+
+    Args:
+        out: where the model is to be.
+        asked: plain values that decide the results; another command has others.
+        force: remove what was made there before.
+
+    Raises:
+        OutputError: if ``out`` holds something else, or cannot be written.
+    """
+    work = out / WORK
+    if out.exists() and not out.is_dir():
+        raise OutputError(f"{out} is a file, but a model needs a folder: give another --out")
+    if force and out.exists():
+        if not (work / "asked.json").is_file() and not (out / SHRINK_RECORD).is_file() and any(out.iterdir()):
+            raise OutputError(f"{out} is not empty, and nothing was shrunk there: give another --out")
+        shutil.rmtree(out)
+    if out.exists() and any(out.iterdir()):
+        before = _read(work / "asked.json")
+        if before is None and (out / SHRINK_RECORD).is_file():
+            raise OutputError(f"{out} holds a model that is done: give another --out, or --force to make it anew")
+        if before != asked:
+            what = "holds something else" if before is None else "was begun with another model, data or options"
+            raise OutputError(f"{out} {what}, and is not overwritten: give another --out, or --force to begin anew")
+    try:
+        work.mkdir(parents=True, exist_ok=True)
+        write_atomically(work / "asked.json", json.dumps(asked).encode())
+    except OSError as error:
+        raise OutputError(f"cannot make {work}: {error.strerror}; give another --out") from None
+    return work
+
+
+def _read(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+
+
+def take(folder: Path, out: Path) -> None:
+    """Move the files of the model that was chosen to where they were asked for."""
+    for path in sorted(folder.iterdir()):
+        target = out / path.name
+        if target.is_dir():
+            shutil.rmtree(target)
+        path.replace(target)

@@ -1,0 +1,349 @@
+"""Smaller models made of one and judged: what the processes do that ``plimsoll shrink`` starts.
+
+`Workshop` makes models: it loads the original anew for each, applies a chain of methods (`plimsoll.weights.shrink`),
+evaluates what came of it and writes a folder. `measured` applies a model in a process that has nothing else, so that
+what it takes is the model's. Both are asked by `plimsoll.run.shrink`, which holds no tensors.
+
+Does NOT search and does not train.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from plimsoll.data.model_tokens import load_model_tokenizer
+from plimsoll.data.sketch import sketch_texts
+from plimsoll.device.base import backend_for
+from plimsoll.errors import DataError, InputError, PlimsollError, WeightsError
+from plimsoll.memory.lowering.cpu import CpuLowering
+from plimsoll.models.hugging_face import MODEL_FAULTS
+from plimsoll.models.inference import InferenceTask
+from plimsoll.models.shrunk import form_of, save_subject
+from plimsoll.records.job import near
+from plimsoll.records.plan import Choice, Pin, micro_batch_choice
+from plimsoll.records.prediction import Estimate
+from plimsoll.records.shrink import InferenceCost, Quality
+from plimsoll.run.boundary import fitting
+from plimsoll.run.inference_model import import_first, load_for_inference
+from plimsoll.run.rehearse import rehearse_job
+from plimsoll.run.rehearse_inference import rehearse_inference
+from plimsoll.run.shrink_evidence import Evidence, JobEvidence, TextEvidence
+from plimsoll.run.shrink_process import Made, Offer, ShrinkRequest, Source
+from plimsoll.run.targets import StartedBaseline, find_target
+from plimsoll.weights.loading import open_checkpoint
+from plimsoll.weights.shrink import SHRINKERS, Calibration, Shrinker, Subject
+from plimsoll.weights.shrink._base import weight_bytes
+
+_PASSES_MEASURED = 8
+_FOREIGN_FILES = ("modules.json", "sentence_bert_config.json", "config_sentence_transformers.json", "README.md")
+_FOREIGN_FOLDERS = "*_*/"  # 1_Pooling
+
+
+@dataclass
+class Workshop:
+    """Makes smaller models of the one in ``folder``."""
+
+    folder: Path
+    evidence: Evidence
+    _training_baseline: Estimate | None = None
+
+    def offers(self) -> tuple[Offer, ...]:
+        """Ask each method what it has for the original."""
+        subject = self._subject(self.folder, None)
+        found = []
+        for method in SHRINKERS.values():
+            menu = method.menu(subject)
+            offered = {"reason": menu} if isinstance(menu, str) else {"choices": menu}
+            known = {"method": method.name, "stage": method.stage, "saves": method.saves}
+            found.append(Offer.model_validate(known | offered))
+        return tuple(found)
+
+    def resolved(self, pins: Sequence[Pin]) -> tuple[Choice, ...]:
+        """Return the choices that a user wrote, with the names of options that were left out.
+
+        Raises:
+            WeightsError: if there is no such method or option, or what changes shapes comes behind what changes values.
+        """
+        found: list[Choice] = []
+        for pin in pins:
+            method = _method(pin.technique)
+            given = dict(pin.options)
+            if pin.value is not None:
+                given[next(iter(method.options), "value")] = pin.value
+            for name in given:
+                if name not in method.options:
+                    known = ", ".join(method.options) or "none"
+                    raise WeightsError(f"{method.name} has no option `{name}` (it has: {known}): leave it out")
+            if found and _method(found[-1].technique).stage == "values" and method.stage != "values":
+                raise WeightsError(
+                    f"{method.name} changes shapes and {found[-1]} the bits of values, which must be last: give "
+                    f"--method {method.name} before --method {found[-1].technique}"
+                )
+            found.append(Choice(technique=method.name, options=given))
+        return tuple(found)
+
+    def weight_bytes(self, chain: Sequence[Choice]) -> int | None:
+        """Return the bytes of the weights after a chain, without making it; ``None`` if a method refuses its part."""
+        subject = self._subject(self.folder, None)
+        subject.model = subject.model.to("meta")
+        try:
+            for choice in chain:
+                counts = "corpus" in _method(choice.technique).needs(choice)
+                self._apply(subject, choice, self._calibration(choice, None) if counts else Calibration())
+        except (InputError, NotImplementedError):
+            return None
+        return weight_bytes(subject.model)
+
+    def make(self, source: Source, chain: Sequence[Choice], target: Path | None) -> Made:
+        """Make a smaller model of the one in ``source`` and judge it.
+
+        Args:
+            source: the original, or one made of it.
+            chain: methods in the order they are applied.
+            target: an empty folder to write it to.
+
+        Raises:
+            InputError: if a method refuses, or the model cannot be evaluated.
+            OutOfMemoryError: if memory runs out.
+        """
+        return fitting(lambda: self._made(source, chain, target), backend_for("cpu"), "making a smaller model")
+
+    def _made(self, source: Source, chain: Sequence[Choice], target: Path | None) -> Made:
+        subject = self._subject(Path(source.folder), source.tokenizer)
+        with TemporaryDirectory(prefix="plimsoll-") as place:
+            tokenizer = None if source.tokenizer is None else Path(source.tokenizer)
+            dtype = _stored_dtype(Path(source.folder))
+            for number, choice in enumerate(chain):
+                if _method(choice.technique).stage == "values":
+                    subject.model.to(dtype)
+                before = subject.tokenizer
+                self._apply(subject, choice, self._calibration(choice, tokenizer))
+                if subject.tokenizer is not before:
+                    assert subject.tokenizer is not None
+                    tokenizer = Path(place) / f"tokenizer-{number}"
+                    subject.tokenizer.save_pretrained(tokenizer)
+            if not chain or _method(chain[-1].technique).stage == "structure":
+                subject.model.to(dtype)
+            subject.model.eval()
+            quality = self._quality(subject.model, tokenizer, chain)
+            folder = target or Path(place) / "model"
+            folder.mkdir(parents=True, exist_ok=True)
+            save_subject(subject, folder)
+            _copy_foreign(Path(source.folder), folder)
+            return Made(
+                form=form_of(subject.model),
+                file_bytes=_file_bytes(folder),
+                weight_bytes=weight_bytes(subject.model),
+                quality=quality,
+                has_own_tokenizer=tokenizer is not None,
+            )
+
+    def predicted(self, folder: Path, cost: InferenceCost) -> Estimate | None:
+        """Predict the peak of the passes that were measured; ``None`` where the model cannot be rehearsed."""
+        target = find_target("cpu", None, lambda: _known(cost.baseline_bytes))
+        try:
+            model = load_for_inference(folder, self.evidence.head, None, "cpu")
+            trace = rehearse_inference(
+                model,
+                _compute_of(self.evidence.inference(folder)),
+                CpuLowering(),
+                rows=cost.rows,
+                longest_tokens=cost.longest_tokens,
+            )
+        except (InputError, NotImplementedError):
+            return None
+        return target.count(trace).peak
+
+    def predicted_training(self, source: Source) -> Estimate | None:
+        """Predict the peak of a training of the whole batch; ``None`` where there is none, or no rehearsal of it."""
+        if not isinstance(self.evidence, JobEvidence):
+            return None
+        job = self.evidence.job_for(Path(source.folder), None if source.tokenizer is None else Path(source.tokenizer))
+        if self._training_baseline is None:
+            with StartedBaseline(job) as started:
+                self._training_baseline = started.wait()
+        baseline = self._training_baseline
+        target = find_target("cpu", None, lambda: baseline)
+        try:
+            trace = rehearse_job(job, sketch_texts(job), target.lowering(), (micro_batch_choice(job.batch_size),))
+        except (InputError, NotImplementedError):
+            return None
+        return target.count(trace).peak
+
+    def _subject(self, folder: Path, tokenizer: str | None) -> Subject:
+        own = None if tokenizer is None else Path(tokenizer)
+        try:
+            found = load_model_tokenizer(own or folder)
+        except DataError:  # a program of one's own may have another
+            found = None
+        return Subject(self.evidence.load(folder, own), found)
+
+    def _calibration(self, choice: Choice, tokenizer: Path | None) -> Calibration:
+        return self.evidence.calibration(tokenizer) if _method(choice.technique).needs(choice) else Calibration()
+
+    def _apply(self, subject: Subject, choice: Choice, calibration: Calibration) -> None:
+        method = _method(choice.technique)
+        fault = method.refusal(subject, choice)
+        if fault is not None:
+            raise WeightsError(f"{choice} cannot be used for {self.folder} ({fault}): leave it out, or change it")
+        if not _is_meta(subject.model) and "corpus" in method.needs(choice) and calibration.token_counts is None:
+            raise WeightsError(
+                f"{choice} needs the number of times each token is in the corpus, and nobody counted them: leave out "
+                "data.on_the_fly"
+            )
+        method.shrink(subject, choice, calibration)
+
+    def _quality(self, model: nn.Module, tokenizer: Path | None, chain: Sequence[Choice]) -> Quality:
+        try:
+            return self.evidence.quality(model, tokenizer)
+        except PlimsollError:
+            raise
+        except MODEL_FAULTS as error:
+            name = " > ".join(map(str, chain)) or "the original"
+            raise InputError(
+                f"{self.folder} after {name} fails to compute the evaluation data ({type(error).__name__}: "
+                f"{' '.join(str(error).split())[:300]}): leave that method out with --forbid"
+            ) from error
+
+
+def evidence_of(request: ShrinkRequest) -> Evidence:
+    """Return what models are judged by."""
+    if request.job is not None:
+        return JobEvidence(request.job, Path(request.cache), request.most_samples)
+    assert request.data is not None
+    return TextEvidence(
+        Path(request.folder), Path(request.data), request.columns, request.has_header, request.most_samples
+    )
+
+
+def answers_of(request: ShrinkRequest) -> dict[str, Callable[..., Any]]:
+    """Return what `plimsoll.run.shrink_process.serve` answers, from plain values to plain values."""
+    workshop = Workshop(Path(request.folder), evidence_of(request))
+
+    def chain_of(given: list[dict[str, Any]]) -> tuple[Choice, ...]:
+        return tuple(Choice.model_validate(one) for one in given)
+
+    def make(source: dict[str, Any], chain: list[dict[str, Any]], target: str) -> dict[str, Any]:
+        return workshop.make(Source.model_validate(source), chain_of(chain), Path(target)).model_dump()
+
+    def measured_apart(source: dict[str, Any]) -> dict[str, Any]:
+        model = Source.model_validate(source)
+        cost = _measured_apart(request, model)
+        predicted = workshop.predicted(Path(model.folder), cost)
+        return cost.model_copy(update={"predicted": predicted}).model_dump()
+
+    def predicted_training(source: dict[str, Any]) -> dict[str, Any] | None:
+        found = workshop.predicted_training(Source.model_validate(source))
+        return None if found is None else found.model_dump()
+
+    return {
+        "offers": lambda: [one.model_dump() for one in workshop.offers()],
+        "resolved": lambda pins: [one.model_dump() for one in workshop.resolved([Pin.model_validate(p) for p in pins])],
+        "weight_bytes": lambda chain: workshop.weight_bytes(chain_of(chain)),
+        "make": make,
+        "measured": measured_apart,
+        "predicted_training": predicted_training,
+    }
+
+
+def _measured_apart(request: ShrinkRequest, source: Source) -> InferenceCost:
+    """Measure a model in a process that is started for it."""
+    command = [sys.executable, "-m", "plimsoll", "measure-worker"]
+    asked = json.dumps({"request": request.to_json(), "source": source.model_dump()})
+    done = subprocess.run(command, input=asked, capture_output=True, text=True, check=False)
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        raise InputError(f"{source.folder} cannot be applied ({last}): leave that method out with --forbid")
+    return InferenceCost.model_validate_json(done.stdout.strip().splitlines()[-1])
+
+
+def measured(folder: Path, evidence: Evidence, tokenizer: Path | None) -> InferenceCost:
+    """Apply a model to the first passes of the evaluation data; call it in a process that has done nothing else."""
+    backend = backend_for("cpu")
+    batches = list(itertools.islice(evidence.batches(tokenizer), _PASSES_MEASURED))
+    compute = _compute_of(evidence.inference(folder))
+    import_first(folder, evidence.head)
+    backend.baseline_bytes()  # starts the thread pools
+    baseline_bytes = backend.use().used_bytes
+    backend.reset_peak()
+    model = load_for_inference(folder, evidence.head, None, "cpu")
+    seconds = []
+    with torch.inference_mode():
+        compute(model, batches[0])
+        for batch in batches:
+            began = time.perf_counter()
+            compute(model, batch)
+            seconds.append((time.perf_counter() - began) / len(batch["input_ids"]))
+    return InferenceCost(
+        rows=max(len(batch["input_ids"]) for batch in batches),
+        longest_tokens=max(batch["input_ids"].shape[1] for batch in batches),
+        peak_bytes=backend.use().peak_bytes,
+        baseline_bytes=baseline_bytes,
+        row_seconds=sorted(seconds)[len(seconds) // 2],
+    )
+
+
+def print_measured() -> None:
+    """Print what applying a model takes, as JSON; which one and on what data, comes on standard input."""
+    asked = json.loads(sys.stdin.read())
+    request, source = ShrinkRequest.from_json(asked["request"]), Source.model_validate(asked["source"])
+    tokenizer = None if source.tokenizer is None else Path(source.tokenizer)
+    print(measured(Path(source.folder), evidence_of(request), tokenizer).model_dump_json())
+
+
+def _compute_of(task: InferenceTask | None) -> Any:
+    def forward(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, ...]:
+        return (model(**batch).logits,)
+
+    return forward if task is None else task.compute
+
+
+def _method(name: str) -> Shrinker:
+    if name not in SHRINKERS:
+        raise WeightsError(f"there is no method `{name}`; {near(name, SHRINKERS)}")
+    return SHRINKERS[name]
+
+
+def _known(num_bytes: int) -> Estimate:
+    return Estimate(likely_bytes=num_bytes, low_bytes=num_bytes, high_bytes=num_bytes, measured_bytes=num_bytes)
+
+
+def _is_meta(model: nn.Module) -> bool:
+    return any(parameter.is_meta for parameter in model.parameters())
+
+
+def _stored_dtype(folder: Path) -> torch.dtype:
+    """What most of the weights in a folder are of: smaller models are written in the same."""
+    stored: Counter[torch.dtype] = Counter()
+    for entry in open_checkpoint(folder).entries.values():
+        if entry.dtype.is_floating_point:
+            stored[entry.dtype] += entry.num_bytes
+    return stored.most_common(1)[0][0] if stored else torch.float32
+
+
+def _file_bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for pattern in ("*.safetensors", "*.bin") for path in folder.glob(pattern))
+
+
+def _copy_foreign(source: Path, folder: Path) -> None:
+    """Copy what others keep beside a model, such as how sentence-transformers pools."""
+    for name in _FOREIGN_FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
+    for inner in source.glob(_FOREIGN_FOLDERS):
+        if (inner / "config.json").is_file():
+            shutil.copytree(inner, folder / inner.name, dirs_exist_ok=True)

@@ -1,0 +1,36 @@
+"""`plimsoll shrink`: what it asks for and refuses; the work itself is tested where it is done."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from shrink_records import shrunk
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--target", "much"], "--target: cannot read 'much' as a size"),
+        (["--target", "1MiB", "--method", "int8"], "--method int8 says what is done, and --target 1MiB searches"),
+        (["--method", "int8", "--forbid", "layers"], "leave out --forbid layers"),
+        (["--method", "layers("], "cannot read 'layers(' as a choice"),
+        (["--recover", "-1"], "--recover -1 is no number of steps: give 0 or more"),
+        (["--budget", "1GiB"], "--budget 1GiB is of training: give --recover"),
+        (["--tries", "0"], "--tries 0 leaves nothing to measure"),
+        (["--samples", "0"], "--samples 0 leaves nothing to measure"),
+        ([], "there is no model in"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_any_work(call, options, said, tmp_path):
+    done = call("shrink", tmp_path / "nowhere", "--out", tmp_path / "small", *options, "--json")
+    failure = json.loads(done.out)
+    assert done.code == 2
+    assert said in failure["message"]
+    assert not (tmp_path / "small").exists()
+
+
+def test_the_record_in_a_folder_is_shown_by_report(call, tmp_path):
+    shrunk().save(tmp_path / "shrink.json")
+    assert "layers=2 > int8: 16.0 MiB -> 3.0 MiB" in " ".join(call("report", tmp_path).out.split())

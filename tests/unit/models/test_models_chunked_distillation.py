@@ -1,0 +1,112 @@
+"""The loss of positions in chunks: that of all logits at once, in value and gradient, whatever the head is."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from distillations import SAMPLES, VOCABULARY, batch_of, gradients_of, largest_difference, model_of, plain_loss
+from plimsoll.errors import InputError
+from plimsoll.models.chunked_distillation import Mix, chunked_distillation
+from plimsoll.models.head_apart import head_apart
+from plimsoll.models.soft_targets import FullTargets
+
+MIX = Mix(3.0, 0.5)
+POSITION = SAMPLES * VOCABULARY
+"""Logits of one position of all samples."""
+
+
+def chunked(student: nn.Module, teacher: nn.Module, batch: dict[str, Tensor], num_positions: int = 2) -> Tensor:
+    fields = {name: value for name, value in batch.items() if name != "labels"}
+    with torch.no_grad():
+        taught, _ = head_apart(teacher, fields)
+    targets = FullTargets(lambda begin, end: taught.head(taught.hidden_BTH[:, begin:end]).detach(), MIX.temperature)
+    parts, _ = head_apart(student, fields)
+    return chunked_distillation(parts, batch["labels"], targets, MIX, num_positions * POSITION)
+
+
+def both(student: nn.Module, teacher: nn.Module, loss: Tensor) -> tuple[float, dict[str, Tensor]]:
+    student.zero_grad()
+    loss.backward()
+    return float(loss.detach()), gradients_of(student)
+
+
+def with_cap(model: nn.Module) -> nn.Module:
+    """A head with a bias, and a function behind it that must be differentiated."""
+    model.head.register_forward_hook(lambda layer, given, made: made.tanh() * 3)  # type: ignore[operator, union-attr]
+    return model
+
+
+STUDENTS = {
+    "tied": lambda: model_of("gpt2", 0),
+    "untied": lambda: model_of("gpt2", 0, tie_word_embeddings=False),
+    "with a bias": lambda: model_of("lstm", 0),
+    "tied, with a bias": lambda: model_of("lstm", 0, tie_weights=True),
+    "with a cap": lambda: with_cap(model_of("lstm", 0)),
+    "adaptive": lambda: model_of("lstm", 0, adaptive_cutoffs=(10, 20)),
+}
+
+
+@pytest.mark.parametrize("num_positions", [1, 3, 100])
+@pytest.mark.parametrize("name", STUDENTS)
+def test_it_is_the_loss_of_all_logits(name: str, num_positions: int) -> None:
+    student, teacher, batch = STUDENTS[name]().double(), model_of("gpt2", 1).double().eval(), batch_of("gpt2")
+    expected = both(student, teacher, plain_loss(student, teacher, batch, "language-modeling", *MIX))
+    got = both(student, teacher, chunked(student, teacher, batch, num_positions))
+    assert got[0] == pytest.approx(expected[0], rel=1e-12)
+    assert largest_difference(expected[1], got[1]) < 1e-10
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_under_autocast_only_products_are_rounded(dtype: torch.dtype) -> None:
+    student, teacher, batch = model_of("gpt2", 0), model_of("gpt2", 1).eval(), batch_of("gpt2")
+    with torch.autocast("cpu", dtype):
+        loss = plain_loss(student, teacher, batch, "language-modeling", *MIX)
+    expected = both(student, teacher, loss)
+    with torch.autocast("cpu", dtype):
+        loss = chunked(student, teacher, batch)
+    got = both(student, teacher, loss)
+    assert loss.dtype == torch.float32
+    assert got[0] == pytest.approx(expected[0], rel=1e-3)
+    assert largest_difference(expected[1], got[1]) < 4e-2
+
+
+def test_small_gradients_are_not_lost_in_fp16() -> None:
+    """They are of the sum, and divided where they are float32."""
+    student, teacher, batch = STUDENTS["untied"](), model_of("gpt2", 1).eval(), batch_of("gpt2")
+    expected = both(student, teacher, chunked(student, teacher, batch))[1]
+    with torch.autocast("cpu", torch.float16):
+        loss = chunked(student, teacher, batch)
+    tiny = {name: one * 1e7 for name, one in both(student, teacher, loss * 1e-7)[1].items()}
+    name = "lm_head.weight"
+    torch.testing.assert_close(tiny[name], expected[name], rtol=0.1, atol=2e-2 * float(expected[name].abs().max()))
+
+
+def test_what_is_frozen_has_no_gradient() -> None:
+    student, teacher, batch = model_of("lstm", 0), model_of("gpt2", 1).eval(), batch_of("gpt2")
+    for parameter in student.head.parameters():  # type: ignore[union-attr]
+        parameter.requires_grad_(False)
+    expected = both(student, teacher, plain_loss(student, teacher, batch, "language-modeling", *MIX))[1]
+    got = both(student, teacher, chunked(student, teacher, batch))[1]
+    assert "head.weight" not in got
+    assert largest_difference(expected, got) < 1e-5
+
+
+def test_a_second_backward_is_refused() -> None:
+    student, teacher = model_of("gpt2", 0), model_of("gpt2", 1).eval()
+    loss = chunked(student, teacher, batch_of("gpt2"))
+    loss.backward(retain_graph=True)
+    with pytest.raises(InputError, match="a second time"):
+        loss.backward()
+
+
+def test_never_more_logits_than_asked_for() -> None:
+    """But for the one position with which a model of transformers is called as a whole."""
+    student, teacher, sizes = model_of("gpt2", 0), model_of("gpt2", 1).eval(), []
+    for model in (student, teacher):
+        head = model.lm_head
+        run = head.forward
+        head.forward = lambda inputs, run=run: sizes.append(inputs.shape[1]) or run(inputs)  # type: ignore[func-returns-value, union-attr]
+    chunked(student, teacher, batch_of("gpt2"), 3).backward()
+    assert sorted(sizes) == [1, 1, 2, 2, 3, 3, 3, 3]

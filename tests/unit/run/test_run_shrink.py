@@ -1,0 +1,164 @@
+"""The search: what is made, in what order, what is chosen, what is kept; the models are numbers here, see below.
+
+`MadeUp` answers as the process does that makes models: each method leaves a share of the bytes and adds to the loss.
+Real models are made in tests/end_to_end/test_shrink.py.
+"""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from plimsoll.errors import InputError, KilledError, OutputError
+from plimsoll.records.plan import Choice, Pin
+from plimsoll.records.shrink import InferenceCost, Quality, ShrinkRecord
+from plimsoll.run import shrink as module
+from plimsoll.run.shrink import ShrinkOptions, ShrinkSource, shrink
+from plimsoll.run.shrink_process import Made, Offer
+
+BYTES = 1000
+EFFECTS = {"layers": (0.5, 0.4), "heads": (0.8, 0.1), "int8": (0.3, 0.01), "int4": (0.2, 0.5)}
+
+
+class MadeUp:
+    """Answers in place of the process; notes what it was asked to make."""
+
+    made: list[str] = []
+    dies_at: str | None = None
+
+    def __init__(self, request):
+        assert json.loads(request.read_text())["record"] == "shrink-request"
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def offers(self):
+        stages = {"int8": "values", "int4": "values"}
+        known = [
+            Offer(method=name, stage=stages.get(name, "structure"), saves="much", choices=(Choice(technique=name),))
+            for name in EFFECTS
+        ]
+        return (*known, Offer(method="units", stage="structure", saves="more", reason="no recurrent layers"))
+
+    def resolved(self, pins):
+        return tuple(Choice(technique=pin.technique, options=pin.options) for pin in pins)
+
+    def weight_bytes(self, chain):
+        if {"int8", "int4"} <= {choice.technique for choice in chain}:
+            return None
+        size = BYTES
+        for choice in chain:
+            size = int(size * EFFECTS[choice.technique][0])
+        return size
+
+    def make(self, source, chain, target):
+        name = " > ".join(map(str, chain)) or "original"
+        if name == MadeUp.dies_at:
+            raise KilledError("the process was killed: give the same command again", 9)
+        MadeUp.made.append(name)
+        (target / "config.json").write_text(json.dumps({"name": name}))
+        size = self.weight_bytes(chain)
+        similarity = 1 - sum(EFFECTS[choice.technique][1] for choice in chain)
+        quality = Quality(loss=1 - similarity, num_samples=10, similarity=similarity)
+        return Made(form="plain", file_bytes=size, weight_bytes=size, quality=quality, has_own_tokenizer=False)
+
+    def measured(self, source):
+        return InferenceCost(rows=1, longest_tokens=1, peak_bytes=2 * BYTES, baseline_bytes=BYTES, row_seconds=0.5)
+
+
+@pytest.fixture
+def source(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "ShrinkProcess", MadeUp)
+    MadeUp.made, MadeUp.dies_at = [], None
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "x.txt").write_text("a text\n")
+    return ShrinkSource(tmp_path / "model", data=tmp_path / "x.txt")
+
+
+def test_without_a_target_every_choice_is_made_alone_and_none_is_chosen(source, tmp_path):
+    record = shrink(source, tmp_path / "out", ShrinkOptions())
+    assert MadeUp.made == ["original", "layers", "heads", "int8", "int4"]
+    assert (record.best, len(record.models)) == (None, 5)
+    assert [(one.method, one.reason) for one in record.unused] == [("units", "no recurrent layers")]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["shrink.json"]
+
+
+def test_the_best_under_the_target_is_written(source, tmp_path):
+    record = shrink(source, tmp_path / "out", ShrinkOptions(target_bytes=250))
+    assert record.models[record.best].name == "heads > int8"
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == {"name": "heads > int8"}
+    assert ShrinkRecord.load(tmp_path / "out" / "shrink.json") == record
+    reasons = {model.name: model.rejected for model in record.models}
+    assert reasons["heads"] == "550 B over the target"
+    assert reasons["heads > int8"] == reasons["int4"] == ""
+
+
+def test_of_the_chains_that_fit_as_many_are_made_as_asked_for(source, tmp_path):
+    shrink(source, tmp_path / "out", ShrinkOptions(target_bytes=250, most_tries=1))
+    assert MadeUp.made[5:] == ["heads > int8"]
+
+
+def test_a_method_that_is_forbidden_is_not_used(source, tmp_path):
+    record = shrink(source, tmp_path / "out", ShrinkOptions(target_bytes=250, forbids=("heads", "units")))
+    assert record.models[record.best].name == "layers > int8"
+    assert not record.unused
+
+
+def test_a_target_that_nothing_reaches_says_the_smallest_there_was(source, tmp_path):
+    with pytest.raises(
+        InputError,
+        match="no chain of methods reaches 50 B: the smallest has about 80 B .layers > heads > int4.; give",
+    ):
+        shrink(source, tmp_path / "out", ShrinkOptions(target_bytes=50))
+
+
+def test_a_chain_of_the_users_own_is_made_as_it_is(source, tmp_path):
+    pins = (Pin(technique="heads"), Pin(technique="int4"))
+    record = shrink(source, tmp_path / "out", ShrinkOptions(methods=pins))
+    assert MadeUp.made == ["original", "heads > int4"]
+    assert record.best == 1
+
+
+def test_what_was_made_before_a_death_is_not_made_again(source, tmp_path):
+    MadeUp.dies_at = "int8"
+    with pytest.raises(KilledError, match="give the same command again"):
+        shrink(source, tmp_path / "out", ShrinkOptions(target_bytes=250))
+    before, MadeUp.made, MadeUp.dies_at = MadeUp.made, [], None
+    record = shrink(source, tmp_path / "out", ShrinkOptions(target_bytes=250))
+    assert before == ["original", "layers", "heads"]
+    assert MadeUp.made[:2] == ["int8", "int4"]
+    assert record.models[record.best].name == "heads > int8"
+
+
+def test_what_was_begun_otherwise_is_not_gone_on_with(source, tmp_path):
+    MadeUp.dies_at = "int8"
+    with pytest.raises(KilledError):
+        shrink(source, tmp_path / "out", ShrinkOptions(target_bytes=250))
+    with pytest.raises(OutputError, match="begun with another model, data or options"):
+        shrink(source, tmp_path / "out", ShrinkOptions(target_bytes=300))
+    MadeUp.dies_at = None
+    assert shrink(source, tmp_path / "out", ShrinkOptions(target_bytes=300), force=True).target_bytes == 300
+
+
+def test_what_is_done_is_not_overwritten(source, tmp_path):
+    shrink(source, tmp_path / "out", ShrinkOptions(target_bytes=250))
+    with pytest.raises(OutputError, match="holds a model that is done: give another --out, or --force"):
+        shrink(source, tmp_path / "out", ShrinkOptions(target_bytes=250))
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("mine")
+    for force in (False, True):
+        with pytest.raises(OutputError, match="give another --out"):
+            shrink(source, tmp_path / "mine", ShrinkOptions(target_bytes=250), force=force)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OutputError, match="is a file, but a model needs a folder"):
+        shrink(source, tmp_path / "file", ShrinkOptions())
+
+
+def test_all_models_stay_where_that_is_asked_for(source, tmp_path):
+    shrink(source, tmp_path / "out", ShrinkOptions(), keep_all=True)
+    assert len(list((tmp_path / "out" / ".shrink" / "models").glob("*/model/config.json"))) == 5

@@ -1,0 +1,59 @@
+"""The training of a smaller model: the job it is given, and what is read of its run."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from plimsoll.errors import InputError
+from plimsoll.records.job import Job
+from plimsoll.run import shrink_recover
+from plimsoll.run.shrink_process import Source
+from plimsoll.run.shrink_recover import train_again
+
+JOB = Job.from_fields({
+    "model": "original", "task": "classification", "tokenizer": {"path": "original"}, "steps": 900, "evaluate_every": 5,
+    "data": {"train": "x.jsonl", "label": "label", "validation": 0.25}, "batch_size": 4,
+})  # fmt: skip
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """What was asked of a command that refuses everything."""
+    commands = []
+
+    def run(command, **_):
+        commands.append(command[command.index("train") + 1 :])
+        return subprocess.CompletedProcess(command, 2, json.dumps({"message": "there is no text"}))
+
+    monkeypatch.setattr(shrink_recover.subprocess, "run", run)
+    return commands
+
+
+def refused(place, source=Source(folder="small"), budget_bytes=None, teacher=None):
+    with pytest.raises(InputError, match=r"small cannot be trained \(there is no text\): set --recover 0"):
+        train_again(JOB, source, place, place / "cache", 100, budget_bytes, teacher)
+    return Job.from_yaml(place / "job.yaml")
+
+
+def test_the_job_is_the_users_but_for_the_model_and_the_steps(asked, tmp_path):
+    job = refused(tmp_path)
+    assert (job.model, job.steps, job.evaluate_every, job.checkpoint.every) == ("small", 100, None, 25)
+    assert (job.batch_size, job.tokenizer.path, job.distill) == (4, str(tmp_path / "original"), None)
+    assert "--no-plan" in asked[0]
+
+
+def test_a_model_with_tokens_of_its_own_a_teacher_and_a_budget(asked, tmp_path):
+    job = refused(tmp_path, Source(folder="small", tokenizer="/small"), 1 << 30, Path("/teacher"))
+    assert (job.tokenizer.path, job.distill.teacher, job.budget.device_bytes) == ("/small", "/teacher", 1 << 30)
+    assert "--no-plan" not in asked[0]
+
+
+def test_what_was_begun_goes_on(asked, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "prepared.json").touch()
+    refused(tmp_path)
+    assert asked == [["--resume", "--out", str(tmp_path / "run"), "--json"]]

@@ -1,0 +1,59 @@
+"""Chains that promise most, by what each choice did alone: worked by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from plimsoll.records.plan import Choice
+from plimsoll.run.shrink_search import Guess, Single, guesses, smallest, varied
+
+LAYERS, HEADS, INT8, INT4 = (Choice(technique=name) for name in ("layers", "heads", "int8", "int4"))
+SINGLES = [
+    Single(LAYERS, 0.5, 0.4, 0, False),
+    Single(HEADS, 0.8, 0.1, 1, False),
+    Single(INT8, 0.3, 0.01, 2, True),
+    Single(INT4, 0.2, 0.5, 3, True),
+]
+
+
+def test_a_chain_multiplies_shares_and_adds_losses():
+    best = guesses(SINGLES, 0.25)[0]
+    assert best == Guess((HEADS, INT8), pytest.approx(0.24), pytest.approx(0.11))
+
+
+def test_all_that_fit_are_listed_the_least_loss_first_and_none_that_needs_less():
+    found = [one.chain for one in guesses(SINGLES, 0.25)]
+    # layers and int8 are 0.15, with heads they are no smaller than need be; int4 alone is 0.2
+    assert found == [(HEADS, INT8), (LAYERS, INT8), (INT4,)]
+
+
+def test_what_changes_values_is_last_and_two_of_it_are_tried_too():
+    found = [one.chain for one in guesses(SINGLES, 0.09)]
+    assert found == [(INT8, INT4), (LAYERS, HEADS, INT4)]
+    assert guesses(SINGLES, 0.02) == []
+
+
+def test_one_choice_of_a_method():
+    singles = [SINGLES[0], Single(Choice(technique="layers", options={"keep": 1}), 0.25, 2.0, 0, False)]
+    assert [one.chain for one in guesses(singles, 0.3)] == [(singles[1].choice,)]
+    assert guesses(singles, 0.2) == []
+
+
+def test_what_did_good_alone_is_not_counted_on_and_what_is_no_number_not_taken():
+    better = Single(HEADS, 0.5, -3.0, 1, False)
+    assert guesses([better], 0.5)[0].lost == 0
+    assert guesses([Single(HEADS, 0.5, math.nan, 1, False)], 0.5) == []
+
+
+def test_of_the_same_methods_two_are_taken():
+    same = [Guess((Choice(technique="layers", options={"keep": keep}),), 0.1, 0.1) for keep in range(4)]
+    other = Guess((INT4,), 0.2, 9.0)
+    assert varied([*same, other], 3) == [*same[:2], other]
+    assert varied([*same, other], 1) == same[:1]
+
+
+def test_the_smallest_chain_has_all_there_is():
+    assert smallest(SINGLES)[0].chain == (LAYERS, HEADS, INT8, INT4)
+    assert smallest(SINGLES)[-1].chain == (HEADS,)

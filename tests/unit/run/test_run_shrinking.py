@@ -1,0 +1,150 @@
+"""Smaller models made for real, of small ones: what is said of them is what is in the folder."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+import torch
+
+from model_folders import model_folder, some_texts
+from plimsoll.data.model_tokens import load_model_tokenizer
+from plimsoll.errors import WeightsError
+from plimsoll.models.loading import load_model
+from plimsoll.records.job import Job
+from plimsoll.records.plan import Choice, Pin, parse_pin
+from plimsoll.run.shrink_evidence import JobEvidence, TextEvidence
+from plimsoll.run.shrink_process import ShrinkRequest, Source
+from plimsoll.run.shrinking import Workshop, answers_of, measured
+
+LAYERS, INT8, VOCABULARY = (
+    Choice(technique="layers", options={"keep": 1}),
+    Choice(technique="int8"),
+    Choice(technique="vocabulary"),
+)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A language model of two layers whose corpus has half of its words."""
+    root = tmp_path_factory.mktemp("shrinking")
+    model_folder(root / "model", "BertForSequenceClassification", num_labels=2, hidden_size=64, intermediate_size=128)
+    texts = some_texts(40, 10)
+    rows = ({"text": text.replace("w7", "w1"), "label": "ab"[number % 2]} for number, text in enumerate(texts))
+    (root / "x.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return root
+
+
+@pytest.fixture
+def workshop(place):
+    return Workshop(place / "model", JobEvidence(job_of(place), place / "cache"))
+
+
+def job_of(place):
+    return Job.from_fields({
+        "model": str(place / "model"), "task": "classification", "tokenizer": {"path": str(place / "model")},
+        "data": {"train": str(place / "x.jsonl"), "label": "label", "validation": 0.25},
+        "sequence_length": 16, "batch_size": 4,
+    })  # fmt: skip
+
+
+def original(place):
+    return Source(folder=str(place / "model"))
+
+
+def file_bytes(folder):
+    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+
+
+def test_without_a_chain_it_is_the_original(place, workshop, tmp_path):
+    made = workshop.make(original(place), (), tmp_path / "same")
+    assert (made.form, made.has_own_tokenizer) == ("plain", False)
+    assert made.file_bytes == file_bytes(tmp_path / "same") == pytest.approx(file_bytes(place / "model"), rel=0.02)
+    before, after = (load_model(folder).model.state_dict() for folder in (place / "model", tmp_path / "same"))
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_what_is_evaluated_is_what_is_written(place, workshop, tmp_path):
+    made = workshop.make(original(place), (LAYERS, INT8), tmp_path / "small")
+    assert made.form == "torchao"
+    assert made.weight_bytes == workshop.weight_bytes((LAYERS, INT8))
+    assert made.weight_bytes < 0.6 * workshop.weight_bytes(())
+    again = workshop.evidence.quality(load_model(tmp_path / "small").model, None)
+    assert again.loss == pytest.approx(made.quality.loss, rel=1e-5)
+    assert again.accuracy == made.quality.accuracy
+
+
+def test_texts_are_read_with_the_tokenizer_that_a_method_made(place, workshop, tmp_path):
+    before = workshop.make(original(place), (), tmp_path / "same").quality
+    made = workshop.make(original(place), (VOCABULARY,), tmp_path / "small")
+    assert made.has_own_tokenizer
+    assert len(load_model_tokenizer(tmp_path / "small")) < len(load_model_tokenizer(place / "model"))
+    assert made.quality.loss == pytest.approx(before.loss, rel=1e-6)
+    source = Source(folder=str(tmp_path / "small"), tokenizer=str(tmp_path / "small"))
+    further = workshop.make(source, (LAYERS,), tmp_path / "smaller")
+    assert further.has_own_tokenizer
+    assert further.weight_bytes < made.weight_bytes
+
+
+def test_weights_are_written_in_the_type_they_had(place, tmp_path):
+    folder = model_folder(tmp_path / "half", "BertModel", dtype="bfloat16")
+    load_model(folder, dtype=torch.bfloat16).model.save_pretrained(folder)
+    (tmp_path / "x.txt").write_text("w1 w2\nw3\n")
+    workshop = Workshop(folder, TextEvidence(folder, tmp_path / "x.txt"))
+    workshop.make(Source(folder=str(folder)), (LAYERS,), tmp_path / "small")
+    assert {weight.dtype for weight in load_model(tmp_path / "small").model.parameters()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize(
+    ("pins", "said"),
+    [
+        ("heds=0.5", "there is no method `heds`; did you mean `heads`?"),
+        ("layers(keeps=3)", "layers has no option `keeps` (it has: keep, share, importance)"),
+        ("int8=3", "int8 has no option `value` (it has: none)"),
+        ("int8 layers=1", "layers changes shapes and int8 the bits of values, which must be last"),
+    ],
+)
+def test_what_a_user_wrote_wrongly_is_refused(workshop, pins, said):
+    with pytest.raises(WeightsError, match=re.escape(said)):
+        workshop.resolved([parse_pin(pin) for pin in pins.split()])
+
+
+def test_a_value_is_of_the_first_option(workshop):
+    pins = [Pin(technique="layers", value=1), parse_pin("heads(importance=taylor)")]
+    assert workshop.resolved(pins) == (LAYERS, Choice(technique="heads", options={"importance": "taylor"}))
+
+
+def test_a_choice_that_cannot_be_is_refused_and_has_no_size(place, workshop, tmp_path):
+    many = Choice(technique="layers", options={"keep": 7})
+    with pytest.raises(WeightsError, match="layers=7 cannot be used for .*leave it out, or change it"):
+        workshop.make(original(place), (many,), tmp_path / "small")
+    assert workshop.weight_bytes((many,)) is None
+
+
+def test_every_method_offers_something_or_says_why_not(workshop):
+    for offer in workshop.offers():
+        assert bool(offer.choices) != bool(offer.reason), offer.method
+        assert offer.saves
+
+
+def test_what_applying_takes_is_measured_and_predicted(place, workshop):
+    cost = measured(place / "model", workshop.evidence, None)
+    assert cost.peak_bytes >= cost.baseline_bytes > 0
+    assert (cost.rows, cost.longest_tokens) == (10, 16) or cost.longest_tokens <= 16
+    predicted = workshop.predicted(place / "model", cost)
+    assert predicted.likely_bytes > cost.baseline_bytes
+
+
+def test_a_training_is_predicted_of_what_can_be_trained(place, workshop, tmp_path):
+    assert workshop.predicted_training(original(place)).likely_bytes > workshop.weight_bytes(())
+    texts = Workshop(place / "model", TextEvidence(place / "model", tmp_path / "x.txt"))
+    assert texts.predicted_training(original(place)) is None
+
+
+def test_answers_are_plain_values(place):
+    request = ShrinkRequest(folder=str(place / "model"), cache=str(place / "cache"), job=job_of(place))
+    answers = answers_of(request)
+    assert json.dumps(answers["offers"]())
+    assert answers["resolved"](pins=[{"technique": "layers", "value": 1}]) == [LAYERS.model_dump()]
+    assert answers["weight_bytes"](chain=[LAYERS.model_dump()]) > 0
