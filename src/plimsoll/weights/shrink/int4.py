@@ -33,8 +33,8 @@ class Int4:
     title: ClassVar[str] = "linear weights in 4 bits"
     saves: ClassVar[str] = (
         "the file and the memory of the linear weights fall to a sixth of float32 (0.62 bytes a weight in groups of "
-        "32, 0.53 of 128), those of all others to half (bfloat16); a pass on the CPU is about as fast as in float32, "
-        "slower than in bfloat16; without Plimsoll the folder computes on a GPU only; it cannot be trained"
+        "32, 0.53 of 128), those of all others to half (bfloat16); a pass on the CPU is slower than in dense "
+        "bfloat16; without Plimsoll the folder computes on a GPU only; it cannot be trained"
     )
     stage: ClassVar[Stage] = "values"
     options: ClassVar[Mapping[str, Value | None]] = {"group": SMALLEST_GROUP, "compute": "bf16"}
