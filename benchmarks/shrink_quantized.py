@@ -142,7 +142,8 @@ def peak_bytes(folder: Path | None, dtype: str) -> int:
     """The most private memory of a process that loads a folder and computes, looked at from outside every 2 ms."""
     command = [sys.executable, str(Path(__file__).with_name("_shrunk_process.py")), str(folder or "-"), "1", "128"]
     with subprocess.Popen([*command, dtype], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdin is not None and process.stdout is not None
+        assert process.stdin is not None
+        assert process.stdout is not None
         process.stdout.readline()
         is_over, peak = threading.Event(), [0]
 

@@ -5,8 +5,9 @@ Weights are changed on the live model by torchao's ``quantize_``, and the config
 and plain ``from_pretrained`` reads them where torchao is installed.
 
 The layers are the ``nn.Linear`` of the base model, and the ``Conv1D`` that GPT-2 has in their place: torchao does not
-know it, so it becomes an ``nn.Linear``, which is noted in the configuration (`_structure`). The head stays as it is: the output over the vocabulary (as in
-transformers), and the classifier, which transformers leaves out or not by the order of its parameters.
+know it, so it becomes an ``nn.Linear``, which is noted in the configuration (`_structure`). The head stays as it is:
+the output over the vocabulary (as in transformers), and the classifier, which transformers leaves out or not by the
+order of its parameters.
 
 Does NOT cover models that are not of transformers: torchao has no recurrent layers, and those of
 ``torch.ao.nn.quantized.dynamic`` are deprecated and pack their weights into objects that no safetensors file can hold.
@@ -62,7 +63,7 @@ def unknown_options(choice: Choice, **options: type) -> str | None:
 
 
 def linear_layers(model: Any) -> dict[str, Any]:
-    """Return the linear layers of the base model by name, in its order: ``nn.Linear``, and ``Conv1D`` of transformers."""
+    """Return the linear layers of the base model by name, in its order: ``nn.Linear`` and transformers' ``Conv1D``."""
     from transformers.pytorch_utils import Conv1D
 
     base = model.base_model
@@ -98,8 +99,8 @@ def nothing_found(model: Any, method: str) -> str:
         return f"{method}: {coded} of {len(all_layers)} linear layers are quantized already; give the dense model"
     base = type(model.base_model).__name__
     return (
-        f"{method} finds none of the layers it looked for: nn.Linear or Conv1D inside the {base} whose weight is its own "
-        f"({len(all_layers)} there; modules are {', '.join(kinds)}); use another method"
+        f"{method} finds none of the layers it looked for: nn.Linear or Conv1D inside the {base} whose weight is its "
+        f"own ({len(all_layers)} there; modules are {', '.join(kinds)}); use another method"
     )
 
 

@@ -1,10 +1,10 @@
 """Linear weights in 4 bits, a scale and a zero point for each group of a row (``group=32``, 64 or 128).
 
-On the CPU torchao's prototype computes with them (``PrototypeInt4WeightOnlyConfig``, 0.18; the kernel is torch's own),
-and they are saved as the tensors of its ``Int4WeightOnlyConfig`` (`plimsoll.weights.int4` says why). The kernel is fast in bfloat16 and some fifty times slower in
-float32, so all of the model is made bfloat16; ``compute=fp32`` leaves it, for the numbers that `quantization_aware`
-training saw. Does NOT cover the
-head, embeddings, and layers whose sizes the kernel does not have: they stay dense.
+On the CPU torchao's prototype computes with them (``PrototypeInt4WeightOnlyConfig``, 0.18; the kernel is torch's
+own), and they are saved as the tensors of its ``Int4WeightOnlyConfig`` (`plimsoll.weights.int4` says why). The kernel
+is fast in bfloat16 and some fifty times slower in float32, so all of the model is made bfloat16; ``compute=fp32``
+leaves it, for the numbers that training with ``quantization_aware`` saw. Does NOT cover the head, embeddings, and
+layers whose sizes the kernel does not have: they stay dense.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class Int4:
     name: ClassVar[str] = "int4"
     title: ClassVar[str] = "linear weights in 4 bits"
     saves: ClassVar[str] = (
-        "the file and the memory of the linear weights fall to a sixth of float32 (0.62 bytes a weight in groups of 32, "
-        "0.53 in groups of 128), those of all others to half (bfloat16); a pass on the CPU is about as fast as in float32 "
-        "and slower than in bfloat16; without Plimsoll the folder computes on a GPU only; it cannot be trained"
+        "the file and the memory of the linear weights fall to a sixth of float32 (0.62 bytes a weight in groups of "
+        "32, 0.53 of 128), those of all others to half (bfloat16); a pass on the CPU is slower than in dense "
+        "bfloat16; without Plimsoll the folder computes on a GPU only; it cannot be trained"
     )
     stage: ClassVar[Stage] = "values"
     options: ClassVar[Mapping[str, Value | None]] = {"group": SMALLEST_GROUP, "compute": "bf16"}

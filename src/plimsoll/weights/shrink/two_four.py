@@ -27,8 +27,8 @@ class TwoFour:
     name: ClassVar[str] = "two_four"
     title: ClassVar[str] = "two of four weights are zero"
     saves: ClassVar[str] = (
-        "nothing by itself: zeros are stored and multiplied like any number, 0 bytes and 0 seconds; on a GPU of compute "
-        "capability 8.0 or more torch.sparse.to_sparse_semi_structured then halves the bytes of the linear weights"
+        "nothing by itself: zeros are stored and multiplied like any number, 0 bytes and 0 seconds; on a GPU of "
+        "compute capability 8.0 or more torch.sparse.to_sparse_semi_structured then halves the linear weights"
     )
     stage: ClassVar[Stage] = "values"
     options: ClassVar[Mapping[str, Value | None]] = {}

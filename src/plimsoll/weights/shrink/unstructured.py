@@ -48,5 +48,5 @@ class Unstructured:
         share = float(choice.options.get("share", _SHARE))
         for layer in layers_of(subject.model).values():
             if not layer.weight.is_meta:
-                prune.l1_unstructured(layer, "weight", share)
-                prune.remove(layer, "weight")
+                prune.l1_unstructured(layer, "weight", share)  # type: ignore[no-untyped-call]
+                prune.remove(layer, "weight")  # type: ignore[no-untyped-call]
