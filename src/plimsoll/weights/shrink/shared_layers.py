@@ -1,8 +1,9 @@
 """Layers that share their parameters, as ALBERT's do: neighbours become a group that is saved once.
 
-The parameters of a group are the mean of those of its layers, or those of its first (``start=first``). A model that was
-trained with layers of its own loses nearly all it has learned by this, and needs to be trained on (Lan et al. 2019,
-arXiv:1909.11942 train from the start). The module objects stay apart, so caches of keys and values work.
+The parameters of a group are those of its first layer, or the mean of all (``start=mean``, which was worse in most of
+what was measured: docs/shrink/shared_layers.md). A model that was trained with layers of its own can lose nearly all
+that it has learned by this, and needs to be trained on (Lan et al. 2019, arXiv:1909.11942 train from the start). The
+module objects stay apart, so caches of keys and values work.
 
 It does NOT make a pass or its activations smaller: as many layers are computed as before. It does not cover models
 whose layers differ in their sizes, and recurrent layers.
@@ -23,7 +24,7 @@ from plimsoll.weights.shrink._layers import is_of_transformers, layer_list
 from plimsoll.weights.shrink._options import count_fault, options_of, unknown_option
 from plimsoll.weights.shrink._structure import note, use_parameters_of
 
-_DEFAULTS: Mapping[str, Any] = {"groups": 1, "start": "mean"}
+_DEFAULTS: Mapping[str, Any] = {"groups": 1, "start": "first"}
 _STARTS = ("mean", "first")
 
 
