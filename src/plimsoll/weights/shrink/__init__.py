@@ -14,6 +14,10 @@ from plimsoll.weights.shrink.int4 import Int4
 from plimsoll.weights.shrink.int8 import Int8
 from plimsoll.weights.shrink.int8_embeddings import Int8Embeddings
 from plimsoll.weights.shrink.layers import Layers
+from plimsoll.weights.shrink.low_rank import LowRank
+from plimsoll.weights.shrink.low_rank_embeddings import LowRankEmbeddings
+from plimsoll.weights.shrink.shared_layers import SharedLayers
+from plimsoll.weights.shrink.tied import Tied
 from plimsoll.weights.shrink.two_four import TwoFour
 from plimsoll.weights.shrink.units import Units
 from plimsoll.weights.shrink.unstructured import Unstructured
@@ -26,6 +30,10 @@ _METHODS: tuple[Shrinker, ...] = (
     Heads(),
     Channels(),
     Units(),
+    SharedLayers(),
+    LowRank(),
+    LowRankEmbeddings(),
+    Tied(),
     Unstructured(),
     TwoFour(),
     Int8Embeddings(),

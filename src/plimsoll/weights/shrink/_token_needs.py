@@ -1,6 +1,6 @@
 """Which tokens are kept so that some texts have the very same ones, and the tokenizer of only those.
 
-Works on the JSON of the ``tokenizers`` library (0.23). Why the texts that were counted keep their tokens, where all that
+Works on the JSON of the ``tokenizers`` library (0.23). Why texts that were counted keep their tokens, where all that
 occurred are kept:
 
 * WordPiece takes the longest piece that matches: of fewer pieces that is the same one, for it is among them.

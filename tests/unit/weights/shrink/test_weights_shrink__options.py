@@ -1,43 +1,21 @@
-"""How much a share is, and options that are wrong."""
+"""Options with defaults, and what is wrong with them."""
 
 from __future__ import annotations
 
-import pytest
-
 from plimsoll.records.plan import Choice
-from plimsoll.weights.shrink._options import (
-    IMPORTANCES,
-    importance_of,
-    num_removed,
-    options_fault,
-    removal_fault,
-    share_of,
-)
+from plimsoll.weights.shrink._options import count_fault, options_of, share_fault, unknown_option
 
 
-def test_without_options_a_quarter_goes_by_magnitude():
-    bare = Choice(technique="x")
-    assert (share_of(bare), importance_of(bare), options_fault(bare)) == (0.25, IMPORTANCES[0], None)
+def test_what_is_given_takes_the_place_of_a_default():
+    assert options_of(Choice(technique="a", options={"x": 2}), {"x": 1, "y": 3}) == {"x": 2, "y": 3}
 
 
-@pytest.mark.parametrize(("num_parts", "share", "removed"), [(12, 0.25, 3), (12, 0.3, 4), (8, 0.05, 0), (3, 0.9, 3)])
-def test_a_share_is_to_the_nearest_part(num_parts: int, share: float, removed: int):
-    assert num_removed(num_parts, share) == removed
-
-
-@pytest.mark.parametrize(
-    ("num_parts", "share", "said"),
-    [
-        (12, 0.01, "a share of 0.01 of 12 heads is none of them: give a share from 0.0833 to 0.917"),
-        (3, 0.9, "a share of 0.9 of 3 heads is all of them: give a share from 0.333 to 0.667"),
-        (1, 0.5, "there is 1 of heads, and none can be spared: leave this out"),
-        (12, 0.25, None),
-    ],
-)
-def test_none_and_all_are_refused(num_parts: int, share: float, said: str | None):
-    assert removal_fault("heads", num_parts, share) == said
-
-
-@pytest.mark.parametrize("share", [0, 1, -0.5, True, "half", 2])
-def test_a_share_is_between_none_and_all(share: float | str):
-    assert f"cannot take away a share of {share}" in str(options_fault(Choice(technique="x", options={"share": share})))
+def test_faults_say_what_can_be_given():
+    choice = Choice(technique="a", options={"z": 2})
+    assert unknown_option(choice, {"z": 1}) is None
+    assert unknown_option(choice, {"x": 1}) == "`a` has no option `z` (2): it takes `x`; leave it out"
+    assert "it takes no options" in (unknown_option(choice, {}) or "")
+    assert share_fault("share", 0.5) is None
+    assert all(share_fault("share", wrong) for wrong in (0, 1, -1, True, "half"))
+    assert count_fault("rank", 3) is None
+    assert all(count_fault("rank", wrong) for wrong in (0, 2.5, True, "many"))

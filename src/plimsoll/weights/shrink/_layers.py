@@ -1,0 +1,48 @@
+"""Where a model has its blocks, and the linear layers in them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+
+def layer_list(model: nn.Module) -> tuple[str, nn.ModuleList] | None:
+    """Return the name of the list of a model's blocks, and the list: the longest one of modules of one class."""
+    found: tuple[str, nn.ModuleList] | None = None
+    for name, module in model.named_modules():
+        is_list = isinstance(module, nn.ModuleList) and len({type(one) for one in module}) == 1
+        if is_list and (found is None or len(module) > len(found[1])):
+            found = (name, module)
+    return found
+
+
+def linears_of_blocks(model: nn.Module) -> list[str]:
+    """Return the names of the Linear and Conv1D layers that lie in blocks, in the order of the model."""
+    return [
+        name
+        for name, module in model.named_modules(remove_duplicate=False)
+        if is_linear(module) and any(part.isdecimal() for part in name.split("."))
+    ]
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether a module is a plain linear layer: torch's, or the Conv1D of transformers."""
+    return type(module) is nn.Linear or type(module).__name__ == "Conv1D"
+
+
+def block_of(name: str) -> str:
+    """Return the name of the block that a module lies in: up to the first number."""
+    parts = name.split(".")
+    number = next(place for place, part in enumerate(parts) if part.isdecimal())
+    return ".".join(parts[: number + 1])
+
+
+def linear_weight(module: Any) -> Any:
+    """Return the weight of a linear layer as (out, in)."""
+    return module.weight if isinstance(module, nn.Linear) else module.weight.t()
+
+
+def is_of_transformers(model: nn.Module) -> bool:
+    """Whether a model is one of transformers, by its configuration."""
+    return hasattr(getattr(model, "config", None), "get_text_config")

@@ -1,0 +1,160 @@
+"""What every way to make a model smaller promises, on each sort of model.
+
+A method is listed once (`plimsoll.weights.shrink`) and is then tried here, by the strongest choice of its menu, on each
+model of `shrink_models`. Where the menu has none, the reason is what is looked at.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from plimsoll.models.loading import load_model
+from plimsoll.models.shrunk import form_of, save_subject
+from plimsoll.records.plan import Choice
+from plimsoll.weights.shrink import SHRINKERS, Calibration, Subject
+from shrink_models import (
+    MODELS,
+    calibration,
+    ids_of,
+    is_language_model,
+    meta_subject,
+    num_bytes,
+    outputs,
+    subject,
+)
+
+DOCS = Path(__file__).parents[2] / "docs" / "shrink"
+
+CASES = [(method, model) for method in SHRINKERS for model in MODELS]
+
+
+def choices_for(method: str, given: Subject) -> tuple[Choice, ...] | str:
+    """What the menu has, or the reason why it has nothing."""
+    return SHRINKERS[method].menu(given)
+
+
+def case(method: str, name: str) -> tuple[Subject, Choice, Calibration]:
+    """A model with the strongest choice of the menu; the test is over where there is none."""
+    given = subject(name)
+    found = choices_for(method, given)
+    if isinstance(found, str):
+        pytest.skip(f"{method} is not for {name}: {found}")
+    return given, found[-1], calibration(given)
+
+
+def weights_of(model: nn.Module) -> list[tuple[str, torch.Size, bytes]]:
+    """Names, shapes and bits."""
+    return [
+        (name, value.shape, repr(value.detach().flatten().tolist()).encode())
+        for name, value in model.state_dict().items()
+        if isinstance(value, torch.Tensor)
+    ]
+
+
+def shapes_of(model: nn.Module) -> list[tuple[str, torch.Size, torch.dtype]]:
+    """Names, shapes and types of the weights, each once."""
+    return [(name, value.shape, value.dtype) for name, value in model.named_parameters()]
+
+
+@pytest.mark.parametrize("method", SHRINKERS)
+def test_it_says_what_it_saves_and_has_a_page(method):
+    one = SHRINKERS[method]
+    page = DOCS / f"{method}.md"
+    assert page.is_file(), f"{method} has no page {page.name}"
+    assert one.title
+    assert one.saves[0].islower() or one.saves[0].isalnum()
+    assert one.stage in {"structure", "values"}
+    assert not re.search(r"\d+(\.\d+)?x\b", one.saves), "how much faster is measured, not promised"
+
+
+@pytest.mark.parametrize(("method", "name"), CASES)
+def test_the_menu_has_choices_that_are_not_refused_or_a_reason(method, name):
+    given = subject(name)
+    found = choices_for(method, given)
+    if isinstance(found, str):
+        assert len(found.split()) > 5, found
+        return
+    assert found
+    for choice in found:
+        assert choice.technique == method
+        assert SHRINKERS[method].refusal(given, choice) is None
+        assert SHRINKERS[method].needs(choice) <= {"batches", "gradients", "corpus"}
+    refused = SHRINKERS[method].refusal(given, Choice(technique=method, options={"nonsense": 1}))
+    assert refused is not None
+    assert "nonsense" in refused
+
+
+@pytest.mark.parametrize("method", SHRINKERS)
+def test_what_is_no_model_of_text_has_a_reason(method):
+    class Other(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(2))
+
+    assert isinstance(SHRINKERS[method].menu(Subject(Other(), subject("gpt2").tokenizer)), str)
+
+
+@pytest.mark.parametrize(("method", "name"), CASES)
+def test_twice_the_same_gives_the_same_bits_and_fewer_bytes(method, name):
+    given, choice, data = case(method, name)
+    before = num_bytes(given.model)
+    SHRINKERS[method].shrink(given, choice, data)
+    again = subject(name)
+    SHRINKERS[method].shrink(again, choice, data)
+    assert weights_of(given.model) == weights_of(again.model)
+    if SHRINKERS[method].stage == "structure":
+        assert num_bytes(given.model) < before
+    assert outputs(given.model, ids_of(given.tokenizer, "the ship")).isfinite().all()
+
+
+@pytest.mark.parametrize(("method", "name"), CASES)
+def test_on_the_meta_device_the_sizes_are_the_same(method, name):
+    given, choice, data = case(method, name)
+    if SHRINKERS[method].stage != "structure":
+        pytest.skip("values of fewer bits are counted by their method")
+    sketch = meta_subject(name)
+    SHRINKERS[method].shrink(given, choice, data)
+    counts = data.token_counts if "corpus" in SHRINKERS[method].needs(choice) else None
+    SHRINKERS[method].shrink(sketch, choice, Calibration(token_counts=counts))
+    assert shapes_of(sketch.model) == shapes_of(given.model)
+    assert all(value.is_meta for value in sketch.model.parameters())
+
+
+@pytest.mark.parametrize(("method", "name"), CASES)
+def test_it_is_saved_and_loaded_with_the_same_outputs(method, name, tmp_path):
+    given, choice, data = case(method, name)
+    SHRINKERS[method].shrink(given, choice, data)
+    ids_BT = ids_of(given.tokenizer, "load the ship")
+    wanted = outputs(given.model, ids_BT)
+    save_subject(given, tmp_path / "small")
+    loaded = load_model(tmp_path / "small")
+    assert torch.equal(outputs(loaded.model, ids_BT), wanted)
+    assert not loaded.missing + loaded.unexpected
+    assert type(loaded.model).__name__ == type(given.model).__name__
+    if form_of(given.model) == "plain":
+        plain = getattr(transformers, type(given.model).__name__).from_pretrained(tmp_path / "small").eval()
+        assert torch.equal(outputs(plain, ids_BT), wanted)
+    own = transformers.AutoTokenizer.from_pretrained(tmp_path / "small")
+    assert own("load the ship")["input_ids"] == ids_BT[0].tolist()
+
+
+@pytest.mark.parametrize(("method", "name"), CASES)
+def test_it_trains_on(method, name):
+    given, choice, data = case(method, name)
+    if SHRINKERS[method].stage != "structure":
+        pytest.skip("values of fewer bits do not learn")
+    SHRINKERS[method].shrink(given, choice, data)
+    model = given.model.train()
+    ids_BT = ids_of(given.tokenizer, "past the line")
+    labels = ids_BT if is_language_model(model) else torch.tensor([1])
+    model(input_ids=ids_BT, attention_mask=torch.ones_like(ids_BT), labels=labels).loss.backward()
+    used = [value for name, value in model.named_parameters() if value.grad is not None]
+    assert len(used) > 2
+    assert all(value.grad.isfinite().all() for value in used)
+    assert len(used) == len([*model.parameters()])
