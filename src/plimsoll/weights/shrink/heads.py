@@ -150,6 +150,8 @@ def _outside(model: nn.Module, attentions: list[Attention], num_kept: int) -> st
             f"{type(model).__name__} cannot have fewer groups of {attentions[0].heads_per_group} heads: its "
             "configuration has no head_dim, leave this out"
         )
+    if "shared" in (getattr(model.config, "shrunk", None) or {}):
+        return f"{len(attentions)} layers of {type(model).__name__} share their weights: use heads before shared_layers"
     twin = _narrower(model, attentions, num_kept)
     if isinstance(twin, str):
         return twin

@@ -65,7 +65,7 @@ class Hidden:
         found = attentions_of(subject.model)
         if not isinstance(found, str) and not _has_head_width(subject.model):
             whole = found[0].num_groups
-            shares = sorted({max(1, num_removed(whole, share)) / whole for share in shares})
+            shares = sorted({round(max(1, num_removed(whole, share)) / whole, 4) for share in shares})
         choices = [Choice(technique=self.name, options={"share": share}) for share in shares]
         faults = [self.refusal(subject, choice) for choice in choices]
         offered = tuple(choice for choice, fault in zip(choices, faults, strict=True) if fault is None)
