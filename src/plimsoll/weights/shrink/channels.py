@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from plimsoll.records.plan import Choice
 from plimsoll.weights.shrink._base import Calibration, Choices, Need, Stage, Subject
 from plimsoll.weights.shrink._importance import Rows, best, is_meta, norms, read_scores
-from plimsoll.weights.shrink._options import NEEDS, importance_of, num_removed, options_fault, removal_fault, share_of
+from plimsoll.weights.shrink._shares import NEEDS, importance_of, num_removed, options_fault, removal_fault, share_of
 from plimsoll.weights.shrink._twins import Cut, become, block_of, checked, cuts_of, input_dim, twin_of
 
 _WIDTHS = (

@@ -20,7 +20,7 @@ from plimsoll.records.plan import Choice
 from plimsoll.weights.shrink._attention import Attention, attentions_of, group_scores, head_width_of
 from plimsoll.weights.shrink._base import Calibration, Choices, Need, Stage, Subject
 from plimsoll.weights.shrink._importance import best, is_meta
-from plimsoll.weights.shrink._options import NEEDS, importance_of, num_removed, options_fault, removal_fault, share_of
+from plimsoll.weights.shrink._shares import NEEDS, importance_of, num_removed, options_fault, removal_fault, share_of
 from plimsoll.weights.shrink._structure import keep, note, sizes_of
 from plimsoll.weights.shrink._twins import Cut, become, checked, cuts_of, input_dim, other_numbers, twin_of
 

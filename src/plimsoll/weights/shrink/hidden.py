@@ -27,7 +27,7 @@ from plimsoll.records.plan import Choice
 from plimsoll.weights.shrink._attention import Attention, attentions_of, head_width_of
 from plimsoll.weights.shrink._base import Calibration, Choices, Need, Stage, Subject
 from plimsoll.weights.shrink._importance import Rows, best, first_order, is_meta, norms, read_scores
-from plimsoll.weights.shrink._options import NEEDS, importance_of, num_removed, options_fault, removal_fault, share_of
+from plimsoll.weights.shrink._shares import NEEDS, importance_of, num_removed, options_fault, removal_fault, share_of
 from plimsoll.weights.shrink._twins import Cut, become, checked, cuts_of, input_dim, twin_of
 from plimsoll.weights.shrink.channels import widths_of
 from plimsoll.weights.shrink.heads import Kept, kept_groups, side_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from plimsoll.records.plan import Choice
-from plimsoll.weights.shrink._options import (
+from plimsoll.weights.shrink._shares import (
     IMPORTANCES,
     importance_of,
     num_removed,
