@@ -7,7 +7,8 @@ model that was made smaller, with a structure noted in its configuration, is bui
 along, which is our own (`plimsoll.weights.shrink._structure`).
 
 Uses ``transformers.core_model_loading`` (5.23) where a weight is made of several, as those of experts are. It does NOT
-cover checkpoints that are quantized already, other code that a checkpoint brings along, and weights for several processes.
+cover checkpoints that are quantized already, other code that a checkpoint brings along, and weights for several
+processes.
 """
 
 from __future__ import annotations

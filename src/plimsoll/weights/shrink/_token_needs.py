@@ -1,0 +1,178 @@
+"""Which tokens are kept so that some texts have the very same ones, and the tokenizer of only those.
+
+Works on the JSON of the ``tokenizers`` library (0.23). Why the texts that were counted keep their tokens, where all that
+occurred are kept:
+
+* WordPiece takes the longest piece that matches: of fewer pieces that is the same one, for it is among them.
+* WordLevel looks up words.
+* Unigram takes the path of the highest score: it is among the fewer paths, and none is new that could score higher (the
+  piece of the lowest score is kept, since that of an unknown character follows from it).
+* BPE does the possible merge of the lowest rank: all that were done on the way to a token are kept, and the results of
+  them. They are those that are done on the token alone, since none went across its ends.
+
+Other texts are made of smaller pieces, or of the unknown token: single characters are kept that occur in a kept token,
+and of byte-level tokenizers all bytes. It does NOT cover models of other kinds, and added tokens whose ids lie between
+those of the model's own without being one of these.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from plimsoll.errors import WeightsError
+
+KINDS = ("BPE", "WordPiece", "WordLevel", "Unigram")
+
+_BYTE_TOKENS = frozenset(f"<0x{byte:02X}>" for byte in range(256))
+
+
+def tokens_needed(tokenizer: Mapping[str, Any], occurring: Iterable[int]) -> set[int]:
+    """Return the ids to keep.
+
+    Args:
+        tokenizer: its JSON.
+        occurring: ids of the tokens that are to stay as they are.
+    """
+    model = tokenizer["model"]
+    ids = vocabulary_of(model)
+    words = {number: word for word, number in ids.items()}
+    kept = set(occurring) | {token["id"] for token in tokenizer["added_tokens"]} | _ids_of_template(tokenizer)
+    unknown = model.get("unk_token")
+    if unknown in ids:
+        kept.add(ids[unknown])
+    kept |= {ids[byte] for byte in _BYTE_TOKENS & ids.keys()} if model.get("byte_fallback") else set()
+    if model["type"] == "BPE":
+        return kept | _steps_of_bpe(tokenizer, ids, [words[number] for number in kept if number in words])
+    if model["type"] == "Unigram":
+        kept.add(min(range(len(model["vocab"])), key=lambda number: model["vocab"][number][1]))
+        kept |= set() if model.get("unk_id") is None else {model["unk_id"]}
+    if model["type"] == "WordLevel":
+        return kept
+    prefix = model.get("continuing_subword_prefix") or ""
+    characters = {character for number in kept for character in words.get(number, "")}
+    single = [form for character in characters for form in (character, prefix + character)]
+    return kept | {ids[form] for form in single if form in ids}
+
+
+def vocabulary_of(model: Mapping[str, Any]) -> dict[str, int]:
+    """Return the ids of a tokenizer's model by their tokens."""
+    if model["type"] == "Unigram":
+        return {piece: number for number, (piece, _) in enumerate(model["vocab"])}
+    return dict(model["vocab"])
+
+
+def with_only(tokenizer: Mapping[str, Any], kept: list[int]) -> str:
+    """Return the JSON of the tokenizer with only some of its tokens, which have the numbers of their places.
+
+    Raises:
+        WeightsError: if its added tokens would get other numbers than these.
+    """
+    made: dict[str, Any] = json.loads(json.dumps(tokenizer))
+    new = {old: number for number, old in enumerate(kept)}
+    model = made["model"]
+    if model["type"] == "Unigram":
+        model["vocab"] = [entry for number, entry in enumerate(model["vocab"]) if number in new]
+        model["unk_id"] = None if model.get("unk_id") is None else new[model["unk_id"]]
+    else:
+        model["vocab"] = {word: new[old] for word, old in model["vocab"].items() if old in new}
+    if model["type"] == "BPE":
+        model["merges"] = [pair for pair in model["merges"] if _is_made_of(pair, model)]
+    made["added_tokens"] = [token for token in made["added_tokens"] if token["id"] in new]
+    for token in made["added_tokens"]:
+        token["id"] = new[token["id"]]
+    _renumber_template(made.get("post_processor"), new)
+    if made.get("padding"):
+        made["padding"]["pad_id"] = new.get(made["padding"]["pad_id"], 0)
+    text = json.dumps(made, ensure_ascii=False)
+    _check_numbers(text, tokenizer, kept)
+    return text
+
+
+def _check_numbers(text: str, before: Mapping[str, Any], kept: list[int]) -> None:
+    from tokenizers import Tokenizer
+
+    made, old = Tokenizer.from_str(text), Tokenizer.from_str(json.dumps(before))
+    for number, token in enumerate(kept):
+        if made.id_to_token(number) != old.id_to_token(token):
+            raise WeightsError(
+                f"the tokenizer would give `{old.id_to_token(token)}` another number than {number}: its added tokens "
+                "are not behind those of its model; leave `vocabulary` out"
+            )
+
+
+def _steps_of_bpe(tokenizer: Mapping[str, Any], ids: Mapping[str, int], kept: list[str]) -> set[int]:
+    """The tokens that merges make on the way to the kept ones, and the bytes where it is of bytes."""
+    model = tokenizer["model"]
+    prefix = model.get("continuing_subword_prefix") or ""
+    ranks = {_pair(merge): rank for rank, merge in enumerate(model["merges"])}
+    found = set()
+    for word in kept:
+        found |= _parts_on_the_way(word, ranks, prefix, model.get("end_of_word_suffix") or "")
+    if '"ByteLevel"' in json.dumps([tokenizer.get("pre_tokenizer"), tokenizer.get("decoder")]):
+        from tokenizers.pre_tokenizers import ByteLevel
+
+        found |= set(ByteLevel.alphabet())
+    return {ids[part] for part in found if part in ids}
+
+
+def _parts_on_the_way(word: str, ranks: Mapping[tuple[str, str], int], prefix: str, suffix: str) -> set[str]:
+    """What byte-pair encoding has at each step from the characters of a token to the token."""
+    is_last = bool(suffix) and word.endswith(suffix)
+    is_inner = bool(prefix) and word.startswith(prefix)
+    parts = [*word.removeprefix(prefix if is_inner else "").removesuffix(suffix if is_last else "")]
+    parts = [part if number == 0 and not is_inner else prefix + part for number, part in enumerate(parts)]
+    if is_last and parts:
+        parts[-1] += suffix
+    found = set(parts)
+    while len(parts) > 1:
+        pairs = [(ranks.get(pair), place) for place, pair in enumerate(itertools.pairwise(parts))]
+        rank, place = min(((rank, place) for rank, place in pairs if rank is not None), default=(None, 0))
+        if rank is None:
+            break
+        parts[place : place + 2] = [parts[place] + parts[place + 1].removeprefix(prefix)]
+        found.add(parts[place])
+    return found
+
+
+def _pair(merge: Any) -> tuple[str, str]:
+    first, second = merge.split(" ") if isinstance(merge, str) else merge
+    return first, second
+
+
+def _is_made_of(merge: Any, model: Mapping[str, Any]) -> bool:
+    (first, second), words = _pair(merge), model["vocab"]
+    prefix = model.get("continuing_subword_prefix") or ""
+    return first in words and second in words and first + second.removeprefix(prefix) in words
+
+
+def _ids_of_template(tokenizer: Mapping[str, Any]) -> set[int]:
+    return set(_numbers_in(tokenizer.get("post_processor")))
+
+
+def _numbers_in(processor: Any) -> Iterable[int]:
+    if not processor:
+        return
+    for inner in processor.get("processors", ()):
+        yield from _numbers_in(inner)
+    tokens = processor.get("special_tokens")
+    for token in tokens.values() if isinstance(tokens, dict) else ():
+        yield from token["ids"]
+    for name in ("sep", "cls"):
+        if name in processor:
+            yield processor[name][1]
+
+
+def _renumber_template(processor: Any, new: Mapping[int, int]) -> None:
+    if not processor:
+        return
+    for inner in processor.get("processors", ()):
+        _renumber_template(inner, new)
+    tokens = processor.get("special_tokens")
+    for token in tokens.values() if isinstance(tokens, dict) else ():
+        token["ids"] = [new[old] for old in token["ids"]]
+    for name in ("sep", "cls"):
+        if name in processor:
+            processor[name][1] = new[processor[name][1]]
