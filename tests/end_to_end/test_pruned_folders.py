@@ -31,7 +31,8 @@ for folder in sorted(Path(sys.argv[1]).iterdir()):
     model = auto.from_pretrained(folder, trust_remote_code=is_noted).eval()
     batch, wanted = torch.load(folder / "wanted.pt")
     with torch.no_grad():
-        assert torch.equal(model(**batch).logits, wanted), folder.name
+        # Not bit for bit: the alignment of a tensor in the file decides how its sums are taken.
+        torch.testing.assert_close(model(**batch).logits, wanted, rtol=0, atol=1e-6)
     print(folder.name)
 """
 

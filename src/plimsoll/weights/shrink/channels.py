@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from plimsoll.records.plan import Choice, Value
 from plimsoll.weights.shrink._base import Calibration, Choices, Need, Stage, Subject
 from plimsoll.weights.shrink._importance import Rows, best, is_meta, norms, read_scores
-from plimsoll.weights.shrink._options import (
+from plimsoll.weights.shrink._shares import (
     NEEDS,
     SHARE,
     importance_of,

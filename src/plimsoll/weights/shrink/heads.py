@@ -20,7 +20,7 @@ from plimsoll.records.plan import Choice, Value
 from plimsoll.weights.shrink._attention import Attention, attentions_of, group_scores, head_width_of
 from plimsoll.weights.shrink._base import Calibration, Choices, Need, Stage, Subject
 from plimsoll.weights.shrink._importance import best, is_meta
-from plimsoll.weights.shrink._options import (
+from plimsoll.weights.shrink._shares import (
     NEEDS,
     SHARE,
     importance_of,
@@ -159,6 +159,8 @@ def _outside(model: nn.Module, attentions: list[Attention], num_kept: int) -> st
             f"{type(model).__name__} cannot have fewer groups of {attentions[0].heads_per_group} heads: its "
             "configuration has no head_dim, leave this out"
         )
+    if "shared" in (getattr(model.config, "shrunk", None) or {}):
+        return f"{len(attentions)} layers of {type(model).__name__} share their weights: use heads before shared_layers"
     twin = _narrower(model, attentions, num_kept)
     if isinstance(twin, str):
         return twin

@@ -27,7 +27,7 @@ from plimsoll.records.plan import Choice, Value
 from plimsoll.weights.shrink._attention import Attention, attentions_of, head_width_of
 from plimsoll.weights.shrink._base import Calibration, Choices, Need, Stage, Subject
 from plimsoll.weights.shrink._importance import Rows, best, first_order, is_meta, norms, read_scores
-from plimsoll.weights.shrink._options import (
+from plimsoll.weights.shrink._shares import (
     NEEDS,
     SHARE,
     importance_of,
@@ -74,7 +74,7 @@ class Hidden:
         found = attentions_of(subject.model)
         if not isinstance(found, str) and not _has_head_width(subject.model):
             whole = found[0].num_groups
-            shares = sorted({max(1, num_removed(whole, share)) / whole for share in shares})
+            shares = sorted({round(max(1, num_removed(whole, share)) / whole, 4) for share in shares})
         choices = [Choice(technique=self.name, options={"share": share}) for share in shares]
         faults = [self.refusal(subject, choice) for choice in choices]
         offered = tuple(choice for choice, fault in zip(choices, faults, strict=True) if fault is None)

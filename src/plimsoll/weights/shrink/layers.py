@@ -24,7 +24,7 @@ from torch.nn import functional
 from plimsoll.records.plan import Choice, Value
 from plimsoll.weights.shrink._base import Calibration, Choices, Need, Stage, Subject
 from plimsoll.weights.shrink._importance import best, first_order, is_meta, norms, passes, tokens_of
-from plimsoll.weights.shrink._options import NEEDS, importance_of, num_removed, options_fault, removal_fault, share_of
+from plimsoll.weights.shrink._shares import NEEDS, importance_of, num_removed, options_fault, removal_fault, share_of
 from plimsoll.weights.shrink._structure import renumber, renumbered
 from plimsoll.weights.shrink._twins import checked, is_place, other_numbers, take_fields, take_numbers, twin_of
 

@@ -24,7 +24,7 @@ from torch.nn.utils.rnn import PackedSequence
 from plimsoll.records.plan import Choice, Value
 from plimsoll.weights.shrink._base import Calibration, Choices, Need, Stage, Subject
 from plimsoll.weights.shrink._importance import best, first_order, is_meta, norms, passes
-from plimsoll.weights.shrink._options import (
+from plimsoll.weights.shrink._shares import (
     NEEDS,
     SHARE,
     importance_of,

@@ -104,6 +104,11 @@ def test_what_cannot_be_is_refused_with_what_was_looked_for():
     )
     said = HEADS.refusal(Subject(small_model("bert", "meta")), chosen(share=0.95))
     assert "a share of 0.95 of 4 heads is all of them: give a share from 0.25 to 0.75" in said
+    shared = small_model("bert", "meta")
+    shared.config.shrunk = {"shared": {"bert.encoder.layer.1": "bert.encoder.layer.0"}}
+    assert "2 layers of BertForSequenceClassification share their weights: use heads before" in HEADS.menu(
+        Subject(shared)
+    )
     with torch.device("meta"):
         config = transformers.BloomConfig(hidden_size=16, n_layer=1, n_head=4, vocab_size=40)
         slopes = transformers.BloomForCausalLM(config)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from plimsoll.records.plan import Choice
-from plimsoll.weights.shrink import Calibration, Subject
+from plimsoll.weights.shrink import SHRINKERS, Calibration, Subject
 from plimsoll.weights.shrink.layers import Layers
 from pruned_models import ARCHITECTURES, batches_of, logits_of, shapes_of, small_model
 
@@ -76,6 +76,16 @@ def test_generation_with_a_cache_goes_on():
         model.generate(ids, max_new_tokens=4, do_sample=False, use_cache=use) for use in (True, False)
     )
     assert torch.equal(with_cache, without)
+
+
+def test_what_is_noted_of_layers_goes_with_them(tmp_path):
+    model = small_model("bert", num_hidden_layers=4)
+    SHRINKERS["heads"].shrink(Subject(model), Choice(technique="heads"), Calibration())
+    LAYERS.shrink(Subject(model), chosen(keep=2), Calibration())
+    noted = model.config.shrunk["attributes"]
+    assert sorted(noted) == [f"bert.encoder.layer.{number}.attention.self" for number in (0, 1)]
+    model.save_pretrained(tmp_path)
+    assert torch.equal(logits_of(type(model).from_pretrained(tmp_path).eval()), logits_of(model))
 
 
 def test_what_the_configuration_says_of_each_layer_is_shortened():
