@@ -6,9 +6,8 @@ a model can be built: that is said where they are opened.
 
 from __future__ import annotations
 
-import difflib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
@@ -21,6 +20,7 @@ from plimsoll.records.base import Frozen, Record
 from plimsoll.records.device import Budget
 from plimsoll.records.distill import DistillSource
 from plimsoll.records.embeddings import VectorSource
+from plimsoll.records.job_yaml import near as near  # noqa: PLC0414 -- where others look for it
 from plimsoll.records.job_yaml import parse_value, read_fields
 
 HUB_PREFIX = "hf:"  # of a dataset by its name on the Hugging Face hub
@@ -494,10 +494,3 @@ def _sentence(fault: ErrorDetails, where: str, known: list[str]) -> str:
         case _:
             message = fault["msg"].removeprefix("Value error, ")
             return message if isinstance(fault["input"], dict | Frozen) else f"{message} (got {fault['input']!r})"
-
-
-def near(name: str, known: Iterable[str]) -> str:
-    """Return what to say of an unknown name: the known name nearest to it, or all of them."""
-    known = list(known)
-    matches = difflib.get_close_matches(name, known, n=1)
-    return f"did you mean `{matches[0]}`?" if matches else f"known here: {', '.join(known)}"

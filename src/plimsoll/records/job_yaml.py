@@ -1,8 +1,10 @@
-"""Job files as YAML: their fields as they are written, before anything is made of them."""
+"""Job files as YAML: their fields as they are written, before anything is made of them, and words that are none."""
 
 from __future__ import annotations
 
+import difflib
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -60,3 +62,10 @@ def _no_file_but_folder(path: Path) -> str:
             f"or give its job file {path / 'job.yaml'} and another --out"
         )
     return f"{path} is a folder, not a job file: give the path of the job file, such as {path / 'job.yaml'}"
+
+
+def near(name: str, known: Iterable[str]) -> str:
+    """Return what to say of an unknown name: the known name nearest to it, or all of them."""
+    known = list(known)
+    matches = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean `{matches[0]}`?" if matches else f"known here: {', '.join(known)}"

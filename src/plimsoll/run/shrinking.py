@@ -126,17 +126,18 @@ class Workshop:
         subject = self._subject(Path(source.folder), source.tokenizer)
         with TemporaryDirectory(prefix="plimsoll-") as place:
             tokenizer = None if source.tokenizer is None else Path(source.tokenizer)
-            dtype = _stored_dtype(Path(source.folder))
+            dtype, is_stored = _stored_dtype(Path(source.folder)), False
             for number, choice in enumerate(chain):
-                if _method(choice.technique).stage == "values":
+                if _method(choice.technique).stage == "values" and not is_stored:
                     subject.model.to(dtype)
+                    is_stored = True
                 before = subject.tokenizer
                 self._apply(subject, choice, self._calibration(choice, tokenizer))
                 if subject.tokenizer is not before:
                     assert subject.tokenizer is not None
                     tokenizer = Path(place) / f"tokenizer-{number}"
                     subject.tokenizer.save_pretrained(tokenizer)
-            if not chain or _method(chain[-1].technique).stage == "structure":
+            if not is_stored:
                 subject.model.to(dtype)
             subject.model.eval()
             quality = self._quality(subject.model, tokenizer, chain)

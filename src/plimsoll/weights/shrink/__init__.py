@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from plimsoll.weights.shrink._base import Calibration, Choices, Need, Shrinker, Stage, Subject
+from plimsoll.weights.shrink.bf16 import Bf16
 from plimsoll.weights.shrink.channels import Channels
 from plimsoll.weights.shrink.dynamic_int8 import DynamicInt8
 from plimsoll.weights.shrink.float8 import Float8
@@ -36,6 +37,7 @@ _METHODS: tuple[Shrinker, ...] = (
     Tied(),
     Unstructured(),
     TwoFour(),
+    Bf16(),
     Int8Embeddings(),
     Int8(),
     Int4(),

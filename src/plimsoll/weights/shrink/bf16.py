@@ -1,0 +1,57 @@
+"""All weights in bfloat16: half the bytes of float32, and products in it.
+
+The exponent stays as wide as float32's, the fraction falls from 23 bits to 7. Folders load by ``from_pretrained``, which
+reads the type from the configuration. Does NOT cover recurrent layers, which have no bfloat16 kernels on every
+processor, and models that are in 16 bits already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from plimsoll.records.plan import Choice, Value
+from plimsoll.weights.shrink._base import Calibration, Choices, Need, Stage, Subject
+from plimsoll.weights.shrink._options import unknown_option
+
+
+class Bf16:
+    """See the module."""
+
+    name: ClassVar[str] = "bf16"
+    title: ClassVar[str] = "weights in bfloat16"
+    saves: ClassVar[str] = (
+        "the file and the memory of all weights, and of what is computed with them, fall to a half of float32; the "
+        "time of a pass falls where the processor multiplies in bfloat16, and rises where it does not"
+    )
+    stage: ClassVar[Stage] = "values"
+    options: ClassVar[Mapping[str, Value | None]] = {}
+
+    def menu(self, subject: Subject) -> Choices | str:
+        """Offer it where there is something in float32."""
+        choice = Choice(technique=self.name)
+        return self.refusal(subject, choice) or (choice,)
+
+    def needs(self, choice: Choice) -> frozenset[Need]:
+        """Nothing."""
+        return frozenset()
+
+    def refusal(self, subject: Subject, choice: Choice) -> str | None:
+        """Refuse recurrent models, and those of which nothing is wider."""
+        model = subject.model
+        if any(isinstance(module, nn.RNNBase) for module in model.modules()):
+            kind = type(model).__name__
+            return f"{kind} has recurrent layers, which are not computed in bfloat16 everywhere: leave it out"
+        wide = [one for one in model.parameters() if one.dtype in {torch.float32, torch.float64}]
+        if not wide:
+            return f"no weight of {type(model).__name__} is wider than 16 bits: leave it out"
+        return unknown_option(choice, self.options)
+
+    def shrink(self, subject: Subject, choice: Choice, calibration: Calibration) -> None:
+        """Round all weights."""
+        model: Any = subject.model
+        model.to(torch.bfloat16)
+        model.config.dtype = torch.bfloat16

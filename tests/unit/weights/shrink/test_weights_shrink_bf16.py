@@ -1,0 +1,45 @@
+"""Weights in bfloat16: half the bytes, the same numbers to two digits, and plain loading."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+
+from plimsoll.records.plan import Choice
+from plimsoll.weights.shrink import Calibration, Subject
+from plimsoll.weights.shrink._base import weight_bytes
+from plimsoll.weights.shrink.bf16 import Bf16
+
+CHOICE = Choice(technique="bf16")
+
+
+def model():
+    torch.manual_seed(0)
+    return GPT2LMHeadModel(GPT2Config(vocab_size=50, n_positions=16, n_embd=16, n_layer=2, n_head=2)).eval()
+
+
+def test_half_the_bytes_and_loaded_as_it_is(tmp_path):
+    subject = Subject(model())
+    ids = torch.arange(10)[None]
+    with torch.no_grad():
+        wanted, before_bytes = subject.model(ids).logits, weight_bytes(subject.model)
+        Bf16().shrink(subject, CHOICE, Calibration())
+        found = subject.model(ids).logits
+        assert weight_bytes(subject.model) * 2 == before_bytes
+        assert torch.allclose(found.float(), wanted, atol=0.02)
+        subject.model.save_pretrained(tmp_path)
+        assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path)(ids).logits, found)
+
+
+@pytest.mark.parametrize(
+    ("made", "choice", "said"),
+    [
+        (lambda: nn.LSTM(4, 4), CHOICE, "LSTM has recurrent layers"),
+        (lambda: model().bfloat16(), CHOICE, "no weight of GPT2LMHeadModel is wider than 16 bits"),
+        (model, Choice(technique="bf16", options={"bits": 7}), "`bf16` has no option `bits`"),
+    ],
+)
+def test_what_cannot_be_is_refused(made, choice, said):
+    assert said in Bf16().refusal(Subject(made()), choice)
