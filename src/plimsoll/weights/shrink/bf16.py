@@ -1,7 +1,7 @@
 """All weights in bfloat16: half the bytes of float32, and products in it.
 
-The exponent stays as wide as float32's, the fraction falls from 23 bits to 7. Folders load by ``from_pretrained``, which
-reads the type from the configuration. Does NOT cover recurrent layers, which have no bfloat16 kernels on every
+The exponent stays as wide as in float32, the fraction falls from 23 bits to 7. Folders load by ``from_pretrained``,
+which reads the type from the configuration. Does NOT cover recurrent layers, which have no bfloat16 kernels on every
 processor, and models that are in 16 bits already.
 """
 
