@@ -17,6 +17,7 @@ from torch import nn
 from plimsoll.models.loading import load_model
 from plimsoll.models.shrunk import form_of, save_subject
 from plimsoll.records.plan import Choice
+from plimsoll.weights.parts import plain_parts
 from plimsoll.weights.shrink import SHRINKERS, Calibration, Subject
 from shrink_models import (
     MODELS,
@@ -51,9 +52,10 @@ def case(method: str, name: str) -> tuple[Subject, Choice, Calibration]:
 def weights_of(model: nn.Module) -> list[tuple[str, torch.Size, bytes]]:
     """Names, shapes and bits."""
     return [
-        (name, value.shape, repr(value.detach().flatten().tolist()).encode())
+        (f"{name} {inner}", part.shape, repr(part.detach().flatten().tolist()).encode())
         for name, value in model.state_dict().items()
         if isinstance(value, torch.Tensor)
+        for inner, part in plain_parts(value).items()
     ]
 
 
@@ -134,12 +136,15 @@ def test_it_is_saved_and_loaded_with_the_same_outputs(method, name, tmp_path):
     wanted = outputs(given.model, ids_BT)
     save_subject(given, tmp_path / "small")
     loaded = load_model(tmp_path / "small")
-    assert torch.equal(outputs(loaded.model, ids_BT), wanted)
+    # Where a tensor lies in memory decides the order of sums; in bfloat16 that is a digit.
+    near = {"rtol": 1e-2, "atol": 1e-2} if wanted.dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-6}
+    torch.testing.assert_close(outputs(loaded.model, ids_BT), wanted, **near)
+    assert weights_of(loaded.model) == weights_of(given.model) or method == "int4", "bits of int4 are packed anew"
     assert not loaded.missing + loaded.unexpected
     assert type(loaded.model).__name__ == type(given.model).__name__
     if form_of(given.model) == "plain":
         plain = getattr(transformers, type(given.model).__name__).from_pretrained(tmp_path / "small").eval()
-        assert torch.equal(outputs(plain, ids_BT), wanted)
+        torch.testing.assert_close(outputs(plain, ids_BT), wanted, **near)
     own = transformers.AutoTokenizer.from_pretrained(tmp_path / "small")
     assert own("load the ship")["input_ids"] == ids_BT[0].tolist()
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Literal
 
 from torch import nn
 
@@ -18,21 +17,9 @@ from plimsoll.errors import OutputError
 from plimsoll.models.build import save_model
 from plimsoll.models.pooling import MODULES_FILE
 from plimsoll.models.recurrent import RecurrentModel
+from plimsoll.records.shrink import Form
 from plimsoll.weights.shrink import Subject
-from plimsoll.weights.shrink._structure import CODE_FILE, FIELD
-
-Form = Literal["plain", "code", "torchao", "recurrent"]
-
-HOW_TO_LOAD: dict[Form, str] = {
-    "plain": "from_pretrained(folder)",
-    "code": f"from_pretrained(folder, trust_remote_code=True), which runs {CODE_FILE} of the folder",
-    "torchao": (
-        "from_pretrained(folder), with torchao installed (int4 then computes on a GPU only), and with "
-        f"trust_remote_code=True where {CODE_FILE} is in the folder"
-    ),
-    "recurrent": "a state_dict in model.safetensors, and its sizes in config.json, for torch.nn's layers",
-}
-"""What loads a folder of each form without Plimsoll."""
+from plimsoll.weights.shrink._structure import FIELD
 
 _SENTENCE_FILES = ("sentence_bert_config.json", "config_sentence_transformers.json")
 

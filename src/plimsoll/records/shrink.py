@@ -13,9 +13,18 @@ SHRINK_RECORD = "shrink.json"
 """What the record is called in the folder of the smaller model."""
 
 Form = Literal["plain", "code", "torchao", "recurrent"]
-"""How a model is loaded without Plimsoll: by ``from_pretrained``; by that with ``trust_remote_code=True``, which runs
-the ``modeling_shrunk.py`` in the folder; by that where torchao is installed; or from the state dict of a recurrent
-model and its configuration."""
+"""How a model is loaded where Plimsoll is not installed; see `HOW_TO_LOAD`."""
+
+HOW_TO_LOAD: dict[Form, str] = {
+    "plain": "from_pretrained(folder)",
+    "code": "from_pretrained(folder, trust_remote_code=True), which runs modeling_shrunk.py of the folder",
+    "torchao": (
+        "from_pretrained(folder), with torchao installed (int4 then computes on a GPU only), and with "
+        "trust_remote_code=True where modeling_shrunk.py is in the folder"
+    ),
+    "recurrent": "a state_dict in model.safetensors, and its sizes in config.json, for torch.nn's layers",
+}
+"""What loads a folder of each form."""
 
 
 class Quality(Frozen):

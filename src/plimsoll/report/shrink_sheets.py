@@ -4,19 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from plimsoll.records.shrink import Form, Quality, ShrinkRecord, Small
+from plimsoll.records.shrink import HOW_TO_LOAD, Quality, ShrinkRecord, Small
 from plimsoll.records.units import format_bytes, format_seconds
 from plimsoll.report.plan_sheets import budget_word
 from plimsoll.report.sheets import Column, Sheet
 
 _NONE = "-"
-
-LOADED: dict[Form, str] = {
-    "plain": "from_pretrained",
-    "code": "from_pretrained(..., trust_remote_code=True): the folder has the code",
-    "torchao": "from_pretrained, with torchao installed",
-    "recurrent": "its state dict and config.json, by torch.nn",
-}
 
 
 def headline(record: ShrinkRecord) -> str:
@@ -158,7 +151,9 @@ def _loading_sheet(record: ShrinkRecord) -> Sheet:
     if record.best is None:
         return Sheet("", (), ())
     best = record.models[record.best]
-    return Sheet("Without Plimsoll", (Column("Folder"), Column("Loaded with")), ((record.output, LOADED[best.form]),))
+    return Sheet(
+        "Without Plimsoll", (Column("Folder"), Column("Loaded with")), ((record.output, HOW_TO_LOAD[best.form]),)
+    )
 
 
 def front_points(record: ShrinkRecord) -> Sequence[tuple[float, float, str, bool]]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import shutil
 import subprocess
 import sys
 import time
@@ -45,12 +44,10 @@ from plimsoll.run.shrink_evidence import Evidence, JobEvidence, TextEvidence
 from plimsoll.run.shrink_process import Made, Offer, ShrinkRequest, Source
 from plimsoll.run.targets import StartedBaseline, find_target
 from plimsoll.weights.loading import open_checkpoint
+from plimsoll.weights.parts import cast_saved, model_bytes
 from plimsoll.weights.shrink import SHRINKERS, Calibration, Shrinker, Subject
-from plimsoll.weights.shrink._base import weight_bytes
 
 _PASSES_MEASURED = 8
-_FOREIGN_FILES = ("modules.json", "sentence_bert_config.json", "config_sentence_transformers.json", "README.md")
-_FOREIGN_FOLDERS = "*_*/"  # 1_Pooling
 
 
 @dataclass
@@ -106,7 +103,7 @@ class Workshop:
                 self._apply(subject, choice, self._calibration(choice, None) if counts else Calibration())
         except (InputError, NotImplementedError):
             return None
-        return weight_bytes(subject.model)
+        return model_bytes(subject.model)
 
     def make(self, source: Source, chain: Sequence[Choice], target: Path | None) -> Made:
         """Make a smaller model of the one in ``source`` and judge it.
@@ -129,7 +126,7 @@ class Workshop:
             dtype, is_stored = _stored_dtype(Path(source.folder)), False
             for number, choice in enumerate(chain):
                 if _method(choice.technique).stage == "values" and not is_stored:
-                    subject.model.to(dtype)
+                    cast_saved(subject.model, dtype)
                     is_stored = True
                 before = subject.tokenizer
                 self._apply(subject, choice, self._calibration(choice, tokenizer))
@@ -138,17 +135,16 @@ class Workshop:
                     tokenizer = Path(place) / f"tokenizer-{number}"
                     subject.tokenizer.save_pretrained(tokenizer)
             if not is_stored:
-                subject.model.to(dtype)
+                cast_saved(subject.model, dtype)
             subject.model.eval()
             quality = self._quality(subject.model, tokenizer, chain)
             folder = target or Path(place) / "model"
             folder.mkdir(parents=True, exist_ok=True)
-            save_subject(subject, folder)
-            _copy_foreign(Path(source.folder), folder)
+            save_subject(subject, folder, Path(source.folder))
             return Made(
                 form=form_of(subject.model),
                 file_bytes=_file_bytes(folder),
-                weight_bytes=weight_bytes(subject.model),
+                weight_bytes=model_bytes(subject.model),
                 quality=quality,
                 has_own_tokenizer=tokenizer is not None,
             )
@@ -338,13 +334,3 @@ def _stored_dtype(folder: Path) -> torch.dtype:
 
 def _file_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for pattern in ("*.safetensors", "*.bin") for path in folder.glob(pattern))
-
-
-def _copy_foreign(source: Path, folder: Path) -> None:
-    """Copy what others keep beside a model, such as how sentence-transformers pools."""
-    for name in _FOREIGN_FILES:
-        if (source / name).is_file():
-            shutil.copyfile(source / name, folder / name)
-    for inner in source.glob(_FOREIGN_FOLDERS):
-        if (inner / "config.json").is_file():
-            shutil.copytree(inner, folder / inner.name, dirs_exist_ok=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 
@@ -44,3 +45,14 @@ def stored_bytes(tensor: Tensor) -> int:
 def model_bytes(model: nn.Module) -> int:
     """Return the bytes of a model's parameters as they lie in memory, each once; on the meta device too."""
     return sum(stored_bytes(weight) for weight in model.parameters())
+
+
+def cast_saved(model: nn.Module, dtype: torch.dtype) -> None:
+    """Give the weights of a model, and the buffers that are saved with them, another type; others stay as they are.
+
+    What a model computes for itself, such as rotary frequencies, is then of the type that it has when the model is
+    loaded. Weights that are made of parts stay, too.
+    """
+    for tensor in model.state_dict(keep_vars=True).values():
+        if isinstance(tensor, Tensor) and tensor.is_floating_point() and not is_made_of_parts(tensor):
+            tensor.data = tensor.data.to(dtype)

@@ -13,7 +13,7 @@ from plimsoll.models.build import save_model
 from plimsoll.models.hugging_face import TextShape, load_hugging_face
 from plimsoll.models.loading import load_model, sketch_checkpoint
 from plimsoll.models.recurrent import build_recurrent
-from plimsoll.models.shrunk import HOW_TO_LOAD, form_of, save_subject
+from plimsoll.models.shrunk import form_of, save_subject
 from plimsoll.weights.shrink import Subject, _structure
 
 IDS_BT = torch.arange(14).reshape(2, 7)
@@ -95,7 +95,6 @@ def test_a_form_for_each_sort_of_model(tmp_path):
     assert form_of(recurrent) == "recurrent"
     plain.config.quantization_config = {"quant_method": "torchao"}
     assert form_of(plain) == "torchao"
-    assert set(HOW_TO_LOAD) == {"plain", "code", "torchao", "recurrent"}
 
 
 def test_what_belongs_to_sentence_embeddings_comes_along(tmp_path):

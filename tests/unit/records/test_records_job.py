@@ -67,8 +67,8 @@ colour: blue
             "  optimizer.lr: Input should be greater than 0 (got 0)",
             "  optimizer.schedule: Input should be 'constant', 'linear' or 'cosine' (got 'cosin')",
             "  colour: unknown field; known here: model, task, data, tokenizer, embeddings, distill, sequence_length, "
-            "batch_size, batch_tokens, optimizer, steps, precision, quantization_aware, allow, device, budget, checkpoint, evaluate_every, "
-            "seed",
+            "batch_size, batch_tokens, optimizer, steps, precision, quantization_aware, allow, device, budget, "
+            "checkpoint, evaluate_every, seed",
         ]
     )
 

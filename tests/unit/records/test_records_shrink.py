@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from typing import get_args
 
 import pytest
 
-from plimsoll.records.shrink import Quality, Small
+from plimsoll.records.shrink import HOW_TO_LOAD, Form, Quality, Small
 from shrink_records import quality, shrunk
 
 
@@ -44,3 +45,7 @@ def test_what_was_trained_counts_after_the_training():
     assert shrunk().models[3].best_quality == quality(176, 0.3)
     assert shrunk().models[3].name == "layers=2 > int8"
     assert shrunk().original.name == "original"
+
+
+def test_each_form_says_how_it_is_loaded():
+    assert set(HOW_TO_LOAD) == set(get_args(Form))

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from torchao.quantization import Int8Tensor, PerRow
 
-from plimsoll.weights.parts import is_made_of_parts, model_bytes, plain_parts, stored_bytes, with_parts
+from plimsoll.weights.parts import cast_saved, is_made_of_parts, model_bytes, plain_parts, stored_bytes, with_parts
 
 
 def test_a_plain_weight_is_its_own_part():
@@ -29,3 +29,16 @@ def test_weights_of_a_model_are_counted_once():
     model[1].weight = model[0].weight
     assert model_bytes(model) == 64
     assert model_bytes(nn.Linear(4, 4, bias=False, device="meta")) == 64
+
+
+def test_what_is_not_saved_keeps_its_type():
+    model = nn.Linear(2, 2)
+    model.register_buffer("frequencies", torch.ones(2), persistent=False)
+    model.register_buffer("mean", torch.ones(2))
+    model.register_buffer("count", torch.ones(2, dtype=torch.int64))
+    cast_saved(model, torch.bfloat16)
+    types = {name: value.dtype for name, value in (*model.named_parameters(), *model.named_buffers())}
+    assert types == {
+        "weight": torch.bfloat16, "bias": torch.bfloat16, "mean": torch.bfloat16, "frequencies": torch.float32,
+        "count": torch.int64,
+    }  # fmt: skip

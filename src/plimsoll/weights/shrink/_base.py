@@ -96,21 +96,3 @@ class Shrinker(Protocol):
         calibration: what is kept is then any of the right number.
         """
         ...
-
-
-def weight_bytes(model: nn.Module) -> int:
-    """Return the bytes of the parameters and buffers of a model that are saved, each once.
-
-    A quantized weight counts what it is made of: its own storage says that it has the bytes of the dense one.
-    """
-    saved = model.state_dict(keep_vars=True).values()
-    tensors = {id(tensor): tensor for tensor in saved if isinstance(tensor, Tensor)}
-    return sum(_bytes_of(tensor) for tensor in tensors.values())
-
-
-def _bytes_of(tensor: Tensor) -> int:
-    inner = tensor.data if isinstance(tensor, nn.Parameter) else tensor
-    if not hasattr(inner, "__tensor_flatten__"):
-        return inner.numel() * inner.element_size()
-    names, _ = inner.__tensor_flatten__()
-    return sum(_bytes_of(getattr(inner, name)) for name in names)

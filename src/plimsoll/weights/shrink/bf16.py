@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from plimsoll.records.plan import Choice, Value
+from plimsoll.weights.parts import cast_saved
 from plimsoll.weights.shrink._base import Calibration, Choices, Need, Stage, Subject
 from plimsoll.weights.shrink._options import unknown_option
 
@@ -45,6 +46,8 @@ class Bf16:
         if any(isinstance(module, nn.RNNBase) for module in model.modules()):
             kind = type(model).__name__
             return f"{kind} has recurrent layers, which are not computed in bfloat16 everywhere: leave it out"
+        if not hasattr(model, "config"):
+            return f"{type(model).__name__} has no configuration that could say its type: looked for `config`"
         wide = [one for one in model.parameters() if one.dtype in {torch.float32, torch.float64}]
         if not wide:
             return f"no weight of {type(model).__name__} is wider than 16 bits: leave it out"
@@ -53,5 +56,5 @@ class Bf16:
     def shrink(self, subject: Subject, choice: Choice, calibration: Calibration) -> None:
         """Round all weights."""
         model: Any = subject.model
-        model.to(torch.bfloat16)
+        cast_saved(model, torch.bfloat16)
         model.config.dtype = torch.bfloat16

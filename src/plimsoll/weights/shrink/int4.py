@@ -16,7 +16,7 @@ import torch
 
 from plimsoll.records.plan import Choice, Value
 from plimsoll.weights.int4 import INT4_ROWS, packed_int4
-from plimsoll.weights.parts import is_made_of_parts
+from plimsoll.weights.parts import cast_saved, is_made_of_parts
 from plimsoll.weights.shrink._base import Calibration, Choices, Need, Stage, Subject
 from plimsoll.weights.shrink._structure import sizes_of
 from plimsoll.weights.shrink._torchao import Config, plain_layers, replace_weights, why_not_linear
@@ -77,7 +77,7 @@ class Int4:
     def shrink(self, subject: Subject, choice: Choice, calibration: Calibration) -> None:
         """Quantize the linear layers of the base model that the kernel has."""
         group = _group(choice)
-        subject.model.to(_COMPUTE[_compute(choice)])
+        cast_saved(subject.model, _COMPUTE[_compute(choice)])
         names = fitting_layers(subject.model, group)
         replace_weights(subject.model, names, _config(group), lambda weight: packed_int4(weight, group))
 

@@ -8,8 +8,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from plimsoll.records.plan import Choice
+from plimsoll.weights.parts import model_bytes
 from plimsoll.weights.shrink import Calibration, Subject
-from plimsoll.weights.shrink._base import weight_bytes
 from plimsoll.weights.shrink.bf16 import Bf16
 
 CHOICE = Choice(technique="bf16")
@@ -24,10 +24,10 @@ def test_half_the_bytes_and_loaded_as_it_is(tmp_path):
     subject = Subject(model())
     ids = torch.arange(10)[None]
     with torch.no_grad():
-        wanted, before_bytes = subject.model(ids).logits, weight_bytes(subject.model)
+        wanted, before_bytes = subject.model(ids).logits, model_bytes(subject.model)
         Bf16().shrink(subject, CHOICE, Calibration())
         found = subject.model(ids).logits
-        assert weight_bytes(subject.model) * 2 == before_bytes
+        assert model_bytes(subject.model) * 2 == before_bytes
         assert torch.allclose(found.float(), wanted, atol=0.02)
         subject.model.save_pretrained(tmp_path)
         assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path)(ids).logits, found)
