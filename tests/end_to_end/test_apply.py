@@ -115,9 +115,8 @@ def begun(model: Path, data: Path, out: Path) -> subprocess.Popen[str]:
     raise AssertionError(process.communicate())
 
 
-@pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_after_ctrl_c_the_same_command_goes_on(
     model: Path, data: Path, undisturbed: Path, tmp_path: Path, number: signal.Signals, code: int
 ) -> None:

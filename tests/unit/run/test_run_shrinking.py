@@ -14,6 +14,7 @@ from plimsoll.errors import WeightsError
 from plimsoll.models.loading import load_model
 from plimsoll.records.job import Job
 from plimsoll.records.plan import Choice, Pin, parse_pin
+from plimsoll.records.prediction import Estimate
 from plimsoll.run.shrink_evidence import JobEvidence, TextEvidence
 from plimsoll.run.shrink_process import ShrinkRequest, Source
 from plimsoll.run.shrinking import Workshop, answers_of, measured
@@ -137,6 +138,7 @@ def test_what_applying_takes_is_measured_and_predicted(place, workshop):
 
 
 def test_a_training_is_predicted_of_what_can_be_trained(place, workshop, tmp_path):
+    workshop._training_baseline = Estimate(likely_bytes=0, low_bytes=0, high_bytes=0)  # asked of a process else
     assert workshop.predicted_training(original(place)).likely_bytes > workshop.weight_bytes(())
     texts = Workshop(place / "model", TextEvidence(place / "model", tmp_path / "x.txt"))
     assert texts.predicted_training(original(place)) is None

@@ -69,13 +69,18 @@ class Hidden:
     options: ClassVar[Mapping[str, Value | None]] = {"share": SHARE, "importance": "magnitude"}
 
     def menu(self, subject: Subject) -> Choices | str:
-        """Offer about an eighth, a quarter and a half; where heads leave with it, shares that are whole heads."""
+        """Offer about an eighth, a quarter and a half; where heads leave with it, shares that are whole heads.
+
+        They are judged by activations, which lost far less than the size of weights (docs/LOG.md).
+        """
         shares = [0.125, 0.25, 0.5]
         found = attentions_of(subject.model)
         if not isinstance(found, str) and not _has_head_width(subject.model):
             whole = found[0].num_groups
             shares = sorted({round(max(1, num_removed(whole, share)) / whole, 4) for share in shares})
-        choices = [Choice(technique=self.name, options={"share": share}) for share in shares]
+        choices = [
+            Choice(technique=self.name, options={"share": share, "importance": "activation"}) for share in shares
+        ]
         faults = [self.refusal(subject, choice) for choice in choices]
         offered = tuple(choice for choice, fault in zip(choices, faults, strict=True) if fault is None)
         return offered or str(faults[-1])

@@ -95,11 +95,11 @@ def test_where_heads_stay_the_width_is_a_multiple_of_their_number():
 
 def test_it_offers_what_can_be():
     assert [str(choice) for choice in HIDDEN.menu(Subject(small_model("bert", "meta")))] == [
-        "hidden=0.25",
-        "hidden=0.5",
+        "hidden(share=0.25,importance=activation)",
+        "hidden(share=0.5,importance=activation)",
     ]
     offered = HIDDEN.menu(Subject(small_model("llama", "meta", hidden_size=32)))
-    assert [str(choice) for choice in offered] == ["hidden=0.125", "hidden=0.25", "hidden=0.5"]
+    assert [choice.options["share"] for choice in offered] == [0.125, 0.25, 0.5]
 
 
 def test_what_cannot_be_is_refused():
