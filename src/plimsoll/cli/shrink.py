@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated
@@ -93,7 +94,14 @@ def shrink(  # noqa: PLR0917 -- typer calls it by name
         try:
             with stages(quiet or as_json) as progress:
                 record = make_smaller(
-                    source, out, options, force=force, keep_all=keep_all, quiet=quiet or as_json, progress=progress
+                    source,
+                    out,
+                    options,
+                    force=force,
+                    keep_all=keep_all,
+                    quiet=quiet or as_json,
+                    progress=progress,
+                    say=lambda text: None if quiet or as_json else print(text, file=sys.stderr),
                 )
         except KeyboardInterrupt:
             message = f"stopped: what was tried for {out} is kept; give the same command again to go on"
