@@ -15,10 +15,11 @@ def quality(right: int, loss: float) -> Quality:
     return Quality(loss=loss, num_samples=200, accuracy=right / 200)
 
 
-def applied(peak: int, seconds: float) -> InferenceCost:
+def applied(peak: int, seconds: float, speed: float = 1.0) -> InferenceCost:
     """Of a process that takes 200 MiB before it has a model."""
     return InferenceCost(
         rows=64, longest_tokens=64, peak_bytes=peak * MIB, baseline_bytes=200 * MIB, row_seconds=seconds,
+        speed=speed,
         predicted=estimate(peak + 10),
     )  # fmt: skip
 
@@ -39,16 +40,16 @@ def shrunk(**changes: object) -> ShrinkRecord:
             ),
             Small(
                 chain=(LAYERS,), form="plain", file_bytes=8 * MIB, weight_bytes=8 * MIB, quality=quality(160, 0.75),
-                inference=applied(244, 0.001), rejected="4.0 MiB over the target",
+                inference=applied(244, 0.001, 2.0), rejected="4.0 MiB over the target",
             ),
             Small(
                 chain=(INT8,), form="torchao", file_bytes=5 * MIB, weight_bytes=5 * MIB, quality=quality(179, 0.26),
-                inference=applied(250, 0.004), rejected="1.0 MiB over the target",
+                inference=applied(250, 0.004, 0.5), rejected="1.0 MiB over the target",
             ),
             Small(
                 chain=(LAYERS, INT8), form="torchao", file_bytes=3 * MIB, weight_bytes=3 * MIB,
                 quality=quality(159, 0.76), recovered=quality(176, 0.3), recovery_steps=100,
-                inference=applied(240, 0.003),
+                inference=applied(240, 0.003, 0.67),
                 training=TrainingCost(predicted=estimate(500), peak_bytes=480 * MIB, step_seconds=0.25),
             ),
         ),

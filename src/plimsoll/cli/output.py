@@ -71,3 +71,15 @@ def told() -> Iterator[Path]:
             yield file
         finally:
             del os.environ[_VARIABLE]
+
+
+def told_by(file: Path, exit_code: int) -> str:
+    """Return the record of a failure that a process has told in the file of `told`, or one that says it told nothing."""
+    try:
+        fields = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        reason = "standard error has the reason, if any"
+        return failure(
+            "ProcessError", f"the process that was started ended with exit code {exit_code}; {reason}", exit_code
+        )
+    return failure(fields["error"], fields["message"], exit_code)

@@ -67,12 +67,12 @@ def shrink(  # noqa: PLR0917 -- typer calls it by name
       plimsoll shrink all-MiniLM-L6-v2 --data texts.csv --column body --method vocabulary --out small
     """
     from plimsoll.cli.answer import limit_bytes_of
-    from plimsoll.cli.output import failures_shown, show
+    from plimsoll.cli.output import failures_shown, show, told, told_by
     from plimsoll.errors import Interrupted
     from plimsoll.records.plan import parse_pin
     from plimsoll.report.progress import stages
     from plimsoll.report.render import render
-    from plimsoll.run.shrink import ShrinkOptions
+    from plimsoll.run.shrink import RefusedError, ShrinkOptions
     from plimsoll.run.shrink import shrink as make_smaller
     from plimsoll.run.shrink_source import find_source
 
@@ -91,21 +91,26 @@ def shrink(  # noqa: PLR0917 -- typer calls it by name
         source = find_source(
             model, data, tuple(columns) if columns else None, label, False if no_header else None, tuple(changes or ())
         )
-        try:
-            with stages(quiet or as_json) as progress:
-                record = make_smaller(
-                    source,
-                    out,
-                    options,
-                    force=force,
-                    keep_all=keep_all,
-                    quiet=quiet or as_json,
-                    progress=progress,
-                    say=lambda text: None if quiet or as_json else print(text, file=sys.stderr),
-                )
-        except KeyboardInterrupt:
-            message = f"stopped: what was tried for {out} is kept; give the same command again to go on"
-            raise Interrupted(message, signal.SIGINT) from None
+        with told() as file:
+            try:
+                with stages(quiet or as_json) as progress:
+                    record = make_smaller(
+                        source,
+                        out,
+                        options,
+                        force=force,
+                        keep_all=keep_all,
+                        quiet=quiet or as_json,
+                        progress=progress,
+                        say=lambda text: None if quiet or as_json else print(text, file=sys.stderr),
+                    )
+            except RefusedError as refused:
+                if as_json:
+                    show(told_by(file, refused.exit_code))
+                sys.exit(refused.exit_code)
+            except KeyboardInterrupt:
+                message = f"stopped: what was tried for {out} is kept; give the same command again to go on"
+                raise Interrupted(message, signal.SIGINT) from None
     show(render(record, "json" if as_json else "text"))
 
 

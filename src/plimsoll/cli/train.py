@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -83,7 +82,7 @@ def train(  # noqa: PLR0917 -- typer calls it by name
 @contextmanager
 def _failures_shown(out: Path) -> Iterator[None]:
     """Print one JSON record if the block ends in a failure: the run's, if it failed in training, or the failure."""
-    from plimsoll.cli.output import failure_of, show, told
+    from plimsoll.cli.output import failure_of, show, told, told_by
     from plimsoll.errors import PlimsollError
 
     metrics_before = _metrics(out)
@@ -94,7 +93,7 @@ def _failures_shown(out: Path) -> Iterator[None]:
             show(_run_that_failed(out, metrics_before) or failure_of(error))
             raise
         except SystemExit as end:
-            show(_run_that_failed(out, metrics_before) or _failure_told(file, int(end.code or 0)))
+            show(_run_that_failed(out, metrics_before) or told_by(file, int(end.code or 0)))
             raise
 
 
@@ -117,17 +116,6 @@ def _run_that_failed(out: Path, metrics_before: bytes) -> str | None:
     except RecordError:
         return None
     return record.to_json() if record.status in {"interrupted", "failed"} else None
-
-
-def _failure_told(file: Path, code: int) -> str:
-    from plimsoll.cli.output import failure
-
-    try:
-        fields = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        message = f"the process that was started ended with exit code {code}; standard error has the reason, if any"
-        return failure("ProcessError", message, code)
-    return failure(fields["error"], fields["message"], code)
 
 
 def _given(job_file: Path | None, out: Path) -> Path:

@@ -7,7 +7,9 @@ and numbered when the corpus is indexed. NOT covered: several labels per text.
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,6 +31,33 @@ def labels_of(corpus: Corpus, names: Sequence[str] | None = None) -> tuple[tuple
         DataError: if there are fewer than 2 classes, or one that is not among ``names``; see `labels_from_folders`.
     """
     return labels_from_folders(corpus, names) if corpus.labels is None else labels_from_column(corpus, names)
+
+
+def names_of_checkpoint(folder: Path) -> tuple[str, ...] | None:
+    """Return the names of the classes that the model in a folder tells apart, in its order; ``None`` if it has none.
+
+    Names that transformers gives by itself (LABEL_0, ...) are none.
+    """
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        named = config.get("label_names") or [
+            config["id2label"][str(number)] for number in range(len(config["id2label"]))
+        ]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+    names = tuple(map(str, named))
+    is_default = all(name == f"LABEL_{number}" for number, name in enumerate(names))
+    return None if is_default or len(set(names)) < len(names) else names
+
+
+def names_to_number_by(corpus: Corpus, model: str | dict[str, Any]) -> tuple[str, ...] | None:
+    """Return the classes of the checkpoint that a job begins with, if the texts have these, or some of them.
+
+    What a classifier has learnt is then what its outputs mean, in whatever order it has them.
+    """
+    own = names_of_checkpoint(Path(model)) if isinstance(model, str) else None
+    found = corpus.label_names if corpus.labels is not None else {path.parent.name for path in corpus.paths}
+    return own if own is not None and len(own) > 1 and set(found) <= set(own) else None
 
 
 def labels_from_column(corpus: Corpus, names: Sequence[str] | None = None) -> tuple[tuple[str, ...], NDArray[Any]]:

@@ -18,7 +18,7 @@ from plimsoll.data.borders import border_table
 from plimsoll.data.corpus import Corpus, open_index
 from plimsoll.data.formats import Reading
 from plimsoll.data.index import open_corpus
-from plimsoll.data.labels import labels_of
+from plimsoll.data.labels import labels_of, names_to_number_by
 from plimsoll.data.lanes import Lanes, lanes_of_stream, training_lanes
 from plimsoll.data.spans import Spans, cut_texts, num_windows, open_spans
 from plimsoll.data.tags import tags_of
@@ -127,7 +127,7 @@ def prepare(job: Job, cache: Path, progress: Progress = silent) -> Prepared:
     names: tuple[str, ...] = ()
     labels = held_out = None
     if job.task == "classification":
-        names, labels = labels_of(corpus)
+        names, labels = labels_of(corpus, names_to_number_by(corpus, job.model))
     elif job.task == "token-classification":
         names = tags_of(corpus)
     train = making.text(corpus, labels)

@@ -111,11 +111,10 @@ def _inference_sheet(record: ShrinkRecord) -> Sheet:
     for number in known:
         cost = record.models[number].inference
         assert cost is not None
-        speed = _NONE if first is None else f"x {first.row_seconds / cost.row_seconds:.2f}"
         rows.append((
             _name(record, number), format_bytes(cost.peak_bytes), format_bytes(cost.peak_bytes - cost.baseline_bytes),
             format_bytes(cost.predicted.likely_bytes) if cost.predicted else "unknown",
-            f"{1 / cost.row_seconds:,.0f}", speed,
+            f"{1 / cost.row_seconds:,.0f}", f"x {cost.speed:.2f}",
         ))  # fmt: skip
     title = "Applying it, measured in a process of its own"
     if first is not None:

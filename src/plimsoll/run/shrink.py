@@ -16,12 +16,13 @@ import hashlib
 import json
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from plimsoll.errors import InputError
+from plimsoll.errors import InputError, OutputError
 from plimsoll.records.base import write_atomically
 from plimsoll.records.job import Job
 from plimsoll.records.plan import Choice, Pin
@@ -30,7 +31,7 @@ from plimsoll.records.shrink import SHRINK_RECORD, Quality, ShrinkRecord, Small,
 from plimsoll.records.units import format_bytes
 from plimsoll.report.plan_sheets import budget_word
 from plimsoll.run.directory import RunDirectory
-from plimsoll.run.shrink_folder import opened, take
+from plimsoll.run.shrink_folder import drop_if_empty, opened, refuse_overlap, take
 from plimsoll.run.shrink_process import Chain, Made, Offer, ShrinkProcess, ShrinkRequest, Source
 from plimsoll.run.shrink_recover import Trained, cost_of, train_again
 from plimsoll.run.shrink_search import Guess, Single, guesses, smallest, varied
@@ -40,9 +41,17 @@ from plimsoll.store import Progress, silent
 _VALUES = "values"
 _VOCABULARY = "vocabulary"
 _STEPS_OF_ORIGINAL = 4  # of a training that is only looked at: the first one makes states
-_MOST_SIZED = 64  # guesses whose size is looked at, in the order of the loss expected
+_MOST_SIZED = 200  # guesses whose size is looked at, in the order of the loss expected
 _MORE_SHARE = 1.1  # of the target: what is guessed to be a little too large may fit
 _ALONE, _CHAINS = "methods alone", "chains"
+
+
+class RefusedError(Exception):
+    """A process that was started has said on standard error what it refuses, and ended with this code."""
+
+    def __init__(self, exit_code: int) -> None:
+        super().__init__(exit_code)
+        self.exit_code = exit_code
 
 
 @dataclass(frozen=True)
@@ -86,6 +95,13 @@ class ShrinkSource:
     trained: Path | None = None
 
     @property
+    def belongings(self) -> tuple[Path, ...]:
+        """What is read while smaller models are made."""
+        paths = (self.folder, self.data, self.cache, self.trained)
+        sources = [] if self.job is None else [Path(one) for one in self.job.data.sources]
+        return (*(path for path in paths if path is not None), *sources)
+
+    @property
     def described(self) -> str:
         """What the quality is measured on, in words."""
         if self.job is None:
@@ -122,9 +138,26 @@ def shrink(
         OutputError: if ``out`` is there and is of something else, or cannot be written.
     """
     began = time.monotonic()
+    refuse_overlap(out, source.belongings)
     work = opened(out, _asked(source, options), force)
-    if (out / SHRINK_RECORD).is_file():
-        return ShrinkRecord.load(out / SHRINK_RECORD)
+    with ExitStack() as unfinished:
+        unfinished.callback(drop_if_empty, work)  # which would be in the way of a command that is put right
+        record, folder = _made_in(work, source, out, options, quiet, progress, say)
+        unfinished.pop_all()
+    record = record.model_copy(update={"seconds": time.monotonic() - began})
+    if folder is not None:
+        take(folder, out)
+    record.save(out / SHRINK_RECORD)
+    if not keep_all:
+        shutil.rmtree(work, ignore_errors=True)
+    return record
+
+
+def _made_in(  # noqa: PLR0917 -- as `shrink` has them
+    work: Path, source: ShrinkSource, out: Path, options: ShrinkOptions, quiet: bool, progress: Progress,
+    say: Callable[[str], None],
+) -> tuple[ShrinkRecord, Path | None]:  # fmt: skip
+    """Prepare the data, start the process that makes models, and search."""
     cache = source.cache or work / "data"
     if source.job is not None:
         _prepare(source.job, work, cache, quiet)
@@ -135,15 +168,7 @@ def shrink(
     )  # fmt: skip
     request.save(work / "request.json")
     with ShrinkProcess(work / "request.json") as process:
-        shrinking = _Shrinking(source, options, work, cache, process, progress, say)
-        record, folder = shrinking.run(str(out))
-    record = record.model_copy(update={"seconds": time.monotonic() - began})
-    if folder is not None:
-        take(folder, out)
-    record.save(out / SHRINK_RECORD)
-    if not keep_all:
-        shutil.rmtree(work, ignore_errors=True)
-    return record
+        return _Shrinking(source, options, work, cache, process, progress, say).run(str(out))
 
 
 @dataclass
@@ -159,13 +184,14 @@ class _Shrinking:
     say: Callable[[str], None]
     _offers: tuple[Offer, ...] = ()
     _models: list[Small] = field(default_factory=list)
+    _failed: list[Unused] = field(default_factory=list)
 
     def run(self, out: str) -> tuple[ShrinkRecord, Path | None]:
         """Try what is wanted; return the record, and the folder of the model that was chosen."""
         self._offers = tuple(one for one in self.process.offers() if one.method not in self.options.forbids)
         self._models = [self._original()]
         if self.options.methods:
-            self._try(self.process.resolved(self.options.methods), recovers=True)
+            self._add(self._made(self.process.resolved(self.options.methods), recovers=True))
             best: int | None = 1
         else:
             self._try_alone()
@@ -179,10 +205,16 @@ class _Shrinking:
             budget_bytes=self.options.budget_bytes,
             models=tuple(self._models),
             best=best,
-            unused=tuple(Unused(method=one.method, reason=one.reason) for one in self._offers if one.reason),
+            unused=(*self._not_offered(), *self._failed),
             saves={one.method: one.saves for one in self._offers if one.method in self._used()},
         )
         return record, None if best is None else self._place(self._models[best].chain) / "model"
+
+    def _not_offered(self) -> Iterator[Unused]:
+        """Methods that have nothing for this model, where all were asked."""
+        for one in self._offers if not self.options.methods else ():
+            if one.reason:
+                yield Unused(method=one.method, reason=one.reason)
 
     def _used(self) -> set[str]:
         return {choice.technique for model in self._models for choice in model.chain}
@@ -228,14 +260,14 @@ class _Shrinking:
         self.progress(_CHAINS, len(taken), len(taken))
         self._models = [self._judged(model, target_bytes) for model in self._models]
         fitting = [number for number, model in enumerate(self._models) if not model.rejected]
-        if not fitting:
-            smallest_bytes, name = self._smallest()
-            raise InputError(
-                f"no chain of methods reaches {format_bytes(target_bytes)}: the smallest has about "
-                f"{format_bytes(smallest_bytes)} ({name}); give --target {budget_word(smallest_bytes)} or more, or a "
-                "chain of your own with --method"
-            )
-        return max(fitting, key=lambda number: self._models[number].best_quality.rank)
+        if fitting:
+            return max(fitting, key=lambda number: self._models[number].best_quality.rank)
+        smallest_bytes, name = self._smallest()
+        raise InputError(
+            f"no chain of methods reaches {format_bytes(target_bytes)}: the smallest has about "
+            f"{format_bytes(smallest_bytes)} ({name}); give --target {budget_word(smallest_bytes)} or more, or a "
+            "chain of your own with --method"
+        )
 
     def _smallest(self) -> tuple[int, str]:
         """What the methods reach together, and how."""
@@ -259,10 +291,16 @@ class _Shrinking:
 
     def _chains(self, target_bytes: int) -> list[Guess]:
         """The chains to make: those expected to lose least whose weights, looked at without making them, fit."""
-        guessed = guesses(self._singles(), _MORE_SHARE * target_bytes / self._models[0].file_bytes)[:_MOST_SIZED]
-        sized = ((guess, self._sized(guess.chain)) for guess in guessed)
-        fitting = (guess for guess, num_bytes in sized if num_bytes is not None and num_bytes <= target_bytes)
-        return varied(fitting, self.options.most_tries)
+        singles, original = self._singles(), self._models[0]
+
+        def fits(guess: Guess) -> bool:
+            num_bytes = self._sized(guess.chain)
+            return num_bytes is not None and num_bytes <= target_bytes
+
+        guessed = guesses(singles, _MORE_SHARE * target_bytes / original.file_bytes)[:_MOST_SIZED]
+        found = varied(filter(fits, guessed), self.options.most_tries)
+        # Where no guess was right, all that the methods have together may still do.
+        return found or varied(filter(fits, smallest(singles)[:_MOST_SIZED]), 1)
 
     def _singles(self) -> list[Single]:
         """What each choice did alone."""
@@ -281,7 +319,15 @@ class _Shrinking:
         ]
 
     def _try(self, chain: Chain, recovers: bool) -> None:
-        small = self._made(chain, recovers and bool(self.options.recover_steps) and self._can_recover(chain))
+        """Make a model; one that cannot be made, evaluated or trained is said, and the others are tried."""
+        try:
+            self._add(self._made(chain, recovers))
+        except InputError as error:
+            name = " > ".join(map(str, chain))
+            self._failed.append(Unused(method=name, reason=str(error)))
+            self.say(f"{name}: {error}")
+
+    def _add(self, small: Small) -> None:
         self._models.append(small)
         self.say(_sentence(small))
 
@@ -293,32 +339,54 @@ class _Shrinking:
 
     def _made(self, chain: Chain, recovers: bool) -> Small:
         """Make a model, train it where wanted, and measure it; what was done before is read."""
+        recovers = recovers and bool(self.options.recover_steps) and self._can_recover(chain)
         place = self._place(chain)
         kept = place / f"small-{int(recovers)}.json"
         if kept.is_file():
             return Small.model_validate_json(kept.read_text(encoding="utf-8"))
-        source = Source(folder=str(self.source.folder))
-        made = self._fresh(source, chain, place / "model")
-        final = Source(folder=str(place / "model"), tokenizer=_tokenizer(place / "model", made))
-        recovered, steps, training = None, 0, None
+        source, folder = Source(folder=str(self.source.folder)), place / "model"
+        made = self._fresh(source, chain, folder)
+        recovered, training = None, None
         if recovers:
-            made, final, training = self._recovered(chain, place)
-            recovered, steps = made.quality, self.options.recover_steps
-        elif not any(map(self._is_last, chain)) and self.source.job is not None:
+            again, training = self._recovered(chain, place)
+            recovered = again.quality
+            if recovered.rank > made.quality.rank:
+                take(place / "recovered", folder)
+                made = again.model_copy(update={"quality": made.quality})
+        final = Source(folder=str(folder), tokenizer=_tokenizer(folder, made))
+        if training is None and self.source.job is not None and not any(map(self._is_last, chain)):
             training = TrainingCost(predicted=self.process.predicted_training(final))
         small = Small(
             chain=chain,
             form=made.form,
             file_bytes=made.file_bytes,
             weight_bytes=made.weight_bytes,
-            quality=made.quality if recovered is None else self._before(place),
-            recovered=recovered,
-            recovery_steps=steps,
+            quality=self._comparable(made.quality, chain),
+            recovered=recovered and self._comparable(recovered, chain),
+            recovery_steps=self.options.recover_steps if recovers else 0,
             inference=self.process.measured(final),
             training=training,
         )
         write_atomically(kept, small.model_dump_json().encode())
         return small
+
+    def _comparable(self, quality: Quality, chain: Chain) -> Quality:
+        """The loss over all the original's tokens, of a language model that has fewer.
+
+        With fewer tokens to divide among every loss is lower, the original's too: by as much, which is added.
+        """
+        fewer = tuple(choice for choice in chain if choice.technique == _VOCABULARY)
+        if not fewer or not quality.is_language_model:
+            return quality
+        gain = self._loss_of(()) - self._loss_of(fewer)
+        return quality.model_copy(update={"loss": quality.loss + gain})
+
+    def _loss_of(self, chain: Chain) -> float:
+        """The loss, over its own tokens, of what was made without training; it is made where it was not."""
+        place = self._place(chain)
+        if not (place / "model.json").is_file():
+            self._fresh(Source(folder=str(self.source.folder)), chain, place / "model")
+        return Made.model_validate_json((place / "model.json").read_text(encoding="utf-8")).quality.loss
 
     def _fresh(self, source: Source, chain: Chain, folder: Path) -> Made:
         """Make a model in a folder that was not there, or was torn."""
@@ -328,12 +396,8 @@ class _Shrinking:
         write_atomically(folder.parent / f"{folder.name}.json", made.model_dump_json().encode())
         return made
 
-    def _before(self, place: Path) -> Quality:
-        return Made.model_validate_json((place / "before.json").read_text(encoding="utf-8")).quality
-
-    def _recovered(self, chain: Chain, place: Path) -> tuple[Made, Source, TrainingCost]:
-        """Train what has other shapes, then change its values; what was made without is kept as ``before``."""
-        (place / "model.json").replace(place / "before.json")
+    def _recovered(self, chain: Chain, place: Path) -> tuple[Made, TrainingCost]:
+        """Train what has other shapes, then change its values; it is made in the folder ``recovered``."""
         structure = tuple(choice for choice in chain if not self._is_last(choice))
         values = chain[len(structure) :]
         untrained = self._fresh(Source(folder=str(self.source.folder)), structure, place / "untrained")
@@ -342,10 +406,8 @@ class _Shrinking:
         trained = self._train(begun, place, self.options.recover_steps, teacher)
         predicted = self.process.predicted_training(begun)
         source = Source(folder=str(trained.folder), tokenizer=begun.tokenizer)
-        made = self._fresh(source, values, place / "model")
-        tokenizer = None if begun.tokenizer is None else str(place / "model")
-        final = Source(folder=str(place / "model"), tokenizer=tokenizer)
-        return made, final, trained.cost.model_copy(update={"predicted": predicted})
+        made = self._fresh(source, values, place / "recovered")
+        return made, trained.cost.model_copy(update={"predicted": predicted})
 
     def _teacher(self, structure: Chain, place: Path) -> Path:
         """The original; where the tokens are others, the original with these, whose answers are the same."""
@@ -380,26 +442,39 @@ def _sentence(small: Small) -> str:
 
 
 def _prepare(job: Job, work: Path, cache: Path, quiet: bool) -> None:
-    """Prepare the data as a training would, in a process of its own, and refuse what it refuses."""
-    place = work / "prepared"
-    if (place / "prepared.json").is_file():
-        return
-    directory = RunDirectory.create(place, force=True)
+    """Prepare the data as a training would, in a process of its own, which says itself what it refuses.
+
+    Raises:
+        RefusedError: it has said why.
+        OutputError: if what was made here was judged by other data.
+    """
+    key_file = work / "data-key"
+    directory = RunDirectory.create(work / "prepared", force=True)
     directory.write_job(job)
     code = prepare_data(directory, cache, quiet)
     if code:
-        raise InputError(f"the data of {job.data.train} cannot be prepared (exit {code}): correct what is said above")
+        raise RefusedError(code)
+    key = json.loads(directory.prepared.read_text(encoding="utf-8"))["key"]
+    if key_file.is_file() and key_file.read_text(encoding="utf-8") != key:
+        raise OutputError(
+            f"the texts of {job.data.train} are others than those that {work} was begun with: give --force"
+        )
+    write_atomically(key_file, key.encode())
 
 
 def _asked(source: ShrinkSource, options: ShrinkOptions) -> dict[str, Any]:
-    """What decides the results."""
-    files = sorted(path for path in source.folder.iterdir() if path.is_file())
+    """What decides what each chain comes to; which chains are made may differ from one command to the next."""
+    model = sorted(path for path in source.folder.iterdir() if path.is_file())
+    data = [] if source.data is None else [source.data]
     return {
-        "model": [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in files],
+        "model": [_stamp(path) for path in model],
         "job": None if source.job is None else source.job.model_dump(mode="json"),
-        "data": [str(source.data), list(source.columns or ()), source.has_header],
-        "options": [
-            options.target_bytes, options.budget_bytes, [str(one) for one in options.methods], list(options.forbids),
-            options.recover_steps, options.distills, options.most_tries, options.most_samples,
-        ],
-    }  # fmt: skip
+        "data": [[_stamp(path) for path in data], list(source.columns or ()), source.has_header],
+        "samples": options.most_samples,
+        "recovery": [options.recover_steps, options.distills, options.budget_bytes] if options.recover_steps else None,
+    }
+
+
+def _stamp(path: Path) -> list[Any]:
+    facts = path.stat()
+    return [path.name, facts.st_size, facts.st_mtime_ns]

@@ -58,6 +58,10 @@ class Evidence(Protocol):
         """Of the models."""
         ...
 
+    def cannot_judge(self, method: str) -> str | None:
+        """Return why what a method makes cannot be compared with the original; ``None`` where it can."""
+        ...
+
     def load(self, folder: Path, tokenizer: Path | None) -> nn.Module:
         """Load a model as it is made smaller: dense, in float32, on the CPU, in evaluation mode."""
         ...
@@ -109,6 +113,10 @@ class JobEvidence:
     def pass_samples(self) -> int:
         """The samples of a pass of the evaluation."""
         return max(1, _TOKENS_PER_PASS // self.job.sequence_length)
+
+    def cannot_judge(self, method: str) -> str | None:
+        """As `Evidence.cannot_judge`: every model of the task has a loss."""
+        return None
 
     def job_for(self, folder: Path, tokenizer: Path | None) -> Job:
         """The job of training another model on the same data."""
@@ -222,6 +230,12 @@ class TextEvidence:
     most_samples: int | None = None
     head: Head = "none"
     _vectors_ND: Tensor | None = None
+
+    def cannot_judge(self, method: str) -> str | None:
+        """As `Evidence.cannot_judge`: vectors of another size have no cosine with those of the original."""
+        if method != "hidden":
+            return None
+        return "vectors of another size cannot be compared with those of the original, and nothing else judges them"
 
     def load(self, folder: Path, tokenizer: Path | None) -> nn.Module:
         """As `Evidence.load`."""

@@ -7,8 +7,10 @@ Does NOT keep two commands that run at once apart.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,12 @@ from plimsoll.records.base import write_atomically
 from plimsoll.records.shrink import SHRINK_RECORD
 
 WORK = ".shrink"
+
+_MODEL_FILES = (
+    *("config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json", "modeling_shrunk.py"),
+    *("tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "chat_template.*"),
+    *("modules.json", "sentence_bert_config.json", "config_sentence_transformers.json"),
+)
 
 
 def opened(out: Path, asked: Any, force: bool) -> Path:
@@ -36,8 +44,8 @@ def opened(out: Path, asked: Any, force: bool) -> Path:
     if force and out.exists():
         if not (work / "asked.json").is_file() and not (out / SHRINK_RECORD).is_file() and any(out.iterdir()):
             raise OutputError(f"{out} is not empty, and nothing was shrunk there: give another --out")
-        shutil.rmtree(out)
-    if out.exists() and any(out.iterdir()):
+        _remove_model(out)
+    elif out.exists() and any(out.iterdir()):
         before = _read(work / "asked.json")
         if before is None and (out / SHRINK_RECORD).is_file():
             raise OutputError(f"{out} holds a model that is done: give another --out, or --force to make it anew")
@@ -50,6 +58,42 @@ def opened(out: Path, asked: Any, force: bool) -> Path:
     except OSError as error:
         raise OutputError(f"cannot make {work}: {error.strerror}; give another --out") from None
     return work
+
+
+def refuse_overlap(out: Path, belongings: Sequence[Path]) -> None:
+    """Refuse a place that holds, or lies in, what is read: making a model there would remove it.
+
+    Raises:
+        OutputError: it says what lies there.
+    """
+    place = out.resolve()
+    for path in belongings:
+        found = path.resolve()
+        if found == place or place in found.parents:
+            raise OutputError(
+                f"{path} is read while a smaller model is made, and lies in --out {out}: give another --out"
+            )
+
+
+def drop_if_empty(work: Path) -> None:
+    """Remove the folder of work where no model was made in it, and the folder it is in where there is nothing else."""
+    if any((work / "models").glob("*/*.json")):
+        return
+    shutil.rmtree(work, ignore_errors=True)
+    with contextlib.suppress(OSError):  # it is not empty
+        work.parent.rmdir()
+
+
+def _remove_model(out: Path) -> None:
+    """Remove what `take` and the work have put there, and nothing else."""
+    shutil.rmtree(out / WORK, ignore_errors=True)
+    record = out / SHRINK_RECORD
+    for pattern in _MODEL_FILES if record.is_file() else ():
+        for path in out.glob(pattern):
+            path.unlink()
+    for settings in out.glob("[0-9]_*/config.json") if record.is_file() else ():  # of sentence-transformers
+        shutil.rmtree(settings.parent)
+    record.unlink(missing_ok=True)
 
 
 def _read(path: Path) -> Any:

@@ -151,8 +151,15 @@ def _task(config: dict[str, Any], folder: Path) -> str | None:
         raise InputError(f"{folder} is a classifier of tokens: give a job file whose `model` is that folder")
     if any(name.endswith("ForSequenceClassification") for name in names):
         return "classification"
-    is_causal = any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in names)
-    return "language-modeling" if is_causal else None
+    if any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in names):
+        return "language-modeling"
+    for name in names:
+        if not name.endswith("Model"):
+            raise InputError(
+                f"{folder} is a {name}, whose head nothing here judges or would keep: give a classifier, a causal "
+                "language model, or the model without a head"
+            )
+    return None
 
 
 def _config(folder: Path) -> dict[str, Any]:

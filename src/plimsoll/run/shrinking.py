@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import subprocess
 import sys
 import time
@@ -18,6 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -28,6 +30,7 @@ from plimsoll.data.model_tokens import load_model_tokenizer
 from plimsoll.data.sketch import sketch_texts
 from plimsoll.device.base import backend_for
 from plimsoll.errors import DataError, InputError, PlimsollError, WeightsError
+from plimsoll.forked import end_with
 from plimsoll.memory.lowering.cpu import CpuLowering
 from plimsoll.models.hugging_face import MODEL_FAULTS
 from plimsoll.models.inference import InferenceTask
@@ -39,9 +42,9 @@ from plimsoll.records.shrink import InferenceCost, Quality
 from plimsoll.run.boundary import fitting
 from plimsoll.run.inference_model import import_first, load_for_inference
 from plimsoll.run.rehearse import rehearse_job
-from plimsoll.run.rehearse_inference import rehearse_inference
+from plimsoll.run.rehearse_inference import Compute, rehearse_inference
 from plimsoll.run.shrink_evidence import Evidence, JobEvidence, TextEvidence
-from plimsoll.run.shrink_process import Made, Offer, ShrinkRequest, Source
+from plimsoll.run.shrink_process import PARENT, Made, Offer, ShrinkRequest, Source
 from plimsoll.run.targets import StartedBaseline, find_target
 from plimsoll.weights.loading import open_checkpoint
 from plimsoll.weights.parts import cast_saved, model_bytes
@@ -63,7 +66,7 @@ class Workshop:
         subject = self._subject(self.folder, None)
         found = []
         for method in SHRINKERS.values():
-            menu = method.menu(subject)
+            menu = self.evidence.cannot_judge(method.name) or method.menu(subject)
             offered = {"reason": menu} if isinstance(menu, str) else {"choices": menu}
             known = {"method": method.name, "stage": method.stage, "saves": method.saves}
             found.append(Offer.model_validate(known | offered))
@@ -261,15 +264,20 @@ def _measured_apart(request: ShrinkRequest, source: Source) -> InferenceCost:
     """Measure a model in a process that is started for it."""
     command = [sys.executable, "-m", "plimsoll", "measure-worker"]
     asked = json.dumps({"request": request.to_json(), "source": source.model_dump()})
-    done = subprocess.run(command, input=asked, capture_output=True, text=True, check=False)
+    environment = os.environ | {PARENT: str(os.getpid())}  # which it does not outlive
+    done = subprocess.run(command, input=asked, capture_output=True, text=True, check=False, env=environment)
     if done.returncode:
         last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
         raise InputError(f"{source.folder} cannot be applied ({last}): leave that method out with --forbid")
     return InferenceCost.model_validate_json(done.stdout.strip().splitlines()[-1])
 
 
-def measured(folder: Path, evidence: Evidence, tokenizer: Path | None) -> InferenceCost:
-    """Apply a model to the first passes of the evaluation data; call it in a process that has done nothing else."""
+def measured(folder: Path, evidence: Evidence, tokenizer: Path | None, original: Path) -> InferenceCost:
+    """Apply a model to the first passes of the evaluation data; call it in a process that has done nothing else.
+
+    The peak is that of the model alone; then the original is loaded too, and both are timed pass by pass in turn, since
+    other work on the machine slows both.
+    """
     backend = backend_for("cpu")
     batches = list(itertools.islice(evidence.batches(tokenizer), _PASSES_MEASURED))
     compute = _compute_of(evidence.inference(folder))
@@ -278,28 +286,44 @@ def measured(folder: Path, evidence: Evidence, tokenizer: Path | None) -> Infere
     baseline_bytes = backend.use().used_bytes
     backend.reset_peak()
     model = load_for_inference(folder, evidence.head, None, "cpu")
-    seconds = []
     with torch.inference_mode():
-        compute(model, batches[0])
         for batch in batches:
-            began = time.perf_counter()
             compute(model, batch)
-            seconds.append((time.perf_counter() - began) / len(batch["input_ids"]))
+        peak_bytes = backend.use().peak_bytes
+        first = load_for_inference(original, evidence.head, None, "cpu")
+        of_original = list(itertools.islice(evidence.batches(None), len(batches)))
+        pairs = [
+            (_row_seconds(compute, model, batch), _row_seconds(compute, first, other))
+            for batch, other in zip(batches, of_original, strict=False)
+        ]
     return InferenceCost(
         rows=max(len(batch["input_ids"]) for batch in batches),
         longest_tokens=max(batch["input_ids"].shape[1] for batch in batches),
-        peak_bytes=backend.use().peak_bytes,
+        peak_bytes=peak_bytes,
         baseline_bytes=baseline_bytes,
-        row_seconds=sorted(seconds)[len(seconds) // 2],
+        row_seconds=median(mine for mine, _ in pairs),
+        speed=median(its / mine for mine, its in pairs),
     )
+
+
+def _row_seconds(compute: Compute, model: nn.Module, batch: dict[str, Tensor]) -> float:
+    """The seconds of a pass for each of its rows; the faster of two, of which the first may find cold caches."""
+    found = []
+    for _ in range(2):
+        began = time.perf_counter()
+        compute(model, batch)
+        found.append(time.perf_counter() - began)
+    return min(found) / len(batch["input_ids"])
 
 
 def print_measured() -> None:
     """Print what applying a model takes, as JSON; which one and on what data, comes on standard input."""
+    end_with(int(os.environ.get(PARENT, os.getppid())))
     asked = json.loads(sys.stdin.read())
     request, source = ShrinkRequest.from_json(asked["request"]), Source.model_validate(asked["source"])
     tokenizer = None if source.tokenizer is None else Path(source.tokenizer)
-    print(measured(Path(source.folder), evidence_of(request), tokenizer).model_dump_json())
+    cost = measured(Path(source.folder), evidence_of(request), tokenizer, Path(request.folder))
+    print(cost.model_dump_json())
 
 
 def _compute_of(task: InferenceTask | None) -> Any:

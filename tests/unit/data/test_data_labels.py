@@ -8,7 +8,13 @@ import pytest
 from plimsoll.data.corpus import Corpus
 from plimsoll.data.formats import Reading
 from plimsoll.data.index import open_corpus
-from plimsoll.data.labels import labels_from_column, labels_from_folders, labels_of
+from plimsoll.data.labels import (
+    labels_from_column,
+    labels_from_folders,
+    labels_of,
+    names_of_checkpoint,
+    names_to_number_by,
+)
 from plimsoll.errors import DataError
 
 
@@ -72,3 +78,31 @@ def test_validation_rows_are_numbered_like_the_training_rows(tmp_path: Path):
         labels_from_column(corpus, ("a", "cc"))
     with pytest.raises(DataError, match="at least 2 classes, but the label of all 2 texts is 'a': give the column"):
         labels_from_column(table(tmp_path / "b.jsonl", ["a", "a"]))
+
+
+@pytest.mark.parametrize(
+    ("config", "names"),
+    [
+        ({"id2label": {"0": "spam", "1": "ham"}}, ("spam", "ham")),
+        ({"label_names": ["spam", "ham"]}, ("spam", "ham")),
+        ({"id2label": {"0": "LABEL_0", "1": "LABEL_1"}}, None),
+        ({"id2label": {"0": "a", "1": "a"}}, None),
+        ({"id2label": {"0": "a", "2": "b"}}, None),
+        ({}, None),
+        ([], None),
+    ],
+)
+def test_a_checkpoint_names_its_classes_in_its_own_order(config, names, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert names_of_checkpoint(tmp_path) == names
+
+
+def test_texts_are_numbered_as_the_checkpoint_that_learns_from_them_does(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"id2label": {"0": "spam", "1": "ham", "2": "news"}}))
+    corpus = table(tmp_path / "a.jsonl", ["ham", "spam", "ham"])
+    names = names_to_number_by(corpus, str(tmp_path))
+    assert names == ("spam", "ham", "news")
+    assert labels_of(corpus, names)[1].tolist() == [1, 0, 1]
+    other = table(tmp_path / "b.jsonl", ["ham", "eggs"])
+    assert names_to_number_by(other, str(tmp_path)) is None
+    assert names_to_number_by(corpus, {"architecture": "bert"}) is None

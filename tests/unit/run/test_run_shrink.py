@@ -7,15 +7,18 @@ Real models are made in tests/end_to_end/test_shrink.py.
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
 from plimsoll.errors import InputError, KilledError, OutputError
+from plimsoll.records.job import Job
 from plimsoll.records.plan import Choice, Pin
-from plimsoll.records.shrink import InferenceCost, Quality, ShrinkRecord
+from plimsoll.records.shrink import InferenceCost, Quality, ShrinkRecord, TrainingCost
 from plimsoll.run import shrink as module
 from plimsoll.run.shrink import ShrinkOptions, ShrinkSource, shrink
 from plimsoll.run.shrink_process import Made, Offer
+from plimsoll.run.shrink_recover import Trained
 
 BYTES = 1000
 EFFECTS = {"layers": (0.5, 0.4), "heads": (0.8, 0.1), "int8": (0.3, 0.01), "int4": (0.2, 0.5)}
@@ -26,9 +29,12 @@ class MadeUp:
 
     made: list[str] = []
     dies_at: str | None = None
+    refuses: str | None = None
 
     def __init__(self, request):
-        assert json.loads(request.read_text())["record"] == "shrink-request"
+        fields = json.loads(request.read_text())
+        assert fields["record"] == "shrink-request"
+        self.is_job = fields["job"] is not None
 
     def __enter__(self):
         return self
@@ -59,21 +65,33 @@ class MadeUp:
         name = " > ".join(map(str, chain)) or "original"
         if name == MadeUp.dies_at:
             raise KilledError("the process was killed: give the same command again", 9)
+        if name == MadeUp.refuses:
+            raise InputError(f"{name} cannot be judged: leave it out")
         MadeUp.made.append(name)
         (target / "config.json").write_text(json.dumps({"name": name}))
         size = self.weight_bytes(chain)
-        similarity = 1 - sum(EFFECTS[choice.technique][1] for choice in chain)
-        quality = Quality(loss=1 - similarity, num_samples=10, similarity=similarity)
+        loss = sum(EFFECTS[choice.technique][1] for choice in chain)
+        if self.is_job:
+            gain = Path(source.folder) / "gain.json"
+            if gain.is_file():  # a model that was trained, here from 0.4
+                loss, name = loss + 0.4 - json.loads(gain.read_text()), " > ".join(["run", *map(str, chain)])
+            (target / "config.json").write_text(json.dumps({"name": name}))
+            quality = Quality(loss=loss, num_samples=10)
+        else:
+            quality = Quality(loss=loss, num_samples=10, similarity=1 - loss)
         return Made(form="plain", file_bytes=size, weight_bytes=size, quality=quality, has_own_tokenizer=False)
 
     def measured(self, source):
         return InferenceCost(rows=1, longest_tokens=1, peak_bytes=2 * BYTES, baseline_bytes=BYTES, row_seconds=0.5)
 
+    def predicted_training(self, source):
+        return None
+
 
 @pytest.fixture
 def source(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "ShrinkProcess", MadeUp)
-    MadeUp.made, MadeUp.dies_at = [], None
+    MadeUp.made, MadeUp.dies_at, MadeUp.refuses = [], None, None
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
     (tmp_path / "x.txt").write_text("a text\n")
@@ -140,9 +158,45 @@ def test_what_was_begun_otherwise_is_not_gone_on_with(source, tmp_path):
     with pytest.raises(KilledError):
         shrink(source, tmp_path / "out", ShrinkOptions(target_bytes=250))
     with pytest.raises(OutputError, match="begun with another model, data or options"):
-        shrink(source, tmp_path / "out", ShrinkOptions(target_bytes=300))
+        shrink(source, tmp_path / "out", ShrinkOptions(target_bytes=250, most_samples=3))
+    (tmp_path / "x.txt").write_text("another text\n")
+    with pytest.raises(OutputError, match="begun with another model, data or options"):
+        shrink(source, tmp_path / "out", ShrinkOptions(target_bytes=250))
     MadeUp.dies_at = None
-    assert shrink(source, tmp_path / "out", ShrinkOptions(target_bytes=300), force=True).target_bytes == 300
+    assert shrink(source, tmp_path / "out", ShrinkOptions(target_bytes=250), force=True).target_bytes == 250
+
+
+def test_another_target_goes_on_with_what_was_made(source, tmp_path):
+    MadeUp.dies_at = "int8"
+    with pytest.raises(KilledError):
+        shrink(source, tmp_path / "out", ShrinkOptions(target_bytes=250))
+    MadeUp.made, MadeUp.dies_at = [], None
+    record = shrink(source, tmp_path / "out", ShrinkOptions(target_bytes=300, forbids=("int4",)))
+    assert MadeUp.made[0] == "int8"
+    assert record.models[record.best].name == "int8"
+
+
+def test_what_cannot_be_made_is_said_and_the_others_are_tried(source, tmp_path):
+    MadeUp.refuses = "heads"
+    record = shrink(source, tmp_path / "out", ShrinkOptions(target_bytes=250))
+    assert ("heads", "heads cannot be judged: leave it out") in [(one.method, one.reason) for one in record.unused]
+    assert record.models[record.best].name == "layers > int8"
+    with pytest.raises(InputError, match="heads cannot be judged"):
+        shrink(source, tmp_path / "own", ShrinkOptions(methods=(Pin(technique="heads"),)))
+
+
+def test_a_place_that_holds_what_is_read_is_refused(source, tmp_path):
+    for out in (tmp_path, tmp_path / "model", tmp_path / "x.txt"):
+        with pytest.raises(OutputError, match="is read while a smaller model is made, and lies in --out"):
+            shrink(source, out, ShrinkOptions(), force=True)
+    assert (tmp_path / "model" / "config.json").is_file()
+
+
+def test_where_nothing_was_made_nothing_is_left(source, tmp_path):
+    MadeUp.dies_at = "original"
+    with pytest.raises(KilledError):
+        shrink(source, tmp_path / "out", ShrinkOptions())
+    assert not (tmp_path / "out").exists()
 
 
 def test_what_is_done_is_not_overwritten(source, tmp_path):
@@ -154,11 +208,55 @@ def test_what_is_done_is_not_overwritten(source, tmp_path):
     for force in (False, True):
         with pytest.raises(OutputError, match="give another --out"):
             shrink(source, tmp_path / "mine", ShrinkOptions(target_bytes=250), force=force)
-    (tmp_path / "file").write_text("")
-    with pytest.raises(OutputError, match="is a file, but a model needs a folder"):
-        shrink(source, tmp_path / "file", ShrinkOptions())
 
 
 def test_all_models_stay_where_that_is_asked_for(source, tmp_path):
     shrink(source, tmp_path / "out", ShrinkOptions(), keep_all=True)
     assert len(list((tmp_path / "out" / ".shrink" / "models").glob("*/model/config.json"))) == 5
+
+
+@pytest.fixture
+def trained(source, monkeypatch):
+    """A source with a job, whose data and trainings are made up too; returns it and what the training comes to."""
+    gains = {"loss": 0.0}
+
+    def train(job, begun, place, cache, num_steps, budget_bytes, teacher):
+        (place / "run").mkdir(exist_ok=True)
+        (place / "run" / "gain.json").write_text(json.dumps(gains["loss"]))
+        return Trained(place / "run", TrainingCost(peak_bytes=5 * BYTES, step_seconds=0.5))
+
+    monkeypatch.setattr(module, "_prepare", lambda *arguments: None)
+    monkeypatch.setattr(module, "train_again", train)
+    job = Job.from_fields({"model": str(source.folder), "data": {"train": "x.txt", "validation": 0.5}})
+    return ShrinkSource(source.folder, job), gains
+
+
+def test_a_training_that_helps_is_what_is_written(trained, tmp_path):
+    source, gains = trained
+    gains["loss"] = 0.2
+    options = ShrinkOptions(methods=(Pin(technique="layers"), Pin(technique="int8")), recover_steps=9)
+    small = shrink(source, tmp_path / "out", options).models[1]
+    assert small.quality.loss == pytest.approx(0.41)
+    assert small.recovered.loss == pytest.approx(0.21)
+    assert (small.recovery_steps, small.training.peak_bytes) == (9, 5 * BYTES)
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == {"name": "run > int8"}
+
+
+def test_a_training_that_does_harm_is_not(trained, tmp_path):
+    source, gains = trained
+    gains["loss"] = -3.0
+    options = ShrinkOptions(methods=(Pin(technique="layers"),), recover_steps=9)
+    small = shrink(source, tmp_path / "out", options).models[1]
+    assert small.recovered.loss > small.quality.loss == small.best_quality.loss
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == {"name": "layers"}
+
+
+def test_fewer_tokens_to_divide_among_are_no_better_language_model(trained, tmp_path, monkeypatch):
+    source, _ = trained
+    monkeypatch.setitem(EFFECTS, "vocabulary", (0.5, -0.3))
+    record = shrink(source, tmp_path / "out", ShrinkOptions())
+    losses = {model.name: model.quality.loss for model in record.models}
+    assert losses["vocabulary"] == pytest.approx(losses["original"])
+    options = ShrinkOptions(methods=(Pin(technique="vocabulary"), Pin(technique="layers")))
+    small = shrink(source, tmp_path / "both", options).models[1]
+    assert small.quality.loss == pytest.approx(losses["layers"])

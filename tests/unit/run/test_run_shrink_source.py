@@ -102,6 +102,7 @@ def test_a_classifier_without_labelled_texts_is_refused(given, said, tmp_path):
         ({"architectures": ["BertModel"]}, {"label": "stars"}, "no labels and no job: leave out --label stars"),
         ({"architectures": ["BertModel"]}, {"changes": ("batch_size=4",)}, "leave out --set batch_size=4"),
         ({"architectures": ["BertModel"]}, {}, "there is no file .*x.csv: give --data a file"),
+        ({"architectures": ["BertForMaskedLM"]}, {}, "is a BertForMaskedLM, whose head nothing here judges"),
         ({"architectures": ["BertForTokenClassification"]}, {}, "is a classifier of tokens: give a job file"),
         ({"architecture": "lstm", "is_tagger": True}, {}, "is a classifier of tokens: give a job file"),
     ],

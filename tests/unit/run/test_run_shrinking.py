@@ -130,9 +130,10 @@ def test_every_method_offers_something_or_says_why_not(workshop):
 
 
 def test_what_applying_takes_is_measured_and_predicted(place, workshop):
-    cost = measured(place / "model", workshop.evidence, None)
+    cost = measured(place / "model", workshop.evidence, None, place / "model")
     assert cost.peak_bytes >= cost.baseline_bytes > 0
     assert (cost.rows, cost.longest_tokens) == (10, 16) or cost.longest_tokens <= 16
+    assert cost.speed > 0
     predicted = workshop.predicted(place / "model", cost)
     assert predicted.likely_bytes > cost.baseline_bytes
 
