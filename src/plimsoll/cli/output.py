@@ -74,7 +74,7 @@ def told() -> Iterator[Path]:
 
 
 def told_by(file: Path, exit_code: int) -> str:
-    """Return the record of a failure that a process has told in the file of `told`, or one that says it told nothing."""
+    """Return the record of a failure, as a process told it in the file of `told`, or one that says that it did not."""
     try:
         fields = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -29,12 +29,14 @@ from torch import Tensor, nn
 from plimsoll.data.model_tokens import load_model_tokenizer
 from plimsoll.data.sketch import sketch_texts
 from plimsoll.device.base import backend_for
+from plimsoll.device.data_limit import set_up_heap
 from plimsoll.errors import DataError, InputError, PlimsollError, WeightsError
 from plimsoll.forked import end_with
 from plimsoll.memory.lowering.cpu import CpuLowering
 from plimsoll.models.hugging_face import MODEL_FAULTS
 from plimsoll.models.inference import InferenceTask
 from plimsoll.models.shrunk import form_of, save_subject
+from plimsoll.records.heap import TIGHT_HEAP
 from plimsoll.records.job import near
 from plimsoll.records.plan import Choice, Pin, micro_batch_choice
 from plimsoll.records.prediction import Estimate
@@ -46,11 +48,13 @@ from plimsoll.run.rehearse_inference import Compute, rehearse_inference
 from plimsoll.run.shrink_evidence import Evidence, JobEvidence, TextEvidence
 from plimsoll.run.shrink_process import PARENT, Made, Offer, ShrinkRequest, Source
 from plimsoll.run.targets import StartedBaseline, find_target
+from plimsoll.techniques.heap import Heap
 from plimsoll.weights.loading import open_checkpoint
 from plimsoll.weights.parts import cast_saved, model_bytes
 from plimsoll.weights.shrink import SHRINKERS, Calibration, Shrinker, Subject
 
 _PASSES_MEASURED = 8
+_TIGHT = Choice(technique=Heap.name, options={"mapped_from": "128KiB"})  # the heap that a peak is measured in
 
 
 @dataclass
@@ -166,7 +170,7 @@ class Workshop:
             )
         except (InputError, NotImplementedError):
             return None
-        return target.count(trace).peak
+        return target.count(trace, (_TIGHT,)).peak
 
     def predicted_training(self, source: Source) -> Estimate | None:
         """Predict the peak of a training of the whole batch; ``None`` where there is none, or no rehearsal of it."""
@@ -275,13 +279,15 @@ def _measured_apart(request: ShrinkRequest, source: Source) -> InferenceCost:
 def measured(folder: Path, evidence: Evidence, tokenizer: Path | None, original: Path) -> InferenceCost:
     """Apply a model to the first passes of the evaluation data; call it in a process that has done nothing else.
 
-    The peak is that of the model alone; then the original is loaded too, and both are timed pass by pass in turn, since
-    other work on the machine slows both.
+    The peak is that of the model alone, in a heap that gives back what is freed: otherwise how much it keeps is chance,
+    some 20 MiB. Then the original is loaded too, and both are timed pass by pass in turn, in a heap that keeps what is
+    freed, since other work on the machine slows both.
     """
     backend = backend_for("cpu")
     batches = list(itertools.islice(evidence.batches(tokenizer), _PASSES_MEASURED))
     compute = _compute_of(evidence.inference(folder))
     import_first(folder, evidence.head)
+    set_up_heap(TIGHT_HEAP.mmap_threshold_bytes)
     backend.baseline_bytes()  # starts the thread pools
     baseline_bytes = backend.use().used_bytes
     backend.reset_peak()
@@ -290,6 +296,7 @@ def measured(folder: Path, evidence: Evidence, tokenizer: Path | None, original:
         for batch in batches:
             compute(model, batch)
         peak_bytes = backend.use().peak_bytes
+        set_up_heap(None)
         first = load_for_inference(original, evidence.head, None, "cpu")
         of_original = list(itertools.islice(evidence.batches(None), len(batches)))
         pairs = [
