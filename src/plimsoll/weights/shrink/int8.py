@@ -36,7 +36,7 @@ class Int8:
 
     def refusal(self, subject: Subject, choice: Choice) -> str | None:
         """Refuse models without linear layers, and what torchao cannot do."""
-        return why_not_linear(subject, choice, self.name)
+        return why_not_linear(subject, choice, self.options)
 
     def shrink(self, subject: Subject, choice: Choice, calibration: Calibration) -> None:
         """Quantize the linear layers of the base model."""
