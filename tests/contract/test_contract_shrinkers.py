@@ -168,6 +168,17 @@ def test_it_trains_on(method, name):
     assert len(used) == len([*model.parameters()])
 
 
+@pytest.mark.parametrize("method", VALUES)
+def test_the_page_says_when_a_quantized_model_needs_code_too(method):
+    given = Subject(made("gpt2"))
+    if SHRINKERS[method].refusal(given, Choice(technique=method)) is not None:
+        return
+    SHRINKERS[method].shrink(given, Choice(technique=method), Calibration())
+    if getattr(given.model.config, "shrunk", None):
+        assert form_of(given.model) == "torchao"
+        assert "trust_remote_code=True" in (DOCS / f"{method}.md").read_text(encoding="utf-8")
+
+
 @pytest.mark.parametrize("second", VALUES)
 @pytest.mark.parametrize("first", VALUES)
 def test_two_methods_of_values_go_together_in_this_order_or_it_is_said_why_not(first, second, tmp_path):

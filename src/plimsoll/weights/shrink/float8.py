@@ -27,7 +27,8 @@ class Float8:
     title: ClassVar[str] = "linear weights in float8"
     saves: ClassVar[str] = (
         "the file and the memory of the linear weights fall to a quarter of float32; a pass is faster only with "
-        "dynamic=true on a GPU that multiplies in float8, and slower elsewhere; it cannot be trained"
+        "dynamic=true on a GPU that multiplies in float8, and slower elsewhere, where a layer is decoded whole while "
+        "it computes and the peak falls by less than the weights; it cannot be trained"
     )
     stage: ClassVar[Stage] = "values"
     options: ClassVar[Mapping[str, Value | None]] = {"dynamic": False}

@@ -21,7 +21,8 @@ class Int8:
     title: ClassVar[str] = "linear weights in 8 bits"
     saves: ClassVar[str] = (
         "the file and the memory of the linear weights fall to a quarter of float32; a pass is no faster, since "
-        "a layer is decoded whole while it computes; the head and the embeddings stay; it cannot be trained"
+        "a layer is decoded whole while it computes, so that with many tokens the peak falls by less than the weights; "
+        "the head and the embeddings stay; it cannot be trained"
     )
     stage: ClassVar[Stage] = "values"
     options: ClassVar[Mapping[str, Value | None]] = {}
