@@ -19,6 +19,7 @@ from plimsoll.models.shrunk import form_of, save_subject
 from plimsoll.records.plan import Choice
 from plimsoll.weights.parts import plain_parts
 from plimsoll.weights.shrink import SHRINKERS, Calibration, Subject
+from quantized_models import logits, made
 from shrink_models import (
     MODELS,
     calibration,
@@ -31,6 +32,8 @@ from shrink_models import (
 )
 
 DOCS = Path(__file__).parents[2] / "docs" / "shrink"
+
+VALUES = [method for method in SHRINKERS if SHRINKERS[method].stage == "values"]
 
 CASES = [(method, model) for method in SHRINKERS for model in MODELS]
 
@@ -163,3 +166,34 @@ def test_it_trains_on(method, name):
     assert len(used) > 2
     assert all(value.grad.isfinite().all() for value in used)
     assert len(used) == len([*model.parameters()])
+
+
+@pytest.mark.parametrize("method", VALUES)
+def test_the_page_says_when_a_quantized_model_needs_code_too(method):
+    given = Subject(made("gpt2"))
+    if SHRINKERS[method].refusal(given, Choice(technique=method)) is not None:
+        return
+    SHRINKERS[method].shrink(given, Choice(technique=method), Calibration())
+    if getattr(given.model.config, "shrunk", None):
+        assert form_of(given.model) == "torchao"
+        assert "trust_remote_code=True" in (DOCS / f"{method}.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("second", VALUES)
+@pytest.mark.parametrize("first", VALUES)
+def test_two_methods_of_values_go_together_in_this_order_or_it_is_said_why_not(first, second, tmp_path):
+    given = Subject(made("bert"))
+    for method in (first, second):
+        choice = Choice(technique=method)
+        fault = SHRINKERS[method].refusal(given, choice)
+        if fault is not None:
+            assert method == second, f"{method} alone is refused: {fault}"
+            assert re.match(r"`?\w+`?.*[:;] \w+", fault), "what, why, and what to do instead"
+            return
+        SHRINKERS[method].shrink(given, choice, Calibration())
+    expected = logits(given.model)
+    assert expected.isfinite().all()
+    save_subject(given, tmp_path / "small")
+    again = logits(load_model(tmp_path / "small").model)
+    assert again.dtype == expected.dtype
+    assert torch.allclose(again.float(), expected.float(), atol=1e-6)

@@ -62,6 +62,14 @@ def test_an_unknown_name_is_an_attribute_error():
         plimsoll.TrainSteps
 
 
+def test_torchao_says_nothing_when_it_is_imported_after():
+    program = "import plimsoll, torch, torchao.quantization"
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment(), capture_output=True, text=True, check=True
+    )
+    assert (done.stdout, done.stderr) == ("", "")
+
+
 @pytest.mark.parametrize(
     ("name", "needs_torch"), [("Job", False), ("RunRecord", False), ("explain", False), ("TrainStep", True)]
 )

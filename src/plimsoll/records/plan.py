@@ -35,6 +35,11 @@ class Choice(Frozen):
         """As it is written on a command line: ``micro_batch=16``, ``autocast=bf16``, ``adafactor``."""
         if len(self.options) == 1:
             return _written(self.technique, next(iter(self.options.values())), {})
+        return self.in_full
+
+    @property
+    def in_full(self) -> str:
+        """With the names of all options, for sentences about them: ``float8(dynamic=true)``."""
         return _written(self.technique, None, self.options)
 
     def __hash__(self) -> int:

@@ -128,7 +128,8 @@ class JobEvidence:
     def load(self, folder: Path, tokenizer: Path | None) -> nn.Module:
         """As `Evidence.load`."""
         prepared = self._data(tokenizer).prepared
-        job = self.job_for(folder, tokenizer)
+        # What was trained for integers has dense weights, which `int8` rounds once and for all.
+        job = self.job_for(folder, tokenizer).model_copy(update={"quantization_aware": None})
         return build_model(job, prepared.vocab_size, prepared.num_labels, prepared.end_id).eval()
 
     def calibration(self, tokenizer: Path | None) -> Calibration:

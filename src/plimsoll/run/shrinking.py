@@ -203,11 +203,13 @@ class Workshop:
         method = _method(choice.technique)
         fault = method.refusal(subject, choice)
         if fault is not None:
-            raise WeightsError(f"{choice} cannot be used for {self.folder} ({fault}): leave it out, or change it")
+            raise WeightsError(
+                f"{choice.in_full} cannot be used for {self.folder} ({fault}): leave it out, or change it"
+            )
         if not _is_meta(subject.model) and "corpus" in method.needs(choice) and calibration.token_counts is None:
             raise WeightsError(
-                f"{choice} needs the number of times each token is in the corpus, and nobody counted them: leave out "
-                "data.on_the_fly"
+                f"{choice.in_full} needs the number of times each token is in the corpus, and nobody counted them: "
+                "leave out data.on_the_fly"
             )
         method.shrink(subject, choice, calibration)
 

@@ -34,7 +34,8 @@ class CodedEmbedding(nn.Embedding):
         """Decode the rows of some tokens."""
         parts = plain_parts(self.weight)
         rows = functional.embedding(input, parts["qdata"]).to(self.weight.dtype)
-        return rows * functional.embedding(input, parts["scale"])
+        # The scales of 16-bit weights are wider than these: the product is rounded, as torchao rounds it.
+        return (rows * functional.embedding(input, parts["scale"])).to(self.weight.dtype)
 
 
 def decode_rows_only(model: nn.Module) -> None:

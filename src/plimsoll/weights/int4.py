@@ -19,6 +19,8 @@ OPAQUE = "Int4OpaqueTensor"
 PLAIN = "Int4Tensor"
 
 _ROWS = 256  # that are unpacked at once
+_BLOCK_ROWS = 64  # that torch's kernel packs together; of AVX2 32
+_BLOCK_NUMBERS = 1 << 18  # that are packed at once, more or less: 1 MiB of four bytes each
 _MIDDLE = 8
 _NIBBLE = 0xF
 
@@ -48,9 +50,7 @@ def packed_of(plain: Any) -> Tensor:
     if plain.qdata.is_meta:
         qdata = torch.empty((rows, width // 2), dtype=torch.uint8, device="meta")
     else:
-        pairs = plain.qdata.view(torch.uint8)
-        codes = torch.stack((pairs & _NIBBLE, pairs >> 4), dim=-1).flatten(1).to(torch.int32)
-        qdata = torch.ops.aten._convert_weight_to_int4pack_for_cpu((codes + _MIDDLE) & _NIBBLE, 1)
+        qdata = _packed(plain.qdata.view(torch.uint8))
     made: Tensor = Int4OpaqueTensor(
         qdata, torch.stack((plain.scale, plain.zero_point), dim=-1), list(plain.block_size), torch.Size((rows, width))
     )
@@ -90,6 +90,16 @@ def _codes(packed: Any, scales: Tensor, zeros: Tensor) -> Tensor:
         found = ((dense.double() - zeros[of_group].double()) / scales[of_group].double()).round()
         codes[:, begin : begin + len(one_hot)] = found.t().to(torch.int8)
     return codes
+
+
+def _packed(pairs: Tensor) -> Tensor:
+    """Pack what has two integers in a byte, some rows after the other: torch wants each integer in four bytes."""
+    made = torch.empty_like(pairs)
+    step = max(_BLOCK_ROWS, _BLOCK_NUMBERS // (2 * pairs.shape[1]) // _BLOCK_ROWS * _BLOCK_ROWS)
+    for few, into in zip(torch.split(pairs, step), torch.split(made, step), strict=True):
+        codes = torch.stack((few & _NIBBLE, few >> 4), dim=-1).flatten(1).to(torch.int32)
+        into.copy_(torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.add_(_MIDDLE).bitwise_and_(_NIBBLE), 1))
+    return made
 
 
 def _pairs(codes: Tensor) -> Tensor:

@@ -8,9 +8,10 @@ from plimsoll.models.build import save_model
 from plimsoll.models.loading import load_model
 from plimsoll.models.quantization_aware import train_for_integers
 from plimsoll.models.recurrent import build_recurrent
+from plimsoll.models.shrunk import form_of
 from quantized_models import IDS, logits, made, shrunk
 
-ROUNDING = ("FakeQuantizedLinear",)
+ROUNDING = ("FakeQuantizedLinear", "RoundedConv1D")
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])
@@ -30,13 +31,19 @@ def test_after_training_the_quantized_model_gives_what_the_evaluation_saw(name, 
     for _ in range(2):
         loss = model(IDS, labels=labels).loss
         loss.backward()
-        assert all(module.weight.grad.any() for module in model.modules() if type(module).__name__ in ROUNDING)
+        rounding = [module for module in model.modules() if type(module).__name__ in ROUNDING]
+        assert rounding
+        assert all(module.weight.grad.any() for module in rounding)
         optimizer.step()
         optimizer.zero_grad()
     seen = logits(model)
     save_model(model, tmp_path)
+    assert form_of(model) == "plain"
+    assert not [*tmp_path.glob("*.py")], "code, which a plain folder needs not"
     loaded = load_model(tmp_path).model
     assert not torch.allclose(logits(loaded), seen, atol=1e-5), "dense"
+    stock = type(made(name)).from_pretrained(tmp_path).eval()
+    assert torch.allclose(logits(stock), logits(loaded), atol=1e-6)
     options = {"compute": "fp32"} if kind == "int4" else {}
     assert torch.allclose(logits(shrunk(kind, loaded, **options)), seen, atol=1e-5 * seen.abs().max())
 

@@ -114,6 +114,19 @@ def test_a_teacher_is_known_by_what_it_is_and_not_by_where(folders: dict[str, Pa
     assert digest_of(moved) != digest_of(folders["gpt2"])
 
 
+def test_a_single_changed_number_makes_another_teacher(tmp_path: Path) -> None:
+    model = model_of("gpt2", 1)
+    big = torch.nn.Linear(256, 1024)  # so that no sample of the file's beginning, end or middle has all of it
+    model.add_module("big", big)
+    seen = set()
+    for row in range(0, 1024, 64):
+        with torch.no_grad():
+            big.weight[row, 7] += 1
+        save_model(model, tmp_path)
+        seen.add(digest_of(tmp_path))
+    assert len(seen) == 16
+
+
 def test_other_tokens_are_refused_by_name(tmp_path: Path) -> None:
     require_same_tokens(tmp_path, {"a": 0, "b": 1}, {"b": 1, "a": 0})
     with pytest.raises(JobError, match=r"of 2 tokens, than the job, of 3: 'b' is 1 there and 2 here; set `tokenizer: "):

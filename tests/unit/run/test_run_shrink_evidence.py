@@ -14,7 +14,9 @@ from plimsoll.errors import DataError, JobError
 from plimsoll.models.build import build_model, save_model
 from plimsoll.models.loading import load_model
 from plimsoll.records.job import Job
+from plimsoll.records.plan import Choice
 from plimsoll.run.shrink_evidence import JobEvidence, TextEvidence
+from plimsoll.weights.shrink import SHRINKERS, Calibration, Subject
 
 WORDS = ["red", "blue", "green", "warm", "cold", "far"]
 
@@ -57,6 +59,19 @@ def test_quality_is_the_loss_and_the_accuracy_of_all_validation_samples(place):
     assert found.num_samples == len(validation) == 15
     assert found.loss == pytest.approx(output.loss.item(), rel=1e-5)
     assert found.accuracy == pytest.approx((output.logits.argmax(1) == batch["labels"]).float().mean().item())
+
+
+def test_a_model_that_was_trained_for_integers_is_dense_and_becomes_them(place):
+    sizes = {"n_layer": 1, "n_embd": 16, "n_head": 2, "n_positions": 8}
+    job = job_of(place, model={"architecture": "gpt2", **sizes}, quantization_aware="int8")
+    _, trained = saved(place, job)
+    evidence = JobEvidence(job.model_copy(update={"model": str(place / "model")}), place / "cache")
+    subject, choice = Subject(evidence.load(place / "model", None)), Choice(technique="int8")
+    assert SHRINKERS["int8"].refusal(subject, choice) is None
+    SHRINKERS["int8"].shrink(subject, choice, Calibration())
+    ids = torch.tensor([[1, 2, 3]])
+    with torch.no_grad():
+        assert torch.allclose(subject.model(ids).logits, trained(ids).logits, atol=1e-5)
 
 
 def test_a_part_of_the_samples_is_drawn_evenly(place):

@@ -118,7 +118,7 @@ def test_a_value_is_of_the_first_option(workshop):
 
 def test_a_choice_that_cannot_be_is_refused_and_has_no_size(place, workshop, tmp_path):
     many = Choice(technique="layers", options={"keep": 7})
-    with pytest.raises(WeightsError, match="layers=7 cannot be used for .*leave it out, or change it"):
+    with pytest.raises(WeightsError, match=r"layers\(keep=7\) cannot be used for .*leave it out, or change it"):
         workshop.make(original(place), (many,), tmp_path / "small")
     assert workshop.weight_bytes((many,)) is None
 

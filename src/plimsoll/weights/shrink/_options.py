@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from plimsoll.records.plan import Choice
 
@@ -28,6 +28,14 @@ def share_fault(name: str, value: object) -> str | None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1:
         return f"`{name}` {value} is not the share that is taken away: give a number between 0 and 1, such as 0.25"
     return None
+
+
+def value_fault(name: str, value: object, known: Sequence[Value]) -> str | None:
+    """Return a sentence where a value is none of some."""
+    if any(type(value) is type(one) and value == one for one in known):
+        return None
+    listed = ", ".join(str(one).lower() if isinstance(one, bool) else str(one) for one in known)
+    return f"`{name}` {value} is none there is: give one of {listed}"
 
 
 def count_fault(name: str, value: object, least: int = 1) -> str | None:

@@ -7,6 +7,7 @@ from typing import Literal
 
 from plimsoll.records.plan import Choice
 from plimsoll.weights.shrink._base import Need
+from plimsoll.weights.shrink._options import share_fault, unknown_option, value_fault
 
 Importance = Literal["magnitude", "taylor", "activation"]
 
@@ -36,16 +37,9 @@ def options_fault(
     choice: Choice, names: Collection[str] = ("share", "importance"), importances: Collection[str] = IMPORTANCES
 ) -> str | None:
     """Return a sentence that says which option or value is wrong, or ``None``."""
-    unknown = sorted(choice.options.keys() - set(names))
-    if unknown:
-        return f"{choice.technique} has no option {unknown[0]}: use {', '.join(names)}"
-    share = choice.options.get("share", SHARE)
-    if not isinstance(share, int | float) or isinstance(share, bool) or not 0 < share < 1:
-        return f"{choice.technique} cannot take away a share of {share}: give one between 0 and 1, such as {SHARE}"
-    importance = importance_of(choice, next(iter(importances)))
-    if importance not in importances:
-        return f"{choice.technique} knows no importance {importance}: use {', '.join(importances)}"
-    return None
+    fault = unknown_option(choice, dict.fromkeys(names)) or share_fault("share", choice.options.get("share", SHARE))
+    known = tuple(importances)
+    return fault or value_fault("importance", choice.options.get("importance", known[0]), known)
 
 
 def num_removed(num_parts: int, share: float) -> int:

@@ -16,16 +16,17 @@ Does NOT cover models that are not of transformers: torchao has no recurrent lay
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any
 
 from torch import Tensor, nn
 
-from plimsoll.records.plan import Choice
+from plimsoll.records.plan import Choice, Value
 from plimsoll.weights.parts import is_made_of_parts
 from plimsoll.weights.saved_by import saved_by
 from plimsoll.weights.shrink._base import Subject
+from plimsoll.weights.shrink._options import unknown_option
 from plimsoll.weights.shrink._structure import as_linear, note, put
 
 Config = Any
@@ -45,21 +46,11 @@ def why_not(subject: Subject, method: str) -> str | None:
     return None
 
 
-def why_not_linear(subject: Subject, choice: Choice, method: str, **options: type) -> str | None:
-    """Return why no linear layer of a subject can be quantized, or which option of the choice cannot be."""
-    fault = unknown_options(choice, **options) or why_not(subject, method)
+def why_not_linear(subject: Subject, choice: Choice, options: Mapping[str, Value | None]) -> str | None:
+    """Return why no linear layer of a subject can be quantized, or which option of the choice there is not."""
+    method = choice.technique
+    fault = unknown_option(choice, options) or why_not(subject, method)
     return fault or (None if plain_layers(subject.model) else nothing_found(subject.model, method))
-
-
-def unknown_options(choice: Choice, **options: type) -> str | None:
-    """Return what is wrong with the options of a choice, of which the method has these."""
-    for name, value in choice.options.items():
-        if name not in options:
-            known = f"{', '.join(options)} is what there is" if options else "it has none"
-            return f"{choice}: {choice.technique} has no option {name}, {known}: leave it out"
-        if type(value) is not options[name]:
-            return f"{choice}: {name} {value!r} is no {options[name].__name__}: give one"
-    return None
 
 
 def linear_layers(model: Any) -> dict[str, Any]:

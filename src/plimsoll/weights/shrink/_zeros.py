@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from plimsoll.records.plan import Choice
+from plimsoll.records.plan import Choice, Value
 from plimsoll.weights.shrink._base import Subject
-from plimsoll.weights.shrink._torchao import nothing_found, plain_layers, unknown_options
+from plimsoll.weights.shrink._options import options_of, share_fault, unknown_option
+from plimsoll.weights.shrink._torchao import nothing_found, plain_layers
 
 
 def layers_of(model: Any) -> dict[str, Any]:
@@ -17,14 +19,13 @@ def layers_of(model: Any) -> dict[str, Any]:
     return dict(found.values())
 
 
-def why_no_zeros(subject: Subject, choice: Choice, **defaults: float) -> str | None:
+def why_no_zeros(subject: Subject, choice: Choice, defaults: Mapping[str, Value | None]) -> str | None:
     """Return why a choice of zeros cannot be: an option there is not, a share that is none, no layer."""
-    fault = unknown_options(choice, **dict.fromkeys(defaults, float))
+    fault = unknown_option(choice, defaults)
+    if fault is None and "share" in defaults:
+        fault = share_fault("share", options_of(choice, defaults)["share"])
     if fault is not None:
         return fault
-    share = choice.options.get("share")
-    if share is not None and not 0 < float(share) < 1:
-        return f"{choice}: a share of {share:g} leaves all or nothing: give one between 0 and 1, such as 0.5"
     model: Any = subject.model
     if not hasattr(model, "base_model_prefix"):
         return f"{choice.technique} is for models of transformers, and this is a {type(model).__name__}: leave it out"

@@ -2,7 +2,8 @@
 
 The exponent stays as wide as in float32, the fraction falls from 23 bits to 7. Folders load by ``from_pretrained``,
 which reads the type from the configuration. Does NOT cover recurrent layers, which have no bfloat16 kernels on every
-processor, and models that are in 16 bits already.
+processor, models that are in 16 bits already, and
+those with quantized weights, which decode to the type that they had.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 from torch import nn
 
 from plimsoll.records.plan import Choice, Value
-from plimsoll.weights.parts import cast_saved
+from plimsoll.weights.parts import cast_saved, is_made_of_parts
 from plimsoll.weights.shrink._base import Calibration, Choices, Need, Stage, Subject
 from plimsoll.weights.shrink._options import unknown_option
 
@@ -48,6 +49,11 @@ class Bf16:
             return f"{kind} has recurrent layers, which are not computed in bfloat16 everywhere: leave it out"
         if not hasattr(model, "config"):
             return f"{type(model).__name__} has no configuration that could say its type: looked for `config`"
+        coded = [name for name, one in model.named_parameters() if is_made_of_parts(one)]
+        if coded:
+            return (
+                f"{self.name}: {coded[0]} is quantized and stays as it is: do {self.name} before that, or leave it out"
+            )
         wide = [one for one in model.parameters() if one.dtype in {torch.float32, torch.float64}]
         if not wide:
             return f"no weight of {type(model).__name__} is wider than 16 bits: leave it out"

@@ -2,7 +2,8 @@
 
 torchao's ``Int8DynamicActivationInt8WeightConfig``: the product is one of integers, so no layer is decoded. On a CPU
 without instructions for it (VNNI) such products can overflow; there the integers have 7 bits (torchao's
-``reduce_range``), which the file keeps. Does NOT cover the head and embeddings.
+``reduce_range``), which the file keeps. The products are int32, and float32 before they are scaled: three tensors of
+the size of a layer's output at once. Does NOT cover the head and embeddings.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ class DynamicInt8:
     name: ClassVar[str] = "dynamic_int8"
     title: ClassVar[str] = "linear layers compute in 8 bits"
     saves: ClassVar[str] = (
-        "the file and the memory of the linear weights fall to a quarter of float32, and no layer is decoded whole; "
-        "whether a pass is faster depends on the processor and the size of the layers; it cannot be trained"
+        "the file and the memory of the linear weights fall to a quarter of float32; a pass makes int32 and float32 "
+        "products of every layer's output beside them, so that with many tokens the peak may rise; whether a pass is "
+        "faster depends on the processor and the size of the layers; it cannot be trained"
     )
     stage: ClassVar[Stage] = "values"
     options: ClassVar[Mapping[str, Value | None]] = {}
@@ -39,7 +41,7 @@ class DynamicInt8:
 
     def refusal(self, subject: Subject, choice: Choice) -> str | None:
         """Refuse models without linear layers, and what torchao cannot do."""
-        return why_not_linear(subject, choice, self.name)
+        return why_not_linear(subject, choice, self.options)
 
     def shrink(self, subject: Subject, choice: Choice, calibration: Calibration) -> None:
         """Quantize the linear layers of the base model."""

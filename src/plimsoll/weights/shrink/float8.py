@@ -14,6 +14,7 @@ import torch
 
 from plimsoll.records.plan import Choice, Value
 from plimsoll.weights.shrink._base import Calibration, Choices, Need, Stage, Subject
+from plimsoll.weights.shrink._options import value_fault
 from plimsoll.weights.shrink._torchao import Config, plain_layers, quantize_layers, why_not_linear
 
 _LEAST_CAPABILITY = (8, 9)
@@ -26,7 +27,8 @@ class Float8:
     title: ClassVar[str] = "linear weights in float8"
     saves: ClassVar[str] = (
         "the file and the memory of the linear weights fall to a quarter of float32; a pass is faster only with "
-        "dynamic=true on a GPU that multiplies in float8, and slower elsewhere; it cannot be trained"
+        "dynamic=true on a GPU that multiplies in float8, and slower elsewhere, where a layer is decoded whole while "
+        "it computes and the peak falls by less than the weights; it cannot be trained"
     )
     stage: ClassVar[Stage] = "values"
     options: ClassVar[Mapping[str, Value | None]] = {"dynamic": False}
@@ -42,10 +44,11 @@ class Float8:
 
     def refusal(self, subject: Subject, choice: Choice) -> str | None:
         """Refuse ``dynamic`` without a device for it, models without linear layers, and what torchao cannot do."""
-        fault = why_not_linear(subject, choice, self.name, dynamic=bool)
+        fault = why_not_linear(subject, choice, self.options)
+        fault = fault or value_fault("dynamic", choice.options.get("dynamic", False), (False, True))
         if fault is None and _is_dynamic(choice) and not _multiplies_in_float8():
             return (
-                f"{choice} multiplies in float8, which needs a GPU of compute capability "
+                f"{choice.in_full} multiplies in float8, which needs a GPU of compute capability "
                 f"{'.'.join(map(str, _LEAST_CAPABILITY))} or more, and there is none here: use int8, which is as small "
                 "and closer to the weights, or float8(dynamic=false), which decodes them in every pass"
             )

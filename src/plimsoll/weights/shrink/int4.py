@@ -13,11 +13,13 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
+from torch import nn
 
 from plimsoll.records.plan import Choice, Value
 from plimsoll.weights.int4 import INT4_ROWS, packed_int4
 from plimsoll.weights.parts import cast_saved, is_made_of_parts
 from plimsoll.weights.shrink._base import Calibration, Choices, Need, Stage, Subject
+from plimsoll.weights.shrink._options import options_of, value_fault
 from plimsoll.weights.shrink._structure import sizes_of
 from plimsoll.weights.shrink._torchao import Config, plain_layers, replace_weights, why_not_linear
 
@@ -51,27 +53,21 @@ class Int4:
 
     def refusal(self, subject: Subject, choice: Choice) -> str | None:
         """Refuse groups that the kernel has not, and models none of whose layers it has."""
-        fault = why_not_linear(subject, choice, self.name, group=int, compute=str)
+        fault = why_not_linear(subject, choice, self.options) or _options_fault(choice)
         if fault is not None:
             return fault
         group = _group(choice)
-        if _compute(choice) not in _COMPUTE:
-            return f"{choice}: compute {_compute(choice)} is none there is: give {' or '.join(_COMPUTE)}"
-        if group not in _GROUPS:
-            fault = f"{choice}: the kernel has groups of {', '.join(map(str, _GROUPS))} numbers: give one of them"
-        if fault is None and not fitting_layers(subject.model, group):
+        if not fitting_layers(subject.model, group):
             sizes = sorted({tuple(sizes_of(one)) for one in plain_layers(subject.model).values()})
             shown = ", ".join(f"{width} x {rows}" for width, rows in sizes[:3])
             fault = (
-                f"{choice}: no linear layer reads a multiple of {group} numbers and gives a multiple of {INT4_ROWS} "
-                f"({shown}): use int8"
+                f"{choice.in_full}: no linear layer reads a multiple of {group} numbers and gives a multiple of "
+                f"{INT4_ROWS} ({shown}): use int8"
             )
-        coded = [name for name, one in subject.model.named_parameters() if is_made_of_parts(one)]
-        if fault is None and coded and _compute(choice) == "bf16":
-            fault = f"{choice}: {coded[0]} is quantized and decodes to float32: give compute=fp32, or do int4 alone"
+        fault = fault or _decodes_to_another(subject.model, choice)
         device = next(subject.model.parameters()).device.type
         if fault is None and device not in ("cpu", "meta"):
-            fault = f"{choice} is made on the CPU, and the model is on {device}: move it, or use int8"
+            fault = f"{choice.in_full} is made on the CPU, and the model is on {device}: move it, or use int8"
         return fault
 
     def shrink(self, subject: Subject, choice: Choice, calibration: Calibration) -> None:
@@ -80,6 +76,24 @@ class Int4:
         cast_saved(subject.model, _COMPUTE[_compute(choice)])
         names = fitting_layers(subject.model, group)
         replace_weights(subject.model, names, _config(group), lambda weight: packed_int4(weight, group))
+
+
+def _options_fault(choice: Choice) -> str | None:
+    options = options_of(choice, Int4.options)
+    return value_fault("group", options["group"], _GROUPS) or value_fault("compute", options["compute"], (*_COMPUTE,))
+
+
+def _decodes_to_another(model: nn.Module, choice: Choice) -> str | None:
+    """Why what is quantized already would not go with the type that all else is given."""
+    wanted = _COMPUTE[_compute(choice)]
+    others = {name: one.dtype for name, one in model.named_parameters() if is_made_of_parts(one)}
+    for name, dtype in others.items():
+        if dtype != wanted:
+            known = [f"give compute={word}" for word, one in _COMPUTE.items() if one == dtype]
+            decoded = str(dtype).removeprefix("torch.")
+            remedy = " or ".join([*known, "do int4 alone"])
+            return f"{choice.in_full}: {name} is quantized and decodes to {decoded}: {remedy}"
+    return None
 
 
 def _group(choice: Choice) -> int:

@@ -21,7 +21,8 @@ class Int8:
     title: ClassVar[str] = "linear weights in 8 bits"
     saves: ClassVar[str] = (
         "the file and the memory of the linear weights fall to a quarter of float32; a pass is no faster, since "
-        "a layer is decoded whole while it computes; the head and the embeddings stay; it cannot be trained"
+        "a layer is decoded whole while it computes, so that with many tokens the peak falls by less than the weights; "
+        "the head and the embeddings stay; it cannot be trained"
     )
     stage: ClassVar[Stage] = "values"
     options: ClassVar[Mapping[str, Value | None]] = {}
@@ -36,7 +37,7 @@ class Int8:
 
     def refusal(self, subject: Subject, choice: Choice) -> str | None:
         """Refuse models without linear layers, and what torchao cannot do."""
-        return why_not_linear(subject, choice, self.name)
+        return why_not_linear(subject, choice, self.options)
 
     def shrink(self, subject: Subject, choice: Choice, calibration: Calibration) -> None:
         """Quantize the linear layers of the base model."""

@@ -16,7 +16,8 @@ from plimsoll.records.plan import Choice, Value
 from plimsoll.weights.coded_embedding import decode_rows_only
 from plimsoll.weights.parts import is_made_of_parts
 from plimsoll.weights.shrink._base import Calibration, Choices, Need, Stage, Subject
-from plimsoll.weights.shrink._torchao import num_holders, say_quantized, unknown_options, why_not
+from plimsoll.weights.shrink._options import unknown_option
+from plimsoll.weights.shrink._torchao import num_holders, say_quantized, why_not
 from plimsoll.weights.shrink.int8 import int8_config
 
 
@@ -42,7 +43,7 @@ class Int8Embeddings:
 
     def refusal(self, subject: Subject, choice: Choice) -> str | None:
         """Refuse tables that are shared with the output, are none of torch, or are quantized."""
-        fault = unknown_options(choice) or why_not(subject, self.name)
+        fault = unknown_option(choice, self.options) or why_not(subject, self.name)
         if fault is not None:
             return fault
         model: Any = subject.model

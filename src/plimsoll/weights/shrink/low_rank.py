@@ -74,7 +74,7 @@ class LowRank:
         if not any(_rank(model.get_submodule(name), choice) for name in names):
             sizes = sorted({tuple(sizes_of(model.get_submodule(name))) for name in names})
             return (
-                f"no rank of `{choice}` makes a layer of {', '.join(f'{a} x {b}' for a, b in sizes)} smaller: "
+                f"no rank of `{choice.in_full}` makes a layer of {', '.join(f'{a} x {b}' for a, b in sizes)} smaller: "
                 "give a smaller rank or share"
             )
         return None

@@ -43,10 +43,12 @@ class TwoFour:
 
     def refusal(self, subject: Subject, choice: Choice) -> str | None:
         """Refuse models none of whose layers has rows of fours."""
-        fault = why_no_zeros(subject, choice)
+        fault = why_no_zeros(subject, choice, self.options)
         if fault is None and not _of_fours(subject.model):
             widths = sorted({sizes_of(one)[0] for one in layers_of(subject.model).values()})
-            return f"{choice}: no linear layer reads a multiple of {_GROUP} numbers ({widths}): use another method"
+            return (
+                f"{choice.in_full}: no linear layer reads a multiple of {_GROUP} numbers ({widths}): use another method"
+            )
         return fault
 
     def shrink(self, subject: Subject, choice: Choice, calibration: Calibration) -> None:

@@ -41,7 +41,7 @@ class Unstructured:
 
     def refusal(self, subject: Subject, choice: Choice) -> str | None:
         """Refuse shares that leave all or nothing, and models without linear layers."""
-        return why_no_zeros(subject, choice, share=_SHARE)
+        return why_no_zeros(subject, choice, self.options)
 
     def shrink(self, subject: Subject, choice: Choice, calibration: Calibration) -> None:
         """Set the share of each layer that is smallest to zero."""

@@ -40,4 +40,4 @@ def test_none_and_all_are_refused(num_parts: int, share: float, said: str | None
 
 @pytest.mark.parametrize("share", [0, 1, -0.5, True, "half", 2])
 def test_a_share_is_between_none_and_all(share: float | str):
-    assert f"cannot take away a share of {share}" in str(options_fault(Choice(technique="x", options={"share": share})))
+    assert f"`share` {share} is not the share" in str(options_fault(Choice(technique="x", options={"share": share})))

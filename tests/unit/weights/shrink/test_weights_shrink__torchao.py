@@ -46,9 +46,10 @@ def test_without_torchao_it_is_said_what_to_install(monkeypatch):
 def test_options_that_there_are_not():
     subject = Subject(made("bert"))
     assert SHRINKERS["int8"].refusal(subject, choice_of("int8", bits=4)) == (
-        "int8=4: int8 has no option bits, it has none: leave it out"
+        "`int8` has no option `bits` (4): it takes no options; leave it out"
     )
-    assert "group 'all' is no int" in SHRINKERS["int4"].refusal(subject, choice_of("int4", group="all"))
+    fault = SHRINKERS["int4"].refusal(subject, choice_of("int4", group="all"))
+    assert fault == "`group` all is none there is: give one of 32, 64, 128"
 
 
 def test_the_configuration_says_what_transformers_would():

@@ -11,6 +11,7 @@ from plimsoll.records.plan import Choice
 from plimsoll.weights.parts import model_bytes
 from plimsoll.weights.shrink import Calibration, Subject
 from plimsoll.weights.shrink.bf16 import Bf16
+from quantized_models import made, shrunk
 
 CHOICE = Choice(technique="bf16")
 
@@ -34,12 +35,17 @@ def test_half_the_bytes_and_loaded_as_it_is(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("made", "choice", "said"),
+    ("make", "choice", "said"),
     [
         (lambda: nn.LSTM(4, 4), CHOICE, "LSTM has recurrent layers"),
         (lambda: model().bfloat16(), CHOICE, "no weight of GPT2LMHeadModel is wider than 16 bits"),
+        (
+            lambda: shrunk("float8", made("bert")),
+            CHOICE,
+            "bf16: bert.encoder.layer.0.attention.self.query.weight is quantized and stays as it is: do bf16 before",
+        ),
         (model, Choice(technique="bf16", options={"bits": 7}), "`bf16` has no option `bits`"),
     ],
 )
-def test_what_cannot_be_is_refused(made, choice, said):
-    assert said in Bf16().refusal(Subject(made()), choice)
+def test_what_cannot_be_is_refused(make, choice, said):
+    assert said in Bf16().refusal(Subject(make()), choice)

@@ -111,10 +111,10 @@ def test_experts_and_models_without_such_layers_are_refused_with_what_was_looked
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"share": 1}, "cannot take away a share of 1: give one between 0 and 1"),
-        ({"share": "half"}, "cannot take away a share of half"),
-        ({"keep": 2}, "channels has no option keep: use share, importance"),
-        ({"importance": "luck"}, "knows no importance luck: use magnitude, taylor, activation"),
+        ({"share": 1}, "`share` 1 is not the share that is taken away: give a number between 0 and 1"),
+        ({"share": "half"}, "`share` half is not the share"),
+        ({"keep": 2}, "`channels` has no option `keep` (2): it takes `share`, `importance`; leave it out"),
+        ({"importance": "luck"}, "`importance` luck is none there is: give one of magnitude, taylor, activation"),
         ({"share": 0.01}, "a share of 0.01 of 24 channels is none of them: give a share from 0.0417 to 0.958"),
     ],
 )

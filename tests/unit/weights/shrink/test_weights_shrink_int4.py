@@ -47,11 +47,11 @@ def test_sizes_without_a_kernel_are_refused():
     subject = Subject(made("bert", hidden_size=24, intermediate_size=40))
     fault = SHRINKERS["int4"].menu(subject)
     assert fault == (
-        "int4=32: no linear layer reads a multiple of 32 numbers and gives a multiple of 16 (24 x 24, 24 x 40, 40 x "
-        "24): use int8"
+        "int4(group=32): no linear layer reads a multiple of 32 numbers and gives a multiple of 16 (24 x 24, 24 x 40, "
+        "40 x 24): use int8"
     )
     fault = SHRINKERS["int4"].refusal(Subject(made("bert")), choice_of("int4", group=48))
-    assert fault == "int4=48: the kernel has groups of 32, 64, 128 numbers: give one of them"
+    assert fault == "`group` 48 is none there is: give one of 32, 64, 128"
 
 
 def test_the_menu_has_small_and_large_groups():
@@ -66,4 +66,9 @@ def test_what_decodes_to_float32_does_not_go_with_bfloat16():
     fault = SHRINKERS["int4"].refusal(subject, choice_of("int4"))
     assert "word_embeddings.weight is quantized and decodes to float32: give compute=fp32" in fault
     assert SHRINKERS["int4"].refusal(subject, choice_of("int4", compute="fp32")) is None
-    assert "compute fp8 is none there is" in SHRINKERS["int4"].refusal(subject, choice_of("int4", compute="fp8"))
+    assert SHRINKERS["int4"].refusal(subject, choice_of("int4")).endswith("give compute=fp32 or do int4 alone")
+    half = Subject(shrunk("int8_embeddings", shrunk("bf16", made("bert"))))
+    assert SHRINKERS["int4"].refusal(half, choice_of("int4")) is None
+    assert "decodes to bfloat16: give" in SHRINKERS["int4"].refusal(half, choice_of("int4", compute="fp32"))
+    assert logits(shrunk("int4", half.model)).isfinite().all()
+    assert "`compute` fp8 is none there is" in SHRINKERS["int4"].refusal(subject, choice_of("int4", compute="fp8"))

@@ -28,6 +28,6 @@ def test_it_is_not_offered_and_says_why():
 
 def test_shares_that_leave_all_or_nothing():
     method, subject = SHRINKERS["unstructured"], Subject(made("bert"))
-    assert "a share of 1 leaves all or nothing" in method.refusal(subject, choice_of("unstructured", share=1.0))
+    assert "`share` 1.0 is not the share" in method.refusal(subject, choice_of("unstructured", share=1.0))
     assert method.refusal(subject, choice_of("unstructured")) is None
     assert model_bytes(shrunk("unstructured", made("bert").to("meta"))) > 0
