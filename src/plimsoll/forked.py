@@ -18,6 +18,7 @@ from multiprocessing import current_process, get_context
 from typing import Any
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_PARENT = "PLIMSOLL_PARENT"
 
 
 def forked_pool(
@@ -47,6 +48,18 @@ def _begin(parent: int, begin: Callable[..., None], arguments: tuple[Any, ...]) 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is interrupted, and ends this process
     end_with(parent)
     begin(*arguments)
+
+
+def ending_with_this() -> dict[str, str]:
+    """Return the environment in which a Plimsoll command that this process starts ends with it, see `end_as_asked`."""
+    return os.environ | {_PARENT: str(os.getpid())}
+
+
+def end_as_asked() -> None:
+    """End this process with the one that started it, where that asked for it; not those that this one starts."""
+    parent = os.environ.pop(_PARENT, None)
+    if parent is not None:
+        end_with(int(parent))
 
 
 def end_with(parent: int) -> None:

@@ -72,3 +72,28 @@ def test_the_processes_end_with_the_one_that_forked_them_however_it_ends():
     while psutil.pid_exists(child) and psutil.Process(child).status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+STARTED = """
+import os, subprocess, sys, time
+from plimsoll.forked import end_as_asked, ending_with_this
+if len(sys.argv) == 1:
+    child = subprocess.Popen([sys.executable, __file__, "child"], env=ending_with_this())
+    print(child.pid, flush=True)
+    child.wait()
+end_as_asked()
+assert "PLIMSOLL_PARENT" not in os.environ, "those that this one starts do not end with that one"
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_command_that_was_started_so_ends_with_the_one_that_did(tmp_path):
+    script = tmp_path / "started.py"
+    script.write_text(STARTED)
+    parent = subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True, env=environment())
+    child = psutil.Process(int(parent.stdout.readline()))
+    assert parent.stdout.readline() == "ready\n"
+    parent.kill()
+    parent.communicate()
+    child.wait(LONGEST_SECONDS)

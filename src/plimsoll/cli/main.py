@@ -14,6 +14,7 @@ import typer
 from plimsoll.cli import apply, data, embeddings, explain, plan, predict, probe, report, shrink, train, workers
 from plimsoll.cli.output import tell
 from plimsoll.errors import PlimsollError
+from plimsoll.forked import end_as_asked
 
 app = typer.Typer(
     name="plimsoll",
@@ -77,6 +78,7 @@ def main() -> None:
     Typer itself ends it with 130 after Ctrl-C. Results are printed by `plimsoll.cli.output.show`, which bears that
     their reader goes away (``| head``).
     """
+    end_as_asked()
     try:
         app()
     except PlimsollError as error:

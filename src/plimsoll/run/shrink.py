@@ -255,7 +255,6 @@ class _Shrinking:
         taken = self._chains(target_bytes)
         for number, guess in enumerate(taken):
             self.progress(_CHAINS, number, len(taken))
-            self._models = [one for one in self._models if one.chain != guess.chain]
             self._try(guess.chain, recovers=True)
         self.progress(_CHAINS, len(taken), len(taken))
         self._models = [self._judged(model, target_bytes) for model in self._models]
@@ -328,7 +327,8 @@ class _Shrinking:
             self.say(f"{name}: {error}")
 
     def _add(self, small: Small) -> None:
-        self._models.append(small)
+        """Have a model in the list, in the place of what the same chain came to without training."""
+        self._models = [*(one for one in self._models if one.chain != small.chain), small]
         self.say(_sentence(small))
 
     def _can_recover(self, chain: Chain) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -104,9 +105,16 @@ def _read(path: Path) -> Any:
 
 
 def take(folder: Path, out: Path) -> None:
-    """Move the files of the model that was chosen to where they were asked for."""
-    for path in sorted(folder.iterdir()):
-        target = out / path.name
-        if target.is_dir():
-            shutil.rmtree(target)
-        path.replace(target)
+    """Put the files of the model that was chosen where they were asked for; they stay where they are, too."""
+    for path in sorted(folder.rglob("*")):
+        target = out / path.relative_to(folder)
+        if path.is_dir():
+            target.mkdir(exist_ok=True)
+            continue
+        temporary = target.with_name(f"{target.name}.tmp-{os.getpid()}")
+        temporary.unlink(missing_ok=True)
+        try:
+            temporary.hardlink_to(path)
+        except OSError:  # a file system without links
+            shutil.copyfile(path, temporary)
+        temporary.replace(target)

@@ -20,7 +20,7 @@ from typing import Any, ClassVar, NoReturn, Self
 
 from plimsoll import errors
 from plimsoll.errors import InputError, KilledError, PlimsollError
-from plimsoll.forked import end_with
+from plimsoll.forked import ending_with_this
 from plimsoll.records.base import Frozen, Record
 from plimsoll.records.job import Job
 from plimsoll.records.plan import Choice, Pin
@@ -28,9 +28,6 @@ from plimsoll.records.prediction import Estimate
 from plimsoll.records.shrink import Form, InferenceCost, Quality
 
 Chain = tuple[Choice, ...]
-
-PARENT = "PLIMSOLL_PARENT"
-"""In the environment of a process that is started here: who it ends with."""
 
 
 class ShrinkRequest(Record):
@@ -85,10 +82,9 @@ class ShrinkProcess:
         self._command = [sys.executable, "-m", "plimsoll", "shrink-worker", str(request)]
 
     def __enter__(self) -> Self:
-        environment = os.environ | {PARENT: str(os.getpid())}  # which it does not outlive
         pipe = subprocess.PIPE
         self._process = subprocess.Popen(
-            self._command, stdin=pipe, stdout=pipe, text=True, env=environment, process_group=0
+            self._command, stdin=pipe, stdout=pipe, text=True, env=ending_with_this(), process_group=0
         )
         return self
 
@@ -157,7 +153,6 @@ def serve(answers_of: Callable[[], Mapping[str, Callable[..., Any]]]) -> None:
 
     ``answers_of`` is called behind that change, and may import what prints.
     """
-    end_with(int(os.environ.get(PARENT, os.getppid())))
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # libraries print what nobody asked for
     known = answers_of()

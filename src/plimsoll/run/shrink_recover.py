@@ -9,16 +9,14 @@ Does NOT look for a better learning rate, and keeps the job's own schedule, whos
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
 from plimsoll.errors import InputError
-from plimsoll.forked import end_with
+from plimsoll.forked import ending_with_this
 from plimsoll.records.base import write_atomically
 from plimsoll.records.device import Budget
 from plimsoll.records.job import CheckpointPolicy, Job, TokenizerSource
@@ -61,8 +59,8 @@ def train_again(  # noqa: PLR0917 -- one call
         arguments = [str(place / "job.yaml"), "--cache", str(cache), "--force"]
         arguments += [] if budget_bytes is not None else ["--no-plan"]
     command = [sys.executable, "-m", "plimsoll", "train", *arguments, "--out", str(run), "--json"]
-    ends_with = partial(end_with, os.getpid())  # what goes on without us would be in the way of the next command
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, preexec_fn=ends_with)
+    # What went on without this process would be in the way of the next command.
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, env=ending_with_this())
     if done.returncode:
         raise InputError(f"{source.folder} cannot be trained ({_why(done.stdout)}): set --recover 0, or correct that")
     return Trained(run / "model", cost_of(RunRecord.from_directory(run)))

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import subprocess
 import sys
 import time
@@ -31,7 +30,7 @@ from plimsoll.data.sketch import sketch_texts
 from plimsoll.device.base import backend_for
 from plimsoll.device.data_limit import set_up_heap
 from plimsoll.errors import DataError, InputError, PlimsollError, WeightsError
-from plimsoll.forked import end_with
+from plimsoll.forked import ending_with_this
 from plimsoll.memory.lowering.cpu import CpuLowering
 from plimsoll.models.hugging_face import MODEL_FAULTS
 from plimsoll.models.inference import InferenceTask
@@ -46,7 +45,7 @@ from plimsoll.run.inference_model import import_first, load_for_inference
 from plimsoll.run.rehearse import rehearse_job
 from plimsoll.run.rehearse_inference import Compute, rehearse_inference
 from plimsoll.run.shrink_evidence import Evidence, JobEvidence, TextEvidence
-from plimsoll.run.shrink_process import PARENT, Made, Offer, ShrinkRequest, Source
+from plimsoll.run.shrink_process import Made, Offer, ShrinkRequest, Source
 from plimsoll.run.targets import StartedBaseline, find_target
 from plimsoll.techniques.heap import Heap
 from plimsoll.weights.loading import open_checkpoint
@@ -270,8 +269,7 @@ def _measured_apart(request: ShrinkRequest, source: Source) -> InferenceCost:
     """Measure a model in a process that is started for it."""
     command = [sys.executable, "-m", "plimsoll", "measure-worker"]
     asked = json.dumps({"request": request.to_json(), "source": source.model_dump()})
-    environment = os.environ | {PARENT: str(os.getpid())}  # which it does not outlive
-    done = subprocess.run(command, input=asked, capture_output=True, text=True, check=False, env=environment)
+    done = subprocess.run(command, input=asked, capture_output=True, text=True, check=False, env=ending_with_this())
     if done.returncode:
         last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
         raise InputError(f"{source.folder} cannot be applied ({last}): leave that method out with --forbid")
@@ -327,7 +325,6 @@ def _row_seconds(compute: Compute, model: nn.Module, batch: dict[str, Tensor]) -
 
 def print_measured() -> None:
     """Print what applying a model takes, as JSON; which one and on what data, comes on standard input."""
-    end_with(int(os.environ.get(PARENT, os.getppid())))
     asked = json.loads(sys.stdin.read())
     request, source = ShrinkRequest.from_json(asked["request"]), Source.model_validate(asked["source"])
     tokenizer = None if source.tokenizer is None else Path(source.tokenizer)

@@ -42,4 +42,5 @@ def test_files_of_a_model_that_was_there_are_replaced(tmp_path):
         (tmp_path / name / "config.json").write_text(json.dumps(text))
     take(tmp_path / "new", tmp_path / "out")
     assert (tmp_path / "out" / "1_Pooling" / "config.json").read_text() == "2"
-    assert not list((tmp_path / "new").iterdir())
+    assert (tmp_path / "new" / "config.json").is_file(), "a command that is stopped here finds it again"
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["1_Pooling", "config.json"]
