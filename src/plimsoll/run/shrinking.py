@@ -9,6 +9,7 @@ Does NOT search and does not train.
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 import subprocess
@@ -51,6 +52,7 @@ from plimsoll.techniques.heap import Heap
 from plimsoll.weights.loading import open_checkpoint
 from plimsoll.weights.parts import cast_saved, model_bytes
 from plimsoll.weights.shrink import SHRINKERS, Calibration, Shrinker, Subject
+from plimsoll.weights.shrink._options import unknown_option
 
 _PASSES_MEASURED = 8
 _TIGHT = Choice(technique=Heap.name, options={"mapped_from": "128KiB"})  # the heap that a peak is measured in
@@ -63,6 +65,7 @@ class Workshop:
     folder: Path
     evidence: Evidence
     _training_baseline: Estimate | None = None
+    _sketched: Subject | None = None
 
     def offers(self) -> tuple[Offer, ...]:
         """Ask each method what it has for the original."""
@@ -87,22 +90,21 @@ class Workshop:
             given = dict(pin.options)
             if pin.value is not None:
                 given[next(iter(method.options), "value")] = pin.value
-            for name in given:
-                if name not in method.options:
-                    known = ", ".join(method.options) or "none"
-                    raise WeightsError(f"{method.name} has no option `{name}` (it has: {known}): leave it out")
+            choice = Choice(technique=method.name, options=given)
+            fault = unknown_option(choice, method.options)
+            if fault is not None:
+                raise WeightsError(fault)
             if found and _method(found[-1].technique).stage == "values" and method.stage != "values":
                 raise WeightsError(
                     f"{method.name} changes shapes and {found[-1]} the bits of values, which must be last: give "
                     f"--method {method.name} before --method {found[-1].technique}"
                 )
-            found.append(Choice(technique=method.name, options=given))
+            found.append(choice)
         return tuple(found)
 
     def weight_bytes(self, chain: Sequence[Choice]) -> int | None:
         """Return the bytes of the weights after a chain, without making it; ``None`` if a method refuses its part."""
-        subject = self._subject(self.folder, None)
-        subject.model = subject.model.to("meta")
+        subject = self._sketch()
         try:
             for choice in chain:
                 counts = "corpus" in _method(choice.technique).needs(choice)
@@ -186,6 +188,13 @@ class Workshop:
         except (InputError, NotImplementedError):
             return None
         return target.count(trace).peak
+
+    def _sketch(self) -> Subject:
+        """The original on the meta device, read once."""
+        if self._sketched is None:
+            self._sketched = self._subject(self.folder, None)
+            self._sketched.model.to("meta")
+        return Subject(copy.deepcopy(self._sketched.model), self._sketched.tokenizer)
 
     def _subject(self, folder: Path, tokenizer: str | None) -> Subject:
         own = None if tokenizer is None else Path(tokenizer)

@@ -101,8 +101,8 @@ def test_weights_are_written_in_the_type_they_had(place, tmp_path):
     ("pins", "said"),
     [
         ("heds=0.5", "there is no method `heds`; did you mean `heads`?"),
-        ("layers(keeps=3)", "layers has no option `keeps` (it has: keep, share, importance)"),
-        ("int8=3", "int8 has no option `value` (it has: none)"),
+        ("layers(keeps=3)", "`layers` has no option `keeps` (3): it takes `keep`, `share`, `importance`"),
+        ("int8=3", "`int8` has no option `value` (3): it takes no options"),
         ("int8 layers=1", "layers changes shapes and int8 the bits of values, which must be last"),
     ],
 )
