@@ -166,6 +166,7 @@ print(json.dumps([len(facts.oom_events), facts.peak_bytes, limit_bytes]))
 """
 
 
+@pytest.mark.slow
 def test_inside_a_real_limit_the_results_are_the_same(tmp_path: Path) -> None:
     sizes = {"hidden_size": 128, "intermediate_size": 512, "max_position_embeddings": 512}
     folder = model_folder(tmp_path / "m", "BertForSequenceClassification", num_labels=3, **sizes)

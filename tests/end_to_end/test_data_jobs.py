@@ -50,9 +50,8 @@ def job_of(folder: Path, table: Path, **data: object) -> Path:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "way", [pytest.param(way, marks=[pytest.mark.slow] if way == "by length" else []) for way in WAYS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
 def test_a_run_that_was_killed_goes_on_with_the_same_batches(way: str, table: Path, tmp_path: Path):
     job, cache = job_of(tmp_path, table, **WAYS[way]), tmp_path / "cache"
     trained(job, "--out", tmp_path / "undisturbed", "--cache", cache, "--no-plan")

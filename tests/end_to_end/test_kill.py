@@ -140,6 +140,7 @@ def test_a_death_before_the_first_checkpoint_starts_anew(slow_job, cache, undist
     }
 
 
+@pytest.mark.slow
 def test_when_only_the_supervisor_is_killed_the_training_process_saves_and_ends(slow_job, cache, tmp_path):
     run = tmp_path / "run"
     process = start("train", slow_job, "--out", run, "--cache", cache, "--json")

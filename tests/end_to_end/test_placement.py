@@ -103,7 +103,8 @@ def test_a_limit_of_half_the_weights_holds_and_changes_nothing(folder, least, tm
     assert "alloc" in plain.stderr or "MemoryError" in plain.stderr
 
 
-@pytest.mark.parametrize("dtype", [pytest.param("stored", marks=pytest.mark.slow), "bf16"])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["stored", "bf16"])
 def test_the_command_does_what_it_has_planned_and_no_pass_runs_out(dtype, tmp_path):
     """Of a vocabulary as real models have it, whose output layer is a third of the weights."""
     wide = {"num_hidden_layers": 6, "hidden_size": 512, "num_attention_heads": 8, "vocab_size": 20_000}

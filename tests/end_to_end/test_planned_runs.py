@@ -69,6 +69,7 @@ def test_a_run_is_exactly_the_plan_it_is_given(planned, planned_run):
     assert not record.oom_events
 
 
+@pytest.mark.slow
 def test_a_planned_run_goes_on_as_it_was_and_under_another_budget_plans_again(planned, planned_run, tmp_path):
     run = shutil.copytree(planned_run, tmp_path / "run")
     trained("--resume", "--out", run, "--set", "steps=3")

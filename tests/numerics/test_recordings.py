@@ -279,6 +279,7 @@ def recorded(path: Path, *arguments: str) -> subprocess.CompletedProcess:
     )
 
 
+@pytest.mark.slow
 def test_recording_goes_through_on_the_cpu(tmp_path):
     path = tmp_path / "cpu.json.gz"
     only = ["--only", "gru-cls-2x16-fp32-adamw-tiny", "gru-cls-8x16", "probe:"]
