@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from transformers import AutoModel, AutoTokenizer
 from commands import plimsoll, start
+from transformers import AutoModel, AutoTokenizer
 
 from model_folders import model_folder, some_texts, write_rows
 
