@@ -113,7 +113,7 @@ def test_after_a_kill_the_same_command_goes_on_and_makes_nothing_twice(run, tmp_
     while not list(models.glob("*/small-*.json")) and process.poll() is None:
         time.sleep(0.1)
     process.send_signal(signal.SIGKILL)
-    process.wait()
+    process.communicate()
     kept = {path: path.stat().st_mtime_ns for path in models.glob("*/small-*.json")}
     assert kept
     record = shrunk(*command, "--keep-all")
