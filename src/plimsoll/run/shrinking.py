@@ -109,7 +109,7 @@ class Workshop:
             for choice in chain:
                 counts = "corpus" in _method(choice.technique).needs(choice)
                 self._apply(subject, choice, self._calibration(choice, None) if counts else Calibration())
-        except (InputError, NotImplementedError):
+        except InputError:
             return None
         return model_bytes(subject.model)
 
@@ -169,7 +169,7 @@ class Workshop:
                 rows=cost.rows,
                 longest_tokens=cost.longest_tokens,
             )
-        except (InputError, NotImplementedError):
+        except InputError:
             return None
         return target.count(trace, (_TIGHT,)).peak
 
@@ -185,7 +185,7 @@ class Workshop:
         target = find_target("cpu", None, lambda: baseline)
         try:
             trace = rehearse_job(job, sketch_texts(job), target.lowering(), (micro_batch_choice(job.batch_size),))
-        except (InputError, NotImplementedError):
+        except InputError:
             return None
         return target.count(trace).peak
 

@@ -9,7 +9,7 @@ Does NOT cover quality: what a method costs is measured by the caller, on the us
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 
@@ -96,3 +96,9 @@ class Shrinker(Protocol):
         calibration: what is kept is then any of the right number.
         """
         ...
+
+
+def possible(method: Shrinker, subject: Subject, choices: Iterable[Choice]) -> Choices | str:
+    """Return those of some choices that a method does not refuse, or why it refuses the last, the strongest."""
+    faults = {choice: method.refusal(subject, choice) for choice in choices}
+    return tuple(choice for choice, fault in faults.items() if fault is None) or str([*faults.values()][-1])

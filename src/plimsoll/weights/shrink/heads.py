@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from plimsoll.records.plan import Choice, Value
 from plimsoll.weights.shrink._attention import Attention, attentions_of, group_scores, head_width_of
-from plimsoll.weights.shrink._base import Calibration, Choices, Need, Stage, Subject
+from plimsoll.weights.shrink._base import Calibration, Choices, Need, Stage, Subject, possible
 from plimsoll.weights.shrink._importance import best, is_meta
 from plimsoll.weights.shrink._shares import (
     NEEDS,
@@ -51,9 +51,7 @@ class Heads:
     def menu(self, subject: Subject) -> Choices | str:
         """Offer a quarter and a half of the heads."""
         choices = [Choice(technique=self.name, options={"share": share}) for share in (0.25, 0.5)]
-        faults = [self.refusal(subject, choice) for choice in choices]
-        offered = tuple(choice for choice, fault in zip(choices, faults, strict=True) if fault is None)
-        return offered or str(faults[-1])
+        return possible(self, subject, choices)
 
     def needs(self, choice: Choice) -> frozenset[Need]:
         """Need what the importance does."""

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from plimsoll.records.plan import Choice, Value
 from plimsoll.weights.shrink._attention import Attention, attentions_of, head_width_of
-from plimsoll.weights.shrink._base import Calibration, Choices, Need, Stage, Subject
+from plimsoll.weights.shrink._base import Calibration, Choices, Need, Stage, Subject, possible
 from plimsoll.weights.shrink._importance import Rows, best, first_order, is_meta, norms, read_scores
 from plimsoll.weights.shrink._shares import (
     NEEDS,
@@ -81,9 +81,7 @@ class Hidden:
         choices = [
             Choice(technique=self.name, options={"share": share, "importance": "activation"}) for share in shares
         ]
-        faults = [self.refusal(subject, choice) for choice in choices]
-        offered = tuple(choice for choice, fault in zip(choices, faults, strict=True) if fault is None)
-        return offered or str(faults[-1])
+        return possible(self, subject, choices)
 
     def needs(self, choice: Choice) -> frozenset[Need]:
         """Need what the importance does."""

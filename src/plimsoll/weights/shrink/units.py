@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from plimsoll.records.plan import Choice, Value
-from plimsoll.weights.shrink._base import Calibration, Choices, Need, Stage, Subject
+from plimsoll.weights.shrink._base import Calibration, Choices, Need, Stage, Subject, possible
 from plimsoll.weights.shrink._importance import best, first_order, is_meta, norms, passes
 from plimsoll.weights.shrink._shares import (
     NEEDS,
@@ -66,9 +66,7 @@ class Units:
     def menu(self, subject: Subject) -> Choices | str:
         """Offer an eighth, a quarter and a half."""
         choices = [Choice(technique=self.name, options={"share": share}) for share in (0.125, 0.25, 0.5)]
-        faults = [self.refusal(subject, choice) for choice in choices]
-        offered = tuple(choice for choice, fault in zip(choices, faults, strict=True) if fault is None)
-        return offered or str(faults[-1])
+        return possible(self, subject, choices)
 
     def needs(self, choice: Choice) -> frozenset[Need]:
         """Need what the importance does."""
