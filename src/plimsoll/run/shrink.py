@@ -199,7 +199,7 @@ class _Shrinking:
         record = ShrinkRecord(
             model=str(self.source.folder),
             task="embed" if self.source.job is None else self.source.job.task,
-            evaluated_on=self.source.described,
+            evaluated_on=f"{self.source.described}, {self._models[0].quality.num_samples:,} samples",
             output=out,
             target_bytes=self.options.target_bytes,
             budget_bytes=self.options.budget_bytes,
