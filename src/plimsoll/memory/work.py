@@ -11,7 +11,8 @@ A lowering that runs no op for a product of the target's (cuDNN's recurrent laye
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
 from typing import Any, NamedTuple
@@ -53,6 +54,16 @@ _said: ContextVar[tuple[int, int]] = ContextVar("said", default=_NONE)
 def add_work(flops: int, moved_bytes: int) -> None:
     """Say that the op that follows stands for products of so many operations, which move so many bytes."""
     _said.set((_said.get()[0] + flops, _said.get()[1] + moved_bytes))
+
+
+@contextmanager
+def nothing_said() -> Iterator[None]:
+    """Let a record begin with nothing said: what was said before it, of an op that nobody recorded, is not its own."""
+    before = _said.set(_NONE)
+    try:
+        yield
+    finally:
+        _said.reset(before)
 
 
 class Work(NamedTuple):

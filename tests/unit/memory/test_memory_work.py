@@ -110,6 +110,17 @@ def test_what_a_lowering_says_belongs_to_one_op():
     assert [work for _, work in counted.work] == [Work(1000, 8, 0, "float32"), NO_WORK]
 
 
+def test_what_is_said_outside_of_a_record_is_in_none():
+    add_work(1000, 8)
+    recorder = Recorder()
+    with recorder:
+        torch.empty(3)
+    with Counted() as counted:
+        torch.empty(3)
+    assert recorder.trace("measured", "cpu").ops.flops == (0,)
+    assert [work for _, work in counted.work] == [Work(1000, 8, 0, "float32")]  # still said, of what follows
+
+
 def test_cudnns_layer_has_the_products_of_all_its_weights_three_times():
     with rehearsal(CudaLowering((8, 6))) as place:
         place.recorder.step = 1
