@@ -2,7 +2,8 @@
 
 Transformers says what such a folder is in ``quantization_config``. The model is built as if it were dense, each of its
 weights is then made of its parts in the file (`plimsoll.weights.loading.coded`), and in the end it says again that it
-is quantized, so that it can be saved as it was. Tables of embeddings decode only the rows that are looked up.
+is quantized, so that it can be saved as it was. Tables of embeddings decode only the rows that are looked up, and layers
+whose inputs are quantized too take some rows after the other.
 
 It does NOT cover what other libraries quantized, and does not change what is quantized: not its type, its vocabulary,
 its adapters.
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from plimsoll.errors import WeightsError
 from plimsoll.weights.coded_embedding import decode_rows_only
+from plimsoll.weights.coded_linear import compute_in_rows
 from plimsoll.weights.int4 import PLAIN, packed_of
 from plimsoll.weights.loading import Checkpoint, Coded, Entry
 from plimsoll.weights.saved_by import saved_by
@@ -74,7 +76,7 @@ def coded_value(coded: Coded, device: torch.device, part_of: Callable[[Entry], T
 
 
 def make_coded(model: PreTrainedModel, said: dict[str, Any] | None) -> None:
-    """Have a model that was filled with weights of torchao say so, and decode only those rows that are looked up."""
+    """Have a model that was filled with weights of torchao say so, and compute in as little as it can."""
     if said is None:
         return
     from transformers import TorchAoConfig
@@ -85,3 +87,4 @@ def make_coded(model: PreTrainedModel, said: dict[str, Any] | None) -> None:
     quantized.config.quantization_config = config
     quantized.hf_quantizer = saved_by(config)
     decode_rows_only(model)
+    compute_in_rows(model)

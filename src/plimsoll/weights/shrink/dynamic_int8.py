@@ -2,8 +2,8 @@
 
 torchao's ``Int8DynamicActivationInt8WeightConfig``: the product is one of integers, so no layer is decoded. On a CPU
 without instructions for it (VNNI) such products can overflow; there the integers have 7 bits (torchao's
-``reduce_range``), which the file keeps. The products are int32, and float32 before they are scaled: three tensors of
-the size of a layer's output at once. Does NOT cover the head and embeddings.
+``reduce_range``), which the file keeps. The products are int32, and float32 before they are scaled; here some rows go
+through a layer after the other (`plimsoll.weights.coded_linear`). Does NOT cover the head and embeddings.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import ClassVar
 import torch
 
 from plimsoll.records.plan import Choice, Value
+from plimsoll.weights.coded_linear import compute_in_rows
 from plimsoll.weights.shrink._base import Calibration, Choices, Need, Stage, Subject
 from plimsoll.weights.shrink._torchao import Config, plain_layers, quantize_layers, why_not_linear
 
@@ -24,9 +25,9 @@ class DynamicInt8:
     name: ClassVar[str] = "dynamic_int8"
     title: ClassVar[str] = "linear layers compute in 8 bits"
     saves: ClassVar[str] = (
-        "the file and the memory of the linear weights fall to a quarter of float32; a pass makes int32 and float32 "
-        "products of every layer's output beside them, so that with many tokens the peak may rise; whether a pass is "
-        "faster depends on the processor and the size of the layers; it cannot be trained"
+        "the file and the memory of the linear weights fall to a quarter of float32; whether a pass is faster depends "
+        "on the processor and the size of the layers; without Plimsoll a pass also makes int32 and float32 products "
+        "of a whole layer's output, so that with many tokens its peak may rise; it cannot be trained"
     )
     stage: ClassVar[Stage] = "values"
     options: ClassVar[Mapping[str, Value | None]] = {}
@@ -46,6 +47,7 @@ class DynamicInt8:
     def shrink(self, subject: Subject, choice: Choice, calibration: Calibration) -> None:
         """Quantize the linear layers of the base model."""
         quantize_layers(subject.model, [*plain_layers(subject.model)], _config())
+        compute_in_rows(subject.model)
 
 
 def _config() -> Config:

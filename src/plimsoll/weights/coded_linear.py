@@ -1,0 +1,66 @@
+"""A linear layer that computes with integers of torchao, some rows of its input after the other.
+
+torchao's product of integers is int32, and float32 before it is scaled: three tensors of the size of a layer's output
+at once, for all tokens of a pass. Each token has a scale of its own, so a part of the tokens at a time gives the same
+numbers, bit for bit, beside products as large as the layer's own weight, or `PRODUCT_BYTES`: with fewer rows a product
+of a large weight waits for the weight (x 2 in time for one of 4 MiB and products of 1). The module keeps the weight
+that it was made of, so a model is saved as before.
+
+Covers weights whose inputs are quantized when they come (``Int8DynamicActivationInt8WeightConfig``), without gradients.
+Does NOT learn.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from plimsoll.weights.parts import plain_parts
+
+PRODUCT_BYTES = 1 << 20
+"""Of one product of some rows, in int32, where the weight has no more."""
+
+
+class CodedLinear(nn.Linear):
+    """An ``nn.Linear`` over a weight of torchao, whose inputs become integers token by token.
+
+    Args:
+        weight: (F, E), in the place of the layer's own.
+        bias: (F,), or ``None``.
+    """
+
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None) -> None:
+        outputs, inputs = weight.shape
+        super().__init__(inputs, outputs, bias=bias is not None, device="meta")
+        self.weight, self.bias = weight, bias
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Compute (..., E) -> (..., F), so many rows at once that a product is small."""
+        weight_bytes = self.in_features * self.out_features
+        num_rows = max(1, max(PRODUCT_BYTES, weight_bytes) // (torch.int32.itemsize * self.out_features))
+        if input.numel() <= num_rows * self.in_features:
+            return functional.linear(input, self.weight, self.bias)
+        rows_NE = input.reshape(-1, self.in_features)
+        output_NF = rows_NE.new_empty((len(rows_NE), self.out_features))
+        for begin in range(0, len(rows_NE), num_rows):
+            rows = slice(begin, begin + num_rows)
+            output_NF[rows] = functional.linear(rows_NE[rows], self.weight, self.bias)
+        return output_NF.view(*input.shape[:-1], self.out_features)
+
+
+def compute_in_rows(model: nn.Module) -> None:
+    """Put a `CodedLinear` in the place of each plain layer whose inputs become integers."""
+    for name, module in list(model.named_modules(remove_duplicate=False)):
+        if type(module) is nn.Linear and _has_coded_inputs(module.weight):
+            made = CodedLinear(module.weight, module.bias)
+            made.train(module.training)
+            model.set_submodule(name, made)
+
+
+def _has_coded_inputs(weight: Any) -> bool:
+    # torchao's; it is not imported for a name. A scale for each row: of one for all, no part is like the whole.
+    is_int8 = type(weight).__name__ == "Int8Tensor"
+    return is_int8 and weight.act_quant_kwargs is not None and plain_parts(weight)["scale"].shape == (len(weight), 1)
