@@ -2,8 +2,8 @@
 
 Transformers says what such a folder is in ``quantization_config``. The model is built as if it were dense, each of its
 weights is then made of its parts in the file (`plimsoll.weights.loading.coded`), and in the end it says again that it
-is quantized, so that it can be saved as it was. Tables of embeddings decode only the rows that are looked up, and layers
-whose inputs are quantized too take some rows after the other.
+is quantized, so that it can be saved as it was. Tables of embeddings decode only the rows that are looked up, and
+layers whose inputs are quantized too take some rows after the other.
 
 It does NOT cover what other libraries quantized, and does not change what is quantized: not its type, its vocabulary,
 its adapters.

@@ -28,14 +28,14 @@ class CodedLinear(nn.Linear):
     """An ``nn.Linear`` over a weight of torchao, whose inputs become integers token by token.
 
     Args:
-        weight: (F, E), in the place of the layer's own.
-        bias: (F,), or ``None``.
+        layer: whose weight and bias this has, and in whose place it is put.
     """
 
-    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None) -> None:
-        outputs, inputs = weight.shape
-        super().__init__(inputs, outputs, bias=bias is not None, device="meta")
-        self.weight, self.bias = weight, bias
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__(layer.in_features, layer.out_features, bias=False, device="meta")
+        self.weight = layer.weight
+        self.register_parameter("bias", layer.bias)
+        self.train(layer.training)
 
     def forward(self, input: Tensor) -> Tensor:
         """Compute (..., E) -> (..., F), so many rows at once that a product is small."""
@@ -55,9 +55,7 @@ def compute_in_rows(model: nn.Module) -> None:
     """Put a `CodedLinear` in the place of each plain layer whose inputs become integers."""
     for name, module in list(model.named_modules(remove_duplicate=False)):
         if type(module) is nn.Linear and _has_coded_inputs(module.weight):
-            made = CodedLinear(module.weight, module.bias)
-            made.train(module.training)
-            model.set_submodule(name, made)
+            model.set_submodule(name, CodedLinear(module))
 
 
 def _has_coded_inputs(weight: Any) -> bool:
