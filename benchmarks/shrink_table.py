@@ -58,7 +58,7 @@ def sentences() -> list[tuple[str, str]]:
 def job_of(args: argparse.Namespace, folder: Path, seed: int) -> Figures:
     if args.text is not None:
         return {
-            "model": LANGUAGE_MODEL, "task": "language-modeling", "sequence_length": 128, "batch_size": 16,
+            "model": LANGUAGE_MODEL, "task": "language-modeling", "sequence_length": 128, "batch_size": 8,
             "data": {"train": [str(path.resolve()) for path in args.text], "validation": 0.1},
             "tokenizer": {"train": "bpe", "vocab_size": 6000}, "steps": args.steps, "seed": seed,
             "optimizer": {"name": "adamw", "lr": 1e-3, "clip_norm": 1.0},
