@@ -24,6 +24,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_model as save_weights
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from plimsoll.errors import JobError, OutputError
 from plimsoll.mapped import MappedPool
@@ -212,7 +213,8 @@ def _loaded_model(folder: Path, shape: TextShape, device: str, files: MappedPool
             f"model: {folder} was made for {found}, but the text has {wanted}: "
             "use the tokenizer and the task it was trained with"
         )
-    if device == "cpu":
+    is_rehearsed = isinstance(torch.empty(0), FakeTensor)  # of the shapes alone
+    if device == "cpu" and not is_rehearsed:
         return load_recurrent(folder, _build(shape))
     with torch.device(device):
         return _build(shape)(config)

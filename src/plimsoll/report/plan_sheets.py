@@ -21,7 +21,7 @@ from plimsoll.report.sheets import Column, Sheet, finished_steps, steps_of_plan
 
 MOST_REJECTED = 12  # that are shown; a page has more, folded away
 MOST_REJECTED_FOLDED = 200
-_MIB, _GIB = 1 << 20, 1 << 30
+_KIB, _MIB, _GIB = 1 << 10, 1 << 20, 1 << 30
 _BY_NUMBERS = (Column("Peak", True), Column("A step", True))
 
 
@@ -73,7 +73,9 @@ def _impossible(plan: Plan) -> str:
 
 
 def budget_word(num_bytes: int) -> str:
-    """Write the smallest budget of at least so many bytes that is short to type: ``850MiB``, ``11.3GiB``."""
+    """Write the smallest budget of at least so many bytes that is short to type: ``1234KiB``, ``850MiB``, ``11.3GiB``."""
+    if num_bytes < 10 * _MIB and num_bytes % _MIB:
+        return f"{math.ceil(num_bytes / _KIB)}KiB"
     if num_bytes <= 10 * _GIB:
         return f"{math.ceil(num_bytes / _MIB)}MiB"
     return f"{math.ceil(10 * num_bytes / _GIB) / 10:g}GiB"

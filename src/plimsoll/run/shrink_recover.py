@@ -74,14 +74,14 @@ def cost_of(record: RunRecord) -> TrainingCost:
 
 def _job_of(job: Job, source: Source, num_steps: int, budget_bytes: int | None, teacher: Path | None) -> str:
     changes: dict[str, Any] = {
-        "model": source.folder,
+        "model": str(Path(source.folder).absolute()),  # a job's paths may be taken from where it lies
         "steps": num_steps,
         "evaluate_every": None,
         "checkpoint": CheckpointPolicy(every=max(num_steps // _CHECKPOINTS, 1), keep=1),
         "budget": Budget(device_bytes=budget_bytes),
     }
     if source.tokenizer is not None:
-        changes["tokenizer"] = TokenizerSource(path=source.tokenizer)
+        changes["tokenizer"] = TokenizerSource(path=str(Path(source.tokenizer).absolute()))
     fields = job.model_copy(update=changes).model_dump(mode="json", exclude_none=True)
     if teacher is not None:
         fields["distill"] = {"teacher": str(teacher.absolute())}

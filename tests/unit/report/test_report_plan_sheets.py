@@ -78,7 +78,10 @@ def test_the_headline_says_whether_there_is_a_plan_and_what_to_do_if_there_is_no
 @pytest.mark.parametrize(
     ("num_bytes", "word"),
     [
-        (1, "1MiB"),
+        (1, "1KiB"),
+        (5 * MIB, "5MiB"),
+        (5 * MIB + 1, "5121KiB"),
+        (10 * MIB + 1, "11MiB"),
         (850 * MIB, "850MiB"),
         (850 * MIB + 1, "851MiB"),
         (10 << 30, "10240MiB"),

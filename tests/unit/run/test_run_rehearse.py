@@ -10,7 +10,7 @@ from plimsoll.memory.live import live_bytes
 from plimsoll.memory.lowering.cpu import CpuLowering
 from plimsoll.memory.lowering.cuda import CudaLowering
 from plimsoll.memory.recorder import Recorder
-from plimsoll.models.build import build_model
+from plimsoll.models.build import build_model, save_model
 from plimsoll.models.recurrent import build_recurrent
 from plimsoll.optimizers import build_optimizer
 from plimsoll.records.job import Job
@@ -217,3 +217,14 @@ def test_a_tagger_has_a_label_for_each_token(lowering):
         live_bytes(rehearse_job(tagger, texts, lowering, (micro_batch_choice(size),))).peak_bytes for size in (64, 4)
     ]
     assert peaks[0] > peaks[1]
+
+
+@pytest.mark.parametrize("num_labels", [None, 3], ids=["language model", "classifier"])
+def test_a_folder_of_a_recurrent_model_is_rehearsed_without_being_read(num_labels, tmp_path):
+    texts = TEXTS._replace(num_labels=num_labels)
+    task = "classification" if num_labels else "language-modeling"
+    new, saved = job(task=task), job(task=task, model=str(tmp_path))
+    save_model(build_model(new, *texts), tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    peaks = [live_bytes(rehearse_job(one, texts, CpuLowering(), WHOLE)).peak_bytes for one in (new, saved)]
+    assert peaks[1] == peaks[0] > 0

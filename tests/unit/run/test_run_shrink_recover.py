@@ -41,7 +41,7 @@ def refused(place, source=Source(folder="small"), budget_bytes=None, teacher=Non
 
 def test_the_job_is_the_users_but_for_the_model_and_the_steps(asked, tmp_path):
     job = refused(tmp_path)
-    assert (job.model, job.steps, job.evaluate_every, job.checkpoint.every) == ("small", 100, None, 25)
+    assert (job.steps, job.evaluate_every, job.checkpoint.every) == (100, None, 25)
     assert (job.batch_size, job.tokenizer.path, job.distill) == (4, str(tmp_path / "original"), None)
     assert "--no-plan" in asked[0]
 
@@ -50,6 +50,13 @@ def test_a_model_with_tokens_of_its_own_a_teacher_and_a_budget(asked, tmp_path):
     job = refused(tmp_path, Source(folder="small", tokenizer="/small"), 1 << 30, Path("/teacher"))
     assert (job.tokenizer.path, job.distill.teacher, job.budget.device_bytes) == ("/small", "/teacher", 1 << 30)
     assert "--no-plan" not in asked[0]
+
+
+def test_paths_are_those_of_where_the_command_was_given(asked, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "work").mkdir()
+    job = refused(Path("work"), Source(folder="small", tokenizer="tokens"))  # the job file lies in another folder
+    assert (job.model, job.tokenizer.path) == (str(tmp_path / "small"), str(tmp_path / "tokens"))
 
 
 def test_what_was_begun_goes_on(asked, tmp_path):
