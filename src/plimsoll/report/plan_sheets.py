@@ -73,7 +73,7 @@ def _impossible(plan: Plan) -> str:
 
 
 def budget_word(num_bytes: int) -> str:
-    """Write the smallest budget of at least so many bytes that is short to type: ``1234KiB``, ``850MiB``, ``11.3GiB``."""
+    """Write the smallest budget of at least so many bytes that is short: ``1234KiB``, ``850MiB``, ``11.3GiB``."""
     if num_bytes < 10 * _MIB and num_bytes % _MIB:
         return f"{math.ceil(num_bytes / _KIB)}KiB"
     if num_bytes <= 10 * _GIB:
