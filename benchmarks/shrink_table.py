@@ -6,6 +6,7 @@
 
 For each seed a model is trained on the spot, then `plimsoll shrink` makes every choice of every method alone, measured
 before and after ``--recover`` steps of training, and then searches for the best chain under ``--share`` of the bytes.
+At last half of the layers is taken out, and the rest trained again with and without the original as its teacher.
 What a process takes is read by the kernel, and what the weights lose is held against what the peak of inference loses.
 Prints a table of means and standard deviations, and as its last line one JSON object. Linux only.
 """
@@ -27,6 +28,8 @@ from rich.console import Console
 from rich.table import Table
 
 Figures = dict[str, Any]
+
+LEAST_FALL_BYTES = 1 << 20  # below it the pages that a process has by chance are as many
 
 CLASSIFIER = {
     "architecture": "bert", "hidden_size": 192, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -88,6 +91,12 @@ def plimsoll(*arguments: Any) -> Figures:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+def shrunk(run: Path, out: Path, *arguments: Any) -> Figures:
+    """What `plimsoll shrink` says; where ``--keep`` has it from an earlier call, what it has said."""
+    record = out / "shrink.json"
+    return json.loads(record.read_text()) if record.is_file() else plimsoll("shrink", run, "--out", out, *arguments)
+
+
 def name_of(model: Figures) -> str:
     return " > ".join(
         choice["technique"]
@@ -122,7 +131,7 @@ def figures_of(model: Figures, original: Figures) -> Figures:
         "peak_fall_bytes": peak[0] - peak[1],
         "peak_bytes": cost["peak_bytes"],
         "predicted_bytes": cost["predicted"] and cost["predicted"]["likely_bytes"],
-        "speed": first["row_seconds"] / cost["row_seconds"],
+        "speed": cost["speed"],  # of passes that were timed in turn with the original's
         "training_peak_bytes": training.get("peak_bytes"),
         "training_predicted_bytes": (training.get("predicted") or {}).get("likely_bytes"),
         "training_speed": before.get("step_seconds") and training.get("step_seconds")
@@ -140,7 +149,11 @@ def table_of(found: dict[str, list[Figures]], title: str, measure: str) -> Table
     )  # fmt: skip
     table = Table(*columns, title=title)
     for name, seeds in found.items():
-        falls = [one["peak_fall_bytes"] / one["weight_fall_bytes"] for one in seeds if one["weight_fall_bytes"]]
+        falls = [
+            one["peak_fall_bytes"] / one["weight_fall_bytes"]
+            for one in seeds
+            if one["weight_fall_bytes"] > LEAST_FALL_BYTES
+        ]
         peaks = [one["training_peak_bytes"] and one["training_peak_bytes"] / 2**20 for one in seeds]
         table.add_row(
             name, spread([100 * one["share"] for one in seeds], 1), spread(falls) if falls else "-",
@@ -161,11 +174,13 @@ def main() -> None:
     parser.add_argument("--recover", type=int, default=100)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--share", type=float, default=0.25, help="of the bytes, for the search")
-    parser.add_argument("--skip-survey", action="store_true", help="search for the best chain only")
-    parser.add_argument("--keep", type=Path, help="keep the folders of work here")
+    parser.add_argument("--only", choices=("methods", "best", "teacher"), action="append", help="Default: all three")
+    parser.add_argument("--keep", type=Path, help="keep the folders of work here, and go on with those that are there")
     args = parser.parse_args()
+    only = args.only or ("methods", "best", "teacher")
     found: dict[str, list[Figures]] = {}
     best: list[Figures] = []
+    taught: dict[str, list[Figures]] = {}
     with tempfile.TemporaryDirectory(prefix="plimsoll-") as temporary:
         folder = args.keep or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
@@ -174,25 +189,32 @@ def main() -> None:
             if not (run / "model" / "config.json").is_file():
                 (folder / "job.yaml").write_text(json.dumps(job_of(args, folder, seed)))
                 plimsoll("train", folder / "job.yaml", "--out", run, "--no-plan", "--force")
-            if not args.skip_survey:
-                survey = plimsoll("shrink", run, "--out", folder / f"survey-{seed}", "--recover", args.recover)
+            if "methods" in only:
+                survey = shrunk(run, folder / f"survey-{seed}", "--recover", args.recover)
                 original = survey["models"][0]
                 for model in survey["models"][1:]:
                     found.setdefault(name_of(model), []).append(figures_of(model, original))
-            size = sum(path.stat().st_size for path in (run / "model").glob("*.safetensors"))
-            target = int(size * args.share)
-            searched = plimsoll(
-                "shrink", run, "--out", folder / f"best-{seed}", "--target", target, "--recover", args.recover
-            )
-            chosen = searched["models"][searched["best"]]
-            best.append({"chain": name_of(chosen)} | figures_of(chosen, searched["models"][0]))
+            if "best" in only:
+                size = sum(path.stat().st_size for path in (run / "model").glob("*.safetensors"))
+                options = ("--target", int(size * args.share), "--recover", args.recover)
+                searched = shrunk(run, folder / f"best-{seed}", *options)
+                chosen = searched["models"][searched["best"]]
+                best.append({"chain": name_of(chosen)} | figures_of(chosen, searched["models"][0]))
+            for name, flags in (("with", ()), ("without", ("--no-distill",))) if "teacher" in only else ():
+                options = ("--method", "layers=2", "--recover", 3 * args.recover, *flags)
+                half = shrunk(run, folder / f"half-{name}-{seed}", *options)
+                original, small = half["models"]
+                taught.setdefault(f"layers(keep=2), {name} a teacher", []).append(figures_of(small, original))
     measure = "loss" if args.text else "accuracy, %"
     title = f"{args.seeds} seeds, trained {args.steps} steps, {args.recover} again"
     if found:
         Console(width=160).print(table_of(found, title, measure))
-    chains = {f"seed {number}: {one['chain']}": [one] for number, one in enumerate(best)}
-    Console(width=160).print(table_of(chains, f"best chain under {args.share:.0%} of the bytes", measure))
-    print(json.dumps({"methods": found, "best": best}))
+    if best:
+        chains = {f"seed {number}: {one['chain']}": [one] for number, one in enumerate(best)}
+        Console(width=160).print(table_of(chains, f"best chain under {args.share:.0%} of the bytes", measure))
+    if taught:
+        Console(width=160).print(table_of(taught, f"half of the layers, {3 * args.recover} steps again", measure))
+    print(json.dumps({"methods": found, "best": best, "taught": taught}))
 
 
 if __name__ == "__main__":
