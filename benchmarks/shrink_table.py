@@ -190,13 +190,16 @@ def main() -> None:
                 (folder / "job.yaml").write_text(json.dumps(job_of(args, folder, seed)))
                 plimsoll("train", folder / "job.yaml", "--out", run, "--no-plan", "--force")
             if "methods" in only:
-                survey = shrunk(run, folder / f"survey-{seed}", "--recover", args.recover)
+                survey = shrunk(run, folder / f"survey-{seed}", "--recover", args.recover, "--keep-all")
                 original = survey["models"][0]
                 for model in survey["models"][1:]:
                     found.setdefault(name_of(model), []).append(figures_of(model, original))
             if "best" in only:
                 size = sum(path.stat().st_size for path in (run / "model").glob("*.safetensors"))
                 options = ("--target", int(size * args.share), "--recover", args.recover)
+                work = folder / f"survey-{seed}" / ".shrink"
+                if work.is_dir():  # what was measured there is not measured again
+                    work.rename((folder / f"best-{seed}").absolute() / ".shrink")
                 searched = shrunk(run, folder / f"best-{seed}", *options)
                 chosen = searched["models"][searched["best"]]
                 best.append({"chain": name_of(chosen)} | figures_of(chosen, searched["models"][0]))

@@ -49,7 +49,7 @@ def shrink(  # noqa: PLR0917 -- typer calls it by name
     tries: Annotated[int, typer.Option(help="With --target: chains of methods that are made and measured.")] = 4,
     samples: Annotated[int | None, typer.Option(help="Evaluation samples. Default: all.")] = None,
     keep_all: Annotated[
-        bool, typer.Option("--keep-all", help="Keep every model that was made in OUT/.shrink.")
+        bool, typer.Option("--keep-all", help="Keep every model in OUT/.shrink, for another --target.")
     ] = False,
     force: Annotated[bool, typer.Option("--force", help="Begin again, and overwrite --out.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,

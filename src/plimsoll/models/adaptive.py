@@ -99,6 +99,11 @@ def adaptive_loss(
     return total if reduction == "sum" else total / (targets_N != IGNORED_LABEL).sum()
 
 
+def widened(outputs: Tensor) -> Tensor:
+    """Return outputs in fp32 or better, in which a loss is computed: in 16 bits it has two or three digits."""
+    return outputs.to(torch.promote_types(outputs.dtype, torch.float32))
+
+
 def log_probabilities(head: AdaptiveLogSoftmaxWithLoss, hidden_BTH: Tensor) -> Tensor:
     """Return the log-probability (B, T, V) of every word to be next: logits that are normalised."""
     log_probabilities_NV: Tensor = head.log_prob(hidden_BTH.flatten(0, 1))
@@ -121,5 +126,4 @@ def _summed_loss(layer: nn.Module, hidden_NH: Tensor, targets_N: Tensor, rows_C:
     if rows_C is not None:
         hidden_NH, targets_N = hidden_NH.index_select(0, rows_C), targets_N.index_select(0, rows_C)
     outputs = layer(hidden_NH)
-    wide = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
-    return functional.cross_entropy(wide, targets_N, ignore_index=IGNORED_LABEL, reduction="sum")
+    return functional.cross_entropy(widened(outputs), targets_N, ignore_index=IGNORED_LABEL, reduction="sum")

@@ -30,7 +30,7 @@ from torch.nn import functional
 from torch.nn.utils.rnn import pack_padded_sequence
 
 from plimsoll.errors import InputError, JobError
-from plimsoll.models.adaptive import DIV_VALUE, adaptive_head, adaptive_loss, cutoffs_fault, log_probabilities
+from plimsoll.models.adaptive import DIV_VALUE, adaptive_head, adaptive_loss, cutoffs_fault, log_probabilities, widened
 from plimsoll.models.carried import CarriedState, run_with_resets
 from plimsoll.models.in_segments import Passed, State, Unroll, as_hidden, as_state
 from plimsoll.records.base import Frozen
@@ -204,7 +204,7 @@ class RecurrentLanguageModel(RecurrentModel):
             return adaptive_loss(self.head, hidden_BTH, targets_BT, reduction), None
         logits_BTV = self.head(hidden_BTH)
         loss = functional.cross_entropy(
-            logits_BTV.flatten(0, 1), targets_BT.flatten(), ignore_index=IGNORED_LABEL, reduction=reduction
+            widened(logits_BTV.flatten(0, 1)), targets_BT.flatten(), ignore_index=IGNORED_LABEL, reduction=reduction
         )
         return loss, logits_BTV
 
@@ -297,7 +297,8 @@ class RecurrentClassifier(RecurrentLabeller):
         """Compute the logits of the state after the last token."""
         directions = state[0][-2:] if self.config.bidirectional else state[0][-1:]
         logits_BL = self.head(self.dropout(directions.transpose(0, 1).flatten(1)))
-        return RecurrentOutput(None if labels is None else functional.cross_entropy(logits_BL, labels), logits_BL)
+        loss = None if labels is None else functional.cross_entropy(widened(logits_BL), labels)
+        return RecurrentOutput(loss, logits_BL)
 
 
 def build_recurrent(fields: dict[str, Any]) -> RecurrentModel:
@@ -340,14 +341,23 @@ def save_recurrent(model: RecurrentModel, folder: Path) -> None:
     )
 
 
-def load_recurrent(folder: Path, build: Callable[[dict[str, Any]], RecurrentModel] = build_recurrent) -> RecurrentModel:
-    """Load a model that `save_recurrent` wrote, bitwise as it was; ``build`` is `build_tagger` for a tagger.
+def load_recurrent(
+    folder: Path,
+    build: Callable[[dict[str, Any]], RecurrentModel] = build_recurrent,
+    dtype: torch.dtype = torch.float32,
+) -> RecurrentModel:
+    """Load a model that `save_recurrent` wrote, bitwise where it was of that type.
+
+    Args:
+        folder: of the model.
+        build: `build_tagger` for a tagger.
+        dtype: of the weights, whatever they have in the file.
 
     Raises:
         JobError: if a file is missing or damaged.
     """
     try:
-        model = build(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+        model = build(json.loads((folder / "config.json").read_text(encoding="utf-8"))).to(dtype)
         load_model(model, folder / "model.safetensors")
     except (OSError, json.JSONDecodeError, SafetensorError) as error:
         raise JobError(f"model: {folder} cannot be loaded as a recurrent model ({error}): save it again") from None

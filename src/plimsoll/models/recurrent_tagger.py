@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
+from plimsoll.models.adaptive import widened
 from plimsoll.models.recurrent import RecurrentLabeller, RecurrentOutput, recurrent_config
 from plimsoll.workload import IGNORED_LABEL
 
@@ -51,7 +52,8 @@ class RecurrentTagger(RecurrentLabeller):
         logits_BTL = self.head(self.dropout(hidden_BTH))
         if labels is None:
             return RecurrentOutput(None, logits_BTL)
-        loss = functional.cross_entropy(logits_BTL.flatten(0, 1), labels.flatten(), ignore_index=IGNORED_LABEL)
+        logits = widened(logits_BTL.flatten(0, 1))
+        loss = functional.cross_entropy(logits, labels.flatten(), ignore_index=IGNORED_LABEL)
         return RecurrentOutput(loss, logits_BTL)
 
 

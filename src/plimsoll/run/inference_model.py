@@ -7,6 +7,7 @@ downloaded.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,10 +23,12 @@ from plimsoll.models.hugging_face import longest_text
 from plimsoll.models.inference import read_config
 from plimsoll.models.loading import Head, load_model, sketch_checkpoint
 from plimsoll.models.quantized import Quantize
-from plimsoll.models.recurrent import RECURRENT, load_recurrent
+from plimsoll.models.recurrent import RECURRENT, build_recurrent, load_recurrent
+from plimsoll.models.recurrent_tagger import build_tagger
 from plimsoll.records.apply import Dtype
 from plimsoll.records.job import Job
 from plimsoll.store import Progress, silent
+from plimsoll.weights.loading import open_checkpoint
 
 DTYPES: Mapping[Dtype, torch.dtype | None] = {
     "stored": None,
@@ -99,14 +102,28 @@ def load_for_inference(  # noqa: PLR0917 -- as `load_model` has them
         JobError: if it lacks weights of this head, or it is recurrent and its weights cannot be read.
         WeightsError: if its weights cannot be read.
     """
-    if read_config(folder).get("architecture") in RECURRENT and quantize is None and not adapters:
-        model: nn.Module = load_recurrent(folder)
-        return model.to(device=device, dtype=dtype).eval()
+    config = read_config(folder)
+    if config.get("architecture") in RECURRENT and quantize is None and not adapters:
+        build = build_tagger if config.get("is_tagger") else build_recurrent
+        return load_recurrent(folder, build, dtype or stored_dtype(folder)).to(device).eval()
     loaded = load_model(
         folder, head=head, dtype=dtype, device=device, quantize=quantize, adapters=adapters, progress=progress
     )
     require_head(folder, head, loaded.missing)
     return loaded.model
+
+
+def stored_dtype(folder: Path) -> torch.dtype:
+    """Return what most of the weights in a folder are of; float32 where there are none.
+
+    Raises:
+        WeightsError: if they cannot be read.
+    """
+    stored: Counter[torch.dtype] = Counter()
+    for entry in open_checkpoint(folder).entries.values():
+        if entry.dtype.is_floating_point:
+            stored[entry.dtype] += entry.num_bytes
+    return stored.most_common(1)[0][0] if stored else torch.float32
 
 
 def import_first(folder: Path, head: Head) -> None:

@@ -341,9 +341,10 @@ class _Shrinking:
         """Make a model, train it where wanted, and measure it; what was done before is read."""
         recovers = recovers and bool(self.options.recover_steps) and self._can_recover(chain)
         place = self._place(chain)
-        kept = place / f"small-{int(recovers)}.json"
-        if kept.is_file():
-            return Small.model_validate_json(kept.read_text(encoding="utf-8"))
+        kept, most_kept = place / f"small-{int(recovers)}.json", place / "small-1.json"
+        for known in (most_kept, kept):  # what was trained again was judged before that, too
+            if known.is_file():
+                return Small.model_validate_json(known.read_text(encoding="utf-8"))
         source, folder = Source(folder=str(self.source.folder)), place / "model"
         made = self._fresh(source, chain, folder)
         recovered, training = None, None

@@ -15,7 +15,6 @@ import json
 import subprocess
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,14 +41,13 @@ from plimsoll.records.plan import Choice, Pin, micro_batch_choice
 from plimsoll.records.prediction import Estimate
 from plimsoll.records.shrink import InferenceCost, Quality
 from plimsoll.run.boundary import fitting
-from plimsoll.run.inference_model import import_first, load_for_inference
+from plimsoll.run.inference_model import import_first, load_for_inference, stored_dtype
 from plimsoll.run.rehearse import rehearse_job
 from plimsoll.run.rehearse_inference import Compute, rehearse_inference
 from plimsoll.run.shrink_evidence import Evidence, JobEvidence, TextEvidence
 from plimsoll.run.shrink_process import Made, Offer, ShrinkRequest, Source
 from plimsoll.run.targets import StartedBaseline, find_target
 from plimsoll.techniques.heap import Heap
-from plimsoll.weights.loading import open_checkpoint
 from plimsoll.weights.parts import cast_saved, model_bytes
 from plimsoll.weights.shrink import SHRINKERS, Calibration, Shrinker, Subject
 from plimsoll.weights.shrink._options import unknown_option
@@ -131,7 +129,7 @@ class Workshop:
         subject = self._subject(Path(source.folder), source.tokenizer)
         with TemporaryDirectory(prefix="plimsoll-") as place:
             tokenizer = None if source.tokenizer is None else Path(source.tokenizer)
-            dtype, is_stored = _stored_dtype(Path(source.folder)), False
+            dtype, is_stored = stored_dtype(Path(source.folder)), False
             for number, choice in enumerate(chain):
                 if _method(choice.technique).stage == "values" and not is_stored:
                     cast_saved(subject.model, dtype)
@@ -360,15 +358,6 @@ def _known(num_bytes: int) -> Estimate:
 
 def _is_meta(model: nn.Module) -> bool:
     return any(parameter.is_meta for parameter in model.parameters())
-
-
-def _stored_dtype(folder: Path) -> torch.dtype:
-    """What most of the weights in a folder are of: smaller models are written in the same."""
-    stored: Counter[torch.dtype] = Counter()
-    for entry in open_checkpoint(folder).entries.values():
-        if entry.dtype.is_floating_point:
-            stored[entry.dtype] += entry.num_bytes
-    return stored.most_common(1)[0][0] if stored else torch.float32
 
 
 def _file_bytes(folder: Path) -> int:

@@ -242,6 +242,19 @@ def test_a_training_that_helps_is_what_is_written(trained, tmp_path):
     assert json.loads((tmp_path / "out" / "config.json").read_text()) == {"name": "run > int8"}
 
 
+def test_a_target_behind_a_survey_makes_nothing_of_it_again(trained, tmp_path):
+    source, gains = trained
+    gains["loss"] = 0.05
+    surveyed = shrink(source, tmp_path / "out", ShrinkOptions(recover_steps=9), keep_all=True)
+    MadeUp.made = []
+    record = shrink(source, tmp_path / "out", ShrinkOptions(recover_steps=9, target_bytes=250, most_tries=1))
+    found = {one.name: one.model_copy(update={"rejected": ""}) for one in record.models}
+    assert all(found[one.name] == one for one in surveyed.models)
+    assert found["layers"].recovered is not None
+    assert MadeUp.made == ["heads > int8", "heads", "int8"]  # one chain, and what is trained of it
+    assert record.models[record.best].name == "heads > int8"
+
+
 def test_a_training_that_does_harm_is_not(trained, tmp_path):
     source, gains = trained
     gains["loss"] = -3.0

@@ -1,9 +1,8 @@
 """All weights in bfloat16: half the bytes of float32, and products in it.
 
 The exponent stays as wide as in float32, the fraction falls from 23 bits to 7. Folders load by ``from_pretrained``,
-which reads the type from the configuration. Does NOT cover recurrent layers, which have no bfloat16 kernels on every
-processor, models that are in 16 bits already, and
-those with quantized weights, which decode to the type that they had.
+which reads the type from the configuration; a recurrent model is of the type that its file has. Does NOT cover models
+that are in 16 bits already, and those with quantized weights, which decode to the type that they had.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
 
 from plimsoll.records.plan import Choice, Value
 from plimsoll.weights.parts import cast_saved, is_made_of_parts
@@ -42,11 +40,8 @@ class Bf16:
         return frozenset()
 
     def refusal(self, subject: Subject, choice: Choice) -> str | None:
-        """Refuse recurrent models, and those of which nothing is wider."""
+        """Refuse models of which nothing is wider."""
         model = subject.model
-        if any(isinstance(module, nn.RNNBase) for module in model.modules()):
-            kind = type(model).__name__
-            return f"{kind} has recurrent layers, which are not computed in bfloat16 everywhere: leave it out"
         if not hasattr(model, "config"):
             return f"{type(model).__name__} has no configuration that could say its type: looked for `config`"
         coded = [name for name, one in model.named_parameters() if is_made_of_parts(one)]
@@ -63,4 +58,5 @@ class Bf16:
         """Round all weights."""
         model: Any = subject.model
         cast_saved(model, torch.bfloat16)
-        model.config.dtype = torch.bfloat16
+        if hasattr(model, "base_model_prefix"):  # of transformers; a recurrent model is of the type of its file
+            model.config.dtype = torch.bfloat16

@@ -7,7 +7,10 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
+from plimsoll.models.recurrent import build_recurrent, save_recurrent
+from plimsoll.models.recurrent_tagger import build_tagger
 from plimsoll.records.plan import Choice
+from plimsoll.run.inference_model import load_for_inference
 from plimsoll.weights.parts import model_bytes
 from plimsoll.weights.shrink import Calibration, Subject
 from plimsoll.weights.shrink.bf16 import Bf16
@@ -34,10 +37,33 @@ def test_half_the_bytes_and_loaded_as_it_is(tmp_path):
         assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path)(ids).logits, found)
 
 
+@pytest.mark.parametrize("kind", ["language model", "classifier", "tagger"])
+@pytest.mark.parametrize("architecture", ["lstm", "gru", "rnn"])
+def test_recurrent_models_are_loaded_in_what_their_file_has(architecture, kind, tmp_path):
+    fields = {"architecture": architecture, "vocab_size": 50, "embedding_size": 16, "hidden_size": 16}
+    labels = {} if kind == "language model" else {"num_labels": 3, "is_tagger": kind == "tagger"}
+    torch.manual_seed(0)
+    small = (build_tagger if kind == "tagger" else build_recurrent)(fields | labels).eval()
+    ids = torch.arange(12).view(2, 6)
+    asked = {"input_ids": ids, "labels": {"tagger": ids % 3, "classifier": ids[:, 0] % 3}.get(kind, ids)}
+    with torch.no_grad():
+        wanted, before_bytes = small(**asked), model_bytes(small)
+        assert Bf16().refusal(Subject(small), CHOICE) is None
+        Bf16().shrink(Subject(small), CHOICE, Calibration())
+        found = small(**asked)
+        assert model_bytes(small) * 2 == before_bytes
+        assert torch.allclose(found.logits.float(), wanted.logits, atol=0.02)
+        assert found.loss.dtype == torch.float32
+        save_recurrent(small, tmp_path)
+        loaded = load_for_inference(tmp_path, "none", None, "cpu")
+        assert torch.equal(loaded(**asked).logits, found.logits)
+        assert load_for_inference(tmp_path, "none", torch.float32, "cpu").head.weight.dtype == torch.float32
+
+
 @pytest.mark.parametrize(
     ("make", "choice", "said"),
     [
-        (lambda: nn.LSTM(4, 4), CHOICE, "LSTM has recurrent layers"),
+        (lambda: nn.LSTM(4, 4), CHOICE, "LSTM has no configuration"),
         (lambda: model().bfloat16(), CHOICE, "no weight of GPT2LMHeadModel is wider than 16 bits"),
         (
             lambda: shrunk("float8", made("bert")),
