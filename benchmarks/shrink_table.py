@@ -197,10 +197,11 @@ def main() -> None:
             if "best" in only:
                 size = sum(path.stat().st_size for path in (run / "model").glob("*.safetensors"))
                 options = ("--target", int(size * args.share), "--recover", args.recover)
-                work = folder / f"survey-{seed}" / ".shrink"
+                work, best_folder = folder / f"survey-{seed}" / ".shrink", folder / f"best-{seed}"
                 if work.is_dir():  # what was measured there is not measured again
-                    work.rename((folder / f"best-{seed}").absolute() / ".shrink")
-                searched = shrunk(run, folder / f"best-{seed}", *options)
+                    best_folder.mkdir()
+                    work.rename(best_folder / ".shrink")
+                searched = shrunk(run, best_folder, *options)
                 chosen = searched["models"][searched["best"]]
                 best.append({"chain": name_of(chosen)} | figures_of(chosen, searched["models"][0]))
             for name, flags in (("with", ()), ("without", ("--no-distill",))) if "teacher" in only else ():
