@@ -1,10 +1,10 @@
 """A linear layer that computes with integers of torchao, some rows of its input after the other.
 
-torchao's product of integers is int32, and float32 before it is scaled: three tensors of the size of a layer's output
-at once, for all tokens of a pass. Each token has a scale of its own, so a part of the tokens at a time gives the same
-numbers, bit for bit, beside products as large as the layer's own weight, or `PRODUCT_BYTES`: with fewer rows a product
-of a large weight waits for the weight (x 2 in time for one of 4 MiB and products of 1). The module keeps the weight
-that it was made of, so a model is saved as before.
+torchao makes the input integers by way of some float32 tensors of its size, and its product is int32, and float32 before
+it is scaled: several times what a layer reads and gives, for all tokens of a pass at once. Each token has a scale of its
+own, so a part of the tokens at a time gives the same numbers, bit for bit, in a part of that memory: tensors as large as
+the layer's own weight, or `PART_BYTES`. With fewer tokens the time goes into reading the weight again and again (x 2 for
+one of 4 MiB and parts of 1). The module keeps the weight that it was made of, so a model is saved as before.
 
 Covers weights whose inputs are quantized when they come (``Int8DynamicActivationInt8WeightConfig``), without gradients.
 Does NOT learn.
@@ -20,8 +20,8 @@ from torch.nn import functional
 
 from plimsoll.weights.parts import plain_parts
 
-PRODUCT_BYTES = 1 << 20
-"""Of one product of some rows, in int32, where the weight has no more."""
+PART_BYTES = 1 << 20
+"""Of the larger of what some tokens are in float32 and what is made of them, where the weight has no more."""
 
 
 class CodedLinear(nn.Linear):
@@ -38,9 +38,10 @@ class CodedLinear(nn.Linear):
         self.train(layer.training)
 
     def forward(self, input: Tensor) -> Tensor:
-        """Compute (..., E) -> (..., F), so many rows at once that a product is small."""
+        """Compute (..., E) -> (..., F), some tokens after the other."""
         weight_bytes = self.in_features * self.out_features
-        num_rows = max(1, max(PRODUCT_BYTES, weight_bytes) // (torch.int32.itemsize * self.out_features))
+        row_bytes = torch.float32.itemsize * max(self.in_features, self.out_features)
+        num_rows = max(1, max(PART_BYTES, weight_bytes) // row_bytes)
         if input.numel() <= num_rows * self.in_features:
             return functional.linear(input, self.weight, self.bias)
         rows_NE = input.reshape(-1, self.in_features)

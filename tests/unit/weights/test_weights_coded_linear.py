@@ -34,7 +34,7 @@ class LargestProduct(TorchDispatchMode):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_outputs_are_bitwise_those_of_the_whole_input(monkeypatch, dtype, bias, shape):
     # The weight has 1,536 bytes and a row's product 192: 8 rows at once, which the largest input has as a remainder.
-    monkeypatch.setattr(coded_linear, "PRODUCT_BYTES", 1)
+    monkeypatch.setattr(coded_linear, "PART_BYTES", 1)
     model, inputs = coded(Int8DynamicActivationInt8WeightConfig, dtype, bias), torch.randn(shape).to(dtype)
     with torch.no_grad():
         expected = model(inputs)
@@ -46,9 +46,9 @@ def test_outputs_are_bitwise_those_of_the_whole_input(monkeypatch, dtype, bias, 
     assert torch.equal(model(inputs.requires_grad_()), expected)  # a model outside of no_grad
 
 
-@pytest.mark.parametrize(("product_bytes", "most_bytes"), [(1, 1536), (2000, 1920), (1 << 20, 192 * 100)])
-def test_a_product_is_as_large_as_the_weight_or_as_it_may_be(monkeypatch, product_bytes, most_bytes):
-    monkeypatch.setattr(coded_linear, "PRODUCT_BYTES", product_bytes)
+@pytest.mark.parametrize(("part_bytes", "most_bytes"), [(1, 1536), (2000, 1920), (1 << 20, 192 * 100)])
+def test_a_product_is_as_large_as_the_weight_or_as_it_may_be(monkeypatch, part_bytes, most_bytes):
+    monkeypatch.setattr(coded_linear, "PART_BYTES", part_bytes)
     model = coded(Int8DynamicActivationInt8WeightConfig)
     compute_in_rows(model)
     with torch.no_grad(), LargestProduct() as products:
