@@ -80,11 +80,15 @@ class InferenceCost(Frozen):
 
 
 class TrainingCost(Frozen):
-    """What a training step takes; measured only where the model was trained."""
+    """What a training step takes; measured only where the model was trained.
+
+    ``has_teacher`` says that a teacher's passes are part of it.
+    """
 
     predicted: Estimate | None = None
     peak_bytes: int | None = None
     step_seconds: float | None = None
+    has_teacher: bool = False
 
 
 class Small(Frozen):

@@ -123,7 +123,10 @@ def _inference_sheet(record: ShrinkRecord) -> Sheet:
 
 
 def _training_sheet(record: ShrinkRecord) -> Sheet:
-    columns = (Column("Model"), Column("Predicted peak", True), Column("Peak", True), Column("A step", True))
+    columns = (
+        Column("Model"), Column("Predicted peak", True), Column("Peak", True), Column("A step", True),
+        Column("Teacher"),
+    )  # fmt: skip
     rows = []
     for number in _order(record):
         cost = record.models[number].training
@@ -132,6 +135,7 @@ def _training_sheet(record: ShrinkRecord) -> Sheet:
                 _name(record, number), format_bytes(cost.predicted.likely_bytes) if cost.predicted else "unknown",
                 format_bytes(cost.peak_bytes) if cost.peak_bytes else _NONE,
                 format_seconds(cost.step_seconds) if cost.step_seconds else _NONE,
+                "its passes too" if cost.has_teacher else "none",
             ))  # fmt: skip
     return Sheet("Training it, a whole batch at once", columns, tuple(rows))
 

@@ -229,7 +229,8 @@ class _Shrinking:
     def _cost_of_original(self) -> TrainingCost | None:
         """What training the original took, or where others are trained here, takes."""
         if self.source.trained is not None:
-            return cost_of(RunRecord.load(self.source.trained))
+            distills = self.source.job is not None and self.source.job.distill is not None
+            return cost_of(RunRecord.load(self.source.trained), has_teacher=distills)
         if not self.options.recover_steps or self.source.job is None:
             return None
         self.say("training the original for some steps, to see what it takes; they are thrown away")
@@ -405,7 +406,7 @@ class _Shrinking:
         begun = Source(folder=str(place / "untrained"), tokenizer=_tokenizer(place / "untrained", untrained))
         teacher = self._teacher(structure, place) if self.options.distills else None
         trained = self._train(begun, place, self.options.recover_steps, teacher)
-        predicted = self.process.predicted_training(begun)
+        predicted = self.process.predicted_training(begun, teacher)
         source = Source(folder=str(trained.folder), tokenizer=begun.tokenizer)
         made = self._fresh(source, values, place / "recovered")
         return made, trained.cost.model_copy(update={"predicted": predicted})

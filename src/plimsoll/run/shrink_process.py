@@ -117,9 +117,10 @@ class ShrinkProcess:
         """Have a model applied, in a process of its own, and its peak predicted."""
         return InferenceCost.model_validate(self._ask("measured", source=source.model_dump()))
 
-    def predicted_training(self, source: Source) -> Estimate | None:
+    def predicted_training(self, source: Source, teacher: Path | None = None) -> Estimate | None:
         """Ask for the peak of a training step of the whole batch; ``None`` where it cannot be rehearsed."""
-        found = self._ask("predicted_training", source=source.model_dump())
+        named = None if teacher is None else str(teacher.absolute())
+        found = self._ask("predicted_training", source=source.model_dump(), teacher=named)
         return None if found is None else Estimate.model_validate(found)
 
     def _ask(self, what: str, **arguments: Any) -> Any:

@@ -19,6 +19,7 @@ from plimsoll.errors import InputError
 from plimsoll.forked import ending_with_this
 from plimsoll.records.base import write_atomically
 from plimsoll.records.device import Budget
+from plimsoll.records.distill import DistillSource
 from plimsoll.records.job import CheckpointPolicy, Job, TokenizerSource
 from plimsoll.records.run import RunRecord
 from plimsoll.records.shrink import TrainingCost
@@ -63,13 +64,17 @@ def train_again(  # noqa: PLR0917 -- one call
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, env=ending_with_this())
     if done.returncode:
         raise InputError(f"{source.folder} cannot be trained ({_why(done.stdout)}): set --recover 0, or correct that")
-    return Trained(run / "model", cost_of(RunRecord.from_directory(run)))
+    return Trained(run / "model", cost_of(RunRecord.from_directory(run), has_teacher=teacher is not None))
 
 
-def cost_of(record: RunRecord) -> TrainingCost:
+def cost_of(record: RunRecord, has_teacher: bool) -> TrainingCost:
     """Return what the steps of a run took; the first one, which makes states, counts where there is no other."""
     seconds = [step.step_seconds for step in record.steps]
-    return TrainingCost(peak_bytes=record.peak_bytes, step_seconds=median(seconds[1:] or seconds) if seconds else None)
+    return TrainingCost(
+        peak_bytes=record.peak_bytes,
+        step_seconds=median(seconds[1:] or seconds) if seconds else None,
+        has_teacher=has_teacher,
+    )
 
 
 def _job_of(job: Job, source: Source, num_steps: int, budget_bytes: int | None, teacher: Path | None) -> str:
@@ -82,10 +87,8 @@ def _job_of(job: Job, source: Source, num_steps: int, budget_bytes: int | None, 
     }
     if source.tokenizer is not None:
         changes["tokenizer"] = TokenizerSource(path=str(Path(source.tokenizer).absolute()))
-    fields = job.model_copy(update=changes).model_dump(mode="json", exclude_none=True)
-    if teacher is not None:
-        fields["distill"] = {"teacher": str(teacher.absolute())}
-    return json.dumps(fields)  # which is YAML too
+    changes["distill"] = None if teacher is None else DistillSource(teacher=str(teacher.absolute()))
+    return json.dumps(job.model_copy(update=changes).model_dump(mode="json", exclude_none=True))  # which is YAML too
 
 
 def _why(output: str) -> str:

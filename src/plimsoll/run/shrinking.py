@@ -35,6 +35,7 @@ from plimsoll.memory.lowering.cpu import CpuLowering
 from plimsoll.models.hugging_face import MODEL_FAULTS
 from plimsoll.models.inference import InferenceTask
 from plimsoll.models.shrunk import form_of, save_subject
+from plimsoll.records.distill import DistillSource
 from plimsoll.records.heap import TIGHT_HEAP
 from plimsoll.records.job import near
 from plimsoll.records.plan import Choice, Pin, micro_batch_choice
@@ -171,11 +172,12 @@ class Workshop:
             return None
         return target.count(trace, (_TIGHT,)).peak
 
-    def predicted_training(self, source: Source) -> Estimate | None:
+    def predicted_training(self, source: Source, teacher: str | None) -> Estimate | None:
         """Predict the peak of a training of the whole batch; ``None`` where there is none, or no rehearsal of it."""
         if not isinstance(self.evidence, JobEvidence):
             return None
         job = self.evidence.job_for(Path(source.folder), None if source.tokenizer is None else Path(source.tokenizer))
+        job = job.model_copy(update={"distill": None if teacher is None else DistillSource(teacher=teacher)})
         if self._training_baseline is None:
             with StartedBaseline(job) as started:
                 self._training_baseline = started.wait()
@@ -258,8 +260,8 @@ def answers_of(request: ShrinkRequest) -> dict[str, Callable[..., Any]]:
         predicted = workshop.predicted(Path(model.folder), cost)
         return cost.model_copy(update={"predicted": predicted}).model_dump()
 
-    def predicted_training(source: dict[str, Any]) -> dict[str, Any] | None:
-        found = workshop.predicted_training(Source.model_validate(source))
+    def predicted_training(source: dict[str, Any], teacher: str | None) -> dict[str, Any] | None:
+        found = workshop.predicted_training(Source.model_validate(source), teacher)
         return None if found is None else found.model_dump()
 
     return {

@@ -1,10 +1,11 @@
 """A linear layer that computes with integers of torchao, some rows of its input after the other.
 
-torchao makes the input integers by way of some float32 tensors of its size, and its product is int32, and float32 before
-it is scaled: several times what a layer reads and gives, for all tokens of a pass at once. Each token has a scale of its
-own, so a part of the tokens at a time gives the same numbers, bit for bit, in a part of that memory: tensors as large as
-the layer's own weight, or `PART_BYTES`. With fewer tokens the time goes into reading the weight again and again (x 2 for
-one of 4 MiB and parts of 1). The module keeps the weight that it was made of, so a model is saved as before.
+torchao makes the input integers by way of some float32 tensors of its size, and its product is int32, and float32
+before it is scaled: several times what a layer reads and gives, for all tokens of a pass at once. Each token has a
+scale of its own, so a part of the tokens at a time gives the same numbers, bit for bit, in a part of that memory:
+tensors as large as the layer's own weight, or `PART_BYTES`. With fewer tokens the time goes into reading the weight
+again and again (x 2 for one of 4 MiB and parts of 1). The module keeps the weight that it was made of, so a model is
+saved as before.
 
 Covers weights whose inputs are quantized when they come (``Int8DynamicActivationInt8WeightConfig``), without gradients.
 Does NOT learn.

@@ -84,7 +84,7 @@ class MadeUp:
     def measured(self, source):
         return InferenceCost(rows=1, longest_tokens=1, peak_bytes=2 * BYTES, baseline_bytes=BYTES, row_seconds=0.5)
 
-    def predicted_training(self, source):
+    def predicted_training(self, source, teacher=None):
         return None
 
 

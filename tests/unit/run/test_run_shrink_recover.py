@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from plimsoll.errors import InputError
+from plimsoll.records.distill import DistillSource
 from plimsoll.records.job import Job
 from plimsoll.run import shrink_recover
 from plimsoll.run.shrink_process import Source
@@ -57,6 +58,13 @@ def test_paths_are_those_of_where_the_command_was_given(asked, tmp_path, monkeyp
     (tmp_path / "work").mkdir()
     job = refused(Path("work"), Source(folder="small", tokenizer="tokens"))  # the job file lies in another folder
     assert (job.model, job.tokenizer.path) == (str(tmp_path / "small"), str(tmp_path / "tokens"))
+
+
+def test_a_teacher_of_the_job_itself_is_not_kept_where_there_is_to_be_none(asked, tmp_path):
+    job = JOB.model_copy(update={"distill": DistillSource(teacher="/mine")})
+    with pytest.raises(InputError):
+        train_again(job, Source(folder="small"), tmp_path, tmp_path / "cache", 100, None, None)
+    assert Job.from_yaml(tmp_path / "job.yaml").distill is None
 
 
 def test_what_was_begun_goes_on(asked, tmp_path):

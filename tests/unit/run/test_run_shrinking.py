@@ -140,9 +140,11 @@ def test_what_applying_takes_is_measured_and_predicted(place, workshop):
 
 def test_a_training_is_predicted_of_what_can_be_trained(place, workshop, tmp_path):
     workshop._training_baseline = Estimate(likely_bytes=0, low_bytes=0, high_bytes=0)  # asked of a process else
-    assert workshop.predicted_training(original(place)).likely_bytes > workshop.weight_bytes(())
+    alone, taught = (workshop.predicted_training(original(place), one) for one in (None, str(place / "model")))
+    assert alone.likely_bytes > workshop.weight_bytes(())
+    assert taught.likely_bytes != alone.likely_bytes  # by little: a teacher is mapped, and gone where the peak is
     texts = Workshop(place / "model", TextEvidence(place / "model", tmp_path / "x.txt"))
-    assert texts.predicted_training(original(place)) is None
+    assert texts.predicted_training(original(place), None) is None
 
 
 def test_answers_are_plain_values(place):
