@@ -50,7 +50,9 @@ def shrunk(**changes: object) -> ShrinkRecord:
                 chain=(LAYERS, INT8), form="torchao", file_bytes=3 * MIB, weight_bytes=3 * MIB,
                 quality=quality(159, 0.76), recovered=quality(176, 0.3), recovery_steps=100,
                 inference=applied(240, 0.003, 0.67),
-                training=TrainingCost(predicted=estimate(500), peak_bytes=480 * MIB, step_seconds=0.25, has_teacher=True),
+                training=TrainingCost(
+                    predicted=estimate(500), peak_bytes=480 * MIB, step_seconds=0.25, has_teacher=True
+                ),
             ),
         ),
         "best": 3,
