@@ -8,6 +8,7 @@ For each seed a model is trained on the spot, then `plimsoll shrink` makes every
 before and after ``--recover`` steps of training, and then searches for the best chain under ``--share`` of the bytes.
 At last half of the layers is taken out, and the rest trained again with and without the original as its teacher.
 What a process takes is read by the kernel, and what the weights lose is held against what the peak of inference loses.
+Passes are timed in turn with the original's; steps of training are not, so that their time is left to `plimsoll shrink`.
 Prints a table of means and standard deviations, and as its last line one JSON object. Linux only.
 """
 
@@ -124,7 +125,7 @@ def figures_of(model: Figures, original: Figures) -> Figures:
     first, cost = original["inference"], model["inference"]
     fall = original["weight_bytes"] - model["weight_bytes"]
     peak = first["peak_bytes"] - first["baseline_bytes"], cost["peak_bytes"] - cost["baseline_bytes"]
-    training, before = model["training"] or {}, original["training"] or {}
+    training = model["training"] or {}  # with the original as the teacher
     return {
         "share": model["file_bytes"] / original["file_bytes"],
         "weight_fall_bytes": fall,
@@ -134,8 +135,6 @@ def figures_of(model: Figures, original: Figures) -> Figures:
         "speed": cost["speed"],  # of passes that were timed in turn with the original's
         "training_peak_bytes": training.get("peak_bytes"),
         "training_predicted_bytes": (training.get("predicted") or {}).get("likely_bytes"),
-        "training_speed": before.get("step_seconds") and training.get("step_seconds")
-        and before["step_seconds"] / training["step_seconds"],
         "before": score(original["quality"]), "after": score(model["quality"]),
         "recovered": score(model["recovered"]),
     }  # fmt: skip
@@ -143,9 +142,8 @@ def figures_of(model: Figures, original: Figures) -> Figures:
 
 def table_of(found: dict[str, list[Figures]], title: str, measure: str) -> Table:
     columns = (
-        "chain", "weights, %", "peak fall / weights fall", "rows/s", "training peak, MiB", "steps/s",
-        f"{measure}: given",
-        "made", "trained again",
+        "chain", "files, %", "peak fall / weights fall", "rows/s", "training peak, MiB", f"{measure}: given", "made",
+        "trained again",
     )  # fmt: skip
     table = Table(*columns, title=title)
     for name, seeds in found.items():
@@ -157,8 +155,7 @@ def table_of(found: dict[str, list[Figures]], title: str, measure: str) -> Table
         peaks = [one["training_peak_bytes"] and one["training_peak_bytes"] / 2**20 for one in seeds]
         table.add_row(
             name, spread([100 * one["share"] for one in seeds], 1), spread(falls) if falls else "-",
-            "x " + spread([one["speed"] for one in seeds]), spread(peaks, 0),
-            "x " + spread([one["training_speed"] for one in seeds]), spread([one["before"] for one in seeds]),
+            "x " + spread([one["speed"] for one in seeds]), spread(peaks, 0), spread([one["before"] for one in seeds]),
             spread([one["after"] for one in seeds]), spread([one["recovered"] for one in seeds]),
         )  # fmt: skip
     return table
