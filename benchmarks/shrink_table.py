@@ -8,7 +8,7 @@ For each seed a model is trained on the spot, then `plimsoll shrink` makes every
 before and after ``--recover`` steps of training, and then searches for the best chain under ``--share`` of the bytes.
 At last half of the layers is taken out, and the rest trained again with and without the original as its teacher.
 What a process takes is read by the kernel, and what the weights lose is held against what the peak of inference loses.
-Passes are timed in turn with the original's; steps of training are not, so that their time is left to `plimsoll shrink`.
+Passes are timed in turn with the original's; steps of training are not: their time is left to `plimsoll shrink`.
 Prints a table of means and standard deviations, and as its last line one JSON object. Linux only.
 """
 
