@@ -20,8 +20,8 @@ from torch import Tensor
 
 from plimsoll.errors import WeightsError
 from plimsoll.weights.coded_embedding import decode_rows_only
-from plimsoll.weights.coded_linear import compute_in_rows
 from plimsoll.weights.int4 import PLAIN, packed_of
+from plimsoll.weights.linear_in_parts import compute_in_parts
 from plimsoll.weights.loading import Checkpoint, Coded, Entry
 from plimsoll.weights.saved_by import saved_by
 
@@ -87,4 +87,4 @@ def make_coded(model: PreTrainedModel, said: dict[str, Any] | None) -> None:
     quantized.config.quantization_config = config
     quantized.hf_quantizer = saved_by(config)
     decode_rows_only(model)
-    compute_in_rows(model)
+    compute_in_parts(model)

@@ -30,7 +30,8 @@ HOW_TO_LOAD: dict[Form, str] = {
 class Quality(Frozen):
     """What a model is worth on the evaluation data.
 
-    ``loss`` is the mean of the task; ``similarity`` the mean cosine of embeddings with those of the original model,
+    ``num_samples`` are the texts that were judged, of a language model the windows. ``loss`` is the mean of the task;
+    ``similarity`` the mean cosine of embeddings with those of the original model,
     where the task is to embed, and then ``loss`` is 1 less that.
     """
 

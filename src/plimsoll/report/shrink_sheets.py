@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 
 from plimsoll.records.shrink import HOW_TO_LOAD, Quality, ShrinkRecord, Small
 from plimsoll.records.units import format_bytes, format_seconds
-from plimsoll.report.plan_sheets import budget_word
 from plimsoll.report.sheets import Column, Sheet
 
 _NONE = "-"
@@ -96,7 +95,7 @@ def _quality_sheet(record: ShrinkRecord) -> Sheet:
             (model.rejected or _NONE) if record.target_bytes is not None else "yes" if number in front else _NONE
         )
         rows.append(tuple(row))
-    target = "" if record.target_bytes is None else f", target {budget_word(record.target_bytes)}"
+    target = "" if record.target_bytes is None else f", target {format_bytes(record.target_bytes)}"
     return Sheet(f"Quality on {record.evaluated_on}{target}", tuple(columns), tuple(rows))
 
 

@@ -24,7 +24,7 @@ from typing import Any
 
 from plimsoll.errors import InputError, OutputError
 from plimsoll.records.base import write_atomically
-from plimsoll.records.job import Job
+from plimsoll.records.job import Job, near
 from plimsoll.records.plan import Choice, Pin
 from plimsoll.records.run import RunRecord
 from plimsoll.records.shrink import SHRINK_RECORD, Quality, ShrinkRecord, Small, TrainingCost, Unused
@@ -42,7 +42,6 @@ _VALUES = "values"
 _VOCABULARY = "vocabulary"
 _STEPS_OF_ORIGINAL = 4  # of a training that is only looked at: the first one makes states
 _MOST_SIZED = 200  # guesses whose size is looked at, in the order of the loss expected
-_MORE_SHARE = 1.1  # of the target: what is guessed to be a little too large may fit
 _ALONE, _CHAINS = "methods alone", "chains"
 
 
@@ -188,7 +187,11 @@ class _Shrinking:
 
     def run(self, out: str) -> tuple[ShrinkRecord, Path | None]:
         """Try what is wanted; return the record, and the folder of the model that was chosen."""
-        self._offers = tuple(one for one in self.process.offers() if one.method not in self.options.forbids)
+        offers = self.process.offers()
+        for name in self.options.forbids:
+            if name not in (known := [one.method for one in offers]):
+                raise InputError(f"--forbid {name}: there is no such method; {near(name, known)}")
+        self._offers = tuple(one for one in offers if one.method not in self.options.forbids)
         self._models = [self._original()]
         if self.options.methods:
             self._add(self._made(self.process.resolved(self.options.methods), recovers=True))
@@ -263,8 +266,9 @@ class _Shrinking:
         if fitting:
             return max(fitting, key=lambda number: self._models[number].best_quality.rank)
         smallest_bytes, name = self._smallest()
+        without = f" without {', '.join(self.options.forbids)}" if self.options.forbids else ""
         raise InputError(
-            f"no chain of methods reaches {format_bytes(target_bytes)}: the smallest has about "
+            f"no chain of methods{without} reaches {format_bytes(target_bytes)}: the smallest has about "
             f"{format_bytes(smallest_bytes)} ({name}); give --target {budget_word(smallest_bytes)} or more, or a "
             "chain of your own with --method"
         )
@@ -297,7 +301,7 @@ class _Shrinking:
             num_bytes = self._sized(guess.chain)
             return num_bytes is not None and num_bytes <= target_bytes
 
-        guessed = guesses(singles, _MORE_SHARE * target_bytes / original.file_bytes)[:_MOST_SIZED]
+        guessed = guesses(singles, target_bytes / original.file_bytes)[:_MOST_SIZED]
         found = varied(filter(fits, guessed), self.options.most_tries)
         # Where no guess was right, all that the methods have together may still do.
         return found or varied(filter(fits, smallest(singles)[:_MOST_SIZED]), 1)

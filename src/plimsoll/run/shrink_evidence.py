@@ -165,7 +165,8 @@ class JobEvidence:
             with Accuracy(model, position, windows) as counted:
                 found = evaluator.evaluate(counted.counted(batches))
             accuracy, entity_f1 = counted.share(), None
-        return Quality(loss=found.loss, num_samples=found.num_samples, accuracy=accuracy, entity_f1=entity_f1)
+        num_texts = len(np.unique(self._texts_of(data, self._judged_ids(data))))
+        return Quality(loss=found.loss, num_samples=num_texts, accuracy=accuracy, entity_f1=entity_f1)
 
     def inference(self, folder: Path) -> InferenceTask | None:
         """As `Evidence.inference`."""
@@ -192,14 +193,25 @@ class JobEvidence:
         return self._opened[tokenizer]
 
     def _passes(self, data: _Data) -> Iterator[Batch]:
-        num_samples = len(data.validation)
-        if self.most_samples is None or self.most_samples >= num_samples:
-            ids = np.arange(num_samples)
-        else:
-            ids = np.linspace(0, num_samples - 1, self.most_samples).astype(np.int64)
+        ids = self._judged_ids(data)
         for begin in range(0, len(ids), self.pass_samples):
             chosen = ids[begin : begin + self.pass_samples]
             yield Batch(data.validation.batch(chosen), chosen, 0, begin)
+
+    def _judged_ids(self, data: _Data) -> NDArray[np.int64]:
+        """The samples to judge: all those of some texts, since a text is judged when all of its windows are there."""
+        ids = np.arange(len(data.validation))
+        texts = self._texts_of(data, ids)
+        whole = np.unique(texts)
+        if self.most_samples is None or self.most_samples >= len(whole):
+            return ids
+        chosen = whole[np.linspace(0, len(whole) - 1, self.most_samples).astype(np.int64)]
+        return ids[np.isin(texts, chosen)]
+
+    def _texts_of(self, data: _Data, ids: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The number of the text of each sample; of a language model each sample is one."""
+        windows = getattr(data.validation, "windows", None)
+        return ids if windows is None or self.job.task == "language-modeling" else windows.parents(ids)
 
     def _counts(self, prepared: Prepared) -> NDArray[np.int64] | None:
         parts = [part for part in (prepared.train, prepared.validation) if part is not None]

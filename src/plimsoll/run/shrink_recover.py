@@ -23,6 +23,7 @@ from plimsoll.records.distill import DistillSource
 from plimsoll.records.job import CheckpointPolicy, Job, TokenizerSource
 from plimsoll.records.run import RunRecord
 from plimsoll.records.shrink import TrainingCost
+from plimsoll.run.directory import RunDirectory
 from plimsoll.run.shrink_process import Source
 
 _CHECKPOINTS = 4  # of a training, so that little is done twice after a kill
@@ -54,7 +55,7 @@ def train_again(  # noqa: PLR0917 -- one call
     """
     run = place / "run"
     write_atomically(place / "job.yaml", _job_of(job, source, num_steps, budget_bytes, teacher).encode())
-    if (run / "prepared.json").is_file():
+    if any(RunDirectory(run).checkpoints.glob("step-*")):  # one that was killed before the first is begun anew
         arguments = ["--resume"]
     else:
         arguments = [str(place / "job.yaml"), "--cache", str(cache), "--force"]

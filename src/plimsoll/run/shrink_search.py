@@ -20,6 +20,7 @@ from plimsoll.records.plan import Choice
 Chain = tuple[Choice, ...]
 
 _MOST_STRUCTURES = 3  # methods that change shapes, in one chain: the guess gets worse with each
+_WRONG_BY = 1.1  # the share of a chain, as far as it is a guess
 _MOST_VALUES = 2  # methods that change the bits of values: of embeddings, and of linear layers
 
 
@@ -46,9 +47,10 @@ class Guess(NamedTuple):
 
 
 def guesses(singles: Sequence[Single], most_share: float) -> list[Guess]:
-    """Return the chains that are expected to leave no more than ``most_share`` of the bytes, the least loss first.
+    """Return the chains that may leave no more than ``most_share`` of the bytes, the least loss first.
 
-    Where a chain is expected to fit, the same chain with more in it is not listed.
+    What is guessed to be a little too large is among them. Where a chain is sure to fit, the same chain with more in it
+    is not listed.
     """
     found = (_guess(parts) for parts in _chains(singles) if _is_least(parts, most_share))
     return sorted(found, key=lambda one: (one.lost, one.share))
@@ -91,10 +93,10 @@ def _combinations(singles: Sequence[Single], most: int) -> Iterator[list[Single]
 
 
 def _is_least(parts: Sequence[Single], most_share: float) -> bool:
-    """Whether it fits, and would not without one of its parts."""
+    """Whether it may fit, and may not without one of its parts."""
     shares = [one.share for one in parts]
     whole = math.prod(shares)
-    return whole <= most_share and all(whole / share > most_share for share in shares)
+    return whole <= most_share * _WRONG_BY and all(whole / share > most_share / _WRONG_BY for share in shares)
 
 
 def _guess(parts: Sequence[Single]) -> Guess:

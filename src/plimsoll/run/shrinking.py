@@ -49,7 +49,7 @@ from plimsoll.run.shrink_evidence import Evidence, JobEvidence, TextEvidence
 from plimsoll.run.shrink_process import Made, Offer, ShrinkRequest, Source
 from plimsoll.run.targets import StartedBaseline, find_target
 from plimsoll.techniques.heap import Heap
-from plimsoll.weights.parts import cast_saved, model_bytes
+from plimsoll.weights.parts import cast_saved, model_bytes, with_parts
 from plimsoll.weights.shrink import SHRINKERS, Calibration, Shrinker, Subject
 from plimsoll.weights.shrink._options import unknown_option
 
@@ -192,8 +192,8 @@ class Workshop:
     def _sketch(self) -> Subject:
         """The original on the meta device, read once."""
         if self._sketched is None:
-            self._sketched = self._subject(self.folder, None)
-            self._sketched.model.to("meta")
+            given = self._subject(self.folder, None)
+            self._sketched = Subject(_on_meta(given.model), given.tokenizer)
         return Subject(copy.deepcopy(self._sketched.model), self._sketched.tokenizer)
 
     def _subject(self, folder: Path, tokenizer: str | None) -> Subject:
@@ -356,6 +356,16 @@ def _method(name: str) -> Shrinker:
 
 def _known(num_bytes: int) -> Estimate:
     return Estimate(likely_bytes=num_bytes, low_bytes=num_bytes, high_bytes=num_bytes, measured_bytes=num_bytes)
+
+
+def _on_meta(model: nn.Module) -> nn.Module:
+    """A copy without memory; what shares a tensor shares one there, which ``model.to`` would part."""
+    memo: dict[int, Any] = {}
+    for tensor in itertools.chain(model.parameters(), model.buffers()):
+        sizes = with_parts(tensor.detach(), lambda part: part.to("meta"))
+        is_weight = isinstance(tensor, nn.Parameter)
+        memo[id(tensor)] = nn.Parameter(sizes, requires_grad=tensor.requires_grad) if is_weight else sizes
+    return copy.deepcopy(model, memo)
 
 
 def _is_meta(model: nn.Module) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional
 
-from plimsoll.weights.parts import plain_parts
+from plimsoll.weights.parts import plain_parts, replace_modules
 
 
 class CodedEmbedding(nn.Embedding):
@@ -40,12 +40,15 @@ class CodedEmbedding(nn.Embedding):
 
 def decode_rows_only(model: nn.Module) -> None:
     """Put a `CodedEmbedding` in the place of each plain table whose rows are coded."""
-    for name, module in list(model.named_modules()):
-        if type(module) is nn.Embedding and _has_coded_rows(module.weight) and module.max_norm is None:
-            assert isinstance(module.weight, nn.Parameter)
-            made = CodedEmbedding(module.weight, module.padding_idx)
-            made.train(module.training)
-            model.set_submodule(name, made)
+    replace_modules(model, _decoding)
+
+
+def _decoding(module: nn.Module) -> nn.Module | None:
+    if type(module) is not nn.Embedding or module.max_norm is not None or not _has_coded_rows(module.weight):
+        return None
+    assert isinstance(module.weight, nn.Parameter)
+    made = CodedEmbedding(module.weight, module.padding_idx)
+    return made.train(module.training)
 
 
 def _has_coded_rows(weight: Any) -> bool:

@@ -47,6 +47,14 @@ def model_bytes(model: nn.Module) -> int:
     return sum(stored_bytes(weight) for weight in model.parameters())
 
 
+def replace_modules(model: nn.Module, made: Callable[[nn.Module], nn.Module | None]) -> None:
+    """Put others in the place of modules, at every name they have; ``made`` returns ``None`` of those that stay."""
+    for name, module in list(model.named_modules(remove_duplicate=False)):
+        other = made(module)
+        if other is not None:
+            model.set_submodule(name, other)
+
+
 def cast_saved(model: nn.Module, dtype: torch.dtype) -> None:
     """Give the weights of a model, and the buffers that are saved with them, another type; others stay as they are.
 

@@ -22,7 +22,7 @@ def test_models_are_listed_by_quality_behind_the_original():
         ("* layers=2 > int8", "3.0 MiB", "19%", "79.5%", "88.0%", "-"),
         ("layers=2", "8.0 MiB", "50%", "80.0%", "-", "4.0 MiB over the target"),
     )
-    assert sheet.title == "Quality on 10% of the training data, target 4MiB"
+    assert sheet.title == "Quality on 10% of the training data, target 4.0 MiB"
 
 
 def test_what_a_process_takes_is_told_from_what_it_takes_without_a_model():

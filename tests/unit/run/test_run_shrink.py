@@ -125,6 +125,8 @@ def test_a_method_that_is_forbidden_is_not_used(source, tmp_path):
     record = shrink(source, tmp_path / "out", ShrinkOptions(target_bytes=250, forbids=("heads", "units")))
     assert record.models[record.best].name == "layers > int8"
     assert not record.unused
+    with pytest.raises(InputError, match="--forbid int_4: there is no such method; did you mean `int4`"):
+        shrink(source, tmp_path / "other", ShrinkOptions(forbids=("int_4",)))
 
 
 def test_a_target_that_nothing_reaches_says_the_smallest_there_was(source, tmp_path):

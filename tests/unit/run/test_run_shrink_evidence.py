@@ -81,6 +81,28 @@ def test_a_part_of_the_samples_is_drawn_evenly(place):
     assert evidence.quality(evidence.load(place / "model", None), None).num_samples == 5
 
 
+@pytest.mark.parametrize("most_samples", [None, 4])
+def test_of_texts_in_windows_whole_ones_are_judged(place, most_samples):
+    """Three tokens a window: a text has up to three, and is judged by all of them."""
+    job = job_of(place, sequence_length=3)
+    job = job.model_copy(update={"data": job.data.model_copy(update={"long_texts": "window"})})
+    prepared, model = saved(place, job)
+    given = job.model_copy(update={"model": str(place / "model")})
+    evidence = JobEvidence(given, place / "cache", most_samples)
+    _, validation = open_datasets(prepared, job)
+    judged = [int(number) for batch in evidence._passes(evidence._data(None)) for number in batch.sample_ids]
+    texts = validation.windows.parents(np.array(judged))
+    assert len(validation) > len(np.unique(texts)) == (most_samples or 15)
+    right = 0
+    for text in np.unique(texts):
+        batch = validation.batch(np.array(judged)[texts == text])
+        assert len(batch["labels"]) == validation.windows.num_of_parents(np.array([text]))[0]
+        with torch.no_grad():
+            right += int(model(**batch).logits.mean(0).argmax() == batch["labels"][0])
+    found = evidence.quality(evidence.load(place / "model", None), None)
+    assert (found.num_samples, found.accuracy) == (most_samples or 15, pytest.approx(right / (most_samples or 15)))
+
+
 def test_calibration_comes_from_the_training_samples_and_is_the_same_each_time(place):
     job = job_of(place)
     prepared, _ = saved(place, job)

@@ -71,4 +71,7 @@ def test_what_was_begun_goes_on(asked, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "prepared.json").touch()
     refused(tmp_path)
+    assert "--force" in asked.pop()  # killed before it had a checkpoint: there is nothing to go on with
+    (tmp_path / "run" / "checkpoints" / "step-000025").mkdir(parents=True)
+    refused(tmp_path)
     assert asked == [["--resume", "--out", str(tmp_path / "run"), "--json"]]

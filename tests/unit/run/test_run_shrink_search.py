@@ -35,6 +35,12 @@ def test_what_changes_values_is_last_and_two_of_it_are_tried_too():
     assert guesses(SINGLES, 0.02) == []
 
 
+def test_what_is_guessed_to_be_a_little_too_large_does_not_hide_what_is_smaller():
+    vocabulary = Single(Choice(technique="vocabulary"), 0.9, 0.0, 0, False)
+    found = [one.chain for one in guesses([vocabulary, Single(INT8, 0.26, 0.001, 2, True), SINGLES[3]], 0.25)]
+    assert found == [(vocabulary.choice, INT8), (INT8,), (INT4,)]
+
+
 def test_one_choice_of_a_method():
     singles = [SINGLES[0], Single(Choice(technique="layers", options={"keep": 1}), 0.25, 2.0, 0, False)]
     assert [one.chain for one in guesses(singles, 0.3)] == [(singles[1].choice,)]

@@ -12,9 +12,11 @@ from model_folders import model_folder, some_texts
 from plimsoll.data.model_tokens import load_model_tokenizer
 from plimsoll.errors import WeightsError
 from plimsoll.models.loading import load_model
+from plimsoll.records.heap import TIGHT_HEAP
 from plimsoll.records.job import Job
 from plimsoll.records.plan import Choice, Pin, parse_pin
 from plimsoll.records.prediction import Estimate
+from plimsoll.run import shrinking
 from plimsoll.run.shrink_evidence import JobEvidence, TextEvidence
 from plimsoll.run.shrink_process import ShrinkRequest, Source
 from plimsoll.run.shrinking import Workshop, answers_of, measured
@@ -123,17 +125,34 @@ def test_a_choice_that_cannot_be_is_refused_and_has_no_size(place, workshop, tmp
     assert workshop.weight_bytes((many,)) is None
 
 
+@pytest.mark.parametrize("shares", ["tables", "layers"])
+def test_what_a_model_shares_is_counted_once(shares, tmp_path):
+    folder = model_folder(tmp_path / "given", "GPT2LMHeadModel")
+    (tmp_path / "x.txt").write_text("w1 w2\nw3\n")
+    if shares == "layers":
+        workshop = Workshop(folder, TextEvidence(folder, tmp_path / "x.txt"))
+        shared = Choice(technique="shared_layers", options={"groups": 1})
+        workshop.make(Source(folder=str(folder)), (shared,), tmp_path / "shared")
+        folder = tmp_path / "shared"
+    sized = Workshop(folder, TextEvidence(folder, tmp_path / "x.txt"))
+    files = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    assert 0 <= files - sized.weight_bytes(()) < 8192  # the header
+
+
 def test_every_method_offers_something_or_says_why_not(workshop):
     for offer in workshop.offers():
         assert bool(offer.choices) != bool(offer.reason), offer.method
         assert offer.saves
 
 
-def test_what_applying_takes_is_measured_and_predicted(place, workshop):
+def test_what_applying_takes_is_measured_and_predicted(place, workshop, monkeypatch):
+    heaps = []  # which would be those of this process from here on
+    monkeypatch.setattr(shrinking, "set_up_heap", heaps.append)
     cost = measured(place / "model", workshop.evidence, None, place / "model")
     assert cost.peak_bytes >= cost.baseline_bytes > 0
     assert (cost.rows, cost.longest_tokens) == (10, 16) or cost.longest_tokens <= 16
     assert cost.speed > 0
+    assert heaps == [TIGHT_HEAP.mmap_threshold_bytes, None]
     predicted = workshop.predicted(place / "model", cost)
     assert predicted.likely_bytes > cost.baseline_bytes
 

@@ -23,7 +23,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from plimsoll.records.plan import Choice, Value
-from plimsoll.weights.coded_linear import CodedLinear
+from plimsoll.weights.linear_in_parts import LinearInParts
 from plimsoll.weights.parts import is_made_of_parts
 from plimsoll.weights.saved_by import saved_by
 from plimsoll.weights.shrink._base import Subject
@@ -60,7 +60,9 @@ def linear_layers(model: Any) -> dict[str, Any]:
 
     base = model.base_model
     inside = {id(module) for module in base.modules()}
-    found = {name: module for name, module in model.named_modules() if type(module) in (nn.Linear, CodedLinear, Conv1D)}
+    found = {
+        name: module for name, module in model.named_modules() if type(module) in (nn.Linear, LinearInParts, Conv1D)
+    }
     output = model.get_output_embeddings()
     of_output = set() if output is None else {id(one) for one in output.modules()}
     return {name: one for name, one in found.items() if id(one) in inside - of_output}

@@ -3,7 +3,7 @@
 torchao's ``Int8DynamicActivationInt8WeightConfig``: the product is one of integers, so no layer is decoded. On a CPU
 without instructions for it (VNNI) such products can overflow; there the integers have 7 bits (torchao's
 ``reduce_range``), which the file keeps. The products are int32, and float32 before they are scaled; here some rows go
-through a layer after the other (`plimsoll.weights.coded_linear`). Does NOT cover the head and embeddings.
+through a layer after the other (`plimsoll.weights.linear_in_parts`). Does NOT cover the head and embeddings.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import ClassVar
 import torch
 
 from plimsoll.records.plan import Choice, Value
-from plimsoll.weights.coded_linear import compute_in_rows
+from plimsoll.weights.linear_in_parts import compute_in_parts
 from plimsoll.weights.shrink._base import Calibration, Choices, Need, Stage, Subject
 from plimsoll.weights.shrink._torchao import Config, plain_layers, quantize_layers, why_not_linear
 
@@ -47,11 +47,11 @@ class DynamicInt8:
     def shrink(self, subject: Subject, choice: Choice, calibration: Calibration) -> None:
         """Quantize the linear layers of the base model."""
         quantize_layers(subject.model, [*plain_layers(subject.model)], _config())
-        compute_in_rows(subject.model)
+        compute_in_parts(subject.model)
 
 
 def _config() -> Config:
     from torchao.quantization import Int8DynamicActivationInt8WeightConfig
 
-    has_products = torch.cuda.is_available() or torch.cpu._is_vnni_supported()
-    return Int8DynamicActivationInt8WeightConfig(set_inductor_config=False, reduce_range=not has_products)
+    reduced = not torch.cpu._is_vnni_supported()  # also beside a GPU: models are judged on the CPU
+    return Int8DynamicActivationInt8WeightConfig(set_inductor_config=False, reduce_range=reduced)

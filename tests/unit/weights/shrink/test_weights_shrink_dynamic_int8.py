@@ -29,7 +29,6 @@ def test_sizes_are_known_without_values():
 
 def test_without_instructions_for_products_integers_have_seven_bits(monkeypatch):
     monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: False)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     weight = shrunk("dynamic_int8", made("llama")).model.layers[0].mlp.up_proj.weight
     assert weight.qdata.abs().max() <= 64
     assert weight.act_quant_kwargs.reduce_range
