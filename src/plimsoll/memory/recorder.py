@@ -35,7 +35,7 @@ from torch.utils._pytree import tree_leaves
 from plimsoll.memory.accumulate import accumulating_in_place
 from plimsoll.memory.graphs import Graphs
 from plimsoll.memory.lowering.base import Run
-from plimsoll.memory.work import NO_WORK, WorkCounter, nothing_said
+from plimsoll.memory.work import NO_WORK, WorkCounter, hearing
 from plimsoll.outside import is_outside
 from plimsoll.records.trace import Assumption, Category, OpTable, Phase, StorageTable, Trace
 from plimsoll.weights.parts import plain_parts
@@ -180,7 +180,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return False
 
     def __enter__(self) -> Recorder:
-        self._stack.enter_context(nothing_said())
+        self._stack.enter_context(hearing())
         handles = [
             register_module_forward_pre_hook(self._enter_module),
             register_module_forward_hook(self._leave_module, always_call=True),

@@ -48,22 +48,28 @@ _WRITES_IN_PLACES = {"index_put_", "index_add_", "scatter_", "scatter_add_", "_i
 Flops = Callable[[tuple[Any, ...], dict[str, Any], Any], int]
 
 _NONE = (0, 0)
-_said: ContextVar[tuple[int, int]] = ContextVar("said", default=_NONE)
+_said: ContextVar[tuple[int, int] | None] = ContextVar("said", default=None)  # ``None`` where nobody counts
 
 
 def add_work(flops: int, moved_bytes: int) -> None:
     """Say that the op that follows stands for products of so many operations, which move so many bytes."""
-    _said.set((_said.get()[0] + flops, _said.get()[1] + moved_bytes))
+    said = _said.get()
+    if said is not None:
+        _said.set((said[0] + flops, said[1] + moved_bytes))
 
 
 @contextmanager
-def nothing_said() -> Iterator[None]:
-    """Let a record begin with nothing said: what was said before it, of an op that nobody recorded, is not its own."""
-    before = _said.set(_NONE)
+def hearing() -> Iterator[None]:
+    """Take note of what `add_work` says in the block, which begins with nothing said.
+
+    Elsewhere it is not kept: it would be counted with the first op of the next record.
+    """
+    before = _said.get()
+    _said.set(_NONE)
     try:
         yield
     finally:
-        _said.reset(before)
+        _said.set(before)
 
 
 class Work(NamedTuple):
@@ -105,7 +111,7 @@ class WorkCounter:
         kind = self._kinds.get(op)
         if kind is None:
             kind = self._kinds[op] = _kind_of(op)
-        flops, said_bytes = _said.get()
+        flops, said_bytes = _said.get() or _NONE
         if flops:
             _said.set(_NONE)
         if not kind.moves:

@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from plimsoll.memory.lowering.cuda import CudaLowering
 from plimsoll.memory.recorder import Recorder
 from plimsoll.memory.trace import rehearsal
-from plimsoll.memory.work import NO_WORK, Work, WorkCounter, add_work
+from plimsoll.memory.work import NO_WORK, Work, WorkCounter, add_work, hearing
 from plimsoll.outside import outside_the_device
 
 aten = torch.ops.aten
@@ -32,7 +32,7 @@ class Counted(TorchDispatchMode):
 
 
 def work_of(function):
-    with Counted() as counted:
+    with hearing(), Counted() as counted:
         function()
     return dict(counted.work)
 
@@ -103,7 +103,7 @@ def test_a_layer_of_onednn_has_the_products_of_its_gates():
 
 
 def test_what_a_lowering_says_belongs_to_one_op():
-    with Counted() as counted:
+    with hearing(), Counted() as counted:
         add_work(1000, 8)
         torch.empty(3)
         torch.empty(3)
@@ -111,14 +111,15 @@ def test_what_a_lowering_says_belongs_to_one_op():
 
 
 def test_what_is_said_outside_of_a_record_is_in_none():
-    add_work(1000, 8)
     recorder = Recorder()
+    add_work(1000, 8)
     with recorder:
         torch.empty(3)
-    with Counted() as counted:
+        add_work(2000, 8)  # of an op that does not come
+    with hearing(), Counted() as counted:
         torch.empty(3)
     assert recorder.trace("measured", "cpu").ops.flops == (0,)
-    assert [work for _, work in counted.work] == [Work(1000, 8, 0, "float32")]  # still said, of what follows
+    assert [work for _, work in counted.work] == [NO_WORK]
 
 
 def test_cudnns_layer_has_the_products_of_all_its_weights_three_times():
