@@ -172,7 +172,11 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--share", type=float, default=0.25, help="of the bytes, for the search")
     parser.add_argument("--only", choices=("methods", "best", "teacher"), action="append", help="Default: all three")
-    parser.add_argument("--keep", type=Path, help="keep the folders of work here, and go on with those that are there")
+    parser.add_argument(
+        "--keep",
+        type=Path,
+        help="keep the folders of work here, and go on with those there, made with the same options",
+    )
     args = parser.parse_args()
     only = args.only or ("methods", "best", "teacher")
     found: dict[str, list[Figures]] = {}
@@ -195,8 +199,8 @@ def main() -> None:
                 size = sum(path.stat().st_size for path in (run / "model").glob("*.safetensors"))
                 options = ("--target", int(size * args.share), "--recover", args.recover)
                 work, best_folder = folder / f"survey-{seed}" / ".shrink", folder / f"best-{seed}"
-                if work.is_dir():  # what was measured there is not measured again
-                    best_folder.mkdir()
+                if work.is_dir() and not (best_folder / ".shrink").exists():  # it is not measured again
+                    best_folder.mkdir(exist_ok=True)
                     work.rename(best_folder / ".shrink")
                 searched = shrunk(run, best_folder, *options)
                 chosen = searched["models"][searched["best"]]

@@ -47,7 +47,9 @@ def shrink(  # noqa: PLR0917 -- typer calls it by name
         list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Change a field of the job.")
     ] = None,
     tries: Annotated[int, typer.Option(help="With --target: chains of methods that are made and measured.")] = 4,
-    samples: Annotated[int | None, typer.Option(help="Evaluation samples. Default: all.")] = None,
+    samples: Annotated[
+        int | None, typer.Option(help="Evaluation texts, or windows of a language model. Default: all.")
+    ] = None,
     keep_all: Annotated[
         bool, typer.Option("--keep-all", help="Keep every model in OUT/.shrink, for another --target.")
     ] = False,

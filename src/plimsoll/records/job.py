@@ -414,9 +414,6 @@ def _normalised(fields: dict[str, Any], folder: Path | None) -> dict[str, Any]:
     augment = groups.get("data", {}).get("augment")
     if folder is not None and isinstance(augment, dict) and "synonyms" in augment:
         groups["data"]["augment"] = augment | {"synonyms": _from_folder(augment["synonyms"], folder)}
-    model = fields.get("model")  # which may also be the name of an architecture, or of a function
-    if folder is not None and isinstance(model, str) and Path(path := _from_folder(model, folder)).is_dir():
-        return fields | groups | {"model": path}
     return fields | groups
 
 

@@ -136,7 +136,9 @@ def _training_sheet(record: ShrinkRecord) -> Sheet:
                 format_seconds(cost.step_seconds) if cost.step_seconds else _NONE,
                 "its passes too" if cost.has_teacher else "none",
             ))  # fmt: skip
-    return Sheet("Training it, a whole batch at once", columns, tuple(rows))
+    return Sheet(
+        "Training: the original in its own run, others trained again; predicted of a whole batch", columns, tuple(rows)
+    )
 
 
 def _unused_sheet(record: ShrinkRecord) -> Sheet:

@@ -99,7 +99,7 @@ def load_for_inference(  # noqa: PLR0917 -- as `load_model` has them
     """Load a model in evaluation mode; arguments are those of `load_model`.
 
     Raises:
-        JobError: if it lacks weights of this head, or it is recurrent and its weights cannot be read.
+        JobError: if it lacks weights of this head, or it is recurrent and is none of ours.
         WeightsError: if its weights cannot be read.
     """
     config = read_config(folder)

@@ -41,7 +41,7 @@ from plimsoll.store import Progress, silent
 _VALUES = "values"
 _VOCABULARY = "vocabulary"
 _STEPS_OF_ORIGINAL = 4  # of a training that is only looked at: the first one makes states
-_MOST_SIZED = 200  # guesses whose size is looked at, in the order of the loss expected
+_MOST_SIZED = 400  # guesses whose size is looked at, in the order of the loss expected
 _ALONE, _CHAINS = "methods alone", "chains"
 
 
@@ -232,8 +232,8 @@ class _Shrinking:
     def _cost_of_original(self) -> TrainingCost | None:
         """What training the original took, or where others are trained here, takes."""
         if self.source.trained is not None:
-            distills = self.source.job is not None and self.source.job.distill is not None
-            return cost_of(RunRecord.load(self.source.trained), has_teacher=distills)
+            record = RunRecord.load(self.source.trained)
+            return cost_of(record, has_teacher=bool(record.job.get("distill")))
         if not self.options.recover_steps or self.source.job is None:
             return None
         self.say("training the original for some steps, to see what it takes; they are thrown away")
@@ -267,6 +267,9 @@ class _Shrinking:
             return max(fitting, key=lambda number: self._models[number].best_quality.rank)
         smallest_bytes, name = self._smallest()
         without = f" without {', '.join(self.options.forbids)}" if self.options.forbids else ""
+        if self._failed:
+            last = self._failed[-1]
+            without += f" ({len(self._failed)} could not be made, the last {last.method}: {last.reason})"
         raise InputError(
             f"no chain of methods{without} reaches {format_bytes(target_bytes)}: the smallest has about "
             f"{format_bytes(smallest_bytes)} ({name}); give --target {budget_word(smallest_bytes)} or more, or a "
@@ -328,6 +331,7 @@ class _Shrinking:
             self._add(self._made(chain, recovers))
         except InputError as error:
             name = " > ".join(map(str, chain))
+            self._models = [one for one in self._models if one.chain != chain]  # its folder is another by now
             self._failed.append(Unused(method=name, reason=str(error)))
             self.say(f"{name}: {error}")
 
@@ -350,6 +354,7 @@ class _Shrinking:
         for known in (most_kept, kept):  # what was trained again was judged before that, too
             if known.is_file():
                 return Small.model_validate_json(known.read_text(encoding="utf-8"))
+        (place / "small-0.json").unlink(missing_ok=True)  # of the folder that is made anew
         source, folder = Source(folder=str(self.source.folder)), place / "model"
         made = self._fresh(source, chain, folder)
         recovered, training = None, None

@@ -67,9 +67,11 @@ def varied(ordered: Iterable[Guess], most: int, most_alike: int = 2) -> list[Gue
     alike: dict[tuple[str, ...], int] = {}
     for one in ordered:
         methods = tuple(choice.technique for choice in one.chain)
-        if len(taken) < most and alike.get(methods, 0) < most_alike:
+        if alike.get(methods, 0) < most_alike:
             taken.append(one)
             alike[methods] = alike.get(methods, 0) + 1
+        if len(taken) == most:
+            break
     return taken
 
 

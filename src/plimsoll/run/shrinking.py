@@ -103,13 +103,18 @@ class Workshop:
 
     def weight_bytes(self, chain: Sequence[Choice]) -> int | None:
         """Return the bytes of the weights after a chain, without making it; ``None`` if a method refuses its part."""
-        subject = self._sketch()
+        subject, is_stored = self._sketch(), False
         try:
             for choice in chain:
+                if _method(choice.technique).stage == "values" and not is_stored:
+                    cast_saved(subject.model, stored_dtype(self.folder))
+                    is_stored = True
                 counts = "corpus" in _method(choice.technique).needs(choice)
                 self._apply(subject, choice, self._calibration(choice, None) if counts else Calibration())
         except InputError:
             return None
+        if not is_stored:
+            cast_saved(subject.model, stored_dtype(self.folder))
         return model_bytes(subject.model)
 
     def make(self, source: Source, chain: Sequence[Choice], target: Path | None) -> Made:

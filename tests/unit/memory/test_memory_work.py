@@ -116,10 +116,10 @@ def test_what_is_said_outside_of_a_record_is_in_none():
     with recorder:
         torch.empty(3)
         add_work(2000, 8)  # of an op that does not come
-    with hearing(), Counted() as counted:
+    with Counted() as behind:
         torch.empty(3)
     assert recorder.trace("measured", "cpu").ops.flops == (0,)
-    assert [work for _, work in counted.work] == [NO_WORK]
+    assert [work for _, work in behind.work] == [NO_WORK]
 
 
 def test_cudnns_layer_has_the_products_of_all_its_weights_three_times():

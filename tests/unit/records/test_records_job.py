@@ -157,15 +157,6 @@ def test_relative_paths_are_taken_from_the_folder_of_the_file(tmp_path: Path, mo
     assert (job.data.validation, job.tokenizer.path) == (f"{here}/e.txt", f"{here}/bpe.json")
 
 
-def test_a_model_is_the_folder_beside_the_file_where_there_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    (tmp_path / "models" / "mine").mkdir(parents=True)
-    monkeypatch.chdir("/")
-    text = "model: {}\ndata: x.txt"
-    assert job_of(tmp_path, text.format("models/mine")).model == str(tmp_path / "models" / "mine")
-    assert job_of(tmp_path, text.format("models/other")).model == "models/other"
-    assert job_of(tmp_path, text.format("gpt2")).model == "gpt2"
-
-
 def test_fields_without_a_folder_keep_their_paths():
     assert Job.from_fields({"model": "lstm", "data": {"train": "a.txt"}}).data.train == "a.txt"
 

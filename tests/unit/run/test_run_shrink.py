@@ -28,6 +28,7 @@ class MadeUp:
     """Answers in place of the process; notes what it was asked to make."""
 
     made: list[str] = []
+    teachers: list[Path | None] = []
     dies_at: str | None = None
     refuses: str | None = None
 
@@ -85,13 +86,14 @@ class MadeUp:
         return InferenceCost(rows=1, longest_tokens=1, peak_bytes=2 * BYTES, baseline_bytes=BYTES, row_seconds=0.5)
 
     def predicted_training(self, source, teacher=None):
+        MadeUp.teachers.append(teacher)
         return None
 
 
 @pytest.fixture
 def source(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "ShrinkProcess", MadeUp)
-    MadeUp.made, MadeUp.dies_at, MadeUp.refuses = [], None, None
+    MadeUp.made, MadeUp.teachers, MadeUp.dies_at, MadeUp.refuses = [], [], None, None
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
     (tmp_path / "x.txt").write_text("a text\n")
@@ -238,6 +240,7 @@ def test_a_training_that_helps_is_what_is_written(trained, tmp_path):
     gains["loss"] = 0.2
     options = ShrinkOptions(methods=(Pin(technique="layers"), Pin(technique="int8")), recover_steps=9)
     small = shrink(source, tmp_path / "out", options).models[1]
+    assert source.folder in MadeUp.teachers  # what is predicted is the training that was done
     assert small.quality.loss == pytest.approx(0.41)
     assert small.recovered.loss == pytest.approx(0.21)
     assert (small.recovery_steps, small.training.peak_bytes) == (9, 5 * BYTES)
@@ -255,6 +258,23 @@ def test_a_target_behind_a_survey_makes_nothing_of_it_again(trained, tmp_path):
     assert found["layers"].recovered is not None
     assert MadeUp.made == ["heads > int8", "heads", "int8"]  # one chain, and what is trained of it
     assert record.models[record.best].name == "heads > int8"
+
+
+def test_what_cannot_be_applied_behind_its_training_is_not_taken_for_what_it_was_before(trained, tmp_path, monkeypatch):
+    source, gains = trained
+    gains["loss"] = 0.05
+
+    def measured(self, given, before=MadeUp.measured):
+        if json.loads((Path(given.folder) / "config.json").read_text())["name"] == "run":
+            raise InputError("it cannot be applied")
+        return before(self, given)
+
+    monkeypatch.setattr(MadeUp, "measured", measured)
+    forbids = ("heads", "int8", "int4")
+    with pytest.raises(
+        InputError, match=r"without heads, int8, int4 \(1 could not be made, the last layers: it cannot"
+    ):
+        shrink(source, tmp_path / "out", ShrinkOptions(recover_steps=9, target_bytes=600, forbids=forbids))
 
 
 def test_a_training_that_does_harm_is_not(trained, tmp_path):

@@ -125,9 +125,11 @@ def test_a_choice_that_cannot_be_is_refused_and_has_no_size(place, workshop, tmp
     assert workshop.weight_bytes((many,)) is None
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("shares", ["tables", "layers"])
-def test_what_a_model_shares_is_counted_once(shares, tmp_path):
+def test_weights_are_counted_once_where_they_are_shared_and_as_they_are_stored(shares, dtype, tmp_path):
     folder = model_folder(tmp_path / "given", "GPT2LMHeadModel")
+    load_model(folder, dtype=getattr(torch, dtype)).model.save_pretrained(folder)
     (tmp_path / "x.txt").write_text("w1 w2\nw3\n")
     if shares == "layers":
         workshop = Workshop(folder, TextEvidence(folder, tmp_path / "x.txt"))
