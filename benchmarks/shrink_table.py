@@ -117,7 +117,12 @@ def spread(values: list[float | None], digits: int = 2) -> str:
     if not known:
         return "-"
     deviation = f" ± {statistics.stdev(known):.{digits}f}" if len(known) > 1 else ""
-    return f"{statistics.mean(known):.{digits}f}{deviation}"
+    return f"{statistics.mean(known):.{digits}f}{deviation}".replace("-0.00", "0.00")
+
+
+def change(figures: Figures, when: str) -> float | None:
+    """How much the quality of a model differs from that of its own original."""
+    return None if figures[when] is None or figures["before"] is None else figures[when] - figures["before"]
 
 
 def figures_of(model: Figures, original: Figures) -> Figures:
@@ -142,8 +147,8 @@ def figures_of(model: Figures, original: Figures) -> Figures:
 
 def table_of(found: dict[str, list[Figures]], title: str, measure: str) -> Table:
     columns = (
-        "chain", "files, %", "peak fall / weights fall", "rows/s", "training peak, MiB", f"{measure}: given", "made",
-        "trained again",
+        "chain", "seeds", "files, %", "peak fall / weights fall", "rows/s", "training peak, MiB", f"{measure}: given",
+        "change made", "trained again",
     )  # fmt: skip
     table = Table(*columns, title=title)
     for name, seeds in found.items():
@@ -154,9 +159,9 @@ def table_of(found: dict[str, list[Figures]], title: str, measure: str) -> Table
         ]
         peaks = [one["training_peak_bytes"] and one["training_peak_bytes"] / 2**20 for one in seeds]
         table.add_row(
-            name, spread([100 * one["share"] for one in seeds], 1), spread(falls) if falls else "-",
+            name, str(len(seeds)), spread([100 * one["share"] for one in seeds], 1), spread(falls) if falls else "-",
             "x " + spread([one["speed"] for one in seeds]), spread(peaks, 0), spread([one["before"] for one in seeds]),
-            spread([one["after"] for one in seeds]), spread([one["recovered"] for one in seeds]),
+            spread([change(one, "after") for one in seeds]), spread([change(one, "recovered") for one in seeds]),
         )  # fmt: skip
     return table
 
