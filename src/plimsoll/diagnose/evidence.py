@@ -1,4 +1,4 @@
-"""What causes are looked for in: one training process of a run, as plain numbers, from its directory or from a step.
+"""What causes are looked for in, as plain numbers: a training process of a run or a loop, an error's text, a snapshot.
 
 Of a run that was killed or resumed the process with the most steps is taken: what a process keeps is gone with it.
 """
@@ -10,7 +10,8 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Literal
 
 from plimsoll.diagnose.growth import growth_of
-from plimsoll.records.diagnosis import MemoryGrowth
+from plimsoll.records.diagnosis import MemoryGrowth, Share
+from plimsoll.records.oom_text import OomText
 from plimsoll.records.run import GraphLine, RunRecord
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Evidence:
-    """One training process.
+    """One training process, or what is known of one; what is not known is empty or ``None``.
 
     Attributes:
         subject: what it is called.
@@ -30,16 +31,20 @@ class Evidence:
         graphs: what of earlier graphs was alive, ascending by step.
         peak_bytes: the most it used, as far as it was measured.
         message: what the run ended with, if it failed.
+        event: the out-of-memory error that is to be explained.
+        shares: what the peak is made of, where that is known.
     """
 
     subject: str
     kind: Literal["cpu", "cuda"] | str
-    first_step: int
-    last_step: int
-    used_bytes: tuple[tuple[int, int], ...]
-    graphs: tuple[GraphLine, ...]
-    peak_bytes: int | None
+    first_step: int = 0
+    last_step: int = 0
+    used_bytes: tuple[tuple[int, int], ...] = ()
+    graphs: tuple[GraphLine, ...] = ()
+    peak_bytes: int | None = None
     message: str = ""
+    event: OomText | None = None
+    shares: tuple[Share, ...] = ()
 
     @property
     def num_steps(self) -> int:

@@ -6,9 +6,10 @@ known is ``None``, never a guess.
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from plimsoll.records.base import Frozen, Record
+from plimsoll.records.oom_text import OomText
 from plimsoll.records.plan import Choice
 
 GRAPH_IS_GONE = "the backward pass came to the graph of an earlier forward pass"
@@ -67,14 +68,59 @@ class Finding(Frozen):
     effect_high_bytes: int | None = None
 
 
+class Share(Frozen):
+    """What of the peak one category has, and the line of the user's that made the most of it ("": not known)."""
+
+    category: str
+    num_bytes: int
+    known: KnownHow
+    place: str = ""
+
+
+class Remedy(Frozen):
+    """One change that would free memory, and what it costs.
+
+    Attributes:
+        choices: the techniques of it, in the order they are installed; none where it is not a technique.
+        text: what to do, in a sentence.
+        code: what to type.
+        settings: what of a job file it changes, by dotted name, for ``--apply``.
+        saving_bytes: what the peak falls by; ``None``: not known.
+        saving_low_bytes: the least it can be.
+        saving_high_bytes: the most it can be.
+        step_time_factor: the time of a step with it, against without; ``None``: not known.
+        known: how the saving is known.
+        fits: whether the peak with it is under the limit; ``None``: not known.
+    """
+
+    choices: tuple[Choice, ...] = ()
+    text: str
+    code: str = ""
+    settings: dict[str, Any] = {}
+    saving_bytes: int | None = None
+    saving_low_bytes: int | None = None
+    saving_high_bytes: int | None = None
+    step_time_factor: float | None = None
+    known: Literal["measured", "predicted", "bound", "assumed"]
+    fits: bool | None = None
+
+
 class Diagnosis(Record):
-    """What was found in a run; ``notes`` say what was seen and is no finding. The largest effect comes first."""
+    """What was found in a run, a text or a snapshot.
+
+    The largest effect comes first, of findings and of remedies. ``event`` is the out-of-memory error that is explained,
+    if there was one; ``shares`` are what the peak is made of, largest first; ``notes`` say what was seen and is no
+    finding.
+    """
 
     record_kind: ClassVar[str] = "diagnosis"
 
     subject: str
-    num_steps: int
+    num_steps: int = 0
     peak_bytes: int | None = None
     growth: MemoryGrowth | None = None
+    event: OomText | None = None
+    shares: tuple[Share, ...] = ()
     findings: tuple[Finding, ...] = ()
+    remedies: tuple[Remedy, ...] = ()
     notes: tuple[str, ...] = ()
