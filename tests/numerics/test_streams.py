@@ -16,6 +16,7 @@ from plimsoll.run.commit import StepCommit
 from plimsoll.run.failpoints import armed
 from plimsoll.run.step import TrainStep
 from plimsoll.techniques import TECHNIQUES, Setting, technique_of
+from processor import skip_without_half_lstm
 from token_stores import store_of_lengths
 from workloads import largest_relative_difference, weights_of
 
@@ -170,6 +171,7 @@ def test_an_evaluation_that_runs_out_of_memory_reads_its_lanes_again(store):
 @pytest.mark.parametrize("precision", ["bf16"])
 def test_autocast_carries_the_state_in_the_dtype_of_the_layers(store, precision):
     model = ours("lstm")
+    skip_without_half_lstm(model)
     losses = [step_of(model, precision=precision)(fields).loss for fields in iterated(loader_of(store), 3)]
     assert model.carried.training_state.dtype == torch.float32
     assert all(loss > 0 for loss in losses)

@@ -11,6 +11,7 @@ from torch import nn
 from plimsoll.embeddings.host import HostEmbedding
 from plimsoll.errors import InputError
 from plimsoll.outside import is_marked
+from plimsoll.techniques.autocast import lstm_fault
 from plimsoll.workload import IGNORED_LABEL, model_loss
 
 PRECISIONS = ("fp32", "bf16", "fp16")
@@ -72,9 +73,9 @@ def refuse(
     """Refuse what a step cannot be made of.
 
     Raises:
-        InputError: if the precision or the units are unknown, the model is in half precision under fp16, the optimizer
-            needs a closure or is of another model, the micro-batch is no positive number of samples, or the loss cannot
-            be called with a model and a batch.
+        InputError: if the precision or the units are unknown, the model is in half precision under fp16, the processor
+            has no LSTM of the precision, the optimizer needs a closure or is of another model, the micro-batch is no
+            positive number of samples, or the loss cannot be called with a model and a batch.
     """
     _refuse_loss(loss)
     if units is None and loss is not model_loss:
@@ -92,6 +93,9 @@ def refuse(
             "float16 (model.half() or torch_dtype=float16): small updates would be lost in its weights and the scaler "
             "refuses to unscale float16 gradients; use model.float(), autocast does the rest"
         )
+    on_cpu = all(parameter.device.type == "cpu" for parameter in model.parameters())
+    if precision != "fp32" and on_cpu and (fault := lstm_fault(model, "bf16" if precision == "bf16" else "fp16")):
+        raise InputError(f"precision {precision}: {fault}; use precision fp32, or nn.GRU")
     if isinstance(optimizer, torch.optim.LBFGS):
         raise InputError(
             f"{type(optimizer).__name__} evaluates the loss several times in one step and needs a closure: use another "

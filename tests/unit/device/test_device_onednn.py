@@ -95,7 +95,7 @@ def test_kernels_of_many_shapes_are_not_kept(monkeypatch):
     assert capacity == "32"
     assert many[0] - few[0] < 4 << 20
     assert many[1] - few[1] < 4 << 20
-    if few[1] == 0:
+    if many[1] == few[1]:
         pytest.skip("the oneDNN of this processor makes no code for bfloat16")
     monkeypatch.setenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "1024")  # the user's own
     monkeypatch.setenv("LRU_CACHE_CAPACITY", "1000")

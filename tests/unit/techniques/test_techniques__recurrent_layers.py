@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional
 
 from plimsoll.techniques._recurrent_layers import Cut, SegmentedLayer, is_plain_layer
+from processor import skip_without_half_lstm
 
 pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
 
@@ -106,6 +107,7 @@ def test_dropout_is_none_in_evaluation(bidirectional):
 
 
 def test_under_autocast():
+    skip_without_half_lstm()
     plain, segmented = twins("lstm", torch.float32, num_layers=2)
     inputs = tensors((13, 4, INPUTS), torch.float32, 1)
     with torch.autocast("cpu", torch.bfloat16):

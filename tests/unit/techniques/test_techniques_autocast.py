@@ -4,10 +4,11 @@ import pytest
 import torch
 from torch import nn
 
+from plimsoll.errors import InputError
 from plimsoll.records.plan import Choice
 from plimsoll.run.step import TrainStep
 from plimsoll.techniques import Setting, installed
-from plimsoll.techniques.autocast import Autocast
+from plimsoll.techniques.autocast import Autocast, lstm_fault
 from plimsoll.workload import Workload, model_loss
 
 BF16, FP16 = (Choice(technique="autocast", options={"dtype": dtype}) for dtype in ("bf16", "fp16"))
@@ -40,6 +41,27 @@ def test_a_precision_that_the_step_has_already_needs_no_technique():
     made = workload()
     made.precision = "bf16"
     assert "which the step has by itself" in Autocast().menu(made, setting("bf16"))
+
+
+def test_an_lstm_is_refused_where_plain_autocast_fails_and_runs_elsewhere():
+    model = nn.LSTM(3, 3)
+    made = Workload(model, torch.optim.SGD(model.parameters(), lr=0.1), model_loss, "samples")
+    try:
+        with torch.autocast("cpu", torch.bfloat16):
+            model(torch.zeros(2, 1, 3))
+    except RuntimeError:
+        fault = lstm_fault(model, "bf16")
+        assert "for this processor" in fault
+        assert Autocast().menu(made, setting(device="cpu")) == fault
+        assert Autocast().menu(made, setting("bf16", "cpu")) == fault
+        assert Autocast().conflicts(BF16, (), made, setting("bf16", "cpu")) == fault
+        with pytest.raises(InputError, match="precision bf16: oneDNN has no bf16 kernels"):
+            TrainStep(model, made.optimizer, precision="bf16", units="samples")
+    else:
+        assert lstm_fault(model, "bf16") is None
+        assert Autocast().menu(made, setting(device="cpu")) == (BF16,)
+    assert Autocast().menu(made, setting()) == (BF16, FP16)  # CUDA's kernels are cuDNN's
+    assert lstm_fault(nn.GRU(3, 3), "bf16") is None
 
 
 def test_weights_in_half_precision_have_nothing_to_gain():

@@ -17,8 +17,6 @@ from torch.nn import functional
 
 from plimsoll.memory.known import values_of
 
-_ONEDNN_DTYPES = (torch.float32, torch.bfloat16)
-
 State = tuple[Tensor, ...]
 """The hidden state of one layer and direction; an LSTM has its cell state beside it."""
 
@@ -103,6 +101,11 @@ def _backwards(
     return torch.cat(outputs[::-1]), state
 
 
+def _is_onednns(dtype: torch.dtype) -> bool:
+    """Whether oneDNN trains an LSTM of a type, by torch's own rule; of bfloat16 on some processors only."""
+    return dtype is torch.float32 or (dtype is torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
 def _grouped(flat: Sequence[Tensor], has_biases: bool, is_projected: bool) -> list[_Weights]:
     """The weights of each layer and direction, in the order ``nn.RNNBase`` keeps them."""
     stride = 2 + 2 * has_biases + is_projected
@@ -169,7 +172,7 @@ def _lstm(  # noqa: PLR0917 -- the signature of the op
     bidirectional: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     sizes, is_projected = values_of(batch_sizes), hx[0].shape[2] != hx[1].shape[2]
-    if sizes[0] == sizes[-1] and data.dtype in _ONEDNN_DTYPES and not is_projected:
+    if sizes[0] == sizes[-1] and _is_onednns(data.dtype) and not is_projected:
         steps = data.view(len(sizes), sizes[0], -1)
         output, *last_state = torch.lstm(
             steps, tuple(hx), tuple(params), has_biases, num_layers, dropout, train, bidirectional, False

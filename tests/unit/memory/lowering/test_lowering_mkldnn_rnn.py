@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from plimsoll.memory.lowering.cpu_kernels import corrected
 from plimsoll.memory.lowering.mkldnn_rnn import unwritten_workspace, workspace_bytes, written_in_backward_bytes
+from processor import skip_without_half_lstm
 
 SHAPES = [
     (1, 1, 16, 16), (24, 4, 32, 32), (24, 4, 128, 32), (24, 4, 32, 64), (7, 3, 20, 25), (10, 2, 256, 256),
@@ -60,6 +61,8 @@ def test_rows_that_would_be_a_multiple_of_256_are_a_cache_line_longer():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_every_layer_and_direction_takes_what_onednn_takes(shape: tuple[int, ...], dtype: torch.dtype):
+    if dtype is torch.bfloat16:
+        skip_without_half_lstm()
     num_steps, batch_size, num_inputs, hidden_size = shape
     found = []
     for mode, notes in ((None, RealLayers()), (FakeTensorMode(), Layers())):

@@ -13,6 +13,7 @@ from plimsoll.memory.lowering.cpu import CpuLowering
 from plimsoll.memory.measure import measure_training
 from plimsoll.memory.trace import trace_training
 from plimsoll.records.trace import Trace
+from processor import skip_without_half_lstm
 
 DATA = torch.ones(5, 3, 6)
 LENGTHS = {
@@ -80,7 +81,10 @@ def test_so_it_does_in_other_types(lengths: torch.Tensor, dtype: torch.dtype):
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
 def test_so_it_does_under_autocast(lengths: torch.Tensor, cell: str):
     make, more = CELLS[cell]
-    predicted, measured = traces(make(6, 8, num_layers=2, **more), lengths, torch.bfloat16)
+    module = make(6, 8, num_layers=2, **more)
+    if lengths is not LENGTHS["uneven"]:  # whose steps are torch's own
+        skip_without_half_lstm(module)
+    predicted, measured = traces(module, lengths, torch.bfloat16)
     assert compare(predicted, measured).is_equal
 
 
