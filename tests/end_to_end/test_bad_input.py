@@ -61,7 +61,7 @@ def whole_checkpoints(run: Path) -> list[str]:
 
 
 _SLOW = pytest.mark.slow  # for cases that are like another: each takes seconds
-_LIKE_OTHERS = ("binary-text", "text-not-utf-8")
+_LIKE_OTHERS = ("binary-text", "text-not-utf-8", "empty-text")
 
 # -- refused before a training process runs ----------------------------------------------------------------------------
 
