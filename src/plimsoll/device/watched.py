@@ -60,7 +60,9 @@ def _use_of(pid: int) -> ProcessUse | None:
     except (FileNotFoundError, ProcessLookupError):
         return None
     except PermissionError:
-        raise InputError(f"cannot read process {pid}, it is another user's: watch it as that user") from None
+        raise InputError(
+            f"cannot read process {pid}, it is another user's: give the --pid of one of your own"
+        ) from None
     if "VmData" not in fields:
         return None
     return ProcessUse(
