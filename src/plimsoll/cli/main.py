@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from plimsoll.cli import apply, data, embeddings, explain, plan, predict, probe, report, shrink, train, workers
+from plimsoll.cli import apply, data, embeddings, explain, plan, predict, probe, report, shrink, train, watch, workers
 from plimsoll.cli.output import tell
 from plimsoll.errors import PlimsollError
 from plimsoll.forked import end_as_asked
@@ -48,6 +48,7 @@ def _of_every_command(
       plimsoll shrink runs/a --target 5MiB --recover 200 --out small
       plimsoll explain runs/a
       plimsoll report runs/a -o a.html
+      plimsoll watch --pid 4711
       plimsoll data inspect job.yaml
       plimsoll embeddings subset glove.6B.zip/glove.6B.300d.txt --vocabulary words.txt
     """
@@ -61,6 +62,7 @@ app.command("apply")(apply.apply)
 app.command("shrink")(shrink.shrink)
 app.command("explain")(explain.explain)
 app.command("report")(report.report)
+app.command("watch")(watch.watch)
 app.add_typer(data.app, name="data")
 app.add_typer(embeddings.app, name="embeddings")
 app.command("train-worker", hidden=True)(workers.train_worker)

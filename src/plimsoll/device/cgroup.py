@@ -64,6 +64,11 @@ def limits(root: Path = _ROOT) -> tuple[Limit, ...]:
     return tuple(limit for limit, _ in _limited_levels(root))
 
 
+def uses(root: Path = _ROOT) -> tuple[tuple[Limit, int], ...]:
+    """Return every limit of `limits` with the bytes used of it, but for cached file pages not in active use."""
+    return tuple(_limited_levels(root))
+
+
 def free_bytes(root: Path = _ROOT) -> int | None:
     """Return how much may still be used under the tightest limit, ``None`` where there is no limit.
 

@@ -55,6 +55,7 @@ FLAGS = {
     },
     "explain": {"--json"},
     "report": {"--output", "-o", "--json", "--force"},
+    "watch": {"--pid", "--every", "--samples", "--record", "--json"},
     **{
         f"data {verb}": {"--set", "--cache", "--output", "-o", "--force", "--json"}
         for verb in ("index", "tokenize", "inspect", "bench")
@@ -100,7 +101,19 @@ def test_the_processes_that_a_run_starts_are_not_shown_to_people():
     visible = [name for name, command in COMMANDS.items() if not command.hidden]
     data = ["data index", "data tokenize", "data inspect", "data bench"]
     vectors = ["embeddings subset", "embeddings info", "embeddings convert"]
-    assert visible == ["probe", "predict", "plan", "train", "apply", "shrink", "explain", "report", *data, *vectors]
+    assert visible == [
+        "probe",
+        "predict",
+        "plan",
+        "train",
+        "apply",
+        "shrink",
+        "explain",
+        "report",
+        "watch",
+        *data,
+        *vectors,
+    ]
     assert all((name.split()[0] in shown) != command.hidden for name, command in COMMANDS.items())
 
 
