@@ -9,6 +9,7 @@ from plimsoll.records.units import format_bytes, format_seconds
 from plimsoll.report.sheets import Column, Sheet
 
 _NONE = "-"
+_SLOW_SPEED = 0.5
 
 
 def headline(record: ShrinkRecord) -> str:
@@ -23,7 +24,17 @@ def headline(record: ShrinkRecord) -> str:
     share = best.file_bytes / original.file_bytes
     return (
         f"{best.name}: {format_bytes(original.file_bytes)} -> {format_bytes(best.file_bytes)} ({share:.0%}), "
-        f"{change_text(original.quality, best.best_quality)}; written to {record.output}."
+        f"{change_text(original.quality, best.best_quality)}; written to {record.output}.{_slowness(best)}"
+    )
+
+
+def _slowness(small: Small) -> str:
+    """Warn of a model for which this processor has no fast kernels: the search goes by size and quality."""
+    if small.inference is None or small.inference.speed >= _SLOW_SPEED:
+        return ""
+    return (
+        f" On this machine it takes {1 / small.inference.speed:.1f} times as long as the original: --forbid leaves out "
+        "a method that is slow here."
     )
 
 

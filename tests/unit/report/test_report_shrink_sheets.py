@@ -14,6 +14,17 @@ def test_the_sentence_says_what_was_saved_and_what_it_cost():
     assert headline(survey()).startswith("3 ways to make runs/a/model smaller, each measured on 10% of")
 
 
+def test_a_choice_that_is_slow_on_this_machine_is_said_to_be_so():
+    record = shrunk()
+    best = record.models[record.best]
+    cost = best.inference or record.models[1].inference
+    slow = best.model_copy(update={"inference": cost.model_copy(update={"speed": 0.125})})
+    models = tuple(slow if number == record.best else one for number, one in enumerate(record.models))
+    said = headline(record.model_copy(update={"models": models}))
+    assert said.startswith(headline(record))
+    assert said.endswith("it takes 8.0 times as long as the original: --forbid leaves out a method that is slow here.")
+
+
 def test_models_are_listed_by_quality_behind_the_original():
     sheet = shrink_sheets(shrunk())[0]
     assert sheet.rows == (
