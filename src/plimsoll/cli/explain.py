@@ -1,31 +1,60 @@
-"""``plimsoll explain``: what used memory in a run that need not have, and what to type instead."""
+"""``plimsoll explain``: what used memory, or why it ran out, and what to type instead."""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+if TYPE_CHECKING:
+    from plimsoll.records.diagnosis import Diagnosis
+
+_STANDARD_INPUT = Path("-")
+_LARGE_BYTES = 32 << 20  # read in about a second
+
 
 def explain(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory, also of a run still going or killed.")],
+    source: Annotated[
+        Path,
+        typer.Argument(
+            metavar="[SOURCE]", help="A run directory, or a file with an error's text or a log; - reads it."
+        ),
+    ] = _STANDARD_INPUT,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON record instead of tables.")] = False,
 ) -> None:
-    """Say what kept memory in a run, where, and what to change. Ends with 1 if something was found, else with 0.
+    """Say what kept memory in a run, or what an out-of-memory error says. Ends with 1 if it found one, else with 0.
 
     \b
     Examples:
       plimsoll explain runs/a
+      plimsoll explain train.log
+      python train.py 2>&1 | plimsoll explain
       plimsoll explain runs/a --json
     """
     from plimsoll.cli.answer import answering
     from plimsoll.cli.output import show
-    from plimsoll.diagnose.explain import explain as diagnose
     from plimsoll.report.render import render
 
     with answering("the explanation", as_json):
-        diagnosis = diagnose(run)
+        diagnosis = _diagnosis(source, as_json)
         show(render(diagnosis, "json" if as_json else "text"))
-    if diagnosis.findings:
+    if diagnosis.has_answer:
         raise typer.Exit(1)
+
+
+def _diagnosis(source: Path, quiet: bool) -> Diagnosis:
+    from plimsoll.diagnose.explain import explain as diagnose
+    from plimsoll.diagnose.of_text import diagnosis_of_text
+    from plimsoll.errors import InputError
+    from plimsoll.report.progress import stages
+
+    if source == _STANDARD_INPUT:
+        if sys.stdin.isatty():
+            raise InputError(f"{source} reads standard input, which is a terminal here: give a run directory or a file")
+        return diagnosis_of_text(sys.stdin.buffer, "standard input")
+    if source.is_file() and (num_bytes := source.stat().st_size) > _LARGE_BYTES:
+        with stages(quiet) as report, source.open("rb") as file:
+            return diagnosis_of_text(file, source.name, lambda done: report("reading", min(done, num_bytes), num_bytes))
+    return diagnose(source)

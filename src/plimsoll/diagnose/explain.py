@@ -1,6 +1,6 @@
-"""From a run to its diagnosis: every cause is looked for, and what is seen and explains nothing is noted.
+"""From a run or a text to its diagnosis: every cause is looked for, and what is seen and explains nothing is noted.
 
-Does NOT read what is not in a run directory or a step: error texts, logs and snapshots of other programs.
+Does NOT read memory snapshots and job files.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 from plimsoll.diagnose.causes import every_cause
 from plimsoll.diagnose.evidence import Evidence, evidence_of_run, evidence_of_step
+from plimsoll.diagnose.of_text import diagnosis_of_text
+from plimsoll.errors import InputError
 from plimsoll.records.diagnosis import Diagnosis
 from plimsoll.records.run import RunRecord
 from plimsoll.records.units import format_bytes
@@ -22,14 +24,18 @@ def explain(source: str | Path | RunRecord | TrainStep) -> Diagnosis:
     """Find out what used memory that need not have.
 
     Args:
-        source: a run directory, also of a run that is going on or was killed, the record of a run, or the
-            `plimsoll.TrainStep` of a loop of your own.
+        source: a run directory, also of a run that is going on or was killed, the record of a run, the
+            `plimsoll.TrainStep` of a loop of your own, or a file with the text of an error or a log.
 
     Raises:
         RecordError: if it is no run directory, or a file in it is damaged.
+        InputError: if the file cannot be read.
     """
     if isinstance(source, str | Path):
-        source = RunRecord.from_directory(Path(source))
+        path = Path(source)
+        if path.is_file():
+            return _of_file(path)
+        source = RunRecord.from_directory(path)
     evidence = evidence_of_run(source) if isinstance(source, RunRecord) else evidence_of_step(source)
     findings = [finding for find in every_cause().values() for finding in find(evidence)]
     return Diagnosis(
@@ -40,6 +46,14 @@ def explain(source: str | Path | RunRecord | TrainStep) -> Diagnosis:
         findings=tuple(sorted(findings, key=lambda finding: -(finding.effect_bytes or 0))),
         notes=_notes(evidence, bool(findings)),
     )
+
+
+def _of_file(path: Path) -> Diagnosis:
+    try:
+        with path.open("rb") as file:
+            return diagnosis_of_text(file, path.name)
+    except OSError as error:
+        raise InputError(f"cannot read {path} ({error.strerror}): give a file with the text of an error") from None
 
 
 def _notes(evidence: Evidence, is_explained: bool) -> tuple[str, ...]:

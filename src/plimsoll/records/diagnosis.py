@@ -124,3 +124,8 @@ class Diagnosis(Record):
     findings: tuple[Finding, ...] = ()
     remedies: tuple[Remedy, ...] = ()
     notes: tuple[str, ...] = ()
+
+    @property
+    def has_answer(self) -> bool:
+        """Whether there is something to explain: a finding, or memory that ran out."""
+        return bool(self.findings) or (self.event is not None and self.event.is_oom)

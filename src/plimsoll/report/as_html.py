@@ -152,7 +152,7 @@ def sheets_page(title: str, shown: Sequence[sheets.Sheet]) -> str:
 
 def diagnosis_page(diagnosis: Diagnosis) -> str:
     """Return the page of what was found in a run."""
-    found = [sheet for finding in diagnosis.findings for sheet in diagnosis_sheets.finding_sheets(finding)]
+    found = diagnosis_sheets.sheets_of(diagnosis)
     said = (diagnosis_sheets.headline(diagnosis), diagnosis_sheets.growth_sentence(diagnosis), *diagnosis.notes)
     return _sheets_page(f"What used the memory of {diagnosis.subject}", " ".join(filter(None, said)), *found)
 

@@ -96,12 +96,12 @@ def _number_grid(numbers: Sequence[tuple[str, str]]) -> Table:
 
 def diagnosis_report(diagnosis: Diagnosis) -> Group:
     """Return what was found in a run, each finding with what to do first and its evidence below."""
-    style = "red" if diagnosis.findings else "green"
+    style = "red" if diagnosis.has_answer else "green"
     sentences = [Text(diagnosis_sheets.headline(diagnosis), style), *map(Text, diagnosis.notes)]
     if growth := diagnosis_sheets.growth_sentence(diagnosis):
         sentences.insert(1, Text(growth))
     panel = Panel(Group(*sentences), title=Text(diagnosis.subject, "bold"), title_align="left", box=box.ROUNDED)
-    found = [sheet for one in diagnosis.findings for sheet in diagnosis_sheets.finding_sheets(one)]
+    found = diagnosis_sheets.sheets_of(diagnosis)
     return _spaced(panel, *(_table(sheet) for sheet in found if sheet.rows))
 
 

@@ -3,19 +3,66 @@
 from __future__ import annotations
 
 from plimsoll.records.diagnosis import Diagnosis, Finding
+from plimsoll.records.oom_text import OomText
 from plimsoll.records.units import format_bytes
 from plimsoll.report.sheets import Column, Sheet
 
 _FACTS = (Column("What"), Column("How it is known"))
 _REMEDY = (Column("To do"), Column("What"))
+_STATED = (Column("What"), Column("Value"))
+
+_CAUSES = {
+    "true_capacity": "the memory is really used up",
+    "fragmentation": "fragmentation",
+    "other_process": "another process on the device",
+    "absurd_request": "a request that cannot be right",
+    "host_ram": "the host's memory ran out",
+    "tiny_shm": "shared memory is too small",
+    "unknown": "unknown",
+}
+_SIZES = {
+    "tried_to_allocate": "Asked for",
+    "free": "Free",
+    "capacity": "Capacity",
+    "allowed_limit": "Allowed to this process",
+    "allocated_by_pytorch": "Allocated by PyTorch",
+    "derived_reserved_unallocated": "Reserved by PyTorch and not used",
+    "this_process": "This process",
+    "other_process": "Other processes",
+}
 
 
 def headline(diagnosis: Diagnosis) -> str:
-    """Say how much was found in how many steps."""
+    """Say how much was found in how many steps, or which error a text tells of."""
+    if diagnosis.event is not None:
+        return _event_sentence(diagnosis.event)
     peak = f", peak {format_bytes(diagnosis.peak_bytes)}" if diagnosis.peak_bytes is not None else ""
     found = len(diagnosis.findings)
     what = "Nothing was found" if not found else "One cause was found" if found == 1 else f"{found} causes were found"
     return f"{what} in {diagnosis.num_steps:,} step{'s' * (diagnosis.num_steps != 1)}{peak}."
+
+
+def _event_sentence(event: OomText) -> str:
+    if not event.is_oom:
+        return "This is not an out-of-memory error."
+    cause = _CAUSES[event.likely_cause or "unknown"]
+    other = "" if event.likely_cause_alt is None else f", or {_CAUSES[event.likely_cause_alt]}"
+    return f"Out of memory ({event.kind}); likely cause: {cause}{other}."
+
+
+def event_sheet(event: OomText) -> Sheet:
+    """Return what an error's text states; empty where it is no out-of-memory error."""
+    if not event.is_oom:
+        return Sheet("What the text states", _STATED, ())
+    rows = [(title, format_bytes(size)) for name, title in _SIZES.items() if (size := getattr(event, name)) is not None]
+    if event.device_index is not None:
+        rows.append(("Device", str(event.device_index)))
+    if event.line_number is not None:
+        times = "" if event.num_times == 1 else f", {event.num_times:,} times"
+        rows.append(("In line", f"{event.line_number:,}{times}"))
+    if event.place:
+        rows.append(("Your line", f"{event.place}  {event.code}".rstrip()))
+    return Sheet("What the text states", _STATED, tuple(rows))
 
 
 def growth_sentence(diagnosis: Diagnosis) -> str:
@@ -28,6 +75,12 @@ def growth_sentence(diagnosis: Diagnosis) -> str:
     if growth.is_steady:
         return f"Memory in use after a step grows by {rate} {over}."
     return f"Memory in use after a step does not grow steadily ({rate} {over})."
+
+
+def sheets_of(diagnosis: Diagnosis) -> list[Sheet]:
+    """Return what the error states, and of each finding what to do and its evidence."""
+    found = [sheet for one in diagnosis.findings for sheet in finding_sheets(one)]
+    return found if diagnosis.event is None else [event_sheet(diagnosis.event), *found]
 
 
 def finding_sheets(finding: Finding) -> tuple[Sheet, Sheet]:

@@ -55,3 +55,25 @@ def test_a_damaged_run_is_refused(refused, make_run):
     with (path / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"event": "graph"}) + "\n")
     assert "is not a metrics line" in refused("explain", path)
+
+
+def test_a_log_is_explained_from_a_file_and_from_a_pipe(call, tmp_path, monkeypatch):
+    log = tmp_path / "train.log"
+    log.write_text("epoch 1\nDefaultCPUAllocator: can't allocate memory: you tried to allocate 4096 bytes.\n")
+    code, out, err = call("explain", log)
+    assert (code, err) == (1, "")
+    assert "(cpu_allocator_linux)" in out
+    assert "4.0 KiB" in out
+    with log.open() as file:
+        monkeypatch.setattr("sys.stdin", file)
+        code, out, _ = call("explain", "--json")
+    assert code == 1
+    event = json.loads(out)["event"]
+    assert (event["kind"], event["tried_to_allocate"], event["line_number"]) == ("cpu_allocator_linux", 4096, 2)
+
+
+def test_a_log_without_lack_of_memory_ends_with_0(call, tmp_path):
+    (tmp_path / "train.log").write_text("CUDA error: device-side assert triggered\n")
+    code, out, _ = call("explain", tmp_path / "train.log")
+    assert code == 0
+    assert "This is not an out-of-memory error." in out

@@ -49,8 +49,12 @@ def examples(device, machine, plan, job, head, run_record) -> dict[type[Record],
         device="cpu", source="measured", flops_per_second={"float32": curve}, bytes_per_second={"plain": curve},
         op_seconds=1e-5, link_bytes_per_second=1e9, spread=0.25,
     )  # fmt: skip
+    seen = ProcessUse(
+        pid=7, parent=1, name="python", private_bytes=8, file_bytes=4, shared_bytes=2, swap_bytes=0, data_bytes=9
+    )
+    sample = WatchSample(seconds=2.0, processes=(seen,), lines=(Line(name="machine", used_bytes=8, limit_bytes=16),))
     made = (
-        device, machine, plan, job, head, run_record, fitting(), trace, comparison, calibration, speed,
+        WatchRecord(samples=(sample,)), device, machine, plan, job, head, run_record, fitting(), trace, comparison, calibration, speed,
         corpus_records.corpus_facts(), corpus_records.token_facts(), corpus_records.inspection(),
         corpus_records.feed_rates(), vector_records.subset_facts(), vector_records.vector_file(),
         vector_records.conversion(), vector_records.compression(), evidence_records.diagnosis(), way_records.ways(),
@@ -134,6 +138,7 @@ import resource, signal, sys
 from pathlib import Path
 from plimsoll.errors import OutputError
 from plimsoll.records.base import write_atomically
+from plimsoll.records.watch import Line, ProcessUse, WatchRecord, WatchSample
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
 try:

@@ -1,0 +1,83 @@
+"""What the numbers of an out-of-memory message say of its cause, and nothing that they do not say.
+
+- More was asked for than the device has: an absurd request, mostly a wrong shape.
+- As much as was asked for was free: the numbers do not explain it, and the cause is unknown.
+- torch's allocator held as much as was asked for and could not use it: fragmentation.
+- Without what other processes hold it would have fitted: another process. Where the text names none, it is what the
+  device lacks beyond this process's allocator and `_CONTEXT_BYTES`.
+- Else what there is, is used: true capacity; fragmentation as well where the free bytes and the unused ones of the
+  allocator would have been enough together.
+
+Errors of libraries and of the driver state no numbers: unknown. Those of the host are host memory, or shared memory.
+"""
+
+from __future__ import annotations
+
+from plimsoll.records.oom_text import Bytes, LikelyCause, OomText
+
+_CONTEXT_BYTES = 3 << 29
+"""What a context, its kernels and the libraries' workspaces take at most in common trainings: 0.3 to 1.5 GiB."""
+
+_HOST = {
+    "cpu_allocator_linux",
+    "cpu_allocator_windows",
+    "bad_alloc",
+    "numpy_arraymemoryerror",
+    "python_memoryerror",
+    "os_enomem",
+    "dataloader_worker_killed",
+    "oom_killer_dmesg",
+    "kubernetes_oomkilled",
+    "slurm_oom",
+}
+_ABSURD_HOST_BYTES = 1 << 40
+
+Causes = tuple[LikelyCause, LikelyCause | None]
+
+
+def likely_causes(event: OomText, num_processes: int = 0) -> Causes:
+    """Return the likely cause of an event, and what else it could be.
+
+    Args:
+        event: with its numbers.
+        num_processes: how many processes the text names beside "this process".
+    """
+    tried = event.tried_to_allocate
+    if event.kind in _HOST:
+        return "host_ram", "absurd_request" if (tried or 0) >= _ABSURD_HOST_BYTES else None
+    if event.kind == "shm_bus_error":
+        return "tiny_shm", None
+    if tried is None:
+        return "unknown", None
+    return _on_device(event, tried, num_processes)
+
+
+def _on_device(event: OomText, tried: Bytes, num_processes: int) -> Causes:
+    limits = [limit for limit in (event.capacity, event.allowed_limit) if limit is not None]
+    if not limits:
+        return "unknown", None
+    if tried > min(limits):
+        return "absurd_request", None
+    unused, free = event.derived_reserved_unallocated or 0, event.free
+    if free is not None and free >= tried and event.allowed_limit is None:
+        return "unknown", "fragmentation" if unused >= tried else None
+    others_explain = _elsewhere(event, num_processes) + (free or 0) >= tried
+    if unused >= tried:
+        return "fragmentation", "other_process" if others_explain else "true_capacity"
+    if others_explain and _elsewhere(event, num_processes) >= tried:
+        return "other_process", "true_capacity"
+    return "true_capacity", "fragmentation" if unused and unused + (free or 0) >= tried else None
+
+
+def _elsewhere(event: OomText, num_processes: int) -> Bytes:
+    """Bytes of the device that are neither free nor this process's."""
+    if event.other_process is not None:
+        return event.other_process
+    held = event.reserved_total
+    if held is None and event.allocated_by_pytorch is not None:
+        held = event.allocated_by_pytorch + (event.derived_reserved_unallocated or 0)
+    if event.this_process is not None or event.capacity is None or event.free is None:
+        return 0
+    if held is None:
+        return event.capacity - event.free if num_processes > 1 else 0
+    return max(0, event.capacity - event.free - held - _CONTEXT_BYTES)

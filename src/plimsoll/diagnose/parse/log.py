@@ -1,0 +1,175 @@
+"""A text or a log of any length to its out-of-memory errors, read as a stream.
+
+A message begins at the line whose text `plimsoll.device.texts` knows and has up to 12 lines, fewer where a traceback or
+another message with its numbers begins. The same message at the same place, as several ranks print it, is one event
+that happened several times. A line counts up to 64 KiB and the rest of it as further lines; of distinct events the
+first 1,000 are kept, and always the last. Escape sequences of terminals, carriage returns of progress bars, Windows'
+line ends and UTF-16 are read.
+
+The user's line is the last one of the Python traceback above a message that is not in an installed package or in
+Python's library. Does NOT read tracebacks of notebooks and of other languages.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, BinaryIO, cast
+
+from plimsoll.device.texts import family_of_text
+from plimsoll.diagnose.parse.event import event_of, has_numbers
+from plimsoll.records.oom_text import OomText
+
+_MOST_LINES = 12
+_MOST_EVENTS = 1000
+_MOST_CHARACTERS_OF_LINE = 1 << 16
+_LINES_PER_REPORT = 1 << 16
+
+_ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+# Every text of `plimsoll.device.texts` has one of these, in some case: most lines of a log are done with here.
+_HINTS = (
+    "out of ", "out_of_", "out-of-", "oom", "allocfailed", "alloc_failed", "bad_alloc", "allocate ", "memoryerror",
+    "memory_error", "memoryallocation", "cpuallocator", "would exceed", "cudnn algorithm", "runtime error (2)",
+    "handles_.at", "bus error", "shared memory", "space left", "killed", "unexpectedly", "errno 12",
+)  # fmt: skip
+_TRACEBACK = "Traceback (most recent call last)"
+_FRAME = re.compile(r'^\s*File "([^"]{1,4096})", line (\d+), in ')
+_NOT_THE_USERS = re.compile(r"site-packages|dist-packages|[/\\]lib(?:64)?[/\\]python\d|^<frozen|^/pytorch/")
+
+
+@dataclass
+class Log:
+    """What a log has: its distinct out-of-memory errors, the last one, and its end."""
+
+    events: tuple[OomText, ...]
+    last: OomText | None
+    num_lines: int
+    tail: str
+
+
+@dataclass
+class _Message:
+    """The lines of one message that are still coming."""
+
+    family: str
+    line_number: int
+    place: str
+    code: str
+    lines: list[str]
+
+    def event(self) -> OomText:
+        event = event_of("\n".join(self.lines), self.family)
+        return event.model_copy(update={"line_number": self.line_number, "place": self.place, "code": self.code})
+
+
+@dataclass
+class _Reader:
+    """What was seen so far."""
+
+    message: _Message | None = None
+    place: str = ""
+    code: str = ""
+    is_code_next: bool = False
+    tail: deque[str] = field(default_factory=lambda: deque(maxlen=40))
+
+    def read(self, number: int, line: str) -> OomText | None:
+        """Take one line; return the message that ended with the line before it."""
+        ended = self._ended_by(line)
+        if self.is_code_next or "File" in line or _TRACEBACK in line:
+            self._note_frame(line)
+        family = _family_of(line, self.tail[-1] if self.tail else "") if _has_hint(line) else None
+        if self.message is not None:
+            self.message.lines.append(line)
+        elif family is not None:
+            self.message = _Message(family, number, self.place, self.code, [line])
+            self.place = self.code = ""
+        self.tail.append(line)
+        return ended
+
+    def end(self) -> OomText | None:
+        """Return the message that is still open."""
+        message, self.message = self.message, None
+        return None if message is None else message.event()
+
+    def _ended_by(self, line: str) -> OomText | None:
+        message = self.message
+        if message is None:
+            return None
+        is_next = _TRACEBACK in line or (has_numbers(line) and has_numbers("\n".join(message.lines)))
+        return self.end() if is_next or len(message.lines) >= _MOST_LINES else None
+
+    def _note_frame(self, line: str) -> None:
+        if self.is_code_next:
+            self.code, self.is_code_next = line.strip()[:200], False
+        elif _TRACEBACK in line:
+            self.place = self.code = ""
+        elif (frame := _FRAME.match(line)) is not None and not _NOT_THE_USERS.search(frame[1]):
+            self.place, self.code, self.is_code_next = f"{frame[1]}:{frame[2]}", "", True
+
+
+def read_log(file: BinaryIO, report: Callable[[int], None] = lambda _: None) -> Log:
+    """Read a log to its end.
+
+    Args:
+        file: of bytes; it need not be seekable.
+        report: called now and then with how many characters were read.
+    """
+    reader, found, last = _Reader(), dict[tuple[object, ...], OomText](), None
+    number = num_characters = 0
+    for number, line in enumerate(_lines(file), start=1):
+        num_characters += len(line) + 1
+        if (event := reader.read(number, line)) is not None:
+            last = _count(found, event)
+        if number % _LINES_PER_REPORT == 0:
+            report(num_characters)
+    if (event := reader.end()) is not None:
+        last = _count(found, event)
+    return Log(tuple(found.values()), last, number, "\n".join(reader.tail))
+
+
+def _count(found: dict[tuple[object, ...], OomText], event: OomText) -> OomText:
+    key = (event.kind, event.place, event.tried_to_allocate)
+    before = found.get(key)
+    counted = event if before is None else before.model_copy(update={"num_times": before.num_times + 1})
+    if before is not None or len(found) < _MOST_EVENTS:
+        found[key] = counted
+    return counted
+
+
+def _has_hint(line: str) -> bool:
+    lower = line.lower()
+    return any(hint in lower for hint in _HINTS)
+
+
+def _family_of(line: str, before: str) -> str | None:
+    """The family of a line, or of one that was wrapped in two."""
+    return family_of_text(line) or (family_of_text(f"{before} {line}") if before.endswith(":") else None)
+
+
+def _lines(file: BinaryIO) -> Iterator[str]:
+    head = file.read(4)
+    encoding = "utf-16" if head[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig"
+    text = io.TextIOWrapper(
+        io.BufferedReader(cast(Any, _Rest(head, file)), 1 << 16), encoding=encoding, errors="replace", newline=None
+    )
+    while line := text.readline(_MOST_CHARACTERS_OF_LINE):
+        yield _ESCAPES.sub("", line.rstrip("\n")) if "\x1b" in line else line.rstrip("\n")
+
+
+class _Rest(io.RawIOBase):
+    """A stream with the bytes in front that were read from it."""
+
+    def __init__(self, head: bytes, file: BinaryIO) -> None:
+        self._head, self._file = head, file
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        data = self._head or self._file.read(len(buffer))
+        taken, self._head = data[: len(buffer)], b""
+        buffer[: len(taken)] = taken
+        return len(taken)

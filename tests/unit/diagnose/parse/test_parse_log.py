@@ -1,0 +1,113 @@
+"""Logs: where a message begins and ends, whose line it was, what is repeated, and that nothing breaks the reader."""
+
+import io
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from oom_texts import TEXTS
+from plimsoll.diagnose.parse.log import read_log
+
+MIB = 1 << 20
+TRACEBACK = """epoch 1
+Traceback (most recent call last):
+  File "scripts/train.py", line 41, in <module>
+    loss = step(batch)
+  File "/usr/lib/python3.11/site-packages/torch/nn/functional.py", line 9, in linear
+    return torch._C._nn.linear(input)
+"""
+OOM = "RuntimeError: CUDA out of memory. Tried to allocate {} MiB (GPU {}; 8.00 GiB total capacity; 6.00 GiB already " \
+      "allocated; 1.00 MiB free; 6.25 GiB reserved in total by PyTorch)\n"  # fmt: skip
+
+
+def log_of(text: str | bytes):
+    return read_log(io.BytesIO(text if isinstance(text, bytes) else text.encode()))
+
+
+def test_the_users_line_is_the_last_one_outside_of_libraries():
+    event = log_of(TRACEBACK + OOM.format("20.00", 0)).last
+    assert (event.place, event.code, event.line_number) == ("scripts/train.py:41", "loss = step(batch)", 7)
+    assert event.tried_to_allocate == 20 * MIB
+
+
+def test_ranks_that_say_the_same_are_one_event_and_the_last_one_is_explained():
+    log = log_of("".join(OOM.format("20.00", rank) for rank in range(4)) + "go on\n" * 20 + OOM.format("7.00", 0))
+    assert [(event.tried_to_allocate // MIB, event.num_times) for event in log.events] == [(20, 4), (7, 1)]
+    assert log.last == log.events[1]
+    assert log.num_lines == 25
+
+
+def test_a_traceback_ends_a_message_and_its_lines_are_of_the_next():
+    log = log_of("MemoryError\n" + TRACEBACK + OOM.format("20.00", 0))
+    assert [event.kind for event in log.events] == ["python_memoryerror", "cuda_allocator_old_format"]
+    assert [bool(event.place) for event in log.events] == [False, True]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        OOM.format("20.00", 0).encode("utf-16"),
+        b"\xef\xbb\xbf" + OOM.format("20.00", 0).encode(),
+        b"step 1\rstep 2\r" + OOM.format("20.00", 0).replace("\n", "\r\n").encode(),
+        OOM.format("20.00", 0).replace("CUDA", "\x1b[31mCUDA\x1b[0m").replace("memory", "\x1b[1mmemory").encode(),
+        b"\xff\xfe\xfd\n".replace(b"\xff\xfe", b"\x80\x81") + OOM.format("20.00", 0).encode(),
+        b"[rank0]: " + OOM.format("20.00", 0).replace("(GPU", "\n[..] (GPU").encode(),
+    ],
+    ids=["utf-16", "utf-8 with a mark", "carriage returns", "colours", "no utf-8", "wrapped"],
+)  # fmt: skip
+def test_however_it_was_written(text):
+    assert log_of(text).last.tried_to_allocate == 20 * MIB
+
+
+@pytest.mark.parametrize("kind", TEXTS)
+def test_every_form_is_found_among_other_lines(kind):
+    log = log_of("loss 3.1\n" * 50 + TEXTS[kind][0] + "\n" + "loss 3.1\n" * 50)
+    assert [event.kind for event in log.events] == [kind]
+
+
+def test_a_line_without_end_and_many_distinct_errors_are_bounded():
+    many = "".join(OOM.format(f"{number}.00", 0) for number in range(1, 1500))
+    log = log_of("x" * (1 << 22) + "\n" + many)
+    assert len(log.events) == 1000
+    assert log.last.tried_to_allocate == 1499 * MIB
+    assert all(len(event.text) <= 4000 for event in log.events)
+
+
+def test_nothing_is_an_empty_log():
+    assert log_of("") == log_of(b"")
+    assert log_of("").last is None
+
+
+PIECES = [text for text, _ in TEXTS.values()] + [
+    TRACEBACK,
+    "\x1b[",
+    "\r",
+    "GPU ",
+    " has a total capacity of ",
+    "9" * 300,
+]
+
+
+@settings(max_examples=1000, deadline=None)
+@given(st.lists(st.one_of(st.sampled_from(PIECES), st.binary(max_size=40)), max_size=12))
+def test_no_text_breaks_it(pieces):
+    text = b"".join(piece if isinstance(piece, bytes) else piece.encode() for piece in pieces)
+    for event in log_of(text).events:
+        assert event.is_oom
+        assert event.likely_cause is not None
+
+
+@pytest.mark.slow
+def test_a_hundred_thousand_mutated_texts():
+    drawn = random.Random(0)
+    texts = [text.encode() for text, _ in TEXTS.values()]
+    for _ in range(100_000):
+        text = bytearray(drawn.choice(texts))
+        for _ in range(drawn.randrange(6)):
+            place = drawn.randrange(len(text) + 1)
+            text[place : place + drawn.randrange(4)] = drawn.choice(
+                [b"", b"\n", b"9", b" ", b"\xff", b";", drawn.randbytes(3)]
+            )
+        log_of(bytes(text))
