@@ -24,6 +24,7 @@ from plimsoll.records.base import Record, write_atomically
 from plimsoll.records.comparison import Calibration, Comparison, Learned, Side, Target
 from plimsoll.records.plan import Plan
 from plimsoll.records.speed import Point, Speed
+from plimsoll.records.watch import Line, ProcessUse, WatchRecord, WatchSample
 from prediction_records import fitting
 
 for _module in pkgutil.iter_modules(plimsoll.records.__path__):
@@ -54,7 +55,8 @@ def examples(device, machine, plan, job, head, run_record) -> dict[type[Record],
     )
     sample = WatchSample(seconds=2.0, processes=(seen,), lines=(Line(name="machine", used_bytes=8, limit_bytes=16),))
     made = (
-        WatchRecord(samples=(sample,)), device, machine, plan, job, head, run_record, fitting(), trace, comparison, calibration, speed,
+        WatchRecord(samples=(sample,)),
+        device, machine, plan, job, head, run_record, fitting(), trace, comparison, calibration, speed,
         corpus_records.corpus_facts(), corpus_records.token_facts(), corpus_records.inspection(),
         corpus_records.feed_rates(), vector_records.subset_facts(), vector_records.vector_file(),
         vector_records.conversion(), vector_records.compression(), evidence_records.diagnosis(), way_records.ways(),
@@ -137,7 +139,6 @@ WRITE_PAST_THE_LIMIT = """
 import resource, signal, sys
 from pathlib import Path
 from plimsoll.errors import OutputError
-from plimsoll.records.base import write_atomically
 from plimsoll.records.watch import Line, ProcessUse, WatchRecord, WatchSample
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
