@@ -139,7 +139,7 @@ WRITE_PAST_THE_LIMIT = """
 import resource, signal, sys
 from pathlib import Path
 from plimsoll.errors import OutputError
-from plimsoll.records.watch import Line, ProcessUse, WatchRecord, WatchSample
+from plimsoll.records.base import write_atomically
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
 try:
