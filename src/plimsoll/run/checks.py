@@ -69,8 +69,11 @@ def refuse(
     *,
     loss: object = model_loss,
     units: object = None,
+    kind: str = "cpu",
 ) -> None:
     """Refuse what a step cannot be made of.
+
+    ``kind`` is of the device that the step is for: a rehearsal's model is the CPU's whatever its target is.
 
     Raises:
         InputError: if the precision or the units are unknown, the model is in half precision under fp16, the processor
@@ -93,8 +96,11 @@ def refuse(
             "float16 (model.half() or torch_dtype=float16): small updates would be lost in its weights and the scaler "
             "refuses to unscale float16 gradients; use model.float(), autocast does the rest"
         )
-    on_cpu = all(parameter.device.type == "cpu" for parameter in model.parameters())
-    if precision != "fp32" and on_cpu and (fault := lstm_fault(model, "bf16" if precision == "bf16" else "fp16")):
+    if (
+        precision != "fp32"
+        and kind == "cpu"
+        and (fault := lstm_fault(model, "bf16" if precision == "bf16" else "fp16"))
+    ):
         raise InputError(f"precision {precision}: {fault}; use precision fp32, or nn.GRU")
     if isinstance(optimizer, torch.optim.LBFGS):
         raise InputError(

@@ -131,7 +131,8 @@ class TrainStep:
         files: MappedPool | None = None,
     ) -> None:
         device = device_of(model)
-        refuse(model, optimizer, precision, micro_batch, loss=loss, units=units)
+        kind = backend.kind if backend else device.type
+        refuse(model, optimizer, precision, micro_batch, loss=loss, units=units, kind=kind)
         if rungs and micro_batch is not None:
             raise InputError(
                 f"micro_batch={micro_batch} was given with {len(rungs)} rungs, which have micro-batches of their own: "

@@ -6,6 +6,7 @@ from torch import nn
 
 from plimsoll.errors import InputError
 from plimsoll.records.plan import Choice
+from plimsoll.run.checks import refuse
 from plimsoll.run.step import TrainStep
 from plimsoll.techniques import Setting, installed
 from plimsoll.techniques.autocast import Autocast, lstm_fault
@@ -62,6 +63,7 @@ def test_an_lstm_is_refused_where_plain_autocast_fails_and_runs_elsewhere():
         assert Autocast().menu(made, setting(device="cpu")) == (BF16,)
     assert Autocast().menu(made, setting()) == (BF16, FP16)  # CUDA's kernels are cuDNN's
     assert lstm_fault(nn.GRU(3, 3), "bf16") is None
+    refuse(model, made.optimizer, "bf16", None, kind="cuda")
 
 
 def test_weights_in_half_precision_have_nothing_to_gain():
