@@ -2,6 +2,8 @@
 
     job.yaml  plan.json  run.json  metrics.jsonl  record.json  checkpoints/  model/  data/ (tokens, unless --cache)
 
+The files `.plimsoll` and `.lock` are locked by the command of the run and by its training process, and say which ones.
+
 `metrics.jsonl` is appended line by line; when a run goes on from a checkpoint, the lines of later steps are taken out
 first, because those steps happen again. Each optimizer step is therefore in the file exactly once.
 """
@@ -18,6 +20,7 @@ from typing import BinaryIO
 
 import yaml
 
+from plimsoll.device.ending import start_ticks
 from plimsoll.errors import OutputError
 from plimsoll.records.base import sync, write_atomically
 from plimsoll.records.job import Job
@@ -159,6 +162,14 @@ class RunDirectory:
         with _exclusive(self.path / ".lock"):
             yield
 
+    def command_pid(self) -> int | None:
+        """The process that prepares, plans or supervises this run on this machine; ``None`` without one."""
+        return _holder(self.path / _MARKER)
+
+    def training_pid(self) -> int | None:
+        """The process that trains here, on this machine; it may outlive its command for a step."""
+        return _holder(self.path / ".lock")
+
     def lines(self) -> list[Line]:
         """All lines of the metrics."""
         return list(read_lines(self.metrics)) if self.metrics.is_file() else []
@@ -218,12 +229,24 @@ def _exclusive(path: Path) -> Iterator[None]:
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            file.truncate(0)
+            file.write(f"{os.getpid()} {start_ticks(os.getpid())}\n")  # for `plimsoll watch`
+            file.flush()
         except BlockingIOError:
             raise OutputError(
                 f"another process is training in {path.parent}, preparing its data or finishing its last step: wait "
                 "for it to end, or give another --out"
             ) from None
         yield
+
+
+def _holder(path: Path) -> int | None:
+    """The process that last claimed a file and still runs, here; without a trial of the lock, which would refuse it."""
+    try:
+        pid, ticks = map(int, path.read_text().split())
+    except (OSError, ValueError):  # claimed by nobody yet, or on a machine without /proc
+        return None
+    return pid if start_ticks(pid) == ticks else None
 
 
 def _is_run(path: Path) -> bool:
