@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING
 from plimsoll.diagnose.causes import every_cause
 from plimsoll.diagnose.evidence import Evidence, evidence_of_run, evidence_of_step
 from plimsoll.diagnose.of_text import diagnosis_of_text
+from plimsoll.diagnose.of_watch import diagnosis_of_watch
 from plimsoll.errors import InputError
 from plimsoll.records.diagnosis import Diagnosis
 from plimsoll.records.run import RunRecord
 from plimsoll.records.units import format_bytes
+from plimsoll.records.watch import WatchRecord, is_recording
 
 if TYPE_CHECKING:
     from plimsoll.run.step import TrainStep
@@ -25,7 +27,8 @@ def explain(source: str | Path | RunRecord | TrainStep) -> Diagnosis:
 
     Args:
         source: a run directory, also of a run that is going on or was killed, the record of a run, the
-            `plimsoll.TrainStep` of a loop of your own, or a file with the text of an error or a log.
+            `plimsoll.TrainStep` of a loop of your own, a file with the text of an error or a log, or the recording of a
+            watch.
 
     Raises:
         RecordError: if it is no run directory, or a file in it is damaged.
@@ -49,6 +52,8 @@ def explain(source: str | Path | RunRecord | TrainStep) -> Diagnosis:
 
 
 def _of_file(path: Path) -> Diagnosis:
+    if is_recording(path):
+        return diagnosis_of_watch(WatchRecord.read(path))
     try:
         with path.open("rb") as file:
             return diagnosis_of_text(file, path.name)

@@ -22,7 +22,7 @@ from plimsoll.report.sheets import format_loss, format_speed
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _NEAR_SHARE = 0.95  # of a limit: from here its bar is shown in the colour of a warning
 _NUM_HISTORY = 20
-_LEAST_RANGE_SHARE = 0.02  # of a limit: less is not worth a second look
+LEAST_RANGE_SHARE = 0.02  # of a limit: less is not worth a second look
 _MOST_PROCESSES = 10
 
 
@@ -122,7 +122,7 @@ def _limits(history: Sequence[WatchSample]) -> Table:
     table.add_column(no_wrap=True)
     for line in history[-1].lines:
         used = f"{format_bytes(line.used_bytes)} of {format_bytes(line.limit_bytes)}"
-        change = sparkline(_history_of(line, history), round(_LEAST_RANGE_SHARE * line.limit_bytes))
+        change = sparkline(_history_of(line, history), round(LEAST_RANGE_SHARE * line.limit_bytes))
         table.add_row(Text(line.name), _bar(line), Text(used), Text(change))
     return table
 
