@@ -49,10 +49,10 @@ def run_watch():
     progress = RunProgress(
         status="running", step=12, num_steps=200, loss=5.25, micro_batch=8, units_per_second=12345.0,
         samples_per_second=96.4, used_bytes=300 * MIB, peak_bytes=380 * MIB, num_ooms=1, num_deaths=1,
+        predicted_parts={"activations": 200 * MIB, "parameters": 100 * MIB, "buffers": 0},
     )  # fmt: skip
     lines = (line("budget", "budget of the run", 380, 400, 20.0), line())
     trainer = use(9, 380, parent=8, swap_bytes=3 * MIB, gpu_bytes=64 * MIB)
     first = WatchSample(seconds=0.0, processes=(use(8, 60), trainer), lines=lines, run=progress, num_kills=1)
     samples = tuple(first.model_copy(update={"seconds": seconds}) for seconds in (0.0, 2.0, 4.0))
-    parts = {"activations": 200 * MIB, "parameters": 100 * MIB, "buffers": 0}
-    return WatchRecord(subject="run a", wall_time="2026-11-24T02:00:00+00:00", parts=parts, samples=samples)
+    return WatchRecord(subject="run a", wall_time="2026-11-24T02:00:00+00:00", samples=samples)

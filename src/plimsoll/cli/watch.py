@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from plimsoll.records.watch import WatchRecord, WatchSample
+    from plimsoll.records.watch import WatchSample
 
 _NUM_SHOWN = 30  # samples that the live view looks back on
 
@@ -53,11 +53,12 @@ def watch(  # noqa: PLR0917 -- typer calls it by name
             head = look.head()
             if record is not None:
                 begin(record, head)
-            with _shown(head, as_json) as show_sample, seen.until_interrupted():
+            with _shown(head.subject, as_json) as show_sample, seen.until_interrupted():
                 for sample in look.samples(every, samples):
-                    if record is not None:
-                        append(record, sample)
-                    seen.note(sample)
+                    with _undisturbed():
+                        if record is not None:
+                            append(record, sample)
+                        seen.note(sample)
                     show_sample(sample)
             end = look.end()
         if record is not None:
@@ -95,13 +96,23 @@ class _Seen:
 
 
 @contextmanager
-def _shown(head: WatchRecord, as_json: bool) -> Iterator[Callable[[WatchSample], None]]:
+def _undisturbed() -> Iterator[None]:
+    """Have Ctrl-C wait for the end of the block."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+
+@contextmanager
+def _shown(subject: str, as_json: bool) -> Iterator[Callable[[WatchSample], None]]:
     """Yield what shows a sample: a live view on a terminal, else a line, with ``--json`` nothing."""
     from plimsoll.cli.output import show
     from plimsoll.report.watch_view import sample_line
 
     if sys.stderr.isatty() and (as_json or sys.stdout.isatty()):
-        with _live(head) as update:
+        with _live(subject) as update:
             yield update
     elif as_json:
         yield lambda sample: None
@@ -110,7 +121,7 @@ def _shown(head: WatchRecord, as_json: bool) -> Iterator[Callable[[WatchSample],
 
 
 @contextmanager
-def _live(head: WatchRecord) -> Iterator[Callable[[WatchSample], None]]:
+def _live(subject: str) -> Iterator[Callable[[WatchSample], None]]:
     from rich.console import Console
     from rich.live import Live
 
@@ -121,6 +132,6 @@ def _live(head: WatchRecord) -> Iterator[Callable[[WatchSample], None]]:
 
         def update(sample: WatchSample) -> None:
             history.append(sample)
-            live.update(watch_panel(head, tuple(history)), refresh=True)
+            live.update(watch_panel(subject, tuple(history)), refresh=True)
 
         yield update

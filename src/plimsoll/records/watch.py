@@ -62,6 +62,7 @@ class Line(Frozen):
         name: the same for a person, different for each limit.
         used_bytes: what it counts, now.
         limit_bytes: where it ends.
+        expected_bytes: what a plan predicts will be used of it; growth up to there is no reason for a warning.
         seconds_left: until it is reached, should memory go on to grow as it did; ``None`` where nothing warns.
     """
 
@@ -69,6 +70,7 @@ class Line(Frozen):
     name: str
     used_bytes: int
     limit_bytes: int
+    expected_bytes: int | None = None
     seconds_left: float | None = None
 
 
@@ -76,7 +78,8 @@ class RunProgress(Frozen):
     """How far a run is, as its own lines say; what is not known yet is ``None``.
 
     Rates are over the last steps. ``used_bytes`` is after the last step and ``peak_bytes`` the most in it, as the run
-    measures them: private memory on the CPU, allocated memory on CUDA.
+    measures them: private memory on the CPU, allocated memory on CUDA. ``predicted_parts`` is what its plan says of the
+    peak, by category.
     """
 
     status: Literal["preparing", "running", "finished", "interrupted", "failed"]
@@ -91,6 +94,7 @@ class RunProgress(Frozen):
     peak_bytes: int | None = None
     num_ooms: int = 0
     num_deaths: int = 0
+    predicted_parts: dict[str, int] = {}
     message: str = ""
 
 
@@ -148,7 +152,6 @@ class WatchRecord(Record):
     Attributes:
         subject: what was watched.
         wall_time: when the watch began.
-        parts: what the plan of a run predicts of the peak, by category.
         samples: in order.
         end: ``None`` where the recording breaks off.
     """
@@ -157,7 +160,6 @@ class WatchRecord(Record):
 
     subject: str
     wall_time: str = ""
-    parts: dict[str, int] = {}
     samples: tuple[WatchSample, ...] = ()
     end: WatchEnd | None = None
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import TypeVar
 
@@ -33,8 +33,9 @@ def sentences(record: WatchRecord) -> tuple[str, ...]:
     warned = dict.fromkeys(line.name for sample in record.samples for line in sample.warnings)
     if warned:
         said.append(f"Near its limit: {', '.join(warned)}.")
-    if record.parts:
-        said.append(f"{parts_text(record.parts)}.")
+    last = record.samples[-1].run if num else None
+    if last is not None and last.predicted_parts:
+        said.append(f"{parts_text(last.predicted_parts)}.")
     return tuple(said)
 
 
@@ -76,29 +77,22 @@ def limit_sheet(record: WatchRecord) -> Sheet:
 
 def process_sheet(record: WatchRecord) -> Sheet:
     """List the processes with the most private memory."""
-    columns = (
-        Column("Process"),
-        Column("First", True),
-        Column("Highest", True),
-        Column("Last", True),
-        Column("Shared", True),
-        Column("Seen"),
-        Column("Over time"),
-    )
-    found = sorted(uses_by_pid(record).values(), key=lambda seen: -_highest(use.private_bytes for _, use in seen))
+    found = sorted(uses_by_pid(record).values(), key=lambda seen: -max(use.private_bytes for _, use in seen))
+    shown = found[:_MOST_PROCESSES]
+    has_shared = any(use.shared_bytes for seen in shown for _, use in seen)
+    titles = ("From", "Until", "First", "Highest", "Last", *(("Shared",) if has_shared else ()))
+    columns = (Column("Process"), *(Column(title, True) for title in titles), Column("Over time"))
     rows = []
-    for seen in found[:_MOST_PROCESSES]:
+    for seen in shown:
         private = [use.private_bytes for _, use in seen]
-        is_whole = len(seen) == len(record.samples)
-        span = f"{format_seconds(seen[0][0])} to {format_seconds(seen[-1][0])}"
+        shared_bytes = max(use.shared_bytes for _, use in seen)
         rows.append(
             (
                 f"{seen[0][1].pid} {seen[0][1].name}",
-                format_bytes(private[0]),
-                format_bytes(max(private)),
-                format_bytes(private[-1]),
-                format_bytes(_highest(use.shared_bytes for _, use in seen)),
-                "throughout" if is_whole else span,
+                format_seconds(seen[0][0]),
+                format_seconds(seen[-1][0]),
+                *map(format_bytes, (private[0], max(private), private[-1])),
+                *([format_bytes(shared_bytes)] if has_shared else []),
                 _drawn(private, max(private)),
             )
         )
@@ -152,10 +146,6 @@ def uses_by_pid(record: WatchRecord) -> dict[int, list[tuple[float, ProcessUse]]
 
 def _share(line: Line) -> float:
     return line.used_bytes / line.limit_bytes if line.limit_bytes else 1.0
-
-
-def _highest(sizes: Iterable[int]) -> int:
-    return max(sizes, default=0)
 
 
 def _drawn(sizes: list[int], whole_bytes: int) -> str:

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from plimsoll.records.units import format_bytes, format_seconds
-from plimsoll.records.watch import Line, ProcessUse, RunProgress, WatchRecord, WatchSample
+from plimsoll.records.watch import Line, ProcessUse, RunProgress, WatchSample
 from plimsoll.report.sheets import format_loss, format_speed
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
@@ -45,11 +45,11 @@ def sample_line(sample: WatchSample) -> str:
     return " · ".join(parts)
 
 
-def watch_panel(head: WatchRecord, history: Sequence[WatchSample]) -> Panel:
+def watch_panel(subject: str, history: Sequence[WatchSample]) -> Panel:
     """Return the panel that shows a watch while it goes.
 
     Args:
-        head: what is watched.
+        subject: what is watched.
         history: the last samples, the newest last; at least one.
     """
     now = history[-1]
@@ -60,9 +60,9 @@ def watch_panel(head: WatchRecord, history: Sequence[WatchSample]) -> Panel:
     if now.num_kills:
         shown.append(Text(kill_text(now.num_kills), "red"))
     shown.append(_processes(now))
-    if head.parts:
-        shown.append(Text(parts_text(head.parts), "dim"))
-    title = Text.assemble((head.subject, "bold"), f", {format_seconds(now.seconds)}")
+    if now.run is not None and now.run.predicted_parts:
+        shown.append(Text(parts_text(now.run.predicted_parts), "dim"))
+    title = Text.assemble((subject, "bold"), f", {format_seconds(now.seconds)}")
     style = "red" if now.warnings else "none"
     return Panel(Group(*shown), title=title, title_align="left", box=box.ROUNDED, border_style=style)
 

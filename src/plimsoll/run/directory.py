@@ -14,9 +14,9 @@ import fcntl
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TextIO
 
 import yaml
 
@@ -229,15 +229,21 @@ def _exclusive(path: Path) -> Iterator[None]:
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            file.truncate(0)
-            file.write(f"{os.getpid()} {start_ticks(os.getpid())}\n")  # for `plimsoll watch`
-            file.flush()
+            _sign(file)
         except BlockingIOError:
             raise OutputError(
                 f"another process is training in {path.parent}, preparing its data or finishing its last step: wait "
                 "for it to end, or give another --out"
             ) from None
         yield
+
+
+def _sign(file: TextIO) -> None:
+    """Say in a locked file who locked it, for `plimsoll watch`; a full disk is no reason not to train."""
+    with suppress(OSError):
+        file.truncate(0)
+        file.write(f"{os.getpid()} {start_ticks(os.getpid())}\n")
+        file.flush()
 
 
 def _holder(path: Path) -> int | None:

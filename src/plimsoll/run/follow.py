@@ -54,7 +54,7 @@ class Follower:
         self._inode, self._offset, self._start_step = 0, 0, 0
         self._steps: deque[StepLine] = deque(maxlen=_STEPS_OF_A_RATE)
         self._last: Line | None = None
-        self._num_ooms = self._num_deaths = 0
+        self._num_ooms = self._num_deaths = self._rung = 0
 
     def progress(self) -> RunProgress:
         """Read what is new, and say how far the run is.
@@ -68,6 +68,8 @@ class Follower:
         head = self._head.now()
         step = steps[-1] if steps else None
         job = head.job if head is not None else {}
+        plan = self._plan.now()
+        prediction = plan.prediction if plan is not None else None
         return RunProgress(
             status=last.status if isinstance(last, EndLine) else "preparing" if last is None else "running",
             step=step.step if step is not None else self._start_step,
@@ -81,6 +83,7 @@ class Follower:
             peak_bytes=step.peak_bytes if step is not None else None,
             num_ooms=self._num_ooms,
             num_deaths=self._num_deaths,
+            predicted_parts={} if prediction is None else {str(name): size for name, size in prediction.parts.items()},
             message=last.message if isinstance(last, EndLine) else "",
         )
 
@@ -93,21 +96,29 @@ class Follower:
         private_bytes = next((use.private_bytes for use in processes if use.pid == pid), None)
         device_bytes = private_bytes if head.device.kind == "cpu" else progress.used_bytes
         lines = []
-        for name, used_bytes, limit_bytes in (
-            ("budget of the run", device_bytes, plan.budget.device_bytes),
-            ("budget of the run on the host", private_bytes, plan.budget.host_bytes),
-        ):
-            if used_bytes is not None and limit_bytes is not None:
-                lines.append(LimitLine(kind="budget", name=name, used_bytes=used_bytes, limit_bytes=limit_bytes))
+        if device_bytes is not None and plan.budget.device_bytes is not None:
+            lines.append(
+                LimitLine(
+                    kind="budget", name="budget of the run", used_bytes=device_bytes,
+                    limit_bytes=plan.budget.device_bytes, expected_bytes=self._predicted_bytes(plan),
+                )
+            )  # fmt: skip
+        if private_bytes is not None and plan.budget.host_bytes is not None:
+            name = "budget of the run on the host"
+            lines.append(
+                LimitLine(kind="budget", name=name, used_bytes=private_bytes, limit_bytes=plan.budget.host_bytes)
+            )
         return lines
 
-    def parts(self) -> dict[str, int]:
-        """Return what the plan predicts of the peak, by category; empty where it predicts nothing."""
-        plan = self._plan.now()
-        return {} if plan is None or plan.prediction is None else {str(k): v for k, v in plan.prediction.parts.items()}
+    def _predicted_bytes(self, plan: Plan) -> int | None:
+        """The peak of the rung in force."""
+        peak = plan.rungs[self._rung].peak if self._rung < len(plan.rungs) else None
+        return None if peak is None else peak.likely_bytes
 
     def _note(self, line: Line) -> None:
         self._last = line
+        if isinstance(line, StepLine | StartLine):
+            self._rung = line.rung
         if isinstance(line, StepLine):
             self._steps.append(line)
         elif isinstance(line, StartLine):

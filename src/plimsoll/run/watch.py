@@ -5,7 +5,8 @@ through restarts of the training), or the largest processes of this machine.
 
 The rate is the median of the slopes between all pairs of the last 30 samples (Theil-Sen), from 8 on. A warning begins
 where the limit is under 60 s away and at least half used, and ends where it is over 120 s away, so that it does not
-flap. Does NOT tell growth that will stop from growth that will not.
+flap. What a plan predicts of a limit may be used without one. Does NOT tell growth that will stop from growth that will
+not.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class Forecast:
         self._points.append((seconds, line.used_bytes))
         if len(self._points) < _FEWEST_POINTS:
             return None
-        if line.used_bytes < _LEAST_USED_SHARE * line.limit_bytes:
+        if line.used_bytes < _LEAST_USED_SHARE * line.limit_bytes or line.used_bytes <= (line.expected_bytes or 0):
             self._is_warning = False
             return None
         rate = median((later[1] - one[1]) / (later[0] - one[0]) for one, later in combinations(self._points, 2))
@@ -98,8 +99,7 @@ class Watch:
             subject = f"run {self._run.path.resolve().name}"
         else:
             subject = "this machine" if self._pid is None else f"process {self._pid}"
-        parts = self._follower.parts() if self._follower is not None else {}
-        return WatchRecord(subject=subject, wall_time=datetime.now(UTC).isoformat(timespec="seconds"), parts=parts)
+        return WatchRecord(subject=subject, wall_time=datetime.now(UTC).isoformat(timespec="seconds"))
 
     def samples(self, every_seconds: float, num_samples: int | None) -> Iterator[WatchSample]:
         """Look until what is watched has ended, or so many times.

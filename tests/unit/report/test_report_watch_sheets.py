@@ -30,8 +30,15 @@ def test_processes_are_sorted_by_their_highest_and_say_when_they_were_seen():
     record = record.model_copy(update={"samples": (*record.samples[:4], late, *record.samples[5:])})
     sheet = process_sheet(record)
     assert [row[0] for row in sheet.rows] == ["9 python", "7 python", "8 python"]
-    assert [row[5] for row in sheet.rows] == ["8.0 s to 8.0 s", "throughout", "throughout"]
-    assert sheet.rows[1][1:4] == ("100.0 MiB", "190.0 MiB", "190.0 MiB")
+    assert [row[1:3] for row in sheet.rows] == [("8.0 s", "8.0 s"), ("0 ms", "18.0 s"), ("0 ms", "18.0 s")]
+    assert sheet.rows[1][3:6] == ("100.0 MiB", "190.0 MiB", "190.0 MiB")
+
+
+def test_shared_memory_has_a_column_where_there_is_some():
+    sample = growing(1).samples[0].model_copy(update={"processes": (use(7, 10, shared_bytes=3 * MIB),)})
+    sheet = process_sheet(growing(1).model_copy(update={"samples": (sample,)}))
+    assert dict(zip([column.title for column in sheet.columns], sheet.rows[0], strict=True))["Shared"] == "3.0 MiB"
+    assert "Shared" not in [column.title for column in process_sheet(growing(1)).columns]
 
 
 def test_of_many_processes_twenty_are_listed():

@@ -1,7 +1,7 @@
 import pytest
 
 import watch_records
-from plimsoll.records.watch import RunProgress, WatchRecord
+from plimsoll.records.watch import RunProgress
 from plimsoll.report.as_text import plain
 from plimsoll.report.watch_view import run_text, sample_line, sparkline, watch_panel
 
@@ -25,7 +25,7 @@ def test_a_line_without_a_run_has_none():
 
 
 def test_the_panel_of_a_run_has_all_of_it_within_80_columns():
-    shown = plain(watch_panel(RUN, RUN.samples))
+    shown = plain(watch_panel(RUN.subject, RUN.samples))
     for words in (
         "run a, 4.0 s", "step 12 of 200", "budget of the run", "380.0 MiB of 400.0 MiB", "reached in about 20.0 s",
         "killed a process for memory", "swap", "GPU", "64.0 MiB",
@@ -37,7 +37,7 @@ def test_the_panel_of_a_run_has_all_of_it_within_80_columns():
 
 def test_columns_without_a_number_are_left_out():
     record = watch_records.growing(3)
-    shown = plain(watch_panel(record, record.samples))
+    shown = plain(watch_panel(record.subject, record.samples))
     assert "swap" not in shown
     assert "GPU" not in shown
     assert "Predicted" not in shown
@@ -47,7 +47,7 @@ def test_columns_without_a_number_are_left_out():
 def test_of_many_processes_the_largest_are_shown():
     many = tuple(watch_records.use(pid, pid) for pid in range(1, 31))
     sample = RUN.samples[0].model_copy(update={"processes": many})
-    shown = plain(watch_panel(WatchRecord(subject="this machine"), [sample]))
+    shown = plain(watch_panel("this machine", [sample]))
     assert "and 20 more" in shown
     assert "30.0 MiB" in shown
 
@@ -69,4 +69,4 @@ def test_text_of_a_recording_is_not_read_as_markup():
     sample = RUN.samples[0].model_copy(
         update={"processes": (watch_records.use(1).model_copy(update={"name": "[red]"}),)}
     )
-    assert "[red]" in plain(watch_panel(WatchRecord(subject="[bold]"), [sample]))
+    assert "[red]" in plain(watch_panel("[bold]", [sample]))

@@ -1,5 +1,6 @@
 import pytest
 
+from plan_records import fitting_plan
 from plimsoll.errors import RecordError
 from plimsoll.records.device import Budget, Device, MemoryUse
 from plimsoll.records.plan import micro_batch_plan
@@ -29,7 +30,6 @@ def directory(tmp_path):
 def test_a_run_prepares_before_its_first_line(directory):
     follower = Follower(directory)
     assert follower.progress().status == "preparing"
-    assert follower.parts() == {}
     directory.metrics.unlink()
     assert follower.progress().status == "preparing"
 
@@ -105,3 +105,15 @@ def test_the_budget_is_that_of_the_training_process(directory, kind, used_bytes)
     with directory.locked():
         (line,) = follower.budget_lines((trainer,), progress)
     assert (line.used_bytes, line.limit_bytes) == (120 * MIB, 500 * MIB)
+
+
+def test_what_the_plan_predicts_is_told_and_expected_of_the_budget(directory):
+    plan = fitting_plan()
+    plan.save(directory.plan)
+    directory.append(_step(1, rung=1))
+    follower = Follower(directory)
+    assert follower.progress().predicted_parts == plan.prediction.parts
+    assert follower._predicted_bytes(plan) == plan.rungs[1].peak.likely_bytes
+    directory.append(_step(2, rung=99))
+    follower.progress()
+    assert follower._predicted_bytes(plan) is None

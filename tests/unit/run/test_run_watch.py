@@ -41,6 +41,17 @@ def test_level_falling_and_far_use_do_not_warn():
         assert set(_told(uses)) == {None}
 
 
+def test_growth_up_to_what_a_plan_predicts_does_not_warn():
+    forecast = Forecast()
+    lines = [
+        Line(kind="budget", name="x", used_bytes=used, limit_bytes=1000, expected_bytes=700)
+        for used in range(500, 760, 10)
+    ]
+    told = [forecast.seconds_left(float(second), line) for second, line in enumerate(lines)]
+    assert told[:21] == [None] * 21
+    assert told[21] == (1000 - 710) / 10
+
+
 def test_one_jump_does_not_warn():
     assert set(_told([600] * 10 + [900] * 3)) == {None}
 
