@@ -2,6 +2,10 @@ import os
 import resource
 import subprocess
 import sys
+import time
+from pathlib import Path
+
+import pytest
 
 from plimsoll.device.nvml import GpuUse
 from plimsoll.device.watched import family_of, largest
@@ -69,3 +73,25 @@ def test_gpu_memory_is_that_of_all_gpus_and_unknown_where_one_does_not_say():
     assert family_of(pid, both)[0].gpu_bytes == 41
     assert family_of(pid, [*both, silent])[0].gpu_bytes is None
     assert family_of(pid, [other])[0].gpu_bytes is None
+
+
+THREADS = """
+import subprocess, sys, threading
+child = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import sys; sys.stdin.read()'])"
+thread = threading.Thread(target=subprocess.run, args=([sys.executable, "-c", child],))
+thread.start()
+thread.join()
+"""
+
+
+@pytest.mark.parametrize("has_lists", [True, False], ids=["lists of children", "no lists"])
+def test_what_a_thread_started_and_what_that_started_are_found(has_lists, monkeypatch):
+    if not has_lists:  # a kernel without CONFIG_PROC_CHILDREN
+        monkeypatch.setattr(Path, "exists", lambda path: False)
+    with _held(THREADS) as process:
+        until = time.monotonic() + 30
+        while len(found := family_of(process.pid)) < 3 and time.monotonic() < until:
+            time.sleep(0.02)
+        process.stdin.close()
+    first, child, grandchild = found
+    assert (first.pid, child.parent, grandchild.parent) == (process.pid, process.pid, child.pid)
