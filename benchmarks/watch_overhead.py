@@ -1,11 +1,10 @@
-"""What `plimsoll watch` costs: a training with and without a watch beside it, and the processor time of the watch itself.
+"""What `plimsoll watch` costs: a training with and without a watch beside it, and what the watch itself uses.
 
     python benchmarks/watch_overhead.py                          # about ten minutes
     python benchmarks/watch_overhead.py --rounds 4 --seconds 5
 
-One training process (a transformer of torch's own, one thread, two workers of a DataLoader) does rounds of as many steps
-as fill so many seconds. In each round every arm has its turn, in an order that turns around from round to round: alone,
-beside each kind of watch, and alone once more, which says what noise is. Of each turn are taken the seconds of a step,
+One training process (a transformer of torch's own, one thread, two workers of a DataLoader) does rounds of as many
+steps as fill so many seconds. In each round every arm has its turn, in an order that turns around: alone, beside each kind of watch, and alone once more, which says what noise is. Of each turn are taken the seconds of a step,
 by the clock and of the processor, and the processor time of the watch by the kernel's count, from its first sample to
 the end of the turn (not the start of Python, which is 0.5 to 1 s once). On a machine with other work the last is the
 figure to trust; it is counted in ticks of 10 ms, so turns must be long.
@@ -107,7 +106,8 @@ def watching(options: list[str] | None, record: Path) -> Iterator[int | None]:
 
 def turn(training: subprocess.Popen[str], num_steps: int, watch: int | None) -> dict[str, float]:
     """So many steps: seconds of a step by the clock and of the processor, and what the watch used of a second."""
-    assert training.stdin is not None and training.stdout is not None
+    assert training.stdin is not None
+    assert training.stdout is not None
     before, started = used_seconds(watch) if watch else 0.0, time.perf_counter()
     training.stdin.write(f"{num_steps}\n")
     training.stdin.flush()
