@@ -4,10 +4,11 @@
     python benchmarks/watch_overhead.py --rounds 4 --seconds 5
 
 One training process (a transformer of torch's own, one thread, two workers of a DataLoader) does rounds of as many
-steps as fill so many seconds. In each round every arm has its turn, in an order that turns around: alone, beside each kind of watch, and alone once more, which says what noise is. Of each turn are taken the seconds of a step,
-by the clock and of the processor, and the processor time of the watch by the kernel's count, from its first sample to
-the end of the turn (not the start of Python, which is 0.5 to 1 s once). On a machine with other work the last is the
-figure to trust; it is counted in ticks of 10 ms, so turns must be long.
+steps as fill so many seconds. In each round every arm has its turn, in an order that turns around: alone, beside each
+kind of watch, and alone once more, which says what noise is. Of each turn are taken the seconds of a step, by the clock
+and of the processor, and the processor time of the watch by the kernel's count, from its first sample to the end of the
+turn (not the start of Python, which is 0.5 to 1 s once). On a machine with other work the last is the figure to trust;
+it is counted in ticks of 10 ms, so turns must be long.
 
 Prints a table and, as its last line, one JSON object. Linux only.
 """

@@ -24,7 +24,7 @@ def watch(  # noqa: PLR0917 -- typer calls it by name
         Path | None, typer.Argument(metavar="[RUN]", help="A run directory; left out with --pid, and for this machine.")
     ] = None,
     pid: Annotated[int | None, typer.Option("--pid", min=1, help="A process; what it started is watched too.")] = None,
-    every: Annotated[float, typer.Option("--every", min=0.1, help="Seconds between samples.")] = 2.0,
+    every: Annotated[float, typer.Option("--every", min=0.1, max=86400.0, help="Seconds between samples.")] = 2.0,
     samples: Annotated[int | None, typer.Option("--samples", min=1, help="Stop after so many samples.")] = None,
     record: Annotated[Path | None, typer.Option("--record", help="Write every sample to this new file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON record at the end, no lines.")] = False,

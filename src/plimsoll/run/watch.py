@@ -154,7 +154,7 @@ class Watch:
             text = f"process {self._pid} ended with exit code {code}{said}"
             is_out = self._run is not None and code == OutOfMemoryError.exit_code
             return WatchEnd(seconds=seconds, how="out_of_memory" if is_out else "ended", exit_code=code, text=text)
-        text = f"process {self._pid} was killed by {signal.Signals(-code).name}"
+        text = f"process {self._pid} was killed by {_signal_name(-code)}"
         if -code == signal.SIGKILL and self._num_kills():
             text += f"; the kernel has killed for memory meanwhile ({self._counted_by()} counts it){said}"
             return WatchEnd(seconds=seconds, how="out_of_memory", exit_code=code, text=text)
@@ -185,6 +185,11 @@ class Watch:
 
     def _counted_by(self) -> str:
         return "the machine" if self._kills_before and self._kills_before.is_whole_machine else "its control group"
+
+
+def _signal_name(number: int) -> str:
+    """Real-time signals have no name."""
+    return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
 
 
 def watch_of(run: Path | None, pid: int | None) -> Watch:
