@@ -54,6 +54,7 @@ FLAGS = {
         "-q", "--json",
     },
     "explain": {"--json"},
+    "lint": {"--format", "--fix", "--select", "--ignore", "--json"},
     "report": {"--output", "-o", "--json", "--force"},
     "watch": {"--pid", "--every", "--samples", "--record", "--json"},
     **{

@@ -1,0 +1,25 @@
+"""Every text padded to the longest there may be, so that short ones take as much memory and time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from plimsoll.diagnose.lint._source import Hit, Source, is_constant, last_name
+
+_NOT_TOKENIZERS = {"add_argument", "Field", "field", "dict", "Argument", "Option"}
+
+
+def hits(source: Source) -> Iterator[Hit]:
+    """Find `padding="max_length"` and `pad_to_max_length=True` in calls."""
+    for call in source.calls:
+        if last_name(call.func) in _NOT_TOKENIZERS:
+            continue
+        for given in call.keywords:
+            is_new = given.arg == "padding" and is_constant(given.value, "max_length")
+            is_old = given.arg == "pad_to_max_length" and is_constant(given.value, True)
+            if is_new or is_old:
+                yield Hit(
+                    given,
+                    "every text is padded to the maximum length: short texts cost as much as the longest",
+                    "pad in the collate function to the longest of a batch (transformers.DataCollatorWithPadding)",
+                )
