@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from plimsoll.records.lint import LintReport
 
 
-def lint(
+def lint(  # noqa: PLR0917 -- typer's
     paths: Annotated[list[Path], typer.Argument(metavar="PATH...", help="Python files, and folders with some.")],
     format: Annotated[
         Literal["text", "json", "sarif", "github"],
@@ -22,9 +22,10 @@ def lint(
     ignore: Annotated[list[str] | None, typer.Option("--ignore", help="Not this rule; may be repeated.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON record in place of lines.")] = False,
 ) -> None:
-    """Find mistakes in training code that cost memory or break what should save it. Ends with 1 if there are some, else 0.
+    """Find mistakes in training code that cost memory. Ends with 1 if there are some, else with 0.
 
-    A comment `# plimsoll: ignore[rule]` behind a line leaves it out. Every rule has a page in docs/rules.
+    A comment `# plimsoll: ignore` behind a line leaves it out, with a rule in square brackets only that one. Every rule
+    has a page in docs/rules.
 
     \b
     Examples:

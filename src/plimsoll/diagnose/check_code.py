@@ -1,7 +1,7 @@
-"""From files and folders to what is wrong in them: find, read, ask every rule, leave out what a comment ignores, mend.
+"""From files and folders to what is wrong in them.
 
-``# plimsoll: ignore[rule, rule]`` behind a line leaves out those rules there, ``# plimsoll: ignore`` all. Files are read
-in the encoding that they declare. Does NOT read notebooks, nor follow imports; one file is seen at a time.
+``# plimsoll: ignore[rule, rule]`` behind a line leaves out those rules there, ``# plimsoll: ignore`` all. Files are
+read in the encoding that they declare. Does NOT read notebooks, nor follow imports; one file is seen at a time.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _SKIPPED = {"__pycache__", "build", "dist", "env", "node_modules", "site-package
 _TELLING = re.compile(
     r"torch|transformers|tensorflow|gensim|glove|fasttext|accelerate|lightning|tokenizer", re.IGNORECASE
 )
-_IGNORE = re.compile(r"#\s*plimsoll:\s*ignore(?:\[([\w\s,-]*)\])?")
+_IGNORE = re.compile(r"#\s*plimsoll:\s*ignore(?![\w-])(?:\[([\w\s,-]*)\])?")
 _MOST_ROUNDS = 5
 
 
@@ -66,7 +66,7 @@ def check_code(
                 text = fixed[0]
                 num_fixed += fixed[1]
             findings += _findings(str(path), text, chosen)
-        except (SyntaxError, ValueError, RecursionError, OSError) as error:  # UnicodeDecodeError is a ValueError
+        except (SyntaxError, ValueError, RecursionError, MemoryError, OSError) as error:  # ast's, for deep nesting
             unread.append(Unread(file=str(path), reason=_reason(error)))
             continue
         num_lines += text.count("\n") + (not text.endswith("\n") and text != "")
@@ -152,7 +152,7 @@ def _is_ignored(found: _Found, source: Source, ignored: dict[int, set[str] | Non
 def _findings(file: str, text: str, rules: list[str]) -> list[LintFinding]:
     lines = text.split("\n")
     findings = []
-    for rule, hit in _found(text, rules):
+    for (_, rule), hit in {(one.hit.node.lineno, one.rule): one.hit for one in _found(text, rules)}.items():
         line = lines[hit.node.lineno - 1]
         findings.append(
             LintFinding(
@@ -180,9 +180,19 @@ def _fixed(text: str, rules: list[str]) -> tuple[str, int]:
         if not mended:
             break
         changed, num_done = _edited(text, mended)
-        ast.parse(changed)
+        if not _parses(changed):
+            break
         text, num_fixed = changed, num_fixed + num_done
     return text, num_fixed
+
+
+def _parses(text: str) -> bool:
+    """Say whether a text is still Python; it is not written where it is not."""
+    try:
+        ast.parse(text)
+    except SyntaxError:
+        return False
+    return True
 
 
 def _edited(text: str, hits: list[Hit]) -> tuple[str, int]:

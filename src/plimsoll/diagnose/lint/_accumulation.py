@@ -1,8 +1,8 @@
 """Gradient accumulation as it is written by hand: a backward pass for every micro-batch, a step only now and then.
 
 Two forms: `if (i + 1) % n == 0: optimizer.step()` in the loop of the backward pass, and a loop over micro-batches with
-the step behind it. Does NOT take for accumulation what a library does (`accelerator.accumulate`, DeepSpeed's engine), nor
-two optimizers that take turns (GANs).
+the step behind it. Does NOT take for accumulation what a library does (`accelerator.accumulate`, DeepSpeed's engine),
+nor two optimizers that take turns (GANs).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import NamedTuple
 from plimsoll.diagnose.lint._source import Loop, Source, is_constant, keyword, last_name, names_in
 from plimsoll.diagnose.lint._training import Backward, backwards, steps
 
+_WEIGHT = re.compile(r"scale|weight|coef|inv|norm|frac|ratio")
 _COUNTED = re.compile(r"accum|micro|virtual|update_freq|grad_steps|sync", re.IGNORECASE)
 
 
@@ -130,18 +131,15 @@ def is_normalised(source: Source, found: Accumulation) -> bool:
 
 
 def _divides(node: ast.expr) -> bool:
-    for inner in ast.walk(node):
-        if isinstance(inner, ast.BinOp) and isinstance(inner.op, ast.Div):
-            return True
-        if isinstance(inner, ast.BinOp) and isinstance(inner.op, ast.Mult):
-            if any(
-                re.search(r"scale|weight|coef|inv|norm|frac|ratio", last_name(part))
-                for part in (inner.left, inner.right)
-            ):
-                return True
-        if isinstance(inner, ast.Call) and last_name(inner.func) in ("div", "div_", "true_divide", "mul", "mul_"):
-            return True
-    return False
+    return any(_is_division(inner) for inner in ast.walk(node))
+
+
+def _is_division(node: ast.AST) -> bool:
+    """Say whether a node divides, or multiplies by what is called a weight."""
+    if isinstance(node, ast.BinOp):
+        is_weighted = any(_WEIGHT.search(last_name(part)) for part in (node.left, node.right))
+        return isinstance(node.op, ast.Div) or (isinstance(node.op, ast.Mult) and is_weighted)
+    return isinstance(node, ast.Call) and last_name(node.func) in ("div", "div_", "true_divide", "mul", "mul_")
 
 
 def _divides_within(source: Source, node: ast.expr) -> bool:

@@ -30,26 +30,30 @@ def dataset_classes(source: Source) -> list[ast.ClassDef]:
 def object_list(source: Source, owner: ast.ClassDef) -> str:
     """Return the attribute of a data set that is a list of Python objects; "" where none is seen."""
     methods = [one for one in owner.body if isinstance(one, Function)]
-    for method in methods:
-        for node in source.own(method, ast.Assign, ast.AnnAssign):
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            for target in targets:
-                path = path_of(target)
-                if path.startswith("self.") and node.value is not None and _is_objects(source, node.value):
-                    if not _becomes_tensor(source, methods, path):
-                        return path
-        for call in source.own(method, ast.Call):
-            if last_name(call.func) == "append" and isinstance(call.func, ast.Attribute) and call.args:
-                path = path_of(call.func.value)
-                if (
-                    path.startswith("self.")
-                    and path.count(".") == 1
-                    and source.loops(call)
-                    and _is_object(source, call.args[0])
-                ):
-                    if not _becomes_tensor(source, methods, path):
-                        return path
-    return ""
+    paths = (path for method in methods for path in (*_assigned(source, method), *_appended(source, method)))
+    return next((path for path in paths if not _becomes_tensor(source, methods, path)), "")
+
+
+def _assigned(source: Source, method: Function) -> list[str]:
+    """Return the attributes that a method makes lists of objects."""
+    return [
+        path
+        for node in source.own(method, ast.Assign, ast.AnnAssign)
+        if node.value is not None and _is_objects(source, node.value)
+        for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
+        if (path := path_of(target)).startswith("self.")
+    ]
+
+
+def _appended(source: Source, method: Function) -> list[str]:
+    """Return the attributes to which a method appends objects in a loop."""
+    return [
+        path
+        for call in source.own(method, ast.Call)
+        if isinstance(call.func, ast.Attribute) and call.func.attr == "append" and call.args and source.loops(call)
+        if (path := path_of(call.func.value)).startswith("self.") and path.count(".") == 1
+        if _is_object(source, call.args[0])
+    ]
 
 
 def _becomes_tensor(source: Source, methods: list[Function], path: str) -> bool:
@@ -70,28 +74,28 @@ def _is_objects(source: Source, node: ast.expr, depth: int = 3) -> bool:
     if isinstance(node, ast.ListComp):
         return _is_object(source, node.elt)
     if isinstance(node, ast.Call):
-        name = last_name(node.func)
-        if isinstance(node.func, ast.Attribute) and name in _OBJECTS:
-            return True
-        if source.dotted(node.func) in ("json.load", "json.loads", "pickle.load", "list", "sorted") and node.args:
-            return True
-        function = source.called(node)
-        if function is not None and depth > 0:
-            given = [one.value for one in source.own(function, ast.Return) if one.value is not None]
-            return bool(given) and all(_is_objects(source, one, depth - 1) for one in given)
-    if isinstance(node, ast.Name) and depth > 0:
-        scope = source.scope(node)
-        above = [
-            one
-            for one in source.assignments(scope, node.id)
-            if one.statement.lineno < node.lineno and one.place is None
-        ]
-        if not above:
-            return False
-        if isinstance(above[-1].value, ast.List) and not above[-1].value.elts:
-            return _is_filled(source, scope, node.id)
-        return _is_objects(source, above[-1].value, depth - 1)
-    return False
+        return _makes_objects(source, node, depth)
+    if not isinstance(node, ast.Name) or not depth:
+        return False
+    scope = source.scope(node)
+    given = [one for one in source.assignments(scope, node.id) if one.place is None]
+    above = [one.value for one in given if one.statement.lineno < node.lineno]
+    if above and isinstance(above[-1], ast.List) and not above[-1].elts:
+        return _is_filled(source, scope, node.id)
+    return bool(above) and _is_objects(source, above[-1], depth - 1)
+
+
+def _makes_objects(source: Source, call: ast.Call, depth: int) -> bool:
+    """Say whether a call returns a list of objects: of a file, of JSON, or a function of the file that makes one."""
+    if isinstance(call.func, ast.Attribute) and call.func.attr in _OBJECTS:
+        return True
+    if source.dotted(call.func) in ("json.load", "json.loads", "pickle.load", "list", "sorted") and call.args:
+        return True
+    function = source.called(call)
+    if function is None or not depth:
+        return False
+    given = [one.value for one in source.own(function, ast.Return) if one.value is not None]
+    return bool(given) and all(_is_objects(source, one, depth - 1) for one in given)
 
 
 def _is_filled(source: Source, scope: ast.AST, name: str) -> bool:

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar, overload
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 Scope = ast.Module | Function
@@ -77,13 +77,13 @@ class Source:
             todo.extend(reversed(children))
         return parents
 
-    @cached_property
-    def _order(self) -> dict[ast.AST, int]:
-        return {node: number for number, node in enumerate(self._parents)}
-
-    def every(self, *types: type[Node]) -> list[Node]:
+    @overload
+    def every(self, kind: type[Node], /) -> list[Node]: ...
+    @overload
+    def every(self, *kinds: type[ast.AST]) -> list[Any]: ...
+    def every(self, *kinds: type[ast.AST]) -> list[Any]:
         """Return all nodes of some types, in the order of the text for each type."""
-        return [node for kind in types for node in self._by_type.get(kind, [])]  # type: ignore[misc]
+        return [node for kind in kinds for node in self._by_type.get(kind, [])]
 
     def parent(self, node: ast.AST) -> ast.AST | None:
         """Return what a node is a part of."""
@@ -133,13 +133,17 @@ class Source:
             child = above
         return found
 
-    def own(self, scope: ast.AST, *types: type[Node]) -> list[Node]:
+    @overload
+    def own(self, scope: ast.AST, kind: type[Node], /) -> list[Node]: ...
+    @overload
+    def own(self, scope: ast.AST, *kinds: type[ast.AST]) -> list[Any]: ...
+    def own(self, scope: ast.AST, *kinds: type[ast.AST]) -> list[Any]:
         """Return the nodes of some types that are in a node and in no function or class within it."""
-        found: list[Node] = []
+        found: list[ast.AST] = []
         todo = list(ast.iter_child_nodes(scope))[::-1]
         while todo:
             node = todo.pop()
-            if isinstance(node, types):
+            if isinstance(node, kinds):
                 found.append(node)
             if not isinstance(node, _NESTED):
                 todo.extend(reversed(list(ast.iter_child_nodes(node))))
@@ -154,10 +158,10 @@ class Source:
                 found[alias.asname or alias.name.split(".")[0]] = (
                     alias.name if alias.asname else alias.name.split(".")[0]
                 )
-        for node in self.every(ast.ImportFrom):
-            for alias in node.names:
-                if node.module and not node.level:
-                    found[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+        for statement in self.every(ast.ImportFrom):
+            for alias in statement.names:
+                if statement.module and not statement.level:
+                    found[alias.asname or alias.name] = f"{statement.module}.{alias.name}"
         return found
 
     def dotted(self, node: ast.AST | None) -> str:
@@ -214,7 +218,8 @@ class Source:
                     continue
                 for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
                     is_apart = isinstance(target, ast.Tuple | ast.List)
-                    for place, element in enumerate(target.elts if is_apart else [target]):
+                    elements = target.elts if isinstance(target, ast.Tuple | ast.List) else [target]
+                    for place, element in enumerate(elements):
                         for bound in names_bound(element):
                             found.setdefault(bound, []).append(Given(node, node.value, place if is_apart else None))
             self._given[scope] = found
@@ -239,8 +244,8 @@ class Source:
 
     def span(self, node: ast.expr | ast.stmt | ast.keyword | ast.alias) -> tuple[int, int]:
         """Return where in the text a node begins and ends."""
-        assert node.end_lineno is not None and node.end_col_offset is not None
-        return self.offset(node.lineno, node.col_offset), self.offset(node.end_lineno, node.end_col_offset)
+        start = self.offset(node.lineno, node.col_offset)
+        return start, self.offset(node.end_lineno or node.lineno, node.end_col_offset or 0)
 
     def written(self, node: ast.expr | ast.stmt) -> str:
         """Return a node as it is written."""

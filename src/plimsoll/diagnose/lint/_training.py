@@ -14,6 +14,7 @@ from typing import NamedTuple
 from plimsoll.diagnose.lint._source import (
     Function,
     Loop,
+    Scope,
     Source,
     is_constant,
     keyword,
@@ -38,6 +39,11 @@ _HOOKS_WITHOUT_GRAD = re.compile(r"^(?:validation|test|predict)_(?:step|epoch_en
 _MODEL = re.compile(
     r"(?:^|_)(?:model|net|network|encoder|decoder|bert|roberta|gpt2?|lstm|gru|rnn|transformer|classifier|generator|"
     r"discriminator|backbone|mlp|cnn|t5|student|teacher|seq2seq|net[gd]|llm)[0-9]*$",
+    re.IGNORECASE,
+)
+_EVALUATION = re.compile(
+    r"(?:^|_)(?:eval|evaluate|evaluation|valid|validate|validation|val|test|testing|infer|inference|predict|prediction|"
+    r"predictions|generate|sample|translate|greedy|score|perplexity|accuracy|bleu|dev)(?:_|$)",
     re.IGNORECASE,
 )
 _MODEL_CALLS = {
@@ -69,19 +75,16 @@ def backwards(source: Source) -> list[Backward]:
 def _backward(source: Source, call: ast.Call) -> Backward | None:
     if not isinstance(call.func, ast.Attribute) or call.func.attr not in _BACKWARD_OWN:
         return None
-    owner = call.func.value
-    name = path_of(owner)
-    if call.func.attr == "manual_backward" or _SELF_DIVIDING.search(name) or last_name(owner) == "fabric":
-        return Backward(call, call.args[0], bool(_SELF_DIVIDING.search(name))) if call.args else None
+    owner, name = call.func.value, path_of(call.func.value)
+    divides = bool(_SELF_DIVIDING.search(name))
+    if call.func.attr == "manual_backward" or divides or last_name(owner) == "fabric":
+        return Backward(call, call.args[0], divides) if call.args else None
     if isinstance(owner, ast.Call):
-        if last_name(owner.func) in ("scale", "scale_loss") and owner.args:  # scaler.scale(loss).backward()
-            return Backward(call, owner.args[0], divides=False)
-        if isinstance(owner.func, ast.Name) and owner.func.id == "super":
-            return None
-        return Backward(call, owner, divides=False)
-    if name == "self" or (source.class_of(call) is not None and last_name(owner) in ("ctx", "cls")):
-        return None
-    return Backward(call, _scaled(source, call, owner), divides=False)
+        is_scaling = last_name(owner.func) in ("scale", "scale_loss") and owner.args  # scaler.scale(loss).backward()
+        is_above = isinstance(owner.func, ast.Name) and owner.func.id == "super"
+        return None if is_above else Backward(call, owner.args[0] if is_scaling else owner, divides=False)
+    is_definition = name == "self" or (source.class_of(call) is not None and last_name(owner) in ("ctx", "cls"))
+    return None if is_definition else Backward(call, _scaled(source, call, owner), divides=False)
 
 
 def _scaled(source: Source, call: ast.Call, owner: ast.expr) -> ast.expr:
@@ -90,8 +93,9 @@ def _scaled(source: Source, call: ast.Call, owner: ast.expr) -> ast.expr:
         if isinstance(above, ast.With):
             for item in above.items:
                 given = item.context_expr
-                is_scaling = isinstance(given, ast.Call) and last_name(given.func) == "scale_loss" and given.args
-                if is_scaling and item.optional_vars is not None and path_of(item.optional_vars) == path_of(owner):
+                if not isinstance(given, ast.Call) or last_name(given.func) != "scale_loss" or not given.args:
+                    continue
+                if item.optional_vars is not None and path_of(item.optional_vars) == path_of(owner):
                     return given.args[0]
     return owner
 
@@ -150,7 +154,11 @@ def _models(source: Source) -> set[str]:
     for node in source.every(ast.Assign):
         if isinstance(node.value, ast.Call):
             made = last_name(node.value.func)
-            if (made == "from_pretrained" and re.search(r"Model|ForPreTraining|For[A-Z]", path_of(node.value.func))) or made in classes or made in ("DataParallel", "DistributedDataParallel"):
+            if (
+                (made == "from_pretrained" and re.search(r"Model|ForPreTraining|For[A-Z]", path_of(node.value.func)))
+                or made in classes
+                or made in ("DataParallel", "DistributedDataParallel")
+            ):
                 found |= {name for target in node.targets for name in names_bound(target)}
     return {name for name in found if name and name != "self" and not _NOT_MODEL.search(name)}
 
@@ -217,29 +225,39 @@ def batch_loop(source: Source, node: ast.AST, depth: int = 2) -> Loop | None:
     return None
 
 
+def is_named_evaluation(scope: Scope) -> bool:
+    """Say whether a function is called like one that evaluates; a test of pytest is not."""
+    return isinstance(scope, Function) and bool(_EVALUATION.search(scope.name)) and not scope.name.startswith("test_")
+
+
+def is_of_a_module(source: Source, scope: Scope) -> bool:
+    """Say whether a function is a method of a model: whether gradients are on is for its callers to say."""
+    above = source.parent(scope)
+    return isinstance(above, ast.ClassDef) and any(
+        re.search(r"Module|Model$|PreTrained", last_name(base)) for base in above.bases
+    )
+
+
 def is_without_grad(source: Source, node: ast.AST, depth: int = 3) -> bool:
-    """Say whether gradients are off, or may be, where a node is computed: ``no_grad`` around it, or around all callers."""
-    for above in source.ancestors(node):
-        if isinstance(above, ast.With | ast.AsyncWith) and any(
-            _turns_off(source, item.context_expr) for item in above.items
-        ):
-            return True
-        if isinstance(above, Function):
-            if any(_turns_off(source, decorator) for decorator in above.decorator_list):
-                return True
-            if _HOOKS_WITHOUT_GRAD.search(above.name):
-                return True
-        if isinstance(above, ast.ClassDef) and any(_turns_off(source, one) for one in above.decorator_list):
-            return True
-    scope = source.scope(node)
-    if any(_switches_off(source, call, node) for call in source.own(scope, ast.Call)):
+    """Say whether gradients are off, or may be, where a node is computed: around it, or around all its callers."""
+    if any(_is_off_in(source, above) for above in source.ancestors(node)):
         return True
-    if isinstance(scope, ast.Module):
-        return False
-    if any(_switches_off(source, call, node) for call in source.own(source.tree, ast.Call)):
+    scope = source.scope(node)
+    switches = [*source.own(scope, ast.Call), *source.own(source.tree, ast.Call)]
+    if any(_switches_off(source, call, node) for call in switches):
         return True
     callers = source.callers(scope)
     return bool(callers) and depth > 0 and all(is_without_grad(source, call, depth - 1) for call in callers)
+
+
+def _is_off_in(source: Source, above: ast.AST) -> bool:
+    """Say whether a `with`, a decorator or what a hook of Lightning is turns gradients off."""
+    if isinstance(above, ast.With | ast.AsyncWith):
+        return any(_turns_off(source, item.context_expr) for item in above.items)
+    if isinstance(above, Function | ast.ClassDef):
+        is_hook = isinstance(above, Function) and bool(_HOOKS_WITHOUT_GRAD.search(above.name))
+        return is_hook or any(_turns_off(source, decorator) for decorator in above.decorator_list)
+    return False
 
 
 def _turns_off(source: Source, node: ast.expr) -> bool:

@@ -22,7 +22,7 @@ _LOSS_CALL = re.compile(
     re.IGNORECASE,
 )
 _LOSS_NAME = re.compile(r"(?:^|_)loss(?:es)?(?:_[a-z0-9]+)?$|^loss_|^(?:err[dg]?|ce|nll|mse)$", re.IGNORECASE)
-_HOST_CALLS = {"float", "int", "str", "len", "round", "bool", "format", "sum_host"}
+_HOST_CALLS = {"float", "int", "str", "len", "round", "bool", "format"}
 _LEAVES_GRAPH = {"item", "tolist", "numpy", "detach", "detach_", "data"}
 _LEAVES_DEVICE = {"item", "tolist", "numpy", "cpu"}
 _INDICES = {
@@ -47,6 +47,7 @@ _NO_VALUE = {
     "shape", "size", "dtype", "device", "ndim", "numel", "dim", "item", "tolist", "backward", "keys", "grad_fn", "type",
     "decode", "batch_decode", "state_dict", "parameters", "named_parameters", "zero_grad", "step", "eval", "train",
 }  # fmt: skip
+_LIKE_TORCH = {"gather", "gather_for_metrics", "Variable", "softmax", "sigmoid"}
 _WITH_INDICES = {"max", "min", "topk", "sort", "median", "mode", "kthvalue"}
 _DEEPEST = 12
 _HOP = 4  # what following a function's value costs of that
@@ -73,23 +74,23 @@ def value_of(source: Source, node: ast.expr, depth: int = _DEEPEST) -> Value | N
         return _of_attribute(source, node, depth)
     if isinstance(node, ast.Call):
         return _of_call(source, node, depth)
-    if isinstance(node, ast.Compare):
-        found = value_of(source, node.left, depth - 1)
-        return found and replace(found, has_graph=False)
-    parts: list[ast.expr] = []
+    found = _best(value_of(source, part, depth - 1) for part in _parts(node))
+    return replace(found, has_graph=False) if found is not None and isinstance(node, ast.Compare) else found
+
+
+def _parts(node: ast.expr) -> list[ast.expr]:
+    """Return what of an expression its value is made of."""
     if isinstance(node, ast.BinOp):
-        parts = [node.left, node.right]
-    elif isinstance(node, ast.UnaryOp):
-        parts = [node.operand]
-    elif isinstance(node, ast.Subscript | ast.Starred | ast.NamedExpr | ast.Await):
-        parts = [node.value]
-    elif isinstance(node, ast.IfExp):
-        parts = [node.body, node.orelse]
-    elif isinstance(node, ast.Tuple | ast.List):
-        parts = node.elts
-    elif isinstance(node, ast.Dict):
-        parts = node.values
-    return _best(value_of(source, part, depth - 1) for part in parts)
+        return [node.left, node.right]
+    if isinstance(node, ast.UnaryOp):
+        return [node.operand]
+    if isinstance(node, ast.Subscript | ast.Starred | ast.NamedExpr | ast.Await):
+        return [node.value]
+    if isinstance(node, ast.IfExp):
+        return [node.body, node.orelse]
+    if isinstance(node, ast.Compare):
+        return [node.left]
+    return node.elts if isinstance(node, ast.Tuple | ast.List) else node.values if isinstance(node, ast.Dict) else []
 
 
 def _of_name(source: Source, node: ast.Name, depth: int) -> Value | None:
@@ -150,11 +151,9 @@ def _of_attribute(source: Source, node: ast.Attribute, depth: int) -> Value | No
 
 
 def _of_call(source: Source, call: ast.Call, depth: int) -> Value | None:
-    name = last_name(call.func)
-    dotted = source.dotted(call.func)
-    if name in _HOST_CALLS and isinstance(call.func, ast.Name):
-        return None
-    if dotted.startswith(("numpy.", "np.", "sklearn.", "tensorflow.", "math.")):
+    name, dotted = last_name(call.func), source.dotted(call.func)
+    is_of_host = isinstance(call.func, ast.Name) and name in _HOST_CALLS
+    if is_of_host or dotted.startswith(("numpy.", "np.", "sklearn.", "tensorflow.", "math.")):
         return None
     if is_forward(source, call):
         return Value("output")
@@ -164,15 +163,8 @@ def _of_call(source: Source, call: ast.Call, depth: int) -> Value | None:
         return _of_method(found, call, name)
     if _LOSS_CALL.search(name) and not dotted.startswith("self.log"):
         return Value("loss") if call.args or call.keywords else None
-    if dotted.startswith(("torch.", "F.")) or name in (
-        "gather",
-        "gather_for_metrics",
-        "Variable",
-        "softmax",
-        "sigmoid",
-    ):
-        return _of_torch(source, call, name, depth)
-    return None
+    is_of_torch = dotted.startswith(("torch.", "F.")) or name in _LIKE_TORCH
+    return _of_torch(source, call, name, depth) if is_of_torch else None
 
 
 def _of_method(found: Value, call: ast.Call, name: str) -> Value | None:

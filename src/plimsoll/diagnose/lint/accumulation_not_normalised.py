@@ -10,10 +10,11 @@ from plimsoll.diagnose.lint._source import Hit, Source
 
 def hits(source: Source) -> Iterator[Hit]:
     """Find accumulation whose loss is never divided."""
+    done = {found.loop for found in accumulations(source) if is_normalised(source, found)}
     for found in accumulations(source):
         if found.condition is None and not is_named_so(source, found):
             continue
-        if not is_normalised(source, found):
+        if found.loop not in done:
             yield Hit(
                 found.backward.call,
                 "the gradients of several micro-batches are summed, and no loss is divided by their number",

@@ -24,8 +24,9 @@ def hits(source: Source) -> Iterator[Hit]:
 
 def _is_the_same(source: Source, found: Accumulation) -> bool:
     loop = found.loop
-    is_counted = isinstance(loop, ast.For) and isinstance(loop.iter, ast.Call) and last_name(loop.iter.func) == "range"
-    if not is_counted or any(source.is_in(call, loop) for call in zero_grads(source)):
+    if not isinstance(loop, ast.For) or not isinstance(loop.iter, ast.Call) or last_name(loop.iter.func) != "range":
+        return False
+    if any(source.is_in(call, loop) for call in zero_grads(source)):
         return False
     calls = source.own(loop, ast.Call)
     forwards = [call for call in calls if is_forward(source, call)]

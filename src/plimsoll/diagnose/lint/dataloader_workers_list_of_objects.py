@@ -20,8 +20,8 @@ def hits(source: Source) -> Iterator[Hit]:
         if owner is not None and (attribute := object_list(source, owner)):
             yield Hit(
                 call,
-                f"every worker gets its own copy of {owner.name}.{attribute.removeprefix('self.')}, page by page, as it is read",
-                "hold bytes and offsets in one array or a mapped file (`plimsoll data index`) in place of Python objects",
+                f"every worker copies {owner.name}.{attribute.removeprefix('self.')}, page by page, as it is read",
+                "hold bytes and offsets in an array or a mapped file (`plimsoll data index`), no objects",
             )
 
 

@@ -23,7 +23,7 @@ def hits(source: Source) -> Iterator[Hit]:
                 if _moves(source, call):
                     yield Hit(
                         call,
-                        "each sample is copied to the device by itself, and a worker process makes a CUDA context of its own",
+                        "each sample is copied to the device by itself, and each worker makes a CUDA context",
                         "return CPU tensors and move the whole batch in the training loop, with pin_memory=True",
                     )
 

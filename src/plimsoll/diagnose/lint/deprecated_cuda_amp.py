@@ -15,7 +15,8 @@ _DEVICE_IN_KEYWORD = {"custom_fwd", "custom_bwd"}
 
 def hits(source: Source) -> Iterator[Hit]:
     """Find imports and uses."""
-    for node in (*source.every(ast.ImportFrom), *source.every(ast.Import)):
+    imports: list[ast.ImportFrom | ast.Import] = source.every(ast.ImportFrom, ast.Import)
+    for node in imports:
         if _is_old(node) and not _is_fallback(source, node):
             yield Hit(node, _MESSAGE, _REMEDY, edits=_import_edits(source, node))
     for call in source.calls:
@@ -82,9 +83,7 @@ def _call_edits(source: Source, call: ast.Call) -> tuple[Edit, ...]:
         return ()
     edits = [Edit(func_start, func_end, f"torch.amp.{name}")] if "." in written else []
     begin = source.text.index("(", func_end) + 1
-    has_more = bool(call.args or call.keywords)
-    edits.append(Edit(begin, begin, '"cuda", ' if has_more else '"cuda"'))
-    if name == "autocast" and call.args:
-        start = source.span(call.args[0])[0]
-        edits.append(Edit(start, start, "enabled="))
+    device = '"cuda", ' if call.args or call.keywords else '"cuda"'
+    begin = source.span(call.args[0])[0] if call.args else begin
+    edits.append(Edit(begin, begin, device + "enabled=" * (name == "autocast" and bool(call.args))))
     return tuple(edits)

@@ -6,7 +6,7 @@ import ast
 import re
 from collections.abc import Iterator
 
-from plimsoll.diagnose.lint._source import Hit, Loop, Source, last_name, names_bound, path_of
+from plimsoll.diagnose.lint._source import Hit, Loop, Source, last_name, names_bound, names_in, path_of
 from plimsoll.diagnose.lint._training import backwards
 
 _STATE = re.compile(r"hid|state|(?:^|_)mems?(?:$|_|ory)|carry|^h[0nctx]?$|^h_|_h$|^c[0nx]?$|context", re.IGNORECASE)
@@ -63,9 +63,9 @@ def _is_renewed(source: Source, scope: ast.AST, loop: Loop, node: ast.Assign, na
         if name in names_bound(inner.target) or path_of(inner.iter) == name:
             return True  # for part in hidden: part.detach_()
     return any(
-        isinstance(call.func, ast.Attribute)
-        and call.func.attr in ("detach_", "detach")
-        and name in path_of(call.func.value).split("[")[0]
+        last_name(call.func) in ("detach_", "detach")
+        and isinstance(call.func, ast.Attribute)
+        and name in names_in(call.func.value)
         for call in source.own(loop, ast.Call)
     )
 

@@ -1,4 +1,4 @@
-"""Accumulation that steps only every n-th batch: what the last, fewer batches gave is lost, or added to the next epoch."""
+"""Accumulation that steps only every n-th batch: what is left over is lost, or added to the next epoch."""
 
 from __future__ import annotations
 

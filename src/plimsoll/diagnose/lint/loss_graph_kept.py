@@ -9,8 +9,15 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from plimsoll.diagnose.lint._source import Edit, Function, Hit, Loop, Source, last_name, names_in, path_of
-from plimsoll.diagnose.lint._training import backwards, batch_loop, is_without_grad
+from plimsoll.diagnose.lint._source import Edit, Function, Hit, Loop, Source, last_name, names_bound, names_in, path_of
+from plimsoll.diagnose.lint._training import (
+    backwards,
+    batch_loop,
+    is_forward,
+    is_named_evaluation,
+    is_of_a_module,
+    is_without_grad,
+)
 from plimsoll.diagnose.lint._values import Value, value_of
 
 _COLLECTING = {"append", "appendleft", "extend", "insert", "add"}
@@ -18,23 +25,33 @@ _COLLECTING = {"append", "appendleft", "extend", "insert", "add"}
 
 def hits(source: Source) -> Iterator[Hit]:
     """Find sums, lists and dicts that get a tensor with its graph in every batch."""
-    for node in source.every(ast.AugAssign):
-        if isinstance(node.op, ast.Add) and (kept := _kept(source, node, node.value)):
-            if not _is_a_sum_to_go_back_from(
-                source, node, path_of(node.target) or path_of(getattr(node.target, "value", None))
-            ):
-                yield _hit(source, node, node.value, kept)
-    for node in source.every(ast.Assign):
-        added = _added(node)
-        if added is not None and (kept := _kept(source, node, added)):
-            if not _is_a_sum_to_go_back_from(source, node, path_of(node.targets[0])):
-                yield _hit(source, node, added, kept)
-    for call in source.calls:
-        if not isinstance(call.func, ast.Attribute) or call.func.attr not in _COLLECTING or not call.args:
+    for node, added, keeper in _growing(source):
+        kept = _kept(source, node, added)
+        if kept is None or _is_fed_back(source, node, path_of(keeper)):
             continue
-        kept = _kept(source, call, call.args[-1])
-        if kept and not _is_a_sum_to_go_back_from(source, call, path_of(call.func.value)):
-            yield _hit(source, call, call.args[-1], kept)
+        if not _is_a_sum_to_go_back_from(source, node, path_of(keeper)):
+            yield _hit(source, node, added, kept)
+
+
+def _growing(source: Source) -> Iterator[tuple[ast.stmt | ast.expr, ast.expr, ast.expr]]:
+    """Yield what adds to something, what is added, and to what."""
+    for node in source.every(ast.AugAssign):
+        if isinstance(node.op, ast.Add):
+            yield node, node.value, node.target.value if isinstance(node.target, ast.Subscript) else node.target
+    for assigned in source.every(ast.Assign):
+        if (added := _added(assigned)) is not None:
+            yield assigned, added, assigned.targets[0]
+    for call in source.calls:
+        if isinstance(call.func, ast.Attribute) and call.func.attr in _COLLECTING and call.args:
+            yield call, call.args[-1], call.func.value
+
+
+def _is_fed_back(source: Source, node: ast.AST, name: str) -> bool:
+    """Say whether a model of the loop is given what is summed up: the steps of an integration."""
+    forwards = [
+        call for loop in source.loops(node)[:1] for call in source.own(loop, ast.Call) if is_forward(source, call)
+    ]
+    return any(name in names_in(call) for call in forwards)
 
 
 def _added(node: ast.Assign) -> ast.expr | None:
@@ -54,16 +71,24 @@ def _kept(source: Source, node: ast.stmt | ast.expr, value: ast.expr) -> Value |
         return None
     if _in_module_forward(source, node):
         return None
-    loop = batch_loop(source, node, depth=0)
+    loop = batch_loop(source, node, depth=0) or _computing_loop(source, node)
     return found if loop is not None and not _begins_in(source, node, loop) else None
+
+
+def _computing_loop(source: Source, node: ast.AST) -> Loop | None:
+    """Return the innermost loop, should a model be called in it."""
+    loop = next(iter(source.loops(node)), None)
+    if loop is None:
+        return None
+    bound = names_bound(loop.target) if isinstance(loop, ast.For) else []  # for layer in layers: x = layer(x)
+    calls = [call for call in source.own(loop, ast.Call) if is_forward(source, call)]
+    return loop if any(path_of(call.func) not in bound for call in calls) else None
 
 
 def _in_module_forward(source: Source, node: ast.AST) -> bool:
     """Say whether a node is of the definition of a model or of a loss, where terms are summed to go back from."""
-    for above in source.ancestors(node):
-        if isinstance(above, Function) and above.name in ("forward", "compute_loss", "loss", "training_step"):
-            return True
-    return False
+    functions = [above for above in source.ancestors(node) if isinstance(above, Function)]
+    return any(one.name in ("forward", "compute_loss", "training_step") or is_of_a_module(source, one) for one in functions)
 
 
 def _begins_in(source: Source, node: ast.stmt | ast.expr, loop: Loop) -> bool:
@@ -86,7 +111,7 @@ def _names_added(node: ast.Assign) -> set[str]:
 
 
 def _is_a_sum_to_go_back_from(source: Source, node: ast.AST, name: str) -> bool:
-    """Say whether a backward pass goes from what is collected, so that its graph is needed."""
+    """Say whether a backward pass goes from what is collected, here or where it is returned to."""
     scope = source.scope(node)
     todo, needed = [found.loss for found in backwards(source) if source.scope(found.call) is scope], set[str]()
     for loss in todo:
@@ -95,14 +120,15 @@ def _is_a_sum_to_go_back_from(source: Source, node: ast.AST, name: str) -> bool:
             todo += [given.value for given in source.assignments(scope, one) if given.place is None]
     if name in needed:
         return True
-    returned = [one.value for one in source.own(scope, ast.Return) if one.value is not None]
-    is_loss_function = not backwards(source) or not any(
-        source.scope(found.call) is scope for found in backwards(source)
-    )
-    return is_loss_function and any(
-        name in names_in(value) and any(_goes_back(source, call) for call in source.callers(scope))
-        for value in returned
-    )
+    if not any(one.value is not None and name in names_in(one.value) for one in source.own(scope, ast.Return)):
+        return False
+    is_part_of_a_model = not todo and not is_named_evaluation(scope) and not _evaluates(source, scope)
+    return is_part_of_a_model or any(_goes_back(source, call) for call in source.callers(scope))
+
+
+def _evaluates(source: Source, scope: ast.AST) -> bool:
+    """Say whether a function puts a model into evaluation."""
+    return any(last_name(call.func) == "eval" and not call.args for call in source.own(scope, ast.Call))
 
 
 def _goes_back(source: Source, call: ast.Call) -> bool:

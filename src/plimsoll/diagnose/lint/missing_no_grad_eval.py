@@ -6,22 +6,19 @@ import ast
 import re
 from collections.abc import Iterator
 
-from plimsoll.diagnose.lint._source import Function, Hit, Loop, Scope, Source, is_constant, last_name
+from plimsoll.diagnose.lint._source import Hit, Loop, Scope, Source, is_constant, last_name
 from plimsoll.diagnose.lint._training import (
     backwards,
     is_batch_loop,
     is_forward,
     is_model,
+    is_named_evaluation,
+    is_of_a_module,
     is_without_grad,
     iterated,
     steps,
 )
 
-_NAMED = re.compile(
-    r"(?:^|_)(?:eval|evaluate|evaluation|valid|validate|validation|val|test|testing|infer|inference|predict|prediction|"
-    r"predictions|generate|sample|translate|greedy|score|perplexity|accuracy|bleu|dev)(?:_|$)",
-    re.IGNORECASE,
-)
 _HELD_OUT = re.compile(
     r"(?:^|_)(?:val|valid|validation|dev|test|eval|evaluation|heldout)(?:_|loader|iter|data|set|$)", re.IGNORECASE
 )
@@ -31,8 +28,9 @@ _NEEDS_GRAD = {"grad", "requires_grad_", "backward", "manual_backward", "functio
 
 def hits(source: Source) -> Iterator[Hit]:
     """Find forward passes in loops of evaluation that have gradients on."""
-    for scope in (source.tree, *source.every(ast.FunctionDef, ast.AsyncFunctionDef)):
-        if _is_of_a_module(source, scope) or _may_train(scope):
+    scopes: list[Scope] = [source.tree, *source.every(ast.FunctionDef, ast.AsyncFunctionDef)]
+    for scope in scopes:
+        if is_of_a_module(source, scope) or _may_train(scope):
             continue
         for loop in source.own(scope, ast.For, ast.AsyncFor, ast.While):
             if source.loops(loop) and any(_is_evaluation(source, scope, one) for one in source.loops(loop)):
@@ -59,8 +57,7 @@ def _is_evaluation(source: Source, scope: Scope, loop: Loop) -> bool:
         return mode == "eval"
     if _HELD_OUT.search(iterated(loop)):
         return True
-    is_named = isinstance(scope, Function) and _NAMED.search(scope.name) and not scope.name.startswith("test_")
-    return bool(is_named) and (is_batch_loop(source, loop) or not isinstance(loop, ast.While))
+    return is_named_evaluation(scope) and (is_batch_loop(source, loop) or not isinstance(loop, ast.While))
 
 
 def _mode_before(source: Source, scope: Scope, loop: Loop) -> str | None:
@@ -95,11 +92,3 @@ def _may_train(scope: Scope) -> bool:
         return False
     arguments = (*scope.args.posonlyargs, *scope.args.args, *scope.args.kwonlyargs)
     return any(_TRAINS.match(one.arg) for one in arguments)
-
-
-def _is_of_a_module(source: Source, scope: Scope) -> bool:
-    """Say whether a function is a method of a model, whose callers turn gradients off."""
-    above = source.parent(scope)
-    return isinstance(above, ast.ClassDef) and any(
-        re.search(r"Module|Model$|PreTrained", last_name(base)) for base in above.bases
-    )

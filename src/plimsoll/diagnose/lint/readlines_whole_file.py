@@ -15,7 +15,7 @@ _CORPUS = re.compile(
     re.IGNORECASE,
 )
 _SMALL = re.compile(
-    r"vocab|label|config|setup|require|readme|version|license|stop_?words?|merges|tokens?_file|class(?:es)?_|index|"
+    r"vocab|label|config|setup|require|readme|version|license|stop_?words?|merges|tokens?_file|(?:^|[^a-z])class(?:es)?(?:[^a-z]|$)|index|"
     r"manifest|\.py\b|\.json\b|\.ya?ml|\.md\b|proc|cpuinfo|meminfo|log_?file|template|prompt|\.toml|\.cfg|\.ini|\.html|"
     r"filelist|file_list|subprocess|stdin|special",
     re.IGNORECASE,

@@ -36,7 +36,7 @@ _INVENTED = {
     "torch.checkpoint": "torch.utils.checkpoint.checkpoint(function, *inputs, use_reentrant=False)",
     "torch.nn.checkpoint": "torch.utils.checkpoint.checkpoint(function, *inputs, use_reentrant=False)",
     "torch.nn.utils.checkpoint": "torch.utils.checkpoint.checkpoint(function, *inputs, use_reentrant=False)",
-    "torch.nn.utils.gradient_checkpointing": "torch.utils.checkpoint.checkpoint(function, *inputs, use_reentrant=False)",
+    "torch.nn.utils.gradient_checkpointing": "torch.utils.checkpoint.checkpoint(function, *inputs)",
     "torch.utils.gradient_checkpointing": "torch.utils.checkpoint",
     "torch.optim.Adam8bit": "bitsandbytes.optim.Adam8bit, or torchao.optim.AdamW8bit",
     "torch.optim.AdamW8bit": "torchao.optim.AdamW8bit",

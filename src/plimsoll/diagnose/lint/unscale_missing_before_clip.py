@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterator
 
 from plimsoll.diagnose.lint._source import Hit, Source, last_name
@@ -16,13 +17,14 @@ def hits(source: Source) -> Iterator[Hit]:
         scope = source.scope(call)
         if "accelerator" in source.dotted(call.func):
             continue
-        scaled = [one for one in backwards(source) if source.scope(one.call) is scope and _is_scaled(one.call)]
-        if not scaled or any(last_name(one.func) in ("unscale_", "unscale_gradients") for one in source.calls):
+        above = [
+            one.call for one in backwards(source) if source.scope(one.call) is scope and one.call.lineno < call.lineno
+        ]
+        if not above or not _is_scaled(above[-1]):
             continue
-        if any(
-            last_name(one.func) == "step" and "scaler" in last_name(getattr(one.func, "value", None)).lower()
-            for one in source.calls
-        ):
+        if any(last_name(one.func) in ("unscale_", "unscale_gradients") for one in source.calls):
+            continue
+        if any(_steps_scaled(one) for one in source.calls):
             yield Hit(
                 call,
                 "the gradients are still multiplied by the loss scale: all of them are clipped to almost nothing",
@@ -31,6 +33,13 @@ def hits(source: Source) -> Iterator[Hit]:
             )
 
 
-def _is_scaled(call: object) -> bool:
-    owner = getattr(getattr(call, "func", None), "value", None)
-    return last_name(getattr(owner, "func", None)) == "scale"
+def _is_scaled(call: ast.Call) -> bool:
+    """Say whether a backward pass is that of ``scaler.scale(loss)``."""
+    owner = call.func.value if isinstance(call.func, ast.Attribute) else None
+    return isinstance(owner, ast.Call) and last_name(owner.func) == "scale"
+
+
+def _steps_scaled(call: ast.Call) -> bool:
+    if not isinstance(call.func, ast.Attribute) or call.func.attr != "step":
+        return False
+    return "scaler" in last_name(call.func.value).lower()
