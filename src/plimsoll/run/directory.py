@@ -148,7 +148,7 @@ class RunDirectory:
             OutputError: if another command or a training process that outlived its command is at it.
         """
         with _exclusive(self.path / _MARKER):
-            with _exclusive(self.path / ".lock"):
+            with _exclusive(self.path / ".lock", is_signed=False):
                 pass  # a training process of an earlier command may be finishing its last step
             yield
 
@@ -221,7 +221,7 @@ def _has_not_begun(path: Path) -> bool:
 
 
 @contextmanager
-def _exclusive(path: Path) -> Iterator[None]:
+def _exclusive(path: Path, *, is_signed: bool = True) -> Iterator[None]:
     try:
         file = path.open("a")
     except OSError as error:
@@ -229,7 +229,8 @@ def _exclusive(path: Path) -> Iterator[None]:
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            _sign(file)
+            if is_signed:
+                _sign(file)
         except BlockingIOError:
             raise OutputError(
                 f"another process is training in {path.parent}, preparing its data or finishing its last step: wait "

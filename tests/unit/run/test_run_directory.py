@@ -1,5 +1,7 @@
 """The run directory: what is made, refused, appended and taken out again."""
 
+import os
+
 import pytest
 
 from plimsoll.errors import OutputError
@@ -211,3 +213,18 @@ def test_a_metrics_file_that_cannot_be_synced_is_said(directory):
     directory.metrics.unlink()
     with pytest.raises(OutputError, match="cannot write .*metrics.jsonl: No such file .*--resume"):
         directory.sync_metrics()
+
+
+def test_a_run_says_which_process_works_on_it_while_it_lives(directory):
+    assert (directory.command_pid(), directory.training_pid()) == (None, None)
+    with directory.claimed():
+        assert (directory.command_pid(), directory.training_pid()) == (os.getpid(), None)
+        with directory.locked():
+            assert directory.training_pid() == os.getpid()
+    code = "import sys; from pathlib import Path; from plimsoll.run.directory import RunDirectory\n"
+    code += "with RunDirectory(Path(sys.argv[1])).claimed(): pass"
+    assert run_program(code, directory.path).returncode == 0
+    assert directory.command_pid() is None
+    for text in ("", "x y", "1", f"{os.getpid()} 0"):
+        (directory.path / ".lock").write_text(text)
+        assert directory.training_pid() is None

@@ -166,3 +166,15 @@ def test_the_group_of_the_watched_process_counts_and_its_kill_is_out_of_memory(g
     assert [(line.limit_bytes, group.name in line.name) for line in lines] == [(96 << 20, True)]
     assert end.how == "out_of_memory"
     assert "its control group counts it" in end.text
+
+
+def test_a_signal_without_a_name_is_told_by_its_number():
+    with (
+        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as process,
+        Watch(process.pid) as watch,
+    ):
+        process.send_signal(signal.SIGRTMIN + 1)
+        process.wait()
+        end = watch.end()
+    assert end.how in {"killed", "gone"}  # known from Linux 6.15 on
+    assert end.how == "gone" or f"signal {signal.SIGRTMIN + 1}" in end.text
