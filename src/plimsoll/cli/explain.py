@@ -64,10 +64,12 @@ def explain(  # noqa: PLR0917 -- typer calls it by name
         job_file = _job_file(source, {"--apply": apply, "--budget": budget, "--device": device})
         changed = _output(job_file, output, force) if apply and job_file else None
         diagnosis = _diagnosis(source, device, limit_bytes, as_json)
-        show(render(diagnosis, "json" if as_json else "text"))
+        if not as_json:
+            show(render(diagnosis, "text"))
         if changed is not None and job_file is not None:
             _write(job_file, changed, _chosen(diagnosis, remedy))
-            print(f"{changed}: train it with `plimsoll train {changed}`", file=sys.stderr)
+        if as_json:  # one record: this, or why no job was written
+            show(render(diagnosis, "json"))
     if diagnosis.has_answer:
         raise typer.Exit(1)
 
@@ -103,8 +105,9 @@ def _output(job_file: Path, output: Path | None, force: bool) -> Path:
     from plimsoll.errors import OutputError
 
     path = job_file.with_name(f"{job_file.stem}-fixed{job_file.suffix}") if output is None else output
-    if path.exists() and (not force or path.is_dir() or path.samefile(job_file)):
-        more = "" if path.is_dir() or path.samefile(job_file) else ", or --force"
+    is_never = path.is_dir() or (path.exists() and job_file.exists() and path.samefile(job_file))
+    if path.exists() and (is_never or not force):
+        more = "" if is_never else ", or --force"
         raise OutputError(f"{path} exists already and is not overwritten: give another -o{more}")
     if path.suffix not in (".yaml", ".yml"):
         raise OutputError(f"{path} would not be known for a job file by its name: give -o a name in .yaml")
@@ -135,6 +138,10 @@ def _chosen(diagnosis: Diagnosis, number: int | None) -> Remedy:
     from plimsoll.errors import InputError
 
     remedies = diagnosis.remedies
+    if not remedies:
+        raise InputError(
+            f"no remedy was found for {diagnosis.subject}, so no job was written: give a --budget that it does not fit"
+        )
     if number is not None:
         if number > len(remedies):
             raise InputError(
@@ -162,3 +169,5 @@ def _write(job_file: Path, path: Path, remedy: Remedy) -> None:
     from plimsoll.records.job_changed import changed_job
 
     write_atomically(path, changed_job(job_file, path, remedy.settings).encode(), "-o/--output")
+    name = " + ".join(map(str, remedy.choices))
+    print(f"{path}: the job for {name}; train it with `plimsoll train {path}`", file=sys.stderr)

@@ -149,7 +149,11 @@ def evidence_of_run(run: RunRecord) -> Evidence:
         requested_bytes=event.requested_bytes if event else None,
         is_fragmented=event.is_fragmented if event else False,
     )
-    return evidence if run.plan.prediction is None else with_prediction(evidence, run.plan.prediction)
+    prediction = run.plan.prediction
+    if prediction is None:
+        return evidence
+    is_over = evidence.has_run_out and prediction.verdict != "fits"  # else parts of the peak do not explain the end
+    return with_prediction(replace(evidence, has_run_out=is_over), prediction)
 
 
 def evidence_of_step(step: TrainStep) -> Evidence:

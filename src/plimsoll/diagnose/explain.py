@@ -84,7 +84,7 @@ def _of_job(path: Path, device: str | None, budget: str | int | None, progress: 
 def _of_run(
     run: RunRecord, path: Path, device: str | None, budget: str | int | None, progress: Progress | None
 ) -> Diagnosis:
-    if not ended_in_oom(run):
+    if not ended_in_oom(run) and device is None and budget is None:
         return diagnosed(evidence_of_run(run))
     from plimsoll.diagnose.of_job import diagnosis_of_run
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from plimsoll.data.inspect import inspect_corpus
 from plimsoll.data.prepare import Prepared
-from plimsoll.diagnose.evidence import Evidence, evidence_of_run, with_prediction
+from plimsoll.diagnose.evidence import Evidence, ended_in_oom, evidence_of_run, with_prediction
 from plimsoll.diagnose.findings import diagnosed
 from plimsoll.errors import PlimsollError
 from plimsoll.records.diagnosis import Diagnosis
@@ -24,6 +24,8 @@ from plimsoll.records.units import format_bytes
 from plimsoll.run.learning import known_calibration
 from plimsoll.run.plan import Progress
 from plimsoll.run.remedies import choices_in_force, find_remedies
+
+_FITS = "It fits as it is, so that nothing was tried: `--budget SIZE` says what would make it fit in less."
 
 
 def diagnosis_of_job(
@@ -53,10 +55,7 @@ def diagnosis_of_job(
     has_run_out = not prediction.fits
     evidence = Evidence(subject=subject, kind=prediction.device_kind, has_run_out=has_run_out)
     evidence = with_prediction(evidence, prediction, vocab_size=found.vocab_size, remedies=found.remedies)
-    notes = found.notes
-    if prediction.verdict == "fits":
-        notes = ("It fits as it is, so that nothing was tried: `--budget SIZE` says what would make it fit in less.",)
-    return diagnosed(evidence, notes)
+    return diagnosed(evidence, (_FITS,) if prediction.verdict == "fits" else found.notes)
 
 
 def diagnosis_of_run(
@@ -67,24 +66,34 @@ def diagnosis_of_run(
     limit_bytes: int | None = None,
     progress: Progress | None = None,
 ) -> Diagnosis:
-    """Say why memory ran out in a run, and what would have made it fit; arguments as `diagnosis_of_job`."""
+    """Say why memory ran out in a run, or would within ``limit_bytes``, and what would have made it fit.
+
+    Args:
+        run: the run.
+        directory: of it.
+        device: see `diagnosis_of_job`, as are the next two.
+        limit_bytes: see `device`.
+        progress: see `device`.
+    """
     evidence = evidence_of_run(run)
-    event = next(reversed(run.oom_events), None)
-    last = (event.rung, event.micro_batch) if event is not None else (None, None)
     try:
         found = find_remedies(
             Job.from_yaml(directory / "job.yaml"),
             device=device,
             limit_bytes=limit_bytes,
-            in_force=choices_in_force(run.plan, *last),
+            in_force=choices_in_force(run.plan, *_last(run)),
             calibration=known_calibration(),
             progress=progress,
         )
     except PlimsollError as error:
+        if device is not None or limit_bytes is not None:
+            raise  # what was asked for cannot be
         return diagnosed(evidence, (f"What would free memory could not be predicted: {error}",))
     prediction, notes = found.prediction, found.notes
-    is_explained = prediction.verdict != "fits"
-    if not is_explained:
+    is_over = prediction.verdict != "fits"
+    if not is_over and not evidence.has_run_out:
+        notes = (_FITS,)
+    elif not is_over:
         notes = (
             f"The training as it is should need {format_bytes(prediction.peak.high_bytes)} at the most of "
             f"{format_bytes(prediction.limit_bytes)}: what ran out of memory is something that grew, or that only this "
@@ -92,13 +101,22 @@ def diagnosis_of_run(
             *notes,
         )
     seen = with_prediction(
-        evidence,
+        replace(evidence, has_run_out=is_over),
         prediction,
         vocab_size=found.vocab_size,
         remedies=found.remedies,
         padding_share=_padding_share(directory),
     )
-    return diagnosed(replace(seen, has_run_out=is_explained), notes)
+    return diagnosed(seen, notes)
+
+
+def _last(run: RunRecord) -> tuple[int | None, int | None]:
+    """The rung and the micro-batch (samples) that a run had at its end."""
+    event = next(reversed(run.oom_events), None)
+    if event is not None and ended_in_oom(run):
+        return event.rung, event.micro_batch
+    step = next(reversed(run.steps), None)
+    return (step.rung, step.micro_batch) if step is not None else (None, None)
 
 
 def _padding_share(directory: Path) -> float | None:

@@ -15,10 +15,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from plimsoll.data.sketch import sketch_texts
+from plimsoll.errors import InputError
 from plimsoll.plan.look import Look
 from plimsoll.plan.menu import menu_of
 from plimsoll.records.comparison import Calibration
@@ -125,7 +126,7 @@ class _Search:
     job: Job
     limit_bytes: int | None
     before: Look
-    notes: tuple[str, ...] = ()
+    notes: list[str] = field(default_factory=list)
 
     def of_plan(self, plan: Plan) -> Iterator[Remedy]:
         """The planner's own mix, and where nothing fits those with what the job does not allow."""
@@ -154,7 +155,7 @@ class _Search:
                 text = TECHNIQUES[choice.technique].summary
                 yield from self._remedy(look, (choice,), text, self._settings(look, others, choice))
         if left_out:
-            self.notes = (f"There was no time left to try {', '.join(left_out)}.",)
+            self.notes.append(f"There was no time left to try {', '.join(left_out)}.")
 
     def _offered(self) -> Iterator[Choices]:
         """The options of each technique that can reach what the peak is made of, weakest first."""
@@ -193,13 +194,17 @@ class _Search:
         return best, options[high]
 
     def _look_with(self, choice: Choice) -> Look | None:
-        """Look at what is in force and one choice more, or instead; ``None`` where they exclude each other."""
+        """Look at what is in force and one choice more, or instead; ``None`` where that is impossible."""
         rest = tuple(one for one in self.before.choices if one.technique != choice.technique)
         choices = in_order((*rest, choice))
         planner = self.planner
         if conflict_among(choices, planner.subject.workload, self._open_setting(planner.setting)) is not None:
             return None
-        return planner.look_at_length(choices)
+        try:
+            return planner.look_at_length(choices)
+        except InputError as error:
+            self.notes.append(f"{choice} could not be tried: {error}")
+            return None
 
     def _fits(self, look: Look) -> bool:
         return look.fits and look.need_bytes <= self.planner.limit_bytes

@@ -8,9 +8,10 @@ import shutil
 import pytest
 import yaml
 
-from evidence_records import MIB, empty_run
+from evidence_records import MIB, empty_run, step_line
 from plimsoll.diagnose.explain import explain
 from plimsoll.diagnose.of_job import diagnosis_of_job, diagnosis_of_run
+from plimsoll.errors import DeviceError
 from plimsoll.records.device import Budget
 from plimsoll.records.job import Job
 from plimsoll.records.plan import micro_batch_plan
@@ -78,6 +79,18 @@ def test_a_run_with_room_for_what_was_predicted_is_not_explained_by_it(folder):
     assert [finding.cause for finding in diagnosis.findings] == []
     assert "should need" in diagnosis.notes[0]
     assert "something that grew" in diagnosis.notes[0]
+
+
+def test_a_run_that_ended_well_is_asked_what_it_would_need_in_less(folder):
+    run = empty_run(steps=(step_line(1, micro_batch=8, used_bytes=MIB),), plan=micro_batch_plan(Budget(), (16, 8)))
+    diagnosis = diagnosis_of_run(run, folder, device="rtx3060", limit_bytes=1000 * MIB)
+    assert diagnosis.notes[0].startswith("It fits as it is")
+    assert diagnosis.shares
+
+
+def test_what_was_asked_for_and_cannot_be_is_refused(folder):
+    with pytest.raises(DeviceError):
+        diagnosis_of_run(ended(), folder, device="rtx9999")
 
 
 def test_a_run_whose_job_cannot_be_predicted_any_more_says_so(tmp_path):

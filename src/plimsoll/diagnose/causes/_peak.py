@@ -18,6 +18,7 @@ from plimsoll.records.units import format_bytes
 BEFORE_THE_MODEL = ("baseline", "context")
 """Categories of what a process takes before there is a model."""
 
+_ENOUGH_SHARE = 0.5  # of a part, for a technique to be its remedy before others that save more
 _SHAPE = re.compile(r"\[([\d, ]*)\]")
 
 
@@ -81,7 +82,7 @@ def finding_of_part(
     """
     assert evidence.peak_bytes
     share = min(part.num_bytes / evidence.peak_bytes, 1.0)
-    tried = tried_remedy(evidence, techniques)
+    tried = tried_remedy(evidence, techniques, part.num_bytes)
     return Finding(
         cause=cause,
         title=f"{what}: {format_bytes(part.num_bytes)}, {share:.0%} of the peak",
@@ -97,7 +98,15 @@ def finding_of_part(
     )
 
 
-def tried_remedy(evidence: Evidence, techniques: Sequence[str]) -> Remedy | None:
-    """Return the remedy of one technique alone, of the first of these techniques that was tried and saves something."""
+def tried_remedy(evidence: Evidence, techniques: Sequence[str], num_bytes: int = 0) -> Remedy | None:
+    """Return the remedy of one technique alone, of those that were tried and save something.
+
+    Args:
+        evidence: with the remedies.
+        techniques: those that can be it, best first.
+        num_bytes: the first that saves half of this is taken, or else the one that saves most.
+    """
     alone = {remedy.choices[0].technique: remedy for remedy in evidence.remedies if len(remedy.choices) == 1}
-    return next((alone[name] for name in techniques if name in alone), None)
+    tried = [alone[name] for name in techniques if name in alone]
+    enough = [remedy for remedy in tried if (remedy.saving_bytes or 0) >= _ENOUGH_SHARE * num_bytes]
+    return next(iter(enough), None) or max(tried, key=lambda remedy: remedy.saving_bytes or 0, default=None)

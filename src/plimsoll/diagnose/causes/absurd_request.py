@@ -34,13 +34,13 @@ def findings(evidence: Evidence) -> tuple[Finding, ...]:
     if event is not None:
         return (_of_text(event),) if is_possible(event, _CAUSE) else ()
     limit_bytes, asked_bytes = evidence.limit_bytes, evidence.requested_bytes
-    if not evidence.has_run_out or not limit_bytes:
+    if not limit_bytes:
         return ()
     if asked_bytes is not None and asked_bytes > limit_bytes:
         alike = next((one for one in evidence.holdings if _each_bytes(one) == asked_bytes), None)
         return (_finding(asked_bytes, limit_bytes, alike, "measured"),)
     largest = max(evidence.holdings, key=_each_bytes, default=None)
-    if largest is None or _each_bytes(largest) <= limit_bytes:
+    if not evidence.has_run_out or largest is None or _each_bytes(largest) <= limit_bytes:
         return ()
     return (_finding(_each_bytes(largest), limit_bytes, largest, "predicted"),)
 

@@ -59,3 +59,11 @@ def test_the_effect_is_what_is_saved_of_the_part(remedies, remedy, effect_mib):
     assert finding.title == "it: 240.0 MiB, 20% of the peak"
     assert str(finding.remedy) == remedy
     assert (finding.effect_bytes, finding.effect_known, finding.peak_share) == (effect_mib * MIB, "predicted", 0.2)
+
+
+def test_what_saves_little_of_a_part_gives_way_to_what_saves_most():
+    seen = evidence(remedies=(tried("heap", 40), tried("allocator", 90), tried("lora", 95)))
+    names = ("heap", "allocator", "lora")
+    assert tried_remedy(seen, names, 100 * MIB) == tried("allocator", 90)
+    assert tried_remedy(seen, names, 80 * MIB) == tried("heap", 40)
+    assert tried_remedy(seen, names, 900 * MIB) == tried("lora", 95)
