@@ -97,7 +97,7 @@ def test_what_a_plan_predicted_is_what_the_peak_is_made_of():
     """1000 MiB in all, half of them activations; what was measured stays the peak of a run that went well."""
     plan = run().plan.model_copy(update={"prediction": fitting()})
     seen = evidence_of_run(run(plan=plan))
-    assert [(share.category, share.num_bytes) for share in seen.shares][0] == ("activations", 500 * MIB)
+    assert (seen.shares[0].category, seen.shares[0].num_bytes) == ("activations", 500 * MIB)
     assert sum(share.num_bytes for share in seen.shares) == 1000 * MIB
     assert (seen.peak_bytes, seen.has_run_out) == (2010, False)
     ended = evidence_of_run(run(plan=plan, status="failed", oom_events=(oom(),)))
