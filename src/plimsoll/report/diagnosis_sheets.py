@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from plimsoll.records.diagnosis import Diagnosis, Finding, Remedy, Share
 from plimsoll.records.oom_text import OomText
 from plimsoll.records.units import format_bytes
+from plimsoll.report.prediction_sheets import share_text
 from plimsoll.report.sheets import Column, Sheet
 
 _FACTS = (Column("What"), Column("How it is known"))
@@ -121,7 +122,7 @@ def shares_sheet(shares: Sequence[Share]) -> Sheet:
     """List what a peak is made of."""
     total_bytes = sum(share.num_bytes for share in shares)
     rows = [
-        (one.category, format_bytes(one.num_bytes), f"{one.num_bytes / total_bytes:.0%}", one.known, one.place)
+        (one.category, format_bytes(one.num_bytes), share_text(one.num_bytes, total_bytes), one.known, one.place)
         for one in shares
         if total_bytes
     ]

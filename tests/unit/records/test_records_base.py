@@ -22,6 +22,7 @@ from hand_traces import trace_of
 from plimsoll.errors import OutputError, RecordError
 from plimsoll.records.base import Record, write_atomically
 from plimsoll.records.comparison import Calibration, Comparison, Learned, Side, Target
+from plimsoll.records.lint import LintReport, Unread
 from plimsoll.records.plan import Plan
 from plimsoll.records.speed import Point, Speed
 from plimsoll.records.watch import Line, ProcessUse, WatchRecord, WatchSample
@@ -56,6 +57,7 @@ def examples(device, machine, plan, job, head, run_record) -> dict[type[Record],
     sample = WatchSample(seconds=2.0, processes=(seen,), lines=(Line(name="machine", used_bytes=8, limit_bytes=16),))
     made = (
         WatchRecord(samples=(sample,)),
+        LintReport(findings=(), num_files=1, num_lines=2, unread=(Unread(file="a.py", reason="line 1: bad"),)),
         device, machine, plan, job, head, run_record, fitting(), trace, comparison, calibration, speed,
         corpus_records.corpus_facts(), corpus_records.token_facts(), corpus_records.inspection(),
         corpus_records.feed_rates(), vector_records.subset_facts(), vector_records.vector_file(),

@@ -74,8 +74,8 @@ def test_remedies_are_numbered_and_say_what_they_cost():
 
 def test_shares_add_up_to_the_peak():
     assert shares_sheet(shares(baseline=200, activations=300)).rows == (
-        ("activations", "300.0 MiB", "60%", "predicted", "net, net.py:7"),
-        ("baseline", "200.0 MiB", "40%", "predicted", "net, net.py:7"),
+        ("activations", "300.0 MiB", "60 %", "predicted", "net, net.py:7"),
+        ("baseline", "200.0 MiB", "40 %", "predicted", "net, net.py:7"),
     )
 
 

@@ -1,0 +1,128 @@
+"""A corpus read into memory as a whole, often by what calls itself lazy or streaming."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+from plimsoll.diagnose.lint._datasets import dataset_classes
+from plimsoll.diagnose.lint._source import Edit, Function, Hit, Source, is_constant, keyword, last_name, names_in
+
+_CORPUS = re.compile(
+    r"corpus|corpora|train|dataset|text|sentence|wiki|document|docs\b|\bdoc_|articles|book|raw_?data|data_?(?:path|file)|"
+    r"(?:input|source|src|tgt|target)_?(?:file|path)|\.txt|\.jsonl|\.tsv|\.csv",
+    re.IGNORECASE,
+)
+_SMALL = re.compile(
+    r"vocab|label|config|setup|require|readme|version|license|stop_?words?|merges|tokens?_file|(?:^|[^a-z])class(?:es)?(?:[^a-z]|$)|index|"
+    r"manifest|\.py\b|\.json\b|\.ya?ml|\.md\b|proc|cpuinfo|meminfo|log_?file|template|prompt|\.toml|\.cfg|\.ini|\.html|"
+    r"filelist|file_list|subprocess|stdin|special",
+    re.IGNORECASE,
+)
+
+
+def hits(source: Source) -> Iterator[Hit]:
+    """Find whole reads in data sets, and of files that are called a corpus."""
+    datasets = set(dataset_classes(source))
+    for call in source.calls:
+        if not _reads_whole(source, call):
+            continue
+        in_dataset = any(above in datasets for above in source.ancestors(call))
+        about = _about(source, call)
+        is_corpus = bool(_CORPUS.search(about)) and _handles_text(source)
+        if not _SMALL.search(about) and (in_dataset or is_corpus):
+            yield Hit(
+                call,
+                "the whole file is read into memory, as Python objects several times its size",
+                "go over the file line by line, or keep offsets (`plimsoll data index`)",
+                edits=_edits(source, call),
+            )
+
+
+def _reads_whole(source: Source, call: ast.Call) -> bool:
+    if isinstance(call.func, ast.Attribute):
+        name = call.func.attr
+        if name == "readlines":
+            return not call.args
+        is_read = isinstance(call.func.value, ast.Call) and last_name(call.func.value.func) == "read"
+        if name in ("split", "splitlines") and is_read:
+            return not call.func.value.args and _is_by_line(call)  # type: ignore[attr-defined]
+    return (
+        isinstance(call.func, ast.Name)
+        and call.func.id == "list"
+        and len(call.args) == 1
+        and _is_file(source, call.args[0])
+    )
+
+
+def _is_by_line(call: ast.Call) -> bool:
+    return (
+        last_name(call.func) == "splitlines"
+        or not call.args
+        or is_constant(call.args[0], "\n")
+        or is_constant(call.args[0], "\n\n")
+    )
+
+
+def _is_file(source: Source, node: ast.expr) -> bool:
+    if isinstance(node, ast.Call):
+        return isinstance(node.func, ast.Name) and node.func.id == "open"
+    return isinstance(node, ast.Name) and _opened(source, node, node.id) is not None
+
+
+def _opened(source: Source, node: ast.AST, name: str) -> ast.Call | None:
+    """Return the `open(...)` whose file a name is."""
+    for above in source.ancestors(node):
+        if isinstance(above, ast.With):
+            for item in above.items:
+                given = item.context_expr
+                if (
+                    item.optional_vars is not None
+                    and last_name(item.optional_vars) == name
+                    and isinstance(given, ast.Call)
+                ):
+                    return given if last_name(given.func) == "open" else None
+    for given_value in source.assignments(source.scope(node), name):
+        value = given_value.value
+        if isinstance(value, ast.Call) and last_name(value.func) == "open":
+            return value
+    return None
+
+
+def _about(source: Source, call: ast.Call) -> str:
+    """Return what tells what a file is: how it is opened, the function, and what its lines are put into."""
+    reader = call.args[0] if isinstance(call.func, ast.Name) else call.func.value  # type: ignore[attr-defined]
+    if isinstance(reader, ast.Call) and last_name(reader.func) == "read":
+        reader = reader.func.value  # type: ignore[attr-defined]
+    opened = reader if isinstance(reader, ast.Call) else _opened(source, call, last_name(reader))
+    parts = [source.written(opened) if opened is not None else last_name(reader)]
+    scope = source.scope(call)
+    if isinstance(scope, Function):
+        parts.append(scope.name)
+    statement = source.statement(call)
+    if isinstance(statement, ast.Assign):
+        parts += [source.written(target) for target in statement.targets]
+    if opened is not None:
+        for name in names_in(opened):
+            parts += [source.written(one.value) for one in source.assignments(scope, name)][:1]
+    return " ".join(parts)
+
+
+def _handles_text(source: Source) -> bool:
+    return bool(
+        re.search(
+            r"^\s*(?:import|from)\s+(?:torch|transformers|tokenizers|datasets|torchtext)\b", source.text, re.MULTILINE
+        )
+    )
+
+
+def _edits(source: Source, call: ast.Call) -> tuple[Edit, ...]:
+    """Go over the file itself where the lines are only gone over."""
+    if last_name(call.func) != "readlines" or call.keywords or keyword(call, "hint"):
+        return ()
+    parent = source.parent(call)
+    is_gone_over = isinstance(parent, ast.For | ast.comprehension) and parent.iter is call
+    if not is_gone_over or not isinstance(call.func, ast.Attribute):
+        return ()
+    return (Edit(source.span(call.func.value)[1], source.span(call)[1], ""),)
