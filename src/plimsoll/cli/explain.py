@@ -53,6 +53,7 @@ def explain(  # noqa: PLR0917 -- typer calls it by name
       plimsoll explain train.log
       python train.py 2>&1 | plimsoll explain
       plimsoll explain runs/a --json
+      plimsoll explain watch.jsonl
     """
     from plimsoll.cli.answer import answering, limit_bytes_of
     from plimsoll.cli.output import show
@@ -120,13 +121,14 @@ def _diagnosis(source: Path, device: str | None, limit_bytes: int | None, quiet:
     from plimsoll.diagnose.explain import explain as diagnose
     from plimsoll.diagnose.of_text import diagnosis_of_text
     from plimsoll.errors import InputError
+    from plimsoll.records.watch import is_recording
     from plimsoll.report.progress import spinner, stages
 
     if source == _STANDARD_INPUT:
         if sys.stdin.isatty():
             raise InputError(f"{source} reads standard input, which is a terminal here: give a run directory or a file")
         return diagnosis_of_text(sys.stdin.buffer, "standard input")
-    if source.is_file() and (num_bytes := source.stat().st_size) > _LARGE_BYTES:
+    if source.is_file() and (num_bytes := source.stat().st_size) > _LARGE_BYTES and not is_recording(source):
         with stages(quiet) as report, source.open("rb") as file:
             return diagnosis_of_text(file, source.name, lambda done: report("reading", min(done, num_bytes), num_bytes))
     with spinner(quiet) as progress:

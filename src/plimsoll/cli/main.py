@@ -63,7 +63,7 @@ def _of_every_command(
       plimsoll explain runs/a
       plimsoll lint train.py
       plimsoll report runs/a -o a.html
-      plimsoll watch --pid 4711
+      plimsoll watch runs/a
       plimsoll data inspect job.yaml
       plimsoll embeddings subset glove.6B.zip/glove.6B.300d.txt --vocabulary words.txt
     """

@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING
 from plimsoll.diagnose.evidence import ended_in_oom, evidence_of_run, evidence_of_step
 from plimsoll.diagnose.findings import diagnosed
 from plimsoll.diagnose.of_text import diagnosis_of_text
+from plimsoll.diagnose.of_watch import diagnosis_of_watch
 from plimsoll.errors import InputError
 from plimsoll.records.diagnosis import Diagnosis
 from plimsoll.records.job import Job
 from plimsoll.records.run import RunRecord
 from plimsoll.records.units import parse_bytes
+from plimsoll.records.watch import WatchRecord, is_recording
 
 if TYPE_CHECKING:
     from plimsoll.run.step import TrainStep
@@ -40,7 +42,8 @@ def explain(
 
     Args:
         source: a job file, before it runs; a run directory, also of a run that is going on or was killed; the record of
-            a run; the `plimsoll.TrainStep` of a loop of your own; or a file with the text of an error or a log.
+            a run; the `plimsoll.TrainStep` of a loop of your own; or a file with the text of an error, a log, or the
+            recording of a watch.
         device: of a job or a run, see `plimsoll.plan_job`; by default the job's.
         budget: what a job or a run may use, such as ``"2GiB"``; by default the job's.
         progress: told what is being done, where a job is rehearsed.
@@ -96,6 +99,8 @@ def _bytes(budget: str | int | None) -> int | None:
 
 
 def _of_file(path: Path) -> Diagnosis:
+    if is_recording(path):
+        return diagnosis_of_watch(WatchRecord.read(path))
     try:
         with path.open("rb") as file:
             return diagnosis_of_text(file, path.name)

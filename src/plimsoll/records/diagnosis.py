@@ -54,6 +54,7 @@ class Finding(Frozen):
         effect_bytes: what the peak would have been less without it.
         effect_known: how that is known.
         effect_high_bytes: the most it can be, where more than ``effect_bytes`` grew and may be of this cause, too.
+        page: of the documentation, where it is not that of the cause.
     """
 
     cause: str
@@ -66,6 +67,7 @@ class Finding(Frozen):
     effect_bytes: int | None = None
     effect_known: KnownHow | None = None
     effect_high_bytes: int | None = None
+    page: str = ""
 
 
 class Share(Frozen):

@@ -46,7 +46,8 @@ def headline(diagnosis: Diagnosis) -> str:
     peak = f", peak {format_bytes(diagnosis.peak_bytes)}" if diagnosis.peak_bytes is not None else ""
     found = len(diagnosis.findings)
     what = "Nothing was found" if not found else "One cause was found" if found == 1 else f"{found} causes were found"
-    return f"{what} in {diagnosis.num_steps:,} step{'s' * (diagnosis.num_steps != 1)}{peak}."
+    steps = f" in {diagnosis.num_steps:,} step{'s' * (diagnosis.num_steps != 1)}" if diagnosis.num_steps else ""
+    return f"{what}{steps}{peak}."
 
 
 def _event_sentence(event: OomText) -> str:
@@ -137,7 +138,7 @@ def finding_sheets(finding: Finding) -> tuple[Sheet, Sheet]:
     if finding.place:
         rows.append(("Where", finding.place))
     rows.append(("Saves", _effect(finding)))
-    rows.append(("Page", f"docs/causes/{finding.cause}.md"))
+    rows.append(("Page", finding.page or f"docs/causes/{finding.cause}.md"))
     evidence = tuple((fact.text, fact.known) for fact in finding.evidence)
     return Sheet(finding.title, _REMEDY, tuple(rows)), Sheet("Evidence", _FACTS, evidence)
 
