@@ -19,7 +19,8 @@ def explain(
     source: Annotated[
         Path,
         typer.Argument(
-            metavar="[SOURCE]", help="A run directory, or a file with an error's text or a log; - reads it."
+            metavar="[SOURCE]",
+            help="A run directory, or a file with an error's text, a log or a memory snapshot; - reads a text.",
         ),
     ] = _STANDARD_INPUT,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON record instead of tables.")] = False,
@@ -30,6 +31,7 @@ def explain(
     Examples:
       plimsoll explain runs/a
       plimsoll explain train.log
+      plimsoll explain snapshot.pickle
       python train.py 2>&1 | plimsoll explain
       plimsoll explain runs/a --json
     """
@@ -47,6 +49,7 @@ def explain(
 def _diagnosis(source: Path, quiet: bool) -> Diagnosis:
     from plimsoll.diagnose.explain import explain as diagnose
     from plimsoll.diagnose.of_text import diagnosis_of_text
+    from plimsoll.diagnose.snapshot.read import is_snapshot
     from plimsoll.errors import InputError
     from plimsoll.report.progress import stages
 
@@ -54,7 +57,7 @@ def _diagnosis(source: Path, quiet: bool) -> Diagnosis:
         if sys.stdin.isatty():
             raise InputError(f"{source} reads standard input, which is a terminal here: give a run directory or a file")
         return diagnosis_of_text(sys.stdin.buffer, "standard input")
-    if source.is_file() and (num_bytes := source.stat().st_size) > _LARGE_BYTES:
+    if source.is_file() and (num_bytes := source.stat().st_size) > _LARGE_BYTES and not is_snapshot(source):
         with stages(quiet) as report, source.open("rb") as file:
             return diagnosis_of_text(file, source.name, lambda done: report("reading", min(done, num_bytes), num_bytes))
     return diagnose(source)

@@ -1,6 +1,6 @@
 """From a run or a text to its diagnosis: every cause is looked for, and what is seen and explains nothing is noted.
 
-Does NOT read memory snapshots and job files.
+Does NOT read job files.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 from plimsoll.diagnose.causes import every_cause
 from plimsoll.diagnose.evidence import Evidence, evidence_of_run, evidence_of_step
 from plimsoll.diagnose.of_text import diagnosis_of_text
+from plimsoll.diagnose.snapshot.of_snapshot import diagnosis_of_snapshot
+from plimsoll.diagnose.snapshot.read import is_snapshot
 from plimsoll.errors import InputError
 from plimsoll.records.diagnosis import Diagnosis
 from plimsoll.records.run import RunRecord
@@ -25,11 +27,12 @@ def explain(source: str | Path | RunRecord | TrainStep) -> Diagnosis:
 
     Args:
         source: a run directory, also of a run that is going on or was killed, the record of a run, the
-            `plimsoll.TrainStep` of a loop of your own, or a file with the text of an error or a log.
+            `plimsoll.TrainStep` of a loop of your own, a file with the text of an error or a log, or a memory snapshot
+            of CUDA.
 
     Raises:
         RecordError: if it is no run directory, or a file in it is damaged.
-        InputError: if the file cannot be read.
+        InputError: if the file cannot be read, or is a pickle and no snapshot.
     """
     if isinstance(source, str | Path):
         path = Path(source)
@@ -49,6 +52,8 @@ def explain(source: str | Path | RunRecord | TrainStep) -> Diagnosis:
 
 
 def _of_file(path: Path) -> Diagnosis:
+    if is_snapshot(path):
+        return diagnosis_of_snapshot(path)
     try:
         with path.open("rb") as file:
             return diagnosis_of_text(file, path.name)

@@ -39,7 +39,8 @@ def headline(diagnosis: Diagnosis) -> str:
     peak = f", peak {format_bytes(diagnosis.peak_bytes)}" if diagnosis.peak_bytes is not None else ""
     found = len(diagnosis.findings)
     what = "Nothing was found" if not found else "One cause was found" if found == 1 else f"{found} causes were found"
-    return f"{what} in {diagnosis.num_steps:,} step{'s' * (diagnosis.num_steps != 1)}{peak}."
+    steps = f" in {diagnosis.num_steps:,} step{'s' * (diagnosis.num_steps != 1)}" if diagnosis.num_steps else ""
+    return f"{what}{steps}{peak}."
 
 
 def _event_sentence(event: OomText) -> str:
