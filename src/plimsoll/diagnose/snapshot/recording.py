@@ -94,7 +94,7 @@ class Recording:
 
     def of_list(self, container: list[Any]) -> Any:
         """Replace a stack by its site."""
-        return self._site(container) if type(container[0]) is _Frame else container
+        return self._site(container) if container and type(container[0]) is _Frame else container
 
     def site_of(self, frames: object) -> Site:
         """Return the site of what an event or a block has as its stack."""
@@ -113,7 +113,8 @@ class Recording:
         phase: Phase = ""
         for frame in frames:
             if type(frame) is _Frame:
-                place, phase = place or frame.place, phase or frame.phase
+                place = place or frame.place
+                phase = phase or frame.phase
                 if place and phase:
                     break
         site = self._sites.get((place, phase))

@@ -24,7 +24,6 @@ _MARGIN_BYTES = 64  # the longest operation with a number in it has 18
 _MOST_BYTES_OF_NUMBER = 16
 _MOST_BYTES_OF_STRING = 16 << 20
 
-_NUMBERS = {pickle.BININT1[0]: 1, pickle.BININT2[0]: 2}
 _CONSTANTS = {pickle.NONE[0]: None, pickle.NEWTRUE[0]: True, pickle.NEWFALSE[0]: False, pickle.EMPTY_TUPLE[0]: ()}
 _TUPLES = {pickle.TUPLE1[0]: 1, pickle.TUPLE2[0]: 2, pickle.TUPLE3[0]: 3}
 # What is so many bytes that say how many bytes follow, which are a text or not.
@@ -42,7 +41,8 @@ _MEMOIZE, _MARK, _STOP = pickle.MEMOIZE[0], pickle.MARK[0], pickle.STOP[0]
 _BINGET, _LONG_BINGET = pickle.BINGET[0], pickle.LONG_BINGET[0]
 _EMPTY_DICT, _EMPTY_LIST, _TUPLE = pickle.EMPTY_DICT[0], pickle.EMPTY_LIST[0], pickle.TUPLE[0]
 _SETITEM, _SETITEMS, _APPEND, _APPENDS = pickle.SETITEM[0], pickle.SETITEMS[0], pickle.APPEND[0], pickle.APPENDS[0]
-_BININT, _LONG1, _BINFLOAT = pickle.BININT[0], pickle.LONG1[0], pickle.BINFLOAT[0]
+_BININT, _BININT1, _BININT2 = pickle.BININT[0], pickle.BININT1[0], pickle.BININT2[0]
+_LONG1, _BINFLOAT = pickle.LONG1[0], pickle.BINFLOAT[0]
 _PROTO, _FRAME = pickle.PROTO[0], pickle.FRAME[0]
 _NAMES = {operation.code: operation.name for operation in pickletools.opcodes}
 
@@ -111,13 +111,15 @@ class _Machine:
             elif code == _LONG_BINGET:
                 stack.append(memo[int.from_bytes(data[at : at + 4], "little")])
                 at += 4
-            elif code in _NUMBERS:
-                size = _NUMBERS[code]
-                stack.append(int.from_bytes(data[at : at + size], "little"))
-                at += size
+            elif code == _BININT1:
+                stack.append(data[at])
+                at += 1
             elif code == _LONG1 and data[at] <= _MOST_BYTES_OF_NUMBER:
                 stack.append(int.from_bytes(data[at + 1 : at + 1 + data[at]], "little", signed=True))
                 at += 1 + data[at]
+            elif code == _BININT2:
+                stack.append(int.from_bytes(data[at : at + 2], "little"))
+                at += 2
             elif code == _BININT:
                 stack.append(int.from_bytes(data[at : at + 4], "little", signed=True))
                 at += 4
@@ -220,7 +222,7 @@ class _Machine:
     def _set_items(self, items: list[Any]) -> None:
         target = self._stack[-1]
         keys = items[::2]
-        if len(items) % 2 or any(type(key) is not str for key in keys):
+        if len(items) % 2 or not set(map(type, keys)) <= {str}:
             raise IndexError
         if type(target) is dict:
             target.update(zip(keys, items[1::2], strict=True))

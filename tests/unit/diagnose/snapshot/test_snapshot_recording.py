@@ -85,4 +85,5 @@ def test_other_dicts_and_lists_are_left():
         assert recording.of_dict(one) is one
     numbers = [1, 2]
     assert recording.of_list(numbers) is numbers
+    assert recording.of_list([]) == []
     assert recording.site_of(numbers) is recording.unknown

@@ -55,6 +55,10 @@ def test_short_reads_are_put_together(num_bytes, monkeypatch):
     assert load(pickle.dumps(PLAIN, 4)) == PLAIN
 
 
+def test_containers_without_items_as_torch_writes_them_in_cpp():
+    assert load(b"\x80\x02}(X\x01\x00\x00\x00a](eX\x01\x00\x00\x00b}(uu.") == {"a": [], "b": {}}
+
+
 class Runs:
     """Leaves a file behind when it is unpickled."""
 
