@@ -73,7 +73,7 @@ def _event(replay: Replay) -> OomText | None:
     asked_bytes, site = replay.size_bytes(moment), replay.site(moment)
     free_bytes = replay.snapshot.columns.addresses[replay.rows[moment]]
     live_bytes, reserved_bytes = replay.live_bytes[moment], replay.reserved_bytes[moment]
-    unused_bytes = max(0, reserved_bytes - live_bytes)
+    unused_bytes = _unused_bytes(replay, reserved_bytes, live_bytes)
     cause: tuple[LikelyCause, LikelyCause | None] = "true_capacity", "other_process"
     if asked_bytes > reserved_bytes + free_bytes:
         cause = "absurd_request", "other_process"
@@ -94,10 +94,16 @@ def _event(replay: Replay) -> OomText | None:
     )
 
 
-def _holes(replay: Replay) -> list[Block]:
-    """What is unused of segments that are used by something else, at the end, outside private pools."""
-    segments = [segment for segment in replay.segments if not segment.is_private]
+def _holes(replay: Replay, is_private: bool) -> list[Block]:
+    """What is not used at the end, of private pools or of the common one."""
+    segments = [segment for segment in replay.segments if segment.is_private == is_private]
     return [block for segment in segments for block in segment.blocks if not block.is_used]
+
+
+def _unused_bytes(replay: Replay, reserved_bytes: int, live_bytes: int) -> int:
+    """What was reserved and not used, without what private pools keep to themselves at the end."""
+    private_bytes = sum(hole.size_bytes for hole in _holes(replay, is_private=True))
+    return max(0, reserved_bytes - live_bytes - private_bytes)
 
 
 def _fragmentation(replay: Replay, moment: int) -> tuple[Finding, ...]:
@@ -105,20 +111,21 @@ def _fragmentation(replay: Replay, moment: int) -> tuple[Finding, ...]:
     if not replay.rows:
         return ()
     reserved_bytes = max(replay.reserved_bytes)
-    unused_bytes = reserved_bytes - replay.peak_bytes
+    unused_bytes = _unused_bytes(replay, reserved_bytes, replay.peak_bytes)
     least_bytes = max(_LEAST_UNUSED_BYTES, int(_LEAST_UNUSED_SHARE * reserved_bytes))
     evidence = [f"{format_bytes(reserved_bytes)} were reserved at most, {format_bytes(replay.peak_bytes)} used at most"]
     if replay.oom_event is not None:
         reserved_bytes = replay.reserved_bytes[moment]
-        unused_bytes, least_bytes = reserved_bytes - replay.live_bytes[moment], replay.size_bytes(moment)
+        unused_bytes = _unused_bytes(replay, reserved_bytes, replay.live_bytes[moment])
+        least_bytes = replay.size_bytes(moment)
         evidence = [
-            f"{format_bytes(least_bytes)} were asked for, and {format_bytes(max(0, unused_bytes))} of "
+            f"{format_bytes(least_bytes)} were asked for, and {format_bytes(unused_bytes)} of "
             f"{format_bytes(reserved_bytes)} that were reserved were not used"
         ]
     if unused_bytes < max(1, least_bytes):
         return ()
     if replay.oom_event is not None and not _is_changed_after(replay, moment):
-        largest_bytes = max((hole.size_bytes for hole in _holes(replay)), default=0)
+        largest_bytes = max((hole.size_bytes for hole in _holes(replay, is_private=False)), default=0)
         evidence.append(f"the largest piece of it has {format_bytes(largest_bytes)}")
     is_expandable = replay.snapshot.settings.get("expandable_segments") is True
     return (
@@ -127,7 +134,6 @@ def _fragmentation(replay: Replay, moment: int) -> tuple[Finding, ...]:
             title=f"{format_bytes(unused_bytes)} are reserved in pieces that are not used",
             place=replay.site(moment).place if replay.oom_event is not None else "",
             evidence=tuple(Fact(text=text, known="counted") for text in evidence),
-            peak_share=None,
             remedy="keep sizes alike from step to step (lengths in few buckets), and free what is kept between steps"
             if is_expandable
             else "let segments grow instead of taking new ones; before torch 2.9 it is PYTORCH_CUDA_ALLOC_CONF",
@@ -158,7 +164,7 @@ def _notes(replay: Replay, moment: int, num_devices: int) -> list[str]:
         notes.append(f"{num_devices - 1} other device{'s' * (num_devices > 2)} in the snapshot: not explained here.")
     private = [segment for segment in replay.segments if segment.is_private]
     if private:
-        unused = sum(block.size_bytes for segment in private for block in segment.blocks if not block.is_used)
+        unused = sum(hole.size_bytes for hole in _holes(replay, is_private=True))
         notes.append(
             f"Private pools (CUDA graphs, MemPool) have {format_bytes(sum(one.size_bytes for one in private))}, of "
             f"which {format_bytes(unused)} are not used and no other allocation can use."

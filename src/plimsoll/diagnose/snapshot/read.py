@@ -15,12 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
 
-from plimsoll.diagnose.snapshot.recording import Columns, EventRow, Recording, Site, is_size
+from plimsoll.diagnose.snapshot.recording import OOM, Columns, EventRow, Recording, Site, is_size
 from plimsoll.diagnose.snapshot.unpickle import load_plain
 from plimsoll.errors import InputError
 
 _GZIP = b"\x1f\x8b"
 _PICKLES = tuple(bytes((0x80, protocol)) for protocol in (2, 3, 4, 5))
+_MOST_DEVICES = 256
+_MOST_BYTES = 1 << 63  # of all sizes together
 _STATES = ("active_allocated", "active_pending_free", "active_awaiting_free", "inactive")
 
 
@@ -127,6 +129,12 @@ def _checked(root: dict[str, Any], recording: Recording) -> Snapshot:
     traces = tuple(_list(one, seen) for one in _list(root.get("device_traces", []), seen))
     if any(type(row) is not EventRow for trace in traces for row in trace):
         raise _Odd("an event has no action, size or address")
+    if len(traces) > _MOST_DEVICES:
+        raise _Odd(f"there are {len(traces)} devices")
+    columns = recording.columns
+    num_bytes = sum(size for size, action in zip(columns.sizes, columns.actions, strict=True) if action != OOM)
+    if num_bytes + sum(segment.size_bytes for segment in segments) >= _MOST_BYTES:
+        raise _Odd("sizes are negative or too large")
     settings: object = root.get("allocator_settings")
     return Snapshot(
         segments, traces, recording.columns, recording.sites, settings if isinstance(settings, dict) else {}
@@ -148,10 +156,13 @@ def _segment(fields: object, recording: Recording, seen: set[int]) -> Segment:
     blocks = tuple(_blocks(fields, recording, seen))
     if sum(block.size_bytes for block in blocks) > size_bytes:
         raise _Odd("the blocks of a segment are larger than it is")
+    device = _bytes_of(fields, "device", 0)
+    if device >= _MOST_DEVICES:
+        raise _Odd("a device has a number that is too large")
     pool = fields.get("segment_pool_id", (0, 0))
     stream = fields.get("stream", 0)
     return Segment(
-        device=_bytes_of(fields, "device", 0),
+        device=device,
         size_bytes=size_bytes,
         stream=stream if type(stream) is int else 0,
         is_private=isinstance(pool, tuple | list) and tuple(pool) != (0, 0),

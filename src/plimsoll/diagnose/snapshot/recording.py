@@ -29,7 +29,7 @@ _ACTIONS = {
     "oom": OOM,
 }
 _MOST_BYTES = 1 << 63
-_MOST_ADDRESS = 1 << 64
+_BITS = (1 << 64) - 1
 _MOST_CHARACTERS = 400
 
 _INSTALLED = re.compile(
@@ -65,12 +65,11 @@ class EventRow(int, Sealed):
 
 
 class Columns(NamedTuple):
-    """Events, one value each: what happened, where in memory, how many bytes, when, and the index of the site."""
+    """Events, one value each: what happened, where in memory (what is free, of an OOM), how many bytes, which site."""
 
     actions: array[int]
     addresses: array[int]
     sizes: array[int]
-    times: array[int]
     sites: array[int]
 
 
@@ -80,7 +79,7 @@ class Recording:
     def __init__(self) -> None:
         self.unknown = Site(0, "", "")
         self.sites = [self.unknown]
-        self.columns = Columns(array("B"), array("Q"), array("q"), array("q"), array("i"))
+        self.columns = Columns(array("B"), array("Q"), array("Q"), array("i"))
         self._frames: dict[tuple[str, int, str], _Frame] = {}
         self._sites: dict[tuple[str, Phase], Site] = {("", ""): self.unknown}
 
@@ -126,15 +125,13 @@ class Recording:
     def _event(self, container: dict[str, Any]) -> Any:
         size = container.get("size", 0)
         address = container.get("addr", container.get("device_free", 0))
-        time_us = container.get("time_us", 0)
-        if not is_size(size) or not is_size(time_us) or type(address) is not int or not 0 <= address < _MOST_ADDRESS:
+        if not _is_of_64_bits(size) or not _is_of_64_bits(address):
             return container
         columns = self.columns
         action = container["action"]
         columns.actions.append(_ACTIONS.get(action, OTHER) if type(action) is str else OTHER)
-        columns.addresses.append(address)
-        columns.sizes.append(size)
-        columns.times.append(time_us)
+        columns.addresses.append(address & _BITS)
+        columns.sizes.append(size & _BITS)
         columns.sites.append(self.site_of(container.get("frames")).index)
         return EventRow(len(columns.actions) - 1)
 
@@ -142,6 +139,11 @@ class Recording:
 def is_size(value: object) -> bool:
     """Whether a value is a number of bytes, of torch's 64 bits."""
     return type(value) is int and 0 <= value < _MOST_BYTES
+
+
+def _is_of_64_bits(value: object) -> bool:
+    """Whether a value is a number of 64 bits; torch's C++ writer has the upper half of them as negative ones."""
+    return type(value) is int and -_MOST_BYTES <= value <= _BITS
 
 
 def _printable(filename: str) -> str:

@@ -64,8 +64,16 @@ def test_a_full_device(explained):
 
 def test_a_request_that_nothing_could_hold(explained):
     device = training(1)
-    device.oom(1 << 50, MIB, USER[42])
+    device.oom((1 << 64) - 1, MIB, USER[42])
     assert explained(device).event.likely_cause == "absurd_request"
+
+
+def test_what_private_pools_keep_is_no_fragmentation(explained):
+    device = Allocator()
+    device.segment(100 * MIB, pool=(0, 1))
+    device.oom(50 * MIB, MIB, USER[42])
+    diagnosis = explained(device)
+    assert (diagnosis.event.likely_cause, diagnosis.findings) == ("true_capacity", ())
 
 
 def test_more_reserved_than_ever_used_without_an_error(explained):

@@ -79,6 +79,12 @@ ODD = {
     "a state that is a list": {"segments": [segment(blocks=[{"size": 1, "state": []}])]},
     "blocks larger than their segment": {"segments": [segment(blocks=[BLOCK | {"size": 65}])]},
     "the same blocks twice": {"segments": [segment(blocks=BLOCKS), segment(blocks=BLOCKS)]},
+    "a device far off": {"segments": [segment(device=256)]},
+    "many devices": {"segments": [], "device_traces": [[] for _ in range(257)]},
+    "sizes that overflow": {
+        "segments": [],
+        "device_traces": [[{"action": "alloc", "addr": a, "size": 1 << 62} for a in (0, 1)]],
+    },
     "traces that are none": {"segments": [], "device_traces": {"a": 1}},
     "a trace that is none": {"segments": [], "device_traces": [3]},
     "an event that is none": {"segments": [], "device_traces": [[3]]},

@@ -73,10 +73,20 @@ def test_events_become_rows():
     assert [recording.sites[index].place for index in columns.sites] == ["train.py:7", "", ""]
 
 
-@pytest.mark.parametrize("field", [{"size": -1}, {"size": 1 << 63}, {"size": "1"}, {"addr": -1}, {"addr": 1 << 64}])
+@pytest.mark.parametrize(
+    "field", [{"size": -1 - (1 << 63)}, {"size": 1 << 64}, {"size": "1"}, {"addr": 1.0}, {"addr": 1 << 64}]
+)
 def test_an_event_of_other_numbers_is_none(field):
     event = {"action": "alloc", "addr": 0, "size": 1} | field
     assert Recording().of_dict(event) is event
+
+
+def test_a_request_beyond_all_bounds_is_a_number():
+    """16 EiB less one byte, as Python has it and as torch's C++ writer does."""
+    recording = Recording()
+    for size in ((1 << 64) - 1, -1):
+        recording.of_dict({"action": "oom", "device_free": 1, "size": size})
+    assert list(recording.columns.sizes) == [(1 << 64) - 1] * 2
 
 
 def test_other_dicts_and_lists_are_left():
