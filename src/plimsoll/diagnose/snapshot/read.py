@@ -2,7 +2,7 @@
 
 Read are the pickles of `torch.cuda.memory._dump_snapshot`, of `torch.cuda.memory.memory_snapshot()` (segments only), of
 torch's C++ writer, and any of these compressed by gzip; of torch 2.0 with the frames of a block in its ``history``.
-Memory is about twice the file's length at most. Does NOT read JSON, nor snapshots of MPS and of other libraries.
+Memory is one to three times the file's length. Does NOT read JSON, nor snapshots of MPS and of other libraries.
 """
 
 from __future__ import annotations

@@ -2,9 +2,10 @@
 
 Known are the operations that dicts with names as keys, lists, tuples, numbers, strings, bytes, ``True``, ``False`` and
 ``None`` are written with: by Python's pickler with the protocols 2 to 5, and by torch's own in C++. Any other operation
-is refused before anything is done, so that a hostile file runs no code. What it can take is bounded by its length:
+is refused before anything is done, so that a hostile file runs no code. Time and memory are bounded by its length:
 a number has up to 16 bytes, a string up to 16 MiB, what it names to be used again must be there, a key is a string (so
-none is hashed for long), and nothing here goes down into what is nested.
+none is hashed for long), and nothing here goes down into what is nested. A file of nothing but empty containers takes
+about 100 times its length, as they do in Python.
 
 `Sealing` makes it small: a container that is complete may be replaced, wherever it is used again, by something that
 takes less memory. Does NOT read the protocols 0 and 1, which are text, nor objects of any class.
@@ -84,7 +85,10 @@ def load_plain(file: BinaryIO, name: str, sealing: Sealing) -> Any:
 
 
 class _Machine:
-    """The stack and the numbered objects ("memo") of a pickle, as its operations leave them."""
+    """The stack and the numbered objects ("memo") of a pickle, as its operations leave them.
+
+    An ``IndexError`` says that something an operation needs is not there: a byte, an object, a mark, a container.
+    """
 
     def __init__(self, file: BinaryIO, name: str, sealing: Sealing) -> None:
         self.num_read = 0
