@@ -20,7 +20,7 @@ def explain(  # noqa: PLR0917 -- typer calls it by name
         Path,
         typer.Argument(
             metavar="[SOURCE]",
-            help="A job file, a run directory, or a file with an error's text or a log; - reads it.",
+            help="A job, a run directory, or a file with an error's text, a log, a watch or a snapshot; - reads.",
         ),
     ] = _STANDARD_INPUT,
     budget: Annotated[
@@ -51,6 +51,7 @@ def explain(  # noqa: PLR0917 -- typer calls it by name
       plimsoll explain runs/a
       plimsoll explain runs/a --apply --remedy 2
       plimsoll explain train.log
+      plimsoll explain snapshot.pickle
       python train.py 2>&1 | plimsoll explain
       plimsoll explain runs/a --json
       plimsoll explain watch.jsonl
@@ -120,6 +121,7 @@ def _output(job_file: Path, output: Path | None, force: bool) -> Path:
 def _diagnosis(source: Path, device: str | None, limit_bytes: int | None, quiet: bool) -> Diagnosis:
     from plimsoll.diagnose.explain import explain as diagnose
     from plimsoll.diagnose.of_text import diagnosis_of_text
+    from plimsoll.diagnose.snapshot.read import is_snapshot
     from plimsoll.errors import InputError
     from plimsoll.records.watch import is_recording
     from plimsoll.report.progress import spinner, stages
@@ -128,7 +130,8 @@ def _diagnosis(source: Path, device: str | None, limit_bytes: int | None, quiet:
         if sys.stdin.isatty():
             raise InputError(f"{source} reads standard input, which is a terminal here: give a run directory or a file")
         return diagnosis_of_text(sys.stdin.buffer, "standard input")
-    if source.is_file() and (num_bytes := source.stat().st_size) > _LARGE_BYTES and not is_recording(source):
+    is_log = source.is_file() and not is_recording(source) and not is_snapshot(source)
+    if is_log and (num_bytes := source.stat().st_size) > _LARGE_BYTES:
         with stages(quiet) as report, source.open("rb") as file:
             return diagnosis_of_text(file, source.name, lambda done: report("reading", min(done, num_bytes), num_bytes))
     with spinner(quiet) as progress:

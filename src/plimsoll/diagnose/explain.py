@@ -1,7 +1,4 @@
-"""From a job, a run or a text to its diagnosis: every cause is looked for, and what explains nothing is noted.
-
-Does NOT read memory snapshots.
-"""
+"""From a job, a run or a text to its diagnosis: every cause is looked for, and what explains nothing is noted."""
 
 from __future__ import annotations
 
@@ -15,6 +12,8 @@ from plimsoll.diagnose.evidence import ended_in_oom, evidence_of_run, evidence_o
 from plimsoll.diagnose.findings import diagnosed
 from plimsoll.diagnose.of_text import diagnosis_of_text
 from plimsoll.diagnose.of_watch import diagnosis_of_watch
+from plimsoll.diagnose.snapshot.of_snapshot import diagnosis_of_snapshot
+from plimsoll.diagnose.snapshot.read import is_snapshot
 from plimsoll.errors import InputError
 from plimsoll.records.diagnosis import Diagnosis
 from plimsoll.records.job import Job
@@ -42,15 +41,16 @@ def explain(
 
     Args:
         source: a job file, before it runs; a run directory, also of a run that is going on or was killed; the record of
-            a run; the `plimsoll.TrainStep` of a loop of your own; or a file with the text of an error, a log, or the
-            recording of a watch.
+            a run; the `plimsoll.TrainStep` of a loop of your own; or a file with the text of an error, a log, the
+            recording of a watch, or a memory snapshot of CUDA.
         device: of a job or a run, see `plimsoll.plan_job`; by default the job's.
         budget: what a job or a run may use, such as ``"2GiB"``; by default the job's.
         progress: told what is being done, where a job is rehearsed.
 
     Raises:
         RecordError: if it is no run directory, or a file in it is damaged.
-        InputError: if the file cannot be read, or a job cannot be predicted (see `plimsoll.plan_job`).
+        InputError: if the file cannot be read, or is a pickle and no snapshot, or a job cannot be predicted (see
+            `plimsoll.plan_job`).
     """
     if isinstance(source, str | Path):
         path = Path(source)
@@ -101,6 +101,8 @@ def _bytes(budget: str | int | None) -> int | None:
 def _of_file(path: Path) -> Diagnosis:
     if is_recording(path):
         return diagnosis_of_watch(WatchRecord.read(path))
+    if is_snapshot(path):
+        return diagnosis_of_snapshot(path)
     try:
         with path.open("rb") as file:
             return diagnosis_of_text(file, path.name)

@@ -12,6 +12,7 @@ from plimsoll.errors import InputError
 from plimsoll.records.diagnosis import Diagnosis
 from plimsoll.records.run import RunHead
 from plimsoll.run.directory import RunDirectory
+from snapshots import training, write
 
 
 @pytest.fixture
@@ -59,6 +60,17 @@ def test_a_damaged_run_is_refused(refused, make_run):
     with (path / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"event": "graph"}) + "\n")
     assert "is not a metrics line" in refused("explain", path)
+
+
+def test_a_snapshot_is_explained_whatever_its_size(call, refused, tmp_path, monkeypatch):
+    path = write(tmp_path / "snapshot.pickle", training(5, leak=3 * MIB).as_dict())
+    small = call("explain", path)
+    assert (small.code, small.err) == (1, "")
+    assert "what train.py:12 allocates stays: 3.0 MiB per step" in small.out
+    monkeypatch.setattr("plimsoll.cli.explain._LARGE_BYTES", 1)
+    assert call("explain", path).out == small.out
+    path.write_bytes(b"\x80\x02cos\nsystem\n.")
+    assert "GLOBAL is none that a memory snapshot needs" in refused("explain", path)
 
 
 def test_a_log_is_explained_from_a_file_and_from_a_pipe(call, tmp_path, monkeypatch):
