@@ -34,7 +34,7 @@ _OPTIMIZER_CLASS = re.compile(
 )
 _BACKWARD_OWN = {"backward", "manual_backward"}
 _SELF_DIVIDING = re.compile(r"accelerator|engine|deepspeed|model_engine", re.IGNORECASE)
-_GRAD_OFF = re.compile(r"(?:^|\.)(?:no_grad|inference_mode)$|no_grad|_no_grad|torch_no_grad")
+_GRAD_OFF = re.compile(r"no_grad|inference_mode")
 _HOOKS_WITHOUT_GRAD = re.compile(r"^(?:validation|test|predict)_(?:step|epoch_end|batch_end)$|^on_(?:validation|test)_")
 _MODEL = re.compile(
     r"(?:^|_)(?:model|net|network|encoder|decoder|bert|roberta|gpt2?|lstm|gru|rnn|transformer|classifier|generator|"
@@ -189,11 +189,9 @@ def is_batch_loop(source: Source, loop: Loop) -> bool:
         return True
     if any(source.loops(found.call)[:1] == [loop] for found in backwards(source)):
         return True
-    return any(
-        any(source.called(call) is source.scope(found.call) for found in backwards(source))
-        for call in source.own(loop, ast.Call)
-        if source.called(call) is not None and source.loops(call)[:1] == [loop]
-    )
+    stepping = {source.scope(found.call) for found in backwards(source) if not source.loops(found.call)}
+    calls = (call for call in source.own(loop, ast.Call) if source.loops(call)[:1] == [loop])
+    return any(source.called(call) in stepping for call in calls)
 
 
 def _iterated(node: ast.expr) -> str:

@@ -10,6 +10,7 @@ from plimsoll.diagnose.lint._source import Hit, Loop, Source, keyword, last_name
 
 _CLASSES = {"GloVe", "FastText", "CharNGram"}
 _FILES = re.compile(r"glove|fasttext|word2vec|w2v|wiki-news|crawl-300|\.vec\b|embed|vectors|emb_", re.IGNORECASE)
+_NAMED = re.compile(r"glove|fasttext|charngram", re.IGNORECASE)
 _ARRAYS = {"asarray", "array", "fromstring", "tensor", "FloatTensor", "from_numpy", "as_tensor"}
 
 
@@ -34,6 +35,9 @@ def _loads_all(source: Source, call: ast.Call) -> bool:
         return keyword(call, "limit") is None
     if dotted in ("gensim.downloader.load", "fasttext.load_model"):
         return True
+    if name == "build_vocab":  # torchtext's: vectors="glove.6B.100d"
+        given = keyword(call, "vectors")
+        return isinstance(given, ast.Constant) and isinstance(given.value, str) and bool(_NAMED.match(given.value))
     return name == "load_model" and dotted.startswith("fasttext.")
 
 

@@ -37,6 +37,8 @@ def _halved(source: Source, call: ast.Call) -> str | None:
     name = last_name(call.func)
     if isinstance(call.func, ast.Attribute) and name in ("half", "to"):
         owner = call.func.value
+        if last_name(source.parent(call)) == "float":
+            return None  # .half().float() rounds
         types = [*call.args, keyword(call, "dtype")]
         if name == "to" and not any(source.dotted(one) in _HALF for one in types):
             return None

@@ -30,7 +30,7 @@ def hits(source: Source) -> Iterator[Hit]:
 
 def _leaves_some(source: Source, found: Accumulation, condition: ast.If) -> bool:
     loop = found.loop
-    if isinstance(loop, ast.While) or not iterated(loop) or _ENDLESS.match(iterated(loop)):
+    if isinstance(loop, ast.While) or not iterated(loop) or (_ENDLESS.match(iterated(loop)) and not _is_of_data(loop)):
         return False
     if any(isinstance(node, ast.BoolOp) and isinstance(node.op, ast.Or) for node in ast.walk(condition.test)):
         return False
@@ -53,3 +53,9 @@ def _leaves_some(source: Source, found: Accumulation, condition: ast.If) -> bool
         call for call in zero_grads(source) if source.loops(call)[:1] == [loop] and not source.is_in(call, condition)
     ]
     return not after and not wiped
+
+
+def _is_of_data(loop: ast.For | ast.AsyncFor) -> bool:
+    """Say whether a range goes over what there is: ``range(len(samples) // batch_size)``."""
+    calls = (node for node in ast.walk(loop.iter) if isinstance(node, ast.Call))
+    return iterated(loop) == "range" and any(last_name(call.func) == "len" for call in calls)

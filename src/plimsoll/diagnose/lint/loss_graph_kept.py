@@ -88,7 +88,9 @@ def _computing_loop(source: Source, node: ast.AST) -> Loop | None:
 def _in_module_forward(source: Source, node: ast.AST) -> bool:
     """Say whether a node is of the definition of a model or of a loss, where terms are summed to go back from."""
     functions = [above for above in source.ancestors(node) if isinstance(above, Function)]
-    return any(one.name in ("forward", "compute_loss", "training_step") or is_of_a_module(source, one) for one in functions)
+    return any(
+        one.name in ("forward", "compute_loss", "training_step") or is_of_a_module(source, one) for one in functions
+    )
 
 
 def _begins_in(source: Source, node: ast.stmt | ast.expr, loop: Loop) -> bool:

@@ -32,16 +32,20 @@ def hits(source: Source) -> Iterator[Hit]:
     for scope in scopes:
         if is_of_a_module(source, scope) or _may_train(scope):
             continue
-        for loop in source.own(scope, ast.For, ast.AsyncFor, ast.While):
-            if source.loops(loop) and any(_is_evaluation(source, scope, one) for one in source.loops(loop)):
-                continue  # the outer one is looked at
-            call = _forward_of(source, scope, loop)
-            if call is not None:
-                yield Hit(
-                    call,
-                    "evaluation with gradients on: every activation is kept for a backward pass that does not come",
-                    "put `with torch.no_grad():` (or torch.inference_mode()) around the loop, or decorate the function",
-                )
+        calls = _evaluations(source, scope)
+        for call in calls if isinstance(scope, ast.Module) else calls[:1]:  # a function is mended as a whole
+            yield Hit(
+                call,
+                "evaluation with gradients on: every activation is kept for a backward pass that does not come",
+                "put `with torch.no_grad():` (or torch.inference_mode()) around the loop, or decorate the function",
+            )
+
+
+def _evaluations(source: Source, scope: Scope) -> list[ast.Call]:
+    """Return the first forward pass with gradients on of each loop of evaluation, of the outermost ones."""
+    loops: list[Loop] = source.own(scope, ast.For, ast.AsyncFor, ast.While)
+    outermost = (loop for loop in loops if not any(_is_evaluation(source, scope, one) for one in source.loops(loop)))
+    return [call for loop in outermost if (call := _forward_of(source, scope, loop)) is not None]
 
 
 def _forward_of(source: Source, scope: Scope, loop: Loop) -> ast.Call | None:

@@ -14,6 +14,7 @@ _CORPUS = re.compile(
     r"(?:input|source|src|tgt|target)_?(?:file|path)|\.txt|\.jsonl|\.tsv|\.csv",
     re.IGNORECASE,
 )
+_READER = re.compile(r"data|corpus|load|read|example|pair|parse", re.IGNORECASE)
 _SMALL = re.compile(
     r"vocab|label|config|setup|require|readme|version|license|stop_?words?|merges|tokens?_file|(?:^|[^a-z])class(?:es)?(?:[^a-z]|$)|index|"
     r"manifest|\.py\b|\.json\b|\.ya?ml|\.md\b|proc|cpuinfo|meminfo|log_?file|template|prompt|\.toml|\.cfg|\.ini|\.html|"
@@ -26,11 +27,12 @@ def hits(source: Source) -> Iterator[Hit]:
     """Find whole reads in data sets, and of files that are called a corpus."""
     datasets = set(dataset_classes(source))
     for call in source.calls:
-        if not _reads_whole(source, call):
-            continue
         in_dataset = any(above in datasets for above in source.ancestors(call))
+        if not _reads_whole(source, call, in_dataset):
+            continue
         about = _about(source, call)
-        is_corpus = bool(_CORPUS.search(about)) and _handles_text(source)
+        is_reader = bool(_READER.search(getattr(source.scope(call), "name", "")))
+        is_corpus = _handles_text(source) and (is_reader or bool(_CORPUS.search(about)))
         if not _SMALL.search(about) and (in_dataset or is_corpus):
             yield Hit(
                 call,
@@ -40,20 +42,32 @@ def hits(source: Source) -> Iterator[Hit]:
             )
 
 
-def _reads_whole(source: Source, call: ast.Call) -> bool:
-    if isinstance(call.func, ast.Attribute):
-        name = call.func.attr
-        if name == "readlines":
-            return not call.args
-        is_read = isinstance(call.func.value, ast.Call) and last_name(call.func.value.func) == "read"
-        if name in ("split", "splitlines") and is_read:
-            return not call.func.value.args and _is_by_line(call)  # type: ignore[attr-defined]
-    return (
-        isinstance(call.func, ast.Name)
-        and call.func.id == "list"
-        and len(call.args) == 1
-        and _is_file(source, call.args[0])
-    )
+def _reads_whole(source: Source, call: ast.Call, in_dataset: bool) -> bool:
+    """Say whether a call makes lines of a whole file, or, in a data set, takes it as one text."""
+    if isinstance(call.func, ast.Name):
+        return call.func.id == "list" and len(call.args) == 1 and _is_file(source, call.args[0])
+    if not isinstance(call.func, ast.Attribute) or last_name(call.func) not in (
+        "readlines",
+        "split",
+        "splitlines",
+        "read",
+    ):
+        return False
+    if call.func.attr == "readlines":
+        return not call.args
+    if call.func.attr == "read":
+        parent = source.parent(call)
+        is_bound = isinstance(parent, ast.Assign) or (isinstance(parent, ast.Attribute) and parent.attr == "decode")
+        return in_dataset and is_bound and not call.args
+    return _is_by_line(call) and _read_of(call) is not None
+
+
+def _read_of(call: ast.Call) -> ast.Call | None:
+    """Return ``f.read()`` of ``f.read().strip().split("\\n")``."""
+    inner = call.func.value if isinstance(call.func, ast.Attribute) else None
+    while isinstance(inner, ast.Call) and last_name(inner.func) in ("strip", "rstrip", "lower", "decode"):
+        inner = inner.func.value if isinstance(inner.func, ast.Attribute) else None
+    return inner if isinstance(inner, ast.Call) and last_name(inner.func) == "read" and not inner.args else None
 
 
 def _is_by_line(call: ast.Call) -> bool:
@@ -93,8 +107,8 @@ def _opened(source: Source, node: ast.AST, name: str) -> ast.Call | None:
 def _about(source: Source, call: ast.Call) -> str:
     """Return what tells what a file is: how it is opened, the function, and what its lines are put into."""
     reader = call.args[0] if isinstance(call.func, ast.Name) else call.func.value  # type: ignore[attr-defined]
-    if isinstance(reader, ast.Call) and last_name(reader.func) == "read":
-        reader = reader.func.value  # type: ignore[attr-defined]
+    if (read := _read_of(call)) is not None:
+        reader = read.func.value  # type: ignore[attr-defined]
     opened = reader if isinstance(reader, ast.Call) else _opened(source, call, last_name(reader))
     parts = [source.written(opened) if opened is not None else last_name(reader)]
     scope = source.scope(call)

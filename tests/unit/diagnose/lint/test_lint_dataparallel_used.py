@@ -18,6 +18,10 @@ SNIPPETS = {
         from torch.nn import DataParallel
         model = DataParallel(model)  # <-
     """,
+    "functional": r"""
+        import torch.nn as nn
+        y = nn.parallel.data_parallel(model, x, range(2))  # <-
+    """,
     "asked-for": r"""
         import torch
         if isinstance(model, torch.nn.DataParallel):

@@ -49,6 +49,15 @@ SNIPPETS = {
                 model(batch).mean().backward()
             torch.cuda.empty_cache()
     """,
+    "each-training": r"""
+        def train(seed):
+            for batch in loader:
+                model(batch).mean().backward()
+            torch.cuda.empty_cache()
+
+        for seed in range(3):
+            train(seed)
+    """,
     "after-an-oom": r"""
         for batch in loader:
             try:

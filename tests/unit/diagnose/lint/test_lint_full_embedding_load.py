@@ -40,6 +40,10 @@ SNIPPETS = {
                 table[word] = coefs  # <-
             return table
     """,
+    "by-a-vocabulary": r"""
+        TEXT.build_vocab(train, max_size=25000, vectors="glove.6B.100d")  # <-
+        LABEL.build_vocab(train)
+    """,
     "limited": r"""
         from gensim.models import KeyedVectors
         w2v = KeyedVectors.load_word2vec_format("GoogleNews.bin", binary=True, limit=50000)

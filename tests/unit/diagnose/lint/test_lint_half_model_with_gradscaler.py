@@ -43,6 +43,11 @@ SNIPPETS = {
         x = x.half()
         scaler.scale(model(x).mean()).backward()
     """,
+    "rounded": r"""
+        model.half().float()
+        scaler = GradScaler()
+        scaler.scale(model(x)).backward()
+    """,
     "no-scaler": r"""
         model.half()
         model(x).mean().backward()

@@ -54,6 +54,13 @@ SNIPPETS = {
         if (i + 1) % 4:
             optimizer.step()
     """,
+    "a-range-of-what-there-is": r"""
+        for step in range(len(samples) // batch_size):
+            loss = model(samples[step]) / 4
+            loss.backward()
+            if (step + 1) % 4 == 0:  # <-
+                optimizer.step()
+    """,
     "a-range": r"""
         for i in range(max_steps):
             loss = model(get_batch()) / 4

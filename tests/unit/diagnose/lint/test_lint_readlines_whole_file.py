@@ -45,6 +45,23 @@ SNIPPETS = {
         import torch
         train_lines = open("data/train.txt").readlines()  # <-
     """,
+    "one-text": r"""
+        from torch.utils.data import Dataset
+        class Chars(Dataset):
+            def __init__(self, path):
+                with open(path) as f:
+                    self.text = f.read()  # <-
+    """,
+    "stripped": r"""
+        import torch
+        def read_pairs(name):
+            return open(name).read().strip().split("\n")  # <-
+    """,
+    "words-of-one-line": r"""
+        import torch
+        def read_pairs(name):
+            return json.loads(open(name).read())
+    """,
     "vocabulary": r"""
         import torch
         from torch.utils.data import Dataset

@@ -1,0 +1,105 @@
+"""Lines whose allocations stay from step to step.
+
+A step ends where an optimizer of torch begins to work after a forward or a backward pass did. A line is called a leak
+where in at least three quarters of the steps between the first such moment and the last, and in three of them, it
+allocated something that is there when the recording ends, and that comes to 1 MiB and 2 % of the peak at least. So what
+comes once (parameters, states, caches) is none, and what the last, unfinished step holds is none either.
+
+Does NOT find a leak in a program without an optimizer's step, in fewer than three whole steps, or of allocations whose
+stacks were not recorded. The line is where the memory was allocated; what keeps it is elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+from plimsoll.diagnose.snapshot.recording import ALLOC
+from plimsoll.diagnose.snapshot.replay import NEVER, Replay
+from plimsoll.records.diagnosis import Fact, Finding
+from plimsoll.records.units import format_bytes
+
+_FEWEST_STEPS = 3
+_SHARE_OF_STEPS = 3 / 4
+_LEAST_BYTES = 1 << 20
+_LEAST_SHARE = 0.02
+_MOST_LINES = 3
+
+
+@dataclass
+class _Kept:
+    """What of one line is still there: in which steps, how often and how many bytes."""
+
+    steps: set[int] = field(default_factory=set)
+    num_pieces: int = 0
+    num_bytes: int = 0
+
+
+def step_ends(replay: Replay) -> list[int]:
+    """Return the events with which an optimizer's step began."""
+    ends: list[int] = []
+    is_training = False
+    for event in range(len(replay.rows)):
+        phase = replay.site(event).phase
+        if phase in ("forward", "backward"):
+            is_training = True
+        elif phase == "optimizer" and is_training:
+            ends.append(event)
+            is_training = False
+    return ends
+
+
+def leak_findings(replay: Replay) -> tuple[Finding, ...]:
+    """Return the lines that leak most, largest first."""
+    ends = step_ends(replay)
+    num_steps = len(ends) - 1
+    if num_steps < _FEWEST_STEPS:
+        return ()
+    least_bytes = max(_LEAST_BYTES, _LEAST_SHARE * replay.peak_bytes)
+    leaks = [
+        (kept.num_bytes, place, kept)
+        for place, kept in _kept_by_place(replay, ends).items()
+        if len(kept.steps) >= max(_FEWEST_STEPS, _SHARE_OF_STEPS * num_steps) and kept.num_bytes >= least_bytes
+    ]
+    leaks.sort(key=lambda leak: (-leak[0], leak[1]))
+    return tuple(_finding(replay, place, kept, num_steps, len(leaks)) for _, place, kept in leaks[:_MOST_LINES])
+
+
+def _kept_by_place(replay: Replay, ends: list[int]) -> dict[str, _Kept]:
+    found: dict[str, _Kept] = defaultdict(_Kept)
+    actions = replay.snapshot.columns.actions
+    step = 0
+    for event in range(ends[0] + 1, ends[-1]):
+        if event == ends[step + 1]:
+            step += 1
+        if replay.freed_at[event] != NEVER or actions[replay.rows[event]] != ALLOC:
+            continue
+        site = replay.site(event)
+        if site.place and site.phase not in ("optimizer", "parameters"):
+            kept = found[site.place]
+            kept.steps.add(step)
+            kept.num_pieces += 1
+            kept.num_bytes += replay.size_bytes(event)
+    return found
+
+
+def _finding(replay: Replay, place: str, kept: _Kept, num_steps: int, num_lines: int) -> Finding:
+    rate_bytes = kept.num_bytes // num_steps
+    text = (
+        f"{kept.num_pieces:,} allocations of {place}, {format_bytes(kept.num_bytes)}, were not freed, made in "
+        f"{len(kept.steps):,} of {num_steps:,} steps"
+    )
+    evidence = [Fact(text=text, known="measured")]
+    if num_lines > 1:
+        evidence.append(Fact(text=f"{num_lines:,} lines leave memory behind in this way", known="measured"))
+    return Finding(
+        cause="leak",
+        title=f"what {place} allocates stays: {format_bytes(rate_bytes)} per step",
+        place=place,
+        evidence=tuple(evidence),
+        peak_share=min(1.0, kept.num_bytes / replay.peak_bytes),
+        remedy="find what keeps the tensors of this line (a list, an attribute, a loss with its graph), and keep "
+        "`.detach()`, `.item()` or `.cpu()` of them, or drop them after the step",
+        effect_bytes=kept.num_bytes,
+        effect_known="counted",
+    )

@@ -1,0 +1,201 @@
+"""The file of a snapshot to what a diagnosis needs of it: segments and blocks as they were, and the events before.
+
+Read are the pickles of `torch.cuda.memory._dump_snapshot`, of `torch.cuda.memory.memory_snapshot()` (segments only), of
+torch's C++ writer, and any of these compressed by gzip; of torch 2.0 with the frames of a block in its ``history``.
+Memory is one to three times the file's length. Does NOT read JSON, nor snapshots of MPS and of other libraries.
+"""
+
+from __future__ import annotations
+
+import gzip
+import zlib
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple, cast
+
+from plimsoll.diagnose.snapshot.recording import OOM, Columns, EventRow, Recording, Site, is_size
+from plimsoll.diagnose.snapshot.unpickle import load_plain
+from plimsoll.errors import InputError
+
+_GZIP = b"\x1f\x8b"
+_PICKLES = tuple(bytes((0x80, protocol)) for protocol in (2, 3, 4, 5))
+_MOST_DEVICES = 256
+_MOST_BYTES = 1 << 63  # of all sizes together
+_STATES = ("active_allocated", "active_pending_free", "active_awaiting_free", "inactive")
+
+
+class Block(NamedTuple):
+    """A piece of a segment: in use by a tensor, or not.
+
+    ``size_bytes`` is what it takes, ``asked_bytes`` what was asked for.
+    """
+
+    address: int
+    size_bytes: int
+    asked_bytes: int
+    is_used: bool
+    site: Site
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Memory that the allocator has of the device; a private pool is that of a CUDA graph or a ``MemPool``."""
+
+    device: int
+    size_bytes: int
+    stream: int
+    is_private: bool
+    blocks: tuple[Block, ...]
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """One file.
+
+    Attributes:
+        segments: of all devices.
+        traces: of each device the rows of its events, oldest first.
+        columns: of the events.
+        sites: what the columns' sites are.
+        settings: of the allocator, such as ``expandable_segments``; empty where the file does not say.
+    """
+
+    segments: tuple[Segment, ...]
+    traces: tuple[list[EventRow], ...]
+    columns: Columns
+    sites: list[Site]
+    settings: dict[str, Any]
+
+
+def is_snapshot(path: Path) -> bool:
+    """Whether a file, or what is compressed in it by gzip, is a pickle, by how it begins: no text begins so."""
+    with suppress(OSError, EOFError, zlib.error):
+        with path.open("rb") as file:
+            head = file.read(2)
+        if head == _GZIP:
+            with gzip.open(path) as file:
+                head = file.read(2)
+        return head in _PICKLES
+    return False
+
+
+def read_snapshot(path: Path) -> Snapshot:
+    """Read a snapshot from its file.
+
+    Raises:
+        InputError: if it cannot be read, is no snapshot, or holds anything but plain data.
+    """
+    try:
+        with path.open("rb") as file:
+            return snapshot_of(file, path.name)
+    except OSError as error:
+        raise InputError(f"cannot read {path} ({error.strerror or error}): give a memory snapshot") from None
+
+
+def snapshot_of(file: BinaryIO, name: str) -> Snapshot:
+    """Read a snapshot from a seekable file; see `read_snapshot`."""
+    recording = Recording()
+    is_compressed = file.read(2) == _GZIP
+    file.seek(0)
+    try:
+        root = load_plain(cast(BinaryIO, gzip.GzipFile(fileobj=file)) if is_compressed else file, name, recording)
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise InputError(f"{name} is damaged ({error}): write the snapshot again") from None
+    if isinstance(root, list):
+        root = {"segments": root}
+    if not isinstance(root, dict) or "segments" not in root:
+        found = [key[:40] for key in sorted(root)[:5]] if isinstance(root, dict) else type(root).__name__
+        raise InputError(
+            f"{name} is a pickle without the segments of a memory snapshot (it holds {found}): give a file that "
+            "torch.cuda.memory._dump_snapshot wrote"
+        )
+    try:
+        return _checked(root, recording)
+    except _Odd as odd:
+        raise InputError(
+            f"{name} is no memory snapshot that is known here ({odd}): write one with torch.cuda.memory._dump_snapshot"
+        ) from None
+
+
+class _Odd(Exception):
+    """What is not as torch writes it."""
+
+
+def _checked(root: dict[str, Any], recording: Recording) -> Snapshot:
+    seen: set[int] = set()
+    segments = tuple(_segment(one, recording, seen) for one in _list(root["segments"], seen))
+    traces = tuple(_list(one, seen) for one in _list(root.get("device_traces", []), seen))
+    if any(type(row) is not EventRow for trace in traces for row in trace):
+        raise _Odd("an event has no action, size or address")
+    if len(traces) > _MOST_DEVICES:
+        raise _Odd(f"there are {len(traces)} devices")
+    columns = recording.columns
+    num_bytes = sum(size for size, action in zip(columns.sizes, columns.actions, strict=True) if action != OOM)
+    if num_bytes + sum(segment.size_bytes for segment in segments) >= _MOST_BYTES:
+        raise _Odd("sizes are negative or too large")
+    settings: object = root.get("allocator_settings")
+    return Snapshot(
+        segments, traces, recording.columns, recording.sites, settings if isinstance(settings, dict) else {}
+    )
+
+
+def _list(value: object, seen: set[int]) -> list[Any]:
+    """A list that is used once: what a small file says a thousand times over would take as long."""
+    if not isinstance(value, list) or (value and id(value) in seen):
+        raise _Odd("a list is missing, or used twice")
+    seen.add(id(value))
+    return value
+
+
+def _segment(fields: object, recording: Recording, seen: set[int]) -> Segment:
+    if not isinstance(fields, dict):
+        raise _Odd("a segment is no dict")
+    size_bytes = _bytes_of(fields, "total_size")
+    blocks = tuple(_blocks(fields, recording, seen))
+    if sum(block.size_bytes for block in blocks) > size_bytes:
+        raise _Odd("the blocks of a segment are larger than it is")
+    device = _bytes_of(fields, "device", 0)
+    if device >= _MOST_DEVICES:
+        raise _Odd("a device has a number that is too large")
+    pool = fields.get("segment_pool_id", (0, 0))
+    stream = fields.get("stream", 0)
+    return Segment(
+        device=device,
+        size_bytes=size_bytes,
+        stream=stream if type(stream) is int else 0,
+        is_private=isinstance(pool, tuple | list) and tuple(pool) != (0, 0),
+        blocks=blocks,
+    )
+
+
+def _blocks(fields: dict[str, Any], recording: Recording, seen: set[int]) -> Iterator[Block]:
+    address = _bytes_of(fields, "address", 0)
+    for block in _list(fields.get("blocks"), seen):
+        if not isinstance(block, dict) or block.get("state") not in _STATES:
+            raise _Odd("a block has no state")
+        size_bytes, is_used = _bytes_of(block, "size"), block["state"] == _STATES[0]
+        last = _last_of_history(block)
+        asked_bytes = _bytes_of(last, "real_size", _bytes_of(block, "requested_size", size_bytes)) if is_used else 0
+        yield Block(
+            address=_bytes_of(block, "address", address),
+            size_bytes=size_bytes,
+            asked_bytes=min(asked_bytes, size_bytes),
+            is_used=is_used,
+            site=recording.site_of(block.get("frames", last.get("frames"))),
+        )
+        address += size_bytes
+
+
+def _last_of_history(block: dict[str, Any]) -> dict[str, Any]:
+    """What torch up to 2.0 says of who allocated a block, newest first."""
+    history = block.get("history")
+    return history[0] if isinstance(history, list) and history and isinstance(history[0], dict) else {}
+
+
+def _bytes_of(fields: dict[str, Any], name: str, otherwise: int | None = None) -> int:
+    value = fields.get(name, otherwise)
+    if value is None or not is_size(value):
+        raise _Odd(f"{name} is no number of bytes, but a {type(value).__name__}")
+    return cast(int, value)

@@ -1,0 +1,161 @@
+"""What a snapshot holds, in columns: stacks as the user's line and the phase, events as rows of numbers.
+
+A frame is the user's where it is Python, in no installed package, not Python's library and not what a compiler of
+torch wrote. The phase of an allocation is that of the innermost frame that tells one, which is a guess by names:
+torch's optimizers, autograd, ``Module.to`` or a ``forward``. Frames behind the first 1,000 of a stack are left out.
+
+Source: ``torch/csrc/cuda/Module.cpp`` (`memorySnapshot`) and ``memory_snapshot.cpp`` of torch 2.0 to 2.13.
+"""
+
+from __future__ import annotations
+
+import re
+from array import array
+from typing import Any, Literal, NamedTuple
+
+from plimsoll.diagnose.snapshot.unpickle import Sealed
+
+Phase = Literal["optimizer", "backward", "parameters", "forward", ""]
+
+ALLOC, FREE_REQUESTED, FREE_COMPLETED, SEGMENT_ALLOC, SEGMENT_FREE, OOM, OTHER = range(7)
+_ACTIONS = {
+    "alloc": ALLOC,
+    "free_requested": FREE_REQUESTED,
+    "free_completed": FREE_COMPLETED,
+    "segment_alloc": SEGMENT_ALLOC,
+    "segment_map": SEGMENT_ALLOC,
+    "segment_free": SEGMENT_FREE,
+    "segment_unmap": SEGMENT_FREE,
+    "oom": OOM,
+}
+_MOST_BYTES = 1 << 63
+_BITS = (1 << 64) - 1
+_MOST_CHARACTERS = 400
+
+_INSTALLED = re.compile(
+    r"site-packages|dist-packages|[/\\]lib(?:64)?[/\\]python\d|[/\\]torch[/\\]|torchinductor|^<(?!ipython|stdin)"
+)
+_PYTHON = re.compile(r"\.py$|^<(?:ipython|stdin)")
+_MOVING = {"_apply", "to", "cuda", "half", "float", "bfloat16", "double", "to_empty", "convert"}
+_BACKWARD_FILES = ("torch/autograd/__init__.py", "torch/autograd/graph.py", "torch/_tensor.py")
+
+
+class Site(Sealed):
+    """Where something was allocated: the user's line (`""`: not known) and the phase it was in."""
+
+    __slots__ = ("index", "phase", "place")
+
+    def __init__(self, index: int, place: str, phase: Phase) -> None:
+        self.index, self.place, self.phase = index, place, phase
+
+
+class _Frame(Sealed):
+    __slots__ = ("phase", "place")
+
+    def __init__(self, filename: str, line: int, name: str) -> None:
+        is_users = _PYTHON.search(filename) is not None and _INSTALLED.search(filename) is None
+        self.place = f"{_printable(filename)}:{line}" if is_users else ""
+        self.phase = _phase_of(filename.replace("\\", "/"), name)
+
+
+class EventRow(int, Sealed):
+    """The row of an event in the columns."""
+
+    __slots__ = ()
+
+
+class Columns(NamedTuple):
+    """Events, one value each: what happened, where in memory (what is free, of an OOM), how many bytes, which site."""
+
+    actions: array[int]
+    addresses: array[int]
+    sizes: array[int]
+    sites: array[int]
+
+
+class Recording:
+    """Replaces frames, stacks and events of a snapshot while it is read."""
+
+    def __init__(self) -> None:
+        self.unknown = Site(0, "", "")
+        self.sites = [self.unknown]
+        self.columns = Columns(array("B"), array("Q"), array("Q"), array("i"))
+        self._frames: dict[tuple[str, int, str], _Frame] = {}
+        self._sites: dict[tuple[str, Phase], Site] = {("", ""): self.unknown}
+
+    def of_dict(self, container: dict[str, Any]) -> Any:
+        """Replace an event by its row, and a frame by what it tells."""
+        if "action" in container:
+            return self._event(container)
+        if "filename" in container:
+            return self._frame(container)
+        return container
+
+    def of_list(self, container: list[Any]) -> Any:
+        """Replace a stack by its site."""
+        return self._site(container) if container and type(container[0]) is _Frame else container
+
+    def site_of(self, frames: object) -> Site:
+        """Return the site of what an event or a block has as its stack."""
+        return frames if type(frames) is Site else self.unknown
+
+    def _frame(self, container: dict[str, Any]) -> Any:
+        key = container["filename"], container.get("line", 0), container.get("name", "")
+        if tuple(map(type, key)) != (str, int, str):
+            return container
+        if key not in self._frames:
+            self._frames[key] = _Frame(*key)
+        return self._frames[key]
+
+    def _site(self, frames: list[Any]) -> Site:
+        place = ""
+        phase: Phase = ""
+        for frame in frames:
+            if type(frame) is _Frame:
+                place = place or frame.place
+                phase = phase or frame.phase
+                if place and phase:
+                    break
+        site = self._sites.get((place, phase))
+        if site is None:
+            site = self._sites[place, phase] = Site(len(self.sites), place, phase)
+            self.sites.append(site)
+        return site
+
+    def _event(self, container: dict[str, Any]) -> Any:
+        size = container.get("size", 0)
+        address = container.get("addr", container.get("device_free", 0))
+        if not _is_of_64_bits(size) or not _is_of_64_bits(address):
+            return container
+        columns = self.columns
+        action = container["action"]
+        columns.actions.append(_ACTIONS.get(action, OTHER) if type(action) is str else OTHER)
+        columns.addresses.append(address & _BITS)
+        columns.sizes.append(size & _BITS)
+        columns.sites.append(self.site_of(container.get("frames")).index)
+        return EventRow(len(columns.actions) - 1)
+
+
+def is_size(value: object) -> bool:
+    """Whether a value is a number of bytes, of torch's 64 bits."""
+    return type(value) is int and 0 <= value < _MOST_BYTES
+
+
+def _is_of_64_bits(value: object) -> bool:
+    """Whether a value is a number of 64 bits; torch's C++ writer has the upper half of them as negative ones."""
+    return type(value) is int and -_MOST_BYTES <= value <= _BITS
+
+
+def _printable(filename: str) -> str:
+    """A name that a terminal only shows."""
+    return "".join(character if character.isprintable() else "\ufffd" for character in filename[-_MOST_CHARACTERS:])
+
+
+def _phase_of(path: str, name: str) -> Phase:
+    if "torch/optim/" in path:
+        return "optimizer"
+    if "autograd::Engine" in name or (path.endswith(_BACKWARD_FILES) and "backward" in name):
+        return "backward"
+    if path.endswith("torch/nn/modules/module.py") and name in _MOVING:
+        return "parameters"
+    return "forward" if name == "forward" else ""

@@ -1,0 +1,184 @@
+"""The events of one device, played again: what was live over time, what was live at the peak, and when it was freed.
+
+Sizes are those that were asked for, as the events have them; an allocation is over with the request to free it. What
+was there before the first event is known by what is freed without having been allocated, and by the blocks that are
+left at the end and no event allocated. Where events are missing in between (torch keeps the last ones) it does not see
+what was allocated and freed among them.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from plimsoll.diagnose.snapshot.read import Segment, Snapshot
+from plimsoll.diagnose.snapshot.recording import (
+    ALLOC,
+    FREE_COMPLETED,
+    FREE_REQUESTED,
+    OOM,
+    SEGMENT_ALLOC,
+    SEGMENT_FREE,
+    EventRow,
+    Site,
+)
+
+NEVER = -1
+FROM_BEFORE = -1
+"""The event of what was allocated before the first one."""
+
+
+class Piece(NamedTuple):
+    """One allocation: the event it came with (or `FROM_BEFORE`), the event that freed it (or `NEVER`), and where."""
+
+    born: int
+    freed: int
+    num_bytes: int
+    site: Site
+
+
+@dataclass(frozen=True)
+class Replay:
+    """One device.
+
+    Attributes:
+        device: its index.
+        snapshot: that it is of.
+        rows: its events.
+        segments: its segments.
+        live_bytes: after each event, what is in use.
+        reserved_bytes: after each event, what the allocator has of the device.
+        freed_at: of each event that allocated, the event that freed it, or `NEVER`.
+        before: what was there before the first event.
+        oom_event: the last one that ran out of memory.
+    """
+
+    device: int
+    snapshot: Snapshot
+    rows: list[EventRow]
+    segments: tuple[Segment, ...]
+    live_bytes: array[int]
+    reserved_bytes: array[int]
+    freed_at: array[int]
+    before: tuple[Piece, ...]
+    oom_event: int | None
+
+    @property
+    def top_event(self) -> int:
+        """After which event most was live; `FROM_BEFORE` if it was before the first one."""
+        if not self.rows or max(self.live_bytes) <= self._before_bytes:
+            return FROM_BEFORE
+        return self.live_bytes.index(max(self.live_bytes))
+
+    @property
+    def peak_bytes(self) -> int:
+        """What was live then."""
+        return max(self._before_bytes, max(self.live_bytes, default=0))
+
+    @property
+    def _before_bytes(self) -> int:
+        return sum(piece.num_bytes for piece in self.before)
+
+    def site(self, event: int) -> Site:
+        """Where the code was at an event."""
+        return self.snapshot.sites[self.snapshot.columns.sites[self.rows[event]]]
+
+    def size_bytes(self, event: int) -> int:
+        """How many bytes an event is about."""
+        return self.snapshot.columns.sizes[self.rows[event]]
+
+    def live_at(self, event: int) -> Iterator[Piece]:
+        """Yield what was live after an event."""
+        for piece in self.before:
+            if piece.freed == NEVER or piece.freed > event:
+                yield piece
+        actions = self.snapshot.columns.actions
+        for born in range(event + 1):
+            if actions[self.rows[born]] == ALLOC and (self.freed_at[born] == NEVER or self.freed_at[born] > event):
+                yield Piece(born, self.freed_at[born], self.size_bytes(born), self.site(born))
+
+
+def replay(snapshot: Snapshot, device: int) -> Replay:
+    """Play the events of one device."""
+    rows = snapshot.traces[device] if device < len(snapshot.traces) else []
+    segments = tuple(segment for segment in snapshot.segments if segment.device == device)
+    freed_at, before, open_births = _lives(snapshot, rows)
+    end = [block for segment in segments for block in segment.blocks if block.is_used]
+    before += [
+        Piece(FROM_BEFORE, NEVER, block.asked_bytes, block.site) for block in end if block.address not in open_births
+    ]
+    return Replay(
+        device=device,
+        snapshot=snapshot,
+        rows=rows,
+        segments=segments,
+        live_bytes=_live(snapshot, rows, freed_at, before),
+        reserved_bytes=_reserved(snapshot, rows, sum(segment.size_bytes for segment in segments)),
+        freed_at=freed_at,
+        before=tuple(before),
+        oom_event=next(
+            (event for event in reversed(range(len(rows))) if snapshot.columns.actions[rows[event]] == OOM), None
+        ),
+    )
+
+
+def _lives(snapshot: Snapshot, rows: list[EventRow]) -> tuple[array[int], list[Piece], dict[int, int]]:
+    """Which event freed what; what was freed and never allocated; what is allocated at the end, by its address."""
+    columns = snapshot.columns
+    freed_at = array("q", [NEVER]) * len(rows)
+    before: list[Piece] = []
+    born_at: dict[int, int] = {}
+    requested: set[int] = set()
+    for event, row in enumerate(rows):
+        action, address = columns.actions[row], columns.addresses[row]
+        if action == ALLOC:
+            born_at[address] = event
+            requested.discard(address)
+        elif action == FREE_REQUESTED or (action == FREE_COMPLETED and address not in requested):
+            born = born_at.pop(address, None)
+            if born is not None:
+                freed_at[born] = event
+            else:
+                # The stack of a free tells where it was freed, not where it was allocated.
+                before.append(Piece(FROM_BEFORE, event, columns.sizes[row], snapshot.sites[0]))
+            if action == FREE_REQUESTED:
+                requested.add(address)
+        elif action == FREE_COMPLETED:
+            requested.discard(address)
+    return freed_at, before, born_at
+
+
+def _live(snapshot: Snapshot, rows: list[EventRow], freed_at: array[int], before: list[Piece]) -> array[int]:
+    columns = snapshot.columns
+    changes = defaultdict[int, int](int)
+    for piece in before:
+        if piece.freed != NEVER:
+            changes[piece.freed] -= piece.num_bytes
+    live_bytes = sum(piece.num_bytes for piece in before)
+    curve = array("q", bytes(8 * len(rows)))
+    for event, row in enumerate(rows):
+        if columns.actions[row] == ALLOC:
+            live_bytes += columns.sizes[row]
+            if freed_at[event] != NEVER:
+                changes[freed_at[event]] -= columns.sizes[row]
+        live_bytes += changes.pop(event, 0)
+        curve[event] = live_bytes
+    return curve
+
+
+def _reserved(snapshot: Snapshot, rows: list[EventRow], at_end_bytes: int) -> array[int]:
+    """Back from what is reserved at the end."""
+    columns = snapshot.columns
+    curve = array("q", bytes(8 * len(rows)))
+    reserved_bytes = at_end_bytes
+    for event in reversed(range(len(rows))):
+        curve[event] = reserved_bytes
+        action, size_bytes = columns.actions[rows[event]], columns.sizes[rows[event]]
+        if action == SEGMENT_ALLOC:
+            reserved_bytes = max(0, reserved_bytes - size_bytes)
+        elif action == SEGMENT_FREE:
+            reserved_bytes += size_bytes
+    return curve
