@@ -91,7 +91,7 @@ def _job_file(source: Path, options: dict[str, object]) -> Path | None:
 
     if source.is_dir():
         return source / "job.yaml"
-    if source.is_file() and is_job(source):
+    if is_job(source):
         return source
     given = [name for name, value in options.items() if value]
     if given:

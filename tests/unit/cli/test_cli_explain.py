@@ -156,6 +156,8 @@ def test_the_first_remedy_that_leaves_the_training_is_taken():
         (("job.yaml", "--apply", "-o", "gone/a.yaml"), "there is no folder gone"),
         (("job.yaml", "--budget", "much"), "--budget: cannot read 'much'"),
         (("train.log", "--apply"), "--apply is for a training that is known, and train.log is a text"),
+        (("gone.yaml",), "there is no job file at gone.yaml"),
+        (("gone", "--apply"), "gone is a text"),
         (("train.log", "--budget", "1GiB"), "--budget is for a training that is known"),
     ],
 )
