@@ -11,7 +11,21 @@ from typing import Annotated
 
 import typer
 
-from plimsoll.cli import apply, data, embeddings, explain, plan, predict, probe, report, shrink, train, watch, workers
+from plimsoll.cli import (
+    apply,
+    data,
+    embeddings,
+    explain,
+    lint,
+    plan,
+    predict,
+    probe,
+    report,
+    shrink,
+    train,
+    watch,
+    workers,
+)
 from plimsoll.cli.output import tell
 from plimsoll.errors import PlimsollError
 from plimsoll.forked import end_as_asked
@@ -47,8 +61,9 @@ def _of_every_command(
       plimsoll apply runs/a --data reviews.jsonl --out labels.jsonl
       plimsoll shrink runs/a --target 5MiB --recover 200 --out small
       plimsoll explain runs/a
+      plimsoll lint train.py
       plimsoll report runs/a -o a.html
-      plimsoll watch --pid 4711
+      plimsoll watch runs/a
       plimsoll data inspect job.yaml
       plimsoll embeddings subset glove.6B.zip/glove.6B.300d.txt --vocabulary words.txt
     """
@@ -61,6 +76,7 @@ app.command("train")(train.train)
 app.command("apply")(apply.apply)
 app.command("shrink")(shrink.shrink)
 app.command("explain")(explain.explain)
+app.command("lint")(lint.lint)
 app.command("report")(report.report)
 app.command("watch")(watch.watch)
 app.add_typer(data.app, name="data")

@@ -13,7 +13,8 @@ def report(
     run: Annotated[
         Path,
         typer.Argument(
-            metavar="RUN", help="A run directory, also of one still going, the --out of shrink, or a record."
+            metavar="RUN",
+            help="A run directory, also of one still going, the --out of shrink, a recorded watch, or a record.",
         ),
     ],
     output: Annotated[
@@ -31,6 +32,7 @@ def report(
       plimsoll report runs/a --json
       plimsoll report plan.json -o plan.html
       plimsoll report small -o small.html
+      plimsoll report watch.jsonl -o watch.html
     """
     from plimsoll.cli.output import failures_shown, show
     from plimsoll.errors import OutputError

@@ -1,7 +1,13 @@
-"""``plimsoll watch``: what a running process uses of host memory against its limits, a line per sample."""
+"""``plimsoll watch``: what a run, a process or this machine uses of memory against its limits, while it goes on."""
 
 from __future__ import annotations
 
+import signal
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,54 +16,122 @@ import typer
 if TYPE_CHECKING:
     from plimsoll.records.watch import WatchSample
 
+_NUM_SHOWN = 30  # samples that the live view looks back on
 
-def watch(
-    pid: Annotated[int, typer.Option("--pid", min=1, help="The process; what it started is watched too.")],
-    every: Annotated[float, typer.Option("--every", min=0.1, help="Seconds between samples.")] = 2.0,
+
+def watch(  # noqa: PLR0917 -- typer calls it by name
+    run: Annotated[
+        Path | None, typer.Argument(metavar="[RUN]", help="A run directory; left out with --pid, and for this machine.")
+    ] = None,
+    pid: Annotated[int | None, typer.Option("--pid", min=1, help="A process; what it started is watched too.")] = None,
+    every: Annotated[float, typer.Option("--every", min=0.1, max=86400.0, help="Seconds between samples.")] = 2.0,
     samples: Annotated[int | None, typer.Option("--samples", min=1, help="Stop after so many samples.")] = None,
-    record: Annotated[Path | None, typer.Option("--record", help="Append every sample to this new file.")] = None,
+    record: Annotated[Path | None, typer.Option("--record", help="Write every sample to this new file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON record at the end, no lines.")] = False,
 ) -> None:
-    """Watch the host memory of a process against its limits. Ends with 1 if a limit was near, else with 0.
+    """Watch memory against its limits. Ends with 1 if a limit was near or memory ran out, after Ctrl-C with 130.
 
     \b
     Examples:
-      plimsoll watch --pid 4711
+      plimsoll watch runs/a
       plimsoll watch --pid 4711 --every 1 --record watch.jsonl
+      plimsoll watch
       plimsoll watch --pid 4711 --samples 10 --json
+      plimsoll report watch.jsonl -o watch.html
+      plimsoll explain watch.jsonl
     """
-    from plimsoll.cli.answer import answering
-    from plimsoll.cli.output import show
-    from plimsoll.errors import OutputError
-    from plimsoll.records.watch import WatchRecord, append
-    from plimsoll.run.watch import watch as look
+    from plimsoll.cli.output import failures_shown, show
+    from plimsoll.errors import InputError
+    from plimsoll.records.watch import append, begin
+    from plimsoll.run.watch import watch_of
 
-    seen: list[WatchSample] = []
-    has_warned = False
-    with answering("the watch", as_json):
-        if record is not None and record.exists():
-            raise OutputError(f"{record} exists already and is not added to: give another --record")
-        for sample in look(pid, every, samples):
-            has_warned |= any(line.seconds_left is not None for line in sample.lines)
+    with failures_shown() if as_json else nullcontext():
+        if run is not None and pid is not None:
+            raise InputError(f"{run} and --pid {pid} are two things to watch: give one of them")
+        seen = _Seen(keeps_samples=as_json)
+        with watch_of(run, pid) as look:
+            head = look.head()
             if record is not None:
-                append(record, sample)
-            if as_json:
-                seen.append(sample)
-            else:
-                show(_text_of(sample))
+                begin(record, head)
+            with _shown(head.subject, as_json) as show_sample, seen.until_interrupted():
+                for sample in look.samples(every, samples):
+                    with _undisturbed():
+                        if record is not None:
+                            append(record, sample)
+                        seen.note(sample)
+                    show_sample(sample)
+            end = look.end()
+        if record is not None:
+            append(record, end)
         if as_json:
-            show(WatchRecord(samples=tuple(seen)).to_json())
-    if has_warned:
+            show(head.model_copy(update={"samples": tuple(seen.samples), "end": end}).to_json())
+    print(f"{head.subject}: {end.text}", file=sys.stderr)
+    if seen.is_interrupted:
+        raise typer.Exit(128 + signal.SIGINT)
+    if seen.has_warned or end.how == "out_of_memory":
         raise typer.Exit(1)
 
 
-def _text_of(sample: WatchSample) -> str:
-    from plimsoll.records.units import format_bytes
+@dataclass
+class _Seen:
+    """What a watch came to; all samples are kept only to be printed, they would fill memory."""
 
-    private_bytes = sum(use.private_bytes for use in sample.processes)
-    parts = [f"{sample.seconds:.0f} s", f"{len(sample.processes)} processes", f"private {format_bytes(private_bytes)}"]
-    for line in sample.lines:
-        parts.append(f"{line.name} {format_bytes(line.used_bytes)} of {format_bytes(line.limit_bytes)}")
-        if line.seconds_left is not None:
-            parts.append(f"WARNING: reached in about {line.seconds_left:.0f} s")
-    return " · ".join(parts)
+    keeps_samples: bool
+    samples: list[WatchSample] = field(default_factory=list)
+    has_warned: bool = False
+    is_interrupted: bool = False
+
+    def note(self, sample: WatchSample) -> None:
+        self.has_warned |= bool(sample.warnings)
+        if self.keeps_samples:
+            self.samples.append(sample)
+
+    @contextmanager
+    def until_interrupted(self) -> Iterator[None]:
+        """Let Ctrl-C end the block, and nothing else."""
+        try:
+            yield
+        except KeyboardInterrupt:
+            self.is_interrupted = True
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Have Ctrl-C wait for the end of the block."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+
+@contextmanager
+def _shown(subject: str, as_json: bool) -> Iterator[Callable[[WatchSample], None]]:
+    """Yield what shows a sample: a live view on a terminal, else a line, with ``--json`` nothing."""
+    from plimsoll.cli.output import show
+    from plimsoll.report.watch_view import sample_line
+
+    if sys.stderr.isatty() and (as_json or sys.stdout.isatty()):
+        with _live(subject) as update:
+            yield update
+    elif as_json:
+        yield lambda sample: None
+    else:
+        yield lambda sample: show(sample_line(sample))
+
+
+@contextmanager
+def _live(subject: str) -> Iterator[Callable[[WatchSample], None]]:
+    from rich.console import Console
+    from rich.live import Live
+
+    from plimsoll.report.watch_view import watch_panel
+
+    history: deque[WatchSample] = deque(maxlen=_NUM_SHOWN)
+    with Live(console=Console(stderr=True), auto_refresh=False) as live:
+
+        def update(sample: WatchSample) -> None:
+            history.append(sample)
+            live.update(watch_panel(subject, tuple(history)), refresh=True)
+
+        yield update

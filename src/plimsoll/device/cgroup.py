@@ -1,15 +1,17 @@
-"""The memory limits, the use and the kills of the control groups that this process is in (containers, Slurm, systemd).
+"""The memory limits, the use and the kills of the control groups that a process is in (containers, Slurm, systemd).
 
 Source: the kernel's admin-guide/cgroup-v2 ("Memory") and cgroup-v1/memory documents, proc_pid_mountinfo(5). Read are
 version 2, version 1, and hybrid machines that mount both. Every ancestor's limit holds too, so all of them are read, as
-far as the container shows them. Not covered: ``memory.high`` (it slows down, it does not kill) and swap. Needs no
-torch.
+far as the container shows them. Of another process than this one they are those that are mounted here: of a process in
+a container that shows less, what the machine shows; of one outside of this container, none. Not covered:
+``memory.high`` (it slows down, it does not kill) and swap. Needs no torch.
 
 Where no group counts kills, ``oom_kill`` of /proc/vmstat does, since the machine was started and for all of it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
@@ -49,7 +51,7 @@ class OomKills(NamedTuple):
 
 
 class _Group(NamedTuple):
-    """The folder of this process's group, where its hierarchy is mounted, and how it writes its numbers."""
+    """The folder of a process's group, where its hierarchy is mounted, and how it writes its numbers."""
 
     folder: Path
     mount: Path
@@ -61,12 +63,13 @@ def limits(root: Path = _ROOT) -> tuple[Limit, ...]:
 
     ``root`` is the file system to read, for tests.
     """
-    return tuple(limit for limit, _ in _limited_levels(root))
+    return tuple(limit for limit, _ in _limited_levels(_memory_groups(root)))
 
 
-def uses(root: Path = _ROOT) -> tuple[tuple[Limit, int], ...]:
-    """Return every limit of `limits` with the bytes used of it, but for cached file pages not in active use."""
-    return tuple(_limited_levels(root))
+def uses(pids: Iterable[int], root: Path = _ROOT) -> tuple[tuple[Limit, int], ...]:
+    """Return every limit on these processes with the bytes used of it, but for cached file pages not in active use."""
+    groups = [group for pid in pids for group in _memory_groups(root, pid)]
+    return tuple(_limited_levels(dict.fromkeys(groups)))
 
 
 def free_bytes(root: Path = _ROOT) -> int | None:
@@ -74,7 +77,7 @@ def free_bytes(root: Path = _ROOT) -> int | None:
 
     Cached file pages that are not in active use are free: the kernel drops them before it kills.
     """
-    return min((max(0, limit.bytes - used) for limit, used in _limited_levels(root)), default=None)
+    return min((max(0, limit.bytes - used) for limit, used in _limited_levels(_memory_groups(root))), default=None)
 
 
 def oom_kill_count(root: Path = _ROOT) -> OomKills | None:
@@ -82,55 +85,69 @@ def oom_kill_count(root: Path = _ROOT) -> OomKills | None:
 
     ``None`` where neither is counted (Linux before 4.13, some sandboxes).
     """
-    for group in _memory_groups(root):
-        file, key = group.layout.kills
-        count = _number(group.folder / file, key)
-        if count is not None:
-            return OomKills(count, is_whole_machine=False)
-    count = _number(root / "proc/vmstat", "oom_kill")
-    return None if count is None else OomKills(count, is_whole_machine=True)
+    return KillCounter(root=root).read()
 
 
-def _limited_levels(root: Path) -> list[tuple[Limit, int]]:
-    """Pair every limit with what is used of it, from this process's group up to the root of each hierarchy."""
-    levels = []
-    for group in _memory_groups(root):
+class KillCounter:
+    """Counts as `oom_kill_count` does for a process (this one without a number), also once it is gone."""
+
+    def __init__(self, pid: int | None = None, root: Path = _ROOT) -> None:
+        self._groups = _memory_groups(root, pid)
+        self._machine = root / "proc/vmstat"
+
+    def read(self) -> OomKills | None:
+        """Return the kills since the group, or the machine, was made."""
+        for group in self._groups:
+            file, key = group.layout.kills
+            count = _number(group.folder / file, key)
+            if count is not None:
+                return OomKills(count, is_whole_machine=False)
+        count = _number(self._machine, "oom_kill")
+        return None if count is None else OomKills(count, is_whole_machine=True)
+
+
+def _limited_levels(groups: Iterable[_Group]) -> list[tuple[Limit, int]]:
+    """Pair every limit with what is used of it, from each group up to the root of its hierarchy; each limit once."""
+    levels: dict[str, tuple[Limit, int]] = {}
+    for group in groups:
         for folder in (group.folder, *group.folder.parents):
             limit_bytes = _number(folder / group.layout.limit)
             if limit_bytes is not None and limit_bytes < _NO_LIMIT_BYTES:
                 path = "/".join(("", *folder.relative_to(group.mount).parts)) or "/"
                 source = f"cgroup {group.layout.version} {group.layout.limit} of {path}"
-                levels.append((Limit(source=source, bytes=limit_bytes), _busy_bytes(folder, group.layout)))
+                levels[source] = (Limit(source=source, bytes=limit_bytes), _busy_bytes(folder, group.layout))
             if folder == group.mount:
                 break
-    return levels
+    return list(levels.values())
 
 
 def _busy_bytes(folder: Path, layout: _Layout) -> int:
     return (_number(folder / layout.use) or 0) - (_number(folder / "memory.stat", layout.inactive_file) or 0)
 
 
-def _memory_groups(root: Path) -> list[_Group]:
-    """Find this process's group in every mounted hierarchy that can hold memory limits."""
-    paths = _group_paths(root)
+def _memory_groups(root: Path, pid: int | None = None) -> list[_Group]:
+    """Find the group of a process (``None``: this one) in every mounted hierarchy that can hold memory limits."""
+    own, paths = _group_paths(root, "self"), _group_paths(root, "self" if pid is None else str(pid))
     groups = []
     for line in _lines(root / "proc/self/mountinfo"):
         left, _, right = line.partition(" - ")
         mounted, mount = left.split()[3:5]
         kind, _, options = right.split(maxsplit=2)
-        if kind == "cgroup2" or (kind == "cgroup" and "memory" in options.split(",")):
+        is_named = pid is None or kind in paths  # a process that is gone has none
+        if is_named and (kind == "cgroup2" or (kind == "cgroup" and "memory" in options.split(","))):
             # In a container the mount may begin at the container's own group; a group outside of it shows as "/..".
             path, point = PurePosixPath(paths.get(kind, "/")), root / mount.lstrip("/")
-            is_shown = path.is_relative_to(mounted) and ".." not in path.parts
-            folder = point / path.relative_to(mounted) if is_shown else point
-            groups.append(_Group(folder, point, _LAYOUTS[kind]))
+            if path.is_relative_to(mounted) and ".." not in path.parts:
+                groups.append(_Group(point / path.relative_to(mounted), point, _LAYOUTS[kind]))
+            elif paths.get(kind) == own.get(kind):
+                groups.append(_Group(point, point, _LAYOUTS[kind]))
     return groups
 
 
-def _group_paths(root: Path) -> dict[str, str]:
-    """Map ``cgroup2`` and ``cgroup`` (version 1's memory hierarchy) to the path of this process's group."""
+def _group_paths(root: Path, process: str) -> dict[str, str]:
+    """Map ``cgroup2`` and ``cgroup`` (version 1's memory hierarchy) to the path of a process's group."""
     paths = {}
-    for line in _lines(root / "proc/self/cgroup"):
+    for line in _lines(root / f"proc/{process}/cgroup"):
         _, controllers, path = line.split(":", 2)
         if not controllers:
             paths["cgroup2"] = path
@@ -140,7 +157,10 @@ def _group_paths(root: Path) -> dict[str, str]:
 
 
 def _lines(path: Path) -> list[str]:
-    return path.read_text().splitlines() if path.is_file() else []
+    try:
+        return path.read_text().splitlines()
+    except OSError:  # no such file, or it went with its process or group while it was read
+        return []
 
 
 def _number(path: Path, key: str | None = None) -> int | None:

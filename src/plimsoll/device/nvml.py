@@ -8,9 +8,9 @@ Needs no torch.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class DriverView(NamedTuple):
@@ -43,6 +43,64 @@ def driver_view(uuid: str) -> DriverView:
             return split_use({entry.pid: entry.usedGpuMemory for entry in entries}, os.getpid())
     except pynvml.NVMLError as error:
         return DriverView(note=f"NVML does not describe {uuid} ({error}): what other processes use is unknown")
+
+
+class GpuUse(NamedTuple):
+    """One GPU: its memory, and what each process has of it by its number, ``None`` where the driver does not tell."""
+
+    number: int
+    name: str
+    total_bytes: int
+    used_bytes: int
+    bytes_by_process: Mapping[int, int | None]
+
+
+@contextmanager
+def gpu_uses() -> Iterator[Callable[[], tuple[GpuUse, ...]]]:
+    """Keep NVML open, which takes long to open, and yield what looks at every GPU; none where there is no driver."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        yield tuple
+        return
+    try:
+        handles = _handles()
+        yield lambda: tuple(use for index, handle in enumerate(handles) if (use := _use_of(index, handle)) is not None)
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _handles() -> list[Any]:
+    import pynvml
+
+    try:
+        return [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+    except pynvml.NVMLError:
+        return []
+
+
+def _use_of(index: int, handle: Any) -> GpuUse | None:
+    """One look at a GPU; ``None`` where the driver refuses it (lost, being reset)."""
+    import pynvml
+
+    try:
+        memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
+        entries = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
+        return GpuUse(index, str(pynvml.nvmlDeviceGetName(handle)), memory.total, memory.used, by_process(entries))
+    except pynvml.NVMLError:
+        return None
+
+
+def by_process(entries: Iterable[Any]) -> dict[int, int | None]:
+    """Map processes to their bytes, from the ``nvmlProcessInfo_t`` of one device; MIG lists a process repeatedly."""
+    found: dict[int, int | None] = {}
+    for entry in entries:
+        before = found.get(entry.pid, 0)
+        known = before is not None and entry.usedGpuMemory is not None
+        found[entry.pid] = before + entry.usedGpuMemory if known else None
+    return found
 
 
 def split_use(bytes_by_process: Mapping[int, int | None], own: int) -> DriverView:

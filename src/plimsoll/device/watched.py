@@ -1,68 +1,110 @@
-"""What processes use of host memory, seen from outside, and the limits on them: a sample takes no torch.
+"""What processes use of memory, seen from outside: a sample takes no torch.
 
-Source: proc_pid_status(5), proc_pid_limits(5). Covers Linux: a process and what it started, ``RLIMIT_DATA``, the
-memory of the machine, and the control groups of this process, which need not be those of the watched one. Does NOT
-cover GPUs, nor smaps (slow on large processes): pages that a fork shares are counted in each process.
+Source: proc_pid_status(5), proc_pid_limits(5). Covers Linux: a process and what it started, or the largest of the
+machine; the GPUs' memory where their driver says which process has it (it knows processes in a container by other
+numbers, which are not matched). Does NOT read smaps (slow on large processes): pages that a fork shares are counted in
+each process.
 """
 
 from __future__ import annotations
 
+import heapq
+import os
 import re
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
 
-from plimsoll.device import cgroup
+from plimsoll.device.nvml import GpuUse
+from plimsoll.device.process import private_bytes
 from plimsoll.errors import InputError
-from plimsoll.records.watch import Line, ProcessUse
+from plimsoll.records.watch import ProcessUse
 
-_FIELD = re.compile(r"^(\w+):\s+(\S+)", re.MULTILINE)
-_DATA_LIMIT = re.compile(r"^Max data size\s+(\d+)", re.MULTILINE)
+_FIELD = re.compile(r"^(\w+):\s+(.+)", re.MULTILINE)
+_LIMITS = re.compile(r"^Max (data size|address space) +(\d+)", re.MULTILINE)
 
 
-def family_of(pid: int) -> tuple[ProcessUse, ...]:
+def family_of(pid: int, gpus: Sequence[GpuUse] = ()) -> tuple[ProcessUse, ...]:
     """Return a process and its descendants, as they are now; empty once it has ended.
 
     Raises:
-        InputError: if the process belongs to someone else.
+        InputError: if the process belongs to someone else and the machine hides it.
     """
     try:
-        children = psutil.Process(pid).children(recursive=True)
-    except psutil.NoSuchProcess:
-        return ()
-    first = _use_of(pid)
-    if first is None:
-        return ()
-    return (first, *(use for child in children if (use := _use_of(child.pid)) is not None))
-
-
-def lines_of(processes: tuple[ProcessUse, ...]) -> tuple[Line, ...]:
-    """Return every limit on these processes, with what is used of it."""
-    machine = psutil.virtual_memory()
-    lines = [
-        Line(name="memory of the machine", used_bytes=machine.total - machine.available, limit_bytes=machine.total)
-    ]
-    for limit, used_bytes in cgroup.uses():
-        lines.append(Line(name=limit.source, used_bytes=used_bytes, limit_bytes=limit.bytes))
-    for use in processes:
-        if use.data_limit_bytes is not None:
-            name = f"RLIMIT_DATA of {use.pid}"
-            lines.append(Line(name=name, used_bytes=use.data_bytes, limit_bytes=use.data_limit_bytes))
-    return tuple(lines)
-
-
-def _use_of(pid: int) -> ProcessUse | None:
-    """Read one process; ``None`` where it has ended, also where its parent has not asked how."""
-    folder = Path(f"/proc/{pid}")
-    try:
-        fields = dict(_FIELD.findall((folder / "status").read_text(errors="replace")))
-        limit = _DATA_LIMIT.search((folder / "limits").read_text())
-    except (FileNotFoundError, ProcessLookupError):
-        return None
+        first = _use_of(pid, gpus)
     except PermissionError:
         raise InputError(
             f"cannot read process {pid}, it is another user's: give the --pid of one of your own"
         ) from None
+    if first is None:
+        return ()
+    return (first, *_readable(_descendants(pid), gpus))
+
+
+def largest(num_processes: int, gpus: Sequence[GpuUse] = ()) -> tuple[ProcessUse, ...]:
+    """Return those processes of the machine that have the most private memory, the largest first.
+
+    Processes that the machine hides from this user are left out.
+    """
+    sizes = [(size, pid) for pid in psutil.pids() if (size := _private_bytes(pid))]
+    found = _readable((pid for _, pid in heapq.nlargest(num_processes, sizes)), gpus)
+    return tuple(sorted(found, key=lambda use: -use.private_bytes))
+
+
+def _descendants(pid: int) -> list[int]:
+    """What a process started, and what those started.
+
+    Each thread's list of children is read, where the kernel has them: looking through every process of a machine, as
+    psutil does, takes ten times as long on one with a thousand.
+    """
+    if not Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").exists():
+        with suppress(psutil.Error):
+            return [child.pid for child in psutil.Process(pid).children(recursive=True)]
+        return []
+    found = [pid]
+    for parent in found:  # it grows meanwhile
+        with suppress(OSError):
+            found += [child for task in os.listdir(f"/proc/{parent}/task") for child in _children(parent, task)]
+    return found[1:]
+
+
+def _children(pid: int, task: str) -> list[int]:
+    try:
+        return [int(word) for word in Path(f"/proc/{pid}/task/{task}/children").read_bytes().split()]
+    except OSError:  # the thread has ended
+        return []
+
+
+def _private_bytes(pid: int) -> int:
+    """As far as it can be read; kernel threads have none."""
+    try:
+        return private_bytes(pid)
+    except OSError:
+        return 0
+
+
+def _readable(pids: Iterable[int], gpus: Sequence[GpuUse]) -> list[ProcessUse]:
+    found = []
+    for pid in pids:
+        try:
+            use = _use_of(pid, gpus)
+        except PermissionError:
+            continue
+        if use is not None:
+            found.append(use)
+    return found
+
+
+def _use_of(pid: int, gpus: Sequence[GpuUse]) -> ProcessUse | None:
+    """Read one process; ``None`` where it has ended, also where its parent has not asked how."""
+    folder = Path(f"/proc/{pid}")
+    try:
+        fields = dict(_FIELD.findall((folder / "status").read_text(errors="replace")))
+        limits = {name: int(size) for name, size in _LIMITS.findall((folder / "limits").read_text())}
+    except (FileNotFoundError, ProcessLookupError):
+        return None
     if "VmData" not in fields:
         return None
     return ProcessUse(
@@ -74,9 +116,19 @@ def _use_of(pid: int) -> ProcessUse | None:
         shared_bytes=_bytes(fields, "RssShmem"),
         swap_bytes=_bytes(fields, "VmSwap"),
         data_bytes=_bytes(fields, "VmData") + _bytes(fields, "VmStk"),
-        data_limit_bytes=int(limit[1]) if limit else None,
+        data_limit_bytes=limits.get("data size"),
+        address_bytes=_bytes(fields, "VmSize"),
+        address_limit_bytes=limits.get("address space"),
+        gpu_bytes=_gpu_bytes(pid, gpus),
     )
 
 
 def _bytes(fields: dict[str, str], name: str) -> int:
-    return int(fields.get(name, 0)) * 1024
+    return int(fields.get(name, "0").removesuffix("kB")) * 1024
+
+
+def _gpu_bytes(pid: int, gpus: Sequence[GpuUse]) -> int | None:
+    """On all GPUs together; ``None`` where the driver names the process on none, or gives no size."""
+    sizes = [gpu.bytes_by_process[pid] for gpu in gpus if pid in gpu.bytes_by_process]
+    known = [size for size in sizes if size is not None]
+    return sum(known) if known and len(known) == len(sizes) else None

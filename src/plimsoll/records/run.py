@@ -202,13 +202,20 @@ def read_lines(path: Path) -> Iterator[Line]:
         for number, text in enumerate(file, start=1):
             if not text.endswith(b"\n"):
                 return
-            try:
-                yield _LINE.validate_json(text)
-            except ValidationError as error:
-                why = error.errors()[0]["msg"]
-                raise RecordError(
-                    f"line {number} of {path} is not a metrics line ({why}): remove it or make the run again"
-                ) from None
+            yield parse_line(text, f"line {number} of {path}")
+
+
+def parse_line(text: bytes, source: str) -> Line:
+    """Read one line of ``metrics.jsonl``; ``source`` says where it is from.
+
+    Raises:
+        RecordError: if it is none.
+    """
+    try:
+        return _LINE.validate_json(text)
+    except ValidationError as error:
+        why = error.errors()[0]["msg"]
+        raise RecordError(f"{source} is not a metrics line ({why}): remove it or make the run again") from None
 
 
 class Timeline(Frozen):

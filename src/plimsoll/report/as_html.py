@@ -23,6 +23,7 @@ from plimsoll.records.plan import Plan
 from plimsoll.records.prediction import Prediction
 from plimsoll.records.run import RunRecord
 from plimsoll.records.shrink import ShrinkRecord
+from plimsoll.records.watch import WatchRecord
 from plimsoll.report import (
     data_sheets,
     diagnosis_sheets,
@@ -31,11 +32,13 @@ from plimsoll.report import (
     prediction_sheets,
     sheets,
     shrink_sheets,
+    watch_sheets,
 )
 from plimsoll.report.charts import run_charts
 from plimsoll.report.plan_charts import ladder_chart
 from plimsoll.report.prediction_charts import prediction_chart
 from plimsoll.report.shrink_charts import front_chart
+from plimsoll.report.watch_charts import watch_charts
 
 
 @cache
@@ -213,6 +216,22 @@ def shrink_page(record: ShrinkRecord) -> str:
             charts={chart.key: chart},
             plotly_js=Markup(get_plotlyjs()),
             sheets=(*shrink_sheets.shrink_sheets(record), sheets.version_sheet(record.versions)),
+        )
+    )
+
+
+def watch_page(record: WatchRecord) -> str:
+    """Return the page of a recorded watch."""
+    charts = watch_charts(record)
+    return (
+        _environment()
+        .get_template("watch.html")
+        .render(
+            subject=record.subject,
+            sentences=watch_sheets.sentences(record),
+            charts=charts,
+            plotly_js=Markup(get_plotlyjs()) if any(chart.figure for chart in charts) else None,
+            sheets=watch_sheets.sheets_of(record),
         )
     )
 

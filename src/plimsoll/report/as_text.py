@@ -26,6 +26,7 @@ from plimsoll.records.prediction import Prediction
 from plimsoll.records.run import RunRecord, StepLine
 from plimsoll.records.shrink import ShrinkRecord
 from plimsoll.records.units import format_bytes, format_seconds
+from plimsoll.records.watch import WatchRecord
 from plimsoll.records.ways import Ways
 from plimsoll.report import (
     data_sheets,
@@ -35,6 +36,7 @@ from plimsoll.report import (
     prediction_sheets,
     sheets,
     shrink_sheets,
+    watch_sheets,
     ways_sheets,
 )
 
@@ -103,6 +105,13 @@ def diagnosis_report(diagnosis: Diagnosis) -> Group:
     panel = Panel(Group(*sentences), title=Text(diagnosis.subject, "bold"), title_align="left", box=box.ROUNDED)
     found = diagnosis_sheets.sheets_of(diagnosis)
     return _spaced(panel, *(_table(sheet) for sheet in found if sheet.rows))
+
+
+def watch_report(record: WatchRecord) -> Group:
+    """Return what a recorded watch saw; tables without rows are left out."""
+    body = Group(*map(Text, watch_sheets.sentences(record)))
+    panel = Panel(body, title=Text(f"watch of {record.subject}", "bold"), title_align="left", box=box.ROUNDED)
+    return _spaced(panel, *(_table(sheet) for sheet in watch_sheets.sheets_of(record) if sheet.rows))
 
 
 def machine_report(machine: Machine) -> Group:

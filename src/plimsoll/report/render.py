@@ -20,13 +20,15 @@ from plimsoll.records.corpus import CorpusFacts, FeedRates, Inspection, TokenFac
 from plimsoll.records.device import Device, Machine
 from plimsoll.records.diagnosis import Diagnosis
 from plimsoll.records.embeddings import CompressionFacts, Conversion, SubsetFacts, VectorFile
+from plimsoll.records.lint import LintReport
 from plimsoll.records.placement import InferencePlan
 from plimsoll.records.plan import Plan
 from plimsoll.records.prediction import Prediction
 from plimsoll.records.run import RunRecord
 from plimsoll.records.shrink import ShrinkRecord
+from plimsoll.records.watch import WatchRecord, is_recording
 from plimsoll.records.ways import Ways
-from plimsoll.report import apply_sheets, as_html, as_text, embedding_sheets, ways_sheets
+from plimsoll.report import apply_sheets, as_html, as_text, embedding_sheets, lint_formats, ways_sheets
 from plimsoll.report.sheets import Sheet
 
 Format = Literal["text", "json", "html"]
@@ -66,7 +68,9 @@ _SCREENS: dict[type[Record], Screen] = {
     ),
     InferencePlan: (as_text.placement_report, as_html.placement_page),
     ShrinkRecord: (as_text.shrink_report, as_html.shrink_page),
+    WatchRecord: (as_text.watch_report, as_html.watch_page),
     ApplyFacts: _of_sheets("Results", apply_sheets.apply_sheets),
+    LintReport: _of_sheets("Lint", lint_formats.lint_sheets),
 }
 
 
@@ -76,6 +80,8 @@ def load(path: Path) -> Record:
     Raises:
         RecordError: if the file cannot be read or holds no such record.
     """
+    if is_recording(path):
+        return WatchRecord.read(path)
     kinds = {kind.record_kind: kind for kind in _SCREENS}
     try:
         found = json.loads(path.read_text(encoding="utf-8"))

@@ -2,6 +2,8 @@
 
     job.yaml  plan.json  run.json  metrics.jsonl  record.json  checkpoints/  model/  data/ (tokens, unless --cache)
 
+The files `.plimsoll` and `.lock` are locked by the command of the run and by its training process, and say which ones.
+
 `metrics.jsonl` is appended line by line; when a run goes on from a checkpoint, the lines of later steps are taken out
 first, because those steps happen again. Each optimizer step is therefore in the file exactly once.
 """
@@ -12,12 +14,13 @@ import fcntl
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TextIO
 
 import yaml
 
+from plimsoll.device.ending import start_ticks
 from plimsoll.errors import OutputError
 from plimsoll.records.base import sync, write_atomically
 from plimsoll.records.job import Job
@@ -159,6 +162,14 @@ class RunDirectory:
         with _exclusive(self.path / ".lock"):
             yield
 
+    def command_pid(self) -> int | None:
+        """The process that prepares, plans or supervises this run on this machine; ``None`` without one."""
+        return _holder(self.path / _MARKER)
+
+    def training_pid(self) -> int | None:
+        """The process that trains here, on this machine; it may outlive its command for a step."""
+        return _holder(self.path / ".lock")
+
     def lines(self) -> list[Line]:
         """All lines of the metrics."""
         return list(read_lines(self.metrics)) if self.metrics.is_file() else []
@@ -218,12 +229,30 @@ def _exclusive(path: Path) -> Iterator[None]:
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _sign(file)
         except BlockingIOError:
             raise OutputError(
                 f"another process is training in {path.parent}, preparing its data or finishing its last step: wait "
                 "for it to end, or give another --out"
             ) from None
         yield
+
+
+def _sign(file: TextIO) -> None:
+    """Say in a locked file who locked it, for `plimsoll watch`; a full disk is no reason not to train."""
+    with suppress(OSError):
+        file.truncate(0)
+        file.write(f"{os.getpid()} {start_ticks(os.getpid())}\n")
+        file.flush()
+
+
+def _holder(path: Path) -> int | None:
+    """The process that last claimed a file and still runs, here; without a trial of the lock, which would refuse it."""
+    try:
+        pid, ticks = map(int, path.read_text().split())
+    except (OSError, ValueError):  # claimed by nobody yet, or on a machine without /proc
+        return None
+    return pid if start_ticks(pid) == ticks else None
 
 
 def _is_run(path: Path) -> bool:

@@ -53,7 +53,8 @@ FLAGS = {
         "--column", "--label", "--no-header", "--set", "--tries", "--samples", "--keep-all", "--force", "--quiet",
         "-q", "--json",
     },
-    "explain": {"--json"},
+    "explain": {"--budget", "--device", "--apply", "--remedy", "--output", "-o", "--force", "--json"},
+    "lint": {"--format", "--fix", "--select", "--ignore", "--json"},
     "report": {"--output", "-o", "--json", "--force"},
     "watch": {"--pid", "--every", "--samples", "--record", "--json"},
     **{
@@ -109,6 +110,7 @@ def test_the_processes_that_a_run_starts_are_not_shown_to_people():
         "apply",
         "shrink",
         "explain",
+        "lint",
         "report",
         "watch",
         *data,

@@ -116,3 +116,62 @@ def test_a_machine_without_groups_has_no_limits(tmp_path):
 def test_this_machine_is_read_without_an_error():
     assert all(0 < limit.bytes < 1 << 60 and limit.source for limit in cgroup.limits())
     assert (cgroup.free_bytes() is None) == (cgroup.limits() == ())
+
+
+def _of_process(pid, path):
+    return {f"proc/{pid}/cgroup": f"0::{path}\n"}
+
+
+def test_the_groups_of_another_process_are_its_own_and_each_ancestor_counts_once(tmp_path):
+    root = _tree(
+        tmp_path,
+        _v2("/watcher")
+        | _of_process(7, "/job/a")
+        | _of_process(8, "/job/b")
+        | {
+            "sys/fs/cgroup/watcher/memory.max": "10\n",
+            "sys/fs/cgroup/job/memory.max": "1000\n",
+            "sys/fs/cgroup/job/memory.current": "700\n",
+            "sys/fs/cgroup/job/memory.stat": "inactive_file 100\n",
+            "sys/fs/cgroup/job/a/memory.max": "500\n",
+            "sys/fs/cgroup/job/a/memory.current": "400\n",
+            "sys/fs/cgroup/job/a/memory.events": "oom_kill 3\n",
+            "sys/fs/cgroup/job/b/memory.max": "max\n",
+        },
+    )
+    found = {limit.source: (limit.bytes, used) for limit, used in cgroup.uses((7, 8), root)}
+    assert found == {
+        "cgroup v2 memory.max of /job/a": (500, 400),
+        "cgroup v2 memory.max of /job": (1000, 600),
+    }
+    counter = cgroup.KillCounter(7, root)
+    assert counter.read() == (3, False)
+    (root / "proc/7/cgroup").unlink()  # it is gone, its group is not
+    assert counter.read() == (3, False)
+    assert cgroup.KillCounter(7, root).read() is None
+
+
+@pytest.mark.parametrize("path", ["/../other", "/elsewhere"])
+def test_another_process_outside_of_what_is_mounted_here_has_no_known_limit(tmp_path, path):
+    files = _v2("/docker/abc", mounted="/docker/abc") | _of_process(7, path) | _of_process(8, "/docker/abc/in")
+    root = _tree(tmp_path, files | {"sys/fs/cgroup/memory.max": "500\n"})
+    assert cgroup.uses((7,), root) == ()
+    assert [limit.bytes for limit, _ in cgroup.uses((8,), root)] == [500]
+
+
+def test_v1_of_another_process_is_found_where_it_is_mounted(tmp_path):
+    root = _tree(
+        tmp_path,
+        _v1("/own")
+        | {
+            "proc/7/cgroup": "4:cpu,memory:/job\n0::/\n",
+            "sys/fs/cgroup/memory/job/memory.limit_in_bytes": "400\n",
+            "sys/fs/cgroup/memory/job/memory.usage_in_bytes": "300\n",
+        },
+    )
+    assert [(limit.bytes, used) for limit, used in cgroup.uses((7,), root)] == [(400, 300)]
+
+
+def test_a_process_that_is_gone_has_no_groups(tmp_path):
+    root = _tree(tmp_path, _v2("/") | {"sys/fs/cgroup/memory.max": "500\n"})
+    assert cgroup.uses((7,), root) == ()

@@ -2,8 +2,13 @@ import os
 import resource
 import subprocess
 import sys
+import time
+from pathlib import Path
 
-from plimsoll.device.watched import family_of, lines_of
+import pytest
+
+from plimsoll.device.nvml import GpuUse
+from plimsoll.device.watched import family_of, largest
 
 MIB = 1 << 20
 HOLD = "import sys; held = bytearray(b'x' * (64 << 20)); print('ready', flush=True); sys.stdin.read()"
@@ -15,6 +20,7 @@ def _held(code, **options):
 
 def _limit():
     resource.setrlimit(resource.RLIMIT_DATA, (512 * MIB, 512 * MIB))
+    resource.setrlimit(resource.RLIMIT_AS, (1 << 40, 1 << 40))
 
 
 def test_a_process_shows_what_it_holds_and_its_own_limit():
@@ -25,8 +31,8 @@ def test_a_process_shows_what_it_holds_and_its_own_limit():
     assert use.parent == os.getpid()
     assert 64 * MIB <= use.private_bytes <= use.data_bytes < 512 * MIB
     assert use.data_limit_bytes == 512 * MIB
-    line = lines_of((use,))[-1]
-    assert (line.name, line.used_bytes) == (f"RLIMIT_DATA of {process.pid}", use.data_bytes)
+    assert use.address_bytes >= use.data_bytes
+    assert (use.address_limit_bytes, use.gpu_bytes) == (1 << 40, None)
 
 
 def test_children_come_after_their_parent():
@@ -46,3 +52,46 @@ def test_a_process_that_was_killed_is_gone_also_before_its_parent_asked_how():
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
         assert family_of(process.pid) == ()
     assert family_of(process.pid) == ()
+
+
+def test_the_largest_of_the_machine_come_first():
+    with _held(HOLD.replace("64", "200")) as process:
+        process.stdout.readline()
+        found = largest(500)
+        process.stdin.close()
+    sizes = [use.private_bytes for use in found]
+    assert sizes == sorted(sizes, reverse=True)
+    assert process.pid in {use.pid for use in found}
+    assert len(largest(1)) == 1
+
+
+def test_gpu_memory_is_that_of_all_gpus_and_unknown_where_one_does_not_say():
+    pid = os.getpid()
+    both = [GpuUse(index, "GPU", 100, 50, {pid: 20 + index, 1: 5}) for index in range(2)]
+    silent = GpuUse(2, "GPU", 100, 50, {pid: None})
+    other = GpuUse(3, "GPU", 100, 50, {1: 7})
+    assert family_of(pid, both)[0].gpu_bytes == 41
+    assert family_of(pid, [*both, silent])[0].gpu_bytes is None
+    assert family_of(pid, [other])[0].gpu_bytes is None
+
+
+THREADS = """
+import subprocess, sys, threading
+child = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import sys; sys.stdin.read()'])"
+thread = threading.Thread(target=subprocess.run, args=([sys.executable, "-c", child],))
+thread.start()
+thread.join()
+"""
+
+
+@pytest.mark.parametrize("has_lists", [True, False], ids=["lists of children", "no lists"])
+def test_what_a_thread_started_and_what_that_started_are_found(has_lists, monkeypatch):
+    if not has_lists:  # a kernel without CONFIG_PROC_CHILDREN
+        monkeypatch.setattr(Path, "exists", lambda path: False)
+    with _held(THREADS) as process:
+        until = time.monotonic() + 30
+        while len(found := family_of(process.pid)) < 3 and time.monotonic() < until:
+            time.sleep(0.02)
+        process.stdin.close()
+    first, child, grandchild = found
+    assert (first.pid, child.parent, grandchild.parent) == (process.pid, process.pid, child.pid)

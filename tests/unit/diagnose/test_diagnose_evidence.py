@@ -1,12 +1,14 @@
 """Which steps of a run are one process."""
 
+import pytest
 import torch
 from torch import nn
 
 from evidence_records import empty_run, step_line
-from plimsoll.diagnose.evidence import evidence_of_run, evidence_of_step
-from plimsoll.records.run import GraphLine, RunRecord, StartLine
+from plimsoll.diagnose.evidence import ended_in_oom, evidence_of_run, evidence_of_step, place_of, shares_of
+from plimsoll.records.run import DeathLine, GraphLine, OomEvent, RunRecord, StartLine
 from plimsoll.run.step import TrainStep
+from prediction_records import MIB, fitting, holding
 
 
 def start(step):
@@ -53,3 +55,58 @@ def test_a_step_of_a_loop_of_ones_own():
     assert (evidence.subject, evidence.kind, evidence.num_steps) == ("Linear", "cpu", 4)
     assert [looked for looked, _ in evidence.used_bytes] == [1, 2, 3, 4]
     assert evidence.peak_bytes == max(used for _, used in evidence.used_bytes)
+
+
+def oom(**changes):
+    fields = {"step": 3, "phase": "backward", "family": "cuda", "requested_bytes": 64, "survived": False}
+    return OomEvent(**fields | changes)
+
+
+def death(evidence, restarted_from_step=None):
+    return DeathLine(time_seconds=1.0, signal="SIGKILL", evidence=evidence, restarted_from_step=restarted_from_step)
+
+
+KERNEL = "the memory cgroup counts 1 OOM kill(s) more than before: the kernel's OOM killer"
+
+
+@pytest.mark.parametrize(
+    ("changes", "has_run_out"),
+    [
+        ({"status": "failed", "oom_events": (oom(),)}, True),
+        ({"status": "failed", "oom_events": (oom(survived=True),)}, False),
+        ({"status": "failed", "message": "memory ran out in the copy phase"}, True),
+        ({"status": "failed", "message": "the loss is nan"}, False),
+        ({"status": "finished", "oom_events": (oom(survived=True),)}, False),
+        ({"status": "running", "deaths": (death(KERNEL),)}, True),
+        ({"status": "running", "deaths": (death(KERNEL, restarted_from_step=2),)}, False),
+        ({"status": "running", "deaths": (death("no lack of memory does that"),)}, False),
+        ({"status": "running"}, False),
+    ],
+)
+def test_what_ended_because_memory_ran_out(changes, has_run_out):
+    assert ended_in_oom(run(**changes)) == has_run_out
+    assert evidence_of_run(run(**changes)).has_run_out == has_run_out
+
+
+def test_the_last_error_of_a_run_that_survived_is_no_evidence():
+    assert evidence_of_run(run(status="failed", oom_events=(oom(),))).requested_bytes == 64
+    assert evidence_of_run(run(oom_events=(oom(survived=True),))).requested_bytes is None
+
+
+def test_what_a_plan_predicted_is_what_the_peak_is_made_of():
+    """1000 MiB in all, half of them activations; what was measured stays the peak of a run that went well."""
+    plan = run().plan.model_copy(update={"prediction": fitting()})
+    seen = evidence_of_run(run(plan=plan))
+    assert (seen.shares[0].category, seen.shares[0].num_bytes) == ("activations", 500 * MIB)
+    assert sum(share.num_bytes for share in seen.shares) == 1000 * MIB
+    assert (seen.peak_bytes, seen.has_run_out) == (2010, False)
+    ended = evidence_of_run(run(plan=plan, status="failed", oom_events=(oom(),)))
+    assert not ended.has_run_out  # there was room for it: parts of the peak do not explain the end
+
+
+def test_where_most_of_a_category_was_made():
+    largest = (holding(5, "activations", "a", module="h.*.mlp"), holding(4, "activations", "b", module="late"))
+    shares = {one.category: one for one in shares_of(fitting(largest=largest))}
+    assert shares["activations"].place == "h.*.mlp, modeling_gpt2.py:97"
+    assert shares["parameters"].place == ""
+    assert place_of(holding(1, "activations", "a", module="", line="")) == ""

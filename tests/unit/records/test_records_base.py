@@ -22,9 +22,10 @@ from hand_traces import trace_of
 from plimsoll.errors import OutputError, RecordError
 from plimsoll.records.base import Record, write_atomically
 from plimsoll.records.comparison import Calibration, Comparison, Learned, Side, Target
+from plimsoll.records.lint import LintReport, Unread
 from plimsoll.records.plan import Plan
 from plimsoll.records.speed import Point, Speed
-from plimsoll.records.watch import Line, ProcessUse, WatchRecord, WatchSample
+from plimsoll.records.watch import Line, ProcessUse, WatchEnd, WatchRecord, WatchSample
 from prediction_records import fitting
 
 for _module in pkgutil.iter_modules(plimsoll.records.__path__):
@@ -53,9 +54,12 @@ def examples(device, machine, plan, job, head, run_record) -> dict[type[Record],
     seen = ProcessUse(
         pid=7, parent=1, name="python", private_bytes=8, file_bytes=4, shared_bytes=2, swap_bytes=0, data_bytes=9
     )
-    sample = WatchSample(seconds=2.0, processes=(seen,), lines=(Line(name="machine", used_bytes=8, limit_bytes=16),))
+    sample = WatchSample(
+        seconds=2.0, processes=(seen,), lines=(Line(kind="machine", name="all", used_bytes=8, limit_bytes=9),)
+    )
     made = (
-        WatchRecord(samples=(sample,)),
+        WatchRecord(subject="process 7", samples=(sample,), end=WatchEnd(seconds=3.0, how="gone", text="gone")),
+        LintReport(findings=(), num_files=1, num_lines=2, unread=(Unread(file="a.py", reason="line 1: bad"),)),
         device, machine, plan, job, head, run_record, fitting(), trace, comparison, calibration, speed,
         corpus_records.corpus_facts(), corpus_records.token_facts(), corpus_records.inspection(),
         corpus_records.feed_rates(), vector_records.subset_facts(), vector_records.vector_file(),

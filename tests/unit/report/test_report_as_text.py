@@ -16,6 +16,7 @@ import plan_records
 import prediction_records
 import shrink_records
 import vector_records
+import watch_records
 import way_records
 from plimsoll.records.device import MemoryUse
 from plimsoll.records.prediction import WhatIf
@@ -46,6 +47,8 @@ SCREENS = {
     "shrink-survey.txt": as_text.shrink_report(shrink_records.survey()),
     "apply.txt": as_text.sheets_report(apply_sheets.apply_sheets(apply_records.apply_facts())),
     "apply-plain.txt": as_text.sheets_report(apply_sheets.apply_sheets(apply_records.plain_apply_facts())),
+    "watch.txt": as_text.watch_report(watch_records.killed()),
+    "watch-run.txt": as_text.watch_report(watch_records.run_watch()),
     "diagnosis.txt": as_text.diagnosis_report(evidence_records.diagnosis()),
     "diagnosis-unknown.txt": as_text.diagnosis_report(evidence_records.unknown_diagnosis()),
     "diagnosis-empty.txt": as_text.diagnosis_report(evidence_records.empty_diagnosis()),

@@ -10,6 +10,7 @@ from report_records import cpu, empty_run, eventful_run, machine, plan
 
 import corpus_records
 import evidence_records
+import watch_records
 from plimsoll.errors import InputError, RecordError
 from plimsoll.records.job import Job
 from plimsoll.records.run import RunRecord
@@ -28,6 +29,7 @@ RECORDS = {
     "inspection": corpus_records.inspection(),
     "feed rates": corpus_records.feed_rates(),
     "diagnosis": evidence_records.diagnosis(),
+    "watch": watch_records.killed(),
 }
 
 

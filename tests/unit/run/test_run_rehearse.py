@@ -1,11 +1,13 @@
 """The real training step on fake tensors: what is traced is what a run does, to the byte."""
 
+from importlib.util import find_spec
+
 import pytest
 import torch
 from tests.processor import skip_without_half_lstm
 from torch import nn
 
-from plimsoll.data.sketch import TextSketch
+from plimsoll.data.sketch import TextSketch, sketch_texts
 from plimsoll.errors import InputError
 from plimsoll.memory.live import live_bytes
 from plimsoll.memory.lowering.cpu import CpuLowering
@@ -231,3 +233,19 @@ def test_a_folder_of_a_recurrent_model_is_rehearsed_without_being_read(num_label
     (tmp_path / "model.safetensors").write_bytes(b"")
     peaks = [live_bytes(rehearse_job(one, texts, CpuLowering(), WHOLE)).peak_bytes for one in (new, saved)]
     assert peaks[1] == peaks[0] > 0
+
+
+@pytest.mark.skipif(find_spec("peft") is None, reason="peft is not installed")
+@pytest.mark.parametrize("lowering", [CpuLowering(), CudaLowering((8, 0))], ids=["cpu", "cuda"])
+def test_adapters_copy_the_head_of_a_classifier(lowering, tmp_path):
+    """Whose numbers have no address: peft calls copy.deepcopy."""
+    for label in "ab":
+        (tmp_path / label).mkdir()
+        (tmp_path / label / "1.txt").write_text("a text", encoding="utf-8")
+    model = {"architecture": "bert", "num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 2}
+    fields = {"model": model, "task": "classification", "data": str(tmp_path), "allow": "lora", "batch_size": 2}
+    job = Job.from_fields(fields | {"sequence_length": 8, "tokenizer": {"vocab_size": 300}})
+    adapters = Choice(technique="lora", options={"rank": 2, "alpha": 4, "base": "kept"})
+    choices = (adapters, micro_batch_choice(2))
+    trace = rehearse_job(job, sketch_texts(job), lowering, choices, is_short=True)
+    assert "optimizer" in trace.ops.phase

@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
@@ -38,6 +38,8 @@ class OnePlace(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Do the call on the CPU."""
+        if func is Tensor.__deepcopy__ and isinstance(args[0], FakeTensor):
+            return _deep_copy(*args)
         if func is Tensor.cuda:
             return args[0]
         if func is Tensor.to:
@@ -90,6 +92,8 @@ class Places(TorchFunctionMode):
     ) -> Any:
         """Understand what a call says of devices, and do the call."""
         kwargs = kwargs or {}
+        if func is Tensor.__deepcopy__ and isinstance(args[0], FakeTensor):
+            return _deep_copy(*args)
         if func in _FACTORIES:
             self._makes_on_host = kwargs.get("device") is None
             try:
@@ -119,6 +123,16 @@ class Places(TorchFunctionMode):
 
 
 _CPU = torch.device("cpu")
+
+
+def _deep_copy(tensor: FakeTensor, memo: dict[int, Any]) -> Any:
+    """What ``copy.deepcopy`` makes: torch's own asks for an address, which not every fake tensor has."""
+    if id(tensor) not in memo:
+        copied: Any = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+        if isinstance(tensor, nn.Parameter):
+            copied._is_param = True  # as torch marks those of other types
+        memo[id(tensor)] = copied
+    return memo[id(tensor)]
 
 
 def _is_device(value: Any) -> bool:

@@ -1,0 +1,52 @@
+"""How often `plimsoll lint` reports something in code that is good: installed packages, findings per 1,000 lines.
+
+    python benchmarks/lint_noise.py                       # transformers and accelerate, 30 random findings to be judged
+    python benchmarks/lint_noise.py --packages torch peft --sample 10
+
+Prints a table per package, and some findings drawn with a fixed seed, with their lines. Whether they are right is for a
+person to say; the results file has what was said.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import time
+from collections import Counter
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+
+from plimsoll.diagnose.check_code import check_code
+from plimsoll.records.lint import LintReport
+
+
+def main() -> None:
+    """Check the packages and print what was found."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--packages", nargs="+", default=["transformers", "accelerate"], help="installed packages")
+    parser.add_argument("--sample", type=int, default=30, help="how many findings to print")
+    options = parser.parse_args()
+    reports: dict[str, LintReport] = {}
+    began = time.perf_counter()
+    for name in options.packages:
+        folder = Path(find_spec(name).submodule_search_locations[0])
+        reports[name] = check_code([folder])
+        found, lines = len(reports[name].findings), reports[name].num_lines
+        print(f"{name} {version(name)}: {found} findings in {lines:,} lines, {found / lines * 1000:.3f} per 1,000")
+    seconds = time.perf_counter() - began
+    findings = [one for report in reports.values() for one in report.findings]
+    num_lines = sum(report.num_lines for report in reports.values())
+    print(f"\n{num_lines:,} lines in {seconds:.0f} s\n")
+    for rule, count in Counter(one.rule for one in findings).most_common():
+        print(f"| {rule} | {count} |")
+    print()
+    for one in random.Random(0).sample(findings, min(options.sample, len(findings))):
+        print(f"- {one.file.split('site-packages/')[-1]}:{one.line} {one.rule}: `{one.code[:100]}`")
+    per_thousand = len(findings) / num_lines * 1000
+    print(json.dumps({"num_lines": num_lines, "num_findings": len(findings), "per_thousand_lines": per_thousand}))
+
+
+if __name__ == "__main__":
+    main()

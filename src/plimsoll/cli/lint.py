@@ -1,0 +1,79 @@
+"""``plimsoll lint``: mistakes in training code that cost memory, or silently break what should save it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+if TYPE_CHECKING:
+    from plimsoll.records.lint import LintReport
+
+
+def lint(  # noqa: PLR0917 -- typer's
+    paths: Annotated[list[Path], typer.Argument(metavar="PATH...", help="Python files, and folders with some.")],
+    format: Annotated[
+        Literal["text", "json", "sarif", "github"],
+        typer.Option("--format", help="text; json: a list of findings; sarif; github: annotations of a workflow."),
+    ] = "text",
+    fix: Annotated[bool, typer.Option("--fix", help="Mend in place what can be mended safely.")] = False,
+    select: Annotated[list[str] | None, typer.Option("--select", help="Only this rule; may be repeated.")] = None,
+    ignore: Annotated[list[str] | None, typer.Option("--ignore", help="Not this rule; may be repeated.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON record in place of lines.")] = False,
+) -> None:
+    """Find mistakes in training code that cost memory. Ends with 1 if there are some, else with 0.
+
+    A comment `# plimsoll: ignore` behind a line leaves it out, with a rule in square brackets only that one. Every rule
+    has a page in docs/rules.
+
+    \b
+    Examples:
+      plimsoll lint train.py
+      plimsoll lint src scripts --ignore pad_to_max_length
+      plimsoll lint train.py --fix
+      plimsoll lint . --format sarif > lint.sarif
+    """
+    from plimsoll.cli.answer import answering
+    from plimsoll.cli.output import show
+    from plimsoll.diagnose.check_code import check_code
+    from plimsoll.report.progress import stages
+
+    with answering("the check", as_json):
+        rules = _rules(select, ignore)
+        with stages(as_json or not _is_large(paths)) as report:
+            found = check_code(paths, rules=rules, fix=fix, report=lambda done, total: report("checking", done, total))
+        if text := _written(found, "record" if as_json else format):
+            show(text)
+    if found.findings:
+        raise typer.Exit(1)
+
+
+def _rules(select: list[str] | None, ignore: list[str] | None) -> list[str] | None:
+    from plimsoll.diagnose.lint import every_rule
+    from plimsoll.errors import InputError
+
+    for name in ignore or ():
+        if name not in every_rule():
+            raise InputError(f"there is no rule {name!r} to ignore: choose of {', '.join(every_rule())}")
+    if select is None and ignore is None:
+        return None
+    return [name for name in select or every_rule() if name not in (ignore or ())]
+
+
+def _is_large(paths: list[Path]) -> bool:
+    return any(path.is_dir() for path in paths)
+
+
+def _written(found: LintReport, format: str) -> str:
+    from plimsoll.report import lint_formats
+
+    if format == "record":
+        return found.to_json()
+    written = {
+        "text": lint_formats.as_lines,
+        "json": lint_formats.as_list,
+        "sarif": lint_formats.as_sarif,
+        "github": lint_formats.as_annotations,
+    }
+    return written[format](found)

@@ -1,0 +1,23 @@
+"""Lint rules: one module each, with its page in ``docs/rules``; a new one is a new file and its page.
+
+A module offers ``hits(source) -> Iterable[Hit]``, reads one file's syntax tree, and needs no torch. A rule would rather
+miss a mistake than report good code: what it cannot see (other files, what a name holds at run time) it takes as right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import cache
+from importlib import import_module
+from pkgutil import iter_modules
+
+from plimsoll.diagnose.lint._source import Hit, Source
+
+Hits = Callable[[Source], Iterable[Hit]]
+
+
+@cache
+def every_rule() -> dict[str, Hits]:
+    """Return what finds the mistakes of each rule, by its name."""
+    names = sorted(module.name for module in iter_modules(__path__) if not module.name.startswith("_"))
+    return {name: import_module(f"{__name__}.{name}").hits for name in names}

@@ -1,0 +1,303 @@
+"""One Python file as its rules see it: the tree, what names are imported as, who calls whom.
+
+Names are followed within the file only, and by name: a method is known by ``self.method`` in its own class, a function
+by its name. Does NOT follow imports of other files, inheritance between files, or names that are bound at run time.
+"""
+
+from __future__ import annotations
+
+import ast
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal, NamedTuple, TypeVar, overload
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+Scope = ast.Module | Function
+Loop = ast.For | ast.AsyncFor | ast.While
+Severity = Literal["error", "warning", "note"]
+
+Node = TypeVar("Node", bound=ast.AST)
+_NESTED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
+
+
+class Edit(NamedTuple):
+    """Replace the characters from ``start`` to ``end`` of the text."""
+
+    start: int
+    end: int
+    text: str
+
+
+class Given(NamedTuple):
+    """What a name is given by a statement; ``place`` where it is one of several that a value is taken apart into."""
+
+    statement: ast.Assign | ast.AnnAssign | ast.AugAssign
+    value: ast.expr
+    place: int | None
+
+
+@dataclass(frozen=True)
+class Hit:
+    """One mistake: where it is, what it does, what to write instead, and the edits that mend it where that is safe."""
+
+    node: ast.expr | ast.stmt | ast.keyword | ast.alias
+    message: str
+    remedy: str
+    severity: Severity = "warning"
+    edits: tuple[Edit, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """A file that parses."""
+
+    text: str
+    tree: ast.Module = field(repr=False)
+
+    @cached_property
+    def _by_type(self) -> dict[type[ast.AST], list[ast.AST]]:
+        found: dict[type[ast.AST], list[ast.AST]] = {}
+        for node in self._parents:
+            found.setdefault(type(node), []).append(node)
+        return found
+
+    @cached_property
+    def _parents(self) -> dict[ast.AST, ast.AST]:
+        parents: dict[ast.AST, ast.AST] = {}
+        todo: list[ast.AST] = [self.tree]
+        while todo:
+            node = todo.pop()
+            children = list(ast.iter_child_nodes(node))
+            for child in children:
+                if isinstance(child, ast.expr_context | ast.operator | ast.cmpop | ast.boolop | ast.unaryop):
+                    continue  # these are shared between nodes, and are nowhere
+                parents[child] = node
+            todo.extend(reversed(children))
+        return parents
+
+    @overload
+    def every(self, kind: type[Node], /) -> list[Node]: ...
+    @overload
+    def every(self, *kinds: type[ast.AST]) -> list[Any]: ...
+    def every(self, *kinds: type[ast.AST]) -> list[Any]:
+        """Return all nodes of some types, in the order of the text for each type."""
+        return [node for kind in kinds for node in self._by_type.get(kind, [])]
+
+    def parent(self, node: ast.AST) -> ast.AST | None:
+        """Return what a node is a part of."""
+        return self._parents.get(node)
+
+    def ancestors(self, node: ast.AST) -> Iterator[ast.AST]:
+        """Yield what a node is in, innermost first."""
+        above = self._parents.get(node)
+        while above is not None:
+            yield above
+            above = self._parents.get(above)
+
+    def is_in(self, node: ast.AST, outer: ast.AST) -> bool:
+        """Say whether a node is within another, or is it."""
+        return node is outer or any(above is outer for above in self.ancestors(node))
+
+    def is_in_body(self, node: ast.AST, statements: list[ast.stmt]) -> bool:
+        """Say whether a node is within some statements."""
+        return any(above in statements for above in (node, *self.ancestors(node)) if isinstance(above, ast.stmt))
+
+    def scope(self, node: ast.AST) -> Scope:
+        """Return the function whose body a node is in, or the module."""
+        child = node
+        for above in self.ancestors(node):
+            if isinstance(above, Function) and child in above.body:
+                return above
+            child = above
+        return self.tree
+
+    def class_of(self, node: ast.AST) -> ast.ClassDef | None:
+        """Return the innermost class that a node is in."""
+        return next((above for above in self.ancestors(node) if isinstance(above, ast.ClassDef)), None)
+
+    def statement(self, node: ast.AST) -> ast.stmt:
+        """Return the statement that a node is in, or is."""
+        return next(above for above in (node, *self.ancestors(node)) if isinstance(above, ast.stmt))
+
+    def loops(self, node: ast.AST) -> list[Loop]:
+        """Return the loops of the same function whose bodies a node is in, innermost first."""
+        found: list[Loop] = []
+        child = node
+        for above in self.ancestors(node):
+            if isinstance(above, _NESTED):
+                break
+            if isinstance(above, Loop) and child in above.body:
+                found.append(above)
+            child = above
+        return found
+
+    @overload
+    def own(self, scope: ast.AST, kind: type[Node], /) -> list[Node]: ...
+    @overload
+    def own(self, scope: ast.AST, *kinds: type[ast.AST]) -> list[Any]: ...
+    def own(self, scope: ast.AST, *kinds: type[ast.AST]) -> list[Any]:
+        """Return the nodes of some types that are in a node and in no function or class within it."""
+        found: list[ast.AST] = []
+        todo = list(ast.iter_child_nodes(scope))[::-1]
+        while todo:
+            node = todo.pop()
+            if isinstance(node, kinds):
+                found.append(node)
+            if not isinstance(node, _NESTED):
+                todo.extend(reversed(list(ast.iter_child_nodes(node))))
+        return found
+
+    @cached_property
+    def imports(self) -> dict[str, str]:
+        """What imported names stand for: ``{"nn": "torch.nn", "autocast": "torch.cuda.amp.autocast"}``."""
+        found: dict[str, str] = {}
+        for node in self.every(ast.Import):
+            for alias in node.names:
+                found[alias.asname or alias.name.split(".")[0]] = (
+                    alias.name if alias.asname else alias.name.split(".")[0]
+                )
+        for statement in self.every(ast.ImportFrom):
+            for alias in statement.names:
+                if statement.module and not statement.level:
+                    found[alias.asname or alias.name] = f"{statement.module}.{alias.name}"
+        return found
+
+    def dotted(self, node: ast.AST | None) -> str:
+        """Return ``torch.nn.Linear`` for what is written ``nn.Linear``; "" for what is no name."""
+        if isinstance(node, ast.Name):
+            return self.imports.get(node.id, node.id)
+        if isinstance(node, ast.Attribute) and (base := self.dotted(node.value)):
+            return f"{base}.{node.attr}"
+        return ""
+
+    @cached_property
+    def calls(self) -> list[ast.Call]:
+        """Every call."""
+        return self.every(ast.Call)
+
+    @cached_property
+    def functions(self) -> dict[str, list[Function]]:
+        """Every function and method by its name."""
+        found: dict[str, list[Function]] = {}
+        for function in self.every(ast.FunctionDef, ast.AsyncFunctionDef):
+            found.setdefault(function.name, []).append(function)
+        return found
+
+    def called(self, call: ast.Call) -> Function | None:
+        """Return the function or method of this file that a call calls, if there is just one that it can be."""
+        name, owner = last_name(call.func), None
+        if isinstance(call.func, ast.Attribute):
+            if not (isinstance(call.func.value, ast.Name) and call.func.value.id == "self"):
+                return None
+            owner = self.class_of(call)
+        candidates = [one for one in self.functions.get(name, []) if self.class_of(one) is owner or owner is None]
+        if owner is None:
+            candidates = [one for one in candidates if not isinstance(self.parent(one), ast.ClassDef)]
+        return candidates[0] if len(candidates) == 1 else None
+
+    @cached_property
+    def _callers(self) -> dict[Function, list[ast.Call]]:
+        found: dict[Function, list[ast.Call]] = {}
+        for call in self.calls:
+            if (function := self.called(call)) is not None:
+                found.setdefault(function, []).append(call)
+        return found
+
+    def callers(self, scope: Scope) -> list[ast.Call]:
+        """Return the calls of a function in this file."""
+        return [] if isinstance(scope, ast.Module) else self._callers.get(scope, [])
+
+    def assignments(self, scope: ast.AST, name: str) -> list[Given]:
+        """Return what a name or ``self.x`` is given in a function, in the order of the text."""
+        if scope not in self._given:
+            found: dict[str, list[Given]] = {}
+            for node in self.own(scope, ast.Assign, ast.AnnAssign, ast.AugAssign):
+                if node.value is None:
+                    continue
+                for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+                    is_apart = isinstance(target, ast.Tuple | ast.List)
+                    elements = target.elts if isinstance(target, ast.Tuple | ast.List) else [target]
+                    for place, element in enumerate(elements):
+                        for bound in names_bound(element):
+                            found.setdefault(bound, []).append(Given(node, node.value, place if is_apart else None))
+            self._given[scope] = found
+        return self._given[scope].get(name, [])
+
+    @cached_property
+    def _given(self) -> dict[ast.AST, dict[str, list[Given]]]:
+        return {}
+
+    @cached_property
+    def _line_starts(self) -> list[int]:
+        starts = [0]
+        for line in self.text.split("\n"):
+            starts.append(starts[-1] + len(line) + 1)
+        return starts
+
+    def offset(self, line: int, column_bytes: int) -> int:
+        """Return where in the text a place of the tree is, whose columns count bytes of UTF-8."""
+        start = self._line_starts[line - 1]
+        row = self.text[start : self._line_starts[line] - 1]
+        return start + len(row.encode()[:column_bytes].decode())
+
+    def span(self, node: ast.expr | ast.stmt | ast.keyword | ast.alias) -> tuple[int, int]:
+        """Return where in the text a node begins and ends."""
+        start = self.offset(node.lineno, node.col_offset)
+        return start, self.offset(node.end_lineno or node.lineno, node.end_col_offset or 0)
+
+    def written(self, node: ast.expr | ast.stmt) -> str:
+        """Return a node as it is written."""
+        start, end = self.span(node)
+        return self.text[start:end]
+
+
+def last_name(node: ast.AST | None) -> str:
+    """Return ``c`` of ``a.b.c`` or ``c``, also where ``a`` is no name; "" for anything else."""
+    if isinstance(node, ast.Attribute):
+        return node.attr
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def path_of(node: ast.AST | None) -> str:
+    """Return ``a.b.c`` as written; "" for what is no name."""
+    if isinstance(node, ast.Attribute) and (base := path_of(node.value)):
+        return f"{base}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def names_bound(target: ast.AST) -> list[str]:
+    """Return the names, and the paths such as ``self.x``, that an assignment to a target binds."""
+    if isinstance(target, ast.Tuple | ast.List):
+        return [name for element in target.elts for name in names_bound(element)]
+    if isinstance(target, ast.Starred):
+        return names_bound(target.value)
+    return [path] if (path := path_of(target)) else []
+
+
+def names_in(node: ast.AST) -> set[str]:
+    """Return every plain name in a node."""
+    return {inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name)}
+
+
+def keyword(call: ast.Call, name: str) -> ast.expr | None:
+    """Return the value of a keyword argument."""
+    return next((one.value for one in call.keywords if one.arg == name), None)
+
+
+def is_constant(node: ast.AST | None, value: object) -> bool:
+    """Say whether a node is a constant: ``True``, ``"max_length"``."""
+    return isinstance(node, ast.Constant) and type(node.value) is type(value) and node.value == value
+
+
+def parse(text: str) -> Source:
+    """Parse the text of a file.
+
+    Raises:
+        SyntaxError: if it is not Python of this version.
+        ValueError: if it holds a NUL.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SyntaxWarning)  # an invalid escape in the file is not ours to say
+        return Source(text, ast.parse(text))

@@ -1,0 +1,22 @@
+"""Micro-batches whose losses are summed though each is a mean: the gradient is as many times too large."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from plimsoll.diagnose.lint._accumulation import accumulations, is_named_so, is_normalised
+from plimsoll.diagnose.lint._source import Hit, Source
+
+
+def hits(source: Source) -> Iterator[Hit]:
+    """Find accumulation whose loss is never divided."""
+    done = {found.loop for found in accumulations(source) if is_normalised(source, found)}
+    for found in accumulations(source):
+        if found.condition is None and not is_named_so(source, found):
+            continue
+        if found.loop not in done:
+            yield Hit(
+                found.backward.call,
+                "the gradients of several micro-batches are summed, and no loss is divided by their number",
+                "write `(loss / accumulation_steps).backward()`, or weight each by its share of the tokens",
+            )

@@ -1,0 +1,64 @@
+"""Worker processes over a list of Python objects: counting references copies its pages into every worker."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from plimsoll.diagnose.lint._datasets import dataset_classes, object_list
+from plimsoll.diagnose.lint._source import Hit, Source, is_constant, keyword, last_name, path_of
+
+
+def hits(source: Source) -> Iterator[Hit]:
+    """Find a DataLoader with workers over a data set of this file that holds such a list."""
+    classes = {one.name: one for one in dataset_classes(source)}
+    for call in source.calls:
+        if last_name(call.func) != "DataLoader" or not _has_workers(source, call):
+            continue
+        given = call.args[0] if call.args else keyword(call, "dataset")
+        owner = classes.get(_made_of(source, given)) if given is not None else None
+        if owner is not None and (attribute := object_list(source, owner)):
+            yield Hit(
+                call,
+                f"every worker copies {owner.name}.{attribute.removeprefix('self.')}, page by page, as it is read",
+                "hold bytes and offsets in an array or a mapped file (`plimsoll data index`), no objects",
+            )
+
+
+def _has_workers(source: Source, call: ast.Call) -> bool:
+    given = keyword(call, "num_workers")
+    return given is not None and _number(source, given) > 0
+
+
+def _number(source: Source, node: ast.expr, depth: int = 3) -> int:
+    """Return the number that an expression is, 0 where that is not known."""
+    if isinstance(node, ast.Constant):
+        return node.value if isinstance(node.value, int) else 0
+    if isinstance(node, ast.Call) and source.dotted(node.func) in ("os.cpu_count", "multiprocessing.cpu_count"):
+        return 1
+    if isinstance(node, ast.Name) and depth:
+        given = source.assignments(source.scope(node), node.id) or source.assignments(source.tree, node.id)
+        return _number(source, given[-1].value, depth - 1) if given else 0
+    if isinstance(node, ast.Attribute):
+        option = "--" + node.attr
+        for call in source.calls:
+            named = [one.value for one in call.args if isinstance(one, ast.Constant) and isinstance(one.value, str)]
+            is_it = any(name.replace("-", "_") == option.replace("-", "_") for name in named)
+            default = keyword(call, "default")
+            if is_it and last_name(call.func) == "add_argument" and default is not None and depth:
+                return _number(source, default, depth - 1)
+    return 0
+
+
+def _made_of(source: Source, node: ast.expr, depth: int = 3) -> str:
+    """Return the class that an expression is made of."""
+    if isinstance(node, ast.Call):
+        return last_name(node.func)
+    if not depth:
+        return ""
+    for scope in (source.scope(node), source.tree):
+        given = source.assignments(scope, path_of(node))
+        above = [one for one in given if one.place is None and not is_constant(one.value, None)]
+        if above:
+            return _made_of(source, above[-1].value, depth - 1)
+    return ""

@@ -1,0 +1,22 @@
+"""`nn.DataParallel`: one process that copies the model to every device in each step and gathers on the first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from plimsoll.diagnose.lint._source import Hit, Source
+
+_NAMES = {
+    "torch.nn.DataParallel", "torch.nn.parallel.DataParallel", "DataParallel", "torch.nn.parallel.data_parallel",
+}  # fmt: skip
+
+
+def hits(source: Source) -> Iterator[Hit]:
+    """Find calls that wrap a model so, or compute one so."""
+    for call in source.calls:
+        if source.dotted(call.func) in _NAMES:
+            yield Hit(
+                call,
+                "DataParallel gathers outputs and gradients on the first device, which runs out while others are empty",
+                "use DistributedDataParallel under torchrun, one process per device",
+            )

@@ -1,0 +1,40 @@
+"""`torch.cuda.empty_cache()` with every batch: it frees nothing that is used, and makes the allocator ask CUDA anew."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from plimsoll.diagnose.lint._source import Hit, Loop, Source, last_name
+from plimsoll.diagnose.lint._training import batch_loop, is_batch_loop, is_forward
+
+_BUILDS = {"from_pretrained", "from_config", "load_state_dict", "build_model", "create_model", "load_model"}
+
+
+def hits(source: Source) -> Iterator[Hit]:
+    """Find calls in loops over batches, also in functions that are called in one."""
+    for call in source.calls:
+        if last_name(call.func) != "empty_cache" or not source.dotted(call.func).endswith("cuda.empty_cache"):
+            continue
+        if any(isinstance(above, ast.ExceptHandler) for above in source.ancestors(call)):
+            continue
+        loop = batch_loop(source, call) or _computing_loop(source, call)
+        if loop is not None and not _builds(source, loop):
+            yield Hit(
+                call,
+                "the cache of the allocator is thrown away with every batch, and asked for again: it saves nothing",
+                "leave it out; for fragmentation set PYTORCH_ALLOC_CONF=expandable_segments:True",
+            )
+
+
+def _computing_loop(source: Source, call: ast.Call) -> Loop | None:
+    """Return the innermost loop, should a model be called in it and in no loop within it."""
+    loop = next(iter(source.loops(call)), None)
+    if loop is None or any(is_batch_loop(source, inner) for inner in source.own(loop, ast.For, ast.While)):
+        return None
+    return loop if any(is_forward(source, one) for one in source.own(loop, ast.Call)) else None
+
+
+def _builds(source: Source, loop: Loop) -> bool:
+    """Say whether every pass has a model of its own, as benchmarks do."""
+    return any(last_name(call.func) in _BUILDS for call in source.own(loop, ast.Call))

@@ -1,0 +1,33 @@
+"""Every text padded to the longest there may be, so that short ones take as much memory and time."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+from plimsoll.diagnose.lint._source import Hit, Source, is_constant, last_name
+
+_NOT_TOKENIZERS = {"add_argument", "Field", "field", "dict", "Argument", "Option"}
+
+
+def hits(source: Source) -> Iterator[Hit]:
+    """Find `padding="max_length"` and `pad_to_max_length=True` in calls."""
+    for call in source.calls:
+        if last_name(call.func) in _NOT_TOKENIZERS:
+            continue
+        for given in call.keywords:
+            is_new = given.arg == "padding" and is_constant(given.value, "max_length")
+            is_old = given.arg == "pad_to_max_length" and is_constant(given.value, True)
+            if (is_new or is_old) and not _has_fixed_shapes(source, call):
+                yield Hit(
+                    given,
+                    "every text is padded to the maximum length: short texts cost as much as the longest",
+                    "pad in the collate function to the longest of a batch (transformers.DataCollatorWithPadding)",
+                )
+
+
+def _has_fixed_shapes(source: Source, call: ast.Call) -> bool:
+    """Say whether a call is for devices that compile for each shape."""
+    tests = [above.test for above in source.ancestors(call) if isinstance(above, ast.If | ast.IfExp)]
+    return any(re.search(r"xla|tpu|hpu|neuron", source.written(test), re.IGNORECASE) for test in tests)

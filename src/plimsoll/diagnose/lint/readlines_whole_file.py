@@ -1,0 +1,142 @@
+"""A corpus read into memory as a whole, often by what calls itself lazy or streaming."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+from plimsoll.diagnose.lint._datasets import dataset_classes
+from plimsoll.diagnose.lint._source import Edit, Function, Hit, Source, is_constant, keyword, last_name, names_in
+
+_CORPUS = re.compile(
+    r"corpus|corpora|train|dataset|text|sentence|wiki|document|docs\b|\bdoc_|articles|book|raw_?data|data_?(?:path|file)|"
+    r"(?:input|source|src|tgt|target)_?(?:file|path)|\.txt|\.jsonl|\.tsv|\.csv",
+    re.IGNORECASE,
+)
+_READER = re.compile(r"data|corpus|load|read|example|pair|parse", re.IGNORECASE)
+_SMALL = re.compile(
+    r"vocab|label|config|setup|require|readme|version|license|stop_?words?|merges|tokens?_file|(?:^|[^a-z])class(?:es)?(?:[^a-z]|$)|index|"
+    r"manifest|\.py\b|\.json\b|\.ya?ml|\.md\b|proc|cpuinfo|meminfo|log_?file|template|prompt|\.toml|\.cfg|\.ini|\.html|"
+    r"filelist|file_list|subprocess|stdin|special",
+    re.IGNORECASE,
+)
+
+
+def hits(source: Source) -> Iterator[Hit]:
+    """Find whole reads in data sets, and of files that are called a corpus."""
+    datasets = set(dataset_classes(source))
+    for call in source.calls:
+        in_dataset = any(above in datasets for above in source.ancestors(call))
+        if not _reads_whole(source, call, in_dataset):
+            continue
+        about = _about(source, call)
+        is_reader = bool(_READER.search(getattr(source.scope(call), "name", "")))
+        is_corpus = _handles_text(source) and (is_reader or bool(_CORPUS.search(about)))
+        if not _SMALL.search(about) and (in_dataset or is_corpus):
+            yield Hit(
+                call,
+                "the whole file is read into memory, as Python objects several times its size",
+                "go over the file line by line, or keep offsets (`plimsoll data index`)",
+                edits=_edits(source, call),
+            )
+
+
+def _reads_whole(source: Source, call: ast.Call, in_dataset: bool) -> bool:
+    """Say whether a call makes lines of a whole file, or, in a data set, takes it as one text."""
+    if isinstance(call.func, ast.Name):
+        return call.func.id == "list" and len(call.args) == 1 and _is_file(source, call.args[0])
+    if not isinstance(call.func, ast.Attribute) or last_name(call.func) not in (
+        "readlines",
+        "split",
+        "splitlines",
+        "read",
+    ):
+        return False
+    if call.func.attr == "readlines":
+        return not call.args
+    if call.func.attr == "read":
+        parent = source.parent(call)
+        is_bound = isinstance(parent, ast.Assign) or (isinstance(parent, ast.Attribute) and parent.attr == "decode")
+        return in_dataset and is_bound and not call.args
+    return _is_by_line(call) and _read_of(call) is not None
+
+
+def _read_of(call: ast.Call) -> ast.Call | None:
+    """Return ``f.read()`` of ``f.read().strip().split("\\n")``."""
+    inner = call.func.value if isinstance(call.func, ast.Attribute) else None
+    while isinstance(inner, ast.Call) and last_name(inner.func) in ("strip", "rstrip", "lower", "decode"):
+        inner = inner.func.value if isinstance(inner.func, ast.Attribute) else None
+    return inner if isinstance(inner, ast.Call) and last_name(inner.func) == "read" and not inner.args else None
+
+
+def _is_by_line(call: ast.Call) -> bool:
+    return (
+        last_name(call.func) == "splitlines"
+        or not call.args
+        or is_constant(call.args[0], "\n")
+        or is_constant(call.args[0], "\n\n")
+    )
+
+
+def _is_file(source: Source, node: ast.expr) -> bool:
+    if isinstance(node, ast.Call):
+        return isinstance(node.func, ast.Name) and node.func.id == "open"
+    return isinstance(node, ast.Name) and _opened(source, node, node.id) is not None
+
+
+def _opened(source: Source, node: ast.AST, name: str) -> ast.Call | None:
+    """Return the `open(...)` whose file a name is."""
+    for above in source.ancestors(node):
+        if isinstance(above, ast.With):
+            for item in above.items:
+                given = item.context_expr
+                if (
+                    item.optional_vars is not None
+                    and last_name(item.optional_vars) == name
+                    and isinstance(given, ast.Call)
+                ):
+                    return given if last_name(given.func) == "open" else None
+    for given_value in source.assignments(source.scope(node), name):
+        value = given_value.value
+        if isinstance(value, ast.Call) and last_name(value.func) == "open":
+            return value
+    return None
+
+
+def _about(source: Source, call: ast.Call) -> str:
+    """Return what tells what a file is: how it is opened, the function, and what its lines are put into."""
+    reader = call.args[0] if isinstance(call.func, ast.Name) else call.func.value  # type: ignore[attr-defined]
+    if (read := _read_of(call)) is not None:
+        reader = read.func.value  # type: ignore[attr-defined]
+    opened = reader if isinstance(reader, ast.Call) else _opened(source, call, last_name(reader))
+    parts = [source.written(opened) if opened is not None else last_name(reader)]
+    scope = source.scope(call)
+    if isinstance(scope, Function):
+        parts.append(scope.name)
+    statement = source.statement(call)
+    if isinstance(statement, ast.Assign):
+        parts += [source.written(target) for target in statement.targets]
+    if opened is not None:
+        for name in names_in(opened):
+            parts += [source.written(one.value) for one in source.assignments(scope, name)][:1]
+    return " ".join(parts)
+
+
+def _handles_text(source: Source) -> bool:
+    return bool(
+        re.search(
+            r"^\s*(?:import|from)\s+(?:torch|transformers|tokenizers|datasets|torchtext)\b", source.text, re.MULTILINE
+        )
+    )
+
+
+def _edits(source: Source, call: ast.Call) -> tuple[Edit, ...]:
+    """Go over the file itself where the lines are only gone over."""
+    if last_name(call.func) != "readlines" or call.keywords or keyword(call, "hint"):
+        return ()
+    parent = source.parent(call)
+    is_gone_over = isinstance(parent, ast.For | ast.comprehension) and parent.iter is call
+    if not is_gone_over or not isinstance(call.func, ast.Attribute):
+        return ()
+    return (Edit(source.span(call.func.value)[1], source.span(call)[1], ""),)

@@ -1,0 +1,22 @@
+"""`torch.load` that puts tensors where they were saved: on a device that may be full, or not there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from plimsoll.diagnose.lint._source import Hit, Source, keyword
+
+
+def hits(source: Source) -> Iterator[Hit]:
+    """Find loads that say neither where to, nor that the file is to be mapped."""
+    for call in source.calls:
+        if source.dotted(call.func) not in ("torch.load", "torch.serialization.load"):
+            continue
+        is_open = any(one.arg is None for one in call.keywords)  # **kwargs
+        if len(call.args) > 1 or is_open or keyword(call, "map_location") or keyword(call, "mmap"):
+            continue
+        yield Hit(
+            call,
+            "tensors are loaded onto the device they were saved from, beside those of the model",
+            'write torch.load(path, map_location="cpu", mmap=True, weights_only=True)',
+        )

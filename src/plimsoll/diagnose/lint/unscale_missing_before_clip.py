@@ -1,0 +1,45 @@
+"""Gradients clipped while they are scaled: the limit is passed by a factor of 65,536, and every step is clipped."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from plimsoll.diagnose.lint._source import Hit, Source, last_name
+from plimsoll.diagnose.lint._training import backwards
+
+
+def hits(source: Source) -> Iterator[Hit]:
+    """Find clipping between a scaled backward pass and the step with no `unscale_` in the same function."""
+    for call in source.calls:
+        if last_name(call.func) not in ("clip_grad_norm_", "clip_grad_value_", "clip_grad_norm"):
+            continue
+        scope = source.scope(call)
+        if "accelerator" in source.dotted(call.func):
+            continue
+        above = [
+            one.call for one in backwards(source) if source.scope(one.call) is scope and one.call.lineno < call.lineno
+        ]
+        if not above or not _is_scaled(above[-1]):
+            continue
+        if any(last_name(one.func) in ("unscale_", "unscale_gradients") for one in source.calls):
+            continue
+        if any(_steps_scaled(one) for one in source.calls):
+            yield Hit(
+                call,
+                "the gradients are still multiplied by the loss scale: all of them are clipped to almost nothing",
+                "write `scaler.unscale_(optimizer)` before it",
+                severity="error",
+            )
+
+
+def _is_scaled(call: ast.Call) -> bool:
+    """Say whether a backward pass is that of ``scaler.scale(loss)``."""
+    owner = call.func.value if isinstance(call.func, ast.Attribute) else None
+    return isinstance(owner, ast.Call) and last_name(owner.func) == "scale"
+
+
+def _steps_scaled(call: ast.Call) -> bool:
+    if not isinstance(call.func, ast.Attribute) or call.func.attr != "step":
+        return False
+    return "scaler" in last_name(call.func.value).lower()

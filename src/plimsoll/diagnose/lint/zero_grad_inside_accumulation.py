@@ -1,0 +1,47 @@
+"""Gradients cleared with every micro-batch, so that all but the last one's are thrown away."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from plimsoll.diagnose.lint._accumulation import Accumulation, accumulations, is_named_so
+from plimsoll.diagnose.lint._source import Hit, Source
+from plimsoll.diagnose.lint._training import zero_grads
+
+
+def hits(source: Source) -> Iterator[Hit]:
+    """Find `zero_grad()` in the loop whose gradients should add up."""
+    seen = set[ast.AST]()
+    for found in accumulations(source):
+        if found.condition is None and not is_named_so(source, found) and not _is_plain_nesting(source, found):
+            continue
+        for call in zero_grads(source):
+            if call not in seen and source.loops(call)[:1] == [found.loop] and not _is_conditional(source, call, found):
+                seen.add(call)
+                yield Hit(
+                    call,
+                    "gradients are cleared for every micro-batch: only the last one before the step counts",
+                    "clear them behind optimizer.step() only, where the step is",
+                    severity="error",
+                )
+
+
+def _is_conditional(source: Source, call: ast.Call, found: Accumulation) -> bool:
+    """Say whether a call is not done with every micro-batch."""
+    for above in source.ancestors(call):
+        if above is found.loop:
+            return False
+        if isinstance(above, ast.If | ast.IfExp | ast.ExceptHandler | ast.Lambda):
+            return True
+    return True
+
+
+def _is_plain_nesting(source: Source, found: Accumulation) -> bool:
+    """Say whether the step directly follows the loop, with no other backward pass between them."""
+    holder = source.parent(found.loop)
+    body: list[ast.stmt] = next(
+        (part for part in (getattr(holder, "body", []), getattr(holder, "orelse", [])) if found.loop in part), []
+    )
+    behind = body[body.index(found.loop) + 1 :] if found.loop in body else []
+    return any(source.is_in_body(found.step, [one]) for one in behind[:3])

@@ -1,0 +1,161 @@
+"""The words and numbers of a recorded watch, once: the terminal and the HTML page show the same sheets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import TypeVar
+
+from plimsoll.records.units import format_bytes, format_seconds
+from plimsoll.records.watch import Line, ProcessUse, WatchRecord, WatchSample
+from plimsoll.report.sheets import Column, Sheet, format_loss, format_speed
+from plimsoll.report.watch_view import LEAST_RANGE_SHARE, parts_text, sparkline
+
+_MOST_PROCESSES = 20
+_NUM_BLOCKS = 10  # of a line over time, in a table of 80 columns
+_MOST_ROWS = 12
+
+T = TypeVar("T")
+
+
+def sentences(record: WatchRecord) -> tuple[str, ...]:
+    """Say how long it was watched, the most memory that was seen, how it ended, and what was near."""
+    num = len(record.samples)
+    if not num:
+        said = [f"Nothing was seen of {record.subject}."]
+    else:
+        peak = max(record.samples, key=lambda sample: sample.private_bytes)
+        said = [
+            f"{num:,} sample{'s' * (num != 1)} in {format_seconds(record.samples[-1].seconds)}; highest private memory "
+            f"{format_bytes(peak.private_bytes)}, at {format_seconds(peak.seconds)}.",
+        ]
+    said.append("The recording breaks off." if record.end is None else f"{_capital(record.end.text)}.")
+    warned = dict.fromkeys(line.name for sample in record.samples for line in sample.warnings)
+    if warned:
+        said.append(f"Near its limit: {', '.join(warned)}.")
+    last = record.samples[-1].run if num else None
+    if last is not None and last.predicted_parts:
+        said.append(f"{parts_text(last.predicted_parts)}.")
+    return tuple(said)
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+def sheets_of(record: WatchRecord) -> tuple[Sheet, ...]:
+    """Return the limits, the processes, and samples over time; those without rows are for the reader to leave out."""
+    return limit_sheet(record), process_sheet(record), time_sheet(record)
+
+
+def limit_sheet(record: WatchRecord) -> Sheet:
+    """List every limit that held, with the most that was used of it."""
+    columns = (
+        Column("Limit"),
+        Column("Highest", True),
+        Column("Of", True),
+        Column("Share", True),
+        Column("Warned at", True),
+        Column("Over time"),
+    )
+    rows = []
+    for seen in lines_by_name(record).values():
+        highest = max((line for _, line in seen), key=lambda line: line.used_bytes)
+        first = next((seconds for seconds, line in seen if line.seconds_left is not None), None)
+        rows.append(
+            (
+                highest.name,
+                format_bytes(highest.used_bytes),
+                format_bytes(highest.limit_bytes),
+                f"{_share(highest):.0%}",
+                "" if first is None else format_seconds(first),
+                _drawn([line.used_bytes for _, line in seen], highest.limit_bytes),
+            )
+        )
+    return Sheet("Limits", columns, tuple(rows))
+
+
+def process_sheet(record: WatchRecord) -> Sheet:
+    """List the processes with the most private memory."""
+    found = sorted(uses_by_pid(record).values(), key=lambda seen: -max(use.private_bytes for _, use in seen))
+    shown = found[:_MOST_PROCESSES]
+    has_shared = any(use.shared_bytes for seen in shown for _, use in seen)
+    titles = ("From", "Until", "First", "Highest", "Last", *(("Shared",) if has_shared else ()))
+    columns = (Column("Process"), *(Column(title, True) for title in titles), Column("Over time"))
+    rows = []
+    for seen in shown:
+        private = [use.private_bytes for _, use in seen]
+        shared_bytes = max(use.shared_bytes for _, use in seen)
+        rows.append(
+            (
+                f"{seen[0][1].pid} {seen[0][1].name}",
+                format_seconds(seen[0][0]),
+                format_seconds(seen[-1][0]),
+                *map(format_bytes, (private[0], max(private), private[-1])),
+                *([format_bytes(shared_bytes)] if has_shared else []),
+                _drawn(private, max(private)),
+            )
+        )
+    return Sheet(f"Processes, {len(rows)} of {len(found)}: private memory", columns, tuple(rows))
+
+
+def time_sheet(record: WatchRecord) -> Sheet:
+    """List samples, of more than twelve equal parts the highest of each."""
+    has_run = any(sample.run is not None for sample in record.samples)
+    titles = ("At", "Private", "Nearest limit", *(("Step", "Loss", "Speed") if has_run else ()))
+    columns = tuple(Column(title, True) for title in titles)
+    parts = _parts(record.samples, _MOST_ROWS)
+    shown = [max(part, key=lambda sample: sample.private_bytes) for part in parts]
+    cells = tuple(_time_cells(sample, has_run) for sample in shown)
+    return Sheet(f"Samples, {len(shown)} of {len(record.samples):,}", columns, cells)
+
+
+def _time_cells(sample: WatchSample, has_run: bool) -> tuple[str, ...]:
+    nearest = max(map(_share, sample.lines), default=None)
+    cells = (
+        format_seconds(sample.seconds),
+        format_bytes(sample.private_bytes),
+        "" if nearest is None else f"{nearest:.0%}",
+    )
+    if not has_run:
+        return cells
+    run = sample.run
+    if run is None:
+        return (*cells, "", "", "")
+    loss = "" if run.loss is None else format_loss(run.loss)
+    return (*cells, f"{run.step:,}", loss, format_speed(run.units_per_second, run.unit_name))
+
+
+def lines_by_name(record: WatchRecord) -> dict[str, list[tuple[float, Line]]]:
+    """Return each limit over time, with the seconds of each sample."""
+    found: dict[str, list[tuple[float, Line]]] = {}
+    for sample in record.samples:
+        for line in sample.lines:
+            found.setdefault(line.name, []).append((sample.seconds, line))
+    return found
+
+
+def uses_by_pid(record: WatchRecord) -> dict[int, list[tuple[float, ProcessUse]]]:
+    """Return each process over time, with the seconds of each sample."""
+    found: dict[int, list[tuple[float, ProcessUse]]] = {}
+    for sample in record.samples:
+        for use in sample.processes:
+            found.setdefault(use.pid, []).append((sample.seconds, use))
+    return found
+
+
+def _share(line: Line) -> float:
+    return line.used_bytes / line.limit_bytes if line.limit_bytes else 1.0
+
+
+def _drawn(sizes: list[int], whole_bytes: int) -> str:
+    """A line over time in a few blocks, each the highest of its part."""
+    highest = [max(part) for part in _parts(sizes, _NUM_BLOCKS)]
+    return sparkline(highest, round(LEAST_RANGE_SHARE * whole_bytes))
+
+
+def _parts(values: Sequence[T], most_parts: int) -> list[Sequence[T]]:
+    """Cut values into at most so many parts, none empty."""
+    num_parts = min(most_parts, len(values))
+    bounds = [len(values) * part // num_parts for part in range(num_parts + 1)] if num_parts else []
+    return [values[begin:end] for begin, end in pairwise(bounds)]

@@ -1,0 +1,35 @@
+"""Loads that do not say where to."""
+
+import pytest
+
+from lint_snippets import lines, marked, names
+from plimsoll.diagnose.lint.torch_load_without_map_location_or_mmap import hits
+
+SNIPPETS = {
+    "plain": r"""
+        import torch
+        state = torch.load("model.pt")  # <-
+        model.load_state_dict(torch.load(path, weights_only=True))  # <-
+    """,
+    "imported": r"""
+        from torch import load
+        state = load("model.pt")  # <-
+    """,
+    "with-a-place": r"""
+        import torch
+        torch.load("model.pt", map_location="cpu")
+        torch.load("model.pt", device)
+        torch.load("model.pt", mmap=True)
+        torch.load("model.pt", **options)
+    """,
+    "another-load": r"""
+        import json, numpy as np
+        json.load(file)
+        np.load("x.npy")
+    """,
+}
+
+
+@pytest.mark.parametrize(**names(SNIPPETS))
+def test_what_is_marked_is_found_and_nothing_else(code):
+    assert lines(hits, code) == marked(code)

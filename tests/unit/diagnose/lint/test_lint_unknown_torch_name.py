@@ -1,0 +1,35 @@
+"""Names that torch does not have."""
+
+import pytest
+
+from lint_snippets import lines, marked, names
+from plimsoll.diagnose.lint.unknown_torch_name import hits
+
+SNIPPETS = {
+    "pin-memory": r"""
+        import torch
+        batch = torch.cuda.pin_memory(batch)  # <-
+    """,
+    "cache": r"""
+        import torch
+        torch.cuda.clear_cache()  # <-
+    """,
+    "imported": r"""
+        from torch.utils.data import BucketIterator  # <-
+    """,
+    "those-it-has": r"""
+        import torch
+        torch.cuda.empty_cache()
+        torch.cuda.memory.memory_summary()
+        batch = batch.pin_memory()
+    """,
+    "somebody-elses": r"""
+        from mine import torch_tools as tools
+        tools.cuda.pin_memory(batch)
+    """,
+}
+
+
+@pytest.mark.parametrize(**names(SNIPPETS))
+def test_what_is_marked_is_found_and_nothing_else(code):
+    assert lines(hits, code) == marked(code)
