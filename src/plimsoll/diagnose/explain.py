@@ -41,23 +41,21 @@ def explain(
 
     Args:
         source: a job file, before it runs; a run directory, also of a run that is going on or was killed; the record of
-            a run; the `plimsoll.TrainStep` of a loop of your own; or a file with the text of an error, a log, the
-            recording of a watch, or a memory snapshot of CUDA.
+            a run; the `plimsoll.TrainStep` of a loop of your own; or a file with the text of an error, a log, a memory
+            snapshot of CUDA, or the recording of a watch.
         device: of a job or a run, see `plimsoll.plan_job`; by default the job's.
         budget: what a job or a run may use, such as ``"2GiB"``; by default the job's.
         progress: told what is being done, where a job is rehearsed.
 
     Raises:
         RecordError: if it is no run directory, or a file in it is damaged.
-        InputError: if the file cannot be read, or is a pickle and no snapshot, or a job cannot be predicted (see
+        InputError: if the file cannot be read or is another pickle, or a job cannot be predicted (see
             `plimsoll.plan_job`).
     """
     if isinstance(source, str | Path):
         path = Path(source)
-        if is_job(path):
-            return _of_job(path, device, budget, progress)
         if path.is_file():
-            return _of_file(path)
+            return _of_job(path, device, budget, progress) if is_job(path) else _of_file(path)
         if is_not_begun(path):
             return _of_job(path / "job.yaml", device, budget, progress)
         return _of_run(RunRecord.from_directory(path), path, device, budget, progress)
@@ -67,7 +65,7 @@ def explain(
 
 def is_job(path: Path) -> bool:
     """Whether a file is a job, by its name; other programs write YAML, too: Kubernetes names an ``apiVersion``."""
-    if path.suffix.lower() not in _JOB_SUFFIXES or path.is_dir():
+    if path.suffix.lower() not in _JOB_SUFFIXES:
         return False
     with suppress(OSError), path.open("rb") as file:
         return re.search(rb"^apiVersion:", file.read(_HEAD_BYTES), re.MULTILINE) is None
@@ -101,10 +99,10 @@ def _bytes(budget: str | int | None) -> int | None:
 
 
 def _of_file(path: Path) -> Diagnosis:
-    if is_recording(path):
-        return diagnosis_of_watch(WatchRecord.read(path))
     if is_snapshot(path):
         return diagnosis_of_snapshot(path)
+    if is_recording(path):
+        return diagnosis_of_watch(WatchRecord.read(path))
     try:
         with path.open("rb") as file:
             return diagnosis_of_text(file, path.name)

@@ -41,7 +41,7 @@ def headline(diagnosis: Diagnosis) -> str:
     """Say how much was found in how many steps, or which error a text tells of."""
     if diagnosis.event is not None:
         return _event_sentence(diagnosis.event)
-    if not diagnosis.num_steps and diagnosis.shares:
+    if not diagnosis.num_steps and diagnosis.shares and diagnosis.shares[0].known == "predicted":
         return _needs_sentence(diagnosis)
     peak = f", peak {format_bytes(diagnosis.peak_bytes)}" if diagnosis.peak_bytes is not None else ""
     found = len(diagnosis.findings)
