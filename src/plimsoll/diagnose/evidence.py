@@ -10,8 +10,10 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Literal
 
 from plimsoll.diagnose.growth import growth_of
+from plimsoll.diagnose.seen import Seen
 from plimsoll.records.diagnosis import MemoryGrowth, Share
 from plimsoll.records.oom_text import OomText
+from plimsoll.records.prediction import Holding
 from plimsoll.records.run import GraphLine, RunRecord
 
 if TYPE_CHECKING:
@@ -33,6 +35,14 @@ class Evidence:
         message: what the run ended with, if it failed.
         event: the out-of-memory error that is to be explained.
         shares: what the peak is made of, where that is known.
+        has_run_out: whether memory ran out, or is predicted to.
+        limit_bytes: what there was to use.
+        requested_bytes: what was asked for when memory ran out.
+        phase: of the training in which the peak is.
+        holdings: what is alive at the peak, alike things together.
+        sequence_length: tokens of a sample.
+        vocab_size: tokens there are.
+        seen: what was seen in a live process.
     """
 
     subject: str
@@ -45,6 +55,14 @@ class Evidence:
     message: str = ""
     event: OomText | None = None
     shares: tuple[Share, ...] = ()
+    has_run_out: bool = False
+    limit_bytes: int | None = None
+    requested_bytes: int | None = None
+    phase: str = ""
+    holdings: tuple[Holding, ...] = ()
+    sequence_length: int | None = None
+    vocab_size: int | None = None
+    seen: Seen | None = None
 
     @property
     def num_steps(self) -> int:

@@ -72,6 +72,14 @@ def fitting(work: Callable[[], T], backend: Backend, what: str) -> T:
     return outcome
 
 
+def without_fail(work: Callable[[], T]) -> T | str:
+    """Run what explains an error and must not hide it: where it fails itself, as memory is short, return its message."""
+    try:
+        return work()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"[:_LONGEST_TEXT]
+
+
 def _event(error: BaseException, family: str, backend: Backend, position: Position) -> OomEvent:
     text = str(error)
     use = backend.use()

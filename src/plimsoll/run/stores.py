@@ -14,12 +14,13 @@ import inspect
 import os
 import textwrap
 from collections.abc import Iterable, Iterator
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 
 from torch import nn
 
 _ADDS = {"append", "appendleft", "extend", "insert", "add", "update", "setdefault"}
+_STATEMENTS = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Expr, ast.Return)
 _CONTAINERS = {"list", "dict", "tuple", "deque", "defaultdict", "OrderedDict"}
 _METHODS_WITHOUT_GRAPH, _FUNCTIONS_WITHOUT_GRAPH = {"detach", "item", "tolist", "numpy"}, {"float", "int"}
 
@@ -36,12 +37,13 @@ def store_of(owners: Iterable[Any], variable: str, value: Any = None) -> Store |
     """Find the line that stores ``variable``.
 
     Args:
-        owners: the object that has the attribute, or the function that has the variable; then what has that object.
+        owners: the object that has the attribute, or the function or the code that has the variable; then what has
+            that object.
         variable: the name of the attribute or the variable.
         value: what is there now; a tuple or a list of states is detached one by one.
     """
     for owner in owners:
-        wanted = _Wanted(variable, isinstance(owner, FunctionType))
+        wanted = _Wanted(variable, isinstance(owner, FunctionType | CodeType))
         for function in _functions_of(owner):
             for node, line in _statements(function):
                 if (remedy := _remedy(node, wanted, value)) is not None:
@@ -52,7 +54,7 @@ def store_of(owners: Iterable[Any], variable: str, value: Any = None) -> Store |
 def is_read(owners: Iterable[Any], variable: str) -> bool:
     """Whether the code of an object uses what an attribute has, as a state that is carried on is used."""
     for owner in owners:
-        wanted = _Wanted(variable, isinstance(owner, FunctionType))
+        wanted = _Wanted(variable, isinstance(owner, FunctionType | CodeType))
         for function in _functions_of(owner):
             for node, _ in _statements(function):
                 loads = [part for part in ast.walk(node) if isinstance(getattr(part, "ctx", None), ast.Load)]
@@ -61,7 +63,9 @@ def is_read(owners: Iterable[Any], variable: str) -> bool:
     return False
 
 
-def _functions_of(owner: Any) -> list[FunctionType]:
+def _functions_of(owner: Any) -> list[FunctionType | CodeType]:
+    if isinstance(owner, CodeType):
+        return [owner]
     if isinstance(owner, FunctionType):
         return [inspect.unwrap(owner)]
     kind = owner if isinstance(owner, type) else type(owner)
@@ -69,19 +73,23 @@ def _functions_of(owner: Any) -> list[FunctionType]:
     found = [value for one in classes for value in vars(one).values()]
     functions = [getattr(value, "__func__", value) for value in found]  # of class methods and static ones
     own = [inspect.unwrap(function) for function in functions if isinstance(function, FunctionType)]
-    return sorted(own, key=lambda function: function.__name__ == "__init__")
+    return [*sorted(own, key=lambda function: function.__name__ == "__init__")]
 
 
-def _statements(function: FunctionType) -> Iterator[tuple[ast.stmt, int]]:
-    """The statements of a function, with their line numbers in its file."""
+def _statements(function: FunctionType | CodeType) -> Iterator[tuple[ast.stmt, int]]:
+    """The statements of a function, or of a piece of code those in loops first, with their line numbers in its file."""
     try:
         lines, first = inspect.getsourcelines(function)
         tree = ast.parse(textwrap.dedent("".join(lines)))
     except (OSError, TypeError, SyntaxError):  # no source, or a part of a line (a lambda) that is no statement
         return
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign | ast.Expr | ast.Return):
-            yield node, first + node.lineno - 1
+    found = [node for node in ast.walk(tree) if isinstance(node, _STATEMENTS)]
+    if isinstance(function, CodeType):
+        loops = [node for node in ast.walk(tree) if isinstance(node, ast.For | ast.While)]
+        repeated = {id(node) for loop in loops for node in ast.walk(loop)}
+        found.sort(key=lambda node: id(node) not in repeated)
+    for node in found:
+        yield node, max(first, 1) + node.lineno - 1  # of a whole file the first line is called 0
 
 
 class _Wanted(NamedTuple):
@@ -105,7 +113,7 @@ def _added(node: ast.AST, wanted: _Wanted) -> ast.Call | None:
     call = node.value if isinstance(node, ast.Expr) else None
     if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute) or call.func.attr not in _ADDS:
         return None
-    return call if call.args and wanted.is_at(call.func.value) else None
+    return call if call.args and wanted.is_stored_in(call.func.value) else None
 
 
 def _remedy(node: ast.stmt, wanted: _Wanted, value: Any) -> str | None:
