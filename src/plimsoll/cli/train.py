@@ -198,7 +198,7 @@ def _has_line(job: Job, wishes: tuple[str, ...]) -> bool:
     from plimsoll.device import nvml
 
     is_on_cpu = job.device == "cpu" or (job.device == "auto" and nvml.driver_version() is None)
-    return bool(wishes) or job.budget.device_bytes is not None or not is_on_cpu
+    return bool(wishes or job.pin) or job.budget.device_bytes is not None or not is_on_cpu
 
 
 def _write(directory: RunDirectory, job: Job) -> None:

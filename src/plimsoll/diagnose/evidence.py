@@ -5,19 +5,22 @@ Of a run that was killed or resumed the process with the most steps is taken: wh
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Literal
+from pathlib import PurePath
+from typing import TYPE_CHECKING, Any, Literal
 
 from plimsoll.diagnose.growth import growth_of
 from plimsoll.diagnose.seen import Seen
-from plimsoll.records.diagnosis import MemoryGrowth, Share
+from plimsoll.records.diagnosis import MemoryGrowth, Remedy, Share
 from plimsoll.records.oom_text import OomText
-from plimsoll.records.prediction import Holding
+from plimsoll.records.prediction import Holding, Prediction
 from plimsoll.records.run import GraphLine, RunRecord
 
 if TYPE_CHECKING:
     from plimsoll.run.step import TrainStep
+
+_OF_MEMORY = ("OOM killer", "memory ran out")  # what the evidence of a death says where memory was why
 
 
 @dataclass(frozen=True)
@@ -38,10 +41,13 @@ class Evidence:
         has_run_out: whether memory ran out, or is predicted to.
         limit_bytes: what there was to use.
         requested_bytes: what was asked for when memory ran out.
+        is_fragmented: whether the allocator then held as much as was asked for, in pieces.
         phase: of the training in which the peak is.
         holdings: what is alive at the peak, alike things together.
         sequence_length: tokens of a sample.
         vocab_size: tokens there are.
+        padding_share: of the tokens of a batch, on average, those that are padding.
+        remedies: what was found to free memory, best first.
         seen: what was seen in a live process.
     """
 
@@ -58,10 +64,13 @@ class Evidence:
     has_run_out: bool = False
     limit_bytes: int | None = None
     requested_bytes: int | None = None
+    is_fragmented: bool = False
     phase: str = ""
     holdings: tuple[Holding, ...] = ()
     sequence_length: int | None = None
     vocab_size: int | None = None
+    padding_share: float | None = None
+    remedies: tuple[Remedy, ...] = ()
     seen: Seen | None = None
 
     @property
@@ -75,13 +84,61 @@ class Evidence:
         return growth_of(self.used_bytes)
 
 
+def with_prediction(evidence: Evidence, prediction: Prediction, **more: Any) -> Evidence:
+    """Add what a prediction says: what the peak is made of, and what is alive at it.
+
+    Where memory ran out the peak is the one that is predicted: what was measured ends at the limit.
+    """
+    measured_bytes = None if evidence.has_run_out else evidence.peak_bytes
+    return replace(
+        evidence,
+        peak_bytes=measured_bytes or prediction.peak.likely_bytes,
+        shares=shares_of(prediction),
+        limit_bytes=prediction.limit_bytes,
+        phase=prediction.moment.phase,
+        holdings=prediction.largest,
+        sequence_length=prediction.sequence_length,
+        **more,
+    )
+
+
+def shares_of(prediction: Prediction) -> tuple[Share, ...]:
+    """Return what a predicted peak is made of, largest first, each with the module and line that made most of it."""
+    places: dict[str, str] = {}
+    for holding in prediction.largest:  # largest first
+        places.setdefault(holding.category, place_of(holding))
+    parts = sorted(prediction.parts.items(), key=lambda part: -part[1])
+    return tuple(
+        Share(category=name, num_bytes=size, known="predicted", place=places.get(name, "")) for name, size in parts
+    )
+
+
+def place_of(holding: Holding) -> str:
+    """Say which module and line made something: ``transformer.h.*.attn, attention.py:193``."""
+    path, colon, number = holding.made.line.rpartition(":")
+    line = f"{PurePath(path).name}:{number}" if colon else ""
+    return ", ".join(filter(None, (holding.made.module, line)))
+
+
+def ended_in_oom(run: RunRecord) -> bool:
+    """Whether a run ended because memory ran out: by its own error, or killed for it and not started again."""
+    if run.status == "failed":
+        event = next(reversed(run.oom_events), None)
+        return "memory ran out" in run.message or (event is not None and not event.survived)
+    death = next(reversed(run.deaths), None)
+    if death is None or death.restarted_from_step is not None or run.status != "running":
+        return False
+    return any(words in death.evidence for words in _OF_MEMORY)
+
+
 def evidence_of_run(run: RunRecord) -> Evidence:
     """Take the evidence out of the record of a run."""
+    event = next(reversed(run.oom_events), None) if ended_in_oom(run) else None
     borders = [*sorted({start.step for start in run.starts} | {0}), max((step.step for step in run.steps), default=0)]
     first, last = max(pairwise(borders), key=lambda part: part[1] - part[0], default=(0, 0))
     steps = {line.step: line for line in run.steps if first < line.step <= last}
     graphs = {line.step: line for line in run.graphs if first < line.step <= last}
-    return Evidence(
+    evidence = Evidence(
         subject=run.name,
         kind=run.device.kind,
         first_step=first,
@@ -90,7 +147,12 @@ def evidence_of_run(run: RunRecord) -> Evidence:
         graphs=tuple(graphs[step] for step in sorted(graphs)),
         peak_bytes=max((line.peak_bytes for line in steps.values() if line.peak_bytes), default=run.peak_bytes),
         message=run.message if run.status == "failed" else "",
+        has_run_out=ended_in_oom(run),
+        limit_bytes=run.limit_bytes,
+        requested_bytes=event.requested_bytes if event else None,
+        is_fragmented=event.is_fragmented if event else False,
     )
+    return evidence if run.plan.prediction is None else with_prediction(evidence, run.plan.prediction)
 
 
 def evidence_of_step(step: TrainStep) -> Evidence:

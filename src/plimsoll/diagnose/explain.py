@@ -1,51 +1,98 @@
-"""From a run or a text to its diagnosis: every cause is looked for, and what is seen and explains nothing is noted.
+"""From a job, a run or a text to its diagnosis: every cause is looked for, and what explains nothing is noted.
 
-Does NOT read memory snapshots and job files.
+Does NOT read memory snapshots.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from plimsoll.diagnose.causes import every_cause
-from plimsoll.diagnose.evidence import Evidence, evidence_of_run, evidence_of_step
+from plimsoll.diagnose.evidence import ended_in_oom, evidence_of_run, evidence_of_step
+from plimsoll.diagnose.findings import diagnosed
 from plimsoll.diagnose.of_text import diagnosis_of_text
 from plimsoll.errors import InputError
 from plimsoll.records.diagnosis import Diagnosis
+from plimsoll.records.job import Job
 from plimsoll.records.run import RunRecord
-from plimsoll.records.units import format_bytes
+from plimsoll.records.units import parse_bytes
 
 if TYPE_CHECKING:
     from plimsoll.run.step import TrainStep
 
+Progress = Callable[[str], None]
 
-def explain(source: str | Path | RunRecord | TrainStep) -> Diagnosis:
-    """Find out what used memory that need not have.
+_JOB_SUFFIXES = (".yaml", ".yml")
+_HEAD_BYTES = 1 << 16
+
+
+def explain(
+    source: str | Path | RunRecord | TrainStep,
+    *,
+    device: str | None = None,
+    budget: str | int | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> Diagnosis:
+    """Find out what uses memory, or why it ran out, and what would free it.
 
     Args:
-        source: a run directory, also of a run that is going on or was killed, the record of a run, the
-            `plimsoll.TrainStep` of a loop of your own, or a file with the text of an error or a log.
+        source: a job file, before it runs; a run directory, also of a run that is going on or was killed; the record of
+            a run; the `plimsoll.TrainStep` of a loop of your own; or a file with the text of an error or a log.
+        device: of a job or a run, see `plimsoll.plan_job`; by default the job's.
+        budget: what a job or a run may use, such as ``"2GiB"``; by default the job's.
+        progress: told what is being done, where a job is rehearsed.
 
     Raises:
         RecordError: if it is no run directory, or a file in it is damaged.
-        InputError: if the file cannot be read.
+        InputError: if the file cannot be read, or a job cannot be predicted (see `plimsoll.plan_job`).
     """
     if isinstance(source, str | Path):
         path = Path(source)
         if path.is_file():
-            return _of_file(path)
-        source = RunRecord.from_directory(path)
+            return _of_job(path, device, budget, progress) if is_job(path) else _of_file(path)
+        if is_not_begun(path):
+            return _of_job(path / "job.yaml", device, budget, progress)
+        return _of_run(RunRecord.from_directory(path), path, device, budget, progress)
     evidence = evidence_of_run(source) if isinstance(source, RunRecord) else evidence_of_step(source)
-    findings = [finding for find in every_cause().values() for finding in find(evidence)]
-    return Diagnosis(
-        subject=evidence.subject,
-        num_steps=evidence.num_steps,
-        peak_bytes=evidence.peak_bytes,
-        growth=evidence.growth,
-        findings=tuple(sorted(findings, key=lambda finding: -(finding.effect_bytes or 0))),
-        notes=_notes(evidence, bool(findings)),
-    )
+    return diagnosed(evidence)
+
+
+def is_job(path: Path) -> bool:
+    """Whether a file is a job, by its name; other programs write YAML, too: Kubernetes names an ``apiVersion``."""
+    if path.suffix.lower() not in _JOB_SUFFIXES:
+        return False
+    with suppress(OSError), path.open("rb") as file:
+        return re.search(rb"^apiVersion:", file.read(_HEAD_BYTES), re.MULTILINE) is None
+    return True  # and reading it says why not
+
+
+def is_not_begun(path: Path) -> bool:
+    """Whether a folder is that of a run that was refused before its first step: what its job needs is known."""
+    return (path / "job.yaml").is_file() and (path / "plan.json").is_file() and not (path / "run.json").exists()
+
+
+def _of_job(path: Path, device: str | None, budget: str | int | None, progress: Progress | None) -> Diagnosis:
+    from plimsoll.diagnose.of_job import diagnosis_of_job
+
+    job = Job.from_yaml(path)
+    return diagnosis_of_job(job, path.name, device=device, limit_bytes=_bytes(budget), progress=progress)
+
+
+def _of_run(
+    run: RunRecord, path: Path, device: str | None, budget: str | int | None, progress: Progress | None
+) -> Diagnosis:
+    if not ended_in_oom(run):
+        return diagnosed(evidence_of_run(run))
+    from plimsoll.diagnose.of_job import diagnosis_of_run
+
+    return diagnosis_of_run(run, path, device=device, limit_bytes=_bytes(budget), progress=progress)
+
+
+def _bytes(budget: str | int | None) -> int | None:
+    return None if budget is None else parse_bytes(budget)
 
 
 def _of_file(path: Path) -> Diagnosis:
@@ -54,20 +101,3 @@ def _of_file(path: Path) -> Diagnosis:
             return diagnosis_of_text(file, path.name)
     except OSError as error:
         raise InputError(f"cannot read {path} ({error.strerror}): give a file with the text of an error") from None
-
-
-def _notes(evidence: Evidence, is_explained: bool) -> tuple[str, ...]:
-    growth = evidence.growth
-    if evidence.num_steps and growth is None:
-        num_measured = len(evidence.used_bytes)
-        return (
-            f"Whether memory grows cannot be told from {num_measured} measurement{'s' * (num_measured != 1)}: 11 are "
-            "needed, 3 of them for the warm-up.",
-        )
-    if growth is not None and growth.is_steady and not is_explained:
-        return (
-            f"The growth of {format_bytes(growth.likely_bytes)} per step is not that of a graph that is kept: look for "
-            "what your own code keeps from step to step (lists, caches, arrays); where it comes to an end after some "
-            "hundred steps it is the heap, which batches of changing lengths fill slowly.",
-        )
-    return ()

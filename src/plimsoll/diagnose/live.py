@@ -22,8 +22,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from plimsoll.device.base import backend_for
 from plimsoll.diagnose.causes import every_cause
-from plimsoll.diagnose.evidence import Evidence
 from plimsoll.diagnose.frames import users_callers
+from plimsoll.diagnose.findings import diagnosed
 from plimsoll.diagnose.holders import found_in, lengths_of
 from plimsoll.diagnose.of_error import Before, backend_of, evidence_of_error
 from plimsoll.errors import PlimsollError
@@ -109,20 +109,7 @@ def _diagnosis_of(error: BaseException, before: Before, caller: FrameType | None
     found = backend_of(error)
     if found is None:
         return None
-    return _diagnosed(evidence_of_error(error, found[0], before, caller))
-
-
-def _diagnosed(evidence: Evidence) -> Diagnosis:
-    findings = [finding for find in every_cause().values() for finding in find(evidence)]
-    return Diagnosis(
-        subject=evidence.subject,
-        num_steps=evidence.num_steps,
-        peak_bytes=evidence.peak_bytes,
-        growth=evidence.growth,
-        event=evidence.event,
-        shares=evidence.shares,
-        findings=tuple(sorted(findings, key=lambda finding: -(finding.effect_bytes or 0))),
-    )
+    return diagnosed(evidence_of_error(error, found[0], before, caller))
 
 
 def _lengths(frame: FrameType) -> dict[int, int]:

@@ -23,7 +23,9 @@ from plimsoll.models.imported import find_imported
 from plimsoll.records.job import Job
 
 _VERSIONS = ("plimsoll", "torch", "transformers")
-_NOT_OF_A_PLAN = {"budget", "checkpoint", "steps", "device", "data", "tokenizer", "seed", "evaluate_every", "distill"}
+_NOT_OF_A_PLAN = {
+    "budget", "checkpoint", "steps", "device", "data", "tokenizer", "seed", "evaluate_every", "distill", "pin",
+}  # fmt: skip
 
 
 def facts_of(job: Job, texts: TextSketch, target: str) -> dict[str, str]:

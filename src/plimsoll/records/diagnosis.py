@@ -1,7 +1,7 @@
 """What explains the memory of a run: findings, each with its evidence, its share of the peak and what to do about it.
 
-Every number says how it is known: measured, counted (sizes of objects that were seen) or assumed. A number that is not
-known is ``None``, never a guess.
+Every number says how it is known: measured, counted (sizes of objects that were seen), predicted or assumed. A number
+that is not known is ``None``, never a guess.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from plimsoll.records.plan import Choice
 GRAPH_IS_GONE = "the backward pass came to the graph of an earlier forward pass"
 """How the message of a step begins that failed for a state that is not detached; a run that ended so has it, too."""
 
-KnownHow = Literal["measured", "counted", "assumed"]
+KnownHow = Literal["measured", "counted", "predicted", "assumed"]
 
 
 class MemoryGrowth(Frozen):
@@ -104,13 +104,18 @@ class Remedy(Frozen):
     known: Literal["measured", "predicted", "bound", "assumed"]
     fits: bool | None = None
 
+    @property
+    def changes_training(self) -> bool:
+        """Whether the job would have to allow it first, as it changes the training or its precision."""
+        return bool({"allow", "precision"} & self.settings.keys())
+
 
 class Diagnosis(Record):
     """What was found in a run, a text or a snapshot.
 
     The largest effect comes first, of findings and of remedies. ``event`` is the out-of-memory error that is explained,
-    if there was one; ``shares`` are what the peak is made of, largest first; ``notes`` say what was seen and is no
-    finding.
+    if there was one; ``shares`` are what the peak is made of, largest first, of ``limit_bytes`` that there are;
+    ``notes`` say what was seen and is no finding. ``num_steps`` is 0 for what did not run.
     """
 
     record_kind: ClassVar[str] = "diagnosis"
@@ -118,6 +123,7 @@ class Diagnosis(Record):
     subject: str
     num_steps: int = 0
     peak_bytes: int | None = None
+    limit_bytes: int | None = None
     growth: MemoryGrowth | None = None
     event: OomText | None = None
     shares: tuple[Share, ...] = ()
@@ -128,4 +134,4 @@ class Diagnosis(Record):
     @property
     def has_answer(self) -> bool:
         """Whether there is something to explain: a finding, or memory that ran out."""
-        return bool(self.findings) or (self.event is not None and self.event.is_oom)
+        return bool(self.findings or self.remedies) or (self.event is not None and self.event.is_oom)

@@ -22,6 +22,7 @@ from plimsoll.records.distill import DistillSource
 from plimsoll.records.embeddings import VectorSource
 from plimsoll.records.job_yaml import near as near  # noqa: PLC0414 -- where others look for it
 from plimsoll.records.job_yaml import parse_value, read_fields
+from plimsoll.records.plan import PinText
 
 HUB_PREFIX = "hf:"  # of a dataset by its name on the Hugging Face hub
 _NOT_EMPTY = Field(min_length=1)
@@ -199,6 +200,7 @@ class Job(Record):
     precision: Literal["fp32", "bf16", "fp16", "auto"] = "fp32"
     quantization_aware: Literal["int8", "int4"] | None = None
     allow: Annotated[tuple[Allowed, ...], BeforeValidator(_listed)] = ()
+    pin: Annotated[tuple[PinText, ...], BeforeValidator(_listed)] = ()
     device: Literal["auto", "cpu", "cuda"] = "auto"
     budget: Budget = Budget()
     checkpoint: CheckpointPolicy = CheckpointPolicy()
@@ -386,7 +388,7 @@ def _apply(fields: dict[str, Any], change: str) -> None:
 
 
 # What a plain value stands for where a group of fields can be given: `budget: 2GiB` is `budget: {device: 2GiB}`.
-_SHORT_FORMS = {
+SHORT_FORMS = {
     "budget": "device", "data": "train", "tokenizer": "path", "optimizer": "name", "embeddings": "path",
     "distill": "teacher",
 }  # fmt: skip
@@ -394,14 +396,14 @@ _SHORT_FORMS = {
 
 def _expanded(fields: dict[str, Any]) -> dict[str, Any]:
     return {
-        name: {_SHORT_FORMS[name]: value} if name in _SHORT_FORMS and not isinstance(value, dict | None) else value
+        name: {SHORT_FORMS[name]: value} if name in SHORT_FORMS and not isinstance(value, dict | None) else value
         for name, value in fields.items()
     }
 
 
 def _normalised(fields: dict[str, Any], folder: Path | None) -> dict[str, Any]:
     """Bring the groups of fields from the way a person writes them to the way the records have them."""
-    groups = {name: dict(fields[name]) for name in _SHORT_FORMS if isinstance(fields.get(name), dict)}
+    groups = {name: dict(fields[name]) for name in SHORT_FORMS if isinstance(fields.get(name), dict)}
     if "budget" in groups:  # in the order written: a --set of `device` comes after what it replaces
         full_names = {"device": "device_bytes", "host": "host_bytes"}
         groups["budget"] = {full_names.get(name, name): value for name, value in groups["budget"].items()}

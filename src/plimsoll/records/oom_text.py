@@ -43,6 +43,7 @@ class OomText(Frozen):
         num_times: how often the same text stands in the file.
         place: the last line of the user's own code in the traceback above it, ``file.py:12``; "" without one.
         code: that line itself.
+        above: the end of the Python traceback above it, at most 2,000 characters.
     """
 
     kind: str
@@ -66,3 +67,4 @@ class OomText(Frozen):
     num_times: int = 1
     place: str = ""
     code: str = ""
+    above: str = ""

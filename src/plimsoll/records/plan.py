@@ -6,7 +6,9 @@ import json
 import math
 import re
 from collections.abc import Iterable, Sequence
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import AfterValidator
 
 from plimsoll.errors import InputError
 from plimsoll.records.base import Frozen, Record
@@ -241,6 +243,18 @@ def _value(word: str, text: str) -> Value:
         return word
     is_number = isinstance(value, int) or (isinstance(value, float) and math.isfinite(value))
     return value if is_number or isinstance(value, str) else word
+
+
+def _readable(text: str) -> str:
+    try:
+        parse_pin(text)
+    except InputError as error:
+        raise ValueError(str(error)) from None
+    return text
+
+
+PinText = Annotated[str, AfterValidator(_readable)]
+"""A pin as a job file has it."""
 
 
 def check_pins(pins: Sequence[Pin], forbids: Iterable[str]) -> None:

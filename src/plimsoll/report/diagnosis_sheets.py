@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from plimsoll.records.diagnosis import Diagnosis, Finding
+from collections.abc import Sequence
+
+from plimsoll.records.diagnosis import Diagnosis, Finding, Remedy, Share
 from plimsoll.records.oom_text import OomText
 from plimsoll.records.units import format_bytes
 from plimsoll.report.sheets import Column, Sheet
@@ -10,6 +12,8 @@ from plimsoll.report.sheets import Column, Sheet
 _FACTS = (Column("What"), Column("How it is known"))
 _REMEDY = (Column("To do"), Column("What"))
 _STATED = (Column("What"), Column("Value"))
+_SHARES = (Column("Used for"), Column("Size", True), Column("Share", True), Column("How it is known"), Column("Where"))
+_REMEDIES = (Column("Remedy"), Column("Saves", True), Column("A step", True), Column("Fits"), Column("What it does"))
 
 _CAUSES = {
     "true_capacity": "the memory is really used up",
@@ -36,6 +40,8 @@ def headline(diagnosis: Diagnosis) -> str:
     """Say how much was found in how many steps, or which error a text tells of."""
     if diagnosis.event is not None:
         return _event_sentence(diagnosis.event)
+    if not diagnosis.num_steps and diagnosis.shares:
+        return _needs_sentence(diagnosis)
     peak = f", peak {format_bytes(diagnosis.peak_bytes)}" if diagnosis.peak_bytes is not None else ""
     found = len(diagnosis.findings)
     what = "Nothing was found" if not found else "One cause was found" if found == 1 else f"{found} causes were found"
@@ -48,6 +54,14 @@ def _event_sentence(event: OomText) -> str:
     cause = _CAUSES[event.likely_cause or "unknown"]
     other = "" if event.likely_cause_alt is None else f", or {_CAUSES[event.likely_cause_alt]}"
     return f"Out of memory ({event.kind}); likely cause: {cause}{other}."
+
+
+def _needs_sentence(diagnosis: Diagnosis) -> str:
+    limit_bytes = diagnosis.limit_bytes
+    of = "" if limit_bytes is None else f" of {format_bytes(limit_bytes)}"
+    is_over = limit_bytes is not None and (diagnosis.peak_bytes or 0) > limit_bytes
+    verdict = "It does not fit" if is_over else "It may not fit" if diagnosis.has_answer else "It fits"
+    return f"{verdict}: the peak is {format_bytes(diagnosis.peak_bytes)}{of}."
 
 
 def event_sheet(event: OomText) -> Sheet:
@@ -78,9 +92,40 @@ def growth_sentence(diagnosis: Diagnosis) -> str:
 
 
 def sheets_of(diagnosis: Diagnosis) -> list[Sheet]:
-    """Return what the error states, and of each finding what to do and its evidence."""
-    found = [sheet for one in diagnosis.findings for sheet in finding_sheets(one)]
-    return found if diagnosis.event is None else [event_sheet(diagnosis.event), *found]
+    """Return what the error states, the remedies, what the peak is made of, and each finding with its evidence."""
+    sheets = [] if diagnosis.event is None else [event_sheet(diagnosis.event)]
+    sheets += [remedies_sheet(diagnosis.remedies)] if diagnosis.remedies else []
+    sheets += [shares_sheet(diagnosis.shares)] if diagnosis.shares else []
+    return [*sheets, *(sheet for one in diagnosis.findings for sheet in finding_sheets(one))]
+
+
+def remedies_sheet(remedies: Sequence[Remedy]) -> Sheet:
+    """List what would free memory, numbered as ``--remedy`` has it."""
+    return Sheet("Remedies", _REMEDIES, tuple(_remedy_row(number, one) for number, one in enumerate(remedies, start=1)))
+
+
+def _remedy_row(number: int, remedy: Remedy) -> tuple[str, ...]:
+    name = " + ".join(map(str, remedy.choices)) or remedy.code or "by hand"
+    saved = "unknown"
+    if remedy.saving_bytes is not None:
+        saved = format_bytes(remedy.saving_bytes)
+    elif remedy.saving_high_bytes is not None:
+        saved = f"at most {format_bytes(remedy.saving_high_bytes)}"
+    factor = "unknown" if remedy.step_time_factor is None else f"x {remedy.step_time_factor:.2f}"
+    fits = "unknown" if remedy.fits is None else "yes" if remedy.fits else "no"
+    changes = " (changes the training or its precision)" if remedy.changes_training else ""
+    return f"{number}. {name}", saved, factor, fits, f"{remedy.text}{changes}"
+
+
+def shares_sheet(shares: Sequence[Share]) -> Sheet:
+    """List what a peak is made of."""
+    total_bytes = sum(share.num_bytes for share in shares)
+    rows = [
+        (one.category, format_bytes(one.num_bytes), f"{one.num_bytes / total_bytes:.0%}", one.known, one.place)
+        for one in shares
+        if total_bytes
+    ]
+    return Sheet("What the peak is made of", _SHARES, tuple(rows))
 
 
 def finding_sheets(finding: Finding) -> tuple[Sheet, Sheet]:

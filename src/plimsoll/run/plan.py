@@ -13,8 +13,8 @@ Does NOT look at the texts, and does not train.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise
@@ -100,15 +100,33 @@ def plan_job(
         BudgetError: if the device has less than the budget.
         InputError: if a technique does not exist, pins contradict each other, or the model cannot be traced.
     """
+    wishes = (wished(job, pins, forbids), tuple(forbids))
+    with planner_of(job, device, limit_bytes, wishes, calibration, progress, started) as planner:
+        return planner.plan()
+
+
+@contextmanager
+def planner_of(  # noqa: PLR0917 -- called twice
+    job: Job, device: str | None, limit_bytes: int | None, wishes: tuple[Sequence[Pin], Sequence[str]],
+    calibration: Calibration | None, progress: Progress | None, started: StartedBaseline | None = None,
+) -> Iterator[Planner]:  # fmt: skip
+    """Be ready to look at mixes of a job; arguments and what is raised are those of `plan_job`."""
     budget_bytes = limit_bytes if limit_bytes is not None else job.budget.device_bytes
     budget = Budget(device_bytes=budget_bytes, host_bytes=job.budget.host_bytes)
-    name, forbidden = device_of_job(job, device), tuple(forbids)
-    _require_known(pins, forbidden)
+    name, (pins, forbids) = device_of_job(job, device), wishes
+    _require_known(pins, forbids)
     with ExitStack() as stack:
         if name == "cpu" and started is None:
             started = stack.enter_context(StartedBaseline(job))  # it takes seconds
         subject = JobSubject(job, started)
-        return _Planner(subject, name, budget, pins, forbidden, calibration, progress or (lambda text: None)).plan()
+        yield Planner(subject, name, budget, pins, forbids, calibration, progress or (lambda text: None))
+
+
+def wished(job: Job, pins: Sequence[Pin], forbids: Iterable[str]) -> tuple[Pin, ...]:
+    """Join the job's own pins to those that are given, which come before what the job says of the same technique."""
+    said = {*(pin.technique for pin in pins), *forbids}
+    own = (parse_pin(text) for text in job.pin)
+    return (*pins, *(pin for pin in own if pin.technique not in said))
 
 
 def device_of_job(job: Job, device: str | None) -> str:
@@ -123,6 +141,7 @@ def require_possible(job: Job, pins: Sequence[Pin], forbids: Iterable[str]) -> N
         InputError: see `plan_job`.
     """
     forbidden = tuple(forbids)
+    pins = wished(job, pins, forbidden)
     _require_known(pins, forbidden)
     subject = JobSubject(job)
     _decided(subject, _setting(subject, choose_device(job)), pins, forbidden)
@@ -199,7 +218,7 @@ def plan_step(
     subject = StepSubject(model, optimizer, batch, loss, units, clip_norm, precision, frozenset(allow))
     pinned = [parse_pin(pin) for pin in pins]
     limit = Budget(device_bytes=parse_bytes(budget))
-    return _Planner(subject, _here(device), limit, pinned, tuple(forbids), calibration, lambda text: None).plan()
+    return Planner(subject, _here(device), limit, pinned, tuple(forbids), calibration, lambda text: None).plan()
 
 
 def _here(device: str) -> str:
@@ -270,26 +289,29 @@ def _cuda_here() -> Target:
     return gpu_target(spec_of(backend_for("cuda").probe()), None)
 
 
-class _Planner:
-    """Looks at mixes of one training on one target; each is traced once."""
+class Planner:
+    """Looks at mixes of one training on one target; each is traced once.
+
+    ``subject`` is the training and ``setting`` what techniques are told of it.
+    """
 
     def __init__(  # noqa: PLR0917 -- called here only
         self, subject: Subject, device: str, budget: Budget, pins: Sequence[Pin], forbids: Sequence[str],
         calibration: Calibration | None, progress: Progress,
     ) -> None:  # fmt: skip
         self._started_seconds = time.perf_counter()
-        self._subject, self._budget, self._calibration, self._progress = subject, budget, calibration, progress
+        self.subject, self._budget, self._calibration, self._progress = subject, budget, calibration, progress
         self._traced: dict[tuple[Choices, bool], Trace] = {}
-        self._setting = _setting(subject, device)
+        self.setting = _setting(subject, device)
         self._is_short = not subject.evaluates_between_steps
-        self._decided = _decided(subject, self._setting, pins, forbids)
+        self._decided = _decided(subject, self.setting, pins, forbids)
         self._target: Target = find_target(device, budget.device_bytes, self._baseline)
         self._target.calibration = calibration
         self._speed = measured_speed(progress) if self._target.spec is None else speed_of(self._target.spec)
 
     def _baseline(self) -> Estimate:
-        self._trace(CpuLowering(), self._plain, is_short=True)  # meanwhile
-        return self._subject.baseline()
+        self._trace(CpuLowering(), self.plain_choices, is_short=True)  # meanwhile
+        return self.subject.baseline()
 
     def plan(self) -> Plan:
         """Find what fits, or what needs least and the budget in which something is found."""
@@ -297,16 +319,23 @@ class _Planner:
         smallest_bytes = None if found.fits else self._smallest_bytes(chosen.need_bytes)
         return self._record(found, (chosen, *found.fallbacks), smallest_bytes)
 
+    @property
+    def limit_bytes(self) -> int:
+        """What a mix may need."""
+        return self._target.limit_bytes
+
+    def problem(self, limit_bytes: int) -> Problem:
+        """Return what is to be solved where a mix may need ``limit_bytes``."""
+        trace = self._trace(self._target.lowering(), self.plain_choices, is_short=True)
+        setting, margin_bytes = replace(self.setting, trace=trace), self.limit_bytes - limit_bytes
+        return Problem(self.subject.workload, setting, limit_bytes, self._decided, margin_bytes)
+
     def _found(self) -> tuple[Found, Look]:
         """Search, check at full length, and search again with less room where that does not hold."""
-        workload, limit_bytes = self._subject.workload, int(self._target.limit_bytes * (1 - _LOOKS_OFF_SHARE))
-        setting = replace(self._setting, trace=self._trace(self._target.lowering(), self._plain, is_short=True))
+        limit_bytes = int(self._target.limit_bytes * (1 - _LOOKS_OFF_SHARE))
         for _ in range(_MOST_ROUNDS):
-            found = search(
-                Problem(workload, setting, limit_bytes, self._decided, self._target.limit_bytes - limit_bytes),
-                lambda choices: self.look(choices, is_short=True),
-            )
-            chosen = self.look(found.chosen.choices, self._is_short)
+            found = search(self.problem(limit_bytes), lambda choices: self.look(choices, is_short=True))
+            chosen = self.look_at_length(found.chosen.choices)
             over_bytes = chosen.need_bytes - self._target.limit_bytes
             if not found.fits or over_bytes <= 0:
                 break
@@ -327,6 +356,10 @@ class _Planner:
             self._target = target
         return need_bytes
 
+    def look_at_length(self, choices: Choices) -> Look:
+        """Look at a mix in as many steps as show all that the training does."""
+        return self.look(choices, self._is_short)
+
     def look(self, choices: Choices, is_short: bool) -> Look:
         """Trace a mix and say what it needs and takes."""
         counted = self._count(choices, is_short)
@@ -334,9 +367,9 @@ class _Planner:
         duration = step_duration(
             counted,
             self._speed,
-            batch_size=self._subject.batch_size,
+            batch_size=self.subject.batch_size,
             micro_batch=micro_batch,
-            rehearsed_samples=rehearsed_samples(self._subject.batch_size, micro_batch),
+            rehearsed_samples=rehearsed_samples(self.subject.batch_size, micro_batch),
             learned=self._learned(choices),
         )
         off = self._off_device(counted, micro_batch)
@@ -351,7 +384,7 @@ class _Planner:
         kept_bytes = live_bytes(counted.trace, on_host=True).peak_bytes
         if kept_bytes < _LEAST_OFF_BYTES:
             return None
-        batch_size = self._subject.batch_size
+        batch_size = self.subject.batch_size
         moved_bytes = moved_outside(
             counted, batch_size=batch_size, micro_batch=micro_batch,
             rehearsed_samples=rehearsed_samples(batch_size, micro_batch),
@@ -368,10 +401,10 @@ class _Planner:
         return None
 
     @property
-    def _plain(self) -> Choices:
+    def plain_choices(self) -> Choices:
         """The whole batch, with what is pinned: without it a training may be impossible, as one too long for cuDNN."""
         pinned = (choice for choice in self._decided.pinned if choice.technique != "micro_batch")
-        return in_order((*pinned, micro_batch_choice(self._subject.batch_size)))
+        return in_order((*pinned, micro_batch_choice(self.subject.batch_size)))
 
     def _learned(self, choices: Choices) -> Learned | None:
         if self._calibration is None:
@@ -383,7 +416,7 @@ class _Planner:
         seen = tuple(choice for choice in choices if choice.technique not in UNTRACED)
         if (seen, is_short) not in self._traced:
             self._progress(f"tracing {' '.join(map(str, choices))}")
-            self._traced[seen, is_short] = self._subject.rehearse(lowering, seen, is_short)
+            self._traced[seen, is_short] = self.subject.rehearse(lowering, seen, is_short)
         return self._traced[seen, is_short]
 
     def _count(self, choices: Choices, is_short: bool) -> Counted:
@@ -403,7 +436,7 @@ class _Planner:
         learned = self._learned(rungs[0].choices)
         about = {name: TECHNIQUES[name].summary for name in sorted(names)}
         numerics = {name: TECHNIQUES[name].numerics for name in sorted(names)}
-        if rungs[0].micro_batch == self._subject.batch_size:
+        if rungs[0].micro_batch == self.subject.batch_size:
             about["micro_batch"], numerics["micro_batch"] = "the whole batch in one pass", "bitwise"
         return Plan(
             budget=self._budget,
@@ -413,7 +446,7 @@ class _Planner:
             rejected=found.rejected,
             openings=() if found.fits else tuple(map(self._opening, found.openings)),
             smallest_budget_bytes=None if smallest_bytes is None else smallest_bytes + self._target.kept_back_bytes,
-            prediction=self._prediction(rungs[0].choices),
+            prediction=self.prediction(rungs[0].choices),
             pinned=self._decided.pinned,
             required=tuple(sorted(self._decided.required)),
             forbidden=tuple(sorted(self._decided.forbidden)),
@@ -421,7 +454,7 @@ class _Planner:
             numerics=numerics,
             time_factor=learned.low if learned else 1.0,
             off_device=self._off_device(self._count(rungs[0].choices, self._is_short), rungs[0].micro_batch),
-            made_for=self._subject.facts(self._target.lowering().name),
+            made_for=self.subject.facts(self._target.lowering().name),
             num_traces=len(self._traced),
             plan_seconds=time.perf_counter() - self._started_seconds,
         )
@@ -429,7 +462,7 @@ class _Planner:
     def _opening(self, look: Look) -> Rejected:
         """Say what was looked at, which is one mix: what needs least, as far as it goes with what is not allowed."""
         names = [choice.technique for choice in look.choices if TECHNIQUES[choice.technique].numerics == "lossy"]
-        closed = ", ".join(name for name in names if name not in self._subject.allow)
+        closed = ", ".join(name for name in names if name not in self.subject.allow)
         budget_mib = -(-(look.need_bytes + self._target.kept_back_bytes) >> 20)
         reason = (
             f"would do with {budget_mib}MiB if the job had `allow: [{closed}]`; it is the only mix with {closed} "
@@ -437,8 +470,9 @@ class _Planner:
         )
         return Rejected(choices=look.choices, reason=reason, peak=look.peak, step_time=look.step_time)
 
-    def _prediction(self, choices: Choices) -> Prediction:
-        subject = self._subject
+    def prediction(self, choices: Choices) -> Prediction:
+        """Make the record of what a mix needs."""
+        subject = self.subject
         named = [str(choice.options["dtype"]) for choice in choices if choice.technique == "autocast"]
         precision = named[0] if named else str(subject.workload.precision)
         return self._target.predict(

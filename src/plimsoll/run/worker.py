@@ -51,7 +51,7 @@ def prepare_run(  # noqa: PLR0917 -- of a command
     require_buildable(job)
     require_folder(job)
     require_budget(job)
-    if pins or forbids:
+    if pins or forbids or job.pin:
         from plimsoll.run.plan import require_possible
 
         require_possible(job, [parse_pin(pin) for pin in pins], forbids)

@@ -5,6 +5,9 @@ import json
 import pytest
 
 from evidence_records import MIB, empty_run, lines, step_line
+from peak_evidence import tried
+from plimsoll.cli.explain import _chosen
+from plimsoll.errors import InputError
 from plimsoll.records.diagnosis import Diagnosis
 from plimsoll.records.run import RunHead
 from plimsoll.run.directory import RunDirectory
@@ -77,3 +80,77 @@ def test_a_log_without_lack_of_memory_ends_with_0(call, tmp_path):
     code, out, _ = call("explain", tmp_path / "train.log")
     assert code == 0
     assert "This is not an out-of-memory error." in out
+
+
+JOB = """# a job for a GPU that is not here: its logits are most of what it needs
+model: {architecture: lstm, embedding_size: 256, hidden_size: 256}
+data: nowhere.txt
+tokenizer: {vocab_size: 8000}
+sequence_length: 64   # tokens
+batch_size: 16
+"""
+ON_CARD = ("--device", "rtx3060")
+
+
+@pytest.fixture
+def job_file(tmp_path):
+    path = tmp_path / "job.yaml"
+    path.write_text(JOB, encoding="utf-8")
+    return path
+
+
+def test_a_job_that_does_not_fit_is_written_with_what_makes_it_fit(call, job_file):
+    out = job_file.with_name("smaller.yaml")
+    code, shown, err = call("explain", job_file, *ON_CARD, "--budget", "330MiB", "--apply", "-o", out)
+    assert (code, err) == (1, f"{out}: train it with `plimsoll train {out}`\n")
+    assert "What the peak is made of" in shown
+    assert "1. " in shown
+    assert out.read_text(encoding="utf-8") == f"{JOB}budget: {{device: 330MiB}}\n"
+
+
+def test_a_job_that_fits_ends_with_0(call, job_file):
+    code, out, _ = call("explain", job_file, *ON_CARD, "--budget", "1GiB", "--json")
+    diagnosis = Diagnosis.from_json(out)
+    assert (code, diagnosis.findings) == (0, ())
+    assert diagnosis.shares
+
+
+def test_the_first_remedy_that_leaves_the_training_is_taken():
+    diagnosis = Diagnosis(
+        subject="a", remedies=(changing := tried("lora", settings={"allow": ["lora"]}), tried("heap"))
+    )
+    assert _chosen(diagnosis, None) == tried("heap")
+    assert _chosen(diagnosis, 1) == changing
+    with pytest.raises(InputError, match="--remedy 3 is not one of the 2"):
+        _chosen(diagnosis, 3)
+    with pytest.raises(InputError, match="as lora=1 does: choose it with --remedy 1"):
+        _chosen(Diagnosis(subject="a", remedies=(changing,)), None)
+    with pytest.raises(InputError, match="none of the 1 remedies that were found fits"):
+        _chosen(Diagnosis(subject="a", remedies=(tried("heap", fits=False),)), None)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("job.yaml", "--remedy", "2"), "--remedy 2 is of a job that is written: add --apply"),
+        (("job.yaml", "-o", "a.yaml"), "a.yaml is of a job that is written: add --apply"),
+        (("job.yaml", "--apply", "-o", "there.yaml"), "there.yaml exists already and is not overwritten"),
+        (("job.yaml", "--apply", "-o", "job.yaml", "--force"), "give another -o\n"),
+        (("job.yaml", "--apply", "-o", "a.txt"), "give -o a name in .yaml"),
+        (("job.yaml", "--apply", "-o", "gone/a.yaml"), "there is no folder gone"),
+        (("job.yaml", "--budget", "much"), "--budget: cannot read 'much'"),
+        (("train.log", "--apply"), "--apply is for a training that is known, and train.log is a text"),
+        (("train.log", "--budget", "1GiB"), "--budget is for a training that is known"),
+    ],
+)
+def test_what_is_refused_before_the_work(arguments, told, refused, job_file, monkeypatch):
+    monkeypatch.chdir(job_file.parent)
+    for name in ("there.yaml", "train.log"):
+        (job_file.parent / name).write_text("MemoryError\n")
+    assert told.strip() in refused("explain", *arguments)
+
+
+def test_yaml_of_other_programs_is_a_text(call, tmp_path):
+    pod = tmp_path / "pod.yaml"
+    pod.write_text("apiVersion: v1\nstatus:\n  reason: OOMKilled\n  exitCode: 137\n")
+    assert call("explain", pod).code == 1

@@ -53,7 +53,7 @@ FLAGS = {
         "--column", "--label", "--no-header", "--set", "--tries", "--samples", "--keep-all", "--force", "--quiet",
         "-q", "--json",
     },
-    "explain": {"--json"},
+    "explain": {"--budget", "--device", "--apply", "--remedy", "--output", "-o", "--force", "--json"},
     "report": {"--output", "-o", "--json", "--force"},
     "watch": {"--pid", "--every", "--samples", "--record", "--json"},
     **{

@@ -5,6 +5,8 @@ import sys
 
 import pytest
 
+from oom_texts import TEXTS
+from peak_evidence import FRAGMENTED, FULL, GPU, HUGE, OTHERS, SHM
 from plimsoll.diagnose.explain import explain
 from plimsoll.diagnose.of_text import diagnosis_of_text
 from plimsoll.errors import InputError
@@ -15,50 +17,56 @@ def said(text):
     return diagnosis_of_text(io.BytesIO(text.encode()), "log")
 
 
-GPU = "CUDA out of memory. Tried to allocate {} GiB. GPU 0 has a total capacity of 24.00 GiB of which {} GiB is free. "
-REST = (
-    "Including non-PyTorch memory, this process has {} GiB memory in use. Of the allocated memory {} GiB is allocated "
-    "by PyTorch, and {} GiB is reserved by PyTorch but unallocated."
+@pytest.mark.parametrize(
+    ("text", "causes", "title"),
+    [
+        (FULL, ["true_capacity"], "2.0 GiB more than is free was asked for"),
+        (FRAGMENTED, ["fragmentation", "true_capacity"], "holds 4.0 GiB that it does not use, and no piece of it"),
+        (OTHERS, ["other_process", "true_capacity"], "hold 20.0 GiB of the device"),
+        (HUGE, ["absurd_request"], "100.0 GiB were asked for in one piece"),
+        ("MemoryError", ["true_capacity"], "the host's memory, or the limit of its control group, ran out"),
+        (SHM, ["shm"], "shared memory ran out"),
+        ("XPU out of memory. Tried to allocate 1 GiB. GPU 0 has a total capacity of 2 GiB", ["true_capacity"], "full"),
+    ],
 )
+def test_what_the_numbers_say_is_found_the_likely_cause_first(text, causes, title):
+    diagnosis = said(text)
+    assert [finding.cause for finding in diagnosis.findings] == causes
+    assert title in diagnosis.findings[0].title
+    assert (diagnosis.has_answer, diagnosis.notes) == (True, ())
 
 
 @pytest.mark.parametrize(
-    ("text", "expected"),
+    ("text", "note"),
     [
-        (GPU.format(3, 1) + REST.format(23, 21, 0), "2.0 GiB more than is free was asked for"),
-        (
-            GPU.format(1, 0.5) + REST.format(23, 18, 4),
-            "holds 4.0 GiB that it does not use, and no piece of it has the 1.0",
-        ),
-        (
-            GPU.format(2, 1) + "Process 9 has 20.00 GiB memory in use. " + REST.format(2, 1, 0),
-            "hold 20.0 GiB of the device",
-        ),
-        (GPU.format(100, 1), "look at the shapes"),
         (GPU.format(1, 2), "2.0 GiB were free when 1.0 GiB were asked for"),
         ("CUDA error: out of memory", "The text states no sizes"),
-        ("MemoryError", "The host's memory, or the limit of its control group, ran out. "),
-        (
-            "DefaultCPUAllocator: can't allocate memory: you tried to allocate 4096 bytes.",
-            "when 4.0 KiB were asked for",
-        ),
-        ("DataLoader worker (pid 1) is killed by signal: Bus error.", "--shm-size"),
-        (
-            "XPU out of memory. Tried to allocate 1 GiB. GPU 0 has a total capacity of 2 GiB",
-            "The device is full: smaller",
-        ),
     ],
 )
-def test_what_the_numbers_say(text, expected):
+def test_a_text_that_does_not_say_why_is_said_not_to(text, note):
     diagnosis = said(text)
-    assert diagnosis.has_answer
-    assert expected in diagnosis.notes[0]
+    assert diagnosis.findings == ()
+    assert note in diagnosis.notes[0]
+
+
+def test_a_remedy_of_a_text_is_a_bound():
+    (remedy,) = said(FRAGMENTED).remedies
+    assert (remedy.known, remedy.saving_high_bytes, remedy.saving_bytes, remedy.fits) == ("bound", 4 << 30, None, None)
+    assert remedy.code == "export PYTORCH_ALLOC_CONF=expandable_segments:True"
+    assert said(FULL).remedies == ()
+
+
+@pytest.mark.parametrize(("text", "stated"), TEXTS.values(), ids=list(TEXTS))
+def test_every_error_but_those_without_sizes_has_a_cause(text, stated):
+    diagnosis = said(text)
+    is_unknown = diagnosis.event.likely_cause == "unknown"
+    assert (not diagnosis.findings) == is_unknown
+    assert bool(diagnosis.notes) == is_unknown
 
 
 def test_other_errors_are_counted_and_what_is_none_is_said():
-    assert (
-        said("MemoryError\n" + "\n" * 20 + "std::bad_alloc\n").notes[1].startswith("1 other out-of-memory error stands")
-    )
+    (note,) = said("MemoryError\n" + "\n" * 20 + "std::bad_alloc\n").notes
+    assert note.startswith("1 other out-of-memory error stands")
     diagnosis = said("all is well\n")
     assert not diagnosis.has_answer
     assert diagnosis.event.kind == "jvm/other_not_oom"

@@ -67,7 +67,7 @@ colour: blue
             "  optimizer.lr: Input should be greater than 0 (got 0)",
             "  optimizer.schedule: Input should be 'constant', 'linear' or 'cosine' (got 'cosin')",
             "  colour: unknown field; known here: model, task, data, tokenizer, embeddings, distill, sequence_length, "
-            "batch_size, batch_tokens, optimizer, steps, precision, quantization_aware, allow, device, budget, "
+            "batch_size, batch_tokens, optimizer, steps, precision, quantization_aware, allow, pin, device, budget, "
             "checkpoint, evaluate_every, seed",
         ]
     )
@@ -378,3 +378,11 @@ def test_a_path_stands_for_word_vectors_and_is_taken_from_the_folder_of_the_job(
     assert changed.embeddings == job.embeddings.model_copy(update={"trainable": True, "missing": "zeros"})
     with pytest.raises(JobError, match=r"embeddings.missing: .*'zeros', 'mean' or 'normal' \(got 'none'\)"):
         Job.from_yaml(tmp_path / "job.yaml", ("embeddings.missing=none",))
+
+
+def test_pins_are_read_as_on_the_command_line():
+    fields = {"model": "lstm", "data": "a.txt"}
+    assert Job.from_fields(fields | {"pin": "heap"}).pin == ("heap",)
+    assert Job.from_fields(fields | {"pin": ["micro_batch=4", "checkpointing(blocks=0-3)"]}).pin[1].endswith("0-3)")
+    with pytest.raises(JobError, match=r"pin: cannot read '=4' as a choice: write a technique"):
+        Job.from_fields(fields | {"pin": ["=4"]})

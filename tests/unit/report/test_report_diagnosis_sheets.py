@@ -3,9 +3,18 @@
 import pytest
 
 import evidence_records
+from peak_evidence import MIB, shares, tried
+from plimsoll.records.diagnosis import Remedy
 from plimsoll.records.plan import micro_batch_choice
 from plimsoll.report.as_html import diagnosis_page
-from plimsoll.report.diagnosis_sheets import finding_sheets, growth_sentence, headline
+from plimsoll.report.diagnosis_sheets import (
+    finding_sheets,
+    growth_sentence,
+    headline,
+    remedies_sheet,
+    shares_sheet,
+    sheets_of,
+)
 
 
 def test_the_headline_counts():
@@ -49,3 +58,36 @@ def test_the_page_has_the_findings_and_no_markup_of_the_user():
     assert "hidden state not detached" in page
     assert "<h1>What used the memory of tiny</h1>" in page
     assert "Too few steps." in page
+
+
+def test_remedies_are_numbered_and_say_what_they_cost():
+    both = tried("lora", 300, fits=False, settings={"allow": ["lora"]})
+    bound = Remedy(text="stop them", code="nvidia-smi", saving_high_bytes=2 * MIB, known="bound")
+    rows = remedies_sheet((tried("heap"), both, bound, Remedy(text="less", known="assumed"))).rows
+    assert rows == (
+        ("1. heap=1", "500.0 MiB", "x 1.25", "yes", "less"),
+        ("2. lora=1", "300.0 MiB", "x 1.25", "no", "less (changes the training or its precision)"),
+        ("3. nvidia-smi", "at most 2.0 MiB", "unknown", "unknown", "stop them"),
+        ("4. by hand", "unknown", "unknown", "unknown", "less"),
+    )
+
+
+def test_shares_add_up_to_the_peak():
+    assert shares_sheet(shares(baseline=200, activations=300)).rows == (
+        ("activations", "300.0 MiB", "60%", "predicted", "net, net.py:7"),
+        ("baseline", "200.0 MiB", "40%", "predicted", "net, net.py:7"),
+    )
+
+
+def test_what_did_not_run_is_said_to_fit_or_not():
+    fields = {"num_steps": 0, "shares": shares(activations=300), "limit_bytes": 200 * MIB}
+    needs = evidence_records.diagnosis(**fields)
+    assert headline(needs) == "It does not fit: the peak is 300.0 MiB of 200.0 MiB."
+    may = needs.model_copy(update={"limit_bytes": 300 * MIB, "remedies": (tried("heap"),)})
+    assert headline(may).startswith("It may not fit: ")
+    assert headline(may.model_copy(update={"findings": (), "remedies": ()})).startswith("It fits: ")
+    titles = [sheet.title for sheet in sheets_of(may)]
+    assert titles[:2] == ["Remedies", "What the peak is made of"]
+    page = diagnosis_page(may)
+    assert "What the peak is made of" in page
+    assert "1. heap=1" in page

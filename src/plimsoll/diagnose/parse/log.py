@@ -24,6 +24,7 @@ from plimsoll.diagnose.parse.event import event_of, has_numbers
 from plimsoll.records.oom_text import OomText
 
 _MOST_LINES = 12
+_MOST_CHARACTERS_ABOVE = 2000
 _MOST_EVENTS = 1000
 _MOST_CHARACTERS_OF_LINE = 1 << 16
 _LINES_PER_REPORT = 1 << 16
@@ -59,10 +60,12 @@ class _Message:
     place: str
     code: str
     lines: list[str]
+    above: str = ""
 
     def event(self) -> OomText:
         event = event_of("\n".join(self.lines), self.family)
-        return event.model_copy(update={"line_number": self.line_number, "place": self.place, "code": self.code})
+        where = {"line_number": self.line_number, "place": self.place, "code": self.code, "above": self.above}
+        return event.model_copy(update=where)
 
 
 @dataclass
@@ -84,10 +87,16 @@ class _Reader:
         if self.message is not None:
             self.message.lines.append(line)
         elif family is not None:
-            self.message = _Message(family, number, self.place, self.code, [line])
+            self.message = _Message(family, number, self.place, self.code, [line], self._above())
             self.place = self.code = ""
         self.tail.append(line)
         return ended
+
+    def _above(self) -> str:
+        """The traceback that the message ends, as far as it is in the tail."""
+        lines = list(self.tail)
+        begins = [number for number, line in enumerate(lines) if line.startswith(_TRACEBACK)]
+        return "\n".join(lines[begins[-1] :])[-_MOST_CHARACTERS_ABOVE:] if begins else ""
 
     def end(self) -> OomText | None:
         """Return the message that is still open."""

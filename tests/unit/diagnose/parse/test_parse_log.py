@@ -111,3 +111,13 @@ def test_a_hundred_thousand_mutated_texts():
                 [b"", b"\n", b"9", b" ", b"\xff", b";", drawn.randbytes(3)]
             )
         log_of(bytes(text))
+
+
+def test_the_traceback_above_is_kept_and_what_was_said_before_it_is_not():
+    caught = (
+        "RuntimeError: Caught RuntimeError in pin memory thread for device 0.\nOriginal Traceback (most recent call"
+    )
+    above = f"Traceback (most recent call last):\n  a\n{caught} last):\n  b"
+    log = read_log(io.BytesIO(f"pin_memory=True\n{above}\nRuntimeError: CUDA error: out of memory".encode()))
+    assert log.last.above == above
+    assert read_log(io.BytesIO(b"MemoryError")).last.above == ""

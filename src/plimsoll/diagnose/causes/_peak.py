@@ -1,0 +1,103 @@
+"""What causes that are part of a peak have in common: its shares, what is alive at it, and the remedy that was tried.
+
+A part is a cause where memory ran out, or is predicted to, and the part is large enough to matter. What only a
+technique frees is offered as a technique only where the predictor has tried it on this training.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from plimsoll.diagnose.evidence import Evidence, place_of
+from plimsoll.records.diagnosis import Fact, Finding, KnownHow, Remedy
+from plimsoll.records.prediction import Holding
+from plimsoll.records.units import format_bytes
+
+BEFORE_THE_MODEL = ("baseline", "context")
+"""Categories of what a process takes before there is a model."""
+
+_SHAPE = re.compile(r"\[([\d, ]*)\]")
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of the peak; ``places`` are the modules and lines that made it, largest first."""
+
+    num_bytes: int
+    known: KnownHow = "predicted"
+    places: tuple[str, ...] = ()
+
+
+def part_of_category(evidence: Evidence, category: str) -> Part | None:
+    """Return what of the peak one category has; ``None`` where that is not known."""
+    for share in evidence.shares:
+        if share.category == category:
+            return Part(share.num_bytes, share.known, (share.place,) if share.place else ())
+    return None
+
+
+def part_of_holdings(holdings: Sequence[Holding]) -> Part | None:
+    """Join what is alive at the peak; ``None`` for nothing."""
+    places = tuple(dict.fromkeys(filter(None, map(place_of, holdings))))
+    return Part(sum(holding.num_bytes for holding in holdings), "predicted", places) if holdings else None
+
+
+def shape_of(holding: Holding) -> tuple[int, ...]:
+    """Read ``float32[8, 128, 768]``; () for what is no such text."""
+    found = _SHAPE.search(holding.shape)
+    return tuple(int(word) for word in found[1].split(",") if word.strip()) if found else ()
+
+
+def is_large(evidence: Evidence, part: Part | None, least_share: float) -> bool:
+    """Whether memory ran out and a part is at least this share of the peak, less what is there before the model."""
+    if part is None or not evidence.has_run_out or not evidence.peak_bytes:
+        return False
+    before_bytes = sum(share.num_bytes for share in evidence.shares if share.category in BEFORE_THE_MODEL)
+    return part.num_bytes >= least_share * (evidence.peak_bytes - before_bytes)
+
+
+def finding_of_part(
+    evidence: Evidence,
+    cause: str,
+    part: Part,
+    *,
+    what: str,
+    instead: str,
+    techniques: Sequence[str],
+    facts: Sequence[Fact] = (),
+) -> Finding:
+    """Make the finding of a part of the peak; its effect is what the remedy saves, as far as the part goes.
+
+    Args:
+        evidence: what it is found in.
+        cause: its name.
+        part: the part.
+        what: the beginning of the title, such as ``the logits``.
+        instead: what to do where no technique was tried.
+        techniques: those that free it, best first.
+        facts: evidence beside the size.
+    """
+    assert evidence.peak_bytes
+    share = min(part.num_bytes / evidence.peak_bytes, 1.0)
+    tried = tried_remedy(evidence, techniques)
+    return Finding(
+        cause=cause,
+        title=f"{what}: {format_bytes(part.num_bytes)}, {share:.0%} of the peak",
+        place=part.places[0] if part.places else "",
+        evidence=(
+            Fact(text=f"{format_bytes(part.num_bytes)} of {format_bytes(evidence.peak_bytes)}", known=part.known),
+            *facts,
+        ),
+        peak_share=share,
+        remedy=tried.choices[0] if tried else instead,
+        effect_bytes=min(tried.saving_bytes or 0, part.num_bytes) if tried else part.num_bytes,
+        effect_known="predicted" if tried else part.known,
+    )
+
+
+def tried_remedy(evidence: Evidence, techniques: Sequence[str]) -> Remedy | None:
+    """Return the remedy of one technique alone, of the first of these techniques that was tried and saves something."""
+    alone = {remedy.choices[0].technique: remedy for remedy in evidence.remedies if len(remedy.choices) == 1}
+    return next((alone[name] for name in techniques if name in alone), None)

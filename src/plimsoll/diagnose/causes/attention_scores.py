@@ -1,0 +1,45 @@
+"""Attention scores: one number for every pair of positions, in every head, of every layer that keeps them.
+
+Found where memory ran out and activations and temporaries of shape [..., tokens, tokens] are at least a tenth of the
+peak, made by an operation of attention (softmax, products, dropout, masks). Only the largest things that are alive at
+the peak are looked at. Kernels that never write the scores (flash, memory-efficient) have none.
+"""
+
+from __future__ import annotations
+
+from plimsoll.diagnose.causes._peak import finding_of_part, is_large, part_of_holdings, shape_of
+from plimsoll.diagnose.evidence import Evidence
+from plimsoll.records.diagnosis import Fact, Finding
+from plimsoll.records.prediction import Holding
+
+_LEAST_SHARE = 0.1
+_CATEGORIES = ("activations", "temporaries")
+# With heads as long as texts, queries have the shape of scores: they are made by other operations.
+_OPS = ("softmax", "bmm", "matmul", "dropout", "bernoulli", "where", "masked_fill", "mul", "add", "div")
+
+
+def findings(evidence: Evidence) -> tuple[Finding, ...]:
+    """Find what the scores of all pairs of positions take."""
+    length = evidence.sequence_length
+    holdings = [one for one in evidence.holdings if length and _is_of_pairs(one, length)]
+    part = part_of_holdings(holdings)
+    if part is None or not is_large(evidence, part, _LEAST_SHARE):
+        return ()
+    facts = [Fact(text=f"{one.count} x {one.shape}, {one.category}", known="predicted") for one in holdings]
+    instead = "use a kernel of attention that does not keep the scores (docs/techniques/attention.md)"
+    what = f"attention scores of {length:,} x {length:,} positions"
+    techniques = ("attention", "checkpointing", "micro_batch")
+    return (
+        finding_of_part(
+            evidence, "attention_scores", part, what=what, instead=instead, techniques=techniques, facts=facts
+        ),
+    )
+
+
+def _is_of_pairs(holding: Holding, length: int) -> bool:
+    """Four dimensions, or three in an attention module, where a batch of hidden states may look alike."""
+    shape = shape_of(holding)
+    if holding.category not in _CATEGORIES or len(shape) < 3 or shape[-2:] != (length, length):
+        return False
+    is_of_heads = len(shape) > 3 or "att" in holding.made.module
+    return is_of_heads and any(name in holding.made.op for name in _OPS)

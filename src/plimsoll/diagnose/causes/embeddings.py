@@ -1,0 +1,38 @@
+"""Embeddings and output layers: a row for every token of the vocabulary, with its gradient and its optimizer states.
+
+Found where memory ran out and parameters, gradients and optimizer states of shape [vocabulary, ...] are at least a
+fifth of the peak. Only the largest things that are alive at the peak are looked at. Does NOT find them where the size
+of the vocabulary is not known.
+"""
+
+from __future__ import annotations
+
+from plimsoll.diagnose.causes._peak import finding_of_part, is_large, part_of_category, part_of_holdings, shape_of
+from plimsoll.diagnose.evidence import Evidence
+from plimsoll.records.diagnosis import Fact, Finding
+
+_LEAST_SHARE = 0.2
+_CATEGORIES = ("parameters", "gradients", "optimizer states")
+_INSTEAD = (
+    "train a smaller vocabulary (`tokenizer.vocab_size`), tie the output layer to the embedding, or keep the table "
+    "outside of memory (docs/embeddings.md)"
+)
+
+
+def findings(evidence: Evidence) -> tuple[Finding, ...]:
+    """Find what the rows of all tokens take."""
+    holdings = [
+        one
+        for one in evidence.holdings
+        if one.category in _CATEGORIES and len(shape_of(one)) == 2 and shape_of(one)[0] == evidence.vocab_size
+    ]
+    part = part_of_holdings(holdings) or part_of_category(evidence, "embeddings")
+    if part is None or not is_large(evidence, part, _LEAST_SHARE):
+        return ()
+    facts = [Fact(text=f"{one.count} x {one.shape}, {one.category}", known="predicted") for one in holdings]
+    what = "tables with a row for every token"
+    return (
+        finding_of_part(
+            evidence, "embeddings", part, what=what, instead=_INSTEAD, techniques=("adaptive_softmax",), facts=facts
+        ),
+    )

@@ -1,0 +1,43 @@
+"""The states of the optimizer, such as Adam's two moments of every parameter.
+
+Found where memory ran out and they are at least a fifth of the peak; and where an error's text comes from the line of
+a training loop that updates: the first update makes the states, so that the forward and backward pass before it fitted.
+"""
+
+from __future__ import annotations
+
+import re
+
+from plimsoll.diagnose.causes._peak import finding_of_part, is_large, part_of_category
+from plimsoll.diagnose.evidence import Evidence
+from plimsoll.records.diagnosis import Fact, Finding
+
+_CAUSE, _LEAST_SHARE = "optimizer_states", 0.2
+_UPDATE = re.compile(r"\b(?:\w*optim\w*|opt|scaler|sgd|adamw?)\.step\(", re.IGNORECASE)
+_TORCHS = re.compile(r"torch/optim/\w+\.py\", line \d+, in (?:step|_init_group|_\w+_tensor_\w+|_fused_\w+)")
+_TECHNIQUES = ("optimizer_offload", "low_bit_optimizer", "adafactor", "lora")
+_INSTEAD = (
+    "keep them outside of the device, in fewer bits, or use an optimizer with fewer "
+    "(docs/techniques/optimizer_offload.md, low_bit_optimizer.md, adafactor.md)"
+)
+
+
+def findings(evidence: Evidence) -> tuple[Finding, ...]:
+    """Find what the optimizer keeps from step to step."""
+    part = part_of_category(evidence, "optimizer states")
+    if part is not None and is_large(evidence, part, _LEAST_SHARE):
+        what = "the states of the optimizer"
+        return (finding_of_part(evidence, _CAUSE, part, what=what, instead=_INSTEAD, techniques=_TECHNIQUES),)
+    event = evidence.event
+    if event is None or not event.is_oom or not (_UPDATE.search(event.code) or _TORCHS.search(event.above)):
+        return ()
+    line = event.code or "of torch.optim"
+    return (
+        Finding(
+            cause=_CAUSE,
+            title="memory ran out in the update of the optimizer, whose first one makes its states",
+            place=event.place,
+            evidence=(Fact(text=f"the line that failed: {line}", known="measured"),),
+            remedy=_INSTEAD,
+        ),
+    )

@@ -1,0 +1,28 @@
+"""What the update computes with and gives back again: copies of all parameters at once in torch's ``foreach`` kernels.
+
+Found where memory ran out, the peak is in the update, and temporaries are at least a tenth of it.
+"""
+
+from __future__ import annotations
+
+from plimsoll.diagnose.causes._peak import finding_of_part, is_large, part_of_category
+from plimsoll.diagnose.evidence import Evidence
+from plimsoll.records.diagnosis import Finding
+
+_LEAST_SHARE = 0.1
+_TECHNIQUES = ("optimizer_kernel", "optimizer_in_backward", "optimizer_offload")
+_INSTEAD = (
+    "update with fewer parameters at a time: `foreach=False` or `fused=True` in the arguments of the optimizer "
+    "(docs/techniques/optimizer_kernel.md)"
+)
+
+
+def findings(evidence: Evidence) -> tuple[Finding, ...]:
+    """Find what an update needs beside its states."""
+    part = part_of_category(evidence, "temporaries")
+    if evidence.phase != "optimizer" or part is None or not is_large(evidence, part, _LEAST_SHARE):
+        return ()
+    what = "temporaries of the optimizer's update"
+    return (
+        finding_of_part(evidence, "optimizer_temporaries", part, what=what, instead=_INSTEAD, techniques=_TECHNIQUES),
+    )

@@ -1,0 +1,39 @@
+"""Padding: places of a batch that hold no token, because the longest of its texts is longer.
+
+Found where memory ran out and at least a fifth of the tokens of a batch are padding on average, counted from the
+lengths of the texts. Its effect is the share of what grows with the tokens of a batch, activations and temporaries: a
+bound, since it is the longest batch that sets the peak. Does NOT look at batches of one's own loader.
+"""
+
+from __future__ import annotations
+
+from plimsoll.diagnose.causes._peak import Part, part_of_category, tried_remedy
+from plimsoll.diagnose.evidence import Evidence
+from plimsoll.records.diagnosis import Fact, Finding
+
+_LEAST_SHARE = 0.2
+_INSTEAD = (
+    "make batches of texts of like length (`data.order: by_length`), or cut the few longest "
+    "(`sequence_length`, `data.long_texts: truncate`); `plimsoll data inspect` compares them"
+)
+
+
+def findings(evidence: Evidence) -> tuple[Finding, ...]:
+    """Find what places without tokens take."""
+    share = evidence.padding_share
+    if share is None or share < _LEAST_SHARE or not evidence.has_run_out:
+        return ()
+    parts = [part_of_category(evidence, name) or Part(0) for name in ("activations", "temporaries")]
+    padded_bytes = int(share * sum(part.num_bytes for part in parts))
+    tried = tried_remedy(evidence, ("by_length",))
+    return (
+        Finding(
+            cause="padding",
+            title=f"{share:.0%} of the tokens of a batch are padding",
+            evidence=(Fact(text=f"{share:.1%} of the places of a batch hold no token", known="counted"),),
+            peak_share=padded_bytes / evidence.peak_bytes if evidence.peak_bytes else None,
+            remedy=tried.choices[0] if tried else _INSTEAD,
+            effect_bytes=tried.saving_bytes if tried else padded_bytes or None,
+            effect_known=("predicted" if tried else "assumed") if tried or padded_bytes else None,
+        ),
+    )

@@ -1,0 +1,77 @@
+"""The memory is really used up: what the training needs is more than there is to use.
+
+Found where memory ran out in a training whose peak is known, with the category that has most of it; and where the
+numbers of an error's text leave nothing else, of the device or of the host.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from plimsoll.diagnose.causes._peak import BEFORE_THE_MODEL
+from plimsoll.diagnose.causes._text import is_possible, perhaps
+from plimsoll.diagnose.evidence import Evidence
+from plimsoll.records.diagnosis import Fact, Finding
+from plimsoll.records.oom_text import OomText
+from plimsoll.records.units import format_bytes
+
+_CAUSE: Final = "true_capacity"
+_PLAN = "`plimsoll plan job.yaml --budget SIZE` finds the fastest way that fits"
+
+
+def findings(evidence: Evidence) -> tuple[Finding, ...]:
+    """Find what a training needs more than there is."""
+    event = evidence.event
+    if event is not None and not evidence.shares:
+        return (_of_text(event),) if is_possible(event, _CAUSE) or is_possible(event, "host_ram") else ()
+    if not evidence.has_run_out:
+        return ()
+    return (_of_training(evidence),) if evidence.shares else ()
+
+
+def _of_training(evidence: Evidence) -> Finding:
+    most = next((one for one in evidence.shares if one.category not in BEFORE_THE_MODEL), evidence.shares[0])
+    total_bytes = sum(share.num_bytes for share in evidence.shares)
+    limit_bytes = evidence.limit_bytes
+    about = "about " if limit_bytes is not None and total_bytes <= limit_bytes else ""
+    of = "" if limit_bytes is None else f", and there are {format_bytes(limit_bytes)} to use"
+    facts = [
+        Fact(text=f"{share.category}: {format_bytes(share.num_bytes)}", known=share.known) for share in evidence.shares
+    ]
+    return Finding(
+        cause=_CAUSE,
+        title=f"the training needs {about}{format_bytes(total_bytes)}, most of it {most.category}{of}",
+        place=most.place,
+        evidence=tuple(facts),
+        peak_share=min(most.num_bytes / total_bytes, 1.0) if total_bytes else None,
+        remedy=f"take one of the remedies that fit; {_PLAN}",
+    )
+
+
+def _of_text(event: OomText) -> Finding:
+    if is_possible(event, "host_ram"):
+        asked = (
+            "" if event.tried_to_allocate is None else f" when {format_bytes(event.tried_to_allocate)} were asked for"
+        )
+        title = f"the host's memory, or the limit of its control group, ran out{asked}"
+        remedy = (
+            "keep the training under a limit with `plimsoll train --budget SIZE`; read data larger than memory from "
+            "files (`plimsoll data index`)"
+        )
+        return Finding(cause=_CAUSE, title=title, place=event.place, evidence=_stated(event), remedy=remedy)
+    missing = ""
+    if event.tried_to_allocate is not None and event.free is not None:
+        missing = f": {format_bytes(max(0, event.tried_to_allocate - event.free))} more than is free was asked for"
+    return Finding(
+        cause=_CAUSE,
+        title=f"{perhaps(event, _CAUSE)}the device is full{missing}",
+        place=event.place,
+        evidence=_stated(event),
+        remedy=f"use smaller micro-batches or one of Plimsoll's techniques: {_PLAN}",
+    )
+
+
+def _stated(event: OomText) -> tuple[Fact, ...]:
+    named = {"asked for": event.tried_to_allocate, "free": event.free, "capacity": event.capacity}
+    facts = [Fact(text=f"{name}: {format_bytes(size)}", known="measured") for name, size in named.items() if size]
+    return tuple(facts) or (Fact(text=f"the error itself ({event.kind}); it states no sizes", known="measured"),)

@@ -1,0 +1,41 @@
+"""From evidence to a diagnosis: every cause is looked for, and growth that none of them explains is noted."""
+
+from __future__ import annotations
+
+from plimsoll.diagnose.causes import every_cause
+from plimsoll.diagnose.evidence import Evidence
+from plimsoll.records.diagnosis import Diagnosis
+from plimsoll.records.units import format_bytes
+
+
+def diagnosed(evidence: Evidence, notes: tuple[str, ...] = ()) -> Diagnosis:
+    """Look for every cause and say what was found, the largest effect first."""
+    findings = [finding for find in every_cause().values() for finding in find(evidence)]
+    return Diagnosis(
+        subject=evidence.subject,
+        num_steps=evidence.num_steps,
+        peak_bytes=evidence.peak_bytes,
+        limit_bytes=evidence.limit_bytes,
+        growth=evidence.growth,
+        shares=evidence.shares,
+        findings=tuple(sorted(findings, key=lambda finding: -(finding.effect_bytes or 0))),
+        remedies=evidence.remedies,
+        notes=(*notes, *_notes(evidence, bool(findings))),
+    )
+
+
+def _notes(evidence: Evidence, is_explained: bool) -> tuple[str, ...]:
+    growth = evidence.growth
+    if evidence.num_steps and growth is None:
+        num_measured = len(evidence.used_bytes)
+        return (
+            f"Whether memory grows cannot be told from {num_measured} measurement{'s' * (num_measured != 1)}: 11 are "
+            "needed, 3 of them for the warm-up.",
+        )
+    if growth is not None and growth.is_steady and not is_explained:
+        return (
+            f"The growth of {format_bytes(growth.likely_bytes)} per step is not that of a graph that is kept: look for "
+            "what your own code keeps from step to step (lists, caches, arrays); where it comes to an end after some "
+            "hundred steps it is the heap, which batches of changing lengths fill slowly.",
+        )
+    return ()

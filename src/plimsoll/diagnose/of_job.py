@@ -1,0 +1,116 @@
+"""The diagnosis of a job before it runs, and of a run that ended because memory ran out: both are rehearsed.
+
+What the peak is made of is predicted (`plimsoll.run.remedies`), and every remedy was tried by the predictor on this
+training. A run is rehearsed with what it had in force when it ended. Where the prediction has room for it all the same,
+the causes that are part of a peak do not explain the end, and that is said.
+
+Does NOT read the texts of a job that has not run: of padding only a run knows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from plimsoll.data.inspect import inspect_corpus
+from plimsoll.data.prepare import Prepared
+from plimsoll.diagnose.evidence import Evidence, evidence_of_run, with_prediction
+from plimsoll.diagnose.findings import diagnosed
+from plimsoll.errors import PlimsollError
+from plimsoll.records.diagnosis import Diagnosis
+from plimsoll.records.job import Job
+from plimsoll.records.run import RunRecord
+from plimsoll.records.units import format_bytes
+from plimsoll.run.learning import known_calibration
+from plimsoll.run.plan import Progress
+from plimsoll.run.remedies import choices_in_force, find_remedies
+
+
+def diagnosis_of_job(
+    job: Job,
+    subject: str,
+    *,
+    device: str | None = None,
+    limit_bytes: int | None = None,
+    progress: Progress | None = None,
+) -> Diagnosis:
+    """Say what a job will need, and where that is too much what would make it fit.
+
+    Args:
+        job: the job.
+        subject: what it is called.
+        device: see `plimsoll.run.plan.plan_job`, as is ``limit_bytes``.
+        limit_bytes: see `device`.
+        progress: told what is being done.
+
+    Raises:
+        InputError: if the job cannot be predicted; see `plimsoll.run.plan.plan_job`.
+    """
+    found = find_remedies(
+        job, device=device, limit_bytes=limit_bytes, calibration=known_calibration(), progress=progress
+    )
+    prediction = found.prediction
+    has_run_out = not prediction.fits
+    evidence = Evidence(subject=subject, kind=prediction.device_kind, has_run_out=has_run_out)
+    evidence = with_prediction(evidence, prediction, vocab_size=found.vocab_size, remedies=found.remedies)
+    notes = found.notes
+    if prediction.verdict == "fits":
+        notes = ("It fits as it is, so that nothing was tried: `--budget SIZE` says what would make it fit in less.",)
+    return diagnosed(evidence, notes)
+
+
+def diagnosis_of_run(
+    run: RunRecord,
+    directory: Path,
+    *,
+    device: str | None = None,
+    limit_bytes: int | None = None,
+    progress: Progress | None = None,
+) -> Diagnosis:
+    """Say why memory ran out in a run, and what would have made it fit; arguments as `diagnosis_of_job`."""
+    evidence = evidence_of_run(run)
+    event = next(reversed(run.oom_events), None)
+    last = (event.rung, event.micro_batch) if event is not None else (None, None)
+    try:
+        found = find_remedies(
+            Job.from_yaml(directory / "job.yaml"),
+            device=device,
+            limit_bytes=limit_bytes,
+            in_force=choices_in_force(run.plan, *last),
+            calibration=known_calibration(),
+            progress=progress,
+        )
+    except PlimsollError as error:
+        return diagnosed(evidence, (f"What would free memory could not be predicted: {error}",))
+    prediction, notes = found.prediction, found.notes
+    is_explained = prediction.verdict != "fits"
+    if not is_explained:
+        notes = (
+            f"The training as it is should need {format_bytes(prediction.peak.high_bytes)} at the most of "
+            f"{format_bytes(prediction.limit_bytes)}: what ran out of memory is something that grew, or that only this "
+            "run has.",
+            *notes,
+        )
+    seen = with_prediction(
+        evidence,
+        prediction,
+        vocab_size=found.vocab_size,
+        remedies=found.remedies,
+        padding_share=_padding_share(directory),
+    )
+    return diagnosed(replace(seen, has_run_out=is_explained), notes)
+
+
+def _padding_share(directory: Path) -> float | None:
+    """What of a batch is padding, from the tokens that the run has; ``None`` where they are not there any more."""
+    try:
+        job = Job.from_yaml(directory / "job.yaml")
+        if not (job.is_labelled or job.data.has_padding):
+            return None
+        prepared = Prepared.load(directory / "prepared.json")
+        if prepared.train.tokens_folder is None or not Path(prepared.train.tokens_folder).is_dir():
+            return None
+        inspection = inspect_corpus(job, Path(prepared.train.index_folder).parent)
+    except PlimsollError:
+        return None
+    return next((filling.padding_share for filling in inspection.fillings if filling.is_this_job), None)

@@ -1,0 +1,18 @@
+"""From evidence to a diagnosis."""
+
+from peak_evidence import LOGITS, SCORES, evidence, tried
+from plimsoll.diagnose.findings import diagnosed
+
+
+def test_the_largest_effect_comes_first_and_causes_without_one_last():
+    remedies = (tried("chunked_loss", 150),)
+    diagnosis = diagnosed(evidence(holdings=(LOGITS, SCORES), remedies=remedies), ("a note",))
+    assert [finding.cause for finding in diagnosis.findings] == ["attention_scores", "logits", "true_capacity"]
+    assert (diagnosis.remedies, diagnosis.notes) == (remedies, ("a note",))
+    assert (diagnosis.shares, diagnosis.limit_bytes) == (evidence().shares, 800 << 20)
+
+
+def test_what_is_clean_has_no_answer():
+    diagnosis = diagnosed(evidence(has_run_out=False))
+    assert not diagnosis.has_answer
+    assert diagnosis.findings == ()
