@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from plimsoll.diagnose.growth import growth_of
 from plimsoll.diagnose.seen import Seen
-from plimsoll.records.diagnosis import MemoryGrowth, Remedy, Share
+from plimsoll.records.diagnosis import KnownHow, MemoryGrowth, Remedy, Share
 from plimsoll.records.oom_text import OomText
 from plimsoll.records.prediction import Holding, Prediction
 from plimsoll.records.run import GraphLine, RunRecord
@@ -72,6 +72,11 @@ class Evidence:
     padding_share: float | None = None
     remedies: tuple[Remedy, ...] = ()
     seen: Seen | None = None
+
+    @property
+    def holdings_known(self) -> KnownHow:
+        """How `holdings` are known: seen in a live process, or predicted."""
+        return "predicted" if self.seen is None else "counted"
 
     @property
     def num_steps(self) -> int:

@@ -95,7 +95,8 @@ def kept_by(
 
 def stored(found: Found) -> Store:
     """Return the line of the user's that stores a value; empty texts where it was not found."""
-    return store_of(found.owners, found.variable, found.value) or Store("", "", "")
+    of_graph = store_of(found.owners, found.variable, found.value)
+    return of_graph or store_of(found.owners, found.variable, found.value, True) or Store("", "", "")
 
 
 def _walk(name: str, variable: str, value: Any, owners: tuple[Any, ...], seen: set[int], depth: int = 0) -> Iterator[Found]:

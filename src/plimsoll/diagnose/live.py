@@ -28,6 +28,7 @@ from plimsoll.diagnose.holders import found_in, lengths_of
 from plimsoll.diagnose.of_error import Before, backend_of, evidence_of_error
 from plimsoll.errors import PlimsollError
 from plimsoll.memory.births import Births
+from plimsoll.memory.inventory import inventory
 from plimsoll.records.diagnosis import Diagnosis
 from plimsoll.report.as_text import diagnosis_report
 from plimsoll.run.boundary import without_fail
@@ -51,7 +52,8 @@ class Explained(ContextDecorator):
     def __enter__(self) -> Explained:
         """Begin to watch."""
         every_cause()  # a module that is loaded once memory has run out is one too many
-        self._before = Before(lengths=_lengths(sys._getframe(1)))
+        baseline_bytes = _used_bytes(False) - sum(one.num_bytes for one in inventory("cpu").pieces)
+        self._before = Before(lengths=_lengths(sys._getframe(1)), baseline_bytes=max(0, baseline_bytes))
         self._reserve = bytearray(_RESERVE_BYTES)
         with ExitStack() as stack:
             stack.callback(register_optimizer_step_post_hook(self._note_step).remove)

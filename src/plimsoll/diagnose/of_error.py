@@ -33,7 +33,7 @@ from plimsoll.records.oom_text import OomText
 from plimsoll.records.prediction import Holding, Moment
 from plimsoll.records.watch import Line as LimitLine
 
-KEPT, OBJECTS, BASELINE = "kept by variables", "Python objects", "baseline"
+KEPT, OBJECTS, BASELINE, UNSEEN = "kept by variables", "Python objects", "baseline", "not seen"
 _OF_WORKER = "DataLoader worker"
 _ON_CUDA = ("cuda", "hip", "cublas", "cudnn", "nccl")
 _MOST_HOLDINGS = 20
@@ -41,13 +41,23 @@ _MOST_HOLDINGS = 20
 
 @dataclass
 class Before:
-    """What was noted before memory ran out: lengths of containers, and of each step its number, memory and border."""
+    """What was noted before memory ran out.
+
+    Attributes:
+        lengths: of containers, by their identity.
+        used_bytes: after each step, with its number.
+        borders: how many operations autograd had recorded by the end of each step.
+        births: lines that made tensors, by their addresses.
+        num_steps: that were done.
+        baseline_bytes: in use at the beginning, without the tensors that were there.
+    """
 
     lengths: dict[int, int] = field(default_factory=dict)
     used_bytes: list[tuple[int, int]] = field(default_factory=list)
     borders: list[int] = field(default_factory=list)
     births: Mapping[int, str] = field(default_factory=dict)
     num_steps: int = 0
+    baseline_bytes: int = 0
 
 
 @dataclass
@@ -77,6 +87,11 @@ class _Scene:
                     if isinstance(value, kind):
                         return Found(name, name, (line.frame.f_code,), value), value
         return None
+
+    def line_of_variable(self, kind: type) -> str:
+        """Where such a variable is assigned; "" where there is none."""
+        variable = self.store_of_variable(kind)
+        return "" if variable is None else stored(variable[0]).place
 
 
 def backend_of(error: BaseException) -> tuple[Backend, str] | None:
@@ -109,17 +124,16 @@ def evidence_of_error(error: BaseException, backend: Backend, before: Before, ca
     asked = tensor_asked(event.tried_to_allocate, tensors_at_hand(_innermost(frames, lines)))
     used_bytes = backend.use().used_bytes
     asked_bytes = event.tried_to_allocate or 0
-    device = backend.probe()
     evidence = Evidence(
         subject=type(error).__name__,
         kind=backend.kind,
         first_step=before.used_bytes[0][0] - 1 if before.used_bytes else before.num_steps,
         last_step=before.num_steps,
         used_bytes=tuple(before.used_bytes),
-        peak_bytes=used_bytes + asked_bytes,
+        peak_bytes=used_bytes + (_missing_states_bytes(scene) or asked_bytes),
         event=event,
         has_run_out=True,
-        limit_bytes=device.capacity_bytes,
+        limit_bytes=_limit_bytes(backend),
         requested_bytes=event.tried_to_allocate,
         phase=scene.phase,
         sequence_length=_sequence_length(stock, asked),
@@ -137,6 +151,32 @@ def _event(error: BaseException, lines: list[Line]) -> OomText:
     place, code = (lines[0].place, lines[0].code) if lines else ("", "")
     stated_bytes = event.tried_to_allocate or requested_bytes(text)
     return event.model_copy(update={"place": place, "code": code, "tried_to_allocate": stated_bytes})
+
+
+def _limit_bytes(backend: Backend) -> int:
+    """What this process may use, counted as its use is: ``RLIMIT_DATA`` counts addresses that are never touched, too."""
+    capacity_bytes, use = backend.probe().capacity_bytes, backend.use()
+    if backend.kind != "cpu":
+        return capacity_bytes
+    return max(0, capacity_bytes - max(0, use.reserved_bytes - use.used_bytes))
+
+
+def _missing_states_bytes(scene: _Scene) -> int:
+    """What the states that an optimizer was making when memory ran out would have taken."""
+    frame = next((frame for frame, _ in scene.frames if frame.f_code.co_name == "_init_group"), None)
+    optimizer = frame.f_locals.get("self") if frame is not None else None
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        return 0
+    parameters = [one for group in optimizer.param_groups for one in group["params"] if one.grad is not None]
+    num_states = max((_num_states(optimizer, one) for one in parameters), default=0) or 1
+    missing = [(num_states - _num_states(optimizer, one)) * one.numel() * one.dtype.itemsize for one in parameters]
+    return sum(missing)
+
+
+def _num_states(optimizer: torch.optim.Optimizer, parameter: Tensor) -> int:
+    """How many states of its shape a parameter has."""
+    state = optimizer.state.get(parameter, {})
+    return sum(isinstance(one, Tensor) and one.shape == parameter.shape for one in state.values())
 
 
 def _innermost(frames: list[tuple[FrameType, int]], lines: list[Line]) -> list[FrameType]:
@@ -170,7 +210,7 @@ def _tensors_of(value: Any) -> list[Tensor]:
 
 def _vocab_size(stock: Inventory) -> int | None:
     """The rows of the largest table of embeddings, which a head has as well."""
-    tables = [module.num_embeddings for module in stock.modules if isinstance(module, nn.Embedding)]
+    tables = [one.num_embeddings for one in stock.modules if isinstance(one, nn.Embedding | nn.EmbeddingBag)]
     return max(tables, default=None)
 
 
@@ -203,22 +243,24 @@ def _shares(
             places.setdefault(piece.category, before.births[piece.address])
     if evidence.kind == "cpu":
         sizes[OBJECTS] = sum(one.host_bytes for one in kept)
-    rest_bytes = used_bytes - sum(sizes.values())
+    rest_bytes = max(0, used_bytes - sum(sizes.values()))
     if evidence.requested_bytes:
         category = _asked_category(evidence.phase, scene, stock)
-        sizes[category] += evidence.requested_bytes
-        places.setdefault(category, scene.lines[0].place if scene.lines else "")
-    sizes[BASELINE] = max(0, rest_bytes)
+        sizes[category] += _missing_states_bytes(scene) or evidence.requested_bytes
+        if category != "optimizer states":
+            places.setdefault(category, scene.lines[0].place if scene.lines else "")
+    sizes[BASELINE] = min(rest_bytes, before.baseline_bytes)
+    sizes[UNSEEN] = rest_bytes - sizes[BASELINE]
     for one in kept:
         places.setdefault(KEPT if one.tensor_bytes > one.host_bytes else OBJECTS, one.place)
     for category, kind in (("optimizer states", torch.optim.Optimizer), ("parameters", nn.Module)):
-        if category in sizes and (variable := scene.store_of_variable(kind)) is not None:
-            places.setdefault(category, stored(variable[0]).place)
+        if category in sizes:
+            places.setdefault(category, scene.line_of_variable(kind))
     return tuple(
         Share(
             category=name,
             num_bytes=size,
-            known="measured" if name == BASELINE else "counted",
+            known="measured" if name in (BASELINE, UNSEEN) else "counted",
             place=places.get(name, ""),
         )
         for name, size in sizes.most_common()
@@ -229,8 +271,10 @@ def _shares(
 def _holdings(stock: Inventory, scene: _Scene, asked: Asked | None, before: Before) -> tuple[Holding, ...]:
     """The largest things that are alive, alike ones together, and what was asked for."""
     groups: dict[tuple[Any, ...], list[Piece]] = {}
-    for piece in stock.pieces:
-        place = before.births.get(piece.address, "")
+    model = scene.line_of_variable(nn.Module)
+    lines = {"parameters": model, "gradients": model, "optimizer states": scene.line_of_variable(torch.optim.Optimizer)}
+    for piece in (one for one in stock.pieces if one.category != KEPT):
+        place = before.births.get(piece.address, "") or lines.get(piece.category, "")
         groups.setdefault((piece.category, piece.shape, piece.dtype, piece.op, place), []).append(piece)
     found = [_holding(key, sum(one.num_bytes for one in own), len(own)) for key, own in groups.items()]
     if asked is not None and scene.lines:
@@ -248,9 +292,8 @@ def _op_asked(scene: _Scene) -> str:
 def _holding(key: tuple[Any, ...], num_bytes: int, number: int) -> Holding:
     category, shape, dtype, op, place = key
     text = f"{str(dtype).removeprefix('torch.')}[{', '.join(map(str, shape))}]"
-    known = category if category not in (KEPT, OBJECTS) else "activations"
     made = Moment(step=0, phase="forward", op=op, module="", line=place)
-    return Holding(num_bytes=num_bytes, count=number, category=known, shape=text, made=made)
+    return Holding(num_bytes=num_bytes, count=number, category=category, shape=text, made=made)
 
 
 def _seen(scene: _Scene, kept: list[Kept], stock: Inventory, text: str) -> Seen:

@@ -33,7 +33,9 @@ class Store(NamedTuple):
     remedy: str
 
 
-def store_of(owners: Iterable[Any], variable: str, value: Any = None) -> Store | None:
+def store_of(
+    owners: Iterable[Any], variable: str, value: Any = None, also_without_graph: bool = False
+) -> Store | None:
     """Find the line that stores ``variable``.
 
     Args:
@@ -41,9 +43,10 @@ def store_of(owners: Iterable[Any], variable: str, value: Any = None) -> Store |
             that object.
         variable: the name of the attribute or the variable.
         value: what is there now; a tuple or a list of states is detached one by one.
+        also_without_graph: whether a line that leaves the graph out already is one, too.
     """
     for owner in owners:
-        wanted = _Wanted(variable, isinstance(owner, FunctionType | CodeType))
+        wanted = _Wanted(variable, isinstance(owner, FunctionType | CodeType), also_without_graph)
         for function in _functions_of(owner):
             for node, line in _statements(function):
                 if (remedy := _remedy(node, wanted, value)) is not None:
@@ -97,6 +100,7 @@ class _Wanted(NamedTuple):
 
     name: str
     is_variable: bool
+    also_without_graph: bool = False
 
     def is_at(self, node: ast.AST) -> bool:
         """Whether this is the attribute or the variable itself."""
@@ -119,10 +123,10 @@ def _added(node: ast.AST, wanted: _Wanted) -> ast.Call | None:
 def _remedy(node: ast.stmt, wanted: _Wanted, value: Any) -> str | None:
     """What to write in place of a statement that stores what is wanted with its graph; ``None`` if it does not."""
     if (call := _added(node, wanted)) is not None:
-        return None if _is_harmless(call.args[-1]) else _remedy_of_call(call)
+        return None if _is_harmless(call.args[-1], wanted) else _remedy_of_call(call)
     if not isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign) or node.value is None:
         return None
-    if _is_harmless(node.value):
+    if _is_harmless(node.value, wanted):
         return None
     if isinstance(node, ast.AugAssign):
         is_own = wanted.is_stored_in(node.target)
@@ -149,12 +153,12 @@ def _remedy_of_assignment(node: ast.Assign | ast.AnnAssign, wanted: _Wanted, val
     return None
 
 
-def _is_harmless(value: ast.expr) -> bool:
+def _is_harmless(value: ast.expr, wanted: _Wanted) -> bool:
     """Whether what is stored is a constant, an empty container, or has its graph left out already."""
     items = getattr(value, "elts", getattr(value, "keys", getattr(value, "args", [None])))
     is_container = isinstance(value, ast.List | ast.Tuple | ast.Dict) or _name_of(value) in _CONTAINERS
     called = [part.func for part in ast.walk(value) if isinstance(part, ast.Call)]
-    leaves_out = any(
+    leaves_out = not wanted.also_without_graph and any(
         getattr(one, "attr", None) in _METHODS_WITHOUT_GRAPH or getattr(one, "id", None) in _FUNCTIONS_WITHOUT_GRAPH
         for one in called
     )

@@ -12,6 +12,7 @@ from itertools import combinations, product
 from math import prod
 from typing import Final
 
+from plimsoll.diagnose.causes._peak import BEFORE_THE_MODEL
 from plimsoll.diagnose.causes._text import is_possible, perhaps
 from plimsoll.diagnose.evidence import Evidence, place_of
 from plimsoll.records.diagnosis import Fact, Finding, KnownHow
@@ -36,7 +37,8 @@ def findings(evidence: Evidence) -> tuple[Finding, ...]:
     limit_bytes, asked_bytes = evidence.limit_bytes, evidence.requested_bytes
     if not evidence.has_run_out or not limit_bytes:
         return ()
-    if asked_bytes is not None and asked_bytes > limit_bytes:
+    before_bytes = sum(share.num_bytes for share in evidence.shares if share.category in BEFORE_THE_MODEL)
+    if asked_bytes is not None and asked_bytes > limit_bytes - before_bytes:
         alike = next((one for one in evidence.holdings if _each_bytes(one) == asked_bytes), None)
         return (_finding(asked_bytes, limit_bytes, alike, "measured", event),)
     largest = max(evidence.holdings, key=_each_bytes, default=None)

@@ -1,7 +1,7 @@
 """A data set that lies in the host's memory as a whole: texts, lists of numbers, arrays, or a tensor of all tokens.
 
-Found in a live process on the host's memory where something that a data set or a loader has, or that is no tensor of
-the training and does not grow with its steps, holds at least a fifth of what is in use; and where memory ran out in a
+Found in a live process on the host's memory where something that a data set or a loader has, or objects that are
+no tensors and do not grow with the steps, holds at least a fifth of what is in use; and where memory ran out in a
 line that reads a file as a whole.
 """
 
@@ -47,5 +47,4 @@ def findings(evidence: Evidence) -> tuple[Finding, ...]:
 def _is_data(evidence: Evidence, kept: Kept) -> bool:
     if kept.num_graphs or (kept.has_grown and evidence.num_steps):
         return False
-    is_there_from_the_start = kept.num_items_before is not None or not evidence.num_steps
-    return kept.is_of_data or (kept.host_bytes > kept.tensor_bytes) or (kept.num_items > 16 and is_there_from_the_start)
+    return kept.is_of_data or kept.host_bytes > kept.tensor_bytes

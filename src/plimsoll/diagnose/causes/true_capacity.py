@@ -41,7 +41,7 @@ def _of_training(evidence: Evidence) -> Finding:
     return Finding(
         cause=_CAUSE,
         title=f"the training needs {about}{format_bytes(total_bytes)}, most of it {most.category}{of}",
-        place=most.place,
+        place=most.place or (evidence.event.place if evidence.event is not None else ""),
         evidence=tuple(facts),
         peak_share=min(most.num_bytes / total_bytes, 1.0) if total_bytes else None,
         remedy=f"take one of the remedies that fit; {_PLAN}",

@@ -1,0 +1,21 @@
+"""evaluation_keeps_graphs: the evaluation takes larger batches and has no no_grad."""
+import torch
+from _common import MiniGPT, batches, next_token_loss, run
+
+
+def main():
+    model = MiniGPT(500, 128, 6)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for tokens in batches(500, 4, 64, 3):
+        loss = next_token_loss(model(tokens), tokens)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    model.eval()
+    right = 0
+    for tokens in batches(500, 64, 64, 3):
+        right += (model(tokens).argmax(-1)[:, :-1] == tokens[:, 1:]).sum().item()  # FAULT fixed: with torch.inference_mode(): right += (model(tokens).argmax(-1)[:, :-1] == tokens[:, 1:]).sum().item()
+    print(right)
+
+
+run(main, 300)
