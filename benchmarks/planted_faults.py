@@ -1,9 +1,10 @@
 """Faults planted in real training scripts: does `plimsoll.explained` name the cause, the line, and a remedy that works?
 
-Each script of ``benchmarks/planted`` says in its first line which cause is planted, and marks the line: ``# FAULT fixed:
-CODE``. It is run in a process of its own under ``RLIMIT_DATA`` until memory really runs out; the first finding's cause
-and line are compared; then the line is replaced by CODE, which is what the finding's remedy says, and the script must
-end. ``# ALSO NAME`` marks a line that the fault NAME may be found at as well: the operation that makes the tensors.
+Each script of ``benchmarks/planted`` says in its first line which cause is planted, and marks the line with
+``# FAULT fixed: CODE``. It is run in a process of its own under ``RLIMIT_DATA`` until memory really runs out; the first
+finding's cause and line are compared; then the line is replaced by CODE, which is what the finding's remedy says, and
+the script must end. ``# ALSO NAME`` marks a line that the fault NAME may be found at as well: the operation that makes
+the tensors.
 
 The measured saving is the difference of the peaks of both scripts without a limit, over as many steps as the first one
 did when it ran out; the predicted one is the finding's. Only those that the finding gives a number for are compared.
@@ -81,6 +82,7 @@ def places(name: str, source: str) -> set[str]:
     """Return the lines that a finding may name."""
     own = {f"{name}.py:{number}" for number, line in enumerate(source.splitlines(), 1) if "# FAULT" in line}
     common = (SCRIPTS / "_common.py").read_text(encoding="utf-8").splitlines()
+    own |= {f"{name}.py:{number}" for number, line in enumerate(source.splitlines(), 1) if f"# ALSO {name}" in line}
     return own | {f"_common.py:{number}" for number, line in enumerate(common, 1) if line.endswith(f"# ALSO {name}")}
 
 

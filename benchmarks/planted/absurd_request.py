@@ -1,5 +1,5 @@
 """absurd_request: a product with the wrong side transposed asks for every pair of samples' tokens."""
-import torch
+
 from _common import MiniGPT, batches, run
 
 

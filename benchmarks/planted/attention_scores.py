@@ -1,4 +1,5 @@
 """attention_scores: attention is written out, and the texts are long."""
+
 import torch
 from _common import Block, MiniGPT, batches, next_token_loss, run
 

@@ -1,4 +1,5 @@
 """leak: features of every batch are cached and never read again."""
+
 import torch
 from _common import MiniGPT, batches, next_token_loss, run
 

@@ -1,4 +1,5 @@
 """dataset_in_ram: a Dataset of lists of numbers leaves too little for the training."""
+
 import numpy
 import torch
 from _common import MiniGPT, next_token_loss, run
@@ -6,6 +7,8 @@ from torch.utils.data import DataLoader, Dataset
 
 
 class Tokens(Dataset):
+    """Lists of numbers."""
+
     def __init__(self, number, length):
         generator = numpy.random.default_rng(0)
         rows = (generator.integers(0, 2000, length).astype(numpy.int16) for _ in range(number))

@@ -1,5 +1,5 @@
 """evaluation_keeps_graphs: the loss of an evaluation is added up with its graph."""
-import torch
+
 from _common import MiniGPT, batches, next_token_loss, run
 
 

@@ -1,10 +1,13 @@
 """graph_kept: a module keeps its hidden states in an attribute, for a plot."""
+
 import torch
 from _common import MiniGPT, batches, next_token_loss, run
 from torch import nn
 
 
 class Watched(nn.Module):
+    """A model that notes its hidden states."""
+
     def __init__(self):
         super().__init__()
         self.model = MiniGPT(500, 128, 2)

@@ -1,4 +1,5 @@
 """dataset_in_ram: a corpus is read and cut into numbers before the training begins."""
+
 import random
 
 import numpy
@@ -18,7 +19,9 @@ def main():
     samples = []
     with open("corpus.txt") as file:
         for line in file:
-            samples.append([float(word) for word in line.split()])  # FAULT fixed: samples.append(numpy.array(line.split(), dtype=numpy.uint16))
+            samples.append(
+                [float(word) for word in line.split()]
+            )  # FAULT fixed: samples.append(numpy.array(line.split(), dtype=numpy.uint16))
     for start in range(0, 64, 8):
         tokens = torch.tensor(numpy.array(samples[start : start + 8])).long()
         loss = next_token_loss(model(tokens), tokens)

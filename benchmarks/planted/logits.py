@@ -1,5 +1,4 @@
 """logits: the scores of a large vocabulary at every position."""
-import os
 
 import torch
 from _common import MiniGPT, batches, next_token_loss, run
@@ -10,7 +9,7 @@ def chunked_loss(model, tokens):
     hidden = model.embedding(tokens)
     for block in model.blocks:
         hidden = block(hidden)
-    parts = zip(hidden[:, :-1].split(1), tokens[:, 1:].split(1))
+    parts = zip(hidden[:, :-1].split(1), tokens[:, 1:].split(1), strict=True)
     losses = [checkpoint(part_loss, model.head, one, own, use_reentrant=False) for one, own in parts]
     return torch.stack(losses).mean()
 

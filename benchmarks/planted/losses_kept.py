@@ -1,4 +1,5 @@
 """graph_kept: losses are collected for a curve at the end."""
+
 import torch
 from _common import MiniGPT, batches, next_token_loss, run
 

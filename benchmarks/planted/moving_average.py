@@ -1,10 +1,13 @@
 """graph_kept: a moving average of the model's states, for a log, is carried on from step to step with its graph."""
+
 import torch
 from _common import batches, run
 from torch import nn
 
 
 class Tagger(nn.Module):
+    """A recurrent net."""
+
     def __init__(self):
         super().__init__()
         self.embedding = nn.Embedding(500, 128)
@@ -24,7 +27,9 @@ def main():
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        average = 0.9 * average + 0.1 * model(tokens).mean((0, 1))  # FAULT fixed: average = (0.9 * average + 0.1 * model(tokens).mean((0, 1))).detach()
+        average = 0.9 * average + 0.1 * model(tokens).mean(
+            (0, 1)
+        )  # FAULT fixed: average = (0.9 * average + 0.1 * model(tokens).mean((0, 1))).detach()
     print(average.sum())
 
 

@@ -1,4 +1,5 @@
 """graph_kept: the outputs of every step are collected for an accuracy."""
+
 import torch
 from _common import MiniGPT, batches, next_token_loss, run
 

@@ -1,4 +1,5 @@
 """evaluation_keeps_graphs: the scores of all classes of all batches are collected."""
+
 import torch
 from _common import MiniGPT, batches, run
 

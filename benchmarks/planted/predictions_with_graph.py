@@ -1,4 +1,5 @@
 """evaluation_keeps_graphs: predictions are collected, and with them the graph of every batch."""
+
 import torch
 from _common import MiniGPT, batches, run
 

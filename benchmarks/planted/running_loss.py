@@ -1,4 +1,5 @@
 """graph_kept: the loss of an epoch is added up with its graph; a second loss is not part of the backward pass."""
+
 import torch
 from _common import MiniGPT, batches, next_token_loss, run
 

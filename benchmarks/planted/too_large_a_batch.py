@@ -1,4 +1,5 @@
 """true_capacity: nothing is wrong but the size of the batch."""
+
 import torch
 from _common import run
 from torch import nn
@@ -9,7 +10,9 @@ def main():
     model = nn.Sequential(*layers, nn.Linear(512, 8))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     for _ in range(3):
-        loss = model(torch.randn(4096, 512)).square().mean()  # FAULT fixed: loss = model(torch.randn(512, 512)).square().mean()
+        loss = (
+            model(torch.randn(4096, 512)).square().mean()
+        )  # FAULT fixed: loss = model(torch.randn(512, 512)).square().mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

@@ -1,10 +1,13 @@
 """workers: each worker of the loader keeps what it has decoded."""
+
 import torch
 from _common import MiniGPT, next_token_loss, run
 from torch.utils.data import DataLoader, Dataset
 
 
 class Decoded(Dataset):
+    """Samples that are decoded once."""
+
     def __init__(self):
         self.cache = {}
 
@@ -21,7 +24,9 @@ def main():
     model = MiniGPT(500, 64, 2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     torch.multiprocessing.set_sharing_strategy("file_system")
-    loader = DataLoader(Decoded(), batch_size=8, num_workers=2)  # FAULT fixed: loader = [torch.randint(0, 500, (8, 32)) for _ in range(20)]
+    loader = DataLoader(
+        Decoded(), batch_size=8, num_workers=2
+    )  # FAULT fixed: loader = [torch.randint(0, 500, (8, 32)) for _ in range(20)]
     for tokens in loader:
         loss = next_token_loss(model(tokens), tokens)
         optimizer.zero_grad()

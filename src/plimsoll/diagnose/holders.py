@@ -31,6 +31,7 @@ _DEEPEST, _FEW, _SAMPLE = 4, 16, 500
 _MOST_NODES = 10_000
 _NODE_BYTES = 1024  # of the host's memory, see `plimsoll.diagnose.causes.graph_kept`
 _LEAST_BYTES = 64 << 10
+_SIZED = ("numpy", "pyarrow", "array", "builtins", "scipy")  # libraries whose objects tell their ``nbytes``
 _CONTAINERS = (list, tuple, deque, set, frozenset, dict)
 _LEAVES = (int, float, complex, type(None), type, ModuleType, FunctionType, BuiltinFunctionType, MethodType, FrameType)
 
@@ -68,7 +69,7 @@ def found_in(frames: Iterable[FrameType]) -> list[Found]:
             seen.add(id(scope))
             for name, value in list(scope.items()):
                 if not name.startswith("__"):
-                    found += _walk(name, name, value, (frame.f_code,), seen)
+                    found += _walk(Found(name, name, (frame.f_code,), value), seen)
     return found
 
 
@@ -99,33 +100,37 @@ def stored(found: Found) -> Store:
     return of_graph or store_of(found.owners, found.variable, found.value, True) or Store("", "", "")
 
 
-def _walk(name: str, variable: str, value: Any, owners: tuple[Any, ...], seen: set[int], depth: int = 0) -> Iterator[Found]:
-    kind = type(value)
+def _walk(found: Found, seen: set[int], depth: int = 0) -> Iterator[Found]:
+    value, kind = found.value, type(found.value)
     if issubclass(kind, _LEAVES) or issubclass(kind, nn.Parameter | torch.optim.Optimizer) or id(value) in seen:
         return
     seen.add(id(value))
     if issubclass(kind, _CONTAINERS):
-        yield from _of_container(name, variable, value, owners, seen, depth)
+        yield from _of_container(found, seen, depth)
     elif issubclass(kind, Tensor) or _own_bytes(value) >= _LEAST_BYTES:
-        yield Found(name, variable, owners, value)
+        yield found
     elif depth < _DEEPEST:
         for inner, item in _named(value):
-            yield from _walk(f"{name}.{inner}", inner.rpartition(".")[2], item, (value, *owners), seen, depth + 1)
+            last = inner.rpartition(".")[2]
+            yield from _walk(Found(f"{found.name}.{inner}", last, (value, *found.owners), item), seen, depth + 1)
 
 
-def _of_container(
-    name: str, variable: str, value: Any, owners: tuple[Any, ...], seen: set[int], depth: int
-) -> Iterator[Found]:
+def _of_container(found: Found, seen: set[int], depth: int) -> Iterator[Found]:
+    value = found.value
     if len(value) > _FEW or depth >= _DEEPEST:
-        yield Found(name, variable, owners, value)
+        yield found
         return
     pairs = list(value.items() if isinstance(value, dict) else enumerate(value))
-    own = [item for _, item in pairs if isinstance(item, Tensor | str | bytes) or not hasattr(item, "__dict__")]
-    if any(not isinstance(item, _CONTAINERS) for item in own):
-        yield Found(name, variable, owners, value)
+    if any(not isinstance(item, _CONTAINERS) and _is_leaf(item) for _, item in pairs):
+        yield found
     for key, item in pairs:
         if not isinstance(item, Tensor | str | bytes):
-            yield from _walk(f"{name}[{key!r:.40}]", variable, item, owners, seen, depth + 1)
+            yield from _walk(found._replace(name=f"{found.name}[{key!r:.40}]", value=item), seen, depth + 1)
+
+
+def _is_leaf(item: Any) -> bool:
+    """Whether an item is taken with its container: a tensor, a text, and what has no attributes."""
+    return isinstance(item, Tensor | str | bytes) or not hasattr(item, "__dict__")
 
 
 def _named(value: Any) -> Iterable[tuple[str, Any]]:
@@ -146,9 +151,6 @@ def _own_bytes(value: Any) -> int:
         return sys.getsizeof(value)
     num_bytes = getattr(value, "nbytes", None) if type(value).__module__.partition(".")[0] in _SIZED else None
     return num_bytes if isinstance(num_bytes, int) else 0
-
-
-_SIZED = ("numpy", "pyarrow", "array", "builtins", "scipy")
 
 
 def _kept(one: Found, before: Mapping[int, int], borders: Sequence[int], seen: set[int | None]) -> Kept:

@@ -5,8 +5,8 @@ and given back first; where that is not enough, the note says so in place of the
 thing that is done while the code runs is a reading of the memory in use after each ``step()`` of an optimizer of
 torch's, some 10 microseconds.
 
-Does NOT cover a process that the kernel kills (``plimsoll watch`` and ``plimsoll explain`` read what is left), errors of
-`plimsoll.TrainStep`, which say themselves what happened, and code that catches the error itself.
+Does NOT cover a process that the kernel kills (``plimsoll watch`` and ``plimsoll explain`` read what is left), errors
+of `plimsoll.TrainStep`, which say themselves what happened, and code that catches the error itself.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from plimsoll.device.base import backend_for
 from plimsoll.diagnose.causes import every_cause
-from plimsoll.diagnose.frames import users_callers
 from plimsoll.diagnose.findings import diagnosed
+from plimsoll.diagnose.frames import users_callers
 from plimsoll.diagnose.holders import found_in, lengths_of
 from plimsoll.diagnose.of_error import Before, backend_of, evidence_of_error
 from plimsoll.errors import PlimsollError

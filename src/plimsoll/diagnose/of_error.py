@@ -97,7 +97,7 @@ class _Scene:
 def backend_of(error: BaseException) -> tuple[Backend, str] | None:
     """Return the backend on which memory ran out and the family of the error; ``None`` where it is no such error."""
     on_host = backend_for("cpu")
-    uses_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
+    uses_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     backend = backend_for(f"cuda:{torch.cuda.current_device()}") if uses_cuda else on_host
     family = backend.oom_family(error)
     if family is None:
@@ -141,7 +141,7 @@ def evidence_of_error(error: BaseException, backend: Backend, before: Before, ca
         seen=_seen(scene, kept, stock, str(error)),
     )
     holdings = _holdings(stock, scene, asked, before)
-    shares = _shares(stock, kept, used_bytes, evidence, scene, before)
+    shares = _shares(stock, used_bytes, evidence, scene, before)
     return replace(evidence, holdings=holdings, shares=shares)
 
 
@@ -154,7 +154,7 @@ def _event(error: BaseException, lines: list[Line]) -> OomText:
 
 
 def _limit_bytes(backend: Backend) -> int:
-    """What this process may use, counted as its use is: ``RLIMIT_DATA`` counts addresses that are never touched, too."""
+    """What this process may use, counted as its use is; ``RLIMIT_DATA`` also counts what is never touched."""
     capacity_bytes, use = backend.probe().capacity_bytes, backend.use()
     if backend.kind != "cpu":
         return capacity_bytes
@@ -232,9 +232,8 @@ def _asked_category(evidence_phase: str, scene: _Scene, stock: Inventory) -> str
     return "activations" if evidence_phase == "forward" and records else "temporaries"
 
 
-def _shares(
-    stock: Inventory, kept: list[Kept], used_bytes: int, evidence: Evidence, scene: _Scene, before: Before
-) -> tuple[Share, ...]:
+def _shares(stock: Inventory, used_bytes: int, evidence: Evidence, scene: _Scene, before: Before) -> tuple[Share, ...]:
+    kept = evidence.seen.kept if evidence.seen is not None else ()
     sizes = Counter[str]()
     places: dict[str, str] = {}
     for piece in sorted(stock.pieces, key=lambda piece: -piece.num_bytes):
@@ -323,5 +322,3 @@ def _of_variable(found: Found) -> Kept:
 def _caller_of_model(scene: _Scene) -> Line | None:
     """The innermost line of the user's that is in no method of a module."""
     return next((one for one in scene.lines if not isinstance(one.frame.f_locals.get("self"), nn.Module)), None)
-
-

@@ -1,4 +1,4 @@
-"""Which tensor was asked for when memory ran out, from its size in bytes and the tensors at hand in the line that failed.
+"""Which tensor was asked for when memory ran out, from its size and the tensors at hand in the line that failed.
 
 Tried in this order: the result has the shape of a tensor at hand; it is that tensor times a matrix (``x @ w.T``, a
 layer of a module); it is the product of two tensors at hand (``q @ k.transpose(-2, -1)``). A size that several explain

@@ -51,7 +51,9 @@ class Kept:
     @property
     def has_grown(self) -> bool:
         """Whether it has got items since it was first seen, and not one for the other."""
-        return self.num_items - (self.num_items_before or 0) >= 3 and self.num_items > 1.5 * (self.num_items_before or 0)
+        return self.num_items - (self.num_items_before or 0) >= 3 and self.num_items > 1.5 * (
+            self.num_items_before or 0
+        )
 
 
 @dataclass(frozen=True)

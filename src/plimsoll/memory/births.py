@@ -48,5 +48,3 @@ class Births(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if len(self.lines) >= _MOST_ADDRESSES:
             self.lines.pop(next(iter(self.lines)))
         self.lines[address] = self._line_of()
-
-

@@ -33,9 +33,7 @@ class Store(NamedTuple):
     remedy: str
 
 
-def store_of(
-    owners: Iterable[Any], variable: str, value: Any = None, also_without_graph: bool = False
-) -> Store | None:
+def store_of(owners: Iterable[Any], variable: str, value: Any = None, also_without_graph: bool = False) -> Store | None:
     """Find the line that stores ``variable``.
 
     Args:

@@ -25,7 +25,7 @@ def training_bytes(evidence: Evidence) -> int:
 
 
 def finding_of_kept(
-    evidence: Evidence, kept: Kept, cause: str, title: str, remedy: str, code: str = "", facts: Sequence[Fact] = ()
+    evidence: Evidence, kept: Kept, cause: str, *, title: str, remedy: str, code: str = "", facts: Sequence[Fact] = ()
 ) -> Finding:
     """Make the finding of one variable."""
     peak_bytes = evidence.peak_bytes or kept.num_bytes

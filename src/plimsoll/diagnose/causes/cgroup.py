@@ -13,8 +13,8 @@ from plimsoll.records.units import format_bytes
 
 _LEAST_SHARE = 0.9
 _REMEDY = (
-    "give the container more (`docker run --memory=`, `resources.limits.memory`, `sbatch --mem=`), or keep the training "
-    "under the limit: `plimsoll train --budget SIZE`"
+    "give the container more (`docker run --memory=`, `resources.limits.memory`, `sbatch --mem=`), or keep the "
+    "training under the limit: `plimsoll train --budget SIZE`"
 )
 
 

@@ -33,7 +33,9 @@ def findings(evidence: Evidence) -> tuple[Finding, ...]:
     held = [kept for kept in much(evidence, _LEAST_SHARE) if _is_data(evidence, kept)]
     if held:
         return tuple(
-            finding_of_kept(evidence, kept, _CAUSE, f"the data in `{kept.name}` is in memory as a whole", _REMEDY)
+            finding_of_kept(
+                evidence, kept, _CAUSE, title=f"the data in `{kept.name}` is in memory as a whole", remedy=_REMEDY
+            )
             for kept in held
         )
     event = evidence.event

@@ -31,8 +31,9 @@ def findings(evidence: Evidence) -> tuple[Finding, ...]:
 def _of_kept(evidence: Evidence, kept: Kept) -> Finding:
     if kept.num_graphs:
         title = f"evaluation without no_grad: `{kept.name}` collects tensors with their graphs"
-        return finding_of_kept(evidence, kept, _CAUSE, title, _NO_GRAD, kept.remedy)
-    return finding_of_kept(evidence, kept, _CAUSE, f"evaluation collects outputs in `{kept.name}`", _COLLECTED)
+        return finding_of_kept(evidence, kept, _CAUSE, title=title, remedy=_NO_GRAD, code=kept.remedy)
+    title = f"evaluation collects outputs in `{kept.name}`"
+    return finding_of_kept(evidence, kept, _CAUSE, title=title, remedy=_COLLECTED)
 
 
 def _of_graph(evidence: Evidence, seen: Seen) -> tuple[Finding, ...]:

@@ -81,11 +81,27 @@ def _of_kept(evidence: Evidence, kept: Kept) -> Finding:
     is_state = kept.num_items < _FEWEST_ALIVE
     title = f"`{kept.name}` is not detached" if is_state else f"`{kept.name}` collects tensors with their graphs"
     back = f"their oldest operation is {kept.num_steps_back:,} finished steps old"
-    remedy = f"keep it without its graph: in {kept.place} write the line below in place of `{kept.code}`"
-    if not kept.remedy:
-        remedy = f"keep it without its graph: write `.detach()` behind what is put into `{kept.name}`"
-    facts = [Fact(text=back, known="measured")]
-    return finding_of_kept(evidence, kept, _CAUSE, title, remedy, kept.remedy, facts)
+    return finding_of_kept(
+        evidence,
+        kept,
+        _CAUSE,
+        title=title,
+        remedy=_remedy_of_kept(kept),
+        code=kept.remedy if kept.graph_bytes >= kept.tensor_bytes else "",
+        facts=[Fact(text=back, known="measured")],
+    )
+
+
+def _remedy_of_kept(kept: Kept) -> str:
+    """Detached tensors stay, so where they are most of it detaching them is not enough."""
+    if kept.tensor_bytes > kept.graph_bytes:
+        return (
+            f"keep a number of each (`.item()`) or what is needed of it: `.detach()` frees the graphs, "
+            f"{format_bytes(kept.graph_bytes)}, and not the tensors"
+        )
+    if kept.remedy:
+        return f"keep it without its graph: in {kept.place} write the line below in place of `{kept.code}`"
+    return f"keep it without its graph: write `.detach()` behind what is put into `{kept.name}`"
 
 
 def _ended_by_it(evidence: Evidence) -> Finding:

@@ -26,7 +26,7 @@ def findings(evidence: Evidence) -> tuple[Finding, ...]:
     if evidence.seen is None or not evidence.num_steps or evidence.seen.is_evaluating:
         return ()
     return tuple(
-        finding_of_kept(evidence, kept, "leak", f"`{kept.name}` keeps more with every step", _REMEDY)
+        finding_of_kept(evidence, kept, "leak", title=f"`{kept.name}` keeps more with every step", remedy=_REMEDY)
         for kept in much(evidence, _LEAST_SHARE)
         if kept.has_grown and not kept.num_graphs
     )

@@ -35,7 +35,11 @@ def findings(evidence: Evidence) -> tuple[Finding, ...]:
         Finding(
             cause="workers",
             title=f"{number} worker{'s' * (number != 1)}{where} hold memory of their own",
-            place=loader.place if loader is not None and loader.place else evidence.event.place if evidence.event else "",
+            place=loader.place
+            if loader is not None and loader.place
+            else evidence.event.place
+            if evidence.event
+            else "",
             evidence=tuple(_facts(seen)),
             remedy=_REMEDY,
             code="num_workers=0" if number == 1 else f"num_workers={number // 2}" if number else "",
