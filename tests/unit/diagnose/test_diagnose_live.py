@@ -37,7 +37,7 @@ except RuntimeError as error:
 """
 
 
-@pytest.mark.parametrize("record", [False, True])
+@pytest.mark.parametrize("record", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_real_shortage_is_explained_and_goes_on(tmp_path, record):
     path = tmp_path / "train.py"
     path.write_text(PROGRAM.replace("RECORD", str(record)), encoding="utf-8")
