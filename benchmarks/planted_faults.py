@@ -118,6 +118,7 @@ def main() -> None:
         (folder / "_common.py").write_text((SCRIPTS / "_common.py").read_text(encoding="utf-8"), encoding="utf-8")
         for name in names:
             rows.append(examine(name, folder, arguments.savings))
+            print(rows[-1], file=sys.stderr, flush=True)  # what there is, if it is stopped
             if "error" in rows[-1]:
                 print(f"{name}: {rows[-1]['error']}", file=sys.stderr)
     show(rows)
