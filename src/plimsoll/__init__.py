@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from plimsoll.device.limit import limited as limited
     from plimsoll.device.probe import probe_machine as probe  # noqa: F401
     from plimsoll.diagnose.explain import explain as explain
+    from plimsoll.diagnose.live import explained as explained
     from plimsoll.models.cells import UnrolledCell as UnrolledCell
     from plimsoll.models.loading import Loaded as Loaded
     from plimsoll.models.loading import load_model as load_model
@@ -46,6 +47,7 @@ _HOMES = {
     "TrainStep": ("plimsoll.run.step", "TrainStep"),
     "UnrolledCell": ("plimsoll.models.cells", "UnrolledCell"),
     "explain": ("plimsoll.diagnose.explain", "explain"),
+    "explained": ("plimsoll.diagnose.live", "explained"),
     "limited": ("plimsoll.device.limit", "limited"),
     "load_model": ("plimsoll.models.loading", "load_model"),
     "plan_job": ("plimsoll.run.plan", "plan_job"),

@@ -26,6 +26,7 @@ NAMES = [
     ),
     *(
         "explain",
+        "explained",
         "limited",
         "load_model",
         "plan_job",

@@ -96,8 +96,8 @@ def _job_file(source: Path, options: dict[str, object]) -> Path | None:
     given = [name for name, value in options.items() if value]
     if given:
         raise InputError(
-            f"{', '.join(given)} is for a training that is known, and {source} is a text or a snapshot: give a job file "
-            "or a run directory"
+            f"{', '.join(given)} is for a training that is known, and {source} is a text or a snapshot: give a job "
+            "file or a run directory"
         )
     return None
 

@@ -11,7 +11,8 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, Literal
 
 from plimsoll.diagnose.growth import growth_of
-from plimsoll.records.diagnosis import MemoryGrowth, Remedy, Share
+from plimsoll.diagnose.seen import Seen
+from plimsoll.records.diagnosis import KnownHow, MemoryGrowth, Remedy, Share
 from plimsoll.records.oom_text import OomText
 from plimsoll.records.prediction import Holding, Prediction
 from plimsoll.records.run import GraphLine, RunRecord
@@ -47,6 +48,7 @@ class Evidence:
         vocab_size: tokens there are.
         padding_share: of the tokens of a batch, on average, those that are padding.
         remedies: what was found to free memory, best first.
+        seen: what was seen in a live process.
     """
 
     subject: str
@@ -69,6 +71,12 @@ class Evidence:
     vocab_size: int | None = None
     padding_share: float | None = None
     remedies: tuple[Remedy, ...] = ()
+    seen: Seen | None = None
+
+    @property
+    def holdings_known(self) -> KnownHow:
+        """How `holdings` are known: seen in a live process, or predicted."""
+        return "predicted" if self.seen is None else "counted"
 
     @property
     def num_steps(self) -> int:

@@ -17,6 +17,7 @@ def diagnosed(evidence: Evidence, notes: tuple[str, ...] = ()) -> Diagnosis:
         peak_bytes=evidence.peak_bytes,
         limit_bytes=evidence.limit_bytes,
         growth=evidence.growth,
+        event=evidence.event,
         shares=evidence.shares,
         findings=tuple(sorted(findings, key=lambda finding: -(finding.effect_bytes or 0))),
         remedies=evidence.remedies,

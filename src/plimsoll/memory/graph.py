@@ -76,6 +76,15 @@ def graph_size(tensors: Iterable[Tensor], without: Iterable[Tensor] = ()) -> Gra
     return GraphSize(len(nodes), _saved_bytes(nodes, without))
 
 
+def saved_tensors(nodes: Iterable[Any]) -> Iterator[Tensor]:
+    """Return what nodes still save for backward; nothing where torch does not say."""
+    for node in nodes:
+        for one in _raw_saved(node):
+            if isinstance(data := getattr(one, "data", None), Tensor):
+                yield data
+        yield from (value for value in getattr(node, "__dict__", {}).values() if isinstance(value, Tensor))
+
+
 def _saved_bytes(nodes: Iterable[Any], without: Iterable[Tensor]) -> int | None:
     saved: list[Tensor] = []
     for node in nodes:

@@ -40,6 +40,8 @@ _SIZES = {
 def headline(diagnosis: Diagnosis) -> str:
     """Say how much was found in how many steps, or which error a text tells of."""
     if diagnosis.event is not None:
+        if diagnosis.shares and diagnosis.findings:
+            return f"Out of memory ({diagnosis.event.kind}): {diagnosis.findings[0].title}."
         return _event_sentence(diagnosis.event)
     if not diagnosis.num_steps and diagnosis.shares and diagnosis.shares[0].known == "predicted":
         return _needs_sentence(diagnosis)

@@ -72,6 +72,14 @@ def fitting(work: Callable[[], T], backend: Backend, what: str) -> T:
     return outcome
 
 
+def without_fail(work: Callable[[], T]) -> T | str:
+    """Run what explains an error and must not hide it; return its message where it fails itself."""
+    try:
+        return work()
+    except Exception as error:  # noqa: BLE001 - memory is short, and the error that is explained must be seen
+        return f"{type(error).__name__}: {error}"[:_LONGEST_TEXT]
+
+
 def _event(error: BaseException, family: str, backend: Backend, position: Position) -> OomEvent:
     text = str(error)
     use = backend.use()

@@ -23,7 +23,8 @@ from plimsoll.memory.graph import has_graph
 
 _DEEPEST = 4
 _MOST_LOOKED_AT = 64
-_OF_TORCH = frozenset(vars(nn.Module()))
+OF_TORCH = frozenset(vars(nn.Module()))
+"""The attributes that every module has."""
 _LEAVES = (str, bytes, int, float, complex, type(None), type, ModuleType, FunctionType, BuiltinFunctionType, MethodType)
 
 
@@ -57,7 +58,7 @@ def held_by(model: nn.Module, loss: Callable[..., Any]) -> list[Held]:
 def _of_modules(root: str, model: nn.Module, seen: set[int]) -> Iterator[Held]:
     for path, module in model.named_modules(prefix=root):
         seen.add(id(module))
-        own = {name: value for name, value in vars(module).items() if name not in _OF_TORCH}
+        own = {name: value for name, value in vars(module).items() if name not in OF_TORCH}
         for name, value in (*own.items(), *module._buffers.items()):
             yield from _of_value(f"{path}.{name}", value, (module,), seen)
 
@@ -111,11 +112,11 @@ def _of_value(name: str, value: Any, owners: tuple[Any, ...], seen: set[int], de
             if not isinstance(item, Tensor):
                 yield from _of_value(name, item, owners, seen, depth + 1)
     else:
-        for inner, item in _attributes(value):
+        for inner, item in attributes_of(value):
             yield from _of_value(f"{name}.{inner}", item, (value, *owners), seen, depth + 1)
 
 
-def _attributes(value: Any) -> Iterable[tuple[str, Any]]:
+def attributes_of(value: Any) -> Iterable[tuple[str, Any]]:
     """The attributes that a plain object has of its own; not what a class or a property makes up when it is asked."""
     try:
         return list(object.__getattribute__(value, "__dict__").items())

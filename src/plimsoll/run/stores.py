@@ -14,12 +14,13 @@ import inspect
 import os
 import textwrap
 from collections.abc import Iterable, Iterator
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 
 from torch import nn
 
 _ADDS = {"append", "appendleft", "extend", "insert", "add", "update", "setdefault"}
+_STATEMENTS = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Expr, ast.Return)
 _CONTAINERS = {"list", "dict", "tuple", "deque", "defaultdict", "OrderedDict"}
 _METHODS_WITHOUT_GRAPH, _FUNCTIONS_WITHOUT_GRAPH = {"detach", "item", "tolist", "numpy"}, {"float", "int"}
 
@@ -32,16 +33,18 @@ class Store(NamedTuple):
     remedy: str
 
 
-def store_of(owners: Iterable[Any], variable: str, value: Any = None) -> Store | None:
+def store_of(owners: Iterable[Any], variable: str, value: Any = None, also_without_graph: bool = False) -> Store | None:
     """Find the line that stores ``variable``.
 
     Args:
-        owners: the object that has the attribute, or the function that has the variable; then what has that object.
+        owners: the object that has the attribute, or the function or the code that has the variable; then what has
+            that object.
         variable: the name of the attribute or the variable.
         value: what is there now; a tuple or a list of states is detached one by one.
+        also_without_graph: whether a line that leaves the graph out already is one, too.
     """
     for owner in owners:
-        wanted = _Wanted(variable, isinstance(owner, FunctionType))
+        wanted = _Wanted(variable, isinstance(owner, FunctionType | CodeType), also_without_graph)
         for function in _functions_of(owner):
             for node, line in _statements(function):
                 if (remedy := _remedy(node, wanted, value)) is not None:
@@ -52,7 +55,7 @@ def store_of(owners: Iterable[Any], variable: str, value: Any = None) -> Store |
 def is_read(owners: Iterable[Any], variable: str) -> bool:
     """Whether the code of an object uses what an attribute has, as a state that is carried on is used."""
     for owner in owners:
-        wanted = _Wanted(variable, isinstance(owner, FunctionType))
+        wanted = _Wanted(variable, isinstance(owner, FunctionType | CodeType))
         for function in _functions_of(owner):
             for node, _ in _statements(function):
                 loads = [part for part in ast.walk(node) if isinstance(getattr(part, "ctx", None), ast.Load)]
@@ -61,7 +64,9 @@ def is_read(owners: Iterable[Any], variable: str) -> bool:
     return False
 
 
-def _functions_of(owner: Any) -> list[FunctionType]:
+def _functions_of(owner: Any) -> list[FunctionType | CodeType]:
+    if isinstance(owner, CodeType):
+        return [owner]
     if isinstance(owner, FunctionType):
         return [inspect.unwrap(owner)]
     kind = owner if isinstance(owner, type) else type(owner)
@@ -69,19 +74,23 @@ def _functions_of(owner: Any) -> list[FunctionType]:
     found = [value for one in classes for value in vars(one).values()]
     functions = [getattr(value, "__func__", value) for value in found]  # of class methods and static ones
     own = [inspect.unwrap(function) for function in functions if isinstance(function, FunctionType)]
-    return sorted(own, key=lambda function: function.__name__ == "__init__")
+    return [*sorted(own, key=lambda function: function.__name__ == "__init__")]
 
 
-def _statements(function: FunctionType) -> Iterator[tuple[ast.stmt, int]]:
-    """The statements of a function, with their line numbers in its file."""
+def _statements(function: FunctionType | CodeType) -> Iterator[tuple[ast.stmt, int]]:
+    """The statements of a function, or of a piece of code those in loops first, with their line numbers in its file."""
     try:
         lines, first = inspect.getsourcelines(function)
         tree = ast.parse(textwrap.dedent("".join(lines)))
     except (OSError, TypeError, SyntaxError):  # no source, or a part of a line (a lambda) that is no statement
         return
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign | ast.Expr | ast.Return):
-            yield node, first + node.lineno - 1
+    found = [node for node in ast.walk(tree) if isinstance(node, _STATEMENTS)]
+    if isinstance(function, CodeType):
+        loops = [node for node in ast.walk(tree) if isinstance(node, ast.For | ast.While)]
+        repeated = {id(node) for loop in loops for node in ast.walk(loop)}
+        found.sort(key=lambda node: id(node) not in repeated)
+    for node in found:
+        yield node, max(first, 1) + node.lineno - 1  # of a whole file the first line is called 0
 
 
 class _Wanted(NamedTuple):
@@ -89,6 +98,7 @@ class _Wanted(NamedTuple):
 
     name: str
     is_variable: bool
+    also_without_graph: bool = False
 
     def is_at(self, node: ast.AST) -> bool:
         """Whether this is the attribute or the variable itself."""
@@ -105,16 +115,16 @@ def _added(node: ast.AST, wanted: _Wanted) -> ast.Call | None:
     call = node.value if isinstance(node, ast.Expr) else None
     if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute) or call.func.attr not in _ADDS:
         return None
-    return call if call.args and wanted.is_at(call.func.value) else None
+    return call if call.args and wanted.is_stored_in(call.func.value) else None
 
 
 def _remedy(node: ast.stmt, wanted: _Wanted, value: Any) -> str | None:
     """What to write in place of a statement that stores what is wanted with its graph; ``None`` if it does not."""
     if (call := _added(node, wanted)) is not None:
-        return None if _is_harmless(call.args[-1]) else _remedy_of_call(call)
+        return None if _is_harmless(call.args[-1], wanted) else _remedy_of_call(call)
     if not isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign) or node.value is None:
         return None
-    if _is_harmless(node.value):
+    if _is_harmless(node.value, wanted):
         return None
     if isinstance(node, ast.AugAssign):
         is_own = wanted.is_stored_in(node.target)
@@ -141,12 +151,12 @@ def _remedy_of_assignment(node: ast.Assign | ast.AnnAssign, wanted: _Wanted, val
     return None
 
 
-def _is_harmless(value: ast.expr) -> bool:
+def _is_harmless(value: ast.expr, wanted: _Wanted) -> bool:
     """Whether what is stored is a constant, an empty container, or has its graph left out already."""
     items = getattr(value, "elts", getattr(value, "keys", getattr(value, "args", [None])))
     is_container = isinstance(value, ast.List | ast.Tuple | ast.Dict) or _name_of(value) in _CONTAINERS
     called = [part.func for part in ast.walk(value) if isinstance(part, ast.Call)]
-    leaves_out = any(
+    leaves_out = not wanted.also_without_graph and any(
         getattr(one, "attr", None) in _METHODS_WITHOUT_GRAPH or getattr(one, "id", None) in _FUNCTIONS_WITHOUT_GRAPH
         for one in called
     )

@@ -39,10 +39,10 @@ def part_of_category(evidence: Evidence, category: str) -> Part | None:
     return None
 
 
-def part_of_holdings(holdings: Sequence[Holding]) -> Part | None:
+def part_of_holdings(holdings: Sequence[Holding], known: KnownHow = "predicted") -> Part | None:
     """Join what is alive at the peak; ``None`` for nothing."""
     places = tuple(dict.fromkeys(filter(None, map(place_of, holdings))))
-    return Part(sum(holding.num_bytes for holding in holdings), "predicted", places) if holdings else None
+    return Part(sum(holding.num_bytes for holding in holdings), known, places) if holdings else None
 
 
 def shape_of(holding: Holding) -> tuple[int, ...]:
@@ -86,7 +86,7 @@ def finding_of_part(
     return Finding(
         cause=cause,
         title=f"{what}: {format_bytes(part.num_bytes)}, {share:.0%} of the peak",
-        place=part.places[0] if part.places else "",
+        place=part.places[0] if part.places else evidence.event.place if evidence.event is not None else "",
         evidence=(
             Fact(text=f"{format_bytes(part.num_bytes)} of {format_bytes(evidence.peak_bytes)}", known=part.known),
             *facts,

@@ -12,6 +12,7 @@ from itertools import combinations, product
 from math import prod
 from typing import Final
 
+from plimsoll.diagnose.causes._peak import BEFORE_THE_MODEL
 from plimsoll.diagnose.causes._text import is_possible, perhaps
 from plimsoll.diagnose.evidence import Evidence, place_of
 from plimsoll.records.diagnosis import Fact, Finding, KnownHow
@@ -31,31 +32,34 @@ _REMEDY = "look at the shapes of the line that failed before anything else; dime
 def findings(evidence: Evidence) -> tuple[Finding, ...]:
     """Find a single request that is too large for the device."""
     event = evidence.event
-    if event is not None:
+    if event is not None and evidence.limit_bytes is None:
         return (_of_text(event),) if is_possible(event, _CAUSE) else ()
     limit_bytes, asked_bytes = evidence.limit_bytes, evidence.requested_bytes
     if not limit_bytes:
         return ()
-    if asked_bytes is not None and asked_bytes > limit_bytes:
+    before_bytes = sum(share.num_bytes for share in evidence.shares if share.category in BEFORE_THE_MODEL)
+    if asked_bytes is not None and asked_bytes > limit_bytes - before_bytes:
         alike = next((one for one in evidence.holdings if _each_bytes(one) == asked_bytes), None)
-        return (_finding(asked_bytes, limit_bytes, alike, "measured"),)
+        return (_finding(asked_bytes, limit_bytes, alike, "measured", event),)
     largest = max(evidence.holdings, key=_each_bytes, default=None)
     if not evidence.has_run_out or largest is None or _each_bytes(largest) <= limit_bytes:
         return ()
-    return (_finding(_each_bytes(largest), limit_bytes, largest, "predicted"),)
+    return (_finding(_each_bytes(largest), limit_bytes, largest, "predicted", event),)
 
 
 def _each_bytes(holding: Holding) -> int:
     return holding.num_bytes // holding.count
 
 
-def _finding(num_bytes: int, limit_bytes: int, holding: Holding | None, known: KnownHow) -> Finding:
+def _finding(
+    num_bytes: int, limit_bytes: int, holding: Holding | None, known: KnownHow, event: OomText | None
+) -> Finding:
     shape = "" if holding is None else f" ({holding.shape})"
     fact = f"{format_bytes(num_bytes)} in one piece{shape}, of {format_bytes(limit_bytes)} in all"
     return Finding(
         cause=_CAUSE,
         title=f"one tensor of {format_bytes(num_bytes)}{shape} is larger than all there is to use",
-        place="" if holding is None else place_of(holding),
+        place=place_of(holding) if holding is not None else event.place if event is not None else "",
         evidence=(Fact(text=fact, known=known),),
         remedy=_REMEDY,
         effect_bytes=num_bytes,

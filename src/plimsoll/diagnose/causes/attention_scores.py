@@ -22,10 +22,10 @@ def findings(evidence: Evidence) -> tuple[Finding, ...]:
     """Find what the scores of all pairs of positions take."""
     length = evidence.sequence_length
     holdings = [one for one in evidence.holdings if length and _is_of_pairs(one, length)]
-    part = part_of_holdings(holdings)
+    part = part_of_holdings(holdings, evidence.holdings_known)
     if part is None or not is_large(evidence, part, _LEAST_SHARE):
         return ()
-    facts = [Fact(text=f"{one.count} x {one.shape}, {one.category}", known="predicted") for one in holdings]
+    facts = [Fact(text=f"{one.count} x {one.shape}, {one.category}", known=evidence.holdings_known) for one in holdings]
     instead = "use a kernel of attention that does not keep the scores (docs/techniques/attention.md)"
     what = f"attention scores of {length:,} x {length:,} positions"
     techniques = ("attention", "checkpointing", "micro_batch")
@@ -42,4 +42,5 @@ def _is_of_pairs(holding: Holding, length: int) -> bool:
     if holding.category not in _CATEGORIES or len(shape) < 3 or shape[-2:] != (length, length):
         return False
     is_of_heads = len(shape) > 3 or "att" in holding.made.module
-    return is_of_heads and any(name in holding.made.op for name in _OPS)
+    op = holding.made.op
+    return is_of_heads and (not op or any(name in op for name in _OPS))

@@ -1,7 +1,8 @@
 """What is there before the first tensor: the CUDA context and libraries' workspaces, or the process and its libraries.
 
 Found where memory ran out and this is at least two fifths of what there is to use: then no technique brings the
-training much lower, and the limit is what to change.
+training much lower, and the limit is what to change. Not looked for in a live process, which may have had a model
+before it was first looked at.
 """
 
 from __future__ import annotations
@@ -19,7 +20,13 @@ def findings(evidence: Evidence) -> tuple[Finding, ...]:
     limit_bytes = evidence.limit_bytes
     name = "baseline" if evidence.kind == "cpu" else "context"
     part = part_of_category(evidence, name)
-    if part is None or not evidence.has_run_out or not limit_bytes or part.num_bytes < _LEAST_SHARE * limit_bytes:
+    if (
+        evidence.seen is not None
+        or part is None
+        or not evidence.has_run_out
+        or not limit_bytes
+        or part.num_bytes < _LEAST_SHARE * limit_bytes
+    ):
         return ()
     what = "Python and its libraries" if name == "baseline" else "the CUDA context and libraries"
     return (

@@ -26,10 +26,10 @@ def findings(evidence: Evidence) -> tuple[Finding, ...]:
         for one in evidence.holdings
         if one.category in _CATEGORIES and len(shape_of(one)) == 2 and shape_of(one)[0] == evidence.vocab_size
     ]
-    part = part_of_holdings(holdings) or part_of_category(evidence, "embeddings")
+    part = part_of_holdings(holdings, evidence.holdings_known) or part_of_category(evidence, "embeddings")
     if part is None or not is_large(evidence, part, _LEAST_SHARE):
         return ()
-    facts = [Fact(text=f"{one.count} x {one.shape}, {one.category}", known="predicted") for one in holdings]
+    facts = [Fact(text=f"{one.count} x {one.shape}, {one.category}", known=evidence.holdings_known) for one in holdings]
     what = "tables with a row for every token"
     return (
         finding_of_part(

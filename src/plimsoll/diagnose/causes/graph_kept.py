@@ -8,6 +8,9 @@ takes about 1 KiB of the host's memory (0.6 to 1.0 KiB after backward, torch 2.1
 the heap then cannot give back or use for anything large (of a GPT-2 of 12 small layers 0.7 MiB per step stay, and
 memory grows by 24). So where memory grows by more than was counted, that is the most the finding can save.
 
+In a live process whose memory has run out it is found where a variable holds at least a twentieth of what the training
+uses, with graphs whose oldest operation is older than two finished steps, or three of them and more.
+
 Does NOT find a graph that is kept and does not grow (the last step's), nor memory that grows for any other reason.
 """
 
@@ -15,7 +18,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from plimsoll.diagnose.causes._kept import finding_of_kept, much
 from plimsoll.diagnose.evidence import Evidence
+from plimsoll.diagnose.seen import Kept
 from plimsoll.records.diagnosis import GRAPH_IS_GONE, Fact, Finding, KnownHow
 from plimsoll.records.run import HeldGraph
 from plimsoll.records.units import format_bytes
@@ -24,6 +29,7 @@ _CAUSE = "graph_kept"
 _NODE_BYTES = 1024
 _FEWEST_ALIVE = 3
 _WINDOW_SHARE = 1 / 2
+_LEAST_SHARE = 0.05
 
 
 class _Look(NamedTuple):
@@ -56,7 +62,46 @@ def findings(evidence: Evidence) -> tuple[Finding, ...]:
         for held in line.held:
             looks.setdefault(held.holder, []).append(_Look(line.step, held))
     growing = [_finding(evidence, of_holder) for of_holder in looks.values() if _is_growing(evidence, of_holder)]
-    return (*growing, *([_ended_by_it(evidence)] if GRAPH_IS_GONE in evidence.message else []))
+    ended = [_ended_by_it(evidence)] if GRAPH_IS_GONE in evidence.message else []
+    return (*growing, *_in_a_live_process(evidence), *ended)
+
+
+def _in_a_live_process(evidence: Evidence) -> list[Finding]:
+    """Variables whose graphs reach back over several steps, or that collect graphs within one."""
+    if evidence.seen is None or evidence.seen.is_evaluating:
+        return []
+    return [
+        _of_kept(evidence, kept)
+        for kept in much(evidence, _LEAST_SHARE)
+        if kept.num_graphs and (kept.num_steps_back >= _FEWEST_ALIVE - 1 or kept.num_graphs >= _FEWEST_ALIVE)
+    ]
+
+
+def _of_kept(evidence: Evidence, kept: Kept) -> Finding:
+    is_state = kept.num_items < _FEWEST_ALIVE
+    title = f"`{kept.name}` is not detached" if is_state else f"`{kept.name}` collects tensors with their graphs"
+    back = f"their oldest operation is {kept.num_steps_back:,} finished steps old"
+    return finding_of_kept(
+        evidence,
+        kept,
+        _CAUSE,
+        title=title,
+        remedy=_remedy_of_kept(kept),
+        code=kept.remedy if kept.graph_bytes >= kept.tensor_bytes else "",
+        facts=[Fact(text=back, known="measured")],
+    )
+
+
+def _remedy_of_kept(kept: Kept) -> str:
+    """Detached tensors stay, so where they are most of it detaching them is not enough."""
+    if kept.tensor_bytes > kept.graph_bytes:
+        return (
+            f"keep a number of each (`.item()`) or what is needed of it: `.detach()` frees the graphs, "
+            f"{format_bytes(kept.graph_bytes)}, and not the tensors"
+        )
+    if kept.remedy:
+        return f"keep it without its graph: in {kept.place} write the line below in place of `{kept.code}`"
+    return f"keep it without its graph: write `.detach()` behind what is put into `{kept.name}`"
 
 
 def _ended_by_it(evidence: Evidence) -> Finding:

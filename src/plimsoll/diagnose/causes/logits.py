@@ -19,10 +19,10 @@ _CATEGORIES = ("activations", "temporaries")
 def findings(evidence: Evidence) -> tuple[Finding, ...]:
     """Find what the scores of all tokens take."""
     holdings = [one for one in evidence.holdings if _is_of_vocabulary(one, evidence.vocab_size)]
-    part = part_of_holdings(holdings)
+    part = part_of_holdings(holdings, evidence.holdings_known)
     if part is None or not is_large(evidence, part, _LEAST_SHARE):
         return ()
-    facts = [Fact(text=f"{one.count} x {one.shape}, {one.category}", known="predicted") for one in holdings]
+    facts = [Fact(text=f"{one.count} x {one.shape}, {one.category}", known=evidence.holdings_known) for one in holdings]
     instead = "compute the loss some tokens at a time, without all logits at once (docs/techniques/chunked_loss.md)"
     what = f"the scores of all {evidence.vocab_size:,} tokens of the vocabulary"
     return (

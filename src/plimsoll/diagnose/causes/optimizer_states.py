@@ -28,7 +28,7 @@ def findings(evidence: Evidence) -> tuple[Finding, ...]:
     if part is not None and is_large(evidence, part, _LEAST_SHARE):
         what = "the states of the optimizer"
         return (finding_of_part(evidence, _CAUSE, part, what=what, instead=_INSTEAD, techniques=_TECHNIQUES),)
-    event = evidence.event
+    event = evidence.event if evidence.phase in ("", "optimizer") else None
     if event is None or not event.is_oom or not (_UPDATE.search(event.code) or _TORCHS.search(event.above)):
         return ()
     line = event.code or "of torch.optim"

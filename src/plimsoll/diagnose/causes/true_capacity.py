@@ -22,7 +22,7 @@ _PLAN = "`plimsoll plan job.yaml --budget SIZE` finds the fastest way that fits"
 def findings(evidence: Evidence) -> tuple[Finding, ...]:
     """Find what a training needs more than there is."""
     event = evidence.event
-    if event is not None:
+    if event is not None and not evidence.shares:
         return (_of_text(event),) if is_possible(event, _CAUSE) or is_possible(event, "host_ram") else ()
     if not evidence.has_run_out:
         return ()
@@ -41,7 +41,7 @@ def _of_training(evidence: Evidence) -> Finding:
     return Finding(
         cause=_CAUSE,
         title=f"the training needs {about}{format_bytes(total_bytes)}, most of it {most.category}{of}",
-        place=most.place,
+        place=most.place or (evidence.event.place if evidence.event is not None else ""),
         evidence=tuple(facts),
         peak_share=min(most.num_bytes / total_bytes, 1.0) if total_bytes else None,
         remedy=f"take one of the remedies that fit; {_PLAN}",

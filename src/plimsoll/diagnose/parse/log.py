@@ -115,8 +115,13 @@ class _Reader:
             self.code, self.is_code_next = line.strip()[:200], False
         elif _TRACEBACK in line:
             self.place = self.code = ""
-        elif (frame := _FRAME.match(line)) is not None and not _NOT_THE_USERS.search(frame[1]):
+        elif (frame := _FRAME.match(line)) is not None and is_users(frame[1]):
             self.place, self.code, self.is_code_next = f"{frame[1]}:{frame[2]}", "", True
+
+
+def is_users(path: str) -> bool:
+    """Whether a source file is the user's own: in no installed package and not in Python's library."""
+    return not _NOT_THE_USERS.search(path)
 
 
 def read_log(file: BinaryIO, report: Callable[[int], None] = lambda _: None) -> Log:

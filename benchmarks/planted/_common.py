@@ -1,0 +1,99 @@
+"""What the planted scripts share: small models written as users write them, and running under a limit.
+
+``PLANTED_MIB`` changes the room that a script has beside what Python and torch take ("0": no limit), ``PLANTED_STEPS``
+how many steps it does; ``PLANTED_RESULT`` is the file for what came of it.
+"""
+
+import json
+import os
+import resource
+
+import torch
+from torch import nn
+
+import plimsoll
+from plimsoll.device import process
+
+
+class MiniGPT(nn.Module):
+    """A decoder of some layers, its attention written out."""
+
+    def __init__(self, vocabulary, width, layers, heads=4):
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.blocks = nn.ModuleList([Block(width, heads) for _ in range(layers)])
+        self.head = nn.Linear(width, vocabulary, bias=False)
+
+    def forward(self, tokens):
+        hidden = self.embedding(tokens)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(hidden)  # ALSO logits
+
+
+class Block(nn.Module):
+    """Attention and a feed-forward network, with residual connections."""
+
+    fused = os.environ.get("PLANTED_ATTENTION") == "fused"
+
+    def __init__(self, width, heads):
+        super().__init__()
+        self.heads = heads
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.first, self.second = nn.LayerNorm(width), nn.LayerNorm(width)
+
+    def forward(self, hidden):
+        hidden = hidden + self.out(self.attend(self.first(hidden)))
+        return hidden + self.mlp(self.second(hidden))
+
+    def attend(self, hidden):
+        batch, length, width = hidden.shape
+        shape = (batch, length, self.heads, width // self.heads)
+        q, k, v = (part.view(shape).transpose(1, 2) for part in self.qkv(hidden).chunk(3, dim=-1))
+        if self.fused:
+            mixed = nn.functional.scaled_dot_product_attention(q, k, v)
+        else:
+            scores = q @ k.transpose(-2, -1)  # ALSO attention_scores
+            scores = scores / (width // self.heads) ** 0.5
+            mixed = torch.softmax(scores, dim=-1) @ v
+        return mixed.transpose(1, 2).reshape(batch, length, width)
+
+
+def batches(vocabulary, batch, length, steps):
+    """Random tokens, as many batches as `PLANTED_STEPS` says."""
+    for _ in range(int(os.environ.get("PLANTED_STEPS", steps))):
+        yield torch.randint(0, vocabulary, (batch, length))
+
+
+def next_token_loss(logits, tokens):
+    return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())  # ALSO logits
+
+
+def _warm_up():
+    """Do what torch does once, which loads libraries and starts threads."""
+    layer = nn.Linear(64, 64)
+    layer(torch.ones(64, 64)).sum().backward()
+    torch.optim.AdamW(layer.parameters()).step()
+
+
+def run(main, room_mib):
+    """Run a training under a limit and write down what came of it."""
+    torch.manual_seed(0)
+    told = plimsoll.explained()
+    _warm_up()
+    room_mib = int(os.environ.get("PLANTED_MIB", room_mib))
+    if room_mib:
+        limit_bytes = process.data_bytes() + (room_mib << 20)
+        resource.setrlimit(resource.RLIMIT_DATA, (limit_bytes, limit_bytes))
+    peak = process.PeakCounter()
+    peak.reset()
+    try:
+        with told:
+            main()
+    finally:
+        if path := os.environ.get("PLANTED_RESULT"):
+            diagnosis = None if told.diagnosis is None else json.loads(told.diagnosis.to_json())
+            result = {"diagnosis": diagnosis, "peak_bytes": peak.read(process.private_bytes())}
+            with open(path, "w", encoding="utf-8") as file:
+                json.dump(result, file)

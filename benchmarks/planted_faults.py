@@ -1,0 +1,145 @@
+"""Faults planted in real training scripts: does `plimsoll.explained` name the cause, the line, and a remedy that works?
+
+Each script of ``benchmarks/planted`` says in its first line which cause is planted, and marks the line with
+``# FAULT fixed: CODE``. It is run in a process of its own under ``RLIMIT_DATA`` until memory really runs out; the first
+finding's cause and line are compared; then the line is replaced by CODE, which is what the finding's remedy says, and
+the script must end. ``# ALSO NAME`` marks a line that the fault NAME may be found at as well: the operation that makes
+the tensors.
+
+The measured saving is the difference of the peaks of both scripts without a limit, over as many steps as the first one
+did when it ran out; the predicted one is the finding's. Only those that the finding gives a number for are compared.
+
+    python benchmarks/planted_faults.py [NAME...] [--savings]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import plimsoll
+
+SCRIPTS = Path(__file__).parent / "planted"
+FAULT = re.compile(r"^(\s*).*#\s*FAULT fixed: (.*)$", re.MULTILINE)
+MIB = 1 << 20
+
+
+def run(script: Path, **variables: str) -> tuple[int, dict[str, Any], str]:
+    """Run a script; return its exit status, what it wrote down and its standard error."""
+    result = script.with_suffix(".json")
+    result.unlink(missing_ok=True)
+    path = os.pathsep.join([str(Path(plimsoll.__file__).parents[1]), str(script.parent)])
+    environment = os.environ | {"PYTHONPATH": path, "PLANTED_RESULT": str(result), "OMP_NUM_THREADS": "1"} | variables
+    done = subprocess.run(
+        [sys.executable, script.name],
+        cwd=script.parent,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    return done.returncode, json.loads(result.read_text()) if result.exists() else {}, done.stderr
+
+
+def examine(name: str, folder: Path, measure_savings: bool) -> dict[str, Any]:
+    """Run one fault and its remedy."""
+    source = (SCRIPTS / f"{name}.py").read_text(encoding="utf-8")
+    planted = source.split('"""')[1].partition(":")[0]
+    faulty, fixed = folder / f"{name}.py", folder / f"{name}_fixed.py"
+    faulty.write_text(source, encoding="utf-8")
+    fixed.write_text(FAULT.sub(r"\1\2", source), encoding="utf-8")
+    status, result, errors = run(faulty)
+    diagnosis = result.get("diagnosis")
+    row: dict[str, Any] = {"fault": name, "planted": planted, "ran_out": diagnosis is not None and status != 0}
+    if diagnosis is None:
+        return row | {"error": errors[-2000:]}
+    first = (diagnosis["findings"] or [{}])[0]
+    row |= {
+        "found": first.get("cause", ""),
+        "others": [one["cause"] for one in diagnosis["findings"][1:]],
+        "place": first.get("place", ""),
+        "place_is_right": Path(first.get("place", "").rpartition(" ")[2]).name in places(name, source),
+        "steps": diagnosis["num_steps"],
+        "predicted_bytes": first.get("effect_bytes"),
+    }
+    status, _, errors = run(fixed)
+    row |= {"fixed_ends": status == 0} | ({} if status == 0 else {"error": errors[-600:]})
+    if measure_savings and row["predicted_bytes"]:
+        row["measured_bytes"] = saving(faulty, fixed, diagnosis["num_steps"])
+    return row
+
+
+def places(name: str, source: str) -> set[str]:
+    """Return the lines that a finding may name."""
+    own = {f"{name}.py:{number}" for number, line in enumerate(source.splitlines(), 1) if "# FAULT" in line}
+    common = (SCRIPTS / "_common.py").read_text(encoding="utf-8").splitlines()
+    own |= {f"{name}.py:{number}" for number, line in enumerate(source.splitlines(), 1) if f"# ALSO {name}" in line}
+    return own | {f"_common.py:{number}" for number, line in enumerate(common, 1) if line.endswith(f"# ALSO {name}")}
+
+
+def saving(faulty: Path, fixed: Path, num_steps: int) -> int | None:
+    """Measure by how much the peak is lower, without a limit."""
+    variables = {"PLANTED_MIB": "0"} | ({"PLANTED_STEPS": str(num_steps)} if num_steps > 1 else {})
+    peaks = [run(script, **variables)[1].get("peak_bytes") for script in (faulty, fixed)]
+    return None if None in peaks else peaks[0] - peaks[1]
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    """Print the table."""
+    print("| fault | planted | first cause | line | line right | others | remedy ends | predicted | measured |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --: | --: |")
+    for row in rows:
+        sizes = [f"{row[key] / MIB:.0f}" if row.get(key) else "" for key in ("predicted_bytes", "measured_bytes")]
+        words = [row["fault"], row["planted"], row.get("found", "-"), row.get("place", "")]
+        words += ["yes" if row.get("place_is_right") else "no", ", ".join(row.get("others", ()))]
+        words += ["yes" if row.get("fixed_ends") else "no", *sizes]
+        print(f"| {' | '.join(words)} |")
+
+
+def main() -> None:
+    """Run every fault and print a table and one JSON object."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", help="faults; all by default")
+    parser.add_argument("--savings", action="store_true", help="also measure what the remedies save")
+    arguments = parser.parse_args()
+    names = arguments.names or sorted(path.stem for path in SCRIPTS.glob("[a-z]*.py"))
+    rows = []
+    with tempfile.TemporaryDirectory() as name_of_folder:
+        folder = Path(name_of_folder)
+        (folder / "_common.py").write_text((SCRIPTS / "_common.py").read_text(encoding="utf-8"), encoding="utf-8")
+        for name in names:
+            rows.append(examine(name, folder, arguments.savings))
+            print(rows[-1], file=sys.stderr, flush=True)  # what there is, if it is stopped
+            if "error" in rows[-1]:
+                print(f"{name}: {rows[-1]['error']}", file=sys.stderr)
+    show(rows)
+    right = [row for row in rows if row.get("found") == row["planted"]]
+    errors = [
+        abs(row["predicted_bytes"] - row["measured_bytes"]) / row["measured_bytes"]
+        for row in rows
+        if row.get("measured_bytes") and row["measured_bytes"] > 0
+    ]
+    print(
+        json.dumps(
+            {
+                "faults": len(rows),
+                "cause_first": len(right),
+                "cause_first_and_line": sum(row["place_is_right"] for row in right),
+                "remedy_ends": sum(bool(row.get("fixed_ends")) for row in rows),
+                "median_error_of_saving": round(statistics.median(errors), 3) if errors else None,
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,62 @@
+"""What causes that are a variable of the user's have in common: how much is much, the evidence, and its share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from plimsoll.diagnose.evidence import Evidence
+from plimsoll.diagnose.seen import Kept
+from plimsoll.records.diagnosis import Fact, Finding
+from plimsoll.records.units import format_bytes
+
+_BASELINE = "baseline"
+
+
+def much(evidence: Evidence, least_share: float) -> Iterator[Kept]:
+    """Go through what is kept and has at least this share of what the training uses, largest first."""
+    for kept in evidence.seen.kept if evidence.seen is not None else ():
+        if kept.num_bytes >= least_share * training_bytes(evidence):
+            yield kept
+
+
+def training_bytes(evidence: Evidence) -> int:
+    """Return what is in use beside the interpreter and the libraries, with what was asked for; 1 at least."""
+    return max(1, sum(share.num_bytes for share in evidence.shares if share.category != _BASELINE))
+
+
+def finding_of_kept(
+    evidence: Evidence, kept: Kept, cause: str, *, title: str, remedy: str, code: str = "", facts: Sequence[Fact] = ()
+) -> Finding:
+    """Make the finding of one variable."""
+    peak_bytes = evidence.peak_bytes or kept.num_bytes
+    return Finding(
+        cause=cause,
+        title=title,
+        place=kept.place or (evidence.event.place if evidence.event else ""),
+        evidence=(*_facts(kept), *facts, *growth_facts(evidence)),
+        peak_share=min(kept.num_bytes / peak_bytes, 1.0),
+        remedy=remedy,
+        code=code,
+        effect_bytes=kept.num_bytes,
+        effect_known="assumed" if kept.is_estimated else "counted",
+    )
+
+
+def growth_facts(evidence: Evidence) -> list[Fact]:
+    """Say how memory grows, where it does."""
+    growth = evidence.growth
+    if growth is None or not growth.is_steady:
+        return []
+    return [Fact(text=f"memory in use grows by {format_bytes(growth.likely_bytes)} per step", known="measured")]
+
+
+def _facts(kept: Kept) -> list[Fact]:
+    before = "" if kept.num_items_before is None else f", {kept.num_items_before:,} when it was first looked at"
+    items = f"`{kept.name}` ({kept.kind}) has {kept.num_items:,} item{'s' * (kept.num_items != 1)}{before}"
+    parts = {"tensors": kept.tensor_bytes, "what their graphs save": kept.graph_bytes, "other objects": kept.host_bytes}
+    sizes = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items() if size)
+    known = "from a sample of its items: " if kept.is_estimated else ""
+    facts = [Fact(text=items, known="counted"), Fact(text=f"{known}{sizes}", known="counted")]
+    if kept.code:
+        facts.append(Fact(text=f"stored by `{kept.code}`", known="counted"))
+    return facts

@@ -1,0 +1,52 @@
+"""A data set that lies in the host's memory as a whole: texts, lists of numbers, arrays, or a tensor of all tokens.
+
+Found in a live process on the host's memory where something that a data set or a loader has, or objects that are
+no tensors and do not grow with the steps, holds at least a fifth of what is in use; and where memory ran out in a
+line that reads a file as a whole.
+"""
+
+from __future__ import annotations
+
+import re
+
+from plimsoll.diagnose.causes._kept import finding_of_kept, much
+from plimsoll.diagnose.evidence import Evidence
+from plimsoll.diagnose.seen import Kept
+from plimsoll.records.diagnosis import Fact, Finding
+
+_CAUSE = "dataset_in_ram"
+_LEAST_SHARE = 0.2
+_READS = re.compile(
+    r"\.(?:read|readlines|read_text|read_bytes|read_csv|read_json|splitlines|tolist|to_list|to_pylist|loadtxt)\("
+    r"|json\.loads?\(|pickle\.loads?\(|np\.(?:load|fromfile|genfromtxt)\("
+)
+_REMEDY = (
+    "read it from files as it is needed: `plimsoll data index` and `plimsoll data tokens`, or `numpy.memmap` for what "
+    "is numbers already (docs/data.md)"
+)
+
+
+def findings(evidence: Evidence) -> tuple[Finding, ...]:
+    """Find data that is held as a whole."""
+    if evidence.seen is None or evidence.kind != "cpu":
+        return ()
+    held = [kept for kept in much(evidence, _LEAST_SHARE) if _is_data(evidence, kept)]
+    if held:
+        return tuple(
+            finding_of_kept(
+                evidence, kept, _CAUSE, title=f"the data in `{kept.name}` is in memory as a whole", remedy=_REMEDY
+            )
+            for kept in held
+        )
+    event = evidence.event
+    if event is None or evidence.num_steps or not _READS.search(event.code):
+        return ()
+    fact = Fact(text=f"the line that failed: {event.code}", known="measured")
+    title = "memory ran out while a file was read as a whole"
+    return (Finding(cause=_CAUSE, title=title, place=event.place, evidence=(fact,), remedy=_REMEDY),)
+
+
+def _is_data(evidence: Evidence, kept: Kept) -> bool:
+    if kept.num_graphs or (kept.has_grown and evidence.num_steps):
+        return False
+    return kept.is_of_data or kept.host_bytes > kept.tensor_bytes

@@ -1,0 +1,234 @@
+"""What the variables of the user's code keep: containers, arrays and tensors with a graph, each with its size.
+
+Looked through, from the frames that are given: local variables, the global variables of their modules, attributes of
+modules and plain objects, and containers in them, to a depth of four. Containers of up to `_FEW` items are looked
+through item by item, larger ones are taken as one thing. A large container is sized from 500 of its items, evenly
+spaced; of a graph up to `_MOST_NODES` operations are walked and the rest is taken to be alike.
+
+Does NOT see variables of functions that have returned, generators, what only C++ objects keep, and buffers of other
+libraries that do not tell their ``nbytes``. An optimizer and the parameters of modules are nobody's here.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import BuiltinFunctionType, FrameType, FunctionType, MethodType, ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from plimsoll.diagnose.seen import Kept
+from plimsoll.memory.graph import has_graph, saved_tensors, storage_bytes, storage_key
+from plimsoll.memory.inventory import graph_nodes
+from plimsoll.run.held import OF_TORCH, attributes_of
+from plimsoll.run.stores import Store, store_of
+
+_DEEPEST, _FEW, _SAMPLE = 4, 16, 500
+_MOST_NODES = 10_000
+_NODE_BYTES = 1024  # of the host's memory, see `plimsoll.diagnose.causes.graph_kept`
+_LEAST_BYTES = 64 << 10
+_SIZED = ("numpy", "pyarrow", "array", "builtins", "scipy")  # libraries whose objects tell their ``nbytes``
+_CONTAINERS = (list, tuple, deque, set, frozenset, dict)
+_LEAVES = (int, float, complex, type(None), type, ModuleType, FunctionType, BuiltinFunctionType, MethodType, FrameType)
+
+
+class Found(NamedTuple):
+    """A value that keeps something: its name, the last part of it, who has it (a frame's code or objects), itself."""
+
+    name: str
+    variable: str
+    owners: tuple[Any, ...]
+    value: Any
+
+    @property
+    def num_items(self) -> int:
+        """Its length."""
+        return len(self.value) if isinstance(self.value, _CONTAINERS) else 1
+
+
+class _Size(NamedTuple):
+    """Bytes of what is no tensor, the tensors, by how much both are to be multiplied."""
+
+    host_bytes: int
+    tensors: list[Tensor]
+    factor: float
+
+
+def found_in(frames: Iterable[FrameType]) -> list[Found]:
+    """Find what the variables of frames keep, those of the first frame first."""
+    seen: set[int] = set()
+    found: list[Found] = []
+    for frame in frames:
+        for scope in (frame.f_locals, frame.f_globals):
+            if id(scope) in seen:
+                continue
+            seen.add(id(scope))
+            for name, value in list(scope.items()):
+                if not name.startswith("__"):
+                    found += _walk(Found(name, name, (frame.f_code,), value), seen)
+    return found
+
+
+def lengths_of(found: Iterable[Found]) -> dict[int, int]:
+    """Note how long everything is that was found, by its identity."""
+    return {id(one.value): one.num_items for one in found}
+
+
+def kept_by(
+    found: Iterable[Found], lengths_before: Mapping[int, int], borders: Sequence[int], parameters: Iterable[Tensor] = ()
+) -> list[Kept]:
+    """Size what was found, largest first.
+
+    Args:
+        found: what `found_in` found.
+        lengths_before: of an earlier time.
+        borders: the number of operations that autograd had recorded at the end of each step, ascending.
+        parameters: whose storages do not count.
+    """
+    seen: set[int | None] = {None, *map(storage_key, parameters)}
+    kept = [_kept(one, lengths_before, borders, seen) for one in found]
+    return sorted((one for one in kept if one.num_bytes >= _LEAST_BYTES), key=lambda one: -one.num_bytes)
+
+
+def stored(found: Found) -> Store:
+    """Return the line of the user's that stores a value; empty texts where it was not found."""
+    of_graph = store_of(found.owners, found.variable, found.value)
+    return of_graph or store_of(found.owners, found.variable, found.value, True) or Store("", "", "")
+
+
+def _walk(found: Found, seen: set[int], depth: int = 0) -> Iterator[Found]:
+    value, kind = found.value, type(found.value)
+    if issubclass(kind, _LEAVES) or issubclass(kind, nn.Parameter | torch.optim.Optimizer) or id(value) in seen:
+        return
+    seen.add(id(value))
+    if issubclass(kind, _CONTAINERS):
+        yield from _of_container(found, seen, depth)
+    elif issubclass(kind, Tensor) or _own_bytes(value) >= _LEAST_BYTES:
+        yield found
+    elif depth < _DEEPEST:
+        for inner, item in _named(value):
+            last = inner.rpartition(".")[2]
+            yield from _walk(Found(f"{found.name}.{inner}", last, (value, *found.owners), item), seen, depth + 1)
+
+
+def _of_container(found: Found, seen: set[int], depth: int) -> Iterator[Found]:
+    value = found.value
+    if len(value) > _FEW or depth >= _DEEPEST:
+        yield found
+        return
+    pairs = list(value.items() if isinstance(value, dict) else enumerate(value))
+    if any(not isinstance(item, _CONTAINERS) and _is_leaf(item) for _, item in pairs):
+        yield found
+    for key, item in pairs:
+        if not isinstance(item, Tensor | str | bytes):
+            yield from _walk(found._replace(name=f"{found.name}[{key!r:.40}]", value=item), seen, depth + 1)
+
+
+def _is_leaf(item: Any) -> bool:
+    """Whether an item is taken with its container: a tensor, a text, and what has no attributes."""
+    return isinstance(item, Tensor | str | bytes) or not hasattr(item, "__dict__")
+
+
+def _named(value: Any) -> Iterable[tuple[str, Any]]:
+    """The attributes of an object; of a module those that are no module's of torch, and its parts."""
+    if not isinstance(value, nn.Module):
+        return attributes_of(value)
+    parts = [(path, part) for path, part in value.named_modules() if path]
+    own = [(name, item) for name, item in attributes_of(value) if name not in OF_TORCH]
+    own += [
+        (f"{path}.{name}", item) for path, part in parts for name, item in attributes_of(part) if name not in OF_TORCH
+    ]
+    return own
+
+
+def _own_bytes(value: Any) -> int:
+    """What a value says that it takes, such as an array or a table."""
+    if isinstance(value, str | bytes | bytearray):
+        return sys.getsizeof(value)
+    num_bytes = getattr(value, "nbytes", None) if type(value).__module__.partition(".")[0] in _SIZED else None
+    return num_bytes if isinstance(num_bytes, int) else 0
+
+
+def _kept(one: Found, before: Mapping[int, int], borders: Sequence[int], seen: set[int | None]) -> Kept:
+    size = _size(one.value)
+    tensors = [tensor for tensor in size.tensors if storage_key(tensor) not in seen]
+    graphs = [tensor for tensor in size.tensors if has_graph(tensor)]
+    tensor_bytes = storage_bytes(tensors)
+    seen |= {storage_key(tensor) for tensor in tensors}
+    graph_bytes, oldest = _graph(graphs, seen)
+    owners = [owner for owner in one.owners if isinstance(owner, Dataset | DataLoader)]
+    is_large = size.host_bytes * size.factor + tensor_bytes * size.factor + graph_bytes >= _LEAST_BYTES
+    return Kept(
+        name=one.name,
+        kind=type(one.value).__name__,
+        num_items=one.num_items,
+        num_items_before=before.get(id(one.value)),
+        tensor_bytes=round(tensor_bytes * size.factor),
+        graph_bytes=round(graph_bytes * size.factor),
+        host_bytes=round(size.host_bytes * size.factor),
+        is_estimated=size.factor > 1,
+        num_graphs=len(graphs),
+        num_steps_back=sum(border > oldest for border in borders) if oldest is not None else 0,
+        is_of_data=bool(owners) or isinstance(one.value, Dataset | DataLoader),
+        **(stored(one) if is_large else Store("", "", ""))._asdict(),
+    )
+
+
+def _graph(tensors: list[Tensor], without: set[int | None]) -> tuple[int, int | None]:
+    """Bytes of the graphs of tensors, and the number of their oldest operation."""
+    own = set(without)
+    num_nodes = num_done = saved_bytes = 0
+    oldest: int | None = None
+    known: set[Any] = set()
+    for tensor in tensors:
+        if num_nodes >= _MOST_NODES:
+            break
+        nodes, _ = graph_nodes([tensor], _MOST_NODES)
+        new = [node for node in nodes if node not in known]
+        known.update(new)
+        num_nodes, num_done = num_nodes + len(new), num_done + 1
+        for one in saved_tensors(new):
+            if (key := storage_key(one)) not in own:
+                own.add(key)
+                saved_bytes += one.untyped_storage().nbytes()
+        numbers = [node._sequence_nr() for node in new]
+        oldest = min([*numbers, *([oldest] if oldest is not None else [])], default=None)
+    factor = len(tensors) / num_done if num_done else 0
+    return round((saved_bytes + num_nodes * _NODE_BYTES) * factor), oldest
+
+
+def _size(value: Any, depth: int = 0, seen: set[int] | None = None) -> _Size:
+    """Size a value with what is in it; an object that is in it twice counts once."""
+    seen = set() if seen is None else seen
+    if id(value) in seen or depth > 2 * _DEEPEST:
+        return _Size(0, [], 1.0)
+    seen.add(id(value))
+    if isinstance(value, Tensor):
+        return _Size(0, [] if isinstance(value, nn.Parameter) else [value], 1.0)
+    if not isinstance(value, _CONTAINERS):
+        return _of_object(value, depth, seen)
+    items = [*value.keys(), *value.values()] if isinstance(value, dict) else list(value)
+    taken = items[:: max(1, len(items) // _SAMPLE)]
+    inner = [_size(item, depth + 1, seen) for item in taken]
+    factor = len(items) / len(taken) if taken else 1.0
+    host_bytes = sum(one.host_bytes * one.factor for one in inner) * (factor if depth else 1)
+    tensors = [tensor for one in inner for tensor in one.tensors]
+    own_bytes = sys.getsizeof(value)
+    if depth:
+        return _Size(round(host_bytes) + own_bytes, tensors, 1.0)
+    return _Size(round(host_bytes + own_bytes / factor), tensors, factor)
+
+
+def _of_object(value: Any, depth: int, seen: set[int]) -> _Size:
+    if isinstance(value, _LEAVES):
+        is_shared = isinstance(value, bool | type | type(None)) or (isinstance(value, int) and -6 < value < 257)
+        return _Size(0 if is_shared or callable(value) else sys.getsizeof(value), [], 1.0)
+    if num_bytes := _own_bytes(value):
+        return _Size(num_bytes, [], 1.0)
+    inner = [_size(item, depth + 1, seen) for _, item in attributes_of(value)] if depth < _DEEPEST else []
+    own_bytes = 64 + sum(round(one.host_bytes * one.factor) for one in inner)
+    return _Size(own_bytes, [tensor for one in inner for tensor in one.tensors], 1.0)

@@ -1,0 +1,324 @@
+"""From an exception of a live process to its evidence: who owns every storage, what the user's variables keep.
+
+Nothing is kept of the process: what is returned is numbers and text. Does NOT see how memory was a moment earlier.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from math import prod
+from types import FrameType
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from plimsoll.device import cgroup, watched
+from plimsoll.device.base import Backend, backend_for
+from plimsoll.device.texts import requested_bytes
+from plimsoll.diagnose.evidence import Evidence
+from plimsoll.diagnose.frames import Line, frames_of, users_callers, users_lines
+from plimsoll.diagnose.holders import Found, found_in, kept_by, stored
+from plimsoll.diagnose.parse.event import event_of
+from plimsoll.diagnose.request import Asked, tensor_asked, tensors_at_hand
+from plimsoll.diagnose.seen import Kept, Seen
+from plimsoll.memory.graph import has_graph
+from plimsoll.memory.inventory import Inventory, Piece, inventory
+from plimsoll.records.diagnosis import Share
+from plimsoll.records.oom_text import OomText
+from plimsoll.records.prediction import Holding, Moment
+from plimsoll.records.watch import Line as LimitLine
+
+KEPT, OBJECTS, BASELINE, UNSEEN = "kept by variables", "Python objects", "baseline", "not seen"
+_OF_WORKER = "DataLoader worker"
+_ON_CUDA = ("cuda", "hip", "cublas", "cudnn", "nccl")
+_MOST_HOLDINGS = 20
+
+
+@dataclass
+class Before:
+    """What was noted before memory ran out.
+
+    Attributes:
+        lengths: of containers, by their identity.
+        used_bytes: after each step, with its number.
+        borders: how many operations autograd had recorded by the end of each step.
+        births: lines that made tensors, by their addresses.
+        num_steps: that were done.
+        baseline_bytes: in use at the beginning, without the tensors that were there.
+    """
+
+    lengths: dict[int, int] = field(default_factory=dict)
+    used_bytes: list[tuple[int, int]] = field(default_factory=list)
+    borders: list[int] = field(default_factory=list)
+    births: Mapping[int, str] = field(default_factory=dict)
+    num_steps: int = 0
+    baseline_bytes: int = 0
+
+
+@dataclass
+class _Scene:
+    """The frames at the error, and what was found in them."""
+
+    frames: list[tuple[FrameType, int]]
+    lines: list[Line]
+    found: list[Found]
+
+    @property
+    def phase(self) -> str:
+        """What the training was doing."""
+        for frame, _ in self.frames:
+            name, path = frame.f_code.co_name, frame.f_code.co_filename
+            if name == "step" and isinstance(frame.f_locals.get("self"), torch.optim.Optimizer):
+                return "optimizer"
+            if name == "backward" and path.endswith(("_tensor.py", "autograd/__init__.py")):
+                return "backward"
+        return "forward"
+
+    def store_of_variable(self, kind: type) -> tuple[Found, Any] | None:
+        """The variable of the user's that has an object of a kind."""
+        for line in self.lines:
+            for scope in (line.frame.f_locals, line.frame.f_globals):
+                for name, value in list(scope.items()):
+                    if isinstance(value, kind):
+                        return Found(name, name, (line.frame.f_code,), value), value
+        return None
+
+    def line_of_variable(self, kind: type) -> str:
+        """Where such a variable is assigned; "" where there is none."""
+        variable = self.store_of_variable(kind)
+        return "" if variable is None else stored(variable[0]).place
+
+
+def backend_of(error: BaseException) -> tuple[Backend, str] | None:
+    """Return the backend on which memory ran out and the family of the error; ``None`` where it is no such error."""
+    on_host = backend_for("cpu")
+    uses_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    backend = backend_for(f"cuda:{torch.cuda.current_device()}") if uses_cuda else on_host
+    family = backend.oom_family(error)
+    if family is None:
+        return None
+    return (backend if family.startswith(_ON_CUDA) else on_host), family
+
+
+def evidence_of_error(error: BaseException, backend: Backend, before: Before, caller: FrameType | None) -> Evidence:
+    """Look at a process whose memory has run out.
+
+    Args:
+        error: as it was raised, with its traceback.
+        backend: on which memory ran out.
+        before: what was noted until then.
+        caller: the frame around the code that failed.
+    """
+    frames = frames_of(error.__traceback__)
+    lines = [*users_lines(frames), *users_callers(caller)]
+    scene = _Scene(frames, lines, found_in(line.frame for line in lines))
+    event = _event(error, lines)
+    parameters = [one for module in _models(scene) for one in module.parameters()]
+    kept = kept_by(scene.found, before.lengths, before.borders, parameters)
+    stock = inventory(backend.kind, _named(scene, kept, before))
+    asked = tensor_asked(event.tried_to_allocate, tensors_at_hand(_innermost(frames, lines)))
+    used_bytes = backend.use().used_bytes
+    asked_bytes = event.tried_to_allocate or 0
+    evidence = Evidence(
+        subject=type(error).__name__,
+        kind=backend.kind,
+        first_step=before.used_bytes[0][0] - 1 if before.used_bytes else before.num_steps,
+        last_step=before.num_steps,
+        used_bytes=tuple(before.used_bytes),
+        peak_bytes=used_bytes + (_missing_states_bytes(scene) or asked_bytes),
+        event=event,
+        has_run_out=True,
+        limit_bytes=_limit_bytes(backend),
+        requested_bytes=event.tried_to_allocate,
+        phase=scene.phase,
+        sequence_length=_sequence_length(stock, asked),
+        vocab_size=_vocab_size(stock),
+        seen=_seen(scene, kept, stock, str(error)),
+    )
+    holdings = _holdings(stock, scene, asked, before)
+    shares = _shares(stock, used_bytes, evidence, scene, before)
+    return replace(evidence, holdings=holdings, shares=shares)
+
+
+def _event(error: BaseException, lines: list[Line]) -> OomText:
+    text = f"{type(error).__name__}: {error}"
+    event = event_of(text)
+    place, code = (lines[0].place, lines[0].code) if lines else ("", "")
+    stated_bytes = event.tried_to_allocate or requested_bytes(text)
+    return event.model_copy(update={"place": place, "code": code, "tried_to_allocate": stated_bytes})
+
+
+def _limit_bytes(backend: Backend) -> int:
+    """What this process may use, counted as its use is; ``RLIMIT_DATA`` also counts what is never touched."""
+    capacity_bytes, use = backend.probe().capacity_bytes, backend.use()
+    if backend.kind != "cpu":
+        return capacity_bytes
+    return max(0, capacity_bytes - max(0, use.reserved_bytes - use.used_bytes))
+
+
+def _missing_states_bytes(scene: _Scene) -> int:
+    """What the states that an optimizer was making when memory ran out would have taken."""
+    frame = next((frame for frame, _ in scene.frames if frame.f_code.co_name == "_init_group"), None)
+    optimizer = frame.f_locals.get("self") if frame is not None else None
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        return 0
+    parameters = [one for group in optimizer.param_groups for one in group["params"] if one.grad is not None]
+    num_states = max((_num_states(optimizer, one) for one in parameters), default=0) or 1
+    missing = [(num_states - _num_states(optimizer, one)) * one.numel() * one.dtype.itemsize for one in parameters]
+    return sum(missing)
+
+
+def _num_states(optimizer: torch.optim.Optimizer, parameter: Tensor) -> int:
+    """How many states of its shape a parameter has."""
+    state = optimizer.state.get(parameter, {})
+    return sum(isinstance(one, Tensor) and one.shape == parameter.shape for one in state.values())
+
+
+def _innermost(frames: list[tuple[FrameType, int]], lines: list[Line]) -> list[FrameType]:
+    """The frames from the one that failed out to the first of the user's."""
+    users = lines[0].frame if lines else None
+    numbers = [number for number, (frame, _) in enumerate(frames) if frame is users]
+    return [frame for frame, _ in frames[: numbers[0] + 1 if numbers else 1]]
+
+
+def _models(scene: _Scene) -> list[nn.Module]:
+    values = [value for line in scene.lines for value in list(line.frame.f_locals.values())]
+    return [value for value in values if isinstance(value, nn.Module)]
+
+
+def _named(scene: _Scene, kept: list[Kept], before: Before) -> dict[str, Iterable[Tensor]]:
+    """Tensors in containers that have grown or are many, and those in variables that have no graph: the batch."""
+    many = {one.name for one in kept if one.num_items > 2 and (one.has_grown or one.is_of_data)}
+    containers = [one for one in scene.found if not isinstance(one.value, Tensor)]
+    held = [one for found in containers if found.name in many for one in _tensors_of(found.value)]
+    singles = [one.value for one in scene.found if isinstance(one.value, Tensor) and not has_graph(one.value)]
+    singles += [
+        one for found in containers if found.name not in many for one in _tensors_of(found.value) if not has_graph(one)
+    ]
+    return {KEPT: held, "inputs": (one for one in singles if not one.requires_grad)}
+
+
+def _tensors_of(value: Any) -> list[Tensor]:
+    items = value.values() if isinstance(value, dict) else value
+    return [one for one in items if isinstance(one, Tensor)] if isinstance(items, Iterable) else []
+
+
+def _vocab_size(stock: Inventory) -> int | None:
+    """The rows of the largest table of embeddings, which a head has as well."""
+    tables = [one.num_embeddings for one in stock.modules if isinstance(one, nn.Embedding | nn.EmbeddingBag)]
+    return max(tables, default=None)
+
+
+def _sequence_length(stock: Inventory, asked: Asked | None) -> int | None:
+    """The length of the largest square of at least three dimensions that is no parameter."""
+    free = {"activations", "temporaries"}
+    shapes = [(one.num_bytes, one.shape) for one in stock.pieces if one.category in free]
+    shapes += [(prod(asked.shape) * asked.dtype.itemsize, asked.shape)] if asked else []
+    squares = [(size, shape) for size, shape in shapes if len(shape) > 2 and shape[-1] == shape[-2] > 1]
+    return max(squares)[1][-1] if squares else None
+
+
+def _asked_category(evidence_phase: str, scene: _Scene, stock: Inventory) -> str:
+    """What the tensor that was asked for would have been."""
+    names = {frame.f_code.co_name for frame, _ in scene.frames}
+    if evidence_phase == "optimizer":
+        return "optimizer states" if "_init_group" in names else "temporaries"
+    records = any(one.category == "activations" for one in stock.pieces)
+    return "activations" if evidence_phase == "forward" and records else "temporaries"
+
+
+def _shares(stock: Inventory, used_bytes: int, evidence: Evidence, scene: _Scene, before: Before) -> tuple[Share, ...]:
+    kept = evidence.seen.kept if evidence.seen is not None else ()
+    sizes = Counter[str]()
+    places: dict[str, str] = {}
+    for piece in sorted(stock.pieces, key=lambda piece: -piece.num_bytes):
+        sizes[piece.category] += piece.num_bytes
+        if piece.address in before.births:
+            places.setdefault(piece.category, before.births[piece.address])
+    if evidence.kind == "cpu":
+        sizes[OBJECTS] = sum(one.host_bytes for one in kept)
+    rest_bytes = max(0, used_bytes - sum(sizes.values()))
+    if evidence.requested_bytes:
+        category = _asked_category(evidence.phase, scene, stock)
+        sizes[category] += _missing_states_bytes(scene) or evidence.requested_bytes
+        if category != "optimizer states":
+            places.setdefault(category, scene.lines[0].place if scene.lines else "")
+    sizes[BASELINE] = min(rest_bytes, before.baseline_bytes)
+    sizes[UNSEEN] = rest_bytes - sizes[BASELINE]
+    for one in kept:
+        places.setdefault(KEPT if one.tensor_bytes > one.host_bytes else OBJECTS, one.place)
+    for category, kind in (("optimizer states", torch.optim.Optimizer), ("parameters", nn.Module)):
+        if category in sizes:
+            places.setdefault(category, scene.line_of_variable(kind))
+    return tuple(
+        Share(
+            category=name,
+            num_bytes=size,
+            known="measured" if name in (BASELINE, UNSEEN) else "counted",
+            place=places.get(name, ""),
+        )
+        for name, size in sizes.most_common()
+        if size
+    )
+
+
+def _holdings(stock: Inventory, scene: _Scene, asked: Asked | None, before: Before) -> tuple[Holding, ...]:
+    """The largest things that are alive, alike ones together, and what was asked for."""
+    groups: dict[tuple[Any, ...], list[Piece]] = {}
+    model = scene.line_of_variable(nn.Module)
+    lines = {"parameters": model, "gradients": model, "optimizer states": scene.line_of_variable(torch.optim.Optimizer)}
+    for piece in (one for one in stock.pieces if one.category != KEPT):
+        place = before.births.get(piece.address, "") or lines.get(piece.category, "")
+        groups.setdefault((piece.category, piece.shape, piece.dtype, piece.op, place), []).append(piece)
+    found = [_holding(key, sum(one.num_bytes for one in own), len(own)) for key, own in groups.items()]
+    if asked is not None and scene.lines:
+        category = _asked_category(scene.phase, scene, stock)
+        key = (category, asked.shape, asked.dtype, _op_asked(scene), scene.lines[0].place)
+        found.append(_holding(key, prod(asked.shape) * asked.dtype.itemsize, 1))
+    return tuple(sorted(found, key=lambda one: -one.num_bytes)[:_MOST_HOLDINGS])
+
+
+def _op_asked(scene: _Scene) -> str:
+    """The words of the line that failed, in which the name of the operation stands."""
+    return scene.lines[0].code.lower()
+
+
+def _holding(key: tuple[Any, ...], num_bytes: int, number: int) -> Holding:
+    category, shape, dtype, op, place = key
+    text = f"{str(dtype).removeprefix('torch.')}[{', '.join(map(str, shape))}]"
+    made = Moment(step=0, phase="forward", op=op, module="", line=place)
+    return Holding(num_bytes=num_bytes, count=number, category=category, shape=text, made=made)
+
+
+def _seen(scene: _Scene, kept: list[Kept], stock: Inventory, text: str) -> Seen:
+    models = [one for one in stock.modules if any(True for _ in one.parameters(recurse=False))]
+    loader = scene.store_of_variable(DataLoader)
+    caller = _caller_of_model(scene)
+    return Seen(
+        kept=tuple(kept),
+        is_evaluating=bool(models) and not any(one.training for one in models),
+        records_graph=stock.bytes_of("activations") > 0,
+        evaluation_place=caller.place if caller else "",
+        processes=watched.family_of(psutil.Process().pid),
+        is_of_worker=_OF_WORKER in text,
+        loader=None if loader is None else _of_variable(loader[0]),
+        num_workers=0 if loader is None else loader[1].num_workers,
+        lines=tuple(
+            LimitLine(name=limit.source, used_bytes=used, limit_bytes=limit.bytes) for limit, used in cgroup.uses()
+        ),
+        machine_bytes=psutil.virtual_memory().total,
+    )
+
+
+def _of_variable(found: Found) -> Kept:
+    return Kept(name=found.name, kind=type(found.value).__name__, **stored(found)._asdict())
+
+
+def _caller_of_model(scene: _Scene) -> Line | None:
+    """The innermost line of the user's that is in no method of a module."""
+    return next((one for one in scene.lines if not isinstance(one.frame.f_locals.get("self"), nn.Module)), None)

@@ -1,0 +1,136 @@
+"""Every tensor that is alive in this process and who owns its storage, told by who refers to it and not by its name.
+
+Asked for once, when memory has run out. Python's garbage collector knows every tensor object, every module and every
+optimizer; autograd's graph knows what it saves. A storage counts once, for the first of these that owns it:
+
+    parameters        in a module
+    buffers           in a module
+    gradients         ``grad`` of a tensor
+    optimizer states  in the ``state`` of an optimizer
+    (what the caller names, such as ``inputs``)
+    activations       saved by a node of a graph that a live tensor ends
+    temporaries       everything else
+
+Does NOT see what only C++ holds (a gradient on its way through a backward pass), nor, beyond `MOST_NODES` operations,
+what a graph saves (see `plimsoll.memory.graph` for why); of a sparse tensor nothing is counted.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from plimsoll.memory.graph import has_graph, saved_tensors, storage_key
+
+MOST_NODES = 20_000
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One storage: what it is for, the tensor that shows it, and the operation that made that, "" if not known."""
+
+    category: str
+    num_bytes: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    op: str
+    address: int
+
+
+@dataclass
+class Inventory:
+    """The storages of one kind of device; ``is_whole`` says whether every graph was walked to its end."""
+
+    kind: str
+    pieces: list[Piece] = field(default_factory=list)
+    modules: list[nn.Module] = field(default_factory=list)
+    optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
+    is_whole: bool = True
+    _seen: set[int] = field(default_factory=set)
+
+    def claim(self, tensors: Iterable[Tensor], category: str) -> None:
+        """Count the storages of tensors that nothing before has claimed."""
+        for tensor in tensors:
+            if tensor.device.type != self.kind or (key := storage_key(tensor)) is None or key in self._seen:
+                continue
+            self._seen.add(key)
+            storage = tensor.untyped_storage()
+            op = _op_of(tensor)
+            shape = tuple(tensor.shape)
+            self.pieces.append(Piece(category, storage.nbytes(), shape, tensor.dtype, op, storage.data_ptr()))
+
+    def bytes_of(self, category: str) -> int:
+        """Add up one category."""
+        return sum(piece.num_bytes for piece in self.pieces if piece.category == category)
+
+
+def inventory(kind: str, named: Mapping[str, Iterable[Tensor]] = MappingProxyType({})) -> Inventory:
+    """Look at every tensor of this process.
+
+    Args:
+        kind: of device, such as ``"cpu"``: other devices' tensors do not count.
+        named: tensors of which the caller knows the category.
+    """
+    tensors, found = _alive(kind)
+    found.claim((one for module in found.modules for one in _own(module._parameters)), "parameters")
+    found.claim((one for module in found.modules for one in _own(module._buffers)), "buffers")
+    # Of a tensor that is no leaf torch warns.
+    found.claim((one.grad for one in tensors if one.is_leaf and one.grad is not None), "gradients")
+    states = (value for optimizer in found.optimizers for value in _states(optimizer))
+    found.claim(states, "optimizer states")
+    for category, own in named.items():
+        found.claim(own, category)
+    nodes, found.is_whole = graph_nodes(tensors, MOST_NODES)
+    found.claim(saved_tensors(nodes), "activations")
+    found.claim(tensors, "temporaries")
+    return found
+
+
+def graph_nodes(tensors: Iterable[Tensor], most_nodes: int) -> tuple[list[Any], bool]:
+    """Return the nodes of autograd's graph behind tensors, and whether these are all."""
+    nodes = {tensor.grad_fn: None for tensor in tensors if has_graph(tensor)}
+    waiting: list[Any] = list(nodes)
+    while waiting and len(nodes) < most_nodes:
+        for following, _ in waiting.pop().next_functions:
+            if following is not None and following not in nodes:
+                nodes[following] = None
+                waiting.append(following)
+    return list(nodes), not waiting
+
+
+def _alive(kind: str) -> tuple[list[Tensor], Inventory]:
+    """Tensors, modules and optimizers; by type, as an object may lie about its class or fail when it is asked."""
+    tensors: list[Tensor] = []
+    found = Inventory(kind)
+    for one in gc.get_objects():
+        if issubclass(type(one), Tensor):
+            tensors.append(one)
+        elif issubclass(type(one), nn.Module):
+            found.modules.append(one)
+        elif issubclass(type(one), torch.optim.Optimizer):
+            found.optimizers.append(one)
+    return tensors, found
+
+
+def _own(entries: Any) -> Iterator[Tensor]:
+    return (value for value in entries.values() if isinstance(value, Tensor))
+
+
+def _states(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    for state in getattr(optimizer, "state", {}).values():
+        values = state.values() if isinstance(state, dict) else ()
+        yield from (value for value in values if isinstance(value, Tensor))
+
+
+def _op_of(tensor: Tensor) -> str:
+    """The operation that made a tensor, such as ``softmax``, as its gradient is called."""
+    if not has_graph(tensor):
+        return ""
+    name = str(tensor.grad_fn.name()).rpartition("::")[2]  # type: ignore[union-attr]
+    return name.rstrip("0123456789").removesuffix("Backward").lower()
