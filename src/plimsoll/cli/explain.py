@@ -20,7 +20,7 @@ def explain(  # noqa: PLR0917 -- typer calls it by name
         Path,
         typer.Argument(
             metavar="[SOURCE]",
-            help="A job file, a run directory, or a file with an error's text, a log, a memory snapshot; - reads text.",
+            help="A job, a run directory, or a file with an error's text, a log, a watch or a snapshot; - reads.",
         ),
     ] = _STANDARD_INPUT,
     budget: Annotated[
@@ -96,8 +96,8 @@ def _job_file(source: Path, options: dict[str, object]) -> Path | None:
     given = [name for name, value in options.items() if value]
     if given:
         raise InputError(
-            f"{', '.join(given)} is for a training that is known, and {source} is a text or a snapshot: give a job file "
-            "or a run directory"
+            f"{', '.join(given)} is for a training that is known, and {source} is a text: give a job file or a run "
+            "directory"
         )
     return None
 
@@ -130,9 +130,8 @@ def _diagnosis(source: Path, device: str | None, limit_bytes: int | None, quiet:
         if sys.stdin.isatty():
             raise InputError(f"{source} reads standard input, which is a terminal here: give a run directory or a file")
         return diagnosis_of_text(sys.stdin.buffer, "standard input")
-    is_long = source.is_file() and source.stat().st_size > _LARGE_BYTES
-    if is_long and not is_recording(source) and not is_snapshot(source):
-        num_bytes = source.stat().st_size
+    is_log = source.is_file() and not is_recording(source) and not is_snapshot(source)
+    if is_log and (num_bytes := source.stat().st_size) > _LARGE_BYTES:
         with stages(quiet) as report, source.open("rb") as file:
             return diagnosis_of_text(file, source.name, lambda done: report("reading", min(done, num_bytes), num_bytes))
     with spinner(quiet) as progress:

@@ -41,15 +41,15 @@ def explain(
 
     Args:
         source: a job file, before it runs; a run directory, also of a run that is going on or was killed; the record of
-            a run; the `plimsoll.TrainStep` of a loop of your own; or a file with the text of an error, a log, a memory
-            snapshot of CUDA, or the recording of a watch.
+            a run; the `plimsoll.TrainStep` of a loop of your own; or a file with the text of an error, a log, the
+            recording of a watch, or a memory snapshot of CUDA.
         device: of a job or a run, see `plimsoll.plan_job`; by default the job's.
         budget: what a job or a run may use, such as ``"2GiB"``; by default the job's.
         progress: told what is being done, where a job is rehearsed.
 
     Raises:
         RecordError: if it is no run directory, or a file in it is damaged.
-        InputError: if the file cannot be read or is another pickle, or a job cannot be predicted (see
+        InputError: if the file cannot be read, or is a pickle and no snapshot, or a job cannot be predicted (see
             `plimsoll.plan_job`).
     """
     if isinstance(source, str | Path):
@@ -99,10 +99,10 @@ def _bytes(budget: str | int | None) -> int | None:
 
 
 def _of_file(path: Path) -> Diagnosis:
-    if is_snapshot(path):
-        return diagnosis_of_snapshot(path)
     if is_recording(path):
         return diagnosis_of_watch(WatchRecord.read(path))
+    if is_snapshot(path):
+        return diagnosis_of_snapshot(path)
     try:
         with path.open("rb") as file:
             return diagnosis_of_text(file, path.name)
