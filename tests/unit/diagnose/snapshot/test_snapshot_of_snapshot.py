@@ -124,6 +124,7 @@ def test_without_events(tmp_path):
     diagnosis = explain(write(tmp_path / "a", device.as_dict()))
     assert diagnosis.peak_bytes == 48 * MIB
     assert "No events were recorded" in diagnosis.notes[1]
+    assert "Nothing was found, peak 48.0 MiB." in str(render(diagnosis, "text"))
 
 
 def test_an_empty_one(explained):
