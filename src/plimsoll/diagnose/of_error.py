@@ -17,9 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from plimsoll.device import cgroup, watched
+from plimsoll.device import watched
 from plimsoll.device.base import Backend, backend_for
 from plimsoll.device.texts import requested_bytes
+from plimsoll.device.watched_limits import lines_of
 from plimsoll.diagnose.evidence import Evidence
 from plimsoll.diagnose.frames import Line, frames_of, users_callers, users_lines
 from plimsoll.diagnose.holders import Found, found_in, kept_by, stored
@@ -31,7 +32,6 @@ from plimsoll.memory.inventory import Inventory, Piece, inventory
 from plimsoll.records.diagnosis import Share
 from plimsoll.records.oom_text import OomText
 from plimsoll.records.prediction import Holding, Moment
-from plimsoll.records.watch import Line as LimitLine
 
 KEPT, OBJECTS, BASELINE, UNSEEN = "kept by variables", "Python objects", "baseline", "not seen"
 _OF_WORKER = "DataLoader worker"
@@ -296,6 +296,7 @@ def _holding(key: tuple[Any, ...], num_bytes: int, number: int) -> Holding:
 
 
 def _seen(scene: _Scene, kept: list[Kept], stock: Inventory, text: str) -> Seen:
+    processes = watched.family_of(psutil.Process().pid)
     models = [one for one in stock.modules if any(True for _ in one.parameters(recurse=False))]
     loader = scene.store_of_variable(DataLoader)
     caller = _caller_of_model(scene)
@@ -304,13 +305,11 @@ def _seen(scene: _Scene, kept: list[Kept], stock: Inventory, text: str) -> Seen:
         is_evaluating=bool(models) and not any(one.training for one in models),
         records_graph=stock.bytes_of("activations") > 0,
         evaluation_place=caller.place if caller else "",
-        processes=watched.family_of(psutil.Process().pid),
+        processes=processes,
         is_of_worker=_OF_WORKER in text,
         loader=None if loader is None else _of_variable(loader[0]),
         num_workers=0 if loader is None else loader[1].num_workers,
-        lines=tuple(
-            LimitLine(name=limit.source, used_bytes=used, limit_bytes=limit.bytes) for limit, used in cgroup.uses()
-        ),
+        lines=tuple(line for line in lines_of(processes) if line.kind == "cgroup"),
         machine_bytes=psutil.virtual_memory().total,
     )
 
