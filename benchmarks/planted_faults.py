@@ -15,9 +15,9 @@ did when it ran out; the predicted one is the finding's. Only those that the fin
 from __future__ import annotations
 
 import argparse
+import ast
 import json
 import os
-import re
 import statistics
 import subprocess
 import sys
@@ -28,7 +28,6 @@ from typing import Any
 import plimsoll
 
 SCRIPTS = Path(__file__).parent / "planted"
-FAULT = re.compile(r"^(\s*).*#\s*FAULT fixed: (.*)$", re.MULTILINE)
 MIB = 1 << 20
 
 
@@ -56,7 +55,7 @@ def examine(name: str, folder: Path, measure_savings: bool) -> dict[str, Any]:
     planted = source.split('"""')[1].partition(":")[0]
     faulty, fixed = folder / f"{name}.py", folder / f"{name}_fixed.py"
     faulty.write_text(source, encoding="utf-8")
-    fixed.write_text(FAULT.sub(r"\1\2", source), encoding="utf-8")
+    fixed.write_text(with_remedy(source), encoding="utf-8")
     status, result, errors = run(faulty)
     diagnosis = result.get("diagnosis")
     row: dict[str, Any] = {"fault": name, "planted": planted, "ran_out": diagnosis is not None and status != 0}
@@ -78,9 +77,27 @@ def examine(name: str, folder: Path, measure_savings: bool) -> dict[str, Any]:
     return row
 
 
+def lines_of_fault(source: str) -> tuple[int, int]:
+    """Return the first and the last line of the statement that is marked; the mark is at its end."""
+    (marked,) = [number for number, line in enumerate(source.splitlines(), 1) if "# FAULT fixed: " in line]
+    found = [one for one in ast.walk(ast.parse(source)) if isinstance(one, ast.stmt) and one.end_lineno == marked]
+    first = max(one.lineno for one in found)
+    return first, marked
+
+
+def with_remedy(source: str) -> str:
+    """Return a script with the marked statement replaced."""
+    first, last = lines_of_fault(source)
+    lines = source.splitlines()
+    indent = lines[first - 1][: len(lines[first - 1]) - len(lines[first - 1].lstrip())]
+    remedy = lines[last - 1].partition("# FAULT fixed: ")[2]
+    return "\n".join([*lines[: first - 1], indent + remedy, *lines[last:], ""])
+
+
 def places(name: str, source: str) -> set[str]:
     """Return the lines that a finding may name."""
-    own = {f"{name}.py:{number}" for number, line in enumerate(source.splitlines(), 1) if "# FAULT" in line}
+    first, last = lines_of_fault(source)
+    own = {f"{name}.py:{number}" for number in range(first, last + 1)}
     common = (SCRIPTS / "_common.py").read_text(encoding="utf-8").splitlines()
     own |= {f"{name}.py:{number}" for number, line in enumerate(source.splitlines(), 1) if f"# ALSO {name}" in line}
     return own | {f"_common.py:{number}" for number, line in enumerate(common, 1) if line.endswith(f"# ALSO {name}")}

@@ -16,4 +16,4 @@ def main():
         optimizer.step()
 
 
-run(main, 330)
+run(main, 317)
