@@ -22,8 +22,10 @@ from plimsoll.records.placement import InferencePlan
 from plimsoll.records.plan import Plan
 from plimsoll.records.prediction import Prediction
 from plimsoll.records.run import RunRecord
+from plimsoll.records.run_comparison import RunComparison
 from plimsoll.records.shrink import ShrinkRecord
 from plimsoll.report import (
+    comparison_sheets,
     data_sheets,
     diagnosis_sheets,
     placement_sheets,
@@ -33,6 +35,7 @@ from plimsoll.report import (
     shrink_sheets,
 )
 from plimsoll.report.charts import run_charts
+from plimsoll.report.comparison_charts import comparison_charts
 from plimsoll.report.plan_charts import ladder_chart
 from plimsoll.report.prediction_charts import prediction_chart
 from plimsoll.report.shrink_charts import front_chart
@@ -71,6 +74,26 @@ def run_page(record: RunRecord) -> str:
             device=sheets.device_sheet(record.device),
             versions=sheets.version_sheet(record.versions),
             job_yaml=yaml.safe_dump(record.job, sort_keys=False, allow_unicode=True),
+        )
+    )
+
+
+def comparison_page(comparison: RunComparison) -> str:
+    """Return the page of two runs side by side."""
+    charts = comparison_charts(comparison)
+    return (
+        _environment()
+        .get_template("comparison.html")
+        .render(
+            names=comparison_sheets.labels(comparison),
+            sentence=comparison_sheets.headline(comparison),
+            job_sentence=comparison_sheets.job_sentence(comparison),
+            charts={chart.key: chart for chart in charts},
+            plotly_js=Markup(get_plotlyjs()) if any(chart.figure for chart in charts) else None,
+            numbers=comparison_sheets.number_sheet(comparison),
+            job=comparison_sheets.job_sheet(comparison),
+            categories=comparison_sheets.category_sheet(comparison),
+            places=comparison_sheets.place_sheet(comparison),
         )
     )
 
