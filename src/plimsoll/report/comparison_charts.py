@@ -57,10 +57,10 @@ def category_chart(comparison: RunComparison) -> Chart:
         lacking = " and ".join(name for name, side in sides if not side.parts)
         return Chart("categories", title, f"Nothing was predicted for {lacking}.", None)
     most = {name: max(side.parts.get(name, 0) for _, side in sides) for _, own in sides for name in own.parts}
-    names = sorted((name for name in most if most[name]), key=lambda name: most[name])
+    names = sorted((name for name in most if most[name]), key=lambda name: -most[name])
     unit, unit_bytes = unit_of(max(most.values()))
     figure = empty_figure(unit, "")
-    for (label, side), colour in reversed([*zip(sides, _COLOURS, strict=True)]):
+    for (label, side), colour in zip(sides, _COLOURS, strict=True):
         figure.add_bar(
             name=label,
             orientation="h",
@@ -69,9 +69,9 @@ def category_chart(comparison: RunComparison) -> Chart:
             marker={"color": colour},
             hovertemplate=f"%{{x:,.4~g}} {unit}",
         )
-    figure.update_layout(hovermode="y unified", legend={"traceorder": "reversed"}, bargap=0.3)
+    figure.update_layout(hovermode="y unified", bargap=0.3)
     figure.update_xaxes(showgrid=True)
-    figure.update_yaxes(showgrid=False)
+    figure.update_yaxes(showgrid=False, autorange="reversed")
     return Chart("categories", title, "Predicted by each run's plan for its first steps.", figure.to_plotly_json())
 
 
