@@ -1,4 +1,4 @@
-"""Drives a headless Chromium over its DevTools protocol (`--remote-debugging-pipe`), with nothing but the standard library.
+"""Drives a headless Chromium over its DevTools protocol (`--remote-debugging-pipe`) with the standard library.
 
 Messages are JSON, ended by a zero byte, on the file descriptors 3 and 4 of the browser; see
 https://chromedevtools.github.io/devtools-protocol. Does NOT cover more than one tab.
@@ -119,10 +119,22 @@ class Page:
         for kind in ("keyDown", "keyUp"):
             self.call("Input.dispatchKeyEvent", type=kind, key=name, code=name, windowsVirtualKeyCode=code, text=text)
 
-    def mouse(self, kind: str, x: float, y: float) -> None:
-        """Move the pointer, press it or let it go."""
-        button = "none" if kind == "mouseMoved" else "left"
-        self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button=button, buttons=1, clickCount=1)
+    def point(self, x: float, y: float) -> None:
+        """Move the pointer, in two steps, as a hand does."""
+        for by in (2, 0):
+            self.call("Input.dispatchMouseEvent", type="mouseMoved", x=x - by, y=y)
+
+    def drag(self, start: float, end: float, y: float) -> None:
+        """Press the pointer, move it to the right and let it go."""
+        moves = (
+            ("mousePressed", start),
+            ("mouseMoved", (start + end) / 2),
+            ("mouseMoved", end),
+            ("mouseReleased", end),
+        )
+        self.point(start, y)
+        for kind, x in moves:
+            self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", buttons=1, clickCount=1)
 
     def picture(self, path: Path) -> None:
         """Write the whole page as a PNG."""

@@ -1,4 +1,4 @@
-"""The pages in a real browser: no error on its console, hover, zoom, filters by key and by pointer, phone, dark mode."""
+"""The pages in a real browser: no error on its console, hover, zoom, filters by key, a phone, dark mode."""
 
 import sys
 from pathlib import Path
@@ -60,7 +60,7 @@ def test_a_chart_tells_what_is_under_the_pointer(tab, pages):
     tab.show(pages / "prediction.html")
     box = tab.value("(({x, y, width, height}) => ({x, y, width, height}))"
                     "(document.querySelector('.chart .nsewdrag').getBoundingClientRect())")  # fmt: skip
-    tab.mouse("mouseMoved", box["x"] + box["width"] * 0.7, box["y"] + box["height"] / 2)
+    tab.point(box["x"] + box["width"] * 0.7, box["y"] + box["height"] / 2)
     tab.wait_for("document.querySelector('.hoverlayer').textContent.includes('activations')")
 
 
@@ -70,9 +70,7 @@ def test_a_part_of_a_chart_is_chosen_by_dragging_and_by_keys_and_given_back(tab,
     whole = tab.value(shown)
     box = tab.value("(({x, y, width, height}) => ({x, y, width, height}))"
                     "(document.querySelector('.chart .nsewdrag').getBoundingClientRect())")  # fmt: skip
-    middle = box["y"] + box["height"] / 2
-    for kind, share in (("mouseMoved", 0.3), ("mousePressed", 0.3), ("mouseMoved", 0.5), ("mouseReleased", 0.6)):
-        tab.mouse(kind, box["x"] + box["width"] * share, middle)
+    tab.drag(box["x"] + 0.3 * box["width"], box["x"] + 0.6 * box["width"], box["y"] + box["height"] / 2)
     tab.wait_for(f"{shown} < {0.5 * whole}")
     tab.value("document.querySelector('[aria-label=\"Reset the zoom\"]').focus()")
     tab.key("Enter", 13)

@@ -2,7 +2,7 @@
 
 The style is inlined, and so is plotly.js (4.6 MiB, the one bundle the plotly package ships) where a page has charts;
 the page forbids every connection by its content security policy. Light and dark follow the reader's system until the
-reader chooses. Text from a record is escaped by jinja2. Without JavaScript the charts are missing and the tables remain.
+reader chooses. Text from a record is escaped by jinja2. Without JavaScript the charts are missing; the tables remain.
 """
 
 from __future__ import annotations
