@@ -58,6 +58,7 @@ def test_a_page_opens_without_errors_and_fits_a_phone(name, tab, pages):
 
 def test_a_chart_tells_what_is_under_the_pointer(tab, pages):
     tab.show(pages / "prediction.html")
+    tab.value("document.querySelector('.chart').scrollIntoView({block: 'center'})")
     box = tab.value("(({x, y, width, height}) => ({x, y, width, height}))"
                     "(document.querySelector('.chart .nsewdrag').getBoundingClientRect())")  # fmt: skip
     tab.point(box["x"] + box["width"] * 0.7, box["y"] + box["height"] / 2)
@@ -68,6 +69,7 @@ def test_a_part_of_a_chart_is_chosen_by_dragging_and_by_keys_and_given_back(tab,
     tab.show(pages / "prediction.html")
     shown = "(([low, high]) => high - low)(document.querySelector('.chart')._fullLayout.xaxis.range)"
     whole = tab.value(shown)
+    tab.value("document.querySelector('.chart').scrollIntoView({block: 'center'})")
     box = tab.value("(({x, y, width, height}) => ({x, y, width, height}))"
                     "(document.querySelector('.chart .nsewdrag').getBoundingClientRect())")  # fmt: skip
     tab.drag(box["x"] + 0.3 * box["width"], box["x"] + 0.6 * box["width"], box["y"] + box["height"] / 2)
