@@ -19,7 +19,7 @@ from pathlib import PurePosixPath
 
 # A module imports modules of the lines above its own, and of its own package.
 LAYERS = (
-    {"errors"},
+    {"errors", "shown"},
     {"records"},
     {"identity", "store", "forked", "outside"},
     {"mapped"},

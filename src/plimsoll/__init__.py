@@ -11,6 +11,8 @@ import logging
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from plimsoll.shown import Shown
+
 if TYPE_CHECKING:
     from plimsoll.device.limit import limited as limited
     from plimsoll.device.probe import probe_machine as probe  # noqa: F401
@@ -64,6 +66,14 @@ __all__ = list(_HOMES)
 # Where torchao is installed transformers imports it, and these complain of kernels and names that nothing here uses.
 for _name in ("torchao", "torch.utils._pytree"):
     logging.getLogger(_name).setLevel(logging.ERROR)
+
+
+def _to_html(record: Any) -> str | None:
+    html: str | None = import_module("plimsoll.report.notebook").notebook_html(record)
+    return html
+
+
+Shown.to_html = staticmethod(_to_html)
 
 
 def __getattr__(name: str) -> Any:

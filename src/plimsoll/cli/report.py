@@ -1,12 +1,15 @@
-"""``plimsoll report``: a run directory, or a record in a file, as text, JSON or one HTML page."""
+"""``plimsoll report``: a run directory, a record in a file, or two runs compared, as text, JSON or one HTML page."""
 
 from __future__ import annotations
 
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from plimsoll.records.base import Record
 
 
 def report(
@@ -17,6 +20,9 @@ def report(
             help="A run directory, also of one still going, the --out of shrink, a recorded watch, or a record.",
         ),
     ],
+    other: Annotated[
+        Path | None, typer.Argument(metavar="[RUN_B]", help="A second run, to be compared with the first.")
+    ] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Write one self-contained HTML page here.")
     ] = None,
@@ -30,22 +36,31 @@ def report(
       plimsoll report runs/a
       plimsoll report runs/a -o a.html
       plimsoll report runs/a --json
+      plimsoll report runs/a runs/b -o a-and-b.html
       plimsoll report plan.json -o plan.html
       plimsoll report small -o small.html
       plimsoll report watch.jsonl -o watch.html
     """
     from plimsoll.cli.output import failures_shown, show
-    from plimsoll.errors import OutputError
+    from plimsoll.errors import OutputError, RecordError
     from plimsoll.records.base import write_atomically
     from plimsoll.records.run import RunRecord
-    from plimsoll.records.shrink import SHRINK_RECORD
-    from plimsoll.report.render import load, render
+    from plimsoll.records.run_comparison import RunComparison
+    from plimsoll.report.render import render
 
     with failures_shown() if as_json else nullcontext():
-        if (run / SHRINK_RECORD).is_file():
-            run /= SHRINK_RECORD
-        is_record = run.is_file() or (run.suffix == ".json" and not run.is_dir())
-        record = load(run) if is_record else RunRecord.from_directory(run)
+        record = _record_at(run)
+        if other is not None:
+            second = _record_at(other)
+            for place, found in ((run, record), (other, second)):
+                if not isinstance(found, RunRecord):
+                    raise RecordError(
+                        f"{place} holds a record of kind {found.record_kind!r}, and only two runs are compared: give "
+                        "two run directories, or what `plimsoll report --json` wrote of them"
+                    )
+            assert isinstance(record, RunRecord)
+            assert isinstance(second, RunRecord)
+            record = RunComparison.of(record, second)
         if output is None:
             show(render(record, "json" if as_json else "text"))
             return
@@ -56,3 +71,15 @@ def report(
             show(render(record, "json"))
         else:
             show(str(output))
+
+
+def _record_at(path: Path) -> Record:
+    """Read a run directory, the directory of smaller models, or the file of a record."""
+    from plimsoll.records.run import RunRecord
+    from plimsoll.records.shrink import SHRINK_RECORD
+    from plimsoll.report.render import load
+
+    if (path / SHRINK_RECORD).is_file():
+        path /= SHRINK_RECORD
+    is_record = path.is_file() or (path.suffix == ".json" and not path.is_dir())
+    return load(path) if is_record else RunRecord.from_directory(path)

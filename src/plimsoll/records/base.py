@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Self
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from plimsoll.errors import OutputError, RecordError
+from plimsoll.shown import Shown
 
 
 class Frozen(BaseModel):
@@ -24,7 +25,7 @@ class Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=True, ser_json_inf_nan="constants")
 
 
-class Record(Frozen):
+class Record(Frozen, Shown):
     """A value that can be a file of its own."""
 
     record_kind: ClassVar[str]

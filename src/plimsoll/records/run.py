@@ -265,6 +265,17 @@ class RunRecord(Record):
         return max([*seen, *self.timeline.used_bytes], default=None)
 
     @property
+    def finished_steps(self) -> tuple[StepLine, ...]:
+        """Each step once, in order: a step repeated after a restart counts as it was written last."""
+        latest = {line.step: line for line in self.steps}
+        return tuple(latest[step] for step in sorted(latest))
+
+    @property
+    def unit_name(self) -> Literal["samples", "tokens"]:
+        """What the loss averages over: samples in classification, else tokens."""
+        return "samples" if self.job.get("task") == "classification" else "tokens"
+
+    @property
     def units_per_second(self) -> float | None:
         """Units of the loss (tokens or samples) per second of step time, the first step (warm-up) left out."""
         counted = self.steps[1:] or self.steps

@@ -1,13 +1,14 @@
 """Records as one HTML page that needs nothing else: no network, no second file.
 
 The style is inlined, and so is plotly.js (4.6 MiB, the one bundle the plotly package ships) where a page has charts;
-the page forbids every connection by its content security policy. Light and dark follow the reader's system. Text from
-a record is escaped by jinja2. Without JavaScript the charts are missing and the tables remain.
+the page forbids every connection by its content security policy. Light and dark follow the reader's system until the
+reader chooses. Text from a record is escaped by jinja2. Without JavaScript the charts are missing; the tables remain.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 
 import yaml
@@ -17,14 +18,18 @@ from plotly.offline import get_plotlyjs
 
 from plimsoll.records.corpus import CorpusFacts, FeedRates, Inspection, TokenFacts
 from plimsoll.records.device import Device, Machine
-from plimsoll.records.diagnosis import Diagnosis
+from plimsoll.records.diagnosis import Diagnosis, Share
 from plimsoll.records.placement import InferencePlan
 from plimsoll.records.plan import Plan
 from plimsoll.records.prediction import Prediction
 from plimsoll.records.run import RunRecord
+from plimsoll.records.run_comparison import RunComparison
 from plimsoll.records.shrink import ShrinkRecord
+from plimsoll.records.trace import CATEGORIES
+from plimsoll.records.units import format_bytes
 from plimsoll.records.watch import WatchRecord
 from plimsoll.report import (
+    comparison_sheets,
     data_sheets,
     diagnosis_sheets,
     placement_sheets,
@@ -35,6 +40,7 @@ from plimsoll.report import (
     watch_sheets,
 )
 from plimsoll.report.charts import run_charts
+from plimsoll.report.comparison_charts import comparison_charts
 from plimsoll.report.plan_charts import ladder_chart
 from plimsoll.report.prediction_charts import prediction_chart
 from plimsoll.report.shrink_charts import front_chart
@@ -74,6 +80,26 @@ def run_page(record: RunRecord) -> str:
             device=sheets.device_sheet(record.device),
             versions=sheets.version_sheet(record.versions),
             job_yaml=yaml.safe_dump(record.job, sort_keys=False, allow_unicode=True),
+        )
+    )
+
+
+def comparison_page(comparison: RunComparison) -> str:
+    """Return the page of two runs side by side."""
+    charts = comparison_charts(comparison)
+    return (
+        _environment()
+        .get_template("comparison.html")
+        .render(
+            names=comparison_sheets.labels(comparison),
+            sentence=comparison_sheets.headline(comparison),
+            job_sentence=comparison_sheets.job_sentence(comparison),
+            charts={chart.key: chart for chart in charts},
+            plotly_js=Markup(get_plotlyjs()) if any(chart.figure for chart in charts) else None,
+            numbers=comparison_sheets.number_sheet(comparison),
+            job=comparison_sheets.job_sheet(comparison),
+            categories=comparison_sheets.category_sheet(comparison),
+            places=comparison_sheets.place_sheet(comparison),
         )
     )
 
@@ -157,7 +183,44 @@ def diagnosis_page(diagnosis: Diagnosis) -> str:
     """Return the page of what was found in a run."""
     found = diagnosis_sheets.sheets_of(diagnosis)
     said = (diagnosis_sheets.headline(diagnosis), diagnosis_sheets.growth_sentence(diagnosis), *diagnosis.notes)
-    return _sheets_page(f"What used the memory of {diagnosis.subject}", " ".join(filter(None, said)), *found)
+    return (
+        _environment()
+        .get_template("diagnosis.html")
+        .render(
+            diagnosis=diagnosis,
+            sentences=[*filter(None, said)],
+            bars=_bars(diagnosis.shares),
+            sheets=found,
+            plotly_js=None,
+        )
+    )
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One part of a whole as a bar; ``share`` is of the whole, ``colour`` a CSS variable of the page."""
+
+    category: str
+    share: float
+    text: str
+    place: str
+    colour: str
+
+
+def _bars(shares: Sequence[Share]) -> list[Bar]:
+    """Return the shares of a peak as bars; none where they come to nothing."""
+    total_bytes = sum(share.num_bytes for share in shares)
+    return [
+        Bar(
+            category=share.category,
+            share=min(max(share.num_bytes / total_bytes, 0.0), 1.0),
+            text=f"{format_bytes(share.num_bytes)}, {share.num_bytes / total_bytes:.0%} ({share.known})",
+            place=share.place,
+            colour=share.category.replace(" ", "-") if share.category in CATEGORIES else "accent",
+        )
+        for share in shares
+        if total_bytes > 0
+    ]
 
 
 def plan_page(plan: Plan) -> str:

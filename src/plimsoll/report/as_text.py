@@ -24,11 +24,13 @@ from plimsoll.records.placement import InferencePlan
 from plimsoll.records.plan import Plan
 from plimsoll.records.prediction import Prediction
 from plimsoll.records.run import RunRecord, StepLine
+from plimsoll.records.run_comparison import RunComparison
 from plimsoll.records.shrink import ShrinkRecord
 from plimsoll.records.units import format_bytes, format_seconds
 from plimsoll.records.watch import WatchRecord
 from plimsoll.records.ways import Ways
 from plimsoll.report import (
+    comparison_sheets,
     data_sheets,
     diagnosis_sheets,
     placement_sheets,
@@ -112,6 +114,21 @@ def watch_report(record: WatchRecord) -> Group:
     body = Group(*map(Text, watch_sheets.sentences(record)))
     panel = Panel(body, title=Text(f"watch of {record.subject}", "bold"), title_align="left", box=box.ROUNDED)
     return _spaced(panel, *(_table(sheet) for sheet in watch_sheets.sheets_of(record) if sheet.rows))
+
+
+def comparison_report(comparison: RunComparison) -> Group:
+    """Return two runs side by side; tables without rows are left out."""
+    said = [comparison_sheets.headline(comparison), comparison_sheets.job_sentence(comparison)]
+    names = " and ".join(comparison_sheets.labels(comparison))
+    panel = Panel(Group(*map(Text, said)), title=Text(names, "bold"), title_align="left", box=box.ROUNDED)
+    *tables, places = comparison_sheets.sheets_of(comparison)
+    numbers = tuple(column.title for column in places.columns[3:])
+    narrow = _narrowed(places, ("Used for",), ("Module", "Source line"), numbers)
+    shown = [
+        *(_table(sheet) for sheet in tables if sheet.rows),
+        *([_table(narrow, is_wide=True)] if places.rows else []),
+    ]
+    return _spaced(panel, *shown)
 
 
 def machine_report(machine: Machine) -> Group:

@@ -70,8 +70,10 @@ def memory_chart(record: RunRecord) -> Chart:
     figure = empty_figure(f"{time_unit} since the start", byte_unit)
     figure.update_yaxes(range=[0, top_bytes / unit_bytes])
     scale = (unit_seconds, unit_bytes)
-    _line(figure, f"used, {timeline.source}", _scaled(thinned(used), scale), "var(--accent)", fill="var(--accent-soft)")
-    _line(figure, "peak of each step", _scaled(thinned(peaks), scale), "var(--second)")
+    add_line(
+        figure, f"used, {timeline.source}", _scaled(thinned(used), scale), "var(--accent)", fill="var(--accent-soft)"
+    )
+    add_line(figure, "peak of each step", _scaled(thinned(peaks), scale), "var(--second)")
     ooms: Points = [(event.time_seconds, top_bytes) for event in record.oom_events]
     _marks(figure, "out of memory", _scaled(ooms, scale), colour="var(--warning)", symbol="triangle-down")
     deaths: Points = [(death.time_seconds, top_bytes) for death in record.deaths]
@@ -93,7 +95,7 @@ def micro_batch_chart(record: RunRecord) -> Chart:
     if not points:
         return _no_steps("micro-batch", title)
     figure = _step_figure("samples", points)
-    _line(figure, "micro-batch", thinned(points), "var(--accent)", shape="hvh")
+    add_line(figure, "micro-batch", thinned(points), "var(--accent)", shape="hvh")
     caption = "Samples per forward and backward pass. The batch of an optimizer step never changes."
     return Chart("micro-batch", title, caption, figure.to_plotly_json())
 
@@ -107,8 +109,8 @@ def loss_chart(record: RunRecord) -> Chart:
     validation: Points = [(line.step, line.loss) for line in record.evaluations if math.isfinite(line.loss)]
     figure = empty_figure("step", "loss")
     _whole_steps(figure, len(steps))
-    _line(figure, "training", thinned(train), "var(--accent)")
-    _line(figure, "validation", validation, "var(--second)", mode="lines+markers")
+    add_line(figure, "training", thinned(train), "var(--accent)")
+    add_line(figure, "validation", validation, "var(--second)", mode="lines+markers")
     lines = "training and validation" if validation else "training only"
     caption = f"Mean per {unit_name(record).removesuffix('s')}; {lines}."
     num_left_out = len(steps) - len(train)
@@ -126,7 +128,7 @@ def throughput_chart(record: RunRecord) -> Chart:
         return _no_steps("throughput", title)
     unit = unit_name(record)
     figure = _step_figure(f"{unit}/s", points)
-    _line(figure, f"{unit}/s", thinned(points), "var(--accent)")
+    add_line(figure, f"{unit}/s", thinned(points), "var(--accent)")
     caption = f"{unit.capitalize()} per second of each step's own time."
     return Chart("throughput", title, caption, figure.to_plotly_json())
 
@@ -173,7 +175,7 @@ def empty_figure(x_title: str, y_title: str) -> go.Figure:
     return go.Figure(layout=layout)
 
 
-def _line(
+def add_line(
     figure: go.Figure,
     name: str,
     points: Points,

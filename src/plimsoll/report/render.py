@@ -25,6 +25,7 @@ from plimsoll.records.placement import InferencePlan
 from plimsoll.records.plan import Plan
 from plimsoll.records.prediction import Prediction
 from plimsoll.records.run import RunRecord
+from plimsoll.records.run_comparison import RunComparison
 from plimsoll.records.shrink import ShrinkRecord
 from plimsoll.records.watch import WatchRecord, is_recording
 from plimsoll.records.ways import Ways
@@ -49,6 +50,7 @@ def _of_sheets(title: str, sheets_of: Callable[[Any], tuple[Sheet, ...]]) -> Scr
 # record -> (rich renderable, HTML page)
 _SCREENS: dict[type[Record], Screen] = {
     RunRecord: (as_text.run_report, as_html.run_page),
+    RunComparison: (as_text.comparison_report, as_html.comparison_page),
     Machine: (as_text.machine_report, as_html.machine_page),
     Device: (as_text.device_table, as_html.device_page),
     Plan: (as_text.plan_report, as_html.plan_page),
@@ -99,8 +101,8 @@ def render(record: Record, format: Format = "text") -> str:
     """Return a record as something to read.
 
     Args:
-        record: a run, a machine, a device, a plan, a prediction, a diagnosis, an inference plan, or one of
-            `plimsoll.records.corpus` and `plimsoll.records.embeddings`.
+        record: a run, two runs compared, a machine, a device, a plan, a prediction, a diagnosis, an inference plan,
+            or one of `plimsoll.records.corpus` and `plimsoll.records.embeddings`.
         format: ``"text"`` (plain, 80 columns), ``"json"`` (the record's file) or ``"html"`` (one page, no network).
 
     Raises:

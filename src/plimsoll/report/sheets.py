@@ -45,8 +45,7 @@ class Sheet:
 
 def finished_steps(record: RunRecord) -> tuple[StepLine, ...]:
     """Return each step once, in order: a step repeated after a restart counts as it was written last."""
-    latest = {line.step: line for line in record.steps}
-    return tuple(latest[step] for step in sorted(latest))
+    return record.finished_steps
 
 
 def steps_of_plan(record: RunRecord) -> tuple[StepLine, ...]:
@@ -57,7 +56,7 @@ def steps_of_plan(record: RunRecord) -> tuple[StepLine, ...]:
 
 def unit_name(record: RunRecord) -> str:
     """Return what the loss averages over: ``"samples"`` in classification, else ``"tokens"``."""
-    return "samples" if record.job.get("task") == "classification" else "tokens"
+    return record.unit_name
 
 
 def used_name(device: Device) -> str:

@@ -156,3 +156,21 @@ def test_json_says_what_went_wrong(tmp_path):
     failure = json.loads(done.stdout)
     assert (failure["error"], failure["exit_code"]) == ("RecordError", done.returncode)
     assert done.stderr == f"error: {failure['message']}\n"
+
+
+def test_two_runs_are_compared(run, tmp_path):
+    page = tmp_path / "two.html"
+    assert "Both have the same job." in invoke(run, run).stdout
+    assert json.loads(invoke(run, run, "--json").stdout)["record"] == "run-comparison"
+    assert invoke(run, run, "-o", page).stdout == f"{page}\n"
+    assert "ship (first) and ship (second)" in page.read_text(encoding="utf-8")
+
+
+def test_only_runs_are_compared(run, tmp_path):
+    too_large().save(tmp_path / "prediction.json")
+    done = invoke(run, tmp_path / "prediction.json")
+    assert isinstance(done.exception, RecordError)
+    assert "prediction.json holds a record of kind 'prediction', and only two runs are compared: give" in str(
+        done.exception
+    )
+    assert "no-such" in str(invoke(run, tmp_path / "no-such").exception)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import apply_records
+import comparison_records
 import corpus_records
 import evidence_records
 import placement_records
@@ -63,7 +64,8 @@ def examples(device, machine, plan, job, head, run_record) -> dict[type[Record],
         device, machine, plan, job, head, run_record, fitting(), trace, comparison, calibration, speed,
         corpus_records.corpus_facts(), corpus_records.token_facts(), corpus_records.inspection(),
         corpus_records.feed_rates(), vector_records.subset_facts(), vector_records.vector_file(),
-        vector_records.conversion(), vector_records.compression(), evidence_records.diagnosis(), way_records.ways(),
+        vector_records.conversion(), vector_records.compression(), evidence_records.diagnosis(),
+        comparison_records.comparison(), way_records.ways(),
         shrink_records.shrunk(),
         placement_records.streamed_plan(), apply_records.apply_facts(),
     )  # fmt: skip

@@ -10,13 +10,16 @@ import pytest
 from plotly.offline import get_plotlyjs
 from report_records import empty_run, eventful_run, gpu, machine, plan, step_line
 
+import comparison_records
+import evidence_records
 import plan_records
 import prediction_records
 from plimsoll.records.device import Budget
+from plimsoll.records.diagnosis import Share
 from plimsoll.records.plan import Plan
 from plimsoll.records.run import OomEvent, Timeline
 from plimsoll.records.trace import CATEGORIES
-from plimsoll.report import as_html, plan_sheets, prediction_sheets, sheets
+from plimsoll.report import as_html, comparison_sheets, plan_sheets, prediction_sheets, sheets
 
 VOID = {"meta", "link"}
 HOSTILE = "</script><script>alert(1)</script> \"'&"
@@ -74,7 +77,7 @@ def test_the_page_reaches_for_nothing_outside_itself():
     assert "default-src 'none'" in own
     assert "http:" not in own
     assert "https:" not in own
-    assert set(re.findall(r'(?:src|href)="([^"]*)"', own)) == {"data:,"}
+    assert set(re.findall(r'(?:src|href)="([^"]*)"', own)) == {"data:,", "#content"}
 
 
 def test_text_of_a_record_is_escaped_everywhere():
@@ -91,7 +94,7 @@ def test_text_of_a_record_is_escaped_everywhere():
     text = as_html.run_page(record)
     assert "alert(1)</script>" not in text
     page = Page(text)
-    assert page.tags.count("script") == 4 + 2  # four figures, plotly, and the script that draws
+    assert page.tags.count("script") == 4 + 3  # four figures, the scheme, plotly, and the script that draws
     assert page.words.count(HOSTILE.strip()) == 9  # name, message, 3 of the event, evidence, device, 2 of versions
 
 
@@ -121,7 +124,7 @@ def test_plotly_is_left_out_where_there_is_nothing_to_draw():
 def test_every_colour_of_a_chart_is_defined_in_light_and_in_dark():
     text = as_html.run_page(eventful_run())
     used = set(re.findall(r"var\((--[a-z-]+)\)", json.dumps(Page(text).figures)))
-    light, dark = re.findall(r":root \{(.*?)\}", text, flags=re.DOTALL)[:2]
+    light, dark = re.findall(r":root[^{]*\{(.*?)\}", text, flags=re.DOTALL)[:2]
     assert {"--accent", "--line", "--warning"} <= used
     for scheme in (light, dark):
         assert used <= set(re.findall(r"(--[a-z-]+):", scheme))
@@ -195,7 +198,7 @@ def test_text_of_a_prediction_is_escaped_everywhere():
     )
     text = as_html.prediction_page(prediction)
     assert "alert(1)</script>" not in text
-    assert Page(text).tags.count("script") == 1 + 2  # the figure, plotly, and the script that draws
+    assert Page(text).tags.count("script") == 1 + 3  # the figure, the scheme, plotly, and the script that draws
 
 
 def test_the_page_of_a_prediction_is_one_file_with_its_colours_in_light_and_in_dark():
@@ -208,7 +211,7 @@ def test_the_page_of_a_prediction_is_one_file_with_its_colours_in_light_and_in_d
     assert "https:" not in own
     used = set(re.findall(r"var\((--[a-z-]+)\)", json.dumps(Page(text).figures)))
     assert {f"--{category.replace(' ', '-')}" for category in CATEGORIES} <= used
-    for scheme in re.findall(r":root \{(.*?)\}", text, flags=re.DOTALL)[:2]:
+    for scheme in re.findall(r":root[^{]*\{(.*?)\}", text, flags=re.DOTALL)[:2]:
         assert used <= set(re.findall(r"(--[a-z-]+):", scheme))
 
 
@@ -259,7 +262,7 @@ def test_the_page_of_a_plan_is_one_file_with_its_colours_in_light_and_in_dark():
     assert "http:" not in own
     assert "https:" not in own
     used = set(re.findall(r"var\((--[a-z-]+)\)", json.dumps(Page(text).figures)))
-    for scheme in re.findall(r":root \{(.*?)\}", text, flags=re.DOTALL)[:2]:
+    for scheme in re.findall(r":root[^{]*\{(.*?)\}", text, flags=re.DOTALL)[:2]:
         assert used <= set(re.findall(r"(--[a-z-]+):", scheme))
 
 
@@ -276,4 +279,38 @@ def test_text_of_a_plan_is_escaped_everywhere():
     )
     text = as_html.plan_page(shown)
     assert "alert(1)</script>" not in text
-    assert Page(text).tags.count("script") == 2 + 2  # the figures, plotly, and the script that draws
+    assert Page(text).tags.count("script") == 2 + 3  # the figures, the scheme, plotly, and the script that draws
+
+
+def test_shares_of_a_diagnosis_are_bars_with_their_numbers():
+    shares = (
+        Share(category="optimizer states", num_bytes=300, known="measured", place=HOSTILE),
+        Share(category="another word", num_bytes=100, known="assumed"),
+    )
+    text = as_html.diagnosis_page(evidence_records.diagnosis(shares=shares))
+    bars = re.findall(r"--share: ([0-9.]+); --own: var\((--[a-z-]+)\)", text)
+    assert bars == [("0.7500", "--optimizer-states"), ("0.2500", "--accent")]
+    assert "300 B, 75% (measured)" in Page(text).words
+    assert "alert(1)</script>" not in text
+    nothing = as_html.diagnosis_page(
+        evidence_records.diagnosis(shares=(shares[0].model_copy(update={"num_bytes": 0}),))
+    )
+    assert "Shares of the peak" not in nothing
+
+
+def test_the_page_of_two_runs_has_every_table_and_chart_and_escapes_their_names():
+    both = comparison_records.comparison()
+    page = Page(as_html.comparison_page(both))
+    for sheet in comparison_sheets.sheets_of(both):
+        assert {cell for row in sheet.rows for cell in row} <= {*page.words, ""}
+    assert len(page.figures) == 3
+    hostile = as_html.comparison_page(both.model_copy(update={"first": comparison_records.side(name=HOSTILE)}))
+    assert "alert(1)</script>" not in hostile
+
+
+def test_a_page_is_reached_by_keys_and_read_on_a_phone_and_on_paper():
+    for text in (as_html.run_page(eventful_run()), as_html.device_page(gpu())):
+        assert 'name="viewport" content="width=device-width, initial-scale=1"' in text
+        assert text.index('class="skip" href="#content"') < text.index('<main id="content"')
+        assert '<button class="scheme" type="button" hidden>' in text  # shown by the script, which it needs
+        assert "@media print" in text

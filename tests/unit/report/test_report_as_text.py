@@ -9,6 +9,7 @@ from report_records import MIB, cpu, empty_run, eventful_run, machine, plan, ste
 from rich.console import Console, Group
 
 import apply_records
+import comparison_records
 import corpus_records
 import evidence_records
 import placement_records
@@ -53,6 +54,7 @@ SCREENS = {
     "diagnosis-unknown.txt": as_text.diagnosis_report(evidence_records.unknown_diagnosis()),
     "diagnosis-empty.txt": as_text.diagnosis_report(evidence_records.empty_diagnosis()),
     "run-eventful.txt": as_text.run_report(eventful_run()),
+    "comparison.txt": as_text.comparison_report(comparison_records.comparison()),
     "run-empty.txt": as_text.run_report(empty_run(status="failed", message="The data folder is empty.")),
     "machine.txt": as_text.machine_report(machine()),
     "device.txt": as_text.device_table(cpu()),

@@ -8,6 +8,7 @@ import sys
 import pytest
 from report_records import cpu, empty_run, eventful_run, machine, plan
 
+import comparison_records
 import corpus_records
 import evidence_records
 import watch_records
@@ -20,6 +21,7 @@ from prediction_records import fitting
 RECORDS = {
     "run": eventful_run(),
     "empty run": empty_run(),
+    "two runs": comparison_records.comparison(),
     "machine": machine(),
     "device": cpu(),
     "plan": plan(),
@@ -52,7 +54,7 @@ def test_a_saved_record_of_any_kind_is_read_back(name, tmp_path):
     [
         (b"{", "cannot read"),
         (b"\xff", "cannot read"),
-        (b"[]", "holds a record of kind None, which has no report: give one of these: run, machine"),
+        (b"[]", "holds a record of kind None, which has no report: give one of these: run, run-comparison, machine"),
         (b'{"record": "job"}', "holds a record of kind 'job', which has no report"),
         (b'{"record": "plan", "schema": 99}', "has schema version 99 of record 'plan'"),
     ],
@@ -72,7 +74,7 @@ def test_a_record_without_a_report_is_refused_by_name():
     job = Job.from_fields({"model": "lstm", "data": {"train": "a.txt"}})
     with pytest.raises(
         RecordError,
-        match=r"there is no report for a Job: give one of these records: run, machine, device, plan, prediction",
+        match=r"there is no report for a Job: give one of these records: run, run-comparison, machine, device, plan",
     ):
         render(job)
 

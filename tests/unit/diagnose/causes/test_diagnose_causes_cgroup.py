@@ -8,7 +8,9 @@ from plimsoll.records.watch import Line
 
 
 def lines(used_mib, limit_mib):
-    return (Line(kind="cgroup", name="cgroup v2 memory.max of /", used_bytes=used_mib * MIB, limit_bytes=limit_mib * MIB),)
+    return (
+        Line(kind="cgroup", name="cgroup v2 memory.max of /", used_bytes=used_mib * MIB, limit_bytes=limit_mib * MIB),
+    )
 
 
 def test_a_limit_that_is_reached():

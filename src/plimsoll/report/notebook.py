@@ -1,0 +1,81 @@
+"""Records in a notebook: the first of their tables as a piece of HTML, without scripts and without charts.
+
+A cell must be light: a page with plotly is 5 MB, this is some kB. Colours and font are those of the notebook. Covers
+runs, comparisons, plans, predictions and diagnoses; other records are shown by their text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from plimsoll.records.base import Record
+from plimsoll.records.diagnosis import Diagnosis
+from plimsoll.records.plan import Plan
+from plimsoll.records.prediction import Prediction
+from plimsoll.records.run import RunRecord
+from plimsoll.records.run_comparison import RunComparison
+from plimsoll.report import comparison_sheets, diagnosis_sheets, plan_sheets, prediction_sheets, sheets
+
+Told = tuple[str, str, Sequence[sheets.Sheet]]  # title, sentence, tables: the first is open
+
+
+def notebook_html(record: Record) -> str | None:
+    """Return a record as a piece of HTML; ``None`` where there is none of this kind."""
+    if type(record) not in _TOLD:
+        return None
+    title, sentence, shown = _TOLD[type(record)](record)
+    return _environment().get_template("notebook.html").render(
+        title=title, sentence=sentence, sheets=[sheet for sheet in shown if sheet.rows]
+    )  # fmt: skip
+
+
+@cache
+def _environment() -> Environment:
+    return Environment(
+        loader=PackageLoader("plimsoll.report"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+
+
+def _numbers(numbers: tuple[tuple[str, str], ...]) -> sheets.Sheet:
+    return sheets.Sheet("Numbers", (sheets.Column("What"), sheets.Column("Value")), numbers)
+
+
+def _run(record: RunRecord) -> Told:
+    shown = (_numbers(sheets.key_numbers(record)), sheets.oom_sheet(record.oom_events), sheets.step_sheet(record))
+    return f"{record.name}: {record.status}", sheets.line_sentence(record), shown
+
+
+def _plan(plan: Plan) -> Told:
+    shown = (plan_sheets.ladder_sheet(plan), plan_sheets.chosen_sheet(plan), _numbers(plan_sheets.key_numbers(plan)))
+    return "Plan", plan_sheets.headline(plan), shown
+
+
+def _prediction(prediction: Prediction) -> Told:
+    shown = (prediction_sheets.part_sheet(prediction), prediction_sheets.largest_sheet(prediction))
+    return prediction.subject, prediction_sheets.verdict_sentence(prediction), shown
+
+
+def _diagnosis(diagnosis: Diagnosis) -> Told:
+    return diagnosis.subject, diagnosis_sheets.headline(diagnosis), diagnosis_sheets.sheets_of(diagnosis)
+
+
+def _comparison(comparison: RunComparison) -> Told:
+    title = " and ".join(comparison_sheets.labels(comparison))
+    return title, comparison_sheets.headline(comparison), comparison_sheets.sheets_of(comparison)
+
+
+_TOLD: dict[type[Record], Callable[[Any], Told]] = {
+    RunRecord: _run,
+    Plan: _plan,
+    Prediction: _prediction,
+    Diagnosis: _diagnosis,
+    RunComparison: _comparison,
+}
