@@ -20,7 +20,7 @@ def explain(  # noqa: PLR0917 -- typer calls it by name
         Path,
         typer.Argument(
             metavar="[SOURCE]",
-            help="A job file, a run directory, or a file with an error's text, a log, a memory snapshot; - reads text.",
+            help="A job, a run directory, or a file with an error's text, a log, a watch or a snapshot; - reads.",
         ),
     ] = _STANDARD_INPUT,
     budget: Annotated[
@@ -91,7 +91,7 @@ def _job_file(source: Path, options: dict[str, object]) -> Path | None:
 
     if source.is_dir():
         return source / "job.yaml"
-    if source.is_file() and is_job(source):
+    if is_job(source):
         return source
     given = [name for name, value in options.items() if value]
     if given:

@@ -54,8 +54,10 @@ def explain(
     """
     if isinstance(source, str | Path):
         path = Path(source)
+        if is_job(path):
+            return _of_job(path, device, budget, progress)
         if path.is_file():
-            return _of_job(path, device, budget, progress) if is_job(path) else _of_file(path)
+            return _of_file(path)
         if is_not_begun(path):
             return _of_job(path / "job.yaml", device, budget, progress)
         return _of_run(RunRecord.from_directory(path), path, device, budget, progress)
@@ -65,7 +67,7 @@ def explain(
 
 def is_job(path: Path) -> bool:
     """Whether a file is a job, by its name; other programs write YAML, too: Kubernetes names an ``apiVersion``."""
-    if path.suffix.lower() not in _JOB_SUFFIXES:
+    if path.suffix.lower() not in _JOB_SUFFIXES or path.is_dir():
         return False
     with suppress(OSError), path.open("rb") as file:
         return re.search(rb"^apiVersion:", file.read(_HEAD_BYTES), re.MULTILINE) is None
