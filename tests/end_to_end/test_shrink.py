@@ -49,6 +49,7 @@ def loaded(folder: Path) -> tuple[int, float]:
     return int(rows), float(size)
 
 
+@pytest.mark.slow
 def test_a_model_of_embeddings_reads_only_the_words_of_a_corpus(tmp_path):
     folder = model_folder(tmp_path / "model", "BertModel")
     texts = [text.replace("w8", "w1").replace("w9", "w2") for text in some_texts(60)]

@@ -139,6 +139,8 @@ def finding_sheets(finding: Finding) -> tuple[Sheet, Sheet]:
         rows.append(("Write", finding.code))
     if finding.place:
         rows.append(("Where", finding.place))
+    if finding.peak_share is not None:
+        rows.append(("Is", f"{finding.peak_share:.1%} of the peak"))
     rows.append(("Saves", _effect(finding)))
     rows.append(("Page", finding.page or f"docs/causes/{finding.cause}.md"))
     evidence = tuple((fact.text, fact.known) for fact in finding.evidence)
@@ -148,8 +150,7 @@ def finding_sheets(finding: Finding) -> tuple[Sheet, Sheet]:
 def _effect(finding: Finding) -> str:
     if finding.effect_bytes is None:
         return "unknown"
-    share = "" if finding.peak_share is None else f", {finding.peak_share:.1%} of the peak"
     most = (
         "" if finding.effect_high_bytes is None else f"; at most {format_bytes(finding.effect_high_bytes)} (measured)"
     )
-    return f"{format_bytes(finding.effect_bytes)}{share} ({finding.effect_known}){most}"
+    return f"{format_bytes(finding.effect_bytes)} ({finding.effect_known}){most}"

@@ -53,6 +53,7 @@ def test_both_engines_cut_alike_and_cut_words_stay(text: str):
     assert [word for chunk in text.split() for word in words_of(chunk)] == cut  # no word goes over white space
 
 
+@pytest.mark.slow
 def test_both_engines_agree_on_every_character():
     text = "".join(f"a{character}b {character}1 " for character in CHARACTERS)
     assert by_tokenizers(text) == words_of(text)

@@ -36,7 +36,7 @@ def test_growth_is_said_where_it_is_steady():
 @pytest.mark.parametrize(
     ("changes", "saves"),
     [
-        ({}, "30.0 MiB, 10.0% of the peak (counted); at most 60.0 MiB (measured)"),
+        ({}, "30.0 MiB (counted); at most 60.0 MiB (measured)"),
         ({"effect_high_bytes": None, "peak_share": None}, "30.0 MiB (counted)"),
         ({"effect_bytes": None}, "unknown"),
     ],
@@ -45,6 +45,7 @@ def test_what_it_saves(changes, saves):
     (finding,) = evidence_records.diagnosis().findings
     rows = dict(finding_sheets(finding.model_copy(update=changes))[0].rows)
     assert (rows["Saves"], rows["Where"]) == (saves, "model.py:7")
+    assert rows.get("Is") == (None if "peak_share" in changes else "10.0% of the peak")
 
 
 def test_a_technique_as_a_remedy_is_written_as_it_is_pinned():
