@@ -1,7 +1,7 @@
 """Which line of the user's made a storage, by its address: for as long as it lives it is the last that was made there.
 
 Seen below autograd are the results of ops of 64 KiB and more that share no storage with what the op was given. Each op
-costs a walk over the frames, some 10 to 30 microseconds, so it is for a search and not for every training. Gradients on
+costs a walk over the frames, some 10 to 20 microseconds, so it is for a search and not for every training. Gradients on
 CUDA are made in another thread and are not seen.
 """
 

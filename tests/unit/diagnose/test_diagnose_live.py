@@ -81,3 +81,21 @@ def test_nothing_is_left_behind():
     with plimsoll.explained():
         assert len(_global_optimizer_post_hooks) == before + 1
     assert len(_global_optimizer_post_hooks) == before
+
+
+def test_a_decorated_function_may_call_itself_and_is_told_of_once():
+    from torch.optim.optimizer import _global_optimizer_post_hooks
+
+    file = io.StringIO()
+    before = len(_global_optimizer_post_hooks)
+
+    @plimsoll.explained(file=file)
+    def fail(depth: int) -> None:
+        if depth:
+            fail(depth - 1)
+        raise MemoryError
+
+    with pytest.raises(MemoryError):
+        fail(1)
+    assert len(_global_optimizer_post_hooks) == before
+    assert file.getvalue().count("Out of memory") == 1
