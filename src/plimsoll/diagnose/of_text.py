@@ -11,7 +11,7 @@ from typing import BinaryIO
 
 from plimsoll.diagnose.causes import every_cause
 from plimsoll.diagnose.evidence import Evidence
-from plimsoll.diagnose.parse.event import event_of
+from plimsoll.diagnose.parse.event import nothing_in
 from plimsoll.diagnose.parse.log import Log, read_log
 from plimsoll.records.diagnosis import Diagnosis, Finding, Remedy
 from plimsoll.records.oom_text import OomText
@@ -29,7 +29,7 @@ def diagnosis_of_text(file: BinaryIO, subject: str, report: Callable[[int], None
         report: called now and then with how many characters were read.
     """
     log = read_log(file, report)
-    event = log.last or event_of(log.tail)
+    event = log.last or nothing_in(log.tail)
     found = _findings(subject, event)
     return Diagnosis(
         subject=subject,

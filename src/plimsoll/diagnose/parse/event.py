@@ -94,7 +94,7 @@ def event_of(text: str, family: str | None = None) -> OomText:
     """
     family = family or family_of_text(text)
     if family is None:
-        return OomText(kind=NOT_OOM, is_oom=False, text=text[:_MOST_CHARACTERS])
+        return nothing_in(text)
     flat = " ".join(_PREFIX.sub("", text).split())
     kind = _kind(family, flat)
     numbers: dict[str, Any] = {field: _first(patterns, flat) for field, patterns in _PATTERNS.items()}
@@ -113,6 +113,11 @@ def event_of(text: str, family: str | None = None) -> OomText:
     )
     likely, other = likely_causes(event, num_processes=len(others))
     return event.model_copy(update={"likely_cause": likely, "likely_cause_alt": other})
+
+
+def nothing_in(text: str) -> OomText:
+    """Return the event of a text in which memory did not run out."""
+    return OomText(kind=NOT_OOM, is_oom=False, text=text[:_MOST_CHARACTERS])
 
 
 def has_numbers(text: str) -> bool:

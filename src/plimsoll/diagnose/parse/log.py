@@ -36,6 +36,16 @@ _HINTS = (
     "memory_error", "memoryallocation", "cpuallocator", "would exceed", "cudnn algorithm", "runtime error (2)",
     "handles_.at", "bus error", "shared memory", "space left", "killed", "unexpectedly", "errno 12",
 )  # fmt: skip
+# Somebody speaks of memory: advice, a setting, code that looks for the words, where no error begins the line.
+_TALK = re.compile(
+    r"\b(?:if|when|whenever|encounter\w*|avoid\w*|prevent\w*|tips?|hint|note|would|might|could|may|no|not|without|handler|"
+    r"policy|catch\w*|retry|disabled|enabled|common|fix)\b|\bin str\(|^\s*#|raise |except ",
+    re.IGNORECASE,
+)
+_ERROR = re.compile(r"^\W*(?:[\w.]*(?:Error|Exception)\b|(?:CUDA|HIP|NCCL|cuDNN|CUDNN) error|Allocation on device|terminate called|what\(\)|Killed)|slurmstepd: |Killed process|oom-kill:c\w+=")
+_PREFIX = re.compile(
+    r"^(?:\[rank\d+\]:|\[default\d+\]:|\d{1,4}:|\[?\d{4}-\d\d-\d\d[T ][\d:.,]+(?:Z|[+-]\d\d:?\d\d)?\]?(?: std(?:out|err) [FP])?) ?"
+)
 _TRACEBACK = "Traceback (most recent call last)"
 _FRAME = re.compile(r'^\s*File "([^"]{1,4096})", line (\d+), in ')
 _NOT_THE_USERS = re.compile(r"site-packages|dist-packages|[/\\]lib(?:64)?[/\\]python\d|^<frozen|^/pytorch/")
@@ -83,7 +93,7 @@ class _Reader:
         ended = self._ended_by(line)
         if self.is_code_next or "File" in line or _TRACEBACK in line:
             self._note_frame(line)
-        family = _family_of(line, self.tail[-1] if self.tail else "") if _has_hint(line) else None
+        family = self._family_of(line) if _has_hint(line) else None
         if self.message is not None:
             self.message.lines.append(line)
         elif family is not None:
@@ -91,6 +101,13 @@ class _Reader:
             self.place = self.code = ""
         self.tail.append(line)
         return ended
+
+    def _family_of(self, line: str) -> str | None:
+        """The family of a line, or of one that was wrapped in two; none of a traceback's code and of talk."""
+        before = self.tail[-1] if self.tail else ""
+        if _FRAME.match(before) or (_TALK.search(line) and not _ERROR.search(line) and not has_numbers(line)):
+            return None
+        return family_of_text(line) or (family_of_text(f"{before} {line}") if before.endswith(":") else None)
 
     def _above(self) -> str:
         """The traceback that the message ends, as far as it is in the tail."""
@@ -135,6 +152,7 @@ def read_log(file: BinaryIO, report: Callable[[int], None] = lambda _: None) -> 
     number = num_characters = 0
     for number, line in enumerate(_lines(file), start=1):
         num_characters += len(line) + 1
+        line = _PREFIX.sub("", line)  # of a rank, or a time, as those print that gather logs
         if (event := reader.read(number, line)) is not None:
             last = _count(found, event)
         if number % _LINES_PER_REPORT == 0:
@@ -156,11 +174,6 @@ def _count(found: dict[tuple[object, ...], OomText], event: OomText) -> OomText:
 def _has_hint(line: str) -> bool:
     lower = line.lower()
     return any(hint in lower for hint in _HINTS)
-
-
-def _family_of(line: str, before: str) -> str | None:
-    """The family of a line, or of one that was wrapped in two."""
-    return family_of_text(line) or (family_of_text(f"{before} {line}") if before.endswith(":") else None)
 
 
 def _lines(file: BinaryIO) -> Iterator[str]:
