@@ -109,6 +109,8 @@ def _within(folder: Path) -> Iterator[Path]:
 
 
 def _read(path: Path) -> tuple[str, str]:
+    if not path.is_file():
+        raise ValueError(f"{path} is no regular file: give one")
     content = path.read_bytes()
     encoding, _ = tokenize.detect_encoding(io.BytesIO(content).readline)
     return content.decode(encoding), encoding
@@ -189,8 +191,8 @@ def _fixed(text: str, rules: list[str]) -> tuple[str, int]:
 def _parses(text: str) -> bool:
     """Say whether a text is still Python; it is not written where it is not."""
     try:
-        ast.parse(text)
-    except SyntaxError:
+        compile(text, "text", "exec", dont_inherit=True)
+    except (SyntaxError, ValueError):
         return False
     return True
 

@@ -28,6 +28,7 @@ from plimsoll.run.held import OF_TORCH, attributes_of
 from plimsoll.run.stores import Store, store_of
 
 _DEEPEST, _FEW, _SAMPLE = 4, 16, 500
+_INNER_SAMPLE = 32  # of what is in an item
 _MOST_NODES = 10_000
 _NODE_BYTES = 1024  # of the host's memory, see `plimsoll.diagnose.causes.graph_kept`
 _LEAST_BYTES = 64 << 10
@@ -204,6 +205,8 @@ def _graph(tensors: list[Tensor], without: set[int | None]) -> tuple[int, int | 
 def _size(value: Any, depth: int = 0, seen: set[int] | None = None) -> _Size:
     """Size a value with what is in it; an object that is in it twice counts once."""
     seen = set() if seen is None else seen
+    if isinstance(value, _LEAVES):
+        return _of_object(value, depth, seen)  # millions of numbers are not remembered one by one
     if id(value) in seen or depth > 2 * _DEEPEST:
         return _Size(0, [], 1.0)
     seen.add(id(value))
@@ -212,7 +215,8 @@ def _size(value: Any, depth: int = 0, seen: set[int] | None = None) -> _Size:
     if not isinstance(value, _CONTAINERS):
         return _of_object(value, depth, seen)
     items = [*value.keys(), *value.values()] if isinstance(value, dict) else list(value)
-    taken = items[:: max(1, len(items) // _SAMPLE)]
+    most = _SAMPLE if depth == 0 else _INNER_SAMPLE
+    taken = items[:: max(1, len(items) // most)]
     inner = [_size(item, depth + 1, seen) for item in taken]
     factor = len(items) / len(taken) if taken else 1.0
     host_bytes = sum(one.host_bytes * one.factor for one in inner) * (factor if depth else 1)

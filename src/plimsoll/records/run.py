@@ -292,6 +292,8 @@ class RunRecord(Record):
         if not (directory / "plan.json").is_file():
             raise RecordError(
                 f"{directory} is not a run directory (it has no plan.json): give the --out of `plimsoll train`"
+                if directory.exists()
+                else f"there is no file or folder {directory}: give the --out of `plimsoll train`, or a file"
             )
         if not (directory / "run.json").exists():
             raise RecordError(

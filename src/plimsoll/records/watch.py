@@ -10,9 +10,9 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
 from plimsoll.errors import OutputError, RecordError
 from plimsoll.records.base import Frozen, Record
@@ -20,6 +20,10 @@ from plimsoll.records.base import Frozen, Record
 LineKind = Literal["machine", "swap", "shm", "cgroup", "data", "address", "budget", "gpu"]
 """What sets a limit: the machine's memory or swap, /dev/shm, a control group, RLIMIT_DATA, RLIMIT_AS, the budget of a
 run, a GPU."""
+
+
+Size = Annotated[int, Field(ge=0, lt=1 << 63)]
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class ProcessUse(Frozen):
@@ -43,15 +47,15 @@ class ProcessUse(Frozen):
     pid: int
     parent: int
     name: str
-    private_bytes: int
-    file_bytes: int
-    shared_bytes: int
-    swap_bytes: int
-    data_bytes: int
-    data_limit_bytes: int | None = None
-    address_bytes: int = 0
-    address_limit_bytes: int | None = None
-    gpu_bytes: int | None = None
+    private_bytes: Size
+    file_bytes: Size
+    shared_bytes: Size
+    swap_bytes: Size
+    data_bytes: Size
+    data_limit_bytes: Size | None = None
+    address_bytes: Size = 0
+    address_limit_bytes: Size | None = None
+    gpu_bytes: Size | None = None
 
 
 class Line(Frozen):
@@ -68,8 +72,8 @@ class Line(Frozen):
 
     kind: LineKind
     name: str
-    used_bytes: int
-    limit_bytes: int
+    used_bytes: Size
+    limit_bytes: Size
     expected_bytes: int | None = None
     seconds_left: float | None = None
 
@@ -110,7 +114,7 @@ class WatchSample(Frozen):
             watched ones, or on the whole machine where groups do not count them; ``None`` where nothing counts.
     """
 
-    seconds: float
+    seconds: Seconds
     processes: tuple[ProcessUse, ...]
     lines: tuple[Line, ...]
     run: RunProgress | None = None
@@ -140,7 +144,7 @@ class WatchEnd(Frozen):
         text: the same in a sentence.
     """
 
-    seconds: float
+    seconds: Seconds
     how: Literal["stopped", "ended", "killed", "out_of_memory", "gone"]
     exit_code: int | None = None
     text: str

@@ -167,6 +167,7 @@ def empty_figure(x_title: str, y_title: str) -> go.Figure:
         "plot_bgcolor": "var(--page)",  # and not transparent: the line under the pointer takes its edge from it
         "margin": {"l": 8, "r": 12, "t": 8, "b": 8},
         "hovermode": "x unified",
+        "hoverdistance": -1,
         "hoverlabel": {"bgcolor": "var(--card)", "bordercolor": "var(--rule)", "font": {"color": "var(--text)"}},
         "legend": {"orientation": "h", "x": 0, "y": 1.02, "xanchor": "left", "yanchor": "bottom"},
         "xaxis": {**axis, "title": {"text": x_title, "standoff": 10, "font": {"size": 13}}, "showgrid": False},

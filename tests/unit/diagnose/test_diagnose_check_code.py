@@ -178,3 +178,29 @@ def test_a_file_that_cannot_be_written_stays_as_it_was(tmp_path):
     finally:
         tmp_path.chmod(0o755)
     assert path.read_text() == FIXABLE
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "from torch.cuda.amp import autocast, custom_fwd\nwith autocast():\n    y = model(x)\n",
+        "from torch.cuda.amp import autocast\ncontext = autocast if a else None\nwith autocast():\n    y = model(x)\n",
+        "import torch\ndef rows(path):\n    with open('train.txt') as f:\n        return (x for x in f.readlines())\n",
+        "import torch\nf = open('train.txt', 'r+')\nfor line in f.readlines():\n    f.write(line)\n",
+    ],
+    ids=["another-name-imported", "used-uncalled", "closed-by-then", "written-to"],
+)
+def test_what_a_fix_would_break_is_left_alone(tmp_path, text):
+    path = write(tmp_path / "a.py", text)
+    report = check_code([path], fix=True)
+    assert path.read_text() == text
+    assert report.findings
+    assert report.num_fixed == 0
+
+
+def test_a_pipe_is_no_file_and_waits_for_nobody(tmp_path):
+    os.mkfifo(tmp_path / "a.py")
+    write(tmp_path / "b.py", BAD)
+    report = check_code([tmp_path])
+    assert "no regular file" in report.unread[0].reason
+    assert len(report.findings) == 1

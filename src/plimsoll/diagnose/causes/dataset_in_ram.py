@@ -21,7 +21,7 @@ _READS = re.compile(
     r"|json\.loads?\(|pickle\.loads?\(|np\.(?:load|fromfile|genfromtxt)\("
 )
 _REMEDY = (
-    "read it from files as it is needed: `plimsoll data index` and `plimsoll data tokens`, or `numpy.memmap` for what "
+    "read it from files as it is needed: `plimsoll data index`, `plimsoll data tokenize`, or `numpy.memmap` for what "
     "is numbers already (docs/data.md)"
 )
 

@@ -16,6 +16,7 @@ from plimsoll.records.oom_text import OomText
 from plimsoll.records.units import format_bytes
 
 _CAUSE: Final = "true_capacity"
+_IN_A_LOOP = "cut the batch into smaller micro-batches: `plimsoll.TrainStep` does so by itself where memory runs out"
 _PLAN = "`plimsoll plan job.yaml --budget SIZE` finds the fastest way that fits"
 
 
@@ -33,18 +34,24 @@ def _of_training(evidence: Evidence) -> Finding:
     most = next((one for one in evidence.shares if one.category not in BEFORE_THE_MODEL), evidence.shares[0])
     total_bytes = sum(share.num_bytes for share in evidence.shares)
     limit_bytes = evidence.limit_bytes
-    about = "about " if limit_bytes is not None and total_bytes <= limit_bytes else ""
-    of = "" if limit_bytes is None else f", and there are {format_bytes(limit_bytes)} to use"
+    is_within = limit_bytes is not None and total_bytes <= limit_bytes
+    title = f"the training needs {format_bytes(total_bytes)}, most of it {most.category}"
+    if limit_bytes is not None:
+        title += f", and there are {format_bytes(limit_bytes)} to use"
+    if is_within:
+        asked = None if evidence.event is None else evidence.event.tried_to_allocate
+        more = "more" if asked is None else f"{format_bytes(asked)} more"
+        title = f"{format_bytes(total_bytes)} were in use, most of it {most.category}, when {more} had to fit"
     facts = [
         Fact(text=f"{share.category}: {format_bytes(share.num_bytes)}", known=share.known) for share in evidence.shares
     ]
     return Finding(
         cause=_CAUSE,
-        title=f"the training needs {about}{format_bytes(total_bytes)}, most of it {most.category}{of}",
+        title=title,
         place=most.place or (evidence.event.place if evidence.event is not None else ""),
         evidence=tuple(facts),
         peak_share=min(most.num_bytes / total_bytes, 1.0) if total_bytes else None,
-        remedy=f"take one of the remedies that fit; {_PLAN}",
+        remedy=_IN_A_LOOP if is_within else f"take one of the remedies that fit; {_PLAN}",
     )
 
 

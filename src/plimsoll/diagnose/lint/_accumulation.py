@@ -38,7 +38,9 @@ class Accumulation(NamedTuple):
 @lru_cache(maxsize=4)
 def accumulations(source: Source) -> list[Accumulation]:
     """Return every accumulation of a file, one for each backward pass."""
-    found = [_conditional(source, one) or _nested(source, one) for one in backwards(source) if not one.divides]
+    counts = "accumulate(" in source.text or "gradient_accumulation_steps=" in source.text or "deepspeed" in source.text
+    passes = [one for one in backwards(source) if not (one.divides and counts)]
+    found = [_conditional(source, one) or _nested(source, one) for one in passes]
     return [one for one in found if one is not None]
 
 

@@ -106,6 +106,8 @@ def _of_name(source: Source, node: ast.Name, depth: int) -> Value | None:
     while isinstance(above[-last].statement, ast.AugAssign) and last < len(above):
         last += 1  # `loss /= n` is what it was; `total += loss` holds what was added
     found = _best(_of_given(source, one, depth) for one in above[-last:])
+    if found is not None and found.has_graph and is_without_grad(source, above[-1].statement):
+        found = replace(found, has_graph=False)
     return found and _by_name(found, node.id)
 
 

@@ -12,7 +12,7 @@ def hits(source: Source) -> Iterator[Hit]:
     """Find accumulation whose loss is never divided."""
     done = {found.loop for found in accumulations(source) if is_normalised(source, found)}
     for found in accumulations(source):
-        if found.condition is None and not is_named_so(source, found):
+        if found.backward.divides or (found.condition is None and not is_named_so(source, found)):
             continue
         if found.loop not in done:
             yield Hit(

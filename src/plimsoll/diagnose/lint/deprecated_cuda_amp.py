@@ -49,29 +49,38 @@ def _is_fallback(source: Source, node: ast.AST) -> bool:
 
 
 def _import_edits(source: Source, node: ast.Import | ast.ImportFrom) -> tuple[Edit, ...]:
-    """Import the same names from torch.amp, where all that uses them can be mended, too."""
-    if not isinstance(node, ast.ImportFrom) or node.module != "torch.cuda.amp" or not _all_calls_can_change(source):
-        return ()
-    if not {alias.name for alias in node.names} <= _CALLED:
+    """Import the same names from torch.amp, where all that uses them is mended, too."""
+    if not isinstance(node, ast.ImportFrom) or node.module != "torch.cuda.amp" or not _imports_can_change(source):
         return ()
     start, end = source.span(node)
     text = source.text[start:end].replace("torch.cuda.amp", "torch.amp", 1)
     return (Edit(start, end, text),)
 
 
-def _all_calls_can_change(source: Source) -> bool:
-    """Say whether autocast and GradScaler are only called, with no argument by position but their first."""
+def _imports_can_change(source: Source) -> bool:
+    """Say whether all that is imported is autocast and GradScaler, and these are called and no more."""
+    imports = [node for node in source.every(ast.ImportFrom) if node.module == "torch.cuda.amp"]
+    if any(alias.name not in _CALLED for node in imports for alias in node.names):
+        return False
+    if any(_is_fallback(source, node) for node in imports):
+        return False
     uses = [
         node
         for node in source.every(ast.Name)
         if source.imports.get(node.id, "").startswith("torch.cuda.amp.") and isinstance(node.ctx, ast.Load)
     ]
     calls = {id(call.func): call for call in source.calls}
-    return all(id(node) in calls and _call_edits(source, calls[id(node)]) for node in uses)
+    return all(id(node) in calls and _device_edits(source, calls[id(node)]) for node in uses)
 
 
 def _call_edits(source: Source, call: ast.Call) -> tuple[Edit, ...]:
-    """Name the device, and the module where it is written out."""
+    """Name the device, and the module where it is written out; a bare name only where its import changes, too."""
+    if isinstance(call.func, ast.Name) and not _imports_can_change(source):
+        return ()
+    return _device_edits(source, call)
+
+
+def _device_edits(source: Source, call: ast.Call) -> tuple[Edit, ...]:
     name = source.dotted(call.func).rsplit(".", 1)[-1]
     if name not in _CALLED or any(isinstance(one, ast.Starred) for one in call.args):
         return ()

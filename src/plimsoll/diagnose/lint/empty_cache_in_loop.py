@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator
 
 from plimsoll.diagnose.lint._source import Hit, Loop, Source, last_name
-from plimsoll.diagnose.lint._training import batch_loop, is_batch_loop, is_forward
+from plimsoll.diagnose.lint._training import batch_loop, is_batch_loop, is_forward, is_model
 
 _BUILDS = {"from_pretrained", "from_config", "load_state_dict", "build_model", "create_model", "load_model"}
 
@@ -37,4 +37,6 @@ def _computing_loop(source: Source, call: ast.Call) -> Loop | None:
 
 def _builds(source: Source, loop: Loop) -> bool:
     """Say whether every pass has a model of its own, as benchmarks do."""
-    return any(last_name(call.func) in _BUILDS for call in source.own(loop, ast.Call))
+    deleted = [target for node in source.own(loop, ast.Delete) for target in node.targets]
+    is_dropped = any(is_model(source, target) for target in deleted if isinstance(target, ast.expr))
+    return is_dropped or any(last_name(call.func) in _BUILDS for call in source.own(loop, ast.Call))

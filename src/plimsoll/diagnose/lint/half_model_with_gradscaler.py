@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator
 
 from plimsoll.diagnose.lint._source import Hit, Source, is_constant, keyword, last_name, names_bound, path_of
-from plimsoll.diagnose.lint._training import is_model
+from plimsoll.diagnose.lint._training import is_model, is_without_grad
 
 _HALF = {"torch.float16", "torch.half"}
 
@@ -17,6 +17,8 @@ def hits(source: Source) -> Iterator[Hit]:
         return
     frozen = _frozen(source)
     for call in source.calls:
+        if _is_for_inference(source, call):
+            continue
         if (path := _halved(source, call)) is not None and path not in frozen:
             yield Hit(
                 call,
@@ -30,6 +32,12 @@ def _scales(source: Source) -> bool:
     made = [call for call in source.calls if last_name(call.func) in ("GradScaler", "ShardedGradScaler")]
     is_off = [is_constant(keyword(call, "enabled"), False) for call in made]
     return bool(made) and not all(is_off) and any(last_name(call.func) == "scale" for call in source.calls)
+
+
+def _is_for_inference(source: Source, call: ast.Call) -> bool:
+    """Say whether a model is put into evaluation in the same chain of calls, or made where gradients are off."""
+    chain = [above for above in source.ancestors(call) if isinstance(above, ast.Attribute)]
+    return any(one.attr == "eval" for one in chain) or is_without_grad(source, call)
 
 
 def _halved(source: Source, call: ast.Call) -> str | None:

@@ -120,12 +120,24 @@ def _is_a_sum_to_go_back_from(source: Source, node: ast.AST, name: str) -> bool:
         for one in names_in(loss) - needed:
             needed.add(one)
             todo += [given.value for given in source.assignments(scope, one) if given.place is None]
-    if name in needed:
+    if name in needed or (name.startswith("self.") and _class_goes_back(source, node, name)):
         return True
     if not any(one.value is not None and name in names_in(one.value) for one in source.own(scope, ast.Return)):
         return False
     is_part_of_a_model = not todo and not is_named_evaluation(scope) and not _evaluates(source, scope)
     return is_part_of_a_model or any(_goes_back(source, call) for call in source.callers(scope))
+
+
+def _class_goes_back(source: Source, node: ast.AST, name: str) -> bool:
+    """Say whether a method of the class that goes back uses an attribute."""
+    owner, scope = source.class_of(node), source.scope(node)
+    if owner is None:
+        return False
+    parts: list[ast.AST] = [found.loss for found in backwards(source) if source.scope(found.call) is scope]
+    parts += [
+        one for one in owner.body if one is not scope and any(source.is_in(b.call, one) for b in backwards(source))
+    ]
+    return any(path_of(one) == name for part in parts for one in ast.walk(part) if isinstance(one, ast.Attribute))
 
 
 def _evaluates(source: Source, scope: ast.AST) -> bool:

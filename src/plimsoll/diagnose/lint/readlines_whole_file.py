@@ -14,6 +14,7 @@ _CORPUS = re.compile(
     r"(?:input|source|src|tgt|target)_?(?:file|path)|\.txt|\.jsonl|\.tsv|\.csv",
     re.IGNORECASE,
 )
+_TEXT_FILE = re.compile(r"\.txt\b|corpus|input_file|text_file", re.IGNORECASE)
 _READER = re.compile(r"data|corpus|load|read|example|pair|parse", re.IGNORECASE)
 _SMALL = re.compile(
     r"vocab|label|config|setup|require|readme|version|license|stop_?words?|merges|tokens?_file|(?:^|[^a-z])class(?:es)?(?:[^a-z]|$)|index|"
@@ -58,7 +59,7 @@ def _reads_whole(source: Source, call: ast.Call, in_dataset: bool) -> bool:
     if call.func.attr == "read":
         parent = source.parent(call)
         is_bound = isinstance(parent, ast.Assign) or (isinstance(parent, ast.Attribute) and parent.attr == "decode")
-        return in_dataset and is_bound and not call.args
+        return is_bound and not call.args and (in_dataset or bool(_TEXT_FILE.search(_about(source, call))))
     return _is_by_line(call) and _read_of(call) is not None
 
 
@@ -67,7 +68,11 @@ def _read_of(call: ast.Call) -> ast.Call | None:
     inner = call.func.value if isinstance(call.func, ast.Attribute) else None
     while isinstance(inner, ast.Call) and last_name(inner.func) in ("strip", "rstrip", "lower", "decode"):
         inner = inner.func.value if isinstance(inner.func, ast.Attribute) else None
-    return inner if isinstance(inner, ast.Call) and last_name(inner.func) == "read" and not inner.args else None
+    return (
+        inner
+        if isinstance(inner, ast.Call) and last_name(inner.func) in ("read", "read_text") and not inner.args
+        else None
+    )
 
 
 def _is_by_line(call: ast.Call) -> bool:
@@ -139,4 +144,8 @@ def _edits(source: Source, call: ast.Call) -> tuple[Edit, ...]:
     is_gone_over = isinstance(parent, ast.For | ast.comprehension) and parent.iter is call
     if not is_gone_over or not isinstance(call.func, ast.Attribute):
         return ()
+    holder = next(above for above in source.ancestors(call) if not isinstance(above, ast.comprehension))
+    uses = [node for node in ast.walk(holder) if isinstance(node, ast.Name) and node.id == last_name(call.func.value)]
+    if isinstance(holder, ast.GeneratorExp) or len(uses) != 1:
+        return ()  # the file may be closed by then, or is written to, or asked where it is
     return (Edit(source.span(call.func.value)[1], source.span(call)[1], ""),)

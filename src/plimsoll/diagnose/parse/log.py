@@ -42,9 +42,14 @@ _TALK = re.compile(
     r"policy|catch\w*|retry|disabled|enabled|common|fix)\b|\bin str\(|^\s*#|raise |except ",
     re.IGNORECASE,
 )
-_ERROR = re.compile(r"^\W*(?:[\w.]*(?:Error|Exception)\b|(?:CUDA|HIP|NCCL|cuDNN|CUDNN) error|Allocation on device|terminate called|what\(\)|Killed)|slurmstepd: |Killed process|oom-kill:c\w+=")
+_ERROR = re.compile(
+    r"^\W*(?:[\w.]*(?:Error|Exception)\b|(?:CUDA|HIP|NCCL|cuDNN|CUDNN) error|Allocation on device|terminate called|"
+    r"what\(\)|Killed)|slurmstepd: |Killed process|oom-kill:c\w+="
+)
+# What those print in front of a line who gather logs: a rank, a time, the stream.
 _PREFIX = re.compile(
-    r"^(?:\[rank\d+\]:|\[default\d+\]:|\d{1,4}:|\[?\d{4}-\d\d-\d\d[T ][\d:.,]+(?:Z|[+-]\d\d:?\d\d)?\]?(?: std(?:out|err) [FP])?) ?"
+    r"^(?:\[(?:rank|default)\d+\]:|\d{1,4}:|"
+    r"\[?\d{4}-\d\d-\d\d[T ][\d:.,]+(?:Z|[+-]\d\d:?\d\d)?\]?(?: std(?:out|err) [FP])?) ?"
 )
 _TRACEBACK = "Traceback (most recent call last)"
 _FRAME = re.compile(r'^\s*File "([^"]{1,4096})", line (\d+), in ')
@@ -152,8 +157,7 @@ def read_log(file: BinaryIO, report: Callable[[int], None] = lambda _: None) -> 
     number = num_characters = 0
     for number, line in enumerate(_lines(file), start=1):
         num_characters += len(line) + 1
-        line = _PREFIX.sub("", line)  # of a rank, or a time, as those print that gather logs
-        if (event := reader.read(number, line)) is not None:
+        if (event := reader.read(number, _PREFIX.sub("", line))) is not None:
             last = _count(found, event)
         if number % _LINES_PER_REPORT == 0:
             report(num_characters)

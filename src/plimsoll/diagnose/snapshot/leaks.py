@@ -102,5 +102,4 @@ def _finding(replay: Replay, place: str, kept: _Kept, num_steps: int, num_lines:
         "`.detach()`, `.item()` or `.cpu()` of them, or drop them after the step",
         effect_bytes=kept.num_bytes,
         effect_known="counted",
-        page="docs/explain.md",
     )

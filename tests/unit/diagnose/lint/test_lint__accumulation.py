@@ -30,7 +30,8 @@ def test_a_step_now_and_then_and_a_step_behind_a_loop():
     [
         "for b in loader:\n    model(b).backward()\n    optimizer.step()\n",
         CONDITIONAL.replace("if (i + 1) % 4 == 0:", "if math.isfinite(loss):"),
-        CONDITIONAL.replace("loss.backward()", "accelerator.backward(loss)"),
+        "accelerator = Accelerator(gradient_accumulation_steps=4)\n"
+        + CONDITIONAL.replace("loss.backward()", "accelerator.backward(loss)"),
         "for b in loader:\n    with accelerator.accumulate(model):\n        model(b).backward()\n"
         "        optimizer.step()\n",
         "for i, b in enumerate(loader):\n    d(b).backward()\n    optimizer_d.step()\n    if i % 5 == 0:\n"

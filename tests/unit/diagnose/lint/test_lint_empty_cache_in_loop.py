@@ -58,6 +58,13 @@ SNIPPETS = {
         for seed in range(3):
             train(seed)
     """,
+    "a-model-that-goes": r"""
+        for name in names:
+            model = build(name)
+            out = model(x)
+            del model
+            torch.cuda.empty_cache()
+    """,
     "after-an-oom": r"""
         for batch in loader:
             try:

@@ -43,6 +43,11 @@ SNIPPETS = {
         x = x.half()
         scaler.scale(model(x).mean()).backward()
     """,
+    "for-inference": r"""
+        model = AutoModel.from_pretrained("m").half().cuda().eval()
+        scaler = GradScaler()
+        scaler.scale(other(x)).backward()
+    """,
     "rounded": r"""
         model.half().float()
         scaler = GradScaler()

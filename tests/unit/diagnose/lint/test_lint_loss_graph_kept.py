@@ -197,6 +197,22 @@ SNIPPETS = {
             velocity = model(latents, t)
             latents = latents + velocity / len(steps)
     """,
+    "forward-without-gradients-and-kept-behind-it": r"""
+        for batch in loader:
+            with torch.no_grad():
+                outputs = model(**batch)
+            losses.append(outputs.loss)
+    """,
+    "gone-back-from-in-another-method": r"""
+        class Trainer:
+            def collect(self):
+                for x in self.loader:
+                    loss = self.model(x)
+                    self.acc.append(loss)
+
+            def update(self):
+                torch.stack(self.acc).mean().backward()
+    """,
     "numbers-of-something-else": r"""
         for batch in loader:
             count += len(batch)

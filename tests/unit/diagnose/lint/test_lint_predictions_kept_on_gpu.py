@@ -43,6 +43,17 @@ SNIPPETS = {
                 ids.extend(out.argmax(-1).tolist())
                 last.append(out.to("cpu"))
     """,
+    "kept-behind-the-block": r"""
+        for batch in loader:
+            with torch.no_grad():
+                outputs = model(**batch.to(device))
+            keep.append(outputs.logits)  # <-
+    """,
+    "one-number": r"""
+        with torch.no_grad():
+            for x, y in loader:
+                accuracies.append((model(x.to(device)).argmax(1) == y).float().mean())
+    """,
     "a-list-for-each-batch": r"""
         with torch.no_grad():
             for x, y in loader:

@@ -45,6 +45,16 @@ SNIPPETS = {
         import torch
         train_lines = open("data/train.txt").readlines()  # <-
     """,
+    "one-text-of-a-script": r"""
+        import torch
+        text = open("data/anna.txt").read()  # <-
+    """,
+    "path": r"""
+        from torch.utils.data import Dataset
+        class Texts(Dataset):
+            def __init__(self, path):
+                self.rows = Path(path).read_text().splitlines()  # <-
+    """,
     "one-text": r"""
         from torch.utils.data import Dataset
         class Chars(Dataset):

@@ -80,6 +80,13 @@ SNIPPETS = {
             if (i + 1) % 100 == 0:
                 print(loss.item())
     """,
+    "accelerate-without-its-counting": r"""
+        for i, batch in enumerate(loader):
+            optimizer.zero_grad()  # <-
+            accelerator.backward(model(**batch).loss)
+            if (i + 1) % 4 == 0:
+                optimizer.step()
+    """,
     "accelerate-counts": r"""
         for batch in loader:
             with accelerator.accumulate(model):

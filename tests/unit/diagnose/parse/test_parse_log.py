@@ -121,3 +121,42 @@ def test_the_traceback_above_is_kept_and_what_was_said_before_it_is_not():
     log = read_log(io.BytesIO(f"pin_memory=True\n{above}\nRuntimeError: CUDA error: out of memory".encode()))
     assert log.last.above == above
     assert read_log(io.BytesIO(b"MemoryError")).last.above == ""
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        'Traceback (most recent call last):\n  File "a.py", line 3, in f\n  if "CUDA out of memory" in str(e): go()\n'
+        "NameError: name 'retry' is not defined",
+        'except RuntimeError as e:\n    if "CUDA out of memory" in str(e):\n        pass',
+        "Tip: If you encounter CUDA out of memory, reduce --batch-size.\nFinished OK",
+        "INFO restart policy: on OOMKilled\nINFO no out of memory seen",
+        "reason: Completed\n# note: OOMKilled would show exit code 137",
+        "INFO: std::bad_alloc handler installed",
+        "vm.overcommit: setting oom-kill:constraint policy... done\nslurmstepd: info: oom_kill_step disabled",
+    ],
+    ids=["code-of-a-traceback", "code", "tip", "policy", "note", "handler", "setting"],
+)
+def test_talk_of_memory_is_no_error(text):
+    assert read_log(io.BytesIO(text.encode())).last is None
+
+
+@pytest.mark.parametrize(
+    "prefix",
+    [
+        "[rank0]: ",
+        "0: ",
+        "2026-11-24T01:02:03.456Z ",
+        "2026-11-24T01:02:03.456789Z stderr F ",
+        "[2026-11-24 01:02:03] ",
+    ],
+)
+def test_the_line_is_found_behind_what_gathers_logs(prefix):
+    lines = [
+        "Traceback (most recent call last):",
+        '  File "/srv/u/train.py", line 12, in <module>',
+        "    loss = model(x)",
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.",
+    ]
+    event = read_log(io.BytesIO("\n".join(prefix + line for line in lines).encode())).last
+    assert (event.place, event.code, event.tried_to_allocate) == ("/srv/u/train.py:12", "loss = model(x)", 2 << 30)
