@@ -129,7 +129,8 @@ def is_normalised(source: Source, found: Accumulation) -> bool:
                 todo |= {one for one in names_in(given.value) if re.search(r"loss|scaled|obj|err", one)}
     if _divides_within(source, found.backward.loss):
         return True
-    return any(_is_other_way(source, call) for call in source.calls) or _scales_gradients(source)
+    losses = [one for one in source.calls if source.class_of(one) or source.scope(one) in (scope, source.tree)]
+    return any(_is_other_way(call) for call in losses) or _scales_gradients(source, scope)
 
 
 def _divides(node: ast.expr) -> bool:
@@ -153,21 +154,15 @@ def _divides_within(source: Source, node: ast.expr) -> bool:
     ) or any(_divides(one.value) for function in functions for one in source.own(function, ast.Assign))
 
 
-def _is_other_way(source: Source, call: ast.Call) -> bool:
+def _is_other_way(call: ast.Call) -> bool:
     """Say whether losses are sums, which need no division."""
     return is_constant(keyword(call, "reduction"), "sum") or is_constant(keyword(call, "size_average"), False)
 
 
-def _scales_gradients(source: Source) -> bool:
-    """Say whether gradients themselves are divided."""
-    for node in source.every(ast.AugAssign):
+def _scales_gradients(source: Source, scope: ast.AST) -> bool:
+    """Say whether a function divides the gradients themselves."""
+    for node in source.own(scope, ast.AugAssign):
         if isinstance(node.op, ast.Div | ast.Mult) and last_name(node.target) == "grad":
             return True
-    for call in source.calls:
-        if (
-            last_name(call.func) in ("div_", "mul_")
-            and isinstance(call.func, ast.Attribute)
-            and "grad" in ast.dump(call.func.value)
-        ):
-            return True
-    return False
+    calls = [call for call in source.own(scope, ast.Call) if last_name(call.func) in ("div_", "mul_")]
+    return any("grad" in ast.dump(call.func) for call in calls)

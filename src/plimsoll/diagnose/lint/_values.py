@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from plimsoll.diagnose.lint._source import Function, Given, Source, keyword, last_name, path_of
+from plimsoll.diagnose.lint._source import Function, Given, Source, keyword, last_name, names_bound, names_in, path_of
 from plimsoll.diagnose.lint._training import backwards, is_forward, is_without_grad
 
 _LOSS_CALL = re.compile(
@@ -106,9 +106,23 @@ def _of_name(source: Source, node: ast.Name, depth: int) -> Value | None:
     while isinstance(above[-last].statement, ast.AugAssign) and last < len(above):
         last += 1  # `loss /= n` is what it was; `total += loss` holds what was added
     found = _best(_of_given(source, one, depth) for one in above[-last:])
-    if found is not None and found.has_graph and is_without_grad(source, above[-1].statement):
+    if found is None or _is_a_number_beside(source, above[-1], node.id):
+        return None
+    if found.has_graph and is_without_grad(source, above[-1].statement):
         found = replace(found, has_graph=False)
-    return found and _by_name(found, node.id)
+    return _by_name(found, node.id)
+
+
+def _is_a_number_beside(source: Source, given: Given, name: str) -> bool:
+    """Say whether a loss function gave several values, and another one is gone back from: this is for people."""
+    if given.place is None or not isinstance(given.value, ast.Call) or is_forward(source, given.value):
+        return False
+    if not isinstance(given.statement, ast.Assign):
+        return False
+    scope = source.scope(given.statement)
+    needed = {one for found in backwards(source) if source.scope(found.call) is scope for one in names_in(found.loss)}
+    bound = {one for target in given.statement.targets for one in names_bound(target)}
+    return name not in needed and bool(needed & bound)
 
 
 def _of_given(source: Source, given: Given, depth: int) -> Value | None:
@@ -183,7 +197,7 @@ def _of_method(found: Value, call: ast.Call, name: str) -> Value | None:
 
 
 def _of_torch(source: Source, call: ast.Call, name: str, depth: int) -> Value | None:
-    if name in ("no_grad", "tensor", "zeros_like", "ones_like", "rand_like", "save"):
+    if name in ("no_grad", "grad", "tensor", "zeros_like", "ones_like", "rand_like", "save"):
         return None
     best = _best(value_of(source, part, depth - 1) for part in call.args)
     return best and (replace(best, has_graph=False) if name in _INDICES else best)

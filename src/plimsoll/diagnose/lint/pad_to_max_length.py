@@ -17,7 +17,7 @@ def hits(source: Source) -> Iterator[Hit]:
         if last_name(call.func) in _NOT_TOKENIZERS:
             continue
         for given in call.keywords:
-            is_new = given.arg == "padding" and is_constant(given.value, "max_length")
+            is_new = given.arg == "padding" and _is_maximum(source, given.value)
             is_old = given.arg == "pad_to_max_length" and is_constant(given.value, True)
             if (is_new or is_old) and not _has_fixed_shapes(source, call):
                 yield Hit(
@@ -25,6 +25,14 @@ def hits(source: Source) -> Iterator[Hit]:
                     "every text is padded to the maximum length: short texts cost as much as the longest",
                     "pad in the collate function to the longest of a batch (transformers.DataCollatorWithPadding)",
                 )
+
+
+def _is_maximum(source: Source, node: ast.expr) -> bool:
+    """Say whether an expression is the option, also by a constant of the module."""
+    if isinstance(node, ast.Name):
+        given = source.assignments(source.tree, node.id)
+        return len(given) == 1 and given[0].place is None and is_constant(given[0].value, "max_length")
+    return is_constant(node, "max_length")
 
 
 def _has_fixed_shapes(source: Source, call: ast.Call) -> bool:

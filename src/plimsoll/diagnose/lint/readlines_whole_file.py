@@ -7,7 +7,17 @@ import re
 from collections.abc import Iterator
 
 from plimsoll.diagnose.lint._datasets import dataset_classes
-from plimsoll.diagnose.lint._source import Edit, Function, Hit, Source, is_constant, keyword, last_name, names_in
+from plimsoll.diagnose.lint._source import (
+    Edit,
+    Function,
+    Hit,
+    Source,
+    is_constant,
+    keyword,
+    last_name,
+    names_in,
+    path_of,
+)
 
 _CORPUS = re.compile(
     r"corpus|corpora|train|dataset|text|sentence|wiki|document|docs\b|\bdoc_|articles|book|raw_?data|data_?(?:path|file)|"
@@ -15,6 +25,8 @@ _CORPUS = re.compile(
     re.IGNORECASE,
 )
 _TEXT_FILE = re.compile(r"\.txt\b|corpus|input_file|text_file", re.IGNORECASE)
+_MESSAGE = "the whole file is read into memory, as Python objects several times its size"
+_REMEDY = "go over the file line by line, or keep offsets (`plimsoll data index`)"
 _READER = re.compile(r"data|corpus|load|read|example|pair|parse", re.IGNORECASE)
 _SMALL = re.compile(
     r"vocab|label|config|setup|require|readme|version|license|stop_?words?|merges|tokens?_file|(?:^|[^a-z])class(?:es)?(?:[^a-z]|$)|index|"
@@ -28,6 +40,10 @@ def hits(source: Source) -> Iterator[Hit]:
     """Find whole reads in data sets, and of files that are called a corpus."""
     datasets = set(dataset_classes(source))
     for call in source.calls:
+        is_kept = _is_kept_by_line(source, call) and not _SMALL.search(source.written(call))
+        if is_kept and any(above in datasets for above in source.ancestors(call)):
+            yield Hit(call, _MESSAGE, _REMEDY)
+    for call in source.calls:
         in_dataset = any(above in datasets for above in source.ancestors(call))
         if not _reads_whole(source, call, in_dataset):
             continue
@@ -37,8 +53,8 @@ def hits(source: Source) -> Iterator[Hit]:
         if not _SMALL.search(about) and (in_dataset or is_corpus):
             yield Hit(
                 call,
-                "the whole file is read into memory, as Python objects several times its size",
-                "go over the file line by line, or keep offsets (`plimsoll data index`)",
+                _MESSAGE,
+                _REMEDY,
                 edits=_edits(source, call),
             )
 
@@ -73,6 +89,17 @@ def _read_of(call: ast.Call) -> ast.Call | None:
         if isinstance(inner, ast.Call) and last_name(inner.func) in ("read", "read_text") and not inner.args
         else None
     )
+
+
+def _is_kept_by_line(source: Source, call: ast.Call) -> bool:
+    """Say whether a call is the `open(...)` of ``self.rows = [json.loads(line) for line in open(path)]``."""
+    part = source.parent(call)
+    is_gone_over = isinstance(part, ast.comprehension) and part.iter is call and not part.ifs
+    if not is_gone_over or last_name(call.func) != "open":
+        return False
+    statement = source.statement(call)
+    is_list = isinstance(source.parent(part), ast.ListComp)  # type: ignore[arg-type]
+    return is_list and isinstance(statement, ast.Assign) and path_of(statement.targets[0]).startswith("self.")
 
 
 def _is_by_line(call: ast.Call) -> bool:

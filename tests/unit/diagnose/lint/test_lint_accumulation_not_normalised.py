@@ -74,6 +74,17 @@ SNIPPETS = {
             if (i + 1) % accumulation_steps == 0:
                 optimizer.step()
     """,
+    "sums-of-another-function": r"""
+        def other():
+            criterion = nn.CrossEntropyLoss(reduction="sum")
+
+        def train():
+            for i, (x, y) in enumerate(loader):
+                loss = criterion(model(x), y)
+                loss.backward()  # <-
+                if (i + 1) % 4 == 0:
+                    optimizer.step()
+    """,
     "sums": r"""
         criterion = nn.CrossEntropyLoss(reduction="sum")
         for i, (x, y) in enumerate(loader):

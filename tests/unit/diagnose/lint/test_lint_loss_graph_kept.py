@@ -192,6 +192,18 @@ SNIPPETS = {
                 losses.append(criterion(model(batch, task), batch.y))
             sum(losses).backward()
     """,
+    "a-number-beside-the-loss": r"""
+        for batch in loader:
+            loss, loss_node = loss_compute(model(batch), batch.y)
+            loss_node.backward()
+            total_loss += loss
+    """,
+    "gradients-have-no-graph": r"""
+        for x in loader:
+            score = model(x).sum()
+            (gradient,) = torch.autograd.grad(score, x)
+            maps.append(gradient.abs())
+    """,
     "fed-back": r"""
         for t in steps:
             velocity = model(latents, t)

@@ -30,6 +30,10 @@ SNIPPETS = {
         enc = tokenizer(text, padding=padding)
         parser.add_argument("--padding", default="max_length")
     """,
+    "by-a-constant": r"""
+        PADDING = "max_length"
+        enc = tokenizer(text, padding=PADDING)  # <-
+    """,
     "fixed-shapes": r"""
         if accelerator.distributed_type == DistributedType.XLA:
             enc = tokenizer.pad(examples, padding="max_length", max_length=128)

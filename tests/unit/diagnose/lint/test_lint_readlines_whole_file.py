@@ -55,6 +55,13 @@ SNIPPETS = {
             def __init__(self, path):
                 self.rows = Path(path).read_text().splitlines()  # <-
     """,
+    "parsed-by-line": r"""
+        from torch.utils.data import Dataset
+        class Texts(Dataset):
+            def __init__(self, path):
+                self.rows = [json.loads(line) for line in open(path)]  # <-
+                self.few = [line for line in open(path) if line in wanted]
+    """,
     "one-text": r"""
         from torch.utils.data import Dataset
         class Chars(Dataset):
