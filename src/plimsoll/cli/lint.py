@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -45,6 +46,8 @@ def lint(  # noqa: PLR0917 -- typer's
             found = check_code(paths, rules=rules, fix=fix, report=lambda done, total: report("checking", done, total))
         if text := _written(found, "record" if as_json else format):
             show(text)
+        for one in found.unread if as_json or format != "text" else ():
+            print(f"{one.file}: not checked: {one.reason}", file=sys.stderr)
     if found.findings:
         raise typer.Exit(1)
 

@@ -80,7 +80,7 @@ def as_sarif(report: LintReport) -> str:
         "tool": {"driver": driver},
         "columnKind": "unicodeCodePoints",
         "results": [_result(one, rules.index(one.rule)) for one in report.findings],
-        "invocations": [{"executionSuccessful": True, "toolExecutionNotifications": failed}],
+        "invocations": [{"executionSuccessful": not report.unread, "toolExecutionNotifications": failed}],
     }
     return json.dumps({"$schema": _SARIF_SCHEMA, "version": "2.1.0", "runs": [run]}, ensure_ascii=False, indent=1)
 

@@ -45,6 +45,13 @@ def test_each_format_is_that_and_nothing_else(bad):
     assert json.loads(lint(bad, "--json").stdout)["record"] == "lint"
 
 
+def test_what_was_not_checked_is_said_beside_the_list(bad):
+    (bad.parent / "torn.py").write_text("import torch\ndef f(:\n")
+    answer = lint(bad.parent, "--format", "json")
+    assert len(json.loads(answer.stdout)) == 1
+    assert "torn.py: not checked: line 2" in answer.stderr
+
+
 def test_rules_are_left_out_or_chosen(bad):
     assert lint(bad, "--ignore", RULE).exit_code == 0
     assert lint(bad, "--select", "loss_graph_kept").exit_code == 0

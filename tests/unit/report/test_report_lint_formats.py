@@ -61,6 +61,7 @@ def test_sarif_has_what_its_schema_requires():
         assert result["level"] in ("error", "warning", "note")
         (location,) = result["locations"]
         assert location["physicalLocation"]["region"]["startLine"] >= 1
+    assert run["invocations"][0]["executionSuccessful"] is False
     assert run["invocations"][0]["toolExecutionNotifications"][0]["message"]["text"] == "not checked: line 7: bad"
 
 
