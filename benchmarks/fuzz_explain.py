@@ -3,7 +3,7 @@
     python benchmarks/fuzz_explain.py                           # 55,000 snapshots and 55,000 logs, some minutes
     python benchmarks/fuzz_explain.py --number 1000 --seed 7
 
-Snapshots and logs are changed as ``tests/fuzz_explain.py`` says. An input that raises anything else is left in
+Snapshots and logs are changed as ``tests/fuzz_inputs.py`` says. An input that raises anything else is left in
 ``--failed``. Prints a table and, as its last line, one JSON object.
 """
 
@@ -21,7 +21,7 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
-from fuzz_explain import explained_snapshot, explained_text, fuzz, snapshot_inputs, text_inputs
+from fuzz_inputs import explained_snapshot, explained_text, fuzz, snapshot_inputs, text_inputs
 
 
 def main() -> None:

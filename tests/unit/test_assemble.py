@@ -89,6 +89,7 @@ SAME = [
     {"evaluate_every": 3},
     {"steps": 1000},
     {"device": "cpu"},
+    {"pin": ["micro_batch=2"]},
 ]
 OTHER = [
     ({"model": {**LSTM, "num_layers": 2}}, "model.num_layers"),

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from fuzz_explain import explained_snapshot, explained_text, fuzz, snapshot_inputs, text_inputs
+from fuzz_inputs import explained_snapshot, explained_text, fuzz, snapshot_inputs, text_inputs
 
 
 @pytest.mark.parametrize(
