@@ -9,10 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 
 import yaml
-from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
@@ -39,6 +37,7 @@ from plimsoll.report import (
     shrink_sheets,
     watch_sheets,
 )
+from plimsoll.report._templates import environment
 from plimsoll.report.charts import run_charts
 from plimsoll.report.comparison_charts import comparison_charts
 from plimsoll.report.plan_charts import ladder_chart
@@ -47,23 +46,12 @@ from plimsoll.report.shrink_charts import front_chart
 from plimsoll.report.watch_charts import watch_charts
 
 
-@cache
-def _environment() -> Environment:
-    return Environment(
-        loader=PackageLoader("plimsoll.report"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-
-
 def run_page(record: RunRecord) -> str:
     """Return the page of one run, finished or not."""
     charts = run_charts(record)
     has_charts = any(chart.figure for chart in charts)
     return (
-        _environment()
+        environment()
         .get_template("run.html")
         .render(
             record=record,
@@ -88,7 +76,7 @@ def comparison_page(comparison: RunComparison) -> str:
     """Return the page of two runs side by side."""
     charts = comparison_charts(comparison)
     return (
-        _environment()
+        environment()
         .get_template("comparison.html")
         .render(
             names=comparison_sheets.labels(comparison),
@@ -108,7 +96,7 @@ def prediction_page(prediction: Prediction) -> str:
     """Return the page of a prediction."""
     chart = prediction_chart(prediction)
     return (
-        _environment()
+        environment()
         .get_template("prediction.html")
         .render(
             prediction=prediction,
@@ -184,7 +172,7 @@ def diagnosis_page(diagnosis: Diagnosis) -> str:
     found = diagnosis_sheets.sheets_of(diagnosis)
     said = (diagnosis_sheets.headline(diagnosis), diagnosis_sheets.growth_sentence(diagnosis), *diagnosis.notes)
     return (
-        _environment()
+        environment()
         .get_template("diagnosis.html")
         .render(
             diagnosis=diagnosis,
@@ -231,7 +219,7 @@ def plan_page(plan: Plan) -> str:
     if prediction:
         sentences += prediction_sheets.moment_sentences(prediction)
     return (
-        _environment()
+        environment()
         .get_template("plan.html")
         .render(
             subject=prediction.subject if prediction else "Plan",
@@ -271,7 +259,7 @@ def shrink_page(record: ShrinkRecord) -> str:
     """Return the page of models that were made smaller."""
     chart = front_chart(record)
     return (
-        _environment()
+        environment()
         .get_template("shrink.html")
         .render(
             subject=record.model,
@@ -287,7 +275,7 @@ def watch_page(record: WatchRecord) -> str:
     """Return the page of a recorded watch."""
     charts = watch_charts(record)
     return (
-        _environment()
+        environment()
         .get_template("watch.html")
         .render(
             subject=record.subject,
@@ -306,4 +294,4 @@ def _more_rejected(plan: Plan) -> sheets.Sheet | None:
 
 
 def _sheets_page(title: str, sentence: str, *shown: sheets.Sheet) -> str:
-    return _environment().get_template("sheets.html").render(title=title, sentence=sentence, sheets=shown)
+    return environment().get_template("sheets.html").render(title=title, sentence=sentence, sheets=shown)

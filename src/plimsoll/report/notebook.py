@@ -7,10 +7,7 @@ runs, comparisons, plans, predictions and diagnoses; other records are shown by 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import Any
-
-from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from plimsoll.records.base import Record
 from plimsoll.records.diagnosis import Diagnosis
@@ -19,6 +16,7 @@ from plimsoll.records.prediction import Prediction
 from plimsoll.records.run import RunRecord
 from plimsoll.records.run_comparison import RunComparison
 from plimsoll.report import comparison_sheets, diagnosis_sheets, plan_sheets, prediction_sheets, sheets
+from plimsoll.report._templates import environment
 
 Told = tuple[str, str, Sequence[sheets.Sheet]]  # title, sentence, tables: the first is open
 
@@ -28,20 +26,9 @@ def notebook_html(record: Record) -> str | None:
     if type(record) not in _TOLD:
         return None
     title, sentence, shown = _TOLD[type(record)](record)
-    return _environment().get_template("notebook.html").render(
+    return environment().get_template("notebook.html").render(
         title=title, sentence=sentence, sheets=[sheet for sheet in shown if sheet.rows]
     )  # fmt: skip
-
-
-@cache
-def _environment() -> Environment:
-    return Environment(
-        loader=PackageLoader("plimsoll.report"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
 
 
 def _numbers(numbers: tuple[tuple[str, str], ...]) -> sheets.Sheet:

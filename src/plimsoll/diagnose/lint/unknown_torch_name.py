@@ -1,6 +1,7 @@
 """Names that torch does not have, though they are often given as a remedy.
 
-The list is of what was seen in texts and answers, each tried on torch 1.13 to 2.13. It is NOT a check of every name.
+The list is of what texts and answers recommend; a test tries each on the torch that is installed. It is NOT a check of
+every name.
 """
 
 from __future__ import annotations
@@ -49,7 +50,6 @@ _INVENTED = {
     "torch.utils.data.StreamingDataset": "torch.utils.data.IterableDataset",
     "torch.utils.data.LazyDataset": "torch.utils.data.Dataset that reads in __getitem__",
     "torch.utils.data.TextDataset": "torch.utils.data.Dataset",
-    "pytorch_nlp": "the package is called torchnlp (torchnlp.word_to_vector.GloVe)",
 }
 
 
@@ -57,7 +57,7 @@ def hits(source: Source) -> Iterator[Hit]:
     """Find uses and imports of these names."""
     for node in source.every(ast.Attribute):
         name = source.dotted(node)
-        if name in _INVENTED and name.startswith("torch."):
+        if name in _INVENTED:
             yield _hit(node, name)
     for statement in source.every(ast.ImportFrom):
         for alias in statement.names:

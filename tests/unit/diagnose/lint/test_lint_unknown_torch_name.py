@@ -1,9 +1,11 @@
 """Names that torch does not have."""
 
+from pkgutil import resolve_name
+
 import pytest
 
 from lint_snippets import lines, marked, names
-from plimsoll.diagnose.lint.unknown_torch_name import hits
+from plimsoll.diagnose.lint.unknown_torch_name import _INVENTED, hits
 
 SNIPPETS = {
     "pin-memory": r"""
@@ -33,3 +35,9 @@ SNIPPETS = {
 @pytest.mark.parametrize(**names(SNIPPETS))
 def test_what_is_marked_is_found_and_nothing_else(code):
     assert lines(hits, code) == marked(code)
+
+
+@pytest.mark.parametrize("name", _INVENTED)
+def test_torch_really_has_no_such_name(name):
+    with pytest.raises((ImportError, AttributeError)):
+        resolve_name(name)
