@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from plimsoll.diagnose.lint._source import Edit, Hit, Source
 
-_MESSAGE = "torch.cuda.amp is deprecated, and gone in a later torch"
+_MESSAGE = "torch.cuda.amp is deprecated since torch 2.4, and knows CUDA only"
 _REMEDY = 'import autocast and GradScaler from torch.amp and give the device: autocast("cuda"), GradScaler("cuda")'
 _CALLED = {"autocast", "GradScaler"}
 _DEVICE_IN_KEYWORD = {"custom_fwd", "custom_bwd"}
