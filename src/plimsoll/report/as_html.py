@@ -1,6 +1,6 @@
 """Records as one HTML page that needs nothing else: no network, no second file.
 
-The style is inlined, and so is plotly.js (4.6 MiB, the one bundle the plotly package ships) where a page has charts;
+The style is inlined, and so is plotly.js (1.1 MiB) where a page has charts;
 the page forbids every connection by its content security policy. Light and dark follow the reader's system until the
 reader chooses. Text from a record is escaped by jinja2. Without JavaScript the charts are missing; the tables remain.
 """
@@ -11,8 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import yaml
-from markupsafe import Markup
-from plotly.offline import get_plotlyjs
 
 from plimsoll.records.corpus import CorpusFacts, FeedRates, Inspection, TokenFacts
 from plimsoll.records.device import Device, Machine
@@ -41,6 +39,7 @@ from plimsoll.report._templates import environment
 from plimsoll.report.charts import run_charts
 from plimsoll.report.comparison_charts import comparison_charts
 from plimsoll.report.plan_charts import ladder_chart
+from plimsoll.report.plotly_js import plotly_js
 from plimsoll.report.prediction_charts import prediction_chart
 from plimsoll.report.shrink_charts import front_chart
 from plimsoll.report.watch_charts import watch_charts
@@ -58,7 +57,7 @@ def run_page(record: RunRecord) -> str:
             sentence=sheets.line_sentence(record),
             key_numbers=sheets.key_numbers(record),
             charts={chart.key: chart for chart in charts},
-            plotly_js=Markup(get_plotlyjs()) if has_charts else None,
+            plotly_js=plotly_js() if has_charts else None,
             budget_sentence=plan_sheets.budget_sentence(record.plan.budget),
             plan=plan_sheets.plan_in_force_sheet(record),
             oom_events=sheets.oom_sheet(record.oom_events),
@@ -83,7 +82,7 @@ def comparison_page(comparison: RunComparison) -> str:
             sentence=comparison_sheets.headline(comparison),
             job_sentence=comparison_sheets.job_sentence(comparison),
             charts={chart.key: chart for chart in charts},
-            plotly_js=Markup(get_plotlyjs()) if any(chart.figure for chart in charts) else None,
+            plotly_js=plotly_js() if any(chart.figure for chart in charts) else None,
             numbers=comparison_sheets.number_sheet(comparison),
             job=comparison_sheets.job_sheet(comparison),
             categories=comparison_sheets.category_sheet(comparison),
@@ -106,7 +105,7 @@ def prediction_page(prediction: Prediction) -> str:
             ),
             key_numbers=prediction_sheets.key_numbers(prediction),
             chart=chart,
-            plotly_js=Markup(get_plotlyjs()) if chart.figure else None,
+            plotly_js=plotly_js() if chart.figure else None,
             parts_at_peak=prediction_sheets.part_sheet(prediction),
             largest=prediction_sheets.largest_sheet(prediction),
             answers=prediction_sheets.answer_sheet(prediction),
@@ -232,7 +231,7 @@ def plan_page(plan: Plan) -> str:
                 plan_sheets.wishes_sentence(plan),
             ],
             charts={chart.key: chart for chart in charts},
-            plotly_js=Markup(get_plotlyjs()) if any(chart.figure for chart in charts) else None,
+            plotly_js=plotly_js() if any(chart.figure for chart in charts) else None,
             chosen=plan_sheets.chosen_sheet(plan),
             ladder=plan_sheets.ladder_sheet(plan),
             openings=plan_sheets.opening_sheet(plan),
@@ -265,7 +264,7 @@ def shrink_page(record: ShrinkRecord) -> str:
             subject=record.model,
             sentence=shrink_sheets.headline(record),
             charts={chart.key: chart},
-            plotly_js=Markup(get_plotlyjs()),
+            plotly_js=plotly_js(),
             sheets=(*shrink_sheets.shrink_sheets(record), sheets.version_sheet(record.versions)),
         )
     )
@@ -281,7 +280,7 @@ def watch_page(record: WatchRecord) -> str:
             subject=record.subject,
             sentences=watch_sheets.sentences(record),
             charts=charts,
-            plotly_js=Markup(get_plotlyjs()) if any(chart.figure for chart in charts) else None,
+            plotly_js=plotly_js() if any(chart.figure for chart in charts) else None,
             sheets=watch_sheets.sheets_of(record),
         )
     )

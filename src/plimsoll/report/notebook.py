@@ -1,7 +1,7 @@
 """Records in a notebook: the first of their tables as a piece of HTML, without scripts and without charts.
 
-A cell must be light: a page with plotly is 5 MB, this is some kB. Colours and font are those of the notebook. Covers
-runs, comparisons, plans, predictions and diagnoses; other records are shown by their text.
+A cell must be light: a page with plotly is over 1 MB, this is some kB. Colours and font are those of the notebook.
+Covers runs, comparisons, plans, predictions and diagnoses; other records are shown by their text.
 """
 
 from __future__ import annotations

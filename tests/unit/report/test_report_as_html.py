@@ -7,7 +7,6 @@ import re
 from html.parser import HTMLParser
 
 import pytest
-from plotly.offline import get_plotlyjs
 from report_records import empty_run, eventful_run, gpu, machine, plan, step_line
 
 import comparison_records
@@ -20,6 +19,7 @@ from plimsoll.records.plan import Plan
 from plimsoll.records.run import OomEvent, Timeline
 from plimsoll.records.trace import CATEGORIES
 from plimsoll.report import as_html, comparison_sheets, plan_sheets, prediction_sheets, sheets
+from plimsoll.report.plotly_js import plotly_js
 
 VOID = {"meta", "link"}
 HOSTILE = "</script><script>alert(1)</script> \"'&"
@@ -34,7 +34,7 @@ class Page(HTMLParser):
         self.tags: list[str] = []
         self.words: list[str] = []
         self.figures: list[dict] = []
-        self.feed(text.replace(get_plotlyjs(), ""))
+        self.feed(text.replace(plotly_js(), ""))
         assert self.open == []
 
     def handle_starttag(self, tag, attributes):
@@ -69,11 +69,11 @@ def test_the_page_of_an_eventful_run_tells_its_story():
 def test_the_page_is_one_file_under_6_mb_with_plotly_once():
     text = as_html.run_page(eventful_run(steps=tuple(step_line(step, loss=1.0) for step in range(1, 20_001))))
     assert len(text.encode()) < 6_000_000
-    assert text.count(get_plotlyjs()) == 1
+    assert text.count(plotly_js()) == 1
 
 
 def test_the_page_reaches_for_nothing_outside_itself():
-    own = as_html.run_page(eventful_run()).replace(get_plotlyjs(), "")
+    own = as_html.run_page(eventful_run()).replace(plotly_js(), "")
     assert "default-src 'none'" in own
     assert "http:" not in own
     assert "https:" not in own
@@ -206,7 +206,7 @@ def test_the_page_of_a_prediction_is_one_file_with_its_colours_in_light_and_in_d
     text = as_html.prediction_page(
         prediction_records.fitting(timeline=prediction_records.timeline(categories=categories))
     )
-    own = text.replace(get_plotlyjs(), "")
+    own = text.replace(plotly_js(), "")
     assert "http:" not in own
     assert "https:" not in own
     used = set(re.findall(r"var\((--[a-z-]+)\)", json.dumps(Page(text).figures)))
@@ -258,7 +258,7 @@ def test_of_many_rejected_the_page_shows_some_and_folds_the_rest_away():
 
 def test_the_page_of_a_plan_is_one_file_with_its_colours_in_light_and_in_dark():
     text = as_html.plan_page(plan_records.impossible_plan())
-    own = text.replace(get_plotlyjs(), "")
+    own = text.replace(plotly_js(), "")
     assert "http:" not in own
     assert "https:" not in own
     used = set(re.findall(r"var\((--[a-z-]+)\)", json.dumps(Page(text).figures)))
