@@ -9,9 +9,10 @@ and the source line of the forward op whose gradient is computed, found by the n
 sequence number); in a recomputed forward (checkpointing) the module again. The source line is the innermost frame that
 is neither torch's nor of this package.
 
-Not seen: memory that a kernel takes and returns inside one op (lowering adds what is known of it), storages resized in
-place (``untyped_storage().resize_``), and ops of other threads (CUDA's backward runs in one: measure there with the
-allocator's own counters).
+A sharded tensor (DTensor) is seen as the piece that this process has, and its ops as what they do with that.
+
+Not seen: memory that a kernel takes and returns inside one op (lowering adds what is known of it), and ops of other
+threads (CUDA's backward runs in one: measure there with the allocator's own counters).
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from torch.utils._pytree import tree_leaves
 from plimsoll.memory.accumulate import accumulating_in_place
 from plimsoll.memory.graphs import Graphs
 from plimsoll.memory.lowering.base import Run
+from plimsoll.memory.resized import noting_resizes
 from plimsoll.memory.work import NO_WORK, WorkCounter, hearing
 from plimsoll.outside import is_outside
 from plimsoll.records.trace import Assumption, Category, OpTable, Phase, StorageTable, Trace
@@ -181,6 +183,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __enter__(self) -> Recorder:
         self._stack.enter_context(hearing())
+        self._stack.enter_context(noting_resizes(self._storages.resized))
         handles = [
             register_module_forward_pre_hook(self._enter_module),
             register_module_forward_hook(self._leave_module, always_call=True),
@@ -203,6 +206,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Run one op and note what it made."""
         if func is _DEVICE_OF and type(args[0]) is FakeTensor:  # asked more often than there are ops
             return args[0].device
+        if any(kind.__name__ == "DTensor" for kind in types):
+            return NotImplemented  # it comes again, with the pieces
         kwargs = kwargs or {}
         if func is _DEVICE_OF or func is _IS_SAME_SIZE:  # asked of fake tensors; no memory
             return func(*args, **kwargs)
@@ -383,6 +388,19 @@ class _Storages:
         self._row_of[address] = row
         self._watch[weakref.ref(storage, self._dies)] = (address, row)
 
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """End a storage that is resized in place, and begin another of the new size in its stead."""
+        address, num_bytes = storage._cdata, storage.nbytes()
+        row = self._row_of.get(address)
+        if row is None or num_bytes == (self._num_bytes[row] if self._died[row] < 0 else 0):
+            return
+        if self._died[row] < 0:
+            self._end(row)
+        if num_bytes:
+            self._row_of[address] = new = self._add(num_bytes, self._category[row], "", self._on_host[row])
+            self._shape[new], self._name[new] = self._shape[row], self._name[row]
+            self._watch[weakref.ref(storage, self._dies)] = (address, new)
+
     def mark(self, tensor: Tensor, category: Category, name: str) -> None:
         for part in [tensor] if tensor.layout is torch.strided else _parts_of(tensor):
             row = self._row_of.get(part.untyped_storage()._cdata)
@@ -450,7 +468,8 @@ class _Storages:
         address, row = self._watch.pop(reference)
         if self._row_of.get(address) == row:
             del self._row_of[address]
-        self._end(row)
+        if self._died[row] < 0:  # else it was resized to nothing before
+            self._end(row)
 
 
 def _category(born: Phase, died: Phase | None) -> Category:

@@ -23,7 +23,8 @@ def plain_parts(tensor: Tensor) -> dict[str, Tensor]:
     if not is_made_of_parts(tensor):
         return {"": tensor}
     whole: Any = tensor
-    return {name: getattr(whole, name) for name in whole.__tensor_flatten__()[0]}
+    parts = {name: getattr(whole, name) for name in whole.__tensor_flatten__()[0]}
+    return {name: part for name, part in parts.items() if isinstance(part, Tensor)}  # a DTensor's mesh is none
 
 
 def with_parts(tensor: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:

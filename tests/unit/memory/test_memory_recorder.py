@@ -189,3 +189,20 @@ def test_the_model_is_as_it_was_afterwards():
         net(torch.ones(3, 4)).sum().backward()
     assert not net._forward_hooks
     assert not any(parameter._post_accumulate_grad_hooks for parameter in net.parameters())
+
+
+def test_a_storage_freed_and_taken_back_in_place_is_two_with_one_name():
+    weight = torch.ones(10)
+    with recorded(lambda recorder: recorder.know([("weight", weight)], "parameters")) as found:
+        storage = weight.untyped_storage()
+        storage.resize_(0)
+        other = weight.new_ones(3)
+        storage.resize_(40)
+        storage.resize_(40)
+    storages = found.trace.storages
+    rows = [row for row, num_bytes in enumerate(storages.num_bytes) if num_bytes == 40]
+    assert [found.trace.texts[storages.name[row]] for row in rows] == ["weight", "weight"]
+    assert [storages.category[row] for row in rows] == ["parameters", "parameters"]
+    first, second = rows
+    assert [abs(event) - 1 for event in found.trace.events] == [first, first, 1, second]
+    assert other.numel() == 3

@@ -42,3 +42,15 @@ def test_what_is_not_saved_keeps_its_type():
         "weight": torch.bfloat16, "bias": torch.bfloat16, "mean": torch.bfloat16, "frequencies": torch.float32,
         "count": torch.int64,
     }  # fmt: skip
+
+
+def test_what_is_no_tensor_is_no_part():
+    class Sharded(torch.Tensor):
+        """As a DTensor: one of its parts is a mesh."""
+
+        def __tensor_flatten__(self):
+            return ["local", "mesh"], None
+
+    whole = torch.ones(2).as_subclass(Sharded)
+    whole.local, whole.mesh = torch.ones(1), object()
+    assert list(plain_parts(whole)) == ["local"]
