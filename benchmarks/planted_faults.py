@@ -73,7 +73,7 @@ def examine(name: str, folder: Path, measure_savings: bool) -> dict[str, Any]:
     status, _, errors = run(fixed)
     row |= {"fixed_ends": status == 0} | ({} if status == 0 else {"error": errors[-600:]})
     if measure_savings and row["predicted_bytes"]:
-        row["measured_bytes"] = saving(faulty, fixed, diagnosis["num_steps"])
+        row["measured_bytes"] = saving(faulty, fixed, result["calls"])
     return row
 
 
@@ -103,9 +103,13 @@ def places(name: str, source: str) -> set[str]:
     return own | {f"_common.py:{number}" for number, line in enumerate(common, 1) if line.endswith(f"# ALSO {name}")}
 
 
-def saving(faulty: Path, fixed: Path, num_steps: int) -> int | None:
-    """Measure by how much the peak is lower, without a limit."""
-    variables = {"PLANTED_MIB": "0"} | ({"PLANTED_STEPS": str(num_steps)} if num_steps > 1 else {})
+def saving(faulty: Path, fixed: Path, num_calls: int) -> int | None:
+    """Measure by how much the peak is lower, without a limit, until the call of the model in which memory ran out ended.
+
+    Both scripts end where the model would be called once more: what an evaluation or a loader would have taken later
+    on is in neither.
+    """
+    variables = {"PLANTED_MIB": "0", "PLANTED_CALLS": str(num_calls)}
     peaks = [run(script, **variables)[1].get("peak_bytes") for script in (faulty, fixed)]
     return None if None in peaks else peaks[0] - peaks[1]
 

@@ -1,18 +1,21 @@
 """What the planted scripts share: small models written as users write them, and running under a limit.
 
-``PLANTED_MIB`` changes the room that a script has beside what Python and torch take ("0": no limit), ``PLANTED_STEPS``
-how many steps it does; ``PLANTED_RESULT`` is the file for what came of it.
+``PLANTED_MIB`` changes the room that a script has beside what Python and torch take ("0": no limit); ``PLANTED_CALLS``
+ends it where its model would be called once more than so often; ``PLANTED_RESULT`` is the file for what came of it: the
+diagnosis, how often the model was called, and the highest private memory of the process and of those it started.
 """
 
 import json
 import os
 import resource
+import threading
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 import plimsoll
-from plimsoll.device import process
+from plimsoll.device import process, watched
 
 
 class MiniGPT(nn.Module):
@@ -61,8 +64,8 @@ class Block(nn.Module):
 
 
 def batches(vocabulary, batch, length, steps):
-    """Random tokens, as many batches as `PLANTED_STEPS` says."""
-    for _ in range(int(os.environ.get("PLANTED_STEPS", steps))):
+    """Random tokens."""
+    for _ in range(steps):
         yield torch.randint(0, vocabulary, (batch, length))
 
 
@@ -77,12 +80,51 @@ def _warm_up():
     torch.optim.AdamW(layer.parameters()).step()
 
 
+class Enough(BaseException):
+    """The model was called as often as was asked for."""
+
+
+class Calls:
+    """Counts the calls of modules that are in no other's, and raises `Enough` before one too many."""
+
+    def __init__(self, most):
+        self.number, self.most, self.depth = 0, most, 0
+        register_module_forward_pre_hook(self.begin)
+        register_module_forward_hook(self.end, always_call=True)
+
+    def begin(self, module, args):
+        if self.depth == 0:
+            if self.number == self.most:
+                raise Enough
+            self.number += 1
+        self.depth += 1
+
+    def end(self, module, args, output):
+        self.depth -= 1
+
+
+class PeakOfChildren:
+    """The highest sum of what the processes started by this one have for themselves, looked at 20 times a second."""
+
+    def __init__(self):
+        self.num_bytes, self.is_over = 0, threading.Event()
+        threading.Thread(target=self.look, daemon=True).start()
+
+    def look(self):
+        own = os.getpid()
+        while not self.is_over.wait(0.05):
+            family = [one for one in watched.family_of(own) if one.pid != own]
+            self.num_bytes = max(self.num_bytes, sum(one.private_bytes or 0 for one in family))
+
+
 def run(main, room_mib):
     """Run a training under a limit and write down what came of it."""
     torch.manual_seed(0)
     told = plimsoll.explained()
     _warm_up()
+    calls = Calls(int(os.environ.get("PLANTED_CALLS", -1)))
     room_mib = int(os.environ.get("PLANTED_MIB", room_mib))
+    children = PeakOfChildren() if room_mib == 0 else None
     if room_mib:
         limit_bytes = process.data_bytes() + (room_mib << 20)
         resource.setrlimit(resource.RLIMIT_DATA, (limit_bytes, limit_bytes))
@@ -91,9 +133,11 @@ def run(main, room_mib):
     try:
         with told:
             main()
+    except Enough:
+        pass
     finally:
         if path := os.environ.get("PLANTED_RESULT"):
             diagnosis = None if told.diagnosis is None else json.loads(told.diagnosis.to_json())
-            result = {"diagnosis": diagnosis, "peak_bytes": peak.read(process.private_bytes())}
+            peak_bytes = peak.read(process.private_bytes()) + (children.num_bytes if children else 0)
             with open(path, "w", encoding="utf-8") as file:
-                json.dump(result, file)
+                json.dump({"diagnosis": diagnosis, "calls": calls.number, "peak_bytes": peak_bytes}, file)

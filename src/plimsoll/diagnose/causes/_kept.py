@@ -1,4 +1,10 @@
-"""What causes that are a variable of the user's have in common: how much is much, the evidence, and its share."""
+"""What causes that are a variable of the user's have in common: how much is much, the evidence, and its share.
+
+What a variable that grows will save is what it holds, counted, where nothing else is known. Where memory in use was
+measured after each step and rises evenly, and this variable is the only one that grows, it is what memory rose by: what
+is kept lies between what is freed, and the heap can give back neither; and what an operation of a graph takes is then
+measured, not assumed. A rise of over three times what was counted is more than it explains, and not taken for its.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +12,11 @@ from collections.abc import Iterator, Sequence
 
 from plimsoll.diagnose.evidence import Evidence
 from plimsoll.diagnose.seen import Kept
-from plimsoll.records.diagnosis import Fact, Finding
+from plimsoll.records.diagnosis import Fact, Finding, KnownHow
 from plimsoll.records.units import format_bytes
 
 _BASELINE = "baseline"
+_MOST_TIMES_COUNTED = 3
 
 
 def much(evidence: Evidence, least_share: float) -> Iterator[Kept]:
@@ -29,6 +36,8 @@ def finding_of_kept(
 ) -> Finding:
     """Make the finding of one variable."""
     peak_bytes = evidence.peak_bytes or kept.num_bytes
+    risen_bytes = _risen_bytes(evidence, kept)
+    counted: KnownHow = "assumed" if kept.is_estimated else "counted"
     return Finding(
         cause=cause,
         title=title,
@@ -37,9 +46,25 @@ def finding_of_kept(
         peak_share=min(kept.num_bytes / peak_bytes, 1.0),
         remedy=remedy,
         code=code,
-        effect_bytes=kept.num_bytes,
-        effect_known="assumed" if kept.is_estimated else "counted",
+        effect_bytes=kept.num_bytes if risen_bytes is None else risen_bytes,
+        effect_known=counted if risen_bytes is None else "measured",
     )
+
+
+def _risen_bytes(evidence: Evidence, kept: Kept) -> int | None:
+    """What memory in use rose by over the steps, where that is the doing of this variable."""
+    growth, seen = evidence.growth, evidence.seen
+    if growth is None or not growth.is_steady or seen is None:
+        return None
+    if [one for one in seen.kept if _grows(one)] != [kept]:
+        return None
+    risen_bytes = growth.likely_bytes * evidence.num_steps
+    return risen_bytes if risen_bytes <= _MOST_TIMES_COUNTED * kept.num_bytes else None
+
+
+def _grows(kept: Kept) -> bool:
+    """Whether a variable gets more with the steps: items, or a graph that reaches further back."""
+    return kept.has_grown or kept.num_steps_back > 1
 
 
 def growth_facts(evidence: Evidence) -> list[Fact]:
