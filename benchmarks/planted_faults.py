@@ -104,7 +104,7 @@ def places(name: str, source: str) -> set[str]:
 
 
 def saving(faulty: Path, fixed: Path, num_calls: int) -> int | None:
-    """Measure by how much the peak is lower, without a limit, until the call of the model in which memory ran out ended.
+    """Measure by how much the peak is lower, without a limit, to the end of the call in which memory ran out.
 
     Both scripts end where the model would be called once more: what an evaluation or a loader would have taken later
     on is in neither.

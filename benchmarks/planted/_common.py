@@ -122,7 +122,7 @@ def run(main, room_mib):
     torch.manual_seed(0)
     told = plimsoll.explained()
     _warm_up()
-    calls = Calls(int(os.environ.get("PLANTED_CALLS", -1)))
+    calls = Calls(int(os.environ.get("PLANTED_CALLS", "-1")))
     room_mib = int(os.environ.get("PLANTED_MIB", room_mib))
     children = PeakOfChildren() if room_mib == 0 else None
     if room_mib:
