@@ -23,7 +23,10 @@ def lint(  # noqa: PLR0917 -- typer's
     ignore: Annotated[list[str] | None, typer.Option("--ignore", help="Not this rule; may be repeated.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON record in place of lines.")] = False,
 ) -> None:
-    """Find mistakes in training code that cost memory. Ends with 1 if there are some, else with 0.
+    """Find mistakes in training code that cost memory.
+
+    Ends with 0 where there are none, with 1 where there are some, and with 2 where a file that was named cannot be read
+    as Python.
 
     A comment `# plimsoll: ignore` behind a line leaves it out, with a rule in square brackets only that one. Every rule
     has a page in docs/rules.
@@ -48,6 +51,9 @@ def lint(  # noqa: PLR0917 -- typer's
             show(text)
         for one in found.unread if as_json or format != "text" else ():
             print(f"{one.file}: not checked: {one.reason}", file=sys.stderr)
+    named = {str(path) for path in paths}
+    if any(one.file in named for one in found.unread):
+        raise typer.Exit(2)
     if found.findings:
         raise typer.Exit(1)
 

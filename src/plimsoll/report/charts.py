@@ -74,6 +74,8 @@ def memory_chart(record: RunRecord) -> Chart:
         figure, f"used, {timeline.source}", _scaled(thinned(used), scale), "var(--accent)", fill="var(--accent-soft)"
     )
     add_line(figure, "peak of each step", _scaled(thinned(peaks), scale), "var(--second)")
+    highest = max(used + peaks, key=lambda point: point[1])
+    _marks(figure, "highest", _scaled([highest], scale), colour="var(--second)", symbol="diamond")
     ooms: Points = [(event.time_seconds, top_bytes) for event in record.oom_events]
     _marks(figure, "out of memory", _scaled(ooms, scale), colour="var(--warning)", symbol="triangle-down")
     deaths: Points = [(death.time_seconds, top_bytes) for death in record.deaths]
@@ -84,8 +86,14 @@ def memory_chart(record: RunRecord) -> Chart:
         limit_line(figure, record.limit_bytes / unit_bytes, budget)
     samples = f"sampled {len(used):,} times" if used else "known only as the peak of each step"
     what = f"{used_name(record.device).capitalize()}, {timeline.source}, {samples}"
-    caption = f"{what}. Highest {format_bytes(record.peak_bytes)}, {budget}."
+    caption = f"{what}. Highest {format_bytes(record.peak_bytes)}{_in_step(record)}, {budget}."
     return Chart("memory", title, caption, figure.to_plotly_json())
+
+
+def _in_step(record: RunRecord) -> str:
+    """Say which step took the most; nothing where it was one that did not end."""
+    steps = [line.step for line in finished_steps(record) if line.peak_bytes == record.peak_bytes]
+    return f" in step {steps[0]:,}" if steps else ""
 
 
 def micro_batch_chart(record: RunRecord) -> Chart:
@@ -203,7 +211,7 @@ def add_line(
 
 
 def _marks(figure: go.Figure, name: str, points: Points, *, colour: str, symbol: str) -> None:
-    """Add marks, if there are any; they go along the upper edge: the moment is known, a height would be invented."""
+    """Add marks, if there are any; those without a height of their own go along the upper edge."""
     if not points:
         return
     figure.add_scatter(

@@ -52,6 +52,18 @@ def test_what_was_not_checked_is_said_beside_the_list(bad):
     assert "torn.py: not checked: line 2" in answer.stderr
 
 
+@pytest.mark.parametrize("format", ["text", "json", "sarif", "github"])
+def test_a_file_that_was_named_and_is_not_python_is_bad_input(bad, format):
+    torn = bad.parent / "torn.py"
+    torn.write_text("import torch\ndef f(:\n")
+    answer = lint(bad, torn, "--format", format)
+    assert answer.exit_code == 2
+    assert "torn.py: not checked: line 2" in answer.stdout + answer.stderr
+    assert lint(bad.parent).exit_code == 1  # in a folder it may be a template
+    bad.unlink()
+    assert lint(bad.parent).exit_code == 0
+
+
 def test_rules_are_left_out_or_chosen(bad):
     assert lint(bad, "--ignore", RULE).exit_code == 0
     assert lint(bad, "--select", "loss_graph_kept").exit_code == 0

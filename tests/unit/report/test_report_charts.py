@@ -45,6 +45,7 @@ def test_memory_is_drawn_in_the_unit_of_the_peak_under_a_labelled_line():
     drawn = lines(chart)
     assert drawn["used, measured"] == ([0, 1, 3, 5, 9, 11], [200, 600, 768, 500, 520, 510])
     assert drawn["peak of each step"] == ([2, 4, 6, 9, 11], [610, 620, 630, 630, 640])
+    assert drawn["highest"] == ([3], [768])
     assert drawn["out of memory"][0] == [3]
     assert drawn["process killed"][0] == [6.5]
     layout = chart.figure["layout"]
@@ -56,11 +57,11 @@ def test_memory_is_drawn_in_the_unit_of_the_peak_under_a_labelled_line():
 
 def test_memory_known_only_per_step_and_without_a_budget():
     chart = charts.memory_chart(empty_run(steps=(step_line(1),), plan=Plan(budget=Budget(), rungs=()), device=gpu()))
-    assert lines(chart) == {"peak of each step": ([2], [610])}
+    assert lines(chart) == {"peak of each step": ([2], [610]), "highest": ([2], [610])}
     assert "shapes" not in chart.figure["layout"]
     assert (
         chart.caption
-        == "Allocated memory, measured, known only as the peak of each step. Highest 610.0 MiB, no budget."
+        == "Allocated memory, measured, known only as the peak of each step. Highest 610.0 MiB in step 1, no budget."
     )
 
 
