@@ -25,7 +25,8 @@ NOT_OOM = "jvm/other_not_oom"
 """The kind of a text that tells of no memory that ran out."""
 
 _MOST_CHARACTERS = 4000
-_SIZE = r"(\d+(?:\.\d+)?) ?([KMGTPE]i?B|[Bb]ytes?)\b"
+# Not from the middle of a number: a run of n digits would otherwise be gone through n times.
+_SIZE = r"(?<![\d.])(\d+(?:\.\d+)?) ?([KMGTPE]i?B|[Bb]ytes?)\b"
 
 _KINDS = {
     "cuda-async": "cuda_mallocasync",

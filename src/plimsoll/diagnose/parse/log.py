@@ -4,7 +4,7 @@ A message begins at the line whose text `plimsoll.device.texts` knows and has up
 another message with its numbers begins. The same message at the same place, as several ranks print it, is one event
 that happened several times. A line counts up to 64 KiB and the rest of it as further lines; of distinct events the
 first 1,000 are kept, and always the last. Escape sequences of terminals, carriage returns of progress bars, Windows'
-line ends and UTF-16 are read.
+line ends and UTF-16 are read, what gzip packed, also where the end is missing, and lines of JSON whose message is text.
 
 The user's line is the last one of the Python traceback above a message that is not in an installed package or in
 Python's library. Does NOT read tracebacks of notebooks and of other languages.
@@ -12,10 +12,14 @@ Python's library. Does NOT read tracebacks of notebooks and of other languages.
 
 from __future__ import annotations
 
+import gzip
 import io
+import json
 import re
+import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO, cast
 
@@ -28,6 +32,10 @@ _MOST_CHARACTERS_ABOVE = 2000
 _MOST_EVENTS = 1000
 _MOST_CHARACTERS_OF_LINE = 1 << 16
 _LINES_PER_REPORT = 1 << 16
+_BUFFER_BYTES = 1 << 16
+_GZIP = b"\x1f\x8b"
+# Where a record has what was printed: Docker's json-file driver, then what loggers of several kinds call it.
+_MESSAGES = ("log", "message", "msg", "text", "event")
 
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 # Every text of `plimsoll.device.texts` has one of these, in some case: most lines of a log are done with here.
@@ -181,26 +189,52 @@ def _has_hint(line: str) -> bool:
 
 
 def _lines(file: BinaryIO) -> Iterator[str]:
-    head = file.read(4)
-    encoding = "utf-16" if head[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig"
-    text = io.TextIOWrapper(
-        io.BufferedReader(cast(Any, _Rest(head, file)), 1 << 16), encoding=encoding, errors="replace", newline=None
-    )
+    stream = _opened(file)
+    head = stream.peek(2)[:2]
+    encoding = "utf-16" if head in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig"
+    text = io.TextIOWrapper(stream, encoding=encoding, errors="replace", newline=None)
     while line := text.readline(_MOST_CHARACTERS_OF_LINE):
-        yield _ESCAPES.sub("", line.rstrip("\n")) if "\x1b" in line else line.rstrip("\n")
+        for one in _of_record(line) if line.startswith("{") else (line,):
+            yield _ESCAPES.sub("", one.rstrip("\n")) if "\x1b" in one else one.rstrip("\n")
 
 
-class _Rest(io.RawIOBase):
-    """A stream with the bytes in front that were read from it."""
+def _opened(file: BinaryIO) -> io.BufferedReader:
+    """The stream from its beginning, unpacked where gzip packed it."""
+    stream = io.BufferedReader(cast(Any, _Raw(file.read)), _BUFFER_BYTES)
+    if stream.peek(2)[:2] != _GZIP:
+        return stream
+    return io.BufferedReader(cast(Any, _Unpacked(gzip.GzipFile(fileobj=stream).read1)), _BUFFER_BYTES)
 
-    def __init__(self, head: bytes, file: BinaryIO) -> None:
-        self._head, self._file = head, file
+
+def _of_record(line: str) -> list[str]:
+    """The lines that a line of JSON logs, as the drivers of containers and structured loggers write them."""
+    with suppress(ValueError, RecursionError):
+        record = json.loads(line)
+        for name in _MESSAGES:
+            if isinstance(record, dict) and isinstance(record.get(name), str):
+                return str(record[name]).splitlines() or [""]
+    return [line]
+
+
+class _Raw(io.RawIOBase):
+    """What a buffer reads from, of which the caller keeps and closes the file."""
+
+    def __init__(self, read: Callable[[int], bytes]) -> None:
+        self._read = read
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
-        data = self._head or self._file.read(len(buffer))
-        taken, self._head = data[: len(buffer)], b""
-        buffer[: len(taken)] = taken
-        return len(taken)
+        data = self._read(len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
+
+
+class _Unpacked(_Raw):
+    """A packed stream, as far as it goes: the log of a process that was killed ends in the middle."""
+
+    def readinto(self, buffer: Any) -> int:
+        with suppress(EOFError, OSError, zlib.error):
+            return super().readinto(buffer)
+        return 0

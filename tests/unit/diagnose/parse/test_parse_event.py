@@ -1,12 +1,13 @@
 """Messages of every form, with their numbers by hand."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from oom_texts import NEW, TEXTS
-from plimsoll.diagnose.parse.event import NOT_OOM, event_of, has_numbers
+from plimsoll.diagnose.parse.event import _SIZE, NOT_OOM, event_of, has_numbers
 
 LABELS = Path(__file__).parents[5] / "shared" / "data" / "oom_texts" / "labels.jsonl"
 
@@ -57,3 +58,10 @@ def test_the_labelled_texts():
     print(f"{len(labels)} texts, {len(wrong)} wrong fields, {num_likely} causes as labelled")
     assert wrong == []
     assert num_likely >= 0.95 * len(labels)
+
+
+def test_a_size_begins_where_its_number_begins():
+    pattern = re.compile(_SIZE)
+    assert pattern.search("1" * 50 + " GiB").start() == 0
+    assert pattern.search("1.2.3 GiB") is None
+    assert event_of("CUDA out of memory. Tried to allocate 12.50 GiB").tried_to_allocate == 25 << 29

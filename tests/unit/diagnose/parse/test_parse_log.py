@@ -1,6 +1,8 @@
 """Logs: where a message begins and ends, whose line it was, what is repeated, and that nothing breaks the reader."""
 
+import gzip
 import io
+import json
 import random
 
 import pytest
@@ -160,3 +162,31 @@ def test_the_line_is_found_behind_what_gathers_logs(prefix):
     ]
     event = read_log(io.BytesIO("\n".join(prefix + line for line in lines).encode())).last
     assert (event.place, event.code, event.tried_to_allocate) == ("/srv/u/train.py:12", "loss = model(x)", 2 << 30)
+
+
+def test_what_gzip_packed_is_read_as_far_as_it_goes():
+    text = (TRACEBACK + OOM.format("20.00", 0)).encode()
+    whole = gzip.compress(text + random.Random(0).randbytes(1 << 16))
+    assert log_of(gzip.compress(text)).last == log_of(text).last
+    assert log_of(whole[: len(whole) // 2]).last == log_of(text).last
+    assert log_of(gzip.compress(text) + b"no gzip").last == log_of(text).last
+    assert log_of(b"\x1f\x8b" + text).last is None
+
+
+def test_lines_of_json_are_the_lines_they_log():
+    text = TRACEBACK + OOM.format("20.00", 0)
+    docker = "".join(
+        json.dumps({"log": line + "\n", "stream": "stderr", "time": "2026-11-24T07:00:00.1Z"}) + "\n"
+        for line in text.splitlines()
+    )
+    whole = json.dumps({"level": "error", "message": text, "ts": 1.5}) + "\n"
+    cri = "".join(f"2026-11-24T07:00:00.123456789Z stderr F {line}\n" for line in text.splitlines())
+    for one in (docker, whole, cri):
+        assert log_of(one).last == log_of(text).last
+
+
+@pytest.mark.parametrize("line", ['{"log": 1}', "{", "{}", "[1]", '{"message": ""}', '{"a":' * 30_000, "{'log': 'x'}"])
+def test_what_is_no_record_is_a_line_like_any_other(line):
+    log = log_of(line + "\n" + OOM.format("20.00", 0))
+    assert log.last.tried_to_allocate == 20 * MIB
+    assert log.num_lines >= 2
