@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import io
+import shutil
 import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
@@ -13,6 +18,7 @@ if TYPE_CHECKING:
 
 _STANDARD_INPUT = Path("-")
 _LARGE_BYTES = 32 << 20  # read in about a second
+_HEAD_BYTES = 1 << 12
 
 
 def explain(  # noqa: PLR0917 -- typer calls it by name
@@ -55,6 +61,7 @@ def explain(  # noqa: PLR0917 -- typer calls it by name
       python train.py 2>&1 | plimsoll explain
       plimsoll explain runs/a --json
       plimsoll explain watch.jsonl
+      zcat snapshot.pickle.gz | plimsoll explain
     """
     from plimsoll.cli.answer import answering, limit_bytes_of
     from plimsoll.cli.output import show
@@ -129,7 +136,9 @@ def _diagnosis(source: Path, device: str | None, limit_bytes: int | None, quiet:
     if source == _STANDARD_INPUT:
         if sys.stdin.isatty():
             raise InputError(f"{source} reads standard input, which is a terminal here: give a run directory or a file")
-        return diagnosis_of_text(sys.stdin.buffer, "standard input")
+        stream = cast(io.BufferedReader, sys.stdin.buffer)
+        with _spooled(stream) as path:
+            return diagnosis_of_text(stream, "standard input") if path is None else diagnose(path)
     is_long = source.is_file() and source.stat().st_size > _LARGE_BYTES
     if is_long and not is_recording(source) and not is_snapshot(source):
         num_bytes = source.stat().st_size
@@ -137,6 +146,23 @@ def _diagnosis(source: Path, device: str | None, limit_bytes: int | None, quiet:
             return diagnosis_of_text(file, source.name, lambda done: report("reading", min(done, num_bytes), num_bytes))
     with spinner(quiet) as progress:
         return diagnose(source, device=device, budget=limit_bytes, progress=progress)
+
+
+@contextmanager
+def _spooled(stream: io.BufferedReader) -> Iterator[Path | None]:
+    """What is piped as a file for a while, where it must be gone through more than once; ``None`` of a text."""
+    from plimsoll.diagnose.snapshot.read import is_snapshot
+    from plimsoll.records.watch import is_recording
+
+    with tempfile.TemporaryDirectory(prefix="plimsoll-") as folder:
+        path = Path(folder) / "standard input"
+        path.write_bytes(stream.peek(_HEAD_BYTES))
+        if not (is_snapshot(path) or is_recording(path)):
+            yield None
+            return
+        with path.open("wb") as file:
+            shutil.copyfileobj(stream, file)
+        yield path
 
 
 def _chosen(diagnosis: Diagnosis, number: int | None) -> Remedy:

@@ -1,14 +1,17 @@
 """`plimsoll explain`, on directories of runs written by hand."""
 
+import gzip
 import json
 import re
 
 import pytest
 
+import watch_records
 from evidence_records import MIB, empty_run, lines, step_line
 from peak_evidence import tried
 from plimsoll.cli.explain import _chosen
 from plimsoll.errors import InputError
+from plimsoll.records import watch
 from plimsoll.records.diagnosis import Diagnosis
 from plimsoll.records.run import RunHead
 from plimsoll.run.directory import RunDirectory
@@ -71,6 +74,28 @@ def test_a_snapshot_is_explained_whatever_its_size(call, refused, tmp_path, monk
     assert call("explain", path).out == small.out
     path.write_bytes(b"\x80\x02cos\nsystem\n.")
     assert "GLOBAL is none that a memory snapshot needs" in refused("explain", path)
+
+
+@pytest.mark.parametrize("packed", [bytes, gzip.compress], ids=["plain", "packed"])
+def test_a_snapshot_is_explained_from_a_pipe(call, tmp_path, monkeypatch, packed):
+    path = write(tmp_path / "standard input", training(5, leak=3 * MIB).as_dict())
+    told = call("explain", path).out
+    (tmp_path / "piped").write_bytes(packed(path.read_bytes()))
+    with (tmp_path / "piped").open() as file:
+        monkeypatch.setattr("sys.stdin", file)
+        assert call("explain").out == told
+
+
+def test_the_recording_of_a_watch_is_explained_from_a_pipe(call, tmp_path, monkeypatch):
+    path, record = tmp_path / "standard input", watch_records.killed()
+    watch.begin(path, record.model_copy(update={"samples": (), "end": None}))
+    for entry in (*record.samples, record.end):
+        watch.append(path, entry)
+    told = call("explain", path).out
+    assert "killed" in told
+    with path.open() as file:
+        monkeypatch.setattr("sys.stdin", file)
+        assert call("explain", "-").out == told
 
 
 def test_a_log_is_explained_from_a_file_and_from_a_pipe(call, tmp_path, monkeypatch):
