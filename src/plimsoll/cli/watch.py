@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -66,8 +67,8 @@ def watch(  # noqa: PLR0917 -- typer calls it by name
         if as_json:
             show(head.model_copy(update={"samples": tuple(seen.samples), "end": end}).to_json())
     print(f"{head.subject}: {end.text}", file=sys.stderr)
-    if seen.is_interrupted:
-        raise typer.Exit(128 + signal.SIGINT)
+    if seen.interrupted_by is not None:
+        raise typer.Exit(128 + seen.interrupted_by)
     if seen.has_warned or end.how == "out_of_memory":
         raise typer.Exit(1)
 
@@ -79,7 +80,7 @@ class _Seen:
     keeps_samples: bool
     samples: list[WatchSample] = field(default_factory=list)
     has_warned: bool = False
-    is_interrupted: bool = False
+    interrupted_by: int | None = None
 
     def note(self, sample: WatchSample) -> None:
         self.has_warned |= bool(sample.warnings)
@@ -88,21 +89,29 @@ class _Seen:
 
     @contextmanager
     def until_interrupted(self) -> Iterator[None]:
-        """Let Ctrl-C end the block, and nothing else."""
+        """Let Ctrl-C and SIGTERM end the block, and nothing else."""
+
+        def stop(number: int, _: FrameType | None) -> None:
+            self.interrupted_by = number
+            raise KeyboardInterrupt
+
+        before = signal.signal(signal.SIGTERM, stop)
         try:
             yield
         except KeyboardInterrupt:
-            self.is_interrupted = True
+            self.interrupted_by = self.interrupted_by or signal.SIGINT
+        finally:
+            signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Have Ctrl-C wait for the end of the block."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    """Have Ctrl-C and SIGTERM wait for the end of the block."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
 
 
 @contextmanager

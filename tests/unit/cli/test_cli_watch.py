@@ -81,14 +81,15 @@ def _start(*words, **options):
     return subprocess.Popen(command, env=environment(), stderr=-1, text=True, process_group=0, **options)
 
 
-def test_ctrl_c_prints_what_was_seen_and_ends_the_recording(watched, tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_being_stopped_prints_what_was_seen_and_ends_the_recording(watched, tmp_path, number):
     file = tmp_path / "watch.jsonl"
     process = _start("--pid", watched.pid, "--record", file, "--json", stdout=-1)
     while not file.exists() or file.read_bytes().count(b"\n") < 3:
         assert process.poll() is None
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     output, errors = process.communicate(timeout=LONGEST_SECONDS)
-    assert process.returncode == 130
+    assert process.returncode == 128 + number
     record = WatchRecord.from_json(output)
     assert len(record.samples) >= 2
     assert record == WatchRecord.read(file)
