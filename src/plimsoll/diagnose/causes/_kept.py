@@ -54,7 +54,7 @@ def finding_of_kept(
 def _risen_bytes(evidence: Evidence, kept: Kept) -> int | None:
     """What memory in use rose by over the steps, where that is the doing of this variable."""
     growth, seen = evidence.growth, evidence.seen
-    if growth is None or not growth.is_steady or seen is None:
+    if growth is None or not growth.is_steady or seen is None or seen.is_evaluating:  # an evaluation has no steps
         return None
     if [one for one in seen.kept if _grows(one)] != [kept]:
         return None

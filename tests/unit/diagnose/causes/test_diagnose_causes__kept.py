@@ -67,5 +67,7 @@ def test_where_others_grow_or_memory_rises_by_far_more_or_unevenly_it_is_what_wa
     assert effect(risen(5, one, kept("other", tensor_bytes=40 * MIB))) == (50, "counted")
     assert effect(risen(5, one, kept("fixed", tensor_bytes=40 * MIB, num_items_before=40))) == (100, "measured")
     assert effect(live(one)) == (50, "counted")
+    evaluating = live(one, num_steps=20, is_evaluating=True)
+    assert effect(replace(evaluating, used_bytes=risen(5, one).used_bytes)) == (50, "counted")
     jump = tuple((step, (500 + 100 * (step > 10)) * MIB) for step in range(1, 21))
     assert effect(replace(live(one, num_steps=20), used_bytes=jump)) == (50, "counted")
