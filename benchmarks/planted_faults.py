@@ -6,8 +6,9 @@ finding's cause and line are compared; then the line is replaced by CODE, which 
 the script must end. ``# ALSO NAME`` marks a line that the fault NAME may be found at as well: the operation that makes
 the tensors.
 
-The measured saving is the difference of the peaks of both scripts without a limit, over as many steps as the first one
-did when it ran out; the predicted one is the finding's. Only those that the finding gives a number for are compared.
+The measured saving is the difference of the peaks of both scripts without a limit, both ended after the call of the
+model in which memory ran out; the predicted one is the finding's. Only those that the finding gives a number for are
+compared.
 
     python benchmarks/planted_faults.py [NAME...] [--savings]
 """
