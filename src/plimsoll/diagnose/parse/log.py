@@ -52,7 +52,7 @@ _TALK = re.compile(
 )
 _ERROR = re.compile(
     r"^\W*(?:[\w.]*(?:Error|Exception)\b|(?:CUDA|HIP|NCCL|cuDNN|CUDNN) error|Allocation on device|terminate called|"
-    r"what\(\)|Killed)|slurmstepd: |Killed process|oom-kill:c\w+="
+    r"what\(\)|Killed)|slurmstepd: |Killed process|oom-kill:c\w+=|\bERROR\b.{0,80}\] \w*(?:Error|Exception): "
 )
 # What those print in front of a line who gather logs: a rank, a time, the stream.
 _PREFIX = re.compile(

@@ -191,3 +191,10 @@ def test_what_is_no_record_is_a_line_like_any_other(line):
     log = log_of(line + "\n" + OOM.format("20.00", 0))
     assert log.last.tried_to_allocate == 20 * MIB
     assert log.num_lines >= 2
+
+
+def test_an_error_behind_the_head_of_a_logger_is_no_talk():
+    head = "(Worker rank=1 pid=7) ERROR 07-19 20:22:09 [executor.py:546] "
+    text = "RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
+    assert log_of(head + text).last.kind == "cublas_alloc"
+    assert log_of(head + "no CUDA out of memory when the batch is small").last is None
