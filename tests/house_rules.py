@@ -21,7 +21,7 @@ from pathlib import PurePosixPath
 LAYERS = (
     {"errors", "shown"},
     {"records"},
-    {"identity", "store", "forked", "outside"},
+    {"identity", "store", "forked", "outside", "ranks"},
     {"mapped"},
     {"device", "data", "embeddings", "weights", "workload", "optimizers", "report"},
     {"models"},

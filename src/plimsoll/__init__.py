@@ -29,12 +29,12 @@ if TYPE_CHECKING:
     from plimsoll.records.run import RunRecord as RunRecord
     from plimsoll.report.render import render as render
     from plimsoll.run.forecast import predict_job as predict_job
+    from plimsoll.run.outcome import StepResult as StepResult
     from plimsoll.run.plan import plan_job as plan_job
     from plimsoll.run.plan import plan_step as plan_step
     from plimsoll.run.predict import predict as predict
     from plimsoll.run.predict import predict_function as predict_function
     from plimsoll.run.rows import rows_by_length as rows_by_length
-    from plimsoll.run.step import StepResult as StepResult
     from plimsoll.run.step import TrainStep as TrainStep
 
 _HOMES = {
@@ -43,7 +43,7 @@ _HOMES = {
     "Loaded": ("plimsoll.models.loading", "Loaded"),
     "OomEvent": ("plimsoll.records.run", "OomEvent"),
     "RunRecord": ("plimsoll.records.run", "RunRecord"),
-    "StepResult": ("plimsoll.run.step", "StepResult"),
+    "StepResult": ("plimsoll.run.outcome", "StepResult"),
     "Plan": ("plimsoll.records.plan", "Plan"),
     "Prediction": ("plimsoll.records.prediction", "Prediction"),
     "TrainStep": ("plimsoll.run.step", "TrainStep"),

@@ -49,7 +49,7 @@ _UNSHUFFLED = {"as_is", "streams"}
 _FOUND_SHARE = 0.5  # of the tokens of a text; with fewer, a job is told what would find more
 _SAID_BY_THE_KEY = {"train", "validation", "workers", *(field.name for field in fields(Reading))}
 # What changes nothing of what is learned.
-_NOT_LEARNED = {"budget", "checkpoint", "steps", "evaluate_every", "device", "pin"}
+_NOT_LEARNED = {"budget", "checkpoint", "steps", "evaluate_every", "device", "pin", "ranks"}
 _COUNTED_TOKENS = 1 << 20  # at a time
 _LONGEST_ENTRY = 100  # characters of a fingerprint's entry
 

@@ -15,6 +15,7 @@
     |-- OutOfMemoryError (MemoryError)     3   no fallback held; the step was undone
     |   |-- WornProcessError              76   an OOM with every fallback, under a supervisor that starts a new process
     |   `-- TornStepError                 75   an OOM inside optimizer.step(), to be undone by a reload (3 without one)
+    |-- RankLostError                     77   another rank ended or does not answer; all begin again, or --resume
     |-- KilledError                      137   (139 for SIGSEGV) the training died of a signal, and not surely of memory
     `-- Interrupted                      130   (143 for SIGTERM) the step was finished and saved, if there was one
 
@@ -88,6 +89,12 @@ class WornProcessError(OutOfMemoryError):
     """No rung has room in a process whose heap earlier ones have left full of holes: a new one begins without."""
 
     exit_code = 76  # to the supervisor, which starts a new one; users see 3
+
+
+class RankLostError(PlimsollError):
+    """Another of the processes that train together ended, or does not answer; the checkpoints are intact."""
+
+    exit_code = 77  # to the supervisor, which starts all of them again
 
 
 class KilledError(PlimsollError):

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from plimsoll.errors import InputError
 from plimsoll.mapped import MappedPool
+from plimsoll.ranks import Ranks
 from plimsoll.records.job import OptimizerChoice
 
 LossFunction = Callable[[nn.Module, Any], Tensor]
@@ -48,7 +49,8 @@ class Workload:
     in one pass, without the padding they do not need, the tokens of a full sample that passes of so many samples were
     planned with (``None``: those of each batch), what is called after each step that happened, and what copies a
     tensor to where the device's memory is not used (``None``: no parameter is updated before backward has ended).
-    ``files`` is what the parameters were made in, where that was not memory.
+    ``files`` is what the parameters were made in, where that was not memory; ``ranks`` are the processes that train the
+    same model on other parts of each batch.
     """
 
     model: nn.Module
@@ -65,6 +67,7 @@ class Workload:
     copy_outside: Callable[[Tensor], Tensor] | None = None
     files: MappedPool | None = None
     after_step: tuple[Callable[[], None], ...] = ()
+    ranks: Ranks = field(default_factory=Ranks)
 
 
 def count_units(batch: Any, units: Units) -> int:

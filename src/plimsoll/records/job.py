@@ -202,6 +202,7 @@ class Job(Record):
     allow: Annotated[tuple[Allowed, ...], BeforeValidator(_listed)] = ()
     pin: Annotated[tuple[PinText, ...], BeforeValidator(_listed)] = ()
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    ranks: int = Field(default=1, ge=1)
     budget: Budget = Budget()
     checkpoint: CheckpointPolicy = CheckpointPolicy()
     evaluate_every: int | None = Field(default=None, ge=1)
@@ -257,17 +258,16 @@ class Job(Record):
                 "none before they are read: give batch_size, or tokenize once"
             )
         if self.batch_tokens is not None:
-            num_samples = self.batch_tokens // self.sequence_length
-            if data.order != "by_length" or not num_samples:
+            number = self.batch_tokens // self.sequence_length
+            if data.order != "by_length" or not number:
                 raise ValueError(
                     f"batch_tokens {self.batch_tokens} needs data.order: by_length, and at least sequence_length = "
                     f"{self.sequence_length} tokens: set both, or give batch_size"
                 )
-            if self.batch_size != num_samples:
+            if self.batch_size != number:
                 raise ValueError(
-                    f"batch_tokens {self.batch_tokens} are {num_samples} samples of sequence_length = "
-                    f"{self.sequence_length}, and more of shorter ones, not batch_size {self.batch_size}: give one of "
-                    f"them"
+                    f"batch_tokens {self.batch_tokens} are {number} samples of sequence_length = {self.sequence_length}"
+                    f", and more of shorter ones, not batch_size {self.batch_size}: give one of them"
                 )
         return self
 
@@ -289,7 +289,9 @@ class Job(Record):
         return self
 
     @model_validator(mode="after")
-    def _agrees_with_a_teacher(self) -> Job:
+    def _agrees_with_a_teacher_and_ranks(self) -> Job:
+        if self.ranks > self.batch_size:
+            raise ValueError(f"ranks {self.ranks} cannot share a batch_size of {self.batch_size}: give fewer, or more")
         data, distill = self.data, self.distill
         fault = distill and distill.fault(data.order, "augment" if data.augment else "on_the_fly" * data.on_the_fly)
         if fault:

@@ -26,7 +26,8 @@ class OomEvent(Frozen):
     """An out-of-memory error: what was running, what was asked for, and what was done about it.
 
     ``step`` is the step that was running, counted from 1; in an evaluation or a checkpoint the step before it. Rungs
-    are those of the plan, counted from 0; an evaluation has none.
+    are those of the plan, counted from 0; an evaluation has none. ``rank`` is the first rank on which memory ran out,
+    where several train together, and ``num_other_ranks`` on how many more it did.
     """
 
     event: Literal["oom"] = "oom"
@@ -45,6 +46,8 @@ class OomEvent(Frozen):
     action: str = ""
     survived: bool = True
     raw_text: str = ""
+    rank: int | None = None
+    num_other_ranks: int = 0
 
     @property
     def shortage(self) -> str:

@@ -21,6 +21,7 @@ from typing import TypeVar
 from plimsoll.device.base import Backend
 from plimsoll.device.texts import requested_bytes
 from plimsoll.errors import OutOfMemoryError, PlimsollError
+from plimsoll.ranks import PeerOutOfMemory
 from plimsoll.records.run import PHASES_OF_A_STEP, OomEvent, Phase
 
 T = TypeVar("T")
@@ -49,13 +50,19 @@ def attempt(work: Callable[[], T], backend: Backend, position: Position) -> T | 
     try:
         return work()
     except BaseException as error:
-        family = None if isinstance(error, PlimsollError) else backend.oom_family(error)
+        family = _family(error, backend)
         if family is None:
             raise
         event = _event(error, family, backend, position)
         # A debugger or a reference cycle may keep the exception alive; what its frames held must go all the same.
         traceback.clear_frames(error.__traceback__)
     return event
+
+
+def _family(error: BaseException, backend: Backend) -> str | None:
+    if isinstance(error, PeerOutOfMemory):
+        return error.family
+    return None if isinstance(error, PlimsollError) else backend.oom_family(error)
 
 
 def fitting(work: Callable[[], T], backend: Backend, what: str) -> T:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,10 +10,14 @@ import torch
 from torch import nn
 
 from plimsoll.embeddings.host import HostEmbedding
-from plimsoll.errors import InputError
+from plimsoll.errors import DataError, InputError, NonFiniteLossError
 from plimsoll.outside import is_marked
+from plimsoll.ranks import Ranks
+from plimsoll.run.boundary import Position
+from plimsoll.run.pieces import Shape
+from plimsoll.techniques._whole import Reason
 from plimsoll.techniques.autocast import lstm_fault
-from plimsoll.workload import IGNORED_LABEL, model_loss
+from plimsoll.workload import IGNORED_LABEL, Workload, model_loss
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 UNITS = ("samples", "tokens", "next-tokens")
@@ -42,6 +47,52 @@ def refuse_unclear_labels(batch: Mapping[str, Any]) -> None:
         raise InputError(f"labels of shape {tuple(labels.shape)} are several for each sample: {_CHOOSE_UNITS}")
     if num_ignored := int((labels == IGNORED_LABEL).sum()):
         raise InputError(f"{num_ignored} of {len(labels)} labels are {IGNORED_LABEL}, ignored: {_CHOOSE_UNITS}")
+
+
+def refuse_no_target(shape: Shape, step: int) -> None:
+    """Refuse a batch in which nothing is to be learned.
+
+    Raises:
+        DataError: if it has no units.
+    """
+    if shape.num_units == 0:
+        raise DataError(
+            f"step {step}: none of the {shape.num_samples} samples has a target (every label is -100), so there is no "
+            "loss to average: remove such batches"
+        )
+
+
+def refuse_non_finite(what: str, value: float, workload: Workload, position: Position) -> None:
+    """Refuse to update with a loss or a gradient norm that is none.
+
+    Raises:
+        NonFiniteLossError: if it is NaN or infinite.
+    """
+    if math.isfinite(value):
+        return
+    raise NonFiniteLossError(
+        f"the {what} of step {position.step + 1} is {value}; the step was undone, so the model is as it was after step "
+        f"{position.step}: lower the learning rate (now {workload.optimizer.param_groups[0]['lr']:g}), set clip_norm, "
+        "or look at that batch"
+    )
+
+
+def refuse_recut(reason: Reason | None, micro_batch: int, shape: Shape, ranks: Ranks) -> None:
+    """Refuse to cut a batch that must stay whole, into micro-batches or over ranks.
+
+    Raises:
+        InputError: if there is a reason, and the batch is cut.
+    """
+    if reason is not None and not ranks.is_alone:
+        raise InputError(
+            f"{ranks.world_size} ranks would each have a part of the batch, but {reason.why}: train with one rank, or "
+            f"{reason.remedy}"
+        )
+    if reason is not None and micro_batch < shape.num_samples:
+        raise InputError(
+            f"a micro-batch of {micro_batch} would cut the batch of {shape.num_samples} samples, but {reason.why}: "
+            f"give micro_batch=None, or {reason.remedy}"
+        )
 
 
 def device_of(model: nn.Module) -> torch.device:

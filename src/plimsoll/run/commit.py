@@ -12,6 +12,8 @@ first piece, which is undone and nothing has happened, or not at all. A later fa
 the piece is undone and done again, in halves where it can be cut. If what cannot be cut fails twice, what was done
 cannot be taken back: `TornStepError` says so, and a checkpoint is the way back.
 
+Ranks that train together agree on the first piece before any keeps it, so that the same holds for all of them.
+
 Of an embedding table with a sparse gradient only the rows that the update changes are copied (`plimsoll.run.sparse`).
 Where an optimizer's states are outside the device, copies too large for the kept memory are made there as well.
 
@@ -38,10 +40,12 @@ from plimsoll.device.base import Backend
 from plimsoll.errors import TornStepError
 from plimsoll.optimizers import SeparableOptimizer, is_separable
 from plimsoll.outside import Copier, copier_of, is_marked, keeps_states_outside, outside_the_device
+from plimsoll.ranks import Ranks
 from plimsoll.records.run import OomEvent
 from plimsoll.run.boundary import Position, attempt
 from plimsoll.run.failpoints import failpoint
 from plimsoll.run.sparse import bytes_of, bytes_updated, changed_rows, has_no_states
+from plimsoll.run.together import agreed
 
 # A piece on the CPU stays in the cache between its copy and its update; on a GPU small pieces would cost launches.
 _PIECE_BYTES = {"cpu": 2 << 20, "cuda": 256 << 20}
@@ -233,10 +237,16 @@ class StepCommit:
         backend: the device's backend.
         position: where the run is, for the record of an error.
         piece_bytes: parameters per piece, in bytes; ``None`` for what suits the device.
+        ranks: who does the same step on the same gradients; as long as it can be undone here, it can be undone on all.
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, backend: Backend, position: Position, piece_bytes: int | None = None
+        self,
+        optimizer: torch.optim.Optimizer,
+        backend: Backend,
+        position: Position,
+        piece_bytes: int | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         self.optimizer = optimizer
         self.outcome: OomEvent | None = None
@@ -249,6 +259,8 @@ class StepCommit:
         self._made_for: object = None
         optimizer.register_load_state_dict_post_hook(lambda _: self.forget())
         self._piece_bytes = piece_bytes or _PIECE_BYTES[backend.kind]
+        self._ranks = ranks or Ranks()
+        self._is_undone_by_all = False
 
     def forget(self) -> None:
         """Let go of the scratch memory, and of the optimizer's states: views of them are kept from step to step."""
@@ -275,6 +287,7 @@ class StepCommit:
         while waiting:
             piece = waiting.pop()
             must_fit = nothing_happened and not keeps_states_outside(self.optimizer)
+            self._is_undone_by_all = nothing_happened
             others = [one for one in self._stateless(waiting) if _place_of(one) == piece.place] if must_fit else []
             with outside_the_device() if piece.place[1] else nullcontext():
                 event = self._do(piece, others)
@@ -313,6 +326,7 @@ class StepCommit:
         if event is None and others:
             states = self._blocks_of_states(others, self._state_bytes(piece) / max(piece.num_bytes, 1))
             event = attempt(lambda: _prove_room(states, piece.device), self._backend, self._position)
+        event = self._agreed(event)
         if event is not None:
             copy.restore()
             return event
@@ -333,9 +347,13 @@ class StepCommit:
         states = self._blocks_of_states(self._stateless([piece]) + others, _MOST_STATES)
         return attempt(lambda: _prove_room(temporaries + states, piece.device), self._backend, self._position)
 
+    def _agreed(self, event: OomEvent | None) -> OomEvent | None:
+        """The first piece is done on all ranks or on none; after that, what fails here is mended here."""
+        return agreed(event, self._position, self._ranks) if self._is_undone_by_all else event
+
     def _do_without_copy(self, piece: _Piece, others: list[nn.Parameter]) -> OomEvent | None:
         self._backend.release()
-        no_room = self._lacks_room(piece, others)
+        no_room = self._agreed(self._lacks_room(piece, others))
         if no_room is not None:
             return no_room
         event = attempt(lambda: self._step_on(piece), self._backend, self._position)

@@ -112,7 +112,8 @@ class EarlyUpdate:
 def early_update(workload: Workload, micro_batch: int, num_samples: int) -> EarlyUpdate | None:
     """Make what updates in the backward of a step, or ``None`` where it is not asked for or not possible."""
     needs_all = workload.clip_norm is not None or workload.precision == "fp16" or not is_separable(workload.optimizer)
-    if workload.copy_outside is None or micro_batch < num_samples or workload.cuts_by_length or needs_all:
+    is_cut = micro_batch < num_samples or workload.cuts_by_length or not workload.ranks.is_alone
+    if workload.copy_outside is None or is_cut or needs_all:
         return None
     return EarlyUpdate(workload.optimizer, workload.copy_outside, workload.device.type)
 

@@ -1,7 +1,8 @@
 """The mean loss over batches, without gradients, in as large pieces as fit.
 
 A batch that runs out of memory is evaluated again in smaller pieces; nothing else changes, so there is nothing to undo.
-``workload.evaluation_samples`` bounds the pieces.
+``workload.evaluation_samples`` bounds the pieces. Ranks that train together evaluate the same batches at the same time,
+and what does not fit on one of them is cut on all.
 
 It runs under ``torch.no_grad`` and not ``torch.inference_mode``, which saves no memory beyond it: what a module makes
 and keeps in the first forward (a mask, rotary positions) would be an inference tensor, and fail in the next training
@@ -24,10 +25,11 @@ import torch
 from plimsoll.device.base import Backend
 from plimsoll.errors import DataError, OutOfMemoryError
 from plimsoll.records.run import OomEvent
-from plimsoll.run.boundary import Position, attempt
+from plimsoll.run.boundary import Position
 from plimsoll.run.failpoints import failpoint
 from plimsoll.run.pieces import Shape, autocast, no_way_out, weighted_pieces
 from plimsoll.run.recover import Ladder, micro_batch_sizes
+from plimsoll.run.together import attempt_together, told_by_all
 from plimsoll.workload import Workload, move_batch
 
 
@@ -65,6 +67,7 @@ class Evaluator:
         self._position = position
         self._shape_of = shape_of
         self._grow_after = grow_after
+        self._ranks = workload.ranks
         self._ladder: Ladder | None = None
         self._first_samples: int | None = None
 
@@ -120,12 +123,15 @@ class Evaluator:
         while True:
             size = min(ladder.sizes[rung].samples, most)
             self._position.micro_batch = size
-            loss = attempt(partial(self._forward_only, batch, size, shape), self._backend, self._position)
+            loss = attempt_together(
+                partial(self._forward_only, batch, size, shape), self._backend, self._position, self._ranks
+            )
             num_elements = math.ceil(size * shape.elements_per_sample)
             if not isinstance(loss, OomEvent):
                 ladder.held(rung, num_elements)
                 return loss
             self._backend.release()
+            loss = told_by_all(loss, self._ranks)
             following = ladder.failed(rung, size, num_elements)
             if following is None:
                 raise OutOfMemoryError(no_way_out(loss, size, shape, whole=None))

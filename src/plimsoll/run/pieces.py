@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from plimsoll.ranks import Ranks
 from plimsoll.records.run import OomEvent
 from plimsoll.techniques._lengths import Group, elements_of_full_length, groups_by_length, trimmed
 from plimsoll.techniques._whole import Reason
@@ -34,6 +35,10 @@ class Shape(NamedTuple):
     elements_per_sample: float
 
 
+NOTHING = Shape(num_samples=0, num_units=0, elements_per_sample=0.0)
+"""The part of a rank that has no sample of a batch, because there are fewer than ranks."""
+
+
 class Piece(NamedTuple):
     """A micro-batch, its share of what the loss averages over, and which samples of the batch it has, in its order."""
 
@@ -52,34 +57,51 @@ def shape_of(batch: Any, workload: Workload) -> Shape:
     return Shape(num_samples, num_units, count_elements(batch) / num_samples)
 
 
-def weighted_pieces(batch: Any, micro_batch: int, shape: Shape, workload: Workload) -> Iterator[Piece]:
+def shape_of_all(shape: Shape, ranks: Ranks) -> tuple[Shape, int]:
+    """Return what decides on all ranks how the batch is cut, and the samples of all their parts together.
+
+    The units are those of all parts, and samples and elements those of the rank that has most.
+    """
+    if ranks.is_alone:
+        return shape, shape.num_samples
+    samples, units, elements = zip(*ranks.each(shape), strict=True)
+    return Shape(int(max(samples)), int(sum(units)), max(elements)), int(sum(samples))
+
+
+def weighted_pieces(
+    batch: Any, micro_batch: int, shape: Shape, workload: Workload, total_units: int | None = None
+) -> Iterator[Piece]:
     """Yield the micro-batches; one without a target, which has no mean loss, is left out.
+
+    Shares are of ``total_units``, by default those of this batch.
 
     A workload that is cut by length has samples of alike length together, without the padding that none of them needs
     and as many as have no more elements than ``micro_batch`` samples of full length, where the batch says how long they
     are.
     """
-    units = workload.units
+    units, num_units = workload.units, total_units or shape.num_units
+    if not shape.num_units:
+        return
     groups = groups_by_length(batch, micro_batch, workload.full_length) if workload.cuts_by_length else None
     if groups is not None:
-        yield from _weighted_groups(batch, groups, shape, units)
+        yield from _weighted_groups(batch, groups, shape, units, num_units)
         return
     if micro_batch >= shape.num_samples:
-        yield Piece(batch, 1.0, range(shape.num_samples))
+        yield Piece(batch, shape.num_units / num_units, range(shape.num_samples))
         return
     for start, piece in zip(range(0, shape.num_samples, micro_batch), split_batch(batch, micro_batch), strict=True):
-        share = count_units(piece, units) / shape.num_units
+        share = count_units(piece, units) / num_units
         if share:
             yield Piece(piece, share, range(start, min(start + micro_batch, shape.num_samples)))
 
 
-def _weighted_groups(batch: Any, groups: list[Group], shape: Shape, units: Units) -> Iterator[Piece]:
+def _weighted_groups(batch: Any, groups: list[Group], shape: Shape, units: Units, num_units: int) -> Iterator[Piece]:
     if len(groups) == 1:
-        yield Piece(trimmed(batch, groups[0][1]), 1.0, range(shape.num_samples))
+        yield Piece(trimmed(batch, groups[0][1]), shape.num_units / num_units, range(shape.num_samples))
         return
     for numbers, num_columns in groups:
         piece = pick_samples(batch, numbers)
-        share = count_units(piece, units) / shape.num_units
+        share = count_units(piece, units) / num_units
         if share:
             yield Piece(trimmed(piece, num_columns), share, numbers)
 

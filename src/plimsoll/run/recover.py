@@ -178,6 +178,14 @@ class Ladder:
         self._too_large_rung = state.get("too_large_rung")
 
 
+def action_of(samples: int, next_samples: int, techniques: str | None, *, is_same_rung: bool) -> str:
+    """Say what is done after memory ran out; ``techniques`` are those that are exchanged, if any are."""
+    action = f"micro-batch {samples} -> {next_samples}" if next_samples != samples else "same micro-batch"
+    if techniques is not None:
+        return f"{action} with {techniques}"
+    return f"{action} once more" if is_same_rung else action
+
+
 def _by_level(limits: list[int | None] | int | None) -> list[Any]:
     """The limits of a checkpoint, which had one for all before there were levels."""
     return limits if isinstance(limits, list) else [limits]

@@ -14,6 +14,9 @@ order. Another cut draws other dropout masks, as it does in plain PyTorch. Batch
 cut, so a model in which they are in use is not cut unless ``recut_batch_norm`` allows it; nor is, at all, one with an
 embedding that scales gradients by what is in a pass (``scale_grad_by_freq``).
 
+With several `Ranks` each gives its own part of the batch, and the step is the one of the whole batch: gradients are
+added up when all ranks have theirs, and memory that runs out on one of them undoes the step on all.
+
 Does NOT cover: losses that do not average over samples or tokens (contrastive losses over the batch), LBFGS and other
 optimizers that need a closure, gradients that exist before the step (they are dropped), and parameters that the model
 gets after the step was made: make a new one.
@@ -24,62 +27,49 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from plimsoll.device.base import Backend, backend_for
-from plimsoll.errors import DataError, InputError, NonFiniteLossError, OutOfMemoryError
+from plimsoll.errors import InputError, OutOfMemoryError
 from plimsoll.mapped import MappedPool
+from plimsoll.ranks import Ranks
 from plimsoll.records.plan import Choice
 from plimsoll.records.run import OomEvent
 from plimsoll.run.boundary import Position, attempt
-from plimsoll.run.checks import described, device_of, refuse, refuse_unclear_labels
+from plimsoll.run.checks import (
+    described,
+    device_of,
+    refuse,
+    refuse_no_target,
+    refuse_non_finite,
+    refuse_recut,
+    refuse_unclear_labels,
+)
 from plimsoll.run.commit import StepCommit
 from plimsoll.run.early import EarlyUpdate, early_update
 from plimsoll.run.evaluate import Evaluation, Evaluator
 from plimsoll.run.failpoints import failpoint
 from plimsoll.run.graphs import GraphWatch
-from plimsoll.run.pieces import Shape, autocast, no_way_out, shape_of, weighted_pieces
-from plimsoll.run.recover import Ladder, Size, micro_batch_sizes, state_after_death
+from plimsoll.run.outcome import Outcome, StepResult
+from plimsoll.run.pieces import NOTHING, Shape, autocast, no_way_out, shape_of, shape_of_all, weighted_pieces
+from plimsoll.run.recover import Ladder, Size, action_of, micro_batch_sizes, state_after_death
+from plimsoll.run.reduction import Reduction
 from plimsoll.run.rungs import Rungs
 from plimsoll.run.sparse import clippable
+from plimsoll.run.together import attempt_together, told_by_all
 from plimsoll.run.undo import Undo
 from plimsoll.techniques._whole import WholeBatch
 from plimsoll.workload import LossFunction, Precision, Units, Workload, model_loss, move_batch
 
+T = TypeVar("T")
+
 _SMALLEST_SCALE = 1.0  # fp16 steps are skipped while the scale falls; below this the loss itself is not finite
-
-
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """What one step did. ``loss`` is the mean over ``num_units``; ``updated`` is False if fp16 overflowed: skipped."""
-
-    step: int
-    loss: float
-    num_samples: int
-    num_units: int
-    micro_batch: int
-    rung: int
-    gradient_norm: float | None
-    learning_rate: float
-    step_seconds: float
-    updated: bool
-    oom_events: tuple[OomEvent, ...]
-
-
-class _Outcome(NamedTuple):
-    """What a step that happened found on its way."""
-
-    loss: float
-    gradient_norm: float | None
-    learning_rate: float
-    updated: bool
 
 
 class TrainStep:
@@ -106,6 +96,7 @@ class TrainStep:
         backend: stands in for the device's, in a rehearsal.
         position: where the step says what it does; of its own by default.
         files: what the model was made in, where that was not memory.
+        ranks: who trains the same model on the other parts of each batch; each has made the same step.
 
     Raises:
         InputError: if an argument cannot be used (see `plimsoll.run.checks`).
@@ -129,7 +120,9 @@ class TrainStep:
         backend: Backend | None = None,
         position: Position | None = None,
         files: MappedPool | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
+        self.ranks = ranks or Ranks()
         device = device_of(model)
         kind = backend.kind if backend else device.type
         refuse(model, optimizer, precision, micro_batch, loss=loss, units=units, kind=kind)
@@ -141,7 +134,7 @@ class TrainStep:
         self._units_are_assumed = units is None
         self._has_own_loss = loss is not model_loss
         self.workload = Workload(model, optimizer, loss, units or "samples", schedule, clip_norm, precision, device)
-        self.workload.full_length, self.workload.files = full_length, files
+        self.workload.full_length, self.workload.files, self.workload.ranks = full_length, files, self.ranks
         self.position = position or Position()
         self.backend: Backend = backend or backend_for(str(device))
         self.ladder: Ladder | None = None
@@ -153,7 +146,8 @@ class TrainStep:
         self._whole = WholeBatch(model, recut_batch_norm)
         self._parameters = list(model.parameters())  # walking the modules anew in every step would cost more
         self._undo = Undo(model, self.backend)
-        self._commit = StepCommit(optimizer, self.backend, self.position)
+        self._commit = StepCommit(optimizer, self.backend, self.position, ranks=self.ranks)
+        self._reduction = None if self.ranks.is_alone else Reduction(self.ranks, self._all_parameters())
         self._early: EarlyUpdate | None = None
         self.graphs = GraphWatch(self.workload, self.backend)
         self._evaluator = Evaluator(self.workload, self.backend, self.position, self._shape_of, grow_after)
@@ -196,29 +190,30 @@ class TrainStep:
             InputError: if the batch cannot be cut, or must not be (BatchNorm, scale_grad_by_freq).
         """
         started = time.perf_counter()
-        shape = self._shape_of(batch)
-        self._refuse_no_target(shape)
+        own = self._shape_of(batch)
+        shape, num_samples = shape_of_all(own, self.ranks)
+        refuse_no_target(shape, self.num_steps + 1)
         ladder = self._ladder_for(shape.num_samples)
         rung = ladder.choose(shape.elements_per_sample)
-        self._refuse_recut(ladder.sizes[rung].samples, shape)
+        refuse_recut(self._whole.reason(), ladder.sizes[rung].samples, shape, self.ranks)
         events: list[OomEvent] = []
         self._undo.remember()
         self._drop_gradients()
-        outcome: _Outcome | OomEvent | None = None
+        outcome: Outcome | OomEvent | None = None
         try:
-            while not isinstance(outcome, _Outcome):
+            while not isinstance(outcome, Outcome):
                 size = min(ladder.sizes[rung].samples, shape.num_samples)
                 self.position.micro_batch = size
-                outcome = self._run(batch, ladder.sizes[rung]._replace(samples=size), shape)
+                outcome = self._run(batch, ladder.sizes[rung]._replace(samples=size), own, shape.num_units)
                 if isinstance(outcome, OomEvent):
                     self._put_back()
-                    event, following = self._after_oom(outcome, rung, shape)
+                    event, following = self._after_oom(told_by_all(outcome, self.ranks), rung, shape)
                     _note(event, events, on_oom)
                     if following is None:
                         raise OutOfMemoryError(no_way_out(event, size, shape, self._whole.reason()))
                     rung = following
         finally:
-            if not isinstance(outcome, _Outcome):
+            if not isinstance(outcome, Outcome):
                 self._put_back()
         ladder.held(rung, math.ceil(size * shape.elements_per_sample))
         self._after_update(outcome.updated)
@@ -226,7 +221,7 @@ class TrainStep:
             _note(event, events, on_oom)
         return StepResult(
             step=self.num_steps,
-            num_samples=shape.num_samples,
+            num_samples=num_samples,
             num_units=shape.num_units,
             micro_batch=size,
             rung=rung,
@@ -297,12 +292,20 @@ class TrainStep:
 
     # -- one try of a step ---------------------------------------------------------------------------------------------
 
-    def _run(self, batch: Any, size: Size, shape: Shape) -> _Outcome | OomEvent:
-        """Gradients, clipping and update, cut into micro-batches; after an event the caller puts everything back."""
-        gradients = attempt(lambda: self._gradients_at(batch, size, shape), self.backend, self.position)
-        if isinstance(gradients, OomEvent):
-            return gradients
-        loss, gradient_norm = gradients
+    def _run(self, batch: Any, size: Size, own: Shape, total_units: int) -> Outcome | OomEvent:
+        """Gradients, clipping and update, cut into micro-batches; after an event the caller puts everything back.
+
+        ``own`` is the shape of this rank's part, and ``total_units`` are those of all parts together.
+        """
+        loss = self._together(lambda: self._gradients_at(batch, size, own, total_units))
+        if self._reduction is not None and not isinstance(loss, OomEvent):
+            loss = self._reduced(self._reduction, loss)
+        if isinstance(loss, OomEvent):
+            return loss
+        refuse_non_finite("loss", loss, self.workload, self.position)
+        gradient_norm = self._together(self._clip)
+        if isinstance(gradient_norm, OomEvent):
+            return gradient_norm
         learning_rate = float(self.workload.optimizer.param_groups[0]["lr"])
         self.position.phase = "optimizer"
         self._commit.was_called, self._commit.recovered = False, []
@@ -312,7 +315,7 @@ class TrainStep:
             self._scaler.step(self._commit)  # type: ignore[arg-type]  # it has what a scaler uses of an optimizer
         if self._commit.was_called and self._commit.outcome is not None:
             return self._commit.outcome
-        return _Outcome(loss, gradient_norm, learning_rate, updated=self._commit.was_called)
+        return Outcome(loss, gradient_norm, learning_rate, updated=self._commit.was_called)
 
     def _after_update(self, updated: bool) -> None:
         self._early = None
@@ -325,18 +328,38 @@ class TrainStep:
         for tidy_up in self.workload.after_step:
             tidy_up()
 
-    def _drop_gradients(self) -> None:
-        """Of the model's parameters and of the optimizer's, which may be others."""
-        for parameters in (self._parameters, *(group["params"] for group in self.workload.optimizer.param_groups)):
-            for parameter in parameters:
-                parameter.grad = None
+    def _together(self, work: Callable[[], T]) -> T | OomEvent:
+        return attempt_together(work, self.backend, self.position, self.ranks)
 
-    def _gradients_at(self, batch: Any, size: Size, shape: Shape) -> tuple[float, float | None]:
+    def _all_parameters(self) -> Iterator[nn.Parameter]:
+        """The model's, and the optimizer's, which may be others."""
+        yield from self._parameters
+        for group in self.workload.optimizer.param_groups:
+            yield from group["params"]
+
+    def _drop_gradients(self) -> None:
+        for parameter in self._all_parameters():
+            parameter.grad = None
+
+    def _gradients_at(self, batch: Any, size: Size, own: Shape, total_units: int) -> float:
         """Gradients with the techniques of a level, which are installed first if others were in force."""
         if not self._rungs.is_in_force(size.level):
             self.position.phase = "copy"
             self._use(size.level)
-        return self._gradients(batch, size.samples, shape)
+        loss = self._gradients(batch, size.samples, own, total_units)
+        if self._reduction is not None:
+            self._reduction.prepare()
+        return loss
+
+    def _reduced(self, reduction: Reduction, loss: float) -> float | OomEvent:
+        """Add up what all ranks have; returns the loss of the whole batch."""
+        loss = reduction.add_up_loss(loss)
+        if reduction.has_gaps:
+            event = self._together(reduction.fill)
+            if event is not None:
+                return event
+        reduction.add_up()
+        return loss
 
     def _use(self, level: int) -> None:
         self._commit.forget()  # techniques may move what it has views of
@@ -347,36 +370,38 @@ class TrainStep:
         events: list[OomEvent] = []
         while not self._rungs.has_one_in_force:
             rung, (samples, level) = self.rung, self._rungs.sizes[self.rung]
-            event = attempt(partial(self._use, level), self.backend, self.position)
+            event = self._together(partial(self._use, level))
             if isinstance(event, OomEvent):
                 self.backend.release()
                 shape = Shape(samples, samples, elements_per_sample=0)  # no batch has a part in it
-                event, following = self._after_oom(event, rung, shape)
+                event, following = self._after_oom(told_by_all(event, self.ranks), rung, shape)
                 events.append(event)
                 if following is None:
                     raise OutOfMemoryError(no_way_out(event, samples, shape, self._whole.reason()))
         return events
 
-    def _gradients(self, batch: Any, micro_batch: int, shape: Shape) -> tuple[float, float | None]:
-        """Accumulate the gradients of the whole batch and clip them; returns the mean loss and the gradient norm."""
+    def _gradients(self, batch: Any, micro_batch: int, own: Shape, total_units: int) -> float:
+        """Accumulate the gradients of the batch; returns its part of the mean loss."""
         total = torch.zeros((), device=self.workload.device)
-        self._early = early_update(self.workload, micro_batch, shape.num_samples)
+        self._early = early_update(self.workload, micro_batch, own.num_samples)
         with self._early.in_backward() if self._early else nullcontext():
-            for piece, share, _ in weighted_pieces(batch, micro_batch, shape, self.workload):
+            for piece, share, _ in weighted_pieces(batch, micro_batch, own, self.workload, total_units):
                 total += self._forward_backward(piece, share)
-        loss = total.item()
-        self._refuse_non_finite("loss", loss)
+        return total.item()
+
+    def _clip(self) -> float | None:
+        """Clip the gradients of the whole batch; returns their norm before, or ``None`` if they are not to be."""
         self.position.phase = "clip"
         failpoint("clip")
         if self._scaler is not None:
             self._scaler.unscale_(self._commit)  # type: ignore[arg-type]
         if self.workload.clip_norm is None:
-            return loss, None
+            return None
         norm = nn.utils.clip_grad_norm_(clippable(self._parameters), self.workload.clip_norm).item()
         # Under fp16 gradients overflow now and then: the scaler skips that update and lowers the scale.
         if self._scaler is None or self._scaler.get_scale() < _SMALLEST_SCALE:
-            self._refuse_non_finite("gradient norm", norm)
-        return loss, norm
+            refuse_non_finite("gradient norm", norm, self.workload, self.position)
+        return norm
 
     def _forward_backward(self, piece: Any, share: float) -> torch.Tensor:
         """Add one micro-batch's part to the gradients; everything it allocated is free when this returns."""
@@ -397,20 +422,11 @@ class TrainStep:
         if share != 1:
             loss = loss * share
         if self._early is not None:  # afterwards it would be too late
-            self._refuse_non_finite("loss", loss.item())
+            refuse_non_finite("loss", loss.item(), self.workload, self.position)
         self.position.phase = "backward"
         self.graphs.backward(loss if self._scaler is None else self._scaler.scale(loss), self.num_steps + 1)
         failpoint("backward")
         return loss.detach().float()
-
-    def _refuse_non_finite(self, what: str, value: float) -> None:
-        if math.isfinite(value):
-            return
-        raise NonFiniteLossError(
-            f"the {what} of step {self.num_steps + 1} is {value}; the step was undone, so the model is as it was after "
-            f"step {self.num_steps}: lower the learning rate (now {self.workload.optimizer.param_groups[0]['lr']:g}), "
-            "set clip_norm, or look at that batch"
-        )
 
     # -- recovery ------------------------------------------------------------------------------------------------------
 
@@ -429,6 +445,8 @@ class TrainStep:
         self.backend.release()
 
     def _shape_of(self, batch: Any) -> Shape:
+        if not self.ranks.is_alone and isinstance(batch, Mapping) and not batch:
+            return NOTHING
         if not self._has_own_loss and not isinstance(batch, Mapping):
             raise InputError(
                 f"a batch that is a {type(batch).__name__} cannot be passed to model(**batch).loss: give loss=, a "
@@ -437,13 +455,6 @@ class TrainStep:
         if self._units_are_assumed:
             refuse_unclear_labels(batch)
         return shape_of(batch, self.workload)
-
-    def _refuse_no_target(self, shape: Shape) -> None:
-        if shape.num_units == 0:
-            raise DataError(
-                f"step {self.num_steps + 1}: none of the {shape.num_samples} samples has a target (every label is "
-                "-100), so there is no loss to average: remove such batches"
-            )
 
     def _ladder_for(self, num_samples: int) -> Ladder:
         """The ladder: of the rungs given, or made from the first batch, and anew for a larger one; limits are kept."""
@@ -474,22 +485,11 @@ class TrainStep:
         if needs_other_level or self.ladder.is_last(following) or event.is_fragmented:
             self.backend.release(last_resort=True)
         next_size = min(after.samples, shape.num_samples)
-        action = f"micro-batch {samples} -> {next_size}" if next_size != samples else "same micro-batch"
-        if after.level != before.level:
-            action += f" with {self._rungs.described(after.level)}"
-        elif following == rung:
-            action += " once more"
+        techniques = self._rungs.described(after.level) if after.level != before.level else None
+        action = action_of(samples, next_size, techniques, is_same_rung=following == rung)
         return event.model_copy(
             update={"next_micro_batch": next_size, "rung": rung, "next_rung": following, "action": action}
         ), following
-
-    def _refuse_recut(self, micro_batch: int, shape: Shape) -> None:
-        reason = self._whole.reason() if micro_batch < shape.num_samples else None
-        if reason is not None:
-            raise InputError(
-                f"a micro-batch of {micro_batch} would cut the batch of {shape.num_samples} samples, but {reason.why}: "
-                f"give micro_batch=None, or {reason.remedy}"
-            )
 
 
 def _note(event: OomEvent, events: list[OomEvent], on_oom: Callable[[OomEvent], None] | None) -> None:

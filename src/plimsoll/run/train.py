@@ -45,8 +45,9 @@ from plimsoll.run.directory import RunDirectory
 from plimsoll.run.evaluate import Evaluation
 from plimsoll.run.failpoints import failpoint
 from plimsoll.run.monitor import MemorySampler, View
+from plimsoll.run.outcome import StepResult
 from plimsoll.run.signals import StopRequest, stop_on_signal
-from plimsoll.run.step import StepResult, TrainStep
+from plimsoll.run.step import TrainStep
 from plimsoll.run.tagging import TagScores
 
 _TRIES = 3  # of a fetch, an evaluation or a checkpoint, with everything that can be freed freed in between

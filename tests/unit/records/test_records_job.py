@@ -67,8 +67,8 @@ colour: blue
             "  optimizer.lr: Input should be greater than 0 (got 0)",
             "  optimizer.schedule: Input should be 'constant', 'linear' or 'cosine' (got 'cosin')",
             "  colour: unknown field; known here: model, task, data, tokenizer, embeddings, distill, sequence_length, "
-            "batch_size, batch_tokens, optimizer, steps, precision, quantization_aware, allow, pin, device, budget, "
-            "checkpoint, evaluate_every, seed",
+            "batch_size, batch_tokens, optimizer, steps, precision, quantization_aware, allow, pin, device, ranks, "
+            "budget, checkpoint, evaluate_every, seed",
         ]
     )
 
@@ -386,3 +386,9 @@ def test_pins_are_read_as_on_the_command_line():
     assert Job.from_fields(fields | {"pin": ["micro_batch=4", "checkpointing(blocks=0-3)"]}).pin[1].endswith("0-3)")
     with pytest.raises(JobError, match=r"pin: cannot read '=4' as a choice: write a technique"):
         Job.from_fields(fields | {"pin": ["=4"]})
+
+
+def test_no_rank_is_without_a_sample(tmp_path: Path):
+    assert job_of(tmp_path, MINIMAL, "ranks=4", "batch_size=4").ranks == 4
+    (fault,) = faults_of(tmp_path, MINIMAL, "ranks=5", "batch_size=4")[1:]
+    assert fault == "  job: ranks 5 cannot share a batch_size of 4: give fewer, or more"

@@ -1,0 +1,223 @@
+"""The processes that train one model together, each with its part of every batch: who they are, and how they agree.
+
+    with joined() as ranks:               # of torchrun's environment: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, ...
+        if ranks.agree(memory_ran_out):   # True on all of them, if it is on one
+            ...
+
+Plain data-parallel training reduces gradients inside backward, so a rank that runs out of memory leaves the others
+waiting there. Here nothing is exchanged before all ranks have said how it went: `Ranks.agree` is one all-reduce of a
+number that was allocated beforehand, so that nothing can fail on one rank between what it says and what all do.
+Numbers and messages go over gloo, also where gradients go over NCCL.
+
+A rank that dies takes its connections with it: the others learn it in their next exchange, at once, and one that stands
+still after ``PLIMSOLL_RANKS_TIMEOUT`` seconds (600). Both end this process with `RankLostError`; torchrun, or
+`plimsoll train`, begins all ranks again from the newest checkpoint.
+
+Does NOT cover pipeline or tensor parallelism, and ranks on devices of different kinds.
+
+Source: https://docs.pytorch.org/docs/stable/distributed.html and https://docs.pytorch.org/docs/stable/elastic/run.html
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import Store
+from torch.distributed.rendezvous import rendezvous
+
+from plimsoll.errors import InputError, RankLostError
+
+T = TypeVar("T")
+
+DEFAULT_TIMEOUT_SECONDS = 600
+_TIMEOUT = "PLIMSOLL_RANKS_TIMEOUT"
+_POLL_SECONDS = 0.05
+
+
+class PeerOutOfMemory(Exception):
+    """Memory ran out on another rank, inside of work that all do together; `plimsoll.run.boundary` takes it for one."""
+
+    family = "another rank"
+
+
+class Ranks:
+    """Which of the processes this is. Made by `joined`; without arguments, of a training that is alone.
+
+    Args:
+        rank: this process, from 0.
+        world_size: how many there are, on all machines.
+        local_rank: this process among those of this machine, which is also the number of its GPU.
+        store: what is told there can be waited for without a limit; ``None`` where there is one process.
+        timeout_seconds: after which a rank that does not answer is lost.
+    """
+
+    def __init__(
+        self,
+        rank: int = 0,
+        world_size: int = 1,
+        local_rank: int = 0,
+        store: Store | None = None,
+        timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+    ) -> None:
+        self.rank, self.world_size, self.local_rank = rank, world_size, local_rank
+        self.timeout_seconds = timeout_seconds
+        self._store = store
+        self._group = None if self.is_alone else dist.new_group(backend="gloo", timeout=_duration(timeout_seconds))
+        self._flag = torch.zeros(1, dtype=torch.int32)
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether there is nobody to agree with."""
+        return self.world_size == 1
+
+    def agree(self, flag: bool) -> bool:
+        """Return whether ``flag`` is set on any rank; all must ask."""
+        if self.is_alone:
+            return flag
+        self._flag.fill_(flag)
+        self._exchange(lambda: dist.all_reduce(self._flag, dist.ReduceOp.MAX, group=self._group))
+        return bool(self._flag.item())
+
+    def require_all(self) -> None:
+        """Ask, inside of work that is done together and before it exchanges something, whether all got here.
+
+        Raises:
+            PeerOutOfMemory: if memory ran out on a rank that did not.
+        """
+        if self.agree(False):
+            raise PeerOutOfMemory("memory ran out on another rank")
+
+    def add_up(self, numbers: Tensor) -> Tensor:
+        """Sum a tensor on the CPU over the ranks, in place: it must be of the same size on each."""
+        if not self.is_alone:
+            self._exchange(lambda: dist.all_reduce(numbers, group=self._group))
+        return numbers
+
+    def each(self, numbers: Sequence[float]) -> list[list[float]]:
+        """Return the numbers of every rank, in the order of the ranks; all give equally many."""
+        table = torch.zeros(self.world_size, len(numbers), dtype=torch.float64)
+        table[self.rank] = torch.tensor(numbers, dtype=torch.float64)
+        rows: list[list[float]] = self.add_up(table).tolist()
+        return rows
+
+    def gather(self, value: T) -> list[T]:
+        """Return the value of every rank, in the order of the ranks; of anything that can be pickled, and small."""
+        if self.is_alone:
+            return [value]
+        values: list[Any] = [None] * self.world_size
+        self._exchange(lambda: dist.all_gather_object(values, value, group=self._group))
+        return values
+
+    def reduce(self, gradient: Tensor) -> None:
+        """Sum a contiguous tensor on the device over the ranks, in place."""
+        self._exchange(lambda: dist.all_reduce(gradient))
+
+    def broadcast(self, tensors: Sequence[Tensor]) -> None:
+        """Give every rank what rank 0 has in these tensors, which are of the same shapes on each."""
+        for tensor in tensors if not self.is_alone else ():
+            whole = tensor.detach().contiguous()
+            self._exchange(lambda whole=whole: dist.broadcast(whole, src=0))  # type: ignore[misc]
+            tensor.detach().copy_(whole)
+
+    def first(self, name: str, work: Callable[[], T]) -> T:
+        """Have rank 0 do some work, which may take hours, and then the others, who find it done.
+
+        Args:
+            name: what tells this work from any other that is done so.
+            work: what is to be done; where rank 0 fails in it, the others are lost.
+        """
+        if self._store is None:
+            return work()
+        if self.rank > 0:
+            self._wait_for(name)
+            return work()
+        done = work()
+        self._exchange(lambda: self._told(name))
+        return done
+
+    def leave(self) -> None:
+        """Let go of the connections: what still holds this object must not keep them until the interpreter ends."""
+        self._group = self._store = None
+
+    def _told(self, name: str) -> None:
+        assert self._store is not None
+        self._store.set(name, "done")
+
+    def _wait_for(self, name: str) -> None:
+        store = self._store
+        assert store is not None
+        while not self._exchange(lambda: store.check([name])):
+            time.sleep(_POLL_SECONDS)
+
+    def _exchange(self, work: Callable[[], T]) -> T:
+        try:
+            return work()
+        except RuntimeError as error:
+            first_line = str(error).partition("\n")[0][:300]
+            raise RankLostError(
+                f"rank {self.rank} of {self.world_size} lost another rank, which ended, or did not answer for "
+                f"{self.timeout_seconds:g} s ({first_line}): see what that one said; the checkpoints are intact, go on "
+                f"with --resume (torchrun: --max-restarts does it by itself; {_TIMEOUT} sets the seconds)"
+            ) from None
+
+
+def is_launched(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether torchrun, or what sets the same variables, has started this process as one of several."""
+    return int(environment.get("WORLD_SIZE", "1")) > 1 and "RANK" in environment
+
+
+@contextmanager
+def joined() -> Iterator[Ranks]:
+    """Meet the other ranks that torchrun has started, while the block runs; alone where it has not.
+
+    Raises:
+        InputError: if the environment is incomplete, or the ranks did not meet.
+    """
+    if not is_launched():
+        yield Ranks()
+        return
+    timeout_seconds = _timeout_seconds()
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    where = f"{os.environ.get('MASTER_ADDR', 'nowhere')}:{os.environ.get('MASTER_PORT', '?')}"
+    try:
+        store, _, _ = next(rendezvous("env://", rank, world_size, timeout=_duration(timeout_seconds)))
+        dist.init_process_group(
+            backend, store=store, rank=rank, world_size=world_size, timeout=_duration(timeout_seconds)
+        )
+        ranks = Ranks(rank, world_size, int(os.environ.get("LOCAL_RANK", "0")), store, timeout_seconds)
+    except (RuntimeError, ValueError) as error:
+        first_line = str(error).partition("\n")[0][:300]
+        raise InputError(
+            f"rank {rank} of {world_size} did not meet the others at {where} within {timeout_seconds:g} s "
+            f"({first_line}): check that all {world_size} are started with the same address, that it can be reached "
+            "from each machine, and that the port is free"
+        ) from None
+    try:
+        yield ranks
+    finally:
+        ranks.leave()
+        dist.destroy_process_group()
+
+
+def _timeout_seconds() -> float:
+    text = os.environ.get(_TIMEOUT, str(DEFAULT_TIMEOUT_SECONDS))
+    try:
+        timeout_seconds = float(text)
+    except ValueError:
+        timeout_seconds = 0
+    if not 0 < timeout_seconds < 1e6:
+        raise InputError(f"{_TIMEOUT}={text!r} is no number of seconds: give for example 600")
+    return timeout_seconds
+
+
+def _duration(timeout_seconds: float) -> timedelta:
+    return timedelta(seconds=timeout_seconds)

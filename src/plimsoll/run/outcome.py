@@ -1,0 +1,38 @@
+"""What a training step says of itself when it has happened."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from plimsoll.records.run import OomEvent
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What one step did, on all ranks together.
+
+    ``loss`` is the mean over ``num_units``; ``micro_batch`` is that of each rank; ``updated`` is False if fp16
+    overflowed: skipped.
+    """
+
+    step: int
+    loss: float
+    num_samples: int
+    num_units: int
+    micro_batch: int
+    rung: int
+    gradient_norm: float | None
+    learning_rate: float
+    step_seconds: float
+    updated: bool
+    oom_events: tuple[OomEvent, ...]
+
+
+class Outcome(NamedTuple):
+    """What a step that happened found on its way."""
+
+    loss: float
+    gradient_norm: float | None
+    learning_rate: float
+    updated: bool

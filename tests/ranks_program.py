@@ -1,0 +1,110 @@
+"""What each rank of the tests runs: a few steps of a small model, with memory that runs out where a seed says.
+
+Started by `tests.ranks_launch` in as many processes as there are ranks; what it found is written to a file per rank.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from plimsoll.device.base import backend_for
+from plimsoll.ranks import joined
+from plimsoll.run.failpoints import armed
+from plimsoll.run.step import TrainStep
+
+PHASES = ("copy", "forward", "loss", "backward", "clip", "optimizer", "evaluation")
+NUM_STEPS = 6
+BATCH_SAMPLES = 7
+
+
+def small_model() -> nn.Module:
+    """Return a model some of whose parameters get a gradient from some samples only."""
+    torch.manual_seed(0)
+    return Gated()
+
+
+class Gated(nn.Module):
+    """A classifier; samples whose first feature is positive also go through a layer of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.gated, self.last = nn.Linear(6, 16), nn.Linear(16, 16), nn.Linear(16, 3)
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        hidden = torch.relu(self.first(features))
+        chosen = features[:, 0] > 0
+        if chosen.any():
+            hidden = hidden + torch.where(chosen[:, None], self.gated(hidden), 0)
+        logits: torch.Tensor = self.last(hidden)
+        return logits
+
+
+def batch_of(step: int) -> dict[str, torch.Tensor]:
+    """Return the batch of a step; the last one is smaller than there are ranks."""
+    generator = torch.Generator().manual_seed(step)
+    num_samples = 2 if step == NUM_STEPS - 1 else BATCH_SAMPLES
+    return {
+        "features": torch.randn(num_samples, 6, generator=generator),
+        "labels": torch.randint(0, 3, (num_samples,), generator=generator),
+    }
+
+
+def loss_of(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The mean loss over the samples."""
+    return nn.functional.cross_entropy(model(batch["features"]), batch["labels"])
+
+
+def train(settings: dict[str, Any]) -> dict[str, Any]:
+    """Train on this rank; ``failures`` are triples of rank, phase and passage."""
+    with joined() as ranks, ExitStack() as stack:
+        model = small_model()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        step = TrainStep(model, optimizer, loss_of, units="samples", clip_norm=settings.get("clip_norm"), ranks=ranks)
+        hits: dict[str, set[int]] = {}
+        for rank, phase, passage in settings.get("failures", ()):
+            if rank == ranks.rank:
+                hits.setdefault(phase, set()).add(passage)
+        for phase, passages in hits.items():
+            stack.enter_context(armed(phase, *passages))
+        losses, events, samples = [], [], []
+        for number in range(NUM_STEPS):
+            batch = batch_of(number)
+            part = {name: field[ranks.rank :: ranks.world_size] for name, field in batch.items()}
+            result = step(part if len(part["labels"]) else {})
+            losses.append(result.loss)
+            samples.append(result.num_samples)
+            events.extend((event.phase, event.rank, event.action) for event in result.oom_events)
+        evaluation = step.evaluate([batch_of(0)])
+        weights = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+        return {
+            "losses": losses, "events": events, "samples": samples, "weights": weights.tolist(),
+            "evaluation": evaluation.loss, "used_bytes": backend_for("cpu").use().used_bytes,
+        }  # fmt: skip
+
+
+def random_failures(seed: int, world_size: int) -> list[tuple[int, str, int]]:
+    """Choose where memory runs out: in a few passages of some phases, on one, some or all ranks."""
+    chance = random.Random(seed)
+    failures = []
+    for _ in range(chance.randint(1, 3)):
+        phase, passage = chance.choice(PHASES), chance.randint(1, 8)
+        for rank in chance.sample(range(world_size), chance.randint(1, world_size)):
+            failures.append((rank, phase, passage + chance.randint(0, 1)))
+    return failures
+
+
+if __name__ == "__main__":
+    folder, name = Path(sys.argv[1]), sys.argv[2]
+    cases = json.loads((folder / f"{name}.json").read_text())
+    import os
+
+    own = folder / f"{name}-{os.environ.get('RANK', '0')}.out"
+    own.write_text(json.dumps(train(cases)))
