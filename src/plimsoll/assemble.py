@@ -38,6 +38,7 @@ from plimsoll.models.build import build_model, loss_of, name_labels, sketch_mode
 from plimsoll.models.teacher import digest_of
 from plimsoll.models.vectors import dimension_of, fill_embedding, require_fitting, word_embedding
 from plimsoll.optimizers import build_optimizer, build_schedule
+from plimsoll.ranks import Ranks
 from plimsoll.records.embeddings import SubsetFacts
 from plimsoll.records.job import Job
 from plimsoll.records.units import format_bytes
@@ -136,6 +137,7 @@ def assemble(
     *,
     in_files: bool = False,
     put: Callable[[nn.Module, str], object] = nn.Module.to,
+    ranks: Ranks | None = None,
 ) -> Assembled:
     """Build the training of ``job`` on ``device``, seeded by the job.
 
@@ -147,6 +149,7 @@ def assemble(
         oom_kills: how many processes the kernel has killed for want of memory, to tell such a death.
         in_files: build the model in mapped files and not in memory, with the same numbers.
         put: moves the model to the device; a technique may leave part of it on the host.
+        ranks: who trains it together; the loader gives this rank's part of each batch.
 
     Raises:
         JobError: if the model or the optimizer cannot be built as described.
@@ -157,7 +160,7 @@ def assemble(
     training, validation = open_datasets(prepared, job)
     is_taught = job.distill is not None and job.distill.cache is not None
     samples = Taught(training, open_taught(taught_folder(job, prepared))) if is_taught else training
-    loader = loader_of(job, samples, on_event, oom_kills)
+    loader = loader_of(job, samples, on_event, oom_kills, ranks)
     files = MappedPool() if in_files else None
     model = build_model(job, prepared.vocab_size, prepared.num_labels, prepared.end_id, files=files)
     if prepared.vectors_folder is not None:
@@ -197,6 +200,7 @@ def loader_of(
     samples: Any,
     on_event: Callable[[str], None] = warn,
     oom_kills: Callable[[], int | None] = lambda: None,
+    ranks: Ranks | None = None,
 ) -> Loader:
     """Make the batches of a job of its samples; arguments are those of `assemble`.
 
@@ -209,8 +213,9 @@ def loader_of(
         batches = Buckets(max_tokens=job.batch_tokens) if job.batch_tokens else Buckets(batch_size=job.batch_size)
     shuffle = BlockShuffle(samples.block_samples) if data.order == "blocks" else data.order not in _UNSHUFFLED
     room_bytes = _room_for_workers_bytes(job) if data.workers == "auto" else None
+    rank, world_size = (0, 1) if ranks is None else (ranks.rank, ranks.world_size)
     return Loader(
-        samples, batches, job.seed, shuffle,
+        samples, batches, job.seed, shuffle, rank=rank, world_size=world_size,
         workers=data.workers, host_budget_bytes=room_bytes, on_event=on_event, oom_kills=oom_kills,
     )  # fmt: skip
 

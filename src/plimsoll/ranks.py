@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -127,18 +127,18 @@ class Ranks:
             self._exchange(lambda whole=whole: dist.broadcast(whole, src=0))  # type: ignore[misc]
             tensor.detach().copy_(whole)
 
-    def first(self, name: str, work: Callable[[], T]) -> T:
-        """Have rank 0 do some work, which may take hours, and then the others, who find it done.
+    def on_first(self, name: str, work: Callable[[], T]) -> T | None:
+        """Have rank 0 do some work, which may take hours, while the others wait for it; those return ``None``.
 
         Args:
             name: what tells this work from any other that is done so.
-            work: what is to be done; where rank 0 fails in it, the others are lost.
+            work: what is to be done; where rank 0 fails in it and ends, the others are lost.
         """
         if self._store is None:
             return work()
         if self.rank > 0:
             self._wait_for(name)
-            return work()
+            return None
         done = work()
         self._exchange(lambda: self._told(name))
         return done
@@ -169,11 +169,6 @@ class Ranks:
             ) from None
 
 
-def is_launched(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether torchrun, or what sets the same variables, has started this process as one of several."""
-    return int(environment.get("WORLD_SIZE", "1")) > 1 and "RANK" in environment
-
-
 @contextmanager
 def joined() -> Iterator[Ranks]:
     """Meet the other ranks that torchrun has started, while the block runs; alone where it has not.
@@ -181,7 +176,7 @@ def joined() -> Iterator[Ranks]:
     Raises:
         InputError: if the environment is incomplete, or the ranks did not meet.
     """
-    if not is_launched():
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1 or "RANK" not in os.environ:
         yield Ranks()
         return
     timeout_seconds = _timeout_seconds()

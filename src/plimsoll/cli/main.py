@@ -5,6 +5,7 @@ A command's module is imported when the command is called, so that ``plimsoll --
 
 from __future__ import annotations
 
+import os
 import sys
 from importlib.metadata import version
 from typing import Annotated
@@ -29,6 +30,7 @@ from plimsoll.cli import (
 from plimsoll.cli.output import tell
 from plimsoll.errors import PlimsollError
 from plimsoll.forked import end_as_asked
+from plimsoll.run.supervise import is_rank
 
 app = typer.Typer(
     name="plimsoll",
@@ -82,12 +84,17 @@ app.command("watch")(watch.watch)
 app.add_typer(data.app, name="data")
 app.add_typer(embeddings.app, name="embeddings")
 app.command("train-worker", hidden=True)(workers.train_worker)
+app.command("launch-worker", hidden=True, context_settings={"ignore_unknown_options": True})(workers.launch_worker)
 app.command("prepare-worker", hidden=True)(workers.prepare_worker)
 app.command("plan-worker", hidden=True)(workers.plan_worker)
 app.command("baseline-worker", hidden=True)(workers.baseline_worker)
 app.command("shrink-worker", hidden=True)(workers.shrink_worker)
 app.command("measure-worker", hidden=True)(workers.measure_worker)
 app.command("inference-baseline-worker", hidden=True)(workers.inference_baseline_worker)
+
+
+def _which_rank() -> str:
+    return f"rank {os.environ['RANK']}: " if is_rank() else ""
 
 
 def main() -> None:
@@ -100,7 +107,7 @@ def main() -> None:
     try:
         app()
     except PlimsollError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"{_which_rank()}error: {error}", file=sys.stderr)
         tell(error)
         sys.exit(error.exit_code)
     finally:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -14,7 +15,11 @@ if TYPE_CHECKING:
     from plimsoll.records.job import Job
     from plimsoll.run.directory import RunDirectory
 
+    Then = Callable[[RunDirectory, tuple[str, ...], bool], int]
+    """What follows when data and plan are there: the training, under a supervisor or of this rank."""
 
+
+# long: its options
 def train(  # noqa: PLR0917 -- typer calls it by name
     job_file: Annotated[
         Path | None, typer.Argument(metavar="JOB", help="The job file; left out with --resume.")
@@ -38,6 +43,10 @@ def train(  # noqa: PLR0917 -- typer calls it by name
     forbids: Annotated[
         list[str] | None, typer.Option("--forbid", metavar="TECHNIQUE", help="Do not use this in the plan.")
     ] = None,
+    num_ranks: Annotated[
+        int | None,
+        typer.Option("--nproc", min=1, help="Processes of this machine that share each batch; the budget is of each."),
+    ] = None,
     cache: Annotated[Path | None, typer.Option(help="Where tokens are kept; by default in the run directory.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Remove what is in --out first.")] = False,
     as_json: Annotated[
@@ -54,13 +63,19 @@ def train(  # noqa: PLR0917 -- typer calls it by name
       plimsoll train job.yaml --set steps=500 --set optimizer.lr=1e-3 --out runs/b
       plimsoll train --resume --out runs/a
       plimsoll train --resume --out runs/a --budget 1500MiB --from-step 100
+      plimsoll train job.yaml --nproc 4 --out runs/d
+      torchrun --nnodes 2 --nproc-per-node 4 --max-restarts 9 --rdzv-backend c10d --rdzv-endpoint host:29500 \\
+        -m plimsoll train job.yaml --out /shared/runs/e
     """
     from plimsoll.cli.output import show
     from plimsoll.errors import InputError
     from plimsoll.records.run import RunRecord
     from plimsoll.report.render import render
+    from plimsoll.run.supervise import is_rank, supervise
 
-    with _failures_shown(out) if as_json else nullcontext():
+    is_silent = is_rank() and os.environ["RANK"] != "0"
+    with _failures_shown(out) if as_json and not is_silent else nullcontext():
+        changes = [*(changes or ()), *_ranks_change(num_ranks)]
         if resume and (force or cache):
             raise InputError(f"--resume goes on with what is in {out}: leave out --force and --cache, or drop --resume")
         if from_step is not None and not resume:
@@ -68,14 +83,19 @@ def train(  # noqa: PLR0917 -- typer calls it by name
                 f"--from-step {from_step} chooses a checkpoint to go on from: add --resume, or leave it out"
             )
         planning = _planning(plan, no_plan, pins, forbids, resume)
-        if resume:
-            directory = _opened(out, job_file)
-            with directory.claimed():  # nothing is changed under a process that trains here
-                code = _gone_on(directory, _job(directory.job, budget, changes), from_step, as_json)
-        else:
-            code = _begun(out, _job(_given(job_file, out), budget, changes), planning, cache, force, as_json)
+
+        def run(then: Then) -> int:
+            if resume:
+                directory = _opened(out, job_file)
+                with directory.claimed():  # nothing is changed under a process that trains here
+                    return _gone_on(directory, _job(directory.job, budget, changes), from_step, as_json, then)
+            return _begun(out, _job(_given(job_file, out), budget, changes), planning, cache, force, as_json, then)
+
+        code = _as_a_rank(out, run, resume, from_step, as_json) if is_rank() else run(supervise)
         if code:
             sys.exit(code)
+    if is_silent:
+        return
     show(render(RunRecord.from_directory(out), "json" if as_json else "text"))
 
 
@@ -129,6 +149,45 @@ def _given(job_file: Path | None, out: Path) -> Path:
     return job_file
 
 
+def _ranks_change(num_ranks: int | None) -> tuple[str, ...]:
+    """How many processes train together, where the command or torchrun says it."""
+    from plimsoll.errors import InputError
+    from plimsoll.run.supervise import is_rank
+
+    if not is_rank():
+        return () if num_ranks is None else (f"ranks={num_ranks}",)
+    if num_ranks is not None:
+        raise InputError(
+            f"--nproc {num_ranks} starts processes, but torchrun has started {os.environ['WORLD_SIZE']}: leave --nproc "
+            "out, or start `plimsoll train` without torchrun"
+        )
+    return (f"ranks={os.environ['WORLD_SIZE']}",)
+
+
+def _as_a_rank(out: Path, prepare: Callable[[Then], int], resume: bool, from_step: int | None, quiet: bool) -> int:
+    """Be one of the processes that torchrun has started; the first prepares what all train on."""
+    from plimsoll.ranks import joined
+    from plimsoll.run.ranked import num_restarts, prepared_by_first
+    from plimsoll.run.worker import train_run
+
+    with joined() as ranks:
+        code, goes_on = prepared_by_first(ranks, out, lambda: prepare(lambda *_: 0))
+        if code:
+            return code
+        train_run(
+            out,
+            resume=resume and not goes_on,
+            from_step=from_step,
+            resume_newest=goes_on,
+            rung=None,
+            too_large_rung=None,
+            restarts=num_restarts(),
+            quiet=quiet,
+            ranks=ranks,
+        )
+    return 0
+
+
 def _job(job_file: Path, budget: str | None, changes: list[str] | None) -> Job:
     from plimsoll.records.job import Job
 
@@ -166,11 +225,11 @@ def _planning(
 
 
 def _begun(  # noqa: PLR0917 -- one call
-    out: Path, job: Job, planning: tuple[str, ...] | None, cache: Path | None, force: bool, quiet: bool
+    out: Path, job: Job, planning: tuple[str, ...] | None, cache: Path | None, force: bool, quiet: bool, then: Then
 ) -> int:
     """Make the run directory, with its data and its plan, and train."""
     from plimsoll.run.directory import RunDirectory
-    from plimsoll.run.supervise import prepare_data, supervise
+    from plimsoll.run.supervise import prepare_data
 
     directory = RunDirectory.create(out, force)
     is_given = planning is not None and planning[:1] == ("--given",)
@@ -183,7 +242,7 @@ def _begun(  # noqa: PLR0917 -- one call
             code
             or prepare_data(directory, cache or directory.cache, quiet, wishes=wishes)
             or (0 if is_given else _planned(directory, job, planning, quiet))
-            or supervise(directory, quiet=quiet)
+            or then(directory, (), quiet)
         )
 
 
@@ -287,12 +346,11 @@ def _prepared_again(directory: RunDirectory, quiet: bool, other_data: bool) -> i
     return prepare_data(directory, cache if cache.parent.is_dir() else directory.cache, quiet, again=True)
 
 
-def _gone_on(directory: RunDirectory, job: Job, from_step: int | None, quiet: bool) -> int:
+def _gone_on(directory: RunDirectory, job: Job, from_step: int | None, quiet: bool, then: Then) -> int:
     """Go on with a run whose job ``--budget`` and ``--set`` may have changed; what is refused is not kept."""
     from plimsoll.errors import InputError, JobError
     from plimsoll.records.base import write_atomically
     from plimsoll.records.job import Job
-    from plimsoll.run.supervise import supervise
 
     before, done = Job.from_yaml(directory.job), directory.last_saved_step()
     if from_step is None and job.steps < done:
@@ -312,7 +370,7 @@ def _gone_on(directory: RunDirectory, job: Job, from_step: int | None, quiet: bo
             directory, quiet, other_data
         )
         is_ready = not code
-        code = code or supervise(directory, ("--resume", *from_where), quiet)
+        code = code or then(directory, ("--resume", *from_where), quiet)
     finally:
         is_refused = code == InputError.exit_code and directory.metrics.read_bytes() == metrics_before
         for path, content in kept.items() if is_refused or not is_ready else ():

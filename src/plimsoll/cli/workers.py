@@ -6,6 +6,7 @@ whole; the training is a process of its own because the kernel may kill it.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -87,15 +88,25 @@ def train_worker(  # noqa: PLR0917 -- typer calls it by name
     quiet: bool = False,
 ) -> None:
     """Train in a run directory."""
+    from plimsoll.ranks import joined
     from plimsoll.run.worker import train_run
 
-    train_run(
-        directory,
-        resume=resume,
-        from_step=from_step,
-        resume_newest=resume_newest,
-        rung=rung,
-        too_large_rung=too_large_rung,
-        restarts=restarts,
-        quiet=quiet,
-    )
+    with joined() as ranks:
+        train_run(
+            directory,
+            resume=resume,
+            from_step=from_step,
+            resume_newest=resume_newest,
+            rung=rung,
+            too_large_rung=too_large_rung,
+            restarts=restarts,
+            quiet=quiet,
+            ranks=ranks,
+        )
+
+
+def launch_worker(num_ranks: int, arguments: list[str]) -> None:
+    """Run a command in several processes that train together."""
+    from plimsoll.run.launch import launch
+
+    sys.exit(launch(num_ranks, arguments))

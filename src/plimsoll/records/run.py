@@ -182,13 +182,14 @@ class DeathLine(Frozen):
 
 
 class EndLine(Frozen):
-    """How the run ended."""
+    """How the run ended; of several ranks, with the peak of each since its last start."""
 
     event: Literal["end"] = "end"
     time_seconds: float
     step: int
     status: Literal["finished", "interrupted", "failed"]
     message: str = ""
+    peak_bytes_of_ranks: tuple[int, ...] = ()
 
 
 Line = OomEvent | StepLine | GraphLine | EvaluationLine | CheckpointLine | StartLine | DeathLine | EndLine

@@ -47,10 +47,16 @@ _WRITTEN = (
 
 
 class RunDirectory:
-    """Paths and the metrics file of one run."""
+    """Paths and the metrics file of one run.
 
-    def __init__(self, path: Path) -> None:
+    Args:
+        path: where it is.
+        writes: whether this process keeps the metrics; of several that train together, one does.
+    """
+
+    def __init__(self, path: Path, writes: bool = True) -> None:
         self.path = path
+        self.writes = writes
         self.job = path / "job.yaml"
         self.plan = path / "plan.json"
         self.head = path / "run.json"
@@ -93,7 +99,7 @@ class RunDirectory:
         return cls(path)
 
     @classmethod
-    def open(cls, path: Path) -> RunDirectory:
+    def open(cls, path: Path, writes: bool = True) -> RunDirectory:
         """Open the directory of an earlier run.
 
         Raises:
@@ -104,7 +110,7 @@ class RunDirectory:
                 raise OutputError(
                     f"{path} is not a run directory (it has no {name}): give the --out of an earlier `plimsoll train`"
                 )
-        return cls(path)
+        return cls(path, writes)
 
     def write_job(self, job: Job) -> None:
         """Keep the job, with every default written out, where `plimsoll train --resume` finds it."""
@@ -117,6 +123,8 @@ class RunDirectory:
         Raises:
             OutputError: if it cannot be written.
         """
+        if not self.writes:
+            return
         try:
             with self.metrics.open("a+b") as file:
                 _drop_torn_line(file)
@@ -132,6 +140,8 @@ class RunDirectory:
         Raises:
             OutputError: if the disk cannot take them.
         """
+        if not self.writes:
+            return
         try:
             sync(self.metrics)
             sync(self.path)
@@ -176,6 +186,8 @@ class RunDirectory:
 
     def keep_until(self, step: int) -> None:
         """Take out of the metrics what happened after ``step`` and will happen again, and the note of an end."""
+        if not self.writes:
+            return
         kept = [line.model_dump_json() + "\n" for line in self.lines() if not _goes(line, step)]
         write_atomically(self.metrics, "".join(kept).encode())
 

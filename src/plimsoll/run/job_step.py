@@ -11,6 +11,7 @@ from plimsoll.device.base import Backend
 from plimsoll.mapped import MappedPool
 from plimsoll.models.build import loss_of
 from plimsoll.optimizers import build_schedule
+from plimsoll.ranks import Ranks
 from plimsoll.records.job import Job
 from plimsoll.records.plan import Choice
 from plimsoll.run.boundary import Position
@@ -29,6 +30,7 @@ def step_of(
     backend: Backend | None = None,
     position: Position | None = None,
     files: MappedPool | None = None,
+    ranks: Ranks | None = None,
 ) -> TrainStep:
     """Make the step that a job describes.
 
@@ -42,6 +44,7 @@ def step_of(
         backend: see `TrainStep`, as is ``position``.
         position: see `backend`.
         files: see `backend`.
+        ranks: see `backend`.
     """
     own_loss, units = loss_of(job.task)
     return TrainStep(
@@ -58,6 +61,7 @@ def step_of(
         backend=backend,
         position=position,
         files=files,
+        ranks=ranks,
     )
 
 

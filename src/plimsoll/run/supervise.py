@@ -15,7 +15,11 @@ it is. (SIGINT would be a traceback from whatever library is being loaded.) What
 
 Three deaths without a checkpoint in between and without a smaller micro-batch end the run, too.
 
-Does NOT watch other machines (see torchrun's elastic agent).
+- A rank that ended because another one did: what counts is how that one ended. Where none did (a link was cut), all
+  are started again.
+
+Several ranks are started by torchrun's agent (`plimsoll.run.launch`). Does NOT watch other machines: there torchrun,
+started on each of them, starts the ranks again.
 """
 
 from __future__ import annotations
@@ -34,14 +38,23 @@ from types import FrameType
 from typing import NamedTuple
 
 from plimsoll.device.cgroup import OomKills, oom_kill_count
-from plimsoll.errors import Interrupted, KilledError, OutOfMemoryError, PlimsollError, TornStepError, WornProcessError
+from plimsoll.errors import (
+    Interrupted,
+    KilledError,
+    OutOfMemoryError,
+    PlimsollError,
+    RankLostError,
+    TornStepError,
+    WornProcessError,
+)
+from plimsoll.records.job import Job
 from plimsoll.records.plan import Plan, Rung
 from plimsoll.records.run import CheckpointLine, DeathLine, RunHead, StartLine, StepLine
 from plimsoll.run.directory import RunDirectory
 
 _CRASHES_WITHOUT_MEMORY = {signal.SIGSEGV, signal.SIGABRT}
 _CRASHES = {*_CRASHES_WITHOUT_MEMORY, signal.SIGILL, signal.SIGFPE}
-_UNFINISHED = {128 + signal.SIGTERM, TornStepError.exit_code, WornProcessError.exit_code}
+_UNFINISHED = {128 + signal.SIGTERM, TornStepError.exit_code, WornProcessError.exit_code, RankLostError.exit_code}
 _MOST_DEATHS_WITHOUT_PROGRESS = 3
 
 
@@ -149,12 +162,15 @@ def supervise(directory: RunDirectory, worker_arguments: tuple[str, ...] = (), q
         OutOfMemoryError: if it keeps being killed for memory without getting further.
         KilledError: if it keeps being killed for another reason, or crashes.
     """
-    rungs = Plan.load(directory.plan).rungs
+    rungs, num_ranks = Plan.load(directory.plan).rungs, Job.from_yaml(directory.job).ranks
     retries = _Retries(len(rungs), worker_arguments)
+    launched = ["launch-worker", str(num_ranks), "--"] if num_ranks > 1 else []
     shown = ["--quiet"] if quiet else []
     while True:
         kills_before, num_starts = oom_kill_count(), len(_starts(directory))
-        end = _run_worker(["train-worker", str(directory.path), *retries.arguments(), *shown])
+        end = _run_worker([*launched, "train-worker", str(directory.path), *retries.arguments(), *shown])
+        if launched:
+            end = end._replace(return_code=_signalled(end.return_code))
         death = _death(end, kills_before, _has_host_budget(directory))
         if death is None:
             return end.exit_code
@@ -173,6 +189,17 @@ def supervise(directory: RunDirectory, worker_arguments: tuple[str, ...] = (), q
         if gives_up:
             what_happened = _what_happened(death, retries.num_fruitless, saved_step, rungs[in_force])
             raise death.error(what_happened, death.cause.value, " with --resume" if saved_step else " with --force")
+
+
+def _signalled(exit_code: int) -> int:
+    """The return code of a rank by what its launcher ended with: less than 0 if a signal killed it."""
+    number = exit_code - 128
+    return -number if number in {signal.SIGKILL, signal.SIGBUS, *_CRASHES} else exit_code
+
+
+def is_rank() -> bool:
+    """Whether torchrun, or what sets the same variables, has started this process as one of several."""
+    return "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
 def _what_happened(death: _Death, num_deaths: int, saved_step: int, rung: Rung) -> str:
@@ -308,6 +335,8 @@ def _death(end: _End, kills_before: OomKills | None, has_host_budget: bool) -> _
     if end.return_code == WornProcessError.exit_code:
         evidence = "memory ran out with every fallback; what steps have left in its heap only a new process gives back"
         return _Death("worn heap", 0, evidence, _Cause.TOLD)
+    if end.return_code == RankLostError.exit_code:
+        return _Death("rank lost", 0, "a rank ended, or did not answer in time", _Cause.OUTSIDE)
     number = -end.return_code
     if number not in {signal.SIGKILL, signal.SIGBUS, *_CRASHES}:
         return None

@@ -7,7 +7,6 @@ checkpoints intact.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
@@ -26,6 +25,7 @@ from plimsoll.errors import (
     WornProcessError,
 )
 from plimsoll.models.build import save_model
+from plimsoll.ranks import Ranks
 from plimsoll.records.job import Job
 from plimsoll.records.run import (
     CheckpointLine,
@@ -46,6 +46,7 @@ from plimsoll.run.evaluate import Evaluation
 from plimsoll.run.failpoints import failpoint
 from plimsoll.run.monitor import MemorySampler, View
 from plimsoll.run.outcome import StepResult
+from plimsoll.run.ranked import may_begin_anew, random_states, restore_random_state
 from plimsoll.run.signals import StopRequest, stop_on_signal
 from plimsoll.run.step import TrainStep
 from plimsoll.run.tagging import TagScores
@@ -70,6 +71,7 @@ class Training:
     stop: StopRequest = field(default_factory=StopRequest)
     has_fallen: bool = False
     begun_at: int = 0
+    peak_bytes: int = 0
 
     @property
     def is_worn(self) -> bool:
@@ -83,7 +85,12 @@ class Training:
 
     @property
     def _may_begin_anew(self) -> bool:
-        return self.backend.kind == "cpu" and "PLIMSOLL_SUPERVISOR" in os.environ
+        return self.backend.kind == "cpu" and may_begin_anew()
+
+    @property
+    def ranks(self) -> Ranks:
+        """The processes that train together, of which the first writes."""
+        return self.step.ranks
 
     @property
     def backend(self) -> Backend:
@@ -119,11 +126,21 @@ def train(training: Training, restarts: int = 0) -> RunRecord:
                 message=str(error),
             )
         )
-        RunRecord.from_directory(directory.path).save(directory.record)
+        if training.ranks.rank == 0:
+            RunRecord.from_directory(directory.path).save(directory.record)
         raise
-    directory.append(EndLine(time_seconds=training.sampler.seconds(), step=step.num_steps, status="finished"))
+    peaks = () if training.ranks.is_alone else tuple(training.ranks.gather(training.peak_bytes))
+    directory.append(
+        EndLine(
+            time_seconds=training.sampler.seconds(),
+            step=step.num_steps,
+            status="finished",
+            peak_bytes_of_ranks=peaks,
+        )
+    )
     record = RunRecord.from_directory(directory.path)
-    record.save(directory.record)
+    if training.ranks.rank == 0:
+        record.save(directory.record)
     return record
 
 
@@ -135,9 +152,16 @@ def resume(training: Training, saved: checkpoint.Checkpoint) -> None:
     training.step.install()  # states that are to be in a file are read into one
     random_state = saved.restore(training.parts.model, training.step.workload.optimizer, training.backend.use)
     training.parts.loader.load_state_dict(saved.progress["loader"])
-    training.backend.restore_random_state(random_state)
-    checkpoint.remove_later(training.directory.checkpoints, saved.step)
-    training.directory.keep_until(saved.step)
+    restore_random_state(training.backend, random_state, training.ranks, training.job.seed + saved.step)
+    begin_after(training, saved.step)
+
+
+def begin_after(training: Training, step: int) -> None:
+    """Take out of the run directory what happened after ``step``, when every rank has read what it needs of it."""
+    training.ranks.agree(False)
+    if training.ranks.rank == 0:
+        checkpoint.remove_later(training.directory.checkpoints, step)
+        training.directory.keep_until(step)
 
 
 def _loop(training: Training) -> None:
@@ -145,7 +169,7 @@ def _loop(training: Training) -> None:
     saved_step = training.begun_at = step.num_steps
     if _owes_evaluation(training):
         _evaluate(training)
-    while step.num_steps < job.steps and training.stop.signal_number is None:
+    while step.num_steps < job.steps and _asked_to_stop(training) is None:
         batch: Batch = _survive(training, "fetch", lambda: _fetch(training))
         try:
             result = _step(training, batch)
@@ -166,14 +190,22 @@ def _loop(training: Training) -> None:
         if result.step % job.checkpoint.every == 0 or result.step == job.steps:
             _save(training)
             saved_step = result.step
-    if training.stop.signal_number is not None and step.num_steps < job.steps:
+    if step.num_steps < job.steps and (signal_number := training.stop.signal_number) is not None:
         if saved_step != step.num_steps:
             _save(training)
         raise Interrupted(
             f"stopped after step {step.num_steps} of {job.steps}, which is saved: go on with "
             f"`plimsoll train --resume --out {training.directory.path}`",
-            training.stop.signal_number,
+            signal_number,
         )
+
+
+def _asked_to_stop(training: Training) -> int | None:
+    """The signal that asked any of the ranks to stop: all of them stop after the same step."""
+    if not training.ranks.is_alone:
+        asked = max(training.ranks.each([training.stop.signal_number or 0]))[0]
+        training.stop.signal_number = int(asked) or None
+    return training.stop.signal_number
 
 
 def _fetch(training: Training) -> Batch:
@@ -201,6 +233,7 @@ def note_step(training: Training, batch: Batch, result: StepResult) -> None:
     """Write down a step that has happened, with the memory it took, and show it."""
     samples = training.sampler.drain()
     use = training.backend.use()
+    training.peak_bytes = max(training.peak_bytes, use.peak_bytes or 0)
     training.backend.reset_peak()
     line = StepLine(
         time_seconds=training.sampler.seconds(),
@@ -296,7 +329,11 @@ def _evaluate_here(training: Training) -> None:
 
 
 def _save(training: Training) -> None:
+    """Write a checkpoint: the first rank does, with the random numbers of all."""
     step, parts = training.step, training.parts
+    random_state = random_states(training.backend, training.ranks)
+    if training.ranks.rank:
+        return
     progress: dict[str, Any] = {
         "fingerprint": training.fingerprint,
         "training_step": step.state_dict(),
@@ -311,7 +348,7 @@ def _save(training: Training) -> None:
             step.num_steps,
             model=parts.model,
             optimizer=step.workload.optimizer,  # a technique may have put another in the place of the job's
-            random_state=training.backend.random_state(),
+            random_state=random_state,
             progress=progress,
             keep=training.job.checkpoint.keep,
         ),
@@ -343,7 +380,10 @@ def _finish(training: Training) -> None:
     training.step.drop_optimizer_states()
     if not training.job.evaluate_every or training.job.steps % training.job.evaluate_every:
         _evaluate(training, is_saved=True)
-    fitting(lambda: save_model(training.parts.model, training.directory.model), training.backend, "writing the model")
+    if training.ranks.rank == 0:
+        fitting(
+            lambda: save_model(training.parts.model, training.directory.model), training.backend, "writing the model"
+        )
     # What is moved back now is of no use any more, so that it need not fit.
     attempt(training.step.close, training.backend, training.step.position)
 

@@ -15,10 +15,12 @@ from plimsoll.errors import DataError, EmbeddingError, JobError
 from plimsoll.records.job import Job
 from plimsoll.records.plan import Plan
 from plimsoll.run.directory import RunDirectory
+from plimsoll.run.supervise import is_rank
 
 if TYPE_CHECKING:
     from plimsoll.data.prepare import Prepared
     from plimsoll.device.base import Backend
+    from plimsoll.ranks import Ranks
     from plimsoll.records.run import GradientReach
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -197,6 +199,7 @@ def train_run(  # noqa: PLR0915 -- as above
     too_large_rung: int | None,
     restarts: int,
     quiet: bool,
+    ranks: Ranks,
 ) -> None:
     """Train the job of a run directory, from the start or from a checkpoint, inside its budget.
 
@@ -209,6 +212,7 @@ def train_run(  # noqa: PLR0915 -- as above
         too_large_rung: with ``rung``, one that is known to kill and not to be taken again.
         restarts: how often the training process was killed before.
         quiet: show nothing on standard error.
+        ranks: who trains it together.
     """
     from plimsoll.assemble import assemble, choose_device, fingerprint, require_room
     from plimsoll.data.prepare import Prepared
@@ -224,9 +228,10 @@ def train_run(  # noqa: PLR0915 -- as above
     from plimsoll.run.job_step import step_of
     from plimsoll.run.learning import learn
     from plimsoll.run.monitor import MemorySampler, View
+    from plimsoll.run.ranked import chosen, device_of_rank, require_same, seed_rank
     from plimsoll.run.taught import prepare_taught
     from plimsoll.run.teaching import loss_for, sketched_loss, teacher_of
-    from plimsoll.run.train import Training, train
+    from plimsoll.run.train import Training, begin_after, train
     from plimsoll.run.train import resume as go_on
     from plimsoll.techniques.allocator import set_up_as_with as set_up_allocator_as_with
     from plimsoll.techniques.heap import set_up_as_with as set_up_heap_as_with
@@ -235,15 +240,19 @@ def train_run(  # noqa: PLR0915 -- as above
 
     _end_with_supervisor()
     arm_from_environment()
-    directory = RunDirectory.open(path)
+    is_first = ranks.rank == 0
+    directory, quiet = RunDirectory.open(path, writes=is_first), quiet or not is_first
     with ExitStack() as stack:
-        stack.enter_context(directory.locked())
+        if is_first:
+            stack.enter_context(directory.locked())
         job, prepared, plan = Job.from_yaml(directory.job), Prepared.load(directory.prepared), Plan.load(directory.plan)
-        device = choose_device(job)
+        require_same(ranks, directory, job)
+        device = device_of_rank(choose_device(job), ranks)
         backend = backend_for(device)
         marks = fingerprint(job, prepared)
-        newest = checkpoint.newest_good(directory.checkpoints, marks) if resume_newest else None
-        saved = checkpoint.load(directory.checkpoints, marks, from_step) if resume else newest
+        newest = checkpoint.newest_good(directory.checkpoints, marks) if resume_newest and is_first else None
+        saved = checkpoint.load(directory.checkpoints, marks, from_step) if resume and is_first else newest
+        saved = chosen(ranks, saved, directory.checkpoints, marks)
         _warm(job)
         head = RunHead(
             job=job.model_dump(mode="json"), device=backend.probe(), versions=versions(), fingerprint=marks,
@@ -251,7 +260,8 @@ def train_run(  # noqa: PLR0915 -- as above
         )  # fmt: skip
         if job.budget.device_bytes is not None and plan.limit_bytes is None:  # a plan knows better what there will be
             require_room(job, prepared, backend.baseline_bytes, job.budget.device_bytes)
-        head.save(directory.head)  # before the limit: the supervisor judges a death by it
+        if is_first:
+            head.save(directory.head)  # before the limit: the supervisor judges a death by it
         host = backend_for("cpu") if device != "cpu" else None
         # What is imported and started inside a limit counts against it with all the address space it asks for.
         sketched = build_model(job, prepared.vocab_size, prepared.num_labels, prepared.end_id, device="meta")
@@ -264,12 +274,15 @@ def train_run(  # noqa: PLR0915 -- as above
         set_up = set_up_heap_as_with if device == "cpu" else set_up_allocator_as_with
         set_up(first)
         with stages(quiet) as progress:
-            prepare_taught(job, prepared, lambda: teacher_of(job, prepared, device), backend, progress)
+            ranks.on_first(
+                "taught",
+                lambda: prepare_taught(job, prepared, lambda: teacher_of(job, prepared, device), backend, progress),
+            )
         view = View(path.name, job.steps, "samples" if job.task == "classification" else "tokens", quiet)
         parts = fitting(
             lambda: assemble(
                 job, prepared, device, view.say, _oom_kills, in_files=device == "cpu" and builds_in_files(first),
-                put=lambda model, device: put_where_needed(model, device, first),
+                put=lambda model, device: put_where_needed(model, device, first), ranks=ranks,
             ),
             backend, "building the model",
         )  # fmt: skip
@@ -277,7 +290,7 @@ def train_run(  # noqa: PLR0915 -- as above
         loss = fitting(lambda: loss_for(job, prepared, device), backend, "loading the teacher")
         step = step_of(
             job, parts.model, parts.optimizer, plan.choices_by_rung, loss=loss, schedule=parts.schedule,
-            files=parts.files,
+            files=parts.files, ranks=ranks,
         )  # fmt: skip
         offset_seconds = max((line.time_seconds for line in directory.lines()), default=0.0)
         training = Training(job, parts, step, directory, marks, MemorySampler(step.backend, offset_seconds), view, host)
@@ -288,13 +301,15 @@ def train_run(  # noqa: PLR0915 -- as above
         if saved is not None:
             fitting(lambda: go_on(training, saved), backend, "reading the checkpoint")
         else:
-            directory.keep_until(0)  # of a process that died before its first checkpoint, or whose are all torn
-            checkpoint.remove_later(directory.checkpoints, 0)
+            begin_after(training, 0)  # of a process that died before its first checkpoint, or whose are all torn
+            ranks.broadcast([*parts.model.parameters(), *parts.model.buffers()])
+            seed_rank(job.seed, ranks)
         record = train(training, restarts)
         if num_truncated := parts.samples.num_truncated:
             view.say(f"{num_truncated:,} texts were truncated to {job.sequence_length} tokens as they were read")
-        learn(plan, record.steps, begun_at=record.starts[-1].step)
-        export_tokenizer(Path(prepared.tokenizer_folder), directory.model)
+        if is_first:
+            learn(plan, record.steps, begun_at=record.starts[-1].step)
+            export_tokenizer(Path(prepared.tokenizer_folder), directory.model)
 
 
 def _gradient_reach(job: Job, prepared: Prepared, plan: Plan) -> GradientReach | None:
@@ -360,9 +375,11 @@ def print_inference_baseline(folder: Path, task: str) -> None:
 
 def _end_with_supervisor() -> None:
     """Have the kernel send SIGTERM to this process when its supervisor dies, so that it saves and ends too."""
-    if "PLIMSOLL_SUPERVISOR" not in os.environ or not sys.platform.startswith("linux"):
+    if not (is_rank() or "PLIMSOLL_SUPERVISOR" in os.environ) or not sys.platform.startswith("linux"):
         return
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if is_rank():  # started by torchrun's agent, which our supervisor watches
+        return
     if os.getppid() != int(os.environ["PLIMSOLL_SUPERVISOR"]):  # it died before the line above
         os.kill(os.getpid(), signal.SIGTERM)
 

@@ -1,0 +1,177 @@
+"""What the ranks of one training settle before its first step, and what each has of its own.
+
+They must have the same job, plan, data and code, which is compared before anything is built; they go on from the
+checkpoint that rank 0 has chosen; and each draws random numbers of its own, since with those of rank 0 the dropout
+masks of all parts of a batch would be the same. Only rank 0 writes: the others read the run directory, which on several
+machines must be on a file system that all of them have.
+
+Does NOT start processes: see `plimsoll.run.launch`, and torchrun.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import io
+import os
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from plimsoll.device.base import Backend
+from plimsoll.device.probe import versions
+from plimsoll.errors import DeviceError, InputError
+from plimsoll.ranks import Ranks
+from plimsoll.records.job import Job
+from plimsoll.run import checkpoint
+from plimsoll.run.directory import RunDirectory
+
+_SEED_STRIDE = 1_000_003  # a prime: seeds of ranks and seeds of users do not meet by counting
+_BY_RANK = "by_rank"
+
+
+def device_of_rank(device: str, ranks: Ranks) -> str:
+    """Return the device of this rank: its own GPU, where the training is on GPUs.
+
+    Raises:
+        DeviceError: if some ranks are without one.
+    """
+    if ranks.is_alone:
+        return device
+    num_gpus = torch.cuda.device_count() if device == "cuda" else 0
+    own = f"cuda:{ranks.local_rank}" if ranks.local_rank < num_gpus else None
+    have = ranks.gather("" if device == "cpu" else own)
+    lacking = [rank for rank, one in enumerate(have) if one is None]
+    on_cpu = [rank for rank, one in enumerate(have) if one == ""]
+    if lacking:
+        raise DeviceError(
+            f"ranks {_listed(lacking)} of {ranks.world_size} have no GPU of their own (this machine has {num_gpus}): "
+            "start as many ranks on each machine as it has GPUs, or set device: cpu"
+        )
+    if on_cpu and len(on_cpu) < ranks.world_size:
+        raise DeviceError(
+            f"ranks {_listed(on_cpu)} of {ranks.world_size} have no GPU, and others have: use machines of one kind, "
+            "or set device: cpu"
+        )
+    return have[ranks.rank] or device
+
+
+def require_same(ranks: Ranks, directory: RunDirectory, job: Job) -> None:
+    """Compare what the ranks are about to train.
+
+    Raises:
+        InputError: if one has something else than rank 0; it is named, and what differs.
+    """
+    if ranks.is_alone:
+        return
+    facts = {
+        **{name: text for name, text in versions().items() if name in {"torch", "transformers"}},
+        "the code of plimsoll": _digest_of(sorted(Path(__file__).parents[1].rglob("*.py"))),
+        "the code of the model": _code_of(job),
+        "job.yaml": _digest_of([directory.job]),
+        "plan.json": _digest_of([directory.plan]),
+        "the prepared data": _digest_of([directory.prepared]),
+    }
+    every = ranks.gather(facts)
+    different = {
+        rank: [name for name in facts if other.get(name) != every[0].get(name)] for rank, other in enumerate(every)
+    }
+    lines = [
+        f"rank {rank} differs in {', '.join(f'{name} ({_both(every, rank, name)})' for name in names)}"
+        for rank, names in different.items()
+        if names
+    ]
+    if lines:
+        raise InputError(
+            f"{ranks.world_size} ranks cannot train together: {'; '.join(lines)}: give each the same code and the same "
+            "run directory"
+        )
+
+
+def chosen(ranks: Ranks, saved: checkpoint.Checkpoint | None, root: Path, marks: dict[str, str]) -> Any:
+    """Return the checkpoint that rank 0 has found (``saved`` there), read by this rank."""
+    step = ranks.gather(None if saved is None else saved.step)[0]
+    return saved if ranks.rank == 0 or step is None else checkpoint.load(root, marks, step)
+
+
+def seed_rank(seed: int, ranks: Ranks) -> None:
+    """Give a rank other than 0 random numbers of its own."""
+    if ranks.rank:
+        own = (seed + _SEED_STRIDE * ranks.rank) % 2**63
+        torch.manual_seed(own)
+        random.seed(own)
+        np.random.seed(own % 2**32)
+
+
+def random_states(backend: Backend, ranks: Ranks) -> Any:
+    """Return what a checkpoint keeps of random numbers: the state of every rank."""
+    own = backend.random_state()
+    if ranks.is_alone:
+        return own
+    file = io.BytesIO()
+    torch.save(own, file)
+    every = ranks.gather(file.getvalue())
+    return {_BY_RANK: [torch.load(io.BytesIO(content), weights_only=True) for content in every]}
+
+
+def restore_random_state(backend: Backend, states: Any, ranks: Ranks, seed: int) -> None:
+    """Put back this rank's state; one that was not there when the checkpoint was written begins with a seed."""
+    every = states.get(_BY_RANK, [states])
+    if ranks.rank < len(every):
+        backend.restore_random_state(every[ranks.rank])
+    else:
+        seed_rank(seed, ranks)
+
+
+def is_restarted(path: Path) -> bool:
+    """Whether torchrun has started the ranks again, after a training had begun in this run directory."""
+    return num_restarts() > 0 and bool((path / "prepared.json").is_file() and RunDirectory(path).lines())
+
+
+def num_restarts() -> int:
+    """How often torchrun has started the ranks again."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+def may_begin_anew() -> bool:
+    """Whether somebody starts a new process for one that asks for it: our supervisor, or torchrun."""
+    left = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) - num_restarts()
+    return "PLIMSOLL_SUPERVISOR" in os.environ or left > 0
+
+
+def prepared_by_first(ranks: Ranks, path: Path, prepare: Callable[[], int]) -> tuple[int, bool]:
+    """Have rank 0 make the run directory, with its data and its plan, unless torchrun has started the ranks again.
+
+    Returns:
+        the exit code of what rank 0 did, 0 on the others; and whether a training goes on that had begun.
+    """
+    goes_on = ranks.gather(is_restarted(path))[0]
+    code = ranks.on_first("prepared", lambda: 0 if goes_on else prepare())
+    return code or 0, goes_on
+
+
+def _both(every: list[dict[str, str]], rank: int, name: str) -> str:
+    return f"{every[rank].get(name)}, rank 0 has {every[0].get(name)}"
+
+
+def _code_of(job: Job) -> str:
+    """What a model of the user's own is made by."""
+    if not isinstance(job.model, str) or ":" not in job.model:
+        return "none"
+    found = importlib.util.find_spec(job.model.partition(":")[0])
+    return "none" if found is None or found.origin is None else _digest_of([Path(found.origin)])
+
+
+def _digest_of(files: list[Path]) -> str:
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(file.name.encode() + b"\0" + file.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def _listed(numbers: list[int]) -> str:
+    return ", ".join(map(str, numbers))
