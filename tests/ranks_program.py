@@ -1,6 +1,6 @@
 """What each rank of the tests runs: a few steps of a small model, with memory that runs out where a seed says.
 
-Started by `tests.ranks_launch` in as many processes as there are ranks; what it found is written to a file per rank.
+Started by `tests.ranks_started` in as many processes as there are ranks; what each found is in a file of its own.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from plimsoll.device.base import backend_for
-from plimsoll.ranks import joined
+from plimsoll.errors import OutOfMemoryError, TornStepError
+from plimsoll.ranks import Ranks, joined
 from plimsoll.run.failpoints import armed
 from plimsoll.run.step import TrainStep
 
@@ -62,14 +62,15 @@ def loss_of(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     return nn.functional.cross_entropy(model(batch["features"]), batch["labels"])
 
 
-def train(settings: dict[str, Any]) -> dict[str, Any]:
-    """Train on this rank; ``failures`` are triples of rank, phase and passage."""
-    with joined() as ranks, ExitStack() as stack:
+def train(ranks: Ranks, case: dict[str, Any]) -> dict[str, Any]:
+    """Train on this rank; the ``failures`` of a case are triples of rank, phase and passage."""
+    with ExitStack() as stack:
         model = small_model()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        step = TrainStep(model, optimizer, loss_of, units="samples", clip_norm=settings.get("clip_norm"), ranks=ranks)
+        step = TrainStep(model, optimizer, loss_of, units="samples", clip_norm=case.get("clip_norm"), ranks=ranks)
+        step._commit._piece_bytes = case.get("piece_bytes") or step._commit._piece_bytes
         hits: dict[str, set[int]] = {}
-        for rank, phase, passage in settings.get("failures", ()):
+        for rank, phase, passage in case.get("failures", ()):
             if rank == ranks.rank:
                 hits.setdefault(phase, set()).add(passage)
         for phase, passages in hits.items():
@@ -78,33 +79,49 @@ def train(settings: dict[str, Any]) -> dict[str, Any]:
         for number in range(NUM_STEPS):
             batch = batch_of(number)
             part = {name: field[ranks.rank :: ranks.world_size] for name, field in batch.items()}
-            result = step(part if len(part["labels"]) else {})
+            while True:
+                try:
+                    result = step(part if len(part["labels"]) else {})
+                except TornStepError:
+                    raise
+                except OutOfMemoryError:  # nothing smaller is left: undone on every rank, and done again here
+                    continue
+                break
             losses.append(result.loss)
             samples.append(result.num_samples)
             events.extend((event.phase, event.rank, event.action) for event in result.oom_events)
         evaluation = step.evaluate([batch_of(0)])
+        events.extend((event.phase, event.rank, event.action) for event in evaluation.oom_events)
         weights = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
         return {
             "losses": losses, "events": events, "samples": samples, "weights": weights.tolist(),
-            "evaluation": evaluation.loss, "used_bytes": backend_for("cpu").use().used_bytes,
+            "evaluation": evaluation.loss,
         }  # fmt: skip
 
 
-def random_failures(seed: int, world_size: int) -> list[tuple[int, str, int]]:
+def random_case(seed: int, world_size: int) -> dict[str, Any]:
     """Choose where memory runs out: in a few passages of some phases, on one, some or all ranks."""
     chance = random.Random(seed)
-    failures = []
+    failures = {}
     for _ in range(chance.randint(1, 3)):
         phase, passage = chance.choice(PHASES), chance.randint(1, 8)
         for rank in chance.sample(range(world_size), chance.randint(1, world_size)):
-            failures.append((rank, phase, passage + chance.randint(0, 1)))
-    return failures
+            # A part of the update that cannot be cut may fail once: after that only a checkpoint is the way back.
+            failures[rank, phase, 0 if phase == "optimizer" else passage] = passage + chance.randint(0, 1)
+    return {
+        "clip_norm": chance.choice([None, 1.0]),
+        "piece_bytes": chance.choice([None, 64]),
+        "failures": [(rank, phase, passage) for (rank, phase, _), passage in failures.items()],
+    }
+
+
+def main(folder: Path) -> None:
+    """Do every case of ``cases.json``, and write what came of each, a line at a time."""
+    with joined() as ranks, (folder / f"rank-{ranks.rank}.jsonl").open("w") as file:
+        for case in json.loads((folder / "cases.json").read_text()):
+            file.write(json.dumps(train(ranks, case)) + "\n")
+            file.flush()
 
 
 if __name__ == "__main__":
-    folder, name = Path(sys.argv[1]), sys.argv[2]
-    cases = json.loads((folder / f"{name}.json").read_text())
-    import os
-
-    own = folder / f"{name}-{os.environ.get('RANK', '0')}.out"
-    own.write_text(json.dumps(train(cases)))
+    main(Path(sys.argv[1]))

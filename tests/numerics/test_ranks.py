@@ -1,0 +1,59 @@
+"""Several ranks against one process on the same batches: losses, weights and evaluation, also through lack of memory.
+
+The model has a layer that only some samples reach, and the last batch has fewer samples than there are ranks.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.ranks_program import BATCH_SAMPLES, NUM_STEPS, random_case
+from tests.ranks_started import run_cases
+
+TOLERANCE = 1e-5
+CASES_IN_CI = {2: 24, 3: 8, 4: 8}
+CASES = 200
+
+
+def assert_alike(one: dict[str, Any], other: dict[str, Any], case: dict[str, Any]) -> None:
+    for name in ("losses", "weights", "evaluation"):
+        np.testing.assert_allclose(one[name], other[name], atol=TOLERANCE, rtol=0, err_msg=f"{name} of {case}")
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[float | None, dict[str, Any]]:
+    """What one process makes of it, with and without clipping."""
+    cases = [{"clip_norm": norm} for norm in (None, 1.0)]
+    (found,) = run_cases(tmp_path_factory.mktemp("alone"), 1, cases, seconds=60)
+    return {case["clip_norm"]: one for case, one in zip(cases, found, strict=True)}
+
+
+def check(folder: Path, world_size: int, seeds: range, alone: dict[float | None, dict[str, Any]]) -> None:
+    undisturbed = [{"clip_norm": norm} for norm in alone]
+    cases = [*undisturbed, *(random_case(seed, world_size) for seed in seeds)]
+    of_ranks = run_cases(folder, world_size, cases, seconds=60 + 2 * len(cases))
+    num_events = 0
+    for case, *found in zip(cases, *of_ranks, strict=True):
+        for one in found:
+            assert_alike(one, alone[case["clip_norm"]], case)
+            assert one["samples"] == [BATCH_SAMPLES] * (NUM_STEPS - 1) + [2]
+            # What all do next follows from what each was told.
+            assert [event for event in one["events"] if event[1] is not None] == [
+                event for event in found[0]["events"] if event[1] is not None
+            ]
+        num_events += len(found[0]["events"])
+    assert num_events >= len(seeds) // 2  # most cases do run out of memory
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_ranks_train_what_one_process_trains_whatever_runs_out_of_memory_where(tmp_path, alone, world_size):
+    check(tmp_path, world_size, range(CASES_IN_CI[world_size]), alone)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_two_hundred_ways_to_run_out_of_memory(tmp_path, alone, world_size):
+    check(tmp_path, world_size, range(1000, 1000 + CASES), alone)
