@@ -23,6 +23,9 @@ from plimsoll.run.step import TrainStep
 PHASES = ("copy", "forward", "loss", "backward", "clip", "optimizer", "evaluation")
 NUM_STEPS = 6
 BATCH_SAMPLES = 7
+NUM_WIDE = 3 << 20
+WIDE_SAMPLE_BYTES = 3 * NUM_WIDE * 4
+"""What the product, its tanh and the gradient of one of them take."""
 
 
 def small_model() -> nn.Module:
@@ -47,6 +50,18 @@ class Gated(nn.Module):
         return logits
 
 
+class Wide(nn.Module):
+    """A classifier whose activations are large, and its parameters are not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.scale = nn.Parameter(torch.randn(3, NUM_WIDE // 3) / 100)
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(features[:, 0, None, None] * self.scale).sum(-1)
+
+
 def batch_of(step: int) -> dict[str, torch.Tensor]:
     """Return the batch of a step; the last one is smaller than there are ranks."""
     generator = torch.Generator().manual_seed(step)
@@ -65,7 +80,7 @@ def loss_of(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
 def train(ranks: Ranks, case: dict[str, Any]) -> dict[str, Any]:
     """Train on this rank; the ``failures`` of a case are triples of rank, phase and passage."""
     with ExitStack() as stack:
-        model = small_model()
+        model = Wide() if case.get("wide") else small_model()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         step = TrainStep(model, optimizer, loss_of, units="samples", clip_norm=case.get("clip_norm"), ranks=ranks)
         step._commit._piece_bytes = case.get("piece_bytes") or step._commit._piece_bytes
@@ -75,6 +90,10 @@ def train(ranks: Ranks, case: dict[str, Any]) -> dict[str, Any]:
                 hits.setdefault(phase, set()).add(passage)
         for phase, passages in hits.items():
             stack.enter_context(armed(phase, *passages))
+        if case.get("limited_rank") == ranks.rank:
+            # Gradients and states of the optimizer fit, and the activations of half of the samples.
+            held_bytes = 3 * NUM_WIDE * 4 + BATCH_SAMPLES // 2 * WIDE_SAMPLE_BYTES
+            stack.enter_context(step.backend.limited(step.backend.use().used_bytes + held_bytes))
         losses, events, samples = [], [], []
         for number in range(NUM_STEPS):
             batch = batch_of(number)
@@ -92,7 +111,8 @@ def train(ranks: Ranks, case: dict[str, Any]) -> dict[str, Any]:
             events.extend((event.phase, event.rank, event.action) for event in result.oom_events)
         evaluation = step.evaluate([batch_of(0)])
         events.extend((event.phase, event.rank, event.action) for event in evaluation.oom_events)
-        weights = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+        every = max(NUM_WIDE // 1000, 1) if case.get("wide") else 1
+        weights = torch.cat([parameter.detach().flatten()[::every] for parameter in model.parameters()])
         return {
             "losses": losses, "events": events, "samples": samples, "weights": weights.tolist(),
             "evaluation": evaluation.loss,

@@ -21,6 +21,7 @@ Source: https://docs.pytorch.org/docs/stable/distributed.html and https://docs.p
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -30,7 +31,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from plimsoll.errors import InputError, RankLostError
@@ -161,11 +162,10 @@ class Ranks:
         try:
             return work()
         except RuntimeError as error:
-            first_line = str(error).partition("\n")[0][:300]
             raise RankLostError(
                 f"rank {self.rank} of {self.world_size} lost another rank, which ended, or did not answer for "
-                f"{self.timeout_seconds:g} s ({first_line}): see what that one said; the checkpoints are intact, go on "
-                f"with --resume (torchrun: --max-restarts does it by itself; {_TIMEOUT} sets the seconds)"
+                f"{self.timeout_seconds:g} s ({_reason(error)}): see what that one said; the checkpoints are intact, "
+                f"go on with --resume (torchrun: --max-restarts does it by itself; {_TIMEOUT} sets the seconds)"
             ) from None
 
 
@@ -184,23 +184,29 @@ def joined() -> Iterator[Ranks]:
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     where = f"{os.environ.get('MASTER_ADDR', 'nowhere')}:{os.environ.get('MASTER_PORT', '?')}"
     try:
-        store, _, _ = next(rendezvous("env://", rank, world_size, timeout=_duration(timeout_seconds)))
+        meeting, _, _ = next(rendezvous("env://", rank, world_size, timeout=_duration(timeout_seconds)))
+        # torchrun keeps one store through all restarts, with the addresses of the ranks that have ended.
+        store = PrefixStore(f"{world_size}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", meeting)
         dist.init_process_group(
             backend, store=store, rank=rank, world_size=world_size, timeout=_duration(timeout_seconds)
         )
         ranks = Ranks(rank, world_size, int(os.environ.get("LOCAL_RANK", "0")), store, timeout_seconds)
     except (RuntimeError, ValueError) as error:
-        first_line = str(error).partition("\n")[0][:300]
         raise InputError(
-            f"rank {rank} of {world_size} did not meet the others at {where} within {timeout_seconds:g} s "
-            f"({first_line}): check that all {world_size} are started with the same address, that it can be reached "
-            "from each machine, and that the port is free"
+            f"rank {rank} of {world_size} did not meet the others at {where} ({_reason(error)}; they have "
+            f"{timeout_seconds:g} s, see {_TIMEOUT}): check that all {world_size} are started with the same address, "
+            "that it can be reached from each machine, and that the port is free"
         ) from None
     try:
         yield ranks
     finally:
         ranks.leave()
         dist.destroy_process_group()
+
+
+def _reason(error: Exception) -> str:
+    """The first sentence of what torch says, without the place in its sources."""
+    return re.sub(r"^\[[^\]]*\]\s*", "", str(error)).partition("\n")[0].partition(". ")[0][:300]
 
 
 def _timeout_seconds() -> float:

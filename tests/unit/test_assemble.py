@@ -90,6 +90,7 @@ SAME = [
     {"steps": 1000},
     {"device": "cpu"},
     {"pin": ["micro_batch=2"]},
+    {"ranks": 2},
 ]
 OTHER = [
     ({"model": {**LSTM, "num_layers": 2}}, "model.num_layers"),

@@ -263,10 +263,11 @@ def _has_line(job: Job, wishes: tuple[str, ...]) -> bool:
 def _write(directory: RunDirectory, job: Job) -> None:
     """Write the job, and the plan that is in force without any other."""
     from plimsoll.records.plan import micro_batch_plan
-    from plimsoll.run.recover import micro_batch_sizes
+    from plimsoll.run.recover import micro_batch_sizes, samples_per_rank
 
     directory.write_job(job)
-    micro_batch_plan(job.budget, micro_batch_sizes(job.batch_size)).save(directory.plan)
+    sizes = micro_batch_sizes(samples_per_rank(job.batch_size, job.ranks))
+    micro_batch_plan(job.budget, sizes).save(directory.plan)
 
 
 def _planned_again(directory: RunDirectory, job: Job, before: Job, from_where: tuple[str, ...], quiet: bool) -> int:
@@ -276,7 +277,7 @@ def _planned_again(directory: RunDirectory, job: Job, before: Job, from_where: t
     from plimsoll.run.supervise import make_plan
 
     try:
-        plan, is_same = Plan.load(directory.plan), job.budget == before.budget
+        plan, is_same = Plan.load(directory.plan), (job.budget, job.ranks) == (before.budget, before.ranks)
     except RecordError:
         _write(directory, job)
         if not _has_line(job, ()):
@@ -288,7 +289,9 @@ def _planned_again(directory: RunDirectory, job: Job, before: Job, from_where: t
         return make_plan(directory, ("--goes-on", *from_where), quiet)
     directory.write_job(job)
     if plan.limit_bytes is None:
-        if not is_same:
+        if job.ranks != before.ranks:
+            _write(directory, job)
+        elif not is_same:
             plan.model_copy(update={"budget": job.budget}).save(directory.plan)
         return 0
     pins = (*map(str, plan.pinned), *plan.required)
@@ -297,7 +300,7 @@ def _planned_again(directory: RunDirectory, job: Job, before: Job, from_where: t
     if not (is_same or _has_line(job, wishes)):
         _write(directory, job)
         return 0
-    keep = ("--keep",) if is_same or plan.budget == job.budget else ()
+    keep = ("--keep",) if is_same or (plan.budget == job.budget and job.ranks == before.ranks) else ()
     return make_plan(directory, ("--goes-on", *from_where, *keep, *wishes), quiet)
 
 

@@ -33,7 +33,8 @@ def launch(num_ranks: int, arguments: Iterable[str]) -> int:
     Returns:
         0, or the exit code of the rank that is the cause; 128 + n if signal n ended it.
     """
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the ranks say themselves what it is
+    logging.disable(logging.WARNING)  # the ranks say themselves what it is
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     os.environ.setdefault(_THREADS, str(max(len(os.sched_getaffinity(0)) // num_ranks, 1)))
     config = LaunchConfig(
         min_nodes=1,

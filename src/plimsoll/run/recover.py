@@ -37,6 +37,11 @@ def micro_batch_sizes(batch_size: int) -> tuple[int, ...]:
     return tuple(sizes)
 
 
+def samples_per_rank(batch_size: int, num_ranks: int) -> int:
+    """Return the most samples of a batch that one of so many ranks has."""
+    return math.ceil(batch_size / num_ranks)
+
+
 class Size(NamedTuple):
     """A rung: samples of one pass, and which techniques are in force with it, counted from 0."""
 

@@ -40,7 +40,7 @@ FLAGS = {
     },
     "train": {
         "--out", "-o", "--budget", "--set", "--resume", "--from-step", "--plan", "--no-plan", "--pin", "--forbid",
-        "--cache", "--force", "--json",
+        "--nproc", "--cache", "--force", "--json",
     },
     "apply": {
         "--data", "--out", "-o", "--task", "--column", "--keep", "--budget", "--batch-size", "--max-length", "--dtype",
@@ -67,6 +67,7 @@ FLAGS = {
     },
     "embeddings info": {"--strict", "--json"},
     "embeddings convert": {"--output", "-o", "--precision", "--strict", "--force", "--json"},
+    "launch-worker": set(),
     "train-worker": {
         "--resume", "--from-step", "--resume-newest", "--rung", "--too-large-rung", "--restarts", "--quiet",
     },
@@ -92,6 +93,7 @@ def test_the_processes_that_a_run_starts_are_not_shown_to_people():
     shown = CliRunner().invoke(app, ["--help"]).stdout
     assert [name for name, command in COMMANDS.items() if command.hidden] == [
         "train-worker",
+        "launch-worker",
         "prepare-worker",
         "plan-worker",
         "baseline-worker",

@@ -53,7 +53,19 @@ def test_ranks_train_what_one_process_trains_whatever_runs_out_of_memory_where(t
     check(tmp_path, world_size, range(CASES_IN_CI[world_size]), alone)
 
 
+def test_a_limit_on_one_rank_cuts_the_step_of_all(tmp_path):
+    """Memory that really runs out: the allocator of one rank has no room for its whole part of the batch."""
+    case = {"wide": True, "limited_rank": 1}
+    (alone,) = run_cases(tmp_path / "alone", 1, [{"wide": True}], seconds=60)
+    of_ranks = run_cases(tmp_path / "ranks", 2, [case], seconds=60)
+    for (found,) in of_ranks:
+        assert_alike(found, alone[0], case)
+    (events,) = {str(found[0]["events"]) for found in of_ranks}
+    assert events.startswith("[['forward', 1, 'micro-batch 4 -> 2']") or "backward" in events
+
+
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_two_hundred_ways_to_run_out_of_memory(tmp_path, alone, world_size):
     check(tmp_path, world_size, range(1000, 1000 + CASES), alone)

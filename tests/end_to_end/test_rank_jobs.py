@@ -1,0 +1,207 @@
+"""`plimsoll train --nproc N`, and under torchrun: what one process trains, through kills, restarts and other numbers.
+
+The reference is the same job in one process. Dropout is off: each rank draws its own.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+from tests.ranks_started import free_port, start_ranks
+
+from end_to_end.commands import (
+    SMALL_JOB,
+    assert_each_sample_once,
+    environment,
+    finish,
+    learned,
+    lines_of,
+    plimsoll,
+    start,
+    steps_of,
+    trained,
+    wait_until,
+    write_job,
+)
+from plimsoll.records.run import DeathLine, EndLine, StartLine
+
+TOLERANCE = 1e-5
+MODEL = {**SMALL_JOB["model"], "dropout": 0.0}  # type: ignore[dict-item]
+NUM_STEPS = 12
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("ranks")
+    # 15 samples are shared by 2, 3 and 4 ranks without being divided evenly.
+    return write_job(folder / "job.yaml", model=MODEL, batch_size=15, steps=NUM_STEPS, evaluate_every=6)
+
+
+@pytest.fixture(scope="module")
+def alone(job: Path) -> Path:
+    """The run of one process."""
+    run = job.parent / "alone"
+    trained(job, "--out", run)
+    return run
+
+
+def assert_same_training(run: Path, reference: Path) -> None:
+    steps, of_one = steps_of(run), steps_of(reference)
+    assert_each_sample_once(steps, NUM_STEPS)
+    for one, other in zip(steps, of_one, strict=True):
+        assert (one.first_sample, one.num_samples, one.num_units) == (
+            other.first_sample,
+            other.num_samples,
+            other.num_units,
+        )
+        assert abs(one.loss - other.loss) < TOLERANCE
+    found, expected = learned(run), learned(reference)
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        np.testing.assert_allclose(found[name], tensor, atol=TOLERANCE, rtol=0, err_msg=name)
+
+
+def ranks_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    """The training processes below a command, of which there are as many as ranks."""
+    found = []
+    for child in psutil.Process(process.pid).children(recursive=True):
+        try:
+            if "RANK" in child.environ() and child.status() != psutil.STATUS_ZOMBIE:
+                found.append(child)
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
+    return found
+
+
+def kill_a_rank(process: subprocess.Popen[str], run: Path, chance: random.Random) -> None:
+    """Kill one of the ranks with SIGKILL, somewhere in the first half of the training."""
+    num_steps = chance.randint(1, NUM_STEPS // 2)
+    wait_until(lambda: len(steps_of(run)) >= num_steps, process)
+    chance.choice(ranks_of(process)).kill()
+
+
+def test_a_killed_rank_and_another_number_of_ranks_change_nothing(job: Path, alone: Path, tmp_path: Path):
+    run = tmp_path / "run"
+    half = NUM_STEPS // 2
+    arguments = (job, "--out", run, "--nproc", 2, "--set", f"steps={half}", "--set", "checkpoint.every=1", "--json")
+    process = start("train", *arguments)
+    wait_until(lambda: len(steps_of(run)) >= 1, process)
+    victims = ranks_of(process)
+    victims[-1].kill()
+    done = finish(process)
+    assert done.returncode == 0, done.stderr
+    deaths = [line for line in lines_of(run) if isinstance(line, DeathLine)]
+    assert [death.signal for death in deaths] == ["SIGKILL"]
+    trained("--resume", "--out", run, "--nproc", 3, "--set", f"steps={NUM_STEPS}")
+    assert_same_training(run, alone)
+    (end,) = (line for line in lines_of(run) if isinstance(line, EndLine))
+    assert len(end.peak_bytes_of_ranks) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(20))
+def test_twenty_kills_of_a_random_rank_under_torchrun(job: Path, alone: Path, tmp_path: Path, seed: int):
+    run, chance = tmp_path / "run", random.Random(seed)
+    num_ranks = chance.randint(2, 4)
+    process = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", "3"),
+            *("--nproc-per-node", str(num_ranks), "-m", "plimsoll", "train", str(job), "--out", str(run)),
+            *("--set", "checkpoint.every=1", "--json"),
+        ],
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    kill_a_rank(process, run, chance)
+    done = finish(process)
+    assert done.returncode == 0, done.stderr
+    assert sum(isinstance(line, StartLine) for line in lines_of(run)) == 2
+    assert_same_training(run, alone)
+
+
+@pytest.mark.slow
+def test_four_then_two_then_three_ranks(job: Path, alone: Path, tmp_path: Path):
+    run = tmp_path / "run"
+    trained(job, "--out", run, "--nproc", 4, "--set", "steps=4")
+    trained("--resume", "--out", run, "--nproc", 2, "--set", "steps=8")
+    trained("--resume", "--out", run, "--nproc", 3, "--set", f"steps={NUM_STEPS}")
+    assert_same_training(run, alone)
+
+
+@pytest.mark.slow
+def test_a_stop_ends_all_ranks_after_the_same_step(job: Path, alone: Path, tmp_path: Path):
+    run = tmp_path / "run"
+    process = start("train", job, "--out", run, "--nproc", 2)
+    wait_until(lambda: len(steps_of(run)) >= 2, process)
+    process.send_signal(signal.SIGINT)
+    done = finish(process)
+    assert done.returncode == 130, done.stderr
+    trained("--resume", "--out", run)
+    assert_same_training(run, alone)
+
+
+@pytest.mark.slow
+def test_a_budget_that_holds_a_part_of_a_batch_is_held_by_every_rank(job: Path, alone: Path, tmp_path: Path):
+    """Each rank has its own limit; memory that runs out on one cuts the step of all."""
+    run = tmp_path / "run"
+    trained(job, "--out", run, "--nproc", 2, PLIMSOLL_FAILPOINTS="backward@3,optimizer@5,fetch@4")
+    assert_same_training(run, alone)
+
+
+def test_ranks_with_different_jobs_are_refused_by_name(alone: Path, tmp_path: Path):
+    folders = [tmp_path / name for name in ("one", "other")]
+    for folder in folders:
+        folder.mkdir()
+        for name in ("job.yaml", "plan.json", "prepared.json"):
+            (folder / name).write_bytes((alone / name).read_bytes())
+        (folder / "metrics.jsonl").touch()
+    text = (folders[1] / "job.yaml").read_text()
+    (folders[1] / "job.yaml").write_text(text.replace("lr: 0.01", "lr: 0.02"))
+    # Each rank gets the folder of its number.
+    program = "import os, sys; from plimsoll.cli.main import main; "
+    program += "sys.argv = ['plimsoll', 'train-worker', sys.argv[1 + int(os.environ['RANK'])], '--quiet']; main()"
+    ranks = start_ranks(2, ["-c", program, *folders])
+    ends = [finish(rank) for rank in ranks]
+    assert [end.returncode for end in ends] == [2, 2]
+    assert "2 ranks cannot train together: rank 1 differs in job.yaml (" in ends[0].stderr
+
+
+def test_a_rank_that_nobody_meets_says_where_it_waited():
+    alone_of_two = environment(
+        RANK="1", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()), PLIMSOLL_RANKS_TIMEOUT="2"
+    )
+    command = [sys.executable, "-m", "plimsoll", "train-worker", os.devnull]
+    done = subprocess.run(command, env=alone_of_two, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 2
+    assert "rank 1: error: rank 1 of 2 did not meet the others at 127.0.0.1:" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--nproc", "16"), "ranks 16 cannot share a batch_size of 15"),
+        (("--nproc", "0"), "--nproc"),
+        (("--set", "ranks=two"), "ranks"),
+    ],
+)
+def test_numbers_of_ranks_that_cannot_be_are_refused(job: Path, tmp_path: Path, arguments, words):
+    done = plimsoll("train", job, "--out", tmp_path / "run", *arguments)
+    assert done.returncode == 2
+    assert words in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_nproc_under_torchrun_is_refused(job: Path, tmp_path: Path):
+    done = plimsoll("train", job, "--out", tmp_path / "run", "--nproc", 2, RANK="0", WORLD_SIZE="2")
+    assert done.returncode == 2
+    assert "leave --nproc out" in done.stderr

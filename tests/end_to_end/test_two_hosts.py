@@ -1,0 +1,121 @@
+"""Two "hosts", which are network namespaces of this machine with a cable between them: one job, and the cable cut.
+
+Needs the right to make namespaces (root) and iproute2; skipped without.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from end_to_end.commands import environment, finish, plimsoll, steps_of, trained, wait_until, write_job
+from plimsoll.records.run import EndLine, read_lines
+
+ADDRESSES = ("10.213.7.1", "10.213.7.2")
+TIMEOUT_SECONDS = 15
+NUM_STEPS = 400
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        sys.platform != "linux" or os.geteuid() != 0 or shutil.which("ip") is None,
+        reason="network namespaces need root and iproute2",
+    ),
+]
+
+
+def ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True)
+
+
+@pytest.fixture
+def hosts() -> Iterator[tuple[str, str]]:
+    """Two namespaces, joined by a pair of virtual network cards."""
+    names = (f"plimsoll-a{os.getpid()}", f"plimsoll-b{os.getpid()}")
+    cards = (f"pa{os.getpid()}"[:15], f"pb{os.getpid()}"[:15])
+    try:
+        for name in names:
+            ip("netns", "add", name)
+        ip("link", "add", cards[0], "type", "veth", "peer", "name", cards[1])
+        for name, card, address in zip(names, cards, ADDRESSES, strict=True):
+            ip("link", "set", card, "netns", name)
+            ip("-n", name, "addr", "add", f"{address}/24", "dev", card)
+            ip("-n", name, "link", "set", card, "up")
+            ip("-n", name, "link", "set", "lo", "up")
+    except subprocess.CalledProcessError as error:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+        pytest.skip(f"network namespaces cannot be made here: {error.stderr.decode().strip()}")
+    yield names
+    for name in names:
+        subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+
+
+def start_on(host: str, number: int, *arguments: object) -> subprocess.Popen[str]:
+    """Start torchrun on one host, with one rank."""
+    card = f"p{'ab'[number]}{os.getpid()}"[:15]
+    return subprocess.Popen(
+        [
+            *("ip", "netns", "exec", host, sys.executable, "-m", "torch.distributed.run"),
+            *("--nnodes", "2", "--node-rank", str(number), "--nproc-per-node", "1"),
+            *("--master-addr", ADDRESSES[0], "--master-port", "29511"),
+            *("-m", "plimsoll", "train", *map(str, arguments), "--json"),
+        ],
+        env=environment(GLOO_SOCKET_IFNAME=card, PLIMSOLL_RANKS_TIMEOUT=str(TIMEOUT_SECONDS)),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_a_cut_cable_is_a_clear_error_and_a_clean_resume(hosts: tuple[str, str], tmp_path: Path):
+    job = write_job(tmp_path / "job.yaml", steps=NUM_STEPS)
+    trained(job, "--out", tmp_path / "alone", "--set", "model.dropout=0")
+    run = tmp_path / "run"
+    both = [
+        start_on(host, number, job, "--out", run, "--set", "model.dropout=0", "--set", "checkpoint.every=1")
+        for number, host in enumerate(hosts)
+    ]
+    wait_until(lambda: len(steps_of(run)) >= 3, both[0])
+    ip("-n", hosts[1], "link", "set", f"pb{os.getpid()}"[:15], "down")
+    ends = [finish(one) for one in both]
+    assert all(end.returncode != 0 for end in ends)
+    num_done = len(steps_of(run))
+    assert 3 <= num_done < NUM_STEPS
+    told = "".join(end.stderr for end in ends)
+    assert "lost another rank, which ended, or did not answer for 15 s" in told
+    last = [*read_lines(run / "metrics.jsonl")][-1]
+    assert isinstance(last, EndLine)
+    assert last.status == "failed"
+
+    ip("-n", hosts[1], "link", "set", f"pb{os.getpid()}"[:15], "up")
+    both = [
+        start_on(host, number, "--resume", "--out", run, "--set", f"steps={num_done + 5}")
+        for number, host in enumerate(hosts)
+    ]
+    ends = [finish(one) for one in both]
+    assert [end.returncode for end in ends] == [0, 0], "".join(end.stderr for end in ends)
+    steps, of_one = steps_of(run), steps_of(tmp_path / "alone")
+    assert [step.step for step in steps] == list(range(1, num_done + 6))
+    for one, other in zip(steps, of_one, strict=False):
+        assert (one.first_sample, one.num_samples) == (other.first_sample, other.num_samples)
+        assert abs(one.loss - other.loss) < 1e-4  # of some hundred steps
+
+
+def test_hosts_that_do_not_meet_say_so(hosts: tuple[str, str], tmp_path: Path):
+    """The second host is never started: torchrun itself, or the rank, says where it waited."""
+    job = write_job(tmp_path / "job.yaml")
+    done = plimsoll(
+        *("train", job, "--out", tmp_path / "run"),
+        **{"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29512"},
+        PLIMSOLL_RANKS_TIMEOUT="3",
+    )
+    assert done.returncode == 2
+    assert "rank 0 of 2 did not meet the others at 127.0.0.1:29512" in done.stderr
+    assert not (tmp_path / "run").exists()

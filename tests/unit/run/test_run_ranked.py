@@ -1,0 +1,131 @@
+"""What ranks settle before the first step: device, sameness, checkpoint, random numbers."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from plimsoll.device.base import backend_for
+from plimsoll.errors import DeviceError, InputError
+from plimsoll.ranks import Ranks
+from plimsoll.records.job import Job
+from plimsoll.run.directory import RunDirectory
+from plimsoll.run.ranked import (
+    device_of_rank,
+    is_restarted,
+    may_begin_anew,
+    num_restarts,
+    random_states,
+    require_same,
+    restore_random_state,
+    seed_rank,
+)
+
+BACKEND = backend_for("cpu")
+
+
+class Of(Ranks):
+    """One of several, with what the others say."""
+
+    def __init__(self, rank: int, others: list[object]) -> None:
+        super().__init__()
+        self.rank, self.world_size, self._others = rank, len(others) + 1, others
+
+    def gather(self, value):
+        every = list(self._others)
+        every.insert(self.rank, value)
+        return every
+
+
+def test_ranks_on_the_cpu_need_nothing_and_mixed_ones_are_refused_by_name():
+    assert device_of_rank("cpu", Ranks()) == "cpu"
+    assert device_of_rank("cpu", Of(0, ["", ""])) == "cpu"
+    with pytest.raises(DeviceError, match="ranks 0 of 3 have no GPU, and others have"):
+        device_of_rank("cpu", Of(0, ["cuda:0", "cuda:1"]))
+    with pytest.raises(DeviceError, match="ranks 2 of 3 have no GPU of their own"):
+        device_of_rank("cpu", Of(0, ["cuda:0", None]))
+
+
+@pytest.fixture
+def directory(tmp_path) -> RunDirectory:
+    for name in ("job.yaml", "plan.json", "prepared.json"):
+        (tmp_path / name).write_text(name)
+    return RunDirectory(tmp_path)
+
+
+def job(model: str = "lstm") -> Job:
+    return Job.from_fields({"model": model, "data": {"train": "a.txt"}})
+
+
+def facts_of(directory: RunDirectory, one: Job) -> dict[str, str]:
+    seen: list[dict[str, str]] = []
+
+    class Listening(Of):
+        def gather(self, value):
+            seen.append(value)
+            return [value, value]
+
+    require_same(Listening(0, [None]), directory, one)
+    return seen[0]
+
+
+def test_what_differs_is_named_with_the_rank(directory):
+    facts = facts_of(directory, job())
+    require_same(Of(0, [facts, facts]), directory, job())
+    with pytest.raises(
+        InputError, match=r"rank 2 differs in torch \(1\.0, rank 0 has .*\), plan\.json \(other, rank 0"
+    ):
+        require_same(Of(0, [facts, facts | {"plan.json": "other", "torch": "1.0"}]), directory, job())
+
+
+def test_the_code_of_a_model_of_ones_own_is_compared(directory, tmp_path, monkeypatch):
+    (tmp_path / "my_model_of_ranks.py").write_text("def model(): ...\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    before = facts_of(directory, job("my_model_of_ranks:model"))
+    (tmp_path / "my_model_of_ranks.py").write_text("def model(): pass\n")
+    after = facts_of(directory, job("my_model_of_ranks:model"))
+    assert [name for name in before if before[name] != after[name]] == ["the code of the model"]
+
+
+def test_random_numbers_are_a_ranks_own_and_come_back():
+    torch.manual_seed(0)
+    seed_rank(0, Ranks())  # the first draws what one process draws
+    first = torch.rand(3)
+    torch.manual_seed(0)
+    assert torch.equal(first, torch.rand(3))
+    seed_rank(0, Of(1, [None]))
+    other = torch.rand(3), random.random(), np.random.random()
+    assert not torch.equal(first, other[0])
+    seed_rank(0, Of(1, [None]))
+    assert torch.equal(other[0], torch.rand(3))
+    assert other[1:] == (random.random(), np.random.random())
+
+
+def test_each_rank_gets_its_own_state_back_and_a_new_one_begins_with_a_seed():
+    torch.manual_seed(3)
+    alone = random_states(BACKEND, Ranks())
+    expected = torch.rand(2)
+    restore_random_state(BACKEND, alone, Ranks(), seed=9)
+    assert torch.equal(torch.rand(2), expected)
+    both = {"by_rank": [alone, alone]}
+    restore_random_state(BACKEND, both, Of(1, [None]), seed=9)
+    assert torch.equal(torch.rand(2), expected)
+    restore_random_state(BACKEND, both, Of(2, [None, None]), seed=9)
+    third = torch.rand(2)
+    assert not torch.equal(third, expected)
+    seed_rank(9, Of(2, [None, None]))
+    assert torch.equal(torch.rand(2), third)
+
+
+def test_a_restart_is_known_by_what_torchrun_says(directory, monkeypatch):
+    monkeypatch.delenv("PLIMSOLL_SUPERVISOR", raising=False)
+    assert (num_restarts(), may_begin_anew(), is_restarted(directory.path)) == (0, False, False)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "2")
+    assert (num_restarts(), may_begin_anew()) == (1, True)
+    assert not is_restarted(directory.path)  # nothing had begun
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
+    assert not may_begin_anew()

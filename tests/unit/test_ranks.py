@@ -1,0 +1,67 @@
+"""Who a process is among several, and what one that is alone answers at once; several are in tests/numerics."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.ranks_started import free_port
+
+from plimsoll.errors import InputError, RankLostError
+from plimsoll.ranks import PeerOutOfMemory, Ranks, joined
+
+
+def test_alone_is_one_of_one_and_agrees_with_itself():
+    ranks = Ranks()
+    assert (ranks.rank, ranks.world_size, ranks.is_alone) == (0, 1, True)
+    assert [ranks.agree(False), ranks.agree(True)] == [False, True]
+    assert ranks.each([3, 4.5]) == [[3, 4.5]]
+    assert ranks.gather("here") == ["here"]
+    assert ranks.on_first("work", lambda: 7) == 7
+    numbers = torch.tensor([1.0, 2.0])
+    assert ranks.add_up(numbers).tolist() == [1, 2]
+    ranks.broadcast([numbers])
+    ranks.require_all()
+
+
+def test_who_is_not_started_as_one_of_several_is_alone(monkeypatch: pytest.MonkeyPatch):
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    with joined() as ranks:
+        assert ranks.is_alone
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    with joined() as ranks:
+        assert ranks.is_alone
+
+
+@pytest.mark.parametrize("text", ["soon", "0", "-1", "1e9", "nan"])
+def test_a_timeout_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch, text: str):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("PLIMSOLL_RANKS_TIMEOUT", text)
+    with pytest.raises(InputError, match="is no number of seconds: give for example 600"), joined():
+        pass
+
+
+def test_a_meeting_without_an_address_says_what_is_missing(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    with pytest.raises(InputError, match="did not meet the others at nowhere:.*MASTER_ADDR expected"), joined():
+        pass
+
+
+def test_a_failed_exchange_is_a_lost_rank_and_no_lack_of_memory():
+    def fail() -> None:
+        raise RuntimeError("[/somewhere/pair.cc:537] Read error [1.2.3.4]:5: Connection reset by peer. Check it. And")
+
+    with pytest.raises(
+        RankLostError, match=r"rank 0 of 1 lost another rank.*\(Read error .* reset by peer\)"
+    ) as caught:
+        Ranks()._exchange(fail)
+    assert caught.value.exit_code == 77
+
+
+def test_another_ranks_lack_of_memory_is_named_as_such():
+    assert PeerOutOfMemory.family == "another rank"
