@@ -76,7 +76,12 @@ def _to_html(record: Any) -> str | None:
 Shown.to_html = staticmethod(_to_html)
 
 
+_ADAPTERS = {"accelerate", "lightning", "transformers"}
+
+
 def __getattr__(name: str) -> Any:
+    if name in _ADAPTERS:
+        return import_module(f"plimsoll.integrations.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module, attribute = _HOMES[name]
