@@ -237,8 +237,7 @@ class _Guard:
             "log": self._wrapped_log(trainer.log),
         }
         before = {name: vars(trainer).get(name) for name in wrapped}
-        optimizers: list[torch.optim.Optimizer] = []
-        self._optimizers = optimizers
+        self._optimizers: list[torch.optim.Optimizer] = []
         if isinstance(trainer.optimizer, torch.optim.Optimizer):
             self._protect(trainer.optimizer)
         vars(trainer).update(wrapped)
@@ -250,7 +249,7 @@ class _Guard:
                     vars(trainer).pop(name, None)
                 else:
                     vars(trainer)[name] = value
-            for optimizer in optimizers:
+            for optimizer in self._optimizers:
                 vars(optimizer).pop("step", None)
             if self._rungs is not None:
                 self._rungs.close()
@@ -405,8 +404,7 @@ class _Guard:
             event = commit.outcome
             self.backend.release(last_resort=True)
             self._note(event.model_copy(update={"action": "the update once more", "survived": bool(tries_left)}))
-        shape = Shape(1, 1, 0.0)
-        raise OutOfMemoryError(no_way_out(event, 1, shape, whole=None))
+        raise OutOfMemoryError(no_way_out(event, 1, Shape(1, 1, 0.0), whole=None))
 
     # -- evaluation ----------------------------------------------------------------------------------------------------
 

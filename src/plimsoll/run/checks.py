@@ -112,6 +112,21 @@ def device_of(model: nn.Module) -> torch.device:
     return devices.pop()
 
 
+def _refuse_wrapped(model: nn.Module) -> None:
+    """Refuse wrappers that train on several devices in their own way."""
+    if isinstance(model, nn.DataParallel):
+        raise InputError(
+            f"DataParallel on {len(model.device_ids)} devices copies the model to all of them in every step, in one "
+            "process, and gathers outputs and gradients on the first, which runs out of memory while the others are "
+            "empty: give the model itself (.module), and one process per device (plimsoll train --nproc)"
+        )
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        raise InputError(
+            f"{type(model).__name__} adds gradients up inside backward, where a rank that runs out of memory leaves the "
+            "others waiting: give the model itself (.module), and ranks="
+        )
+
+
 def refuse(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -127,11 +142,13 @@ def refuse(
     ``kind`` is of the device that the step is for: a rehearsal's model is the CPU's whatever its target is.
 
     Raises:
-        InputError: if the precision or the units are unknown, the model is in half precision under fp16, the processor
-            has no LSTM of the precision, the optimizer needs a closure or is of another model, the micro-batch is no
-            positive number of samples, or the loss cannot be called with a model and a batch.
+        InputError: if the model is wrapped for several devices, the precision or the units are unknown, the model is
+            in half precision under fp16, the processor has no LSTM of the precision, the optimizer needs a closure or
+            is of another model, the micro-batch is no positive number of samples, or the loss cannot be called with a
+            model and a batch.
     """
     _refuse_loss(loss)
+    _refuse_wrapped(model)
     if units is None and loss is not model_loss:
         raise InputError(f"loss= was given without units=: {_CHOOSE_UNITS}")
     if not (units is None or callable(units) or units in UNITS):

@@ -122,3 +122,22 @@ def test_under_fp16_an_optimizer_of_some_parameters_is_refused():
     refuse(MODEL, some, "fp32", None)
     with pytest.raises(InputError, match=r"updates 1 of the 2 parameters .* set requires_grad_\(False\)"):
         refuse(MODEL, some, "fp16", None)
+
+
+def test_data_parallel_is_refused_with_the_reason():
+    model = nn.DataParallel(nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(InputError, match=r"gathers outputs and gradients on the first.*plimsoll train --nproc"):
+        refuse(model, optimizer, "fp32", None)
+
+
+def test_distributed_data_parallel_is_refused_with_the_reason():
+    class Stub(nn.parallel.DistributedDataParallel):
+        def __init__(self) -> None:  # a real one needs a process group
+            nn.Module.__init__(self)
+            self.weight = nn.Parameter(torch.zeros(2))
+
+    model = Stub()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(InputError, match="adds gradients up inside backward"):
+        refuse(model, optimizer, "fp32", None)
