@@ -21,6 +21,7 @@ from pathlib import PurePosixPath
 LAYERS = (
     {"errors", "shown"},
     {"records"},
+    {"copies"},
     {"identity", "store", "forked", "outside", "ranks"},
     {"mapped"},
     {"device", "data", "embeddings", "weights", "workload", "optimizers", "report"},

@@ -19,6 +19,7 @@ from typing import IO, Any, NamedTuple
 
 import xxhash
 
+from plimsoll.copies import is_remote, name_of, present
 from plimsoll.data.formats import Reading, packed
 from plimsoll.data.sources import SourceFile, find_files
 from plimsoll.errors import DataError
@@ -66,7 +67,7 @@ def plain_files(sources: Sequence[Any], reading: Reading, cache: Path, progress:
     """
     of_datasets = [source for source in sources if _is_dataset(source)]
     paths = tuple(str(source) for source in sources if not _is_dataset(source))
-    files = find_files(paths) if paths else []
+    files = find_files(paths, cache / "copies") if paths else []
     report = _Report(progress, sum(file.num_bytes for file in files if reading.is_tagged or is_converted(file.path)))
     plain = [_plain(file, reading, cache, report) for file in files]
     return plain + [_of_dataset(source, reading, cache, progress) for source in of_datasets]
@@ -106,13 +107,15 @@ def _is_dataset(source: Any) -> bool:
     if not isinstance(source, str | os.PathLike):
         return True
     saved = (Path(source, "dataset_dict.json"), Path(source, "state.json"))
+    if is_remote(str(source)):
+        return False
     return str(source).startswith(HUB_PREFIX) or any(path.is_file() for path in saved)
 
 
 def _plain(file: SourceFile, reading: Reading, cache: Path, report: _Report) -> PlainFile:
     path, form = file.path, format_of(file.path)
     if not file.num_bytes or not (reading.is_tagged or is_converted(path)):
-        return PlainFile(path, path, file.num_bytes, file.mtime_ns, file.named, form)
+        return PlainFile(name_of(path), path, file.num_bytes, file.mtime_ns, file.named, form)
     if _uncompressed(path) != path:
         name = "data" + os.path.splitext(_uncompressed(path))[1].lower()
         folder = cache / f"plain-{_hash(identity_of([file]))}"
@@ -120,13 +123,13 @@ def _plain(file: SourceFile, reading: Reading, cache: Path, report: _Report) -> 
         path = str((folder / name).absolute())
     facts: Facts = {}
     if form in _TABLES or reading.is_tagged:
-        (plain_file,) = find_files((path,))
+        plain_file = file if path == file.path else find_files((path,))[0]
         folder = cache / f"packed-{_hash([identity_of([plain_file]), _asked(reading)])}"
         pack_file = _pack_tagged if reading.is_tagged else _pack_file
-        facts = stored(folder, partial(pack_file, path=path, name=file.path, reading=reading, report=report))
+        facts = stored(folder, partial(pack_file, path=path, name=name_of(file.path), reading=reading, report=report))
         path, form = str((folder / packed.TEXTS_FILE).absolute()), _form_of_store(reading)
     report.end(file)
-    return _as_plain(file.path, path, file.named, form, facts)
+    return _as_plain(name_of(file.path), path, file.named, form, facts)
 
 
 def _as_plain(name: str, path: str, is_named: bool, form: str, facts: Facts) -> PlainFile:
@@ -153,7 +156,7 @@ def _hash(identity: Any) -> str:
 def _decompress(folder: Path, source: SourceFile, name: str, report: _Report) -> Facts:
     """Write what a compressed file holds."""
     try:
-        with open(source.path, "rb") as compressed, (folder / name).open("wb") as plain:
+        with open(present(source.path), "rb") as compressed, (folder / name).open("wb") as plain:
             for chunk in chunks_of(source.path, compressed):
                 plain.write(chunk)
                 done_bytes = compressed.tell()
@@ -195,6 +198,7 @@ def chunks_of(path: str, compressed: IO[bytes]) -> Iterator[bytes]:
 def _pack_file(folder: Path, path: str, name: str, reading: Reading, report: _Report) -> Facts:
     from plimsoll.data.tables import open_arrow, open_parquet, pack
 
+    present(path)
     with (open_parquet if format_of(path) == "parquet" else open_arrow)(path, name) as table:
         return pack(folder, table, reading, report.show)
 
@@ -203,7 +207,7 @@ def _pack_tagged(folder: Path, path: str, name: str, reading: Reading, report: _
     from plimsoll.data.sentences import conll_sentences, json_sentences, pack_sentences, table_sentences
     from plimsoll.data.tables import open_arrow, open_parquet
 
-    form = format_of(path)
+    form = format_of(present(path))
     if path.lower().endswith(".csv"):
         raise DataError(
             f"{name} is csv, whose cells hold no lists of words: write it as JSON lines, or with a word and its tag in "

@@ -12,6 +12,7 @@ from collections import OrderedDict
 import numpy as np
 from numpy.typing import NDArray
 
+from plimsoll.copies import present
 from plimsoll.errors import DataError
 from plimsoll.store import Facts
 
@@ -60,7 +61,7 @@ class OpenFiles:
             return descriptor
         path = self.path(file)
         try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            descriptor = os.open(present(path), os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
             raise DataError(f"cannot read {path} ({error.strerror}): put it back, or allow reading it") from None
         try:

@@ -14,6 +14,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
+from plimsoll.copies import is_remote
 from plimsoll.data.convert import is_converted
 from plimsoll.data.formats import Reading
 from plimsoll.data.index import open_corpus
@@ -76,6 +77,8 @@ def _labels_of_heads(job: Job) -> Sequence[str]:
 
 def _is_cut_anywhere(given: str, reading: Reading) -> bool:
     """Return whether the begin of each of these files is such a file too; a folder may hold any."""
+    if is_remote(given):
+        return False
     if reading.is_tagged:  # what is no table has a line for each word, whatever its name is
         return Path(given).suffix != "" and not given.startswith(HUB_PREFIX) and not is_converted(given)
     return Path(given).suffix.lower() in _CUT_ANYWHERE

@@ -1,5 +1,7 @@
 """Which files a corpus is made of: files, folders (with all below them) and globs (``**`` works), sorted, once each.
 
+Also of object stores and web servers (`plimsoll.copies`), by their addresses; these come behind the files.
+
 Hidden files and folders (``.git``) below a folder are left out, as a glob does; symbolic links to folders are not
 followed. What is text is decided where the files are read.
 """
@@ -13,6 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from plimsoll.copies import find as find_remote
+from plimsoll.copies import is_remote, name_of
 from plimsoll.errors import DataError
 
 
@@ -25,14 +29,21 @@ class SourceFile(NamedTuple):
     named: bool
 
 
-def find_files(sources: tuple[str, ...]) -> list[SourceFile]:
+def find_files(sources: tuple[str, ...], copies: Path | None = None) -> list[SourceFile]:
     """Return the regular files that the sources mean, by absolute path, in the order of their paths.
+
+    Of files elsewhere the path is where their copy is, or will be, below ``copies``; without it, their address.
 
     Raises:
         DataError: if a source means no file, or a file that it means is a link to nothing or has just been removed.
     """
     named: dict[str, bool] = {}
+    elsewhere: dict[str, SourceFile] = {}
     for source in sources:
+        if is_remote(source):
+            for file in find_remote(source, copies):
+                elsewhere.setdefault(file.path, SourceFile(*file))
+            continue
         if os.path.isfile(source):
             named[os.path.abspath(source)] = True
             continue
@@ -41,7 +52,8 @@ def find_files(sources: tuple[str, ...]) -> list[SourceFile]:
             raise DataError(_nothing_found(source))
         for path in found:
             named.setdefault(os.path.abspath(path), False)
-    return [_source_file(path, named[path]) for path in sorted(named)]
+    here = [_source_file(path, named[path]) for path in sorted(named)]
+    return here + sorted(elsewhere.values(), key=lambda file: name_of(file.path))
 
 
 def _below(source: str) -> Iterator[str]:

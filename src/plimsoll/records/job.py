@@ -439,7 +439,7 @@ def _with_arguments(optimizer: dict[str, Any]) -> dict[str, Any]:
 def _from_folder(value: Any, folder: Path) -> Any:
     if isinstance(value, list | tuple):
         return [_from_folder(item, folder) for item in value]
-    if not isinstance(value, str) or not value or value.startswith(HUB_PREFIX):
+    if not isinstance(value, str) or not value or value.startswith(HUB_PREFIX) or "://" in value:
         return value
     return str(folder.resolve() / Path(value).expanduser())
 

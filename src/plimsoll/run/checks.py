@@ -122,8 +122,8 @@ def _refuse_wrapped(model: nn.Module) -> None:
         )
     if isinstance(model, nn.parallel.DistributedDataParallel):
         raise InputError(
-            f"{type(model).__name__} adds gradients up inside backward, where a rank that runs out of memory leaves the "
-            "others waiting: give the model itself (.module), and ranks="
+            f"{type(model).__name__} adds gradients up inside backward, where a rank that runs out of memory leaves "
+            "the others waiting: give the model itself (.module), and ranks="
         )
 
 

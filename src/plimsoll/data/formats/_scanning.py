@@ -18,6 +18,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from plimsoll.copies import present
 from plimsoll.data.formats import Fault
 from plimsoll.errors import DataError
 
@@ -39,7 +40,7 @@ def opened(path: str) -> Iterator[int]:
         DataError: if it cannot be opened, or reading fails in the block.
     """
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = os.open(present(path), os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
         raise DataError(f"cannot read {path} ({error.strerror}): put it back, or allow reading it") from None
     try:
