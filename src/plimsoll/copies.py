@@ -132,7 +132,9 @@ def _opened(source: str) -> tuple[Any, str]:
         opened, path = url_to_fs(source, **({"skip_instance_cache": True} if protocol != "memory" else {}))
     except ImportError as error:
         package = _PACKAGES.get(protocol, "fsspec")
-        raise DataError(f"{shown(source)} needs {package} ({error}): pip install fsspec {package}") from None
+        raise DataError(
+            f"{shown(source)} needs {package} ({error}): install it with pip install fsspec {package}"
+        ) from None
     except ValueError as error:
         raise DataError(
             f"{shown(source)} is of no known protocol ({error}): give for example s3:// or https://"
