@@ -6,7 +6,7 @@ import ctypes
 import os
 import signal
 import sys
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -345,6 +345,7 @@ def print_baseline() -> None:
     from plimsoll.device.base import backend_for
     from plimsoll.models.build import build_model, sketch_model
     from plimsoll.run import train  # noqa: F401
+    from plimsoll.run.rehearsed_ranks import joined_alone
 
     job = Job.from_json(sys.stdin.read())
     _warm(job)
@@ -353,8 +354,9 @@ def print_baseline() -> None:
         with suppress(JobError):  # who traces it says what is wrong with it
             build_model(job, job.tokenizer.vocab_size, 2 if job.is_labelled else None, 0, device="meta")
     backend = backend_for("cpu")
-    backend.baseline_bytes()  # starts the thread pools
-    print(backend.use().used_bytes)
+    with joined_alone() if job.ranks > 1 else nullcontext():
+        backend.baseline_bytes()  # starts the thread pools
+        print(backend.use().used_bytes)
 
 
 def print_inference_baseline(folder: Path, task: str) -> None:
