@@ -43,7 +43,7 @@ def rehearsed_ranks(world_size: int) -> Iterator[Ranks]:
     if dist.is_initialized():
         raise InputError(
             f"cannot rehearse {world_size} ranks in a process that is rank {dist.get_rank()} of {dist.get_world_size()}"
-            ": predict and plan before torch.distributed.init_process_group, or in a process of its own"
+            ": use a process of its own, or predict and plan before torch.distributed.init_process_group"
         )
     from torch.testing._internal.distributed.fake_pg import FakeStore
 

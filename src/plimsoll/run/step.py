@@ -403,8 +403,7 @@ class TrainStep:
             self._scaler.unscale_(self._commit)  # type: ignore[arg-type]
         if self.workload.clip_norm is None:
             return None
-        sharded = self.workload.sharded
-        clip = sharded.clip if sharded else partial(nn.utils.clip_grad_norm_, clippable(self._parameters))
+        clip = sharded.clip if (sharded := self.workload.sharded) else partial(nn.utils.clip_grad_norm_, clippable(self._parameters))
         norm = clip(self.workload.clip_norm).item()
         # Under fp16 gradients overflow now and then: the scaler skips that update and lowers the scale.
         if self._scaler is None or self._scaler.get_scale() < _SMALLEST_SCALE:
@@ -497,6 +496,5 @@ class TrainStep:
         next_size = min(after.samples, shape.num_samples)
         techniques = self._rungs.described(after.level) if after.level != before.level else None
         action = action_of(samples, next_size, techniques, is_same_rung=following == rung)
-        return event.model_copy(
-            update={"next_micro_batch": next_size, "rung": rung, "next_rung": following, "action": action}
-        ), following
+        goes_on = {"next_micro_batch": next_size, "rung": rung, "next_rung": following, "action": action}
+        return event.model_copy(update=goes_on), following

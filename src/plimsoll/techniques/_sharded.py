@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.distributed import _composable_state
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -204,7 +204,7 @@ class ShardedTraining:
 
 def mesh_of(workload: Workload) -> DeviceMesh:
     """Return the ranks as torch's mesh of one dimension."""
-    with unset_fake_temporarily():  # it works with real numbers, also in a rehearsal
+    with _disable_current_modes():  # it works with real numbers, also in a rehearsal
         return init_device_mesh(workload.device.type, (workload.ranks.world_size,))
 
 

@@ -70,8 +70,8 @@ class FullyShard:
         """Share the parameters out; on exit every rank has all of them, and all states, again."""
         if workload.ranks.is_alone:
             raise InputError(
-                "fully_shard shares a model out over the ranks, and this training has 1: start several with --nproc, "
-                "or leave it out"
+                f"{choice} shares a model out over the ranks, and this training has 1: start several with --nproc, or "
+                "leave it out"
             )
         from plimsoll.techniques._sharded import ShardedTraining, mesh_of
 
