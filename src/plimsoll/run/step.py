@@ -403,7 +403,11 @@ class TrainStep:
             self._scaler.unscale_(self._commit)  # type: ignore[arg-type]
         if self.workload.clip_norm is None:
             return None
-        clip = sharded.clip if (sharded := self.workload.sharded) else partial(nn.utils.clip_grad_norm_, clippable(self._parameters))
+        clip = (
+            sharded.clip
+            if (sharded := self.workload.sharded)
+            else partial(nn.utils.clip_grad_norm_, clippable(self._parameters))
+        )
         norm = clip(self.workload.clip_norm).item()
         # Under fp16 gradients overflow now and then: the scaler skips that update and lowers the scale.
         if self._scaler is None or self._scaler.get_scale() < _SMALLEST_SCALE:
