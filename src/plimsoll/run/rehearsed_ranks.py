@@ -17,6 +17,7 @@ from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 from plimsoll.errors import InputError
 from plimsoll.ranks import Ranks
@@ -25,7 +26,7 @@ from plimsoll.ranks import Ranks
 @contextmanager
 def joined_alone() -> Iterator[None]:
     """Start all that a rank has for its exchanges on the processor, with nobody else, while the block runs."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:
         dist.all_reduce(torch.zeros(1), group=dist.new_group(backend="gloo"))
         yield

@@ -61,7 +61,7 @@ from plimsoll.run.pieces import NOTHING, Shape, Spare, autocast, no_way_out, sha
 from plimsoll.run.recover import Ladder, Size, action_of, micro_batch_sizes, state_after_death
 from plimsoll.run.reduction import Reduction
 from plimsoll.run.rungs import Rungs
-from plimsoll.run.sparse import clippable
+from plimsoll.run.sparse import clip
 from plimsoll.run.together import attempt_together, told_by_all
 from plimsoll.run.undo import Undo
 from plimsoll.techniques._whole import WholeBatch
@@ -401,14 +401,10 @@ class TrainStep:
         failpoint("clip")
         if self._scaler is not None:
             self._scaler.unscale_(self._commit)  # type: ignore[arg-type]
-        if self.workload.clip_norm is None:
+        clip_norm, sharded = self.workload.clip_norm, self.workload.sharded
+        if clip_norm is None:
             return None
-        clip = (
-            sharded.clip
-            if (sharded := self.workload.sharded)
-            else partial(nn.utils.clip_grad_norm_, clippable(self._parameters))
-        )
-        norm = clip(self.workload.clip_norm).item()
+        norm = (sharded.clip(clip_norm) if sharded else clip(self._parameters, clip_norm)).item()
         # Under fp16 gradients overflow now and then: the scaler skips that update and lowers the scale.
         if self._scaler is None or self._scaler.get_scale() < _SMALLEST_SCALE:
             refuse_non_finite("gradient norm", norm, self.workload, self.position)

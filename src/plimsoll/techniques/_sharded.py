@@ -92,7 +92,7 @@ class ShardedTraining:
         self._keeps_gathered, self._mesh = keeps_gathered, mesh
         self._whole = dict(self._model.named_parameters())
         self._before = _AsItWas(self._model)
-        self._shapes = {name: parameter.shape for name, parameter in self._whole.items()}
+        self.shapes = {name: parameter.shape for name, parameter in self._whole.items()}
         self.shards: dict[str, DTensor] = {}
         self.rows: dict[str, nn.Parameter] = {}
         """This rank's rows of each parameter, by its name in the model: what the optimizer has."""
@@ -157,11 +157,11 @@ class ShardedTraining:
             PeerOutOfMemory: if memory ran out on another rank.
         """
         for name, shard in self.shards.items():
-            self._whole[name].data = self.whole_of(shard.to_local(), self._shapes[name])
+            self._whole[name].data = self.whole_of(shard.to_local(), self.shapes[name])
         for name, rows in self.rows.items():
             state = self._optimizer.state.pop(rows, None)
             if state is not None:
-                self._optimizer.state[self._whole[name]] = self.whole_state(state, rows, self._shapes[name])
+                self._optimizer.state[self._whole[name]] = self.whole_state(state, rows, self.shapes[name])
         self._exchange_in_optimizer({id(rows): self._whole[name] for name, rows in self.rows.items()})
         self._before.restore()
 
@@ -191,6 +191,13 @@ class ShardedTraining:
         """Take this rank's rows of whole parameters, by their names."""
         for name, rows in self.rows.items():
             rows.copy_(self.rows_of(weights[name]))
+
+    def as_part(self, name: str, rows: Tensor) -> DTensor:
+        """Return rows of this rank (a parameter's, or those of its state) as torch's part of a larger tensor."""
+        whole = torch.empty(self.shapes[name], device="meta")
+        return DTensor.from_local(
+            rows, self._mesh, self.shards[name].placements, run_check=False, shape=whole.shape, stride=whole.stride()
+        )
 
     def rows_of(self, whole: Tensor) -> Tensor:
         """Return this rank's rows of a tensor, a view."""
