@@ -51,7 +51,6 @@ class Gated(nn.Module):
         return logits
 
 
-<<<<<<< HEAD
 class Wide(nn.Module):
     """A classifier whose activations are large, and its parameters are not."""
 
@@ -62,7 +61,8 @@ class Wide(nn.Module):
 
     def forward(self, features: torch.Tensor) -> torch.Tensor:
         return torch.tanh(features[:, 0, None, None] * self.scale).mean(-1) * 100
-=======
+
+
 class Block(nn.Module):
     """One of several that a model repeats."""
 
@@ -94,7 +94,7 @@ class Stack(nn.Module):
         return logits
 
 
-def stack() -> nn.Module:
+def stacked_model() -> nn.Module:
     """Return a model whose blocks can be shared out."""
     torch.manual_seed(0)
     return Stack()
@@ -108,7 +108,6 @@ def rungs_of(case: dict[str, Any]) -> list[tuple[Choice, ...]] | None:
         () if case["gathered"] is None else (Choice(technique="fully_shard", options={"gathered": case["gathered"]}),)
     )
     return [(*shards, micro_batch_choice(size)) for size in (4, 2, 1)]
->>>>>>> 82a03e6 (fully_shard: parameters in shards of FSDP2, whose exchanges the ranks agree on, so that memory that runs out on one undoes the step on all)
 
 
 def batch_of(step: int) -> dict[str, torch.Tensor]:
@@ -128,37 +127,26 @@ def loss_of(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
 
 def train(ranks: Ranks, case: dict[str, Any]) -> dict[str, Any]:
     """Train on this rank; the ``failures`` of a case are triples of rank, phase and passage."""
-<<<<<<< HEAD
     with ExitStack() as stack:
-        model = Wide() if case.get("wide") else small_model()
+        model = Wide() if case.get("wide") else small_model() if rungs_of(case) is None else stacked_model()
         optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         if case.get("wide"):  # a million weights that do the same: Adam would make all of their rounding
             optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
-        step = TrainStep(model, optimizer, loss_of, units="samples", clip_norm=case.get("clip_norm"), ranks=ranks)
-=======
-    with ExitStack() as armed_phases:
-        model = small_model() if rungs_of(case) is None else stack()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         step = TrainStep(
             model, optimizer, loss_of, units="samples", clip_norm=case.get("clip_norm"), ranks=ranks,
             rungs=rungs_of(case),
         )  # fmt: skip
->>>>>>> 82a03e6 (fully_shard: parameters in shards of FSDP2, whose exchanges the ranks agree on, so that memory that runs out on one undoes the step on all)
         step._commit._piece_bytes = case.get("piece_bytes") or step._commit._piece_bytes
         hits: dict[str, set[int]] = {}
         for rank, phase, passage in case.get("failures", ()):
             if rank == ranks.rank:
                 hits.setdefault(phase, set()).add(passage)
         for phase, passages in hits.items():
-<<<<<<< HEAD
             stack.enter_context(armed(phase, *passages))
         if case.get("limited_rank") == ranks.rank:
             # Gradients and states of the optimizer fit, and the activations of half of the samples.
             held_bytes = 3 * NUM_WIDE * 4 + BATCH_SAMPLES // 2 * WIDE_SAMPLE_BYTES
             stack.enter_context(step.backend.limited(step.backend.use().used_bytes + held_bytes))
-=======
-            armed_phases.enter_context(armed(phase, *passages))
->>>>>>> 82a03e6 (fully_shard: parameters in shards of FSDP2, whose exchanges the ranks agree on, so that memory that runs out on one undoes the step on all)
         losses, events, samples = [], [], []
         for number in range(NUM_STEPS):
             batch = batch_of(number)
@@ -181,13 +169,9 @@ def train(ranks: Ranks, case: dict[str, Any]) -> dict[str, Any]:
                 continue
             break
         events.extend((event.phase, event.rank, event.action) for event in evaluation.oom_events)
-<<<<<<< HEAD
+        step.close()
         every = max(NUM_WIDE // 1000, 1) if case.get("wide") else 1
         weights = torch.cat([parameter.detach().flatten()[::every] for parameter in model.parameters()])
-=======
-        step.close()
-        weights = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
->>>>>>> 82a03e6 (fully_shard: parameters in shards of FSDP2, whose exchanges the ranks agree on, so that memory that runs out on one undoes the step on all)
         return {
             "losses": losses, "events": events, "samples": samples, "weights": weights.tolist(),
             "evaluation": evaluation.loss,

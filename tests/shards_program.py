@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tests.ranks_program import batch_of, loss_of, rungs_of, stack
+from tests.ranks_program import batch_of, loss_of, rungs_of, stacked_model
 
 from plimsoll.ranks import Ranks, joined
 from plimsoll.run import checkpoint, checkpoint_sharded
@@ -22,7 +22,7 @@ MARKS = {"job": "of the test"}
 
 def go_on(ranks: Ranks, case: dict[str, Any]) -> list[float]:
     """Train from the newest checkpoint below ``root`` to a step, and write one there; returns the weights."""
-    model = stack()
+    model = stacked_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     step = TrainStep(model, optimizer, loss_of, units="samples", clip_norm=1.0, ranks=ranks, rungs=rungs_of(case))
     root = Path(case["root"])

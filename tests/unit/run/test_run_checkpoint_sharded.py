@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.ranks_program import batch_of, loss_of, stack
+from tests.ranks_program import batch_of, loss_of, stacked_model
 from torch import nn
 
 from plimsoll.errors import CheckpointError, OutputError
@@ -25,7 +25,7 @@ def workload_of(model: nn.Module) -> Workload:
 @pytest.fixture
 def trained() -> Iterator[Workload]:
     """One rank, alone, after a step in shards."""
-    workload = workload_of(stack())
+    workload = workload_of(stacked_model())
     with joined_alone():
         sharded = ShardedTraining(workload, keeps_gathered=True, mesh=mesh_of(workload))
         sharded.shard()
@@ -46,7 +46,7 @@ def test_what_was_written_in_shards_is_read_whole(tmp_path, trained):
     saved = checkpoint.load(tmp_path, MARKS)
     assert saved.step == 7
     assert checkpoint_sharded.is_sharded(saved)
-    whole = workload_of(stack())
+    whole = workload_of(stacked_model())
     assert torch.equal(checkpoint_sharded.restore(saved, whole)["of"], torch.ones(2))
     for (name, parameter), rows in zip(whole.model.named_parameters(), trained.sharded.rows.values(), strict=True):
         assert torch.equal(parameter, rows), name
@@ -55,7 +55,7 @@ def test_what_was_written_in_shards_is_read_whole(tmp_path, trained):
 
 
 def test_what_one_process_has_written_is_read_in_shards(tmp_path, trained):
-    whole = workload_of(stack())
+    whole = workload_of(stacked_model())
     loss_of(whole.model, batch_of(1)).backward()
     whole.optimizer.step()
     facts = {"random_state": {}, "progress": {"fingerprint": MARKS}, "keep": 2}

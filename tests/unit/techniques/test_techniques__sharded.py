@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from tests.ranks_program import batch_of, loss_of, stack
+from tests.ranks_program import batch_of, loss_of, stacked_model
 
 from plimsoll.run.rehearsed_ranks import joined_alone, rehearsed_ranks
 from plimsoll.techniques._sharded import ShardedTraining, mesh_of
@@ -13,7 +13,7 @@ from plimsoll.workload import Workload
 
 @pytest.fixture
 def workload() -> Workload:
-    model = stack()
+    model = stacked_model()
     return Workload(model, torch.optim.AdamW(model.parameters(), lr=0.1), loss_of, "samples")
 
 
@@ -33,7 +33,7 @@ def test_the_optimizer_has_the_rows_and_their_gradients(workload, sharded):
     gradients(workload)
     assert all(rows.grad is None for rows in sharded.rows.values())
     sharded.hand_over()
-    plain = stack()
+    plain = stacked_model()
     loss_of(plain, batch_of(0)).backward()
     for (name, expected), parameter in zip(
         plain.named_parameters(), workload.optimizer.param_groups[0]["params"], strict=True
@@ -50,7 +50,7 @@ def test_after_a_reset_the_next_pass_adds_to_nothing(workload, sharded):
     del loss
     gradients(workload)
     sharded.hand_over()
-    plain = stack()
+    plain = stacked_model()
     loss_of(plain, batch_of(0)).backward()
     torch.testing.assert_close(sharded.rows["first.weight"].grad, plain.first.weight.grad)
 
@@ -58,7 +58,7 @@ def test_after_a_reset_the_next_pass_adds_to_nothing(workload, sharded):
 def test_the_norm_is_that_of_all_gradients_and_they_are_clipped_to_it(workload, sharded):
     gradients(workload)
     sharded.hand_over()
-    plain = stack()
+    plain = stacked_model()
     loss_of(plain, batch_of(0)).backward()
     expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
     torch.testing.assert_close(sharded.clip(0.1), expected)
@@ -66,7 +66,7 @@ def test_the_norm_is_that_of_all_gradients_and_they_are_clipped_to_it(workload, 
 
 
 def test_model_and_optimizer_come_back_as_they_were_but_for_what_they_learned(workload):
-    model, before = workload.model, stack()
+    model, before = workload.model, stacked_model()
     kinds, own = [type(module) for module in model.modules()], list(model.parameters())
     hooks = [
         {key: len(value) for key, value in vars(one).items() if "_hooks" in key and value is not None}

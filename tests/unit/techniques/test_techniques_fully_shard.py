@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tests.ranks_program import loss_of, stack
+from tests.ranks_program import loss_of, stacked_model
 from torch import nn
 
 from plimsoll.errors import InputError
@@ -16,7 +16,7 @@ SHARED = Setting(device="cpu", batch_size=4, num_ranks=4)
 
 
 def workload_of(model: nn.Module | None = None, optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW) -> Workload:
-    model = stack() if model is None else model
+    model = stacked_model() if model is None else model
     return Workload(model, optimizer(model.parameters(), lr=0.1), loss_of, "samples")
 
 
