@@ -288,6 +288,8 @@ def train_run(  # noqa: PLR0915 -- as above
         )  # fmt: skip
         stack.callback(parts.loader.close)
         loss = fitting(lambda: loss_for(job, prepared, device), backend, "loading the teacher")
+        if saved is None:  # before a technique shares the parameters out
+            ranks.broadcast([*parts.model.parameters(), *parts.model.buffers()])
         step = step_of(
             job, parts.model, parts.optimizer, plan.choices_by_rung, loss=loss, schedule=parts.schedule,
             files=parts.files, ranks=ranks,
@@ -302,7 +304,6 @@ def train_run(  # noqa: PLR0915 -- as above
             fitting(lambda: go_on(training, saved), backend, "reading the checkpoint")
         else:
             begin_after(training, 0)  # of a process that died before its first checkpoint, or whose are all torn
-            ranks.broadcast([*parts.model.parameters(), *parts.model.buffers()])
             seed_rank(job.seed, ranks)
         record = train(training, restarts)
         if num_truncated := parts.samples.num_truncated:
