@@ -20,6 +20,7 @@ from torch.nn import functional
 
 from plimsoll.records.job import Job
 from plimsoll.records.plan import Choice
+from plimsoll.run.job_step import samples_of_rank
 
 # -- models that a job names by their function -------------------------------------------------------------------------
 
@@ -79,20 +80,22 @@ def main() -> None:
     from plimsoll.device.base import backend_for
     from plimsoll.models.build import build_model
     from plimsoll.optimizers import build_optimizer
+    from plimsoll.ranks import joined
     from plimsoll.run import train  # noqa: F401
     from plimsoll.run.job_step import step_of
     from plimsoll.run.worker import _warm
 
-    _warm(job)
-    backend = backend_for("cpu")
     with ExitStack() as stack:
+        ranks = stack.enter_context(joined())  # alone, where torchrun's environment says nothing else
+        _warm(job)
+        backend = backend_for("cpu")
         if run["budget_bytes"] is not None:
             backend.baseline_bytes()
             stack.enter_context(backend.limited(run["budget_bytes"]))
         torch.manual_seed(job.seed)
         model = build_model(job, run["vocab_size"], run["num_labels"], 0).train()
         optimizer = build_optimizer(job.optimizer, model.parameters())
-        step = step_of(job, model, optimizer, [[Choice(**choice) for choice in run["choices"]]])
+        step = step_of(job, model, optimizer, [[Choice(**choice) for choice in run["choices"]]], ranks=ranks)
         for _ in range(run["steps"]):
             started = time.process_time()
             result = step(batch_of(job, run["vocab_size"], run["num_labels"]))
@@ -104,10 +107,11 @@ def main() -> None:
 
 
 def batch_of(job: Job, vocab_size: int, num_labels: int | None) -> dict[str, Any]:
-    input_ids = torch.randint(vocab_size, (job.batch_size, job.sequence_length))
+    num_samples = samples_of_rank(job)
+    input_ids = torch.randint(vocab_size, (num_samples, job.sequence_length))
     if num_labels is None:
         return {"input_ids": input_ids, "labels": input_ids}
-    labels = torch.randint(num_labels, (job.batch_size,))
+    labels = torch.randint(num_labels, (num_samples,))
     return {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids), "labels": labels}
 
 

@@ -17,7 +17,8 @@ from torch import nn
 
 from plimsoll.errors import OutOfMemoryError, TornStepError
 from plimsoll.ranks import Ranks, joined
-from plimsoll.run.failpoints import armed
+from plimsoll.records.plan import Choice, micro_batch_choice
+from plimsoll.run.failpoints import armed, failpoint
 from plimsoll.run.step import TrainStep
 
 PHASES = ("copy", "forward", "loss", "backward", "clip", "optimizer", "evaluation")
@@ -62,6 +63,53 @@ class Wide(nn.Module):
         return torch.tanh(features[:, 0, None, None] * self.scale).mean(-1) * 100
 
 
+class Block(nn.Module):
+    """One of several that a model repeats."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 19), nn.Linear(19, 16)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        failpoint("forward")  # between the exchanges of two blocks
+        out: torch.Tensor = hidden + self.down(torch.relu(self.up(self.norm(hidden))))
+        if out.requires_grad:
+            out.register_hook(lambda gradient: failpoint("backward"))
+        return out
+
+
+class Stack(nn.Module):
+    """A classifier of repeated blocks, whose rows no number of ranks divides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 16), nn.Linear(16, 3)
+        self.blocks = nn.ModuleList([Block() for _ in range(3)])
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(features)
+        for block in self.blocks:
+            hidden = block(hidden)
+        logits: torch.Tensor = self.last(hidden)
+        return logits
+
+
+def stacked_model() -> nn.Module:
+    """Return a model whose blocks can be shared out."""
+    torch.manual_seed(0)
+    return Stack()
+
+
+def rungs_of(case: dict[str, Any]) -> list[tuple[Choice, ...]] | None:
+    """The choices of a case that has any: shards, and smaller pieces to go on with."""
+    if "gathered" not in case:
+        return None
+    shards = (
+        () if case["gathered"] is None else (Choice(technique="fully_shard", options={"gathered": case["gathered"]}),)
+    )
+    return [(*shards, micro_batch_choice(size)) for size in (4, 2, 1)]
+
+
 def batch_of(step: int) -> dict[str, torch.Tensor]:
     """Return the batch of a step; the last one is smaller than there are ranks."""
     generator = torch.Generator().manual_seed(step)
@@ -80,11 +128,14 @@ def loss_of(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
 def train(ranks: Ranks, case: dict[str, Any]) -> dict[str, Any]:
     """Train on this rank; the ``failures`` of a case are triples of rank, phase and passage."""
     with ExitStack() as stack:
-        model = Wide() if case.get("wide") else small_model()
+        model = Wide() if case.get("wide") else small_model() if rungs_of(case) is None else stacked_model()
         optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         if case.get("wide"):  # a million weights that do the same: Adam would make all of their rounding
             optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
-        step = TrainStep(model, optimizer, loss_of, units="samples", clip_norm=case.get("clip_norm"), ranks=ranks)
+        step = TrainStep(
+            model, optimizer, loss_of, units="samples", clip_norm=case.get("clip_norm"), ranks=ranks,
+            rungs=rungs_of(case),
+        )  # fmt: skip
         step._commit._piece_bytes = case.get("piece_bytes") or step._commit._piece_bytes
         hits: dict[str, set[int]] = {}
         for rank, phase, passage in case.get("failures", ()):
@@ -111,8 +162,14 @@ def train(ranks: Ranks, case: dict[str, Any]) -> dict[str, Any]:
             losses.append(result.loss)
             samples.append(result.num_samples)
             events.extend((event.phase, event.rank, event.action) for event in result.oom_events)
-        evaluation = step.evaluate([batch_of(0)])
+        while True:
+            try:
+                evaluation = step.evaluate([batch_of(0)])
+            except OutOfMemoryError:
+                continue
+            break
         events.extend((event.phase, event.rank, event.action) for event in evaluation.oom_events)
+        step.close()
         every = max(NUM_WIDE // 1000, 1) if case.get("wide") else 1
         weights = torch.cat([parameter.detach().flatten()[::every] for parameter in model.parameters()])
         return {

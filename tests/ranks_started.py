@@ -46,11 +46,13 @@ def start_ranks(world_size: int, command: Sequence[object], **variables: str) ->
     ]
 
 
-def run_cases(folder: Path, world_size: int, cases: list[dict[str, Any]], seconds: float) -> list[list[dict[str, Any]]]:
-    """Do some cases of `tests.ranks_program` with so many ranks; returns what each rank found of each case."""
+def run_cases(
+    folder: Path, world_size: int, cases: list[dict[str, Any]], seconds: float, program: str = "ranks_program"
+) -> list[list[Any]]:
+    """Do some cases of a program beside this one with so many ranks; returns what each rank found of each case."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "cases.json").write_text(json.dumps(cases))
-    ranks = start_ranks(world_size, [Path(__file__).with_name("ranks_program.py"), folder])
+    ranks = start_ranks(world_size, [Path(__file__).with_name(f"{program}.py"), folder])
     try:
         ends = [(rank.communicate(timeout=seconds)[1], rank.returncode) for rank in ranks]
     finally:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -39,6 +39,22 @@ IGNORED_LABEL = -100
 """The label that ``torch.nn.functional.cross_entropy`` leaves out, its default ``ignore_index``."""
 
 
+class Sharded(Protocol):
+    """What a step asks of a model whose parameters are shared out over the ranks."""
+
+    def hand_over(self) -> None:
+        """Give the gradients of all passes to the optimizer's parameters."""
+        ...
+
+    def reset(self) -> None:
+        """Make the model ready for another try, wherever the last one ended."""
+        ...
+
+    def clip(self, clip_norm: float) -> Tensor:
+        """Clip the gradients of all ranks together; returns their norm before."""
+        ...
+
+
 @dataclass(slots=True)
 class Workload:
     """One training: everything a step needs, and the only mutable thing with a name.
@@ -50,7 +66,8 @@ class Workload:
     planned with (``None``: those of each batch), what is called after each step that happened, and what copies a
     tensor to where the device's memory is not used (``None``: no parameter is updated before backward has ended).
     ``files`` is what the parameters were made in, where that was not memory; ``ranks`` are the processes that train the
-    same model on other parts of each batch.
+    same model on other parts of each batch, and ``sharded`` the model where each of them has a part of that, too: all
+    must then make equally many passes.
     """
 
     model: nn.Module
@@ -68,6 +85,7 @@ class Workload:
     files: MappedPool | None = None
     after_step: tuple[Callable[[], None], ...] = ()
     ranks: Ranks = field(default_factory=Ranks)
+    sharded: Sharded | None = None
 
 
 def count_units(batch: Any, units: Units) -> int:

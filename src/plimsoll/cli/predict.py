@@ -110,8 +110,10 @@ def _read_lengths(path: Path | None) -> list[int] | None:
 def _check_micro_batch(micro_batch: int | None, job: Job) -> None:
     from plimsoll.errors import InputError
 
-    if micro_batch is not None and not 1 <= micro_batch <= job.batch_size:
+    most = -(-job.batch_size // job.ranks)
+    if micro_batch is not None and not 1 <= micro_batch <= most:
+        of = f", of which each of {job.ranks} ranks has {most}" if job.ranks > 1 else ""
         raise InputError(
-            f"--micro-batch {micro_batch} is not a part of the job's batch of {job.batch_size}: give 1 to "
-            f"{job.batch_size}, or change the batch with --set batch_size={max(micro_batch, 1)}"
+            f"--micro-batch {micro_batch} is not a part of the job's batch of {job.batch_size}{of}: give 1 to {most}, "
+            f"or change the batch with --set batch_size={max(micro_batch, 1) * job.ranks}"
         )

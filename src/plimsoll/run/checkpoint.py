@@ -11,7 +11,8 @@ already, that one is renamed to ``.step-00000100.old-PID`` first and read from t
 What is removed is renamed first, so that a kill does not leave half of it under a good name. On reading every byte is
 checked: a torn checkpoint, or one of another job, is refused with the reason and the previous good one is named.
 
-Writing makes no second copy of the tensors. Does NOT cover sharded checkpoints of several ranks.
+Writing makes no second copy of the tensors. Does NOT cover a model that is shared out over ranks:
+see `plimsoll.run.checkpoint_sharded`.
 """
 
 from __future__ import annotations

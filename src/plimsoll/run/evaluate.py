@@ -130,6 +130,8 @@ class Evaluator:
             if not isinstance(loss, OomEvent):
                 ladder.held(rung, num_elements)
                 return loss
+            if self._workload.sharded is not None:
+                self._workload.sharded.reset()
             self._backend.release()
             loss = told_by_all(loss, self._ranks)
             following = ladder.failed(rung, size, num_elements)

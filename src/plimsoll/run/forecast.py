@@ -25,7 +25,7 @@ from plimsoll.records.job import Job
 from plimsoll.records.plan import micro_batch_choice
 from plimsoll.records.prediction import Answer, Estimate, Prediction, WhatIf
 from plimsoll.records.trace import Trace
-from plimsoll.run.job_step import subject_of
+from plimsoll.run.job_step import samples_of_rank, subject_of
 from plimsoll.run.rehearse import rehearse_job
 from plimsoll.run.targets import Target, find_target, gpu_target, job_baseline
 from plimsoll.run.teaching import require_teacher
@@ -71,9 +71,10 @@ def predict_job(
     started_seconds = time.perf_counter()
     forecast = _Forecast(job, device, limit_bytes, _checked(lengths, job), progress or (lambda text: None))
     forecast.target.calibration = calibration
-    size = micro_batch or job.batch_size
-    if not 1 <= size <= job.batch_size:
-        raise InputError(f"a micro-batch of {size} is not a part of a batch of {job.batch_size}: give 1 to that many")
+    most = samples_of_rank(job)
+    size = micro_batch or most
+    if not 1 <= size <= most:
+        raise InputError(f"a micro-batch of {size} is not a part of a batch of {most}: give 1 to that many")
     prediction = forecast.predict(size)
     questions: list[Callable[[], Answer]] = []
     if search or not prediction.fits:
@@ -122,7 +123,7 @@ class _Forecast:
             job.own_precision,
             micro_batch,
             job.sequence_length,
-            job.batch_size,
+            samples_of_rank(job),
         )
 
     def largest_micro_batch(self, start: int) -> Answer:
@@ -179,7 +180,10 @@ class _Forecast:
         key = (micro_batch, sequence_length, lowering.name)
         if key not in self._traced:
             self.progress(f"tracing micro-batch {micro_batch} of {sequence_length} tokens for {lowering.name}")
-            changes = {"sequence_length": sequence_length, "batch_size": max(micro_batch, self.job.batch_size)}
+            changes = {
+                "sequence_length": sequence_length,
+                "batch_size": max(micro_batch * self.job.ranks, self.job.batch_size),
+            }
             job = self.job.model_copy(update=changes)
             lengths = batch_lengths(self.lengths, job) if self.lengths else ()
             choices = (micro_batch_choice(micro_batch),)
@@ -204,7 +208,7 @@ class _Forecast:
 def batch_lengths(lengths: Sequence[int], job: Job) -> tuple[int, ...]:
     """The tokens that four batches are padded to: two drawn as a loader does, each before the longest there can be."""
     random = Random(job.seed)
-    usual = [min(max(random.choices(lengths, k=job.batch_size)), job.sequence_length) for _ in range(2)]
+    usual = [min(max(random.choices(lengths, k=samples_of_rank(job))), job.sequence_length) for _ in range(2)]
     longest = min(max(lengths), job.sequence_length)
     return usual[0], longest, usual[1], longest
 

@@ -65,7 +65,13 @@ def step_of(
     )
 
 
+def samples_of_rank(job: Job) -> int:
+    """Return the most samples of a step that one rank has."""
+    return -(-job.batch_size // job.ranks)
+
+
 def subject_of(job: Job, precision: str) -> str:
     """Say in a line what a job trains."""
     model = job.model if isinstance(job.model, str) else job.model.get("architecture", "model")
-    return f"{model}, {job.task}, {job.batch_size} x {job.sequence_length} tokens a step, {precision}"
+    shared = f", shared by {job.ranks} ranks" if job.ranks > 1 else ""
+    return f"{model}, {job.task}, {job.batch_size} x {job.sequence_length} tokens a step, {precision}{shared}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -36,3 +37,10 @@ class Outcome(NamedTuple):
     gradient_norm: float | None
     learning_rate: float
     updated: bool
+
+
+def note(event: OomEvent, events: list[OomEvent], on_oom: Callable[[OomEvent], None] | None) -> None:
+    """Put an event to the others, and tell who listens."""
+    events.append(event)
+    if on_oom is not None:
+        on_oom(event)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from plimsoll.errors import InputError
 from plimsoll.ranks import Ranks
 from plimsoll.records.run import OomEvent
 from plimsoll.techniques._lengths import Group, elements_of_full_length, groups_by_length, trimmed
@@ -93,6 +94,36 @@ def weighted_pieces(
         share = count_units(piece, units) / num_units
         if share:
             yield Piece(piece, share, range(start, min(start + micro_batch, shape.num_samples)))
+
+
+class Spare:
+    """A sample to compute with where a rank has nothing left to do, and the others need it: it counts for nothing.
+
+    Blocks that are shared out over the ranks are gathered by all of them, or by none.
+    """
+
+    def __init__(self) -> None:
+        self._piece: Any = None
+
+    def filled(self, pieces: Iterator[Piece], num_pieces: int) -> Iterator[Piece]:
+        """Yield the pieces, and then the spare sample until there were so many.
+
+        Raises:
+            InputError: if this rank has had no sample yet.
+        """
+        num_done = 0
+        for piece in pieces:
+            if self._piece is None:
+                self._piece = pick_samples(piece.batch, [0])
+            yield piece
+            num_done += 1
+        for _ in range(num_done, num_pieces):
+            if self._piece is None:
+                raise InputError(
+                    f"a rank has no sample of the first batch, in which another one has {num_pieces} pieces: give a "
+                    "first batch with a sample, and a target in it, for each rank"
+                )
+            yield Piece(self._piece, 0.0, ())
 
 
 def _weighted_groups(batch: Any, groups: list[Group], shape: Shape, units: Units, num_units: int) -> Iterator[Piece]:

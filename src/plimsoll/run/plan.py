@@ -168,6 +168,7 @@ def _setting(subject: Subject, device: str) -> Setting:
         allow=subject.allow,
         lengths_vary=subject.lengths_vary,
         sequence_length=subject.sequence_length,
+        num_ranks=subject.num_ranks,
     )
 
 

@@ -133,4 +133,4 @@ class Reduction:
 
 def _is_sharded(parameter: nn.Parameter) -> bool:
     """Whether a parameter is this rank's part of a larger one (`torch.distributed.tensor.DTensor`)."""
-    return type(parameter.data).__name__ == "DTensor"
+    return hasattr(parameter, "is_part") or type(parameter.data).__name__ == "DTensor"

@@ -29,12 +29,14 @@ from plimsoll.memory.trace import Rehearsal, failures_explained, rehearsal, with
 from plimsoll.models.build import build_model
 from plimsoll.models.distillation import Distillation
 from plimsoll.optimizers import build_optimizer
+from plimsoll.ranks import Ranks
 from plimsoll.records.device import Device, MemoryUse
 from plimsoll.records.job import Job
 from plimsoll.records.trace import Phase, Trace
 from plimsoll.run.boundary import Position
 from plimsoll.run.commit import ADDRESS_OF
-from plimsoll.run.job_step import step_of
+from plimsoll.run.job_step import samples_of_rank, step_of
+from plimsoll.run.rehearsed_ranks import rehearsed_ranks
 from plimsoll.run.rungs import samples_of
 from plimsoll.run.step import TrainStep
 from plimsoll.run.teaching import loss_for
@@ -106,7 +108,7 @@ def rehearse_job(
     """Trace the training of a job.
 
     Args:
-        job: the job.
+        job: the job; of several ranks, what the first does is traced.
         texts: what its model must know of the data.
         lowering: the target.
         choices: the techniques, a micro-batch among them.
@@ -118,16 +120,18 @@ def rehearse_job(
         JobError: if the model or the optimizer cannot be built.
         InputError: if the model cannot be traced.
     """
-    num_samples = rehearsed_samples(job.batch_size, samples_of(choices))
+    num_samples = rehearsed_samples(samples_of_rank(job), samples_of(choices))
     batches = [_batch(job, texts, num_samples, length) for length in lengths or (job.sequence_length,) * 3]
     if is_short:
         batches = [split_batch(batches[0], samples_of(choices))[0], batches[1]]
     held_out = _batch(job, texts, job.batch_size, job.sequence_length) if job.data.validation else None
 
+    alone = Ranks()  # made here, as a real one is made before what is measured
+
     def trace_with(keeps_all: bool) -> Trace:
-        position = Position()
-        with _stage(lowering, position, keeps_all) as stage:
-            step = _train_job(job, texts, stage, position, lowering, choices, batches, held_out)
+        position, others = Position(), rehearsed_ranks(job.ranks) if job.ranks > 1 else nullcontext(alone)
+        with _stage(lowering, position, keeps_all) as stage, others as ranks:
+            step = _train_job(job, texts, stage, position, lowering, choices, batches, held_out, ranks)
             trace = stage.trace()
             step.close()
         return trace
@@ -137,7 +141,7 @@ def rehearse_job(
 
 def _train_job(  # noqa: PLR0917 -- one call
     job: Job, texts: TextSketch, stage: Rehearsal, position: Position, lowering: Lowering, choices: Choices,
-    batches: list[Any], held_out: Any | None,
+    batches: list[Any], held_out: Any | None, ranks: Ranks,
 ) -> TrainStep:  # fmt: skip
     """Do on a stage what a training process does."""
     is_large = builds_in_files(choices) if lowering.kind == "cpu" else streams(choices)
@@ -151,7 +155,9 @@ def _train_job(  # noqa: PLR0917 -- one call
         stage.recorder.know_teacher(loss.teacher)
     optimizer = build_optimizer(job.optimizer, model.parameters())
     backend = StageBackend(lowering.kind)
-    step = step_of(job, model, optimizer, [choices], loss=loss, backend=backend, position=position, files=files)
+    step = step_of(
+        job, model, optimizer, [choices], loss=loss, backend=backend, position=position, files=files, ranks=ranks
+    )
     stage.recorder.know_model(step.workload.model)  # a technique may have exchanged it
     with failures_explained("the model of this job", stage):
         _rehearse(stage, step, batches, held_out, has_states=bool(job.evaluate_every))
@@ -191,6 +197,7 @@ def rehearse_step(
     micro_batch = samples_of(choices)
     cut = _telling_samples(batch, micro_batch, model, choices)
     batches = [split_batch(cut, micro_batch)[0], cut] if is_short else [cut] * 3
+    alone = Ranks()  # made here, as a real one is made before what is measured
 
     def trace_with(keeps_all: bool) -> Trace:
         position = Position()
@@ -210,6 +217,7 @@ def rehearse_step(
                 precision=precision,
                 backend=StageBackend(lowering.kind),
                 position=position,
+                ranks=alone,
             )
             with failures_explained(f"the model {type(model).__name__}", stage):
                 _rehearse(stage, step, batches, None, has_states=False)

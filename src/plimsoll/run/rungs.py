@@ -110,7 +110,11 @@ def _refuse_impossible(choices: Sequence[Choice], workload: Workload, batch_size
     try:
         # In a rehearsal, a model for CUDA is on the CPU: what is possible on either is let through.
         conflicts = [
-            conflict_among(tuple(choices), workload, Setting(device, batch_size, precision="auto", allow=allow))
+            conflict_among(
+                tuple(choices),
+                workload,
+                Setting(device, batch_size, precision="auto", allow=allow, num_ranks=workload.ranks.world_size),
+            )
             for device in ("cpu", "cuda")
         ]
     except KeyError as missing:

@@ -56,12 +56,12 @@ from plimsoll.run.early import EarlyUpdate, early_update
 from plimsoll.run.evaluate import Evaluation, Evaluator
 from plimsoll.run.failpoints import failpoint
 from plimsoll.run.graphs import GraphWatch
-from plimsoll.run.outcome import Outcome, StepResult
-from plimsoll.run.pieces import NOTHING, Shape, autocast, no_way_out, shape_of, shape_of_all, weighted_pieces
+from plimsoll.run.outcome import Outcome, StepResult, note
+from plimsoll.run.pieces import NOTHING, Shape, Spare, autocast, no_way_out, shape_of, shape_of_all, weighted_pieces
 from plimsoll.run.recover import Ladder, Size, action_of, micro_batch_sizes, state_after_death
 from plimsoll.run.reduction import Reduction
 from plimsoll.run.rungs import Rungs
-from plimsoll.run.sparse import clippable
+from plimsoll.run.sparse import clip
 from plimsoll.run.together import attempt_together, told_by_all
 from plimsoll.run.undo import Undo
 from plimsoll.techniques._whole import WholeBatch
@@ -149,6 +149,7 @@ class TrainStep:
         self._commit = StepCommit(optimizer, self.backend, self.position, ranks=self.ranks)
         self._reduction = None if self.ranks.is_alone else Reduction(self.ranks, self._all_parameters())
         self._early: EarlyUpdate | None = None
+        self._spare = Spare()
         self.graphs = GraphWatch(self.workload, self.backend)
         self._evaluator = Evaluator(self.workload, self.backend, self.position, self._shape_of, grow_after)
         if micro_batch is not None or rungs:
@@ -204,11 +205,11 @@ class TrainStep:
             while not isinstance(outcome, Outcome):
                 size = min(ladder.sizes[rung].samples, shape.num_samples)
                 self.position.micro_batch = size
-                outcome = self._run(batch, ladder.sizes[rung]._replace(samples=size), own, shape.num_units)
+                outcome = self._run(batch, ladder.sizes[rung]._replace(samples=size), own, shape)
                 if isinstance(outcome, OomEvent):
                     self._put_back()
                     event, following = self._after_oom(told_by_all(outcome, self.ranks), rung, shape)
-                    _note(event, events, on_oom)
+                    note(event, events, on_oom)
                     if following is None:
                         raise OutOfMemoryError(no_way_out(event, size, shape, self._whole.reason()))
                     rung = following
@@ -218,7 +219,7 @@ class TrainStep:
         ladder.held(rung, math.ceil(size * shape.elements_per_sample))
         self._after_update(outcome.updated)
         for event in self._commit.recovered:
-            _note(event, events, on_oom)
+            note(event, events, on_oom)
         return StepResult(
             step=self.num_steps,
             num_samples=num_samples,
@@ -292,12 +293,12 @@ class TrainStep:
 
     # -- one try of a step ---------------------------------------------------------------------------------------------
 
-    def _run(self, batch: Any, size: Size, own: Shape, total_units: int) -> Outcome | OomEvent:
+    def _run(self, batch: Any, size: Size, own: Shape, shape: Shape) -> Outcome | OomEvent:
         """Gradients, clipping and update, cut into micro-batches; after an event the caller puts everything back.
 
-        ``own`` is the shape of this rank's part, and ``total_units`` are those of all parts together.
+        ``own`` is the shape of this rank's part, and ``shape`` that of all parts (see `shape_of_all`).
         """
-        loss = self._together(lambda: self._gradients_at(batch, size, own, total_units))
+        loss = self._together(lambda: self._gradients_at(batch, size, own, shape))
         if self._reduction is not None and not isinstance(loss, OomEvent):
             loss = self._reduced(self._reduction, loss)
         if isinstance(loss, OomEvent):
@@ -341,12 +342,14 @@ class TrainStep:
         for parameter in self._all_parameters():
             parameter.grad = None
 
-    def _gradients_at(self, batch: Any, size: Size, own: Shape, total_units: int) -> float:
+    def _gradients_at(self, batch: Any, size: Size, own: Shape, shape: Shape) -> float:
         """Gradients with the techniques of a level, which are installed first if others were in force."""
         if not self._rungs.is_in_force(size.level):
             self.position.phase = "copy"
             self._use(size.level)
-        loss = self._gradients(batch, size.samples, own, total_units)
+        loss = self._gradients(batch, size.samples, own, shape)
+        if self.workload.sharded is not None:
+            self.workload.sharded.hand_over()
         if self._reduction is not None:
             self._reduction.prepare()
         return loss
@@ -380,12 +383,15 @@ class TrainStep:
                     raise OutOfMemoryError(no_way_out(event, samples, shape, self._whole.reason()))
         return events
 
-    def _gradients(self, batch: Any, micro_batch: int, own: Shape, total_units: int) -> float:
+    def _gradients(self, batch: Any, micro_batch: int, own: Shape, shape: Shape) -> float:
         """Accumulate the gradients of the batch; returns its part of the mean loss."""
         total = torch.zeros((), device=self.workload.device)
+        pieces = weighted_pieces(batch, micro_batch, own, self.workload, shape.num_units)
+        if self.workload.sharded:
+            pieces = self._spare.filled(pieces, -(-shape.num_samples // micro_batch))
         self._early = early_update(self.workload, micro_batch, own.num_samples)
         with self._early.in_backward() if self._early else nullcontext():
-            for piece, share, _ in weighted_pieces(batch, micro_batch, own, self.workload, total_units):
+            for piece, share, _ in pieces:
                 total += self._forward_backward(piece, share)
         return total.item()
 
@@ -395,9 +401,10 @@ class TrainStep:
         failpoint("clip")
         if self._scaler is not None:
             self._scaler.unscale_(self._commit)  # type: ignore[arg-type]
-        if self.workload.clip_norm is None:
+        clip_norm, sharded = self.workload.clip_norm, self.workload.sharded
+        if clip_norm is None:
             return None
-        norm = nn.utils.clip_grad_norm_(clippable(self._parameters), self.workload.clip_norm).item()
+        norm = (sharded.clip(clip_norm) if sharded else clip(self._parameters, clip_norm)).item()
         # Under fp16 gradients overflow now and then: the scaler skips that update and lowers the scale.
         if self._scaler is None or self._scaler.get_scale() < _SMALLEST_SCALE:
             refuse_non_finite("gradient norm", norm, self.workload, self.position)
@@ -432,6 +439,8 @@ class TrainStep:
 
     def _put_back(self) -> None:
         self._drop_gradients()
+        if self.workload.sharded is not None:
+            self.workload.sharded.reset()
         if self._early is not None:
             self._early.undo()
             self._early = None
@@ -487,12 +496,5 @@ class TrainStep:
         next_size = min(after.samples, shape.num_samples)
         techniques = self._rungs.described(after.level) if after.level != before.level else None
         action = action_of(samples, next_size, techniques, is_same_rung=following == rung)
-        return event.model_copy(
-            update={"next_micro_batch": next_size, "rung": rung, "next_rung": following, "action": action}
-        ), following
-
-
-def _note(event: OomEvent, events: list[OomEvent], on_oom: Callable[[OomEvent], None] | None) -> None:
-    events.append(event)
-    if on_oom is not None:
-        on_oom(event)
+        goes_on = {"next_micro_batch": next_size, "rung": rung, "next_rung": following, "action": action}
+        return event.model_copy(update=goes_on), following

@@ -22,7 +22,7 @@ from plimsoll.plan.facts import facts_of, facts_of_model
 from plimsoll.records.job import Job
 from plimsoll.records.prediction import Estimate
 from plimsoll.records.trace import Trace
-from plimsoll.run.job_step import subject_of
+from plimsoll.run.job_step import samples_of_rank, subject_of
 from plimsoll.run.predict import model_bytes
 from plimsoll.run.rehearse import rehearse_job, rehearse_step
 from plimsoll.run.targets import StartedBaseline, own_baseline
@@ -38,6 +38,7 @@ class Subject(Protocol):
     """
 
     batch_size: int
+    num_ranks: int
     sequence_length: int | None
     precision: str
     allow: frozenset[str]
@@ -78,7 +79,7 @@ class JobSubject:
         self._job, self._started = job, started
         require_vectors(job)
         self._texts = sketch_texts(job)
-        self.batch_size = job.batch_size
+        self.batch_size, self.num_ranks = samples_of_rank(job), job.ranks
         self.sequence_length: int | None = job.sequence_length
         self.precision: str = job.precision
         self.allow = frozenset[str](job.allow)
@@ -126,6 +127,7 @@ class StepSubject:
     precision: str
     allow: frozenset[str]
     evaluates_between_steps: bool = field(init=False, default=False)
+    num_ranks: int = field(init=False, default=1)
     batch_size: int = field(init=False)
     sequence_length: int | None = field(init=False)
     lengths_vary: bool = field(init=False)

@@ -150,7 +150,13 @@ def resume(training: Training, saved: checkpoint.Checkpoint) -> None:
     The step has its state already, which says the rung it stands at.
     """
     training.step.install()  # states that are to be in a file are read into one
-    random_state = saved.restore(training.parts.model, training.step.workload.optimizer, training.backend.use)
+    workload = training.step.workload
+    if workload.sharded is not None or (saved.folder / "shards").is_dir():
+        from plimsoll.run import checkpoint_sharded  # which loads all of FSDP2
+
+        random_state = checkpoint_sharded.restore(saved, workload)
+    else:
+        random_state = saved.restore(training.parts.model, workload.optimizer, training.backend.use)
     training.parts.loader.load_state_dict(saved.progress["loader"])
     restore_random_state(training.backend, random_state, training.ranks, training.job.seed + saved.step)
     begin_after(training, saved.step)
@@ -332,14 +338,18 @@ def _save(training: Training) -> None:
     """Write a checkpoint: the first rank does, with the random numbers of all."""
     step, parts = training.step, training.parts
     random_state = random_states(training.backend, training.ranks)
-    if training.ranks.rank:
+    if training.ranks.rank and step.workload.sharded is None:
         return
     progress: dict[str, Any] = {
         "fingerprint": training.fingerprint,
         "training_step": step.state_dict(),
         "loader": parts.loader.state_dict(),
     }
-    training.directory.sync_metrics()  # after a power loss no checkpoint may be newer than the steps that led to it
+    if training.ranks.rank == 0:
+        training.directory.sync_metrics()  # after a power loss no checkpoint may be newer than the steps that led to it
+    if step.workload.sharded is not None:
+        _save_shards(training, random_state, progress)
+        return
     saved = _survive(
         training,
         "checkpoint",
@@ -356,6 +366,20 @@ def _save(training: Training) -> None:
     training.directory.append(
         CheckpointLine(time_seconds=training.sampler.seconds(), step=saved.step, num_bytes=saved.num_bytes)
     )
+
+
+def _save_shards(training: Training, random_state: Any, progress: dict[str, Any]) -> None:
+    """Write a checkpoint of which each rank writes its part."""
+    from plimsoll.run import checkpoint_sharded  # which loads all of FSDP2
+
+    saved = checkpoint_sharded.save(
+        training.directory.checkpoints, training.step.num_steps, workload=training.step.workload, ranks=training.ranks,
+        random_state=random_state, progress=progress, keep=training.job.checkpoint.keep,
+    )  # fmt: skip
+    if training.ranks.rank == 0:
+        training.directory.append(
+            CheckpointLine(time_seconds=training.sampler.seconds(), step=saved.step, num_bytes=saved.num_bytes)
+        )
 
 
 def _survive(training: Training, phase: Phase, work: Callable[[], T]) -> T:
@@ -380,6 +404,8 @@ def _finish(training: Training) -> None:
     training.step.drop_optimizer_states()
     if not training.job.evaluate_every or training.job.steps % training.job.evaluate_every:
         _evaluate(training, is_saved=True)
+    if training.step.workload.sharded is not None:
+        training.step.close()  # every rank has the whole model again
     if training.ranks.rank == 0:
         fitting(
             lambda: save_model(training.parts.model, training.directory.model), training.backend, "writing the model"

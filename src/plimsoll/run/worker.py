@@ -6,7 +6,7 @@ import ctypes
 import os
 import signal
 import sys
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -288,6 +288,8 @@ def train_run(  # noqa: PLR0915 -- as above
         )  # fmt: skip
         stack.callback(parts.loader.close)
         loss = fitting(lambda: loss_for(job, prepared, device), backend, "loading the teacher")
+        if saved is None:  # before a technique shares the parameters out
+            ranks.broadcast([*parts.model.parameters(), *parts.model.buffers()])
         step = step_of(
             job, parts.model, parts.optimizer, plan.choices_by_rung, loss=loss, schedule=parts.schedule,
             files=parts.files, ranks=ranks,
@@ -302,7 +304,6 @@ def train_run(  # noqa: PLR0915 -- as above
             fitting(lambda: go_on(training, saved), backend, "reading the checkpoint")
         else:
             begin_after(training, 0)  # of a process that died before its first checkpoint, or whose are all torn
-            ranks.broadcast([*parts.model.parameters(), *parts.model.buffers()])
             seed_rank(job.seed, ranks)
         record = train(training, restarts)
         if num_truncated := parts.samples.num_truncated:
@@ -345,6 +346,7 @@ def print_baseline() -> None:
     from plimsoll.device.base import backend_for
     from plimsoll.models.build import build_model, sketch_model
     from plimsoll.run import train  # noqa: F401
+    from plimsoll.run.rehearsed_ranks import joined_alone
 
     job = Job.from_json(sys.stdin.read())
     _warm(job)
@@ -353,8 +355,9 @@ def print_baseline() -> None:
         with suppress(JobError):  # who traces it says what is wrong with it
             build_model(job, job.tokenizer.vocab_size, 2 if job.is_labelled else None, 0, device="meta")
     backend = backend_for("cpu")
-    backend.baseline_bytes()  # starts the thread pools
-    print(backend.use().used_bytes)
+    with joined_alone() if job.ranks > 1 else nullcontext():
+        backend.baseline_bytes()  # starts the thread pools
+        print(backend.use().used_bytes)
 
 
 def print_inference_baseline(folder: Path, task: str) -> None:

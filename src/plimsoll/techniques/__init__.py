@@ -28,6 +28,7 @@ from plimsoll.techniques.cache import Cache
 from plimsoll.techniques.checkpointing import Checkpointing
 from plimsoll.techniques.chunked_loss import ChunkedLoss
 from plimsoll.techniques.evaluation import EvaluationPass
+from plimsoll.techniques.fully_shard import FullyShard
 from plimsoll.techniques.heap import Heap
 from plimsoll.techniques.layer_streaming import LayerStreaming
 from plimsoll.techniques.lora import Lora
@@ -55,6 +56,7 @@ TECHNIQUES: dict[str, Technique] = {
         AdaptiveSoftmax(),
         Adafactor(),
         LowBitOptimizer(),
+        FullyShard(),
         MicroBatch(),
         ByLength(),
         OptimizerKernel(),

@@ -20,6 +20,7 @@ class Setting:
     ``trace`` is of the training without techniques but those that are pinned. ``allow`` names the lossy techniques that
     the user allows; ``precision`` is as the job has it (``auto`` leaves it to the plan). ``lengths_vary`` says that
     samples of one batch are of different lengths, and ``sequence_length`` how many tokens the longest has, if known.
+    ``batch_size`` is what one of ``num_ranks`` that train together has of a batch.
     """
 
     device: Literal["cpu", "cuda"]
@@ -29,6 +30,7 @@ class Setting:
     allow: frozenset[str] = frozenset()
     lengths_vary: bool = False
     sequence_length: int | None = None
+    num_ranks: int = 1
 
 
 class Technique(Protocol):

@@ -5,7 +5,7 @@ from torch import nn
 
 from plimsoll.records.job import Job
 from plimsoll.records.plan import micro_batch_choice
-from plimsoll.run.job_step import step_of
+from plimsoll.run.job_step import samples_of_rank, step_of, subject_of
 
 WHOLE = [[micro_batch_choice(1)]]
 
@@ -30,3 +30,10 @@ def test_a_precision_that_is_left_to_the_plan_never_reaches_autocast():
     job = Job.from_fields({"model": "lstm", "data": "nowhere.txt", "precision": "auto"})
     model = nn.Linear(2, 2)
     assert step_of(job, model, torch.optim.SGD(model.parameters()), WHOLE).workload.precision == "fp32"
+
+
+def test_ranks_share_the_batch_and_the_first_has_most():
+    job = Job.from_fields({"model": "lstm", "data": "nowhere.txt", "batch_size": 29, "ranks": 4})
+    assert samples_of_rank(job) == 8
+    assert subject_of(job, "fp32").endswith("29 x 256 tokens a step, fp32, shared by 4 ranks")
+    assert samples_of_rank(Job.from_fields({"model": "lstm", "data": "nowhere.txt", "batch_size": 29})) == 29

@@ -1,0 +1,194 @@
+"""How close the predicted memory of each of several ranks is to the private memory that it really takes.
+
+    python benchmarks/ranks_prediction.py [--cases N] [--measured measured.json] [--out table.md]
+
+Each case trains for a few steps with as many processes as it has ranks, on the processor, over gloo: plain
+data-parallel ones, whose gradients are added up, and `fully_shard`. Measured is the most private memory of any of them,
+from the kernel's high-water mark after each step, less the mapped files. The prediction is what `plimsoll predict`
+computes of the job with ``ranks: N``, in one process, with the others not there.
+
+``--measured`` keeps the measurements in a file and reads those that are there. Not covered: data loading, checkpoints,
+evaluation, GPUs, several machines.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from plimsoll.data.sketch import TextSketch
+from plimsoll.device.base import backend_for
+from plimsoll.memory.live import live_bytes
+from plimsoll.memory.lowering.cpu import CpuLowering
+from plimsoll.records.job import Job
+from plimsoll.records.plan import Choice, micro_batch_choice
+from plimsoll.run.rehearse import rehearse_job
+from plimsoll.run.targets import Target, job_baseline
+from predict_cpu_rss import BUDGET_BYTES, MIB, NUM_STEPS, Case, bert, gpt2, recurrent
+
+HERE = Path(__file__).parent
+TARGET_ERROR = 0.05
+ONCE, TWICE = (Choice(technique="fully_shard", options={"gathered": gathered}) for gathered in ("once", "twice"))
+
+
+@dataclass(frozen=True)
+class Shared:
+    """A case of one process, whose batch is shared by so many ranks."""
+
+    case: Case
+    num_ranks: int
+    others: tuple[Choice, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """What tells it from the others."""
+        how = " ".join(map(str, self.others)) or "data-parallel"
+        return f"{self.case.name}, {self.num_ranks} ranks, {how}"
+
+    @property
+    def choices(self) -> tuple[Choice, ...]:
+        """What each rank has at work."""
+        share = -(-self.case.shape[0] // self.num_ranks)
+        return (*self.others, micro_batch_choice(min(self.case.micro_batch or share, share)))
+
+    def job(self) -> Job:
+        """The job of all ranks."""
+        return self.case.job().model_copy(update={"ranks": self.num_ranks})
+
+    def run(self) -> str:
+        """What each rank is told."""
+        fields = json.loads(self.case.run(is_limited=True))
+        choices = [choice.model_dump() for choice in self.choices]
+        return json.dumps(fields | {"job": self.job().to_json(), "choices": choices})
+
+
+SMALL = Case("gpt2-2x128", gpt2(2, 128), (16, 64), vocab_size=2000)
+MIDDLE = Case("gpt2-4x256", gpt2(4, 256), (16, 128))
+DEEP = Case("gpt2-12x384", gpt2(12, 384), (8, 64))
+PIECES = Case("gpt2-4x256-micro2", gpt2(4, 256), (30, 128), micro_batch=2)
+TEXTS = Case("bert-6x256-30k", bert(6, 256), (16, 128), vocab_size=30000, num_labels=2)
+LAYERS = Case("lstm-2x512", recurrent("lstm", 2, 512), (16, 128), vocab_size=20000)
+CASES = (
+    Shared(MIDDLE, 2),
+    Shared(MIDDLE, 2, (ONCE,)),
+    Shared(MIDDLE, 2, (TWICE,)),
+    Shared(DEEP, 2),
+    Shared(DEEP, 2, (ONCE,)),
+    Shared(DEEP, 3, (TWICE,)),
+    Shared(DEEP, 4, (TWICE,)),
+    Shared(TEXTS, 2),
+    Shared(TEXTS, 3, (TWICE,)),
+    Shared(PIECES, 3),
+    Shared(PIECES, 3, (ONCE,)),
+    Shared(LAYERS, 2),
+    Shared(SMALL, 4),
+    Shared(SMALL, 4, (TWICE,)),
+)
+
+
+def measured_bytes(one: Shared) -> int:
+    """Train, and return the most private memory of any rank."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(one.num_ranks),
+    }  # fmt: skip
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, HERE / "_rss_worker.py"],
+            env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(one.num_ranks)
+    ]  # fmt: skip
+    for rank in ranks:
+        assert rank.stdin is not None
+        rank.stdin.write(one.run())
+        rank.stdin.close()
+        rank.stdin = None
+    peaks = []
+    for rank in ranks:
+        lines, errors = rank.communicate()
+        if rank.returncode:
+            raise SystemExit(
+                f"{one.name}: a rank ended with {rank.returncode}: {errors[-2000:]}; mend it and run again"
+            )
+        steps = [json.loads(line) for line in lines.splitlines()]
+        assert [step["ooms"] for step in steps] == [0] * NUM_STEPS
+        peaks.append(max(step["peak_bytes"] for step in steps))
+    return max(peaks)
+
+
+def predicted_bytes(one: Shared) -> tuple[int, int]:
+    """Return what is predicted of one rank, and what of that is live tensors."""
+    case, job = one.case, one.job()
+    texts = TextSketch(vocab_size=case.vocab_size, num_labels=case.num_labels, end_id=0)
+    trace = rehearse_job(job, texts, CpuLowering(), one.choices)
+    device = backend_for("cpu").probe()
+    target = Target(
+        name=device.name, capacity_bytes=device.capacity_bytes, limit_bytes=BUDGET_BYTES, limit_source="the budget",
+        baseline=job_baseline(job), has_budget=True,
+    )  # fmt: skip
+    return target.count(trace, one.choices).peak.likely_bytes, live_bytes(trace).peak_bytes
+
+
+def main() -> None:
+    """Measure, predict, and print a table."""
+    options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    options.add_argument("--cases", type=int, default=len(CASES))
+    options.add_argument("--measured", type=Path)
+    options.add_argument("--out", type=Path)
+    given = options.parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+    known: dict[str, int] = {}
+    if given.measured is not None and given.measured.is_file():
+        known = json.loads(given.measured.read_text())
+    rows: list[dict[str, Any]] = []
+    for one in CASES[: given.cases]:
+        if one.name not in known:
+            known[one.name] = measured_bytes(one)
+            if given.measured is not None:
+                given.measured.write_text(json.dumps(known, indent=1))
+        predicted, live = predicted_bytes(one)
+        error = predicted / known[one.name] - 1
+        rows.append(
+            {"case": one.name, "measured": known[one.name], "predicted": predicted, "live": live, "error": error}
+        )
+        print(
+            f"{one.name}: {known[one.name] / MIB:.0f} MiB, predicted {predicted / MIB:.0f} ({error:+.1%})", flush=True
+        )
+    table = [
+        "| case | measured MiB | predicted MiB | of these live tensors | error |",
+        "| --- | --: | --: | --: | --: |",
+    ]
+    table += [
+        f"| {row['case']} | {row['measured'] / MIB:.0f} | {row['predicted'] / MIB:.0f} | {row['live'] / MIB:.0f} "
+        f"| {row['error']:+.1%} |"
+        for row in rows
+    ]
+    errors = [abs(row["error"]) for row in rows]
+    text = "\n".join(table)
+    if given.out is not None:
+        given.out.write_text(text + "\n")
+    print(text)
+    answer = {
+        "cases": len(rows), "median_error": round(statistics.median(errors), 4), "worst_error": round(max(errors), 4),
+        "target": TARGET_ERROR, "is_met": statistics.median(errors) <= TARGET_ERROR,
+    }  # fmt: skip
+    print(json.dumps(answer))
+
+
+if __name__ == "__main__":
+    main()

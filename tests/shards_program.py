@@ -1,0 +1,54 @@
+"""What each rank of the tests of sharded checkpoints runs: some steps in shards, from a checkpoint and to one.
+
+Started by `tests.ranks_started` in as many processes as there are ranks; rank 0 writes the weights it ends with.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from tests.ranks_program import batch_of, loss_of, rungs_of, stacked_model
+
+from plimsoll.ranks import Ranks, joined
+from plimsoll.run import checkpoint, checkpoint_sharded
+from plimsoll.run.step import TrainStep
+
+MARKS = {"job": "of the test"}
+
+
+def go_on(ranks: Ranks, case: dict[str, Any]) -> list[float]:
+    """Train from the newest checkpoint below ``root`` to a step, and write one there; returns the weights."""
+    model = stacked_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    step = TrainStep(model, optimizer, loss_of, units="samples", clip_norm=1.0, ranks=ranks, rungs=rungs_of(case))
+    root = Path(case["root"])
+    saved = checkpoint.newest_good(root, MARKS)
+    if saved is not None:
+        is_whole = step.workload.sharded is None and not checkpoint_sharded.is_sharded(saved)
+        saved.restore(model, optimizer) if is_whole else checkpoint_sharded.restore(saved, step.workload)
+        step.load_state_dict(saved.progress["training_step"])
+    while step.num_steps < case["until"]:
+        step({name: field[ranks.rank :: ranks.world_size] for name, field in batch_of(step.num_steps).items()})
+    facts = {"random_state": {}, "progress": {"fingerprint": MARKS, "training_step": step.state_dict()}, "keep": 2}
+    if step.workload.sharded is None:
+        if ranks.rank == 0:
+            checkpoint.save(root, step.num_steps, model=model, optimizer=optimizer, **facts)
+    else:
+        checkpoint_sharded.save(root, step.num_steps, workload=step.workload, ranks=ranks, **facts)
+    step.close()
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).tolist()
+
+
+def main(folder: Path) -> None:
+    """Do every case of ``cases.json``, and write what came of each, a line at a time."""
+    with joined() as ranks, (folder / f"rank-{ranks.rank}.jsonl").open("w") as file:
+        for case in json.loads((folder / "cases.json").read_text()):
+            file.write(json.dumps(go_on(ranks, case)) + "\n")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
