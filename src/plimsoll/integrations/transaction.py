@@ -63,6 +63,7 @@ class _Batch(NamedTuple):
     batch: Any
     shape: Shape
     one_pass: OnePass
+    random_state: dict[str, Any]
 
 
 class _NotUpdated(MemoryError):
@@ -119,6 +120,7 @@ class Transaction:
         self._groups: list[dict[str, Any]] = []
         self._window: list[_Batch] = []
         self._num_done = 0
+        self._is_again = False
 
     def run(self, batch: Any, one_pass: OnePass, finish: Finish | None) -> None:
         """Add the gradients of one more batch, and with ``finish`` end the step with an update.
@@ -136,9 +138,9 @@ class Transaction:
         refuse_recut(self._whole.reason(), ladder.sizes[rung].samples, shape, Ranks())
         if not self._window:
             self._begin()
-        self._window.append(_Batch(batch, shape, one_pass))
+        self._window.append(_Batch(batch, shape, one_pass, self.backend.random_state()))
         self.events = []
-        is_done = False
+        self._is_again = is_done = False
         try:
             while not is_done:
                 event = self._attempt(ladder.sizes[rung], finish)
@@ -200,7 +202,9 @@ class Transaction:
         """Run the batches that are not done; returns the mean loss of the last one."""
         total = self.loss
         for number in range(self._num_done, len(self._window)):
-            batch, shape, one_pass = self._window[number]
+            batch, shape, one_pass, random_state = self._window[number]
+            if self._is_again:  # between two batches the caller may have drawn numbers, such as the next batch
+                self.backend.restore_random_state(random_state)
             self.micro_batch = self.position.micro_batch = min(samples, shape.num_samples)
             total = torch.zeros((), device=self.workload.device)
             for piece, share, _ in weighted_pieces(batch, samples, shape, self.workload):
@@ -265,7 +269,7 @@ class Transaction:
             tidy_up()
 
     def _put_back(self) -> None:
-        self._num_done = 0
+        self._num_done, self._is_again = 0, True
         self._drop_gradients()
         self._commit.forget()
         self._undo.restore()
@@ -329,7 +333,7 @@ class Transaction:
 
 def scaler_as_now(scaler: torch.amp.GradScaler) -> torch.amp.GradScaler:
     """Make a scaler with the same scale that has seen no gradients: what it noted of them cannot be taken back."""
-    fresh = type(scaler)(scaler._device, enabled=scaler.is_enabled())
+    fresh = type(scaler)(scaler._device, enabled=scaler.is_enabled())  # type: ignore[call-arg]
     fresh.load_state_dict(scaler.state_dict())
     return fresh
 
