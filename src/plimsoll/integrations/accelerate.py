@@ -8,11 +8,11 @@
         result = step(batch)
 
 Why no ``with`` block: the body of one cannot run again, and the variables of a loop that is written out (``outputs``,
-``loss``) hold the graph that has to go before anything can. So the loss is a function, called once for each piece.
+``loss``) hold the graph that has to go first. So the loss is a function, called once for each piece.
 
 What is Accelerate's stays so: ``accumulate`` decides which batch updates (also at the end of a loader), ``backward``
-divides by the accumulation steps and scales, ``clip_grad_norm_`` unscales, the prepared optimizer and schedule skip what
-they skip, autocast is that of the prepared model, ``log`` goes to its trackers.
+divides by the accumulation steps and scales, ``clip_grad_norm_`` unscales, the prepared optimizer and schedule skip
+what they skip, autocast is that of the prepared model, ``log`` goes to its trackers.
 
 Does NOT cover: several processes, DeepSpeed, FSDP, Megatron, TPUs (refused); fetching by the prepared loader, which
 brings batches to the device before a step begins.
@@ -59,6 +59,7 @@ class AccelerateStep:
         model: nn.Module,
         optimizer: AcceleratedOptimizer,
         loss: LossFunction,
+        *,
         clip_norm: float | None,
         schedule: Any,
         **options: Any,
@@ -170,8 +171,8 @@ def step(
         model,
         optimizer,
         loss,
-        clip_norm,
-        schedule,
+        clip_norm=clip_norm,
+        schedule=schedule,
         units=units,
         micro_batch=micro_batch,
         rungs=rungs,

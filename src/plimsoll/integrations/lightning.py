@@ -12,11 +12,12 @@ out of memory is undone and done again: gradients of the whole accumulation wind
 ``self.log`` and metrics of torchmetrics took in, progress, scaler, settings of the optimizer.
 
 What ``self.log`` noted per step is then that of the whole batch again (means by the pieces' shares), and the outputs of
-``training_step`` are put together the same way. Hooks of the backward pass are called for each piece.
+``training_step`` are put together the same way. Hooks of the backward pass are called for each piece, and all of them
+again with each try.
 
 Does NOT cover: manual optimization and several processes (refused); bringing the batch to the device, which Lightning
-does before; attributes that a module changes itself, such as a list of outputs; a logged metric object's value per step,
-which is that of the last piece, and ``reduce_fx=sum`` over an epoch, which counts pieces.
+does before; attributes that a module changes itself, such as a list of outputs; the value per step of a logged metric
+object, which is that of the last piece, and ``reduce_fx=sum`` over an epoch, which counts pieces.
 """
 
 from __future__ import annotations
@@ -42,7 +43,14 @@ except ModuleNotFoundError as missing:
         f"plimsoll.integrations.lightning needs the package {missing.name}: run `pip install torch-plimsoll[lightning]`"
     ) from None
 
-_USED_OF_THE_LOOP = ("run", "optim_progress", "_training_step", "_make_zero_grad_fn", "_make_backward_fn", "_optimizer_step")
+_USED_OF_THE_LOOP = (
+    "run",
+    "optim_progress",
+    "_training_step",
+    "_make_zero_grad_fn",
+    "_make_backward_fn",
+    "_optimizer_step",
+)
 """Names of Lightning's automatic optimization that are used here; all but the first two are private (2.5 and 2.6)."""
 
 
@@ -127,12 +135,17 @@ class _Optimization:
 
     def __init__(self, trainer: Trainer, module: LightningModule, options: dict[str, Any]) -> None:
         self._trainer, self._module = trainer, module
-        self._loop = trainer.fit_loop.epoch_loop.automatic_optimization
+        self._loop: Any = trainer.fit_loop.epoch_loop.automatic_optimization
         self.transaction = Transaction(module, trainer.optimizers[0], remember=self._remember, **options)
         self._metrics = [one for one in module.modules() if isinstance(one, Metric)]
         self._passes: list[_Pass] = []
         self._is_zeroed = False
-        self._loop.run = self._run
+        self._loop.run = self._run  # type: ignore[method-assign]
+
+    @property
+    def _results(self) -> Any:
+        """What ``self.log`` fills; validation within an epoch has others."""
+        return self._trainer._results
 
     def close(self) -> None:
         """Let Lightning do it by itself again."""
@@ -160,7 +173,7 @@ class _Optimization:
     def _one_pass(
         self, optimizer: torch.optim.Optimizer, batch_idx: int, kwargs: dict[str, Any], piece: Any, share: float
     ) -> Tensor:
-        results = self._trainer._results
+        results = self._results
         results.batch, results.batch_size = piece, None  # from which `self.log` reads how many samples there are
         output = self._loop._training_step(type(kwargs)(kwargs, batch=piece))
         if output.closure_loss is None:  # `training_step` skips this piece
@@ -171,7 +184,8 @@ class _Optimization:
         self._loop._make_backward_fn(optimizer)(loss)
         logged = {} if share == 1 else self._logged()
         self._passes.append(_Pass(batch_idx, share, batch_size_of(piece), output.extra, logged))
-        return output.loss.float()
+        loss_of_piece: Tensor = output.loss
+        return loss_of_piece.float()
 
     def _zero_once(self, batch_idx: int, optimizer: torch.optim.Optimizer) -> None:
         """Zero as Lightning does, after the first forward pass of a step; later ones have something to keep."""
@@ -185,19 +199,19 @@ class _Optimization:
     def _finish(self, batch_idx: int, gradients: Callable[[], Tensor]) -> None:
         self._loop._optimizer_step(batch_idx, gradients)
 
-    # -- logs ------------------------------------------------------------------------------------------------------------
+    # -- logs ----------------------------------------------------------------------------------------------------------
 
     def _logged(self) -> dict[str, Tensor]:
         """What the pass just run logged per step, by the key of Lightning's results."""
         return {
             key: result._forward_cache.detach()
-            for key, result in self._trainer._results.valid_items()
+            for key, result in self._results.valid_items()
             if result.meta.fx == "training_step" and result.meta.on_step and result.is_tensor
         }
 
     def _log_whole_batch(self, passes: list[_Pass]) -> None:
         """Let the values per step be those of the batch, not of its last piece."""
-        for key, result in self._trainer._results.items():
+        for key, result in self._results.items():
             values = [one.logged[key] for one in passes if key in one.logged]
             if not values:
                 continue
@@ -212,11 +226,11 @@ class _Optimization:
             if not result.meta.on_epoch:
                 result.value = whole
 
-    # -- undoing ---------------------------------------------------------------------------------------------------------
+    # -- undoing -------------------------------------------------------------------------------------------------------
 
     def _remember(self) -> PutBack:
         self._is_zeroed = False
-        results = self._trainer._results
+        results = self._results
         # Lightning's results are never changed in place, a metric's states are.
         logged = {key: (result, dict(result.__dict__)) for key, result in results.items()}
         metrics = [(metric, _state_of(metric)) for metric in self._metrics]
@@ -230,7 +244,7 @@ class _Optimization:
     ) -> None:
         self._passes, self._is_zeroed = [], False
         self._loop.optim_progress.load_state_dict(progress)
-        results = self._trainer._results
+        results = self._results
         for key in [key for key in results if key not in logged]:
             del results[key]
         for result, attributes in logged.values():
@@ -238,7 +252,7 @@ class _Optimization:
             result.__dict__.update(attributes)
         for metric, state in metrics:
             metric.__dict__.update(_copied(state))
-        plugin = self._trainer.precision_plugin
+        plugin: Any = self._trainer.precision_plugin
         if getattr(plugin, "scaler", None) is not None:
             plugin.scaler = scaler_as_now(plugin.scaler)
 

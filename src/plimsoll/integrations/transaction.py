@@ -59,6 +59,10 @@ ON_THE_MODEL = frozenset(
 precision, nor its optimizer."""
 
 
+def _nothing() -> None:
+    pass
+
+
 class _Batch(NamedTuple):
     batch: Any
     shape: Shape
@@ -97,7 +101,7 @@ class Transaction:
         rungs: Sequence[Sequence[Choice]] | None = None,
         recut_batch_norm: bool = False,
         grow_after: int = 50,
-        remember: Callable[[], PutBack] = lambda: lambda: None,
+        remember: Callable[[], PutBack] = lambda: _nothing,
     ) -> None:
         device = device_of(model)
         refuse(model, optimizer, "fp32", micro_batch, units=units, kind=device.type)
@@ -116,7 +120,8 @@ class Transaction:
         self._whole = WholeBatch(model, recut_batch_norm)
         self._undo = Undo(model, self.backend)
         self._commit = StepCommit(optimizer, self.backend, self.position)
-        self._remember, self._put_back_of_caller = remember, (lambda: None)
+        self._remember = remember
+        self._put_back_of_caller: PutBack = _nothing
         self._groups: list[dict[str, Any]] = []
         self._window: list[_Batch] = []
         self._num_done = 0
@@ -177,7 +182,7 @@ class Transaction:
         self._commit.forget()
         self._rungs.close()
 
-    # -- one try ---------------------------------------------------------------------------------------------------------
+    # -- one try -------------------------------------------------------------------------------------------------------
 
     def _attempt(self, size: Size, finish: Finish | None) -> OomEvent | None:
         self._commit.was_called, self._commit.outcome, self._commit.recovered = False, None, []
@@ -251,7 +256,7 @@ class Transaction:
             if own is not None:  # a schedule has put its own there, to count
                 optimizer.__dict__["step"] = own
 
-    # -- before and after ------------------------------------------------------------------------------------------------
+    # -- before and after ----------------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
         self._num_done = 0
@@ -263,7 +268,7 @@ class Transaction:
 
     def _end(self) -> None:
         self._window = []
-        self._put_back_of_caller = lambda: None
+        self._put_back_of_caller = _nothing
         self.position.step += 1
         for tidy_up in self.workload.after_step:
             tidy_up()
@@ -333,7 +338,7 @@ class Transaction:
 
 def scaler_as_now(scaler: torch.amp.GradScaler) -> torch.amp.GradScaler:
     """Make a scaler with the same scale that has seen no gradients: what it noted of them cannot be taken back."""
-    fresh = type(scaler)(scaler._device, enabled=scaler.is_enabled())  # type: ignore[call-arg]
+    fresh = type(scaler)(scaler._device, enabled=scaler.is_enabled())
     fresh.load_state_dict(scaler.state_dict())
     return fresh
 
@@ -348,5 +353,5 @@ def _refuse_techniques(rungs: Sequence[Sequence[Choice]], micro_batch: int | Non
     if others:
         raise InputError(
             f"the plan has {', '.join(others)}, which cannot be put into a loop that has its own loss, precision and "
-            f"optimizer: plan with `--forbid {others[0]}`, or train with plimsoll.TrainStep, which takes any plan"
+            f"optimizer: leave it out with `--forbid {others[0]}`, or use plimsoll.TrainStep, which takes any"
         )

@@ -2,11 +2,8 @@
 
 import pytest
 import torch
-from torch import nn
-
-pytest.importorskip("accelerate", reason="Accelerate is an extra")
-
 from accelerate import Accelerator
+from torch import nn
 
 from plimsoll.errors import InputError
 from plimsoll.integrations import accelerate as oom_proof
@@ -50,9 +47,7 @@ def plain(num_passes, with_scaler):
 
 def ours(num_passes, with_scaler):
     accelerator, model, optimizer, loader, schedule = prepared(num_passes, with_scaler)
-    step = oom_proof.step(
-        accelerator, model, optimizer, mean_square, units="samples", clip_norm=0.5, schedule=schedule
-    )
+    step = oom_proof.step(accelerator, model, optimizer, mean_square, units="samples", clip_norm=0.5, schedule=schedule)
     results = [step(batch) for batch in loader]
     return weights_of(model), results, schedule.get_last_lr(), step
 

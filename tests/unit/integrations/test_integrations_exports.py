@@ -66,7 +66,6 @@ def test_what_neither_has_is_named_with_what_does_it():
     ("choices", "distributed"), [((), "NO"), ((BF16,), "NO"), ((OFFLOAD,), "DEEPSPEED"), ((PARAMETERS,), "DEEPSPEED")]
 )
 def test_accelerate_reads_its_file(choices, distributed, tmp_path):
-    pytest.importorskip("accelerate", reason="Accelerate is an extra")
     from accelerate.commands.config.config_args import load_config_from_file
 
     found = to_accelerate(plan_of(*choices))
