@@ -2,8 +2,8 @@
 
     python adapter_program.py accelerate|lightning undisturbed|limited RESULT
 
-The model takes memory with the number of samples in a pass, and so much from the fifth batch on that 8 samples do not fit
-under the limit and 4 do. RESULT gets the samples of each pass that went all the way back, the steps and the weights.
+The model takes memory with the number of samples in a pass, and so much from the fifth batch on that 8 samples do not
+fit under the limit and 4 do. RESULT gets the samples of each pass that went all the way back, the steps and the weights.
 """
 
 import json

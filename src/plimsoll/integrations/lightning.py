@@ -149,7 +149,7 @@ class _Optimization:
 
     def close(self) -> None:
         """Let Lightning do it by itself again."""
-        del self._loop.run
+        self._loop.__dict__.pop("run", None)
         self.transaction.close()
 
     def _run(self, optimizer: torch.optim.Optimizer, batch_idx: int, kwargs: dict[str, Any]) -> dict[str, Any]:
