@@ -7,7 +7,7 @@ with a copy of the model and of AdamW each; at the end all weights must be bitwi
 
 Lightning: a trainer owns its loop, so that two cannot take turns; there is one, whose batches come three times, and for
 one of the three, drawn anew, the callback is at work, for the others it is not. Timed is from the start of the
-batch to its end with all callbacks, including what is given to a logger: ours logs four numbers.
+batch to its end with all callbacks; a logger is there, and is given something every 50 steps, Lightning's default.
 
 Quoted is processor time, as in `benchmarks/overhead.py`, whose workloads these are: medians of the ratios of a round
 with their 95 % interval. The heap is settled as there, and a second copy of the plain loop shows what cannot be resolved.
@@ -34,6 +34,9 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from lightning.pytorch.loggers import CSVLogger
+from rich.table import Table
+from torch import nn
+
 from overhead import (
     CLIP_NORM,
     NUM_BATCHES,
@@ -47,9 +50,6 @@ from overhead import (
     ratios_of,
     settle_heap,
 )
-from rich.table import Table
-from torch import nn
-
 from plimsoll.integrations import accelerate as oom_proof
 from plimsoll.integrations.lightning import OomProof
 
@@ -79,7 +79,7 @@ def accelerate_steps(setup: Setup) -> tuple[dict[str, Callable[[Fields], object]
         model, optimizer = prepared()
 
         def step(batch: Fields) -> None:
-            with accelerator.accumulate(model):
+            with accelerator.accumulate(model):  # as in Accelerate's documentation
                 loss = model(**batch).loss
                 accelerator.backward(loss)
                 if accelerator.sync_gradients:
@@ -155,6 +155,10 @@ class Last(lightning.Callback):
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         outputs["loss"].item()
+        for (
+            parameter
+        ) in pl_module.parameters():  # each frees its own: the adapter has, Lightning would in the next step
+            parameter.grad = None
         self.taken[self.first.arm].append(time.process_time() - self.first.started)
 
 
@@ -177,7 +181,6 @@ def measure_lightning(setup: Setup, num_rounds: int, seconds: float) -> Seconds:
             max_time={"seconds": seconds},
             gradient_clip_val=CLIP_NORM,
             logger=CSVLogger(folder, flush_logs_every_n_steps=10**9),
-            log_every_n_steps=1,
             enable_checkpointing=False,
             enable_progress_bar=False,
             enable_model_summary=False,

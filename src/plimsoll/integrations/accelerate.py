@@ -1,9 +1,7 @@
 """Accelerate: an optimizer step that memory cannot tear, in a loop of one's own around an ``Accelerator``.
 
-    from plimsoll.integrations import accelerate as oom_proof
-
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    step = oom_proof.step(accelerator, model, optimizer, units="next-tokens", clip_norm=1.0)
+    step = plimsoll.accelerate.step(accelerator, model, optimizer, units="next-tokens", clip_norm=1.0)
     for batch in loader:
         result = step(batch)
 

@@ -1,8 +1,6 @@
 """Lightning: a callback that makes each optimizer step of a ``Trainer`` one that memory cannot tear.
 
-    from plimsoll.integrations.lightning import OomProof
-
-    trainer = lightning.Trainer(callbacks=[OomProof(units="samples")], ...)
+    trainer = lightning.Trainer(callbacks=[plimsoll.lightning.OomProof(units="samples")], ...)
     trainer.fit(module, loader)
 
 While a training runs, the ``run`` of Lightning's automatic optimization is replaced, on that one object. Everything it
@@ -75,7 +73,8 @@ class OomProof(Callback):
         recut_batch_norm: allow cutting a batch although BatchNorm's statistics then differ from the whole batch's.
         grow_after: clean batches after which the next larger micro-batch is tried.
         logs_memory: give ``plimsoll/peak_bytes``, ``plimsoll/used_bytes``, ``plimsoll/micro_batch`` and
-            ``plimsoll/oom`` (errors survived so far) to the trainer's loggers.
+            ``plimsoll/oom`` (errors survived so far) to the trainer's loggers, as often as they are given anything
+            (``log_every_n_steps``).
     """
 
     def __init__(
@@ -113,7 +112,8 @@ class OomProof(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Log what the memory did."""
-        if self._logs_memory and trainer.loggers and self.transaction is not None:
+        is_asked = self._logs_memory and trainer.loggers and trainer._logger_connector.should_update_logs
+        if is_asked and self.transaction is not None:
             pl_module.log_dict(self.transaction.metrics(), batch_size=1)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

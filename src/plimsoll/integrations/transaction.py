@@ -67,7 +67,7 @@ class _Batch(NamedTuple):
     batch: Any
     shape: Shape
     one_pass: OnePass
-    random_state: dict[str, Any]
+    random_state: dict[str, Any] | None
 
 
 class _NotUpdated(MemoryError):
@@ -143,7 +143,8 @@ class Transaction:
         refuse_recut(self._whole.reason(), ladder.sizes[rung].samples, shape, Ranks())
         if not self._window:
             self._begin()
-        self._window.append(_Batch(batch, shape, one_pass, self.backend.random_state()))
+        random_state = self.backend.random_state() if self._window else None  # that of the first is the step's
+        self._window.append(_Batch(batch, shape, one_pass, random_state))
         self.events = []
         self._is_again = is_done = False
         try:
@@ -208,7 +209,9 @@ class Transaction:
         total = self.loss
         for number in range(self._num_done, len(self._window)):
             batch, shape, one_pass, random_state = self._window[number]
-            if self._is_again:  # between two batches the caller may have drawn numbers, such as the next batch
+            if (
+                self._is_again and random_state is not None
+            ):  # between two batches the caller may have drawn numbers, such as the next batch
                 self.backend.restore_random_state(random_state)
             self.micro_batch = self.position.micro_batch = min(samples, shape.num_samples)
             total = torch.zeros((), device=self.workload.device)
