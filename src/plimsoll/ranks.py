@@ -72,7 +72,7 @@ class Ranks:
         self.timeout_seconds = timeout_seconds
         self._store = store
         self._group = None if self.is_alone else dist.new_group(backend="gloo", timeout=_duration(timeout_seconds))
-        self._flag = torch.zeros(1, dtype=torch.int32)
+        self._flag = None if self.is_alone else torch.zeros(1, dtype=torch.int32)
 
     @property
     def is_alone(self) -> bool:
@@ -81,11 +81,12 @@ class Ranks:
 
     def agree(self, flag: bool) -> bool:
         """Return whether ``flag`` is set on any rank; all must ask."""
-        if self.is_alone:
+        told = self._flag
+        if told is None:
             return flag
-        self._flag.fill_(flag)
-        self._exchange(lambda: dist.all_reduce(self._flag, dist.ReduceOp.MAX, group=self._group))
-        return bool(self._flag.item())
+        told.fill_(flag)
+        self._exchange(lambda: dist.all_reduce(told, dist.ReduceOp.MAX, group=self._group))
+        return bool(told.item())
 
     def require_all(self) -> None:
         """Ask, inside of work that is done together and before it exchanges something, whether all got here.

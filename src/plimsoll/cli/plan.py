@@ -73,6 +73,10 @@ def plan(  # noqa: PLR0917 -- typer calls it by name
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Write a page (.html) or the plan (.json) here.")
     ] = None,
+    export: Annotated[
+        str | None,
+        typer.Option(help="Print the plan as a configuration: deepspeed or accelerate; what it cannot say on stderr."),
+    ] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite the output.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON record instead of tables.")] = False,
 ) -> None:
@@ -85,6 +89,7 @@ def plan(  # noqa: PLR0917 -- typer calls it by name
       plimsoll plan job.yaml --budget 6GiB --pin checkpointing=all --forbid activation_offload
       plimsoll plan job.yaml --budget 6GiB --set precision=auto
       plimsoll plan job.yaml --budget 6GiB -o plan.json
+      plimsoll plan job.yaml --budget 6GiB --export deepspeed > deepspeed.json
       plimsoll plan job.yaml --budget 6GiB --compare
       plimsoll plan models/gpt --inference --task score --max-length 256 --budget 1GiB
       plimsoll plan models/gpt --inference --task generate --max-new-tokens 64 --device rtx3060
@@ -103,6 +108,7 @@ def plan(  # noqa: PLR0917 -- typer calls it by name
         _check_kind(subject, (train, inference), of_training, of_inference)
         limit_bytes = limit_bytes_of(budget)
         check_output(output, force)
+        _check_export(export, inference or compare or as_json or output is not None)
         found: InferencePlan | Plan | Ways
         if inference:
             tokens = (max_length or _USUAL_TOKENS, max_new_tokens or 0)
@@ -111,9 +117,36 @@ def plan(  # noqa: PLR0917 -- typer calls it by name
             job, wishes = Job.from_yaml(subject, tuple(changes or ())), _wishes(pins or (), forbids or ())
             make = _compare if compare else _plan_training
             found, sentence = make(job, wishes, calibration, (device, limit_bytes), as_json)
-        hand_over(found, sentence, output, as_json)
+        if export is not None:
+            _print_export(cast("Plan", found), export)
+        else:
+            hand_over(found, sentence, output, as_json)
     if not found.fits:
         sys.exit(_IMPOSSIBLE)
+
+
+def _check_export(reader: str | None, has_other_output: bool) -> None:
+    from plimsoll.integrations.exports import EXPORTS
+
+    if reader is None:
+        return
+    if reader not in EXPORTS:
+        raise InputError(f"--export {reader} is no configuration known here: give one of {', '.join(EXPORTS)}")
+    if has_other_output:
+        raise InputError(
+            f"--export {reader} prints one configuration of a plan of a training: leave out --inference, --compare, "
+            "--json and -o"
+        )
+
+
+def _print_export(found: Plan, reader: str) -> None:
+    """Print the configuration, which can go into a file, and beside it what is not in it."""
+    from plimsoll.integrations.exports import export
+
+    exported = export(found, reader)
+    typer.echo(exported.text, nl=False)
+    for sentence in exported.not_mapped:
+        typer.echo(f"not in it: {sentence}", err=True)
 
 
 def _given(options: dict[str, object]) -> list[str]:

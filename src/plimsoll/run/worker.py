@@ -199,7 +199,7 @@ def train_run(  # noqa: PLR0915 -- as above
     too_large_rung: int | None,
     restarts: int,
     quiet: bool,
-    ranks: Ranks,
+    ranks: Ranks | None = None,
 ) -> None:
     """Train the job of a run directory, from the start or from a checkpoint, inside its budget.
 
@@ -212,7 +212,7 @@ def train_run(  # noqa: PLR0915 -- as above
         too_large_rung: with ``rung``, one that is known to kill and not to be taken again.
         restarts: how often the training process was killed before.
         quiet: show nothing on standard error.
-        ranks: who trains it together.
+        ranks: who trains it together; ``None``: this process alone.
     """
     from plimsoll.assemble import assemble, choose_device, fingerprint, require_room
     from plimsoll.data.prepare import Prepared
@@ -220,6 +220,7 @@ def train_run(  # noqa: PLR0915 -- as above
     from plimsoll.device.base import backend_for
     from plimsoll.device.probe import versions
     from plimsoll.models.build import build_model
+    from plimsoll.ranks import Ranks
     from plimsoll.records.run import RunHead
     from plimsoll.report.progress import stages
     from plimsoll.run import checkpoint
@@ -240,6 +241,7 @@ def train_run(  # noqa: PLR0915 -- as above
 
     _end_with_supervisor()
     arm_from_environment()
+    ranks = ranks or Ranks()
     is_first = ranks.rank == 0
     directory, quiet = RunDirectory.open(path, writes=is_first), quiet or not is_first
     with ExitStack() as stack:

@@ -36,7 +36,7 @@ FLAGS = {
     "plan": {
         "--device", "--budget", "--set", "--pin", "--forbid", "--compare", "--calibration", "--output", "-o", "--force",
         "--json",
-        "--train", "--inference", "--task", "--max-length", "--max-new-tokens", "--dtype",
+        "--train", "--inference", "--task", "--max-length", "--max-new-tokens", "--dtype", "--export",
     },
     "train": {
         "--out", "-o", "--budget", "--set", "--resume", "--from-step", "--plan", "--no-plan", "--pin", "--forbid",

@@ -1,0 +1,179 @@
+"""Accelerate: an optimizer step that memory cannot tear, in a loop of one's own around an ``Accelerator``.
+
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    step = plimsoll.accelerate.step(accelerator, model, optimizer, units="next-tokens", clip_norm=1.0)
+    for batch in loader:
+        result = step(batch)
+
+Why no ``with`` block: the body of one cannot run again, and the variables of a loop that is written out (``outputs``,
+``loss``) hold the graph that has to go first. So the loss is a function, called once for each piece.
+
+What is Accelerate's stays so: ``accumulate`` decides which batch updates (also at the end of a loader), ``backward``
+divides by the accumulation steps and scales, ``clip_grad_norm_`` unscales, the prepared optimizer and schedule skip
+what they skip, autocast is that of the prepared model, ``log`` goes to its trackers.
+
+Does NOT cover: several processes, DeepSpeed, FSDP, Megatron, TPUs (refused); fetching by the prepared loader, which
+brings batches to the device before a step begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch import Tensor, nn
+
+from plimsoll.errors import InputError
+from plimsoll.integrations.transaction import PutBack, Transaction, scaler_as_now
+from plimsoll.records.plan import Choice
+from plimsoll.records.run import OomEvent
+from plimsoll.run.checks import refuse
+from plimsoll.workload import LossFunction, Units, model_loss, move_batch
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from accelerate.optimizer import AcceleratedOptimizer
+
+
+class BatchResult(NamedTuple):
+    """What one batch did.
+
+    ``loss`` is its mean, a tensor on the device (reading it waits for the device); ``updated`` says whether it ended a
+    step that changed the parameters; ``oom_events`` are what was recovered from.
+    """
+
+    loss: Tensor
+    updated: bool
+    micro_batch: int
+    oom_events: tuple[OomEvent, ...]
+
+
+class AccelerateStep:
+    """Batches of one prepared model and optimizer; made by `step`."""
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        model: nn.Module,
+        optimizer: AcceleratedOptimizer,
+        loss: LossFunction,
+        *,
+        clip_norm: float | None,
+        schedule: Any,
+        **options: Any,
+    ) -> None:
+        self._accelerator, self._model, self._optimizer = accelerator, model, optimizer
+        self._loss, self._clip_norm, self._schedule = loss, clip_norm, schedule
+        self.transaction = Transaction(model, optimizer.optimizer, remember=self._remember, **options)
+
+    def __call__(self, batch: Any) -> BatchResult:
+        """Add a batch's gradients, and update where Accelerate's accumulation says so.
+
+        Raises:
+            OutOfMemoryError: if memory ran out and not even single samples fit; the step is undone, with all its
+                batches.
+            InputError: if the batch cannot be cut, or must not be.
+        """
+        with self._accelerator.accumulate(self._model):
+            is_update = self._accelerator.sync_gradients
+            self.transaction.run(batch, self._one_pass, self._finish if is_update else None)
+            if self._schedule is not None:
+                self._schedule.step()
+        return BatchResult(
+            self.transaction.loss,
+            is_update and not self._optimizer.step_was_skipped,
+            self.transaction.micro_batch,
+            tuple(self.transaction.events),
+        )
+
+    def metrics(self) -> dict[str, float]:
+        """What to give to ``accelerator.log`` beside the loss: see `Transaction.metrics`."""
+        return self.transaction.metrics()
+
+    def _one_pass(self, piece: Any, share: float) -> Tensor:
+        loss = self._loss(self._model, move_batch(piece, self._accelerator.device))
+        self.transaction.position.phase = "backward"
+        self._accelerator.backward(loss * share if share != 1 else loss)
+        return loss.detach().float()
+
+    def _finish(self, gradients: Callable[[], Tensor]) -> None:
+        gradients()
+        if self._clip_norm is not None:
+            self._accelerator.clip_grad_norm_(self._model.parameters(), self._clip_norm)
+        if self._optimizer.scaler is not None:
+            from accelerate.optimizer import patch_optimizer_step
+
+            # Accelerate would call the step that the optimizer had when it was prepared.
+            patched = patch_optimizer_step(self._optimizer, self._optimizer.optimizer.step)
+            self._optimizer._optimizer_patched_step_method = patched
+        self._optimizer.step()
+
+    def _remember(self) -> PutBack:
+        return self._put_back
+
+    def _put_back(self) -> None:
+        if self._optimizer.scaler is not None:
+            self._optimizer.scaler = self._accelerator.scaler = scaler_as_now(self._optimizer.scaler)
+            self._optimizer._accelerate_step_called = False
+
+
+def step(
+    accelerator: Accelerator,
+    model: nn.Module,
+    optimizer: AcceleratedOptimizer,
+    loss: LossFunction = model_loss,
+    *,
+    units: Units | None = None,
+    clip_norm: float | None = None,
+    schedule: Any = None,
+    micro_batch: int | None = None,
+    rungs: Sequence[Sequence[Choice]] | None = None,
+    recut_batch_norm: bool = False,
+    grow_after: int = 50,
+) -> AccelerateStep:
+    """Make the step of a model and an optimizer that ``accelerator.prepare`` returned: call it with each batch.
+
+    Args:
+        accelerator: of one process.
+        model: prepared.
+        optimizer: prepared.
+        loss: ``loss(model, batch)`` returns the mean loss; by default ``model(**batch).loss``.
+        units: what it averages over, as for `plimsoll.TrainStep`; it may be left out where the model computes its own
+            loss and each sample has one label.
+        clip_norm: the global gradient norm that ``accelerator.clip_grad_norm_`` clips to before each update.
+        schedule: a prepared learning-rate schedule, stepped after each batch, as Accelerate's are.
+        micro_batch: samples per pass to begin with; ``None`` begins with the whole batch.
+        rungs: in place of ``micro_batch``, those of a plan: ``plan.choices_by_rung``.
+        recut_batch_norm: allow cutting a batch although BatchNorm's statistics then differ from the whole batch's.
+        grow_after: clean batches after which the next larger micro-batch is tried.
+
+    Raises:
+        InputError: if there are several processes, the optimizer is not prepared, or an argument cannot be used.
+    """
+    from accelerate.optimizer import AcceleratedOptimizer
+    from accelerate.utils import DistributedType
+
+    if accelerator.distributed_type != DistributedType.NO:
+        raise InputError(
+            f"the accelerator is of {accelerator.num_processes} processes ({accelerator.distributed_type.value}), and "
+            "this step undoes one process only: start one, or use `plimsoll train --nproc`, whose ranks agree"
+        )
+    if not isinstance(optimizer, AcceleratedOptimizer):
+        raise InputError(
+            f"the optimizer is a {type(optimizer).__name__}, not what Accelerate made of it: give the one that "
+            "accelerator.prepare(model, optimizer) returned"
+        )
+    refuse(model, optimizer.optimizer, "fp32", None, loss=loss, units=units, kind=accelerator.device.type)
+    return AccelerateStep(
+        accelerator,
+        model,
+        optimizer,
+        loss,
+        clip_norm=clip_norm,
+        schedule=schedule,
+        units=units,
+        micro_batch=micro_batch,
+        rungs=rungs,
+        recut_batch_norm=recut_batch_norm,
+        grow_after=grow_after,
+    )

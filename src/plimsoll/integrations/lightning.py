@@ -1,0 +1,321 @@
+"""Lightning: a callback that makes each optimizer step of a ``Trainer`` one that memory cannot tear.
+
+    trainer = lightning.Trainer(callbacks=[plimsoll.lightning.OomProof(units="samples")], ...)
+    trainer.fit(module, loader)
+
+While a training runs, the ``run`` of Lightning's automatic optimization is replaced, on that one object. Everything it
+did is still done by Lightning: ``training_step`` through the strategy, backward, zeroing, the hooks of modules and
+callbacks, precision and its scaler, clipping, the optimizer and its progress; only now a batch may be cut, and what ran
+out of memory is undone and done again: gradients of the whole accumulation window, random numbers, buffers, what
+``self.log`` and metrics of torchmetrics took in, progress, scaler, settings of the optimizer.
+
+What ``self.log`` noted per step is then that of the whole batch again (means by the pieces' shares), and the outputs of
+``training_step`` are put together the same way. Hooks of the backward pass are called for each piece, and all of them
+again with each try.
+
+Does NOT cover: manual optimization and several processes (refused); bringing the batch to the device, which Lightning
+does before; attributes that a module changes itself, such as a list of outputs; the value per step of a logged metric
+object, which is that of the last piece, and ``reduce_fx=sum`` over an epoch, which counts pieces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from plimsoll.errors import InputError
+from plimsoll.integrations.transaction import PutBack, Transaction, scaler_as_now
+from plimsoll.records.plan import Choice
+from plimsoll.workload import Units, batch_size_of
+
+try:
+    import lightning
+    from lightning.pytorch import Callback, LightningModule, Trainer
+    from torchmetrics import Metric
+except ModuleNotFoundError as missing:
+    raise InputError(
+        f"plimsoll.integrations.lightning needs the package {missing.name}: run `pip install torch-plimsoll[lightning]`"
+    ) from None
+
+_USED_OF_THE_LOOP = (
+    "run",
+    "optim_progress",
+    "_training_step",
+    "_make_zero_grad_fn",
+    "_make_backward_fn",
+    "_optimizer_step",
+)
+"""Names of Lightning's automatic optimization that are used here; all but the first two are private (2.5 and 2.6)."""
+
+
+class _Pass(NamedTuple):
+    """What one piece of a batch left behind, with its share of the batch."""
+
+    batch_idx: int
+    share: float
+    num_samples: int
+    extra: dict[str, Any]
+    logged: dict[str, Tensor]
+
+
+class OomProof(Callback):
+    """Undoes an optimizer step in which memory ran out, and does it again in smaller pieces.
+
+    Args:
+        units: what the loss of ``training_step`` averages over: ``"samples"``, ``"tokens"`` (labels other than -100),
+            ``"next-tokens"`` (the same where the model shifts them), or a function from a batch to a number.
+        micro_batch: samples per pass to begin with; ``None`` begins with the loader's batches.
+        rungs: in place of ``micro_batch``, those of a plan: ``plan.choices_by_rung``.
+        recut_batch_norm: allow cutting a batch although BatchNorm's statistics then differ from the whole batch's.
+        grow_after: clean batches after which the next larger micro-batch is tried.
+        logs_memory: give ``plimsoll/peak_bytes``, ``plimsoll/used_bytes``, ``plimsoll/micro_batch`` and
+            ``plimsoll/oom`` (errors survived so far) to the trainer's loggers, as often as they are given anything
+            (``log_every_n_steps``).
+    """
+
+    def __init__(
+        self,
+        *,
+        units: Units,
+        micro_batch: int | None = None,
+        rungs: Sequence[Sequence[Choice]] | None = None,
+        recut_batch_norm: bool = False,
+        grow_after: int = 50,
+        logs_memory: bool = True,
+    ) -> None:
+        self._options = {
+            "units": units,
+            "micro_batch": micro_batch,
+            "rungs": rungs,
+            "recut_batch_norm": recut_batch_norm,
+            "grow_after": grow_after,
+        }
+        self._logs_memory = logs_memory
+        self._at_work: _Optimization | None = None
+        self.transaction: Transaction | None = None
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Take over the optimizer steps.
+
+        Raises:
+            InputError: if this training, or this version of Lightning, cannot be made so.
+        """
+        _refuse(trainer, pl_module)
+        self._at_work = _Optimization(trainer, pl_module, self._options)
+        self.transaction = self._at_work.transaction
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Log what the memory did."""
+        is_asked = self._logs_memory and trainer.loggers and trainer._logger_connector.should_update_logs
+        if is_asked and self.transaction is not None:
+            pl_module.log_dict(self.transaction.metrics(), batch_size=1)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Give the optimizer steps back."""
+        self._give_back()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Give the optimizer steps back."""
+        self._give_back()
+
+    def _give_back(self) -> None:
+        if self._at_work is not None:
+            self._at_work.close()
+            self._at_work = None
+
+
+class _Optimization:
+    """Lightning's automatic optimization of one training, with each update a transaction."""
+
+    def __init__(self, trainer: Trainer, module: LightningModule, options: dict[str, Any]) -> None:
+        self._trainer, self._module = trainer, module
+        self._loop: Any = trainer.fit_loop.epoch_loop.automatic_optimization
+        self.transaction = Transaction(module, trainer.optimizers[0], remember=self._remember, **options)
+        self._metrics = [one for one in module.modules() if isinstance(one, Metric)]
+        self._passes: list[_Pass] = []
+        self._is_zeroed = False
+        self._loop.run = self._run  # type: ignore[method-assign]
+
+    @property
+    def _results(self) -> Any:
+        """What ``self.log`` fills; validation within an epoch has others."""
+        return self._trainer._results
+
+    def close(self) -> None:
+        """Let Lightning do it by itself again."""
+        self._loop.__dict__.pop("run", None)
+        self.transaction.close()
+
+    def _run(self, optimizer: torch.optim.Optimizer, batch_idx: int, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """What Lightning's ``run`` does and returns: the loss, and what else ``training_step`` returned."""
+        if "batch" not in kwargs:
+            raise InputError(
+                f"training_step takes {', '.join(kwargs)}, an iterator, of which nothing can be taken twice: give it "
+                "the parameters batch and batch_idx"
+            )
+        one_pass = partial(self._one_pass, optimizer, batch_idx, kwargs)
+        is_update = not self._trainer.fit_loop._should_accumulate()
+        self._passes = []
+        self.transaction.run(kwargs["batch"], one_pass, partial(self._finish, batch_idx) if is_update else None)
+        passes = [one for one in self._passes if one.batch_idx == batch_idx]  # an undone window has run others too
+        if not passes:
+            return {}
+        if len(passes) > 1:
+            self._log_whole_batch(passes)
+        return {"loss": self.transaction.loss, **_joined(passes)}
+
+    def _one_pass(
+        self, optimizer: torch.optim.Optimizer, batch_idx: int, kwargs: dict[str, Any], piece: Any, share: float
+    ) -> Tensor:
+        results = self._results
+        results.batch, results.batch_size = piece, None  # from which `self.log` reads how many samples there are
+        output = self._loop._training_step(type(kwargs)(kwargs, batch=piece))
+        if output.closure_loss is None:  # `training_step` skips this piece
+            return torch.zeros((), device=self._module.device)
+        self._zero_once(batch_idx, optimizer)
+        self.transaction.position.phase = "backward"
+        loss = output.closure_loss if share == 1 else output.closure_loss * share
+        self._loop._make_backward_fn(optimizer)(loss)
+        logged = {} if share == 1 else self._logged()
+        self._passes.append(_Pass(batch_idx, share, batch_size_of(piece), output.extra, logged))
+        loss_of_piece: Tensor = output.loss
+        return loss_of_piece.float()
+
+    def _zero_once(self, batch_idx: int, optimizer: torch.optim.Optimizer) -> None:
+        """Zero as Lightning does, after the first forward pass of a step; later ones have something to keep."""
+        if self._is_zeroed:
+            return
+        self._is_zeroed = True
+        zero = self._loop._make_zero_grad_fn(batch_idx, optimizer)
+        if zero is not None:
+            zero()
+
+    def _finish(self, batch_idx: int, gradients: Callable[[], Tensor]) -> None:
+        self._loop._optimizer_step(batch_idx, gradients)
+
+    # -- logs ----------------------------------------------------------------------------------------------------------
+
+    def _logged(self) -> dict[str, Tensor]:
+        """What the pass just run logged per step, by the key of Lightning's results."""
+        return {
+            key: result._forward_cache.detach()
+            for key, result in self._results.valid_items()
+            if result.meta.fx == "training_step" and result.meta.on_step and result.is_tensor
+        }
+
+    def _log_whole_batch(self, passes: list[_Pass]) -> None:
+        """Let the values per step be those of the batch, not of its last piece."""
+        for key, result in self._results.items():
+            values = [one.logged[key] for one in passes if key in one.logged]
+            if not values:
+                continue
+            if result.meta.is_mean_reduction:
+                shares = [one.share for one in passes if key in one.logged]
+                whole = _mean(values, shares)
+            elif result.meta.is_custom_reduction:
+                continue
+            else:
+                whole = result.meta.reduce_fx(torch.stack(values))
+            result._forward_cache = whole
+            if not result.meta.on_epoch:
+                result.value = whole
+
+    # -- undoing -------------------------------------------------------------------------------------------------------
+
+    def _remember(self) -> PutBack:
+        self._is_zeroed = False
+        results = self._results
+        # Lightning's results are never changed in place, a metric's states are.
+        logged = {key: (result, dict(result.__dict__)) for key, result in results.items()}
+        metrics = [(metric, _state_of(metric)) for metric in self._metrics]
+        return partial(self._put_back, self._loop.optim_progress.state_dict(), logged, metrics)
+
+    def _put_back(
+        self,
+        progress: dict[str, Any],
+        logged: dict[str, tuple[Metric, dict[str, Any]]],
+        metrics: list[tuple[Metric, dict[str, Any]]],
+    ) -> None:
+        self._passes, self._is_zeroed = [], False
+        self._loop.optim_progress.load_state_dict(progress)
+        results = self._results
+        for key in [key for key in results if key not in logged]:
+            del results[key]
+        for result, attributes in logged.values():
+            result.__dict__.clear()
+            result.__dict__.update(attributes)
+        for metric, state in metrics:
+            metric.__dict__.update(_copied(state))
+        plugin: Any = self._trainer.precision_plugin
+        if getattr(plugin, "scaler", None) is not None:
+            plugin.scaler = scaler_as_now(plugin.scaler)
+
+
+def _state_of(metric: Metric) -> dict[str, Any]:
+    """A copy of what a metric has taken in so far."""
+    names = (*metric._defaults, "_update_count", "_computed", "_forward_cache")
+    return _copied({name: getattr(metric, name) for name in names})
+
+
+def _copied(state: dict[str, Any]) -> dict[str, Any]:
+    def copied(value: Any) -> Any:
+        if isinstance(value, list):
+            return [copied(one) for one in value]
+        return value.detach().clone() if isinstance(value, Tensor) else value
+
+    return {name: copied(value) for name, value in state.items()}
+
+
+def _mean(values: list[Tensor], shares: list[float]) -> Tensor:
+    total = sum(shares)
+    return torch.stack([value.float() * (share / total) for value, share in zip(values, shares, strict=True)]).sum(0)
+
+
+def _joined(passes: list[_Pass]) -> dict[str, Any]:
+    """What ``training_step`` returned beside the loss, for the whole batch.
+
+    Tensors with a row for each sample are put after each other, numbers are averaged, of anything else it is the last.
+    """
+    if len(passes) == 1:
+        return passes[0].extra
+    joined = dict(passes[-1].extra)
+    for name in joined:
+        values = [one.extra[name] for one in passes if name in one.extra]
+        if not all(isinstance(value, Tensor) for value in values) or len(values) < len(passes):
+            continue
+        if all(value.ndim == 0 for value in values):
+            joined[name] = _mean(values, [one.share for one in passes])
+        elif all(value.ndim and len(value) == one.num_samples for value, one in zip(values, passes, strict=True)):
+            joined[name] = torch.cat(values)
+    return joined
+
+
+def _refuse(trainer: Trainer, module: LightningModule) -> None:
+    """Refuse what a step cannot be made of.
+
+    Raises:
+        InputError: under manual optimization, with several processes, or where Lightning has other names inside.
+    """
+    if not module.automatic_optimization:
+        raise InputError(
+            f"{type(module).__name__} has automatic_optimization=False, so that its own training_step updates: use "
+            "plimsoll.TrainStep there, or leave the updates to Lightning"
+        )
+    if trainer.world_size > 1 or trainer.strategy.handles_gradient_accumulation:
+        raise InputError(
+            f"OomProof undoes the step of one process, and this trainer has {trainer.world_size} with "
+            f"{type(trainer.strategy).__name__}: give devices=1, or use `plimsoll train --nproc`, whose ranks agree"
+        )
+    loop = trainer.fit_loop.epoch_loop.automatic_optimization
+    missing = [name for name in _USED_OF_THE_LOOP if not hasattr(loop, name)]
+    if missing:
+        raise InputError(
+            f"lightning {lightning.__version__} has no {', '.join(missing)} in its automatic optimization, which "
+            "OomProof uses: install lightning 2.6"
+        )

@@ -1,0 +1,360 @@
+"""An optimizer step as a transaction, for a loop that is someone else's.
+
+`plimsoll.run.step` owns its loop: it calls backward, clips and updates. Accelerate and Lightning do these themselves,
+with hooks, scalers and logs of their own, and add the gradients of several batches to one update. Here is what they
+need to be undone: the caller says how one piece of a batch goes forward and backward, and how a step is finished; where
+memory runs out in either, everything is put back as it was before the first batch of that update, and all its batches
+run again in smaller pieces.
+
+Each batch has the weight that the caller's loop gives it, and each piece its share of what the batch's loss averages
+over (`plimsoll.run.pieces`), so that the sum of the gradients does not depend on the cut.
+
+Does NOT cover: fetching a batch and bringing it to the device where the caller's loop did that before; several
+processes; optimizers that call their closure more than once (LBFGS); what a user's own code changed that is neither a
+buffer, nor a random number, nor in what ``remember`` covers. Gradients are released by the update, so that what reads
+them after it finds none.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from types import MethodType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from plimsoll.device.base import backend_for
+from plimsoll.errors import InputError, OutOfMemoryError
+from plimsoll.ranks import Ranks
+from plimsoll.records.plan import Choice
+from plimsoll.records.run import OomEvent
+from plimsoll.run.boundary import Position, attempt
+from plimsoll.run.checks import device_of, refuse, refuse_no_target, refuse_recut, refuse_unclear_labels
+from plimsoll.run.commit import StepCommit
+from plimsoll.run.failpoints import failpoint
+from plimsoll.run.pieces import Shape, no_way_out, shape_of, weighted_pieces
+from plimsoll.run.recover import Ladder, Size, action_of, micro_batch_sizes
+from plimsoll.run.rungs import Rungs
+from plimsoll.run.undo import Undo
+from plimsoll.techniques._whole import WholeBatch
+from plimsoll.workload import Units, Workload, model_loss
+
+OnePass = Callable[[Any, float], Tensor]
+"""Forward and backward of one piece, whose loss is multiplied by a share; returns its mean loss without a graph."""
+
+Finish = Callable[[Callable[[], Tensor]], object]
+"""Ends a step: calls what it is given, which makes the gradients, and then clips and updates."""
+
+PutBack = Callable[[], None]
+
+ON_THE_MODEL = frozenset(
+    {"allocator", "attention", "cache", "checkpointing", "chunked_loss", "evaluation", "heap",
+     "micro_batch", "packed_stretches", "time_segments"}
+)  # fmt: skip
+"""Techniques that are at work in whatever loop runs the model: they change neither its loss function, nor its
+precision, nor its optimizer."""
+
+
+def _nothing() -> None:
+    pass
+
+
+class _Batch(NamedTuple):
+    batch: Any
+    shape: Shape
+    one_pass: OnePass
+    random_state: dict[str, Any] | None
+
+
+class _NotUpdated(MemoryError):
+    """Leaves the caller's code after an update that did not happen for want of memory."""
+
+
+class Transaction:
+    """The steps of one model and one optimizer, each of one batch or of several.
+
+    Args:
+        model: the model, on the device it trains on.
+        optimizer: the ``torch.optim`` optimizer itself, not what a framework wraps it in.
+        units: what the loss averages over, as for `plimsoll.TrainStep`; ``None`` where each sample has one label.
+        micro_batch: samples per pass to begin with; ``None`` begins with whole batches.
+        rungs: in place of ``micro_batch``, the choices of a plan and of its fallbacks (``plan.choices_by_rung``).
+        recut_batch_norm: allow cutting a batch although BatchNorm's statistics then differ from the whole batch's.
+        grow_after: clean steps after which the next larger micro-batch is tried.
+        remember: called before each update's first batch; what it returns puts back what the caller's loop changes.
+
+    Raises:
+        InputError: if an argument cannot be used, or a technique cannot be in a loop that is someone else's.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        units: Units | None,
+        micro_batch: int | None = None,
+        rungs: Sequence[Sequence[Choice]] | None = None,
+        recut_batch_norm: bool = False,
+        grow_after: int = 50,
+        remember: Callable[[], PutBack] = lambda: _nothing,
+    ) -> None:
+        device = device_of(model)
+        refuse(model, optimizer, "fp32", micro_batch, units=units, kind=device.type)
+        _refuse_techniques(rungs or (), micro_batch)
+        self.workload = Workload(model, optimizer, model_loss, units or "samples", device=device)
+        self.position = Position()
+        self.backend = backend_for(str(device))
+        self.loss = torch.zeros((), device=device)
+        self.micro_batch = 0
+        self.num_ooms = 0
+        self.events: list[OomEvent] = []
+        self._units_are_assumed = units is None
+        self._rungs = Rungs(self.workload, rungs or ())
+        self._ladder: Ladder | None = None
+        self._first_micro_batch, self._grow_after = micro_batch, grow_after
+        self._whole = WholeBatch(model, recut_batch_norm)
+        self._undo = Undo(model, self.backend)
+        self._commit = StepCommit(optimizer, self.backend, self.position)
+        self._remember = remember
+        self._put_back_of_caller: PutBack = _nothing
+        self._groups: list[dict[str, Any]] = []
+        self._window: list[_Batch] = []
+        self._num_done = 0
+        self._is_again = False
+
+    def run(self, batch: Any, one_pass: OnePass, finish: Finish | None) -> None:
+        """Add the gradients of one more batch, and with ``finish`` end the step with an update.
+
+        ``loss`` is then the mean of this batch, ``events`` are those of it, ``micro_batch`` the samples of its passes.
+
+        Raises:
+            OutOfMemoryError: if memory ran out and nothing smaller is left; all batches of the step are undone.
+            InputError: if the batch cannot be cut, or must not be.
+            DataError: if nothing is to be learned from it.
+        """
+        shape = self._shape_of(batch)
+        ladder = self._ladder_for(shape.num_samples)
+        rung = ladder.choose(shape.elements_per_sample)
+        refuse_recut(self._whole.reason(), ladder.sizes[rung].samples, shape, Ranks())
+        if not self._window:
+            self._begin()
+        random_state = self.backend.random_state() if self._window else None  # that of the first is the step's
+        self._window.append(_Batch(batch, shape, one_pass, random_state))
+        self.events = []
+        self._is_again = is_done = False
+        try:
+            while not is_done:
+                event = self._attempt(ladder.sizes[rung], finish)
+                is_done = event is None
+                if event is not None:
+                    self._put_back()
+                    rung = self._after_oom(event, rung)
+        finally:
+            if not is_done:
+                self._put_back()
+                self._window = []
+        ladder.held(rung, math.ceil(min(ladder.sizes[rung].samples, shape.num_samples) * shape.elements_per_sample))
+        if finish is not None:
+            self._end()
+
+    def metrics(self) -> dict[str, float]:
+        """What a log should have of the memory: bytes at the peak and now, samples of a pass, and errors survived."""
+        use = self.backend.use()
+        return {
+            "plimsoll/peak_bytes": float(use.peak_bytes),
+            "plimsoll/used_bytes": float(use.used_bytes),
+            "plimsoll/micro_batch": float(self.micro_batch),
+            "plimsoll/oom": float(self.num_ooms),
+        }
+
+    def forget(self) -> None:
+        """Give up the batches whose update has not come; a loop that begins anew has none."""
+        if self._window:
+            self._window = []
+            self._drop_gradients()
+
+    def close(self) -> None:
+        """Take the techniques of the rungs back."""
+        self._commit.forget()
+        self._rungs.close()
+
+    # -- one try -------------------------------------------------------------------------------------------------------
+
+    def _attempt(self, size: Size, finish: Finish | None) -> OomEvent | None:
+        self._commit.was_called, self._commit.outcome, self._commit.recovered = False, None, []
+        event = attempt(partial(self._try, size, finish), self.backend, self.position)
+        if event is None:
+            self.events += self._commit.recovered
+            self.num_ooms += len(self._commit.recovered)
+        return self._commit.outcome or event
+
+    def _try(self, size: Size, finish: Finish | None) -> None:
+        if not self._rungs.is_in_force(size.level):
+            self.position.phase = "copy"
+            self._commit.forget()
+            self._rungs.use(size.level)
+        if finish is None:
+            self._gradients(size.samples)
+            return
+        with self._updating():
+            finish(partial(self._gradients, size.samples))
+
+    def _gradients(self, samples: int) -> Tensor:
+        """Run the batches that are not done; returns the mean loss of the last one."""
+        total = self.loss
+        for number in range(self._num_done, len(self._window)):
+            batch, shape, one_pass, random_state = self._window[number]
+            if (
+                self._is_again and random_state is not None
+            ):  # between two batches the caller may have drawn numbers, such as the next batch
+                self.backend.restore_random_state(random_state)
+            self.micro_batch = self.position.micro_batch = min(samples, shape.num_samples)
+            total = torch.zeros((), device=self.workload.device)
+            for piece, share, _ in weighted_pieces(batch, samples, shape, self.workload):
+                self.position.phase = "forward"
+                failpoint("forward")
+                total += one_pass(piece, share) * share
+                failpoint("backward")
+            self._num_done = number + 1
+        self.position.phase = "clip"
+        failpoint("clip")
+        self.loss = total
+        return total
+
+    @contextmanager
+    def _updating(self) -> Iterator[None]:
+        """Let ``optimizer.step()``, whoever calls it, happen as a whole or not at all."""
+        optimizer = self.workload.optimizer
+        own, of_class = optimizer.__dict__.get("step"), optimizer.step
+        is_inside = False
+
+        def step(_: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+            nonlocal is_inside
+            if is_inside:  # the commit's own calls, of one part of the parameters after the other
+                return of_class()
+            result = None
+            if closure is not None:
+                with torch.enable_grad():
+                    result = closure()
+            self.position.phase = "optimizer"
+            is_inside = True
+            try:
+                self._commit.step()
+            finally:
+                is_inside = False
+            if self._commit.outcome is not None:
+                raise _NotUpdated("the update does not fit")
+            return result
+
+        optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            del optimizer.__dict__["step"]
+            if own is not None:  # a schedule has put its own there, to count
+                optimizer.__dict__["step"] = own
+
+    # -- before and after ----------------------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        self._num_done = 0
+        self._undo.remember()
+        optimizer = self.workload.optimizer
+        self._groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+        self._put_back_of_caller = self._remember()
+        self._drop_gradients()
+
+    def _end(self) -> None:
+        self._window = []
+        self._put_back_of_caller = _nothing
+        self.position.step += 1
+        for tidy_up in self.workload.after_step:
+            tidy_up()
+
+    def _put_back(self) -> None:
+        self._num_done, self._is_again = 0, True
+        self._drop_gradients()
+        self._commit.forget()
+        self._undo.restore()
+        for group, settings in zip(self.workload.optimizer.param_groups, self._groups, strict=True):
+            group.update(settings)
+        self._put_back_of_caller()
+        self.backend.release()
+
+    def _drop_gradients(self) -> None:
+        for parameter in self.workload.model.parameters():
+            parameter.grad = None
+
+    def _shape_of(self, batch: Any) -> Shape:
+        if self._units_are_assumed:
+            refuse_unclear_labels(batch)
+        shape = shape_of(batch, self.workload)
+        refuse_no_target(shape, self.position.step + 1)
+        return shape
+
+    def _ladder_for(self, num_samples: int) -> Ladder:
+        """Made from the rungs or the first batch, and anew for a larger one; what is known of limits is kept."""
+        top = self._first_micro_batch or num_samples
+        is_fixed = bool(self._rungs.sizes) or self._first_micro_batch is not None
+        if self._ladder is None or (not is_fixed and top > self._ladder.sizes[0].samples):
+            learned = self._ladder.state_dict() | {"size": top} if self._ladder else None
+            sizes: Sequence[int | Size] = self._rungs.sizes or micro_batch_sizes(top)
+            whole = self._rungs.sizes[0].samples if self._rungs.sizes else top
+            self._ladder = Ladder(sizes, self._grow_after, least_samples=whole if self._whole.reason() else 1)
+            if learned is not None:
+                self._ladder.load_state_dict(learned)
+        return self._ladder
+
+    def _after_oom(self, event: OomEvent, rung: int) -> int:
+        """Note the event and return the rung to go on with.
+
+        Raises:
+            OutOfMemoryError: if there is none.
+        """
+        assert self._ladder is not None
+        largest = max((one.shape for one in self._window), key=lambda shape: shape.num_samples)
+        elements = max(one.shape.elements_per_sample for one in self._window)
+        before = self._ladder.sizes[rung]
+        samples = min(before.samples, largest.num_samples)
+        needs_other_level = event.phase == "optimizer" or not self._rungs.is_in_force(before.level)
+        following = self._ladder.failed(rung, samples, math.ceil(samples * elements), needs_other_level)
+        self.num_ooms += 1
+        if following is None:
+            stopped = {"rung": rung, "survived": False, "action": "stopped: nothing is left to try"}
+            self.events.append(event.model_copy(update=stopped))
+            raise OutOfMemoryError(no_way_out(event, samples, largest, self._whole.reason()))
+        after = self._ladder.sizes[following]
+        if needs_other_level or self._ladder.is_last(following) or event.is_fragmented:
+            self.backend.release(last_resort=True)
+        size = min(after.samples, largest.num_samples)
+        techniques = self._rungs.described(after.level) if after.level != before.level else None
+        action = action_of(samples, size, techniques, is_same_rung=following == rung)
+        update = {"next_micro_batch": size, "rung": rung, "next_rung": following, "action": action}
+        self.events.append(event.model_copy(update=update))
+        return following
+
+
+def scaler_as_now(scaler: torch.amp.GradScaler) -> torch.amp.GradScaler:
+    """Make a scaler with the same scale that has seen no gradients: what it noted of them cannot be taken back."""
+    fresh = type(scaler)(scaler._device, enabled=scaler.is_enabled())
+    fresh.load_state_dict(scaler.state_dict())
+    return fresh
+
+
+def _refuse_techniques(rungs: Sequence[Sequence[Choice]], micro_batch: int | None) -> None:
+    if rungs and micro_batch is not None:
+        raise InputError(
+            f"micro_batch={micro_batch} was given with {len(rungs)} rungs, which have micro-batches of their own: "
+            "leave one of the two out"
+        )
+    others = sorted({choice.technique for choices in rungs for choice in choices} - ON_THE_MODEL)
+    if others:
+        raise InputError(
+            f"the plan has {', '.join(others)}, which cannot be put into a loop that has its own loss, precision and "
+            f"optimizer: leave it out with `--forbid {others[0]}`, or use plimsoll.TrainStep, which takes any"
+        )

@@ -1,0 +1,117 @@
+"""Accelerate's loop with our step: the plain loop's weights, also where memory runs out, and its own rules kept."""
+
+import pytest
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+from plimsoll.errors import InputError
+from plimsoll.integrations import accelerate as oom_proof
+from plimsoll.run.failpoints import armed
+
+
+def mean_square(model, batch):
+    return (model(batch["x"]) - batch["y"]).square().mean()
+
+
+def prepared(num_passes=1, with_scaler=False):
+    """Ten batches of 2, the last window of three passes being short, a schedule, and perhaps fp16's scaler."""
+    torch.manual_seed(0)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=num_passes)
+    if with_scaler:  # Accelerate itself makes one on a GPU only
+        accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.2), nn.Linear(8, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
+    samples = [{"x": torch.randn(4), "y": torch.randn(1)} for _ in range(20)]
+    loader = torch.utils.data.DataLoader(samples, batch_size=2)
+    return accelerator, *accelerator.prepare(model, optimizer, loader, schedule)
+
+
+def plain(num_passes, with_scaler):
+    """As Accelerate's documentation writes the loop."""
+    accelerator, model, optimizer, loader, schedule = prepared(num_passes, with_scaler)
+    losses = []
+    for batch in loader:
+        with accelerator.accumulate(model):
+            loss = mean_square(model, batch)
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    return weights_of(model), losses, schedule.get_last_lr()
+
+
+def ours(num_passes, with_scaler):
+    accelerator, model, optimizer, loader, schedule = prepared(num_passes, with_scaler)
+    step = oom_proof.step(accelerator, model, optimizer, mean_square, units="samples", clip_norm=0.5, schedule=schedule)
+    results = [step(batch) for batch in loader]
+    return weights_of(model), results, schedule.get_last_lr(), step
+
+
+def weights_of(model):
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+@pytest.mark.parametrize("with_scaler", [False, True], ids=["unscaled", "scaled"])
+@pytest.mark.parametrize("num_passes", [1, 3])
+@pytest.mark.parametrize(
+    ("point", "hits"),
+    [(None, ()), ("forward", (3,)), ("backward", (5,)), ("clip", (3,)), ("optimizer", (1, 2, 3, 4))],
+)
+def test_the_plain_loops_weights_losses_and_rates(num_passes, with_scaler, point, hits):
+    weights, losses, rates = plain(num_passes, with_scaler)
+    with armed(point or "forward", *hits):
+        found, results, found_rates, step = ours(num_passes, with_scaler)
+    assert torch.equal(found, weights)
+    assert [result.loss.item() for result in results] == losses
+    assert found_rates == rates
+    assert [number for number, result in enumerate(results, 1) if result.updated] == (
+        [*range(1, 11)] if num_passes == 1 else [3, 6, 9, 10]
+    )
+    assert step.metrics()["plimsoll/oom"] == bool(hits)
+
+
+def test_an_update_that_overflows_is_skipped_as_accelerate_skips_it():
+    accelerator, model, optimizer, _, schedule = prepared(with_scaler=True)
+    step = oom_proof.step(
+        accelerator, model, optimizer, lambda m, b: mean_square(m, b) * 1e38, units="samples", schedule=schedule
+    )
+    before = weights_of(model)
+    with armed("clip", 1):
+        result = step({"x": torch.ones(2, 4), "y": torch.zeros(2, 1)})
+    assert not result.updated
+    assert [event.phase for event in result.oom_events] == ["clip"]
+    assert torch.equal(weights_of(model), before)
+    assert accelerator.scaler.get_scale() == 512.0
+    assert accelerator.scaler is optimizer.scaler
+
+
+def test_the_loss_is_the_models_own_where_none_is_given():
+    from transformers import BertConfig, BertForSequenceClassification
+
+    sizes = {"num_hidden_layers": 1, "hidden_size": 8, "num_attention_heads": 1, "intermediate_size": 8}
+    accelerator = Accelerator(cpu=True)
+    model = BertForSequenceClassification(BertConfig(**sizes, vocab_size=11, num_labels=2))
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    step = oom_proof.step(accelerator, model, optimizer, micro_batch=1)
+    result = step({"input_ids": torch.tensor([[1, 2], [3, 4]]), "labels": torch.tensor([0, 1])})
+    assert result.micro_batch == 1
+    assert result.loss.item() == pytest.approx(0.69, abs=0.2)
+    with pytest.raises(InputError, match="units="):
+        step({"input_ids": torch.tensor([[1, 2]]), "labels": torch.tensor([[0, 1]])})
+
+
+def test_an_optimizer_that_was_not_prepared_is_refused():
+    accelerator, model, optimizer, _, _ = prepared()
+    with pytest.raises(InputError, match=r"AdamW.*accelerator.prepare"):
+        oom_proof.step(accelerator, model, optimizer.optimizer, mean_square, units="samples")
+
+
+def test_a_loss_without_units_is_refused():
+    accelerator, model, optimizer, _, _ = prepared()
+    with pytest.raises(InputError, match="without units="):
+        oom_proof.step(accelerator, model, optimizer, mean_square)

@@ -1,0 +1,167 @@
+"""Steps of a loop that is someone else's: undone as a whole, done again in pieces, and nothing of the loop changed."""
+
+import pytest
+import torch
+from torch import nn
+
+from plimsoll.errors import DataError, InputError, OutOfMemoryError
+from plimsoll.integrations.transaction import Transaction, scaler_as_now
+from plimsoll.records.plan import Choice, micro_batch_choice
+from plimsoll.run.failpoints import armed
+
+CHECKPOINTS = Choice(technique="checkpointing", options={"blocks": "all"})
+
+
+class Loop:
+    """A loop of one's own: it clips, updates through ``optimizer.step()``, and counts what it did."""
+
+    def __init__(self, num_steps_per_update=1, make=torch.optim.AdamW, **options):
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Linear(4, 1))
+        self.optimizer = make(self.model.parameters(), lr=0.1)
+        self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 1)  # puts a step of its own on the optimizer
+        self.transaction = Transaction(self.model, self.optimizer, **{"units": "samples", **options})
+        self.num_steps_per_update = num_steps_per_update
+        self.pieces = []
+
+    def one_pass(self, piece, share):
+        self.pieces.append(len(piece["x"]))
+        loss = (self.model(piece["x"]) - piece["y"]).square().mean()
+        (loss * share / self.num_steps_per_update).backward()
+        return loss.detach()
+
+    def finish(self, gradients):
+        gradients()
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+
+    def train(self, num_batches=6):
+        torch.manual_seed(1)
+        for number in range(1, num_batches + 1):
+            batch = {"x": torch.randn(4, 3), "y": torch.randn(4, 1)}
+            self.transaction.run(batch, self.one_pass, None if number % self.num_steps_per_update else self.finish)
+        return torch.cat([parameter.detach().flatten() for parameter in self.model.parameters()])
+
+
+@pytest.mark.parametrize("num_steps_per_update", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("point", "hits"),
+    [("forward", (3,)), ("backward", (4,)), ("clip", (2,)), ("optimizer", (1, 2)), ("optimizer", (1, 2, 3, 4))],
+)
+def test_what_ran_out_is_undone_with_its_window_and_done_again_with_the_same_bits(num_steps_per_update, point, hits):
+    """Each size that held before gets a second try, so that the cut, and with it every dropout mask, is the same."""
+    undisturbed = Loop(num_steps_per_update).train()
+    disturbed = Loop(num_steps_per_update)
+    with armed(point, *hits):
+        weights = disturbed.train()
+    assert torch.equal(weights, undisturbed)
+    assert disturbed.transaction.num_ooms > 0
+
+
+def test_pieces_add_up_to_the_batch():
+    whole, cut = Loop(), Loop(micro_batch=3)
+    for loop in (whole, cut):
+        loop.model[1].p = 0.0
+    assert torch.allclose(cut.train(), whole.train(), atol=1e-6)
+    assert cut.pieces == [3, 1] * 6
+
+
+def test_a_first_batch_that_does_not_fit_is_cut():
+    loop = Loop()
+    with armed("backward", 1):
+        loop.train(num_batches=1)
+    (event,) = loop.transaction.events
+    assert (event.phase, event.action, loop.transaction.micro_batch) == ("forward", "micro-batch 4 -> 2", 2)
+
+
+def test_where_nothing_fits_the_step_is_undone_and_the_optimizer_is_left_as_it_was():
+    loop = Loop()
+    before = [parameter.clone() for parameter in loop.model.parameters()]
+    own_step = loop.optimizer.step
+    with armed("forward", *range(1, 30)), pytest.raises(OutOfMemoryError, match="smallest there is"):
+        loop.train(num_batches=1)
+    assert all(torch.equal(one, other) for one, other in zip(before, loop.model.parameters(), strict=True))
+    assert all(parameter.grad is None for parameter in loop.model.parameters())
+    assert loop.optimizer.step == own_step
+    assert not loop.optimizer.state
+
+
+def test_an_error_of_the_users_own_undoes_the_step_and_goes_on():
+    loop = Loop()
+    loop.train(num_batches=1)
+
+    def breaks(gradients):
+        gradients()
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        loop.transaction.run({"x": torch.zeros(4, 3), "y": torch.zeros(4, 1)}, loop.one_pass, breaks)
+    assert all(parameter.grad is None for parameter in loop.model.parameters())
+
+
+def test_what_the_loop_changes_is_put_back_before_each_new_try():
+    told = []
+    loop = Loop(remember=lambda: lambda: told.append("put back"))
+    with armed("clip", 1, 2):
+        loop.train(num_batches=2)
+    assert told == ["put back"] * 2
+
+
+def test_a_plans_rungs_are_gone_through():
+    torch.manual_seed(0)
+    loop = Loop(rungs=[[micro_batch_choice(4)], [micro_batch_choice(2)]])
+    with armed("forward", 1):
+        loop.train(num_batches=1)
+    assert loop.transaction.events[0].action == "micro-batch 4 -> 2"
+    loop.transaction.close()
+
+
+def test_metrics_are_numbers_for_a_log():
+    loop = Loop()
+    with armed("forward", 1):
+        loop.train(num_batches=1)
+    metrics = loop.transaction.metrics()
+    assert metrics["plimsoll/micro_batch"] == 2
+    assert metrics["plimsoll/oom"] == 1
+    assert metrics["plimsoll/peak_bytes"] >= metrics["plimsoll/used_bytes"] > 2**20
+
+
+def test_a_window_given_up_leaves_no_gradient():
+    loop = Loop(num_steps_per_update=2)
+    loop.train(num_batches=1)
+    assert any(parameter.grad is not None for parameter in loop.model.parameters())
+    loop.transaction.forget()
+    assert all(parameter.grad is None for parameter in loop.model.parameters())
+
+
+def test_a_scaler_made_anew_has_the_scale_and_knows_no_gradients():
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    weight = nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    scaler.scale(weight.sum()).backward()
+    scaler.unscale_(optimizer)
+    fresh = scaler_as_now(scaler)
+    assert fresh.get_scale() == 64.0
+    fresh.scale(torch.ones(()))
+    fresh.unscale_(optimizer)  # the old one refuses to do it twice
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rungs": [[micro_batch_choice(4), Choice(technique="adafactor")]]}, r"adafactor.*--forbid adafactor"),
+        ({"rungs": [[micro_batch_choice(4)]], "micro_batch": 2}, "leave one of the two out"),
+        ({"micro_batch": 0}, "at least 1"),
+        ({"units": "words"}, "choose samples, tokens"),
+        ({"make": torch.optim.LBFGS}, "use another optimizer"),
+    ],
+)
+def test_what_cannot_be_is_refused(options, message):
+    with pytest.raises(InputError, match=message):
+        Loop(**options)
+
+
+def test_a_batch_without_a_target_is_refused():
+    loop = Loop(units="tokens")
+    with pytest.raises(DataError, match="remove such batches"):
+        loop.transaction.run({"x": torch.ones(2, 3), "labels": torch.full((2, 3), -100)}, loop.one_pass, loop.finish)
