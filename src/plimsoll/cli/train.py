@@ -263,10 +263,10 @@ def _has_line(job: Job, wishes: tuple[str, ...]) -> bool:
 def _write(directory: RunDirectory, job: Job) -> None:
     """Write the job, and the plan that is in force without any other."""
     from plimsoll.records.plan import micro_batch_plan
-    from plimsoll.run.recover import micro_batch_sizes, samples_per_rank
+    from plimsoll.run.recover import micro_batch_sizes, samples_of_rank
 
     directory.write_job(job)
-    sizes = micro_batch_sizes(samples_per_rank(job.batch_size, job.ranks))
+    sizes = micro_batch_sizes(samples_of_rank(job))
     micro_batch_plan(job.budget, sizes).save(directory.plan)
 
 

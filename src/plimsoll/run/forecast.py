@@ -25,7 +25,8 @@ from plimsoll.records.job import Job
 from plimsoll.records.plan import micro_batch_choice
 from plimsoll.records.prediction import Answer, Estimate, Prediction, WhatIf
 from plimsoll.records.trace import Trace
-from plimsoll.run.job_step import samples_of_rank, subject_of
+from plimsoll.run.job_step import subject_of
+from plimsoll.run.recover import samples_of_rank
 from plimsoll.run.rehearse import rehearse_job
 from plimsoll.run.targets import Target, find_target, gpu_target, job_baseline
 from plimsoll.run.teaching import require_teacher

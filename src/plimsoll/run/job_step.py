@@ -65,11 +65,6 @@ def step_of(
     )
 
 
-def samples_of_rank(job: Job) -> int:
-    """Return the most samples of a step that one rank has."""
-    return -(-job.batch_size // job.ranks)
-
-
 def subject_of(job: Job, precision: str) -> str:
     """Say in a line what a job trains."""
     model = job.model if isinstance(job.model, str) else job.model.get("architecture", "model")

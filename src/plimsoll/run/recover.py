@@ -22,6 +22,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from plimsoll.errors import InputError
+from plimsoll.records.job import Job
 
 
 def micro_batch_sizes(batch_size: int) -> tuple[int, ...]:
@@ -37,9 +38,9 @@ def micro_batch_sizes(batch_size: int) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-def samples_per_rank(batch_size: int, num_ranks: int) -> int:
-    """Return the most samples of a batch that one of so many ranks has."""
-    return math.ceil(batch_size / num_ranks)
+def samples_of_rank(job: Job) -> int:
+    """Return the most samples of a step that one rank has."""
+    return math.ceil(job.batch_size / job.ranks)
 
 
 class Size(NamedTuple):

@@ -22,8 +22,9 @@ from plimsoll.plan.facts import facts_of, facts_of_model
 from plimsoll.records.job import Job
 from plimsoll.records.prediction import Estimate
 from plimsoll.records.trace import Trace
-from plimsoll.run.job_step import samples_of_rank, subject_of
+from plimsoll.run.job_step import subject_of
 from plimsoll.run.predict import model_bytes
+from plimsoll.run.recover import samples_of_rank
 from plimsoll.run.rehearse import rehearse_job, rehearse_step
 from plimsoll.run.targets import StartedBaseline, own_baseline
 from plimsoll.run.teaching import sketched_loss

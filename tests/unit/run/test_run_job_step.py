@@ -5,7 +5,8 @@ from torch import nn
 
 from plimsoll.records.job import Job
 from plimsoll.records.plan import micro_batch_choice
-from plimsoll.run.job_step import samples_of_rank, step_of, subject_of
+from plimsoll.run.job_step import step_of, subject_of
+from plimsoll.run.recover import samples_of_rank
 
 WHOLE = [[micro_batch_choice(1)]]
 
