@@ -488,9 +488,9 @@ class _Guard:
             if "loss" in logs:
                 use = self.backend.use()
                 logs = logs | {
-                    "plimsoll_peak_bytes": use.peak_bytes or use.used_bytes,
-                    "plimsoll_micro_batch": self.protection.micro_batch or 0,
-                    "plimsoll_oom_events": len(self.protection.events),
+                    "plimsoll/peak_bytes": use.peak_bytes or use.used_bytes,
+                    "plimsoll/micro_batch": self.protection.micro_batch or 0,
+                    "plimsoll/oom": len(self.protection.events),
                 }
             original(logs, *arguments, **options)
 

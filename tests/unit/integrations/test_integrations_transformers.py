@@ -277,8 +277,8 @@ def test_what_the_memory_did_is_in_the_trainers_own_log(tmp_path: Path):
     trainer = trainer_of(language_model(), tmp_path)
     plimsoll.transformers.fit(trainer)
     line = trainer.state.log_history[0]
-    assert line["plimsoll_peak_bytes"] > 1 << 20
-    assert (line["plimsoll_micro_batch"], line["plimsoll_oom_events"]) == (BATCH_SAMPLES, 0)
+    assert line["plimsoll/peak_bytes"] > 1 << 20
+    assert (line["plimsoll/micro_batch"], line["plimsoll/oom"]) == (BATCH_SAMPLES, 0)
 
 
 def test_batch_norm_is_not_cut(tmp_path: Path):
