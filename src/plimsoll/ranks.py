@@ -85,7 +85,7 @@ class Ranks:
         if told is None:
             return flag
         told.fill_(flag)
-        self._exchange(lambda: dist.all_reduce(told, dist.ReduceOp.MAX, group=self._group))
+        self.exchange(lambda: dist.all_reduce(told, dist.ReduceOp.MAX, group=self._group))
         return bool(told.item())
 
     def require_all(self) -> None:
@@ -100,7 +100,7 @@ class Ranks:
     def add_up(self, numbers: Tensor) -> Tensor:
         """Sum a tensor on the CPU over the ranks, in place: it must be of the same size on each."""
         if not self.is_alone:
-            self._exchange(lambda: dist.all_reduce(numbers, group=self._group))
+            self.exchange(lambda: dist.all_reduce(numbers, group=self._group))
         return numbers
 
     def each(self, numbers: Sequence[float]) -> list[list[float]]:
@@ -115,18 +115,18 @@ class Ranks:
         if self.is_alone:
             return [value]
         values: list[Any] = [None] * self.world_size
-        self._exchange(lambda: dist.all_gather_object(values, value, group=self._group))
+        self.exchange(lambda: dist.all_gather_object(values, value, group=self._group))
         return values
 
     def reduce(self, gradient: Tensor) -> None:
         """Sum a contiguous tensor on the device over the ranks, in place."""
-        self._exchange(lambda: dist.all_reduce(gradient))
+        self.exchange(lambda: dist.all_reduce(gradient))
 
     def broadcast(self, tensors: Sequence[Tensor]) -> None:
         """Give every rank what rank 0 has in these tensors, which are of the same shapes on each."""
         for tensor in tensors if not self.is_alone else ():
             whole = tensor.detach().contiguous()
-            self._exchange(lambda whole=whole: dist.broadcast(whole, src=0))  # type: ignore[misc]
+            self.exchange(lambda whole=whole: dist.broadcast(whole, src=0))  # type: ignore[misc]
             tensor.detach().copy_(whole)
 
     def on_first(self, name: str, work: Callable[[], T]) -> T | None:
@@ -142,7 +142,7 @@ class Ranks:
             self._wait_for(name)
             return None
         done = work()
-        self._exchange(lambda: self._told(name))
+        self.exchange(lambda: self._told(name))
         return done
 
     def leave(self) -> None:
@@ -156,10 +156,11 @@ class Ranks:
     def _wait_for(self, name: str) -> None:
         store = self._store
         assert store is not None
-        while not self._exchange(lambda: store.check([name])):
+        while not self.exchange(lambda: store.check([name])):
             time.sleep(_POLL_SECONDS)
 
-    def _exchange(self, work: Callable[[], T]) -> T:
+    def exchange(self, work: Callable[[], T]) -> T:
+        """Do something that waits for the other ranks; where it fails, one of them is lost."""
         try:
             return work()
         except RuntimeError as error:

@@ -59,7 +59,7 @@ def test_a_failed_exchange_is_a_lost_rank_and_no_lack_of_memory():
     with pytest.raises(
         RankLostError, match=r"rank 0 of 1 lost another rank.*\(Read error .* reset by peer\)"
     ) as caught:
-        Ranks()._exchange(fail)
+        Ranks().exchange(fail)
     assert caught.value.exit_code == 77
 
 

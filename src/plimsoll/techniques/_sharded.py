@@ -56,7 +56,7 @@ class _AgreedAllGather(AllGather):
         """Agree, and gather; returns what to wait for."""
         _show_room(output_tensor)
         self._ranks.require_all()
-        return _all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
+        return self._ranks.exchange(lambda: _all_gather(output_tensor, input_tensor, group=group, async_op=async_op))
 
 
 class _AgreedReduceScatter(ReduceScatter):
@@ -75,7 +75,9 @@ class _AgreedReduceScatter(ReduceScatter):
         """Agree, and add up; returns what to wait for."""
         _show_room(input_tensor)
         self._ranks.require_all()
-        return _reduce_scatter(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+        return self._ranks.exchange(
+            lambda: _reduce_scatter(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+        )
 
 
 class ShardedTraining:
