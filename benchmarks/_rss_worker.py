@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from plimsoll.records.job import Job
 from plimsoll.records.plan import Choice
-from plimsoll.run.job_step import samples_of_rank
+from plimsoll.run.recover import samples_of_rank
 
 # -- models that a job names by their function -------------------------------------------------------------------------
 

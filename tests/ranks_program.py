@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import random
 import sys
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,9 @@ import torch
 from torch import nn
 
 from plimsoll.errors import OutOfMemoryError, TornStepError
-from plimsoll.ranks import Ranks, joined
+from plimsoll.ranks import PeerOutOfMemory, Ranks, joined
 from plimsoll.records.plan import Choice, micro_batch_choice
-from plimsoll.run.failpoints import armed, failpoint
+from plimsoll.run.failpoints import armed, exhaust_memory, failpoint
 from plimsoll.run.step import TrainStep
 
 PHASES = ("copy", "forward", "loss", "backward", "clip", "optimizer", "evaluation")
@@ -125,6 +126,13 @@ def loss_of(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     return nn.functional.cross_entropy(model(batch["features"]), batch["labels"])
 
 
+def read(case: dict[str, Any], ranks: Ranks) -> Iterator[dict[str, torch.Tensor]]:
+    """Yield what is evaluated; memory may run out while it is read."""
+    if ranks.rank in case.get("unread_on", ()):
+        exhaust_memory()
+    yield batch_of(0)
+
+
 def train(ranks: Ranks, case: dict[str, Any]) -> dict[str, Any]:
     """Train on this rank; the ``failures`` of a case are triples of rank, phase and passage."""
     with ExitStack() as stack:
@@ -164,7 +172,10 @@ def train(ranks: Ranks, case: dict[str, Any]) -> dict[str, Any]:
             events.extend((event.phase, event.rank, event.action) for event in result.oom_events)
         while True:
             try:
-                evaluation = step.evaluate([batch_of(0)])
+                evaluation = step.evaluate(read(case, ranks))
+            except PeerOutOfMemory:  # on all ranks: it is done again, as `plimsoll train` does
+                case = case | {"unread_on": ()}
+                continue
             except OutOfMemoryError:
                 continue
             break
@@ -190,6 +201,7 @@ def random_case(seed: int, world_size: int) -> dict[str, Any]:
     return {
         "clip_norm": chance.choice([None, 1.0]),
         "piece_bytes": chance.choice([None, 64]),
+        "unread_on": chance.sample(range(world_size), chance.randint(0, world_size)),
         "failures": [(rank, phase, passage) for (rank, phase, _), passage in failures.items()],
     }
 

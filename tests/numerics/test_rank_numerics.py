@@ -14,7 +14,7 @@ from tests.ranks_program import BATCH_SAMPLES, NUM_STEPS, random_case
 from tests.ranks_started import run_cases
 
 TOLERANCE = 1e-5
-CASES_IN_CI = {2: 12, 3: 4, 4: 3}
+CASES_IN_CI = {2: 8, 3: 3, 4: 2}
 CASES = 200
 
 

@@ -85,7 +85,7 @@ class _Piece:
     def add(self, group: int, parameter: nn.Parameter) -> None:
         self.groups.setdefault(group, []).append(parameter)
         self.parameters.append(parameter)
-        self.num_bytes += parameter.nbytes
+        self.num_bytes += _cut_bytes(parameter)
 
     def members(self) -> list[tuple[int, nn.Parameter]]:
         """The parameters, each with the index of its group."""
@@ -406,7 +406,7 @@ def _pieces(members: list[tuple[int, nn.Parameter]], can_be_cut: bool, piece_byt
     pieces: list[_Piece] = []
     for group, parameter in sorted(members, key=_order):
         is_full = pieces and (
-            pieces[-1].num_bytes + parameter.nbytes > piece_bytes or pieces[-1].place != _place_of(parameter)
+            pieces[-1].num_bytes + _cut_bytes(parameter) > piece_bytes or pieces[-1].place != _place_of(parameter)
         )
         if not pieces or (can_be_cut and is_full):
             pieces.append(_Piece(can_be_cut))
@@ -416,7 +416,13 @@ def _pieces(members: list[tuple[int, nn.Parameter]], can_be_cut: bool, piece_byt
 
 def _order(member: tuple[int, nn.Parameter]) -> tuple[bool, bool, int]:
     _, parameter = member
-    return parameter.is_cpu, is_marked(parameter), -parameter.nbytes
+    return parameter.is_cpu, is_marked(parameter), -_cut_bytes(parameter)
+
+
+def _cut_bytes(parameter: nn.Parameter) -> int:
+    """The bytes that order and pieces go by: of a part of a parameter those of the largest, the same on all ranks."""
+    num_bytes: int = getattr(parameter, "cut_bytes", parameter.nbytes)
+    return num_bytes
 
 
 @contextmanager

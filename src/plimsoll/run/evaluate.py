@@ -15,7 +15,7 @@ asked for the same batch again.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,6 +24,7 @@ import torch
 
 from plimsoll.device.base import Backend
 from plimsoll.errors import DataError, OutOfMemoryError
+from plimsoll.ranks import PeerOutOfMemory
 from plimsoll.records.run import OomEvent
 from plimsoll.run.boundary import Position
 from plimsoll.run.failpoints import failpoint
@@ -31,6 +32,8 @@ from plimsoll.run.pieces import Shape, autocast, no_way_out, weighted_pieces
 from plimsoll.run.recover import Ladder, micro_batch_sizes
 from plimsoll.run.together import attempt_together, told_by_all
 from plimsoll.workload import Workload, move_batch
+
+_END = object()
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +102,7 @@ class Evaluator:
 
     def _evaluate(self, batches: Iterable[Any], events: list[OomEvent]) -> Evaluation:
         loss_sum, num_samples, num_units = 0.0, 0, 0
-        for batch in batches:
+        for batch in self._read(batches):
             shape = self._shape_of(batch)
             num_samples += shape.num_samples
             if not shape.num_units:
@@ -111,6 +114,25 @@ class Evaluator:
                 f"there is nothing to evaluate: of {num_samples} samples none has a target; give at least one that has"
             )
         return Evaluation(loss_sum / num_units, num_samples, num_units, tuple(events))
+
+    def _read(self, batches: Iterable[Any]) -> Iterator[Any]:
+        """Yield the batches; where memory runs out on one rank while it reads one, all end here, and may begin again.
+
+        Raises:
+            PeerOutOfMemory: on all ranks, if there are several.
+        """
+        if self._ranks.is_alone:
+            yield from batches
+            return
+        iterator = iter(batches)
+        while True:
+            batch = attempt_together(partial(next, iterator, _END), self._backend, self._position, self._ranks)
+            if isinstance(batch, OomEvent):
+                told = told_by_all(batch, self._ranks)
+                raise PeerOutOfMemory(f"memory ran out on rank {told.rank} while a batch was read: {told.raw_text}")
+            if batch is _END:
+                return
+            yield batch
 
     def _loss_of(self, batch: Any, shape: Shape, events: list[OomEvent]) -> float:
         """The mean loss of one batch, in as large pieces as fit."""

@@ -147,11 +147,11 @@ def prepared_by_first(ranks: Ranks, path: Path, prepare: Callable[[], int]) -> t
     """Have rank 0 make the run directory, with its data and its plan, unless torchrun has started the ranks again.
 
     Returns:
-        the exit code of what rank 0 did, 0 on the others; and whether a training goes on that had begun.
+        the exit code of what rank 0 did, on all of them; and whether a training goes on that had begun.
     """
     goes_on = ranks.gather(is_restarted(path))[0]
     code = ranks.on_first("prepared", lambda: 0 if goes_on else prepare())
-    return code or 0, goes_on
+    return ranks.gather(code or 0)[0], goes_on
 
 
 def _both(every: list[dict[str, str]], rank: int, name: str) -> str:

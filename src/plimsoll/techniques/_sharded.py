@@ -80,6 +80,10 @@ class _AgreedReduceScatter(ReduceScatter):
         )
 
 
+def _row_bytes(tensor: Tensor) -> int:
+    return tensor.shape[1:].numel() * tensor.element_size()
+
+
 class ShardedTraining:
     """The model of a workload in shards, one of them here, until `gather`.
 
@@ -117,6 +121,8 @@ class ShardedTraining:
         for name, shard in self.shards.items():
             rows = nn.Parameter(shard.to_local().detach(), requires_grad=shard.requires_grad)
             rows.is_part = True  # type: ignore[attr-defined]  # of a parameter: `plimsoll.run.reduction` leaves it out
+            # Those of the rank that has most: the update is cut alike on all of them.
+            rows.cut_bytes = -(-shard.shape[0] // shard.device_mesh.size()) * _row_bytes(shard)  # type: ignore[attr-defined]
             self.rows[name] = rows
         self._exchange_in_optimizer({id(self._whole[name]): rows for name, rows in self.rows.items()})
         for whole in self._whole.values():
