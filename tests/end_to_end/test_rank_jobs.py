@@ -176,6 +176,16 @@ def test_ranks_with_different_jobs_are_refused_by_name(alone: Path, tmp_path: Pa
     assert "2 ranks cannot train together: rank 1 differs in job.yaml (" in ends[0].stderr
 
 
+def test_what_the_first_rank_refuses_is_said_once_and_all_end_with_it(job: Path, tmp_path: Path):
+    text = job.read_text().replace("hidden_size: 32", "hidden_sise: 32")
+    bad = tmp_path / "bad.yaml"
+    bad.write_text(text)
+    ends = [finish(rank) for rank in start_ranks(2, ["-m", "plimsoll", "train", bad, "--out", tmp_path / "run"])]
+    assert [end.returncode for end in ends] == [2, 2]
+    assert "hidden_sise" in ends[0].stderr
+    assert "error" not in ends[1].stderr
+
+
 def test_a_rank_that_nobody_meets_says_where_it_waited():
     alone_of_two = environment(
         RANK="1", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()), PLIMSOLL_RANKS_TIMEOUT="2"

@@ -109,8 +109,9 @@ def _read_lengths(path: Path | None) -> list[int] | None:
 
 def _check_micro_batch(micro_batch: int | None, job: Job) -> None:
     from plimsoll.errors import InputError
+    from plimsoll.run.recover import samples_of_rank
 
-    most = -(-job.batch_size // job.ranks)
+    most = samples_of_rank(job)
     if micro_batch is not None and not 1 <= micro_batch <= most:
         of = f", of which each of {job.ranks} ranks has {most}" if job.ranks > 1 else ""
         raise InputError(

@@ -37,8 +37,8 @@ from plimsoll.run.checks import device_of, refuse, refuse_no_target, refuse_recu
 from plimsoll.run.commit import StepCommit
 from plimsoll.run.failpoints import failpoint
 from plimsoll.run.pieces import Shape, no_way_out, shape_of, weighted_pieces
-from plimsoll.run.recover import Ladder, Size, action_of, micro_batch_sizes
-from plimsoll.run.rungs import Rungs
+from plimsoll.run.recover import Ladder, Size
+from plimsoll.run.rungs import Rungs, after_oom, ladder_of
 from plimsoll.run.undo import Undo
 from plimsoll.techniques._whole import WholeBatch
 from plimsoll.workload import Units, Workload, model_loss
@@ -299,15 +299,10 @@ class Transaction:
 
     def _ladder_for(self, num_samples: int) -> Ladder:
         """Made from the rungs or the first batch, and anew for a larger one; what is known of limits is kept."""
-        top = self._first_micro_batch or num_samples
-        is_fixed = bool(self._rungs.sizes) or self._first_micro_batch is not None
-        if self._ladder is None or (not is_fixed and top > self._ladder.sizes[0].samples):
-            learned = self._ladder.state_dict() | {"size": top} if self._ladder else None
-            sizes: Sequence[int | Size] = self._rungs.sizes or micro_batch_sizes(top)
-            whole = self._rungs.sizes[0].samples if self._rungs.sizes else top
-            self._ladder = Ladder(sizes, self._grow_after, least_samples=whole if self._whole.reason() else 1)
-            if learned is not None:
-                self._ladder.load_state_dict(learned)
+        self._ladder = ladder_of(
+            self._rungs, self._ladder, num_samples, first_micro_batch=self._first_micro_batch,
+            grow_after=self._grow_after, is_whole=self._whole.reason() is not None,
+        )  # fmt: skip
         return self._ladder
 
     def _after_oom(self, event: OomEvent, rung: int) -> int:
@@ -318,24 +313,13 @@ class Transaction:
         """
         assert self._ladder is not None
         largest = max((one.shape for one in self._window), key=lambda shape: shape.num_samples)
-        elements = max(one.shape.elements_per_sample for one in self._window)
-        before = self._ladder.sizes[rung]
-        samples = min(before.samples, largest.num_samples)
-        needs_other_level = event.phase == "optimizer" or not self._rungs.is_in_force(before.level)
-        following = self._ladder.failed(rung, samples, math.ceil(samples * elements), needs_other_level)
+        largest = largest._replace(elements_per_sample=max(one.shape.elements_per_sample for one in self._window))
+        event, following = after_oom(event, rung, largest, self._ladder, self._rungs, self.backend)
         self.num_ooms += 1
+        self.events.append(event)
         if following is None:
-            stopped = {"rung": rung, "survived": False, "action": "stopped: nothing is left to try"}
-            self.events.append(event.model_copy(update=stopped))
+            samples = min(self._ladder.sizes[rung].samples, largest.num_samples)
             raise OutOfMemoryError(no_way_out(event, samples, largest, self._whole.reason()))
-        after = self._ladder.sizes[following]
-        if needs_other_level or self._ladder.is_last(following) or event.is_fragmented:
-            self.backend.release(last_resort=True)
-        size = min(after.samples, largest.num_samples)
-        techniques = self._rungs.described(after.level) if after.level != before.level else None
-        action = action_of(samples, size, techniques, is_same_rung=following == rung)
-        update = {"next_micro_batch": size, "rung": rung, "next_rung": following, "action": action}
-        self.events.append(event.model_copy(update=update))
         return following
 
 

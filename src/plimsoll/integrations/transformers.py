@@ -47,8 +47,8 @@ from plimsoll.run.boundary import Position, attempt
 from plimsoll.run.commit import StepCommit
 from plimsoll.run.pieces import Shape, no_way_out
 from plimsoll.run.plan import plan_step, require_that_fits
-from plimsoll.run.recover import Ladder, Size, action_of, micro_batch_sizes
-from plimsoll.run.rungs import Rungs
+from plimsoll.run.recover import Ladder, Size, micro_batch_sizes
+from plimsoll.run.rungs import Rungs, after_oom
 from plimsoll.run.undo import Undo
 from plimsoll.techniques import TECHNIQUES
 from plimsoll.techniques._whole import WholeBatch
@@ -457,18 +457,12 @@ class _Guard:
 
     def _after(self, event: OomEvent, ladder: Ladder, rung: int, shape: Shape) -> int:
         """The rung to go on with, noted with the event."""
-        before, samples = ladder.sizes[rung], min(ladder.sizes[rung].samples, shape.num_samples)
-        following = ladder.failed(rung, samples, math.ceil(samples * shape.elements_per_sample))
+        rungs = None if event.phase == "evaluation" else self._rungs  # an evaluation has a ladder of its own
+        event, following = after_oom(event, rung, shape, ladder, rungs, self.backend)
+        self._note(event)
         if following is None:
-            self._note(event.model_copy(update={"survived": False, "action": "stopped: nothing is left to try"}))
+            samples = min(ladder.sizes[rung].samples, shape.num_samples)
             raise OutOfMemoryError(no_way_out(event, samples, shape, whole=None))
-        after = ladder.sizes[following]
-        if ladder.is_last(following):
-            self.backend.release(last_resort=True)
-        next_size = min(after.samples, shape.num_samples)
-        techniques = self._rungs.described(after.level) if self._rungs and after.level != before.level else None
-        action = action_of(samples, next_size, techniques, is_same_rung=following == rung)
-        self._note(event.model_copy(update={"next_micro_batch": next_size, "action": action}))
         return following
 
     def _refuse_recut(self, micro_batch: int, num_samples: int) -> None:

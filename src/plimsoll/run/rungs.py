@@ -6,13 +6,18 @@ next exchanges nothing. Techniques that are for the whole run are installed once
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextlib import ExitStack
 from itertools import takewhile
+from typing import Any
 
+from plimsoll.device.base import Backend
 from plimsoll.errors import InputError
 from plimsoll.records.plan import Choice
-from plimsoll.run.recover import Size
+from plimsoll.records.run import OomEvent
+from plimsoll.run.pieces import Shape
+from plimsoll.run.recover import Ladder, Size, action_of, micro_batch_sizes
 from plimsoll.techniques import TECHNIQUES, Choices, Setting, conflict_among, in_order, installed, technique_of
 from plimsoll.workload import Workload
 
@@ -102,6 +107,57 @@ class Rungs:
         with ExitStack() as stack:
             for _, one in leaving:
                 stack.push(one)
+
+
+def ladder_of(
+    rungs: Rungs, before: Ladder | None, num_samples: int, *, first_micro_batch: int | None, grow_after: int,
+    is_whole: bool, learned: dict[str, Any] | None = None,
+) -> Ladder:  # fmt: skip
+    """Return the ladder of a batch: that of the rungs, or made from the first batch, and anew for a larger one.
+
+    Args:
+        rungs: those of a plan, or none.
+        before: the ladder so far; what it knows of limits is kept.
+        num_samples: samples of the batch.
+        first_micro_batch: what to begin with where there are no rungs; ``None`` for the whole batch.
+        grow_after: see `plimsoll.run.recover.Ladder`.
+        is_whole: whether batches must not be cut.
+        learned: what a checkpoint knows, where there is no ladder yet.
+    """
+    top = first_micro_batch or num_samples
+    is_fixed = bool(rungs.sizes) or first_micro_batch is not None
+    if before is not None and (is_fixed or top <= before.sizes[0].samples):
+        return before
+    known = before.state_dict() | {"size": top} if before else learned
+    sizes: Sequence[int | Size] = rungs.sizes or micro_batch_sizes(top)
+    whole = rungs.sizes[0].samples if rungs.sizes else top
+    ladder = Ladder(sizes, grow_after, least_samples=whole if is_whole else 1)
+    if known is not None:
+        ladder.load_state_dict(known)
+    return ladder
+
+
+def after_oom(  # noqa: PLR0917 -- in the order of the sentence that it answers
+    event: OomEvent, rung: int, shape: Shape, ladder: Ladder, rungs: Rungs | None, backend: Backend
+) -> tuple[OomEvent, int | None]:
+    """Return what happened with what is done about it, and the rung to go on with: ``None`` where nothing is left."""
+    before, samples = ladder.sizes[rung], min(ladder.sizes[rung].samples, shape.num_samples)
+    # In the update the graph is gone, and before the techniques are at work there is none: a smaller micro-batch would
+    # leave as much room.
+    needs_other_level = event.phase == "optimizer" or not (rungs is None or rungs.is_in_force(before.level))
+    num_elements = math.ceil(samples * shape.elements_per_sample)
+    following = ladder.failed(rung, samples, num_elements, needs_other_level)
+    if following is None:
+        stopped = {"rung": rung, "survived": False, "action": "stopped: nothing is left to try"}
+        return event.model_copy(update=stopped), None
+    after = ladder.sizes[following]
+    if needs_other_level or ladder.is_last(following) or event.is_fragmented:
+        backend.release(last_resort=True)
+    next_size = min(after.samples, shape.num_samples)
+    techniques = rungs.described(after.level) if rungs and after.level != before.level else None
+    action = action_of(samples, next_size, techniques, is_same_rung=following == rung)
+    goes_on = {"next_micro_batch": next_size, "rung": rung, "next_rung": following, "action": action}
+    return event.model_copy(update=goes_on), following
 
 
 def _refuse_impossible(choices: Sequence[Choice], workload: Workload, batch_size: int) -> None:

@@ -58,9 +58,9 @@ from plimsoll.run.failpoints import failpoint
 from plimsoll.run.graphs import GraphWatch
 from plimsoll.run.outcome import Outcome, StepResult, note
 from plimsoll.run.pieces import NOTHING, Shape, Spare, autocast, no_way_out, shape_of, shape_of_all, weighted_pieces
-from plimsoll.run.recover import Ladder, Size, action_of, micro_batch_sizes, state_after_death
+from plimsoll.run.recover import Ladder, Size, state_after_death
 from plimsoll.run.reduction import Reduction
-from plimsoll.run.rungs import Rungs
+from plimsoll.run.rungs import Rungs, after_oom, ladder_of
 from plimsoll.run.sparse import clip
 from plimsoll.run.together import attempt_together, told_by_all
 from plimsoll.run.undo import Undo
@@ -467,34 +467,13 @@ class TrainStep:
 
     def _ladder_for(self, num_samples: int) -> Ladder:
         """The ladder: of the rungs given, or made from the first batch, and anew for a larger one; limits are kept."""
-        top = self._first_micro_batch or num_samples
-        is_fixed = bool(self._rungs.sizes) or self._first_micro_batch is not None
-        if self.ladder is None or (not is_fixed and top > self.ladder.sizes[0].samples):
-            learned = self.ladder.state_dict() | {"size": top} if self.ladder else self._learned
-            sizes: Sequence[int | Size] = self._rungs.sizes or micro_batch_sizes(top)
-            whole = self._rungs.sizes[0].samples if self._rungs.sizes else top
-            self.ladder = Ladder(sizes, self._grow_after, least_samples=whole if self._whole.reason() else 1)
-            if learned is not None:
-                self.ladder.load_state_dict(learned)
+        self.ladder = ladder_of(
+            self._rungs, self.ladder, num_samples, first_micro_batch=self._first_micro_batch,
+            grow_after=self._grow_after, is_whole=self._whole.reason() is not None, learned=self._learned,
+        )  # fmt: skip
         return self.ladder
 
     def _after_oom(self, event: OomEvent, rung: int, shape: Shape) -> tuple[OomEvent, int | None]:
         """What is done next, and the event that says so; ``None`` where nothing is left to do."""
         assert self.ladder is not None
-        before, samples = self.ladder.sizes[rung], min(self.ladder.sizes[rung].samples, shape.num_samples)
-        # In the update the graph is gone, and before the techniques are at work there is none: a smaller micro-batch
-        # would leave as much room.
-        needs_other_level = event.phase == "optimizer" or not self._rungs.is_in_force(before.level)
-        num_elements = math.ceil(samples * shape.elements_per_sample)
-        following = self.ladder.failed(rung, samples, num_elements, needs_other_level)
-        if following is None:
-            stopped = {"rung": rung, "survived": False, "action": "stopped: nothing is left to try"}
-            return event.model_copy(update=stopped), None
-        after = self.ladder.sizes[following]
-        if needs_other_level or self.ladder.is_last(following) or event.is_fragmented:
-            self.backend.release(last_resort=True)
-        next_size = min(after.samples, shape.num_samples)
-        techniques = self._rungs.described(after.level) if after.level != before.level else None
-        action = action_of(samples, next_size, techniques, is_same_rung=following == rung)
-        goes_on = {"next_micro_batch": next_size, "rung": rung, "next_rung": following, "action": action}
-        return event.model_copy(update=goes_on), following
+        return after_oom(event, rung, shape, self.ladder, self._rungs, self.backend)

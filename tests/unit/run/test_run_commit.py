@@ -56,6 +56,17 @@ def test_the_largest_come_first_and_a_piece_has_at_most_so_many_bytes(piece_byte
     assert lengths_of_pieces(optimizer, piece_bytes) == lengths
 
 
+def test_parts_of_parameters_are_cut_alike_on_every_rank():
+    """Rows of 1025 on two ranks are 513 and 512: by their own sizes one would have two pieces and the other one."""
+    of_ranks = []
+    for own in ((513, 1, 513), (512, 0, 512)):
+        rows = parameters(*own)
+        for parameter, most in zip(rows, (513, 1, 513), strict=True):
+            parameter.cut_bytes = most * parameter.element_size()
+        of_ranks.append([len(piece) for piece in lengths_of_pieces(torch.optim.SGD(rows, lr=0.1), 512 * 2 * 4)])
+    assert of_ranks[0] == of_ranks[1] == [1, 2]
+
+
 def test_what_is_on_the_host_comes_last_and_is_in_no_piece_with_the_device():
     optimizer = torch.optim.SGD(parameters(2, 8, 4), lr=0.1)
     on_device = [nn.Parameter(torch.zeros(length, device="meta")) for length in (3, 1)]
