@@ -11,14 +11,18 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
+from plimsoll.data.loader import iterate_once
 from plimsoll.errors import OutOfMemoryError, TornStepError
 from plimsoll.ranks import PeerOutOfMemory, Ranks, joined
 from plimsoll.records.plan import Choice, micro_batch_choice
+from plimsoll.run.accuracy import Accuracy
 from plimsoll.run.failpoints import armed, exhaust_memory, failpoint
 from plimsoll.run.step import TrainStep
 
@@ -127,10 +131,17 @@ def loss_of(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 def read(case: dict[str, Any], ranks: Ranks) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield what is evaluated; memory may run out while it is read."""
+    """Yield this rank's parts of what is evaluated; memory may run out while it is read."""
     if ranks.rank in case.get("unread_on", ()):
         exhaust_memory()
-    yield batch_of(0)
+    for step in (0, NUM_STEPS - 1):
+        yield part_of(batch_of(step), ranks)
+
+
+def part_of(batch: dict[str, torch.Tensor], ranks: Ranks) -> dict[str, torch.Tensor]:
+    """Return this rank's part of a batch, which may be nothing."""
+    part = {name: field[ranks.rank :: ranks.world_size] for name, field in batch.items()}
+    return part if len(part["labels"]) else {}
 
 
 def train(ranks: Ranks, case: dict[str, Any]) -> dict[str, Any]:
@@ -157,11 +168,10 @@ def train(ranks: Ranks, case: dict[str, Any]) -> dict[str, Any]:
             stack.enter_context(step.backend.limited(step.backend.use().used_bytes + held_bytes))
         losses, events, samples = [], [], []
         for number in range(NUM_STEPS):
-            batch = batch_of(number)
-            part = {name: field[ranks.rank :: ranks.world_size] for name, field in batch.items()}
+            part = part_of(batch_of(number), ranks)
             while True:
                 try:
-                    result = step(part if len(part["labels"]) else {})
+                    result = step(part)
                 except TornStepError:
                     raise
                 except OutOfMemoryError:  # nothing smaller is left: undone on every rank, and done again here
@@ -189,6 +199,48 @@ def train(ranks: Ranks, case: dict[str, Any]) -> dict[str, Any]:
         }  # fmt: skip
 
 
+class Parrot(nn.Module):
+    """Answers what it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, answers: torch.Tensor, labels: torch.Tensor) -> SimpleNamespace:
+        logits = nn.functional.one_hot(answers, 3) * self.scale
+        return SimpleNamespace(logits=logits, loss=nn.functional.cross_entropy(logits, labels))
+
+
+class Windows:
+    """Every three samples are windows of one text, but for the last two."""
+
+    num_samples = 11
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def batch(self, ids: np.ndarray) -> dict[str, torch.Tensor]:
+        answers = torch.tensor([0, 1, 1, 2, 2, 0, 1, 0, 0, 0, 0])
+        return {"answers": answers[ids], "labels": torch.tensor([1, 2, 1, 0])[torch.from_numpy(ids) // 3]}
+
+    def parents(self, ids: np.ndarray) -> np.ndarray:
+        return ids // 3
+
+    def num_of_parents(self, parents: np.ndarray) -> np.ndarray:
+        return np.where(parents == 3, 2, 3)
+
+
+def judge(ranks: Ranks, case: dict[str, Any]) -> dict[str, Any]:
+    """Evaluate windows of texts on this rank, whose samples every batch of four tears apart."""
+    model, windows = Parrot(), Windows()
+    step = TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), units="samples", ranks=ranks)
+    batches = ((one.fields, one.sample_ids) for one in iterate_once(windows, 4, ranks.rank, ranks.world_size))
+    failing = case["failing"] if ranks.rank == case["rank"] else ()
+    with armed("evaluation", *failing), Accuracy(model, step.position, windows, ranks) as accuracy:
+        evaluation = step.evaluate(accuracy.counted(batches))
+    return {"loss": evaluation.loss, "samples": evaluation.num_samples, "accuracy": accuracy.share()}
+
+
 def random_case(seed: int, world_size: int) -> dict[str, Any]:
     """Choose where memory runs out: in a few passages of some phases, on one, some or all ranks."""
     chance = random.Random(seed)
@@ -210,7 +262,7 @@ def main(folder: Path) -> None:
     """Do every case of ``cases.json``, and write what came of each, a line at a time."""
     with joined() as ranks, (folder / f"rank-{ranks.rank}.jsonl").open("w") as file:
         for case in json.loads((folder / "cases.json").read_text()):
-            file.write(json.dumps(train(ranks, case)) + "\n")
+            file.write(json.dumps(judge(ranks, case) if "failing" in case else train(ranks, case)) + "\n")
             file.flush()
 
 

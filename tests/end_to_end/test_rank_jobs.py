@@ -31,7 +31,7 @@ from end_to_end.commands import (
     wait_until,
     write_job,
 )
-from plimsoll.records.run import DeathLine, EndLine, StartLine
+from plimsoll.records.run import DeathLine, EndLine, EvaluationLine, StartLine
 
 TOLERANCE = 1e-5
 MODEL = {**SMALL_JOB["model"], "dropout": 0.0}  # type: ignore[dict-item]
@@ -63,10 +63,17 @@ def assert_same_training(run: Path, reference: Path) -> None:
             other.num_units,
         )
         assert abs(one.loss - other.loss) < TOLERANCE
+    for evaluated, of_one_process in zip(*(evaluations_of(one) for one in (run, reference)), strict=True):
+        assert evaluated.num_samples == of_one_process.num_samples
+        assert abs(evaluated.loss - of_one_process.loss) < TOLERANCE
     found, expected = learned(run), learned(reference)
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         np.testing.assert_allclose(found[name], tensor, atol=TOLERANCE, rtol=0, err_msg=name)
+
+
+def evaluations_of(run: Path) -> list[EvaluationLine]:
+    return [line for line in lines_of(run) if isinstance(line, EvaluationLine)]
 
 
 def ranks_of(process: subprocess.Popen[str]) -> list[psutil.Process]:

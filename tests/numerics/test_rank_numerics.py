@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.ranks_program import BATCH_SAMPLES, NUM_STEPS, random_case
+from tests.ranks_program import BATCH_SAMPLES, NUM_STEPS, Windows, random_case
 from tests.ranks_started import run_cases
 
 TOLERANCE = 1e-5
@@ -51,6 +51,19 @@ def check(folder: Path, world_size: int, seeds: range, alone: dict[float | None,
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_ranks_train_what_one_process_trains_whatever_runs_out_of_memory_where(tmp_path, alone, world_size):
     check(tmp_path, world_size, range(CASES_IN_CI[world_size]), alone)
+
+
+def test_ranks_judge_the_windows_of_a_text_together(tmp_path):
+    """Three of four texts are right, each by most of its windows; of the third, whose label is 1, two say 0."""
+    failing: list[tuple[int, ...]] = [(), (1,), (2,)]
+    cases: list[dict[str, Any]] = [{"failing": passages, "rank": len(passages)} for passages in failing]
+    (alone,) = run_cases(tmp_path / "alone", 1, cases[:1], seconds=60)
+    assert alone[0]["accuracy"] == 0.75
+    for world_size in (2, 3):
+        for found in run_cases(tmp_path / str(world_size), world_size, cases, seconds=60):
+            for one in found:
+                assert (one["samples"], one["accuracy"]) == (Windows.num_samples, 0.75)
+                assert one["loss"] == pytest.approx(alone[0]["loss"], abs=1e-6)
 
 
 def test_a_limit_on_one_rank_cuts_the_step_of_all(tmp_path):

@@ -188,8 +188,11 @@ class _MapStyle:
         return self._collate([self._dataset[number] for number in numbers])
 
 
-def iterate_once(dataset: Dataset, batch_size: int) -> Iterator[Batch]:
-    """Yield every sample once, in the order of the dataset; the last batch may be smaller."""
+def iterate_once(dataset: Dataset, batch_size: int, rank: int = 0, world_size: int = 1) -> Iterator[Batch]:
+    """Yield every sample once, in the order of the dataset; the last batch may be smaller.
+
+    Of ``world_size`` ranks each gets every so many-th sample of a batch, and no fields where it has none.
+    """
     for start in range(0, len(dataset), batch_size):
-        ids = np.arange(start, min(start + batch_size, len(dataset)))
-        yield Batch(dataset.batch(ids), ids, 0, start)
+        ids = np.arange(start, min(start + batch_size, len(dataset)))[rank::world_size]
+        yield Batch(dataset.batch(ids) if len(ids) else {}, ids, 0, start)

@@ -9,15 +9,15 @@ Shapes: B samples of a batch, L classes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from plimsoll.data.pooling import WindowPool
-from plimsoll.run.answers import Answers, Windows
+from plimsoll.ranks import Ranks
+from plimsoll.run.answers import Answered, Answers, Windows
 from plimsoll.run.boundary import Position
 
 
@@ -28,10 +28,13 @@ class Accuracy(Answers):
         model: returns ``logits`` (B, L).
         position: says which samples of its batch the model is evaluating.
         windows: says of which text each sample is; ``None``: a sample is a text.
+        ranks: who share each batch; each of them counts all samples.
     """
 
-    def __init__(self, model: nn.Module, position: Position, windows: Windows | None = None) -> None:
-        super().__init__(model, position)
+    def __init__(
+        self, model: nn.Module, position: Position, windows: Windows | None = None, ranks: Ranks | None = None
+    ) -> None:
+        super().__init__(model, position, ranks)
         self._windows = windows
         self._num_answers = 0
         self._num_right = 0
@@ -45,11 +48,11 @@ class Accuracy(Answers):
     def _answers_of(self, logits_BL: Tensor) -> Tensor:
         return logits_BL.float()
 
-    def _count(self, answers: Mapping[int, Tensor], labels_B: Tensor, ids: NDArray[np.int64]) -> None:
-        numbers, logits_BL = [*answers], torch.stack([*answers.values()])
-        labels = labels_B[numbers].tolist()
+    def _count(self, answered: Sequence[Answered]) -> None:
+        logits_BL = torch.stack([one.answer for one in answered])
+        labels = [int(one.label) for one in answered]
         if self._windows is not None and self._pool is not None:
-            parents = self._windows.parents(ids[numbers])
+            parents = self._windows.parents(np.array([one.sample_id for one in answered]))
             self._labels.update(zip(parents.tolist(), labels, strict=True))
             texts, logits_BL = self._pool.add(parents, logits_BL)
             labels = [self._labels.pop(text) for text in texts.tolist()]

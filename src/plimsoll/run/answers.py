@@ -1,7 +1,8 @@
 """The answers of a model, seen while its loss is evaluated: no second pass over the samples.
 
 A batch that runs out of memory is evaluated once more in smaller pieces. So of a batch only the last answer to each of
-its samples counts. Does NOT cover models that return no ``logits``: of these there are no answers.
+its samples counts. Of ranks that share a batch each is told the answers of all, and counts them. Does NOT cover models
+that return no ``logits``: of these there are no answers.
 
 Shapes: B samples of a batch.
 """
@@ -9,15 +10,15 @@ Shapes: B samples of a batch.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Protocol, Self
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from plimsoll.ranks import Ranks
 from plimsoll.run.boundary import Position
-from plimsoll.workload import batch_size_of
 
 
 class Windows(Protocol):
@@ -32,16 +33,25 @@ class Windows(Protocol):
         ...
 
 
+class Answered(NamedTuple):
+    """One sample of the data: its number there, its label or labels, and what is kept of the logits."""
+
+    sample_id: int
+    label: Tensor
+    answer: Tensor
+
+
 class Answers(ABC):
     """Counts something of a model's answers while the block runs.
 
     Args:
         model: returns ``logits`` (B, ...).
         position: says which samples of its batch the model is evaluating.
+        ranks: who share each batch.
     """
 
-    def __init__(self, model: nn.Module, position: Position) -> None:
-        self._model, self._position = model, position
+    def __init__(self, model: nn.Module, position: Position, ranks: Ranks | None = None) -> None:
+        self._model, self._position, self._ranks = model, position, ranks or Ranks()
         self._answers: dict[int, Tensor] = {}  # by the number of the sample in its batch
 
     def __enter__(self) -> Self:
@@ -52,23 +62,36 @@ class Answers(ABC):
         self._hook.remove()
 
     def counted(self, batches: Iterable[tuple[Any, NDArray[np.int64]]]) -> Iterator[Any]:
-        """Yield the batches, given with the numbers of their samples; each is counted before the next is asked for."""
+        """Yield the batches, given with the numbers of their samples; each is counted before the next is asked for.
+
+        Raises:
+            PeerOutOfMemory: if memory ran out on another rank before it could say what its answers were.
+        """
         for batch, ids in batches:
             self._answers.clear()
             yield batch
-            if self._answers:
-                answers = {number: self._answers[number] for number in sorted(self._answers)}
-                self._count(answers, batch["labels"], ids[: batch_size_of(batch)])
+            answered = self._of_all_ranks(
+                [
+                    Answered(int(ids[number]), batch["labels"][number], answer)
+                    for number, answer in self._answers.items()
+                ]
+            )
+            if answered:
+                self._count(sorted(answered, key=lambda one: one.sample_id))
+
+    def _of_all_ranks(self, answered: list[Answered]) -> list[Answered]:
+        self._ranks.require_all()
+        return [one for each in self._ranks.gather(answered) for one in each]
 
     @abstractmethod
     def _answers_of(self, logits: Tensor) -> Tensor:
         """Return what is kept of the logits of a pass, sample by sample."""
 
     @abstractmethod
-    def _count(self, answers: Mapping[int, Tensor], labels: Tensor, ids: NDArray[np.int64]) -> None:
-        """Count a batch: its answers by the numbers of the samples in it, in order; all its labels and sample ids."""
+    def _count(self, answered: Sequence[Answered]) -> None:
+        """Count the samples of a batch, of all ranks, in the order of their numbers; there is at least one."""
 
     def _note(self, _model: nn.Module, _positional: Any, output: Any) -> None:
-        logits = getattr(output, "logits", None)
-        if logits is not None:
-            self._answers.update(zip(self._position.samples, self._answers_of(logits.detach()).cpu(), strict=True))
+        logits, samples = getattr(output, "logits", None), self._position.samples
+        if logits is not None and len(samples):
+            self._answers.update(zip(samples, self._answers_of(logits.detach()).cpu(), strict=True))

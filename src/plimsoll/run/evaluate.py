@@ -1,8 +1,8 @@
 """The mean loss over batches, without gradients, in as large pieces as fit.
 
 A batch that runs out of memory is evaluated again in smaller pieces; nothing else changes, so there is nothing to undo.
-``workload.evaluation_samples`` bounds the pieces. Ranks that train together evaluate the same batches at the same time,
-and what does not fit on one of them is cut on all.
+``workload.evaluation_samples`` bounds the pieces. Ranks that train together share each batch as they do in training,
+and what does not fit on one of them is cut on all; the loss is that of all parts, on each of them.
 
 It runs under ``torch.no_grad`` and not ``torch.inference_mode``, which saves no memory beyond it: what a module makes
 and keeps in the first forward (a mask, rotary positions) would be an inference tensor, and fail in the next training
@@ -28,12 +28,10 @@ from plimsoll.ranks import PeerOutOfMemory
 from plimsoll.records.run import OomEvent
 from plimsoll.run.boundary import Position
 from plimsoll.run.failpoints import failpoint
-from plimsoll.run.pieces import Shape, autocast, no_way_out, weighted_pieces
+from plimsoll.run.pieces import Shape, Spare, autocast, no_way_out, shape_of_all, weighted_pieces
 from plimsoll.run.recover import Ladder, micro_batch_sizes
 from plimsoll.run.together import attempt_together, told_by_all
 from plimsoll.workload import Workload, move_batch
-
-_END = object()
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +79,8 @@ class Evaluator:
     def evaluate(self, batches: Iterable[Any], prepare: Callable[[], list[OomEvent]] = list) -> Evaluation:
         """Return the mean loss over ``batches`` without gradients; training flags and random numbers stay as they were.
 
-        ``prepare`` is done first, and returns what it had to recover from.
+        Of several ranks each gives its part of every batch, ``{}`` where it has none; one that has no more batches
+        takes part until all are done. ``prepare`` is done first, and returns what it had to recover from.
 
         Raises:
             OutOfMemoryError: if not even single samples fit.
@@ -101,22 +100,28 @@ class Evaluator:
             self._position.phase = phase
 
     def _evaluate(self, batches: Iterable[Any], events: list[OomEvent]) -> Evaluation:
-        loss_sum, num_samples, num_units = 0.0, 0, 0
+        loss_sum, num_samples, num_units = torch.zeros(1, dtype=torch.float64), 0, 0
+        spare = Spare()
         for batch in self._read(batches):
-            shape = self._shape_of(batch)
-            num_samples += shape.num_samples
+            own = self._shape_of(batch)
+            shape, num_samples_of_all = shape_of_all(own, self._ranks)
+            if not num_samples_of_all and not self._ranks.is_alone:
+                break  # none has another batch
+            num_samples += num_samples_of_all
             if not shape.num_units:
                 continue  # nothing in it has a target
-            loss_sum += self._loss_of(batch, shape, events) * shape.num_units
+            loss_sum += self._loss_of(batch, own, shape, events, spare) * shape.num_units
             num_units += shape.num_units
         if not num_units:
             raise DataError(
                 f"there is nothing to evaluate: of {num_samples} samples none has a target; give at least one that has"
             )
-        return Evaluation(loss_sum / num_units, num_samples, num_units, tuple(events))
+        return Evaluation(self._ranks.add_up(loss_sum).item() / num_units, num_samples, num_units, tuple(events))
 
     def _read(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """Yield the batches; where memory runs out on one rank while it reads one, all end here, and may begin again.
+        """Yield the batches, and of several ranks one without a sample for ever, so that none ends before the others.
+
+        Where memory runs out on one rank while it reads one, all end here, and may begin again.
 
         Raises:
             PeerOutOfMemory: on all ranks, if there are several.
@@ -126,16 +131,14 @@ class Evaluator:
             return
         iterator = iter(batches)
         while True:
-            batch = attempt_together(partial(next, iterator, _END), self._backend, self._position, self._ranks)
+            batch = attempt_together(partial(next, iterator, {}), self._backend, self._position, self._ranks)
             if isinstance(batch, OomEvent):
                 told = told_by_all(batch, self._ranks)
                 raise PeerOutOfMemory(f"memory ran out on rank {told.rank} while a batch was read: {told.raw_text}")
-            if batch is _END:
-                return
             yield batch
 
-    def _loss_of(self, batch: Any, shape: Shape, events: list[OomEvent]) -> float:
-        """The mean loss of one batch, in as large pieces as fit."""
+    def _loss_of(self, batch: Any, own: Shape, shape: Shape, events: list[OomEvent], spare: Spare) -> float:
+        """This rank's part of the mean loss of one batch, in as large pieces as fit on all."""
         if self._ladder is None or self._ladder.sizes[0].samples < shape.num_samples:
             self._ladder = Ladder(micro_batch_sizes(shape.num_samples), self._grow_after)
             self._ladder.start_at(self._first_samples or shape.num_samples)
@@ -146,7 +149,7 @@ class Evaluator:
             size = min(ladder.sizes[rung].samples, most)
             self._position.micro_batch = size
             loss = attempt_together(
-                partial(self._forward_only, batch, size, shape), self._backend, self._position, self._ranks
+                partial(self._forward_only, batch, size, own, shape, spare), self._backend, self._position, self._ranks
             )
             num_elements = math.ceil(size * shape.elements_per_sample)
             if not isinstance(loss, OomEvent):
@@ -166,9 +169,12 @@ class Evaluator:
             events.append(loss.model_copy(update={"next_micro_batch": next_size, "action": action}))
             rung = following
 
-    def _forward_only(self, batch: Any, micro_batch: int, shape: Shape) -> float:
+    def _forward_only(self, batch: Any, micro_batch: int, own: Shape, shape: Shape, spare: Spare) -> float:
         total = torch.zeros((), device=self._workload.device)
-        for piece, share, numbers in weighted_pieces(batch, micro_batch, shape, self._workload):
+        pieces = weighted_pieces(batch, micro_batch, own, self._workload, shape.num_units)
+        if self._workload.sharded is not None:
+            pieces = spare.filled(pieces, -(-shape.num_samples // micro_batch))
+        for piece, share, numbers in pieces:
             self._position.samples = numbers
             failpoint("evaluation")
             on_device = move_batch(piece, self._workload.device)

@@ -10,7 +10,7 @@ Shapes: B samples of a batch, T tokens, L tags.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from plimsoll.data.tags import OUTSIDE, are_of_entities
 from plimsoll.data.windows import IGNORED_LABEL
-from plimsoll.run.answers import Answers, Windows
+from plimsoll.ranks import Ranks
+from plimsoll.run.answers import Answered, Answers, Windows
 from plimsoll.run.boundary import Position
 
 Entity = tuple[str, int, int]
@@ -44,10 +45,18 @@ class TagScores(Answers):
         position: says which samples of its batch the model is evaluating.
         names: of the tags, by number.
         windows: says of which text each sample is; ``None``: a sample is a text.
+        ranks: who share each batch; each of them counts all samples.
     """
 
-    def __init__(self, model: nn.Module, position: Position, names: Sequence[str], windows: Windows | None) -> None:
-        super().__init__(model, position)
+    def __init__(
+        self,
+        model: nn.Module,
+        position: Position,
+        names: Sequence[str],
+        windows: Windows | None,
+        ranks: Ranks | None = None,
+    ) -> None:
+        super().__init__(model, position, ranks)
         self._names, self._windows = names, windows
         self._has_entities = are_of_entities(names)
         self._open: dict[int, list[_Window]] = {}  # of texts that are not complete
@@ -66,15 +75,14 @@ class TagScores(Answers):
     def _answers_of(self, logits_BTL: Tensor) -> Tensor:
         return logits_BTL.argmax(dim=-1)  # the predicted tags
 
-    def _count(self, answers: Mapping[int, Tensor], labels_BT: Tensor, ids: NDArray[np.int64]) -> None:
-        numbers = [*answers]
-        texts = ids[numbers] if self._windows is None else self._windows.parents(ids[numbers])
+    def _count(self, answered: Sequence[Answered]) -> None:
+        ids = np.array([one.sample_id for one in answered])
+        texts = ids if self._windows is None else self._windows.parents(ids)
         nums = np.ones(len(texts), np.int64) if self._windows is None else self._windows.num_of_parents(texts)
-        for number, text, num in zip(numbers, texts.tolist(), nums.tolist(), strict=True):
-            predicted_T = answers[number]  # shorter than the labels where padding was cut off
-            labels_T = labels_BT[number][: len(predicted_T)]
-            is_word_T = labels_T != IGNORED_LABEL
-            window = _Window(int(ids[number]), labels_T[is_word_T].numpy(), predicted_T[is_word_T].numpy())
+        for (sample_id, labels_T, predicted_T), text, num in zip(answered, texts.tolist(), nums.tolist(), strict=True):
+            own_T = labels_T[: len(predicted_T)]  # longer than what is predicted where padding was cut off
+            is_word_T = own_T != IGNORED_LABEL
+            window = _Window(sample_id, own_T[is_word_T].numpy(), predicted_T[is_word_T].numpy())
             windows = self._open.setdefault(text, [])
             windows.append(window)
             if len(windows) == num:

@@ -304,14 +304,15 @@ def _evaluate_here(training: Training) -> None:
     windows = getattr(validation, "windows", None)
 
     def evaluate() -> tuple[Evaluation, float | None, float | None]:
-        model, position = training.parts.model, training.step.position
-        batches = ((batch.fields, batch.sample_ids) for batch in iterate_once(validation, batch_size))
+        model, position, ranks = training.parts.model, training.step.position, training.ranks
+        parts = iterate_once(validation, batch_size, ranks.rank, ranks.world_size)
+        batches = ((batch.fields, batch.sample_ids) for batch in parts)
         if training.job.task == "language-modeling":
             return training.step.evaluate(fields for fields, _ in batches), None, None
         if training.job.task == "token-classification":
-            with TagScores(model, position, training.parts.label_names, windows) as scores:
+            with TagScores(model, position, training.parts.label_names, windows, ranks) as scores:
                 return training.step.evaluate(scores.counted(batches)), scores.accuracy(), scores.entity_f1()
-        with Accuracy(model, position, windows) as accuracy:
+        with Accuracy(model, position, windows, ranks) as accuracy:
             return training.step.evaluate(accuracy.counted(batches)), accuracy.share(), None
 
     evaluation, accuracy, entity_f1 = _survive(training, "evaluation", evaluate)

@@ -205,3 +205,5 @@ def test_an_evaluation_sees_every_sample_once_in_order():
     batches = facts(list(iterate_once(Numbers(5), 2)))
     assert batches == [(0, 0, [0, 1]), (0, 2, [2, 3]), (0, 4, [4])]
     assert facts(list(iterate_once(Numbers(1), 2))) == [(0, 0, [0])]
+    of_two_ranks = [[batch.sample_ids.tolist() for batch in iterate_once(Numbers(5), 2, rank, 2)] for rank in (0, 1)]
+    assert of_two_ranks == [[[0], [2], [4]], [[1], [3], []]]

@@ -20,9 +20,8 @@ class Noted(Answers):
     def _answers_of(self, logits):
         return logits * 10
 
-    def _count(self, answers, labels, ids):
-        found = {number: answer.item() for number, answer in answers.items()}
-        self.batches.append((found, labels.tolist(), ids.tolist()))
+    def _count(self, answered):
+        self.batches.append([(sample_id, label.item(), answer.item()) for sample_id, label, answer in answered])
 
 
 class Echo(nn.Module):
@@ -39,7 +38,7 @@ def test_the_last_answer_to_each_sample_counts_in_the_order_of_the_batch():
             for samples, answers in (([0, 1], [1.0, 2.0]), ([1], [3.0]), ([0], [4.0])):
                 position.samples = samples
                 model(torch.tensor(answers))
-    assert noted.batches == [({0: 40.0, 1: 30.0}, [7, 8], [4, 5])]
+    assert noted.batches == [[(4, 7, 40.0), (5, 8, 30.0)]]
     assert not model._forward_hooks
 
 
