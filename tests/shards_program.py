@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from tests.ranks_program import batch_of, loss_of, rungs_of, stacked_model
 
 from plimsoll.ranks import Ranks, joined
 from plimsoll.run import checkpoint, checkpoint_sharded
+from plimsoll.run.failpoints import armed
 from plimsoll.run.step import TrainStep
 
 MARKS = {"job": "of the test"}
@@ -33,7 +35,13 @@ def go_on(ranks: Ranks, case: dict[str, Any]) -> list[float]:
         step.load_state_dict(saved.progress["training_step"])
     while step.num_steps < case["until"]:
         step({name: field[ranks.rank :: ranks.world_size] for name, field in batch_of(step.num_steps).items()})
-    facts = {"random_state": {}, "progress": {"fingerprint": MARKS, "training_step": step.state_dict()}, "keep": 2}
+    facts: dict[str, Any] = {
+        "random_state": {},
+        "progress": {"fingerprint": MARKS, "training_step": step.state_dict()},
+        "keep": 2,
+    }
+    if "short_of_memory" in case:
+        fails_to_write(case["short_of_memory"] == ranks.rank, step, root, facts)
     if step.workload.sharded is None:
         if ranks.rank == 0:
             checkpoint.save(root, step.num_steps, model=model, optimizer=optimizer, **facts)
@@ -41,6 +49,19 @@ def go_on(ranks: Ranks, case: dict[str, Any]) -> list[float]:
         checkpoint_sharded.save(root, step.num_steps, workload=step.workload, ranks=ranks, **facts)
     step.close()
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).tolist()
+
+
+def fails_to_write(is_short: bool, step: TrainStep, root: Path, facts: dict[str, Any]) -> None:
+    """Try to write a checkpoint with no memory left on one rank: all of them are told, and nothing stays behind."""
+    try:
+        with armed("checkpoint", 1) if is_short else nullcontext():
+            checkpoint_sharded.save(root, step.num_steps, workload=step.workload, ranks=step.ranks, **facts)
+        raise AssertionError("a checkpoint was written without memory")
+    except MemoryError:
+        pass
+    step.ranks.agree(False)
+    assert not list(root.glob(f"*step-{step.num_steps:08d}*"))
+    step.ranks.agree(False)
 
 
 def main(folder: Path) -> None:

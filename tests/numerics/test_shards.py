@@ -71,3 +71,10 @@ def weights_of(root: Path, world_size: int, gathered: str | None, until: int) ->
         np.testing.assert_array_equal(found[0], of_ranks[0][0])
     weights: list[float] = of_ranks[0][0]
     return weights
+
+
+def test_a_checkpoint_for_which_one_rank_has_no_memory_is_written_by_none_and_can_be_written_again(tmp_path):
+    case = {"root": str(tmp_path / "root"), "until": 1, "gathered": "twice", "clip_norm": None, "short_of_memory": 1}
+    (_, others) = run_cases(tmp_path / "ranks", 2, [case], seconds=60, program="shards_program")
+    assert others  # both have ended
+    assert [one.name for one in (tmp_path / "root").iterdir()] == ["step-00000001"]

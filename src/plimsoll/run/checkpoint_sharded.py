@@ -19,9 +19,9 @@ import contextlib
 import json
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -31,9 +31,12 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as read_shards
 from torch.distributed.checkpoint.state_dict_saver import save as write_shards
 
+from plimsoll.device.base import Backend, backend_for
 from plimsoll.errors import CheckpointError, OutputError
 from plimsoll.ranks import Ranks
 from plimsoll.records.base import sync, write_atomically
+from plimsoll.records.run import OomEvent
+from plimsoll.run.boundary import Position, attempt
 from plimsoll.run.checkpoint import (
     Checkpoint,
     _facts,
@@ -43,6 +46,8 @@ from plimsoll.run.checkpoint import (
     _steps,
     _write_tensors,
 )
+from plimsoll.run.failpoints import failpoint
+from plimsoll.run.together import attempt_together, told_by_all
 from plimsoll.techniques._sharded import ShardedTraining
 from plimsoll.workload import Workload
 
@@ -61,23 +66,24 @@ def save(
 
     Raises:
         OutputError: on all ranks, if one of them cannot write; the earlier checkpoints are untouched.
+        MemoryError: on all ranks, if memory ran out on one of them; nothing is left of it, and it can be tried again.
     """
     folder = root / f"step-{step:08d}"
     temporary = root / f".{folder.name}.tmp-shards"
-    problem = _on_first(ranks, lambda: _begin(root, temporary))
-    if problem is None:
-        try:
-            write_shards(_rows_of(workload), storage_writer=FileSystemWriter(temporary / _SHARDS))
-        except CheckpointException as error:  # which every rank gets, of any of them
-            problem = "; ".join(f"rank {rank}: {failure[0]}" for rank, failure in error.failures.items())
-    if problem is None:
-        problem = _on_first(ranks, lambda: _finish(temporary, folder, random_state, progress | {"step": step}))
+    backend = backend_for(str(workload.device))
+    problem = (
+        _on_first(ranks, backend, lambda: _begin(root, temporary))
+        or _write(workload, backend, temporary / _SHARDS)
+        or _on_first(ranks, backend, lambda: _finish(temporary, folder, random_state, progress | {"step": step}))
+    )
     if problem is not None:
         if ranks.rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)
+        if problem.is_memory:
+            raise MemoryError(problem.text)
         raise OutputError(
-            f"cannot write the checkpoint of step {step} to {root}: {problem}; earlier checkpoints are intact: free "
-            "some space and go on with --resume"
+            f"cannot write the checkpoint of step {step} to {root}: {problem.text}; earlier checkpoints are intact: "
+            "free some space and go on with --resume"
         )
     if ranks.rank == 0:
         with contextlib.suppress(OSError):  # what cannot be removed now is in nobody's way, and tried again next time
@@ -185,6 +191,34 @@ def _read_whole(folder: Path, sharded: ShardedTraining, optimizer: torch.optim.O
         group.update({key: value for key, value in settings.items() if key != "params"})
 
 
+class _Problem(NamedTuple):
+    """Why a checkpoint could not be written, the same on all ranks."""
+
+    text: str
+    is_memory: bool
+
+
+def _write(workload: Workload, backend: Backend, folder: Path) -> _Problem | None:
+    """Write what each rank has; an error of one of them is told to all, by us or by torch."""
+    position = Position(phase="checkpoint")
+
+    def read() -> dict[str, Any]:
+        failpoint("checkpoint")
+        return _rows_of(workload)
+
+    tensors = attempt_together(read, backend, position, workload.ranks)
+    if isinstance(tensors, OomEvent):
+        return _Problem(told_by_all(tensors, workload.ranks).raw_text, is_memory=True)
+    try:
+        write_shards(tensors, storage_writer=FileSystemWriter(folder))
+    except CheckpointException as error:
+        failures = {rank: failure[0] for rank, failure in error.failures.items()}
+        own = failures.get(workload.ranks.rank)
+        is_memory = workload.ranks.agree(own is not None and backend.oom_family(own) is not None)
+        return _Problem("; ".join(f"rank {rank}: {failure}" for rank, failure in failures.items()), is_memory)
+    return None
+
+
 # -- the folder --------------------------------------------------------------------------------------------------------
 
 
@@ -205,12 +239,13 @@ def _finish(temporary: Path, folder: Path, random_state: Any, progress: dict[str
     _put_in_place(temporary, folder)
 
 
-def _on_first(ranks: Ranks, work: Any) -> str | None:
+def _on_first(ranks: Ranks, backend: Backend, work: Callable[[], None]) -> _Problem | None:
     """Have rank 0 do something with files; returns what went wrong, the same on all."""
-    problem: str | None = None
+    problem: _Problem | None = None
     if ranks.rank == 0:
         try:
-            work()
+            event = attempt(work, backend, Position(phase="checkpoint"))
+            problem = None if event is None else _Problem(event.raw_text, is_memory=True)
         except OSError as error:
-            problem = error.strerror or str(error)
+            problem = _Problem(error.strerror or str(error), is_memory=False)
     return ranks.gather(problem)[0]

@@ -373,9 +373,13 @@ def _save_shards(training: Training, random_state: Any, progress: dict[str, Any]
     """Write a checkpoint of which each rank writes its part."""
     from plimsoll.run import checkpoint_sharded  # which loads all of FSDP2
 
-    saved = checkpoint_sharded.save(
-        training.directory.checkpoints, training.step.num_steps, workload=training.step.workload, ranks=training.ranks,
-        random_state=random_state, progress=progress, keep=training.job.checkpoint.keep,
+    saved = _survive(
+        training,
+        "checkpoint",
+        lambda: checkpoint_sharded.save(
+            training.directory.checkpoints, training.step.num_steps, workload=training.step.workload,
+            ranks=training.ranks, random_state=random_state, progress=progress, keep=training.job.checkpoint.keep,
+        ),
     )  # fmt: skip
     if training.ranks.rank == 0:
         training.directory.append(
