@@ -31,7 +31,7 @@ from end_to_end.commands import (
     wait_until,
     write_job,
 )
-from plimsoll.records.run import DeathLine, EndLine, EvaluationLine, StartLine
+from plimsoll.records.run import DeathLine, EvaluationLine, RunRecord, StartLine
 
 TOLERANCE = 1e-5
 MODEL = {**SMALL_JOB["model"], "dropout": 0.0}  # type: ignore[dict-item]
@@ -109,8 +109,16 @@ def test_a_killed_rank_and_another_number_of_ranks_change_nothing(job: Path, alo
     assert [death.signal for death in deaths] == ["SIGKILL"]
     trained("--resume", "--out", run, "--nproc", 3, "--set", f"steps={NUM_STEPS}")
     assert_same_training(run, alone)
-    (end,) = (line for line in lines_of(run) if isinstance(line, EndLine))
-    assert len(end.peak_bytes_of_ranks) == 3
+    record = RunRecord.from_directory(run)
+    assert len(record.peak_bytes_of_ranks) == 3
+    assert record.peak_bytes_of_ranks[0] <= max(record.peak_bytes_of_ranks) <= record.peak_bytes
+    assert {len(step.peak_bytes_of_ranks) for step in record.finished_steps} == {2, 3}
+
+
+def torchrun(num_ranks: int, *arguments: object) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", "3"]
+    command += ["--nproc-per-node", str(num_ranks), "-m", "plimsoll", "train", *map(str, arguments)]
+    return subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 @pytest.mark.slow
@@ -118,21 +126,28 @@ def test_a_killed_rank_and_another_number_of_ranks_change_nothing(job: Path, alo
 def test_twenty_kills_of_a_random_rank_under_torchrun(job: Path, alone: Path, tmp_path: Path, seed: int):
     run, chance = tmp_path / "run", random.Random(seed)
     num_ranks = chance.randint(2, 4)
-    process = subprocess.Popen(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", "3"),
-            *("--nproc-per-node", str(num_ranks), "-m", "plimsoll", "train", str(job), "--out", str(run)),
-            *("--set", "checkpoint.every=1", "--json"),
-        ],
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    process = torchrun(num_ranks, job, "--out", run, "--set", "checkpoint.every=1", "--json")
     kill_a_rank(process, run, chance)
     done = finish(process)
     assert done.returncode == 0, done.stderr
     assert sum(isinstance(line, StartLine) for line in lines_of(run)) == 2
+    assert [line.signal for line in lines_of(run) if isinstance(line, DeathLine)] == ["rank lost"]
+    assert_same_training(run, alone)
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_before_it_begins_does_not_make_the_restart_begin_elsewhere(
+    job: Path, alone: Path, tmp_path: Path
+):
+    """It goes on from the step that was asked for, and not from the newest checkpoint of the run before."""
+    run = tmp_path / "run"
+    trained(job, "--out", run, "--set", "steps=8", "--set", "checkpoint.every=4")
+    process = torchrun(2, "--resume", "--from-step", "4", "--out", run, "--set", f"steps={NUM_STEPS}")
+    wait_until(lambda: len(ranks_of(process)) == 2, process)
+    ranks_of(process)[-1].kill()
+    done = finish(process)
+    assert done.returncode == 0, done.stderr
+    assert [line.step for line in lines_of(run) if isinstance(line, StartLine)][-1] == 4
     assert_same_training(run, alone)
 
 

@@ -167,20 +167,32 @@ def _ranks_change(num_ranks: int | None) -> tuple[str, ...]:
 def _as_a_rank(out: Path, prepare: Callable[[Then], int], resume: bool, from_step: int | None, quiet: bool) -> int:
     """Be one of the processes that torchrun has started; the first prepares what all train on."""
     from plimsoll.ranks import joined
-    from plimsoll.run.ranked import num_restarts, prepared_by_first
+    from plimsoll.records.job import Job
+    from plimsoll.run.directory import RunDirectory
+    from plimsoll.run.ranked import begun_again, num_restarts, prepared_by_first
     from plimsoll.run.worker import train_run
 
     with joined() as ranks:
-        code, goes_on = prepared_by_first(ranks, out, lambda: prepare(lambda *_: 0))
+
+        def plan_again() -> int:
+            directory = RunDirectory(out)
+            job = _job(directory.job, None, [f"ranks={ranks.world_size}"])
+            with directory.claimed():
+                return _planned_again(directory, job, Job.from_yaml(directory.job), (), quiet)
+
+        code, goes_on = prepared_by_first(ranks, out, lambda: prepare(lambda *_: 0), plan_again)
         if code:
             return code
+        rung, too_large_rung = (
+            begun_again(ranks, RunDirectory.open(out, writes=ranks.rank == 0)) if goes_on else (None, None)
+        )
         train_run(
             out,
             resume=resume and not goes_on,
             from_step=from_step,
             resume_newest=goes_on,
-            rung=None,
-            too_large_rung=None,
+            rung=rung,
+            too_large_rung=too_large_rung,
             restarts=num_restarts(),
             quiet=quiet,
             ranks=ranks,

@@ -76,7 +76,8 @@ class GradientReach(Frozen):
 class StepLine(Frozen):
     """One optimizer step that happened. ``first_sample``..``+num_samples`` are positions in the epoch's order.
 
-    ``used_bytes`` is what was in use when the step was over, which in a training that keeps nothing stays the same.
+    ``used_bytes`` is what was in use when the step was over, which in a training that keeps nothing stays the same. Of
+    several ranks ``peak_bytes`` is of the one that took most, and the rest of the first.
     """
 
     event: Literal["step"] = "step"
@@ -96,6 +97,7 @@ class StepLine(Frozen):
     used_bytes: int | None = None
     updated: bool = True
     memory: tuple[tuple[float, int], ...] = ()
+    peak_bytes_of_ranks: tuple[int, ...] = ()
 
 
 class EvaluationLine(Frozen):
@@ -157,7 +159,10 @@ class GraphLine(Frozen):
 
 
 class StartLine(Frozen):
-    """A training process began, at ``step`` finished steps; ``restarts`` counts those that were killed before it."""
+    """A training process began, at ``step`` finished steps; ``restarts`` counts those that were killed before it.
+
+    ``oom_kills`` has how many processes the kernel had killed for memory on each machine of several ranks, by its name.
+    """
 
     event: Literal["start"] = "start"
     time_seconds: float
@@ -167,6 +172,7 @@ class StartLine(Frozen):
     baseline_bytes: int
     restarts: int = 0
     wall_time: str
+    oom_kills: dict[str, int] = {}
 
 
 class DeathLine(Frozen):
@@ -182,14 +188,13 @@ class DeathLine(Frozen):
 
 
 class EndLine(Frozen):
-    """How the run ended; of several ranks, with the peak of each since its last start."""
+    """How the run ended."""
 
     event: Literal["end"] = "end"
     time_seconds: float
     step: int
     status: Literal["finished", "interrupted", "failed"]
     message: str = ""
-    peak_bytes_of_ranks: tuple[int, ...] = ()
 
 
 Line = OomEvent | StepLine | GraphLine | EvaluationLine | CheckpointLine | StartLine | DeathLine | EndLine
@@ -267,6 +272,14 @@ class RunRecord(Record):
         """The highest memory seen in any step or between two."""
         seen = [step.peak_bytes for step in self.steps if step.peak_bytes is not None]
         return max([*seen, *self.timeline.used_bytes], default=None)
+
+    @property
+    def peak_bytes_of_ranks(self) -> tuple[int, ...]:
+        """The highest memory of each rank, of the last that trained together; none where one process trained."""
+        steps = self.finished_steps
+        num_ranks = len(steps[-1].peak_bytes_of_ranks) if steps else 0
+        alike = [step.peak_bytes_of_ranks for step in steps if len(step.peak_bytes_of_ranks) == num_ranks]
+        return tuple(max(peaks) for peaks in zip(*alike, strict=True))
 
     @property
     def finished_steps(self) -> tuple[StepLine, ...]:

@@ -36,7 +36,8 @@ class Chart:
 
 def run_charts(record: RunRecord) -> tuple[Chart, ...]:
     """Make the charts of a run, in the order of the page."""
-    return memory_chart(record), micro_batch_chart(record), loss_chart(record), throughput_chart(record)
+    of_ranks = (ranks_chart(record),) if record.peak_bytes_of_ranks else ()
+    return memory_chart(record), *of_ranks, micro_batch_chart(record), loss_chart(record), throughput_chart(record)
 
 
 def thinned(points: Points, most_points: int = _MOST_POINTS) -> Points:
@@ -73,7 +74,8 @@ def memory_chart(record: RunRecord) -> Chart:
     add_line(
         figure, f"used, {timeline.source}", _scaled(thinned(used), scale), "var(--accent)", fill="var(--accent-soft)"
     )
-    add_line(figure, "peak of each step", _scaled(thinned(peaks), scale), "var(--second)")
+    name = "peak of each step, of all ranks" if record.peak_bytes_of_ranks else "peak of each step"
+    add_line(figure, name, _scaled(thinned(peaks), scale), "var(--second)")
     highest = max(used + peaks, key=lambda point: point[1])
     _marks(figure, "highest", _scaled([highest], scale), colour="var(--second)", symbol="diamond")
     ooms: Points = [(event.time_seconds, top_bytes) for event in record.oom_events]
@@ -94,6 +96,29 @@ def _in_step(record: RunRecord) -> str:
     """Say which step took the most; nothing where it was one that did not end."""
     steps = [line.step for line in finished_steps(record) if line.peak_bytes == record.peak_bytes]
     return f" in step {steps[0]:,}" if steps else ""
+
+
+def ranks_chart(record: RunRecord) -> Chart:
+    """The peak of each step on each rank: how evenly the work is shared out."""
+    steps = [line for line in finished_steps(record) if line.peak_bytes_of_ranks]
+    num_ranks = max(len(line.peak_bytes_of_ranks) for line in steps)
+    byte_unit, unit_bytes = unit_of(max(max(line.peak_bytes_of_ranks) for line in steps))
+    lines: list[Points] = [
+        [
+            (line.step, round(line.peak_bytes_of_ranks[rank] / unit_bytes, 4))
+            for line in steps
+            if rank < len(line.peak_bytes_of_ranks)
+        ]
+        for rank in range(num_ranks)
+    ]
+    figure = _step_figure(byte_unit, max(lines, key=lambda points: max(y for _, y in points)))
+    for rank, points in enumerate(lines):
+        add_line(figure, f"rank {rank}", thinned(points), f"hsl({round(205 + 360 * rank / num_ranks) % 360} 55% 50%)")
+    if record.limit_bytes is not None:
+        figure.update_yaxes(range=[0, HEADROOM * max(record.limit_bytes, record.peak_bytes or 0) / unit_bytes])
+        limit_line(figure, record.limit_bytes / unit_bytes, f"budget {format_bytes(record.limit_bytes)}")
+    caption = f"{used_name(record.device).capitalize()} of each of {num_ranks} processes at its highest, step by step."
+    return Chart("ranks", "Memory of the ranks", caption, figure.to_plotly_json())
 
 
 def micro_batch_chart(record: RunRecord) -> Chart:

@@ -109,12 +109,22 @@ def key_numbers(record: RunRecord) -> tuple[tuple[str, str], ...]:
         ("Validation loss", _last_evaluation(record)),
         ("Last checkpoint", f"step {record.checkpoints[-1].step:,}" if record.checkpoints else "none"),
         ("Peak memory", format_bytes(record.peak_bytes)),
+        *_ranks(record),
         ("Budget", "none" if record.limit_bytes is None else format_bytes(record.limit_bytes)),
         ("OOM events", _survived(record)),
         ("Restarts", str(sum(death.restarted_from_step is not None for death in record.deaths))),
         *_reach(record),
         *_predicted(record, steps_of_plan(record)),
     )
+
+
+def _ranks(record: RunRecord) -> tuple[tuple[str, str], ...]:
+    peaks = record.peak_bytes_of_ranks
+    if not peaks:
+        return ()
+    least, most = min(peaks), max(peaks)
+    of_one, of_other = (f"{format_bytes(peak)} (rank {peaks.index(peak)})" for peak in (least, most))
+    return (("Ranks", f"{len(peaks)}"), ("Peaks of ranks", f"{of_one} to {of_other}"))
 
 
 def _reach(record: RunRecord) -> tuple[tuple[str, str], ...]:
@@ -178,7 +188,7 @@ def oom_sheet(events: Sequence[OomEvent]) -> Sheet:
         (
             "none" if event.step is None else f"{event.step:,}",
             event.phase or "unknown",
-            event.family,
+            event.family + _place_of(event),
             format_bytes(event.requested_bytes),
             format_bytes(event.live_bytes),
             event.action or "none",
@@ -186,6 +196,12 @@ def oom_sheet(events: Sequence[OomEvent]) -> Sheet:
         for event in events
     )
     return Sheet("Out-of-memory events", columns, rows, tuple(event.raw_text for event in events))
+
+
+def _place_of(event: OomEvent) -> str:
+    """The rank on which memory ran out, where there are several."""
+    others = f" and {event.num_other_ranks} more" if event.num_other_ranks else ""
+    return "" if event.rank is None else f", rank {event.rank}{others}"
 
 
 def death_sheet(record: RunRecord) -> Sheet:

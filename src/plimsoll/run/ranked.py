@@ -13,20 +13,27 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import io
+import math
 import os
 import random
+import socket
 from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 
 from plimsoll.device.base import Backend
+from plimsoll.device.cgroup import oom_kill_count
 from plimsoll.device.probe import versions
 from plimsoll.errors import DeviceError, InputError
 from plimsoll.ranks import Ranks
 from plimsoll.records.job import Job
+from plimsoll.records.plan import Plan
+from plimsoll.records.run import DeathLine, StartLine
 from plimsoll.run import checkpoint
 from plimsoll.run.directory import RunDirectory
 
@@ -127,9 +134,22 @@ def restore_random_state(backend: Backend, states: Any, ranks: Ranks, seed: int)
         seed_rank(seed, ranks)
 
 
-def is_restarted(path: Path) -> bool:
-    """Whether torchrun has started the ranks again, after a training had begun in this run directory."""
-    return num_restarts() > 0 and bool((path / "prepared.json").is_file() and RunDirectory(path).lines())
+def is_restarted(path: Path, begun_at: float) -> bool:
+    """Whether torchrun has started the ranks again, after it had begun this training in this run directory.
+
+    Args:
+        path: the run directory.
+        begun_at: when the first of the launchers was started, in seconds of the clock.
+    """
+    if num_restarts() == 0 or not (path / "prepared.json").is_file():
+        return False
+    starts = [line for line in RunDirectory(path).lines() if isinstance(line, StartLine)]
+    return any(datetime.fromisoformat(line.wall_time).timestamp() >= math.floor(begun_at) for line in starts)
+
+
+def launched_at() -> float:
+    """When the process was started that has started this one: torchrun's agent, which stays through all restarts."""
+    return psutil.Process(os.getppid()).create_time()
 
 
 def num_restarts() -> int:
@@ -143,14 +163,74 @@ def may_begin_anew() -> bool:
     return "PLIMSOLL_SUPERVISOR" in os.environ or left > 0
 
 
-def prepared_by_first(ranks: Ranks, path: Path, prepare: Callable[[], int]) -> tuple[int, bool]:
+def oom_kills_by_machine(ranks: Ranks) -> dict[str, int]:
+    """How many processes the kernel has killed for memory on each machine that counts them, by its name."""
+    if ranks.is_alone:
+        return {}
+    kills = oom_kill_count()
+    told = ranks.gather((socket.gethostname(), None if kills is None else kills.number))
+    return {name: number for name, number in told if number is not None}
+
+
+def begun_again(ranks: Ranks, directory: RunDirectory) -> tuple[int | None, int | None]:
+    """Note that torchrun has started all ranks again.
+
+    Returns:
+        the rung to begin with, and the one that is known to kill, where the kernel has killed a rank for memory since
+        the last start; else ``None`` twice: as the checkpoint says.
+    """
+    kills = oom_kills_by_machine(ranks)
+    rung = _note_restart(directory, kills) if ranks.rank == 0 else None
+    rung = ranks.gather(rung)[0]
+    return rung, None if rung is None else max(rung - 1, 0)
+
+
+def _note_restart(directory: RunDirectory, kills: dict[str, int]) -> int | None:
+    """Write down that the ranks were started again; returns the next rung if it was for want of memory."""
+    lines, rungs = directory.lines(), Plan.load(directory.plan).rungs
+    before = next((line.oom_kills for line in reversed(lines) if isinstance(line, StartLine)), {})
+    grown = {name: kills.get(name, 0) - number for name, number in before.items() if kills.get(name, 0) > number}
+    in_force = min(directory.rung_in_force() or 0, len(rungs) - 1)
+    following = min(in_force + 1, len(rungs) - 1) if grown else in_force
+    where = ", ".join(f"{number} on {name}" for name, number in grown.items())
+    directory.append(
+        DeathLine(
+            time_seconds=lines[-1].time_seconds if lines else 0.0,
+            signal="rank lost",
+            evidence=f"the kernel has killed processes for memory since the last start: {where}"
+            if grown
+            else "torchrun has started all ranks again; no machine counts a kill for memory",
+            restarted_from_step=directory.last_saved_step(),
+            next_rung=following,
+            next_micro_batch=rungs[following].micro_batch,
+        )
+    )
+    return following if grown else None
+
+
+def prepared_by_first(
+    ranks: Ranks, path: Path, prepare: Callable[[], int], plan_again: Callable[[], int]
+) -> tuple[int, bool]:
     """Have rank 0 make the run directory, with its data and its plan, unless torchrun has started the ranks again.
+
+    Args:
+        ranks: all of them.
+        path: the run directory.
+        prepare: makes it; returns an exit code.
+        plan_again: makes the plan of another number of ranks, where that many have been started again.
 
     Returns:
         the exit code of what rank 0 did, on all of them; and whether a training goes on that had begun.
     """
-    goes_on = ranks.gather(is_restarted(path))[0]
-    code = ranks.on_first("prepared", lambda: 0 if goes_on else prepare())
+    begun_at = min(ranks.gather(launched_at()))
+    goes_on = ranks.gather(is_restarted(path, begun_at))[0]
+
+    def made() -> int:
+        if not goes_on:
+            return prepare()
+        return 0 if Job.from_yaml(path / "job.yaml").ranks == ranks.world_size else plan_again()
+
+    code = ranks.on_first("prepared", made)
     return ranks.gather(code or 0)[0], goes_on
 
 

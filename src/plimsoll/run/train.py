@@ -46,7 +46,7 @@ from plimsoll.run.evaluate import Evaluation
 from plimsoll.run.failpoints import failpoint
 from plimsoll.run.monitor import MemorySampler, View
 from plimsoll.run.outcome import StepResult
-from plimsoll.run.ranked import may_begin_anew, random_states, restore_random_state
+from plimsoll.run.ranked import may_begin_anew, oom_kills_by_machine, random_states, restore_random_state
 from plimsoll.run.signals import StopRequest, stop_on_signal
 from plimsoll.run.step import TrainStep
 from plimsoll.run.tagging import TagScores
@@ -71,7 +71,7 @@ class Training:
     stop: StopRequest = field(default_factory=StopRequest)
     has_fallen: bool = False
     begun_at: int = 0
-    peak_bytes: int = 0
+    asked_all: int | None = None
 
     @property
     def is_worn(self) -> bool:
@@ -86,6 +86,11 @@ class Training:
     @property
     def _may_begin_anew(self) -> bool:
         return self.backend.kind == "cpu" and may_begin_anew()
+
+    @property
+    def asked_by(self) -> int | None:
+        """The signal that asked to stop; of several ranks one of which all know, so that they stop after one step."""
+        return self.stop.signal_number if self.ranks.is_alone else self.asked_all
 
     @property
     def ranks(self) -> Ranks:
@@ -129,15 +134,7 @@ def train(training: Training, restarts: int = 0) -> RunRecord:
         if training.ranks.rank == 0:
             RunRecord.from_directory(directory.path).save(directory.record)
         raise
-    peaks = () if training.ranks.is_alone else tuple(training.ranks.gather(training.peak_bytes))
-    directory.append(
-        EndLine(
-            time_seconds=training.sampler.seconds(),
-            step=step.num_steps,
-            status="finished",
-            peak_bytes_of_ranks=peaks,
-        )
-    )
+    directory.append(EndLine(time_seconds=training.sampler.seconds(), step=step.num_steps, status="finished"))
     record = RunRecord.from_directory(directory.path)
     if training.ranks.rank == 0:
         record.save(directory.record)
@@ -175,7 +172,7 @@ def _loop(training: Training) -> None:
     saved_step = training.begun_at = step.num_steps
     if _owes_evaluation(training):
         _evaluate(training)
-    while step.num_steps < job.steps and _asked_to_stop(training) is None:
+    while step.num_steps < job.steps and training.asked_by is None:
         batch: Batch = _survive(training, "fetch", lambda: _fetch(training))
         try:
             result = _step(training, batch)
@@ -196,7 +193,7 @@ def _loop(training: Training) -> None:
         if result.step % job.checkpoint.every == 0 or result.step == job.steps:
             _save(training)
             saved_step = result.step
-    if step.num_steps < job.steps and (signal_number := training.stop.signal_number) is not None:
+    if step.num_steps < job.steps and (signal_number := training.asked_by) is not None:
         if saved_step != step.num_steps:
             _save(training)
         raise Interrupted(
@@ -204,14 +201,6 @@ def _loop(training: Training) -> None:
             f"`plimsoll train --resume --out {training.directory.path}`",
             signal_number,
         )
-
-
-def _asked_to_stop(training: Training) -> int | None:
-    """The signal that asked any of the ranks to stop: all of them stop after the same step."""
-    if not training.ranks.is_alone:
-        asked = max(training.ranks.each([training.stop.signal_number or 0]))[0]
-        training.stop.signal_number = int(asked) or None
-    return training.stop.signal_number
 
 
 def _fetch(training: Training) -> Batch:
@@ -239,8 +228,8 @@ def note_step(training: Training, batch: Batch, result: StepResult) -> None:
     """Write down a step that has happened, with the memory it took, and show it."""
     samples = training.sampler.drain()
     use = training.backend.use()
-    training.peak_bytes = max(training.peak_bytes, use.peak_bytes or 0)
     training.backend.reset_peak()
+    peak_bytes_of_ranks = _told_after_step(training, use.peak_bytes or 0)
     line = StepLine(
         time_seconds=training.sampler.seconds(),
         step=result.step,
@@ -254,16 +243,26 @@ def note_step(training: Training, batch: Batch, result: StepResult) -> None:
         step_seconds=result.step_seconds,
         micro_batch=result.micro_batch,
         rung=result.rung,
-        peak_bytes=use.peak_bytes,
+        peak_bytes=max(peak_bytes_of_ranks, default=use.peak_bytes),
         used_bytes=use.used_bytes,
         updated=result.updated,
         memory=samples,
+        peak_bytes_of_ranks=peak_bytes_of_ranks,
     )
     training.directory.append(line)
     if (kept := training.step.graphs.line_of(result.step)) is not None:
         training.directory.append(kept.model_copy(update={"time_seconds": line.time_seconds}))
     memory = {"device": use} if training.host is None else {"device": use, "host": training.host.use()}
     training.view.update(line, memory)
+
+
+def _told_after_step(training: Training, peak_bytes: int) -> tuple[int, ...]:
+    """Tell the other ranks the peak of this one, and whether it was asked to stop; returns the peaks of all."""
+    if training.ranks.is_alone:
+        return ()
+    signals, peaks = zip(*training.ranks.each([training.stop.signal_number or 0, peak_bytes]), strict=True)
+    training.asked_all = int(max(signals)) or None
+    return tuple(map(int, peaks))
 
 
 def _note_oom(training: Training, event: OomEvent) -> None:
@@ -428,4 +427,5 @@ def _start_line(training: Training, restarts: int) -> StartLine:
         baseline_bytes=training.backend.use().used_bytes,
         restarts=restarts,
         wall_time=datetime.now(UTC).isoformat(timespec="seconds"),
+        oom_kills=oom_kills_by_machine(training.ranks),
     )

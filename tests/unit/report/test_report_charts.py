@@ -65,6 +65,17 @@ def test_memory_known_only_per_step_and_without_a_budget():
     )
 
 
+def test_of_several_ranks_each_has_a_line_also_where_their_number_changed():
+    steps = (
+        step_line(1, peak_bytes=700 * MIB, peak_bytes_of_ranks=(600 * MIB, 700 * MIB, 500 * MIB)),
+        step_line(2, peak_bytes=650 * MIB, peak_bytes_of_ranks=(640 * MIB, 650 * MIB)),
+    )
+    chart = charts.ranks_chart(empty_run(steps=steps))
+    assert lines(chart) == {"rank 0": ([1, 2], [600, 640]), "rank 1": ([1, 2], [700, 650]), "rank 2": ([1], [500])}
+    assert chart.caption == "Private memory of each of 3 processes at its highest, step by step."
+    assert [one.key for one in charts.run_charts(empty_run(steps=steps))][:2] == ["memory", "ranks"]
+
+
 def test_long_runs_are_drawn_in_minutes_and_large_ones_in_gib():
     timeline = Timeline(source="measured", time_seconds=(0.0, 600.0), used_bytes=(1024 * MIB, 2048 * MIB))
     chart = charts.memory_chart(empty_run(timeline=timeline))

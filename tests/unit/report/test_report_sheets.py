@@ -104,6 +104,23 @@ def test_an_oom_event_that_nothing_is_known_of_says_so():
     assert dict(sheets.key_numbers(empty_run(oom_events=(bare,))))["OOM events"] == "1, 0 survived"
 
 
+def test_of_several_ranks_the_least_and_the_most_are_named_and_where_memory_ran_out():
+    """Only steps of the number that trained last count: those of three ranks took more."""
+    steps = (
+        step_line(1, peak_bytes=900 * MIB, peak_bytes_of_ranks=(900 * MIB, 700 * MIB, 500 * MIB)),
+        step_line(2, peak_bytes=650 * MIB, peak_bytes_of_ranks=(600 * MIB, 650 * MIB)),
+        step_line(3, peak_bytes=640 * MIB, peak_bytes_of_ranks=(640 * MIB, 630 * MIB)),
+    )
+    numbers = dict(sheets.key_numbers(empty_run(steps=steps)))
+    assert numbers["Ranks"] == "2"
+    assert numbers["Peaks of ranks"] == "640.0 MiB (rank 0) to 650.0 MiB (rank 1)"
+    assert numbers["Peak memory"] == "900.0 MiB"
+    assert "Ranks" not in dict(sheets.key_numbers(eventful_run()))
+    event = OomEvent(family="memory-error", rank=2)
+    sheet = sheets.oom_sheet([event, event.model_copy(update={"num_other_ranks": 1})])
+    assert [row[2] for row in sheet.rows] == ["memory-error, rank 2", "memory-error, rank 2 and 1 more"]
+
+
 def test_an_oom_event_shows_what_was_done():
     (row,) = sheets.oom_sheet(eventful_run().oom_events).rows
     assert row == (

@@ -3,21 +3,32 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
+from datetime import UTC, datetime
 
 import numpy as np
+import psutil
 import pytest
 import torch
+from tests.processes import environment
 
 from plimsoll.device.base import backend_for
 from plimsoll.errors import DeviceError, InputError
 from plimsoll.ranks import Ranks
+from plimsoll.records.device import Budget
 from plimsoll.records.job import Job
+from plimsoll.records.plan import micro_batch_plan
+from plimsoll.records.run import DeathLine, StartLine
 from plimsoll.run.directory import RunDirectory
 from plimsoll.run.ranked import (
+    begun_again,
     device_of_rank,
     is_restarted,
+    launched_at,
     may_begin_anew,
     num_restarts,
+    prepared_by_first,
     random_states,
     require_same,
     restore_random_state,
@@ -120,12 +131,74 @@ def test_each_rank_gets_its_own_state_back_and_a_new_one_begins_with_a_seed():
     assert torch.equal(torch.rand(2), third)
 
 
+WALL_TIME = "2026-11-25T04:00:00+00:00"
+BEGUN_AT = datetime.fromisoformat(WALL_TIME).timestamp()
+
+
+def started(**changes: object) -> StartLine:
+    fields = {"time_seconds": 0.0, "step": 0, "micro_batch": 4, "baseline_bytes": 1, "wall_time": WALL_TIME}
+    return StartLine.model_validate(fields | changes)
+
+
 def test_a_restart_is_known_by_what_torchrun_says(directory, monkeypatch):
     monkeypatch.delenv("PLIMSOLL_SUPERVISOR", raising=False)
-    assert (num_restarts(), may_begin_anew(), is_restarted(directory.path)) == (0, False, False)
+    directory.append(started())
+    assert (num_restarts(), may_begin_anew(), is_restarted(directory.path, BEGUN_AT)) == (0, False, False)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "2")
     assert (num_restarts(), may_begin_anew()) == (1, True)
-    assert not is_restarted(directory.path)  # nothing had begun
+    assert is_restarted(directory.path, BEGUN_AT + 0.9)  # its time is in whole seconds
+    assert not is_restarted(directory.path, BEGUN_AT + 1)  # what began was an earlier run in this directory
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
     assert not may_begin_anew()
+
+
+def test_a_launcher_began_before_what_it_started():
+    code = "from plimsoll.run.ranked import launched_at; print(launched_at())"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment())
+    assert float(found.stdout) == psutil.Process().create_time()
+
+
+@pytest.mark.parametrize(
+    ("kills", "rungs", "evidence"),
+    [
+        ({"one": 3, "other": 8}, (1, 0), "the kernel has killed processes for memory since the last start: 2 on other"),
+        ({"one": 3, "other": 6}, (None, None), "torchrun has started all ranks again; no machine counts a kill"),
+        ({}, (None, None), "torchrun has started all ranks again; no machine counts a kill"),
+    ],
+)
+def test_after_a_kill_for_memory_all_ranks_begin_with_the_next_rung(directory, monkeypatch, kills, rungs, evidence):
+    micro_batch_plan(Budget(), (4, 2)).save(directory.plan)
+    directory.append(started(oom_kills={"one": 3, "other": 6}))
+    monkeypatch.setattr("plimsoll.run.ranked.oom_kills_by_machine", lambda _: kills)
+    assert begun_again(Ranks(), directory) == rungs
+    death = directory.lines()[-1]
+    assert isinstance(death, DeathLine)
+    assert death.evidence.startswith(evidence)
+    assert death.next_rung == (rungs[0] or 0)
+    assert begun_again(Of(1, [rungs[0]]), directory) == rungs  # the first rank has read what happened
+
+
+def test_with_another_number_of_ranks_the_plan_is_made_again(directory, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    began = launched_at()
+    directory.append(started(wall_time=datetime.fromtimestamp(began + 2, UTC).isoformat(timespec="seconds")))
+    calls: list[str] = []
+    for num_ranks, expected in ((2, []), (3, ["again"])):
+        directory.write_job(job().model_copy(update={"ranks": num_ranks}))
+        ranks = Two()
+        found = prepared_by_first(
+            ranks, directory.path, lambda: calls.append("made") or 0, lambda: calls.append("again") or 0
+        )
+        assert (found, calls) == ((0, True), expected)
+
+
+class Two(Ranks):
+    """The first of two, of which the other says the same."""
+
+    def __init__(self):
+        super().__init__()
+        self.world_size = 2
+
+    def gather(self, value):
+        return [value, value]
