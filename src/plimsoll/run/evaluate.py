@@ -30,6 +30,7 @@ from plimsoll.run.boundary import Position
 from plimsoll.run.failpoints import failpoint
 from plimsoll.run.pieces import Shape, Spare, autocast, no_way_out, shape_of_all, weighted_pieces
 from plimsoll.run.recover import Ladder, micro_batch_sizes
+from plimsoll.run.shared_buffers import share_statistics
 from plimsoll.run.together import attempt_together, told_by_all
 from plimsoll.workload import Workload, move_batch
 
@@ -90,6 +91,7 @@ class Evaluator:
         phase, self._position.phase = self._position.phase, "evaluation"
         try:
             events = prepare()
+            share_statistics(self._workload.model, self._ranks)
             self._workload.model.eval()
             with torch.no_grad():
                 return self._evaluate(batches, events)

@@ -47,9 +47,11 @@ from plimsoll.run.failpoints import failpoint
 from plimsoll.run.monitor import MemorySampler, View
 from plimsoll.run.outcome import StepResult
 from plimsoll.run.ranked import may_begin_anew, oom_kills_by_machine, random_states, restore_random_state
+from plimsoll.run.shared_buffers import share_lanes
 from plimsoll.run.signals import StopRequest, stop_on_signal
 from plimsoll.run.step import TrainStep
 from plimsoll.run.tagging import TagScores
+from plimsoll.run.together import attempt_together
 
 _TRIES = 3  # of a fetch, an evaluation or a checkpoint, with everything that can be freed freed in between
 
@@ -338,6 +340,7 @@ def _save(training: Training) -> None:
     """Write a checkpoint: the first rank does, with the random numbers of all."""
     step, parts = training.step, training.parts
     random_state = random_states(training.backend, training.ranks)
+    _survive(training, "checkpoint", lambda: share_lanes(parts.model, training.ranks), together=True)
     if training.ranks.rank and step.workload.sharded is None:
         return
     progress: dict[str, Any] = {
@@ -386,11 +389,15 @@ def _save_shards(training: Training, random_state: Any, progress: dict[str, Any]
         )
 
 
-def _survive(training: Training, phase: Phase, work: Callable[[], T]) -> T:
-    """Do something that changes nothing; if memory runs out, free what can be freed and do it again."""
+def _survive(training: Training, phase: Phase, work: Callable[[], T], *, together: bool = False) -> T:
+    """Do something that changes nothing; if memory runs out, free what can be freed and do it again.
+
+    ``together``: it runs out on all ranks or on none, whichever it was.
+    """
     training.step.position.phase = phase
+    ranks = training.ranks if together else Ranks()
     for tries_left in reversed(range(_TRIES)):
-        outcome = attempt(work, training.backend, training.step.position)
+        outcome = attempt_together(work, training.backend, training.step.position, ranks)
         if not isinstance(outcome, OomEvent):
             return outcome
         training.backend.release(last_resort=True)
