@@ -310,7 +310,7 @@ def test_a_trainer_of_another_kind_is_refused():
     class Other:
         def compute_loss(self) -> None: ...
 
-    with pytest.raises(InputError, match="a Other has no training_step, prediction_step, create_optimizer"):
+    with pytest.raises(InputError, match="a Other has no training_step, prediction_step, log"):
         plimsoll.transformers.fit(Other())  # type: ignore[arg-type]
 
 
