@@ -1,6 +1,6 @@
-"""A pytest plugin for upstream's tests: every Hugging Face `Trainer` trains, evaluates and predicts with the adapter on.
+"""A pytest plugin for upstream's tests: every `Trainer` trains, evaluates and predicts with the adapter on.
 
-    python -m pytest -p upstream_plugin tests/trainer/test_trainer.py        # in a checkout of transformers
+python -m pytest -p upstream_plugin tests/trainer/test_trainer.py        # in a checkout of transformers
 """
 
 from functools import wraps

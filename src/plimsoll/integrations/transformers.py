@@ -57,7 +57,7 @@ from plimsoll.run.plan import plan_step, require_that_fits
 from plimsoll.run.recover import Ladder, micro_batch_sizes
 from plimsoll.run.rungs import after_oom
 from plimsoll.techniques import TECHNIQUES
-from plimsoll.workload import Precision, Units, count_units, split_batch
+from plimsoll.workload import Precision, Units, batch_size_of, count_units, split_batch
 
 _NEEDED = (
     "training_step",
@@ -233,6 +233,7 @@ class _Guard:
         self._units, self._on_oom = units, on_oom
         self._training: _Training | None = None
         self._ladder: Ladder | None = None
+        self._items: Any = None  # of a piece of an evaluation
 
     @contextmanager
     def at_work(self) -> Iterator[None]:
@@ -255,9 +256,6 @@ class _Guard:
         """Count what the mean loss of a batch averages over, as far as its labels say it."""
         if self._units is not None:
             return count_units(batch, self._units)
-        num_items = self.trainer._get_num_items_in_batch([batch], self.trainer.args.device)
-        if num_items is not None:
-            return int(num_items)
         assert self.trainer.model is not None
         return count_units(batch, units_of(batch, self.trainer.model))
 
@@ -298,6 +296,8 @@ class _Guard:
         """Where techniques are around the loss, they are around the trainer's."""
 
         def compute_loss(model: nn.Module, inputs: Any, *arguments: Any, **options: Any) -> Any:
+            if self._items is not None and "num_items_in_batch" in options:
+                options |= {"num_items_in_batch": self._items}
             computed = partial(_called, original, arguments, options)
             if self._training is None or self._training.is_idle:
                 return computed(model, inputs)
@@ -342,10 +342,12 @@ class _Guard:
             size = min(self._ladder.sizes[rung].samples, shape.num_samples)
             pieces = [inputs] if size == shape.num_samples else split_batch(inputs, size)
             position = Position(self.trainer.state.global_step, "evaluation", size)
-            found = attempt(partial(_each, predicted, pieces), self.backend, position)
+            units = [self.units_of(piece) for piece in pieces] if len(pieces) > 1 else [1]
+            units = units if any(units) else [*map(batch_size_of, pieces)]
+            found = attempt(partial(self._each, predicted, inputs, pieces, units), self.backend, position)
             if not isinstance(found, OomEvent):
                 self._ladder.held(rung, math.ceil(size * shape.elements_per_sample))
-                return found[0] if len(pieces) == 1 else joined(found, [self.units_of(piece) for piece in pieces])
+                return joined(found, units)
             self.backend.release()
             self.backend.restore_random_state(random_state)
             event, following = after_oom(found, rung, shape, self._ladder, None, self.backend)
@@ -353,6 +355,21 @@ class _Guard:
             if following is None:
                 raise OutOfMemoryError(no_way_out(event, size, shape, whole=None))
             rung = following
+
+    def _each(
+        self, predicted: Callable[[Any], Any], inputs: Any, pieces: list[Any], units: list[int]
+    ) -> list[tuple[Any, Any, Any]]:
+        """What is predicted for each piece; the trainer counts the items of a batch, of which a piece has its share."""
+        if len(pieces) == 1:
+            return [predicted(inputs)]
+        items, found = self.trainer._get_num_items_in_batch([inputs], self.trainer.args.device), []
+        try:
+            for piece, count in zip(pieces, units, strict=True):
+                self._items = items * count / sum(units) if items is not None and count else None
+                found.append(predicted(piece))
+        finally:
+            self._items = None
+        return found
 
 
 class _Training:
@@ -464,10 +481,6 @@ class _Training:
 
 def _called(function: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any], *first: Any) -> Any:
     return function(*first, *arguments, **options)
-
-
-def _each(function: Callable[[Any], Any], pieces: list[Any]) -> list[Any]:
-    return [function(piece) for piece in pieces]
 
 
 @contextmanager
