@@ -428,10 +428,10 @@ def test_an_update_that_fails_is_done_with_gradients_that_are_clipped_again(tmp_
     undisturbed.train()
     trainer, called = trainer_of(language_model(), tmp_path / "b", **settings), Called()
     trainer.add_callback(called)
-    with armed("optimizer", 2), plimsoll.transformers.protected(trainer) as protection:
+    with armed("optimizer", *range(1, 8)), plimsoll.transformers.protected(trainer) as protection:
         trainer.train()
-    assert [event.phase for event in protection.events] == ["optimizer"]
-    assert called.times == 5  # 4 updates, one of them again
+    assert {event.phase for event in protection.events} == {"optimizer"}
+    assert called.times == 5  # 4 updates, of which the first did not even fit parameter by parameter
     assert_alike(trainer, undisturbed)
 
 
@@ -542,7 +542,7 @@ def test_a_model_that_is_made_when_training_begins(tmp_path: Path):
     """And again for each training in the block."""
     arguments = trainer_of(language_model(), tmp_path).args
     data = samples(language_model())
-    trainers = [Trainer(args=arguments, train_dataset=data, model_init=language_model) for _ in range(2)]
+    trainers = [Trainer(args=arguments, train_dataset=data, model_init=lambda: language_model()) for _ in range(2)]
     for _ in range(2):
         trainers[1].train()
     with plimsoll.transformers.protected(trainers[0]) as protection:
@@ -563,7 +563,7 @@ def test_what_nothing_survives_does_not_begin_anew_with_another_batch_size(tmp_p
     trainer = trainer_of(language_model(), tmp_path, auto_find_batch_size=True)
     assert trainer.model is not None
     with (
-        short_of_memory(trainer.model, range(20, 1000), seen := Counter[tuple[int, ...]]()),
+        short_of_memory(trainer.model, range(3, 1000), seen := Counter[tuple[int, ...]]()),
         pytest.raises(OutOfMemoryError, match="smallest there is"),
     ):
         plimsoll.transformers.fit(trainer)
