@@ -437,7 +437,7 @@ class _Training:
         if share != 1 and not self._num_backward:
             raise InputError(
                 f"{type(self._trainer).__name__}.training_step does not call self.accelerator.backward, so that the "
-                "pieces of a batch cannot be weighted: let it call that in place of loss.backward()"
+                "pieces of a batch cannot be weighted: use that in place of loss.backward()"
             )
         return loss
 
