@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from functools import reduce
 from typing import Any
 
-import torch
 from torch import Tensor, nn
+from transformers.trainer_pt_utils import nested_concat
 
 from plimsoll.workload import Units
 
@@ -17,12 +18,6 @@ def units_of(inputs: Any, model: nn.Module) -> Units:
         return "samples"
     name = type(getattr(model, "get_base_model", lambda: model)()).__name__
     return "next-tokens" if name.endswith(("ForCausalLM", "LMHeadModel")) else "tokens"
-
-
-def only_loss(found: Any) -> Tensor:
-    """Return the loss of what `compute_loss` returned, which may have the outputs beside it."""
-    loss: Tensor = found[0] if isinstance(found, tuple) else found
-    return loss
 
 
 def joined(found: list[tuple[Any, Any, Any]], counts: list[int]) -> tuple[Any, Any, Any]:
@@ -38,11 +33,5 @@ def joined(found: list[tuple[Any, Any, Any]], counts: list[int]) -> tuple[Any, A
 
 
 def _concatenated(parts: tuple[Any, ...]) -> Any:
-    first = parts[0]
-    if isinstance(first, Tensor):
-        return torch.cat(parts)
-    if isinstance(first, tuple | list):
-        return type(first)(_concatenated(one) for one in zip(*parts, strict=True))
-    if isinstance(first, dict):
-        return type(first)({name: _concatenated(tuple(part[name] for part in parts)) for name in first})
-    return first
+    """One after the other, as the trainer does it with batches: longer texts make the others longer."""
+    return None if parts[0] is None else reduce(nested_concat, parts)

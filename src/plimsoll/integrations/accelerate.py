@@ -19,12 +19,14 @@ brings batches to the device before a step begins.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor, nn
 
 from plimsoll.errors import InputError
-from plimsoll.integrations.transaction import PutBack, Transaction, scaler_as_now
+from plimsoll.integrations._accelerated import put_back_of_scaler, stepped_as_now
+from plimsoll.integrations.transaction import Transaction
 from plimsoll.records.plan import Choice
 from plimsoll.records.run import OomEvent
 from plimsoll.run.checks import refuse
@@ -64,7 +66,8 @@ class AccelerateStep:
     ) -> None:
         self._accelerator, self._model, self._optimizer = accelerator, model, optimizer
         self._loss, self._clip_norm, self._schedule = loss, clip_norm, schedule
-        self.transaction = Transaction(model, optimizer.optimizer, remember=self._remember, **options)
+        put_back = partial(put_back_of_scaler, accelerator, optimizer)
+        self.transaction = Transaction(model, optimizer.optimizer, remember=put_back, **options)
 
     def __call__(self, batch: Any) -> BatchResult:
         """Add a batch's gradients, and update where Accelerate's accumulation says so.
@@ -100,21 +103,8 @@ class AccelerateStep:
         gradients()
         if self._clip_norm is not None:
             self._accelerator.clip_grad_norm_(self._model.parameters(), self._clip_norm)
-        if self._optimizer.scaler is not None:
-            from accelerate.optimizer import patch_optimizer_step
-
-            # Accelerate would call the step that the optimizer had when it was prepared.
-            patched = patch_optimizer_step(self._optimizer, self._optimizer.optimizer.step)
-            self._optimizer._optimizer_patched_step_method = patched
-        self._optimizer.step()
-
-    def _remember(self) -> PutBack:
-        return self._put_back
-
-    def _put_back(self) -> None:
-        if self._optimizer.scaler is not None:
-            self._optimizer.scaler = self._accelerator.scaler = scaler_as_now(self._optimizer.scaler)
-            self._optimizer._accelerate_step_called = False
+        with stepped_as_now(self._optimizer):
+            self._optimizer.step()
 
 
 def step(

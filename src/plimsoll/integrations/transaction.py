@@ -1,10 +1,10 @@
 """An optimizer step as a transaction, for a loop that is someone else's.
 
-`plimsoll.run.step` owns its loop: it calls backward, clips and updates. Accelerate and Lightning do these themselves,
-with hooks, scalers and logs of their own, and add the gradients of several batches to one update. Here is what they
-need to be undone: the caller says how one piece of a batch goes forward and backward, and how a step is finished; where
-memory runs out in either, everything is put back as it was before the first batch of that update, and all its batches
-run again in smaller pieces.
+`plimsoll.run.step` owns its loop: it calls backward, clips and updates. Accelerate, Lightning and Hugging Face's
+Trainer do these themselves, with hooks, scalers and logs of their own, and add the gradients of several batches to one
+update. Here is what they need to be undone: the caller says how one piece of a batch goes forward and backward, and how
+a step is finished; where memory runs out in either, everything is put back as it was before the first batch of that
+update, and all its batches run again in smaller pieces.
 
 Each batch has the weight that the caller's loop gives it, and each piece its share of what the batch's loss averages
 over (`plimsoll.run.pieces`), so that the sum of the gradients does not depend on the cut.
@@ -36,12 +36,21 @@ from plimsoll.run.boundary import Position, attempt
 from plimsoll.run.checks import device_of, refuse, refuse_no_target, refuse_recut, refuse_unclear_labels
 from plimsoll.run.commit import StepCommit
 from plimsoll.run.failpoints import failpoint
-from plimsoll.run.pieces import Shape, no_way_out, shape_of, weighted_pieces
+from plimsoll.run.pieces import Piece, Shape, no_way_out, shape_of, weighted_pieces
 from plimsoll.run.recover import Ladder, Size
 from plimsoll.run.rungs import Rungs, after_oom, ladder_of
 from plimsoll.run.undo import Undo
 from plimsoll.techniques._whole import WholeBatch
-from plimsoll.workload import Units, Workload, model_loss
+from plimsoll.workload import (
+    LossFunction,
+    Units,
+    Workload,
+    batch_size_of,
+    count_elements,
+    count_units,
+    model_loss,
+    split_batch,
+)
 
 OnePass = Callable[[Any, float], Tensor]
 """Forward and backward of one piece, whose loss is multiplied by a share; returns its mean loss without a graph."""
@@ -57,6 +66,9 @@ ON_THE_MODEL = frozenset(
 )  # fmt: skip
 """Techniques that are at work in whatever loop runs the model: they change neither its loss function, nor its
 precision, nor its optimizer."""
+
+AROUND_THE_LOSS = frozenset({"activation_offload"})
+"""Techniques that are at work where the caller computes its loss by ``workload.loss``."""
 
 
 def _nothing() -> None:
@@ -86,6 +98,9 @@ class Transaction:
         recut_batch_norm: allow cutting a batch although BatchNorm's statistics then differ from the whole batch's.
         grow_after: clean steps after which the next larger micro-batch is tried.
         remember: called before each update's first batch; what it returns puts back what the caller's loop changes.
+        loss: the caller's loss, if it computes it by ``workload.loss``, so that techniques can be put around it.
+        takes_any: do a batch that cannot be cut as a whole, and one in which nothing is to be learned as well, as the
+            caller's loop would; without it they are refused.
 
     Raises:
         InputError: if an argument cannot be used, or a technique cannot be in a loop that is someone else's.
@@ -102,20 +117,23 @@ class Transaction:
         recut_batch_norm: bool = False,
         grow_after: int = 50,
         remember: Callable[[], PutBack] = lambda: _nothing,
+        loss: LossFunction | None = None,
+        takes_any: bool = False,
     ) -> None:
         device = device_of(model)
         refuse(model, optimizer, "fp32", micro_batch, units=units, kind=device.type)
-        _refuse_techniques(rungs or (), micro_batch)
-        self.workload = Workload(model, optimizer, model_loss, units or "samples", device=device)
+        _refuse_techniques(rungs or (), micro_batch, ON_THE_MODEL if loss is None else ON_THE_MODEL | AROUND_THE_LOSS)
+        self.workload = Workload(model, optimizer, loss or model_loss, units or "samples", device=device)
         self.position = Position()
         self.backend = backend_for(str(device))
         self.loss = torch.zeros((), device=device)
         self.micro_batch = 0
         self.num_ooms = 0
         self.events: list[OomEvent] = []
-        self._units_are_assumed = units is None
+        self._units_are_assumed, self._takes_any = units is None, takes_any
         self._rungs = Rungs(self.workload, rungs or ())
         self._ladder: Ladder | None = None
+        self._rung = 0
         self._first_micro_batch, self._grow_after = micro_batch, grow_after
         self._whole = WholeBatch(model, recut_batch_norm)
         self._undo = Undo(model, self.backend)
@@ -125,7 +143,7 @@ class Transaction:
         self._groups: list[dict[str, Any]] = []
         self._window: list[_Batch] = []
         self._num_done = 0
-        self._is_again = False
+        self.is_again = False
 
     def run(self, batch: Any, one_pass: OnePass, finish: Finish | None) -> None:
         """Add the gradients of one more batch, and with ``finish`` end the step with an update.
@@ -139,28 +157,45 @@ class Transaction:
         """
         shape = self._shape_of(batch)
         ladder = self._ladder_for(shape.num_samples)
-        rung = ladder.choose(shape.elements_per_sample)
-        refuse_recut(self._whole.reason(), ladder.sizes[rung].samples, shape, Ranks())
+        self._rung = ladder.choose(shape.elements_per_sample)
+        refuse_recut(self._whole.reason(), ladder.sizes[self._rung].samples, shape, Ranks())
         if not self._window:
             self._begin()
         random_state = self.backend.random_state() if self._window else None  # that of the first is the step's
         self._window.append(_Batch(batch, shape, one_pass, random_state))
+        self._until_done(ladder, finish)
+        samples = min(ladder.sizes[self._rung].samples, shape.num_samples)
+        ladder.held(self._rung, math.ceil(samples * shape.elements_per_sample))
+        if finish is not None:
+            self._end()
+
+    def finish(self, finish: Finish) -> None:
+        """End a step with an update, in a loop that updates elsewhere than where its last batch runs.
+
+        ``finish`` finds the gradients, and makes them again where memory has run out in it; `is_again` then says so.
+
+        Raises:
+            OutOfMemoryError: if memory ran out and nothing is left to try; all batches of the step are undone.
+        """
+        assert self._ladder is not None, "an update without a batch"
+        self._until_done(self._ladder, finish)
+        self._end()
+
+    def _until_done(self, ladder: Ladder, finish: Finish | None) -> None:
+        """Try, and undo and try further rungs until what is waiting is done."""
         self.events = []
-        self._is_again = is_done = False
+        self.is_again = is_done = False
         try:
             while not is_done:
-                event = self._attempt(ladder.sizes[rung], finish)
+                event = self._attempt(ladder.sizes[self._rung], finish)
                 is_done = event is None
                 if event is not None:
                     self._put_back()
-                    rung = self._after_oom(event, rung)
+                    self._rung = self._after_oom(event, self._rung)
         finally:
             if not is_done:
                 self._put_back()
                 self._window = []
-        ladder.held(rung, math.ceil(min(ladder.sizes[rung].samples, shape.num_samples) * shape.elements_per_sample))
-        if finish is not None:
-            self._end()
 
     def metrics(self) -> dict[str, float]:
         """What a log should have of the memory: bytes at the peak and now, samples of a pass, and errors survived."""
@@ -210,12 +245,12 @@ class Transaction:
         for number in range(self._num_done, len(self._window)):
             batch, shape, one_pass, random_state = self._window[number]
             if (
-                self._is_again and random_state is not None
+                self.is_again and random_state is not None
             ):  # between two batches the caller may have drawn numbers, such as the next batch
                 self.backend.restore_random_state(random_state)
             self.micro_batch = self.position.micro_batch = min(samples, shape.num_samples)
             total = torch.zeros((), device=self.workload.device)
-            for piece, share, _ in weighted_pieces(batch, samples, shape, self.workload):
+            for piece, share, _ in self._pieces(batch, samples, shape):
                 self.position.phase = "forward"
                 failpoint("forward")
                 total += one_pass(piece, share) * share
@@ -225,6 +260,11 @@ class Transaction:
         failpoint("clip")
         self.loss = total
         return total
+
+    def _pieces(self, batch: Any, samples: int, shape: Shape) -> Iterator[Piece]:
+        if shape.num_units:
+            return weighted_pieces(batch, samples, shape, self.workload)
+        return _by_samples(batch, samples, shape.num_samples)  # nothing has more of what is to be learned than another
 
     @contextmanager
     def _updating(self) -> Iterator[None]:
@@ -277,7 +317,7 @@ class Transaction:
             tidy_up()
 
     def _put_back(self) -> None:
-        self._num_done, self._is_again = 0, True
+        self._num_done, self.is_again = 0, True
         self._drop_gradients()
         self._commit.forget()
         self._undo.restore()
@@ -291,6 +331,8 @@ class Transaction:
             parameter.grad = None
 
     def _shape_of(self, batch: Any) -> Shape:
+        if self._takes_any:
+            return shape_of_any(batch, self.workload.units)
         if self._units_are_assumed:
             refuse_unclear_labels(batch)
         shape = shape_of(batch, self.workload)
@@ -330,13 +372,28 @@ def scaler_as_now(scaler: torch.amp.GradScaler) -> torch.amp.GradScaler:
     return fresh
 
 
-def _refuse_techniques(rungs: Sequence[Sequence[Choice]], micro_batch: int | None) -> None:
+def shape_of_any(batch: Any, units: Units) -> Shape:
+    """Return the shape of any batch; one that cannot be cut is like a single sample."""
+    try:
+        num_samples = batch_size_of(batch)
+    except InputError:
+        return Shape(1, 1, count_elements(batch))
+    return Shape(num_samples, count_units(batch, units), count_elements(batch) / num_samples)
+
+
+def _by_samples(batch: Any, micro_batch: int, num_samples: int) -> Iterator[Piece]:
+    """The pieces of a batch without a target: each sample counts as much."""
+    for piece in split_batch(batch, micro_batch):
+        yield Piece(piece, batch_size_of(piece) / num_samples, ())
+
+
+def _refuse_techniques(rungs: Sequence[Sequence[Choice]], micro_batch: int | None, possible: frozenset[str]) -> None:
     if rungs and micro_batch is not None:
         raise InputError(
             f"micro_batch={micro_batch} was given with {len(rungs)} rungs, which have micro-batches of their own: "
             "leave one of the two out"
         )
-    others = sorted({choice.technique for choices in rungs for choice in choices} - ON_THE_MODEL)
+    others = sorted({choice.technique for choices in rungs for choice in choices} - possible)
     if others:
         raise InputError(
             f"the plan has {', '.join(others)}, which cannot be put into a loop that has its own loss, precision and "

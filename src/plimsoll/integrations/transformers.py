@@ -3,69 +3,76 @@
     trainer = transformers.Trainer(model, args, train_dataset=dataset)
     plimsoll.transformers.fit(trainer, budget="8GiB")        # in place of trainer.train()
 
-The trainer stays what it is: its loop, loss, accumulation, logs, callbacks, schedules and checkpoints. Three of its
-calls are wrapped while it trains:
-
-- ``training_step``: where memory runs out, the gradients of the accumulation window are dropped, random numbers and
-  buffers put back as they were at its begin, and its batches done again in smaller pieces. A piece counts as much as it
-  has of what the batch's loss averages over, or of ``num_items_in_batch`` where the trainer divides by that.
-- ``optimizer.step``: the whole update or none of it (`plimsoll.run.commit`).
-- ``prediction_step``: evaluated in smaller pieces, and put together again.
+The trainer stays what it is: its loop, loss, accumulation, logs, callbacks, schedules and checkpoints. Its steps are a
+`plimsoll.integrations.transaction.Transaction`, whose batches come from ``training_step`` and whose update is the
+optimizer's ``step``, both wrapped while it trains: where memory runs out in either, everything is as it was before the
+first batch of the accumulation window, and its batches are done again in smaller pieces. A piece counts as much as it
+has of what the batch's loss averages over, which is put on the loss in ``accelerator.backward``; where the trainer
+divides by ``num_items_in_batch``, it is given those of the piece. ``prediction_step`` is done in smaller pieces too.
 
 With a budget the fastest mix of techniques that fits is planned and installed while it trains, its fallbacks are what
 follows where memory runs out, and the budget is enforced. ``auto_find_batch_size`` has nothing to do then: it begins
 the whole training again with another batch size, and keeps the weights of the first try.
 
 Does NOT cover several processes or devices (torchrun's ranks would wait for each other: `plimsoll train --nproc`),
-DeepSpeed, memory that runs out while the next batch is collated, and trainers of which ``training_step`` computes no
-loss by ``compute_loss``. Written for transformers 5.23 and tested with it; the names it needs are checked.
+DeepSpeed, optimizers that update inside backward (all refused), memory that runs out while the next batch is collated
+or in the callbacks between the gradients and the update, and what a subclass's ``training_step`` or ``compute_loss``
+changes that is no gradient, buffer or random number: it runs for each piece, and again with each try. A loss that
+compares the samples of a batch with each other (contrastive losses) is another one when it is cut. Written for
+transformers 5.23 and tested with it; the names it needs are checked.
 
 Source: https://huggingface.co/docs/transformers/main_classes/trainer
 """
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial, wraps
+from types import MethodType
 from typing import Any
 
 import torch
 import transformers
+from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
+from transformers.trainer_pt_utils import LayerWiseDummyOptimizer
 from transformers.trainer_utils import TrainOutput
 
 from plimsoll.device.base import backend_for
 from plimsoll.errors import InputError, OutOfMemoryError
-from plimsoll.integrations._inputs import joined, only_loss, units_of
+from plimsoll.integrations._accelerated import put_back_of_scaler, stepped_as_now
+from plimsoll.integrations._inputs import joined, units_of
 from plimsoll.integrations.training_arguments import to_training_arguments
+from plimsoll.integrations.transaction import Transaction, shape_of_any
 from plimsoll.records.plan import Plan
 from plimsoll.records.run import OomEvent
 from plimsoll.records.units import parse_bytes
 from plimsoll.run.boundary import Position, attempt
-from plimsoll.run.commit import StepCommit
-from plimsoll.run.pieces import Shape, no_way_out
+from plimsoll.run.pieces import no_way_out
 from plimsoll.run.plan import plan_step, require_that_fits
-from plimsoll.run.recover import Ladder, Size, micro_batch_sizes
-from plimsoll.run.rungs import Rungs, after_oom
-from plimsoll.run.undo import Undo
+from plimsoll.run.recover import Ladder, micro_batch_sizes
+from plimsoll.run.rungs import after_oom
 from plimsoll.techniques import TECHNIQUES
-from plimsoll.techniques._whole import WholeBatch
-from plimsoll.workload import (
-    Precision,
-    Units,
-    Workload,
-    batch_size_of,
-    count_elements,
-    count_units,
-    split_batch,
-)
+from plimsoll.workload import Precision, Units, batch_size_of, count_units, split_batch
 
-_NEEDED = ("training_step", "prediction_step", "compute_loss", "create_optimizer", "log", "get_train_dataloader")
+_NEEDED = (
+    "training_step",
+    "compute_loss",
+    "prediction_step",
+    "log",
+    "get_train_dataloader",
+    "_get_num_items_in_batch",
+    "_clip_grad_norm",
+)
 # What changes the model alone: the loop, the optimizer and the precision are the trainer's.
 _OFFERED = {"micro_batch", "checkpointing", "activation_offload", "attention", "time_segments", "heap", "cache"}
-_UPDATE_TRIES = 2  # of an update that nothing of has happened, with everything freed in between
+_INSIDE_BACKWARD = ("lomo", "adalomo")
+
+_Step = Callable[[nn.Module, Any, Any], Tensor]
 
 
 @dataclass(slots=True)
@@ -83,6 +90,7 @@ def fit(
     budget: str | int | None = None,
     units: Units | None = None,
     batch: Any = None,
+    recut_batch_norm: bool = False,
     on_oom: Callable[[OomEvent], None] | None = None,
     **train_options: Any,
 ) -> TrainOutput:
@@ -96,6 +104,7 @@ def fit(
         units: what the loss averages over where the trainer does not divide by ``num_items_in_batch``; by default
             guessed from the labels (see `plimsoll.workload.count_units`).
         batch: with a budget, the largest batch there will be, as the collator makes it; by default the first one.
+        recut_batch_norm: allow cutting a batch although BatchNorm's statistics then differ from the whole batch's.
         on_oom: called with each event as it is recovered from.
         train_options: as ``train_arguments``.
 
@@ -107,7 +116,7 @@ def fit(
         BudgetError: if no plan fits the budget; it says which would do.
         InputError: if the trainer is of a kind that is not covered.
     """
-    with protected(trainer, budget=budget, units=units, batch=batch, on_oom=on_oom):
+    with protected(trainer, budget=budget, units=units, batch=batch, recut_batch_norm=recut_batch_norm, on_oom=on_oom):
         return trainer.train(*train_arguments, **train_options)
 
 
@@ -118,14 +127,15 @@ def protected(
     budget: str | int | None = None,
     units: Units | None = None,
     batch: Any = None,
+    recut_batch_norm: bool = False,
     on_oom: Callable[[OomEvent], None] | None = None,
 ) -> Iterator[Protection]:
     """Protect a trainer while the block runs, for what calls ``trainer.train`` itself; arguments are those of `fit`."""
     _refuse(trainer)
     with ExitStack() as stack:
-        guard = _Guard(trainer, units, on_oom)
+        guard = _Guard(trainer, units, recut_batch_norm, on_oom)
         if budget is not None:
-            guard.use_plan(_planned(trainer, budget, units, batch))
+            guard.protection.plan = _planned(trainer, budget, units, batch)
             stack.enter_context(guard.backend.limited(parse_bytes(budget)))
         stack.enter_context(guard.at_work())
         yield guard.protection
@@ -155,12 +165,32 @@ def _refuse(trainer: transformers.Trainer) -> None:
             f"this trainer hands its steps to DeepSpeed ({arguments.deepspeed!r}), which cannot undo one: leave "
             "deepspeed out"
         )
+    if arguments.optim in _INSIDE_BACKWARD:
+        raise InputError(
+            f"optim={arguments.optim!s} updates the parameters inside backward, where a step cannot be undone: choose "
+            "another, such as adafactor, whose states are small too"
+        )
+
+
+def _refuse_optimizer(optimizer: object) -> None:
+    if isinstance(optimizer, AcceleratedOptimizer) and not isinstance(optimizer.optimizer, LayerWiseDummyOptimizer):
+        return
+    name = type(getattr(optimizer, "optimizer", optimizer)).__name__
+    raise InputError(
+        f"the trainer's optimizer is a {name}, not one that Accelerate has prepared and that updates in its step: "
+        "choose an optim that is not layer-wise"
+    )
 
 
 def _planned(trainer: transformers.Trainer, budget: str | int, units: Units | None, batch: Any) -> Plan:
     """Find the fastest mix that fits, of the techniques that leave loop and optimizer to the trainer."""
     backend = backend_for(str(trainer.args.device))
     random_state = backend.random_state()
+    if batch is None and not isinstance(trainer.train_dataset, Sized):
+        raise InputError(
+            f"the train dataset, a {type(trainer.train_dataset).__name__}, has no length: it may be a stream that "
+            "gives each batch once, so none is taken to plan with; give batch=, the largest that there will be"
+        )
     sample = next(iter(trainer.get_train_dataloader())) if batch is None else batch
     backend.restore_random_state(random_state)
     model = trainer.model
@@ -190,40 +220,20 @@ class _Guard:
     """The wrapped calls of one trainer."""
 
     def __init__(
-        self, trainer: transformers.Trainer, units: Units | None, on_oom: Callable[[OomEvent], None] | None
+        self,
+        trainer: transformers.Trainer,
+        units: Units | None,
+        recut_batch_norm: bool,
+        on_oom: Callable[[OomEvent], None] | None,
     ) -> None:
-        assert trainer.model is not None
         self.trainer = trainer
         self.backend = backend_for(str(trainer.args.device))
-        self.position = Position(step=trainer.state.global_step)
         self.protection = Protection()
-        self._model: nn.Module = trainer.model
+        self.recut_batch_norm = recut_batch_norm
         self._units, self._on_oom = units, on_oom
-        self._whole = WholeBatch(self._model, recut_batch_norm=False)
-        self._undo = Undo(self._model, self.backend)
-        self._window: list[tuple[Any, Any]] = []
-        self._ladders: dict[str, Ladder] = {}
-        self._rungs: Rungs | None = None
-        self._workload: Workload | None = None
-        self._share = 1.0
-        self._divides: bool | None = None
-        self._items: Any = None
-
-    def use_plan(self, plan: Plan) -> None:
-        """Have the techniques of a plan and of its fallbacks at work in training."""
-        optimizer = self.trainer.optimizer
-        assert isinstance(optimizer, torch.optim.Optimizer)
-        loss = type(self.trainer).compute_loss
-        self._workload = Workload(
-            self._model,
-            optimizer,
-            lambda model, inputs: only_loss(loss(self.trainer, model, inputs, num_items_in_batch=self._items)),
-            units=self._units or "samples",
-            precision=_precision_of(self.trainer),
-            device=self.trainer.args.device,
-        )
-        self._rungs = Rungs(self._workload, plan.choices_by_rung)
-        self.protection.plan = plan
+        self._training: _Training | None = None
+        self._ladder: Ladder | None = None
+        self._items: Any = None  # of a piece of an evaluation
 
     @contextmanager
     def at_work(self) -> Iterator[None]:
@@ -233,262 +243,257 @@ class _Guard:
             "training_step": self._wrapped_step(trainer.training_step),
             "compute_loss": self._wrapped_loss(trainer.compute_loss),
             "prediction_step": self._wrapped_prediction(trainer.prediction_step),
-            "create_optimizer": self._wrapped_create(trainer.create_optimizer),
             "log": self._wrapped_log(trainer.log),
         }
-        before = {name: vars(trainer).get(name) for name in wrapped}
-        self._optimizers: list[torch.optim.Optimizer] = []
-        if isinstance(trainer.optimizer, torch.optim.Optimizer):
-            self._protect(trainer.optimizer)
-        vars(trainer).update(wrapped)
-        try:
-            yield
-        finally:
-            for name, value in before.items():
-                if value is None:
-                    vars(trainer).pop(name, None)
-                else:
-                    vars(trainer)[name] = value
-            for optimizer in self._optimizers:
-                vars(optimizer).pop("step", None)
-            if self._rungs is not None:
-                self._rungs.close()
+        with _attributes(trainer, wrapped):
+            try:
+                yield
+            finally:
+                if self._training is not None:
+                    self._training.close()
+
+    def units_of(self, batch: Any) -> int:
+        """Count what the mean loss of a batch averages over, as far as its labels say it."""
+        if self._units is not None:
+            return count_units(batch, self._units)
+        assert self.trainer.model is not None
+        return count_units(batch, units_of(batch, self.trainer.model))
+
+    def refuse_unclear(self, piece: Any) -> None:
+        """Refuse to cut a batch of which nothing says what its loss averages over.
+
+        Raises:
+            InputError: if it has no labels, and no units were given.
+        """
+        names = {"labels", *self.trainer.label_names}
+        if self._units is None and not names & set(piece):
+            raise InputError(
+                f"a batch ran out of memory that has no labels (it has {', '.join(map(str, piece))}), so that nothing "
+                'says how to weight its pieces: give units="samples" if the loss is a mean over samples, or a function '
+                "batch -> int"
+            )
+
+    def note(self, events: Iterable[OomEvent]) -> None:
+        """Tell of events."""
+        for event in events:
+            self.protection.events.append(event)
+            if self._on_oom is not None:
+                self._on_oom(event)
 
     # -- training ------------------------------------------------------------------------------------------------------
 
-    def _wrapped_step(self, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def _wrapped_step(self, original: _Step) -> _Step:
         def training_step(model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-            if not self._window:
-                self._undo.remember()
-            self._window.append((inputs, num_items_in_batch))
-            self.position.step = self.trainer.state.global_step
-            loss = self._surviving(original, model)
-            if self.trainer.accelerator.gradient_state.sync_gradients:
-                self._window.clear()
-            return loss
+            if self._training is None or not self._training.goes_on():
+                if self._training is not None:
+                    self._training.close()
+                self._training = _Training(self, original)
+            return self._training.run(model, inputs, num_items_in_batch)
 
         return training_step
 
-    def _surviving(self, original: Callable[..., Tensor], model: nn.Module) -> Tensor:
-        """The newest batch of the window; where memory runs out, the whole window again in smaller pieces."""
-        newest, _ = self._window[-1]
-        shape = self._shape_of(newest, model)
-        ladder = self._ladder_for("training", shape)
-        rung = ladder.choose(shape.elements_per_sample)
-        todo = self._window[-1:]
-        while True:
-            size = min(ladder.sizes[rung].samples, shape.num_samples)
-            self.position.micro_batch = self.protection.micro_batch = size
-            loss = attempt(lambda: self._done(original, model, todo, ladder.sizes[rung]), self.backend, self.position)  # noqa: B023
-            if not isinstance(loss, OomEvent):
-                ladder.held(rung, math.ceil(size * shape.elements_per_sample))
-                return loss
-            self._put_back(model)
-            todo = self._window
-            rung = self._after(loss, ladder, rung, shape)
-
-    def _done(
-        self, original: Callable[..., Tensor], model: nn.Module, todo: list[tuple[Any, Any]], size: Size
-    ) -> Tensor:
-        """Do batches in pieces of a size; returns the loss of the last one."""
-        if self._rungs is not None and not self._rungs.is_in_force(size.level):
-            self._rungs.use(size.level)
-        for inputs, items in todo:
-            self._items = items
-            self.position.phase = "forward"
-            loss = self._in_pieces(original, model, inputs, items, size.samples)
-        return loss
-
-    def _in_pieces(
-        self, original: Callable[..., Tensor], model: nn.Module, inputs: Any, items: Any, micro_batch: int
-    ) -> Tensor:
-        if micro_batch >= batch_size_of(inputs):
-            return original(model, inputs, items)
-        self._refuse_recut(micro_batch, batch_size_of(inputs))
-        pieces = split_batch(inputs, micro_batch)
-        units = self._units or units_of(inputs, model)
-        counts = [count_units(piece, units) for piece in pieces]
-        is_divided = self._is_divided_by_items(model, pieces[-1], items)
-        total: Tensor | None = None
-        try:
-            for piece, count in zip(pieces, counts, strict=True):
-                if not count:
-                    continue  # it has no mean loss
-                self._share = 1.0 if is_divided else count / sum(counts)
-                loss = original(model, piece, items)
-                total = loss if total is None else total + loss
-        finally:
-            self._share = 1.0
-        return original(model, inputs, items) if total is None else total
-
-    def _is_divided_by_items(self, model: nn.Module, piece: Any, items: Any) -> bool:
-        """Whether the loss is a sum over what ``num_items_in_batch`` counts: with twice as many items it is half."""
-        if items is None:
-            return False
-        if self._divides is None:
-            random_state = self.backend.random_state()
-            sample = self.trainer._prepare_inputs(split_batch(piece, 1)[0])
-            losses = []
-            with torch.no_grad(), self.trainer.compute_loss_context_manager():
-                for number in (items, items * 2):
-                    self.backend.restore_random_state(random_state)
-                    loss = self.trainer.compute_loss(model, dict(sample), num_items_in_batch=number)
-                    losses.append(float(only_loss(loss)))
-            self.backend.restore_random_state(random_state)
-            self._divides = math.isclose(losses[0], 2 * losses[1], rel_tol=1e-2)
-        return self._divides
-
     def _wrapped_loss(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Where techniques are around the loss, they are around the trainer's."""
+
         def compute_loss(model: nn.Module, inputs: Any, *arguments: Any, **options: Any) -> Any:
-            is_plain = not arguments and not options.get("return_outputs") and model.training
-            if is_plain and self._workload is not None:
-                self._items = options.get("num_items_in_batch")
-                loss: Any = self._workload.loss(model, inputs)
-            else:
-                loss = original(model, inputs, *arguments, **options)
-            if not isinstance(loss, Tensor):
-                return loss  # with its outputs, in an evaluation
-            self.position.phase = "backward"
-            return loss if self._share == 1.0 else loss * self._share
+            if self._items is not None and "num_items_in_batch" in options:
+                options |= {"num_items_in_batch": self._items}
+            computed = partial(_called, original, arguments, options)
+            if self._training is None or self._training.is_idle:
+                return computed(model, inputs)
+            return self._training.loss(computed, model, inputs)
 
         return compute_loss
 
-    def _put_back(self, model: nn.Module) -> None:
-        for parameter in model.parameters():
-            parameter.grad = None
-        self._undo.restore()
-        self.backend.release()
+    def _wrapped_log(self, original: Callable[..., None]) -> Callable[..., None]:
+        def log(logs: dict[str, float], *arguments: Any, **options: Any) -> None:
+            if "loss" in logs and self._training is not None:
+                num_ooms = {"plimsoll/oom": float(len(self.protection.events))}
+                logs = logs | self._training.transaction.metrics() | num_ooms
+            original(logs, *arguments, **options)
 
-    # -- the update ----------------------------------------------------------------------------------------------------
-
-    def _wrapped_create(self, original: Callable[..., torch.optim.Optimizer]) -> Callable[..., torch.optim.Optimizer]:
-        def create_optimizer(*arguments: Any, **options: Any) -> torch.optim.Optimizer:
-            optimizer = original(*arguments, **options)
-            self._protect(optimizer)
-            return optimizer
-
-        return create_optimizer
-
-    def _protect(self, optimizer: torch.optim.Optimizer) -> None:
-        """Make ``optimizer.step`` a transaction; schedules and scalers may wrap it again."""
-        if any(optimizer is one for one in self._optimizers):
-            return
-        self._optimizers.append(optimizer)
-        commit = StepCommit(optimizer, self.backend, self.position)
-        original = optimizer.step
-
-        def step(closure: Any = None) -> Any:
-            if closure is not None:
-                return original(closure)
-            if is_inside[0]:
-                return original()
-            is_inside[0] = True
-            try:
-                self._update(commit)
-            finally:
-                is_inside[0] = False
-            return None
-
-        is_inside = [False]
-        optimizer.step = step  # type: ignore[method-assign]
-
-    def _update(self, commit: StepCommit) -> None:
-        self.position.phase = "optimizer"
-        for tries_left in reversed(range(_UPDATE_TRIES)):
-            commit.recovered = []
-            commit.step()
-            for event in commit.recovered:
-                self._note(event)
-            if commit.outcome is None:
-                return
-            event = commit.outcome
-            self.backend.release(last_resort=True)
-            self._note(event.model_copy(update={"action": "the update once more", "survived": bool(tries_left)}))
-        raise OutOfMemoryError(no_way_out(event, 1, Shape(1, 1, 0.0), whole=None))
+        return log
 
     # -- evaluation ----------------------------------------------------------------------------------------------------
 
     def _wrapped_prediction(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def prediction_step(
-            model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
+            model: nn.Module,
+            inputs: Any,
+            prediction_loss_only: bool,
+            ignore_keys: list[str] | None = None,
+            **options: Any,
         ) -> Any:
-            shape = self._shape_of(inputs, model)
-            ladder = self._ladder_for("evaluation", shape)
-            rung = ladder.choose(shape.elements_per_sample)
-            phase, self.position.phase = self.position.phase, "evaluation"
-            while True:
-                size = min(ladder.sizes[rung].samples, shape.num_samples)
-                pieces = [inputs] if size >= shape.num_samples else split_batch(inputs, size)
-                found = attempt(
-                    lambda: [original(model, piece, prediction_loss_only, ignore_keys) for piece in pieces],  # noqa: B023
-                    self.backend,
-                    self.position,
-                )
-                if not isinstance(found, OomEvent):
-                    ladder.held(rung, math.ceil(size * shape.elements_per_sample))
-                    self.position.phase = phase
-                    return joined(found, self._weights(model, pieces)) if len(pieces) > 1 else found[0]
-                self.backend.release()
-                rung = self._after(found, ladder, rung, shape)
+            def predicted(piece: Any) -> Any:
+                return original(model, piece, prediction_loss_only, ignore_keys, **options)
+
+            return self._predicted(predicted, inputs)
 
         return prediction_step
 
-    def _weights(self, model: nn.Module, pieces: list[Any]) -> list[int]:
-        """What the loss of each piece was divided by."""
-        items = [self.trainer._get_num_items_in_batch([piece], self.trainer.args.device) for piece in pieces]
-        if items[0] is not None and self._is_divided_by_items(model, pieces[0], items[0]):
-            return [int(number or 0) for number in items]
-        units = self._units or units_of(pieces[0], model)
-        return [count_units(piece, units) for piece in pieces]
+    def _predicted(self, predicted: Callable[[Any], Any], inputs: Any) -> Any:
+        """Loss, logits and labels of a batch; where memory runs out, in smaller pieces."""
+        shape = shape_of_any(inputs, "samples")
+        if self._ladder is None or self._ladder.sizes[0].samples < shape.num_samples:
+            self._ladder = Ladder(micro_batch_sizes(shape.num_samples))
+        rung = self._ladder.choose(shape.elements_per_sample)
+        random_state = self.backend.random_state()
+        while True:
+            size = min(self._ladder.sizes[rung].samples, shape.num_samples)
+            pieces = [inputs] if size == shape.num_samples else split_batch(inputs, size)
+            position = Position(self.trainer.state.global_step, "evaluation", size)
+            units = [self.units_of(piece) for piece in pieces] if len(pieces) > 1 else [1]
+            units = units if any(units) else [*map(batch_size_of, pieces)]
+            found = attempt(partial(self._each, predicted, inputs, pieces, units), self.backend, position)
+            if not isinstance(found, OomEvent):
+                self._ladder.held(rung, math.ceil(size * shape.elements_per_sample))
+                return joined(found, units)
+            self.backend.release()
+            self.backend.restore_random_state(random_state)
+            event, following = after_oom(found, rung, shape, self._ladder, None, self.backend)
+            self.note([event])
+            if following is None:
+                raise OutOfMemoryError(no_way_out(event, size, shape, whole=None))
+            rung = following
 
-    # -- common --------------------------------------------------------------------------------------------------------
+    def _each(
+        self, predicted: Callable[[Any], Any], inputs: Any, pieces: list[Any], units: list[int]
+    ) -> list[tuple[Any, Any, Any]]:
+        """What is predicted for each piece; the trainer counts the items of a batch, of which a piece has its share."""
+        if len(pieces) == 1:
+            return [predicted(inputs)]
+        items, found = self.trainer._get_num_items_in_batch([inputs], self.trainer.args.device), []
+        try:
+            for piece, count in zip(pieces, units, strict=True):
+                self._items = items * count / sum(units) if items is not None and count else None
+                found.append(predicted(piece))
+        finally:
+            self._items = None
+        return found
 
-    def _shape_of(self, inputs: Any, model: nn.Module) -> Shape:
-        num_samples = batch_size_of(inputs)
-        return Shape(num_samples, num_samples, count_elements(inputs) / num_samples)
 
-    def _ladder_for(self, what: str, shape: Shape) -> Ladder:
-        if self._rungs is not None and what == "training":
-            return self._ladders.setdefault(what, Ladder(self._rungs.sizes))
-        ladder = self._ladders.get(what)
-        if ladder is None or ladder.sizes[0].samples < shape.num_samples:
-            self._ladders[what] = ladder = Ladder(micro_batch_sizes(shape.num_samples))
-        return ladder
+class _Training:
+    """One call of ``trainer.train``, from its first batch on: its transaction, and the wrapped calls that it made."""
 
-    def _after(self, event: OomEvent, ladder: Ladder, rung: int, shape: Shape) -> int:
-        """The rung to go on with, noted with the event."""
-        rungs = None if event.phase == "evaluation" else self._rungs  # an evaluation has a ladder of its own
-        event, following = after_oom(event, rung, shape, ladder, rungs, self.backend)
-        self._note(event)
-        if following is None:
-            samples = min(ladder.sizes[rung].samples, shape.num_samples)
-            raise OutOfMemoryError(no_way_out(event, samples, shape, whole=None))
-        return following
+    def __init__(self, guard: _Guard, original: _Step) -> None:
+        trainer, self._guard, self._original = guard.trainer, guard, original
+        optimizer = trainer.optimizer
+        _refuse_optimizer(optimizer)
+        assert isinstance(optimizer, AcceleratedOptimizer)
+        assert trainer.model is not None
+        self._trainer, self._optimizer, self._state = trainer, optimizer, trainer.state
+        plan = guard.protection.plan
+        self.transaction = Transaction(
+            trainer.model,
+            optimizer.optimizer,
+            units=guard.units_of,
+            rungs=plan.choices_by_rung if plan else None,
+            recut_batch_norm=guard.recut_batch_norm,
+            remember=partial(put_back_of_scaler, trainer.accelerator, optimizer),
+            loss=self._computed_loss,
+            takes_any=True,
+        )
+        self.is_idle = True
+        self._model: nn.Module = trainer.model
+        self._compute_loss: Callable[[nn.Module, Any], Any] = trainer.compute_loss
+        self._share, self._num_backward = 1.0, 0
+        self._wrapped = ExitStack()
+        self._wrapped.callback(self.transaction.close)
+        self._wrapped.enter_context(_attributes(optimizer, {"step": self._wrapped_update(optimizer.step)}))
+        backward = self._wrapped_backward(trainer.accelerator.backward)
+        self._wrapped.enter_context(_attributes(trainer.accelerator, {"backward": backward}))
 
-    def _refuse_recut(self, micro_batch: int, num_samples: int) -> None:
-        reason = self._whole.reason()
-        if reason is not None:
+    def goes_on(self) -> bool:
+        """Whether the trainer is still in the same call of ``train``."""
+        return self._state is self._trainer.state
+
+    def close(self) -> None:
+        """Give the trainer its own calls back, and the model without techniques."""
+        self._wrapped.close()
+
+    def run(self, model: nn.Module, inputs: Any, items: Any) -> Tensor:
+        """Add the gradients of a batch; returns its loss, as ``training_step`` does."""
+        self._model = model
+        self.transaction.position.step = self._trainer.state.global_step
+        try:
+            self.transaction.run(inputs, partial(self._one_pass, model, items), None)
+        finally:
+            self.is_idle, self._share = True, 1.0
+            self._guard.note(self.transaction.events)
+        self._guard.protection.micro_batch = self.transaction.micro_batch
+        return self.transaction.loss
+
+    def _one_pass(self, model: nn.Module, items: Any, piece: Any, share: float) -> Tensor:
+        """The trainer's step of a piece.
+
+        A loss is a mean, or a sum divided by ``items``, or one of each added up. As if there were only the items of the
+        piece, all of them are the mean of the piece.
+        """
+        if share != 1:
+            self._guard.refuse_unclear(piece)
+            items = None if items is None else items * share
+        self._share, self._num_backward, self.is_idle = share, 0, False
+        loss = self._original(model, copy.copy(piece), items)  # a trainer may take fields out of it
+        if share != 1 and not self._num_backward:
             raise InputError(
-                f"pieces of {micro_batch} would cut a batch of {num_samples} samples, but {reason.why}: {reason.remedy}"
+                f"{type(self._trainer).__name__}.training_step does not call self.accelerator.backward, so that the "
+                "pieces of a batch cannot be weighted: use that in place of loss.backward()"
             )
+        return loss
 
-    def _note(self, event: OomEvent) -> None:
-        self.protection.events.append(event)
-        if self._on_oom is not None:
-            self._on_oom(event)
+    def loss(self, computed: Callable[[nn.Module, Any], Any], model: nn.Module, inputs: Any) -> Any:
+        """A loss that the trainer computes, with the techniques that are around it."""
+        self._compute_loss = computed
+        return self.transaction.workload.loss(model, inputs)
 
-    def _wrapped_log(self, original: Callable[..., None]) -> Callable[..., None]:
-        def log(logs: dict[str, float], *arguments: Any, **options: Any) -> None:
-            if "loss" in logs:
-                use = self.backend.use()
-                logs = logs | {
-                    "plimsoll/peak_bytes": use.peak_bytes or use.used_bytes,
-                    "plimsoll/micro_batch": self.protection.micro_batch or 0,
-                    "plimsoll/oom": len(self.protection.events),
-                }
-            original(logs, *arguments, **options)
+    def _computed_loss(self, model: nn.Module, inputs: Any) -> Any:
+        return self._compute_loss(model, inputs)
 
-        return log
+    def _wrapped_backward(self, original: Callable[..., None]) -> Callable[..., None]:
+        def backward(loss: Tensor, **options: Any) -> None:
+            self._num_backward += 1
+            self.transaction.position.phase = "backward"
+            original(loss if self._share == 1 else loss * self._share, **options)
+
+        return backward
+
+    def _wrapped_update(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(original)  # by whose attributes a schedule knows that it has counted this method
+        def step(_: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> None:
+            try:
+                self.transaction.finish(partial(self._finish, original, closure))
+            finally:
+                self.is_idle, self._share = True, 1.0
+                self._guard.note(self.transaction.events)
+
+        return MethodType(step, self._optimizer)
+
+    def _finish(self, step: Callable[..., Any], closure: Any, gradients: Callable[[], Tensor]) -> None:
+        gradients()
+        trainer: Any = self._trainer
+        if self.transaction.is_again:  # what the trainer did with the first gradients
+            if trainer.args.max_grad_norm:
+                trainer._clip_grad_norm(self._model)
+            trainer.callback_handler.on_pre_optimizer_step(trainer.args, trainer.state, trainer.control)
+        with stepped_as_now(self._optimizer):
+            step(closure)
+
+
+def _called(function: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any], *first: Any) -> Any:
+    return function(*first, *arguments, **options)
+
+
+@contextmanager
+def _attributes(instance: Any, values: dict[str, Any]) -> Iterator[None]:
+    """Set attributes of one object, and give it back those that it had itself."""
+    before = {name: vars(instance)[name] for name in values if name in vars(instance)}
+    vars(instance).update(values)
+    try:
+        yield
+    finally:
+        for name in values:
+            vars(instance).pop(name, None)
+        vars(instance).update(before)
 
 
 __all__ = ["Protection", "fit", "protected", "to_training_arguments"]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from plimsoll.integrations._inputs import joined, only_loss, units_of
+from plimsoll.integrations._inputs import joined, units_of
 
 
 class TinyForCausalLM(nn.Module): ...
@@ -47,7 +47,8 @@ def test_one_piece_and_no_loss_stay_as_they_are():
     assert (loss, len(logits), labels) == (None, 4, None)
 
 
-def test_a_loss_with_its_outputs_is_the_loss():
-    loss = torch.tensor(1.0)
-    assert only_loss(loss) is loss
-    assert only_loss((loss, "outputs")) is loss
+def test_texts_of_unequal_length_are_made_as_long_as_the_longest():
+    """As pieces of an evaluation generate them."""
+    pieces = [(None, torch.ones(2, 3), None), (None, torch.ones(1, 4), None)]
+    _, texts, _ = joined(pieces, [2, 1])
+    assert texts.tolist() == [[1, 1, 1, -100], [1, 1, 1, -100], [1, 1, 1, 1]]

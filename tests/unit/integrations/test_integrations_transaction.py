@@ -43,6 +43,34 @@ class Loop:
         return torch.cat([parameter.detach().flatten() for parameter in self.model.parameters()])
 
 
+class LateLoop(Loop):
+    """A loop that updates elsewhere than where its last batch runs."""
+
+    def train(self, num_batches=6):
+        torch.manual_seed(1)
+        self.num_again = 0
+        for number in range(1, num_batches + 1):
+            batch = {"x": torch.randn(4, 3), "y": torch.randn(4, 1)}
+            self.transaction.run(batch, self.one_pass, None)
+            if not number % self.num_steps_per_update:
+                self.transaction.finish(self.finish)
+        return torch.cat([parameter.detach().flatten() for parameter in self.model.parameters()])
+
+    def finish(self, gradients):
+        super().finish(gradients)
+        self.num_again += self.transaction.is_again
+
+
+@pytest.mark.parametrize("num_steps_per_update", [1, 2])
+@pytest.mark.parametrize(("point", "hits"), [("forward", (3,)), ("optimizer", (1, 2, 3, 4))])
+def test_an_update_that_comes_later_is_undone_with_its_window_as_well(num_steps_per_update, point, hits):
+    undisturbed, disturbed = Loop(num_steps_per_update).train(), LateLoop(num_steps_per_update)
+    with armed(point, *hits):
+        weights = disturbed.train()
+    assert torch.equal(weights, undisturbed)
+    assert disturbed.num_again == (point == "optimizer")
+
+
 @pytest.mark.parametrize("num_steps_per_update", [1, 2, 3])
 @pytest.mark.parametrize(
     ("point", "hits"),
@@ -159,6 +187,24 @@ def test_a_scaler_made_anew_has_the_scale_and_knows_no_gradients():
 def test_what_cannot_be_is_refused(options, message):
     with pytest.raises(InputError, match=message):
         Loop(**options)
+
+
+def test_any_batch_is_taken_where_the_loop_would_take_it():
+    loop = Loop(units="tokens", takes_any=True)
+    nothing_to_learn = {"x": torch.randn(4, 3), "y": torch.randn(4, 1), "labels": torch.full((4, 2), -100)}
+    with armed("forward", 1):
+        loop.transaction.run(nothing_to_learn, loop.one_pass, loop.finish)
+    assert loop.pieces == [2, 2]
+    uneven = {"x": torch.randn(4, 3), "y": torch.randn(4, 1), "labels": torch.zeros(1)}
+    loop.transaction.run(uneven, loop.one_pass, loop.finish)
+    assert loop.pieces[-1] == 4
+
+
+def test_techniques_around_the_loss_need_a_loss_that_is_the_callers():
+    rungs = [[micro_batch_choice(4), Choice(technique="activation_offload", options={"to": "disk"})]]
+    with pytest.raises(InputError, match="activation_offload"):
+        Loop(rungs=rungs)
+    Loop(rungs=rungs, loss=lambda model, batch: model(batch["x"]).mean())
 
 
 def test_a_batch_without_a_target_is_refused():
