@@ -7,7 +7,7 @@ import torch
 from tests.ranks_program import batch_of, loss_of, stacked_model
 
 from plimsoll.run.rehearsed_ranks import joined_alone, rehearsed_ranks
-from plimsoll.techniques._sharded import ShardedTraining, mesh_of
+from plimsoll.techniques._sharded import ShardedTraining, Sharding, mesh_of
 from plimsoll.workload import Workload
 
 
@@ -20,7 +20,7 @@ def workload() -> Workload:
 @pytest.fixture
 def sharded(workload: Workload) -> Iterator[ShardedTraining]:
     with joined_alone():
-        sharded = ShardedTraining(workload, keeps_gathered=False, mesh=mesh_of(workload))
+        sharded = ShardedTraining(workload, Sharding(keeps_gathered=False), mesh_of(workload))
         sharded.shard()
         yield sharded
 
@@ -77,7 +77,7 @@ def test_model_and_optimizer_come_back_as_they_were_but_for_what_they_learned(wo
     plain.step()
     with joined_alone():
         for _ in range(2):  # torch's classes are off again, so it can be done again
-            sharded = ShardedTraining(workload, keeps_gathered=True, mesh=mesh_of(workload))
+            sharded = ShardedTraining(workload, Sharding(keeps_gathered=True), mesh_of(workload))
             sharded.shard()
             if not workload.optimizer.state:
                 gradients(workload)
@@ -99,7 +99,7 @@ def test_model_and_optimizer_come_back_as_they_were_but_for_what_they_learned(wo
 def test_rows_are_cut_as_torch_cuts_them(workload):
     with rehearsed_ranks(4) as ranks:
         workload.ranks = ranks
-        sharded = ShardedTraining(workload, keeps_gathered=False, mesh=mesh_of(workload))
+        sharded = ShardedTraining(workload, Sharding(keeps_gathered=False), mesh_of(workload))
         whole = {name: parameter.detach().clone() for name, parameter in workload.model.named_parameters()}
         sharded.shard()
         for name, rows in sharded.rows.items():
