@@ -45,14 +45,15 @@ from plimsoll.workload import Workload
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
+_ELEMENT_BITS = 44  # of a block, in an integer of 64
 _GLOO_BYTES = 2 << 20  # beside the copy; measured with 64 MiB on 2 and 4 ranks
 
 
 class _AgreedAllGather(AllGather):
-    """Gathers what all ranks have, when all of them are about to."""
+    """Gathers what all ranks have of the module with this number, when all of them are about to."""
 
-    def __init__(self, ranks: Ranks) -> None:
-        self._ranks = ranks
+    def __init__(self, ranks: Ranks, number: int) -> None:
+        self._ranks, self._number = ranks, number
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:  # type: ignore[override]
         """Take the memory before anything is agreed."""
@@ -63,15 +64,15 @@ class _AgreedAllGather(AllGather):
     ) -> Any:
         """Agree, and gather; returns what to wait for."""
         _show_room(output_tensor)
-        self._ranks.require_all()
+        self._ranks.require_all(_place(self._number, output_tensor.numel(), is_sum=False))
         return self._ranks.exchange(lambda: _all_gather(output_tensor, input_tensor, group=group, async_op=async_op))
 
 
 class _AgreedReduceScatter(ReduceScatter):
-    """Adds up gradients, each rank its own rows, when all of them are about to."""
+    """Adds up gradients of a module, each rank its own rows, when all of them are about to, of the same parameters."""
 
-    def __init__(self, ranks: Ranks) -> None:
-        self._ranks = ranks
+    def __init__(self, ranks: Ranks, number: int) -> None:
+        self._ranks, self._number = ranks, number
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:  # type: ignore[override]
         """Take the memory before anything is agreed."""
@@ -82,10 +83,15 @@ class _AgreedReduceScatter(ReduceScatter):
     ) -> Any:
         """Agree, and add up; returns what to wait for."""
         _show_room(input_tensor)
-        self._ranks.require_all()
+        self._ranks.require_all(_place(self._number, input_tensor.numel(), is_sum=True))
         return self._ranks.exchange(
             lambda: _reduce_scatter(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
         )
+
+
+def _place(number: int, num_elements: int, is_sum: bool) -> int:
+    """A number for an exchange that ranks which skip a block, or do not reach some parameters, do not have."""
+    return (2 * number + is_sum << _ELEMENT_BITS) + num_elements
 
 
 def _row_bytes(tensor: Tensor) -> int:
@@ -151,13 +157,13 @@ class ShardedTraining:
 
     def _cut(self) -> None:
         sharding, modules = self._sharding, [block for _, block in blocks_of(self._model)]
-        for module in (*modules, self._model):
+        for number, module in enumerate((*modules, self._model), start=1):
             is_block = module is not self._model
             fully_shard(
                 module, mesh=self._mesh, reshard_after_forward=is_block and not sharding.keeps_gathered,
                 mp_policy=sharding.precision(is_block), offload_policy=sharding.place(self._device),
             )  # fmt: skip
-            self._agree_in(module)
+            self._agree_in(module, number)
             if sharding.pool is not None:
                 _move_rows(module, sharding.pool)
         fully_shard.state(self._model)._lazy_init()  # type: ignore[attr-defined]  # else `reset` works after a pass only
@@ -171,11 +177,11 @@ class ShardedTraining:
             rows.cut_bytes = -(-shard.shape[0] // shard.device_mesh.size()) * _row_bytes(shard)  # type: ignore[attr-defined]
             self.rows[name] = rows
 
-    def _agree_in(self, module: nn.Module) -> None:
-        """Let all ranks agree before each exchange of a module."""
+    def _agree_in(self, module: nn.Module, number: int) -> None:
+        """Let all ranks agree before each exchange of the module with this number."""
         assert isinstance(module, FSDPModule)
-        module.set_custom_all_gather(_AgreedAllGather(self._ranks))
-        module.set_custom_reduce_scatter(_AgreedReduceScatter(self._ranks))
+        module.set_custom_all_gather(_AgreedAllGather(self._ranks, number))
+        module.set_custom_reduce_scatter(_AgreedReduceScatter(self._ranks, number))
         module.set_gradient_divide_factor(1.0)  # losses are weighted by the whole batch
         module.set_force_sum_reduction_for_comms(True)
 
