@@ -280,7 +280,7 @@ def judge(ranks: Ranks, case: dict[str, Any]) -> dict[str, Any]:
         evaluation = step.evaluate(accuracy.counted(batches))
     return {"loss": evaluation.loss, "samples": evaluation.num_samples, "accuracy": accuracy.share()}
 
-def train_in_half(case: dict[str, Any]) -> dict[str, Any]:
+def train_in_half(ranks: Ranks, case: dict[str, Any]) -> dict[str, Any]:
     """What gathering in bf16 must come to, in plain PyTorch: a bf16 copy of the weights computes, fp32 ones learn.
 
     Samples are cut as the ranks of ``half_for`` cut them, in pieces of 4, since each pass rounds its gradients.
@@ -360,10 +360,8 @@ def main(folder: Path) -> None:
     """Do every case of ``cases.json``, and write what came of each, a line at a time."""
     with joined() as ranks, (folder / f"rank-{ranks.rank}.jsonl").open("w") as file:
         for case in json.loads((folder / "cases.json").read_text()):
-            file.write(json.dumps(judge(ranks, case) if "failing" in case else train(ranks, case)) + "\n")
-
-            found = train_in_half(case) if "half_for" in case else train(ranks, case)
-            file.write(json.dumps(found) + "\n")
+            work = judge if "failing" in case else train_in_half if "half_for" in case else train
+            file.write(json.dumps(work(ranks, case)) + "\n")
             file.flush()
 
 

@@ -97,9 +97,8 @@ class Ranks:
         is_set, last, first = told.tolist()
         if not is_set and last != -first:
             raise InputError(
-                f"the ranks do not do the same: rank {self.rank} of {self.world_size} is at exchange {place}, and they "
-                f"are at {-first} to {last}; a model that is shared out over ranks must run the same blocks, and reach "
-                "the same parameters, whatever its samples are: train without fully_shard"
+                f"the {self.world_size} ranks are not at the same place of the model, which is shared out over them: for "
+                "some samples it leaves out blocks, or parameters of them; train it without fully_shard"
             )
         return bool(is_set)
 
