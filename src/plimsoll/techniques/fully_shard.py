@@ -45,7 +45,7 @@ from plimsoll.workload import Workload
 _GATHERED = ("once", "twice")
 _HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _BY_NUMBER = ("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD")
-_TOGETHER = frozenset(
+TOGETHER = frozenset(
     {"micro_batch", "autocast", "attention", "checkpointing", "activation_offload", "evaluation", "heap", "allocator",
      "optimizer_kernel", OptimizerOffload.name}
 )  # fmt: skip
@@ -79,7 +79,7 @@ class FullyShard:
 
     def conflicts(self, choice: Choice, others: Choices, workload: Workload, setting: Setting) -> str | None:
         """There must be several ranks, and nothing else that moves or replaces parameters."""
-        strange = [other.technique for other in others if other.technique not in _TOGETHER]
+        strange = [other.technique for other in others if other.technique not in TOGETHER]
         if strange:
             return f"{strange[0]} works on whole parameters, and each rank has some rows of them"
         if choice.options.get("offload", "none") != "none" and any(other.technique == OptimizerOffload.name for other in others):
