@@ -184,7 +184,7 @@ def train(ranks: Ranks, case: dict[str, Any]) -> dict[str, Any]:
         is_mixed, is_first_small = case.get("is_mixed", False), case.get("is_first_small", False)
         model = Wide() if case.get("wide") else small_model() if rungs_of(case) is None else stacked_model(is_mixed)
         optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        if case.get("precision"):  # Adam divides by gradients that are nothing but rounding
+        if case.get("precision") or is_first_small:  # Adam divides by gradients that are nothing but rounding
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         if case.get("wide"):  # a million weights that do the same: Adam would make all of their rounding
             optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
