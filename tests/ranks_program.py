@@ -280,6 +280,7 @@ def judge(ranks: Ranks, case: dict[str, Any]) -> dict[str, Any]:
         evaluation = step.evaluate(accuracy.counted(batches))
     return {"loss": evaluation.loss, "samples": evaluation.num_samples, "accuracy": accuracy.share()}
 
+
 def train_in_half(ranks: Ranks, case: dict[str, Any]) -> dict[str, Any]:
     """What gathering in bf16 must come to, in plain PyTorch: a bf16 copy of the weights computes, fp32 ones learn.
 

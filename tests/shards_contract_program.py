@@ -1,4 +1,4 @@
-"""What each rank of `tests/contract/test_contract_shards.py` runs: the contract of a technique that needs several ranks.
+"""What each rank of `tests/contract/test_contract_shards.py` runs: the contract of a technique for several ranks.
 
 Started by `tests.ranks_started` once for all cases. Each is compared here with one process; the first that differs ends
 the ranks with its error.
@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from tests.technique_trainings import (
     NUM_STEPS,
     STRICTEST_FIRST,
@@ -30,6 +29,7 @@ from tests.technique_trainings import (
     shape_of,
 )
 from tests.workloads import units_of, weights_of
+from torch import Tensor
 
 from plimsoll.ranks import Ranks, joined
 from plimsoll.records.plan import Choice

@@ -1,4 +1,4 @@
-"""What each rank of `tests/numerics/test_shards.py` runs where ranks end badly: they differ, or memory runs out at the end.
+"""What each rank of `tests/numerics/test_shards.py` runs where it ends badly: ranks differ, or memory ends at the end.
 
 Started by `tests.ranks_started` in two processes; each writes how it ended.
 """

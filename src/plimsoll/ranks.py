@@ -97,7 +97,7 @@ class Ranks:
         is_set, last, first = told.tolist()
         if not is_set and last != -first:
             raise InputError(
-                f"the {self.world_size} ranks are not at the same place of the model, which is shared out over them: for "
+                f"the {self.world_size} ranks are not at the same place of the model that is shared out over them: for "
                 "some samples it leaves out blocks, or parameters of them; train it without fully_shard"
             )
         return bool(is_set)

@@ -1,7 +1,7 @@
 """`fully_shard` keeps the contract of techniques, which `test_contract_techniques` cannot ask of one process.
 
-One group of 2 ranks does all cases: the model is restored, losses, gradients and weights are those of one process, memory
-that runs out in any phase on one rank loses nothing, and so it is together with every technique that may go with it.
+One group of 2 ranks does all cases: the model is restored, losses, gradients and weights are those of one process,
+memory that runs out in any phase on one rank loses nothing, and so it is with every technique that may go with it.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from tests.ranks_started import run_cases
 
 from plimsoll.records.run import PHASES_OF_A_STEP
 from plimsoll.techniques.fully_shard import TOGETHER
 from technique_trainings import menu_of
-from tests.ranks_started import run_cases
 
 PHASES = tuple(phase for phase in PHASES_OF_A_STEP if phase != "fetch")
 TWICE = {"gathered": "twice"}

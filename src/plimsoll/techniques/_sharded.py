@@ -238,7 +238,9 @@ class ShardedTraining:
         Raises:
             PeerOutOfMemory: if memory ran out on another rank.
         """
-        wholes = {name: self.whole_of(rows, self.shapes[name], name in self._in_files) for name, rows in self.rows.items()}
+        wholes = {
+            name: self.whole_of(rows, self.shapes[name], name in self._in_files) for name, rows in self.rows.items()
+        }
         states = {
             name: self.whole_state(self._optimizer.state[rows], rows, self.shapes[name])
             for name, rows in self.rows.items()
@@ -290,7 +292,7 @@ class ShardedTraining:
         spec = self.shards[name]._spec
         meta = TensorMeta(spec.shape, spec.stride, rows.dtype)
         # `from_local` would copy what is on the host to the device, and what is read into the copy would be lost.
-        return DTensor(rows, replace(spec, tensor_meta=meta), requires_grad=False)  # type: ignore[call-arg]
+        return DTensor(rows, replace(spec, tensor_meta=meta), requires_grad=False)  # type: ignore[no-untyped-call]
 
     def rows_of(self, whole: Tensor) -> Tensor:
         """Return this rank's rows of a tensor, a view."""

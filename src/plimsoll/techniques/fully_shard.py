@@ -66,10 +66,8 @@ class FullyShard:
         reason = _why_not(workload, setting)
         if reason is not None:
             return reason
-        ways: tuple[dict[str, Value], ...] = (
-            *({"gathered": gathered} for gathered in _GATHERED),
-            {"gathered": "twice", "offload": PLACES[setting.device]},
-        )
+        off_device: dict[str, Value] = {"gathered": "twice", "offload": PLACES[setting.device]}
+        ways: tuple[dict[str, Value], ...] = ({"gathered": "once"}, {"gathered": "twice"}, off_device)
         precisions = ("fp32", "bf16") if setting.precision == "auto" else (workload.precision,)
         return tuple(
             Choice(technique=self.name, options=way | ({"dtype": precision} if precision in _HALVES else {}))
@@ -82,7 +80,9 @@ class FullyShard:
         strange = [other.technique for other in others if other.technique not in TOGETHER]
         if strange:
             return f"{strange[0]} works on whole parameters, and each rank has some rows of them"
-        if choice.options.get("offload", "none") != "none" and any(other.technique == OptimizerOffload.name for other in others):
+        if choice.options.get("offload", "none") != "none" and any(
+            other.technique == OptimizerOffload.name for other in others
+        ):
             return "with offload the optimizer's states are off the device already: leave optimizer_offload out"
         return _odd_option(choice, others, workload, setting) or _why_not(workload, setting)
 
@@ -94,7 +94,7 @@ class FullyShard:
                 f"{choice} shares a model out over the ranks, and this training has 1: start several with --nproc, or "
                 "leave it out"
             )
-        from plimsoll.techniques._sharded import Sharding, ShardedTraining, mesh_of
+        from plimsoll.techniques._sharded import ShardedTraining, Sharding, mesh_of
 
         place = choice.options.get("offload")
         sharding = Sharding(
@@ -129,7 +129,11 @@ def _odd_option(choice: Choice, others: Choices, workload: Workload, setting: Se
         return f"offload is {place!r}: on {setting.device} give {PLACES[setting.device]}, or none"
     if dtype not in (None, "kept", *_HALVES):
         return f"dtype is {dtype!r}: give bf16, fp16 or kept"
-    cast_to = {setting.precision, workload.precision, *(one.options["dtype"] for one in others if one.technique == "autocast")}
+    cast_to = {
+        setting.precision,
+        workload.precision,
+        *(one.options["dtype"] for one in others if one.technique == "autocast"),
+    }
     if dtype in _HALVES and dtype not in cast_to:
         return f"parameters are gathered in {dtype} where the job computes in it: say `precision: {dtype}`"
     return None
