@@ -7,13 +7,19 @@ import torch
 from tests.ranks_program import Stack, loss_of, stacked_model
 from torch import nn
 
+from plimsoll.data.sketch import TextSketch
 from plimsoll.errors import InputError
+from plimsoll.memory.live import live_bytes
+from plimsoll.memory.lowering.cpu import CpuLowering
+from plimsoll.records.job import Job
 from plimsoll.records.plan import Choice, micro_batch_choice
+from plimsoll.run.rehearse import rehearse_job
 from plimsoll.techniques import TECHNIQUES, Setting, conflict_among, installed
 from plimsoll.workload import Workload
 
 SHARD = TECHNIQUES["fully_shard"]
 ONCE = Choice(technique="fully_shard", options={"gathered": "once"})
+NUM_BLOCKS = 3
 SHARED = Setting(device="cpu", batch_size=4, num_ranks=4)
 
 
@@ -123,3 +129,21 @@ def test_options_that_are_none_are_refused(choice, reason):
 def test_one_rank_cannot_share_a_model_out():
     with pytest.raises(InputError, match=r"this training has 1: start several with --nproc"):
         installed(workload_of(), [ONCE]).__enter__()
+
+
+def live_peak(precision: str, **options: str) -> int:
+    """Bytes of live tensors of one of two ranks, in a rehearsal; most of the model is its blocks."""
+    model = {"architecture": "gpt2", "n_layer": NUM_BLOCKS, "n_embd": 256, "n_head": 4}
+    fields = {"model": model, "data": "nowhere.txt", "sequence_length": 16, "batch_size": 2, "ranks": 2}
+    job = Job.from_fields(fields | {"precision": precision})
+    texts = TextSketch(vocab_size=100, num_labels=None, end_id=0)
+    choices = (Choice(technique="fully_shard", options=options), micro_batch_choice(1))
+    return live_bytes(rehearse_job(job, texts, CpuLowering(), choices)).peak_bytes
+
+
+def test_each_way_leaves_less_on_the_device_than_the_one_before():
+    once, in_half = live_peak("bf16", gathered="once"), live_peak("bf16", gathered="once", dtype="bf16")
+    off = live_peak("bf16", gathered="twice", dtype="bf16", offload="disk")
+    num_bytes = 4 * NUM_BLOCKS * 12 * 256 * 256
+    assert once - in_half > num_bytes // 2  # of 4 bytes for each number that is gathered 2 are left, or fewer
+    assert in_half - off > num_bytes  # this rank's half of parameters, gradients and two states, or most of it
