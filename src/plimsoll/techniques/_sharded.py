@@ -21,6 +21,7 @@ torch's `ShardedGradScaler`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -146,11 +147,10 @@ class ShardedTraining:
 
     def shard(self) -> None:
         """Leave this rank's rows of each parameter, and give the rest of the memory back; all of it, or nothing."""
-        try:
+        with ExitStack() as undo:
+            undo.callback(self._before.restore)
             self._cut()
-        except BaseException:
-            self._before.restore()
-            raise
+            undo.pop_all()
         self._exchange_in_optimizer({id(self._whole[name]): rows for name, rows in self.rows.items()})
         for whole in self._whole.values():
             whole.data = torch.empty(0, dtype=whole.dtype, device=whole.device)
