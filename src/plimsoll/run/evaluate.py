@@ -109,7 +109,7 @@ class Evaluator:
             num_samples += num_samples_of_all
             if not shape.num_units:
                 continue  # nothing in it has a target
-            spare = Spare(self._ranks, self._workload.units, is_lent=some_have_none)
+            spare = Spare(self._workload, is_lent=some_have_none)
             loss_sum += self._loss_of(batch, own, shape, events, spare) * shape.num_units
             num_units += shape.num_units
         if not num_units:

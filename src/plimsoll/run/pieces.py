@@ -114,20 +114,26 @@ class Spare:
     part of the batch computes with a sample of another.
 
     Args:
-        ranks: the ranks.
-        units: what the loss averages over; a sample without any has no loss.
+        workload: its ranks, and what its loss averages over; a sample without any has no loss.
         is_lent: whether some rank has none of its own.
     """
 
-    def __init__(self, ranks: Ranks, units: Units, is_lent: bool) -> None:
-        self._ranks, self._units, self._is_lent = ranks, units, is_lent
+    def __init__(self, workload: Workload, is_lent: bool) -> None:
+        self._ranks, self._units, self._is_lent = workload.ranks, workload.units, is_lent
+        self._is_told = workload.cuts_by_length
 
     def filled(self, pieces: Iterator[Piece], num_pieces: int) -> Iterator[Piece]:
-        """Yield the pieces, and then the spare sample until there were so many; all ranks must ask for it.
+        """Yield the pieces, and then the spare sample until there were as many as on the rank that has most.
+
+        All ranks must ask for it. So many are ``num_pieces``, or, where samples of alike length are together, fewer.
 
         Raises:
             PeerOutOfMemory: if memory ran out on another rank before it could lend one.
         """
+        if self._is_told:
+            pieces = iter(all_pieces := list(pieces))
+            self._ranks.require_all()
+            num_pieces = int(max(number for (number,) in self._ranks.each([len(all_pieces)])))
         first = next(pieces, None)
         own = None if first is None else self._with_target(first.batch)
         spare = self._lent(own) if self._is_lent else own

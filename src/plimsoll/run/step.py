@@ -149,7 +149,7 @@ class TrainStep:
         self._commit = StepCommit(optimizer, self.backend, self.position, ranks=self.ranks)
         self._reduction = None if self.ranks.is_alone else Reduction(self.ranks, self._all_parameters())
         self._early: EarlyUpdate | None = None
-        self._spare = Spare(self.ranks, self.workload.units, is_lent=False)
+        self._spare = Spare(self.workload, is_lent=False)
         self.graphs = GraphWatch(self.workload, self.backend)
         self._evaluator = Evaluator(self.workload, self.backend, self.position, self._shape_of, grow_after)
         if micro_batch is not None or rungs:
@@ -193,7 +193,7 @@ class TrainStep:
         started = time.perf_counter()
         own = self._shape_of(batch)
         shape, num_samples, some_have_none = parts_of_all(own, self.ranks)
-        self._spare = Spare(self.ranks, self.workload.units, is_lent=some_have_none)
+        self._spare = Spare(self.workload, is_lent=some_have_none)
         refuse_no_target(shape, self.num_steps + 1)
         ladder = self._ladder_for(shape.num_samples)
         rung = ladder.choose(shape.elements_per_sample)

@@ -46,8 +46,8 @@ _GATHERED = ("once", "twice")
 _HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _BY_NUMBER = ("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD")
 TOGETHER = frozenset(
-    {"micro_batch", "autocast", "attention", "checkpointing", "activation_offload", "evaluation", "heap", "allocator",
-     "optimizer_kernel", OptimizerOffload.name}
+    {"micro_batch", "by_length", "autocast", "attention", "checkpointing", "activation_offload", "evaluation", "heap",
+     "allocator", "optimizer_kernel", OptimizerOffload.name}
 )  # fmt: skip
 
 

@@ -1,5 +1,7 @@
 """A batch in pieces: the shares add up, and a piece without a target is left out."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -32,6 +34,9 @@ class Lending(Ranks):
     def gather(self, value):
         return [value, self.other]
 
+    def each(self, numbers):
+        return [numbers, [3.0]]
+
 
 def labels_of(spare: Spare, pieces: list[Piece]) -> list[tuple[list[list[int]], float]]:
     return [(one.batch["labels"].tolist(), one.share) for one in spare.filled(iter(pieces), 2)]
@@ -39,13 +44,18 @@ def labels_of(spare: Spare, pieces: list[Piece]) -> list[tuple[list[list[int]], 
 
 def test_what_is_left_to_do_is_done_with_a_sample_that_has_a_target_and_counts_for_nothing():
     whole = Piece({"labels": LABELS[1:]}, 1.0, range(2))
-    own = Spare(Ranks(), "tokens", is_lent=False)
+    own = Spare(WORKLOAD, is_lent=False)
     assert labels_of(own, [whole]) == [([[-100, -100], [1, -100]], 1.0), ([[1, -100]], 0.0)]
     assert len(labels_of(own, [whole, whole])) == 2
     lent = {"labels": LABELS[:1]}
-    assert labels_of(Spare(Lending(lent), "tokens", is_lent=True), []) == [([[1, 1]], 0.0)] * 2
-    lender = Spare(Lending(None), "tokens", is_lent=True)
+    assert labels_of(Spare(replace(WORKLOAD, ranks=Lending(lent)), is_lent=True), []) == [([[1, 1]], 0.0)] * 2
+    lender = Spare(replace(WORKLOAD, ranks=Lending(None)), is_lent=True)
     assert labels_of(lender, [whole])[1] == ([[1, -100]], 0.0)
+
+
+def test_where_lengths_decide_the_rank_with_most_pieces_says_how_many():
+    own = Spare(replace(WORKLOAD, cuts_by_length=True, ranks=Lending(None)), is_lent=False)
+    assert [one.share for one in own.filled(iter([Piece({"labels": LABELS}, 1.0, range(3))]), 9)] == [1.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize(
