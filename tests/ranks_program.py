@@ -122,6 +122,8 @@ class Mixed(Stack):
         self.blocks = nn.ModuleList([WideBlock(width) for width in (19, 40, 7)])
         self.blocks[1].requires_grad_(False)
         self.words = nn.Embedding(3, 16)
+        with torch.no_grad():
+            self.words.weight /= 10  # of the size of an output layer's: a loss of 20 has not the digits of one of 1
         self.last.weight = self.words.weight
 
     def forward(self, features: torch.Tensor) -> torch.Tensor:
