@@ -52,7 +52,7 @@ def out_of_memory(training: str, ways: tuple[dict[str, str], ...]) -> list[dict[
 
 
 def check(folder: Any, cases: list[dict[str, Any]]) -> None:
-    of_ranks = run_cases(folder, 2, cases, seconds=60 + 10 * len(cases), program="shards_contract_program")
+    of_ranks = run_cases(folder, 2, cases, seconds=60 + 20 * len(cases), program="shards_contract_program")
     for case, *found in zip(cases, *of_ranks, strict=True):
         assert found[0] == found[1] or case["phase"] == "optimizer", case  # a part of it is mended where it failed
         if "phase" in case:
