@@ -6,6 +6,7 @@ Started by `tests.ranks_started` in as many processes as there are ranks; what e
 from __future__ import annotations
 
 import json
+import math
 import random
 import sys
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.func import functional_call
 
 from plimsoll.data.loader import iterate_once
 from plimsoll.errors import OutOfMemoryError, TornStepError
@@ -25,6 +27,7 @@ from plimsoll.records.plan import Choice, micro_batch_choice
 from plimsoll.run.accuracy import Accuracy
 from plimsoll.run.failpoints import armed, exhaust_memory, failpoint
 from plimsoll.run.step import TrainStep
+from plimsoll.workload import split_batch
 
 PHASES = ("copy", "forward", "loss", "backward", "clip", "optimizer", "evaluation")
 NUM_STEPS = 6
@@ -83,6 +86,18 @@ class Block(nn.Module):
         return out
 
 
+class WideBlock(Block):
+    """A block whose inner width is its own, with a buffer that its forward pass uses."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, width), nn.Linear(width, 16)
+        self.register_buffer("shift", torch.arange(16.0) / 100)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return super().forward(hidden + self.shift.to(hidden.dtype))
+
+
 class Stack(nn.Module):
     """A classifier of repeated blocks, whose rows no number of ranks divides."""
 
@@ -99,26 +114,47 @@ class Stack(nn.Module):
         return logits
 
 
-def stacked_model() -> nn.Module:
+class Mixed(Stack):
+    """Blocks of different sizes with buffers, one of them frozen, and an output layer that is tied to embeddings."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([WideBlock(width) for width in (19, 40, 7)])
+        self.blocks[1].requires_grad_(False)
+        self.words = nn.Embedding(3, 16)
+        with torch.no_grad():
+            self.words.weight /= 10  # of the size of an output layer's: a loss of 20 has not the digits of one of 1
+        self.last.weight = self.words.weight
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(features) + self.words((features[:, 0] > 0).long())
+        for block in self.blocks:
+            hidden = block(hidden)
+        logits: torch.Tensor = self.last(hidden)
+        return logits
+
+
+def stacked_model(is_mixed: bool = False) -> nn.Module:
     """Return a model whose blocks can be shared out."""
     torch.manual_seed(0)
-    return Stack()
+    return Mixed() if is_mixed else Stack()
 
 
 def rungs_of(case: dict[str, Any]) -> list[tuple[Choice, ...]] | None:
     """The choices of a case that has any: shards, and smaller pieces to go on with."""
     if "gathered" not in case:
         return None
-    shards = (
-        () if case["gathered"] is None else (Choice(technique="fully_shard", options={"gathered": case["gathered"]}),)
-    )
+    shards: tuple[Choice, ...] = ()
+    if case["gathered"] is not None:
+        options = {name: case[name] for name in ("gathered", "offload", "dtype") if name in case}
+        shards = (Choice(technique="fully_shard", options=options),)
     return [(*shards, micro_batch_choice(size)) for size in (4, 2, 1)]
 
 
-def batch_of(step: int) -> dict[str, torch.Tensor]:
-    """Return the batch of a step; the last one is smaller than there are ranks."""
+def batch_of(step: int, is_first_small: bool = False) -> dict[str, torch.Tensor]:
+    """Return the batch of a step; the last one is smaller than there are ranks, and so may be the first."""
     generator = torch.Generator().manual_seed(step)
-    num_samples = 2 if step == NUM_STEPS - 1 else BATCH_SAMPLES
+    num_samples = 2 if step == NUM_STEPS - 1 else 1 if is_first_small and step == 0 else BATCH_SAMPLES
     return {
         "features": torch.randn(num_samples, 6, generator=generator),
         "labels": torch.randint(0, 3, (num_samples,), generator=generator),
@@ -147,14 +183,20 @@ def part_of(batch: dict[str, torch.Tensor], ranks: Ranks) -> dict[str, torch.Ten
 def train(ranks: Ranks, case: dict[str, Any]) -> dict[str, Any]:
     """Train on this rank; the ``failures`` of a case are triples of rank, phase and passage."""
     with ExitStack() as stack:
-        model = Wide() if case.get("wide") else small_model() if rungs_of(case) is None else stacked_model()
+        is_mixed, is_first_small = case.get("is_mixed", False), case.get("is_first_small", False)
+        model = Wide() if case.get("wide") else small_model() if rungs_of(case) is None else stacked_model(is_mixed)
         optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        if case.get("precision") or is_first_small:  # Adam divides by gradients that are nothing but rounding
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         if case.get("wide"):  # a million weights that do the same: Adam would make all of their rounding
             optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
         step = TrainStep(
             model, optimizer, loss_of, units="samples", clip_norm=case.get("clip_norm"), ranks=ranks,
-            rungs=rungs_of(case),
+            rungs=rungs_of(case), precision=case.get("precision", "fp32"),
         )  # fmt: skip
+        if case.get("precision") == "fp16":
+            step._scaler = torch.amp.GradScaler(init_scale=2.0**10, device="cpu")
+            _make_infinite(step, case.get("infinite"))
         step._commit._piece_bytes = case.get("piece_bytes") or step._commit._piece_bytes
         hits: dict[str, set[int]] = {}
         for rank, phase, passage in case.get("failures", ()):
@@ -168,7 +210,7 @@ def train(ranks: Ranks, case: dict[str, Any]) -> dict[str, Any]:
             stack.enter_context(step.backend.limited(step.backend.use().used_bytes + held_bytes))
         losses, events, samples = [], [], []
         for number in range(NUM_STEPS):
-            part = part_of(batch_of(number), ranks)
+            part = part_of(batch_of(number, is_first_small), ranks)
             while True:
                 try:
                     result = step(part)
@@ -241,6 +283,65 @@ def judge(ranks: Ranks, case: dict[str, Any]) -> dict[str, Any]:
     return {"loss": evaluation.loss, "samples": evaluation.num_samples, "accuracy": accuracy.share()}
 
 
+def train_in_half(ranks: Ranks, case: dict[str, Any]) -> dict[str, Any]:
+    """What gathering in bf16 must come to, in plain PyTorch: a bf16 copy of the weights computes, fp32 ones learn.
+
+    Samples are cut as the ranks of ``half_for`` cut them, in pieces of 4, since each pass rounds its gradients.
+    """
+    model, world_size = stacked_model(case.get("is_mixed", False)), case["half_for"]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for block in model.blocks:  # type: ignore[union-attr]  # its input is cast, and that of the model is not
+        block.register_forward_pre_hook(lambda _, inputs: tuple(one.to(torch.bfloat16) for one in inputs))
+
+    def loss_in_half(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        halves = {name: one.to(torch.bfloat16) for name, one in model.named_parameters()}
+        with torch.autocast("cpu", torch.bfloat16):
+            return loss_of(lambda features: functional_call(model, halves, (features,)), batch)  # type: ignore[arg-type]
+
+    losses = []
+    for number in range(NUM_STEPS):
+        batch = batch_of(number, case.get("is_first_small", False))
+        optimizer.zero_grad()
+        total = 0.0
+        for rank in range(world_size):
+            part = {name: field[rank::world_size] for name, field in batch.items()}
+            for piece in split_batch(part, 4) if len(part["labels"]) else ():
+                loss = loss_in_half(piece) * (len(piece["labels"]) / len(batch["labels"]))
+                loss.backward()
+                total += loss.item()
+        if case.get("clip_norm") is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), case["clip_norm"])
+        optimizer.step()
+        losses.append(total)
+    with torch.no_grad():
+        parts = [(loss_in_half(one).item(), len(one["labels"])) for one in (batch_of(0), batch_of(NUM_STEPS - 1))]
+    evaluation = sum(loss * number for loss, number in parts) / sum(number for _, number in parts)
+    weights = torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).tolist()
+    return {"losses": losses, "weights": weights, "evaluation": evaluation, "events": []}
+
+
+def _make_infinite(step: TrainStep, infinite: tuple[int, int] | None) -> None:
+    """Let a gradient be infinite in a step on a rank, before it is unscaled; alone it is that of the one there is."""
+    clip = step._clip
+    number, rank = infinite or (-1, 0)
+
+    def clip_infinite() -> float | None:
+        if step.num_steps == number and rank % step.ranks.world_size == step.ranks.rank:
+            have_one = (one for group in step.workload.optimizer.param_groups for one in group["params"])
+            next(one for one in have_one if one.grad is not None and one.grad.numel()).grad.view(-1)[0] = math.inf
+        return clip()
+
+    step._clip = clip_infinite  # type: ignore[method-assign]
+
+
+def random_shards_case(seed: int, world_size: int) -> dict[str, Any]:
+    """Choose where memory runs out, and how the model is shared out."""
+    chance = random.Random(-seed)
+    case = random_case(seed, world_size) | {"gathered": chance.choice(["once", "twice"])}
+    case |= {"is_mixed": chance.random() < 0.5, "is_first_small": chance.random() < 0.3}
+    return case | ({"offload": "disk"} if chance.random() < 0.5 else {})
+
+
 def random_case(seed: int, world_size: int) -> dict[str, Any]:
     """Choose where memory runs out: in a few passages of some phases, on one, some or all ranks."""
     chance = random.Random(seed)
@@ -262,7 +363,8 @@ def main(folder: Path) -> None:
     """Do every case of ``cases.json``, and write what came of each, a line at a time."""
     with joined() as ranks, (folder / f"rank-{ranks.rank}.jsonl").open("w") as file:
         for case in json.loads((folder / "cases.json").read_text()):
-            file.write(json.dumps(judge(ranks, case) if "failing" in case else train(ranks, case)) + "\n")
+            work = judge if "failing" in case else train_in_half if "half_for" in case else train
+            file.write(json.dumps(work(ranks, case)) + "\n")
             file.flush()
 
 

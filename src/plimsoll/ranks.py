@@ -72,29 +72,44 @@ class Ranks:
         self.timeout_seconds = timeout_seconds
         self._store = store
         self._group = None if self.is_alone else dist.new_group(backend="gloo", timeout=_duration(timeout_seconds))
-        self._flag = None if self.is_alone else torch.zeros(1, dtype=torch.int32)
+        self._told = None if self.is_alone else torch.zeros(3, dtype=torch.int64)
 
     @property
     def is_alone(self) -> bool:
         """Whether there is nobody to agree with."""
         return self.world_size == 1
 
-    def agree(self, flag: bool) -> bool:
-        """Return whether ``flag`` is set on any rank; all must ask."""
-        told = self._flag
+    def agree(self, flag: bool, place: int = 0) -> bool:
+        """Return whether ``flag`` is set on any rank; all must ask.
+
+        Args:
+            flag: what this rank says.
+            place: where it asks, the same on all ranks, unless one of them sets its flag.
+
+        Raises:
+            InputError: on all ranks, if none sets its flag and they ask at different places.
+        """
+        told = self._told
         if told is None:
             return flag
-        told.fill_(flag)
+        told[0], told[1], told[2] = flag, place, -place
         self.exchange(lambda: dist.all_reduce(told, dist.ReduceOp.MAX, group=self._group))
-        return bool(told.item())
+        is_set, last, first = told.tolist()
+        if not is_set and last != -first:
+            raise InputError(
+                f"the {self.world_size} ranks are not at the same place of the model that is shared out over them: for "
+                "some samples it leaves out blocks, or parameters of them; train it without fully_shard"
+            )
+        return bool(is_set)
 
-    def require_all(self) -> None:
+    def require_all(self, place: int = 0) -> None:
         """Ask, inside of work that is done together and before it exchanges something, whether all got here.
 
         Raises:
             PeerOutOfMemory: if memory ran out on a rank that did not.
+            InputError: if they are at different places (see `agree`).
         """
-        if self.agree(False):
+        if self.agree(False, place):
             raise PeerOutOfMemory("memory ran out on another rank")
 
     def add_up(self, numbers: Tensor) -> Tensor:
@@ -142,14 +157,14 @@ class Ranks:
             self._wait_for(name)
             return None
         done = work()
-        self.exchange(lambda: self._told(name))
+        self.exchange(lambda: self._tell(name))
         return done
 
     def leave(self) -> None:
         """Let go of the connections: what still holds this object must not keep them until the interpreter ends."""
         self._group = self._store = None
 
-    def _told(self, name: str) -> None:
+    def _tell(self, name: str) -> None:
         assert self._store is not None
         self._store.set(name, "done")
 

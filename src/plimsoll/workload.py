@@ -54,6 +54,10 @@ class Sharded(Protocol):
         """Clip the gradients of all ranks together; returns their norm before."""
         ...
 
+    def agree_on_infinities(self, scaler: torch.amp.GradScaler, optimizer: Any) -> None:
+        """Let the update of what a scaler knows as its optimizer be skipped by all ranks, or by none."""
+        ...
+
 
 @dataclass(slots=True)
 class Workload:

@@ -23,6 +23,30 @@ def test_alone_is_one_of_one_and_agrees_with_itself():
     ranks.require_all()
 
 
+class AtOtherPlace:
+    """An all-reduce in which the other rank is at a place, or has set its flag."""
+
+    def __init__(self, place: int, is_set: bool = False) -> None:
+        self.numbers = torch.tensor([is_set, place, -place])
+
+    def __call__(self, told: torch.Tensor, *_: object, **__: object) -> None:
+        torch.maximum(told, self.numbers, out=told)
+
+
+def test_ranks_at_different_places_are_told_so_unless_memory_has_run_out(monkeypatch: pytest.MonkeyPatch):
+    ranks = Ranks()
+    ranks.world_size, ranks._told = 2, torch.zeros(3, dtype=torch.int64)
+    monkeypatch.setattr("torch.distributed.all_reduce", AtOtherPlace(7))
+    ranks.require_all(7)
+    for place in (0, 6, 8):
+        with pytest.raises(InputError, match="the 2 ranks are not at the same place of the model"):
+            ranks.require_all(place)
+    assert ranks.agree(True, place=0)
+    monkeypatch.setattr("torch.distributed.all_reduce", AtOtherPlace(0, is_set=True))
+    with pytest.raises(PeerOutOfMemory):
+        ranks.require_all(8)
+
+
 def test_who_is_not_started_as_one_of_several_is_alone(monkeypatch: pytest.MonkeyPatch):
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)

@@ -33,6 +33,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as write_shards
 
 from plimsoll.device.base import Backend, backend_for
 from plimsoll.errors import CheckpointError, OutputError
+from plimsoll.outside import copier_of
 from plimsoll.ranks import Ranks
 from plimsoll.records.base import sync, write_atomically
 from plimsoll.records.run import OomEvent
@@ -148,10 +149,13 @@ def _read_shards(saved: Checkpoint, workload: Workload) -> None:
             "model): go on with the model that it was written for, or start anew in another --out"
         )
     optimizer.state.clear()
+    copied = copier_of(optimizer) or Tensor.detach  # where its states are, if that is not the device
     for name, parameter in parameters.items():
         for key, size in _states_in(known, name):
             is_part = tuple(size) == shape_of_whole(workload, name)
-            optimizer.state[parameter][key] = torch.zeros_like(parameter) if is_part else torch.zeros(tuple(size))
+            optimizer.state[parameter][key] = (
+                copied(torch.zeros_like(parameter)) if is_part else torch.zeros(tuple(size))
+            )
     tensors = _rows_of(workload)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # which is meant so, in one process
@@ -187,7 +191,8 @@ def _read_whole(folder: Path, sharded: ShardedTraining, optimizer: torch.optim.O
             shape = sharded.shapes[names[id(parameter)]]
             for key, value in states["state"].get(number, {}).items():
                 rows = sharded.rows_of(value) if isinstance(value, Tensor) and value.shape == shape else value
-                optimizer.state[parameter][key] = rows.clone() if isinstance(rows, Tensor) else rows
+                copied = copier_of(optimizer) if rows is not value else None
+                optimizer.state[parameter][key] = (copied or Tensor.clone)(rows) if isinstance(rows, Tensor) else rows
         group.update({key: value for key, value in settings.items() if key != "params"})
 
 

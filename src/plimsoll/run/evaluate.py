@@ -28,7 +28,7 @@ from plimsoll.ranks import PeerOutOfMemory
 from plimsoll.records.run import OomEvent
 from plimsoll.run.boundary import Position
 from plimsoll.run.failpoints import failpoint
-from plimsoll.run.pieces import Shape, Spare, autocast, no_way_out, shape_of_all, weighted_pieces
+from plimsoll.run.pieces import Shape, Spare, autocast, no_way_out, parts_of_all, weighted_pieces
 from plimsoll.run.recover import Ladder, micro_batch_sizes
 from plimsoll.run.shared_buffers import share_statistics
 from plimsoll.run.together import attempt_together, told_by_all
@@ -103,15 +103,15 @@ class Evaluator:
 
     def _evaluate(self, batches: Iterable[Any], events: list[OomEvent]) -> Evaluation:
         loss_sum, num_samples, num_units = torch.zeros(1, dtype=torch.float64), 0, 0
-        spare = Spare()
         for batch in self._read(batches):
             own = self._shape_of(batch)
-            shape, num_samples_of_all = shape_of_all(own, self._ranks)
+            shape, num_samples_of_all, some_have_none = parts_of_all(own, self._ranks)
             if not num_samples_of_all and not self._ranks.is_alone:
                 break  # none has another batch
             num_samples += num_samples_of_all
             if not shape.num_units:
                 continue  # nothing in it has a target
+            spare = Spare(self._workload, is_lent=some_have_none)
             loss_sum += self._loss_of(batch, own, shape, events, spare) * shape.num_units
             num_units += shape.num_units
         if not num_units:

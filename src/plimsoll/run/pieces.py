@@ -6,11 +6,11 @@ Does NOT decide how large the pieces are: see `plimsoll.run.recover`.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 
-from plimsoll.errors import InputError
 from plimsoll.ranks import Ranks
 from plimsoll.records.run import OomEvent
 from plimsoll.techniques._lengths import Group, elements_of_full_length, groups_by_length, trimmed
@@ -21,6 +21,7 @@ from plimsoll.workload import (
     batch_size_of,
     count_elements,
     count_units,
+    move_batch,
     pick_samples,
     split_batch,
 )
@@ -58,15 +59,25 @@ def shape_of(batch: Any, workload: Workload) -> Shape:
     return Shape(num_samples, num_units, count_elements(batch) / num_samples)
 
 
-def shape_of_all(shape: Shape, ranks: Ranks) -> tuple[Shape, int]:
-    """Return what decides on all ranks how the batch is cut, and the samples of all their parts together.
+class Parts(NamedTuple):
+    """The parts of a batch that all ranks have: what decides how they are cut, and their samples together.
 
-    The units are those of all parts, and samples and elements those of the rank that has most.
+    The units of ``shape`` are those of all parts, samples and elements those of the rank that has most. Some ranks may
+    have no target at all, because there are fewer samples than ranks.
     """
+
+    shape: Shape
+    num_samples: int
+    some_have_none: bool
+
+
+def parts_of_all(shape: Shape, ranks: Ranks) -> Parts:
+    """Return what the ranks have together, of whom this one has a part of this shape."""
     if ranks.is_alone:
-        return shape, shape.num_samples
+        return Parts(shape, shape.num_samples, some_have_none=False)
     samples, units, elements = zip(*ranks.each(shape), strict=True)
-    return Shape(int(max(samples)), int(sum(units)), max(elements)), int(sum(samples))
+    whole = Shape(int(max(samples)), int(sum(units)), max(elements))
+    return Parts(whole, int(sum(samples)), some_have_none=not all(units))
 
 
 def weighted_pieces(
@@ -99,31 +110,50 @@ def weighted_pieces(
 class Spare:
     """A sample to compute with where a rank has nothing left to do, and the others need it: it counts for nothing.
 
-    Blocks that are shared out over the ranks are gathered by all of them, or by none.
+    Blocks that are shared out over the ranks are gathered by all of them, or by none. A rank that has no target in its
+    part of the batch computes with a sample of another.
+
+    Args:
+        workload: its ranks, and what its loss averages over; a sample without any has no loss.
+        is_lent: whether some rank has none of its own.
     """
 
-    def __init__(self) -> None:
-        self._piece: Any = None
+    def __init__(self, workload: Workload, is_lent: bool) -> None:
+        self._ranks, self._units, self._is_lent = workload.ranks, workload.units, is_lent
+        self._is_told = workload.cuts_by_length
 
     def filled(self, pieces: Iterator[Piece], num_pieces: int) -> Iterator[Piece]:
-        """Yield the pieces, and then the spare sample until there were so many.
+        """Yield the pieces, and then the spare sample until there were as many as on the rank that has most.
+
+        All ranks must ask for it. So many are ``num_pieces``, or, where samples of alike length are together, fewer.
 
         Raises:
-            InputError: if this rank has had no sample yet.
+            PeerOutOfMemory: if memory ran out on another rank before it could lend one.
         """
-        num_done = 0
-        for piece in pieces:
-            if self._piece is None:
-                self._piece = pick_samples(piece.batch, [0])
+        if self._is_told:
+            pieces = iter(all_pieces := list(pieces))
+            self._ranks.require_all()
+            num_pieces = int(max(number for (number,) in self._ranks.each([len(all_pieces)])))
+        first = next(pieces, None)
+        own = None if first is None else self._with_target(first.batch)
+        spare = self._lent(own) if self._is_lent else own
+        for piece in chain(() if first is None else (first,), pieces):
             yield piece
-            num_done += 1
-        for _ in range(num_done, num_pieces):
-            if self._piece is None:
-                raise InputError(
-                    f"a rank has no sample of the first batch, in which another one has {num_pieces} pieces: give a "
-                    "first batch with a sample, and a target in it, for each rank"
-                )
-            yield Piece(self._piece, 0.0, ())
+            num_pieces -= 1
+        for _ in range(num_pieces):
+            yield Piece(spare, 0.0, ())
+
+    def _lent(self, own: Any) -> Any:
+        """A sample of the first rank that has one, for those that have none."""
+        here = None if own is None else move_batch(own, torch.device("cpu"))
+        self._ranks.require_all()
+        every = self._ranks.gather(here)
+        return next(one for one in every if one is not None) if own is None else own
+
+    def _with_target(self, piece: Any) -> Any:
+        """The first sample that the loss is defined for; the whole piece has one."""
+        each = (pick_samples(piece, [number]) for number in range(batch_size_of(piece)))
+        return next((one for one in each if count_units(one, self._units)), piece)
 
 
 def _weighted_groups(batch: Any, groups: list[Group], shape: Shape, units: Units, num_units: int) -> Iterator[Piece]:

@@ -1,8 +1,8 @@
 """One of several ranks in a rehearsal: the others need not be there, nor their machines.
 
 The code that runs is that of a real rank; what it exchanges goes to torch's fake process group, which answers at once
-and moves nothing. So numbers that are added up are those of this rank alone, and what an exchange makes of tensors
-without memory is what a real one makes: the same tensors.
+and moves nothing. So numbers that are added up are those of this rank alone, the others have what it has where values
+are gathered, and what an exchange makes of tensors without memory is what a real one makes: the same tensors.
 
 Covers one process that stands for the rank with most samples of each batch, rank 0. Does NOT cover the seconds that an
 exchange takes, nor a process that has already met others.
@@ -52,6 +52,7 @@ def rehearsed_ranks(world_size: int) -> Iterator[Ranks]:
     try:
         ranks = Ranks()
         ranks.world_size = world_size  # its exchanges are those of the default group, which is the fake one
+        ranks.gather = lambda value: [value] * world_size  # type: ignore[method-assign]  # fakes cannot be pickled
         yield ranks
     finally:
         dist.destroy_process_group()

@@ -57,7 +57,7 @@ from plimsoll.run.evaluate import Evaluation, Evaluator
 from plimsoll.run.failpoints import failpoint
 from plimsoll.run.graphs import GraphWatch
 from plimsoll.run.outcome import Outcome, StepResult, note
-from plimsoll.run.pieces import NOTHING, Shape, Spare, autocast, no_way_out, shape_of, shape_of_all, weighted_pieces
+from plimsoll.run.pieces import NOTHING, Shape, Spare, autocast, no_way_out, parts_of_all, shape_of, weighted_pieces
 from plimsoll.run.recover import Ladder, Size, state_after_death
 from plimsoll.run.reduction import Reduction
 from plimsoll.run.rungs import Rungs, after_oom, ladder_of
@@ -149,7 +149,7 @@ class TrainStep:
         self._commit = StepCommit(optimizer, self.backend, self.position, ranks=self.ranks)
         self._reduction = None if self.ranks.is_alone else Reduction(self.ranks, self._all_parameters())
         self._early: EarlyUpdate | None = None
-        self._spare = Spare()
+        self._spare = Spare(self.workload, is_lent=False)
         self.graphs = GraphWatch(self.workload, self.backend)
         self._evaluator = Evaluator(self.workload, self.backend, self.position, self._shape_of, grow_after)
         if micro_batch is not None or rungs:
@@ -192,7 +192,8 @@ class TrainStep:
         """
         started = time.perf_counter()
         own = self._shape_of(batch)
-        shape, num_samples = shape_of_all(own, self.ranks)
+        shape, num_samples, some_have_none = parts_of_all(own, self.ranks)
+        self._spare = Spare(self.workload, is_lent=some_have_none)
         refuse_no_target(shape, self.num_steps + 1)
         ladder = self._ladder_for(shape.num_samples)
         rung = ladder.choose(shape.elements_per_sample)
@@ -275,9 +276,19 @@ class TrainStep:
         """Take the techniques back: the model is as it was given, but for what it has learned.
 
         Where there is no room for what is off the device, that stays where it is, with a warning.
+
+        Raises:
+            OutOfMemoryError: if a model that is shared out over the ranks is not whole again on all of them.
         """
         self._commit.forget()
-        event = attempt(self._rungs.close, self.backend, self.position)
+        is_shared = self.workload.sharded is not None  # then all ranks close, and none waits for one that fails in it
+        event = (self._together if is_shared else self._alone)(self._rungs.close)
+        if isinstance(event, OomEvent) and is_shared:
+            raise OutOfMemoryError(
+                f"memory ran out while the model was put together from the parts of {self.ranks.world_size} ranks "
+                f"({event.shortage}): its checkpoints are intact; give a larger budget, or train with fewer ranks, or "
+                "with one that has room for all of it"
+            )
         if isinstance(event, OomEvent):
             warnings.warn(
                 f"memory ran out while the techniques of the plan were taken back ({event.shortage}): parameters or "
@@ -296,7 +307,7 @@ class TrainStep:
     def _run(self, batch: Any, size: Size, own: Shape, shape: Shape) -> Outcome | OomEvent:
         """Gradients, clipping and update, cut into micro-batches; after an event the caller puts everything back.
 
-        ``own`` is the shape of this rank's part, and ``shape`` that of all parts (see `shape_of_all`).
+        ``own`` is the shape of this rank's part, and ``shape`` that of all parts (see `parts_of_all`).
         """
         loss = self._together(lambda: self._gradients_at(batch, size, own, shape))
         if self._reduction is not None and not isinstance(loss, OomEvent):
@@ -328,6 +339,9 @@ class TrainStep:
             self.workload.schedule.step()
         for tidy_up in self.workload.after_step:
             tidy_up()
+
+    def _alone(self, work: Callable[[], T]) -> T | OomEvent:
+        return attempt(work, self.backend, self.position)
 
     def _together(self, work: Callable[[], T]) -> T | OomEvent:
         return attempt_together(work, self.backend, self.position, self.ranks)
@@ -399,9 +413,11 @@ class TrainStep:
         """Clip the gradients of the whole batch; returns their norm before, or ``None`` if they are not to be."""
         self.position.phase = "clip"
         failpoint("clip")
+        clip_norm, sharded = self.workload.clip_norm, self.workload.sharded
         if self._scaler is not None:
             self._scaler.unscale_(self._commit)  # type: ignore[arg-type]
-        clip_norm, sharded = self.workload.clip_norm, self.workload.sharded
+            if sharded is not None:
+                sharded.agree_on_infinities(self._scaler, self._commit)
         if clip_norm is None:
             return None
         norm = (sharded.clip(clip_norm) if sharded else clip(self._parameters, clip_norm)).item()

@@ -82,6 +82,7 @@ UNTRACED = (Heap.name, Allocator.name)
 """How memory is handed out: these change no op, so that any of them can be counted on a trace that is there."""
 
 UNOFFERED: dict[str, dict[str, Value]] = {
+    "fully_shard": {"dtype": "kept", "offload": "none"},
     "time_segments": {"kept": 0},
     "allocator": {"max_split_size_mb": 0, "roundup_power2_divisions": 0},
 }

@@ -7,15 +7,22 @@ part in the next question, so that nobody waits for it (`plimsoll.ranks.Ranks.re
 The optimizer has this rank's rows of each parameter as plain parameters, in the same memory as torch's shards: its
 update, which works number by number, is then that of plain tensors, and is done and undone as any other.
 
-Does NOT cover optimizers that look at a whole matrix, and a gradient scaler.
+With a pool these rows and their gradients lie in it, off the device; what is gathered is on the device. On CUDA the
+place is the host's memory and torch's `CPUOffloadPolicy` brings them; on a CPU it is a mapped file, of which torch
+knows nothing: there rows are exchanged for the file's, and each gradient as soon as it is added up.
+
+Does NOT cover optimizers that look at a whole matrix.
 
 Source: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html; torch 2.13's `reset_iter_state` leaves
-the gradients of gathered parameters, to which the next try would add.
+the gradients of gathered parameters, to which the next try would add. How the ranks of a `GradScaler` agree is that of
+torch's `ShardedGradScaler`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,11 +31,13 @@ from torch import Tensor, nn
 from torch.distributed import _composable_state
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import TensorMeta
 from torch.utils._python_dispatch import _disable_current_modes
 
+from plimsoll.mapped import MappedPool
 from plimsoll.ranks import Ranks
 from plimsoll.techniques._blocks import blocks_of
 from plimsoll.workload import Workload
@@ -37,14 +46,15 @@ from plimsoll.workload import Workload
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
+_ELEMENT_BITS = 44  # of a block, in an integer of 64
 _GLOO_BYTES = 2 << 20  # beside the copy; measured with 64 MiB on 2 and 4 ranks
 
 
 class _AgreedAllGather(AllGather):
-    """Gathers what all ranks have, when all of them are about to."""
+    """Gathers what all ranks have of the module with this number, when all of them are about to."""
 
-    def __init__(self, ranks: Ranks) -> None:
-        self._ranks = ranks
+    def __init__(self, ranks: Ranks, number: int) -> None:
+        self._ranks, self._number = ranks, number
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:  # type: ignore[override]
         """Take the memory before anything is agreed."""
@@ -55,15 +65,15 @@ class _AgreedAllGather(AllGather):
     ) -> Any:
         """Agree, and gather; returns what to wait for."""
         _show_room(output_tensor)
-        self._ranks.require_all()
+        self._ranks.require_all(_place(self._number, output_tensor.numel(), is_sum=False))
         return self._ranks.exchange(lambda: _all_gather(output_tensor, input_tensor, group=group, async_op=async_op))
 
 
 class _AgreedReduceScatter(ReduceScatter):
-    """Adds up gradients, each rank its own rows, when all of them are about to."""
+    """Adds up gradients of a module, each rank its own rows, when all of them are about to, of the same parameters."""
 
-    def __init__(self, ranks: Ranks) -> None:
-        self._ranks = ranks
+    def __init__(self, ranks: Ranks, number: int) -> None:
+        self._ranks, self._number = ranks, number
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:  # type: ignore[override]
         """Take the memory before anything is agreed."""
@@ -74,14 +84,45 @@ class _AgreedReduceScatter(ReduceScatter):
     ) -> Any:
         """Agree, and add up; returns what to wait for."""
         _show_room(input_tensor)
-        self._ranks.require_all()
+        self._ranks.require_all(_place(self._number, input_tensor.numel(), is_sum=True))
         return self._ranks.exchange(
             lambda: _reduce_scatter(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
         )
 
 
+def _place(number: int, num_elements: int, is_sum: bool) -> int:
+    """A number for an exchange that ranks which skip a block, or do not reach some parameters, do not have."""
+    return (2 * number + is_sum << _ELEMENT_BITS) + num_elements
+
+
 def _row_bytes(tensor: Tensor) -> int:
     return tensor.shape[1:].numel() * tensor.element_size()
+
+
+@dataclass(frozen=True, slots=True)
+class Sharding:
+    """How a model is shared out.
+
+    ``keeps_gathered``: the parameters of a block stay gathered from its forward pass to its backward pass. ``dtype`` is
+    that in which parameters are gathered and compute, ``None`` for the one they are kept in; gradients are added up in
+    fp32 either way. With ``pool`` the rows of this rank and their gradients lie in a mapped file; ``on_host`` says that
+    torch keeps them in the host's memory, for a device that is not the host.
+    """
+
+    keeps_gathered: bool
+    dtype: torch.dtype | None = None
+    pool: MappedPool | None = None
+    on_host: bool = False
+
+    def precision(self, is_block: bool) -> MixedPrecisionPolicy:
+        """What is cast: the inputs of the blocks too, but not those of the model, which has labels among them."""
+        if self.dtype is None:
+            return MixedPrecisionPolicy()
+        return MixedPrecisionPolicy(self.dtype, reduce_dtype=torch.float32, cast_forward_inputs=is_block)
+
+    def place(self, device: torch.device) -> OffloadPolicy:
+        """Where torch keeps the rows."""
+        return CPUOffloadPolicy(pin_memory=device.type == "cuda") if self.on_host else OffloadPolicy()
 
 
 class ShardedTraining:
@@ -89,44 +130,60 @@ class ShardedTraining:
 
     Args:
         workload: its model and its optimizer, which has no states yet; each rank has made the same ones.
-        keeps_gathered: keep the parameters of a block from its forward pass to its backward pass.
+        sharding: how it is shared out.
         mesh: the ranks.
     """
 
-    def __init__(self, workload: Workload, keeps_gathered: bool, mesh: DeviceMesh) -> None:
+    def __init__(self, workload: Workload, sharding: Sharding, mesh: DeviceMesh) -> None:
         self._ranks, self._model, self._optimizer = workload.ranks, workload.model, workload.optimizer
-        self._keeps_gathered, self._mesh = keeps_gathered, mesh
+        self._sharding, self._mesh, self._device, self._files = sharding, mesh, workload.device, workload.files
         self._whole = dict(self._model.named_parameters())
         self._before = _AsItWas(self._model)
+        self._in_files = {name for name, one in self._whole.items() if self._files and self._files.holds(one)}
         self.shapes = {name: parameter.shape for name, parameter in self._whole.items()}
         self.shards: dict[str, DTensor] = {}
         self.rows: dict[str, nn.Parameter] = {}
         """This rank's rows of each parameter, by its name in the model: what the optimizer has."""
 
     def shard(self) -> None:
-        """Leave this rank's rows of each parameter, and give the rest of the memory back."""
-        modules = [block for _, block in blocks_of(self._model)]
-        for module in modules:
-            fully_shard(module, mesh=self._mesh, reshard_after_forward=not self._keeps_gathered)
-        fully_shard(self._model, mesh=self._mesh, reshard_after_forward=False)
-        gather, scatter = _AgreedAllGather(self._ranks), _AgreedReduceScatter(self._ranks)
-        for module in (*modules, self._model):
-            assert isinstance(module, FSDPModule)
-            module.set_custom_all_gather(gather)
-            module.set_custom_reduce_scatter(scatter)
-            module.set_gradient_divide_factor(1.0)  # losses are weighted by the whole batch
-            module.set_force_sum_reduction_for_comms(True)
+        """Leave this rank's rows of each parameter, and give the rest of the memory back; all of it, or nothing."""
+        with ExitStack() as undo:
+            undo.callback(self._before.restore)
+            self._cut()
+            undo.pop_all()
+        self._exchange_in_optimizer({id(self._whole[name]): rows for name, rows in self.rows.items()})
+        for whole in self._whole.values():
+            whole.data = torch.empty(0, dtype=whole.dtype, device=whole.device)
+
+    def _cut(self) -> None:
+        sharding, modules = self._sharding, [block for _, block in blocks_of(self._model)]
+        for number, module in enumerate((*modules, self._model), start=1):
+            is_block = module is not self._model
+            fully_shard(
+                module, mesh=self._mesh, reshard_after_forward=is_block and not sharding.keeps_gathered,
+                mp_policy=sharding.precision(is_block), offload_policy=sharding.place(self._device),
+            )  # fmt: skip
+            self._agree_in(module, number)
+            if sharding.pool is not None:
+                _move_rows(module, sharding.pool)
         fully_shard.state(self._model)._lazy_init()  # type: ignore[attr-defined]  # else `reset` works after a pass only
         self.shards = {name: one for name, one in self._model.named_parameters() if isinstance(one, DTensor)}
         for name, shard in self.shards.items():
+            if sharding.pool is not None and shard.requires_grad:
+                shard.register_post_accumulate_grad_hook(_GradientMover(sharding.pool))  # type: ignore[no-untyped-call]
             rows = nn.Parameter(shard.to_local().detach(), requires_grad=shard.requires_grad)
             rows.is_part = True  # type: ignore[attr-defined]  # of a parameter: `plimsoll.run.reduction` leaves it out
             # Those of the rank that has most: the update is cut alike on all of them.
             rows.cut_bytes = -(-shard.shape[0] // shard.device_mesh.size()) * _row_bytes(shard)  # type: ignore[attr-defined]
             self.rows[name] = rows
-        self._exchange_in_optimizer({id(self._whole[name]): rows for name, rows in self.rows.items()})
-        for whole in self._whole.values():
-            whole.data = torch.empty(0, dtype=whole.dtype, device=whole.device)
+
+    def _agree_in(self, module: nn.Module, number: int) -> None:
+        """Let all ranks agree before each exchange of the module with this number."""
+        assert isinstance(module, FSDPModule)
+        module.set_custom_all_gather(_AgreedAllGather(self._ranks, number))
+        module.set_custom_reduce_scatter(_AgreedReduceScatter(self._ranks, number))
+        module.set_gradient_divide_factor(1.0)  # losses are weighted by the whole batch
+        module.set_force_sum_reduction_for_comms(True)
 
     def hand_over(self) -> None:
         """Give the gradients that torch has added up to the optimizer's parameters; those of all passes are there."""
@@ -158,18 +215,42 @@ class ShardedTraining:
         nn.utils.clip_grads_with_norm_(self.rows.values(), clip_norm, norm)
         return norm
 
+    def agree_on_infinities(self, scaler: torch.amp.GradScaler, optimizer: Any) -> None:
+        """Let the update be skipped on all ranks where the rows of one have an infinite gradient.
+
+        Args:
+            scaler: it has unscaled the gradients of ``optimizer`` on this rank.
+            optimizer: what it knows as the optimizer.
+
+        Raises:
+            PeerOutOfMemory: if memory ran out on another rank before it knew.
+        """
+        found = list(scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values())
+        is_infinite = any(bool(one.item()) for one in found)
+        self._ranks.require_all()
+        if self._ranks.agree(is_infinite):
+            for one in found:
+                one.fill_(1.0)
+
     def gather(self) -> None:
-        """Put the whole model and the optimizer's states back, as one process has them.
+        """Put the whole model and the optimizer's states back, as one process has them; all of it, or nothing.
 
         Raises:
             PeerOutOfMemory: if memory ran out on another rank.
         """
-        for name, shard in self.shards.items():
-            self._whole[name].data = self.whole_of(shard.to_local(), self.shapes[name])
+        wholes = {
+            name: self.whole_of(rows, self.shapes[name], name in self._in_files) for name, rows in self.rows.items()
+        }
+        states = {
+            name: self.whole_state(self._optimizer.state[rows], rows, self.shapes[name])
+            for name, rows in self.rows.items()
+            if rows in self._optimizer.state
+        }
         for name, rows in self.rows.items():
-            state = self._optimizer.state.pop(rows, None)
-            if state is not None:
-                self._optimizer.state[self._whole[name]] = self.whole_state(state, rows, self.shapes[name])
+            self._whole[name].data = wholes[name]
+            self._optimizer.state.pop(rows, None)
+            if name in states:
+                self._optimizer.state[self._whole[name]] = states[name]
         self._exchange_in_optimizer({id(rows): self._whole[name] for name, rows in self.rows.items()})
         self._before.restore()
 
@@ -181,14 +262,20 @@ class ShardedTraining:
         }
 
     @torch.no_grad()
-    def whole_of(self, rows: Tensor, shape: torch.Size) -> Tensor:
-        """Gather the rows that each rank has of a tensor of this shape, as `torch.chunk` has cut them."""
-        world_size = self._ranks.world_size
+    def whole_of(self, rows: Tensor, shape: torch.Size, in_files: bool = False) -> Tensor:
+        """Gather the rows that each rank has of a tensor of this shape, as `torch.chunk` has cut them.
+
+        They come to the device, or to the workload's files.
+        """
+        world_size, device = self._ranks.world_size, self._device
         size = (-(-shape[0] // world_size), *shape[1:])
-        own = torch.zeros(size, dtype=rows.dtype, device=rows.device)
+        own = torch.zeros(size, dtype=rows.dtype, device=device)
         own[: rows.shape[0]] = rows
-        every = torch.empty((size[0] * world_size, *size[1:]), dtype=rows.dtype, device=rows.device)
-        whole = torch.empty(shape, dtype=rows.dtype, device=rows.device)
+        every = torch.empty((size[0] * world_size, *size[1:]), dtype=rows.dtype, device=device)
+        whole = every[: shape[0]] if in_files else torch.empty(shape, dtype=rows.dtype, device=device)
+        if in_files:
+            assert self._files is not None
+            whole = self._files.empty_like(whole)
         _show_room(every)
         self._ranks.require_all()
         _all_gather(every, own, group=self._mesh.get_group())
@@ -202,10 +289,10 @@ class ShardedTraining:
 
     def as_part(self, name: str, rows: Tensor) -> DTensor:
         """Return rows of this rank (a parameter's, or those of its state) as torch's part of a larger tensor."""
-        whole = torch.empty(self.shapes[name], device="meta")
-        return DTensor.from_local(
-            rows, self._mesh, self.shards[name].placements, run_check=False, shape=whole.shape, stride=whole.stride()
-        )
+        spec = self.shards[name]._spec
+        meta = TensorMeta(spec.shape, spec.stride, rows.dtype)
+        # `from_local` would copy what is on the host to the device, and what is read into the copy would be lost.
+        return DTensor(rows, replace(spec, tensor_meta=meta), requires_grad=False)  # type: ignore[no-untyped-call]
 
     def rows_of(self, whole: Tensor) -> Tensor:
         """Return this rank's rows of a tensor, a view."""
@@ -220,6 +307,31 @@ class ShardedTraining:
     def _exchange_in_optimizer(self, others: dict[int, nn.Parameter]) -> None:
         for group in self._optimizer.param_groups:
             group["params"] = [others.get(id(parameter), parameter) for parameter in group["params"]]
+
+
+class _GradientMover:
+    """Moves a gradient to where its parameter is, when it has been added up over the ranks; later ones add to it."""
+
+    def __init__(self, pool: MappedPool) -> None:
+        self._pool = pool
+
+    def __call__(self, shard: Tensor) -> None:
+        gradient = shard.grad
+        assert isinstance(gradient, DTensor)
+        if not self._pool.holds(gradient._local_tensor):
+            gradient._local_tensor = self._pool.copy_of(gradient._local_tensor)
+
+
+def _move_rows(module: nn.Module, pool: MappedPool) -> None:
+    """Exchange the memory of a module's rows for that of a pool; torch pads them to those of the rank that has most."""
+    state = fully_shard.state(module)  # type: ignore[attr-defined]
+    groups: Iterable[Any] = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # before torch 2.12
+    for group in groups:
+        for one in group.fsdp_params if group is not None else ():
+            padded = pool.copy_of(one._sharded_param_data)
+            rows = one.sharded_param._local_tensor
+            one._sharded_param_data = padded
+            one.sharded_param._local_tensor = padded.view(one.padded_sharded_param_size).narrow(0, 0, rows.shape[0])
 
 
 def _show_room(gathered: Tensor) -> None:

@@ -1,40 +1,53 @@
 """Each rank keeps its rows of the parameters, gradients and optimizer states; blocks are gathered when they compute.
 
-    Choice(technique="fully_shard", options={"gathered": "once"})        or "twice"
+    Choice(technique="fully_shard", options={"gathered": "once"})                          or "twice"
+    Choice(technique="fully_shard", options={"gathered": "twice", "dtype": "bf16"})        in a job of that precision
+    Choice(technique="fully_shard", options={"gathered": "twice", "offload": "disk"})      or "host", on CUDA
 
 torch's FSDP2 (`fully_shard`, https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html) on every repeated
 block, and on what is left of the model. With ``once`` the parameters of a block stay gathered from its forward pass to
 its backward pass, with ``twice`` they are let go in between and gathered again: more is exchanged, and no more than
 two blocks are whole at a time. Gradients are added up block by block inside backward, and each rank updates its rows.
 
+With ``dtype``, which is the precision of the job, parameters are gathered in it, and gradients are added up in fp32 and
+update fp32 parameters (`MixedPrecisionPolicy`). Autocast stays, and says as before what computes in fp32; it finds the
+weights of matrix products in the dtype it would make copies of them in. With ``offload`` the rows of this rank, their
+gradients and the optimizer's states lie off the device: in a mapped file for a CPU (see `plimsoll.mapped`), in the
+host's memory for CUDA, where the update then runs on the host.
+
 Memory that runs out on one rank undoes the step on all of them (`techniques._sharded`).
 
-Numerics: the same mathematics; sums over ranks are in another order than in one process. Does NOT cover offload to the
-host, gathering in bfloat16 (parameters are gathered as they are kept, and autocast), the gradient scaler of fp16,
-optimizers that look at more than one number at a time, and a model too large to be built by each rank at the start.
+Numerics: the same mathematics; sums over ranks are in another order than in one process. With ``dtype`` embeddings,
+norms and the inputs of blocks are rounded to it as well, which autocast leaves as they are. Does NOT cover optimizers
+that look at more than one number at a time, weights that two blocks share, and a model too large to be built by each
+rank at the start (with ``offload=disk`` it is built in files). Has NOT been run on CUDA.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import ClassVar
+from contextlib import ExitStack, contextmanager
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from plimsoll.errors import InputError
-from plimsoll.records.plan import Choice, Numerics
+from plimsoll.mapped import MappedPool
+from plimsoll.records.plan import Choice, Numerics, Value
 from plimsoll.records.trace import Category
 from plimsoll.techniques._base import Choices, Setting
 from plimsoll.techniques._blocks import blocks_of
+from plimsoll.techniques.optimizer_offload import PLACES, OptimizerOffload
 from plimsoll.workload import Workload
 
 _GATHERED = ("once", "twice")
+_HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _BY_NUMBER = ("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD")
-_TOGETHER = frozenset(
-    {"micro_batch", "autocast", "attention", "checkpointing", "activation_offload", "evaluation", "heap", "allocator",
-     "optimizer_kernel"}
+TOGETHER = frozenset(
+    {"micro_batch", "by_length", "autocast", "attention", "checkpointing", "activation_offload", "evaluation", "heap",
+     "allocator", "optimizer_kernel", OptimizerOffload.name}
 )  # fmt: skip
 
 
@@ -49,21 +62,29 @@ class FullyShard:
     may_be_faster: ClassVar[bool] = False
 
     def menu(self, workload: Workload, setting: Setting) -> Choices | str:
-        """Gathered once, or twice."""
+        """Gathered once, or twice; in the job's half precision where it has one; off the device as well."""
         reason = _why_not(workload, setting)
         if reason is not None:
             return reason
-        return tuple(Choice(technique=self.name, options={"gathered": gathered}) for gathered in _GATHERED)
+        off_device: dict[str, Value] = {"gathered": "twice", "offload": PLACES[setting.device]}
+        ways: tuple[dict[str, Value], ...] = ({"gathered": "once"}, {"gathered": "twice"}, off_device)
+        precisions = ("fp32", "bf16") if setting.precision == "auto" else (workload.precision,)
+        return tuple(
+            Choice(technique=self.name, options=way | ({"dtype": precision} if precision in _HALVES else {}))
+            for precision in precisions
+            for way in ways
+        )
 
     def conflicts(self, choice: Choice, others: Choices, workload: Workload, setting: Setting) -> str | None:
         """There must be several ranks, and nothing else that moves or replaces parameters."""
-        gathered = str(choice.options["gathered"])
-        if gathered not in _GATHERED:
-            return f"gathered is {gathered!r}: give once or twice"
-        strange = [other.technique for other in others if other.technique not in _TOGETHER]
+        strange = [other.technique for other in others if other.technique not in TOGETHER]
         if strange:
             return f"{strange[0]} works on whole parameters, and each rank has some rows of them"
-        return _why_not(workload, setting)
+        if choice.options.get("offload", "none") != "none" and any(
+            other.technique == OptimizerOffload.name for other in others
+        ):
+            return "with offload the optimizer's states are off the device already: leave optimizer_offload out"
+        return _odd_option(choice, others, workload, setting) or _why_not(workload, setting)
 
     @contextmanager
     def install(self, workload: Workload, choice: Choice) -> Iterator[None]:
@@ -73,17 +94,49 @@ class FullyShard:
                 f"{choice} shares a model out over the ranks, and this training has 1: start several with --nproc, or "
                 "leave it out"
             )
-        from plimsoll.techniques._sharded import ShardedTraining, mesh_of
+        from plimsoll.techniques._sharded import ShardedTraining, Sharding, mesh_of
 
-        sharded = ShardedTraining(workload, choice.options["gathered"] == "once", mesh_of(workload))
-        sharded.shard()
-        workload.sharded = sharded
-        try:
+        place = choice.options.get("offload")
+        sharding = Sharding(
+            keeps_gathered=choice.options["gathered"] == "once",
+            dtype=_HALVES.get(str(choice.options.get("dtype"))),
+            pool=(workload.files or MappedPool()) if place == "disk" else None,
+            on_host=place == "host",
+        )
+        sharded = ShardedTraining(workload, sharding, mesh_of(workload))
+        with ExitStack() as stack:
+            sharded.shard()
+            workload.sharded = sharded
+            stack.callback(_gather, workload, sharded)
+            if place == "disk":  # on the host they are made where the rows are
+                states = Choice(technique=OptimizerOffload.name, options={"to": place})
+                stack.enter_context(OptimizerOffload().install(workload, states))
             yield
-        finally:
-            workload.sharded = None
-            if dist.is_initialized():  # else the others are gone, and the training with them
-                sharded.gather()
+
+
+def _gather(workload: Workload, sharded: Any) -> None:
+    """Make the model whole; where memory runs out it stays shared out, and can be saved so."""
+    if dist.is_initialized():  # else the others are gone, and the training with them
+        sharded.gather()
+    workload.sharded = None
+
+
+def _odd_option(choice: Choice, others: Choices, workload: Workload, setting: Setting) -> str | None:
+    gathered, place, dtype = (choice.options.get(name) for name in ("gathered", "offload", "dtype"))
+    if gathered not in _GATHERED:
+        return f"gathered is {gathered!r}: give once or twice"
+    if place not in (None, "none", PLACES[setting.device]):
+        return f"offload is {place!r}: on {setting.device} give {PLACES[setting.device]}, or none"
+    if dtype not in (None, "kept", *_HALVES):
+        return f"dtype is {dtype!r}: give bf16, fp16 or kept"
+    cast_to = {
+        setting.precision,
+        workload.precision,
+        *(one.options["dtype"] for one in others if one.technique == "autocast"),
+    }
+    if dtype in _HALVES and dtype not in cast_to:
+        return f"parameters are gathered in {dtype} where the job computes in it: say `precision: {dtype}`"
+    return None
 
 
 def _why_not(workload: Workload, setting: Setting) -> str | None:
@@ -91,11 +144,35 @@ def _why_not(workload: Workload, setting: Setting) -> str | None:
         return "it shares a model out over several ranks, and the job has 1 (`ranks`)"
     if not blocks_of(workload.model):
         return "the model has no repeated blocks, one of which could be whole at a time"
-    if workload.precision == "fp16" or setting.precision == "fp16":
-        return "the scaler of fp16 looks at all gradients: use precision bf16"
     kind = type(workload.optimizer)
     if kind.__name__ not in _BY_NUMBER or getattr(torch.optim, kind.__name__, None) is not kind:
         return f"each rank updates rows of a parameter, and {kind.__name__} may look at more than one number at a time"
     if workload.optimizer.state:
         return f"the optimizer has states of {len(workload.optimizer.state)} parameters already: start a new training"
+    return _fault_of(workload.model)
+
+
+def _fault_of(model: nn.Module) -> str | None:
+    """What torch's FSDP2 cannot share out, said before it is tried."""
+    scalars = [name for name, one in model.named_parameters() if one.ndim == 0]
+    if scalars:
+        return f"{scalars[0]} is a single number and has no rows: make it a tensor of shape [1]"
+    owner: dict[int, str] = {}
+    for name, block in blocks_of(model):
+        for parameter in block.parameters():
+            if owner.setdefault(id(parameter), name) != name:
+                return f"{owner[id(parameter)]} and {name} share a weight, and each block is gathered by itself"
+    inside = {id(one) for _, block in blocks_of(model) for module in block.modules() for one in _own(module)}
+    outside = {id(one) for module in _outside_blocks(model) for one in _own(module)}
+    if inside & outside:
+        return "a block shares a weight with what is in none, and each block is gathered by itself"
     return None
+
+
+def _own(module: nn.Module) -> Iterator[nn.Parameter]:
+    return module.parameters(recurse=False)
+
+
+def _outside_blocks(model: nn.Module) -> list[nn.Module]:
+    within = {id(module) for _, block in blocks_of(model) for module in block.modules()}
+    return [module for module in model.modules() if id(module) not in within]

@@ -34,7 +34,8 @@ from plimsoll.techniques._base import Choices, Setting
 from plimsoll.techniques._pinned import PinnedPool
 from plimsoll.workload import Workload, resident_bytes
 
-_PLACES = {"cpu": "disk", "cuda": "host"}
+PLACES = {"cpu": "disk", "cuda": "host"}
+"""Where there is memory that a device's budget does not count."""
 
 
 class Pool(Protocol):
@@ -63,11 +64,11 @@ class OptimizerOffload:
         """All states to the one place there is for the device."""
         if resident_bytes(workload.model, workload.optimizer)["optimizer_states"] == 0:
             return f"{type(workload.optimizer).__name__} as it is set up keeps no states"
-        return (Choice(technique=self.name, options={"to": _PLACES[setting.device]}),)
+        return (Choice(technique=self.name, options={"to": PLACES[setting.device]}),)
 
     def conflicts(self, choice: Choice, others: Choices, workload: Workload, setting: Setting) -> str | None:
         """The place must be one that the device does not count."""
-        place = _PLACES[setting.device]
+        place = PLACES[setting.device]
         if choice.options.get("to") != place:
             return (
                 f"on {setting.device} states go to `{place}` and not to `{choice.options.get('to')}`: give to={place}"

@@ -84,9 +84,15 @@ class ParameterOffload:
 def builds_in_files(choices: Iterable[Choice]) -> bool:
     """Whether a training on the CPU with these choices is to build its model in files: memory may not hold it.
 
-    A frozen model in codes is: its codes are made of the files, tensor by tensor, and the rest of it stays there.
+    A frozen model in codes is: its codes are made of the files, tensor by tensor, and the rest of it stays there. So is
+    one whose shards are off the device: each rank builds all of it, and keeps its rows.
     """
-    return any(choice.technique == ParameterOffload.name or choice.options.get("base") in CODECS for choice in choices)
+    return any(
+        choice.technique == ParameterOffload.name
+        or choice.options.get("base") in CODECS
+        or choice.options.get("offload") == "disk"
+        for choice in choices
+    )
 
 
 class _Mover:

@@ -12,7 +12,7 @@ from plimsoll.errors import CheckpointError, OutputError
 from plimsoll.ranks import Ranks
 from plimsoll.run import checkpoint, checkpoint_sharded
 from plimsoll.run.rehearsed_ranks import joined_alone
-from plimsoll.techniques._sharded import ShardedTraining, mesh_of
+from plimsoll.techniques._sharded import ShardedTraining, Sharding, mesh_of
 from plimsoll.workload import Workload
 
 MARKS = {"job": "of the test"}
@@ -27,7 +27,7 @@ def trained() -> Iterator[Workload]:
     """One rank, alone, after a step in shards."""
     workload = workload_of(stacked_model())
     with joined_alone():
-        sharded = ShardedTraining(workload, keeps_gathered=True, mesh=mesh_of(workload))
+        sharded = ShardedTraining(workload, Sharding(keeps_gathered=True), mesh_of(workload))
         sharded.shard()
         workload.sharded = sharded
         loss_of(workload.model, batch_of(0)).backward()

@@ -1,10 +1,13 @@
 """A batch in pieces: the shares add up, and a piece without a target is left out."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from plimsoll.ranks import Ranks
 from plimsoll.records.run import OomEvent
-from plimsoll.run.pieces import Shape, no_way_out, weighted_pieces
+from plimsoll.run.pieces import Piece, Shape, Spare, no_way_out, weighted_pieces
 from plimsoll.techniques._whole import Reason
 from plimsoll.workload import Workload, model_loss
 
@@ -19,6 +22,40 @@ def test_a_piece_weighs_what_it_has_of_the_units(micro_batch, shares):
     pieces = list(weighted_pieces({"labels": LABELS}, micro_batch, SHAPE, WORKLOAD))
     assert [piece.share for piece in pieces] == shares
     assert torch.cat([piece.batch["labels"] for piece in pieces]).ne(-100).sum() == 3
+
+
+class Lending(Ranks):
+    """One of two, of which the other has this sample."""
+
+    def __init__(self, other: object) -> None:
+        super().__init__()
+        self.world_size, self.other = 2, other
+
+    def gather(self, value):
+        return [value, self.other]
+
+    def each(self, numbers):
+        return [numbers, [3.0]]
+
+
+def labels_of(spare: Spare, pieces: list[Piece]) -> list[tuple[list[list[int]], float]]:
+    return [(one.batch["labels"].tolist(), one.share) for one in spare.filled(iter(pieces), 2)]
+
+
+def test_what_is_left_to_do_is_done_with_a_sample_that_has_a_target_and_counts_for_nothing():
+    whole = Piece({"labels": LABELS[1:]}, 1.0, range(2))
+    own = Spare(WORKLOAD, is_lent=False)
+    assert labels_of(own, [whole]) == [([[-100, -100], [1, -100]], 1.0), ([[1, -100]], 0.0)]
+    assert len(labels_of(own, [whole, whole])) == 2
+    lent = {"labels": LABELS[:1]}
+    assert labels_of(Spare(replace(WORKLOAD, ranks=Lending(lent)), is_lent=True), []) == [([[1, 1]], 0.0)] * 2
+    lender = Spare(replace(WORKLOAD, ranks=Lending(None)), is_lent=True)
+    assert labels_of(lender, [whole])[1] == ([[1, -100]], 0.0)
+
+
+def test_where_lengths_decide_the_rank_with_most_pieces_says_how_many():
+    own = Spare(replace(WORKLOAD, cuts_by_length=True, ranks=Lending(None)), is_lent=False)
+    assert [one.share for one in own.filled(iter([Piece({"labels": LABELS}, 1.0, range(3))]), 9)] == [1.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize(

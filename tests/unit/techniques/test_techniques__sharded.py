@@ -5,9 +5,15 @@ from collections.abc import Iterator
 import pytest
 import torch
 from tests.ranks_program import batch_of, loss_of, stacked_model
+from torch.distributed.fsdp import fully_shard
 
+from plimsoll.mapped import MappedPool
+from plimsoll.outside import keeps_states_outside
+from plimsoll.records.plan import Choice
+from plimsoll.run.failpoints import exhaust_memory
 from plimsoll.run.rehearsed_ranks import joined_alone, rehearsed_ranks
-from plimsoll.techniques._sharded import ShardedTraining, mesh_of
+from plimsoll.techniques import _sharded, installed
+from plimsoll.techniques._sharded import ShardedTraining, Sharding, mesh_of
 from plimsoll.workload import Workload
 
 
@@ -20,7 +26,7 @@ def workload() -> Workload:
 @pytest.fixture
 def sharded(workload: Workload) -> Iterator[ShardedTraining]:
     with joined_alone():
-        sharded = ShardedTraining(workload, keeps_gathered=False, mesh=mesh_of(workload))
+        sharded = ShardedTraining(workload, Sharding(keeps_gathered=False), mesh_of(workload))
         sharded.shard()
         yield sharded
 
@@ -77,7 +83,7 @@ def test_model_and_optimizer_come_back_as_they_were_but_for_what_they_learned(wo
     plain.step()
     with joined_alone():
         for _ in range(2):  # torch's classes are off again, so it can be done again
-            sharded = ShardedTraining(workload, keeps_gathered=True, mesh=mesh_of(workload))
+            sharded = ShardedTraining(workload, Sharding(keeps_gathered=True), mesh_of(workload))
             sharded.shard()
             if not workload.optimizer.state:
                 gradients(workload)
@@ -99,7 +105,7 @@ def test_model_and_optimizer_come_back_as_they_were_but_for_what_they_learned(wo
 def test_rows_are_cut_as_torch_cuts_them(workload):
     with rehearsed_ranks(4) as ranks:
         workload.ranks = ranks
-        sharded = ShardedTraining(workload, keeps_gathered=False, mesh=mesh_of(workload))
+        sharded = ShardedTraining(workload, Sharding(keeps_gathered=False), mesh_of(workload))
         whole = {name: parameter.detach().clone() for name, parameter in workload.model.named_parameters()}
         sharded.shard()
         for name, rows in sharded.rows.items():
@@ -108,3 +114,65 @@ def test_rows_are_cut_as_torch_cuts_them(workload):
         ranks.rank = 3
         assert sharded.rows_of(torch.arange(3)).numel() == 0
         assert sharded.rows_of(torch.arange(19)).tolist() == [15, 16, 17, 18]
+
+
+def test_rows_gradients_and_states_are_in_the_file_and_what_was_built_in_files_comes_back_there():
+    workload = Workload(model := stacked_model(), torch.optim.AdamW(model.parameters(), lr=0.1), loss_of, "samples")
+    workload.files = MappedPool()
+    for parameter in model.parameters():
+        parameter.data = workload.files.copy_of(parameter)
+    before = [one.detach().clone() for one in model.parameters()]
+    choice = Choice(technique="fully_shard", options={"gathered": "twice", "offload": "disk"})
+    with rehearsed_ranks(2) as ranks:
+        workload.ranks = ranks
+        with installed(workload, [choice]):
+            sharded = workload.sharded
+            assert isinstance(sharded, ShardedTraining)
+            for name, shard in sharded.shards.items():
+                shard.grad = sharded.as_part(name, torch.ones_like(sharded.rows[name]))
+                for hook in shard._post_accumulate_grad_hooks.values():  # which torch calls
+                    hook(shard)
+            sharded.hand_over()
+            workload.optimizer.step()
+            rows = list(sharded.rows.values())
+            assert all(workload.files.holds(tensor) for one in rows for tensor in (one, one.grad))
+            assert all(len(workload.optimizer.state[one]) == 3 for one in rows)
+            assert keeps_states_outside(workload.optimizer)
+    assert all(workload.files.holds(one) for one in model.parameters())
+    assert [one.shape for one in model.parameters()] == [one.shape for one in before]
+
+
+def test_memory_that_runs_out_on_the_way_in_leaves_the_model_as_it_was(workload, monkeypatch):
+    kinds, own = [type(module) for module in workload.model.modules()], list(workload.model.parameters())
+    expected, calls = [one.detach().clone() for one in own], []
+
+    def second_call_fails(module, **options):
+        calls.append(module)
+        return exhaust_memory() if len(calls) == 2 else fully_shard(module, **options)
+
+    second_call_fails.state = fully_shard.state
+    with joined_alone():
+        sharded = ShardedTraining(workload, Sharding(keeps_gathered=False), mesh_of(workload))
+        monkeypatch.setattr(_sharded, "fully_shard", second_call_fails)
+        with pytest.raises(RuntimeError, match="allocate"):
+            sharded.shard()
+        assert [type(module) for module in workload.model.modules()] == kinds
+        assert all(one is other for one, other in zip(workload.model.parameters(), own, strict=True))
+        assert all(map(torch.equal, own, expected))
+        sharded = ShardedTraining(workload, Sharding(keeps_gathered=False), mesh_of(workload))
+        sharded.shard()
+        sharded.gather()
+    assert all(map(torch.equal, own, expected))
+
+
+def test_an_infinite_gradient_of_one_rank_is_one_of_all(workload, sharded):
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(loss_of(workload.model, batch_of(0))).backward()
+    sharded.hand_over()
+    scaler.unscale_(workload.optimizer)
+    sharded.agree_on_infinities(scaler, workload.optimizer)
+    assert not sum(scaler._found_inf_per_device(workload.optimizer).values())
+    workload.ranks.agree = lambda flag, place=0: True  # another says so
+    workload.ranks.require_all = lambda place=0: None
+    sharded.agree_on_infinities(scaler, workload.optimizer)
+    assert sum(scaler._found_inf_per_device(workload.optimizer).values()) == 1

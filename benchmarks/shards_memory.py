@@ -1,0 +1,72 @@
+"""What each way of sharing a model out over two ranks leaves of the private memory of each, in fp32 and in bf16.
+
+    python benchmarks/shards_memory.py [--out table.md]
+
+A GPT-2 of 12 blocks trains for a few steps on two processes of the processor over gloo: plain data-parallel, and
+`fully_shard` gathered once and twice, in bf16 where the job computes in it, and off the device (``offload=disk``).
+Measured is the most private memory of either, less the mapped files, as in `ranks_prediction`; live tensors are of
+the rehearsal. Not covered: seconds, GPUs, several machines.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from plimsoll.records.job import Job
+from plimsoll.records.plan import Choice, Value
+from predict_cpu_rss import MIB
+from ranks_prediction import DEEP, Shared, measured_bytes, predicted_bytes
+
+NUM_RANKS = 2
+ONCE: dict[str, Value] = {"gathered": "once"}
+TWICE: dict[str, Value] = {"gathered": "twice"}
+WAYS: tuple[tuple[str, dict[str, Value] | None], ...] = (
+    ("fp32", None),
+    ("fp32", ONCE),
+    ("fp32", TWICE),
+    ("fp32", TWICE | {"offload": "disk"}),
+    ("bf16", None),
+    ("bf16", ONCE),
+    ("bf16", TWICE),
+    ("bf16", ONCE | {"dtype": "bf16"}),
+    ("bf16", TWICE | {"dtype": "bf16"}),
+    ("bf16", TWICE | {"dtype": "bf16", "offload": "disk"}),
+)
+
+
+@dataclass(frozen=True)
+class InPrecision(Shared):
+    """A case of several ranks in a precision."""
+
+    precision: str = "fp32"
+
+    def job(self) -> Job:
+        """The job of all ranks."""
+        return super().job().model_copy(update={"precision": self.precision})
+
+
+def main() -> None:
+    """Measure each way, print the table and its figures."""
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("--out", type=Path)
+    given = options.parse_args()
+    lines = ["| precision | fully_shard | measured MiB | live tensors MiB |", "|---|---|---:|---:|"]
+    figures: dict[str, list[float]] = {}
+    for precision, way in WAYS:
+        choices = () if way is None else (Choice(technique="fully_shard", options=way),)
+        case = InPrecision(DEEP, NUM_RANKS, choices, precision)
+        measured, (_, live) = measured_bytes(case), predicted_bytes(case)
+        how = "none" if way is None else ", ".join(f"{key}={value}" for key, value in way.items())
+        lines.append(f"| {precision} | {how} | {measured / MIB:.0f} | {live / MIB:.0f} |")
+        print(lines[-1], flush=True)
+        figures[f"{precision} {how}"] = [round(measured / MIB), round(live / MIB)]
+    if given.out:
+        given.out.write_text("\n".join(lines) + "\n")
+    print(json.dumps(figures))
+
+
+if __name__ == "__main__":
+    main()

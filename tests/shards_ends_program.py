@@ -1,0 +1,79 @@
+"""What each rank of `tests/numerics/test_shards.py` runs where it ends badly: ranks differ, or memory ends at the end.
+
+Started by `tests.ranks_started` in two processes; each writes how it ended.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from tests.ranks_program import batch_of, loss_of, part_of, rungs_of, stacked_model
+
+from plimsoll.errors import PlimsollError
+from plimsoll.ranks import Ranks, joined
+from plimsoll.run.failpoints import exhaust_memory
+from plimsoll.run.step import TrainStep
+
+
+def end_badly(ranks: Ranks, case: dict[str, Any]) -> str:
+    """Train a step and put the model together; returns the error that came of it."""
+    model = stacked_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    step = TrainStep(model, optimizer, loss_of, units="samples", ranks=ranks, rungs=rungs_of(case))
+    if ranks.rank == 1 and "skipped" in case:
+        leave_out(model, case["skipped"])
+    try:
+        step(part_of(batch_of(0), ranks))
+        if case.get("short_at_end") == ranks.rank:
+            run_out_of_memory_in(step.workload.sharded, call=4)
+        step.close()
+    except PlimsollError as error:
+        return f"{type(error).__name__}: {error}"
+    return "well"
+
+
+def leave_out(model: Any, what: str) -> None:
+    """Let the samples of this rank not reach a part of the model."""
+    if what == "block":
+        model.forward = lambda features: without_a_block(model, features)
+    else:
+        model.blocks[1].norm.forward = lambda hidden: hidden
+
+
+def without_a_block(model: Any, features: torch.Tensor) -> torch.Tensor:
+    """The model without its second block."""
+    hidden = model.first(features)
+    for block in (model.blocks[0], model.blocks[2]):
+        hidden = block(hidden)
+    logits: torch.Tensor = model.last(hidden)
+    return logits
+
+
+def run_out_of_memory_in(sharded: Any, call: int) -> None:
+    """Let memory run out here while one of the parameters is put together."""
+    whole_of, calls = sharded.whole_of, []
+
+    def short_of_memory(*args: Any) -> torch.Tensor:
+        calls.append(args)
+        if len(calls) == call:
+            exhaust_memory()
+        whole: torch.Tensor = whole_of(*args)
+        return whole
+
+    sharded.whole_of = short_of_memory
+
+
+def main(folder: Path) -> None:
+    """Do every case of ``cases.json``, and write how each ended, a line at a time."""
+    with joined() as ranks, (folder / f"rank-{ranks.rank}.jsonl").open("w") as file:
+        for case in json.loads((folder / "cases.json").read_text()):
+            file.write(json.dumps(end_badly(ranks, case)) + "\n")
+            file.flush()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
