@@ -57,7 +57,7 @@ def check(folder: Path, world_size: int, seeds: range, alone: dict[tuple[Any, ..
     assert num_events >= len(seeds) // 2  # most cases do run out of memory
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize("world_size", [2, *(pytest.param(number, marks=pytest.mark.slow) for number in (3, 4))])
 def test_shards_train_what_one_process_trains_whatever_runs_out_of_memory_where(tmp_path, alone, world_size):
     check(tmp_path, world_size, range(CASES_IN_CI[world_size]), alone)
 
