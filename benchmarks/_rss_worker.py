@@ -84,7 +84,9 @@ def main() -> None:
     from plimsoll.run import train  # noqa: F401
     from plimsoll.run.job_step import step_of
     from plimsoll.run.worker import _warm
+    from plimsoll.techniques.heap import set_up_as_with, set_up_for_steps
 
+    choices = tuple(Choice(**choice) for choice in run["choices"])
     with ExitStack() as stack:
         ranks = stack.enter_context(joined())  # alone, where torchrun's environment says nothing else
         _warm(job)
@@ -93,9 +95,11 @@ def main() -> None:
             backend.baseline_bytes()
             stack.enter_context(backend.limited(run["budget_bytes"]))
         torch.manual_seed(job.seed)
+        set_up_as_with(choices)
         model = build_model(job, run["vocab_size"], run["num_labels"], 0).train()
         optimizer = build_optimizer(job.optimizer, model.parameters())
-        step = step_of(job, model, optimizer, [[Choice(**choice) for choice in run["choices"]]], ranks=ranks)
+        step = step_of(job, model, optimizer, [choices], ranks=ranks)
+        set_up_for_steps(choices)
         for _ in range(run["steps"]):
             started = time.process_time()
             result = step(batch_of(job, run["vocab_size"], run["num_labels"]))

@@ -34,11 +34,13 @@ from plimsoll.records.job import Job
 from plimsoll.records.plan import Choice, micro_batch_choice
 from plimsoll.run.rehearse import rehearse_job
 from plimsoll.run.targets import Target, job_baseline
+from plimsoll.techniques.checkpointing import checkpointing_choice
 from predict_cpu_rss import BUDGET_BYTES, MIB, NUM_STEPS, Case, bert, gpt2, recurrent
 
 HERE = Path(__file__).parent
 TARGET_ERROR = 0.05
 ONCE, TWICE = (Choice(technique="fully_shard", options={"gathered": gathered}) for gathered in ("once", "twice"))
+RECOMPUTED = checkpointing_choice("all")
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,10 @@ CASES = (
     Shared(LAYERS, 2),
     Shared(SMALL, 4),
     Shared(SMALL, 4, (TWICE,)),
+    Shared(DEEP, 4),
+    Shared(MIDDLE, 2, (RECOMPUTED,)),
+    Shared(DEEP, 2, (RECOMPUTED, TWICE)),
+    Shared(PIECES, 2, (RECOMPUTED, ONCE)),
 )
 
 

@@ -63,7 +63,7 @@ def measured_speed(progress: Callable[[str], object] = lambda text: None, device
         progress: told when it is measured.
         device: ``"cpu"``, or a CUDA device of this machine.
     """
-    name = _name_of(device)
+    name = name_of(device)
     path = cache_folder() / f"speed-{hashlib.sha256(name.encode()).hexdigest()[:16]}.json"
     try:
         speed = Speed.load(path)
@@ -87,7 +87,7 @@ def measure_speed(device: str = "cpu") -> Speed:
     Args:
         device: see `measured_speed`.
     """
-    probe, name = _Probe(device), _name_of(device)
+    probe, name = _Probe(device), name_of(device)
     gain = probe.gain_of_threads()
     with torch.no_grad(), torch.random.fork_rng(devices=[]), _one_thread():
         return Speed(
@@ -127,8 +127,8 @@ def _shares_of(flops_per_second: float) -> Curve:
     return tuple(Point(at=at, rate=share * flops_per_second) for at, share in _PRODUCT_SHARES)
 
 
-def _name_of(device: str) -> str:
-    """What a measurement holds for."""
+def name_of(device: str) -> str:
+    """Return what a measurement holds for: the device, the number of threads, and torch."""
     if device == "cpu":
         what = f"{_processor_name()}, {torch.get_num_threads()} threads"
     else:

@@ -209,8 +209,9 @@ class Counted:
 
 
 def count_on_cuda(
-    trace: Trace, spec: DeviceSpec, limit_bytes: int | None = None, rules: AllocatorRules | None = None
-) -> Counted:
+    trace: Trace, spec: DeviceSpec, limit_bytes: int | None = None, rules: AllocatorRules | None = None,
+    beside: Estimate | None = None,
+) -> Counted:  # fmt: skip
     """Simulate torch's caching allocator and add the context.
 
     Args:
@@ -218,8 +219,9 @@ def count_on_cuda(
         spec: the card.
         limit_bytes: what the process may take of it, the context included; ``None`` never runs out.
         rules: how the allocator is set up; ``None`` as torch does by itself.
+        beside: what libraries take of the card outside the allocator, beside the context.
     """
-    context = context_of(spec)
+    context = context_of(spec) if beside is None else context_of(spec) + beside
     live = live_bytes(trace)
     deltas = list(deltas_with_workspaces(trace, spec.cublas_workspace_bytes or 0))
     is_traced = np.asarray([storage < len(trace.storages.num_bytes) for storage, _ in deltas], dtype=bool)
@@ -267,6 +269,7 @@ def count_on_cpu(trace: Trace, baseline: Estimate, rules: HeapRules, has_limit: 
         beside_bytes=glibc.TENSOR_OBJECTS_BYTES,
         trims_before=_first_rows_of_steps(trace, live) if rules.trims_after_steps else (),
         nodes_before=_node_changes(trace, live),
+        thresholds_before=_thresholds(trace, live, rules),
     )
     resident, address = (
         np.asarray(column, dtype=np.int64) for column in (replayed.resident_bytes, replayed.address_bytes)
@@ -302,6 +305,14 @@ def _first_rows_of_steps(trace: Trace, live: Live) -> frozenset[int]:
     steps = _steps_of(trace, live)
     begins = np.flatnonzero((steps[1:] > steps[:-1]) & (steps[:-1] > 0)) + 1
     return frozenset(begins.tolist())
+
+
+def _thresholds(trace: Trace, live: Live, rules: HeapRules) -> dict[int, int]:
+    """The sizes from which blocks are mapped, from a row on: while the model is built, and then."""
+    if rules.build_threshold_bytes is None:
+        return {}
+    first = int(np.searchsorted(_steps_of(trace, live) > 0, True))
+    return {first: rules.mmap_threshold_bytes} | ({0: rules.build_threshold_bytes} if first else {})
 
 
 def _steps_of(trace: Trace, live: Live) -> Column:

@@ -6,6 +6,8 @@ Operations are those of products (torch's own formulas, and oneDNN's and cuDNN's
 product has none, and its time follows from its bytes. Bytes are those of the tensors that an op reads or writes; views
 move nothing, and an op that picks rows of a tensor moves those rows. What a kernel takes for itself is left out.
 
+An exchange between ranks moves the whole tensor, as it is when it is gathered; what that takes is the ranks' link's.
+
 A lowering that runs no op for a product of the target's (cuDNN's recurrent layers) says so by `add_work`.
 """
 
@@ -44,6 +46,10 @@ _NOT_READ = {
 # A result is read elsewhere as it is written: rows that are picked; arguments that are written only in places.
 _READS_AS_IT_WRITES = {"embedding", "index_select", "gather", "index"}
 _WRITES_IN_PLACES = {"index_put_", "index_add_", "scatter_", "scatter_add_", "_index_put_impl_"}
+
+# Where the whole tensor is among the arguments of an exchange between ranks.
+_WHOLE_AT = {"c10d::allreduce_": 0, "c10d::_allgather_base_": 0, "c10d::_reduce_scatter_base_": 1}
+_COPIES_ROWS_IN = "fsdp::all_gather_copy_in"  # this rank's rows into their place in the whole, which is not read
 
 Flops = Callable[[tuple[Any, ...], dict[str, Any], Any], int]
 
@@ -93,6 +99,8 @@ class _Kind(NamedTuple):
     writes_result: bool
     reads_as_it_writes: bool
     flops: Flops | None
+    only: tuple[int, int] | None
+    """Of an op of which one argument counts: which, and how often it is moved."""
 
 
 class WorkCounter:
@@ -124,6 +132,9 @@ class WorkCounter:
 
     def _moved(self, kind: _Kind, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> tuple[int, int]:
         sizes = [0, 0]
+        if kind.only is not None:
+            self._add(sizes, args[kind.only[0]], kind.only[1])
+            return sizes[0], sizes[1]
         for position, arg in enumerate(args):
             times = (position not in kind.not_read) + (position in kind.written)
             if times and arg is not None:
@@ -173,6 +184,7 @@ def _kind_of(op: Any) -> _Kind:
         writes_result=not any(one.alias_info is not None for one in schema.returns),
         reads_as_it_writes=name in _READS_AS_IT_WRITES,
         flops=_flops_of(op, name),
+        only=(0, 2) if name == _COPIES_ROWS_IN else (_WHOLE_AT[name], 1) if name in _WHOLE_AT else None,
     )
 
 

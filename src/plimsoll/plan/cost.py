@@ -5,11 +5,13 @@
 Each op takes what its products take at the device's rate for such products, or what its bytes take, whichever is more
 (a roofline); on a processor also the clearing of memory that the process grows by, since what its heap has given back
 is taken anew each time; and its call. On a GPU calls, kernels and the copies over the link run beside one another, and
-the slowest counts. A rehearsal has at most two micro-batches, from which those of the real step follow; recomputation,
-copies and the work of any technique are ops of the trace like others.
+the slowest counts. Exchanges between ranks take what `ExchangeSpeed` says: gradients that are added up after the passes
+are waited for, and on a GPU what passes gather and scatter is fetched beside their kernels. A rehearsal has at most two
+micro-batches, from which those of the real step follow; recomputation, copies and the work of any technique are ops of
+the trace like others.
 
 What counts is that of two plans the faster is said to be faster: `benchmarks/plan_time_model.py` holds that against
-measured steps. It does NOT cover reading the data, evaluation, and several devices.
+measured steps. It does NOT cover reading the data, evaluation, and waiting for ranks that are slower than this one.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from dataclasses import dataclass
 from plimsoll.memory.predict import Counted
 from plimsoll.records.comparison import Calibration, Learned, Target
 from plimsoll.records.plan import Duration
-from plimsoll.records.speed import MovingKind, Speed, rate_at
+from plimsoll.records.speed import ExchangeKind, ExchangeSpeed, MovingKind, Speed, rate_at
 from plimsoll.records.trace import Phase, Trace
 
 _OF_A_PIECE: frozenset[Phase] = frozenset({"copy", "forward", "loss", "backward"})
@@ -45,18 +47,28 @@ _KIND_NAMES: dict[MovingKind, str] = {
     ),
 }
 _KINDS: dict[str, MovingKind] = {name: kind for kind, names in _KIND_NAMES.items() for name in names.split()}
+_EXCHANGES: dict[str, ExchangeKind] = {
+    "allreduce_": "all_reduce", "_allgather_base_": "all_gather", "_reduce_scatter_base_": "reduce_scatter",
+}  # fmt: skip
 
 
 @dataclass
 class _Seconds:
-    """What a stretch of ops keeps busy: the device, the caller, the link."""
+    """What a stretch of ops keeps busy: the device, the caller, the links to memory outside and to other ranks.
+
+    Gradients that are added up when a pass has ended are waited for; what a pass exchanges is fetched beside it.
+    """
 
     kernels: float = 0.0
     calls: float = 0.0
     link: float = 0.0
+    fetched: float = 0.0
+    waited: float = 0.0
 
     def total(self, overlaps: bool) -> float:
-        return max(self.kernels, self.calls, self.link) if overlaps else self.kernels + self.calls + self.link
+        if overlaps:
+            return max(self.kernels, self.calls, self.link, self.fetched) + self.waited
+        return self.kernels + self.calls + self.link + self.fetched + self.waited
 
 
 def step_duration(
@@ -68,6 +80,7 @@ def step_duration(
     rehearsed_samples: int,
     learned: Learned | None = None,
     step: int | None = None,
+    exchange: ExchangeSpeed | None = None,
 ) -> Duration:
     """Compute the seconds of one optimizer step, or of one pass of a model that is applied.
 
@@ -79,8 +92,9 @@ def step_duration(
         rehearsed_samples: samples of a step of the trace.
         learned: measured over predicted seconds, from runs like this one (`learned_ratio`).
         step: which of the trace; by default the last one.
+        exchange: what exchanges take, where the trace is of one of several ranks.
     """
-    pieces, once = _stretches(counted, speed, step)
+    pieces, once = _stretches(counted, speed, step, exchange)
     seconds = once + sum(pieces)
     if rehearsed_samples < batch_size:
         seconds = once + _of_all(pieces, -(-batch_size // micro_batch), batch_size % micro_batch > 0)
@@ -200,7 +214,9 @@ def _of_all(pieces: Sequence[float], num_pieces: int, ends_smaller: bool) -> flo
     return first * (num_pieces - 1) + last if ends_smaller else first + last * (num_pieces - 1)
 
 
-def _stretches(counted: Counted, speed: Speed, step: int | None) -> tuple[list[float], float]:
+def _stretches(
+    counted: Counted, speed: Speed, step: int | None, exchange: ExchangeSpeed | None
+) -> tuple[list[float], float]:
     """Seconds of each micro-batch of a step, by default the last one, and of what a step does once."""
     trace, fresh_bytes = counted.trace, counted.fresh_bytes
     ops = trace.ops
@@ -217,7 +233,16 @@ def _stretches(counted: Counted, speed: Speed, step: int | None) -> tuple[list[f
             if not pieces or (last_phase == "backward" and phase != "backward"):
                 pieces.append(_Seconds())
             stretch, last_phase = pieces[-1], phase
-        _add_op(stretch, trace, row, names[ops.name[row]], speed)
+        name = names[ops.name[row]]
+        if exchange is not None and name in _EXCHANGES:
+            kind = _EXCHANGES[name]
+            seconds = exchange.seconds_of(kind, ops.moved_bytes[row])
+            if kind == "all_reduce":  # of gradients, after the last piece
+                once.waited += seconds
+            else:
+                stretch.fetched += seconds
+            continue
+        _add_op(stretch, trace, row, name, speed)
         stretch.kernels += fresh_bytes.get(row, 0) * speed.fresh_seconds_per_byte
     return [piece.total(speed.overlaps) for piece in pieces], once.total(speed.overlaps)
 

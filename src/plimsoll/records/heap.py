@@ -27,6 +27,8 @@ class HeapRules(Frozen):
     page_bytes: int = Field(default=4096, ge=1)
     alignment_bytes: int = Field(default=64, ge=32)
     """Of every block: torch asks for its CPU tensors with ``posix_memalign(64)``."""
+    build_threshold_bytes: int | None = Field(default=None, ge=0)
+    """``mmap_threshold_bytes`` until the first step, where that is another: while a model is built and shared out."""
     trims_after_steps: bool = False
     """Whether the free pages go back to the system after each training step, as with ``malloc_trim(0)``."""
 

@@ -89,6 +89,24 @@ class Answer(Frozen):
     is_bound: bool = False
 
 
+class Exchange(Frozen):
+    """What one of several ranks exchanges in a step (its last one), and what that takes of its memory.
+
+    ``gathered_bytes`` and ``scattered_bytes`` are of whole tensors: parameters as they are gathered, gradients as they
+    are before each rank keeps its rows; ``added_up_bytes`` are gradients of which all ranks have all. The largest of
+    each is whole at one time, as part of the peak. ``kept`` is what the library that exchanges keeps beside it.
+    """
+
+    num_ranks: int
+    added_up_bytes: int
+    gathered_bytes: int
+    scattered_bytes: int
+    largest_added_up_bytes: int
+    largest_gathered_bytes: int
+    largest_scattered_bytes: int
+    kept: Estimate
+
+
 class Prediction(Record):
     """The peak memory of a training before it runs.
 
@@ -114,6 +132,7 @@ class Prediction(Record):
     reserved: Estimate
     context: Estimate
     host: Estimate | None
+    exchange: Exchange | None = None
     moment: Moment
     parts: dict[Category, int]
     largest: tuple[Holding, ...]

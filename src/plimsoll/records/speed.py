@@ -22,6 +22,9 @@ class Point(Frozen):
 
 Curve = tuple[Point, ...]
 
+ExchangeKind = Literal["all_reduce", "all_gather", "reduce_scatter"]
+"""What ranks do together with a tensor: add it up on all, make it of the rows of each, add it up and keep some rows."""
+
 
 def rate_at(curve: Curve, at: float) -> float:
     """Read a curve between its points, which are straight lines in logarithms; constant beyond its ends.
@@ -61,3 +64,26 @@ class Speed(Record):
     link_bytes_per_second: float
     overlaps: bool = False
     spread: float
+
+
+class ExchangeSpeed(Record):
+    """What exchanges between so many ranks take.
+
+    ``bytes_per_second`` is over the bytes of the whole tensor, as it is when it is gathered or before it is scattered.
+    ``call_seconds`` is an exchange of almost nothing, and ``agree_seconds`` the question that goes before each exchange
+    of a sharded model, whether all ranks got there.
+    """
+
+    record_kind: ClassVar[str] = "exchange-speed"
+
+    device: str
+    source: Literal["measured", "assumed"]
+    num_ranks: int
+    bytes_per_second: dict[ExchangeKind, Curve]
+    call_seconds: float
+    agree_seconds: float
+
+    def seconds_of(self, kind: ExchangeKind, num_bytes: int) -> float:
+        """Return what one exchange of a tensor of so many bytes takes."""
+        agreed = 0.0 if kind == "all_reduce" else self.agree_seconds  # gradients are added up after one question
+        return self.call_seconds + agreed + num_bytes / rate_at(self.bytes_per_second[kind], num_bytes or 1)

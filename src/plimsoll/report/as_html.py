@@ -102,6 +102,7 @@ def prediction_page(prediction: Prediction) -> str:
             sentences=(
                 prediction_sheets.verdict_sentence(prediction),
                 *prediction_sheets.moment_sentences(prediction),
+                *prediction_sheets.exchange_sentences(prediction),
             ),
             key_numbers=prediction_sheets.key_numbers(prediction),
             chart=chart,
@@ -217,6 +218,7 @@ def plan_page(plan: Plan) -> str:
     sentences = [plan_sheets.headline(plan), plan_sheets.plain_sentence(plan), plan_sheets.opening_sentence(plan)]
     if prediction:
         sentences += prediction_sheets.moment_sentences(prediction)
+        sentences += prediction_sheets.exchange_sentences(prediction)
     return (
         environment()
         .get_template("plan.html")

@@ -220,6 +220,7 @@ def plan_panel(plan: Plan) -> Panel:
         title, moments = "Plan", [plan_sheets.budget_sentence(plan.budget)]
     else:
         title, moments = plan.prediction.subject, [*prediction_sheets.moment_sentences(plan.prediction)]
+        moments += prediction_sheets.exchange_sentences(plan.prediction)
     verdict = Text(plan_sheets.headline(plan), _PLAN_STYLE[plan_sheets.verdict(plan)])
     rest = (Text(sentence) for sentence in (*sentences, *moments) if sentence)
     return Panel(Group(verdict, *rest), title=Text(title, "bold"), title_align="left", box=box.ROUNDED)
@@ -278,7 +279,8 @@ def prediction_report(prediction: Prediction) -> Group:
 def prediction_panel(prediction: Prediction) -> Panel:
     """Return the headline: what it is about, whether it fits, and when the peak is."""
     verdict = Text(prediction_sheets.verdict_sentence(prediction), _VERDICT_STYLE[prediction.verdict])
-    moments = (Text(sentence) for sentence in prediction_sheets.moment_sentences(prediction))
+    said = (*prediction_sheets.moment_sentences(prediction), *prediction_sheets.exchange_sentences(prediction))
+    moments = (Text(sentence) for sentence in said)
     title = Text(prediction.subject, "bold")
     return Panel(Group(verdict, *moments), title=title, title_align="left", box=box.ROUNDED)
 

@@ -115,6 +115,29 @@ def known_how(estimate: Estimate) -> str:
     return ", ".join(shares) or "unknown"
 
 
+def exchange_sentences(prediction: Prediction) -> tuple[str, ...]:
+    """Say what each of several ranks exchanges, and what that takes; nothing where there is one."""
+    exchange = prediction.exchange
+    if exchange is None:
+        return ()
+    parts = [
+        f"{doing} {format_bytes(num_bytes)} (the largest, whole at once, {format_bytes(largest)})"
+        for doing, num_bytes, largest in (
+            ("gathers parameters of", exchange.gathered_bytes, exchange.largest_gathered_bytes),
+            ("scatters gradients of", exchange.scattered_bytes, exchange.largest_scattered_bytes),
+            ("adds up gradients of", exchange.added_up_bytes, exchange.largest_added_up_bytes),
+        )
+        if num_bytes
+    ]
+    library = "gloo" if prediction.device_kind == "cpu" else "NCCL"
+    kept = exchange.kept
+    return (
+        f"Each of {exchange.num_ranks} ranks {', '.join(parts)} in a step.",
+        f"Beside the peak's tensors {library} keeps {format_bytes(kept.likely_bytes)} (range {range_text(kept)}, "
+        f"{known_how(kept)}), which the peak includes.",
+    )
+
+
 def known_how_sentence(prediction: Prediction) -> str:
     """Say how the peak is known."""
     return f"How the peak is known: {known_how(prediction.peak)}."

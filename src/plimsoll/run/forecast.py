@@ -26,10 +26,13 @@ from plimsoll.records.plan import micro_batch_choice
 from plimsoll.records.prediction import Answer, Estimate, Prediction, WhatIf
 from plimsoll.records.trace import Trace
 from plimsoll.run.job_step import subject_of
+from plimsoll.run.plan import pinned_choices
 from plimsoll.run.recover import samples_of_rank
 from plimsoll.run.rehearse import rehearse_job
+from plimsoll.run.rehearsed_ranks import threads_of_rank
 from plimsoll.run.targets import Target, find_target, gpu_target, job_baseline
 from plimsoll.run.teaching import require_teacher
+from plimsoll.techniques import in_order
 
 Progress = Callable[[str], None]
 
@@ -69,9 +72,14 @@ def predict_job(
         DeviceError: if there is no such device.
         InputError: if the model cannot be traced.
     """
-    started_seconds = time.perf_counter()
-    forecast = _Forecast(job, device, limit_bytes, _checked(lengths, job), progress or (lambda text: None))
-    forecast.target.calibration = calibration
+    with threads_of_rank(job.ranks):
+        forecast = _Forecast(job, device, limit_bytes, _checked(lengths, job), progress or (lambda text: None))
+        forecast.target.calibration = calibration
+        return _predicted(forecast, micro_batch, search, what_if)
+
+
+def _predicted(forecast: _Forecast, micro_batch: int | None, search: bool, what_if: bool) -> Prediction:
+    started_seconds, job = time.perf_counter(), forecast.job
     most = samples_of_rank(job)
     size = micro_batch or most
     if not 1 <= size <= most:
@@ -109,6 +117,7 @@ class _Forecast:
         self.target = find_target(
             choose_device(self.job) if self.device is None else self.device, budget_bytes, self._baseline
         )
+        self.pinned = in_order(pinned_choices(self.job, "cpu" if self.target.spec is None else "cuda"))
 
     def _baseline(self) -> Estimate:
         self.progress("starting a process to see what it takes without a model")
@@ -125,6 +134,7 @@ class _Forecast:
             micro_batch,
             job.sequence_length,
             samples_of_rank(job),
+            job.ranks,
         )
 
     def largest_micro_batch(self, start: int) -> Answer:
@@ -187,9 +197,9 @@ class _Forecast:
             }
             job = self.job.model_copy(update=changes)
             lengths = batch_lengths(self.lengths, job) if self.lengths else ()
-            choices = (micro_batch_choice(micro_batch),)
+            choices = (*self.pinned, micro_batch_choice(micro_batch))
             self._traced[key] = rehearse_job(job, self.texts, lowering, choices, lengths)
-        return target.count(self._traced[key])
+        return target.count(self._traced[key], self.pinned)
 
     def _longest_that_can_be_built(self) -> int:
         """The longest sequence, a power of two times the job's, that the model takes."""

@@ -27,6 +27,7 @@ from plimsoll.assemble import choose_device
 from plimsoll.data.sketch import sketch_texts
 from plimsoll.device.base import backend_for
 from plimsoll.device.disk import disk_bytes_per_second
+from plimsoll.device.exchange import exchange_of, measured_exchange
 from plimsoll.device.gpus import spec_of
 from plimsoll.device.speed import measured_speed, speed_of
 from plimsoll.errors import BudgetError, DataError, InputError, OutputError
@@ -50,6 +51,7 @@ from plimsoll.records.prediction import Estimate, Prediction
 from plimsoll.records.trace import Trace
 from plimsoll.records.units import format_bytes, parse_bytes
 from plimsoll.run.rehearse import rehearsed_samples
+from plimsoll.run.rehearsed_ranks import threads_of_rank
 from plimsoll.run.rungs import samples_of
 from plimsoll.run.subjects import JobSubject, StepSubject, Subject
 from plimsoll.run.targets import StartedBaseline, Target, find_target, gpu_target
@@ -116,6 +118,7 @@ def planner_of(  # noqa: PLR0917 -- called twice
     name, (pins, forbids) = device_of_job(job, device), wishes
     _require_known(pins, forbids)
     with ExitStack() as stack:
+        stack.enter_context(threads_of_rank(job.ranks))
         if name == "cpu" and started is None:
             started = stack.enter_context(StartedBaseline(job))  # it takes seconds
         subject = JobSubject(job, started)
@@ -145,6 +148,21 @@ def require_possible(job: Job, pins: Sequence[Pin], forbids: Iterable[str]) -> N
     _require_known(pins, forbidden)
     subject = JobSubject(job)
     _decided(subject, _setting(subject, choose_device(job)), pins, forbidden)
+
+
+def pinned_choices(job: Job, device: str) -> Choices:
+    """Return what the job's own pins say wholly, a micro-batch left out: what they leave open, a plan decides.
+
+    Raises:
+        InputError: see `plan_job`.
+    """
+    if not job.pin:
+        return ()
+    pins = wished(job, (), ())
+    _require_known(pins, ())
+    subject = JobSubject(job)
+    decided = _decided(subject, _setting(subject, device), pins, ())
+    return tuple(choice for choice in decided.pinned if choice.technique != "micro_batch")
 
 
 def _decided(subject: Subject, setting: Setting, pins: Sequence[Pin], forbids: Sequence[str]) -> Decided:
@@ -308,7 +326,11 @@ class Planner:
         self._decided = _decided(subject, self.setting, pins, forbids)
         self._target: Target = find_target(device, budget.device_bytes, self._baseline)
         self._target.calibration = calibration
-        self._speed = measured_speed(progress) if self._target.spec is None else speed_of(self._target.spec)
+        spec, num_ranks = self._target.spec, subject.num_ranks
+        self._speed = measured_speed(progress) if spec is None else speed_of(spec)
+        self._exchange = None
+        if num_ranks > 1:
+            self._exchange = measured_exchange(num_ranks, progress) if spec is None else exchange_of(spec, num_ranks)
 
     def _baseline(self) -> Estimate:
         self._trace(CpuLowering(), self.plain_choices, is_short=True)  # meanwhile
@@ -372,6 +394,7 @@ class Planner:
             micro_batch=micro_batch,
             rehearsed_samples=rehearsed_samples(self.subject.batch_size, micro_batch),
             learned=self._learned(choices),
+            exchange=self._exchange,
         )
         off = self._off_device(counted, micro_batch)
         if off is not None and off.disk_bytes_per_second is not None:
@@ -483,6 +506,7 @@ class Planner:
             samples_of(choices),
             subject.sequence_length,
             subject.batch_size,
+            subject.num_ranks,
         )
 
 

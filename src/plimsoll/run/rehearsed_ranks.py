@@ -12,6 +12,7 @@ Source: `torch.testing._internal.distributed.fake_pg`, which torch's own memory 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -32,6 +33,21 @@ def joined_alone() -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+
+
+@contextmanager
+def threads_of_rank(num_ranks: int) -> Iterator[None]:
+    """Compute with as many threads as each rank has that `plimsoll.run.launch` starts here, while the block runs.
+
+    Where ``OMP_NUM_THREADS`` says how many they are to have, they have as many as this process.
+    """
+    before = torch.get_num_threads()
+    if num_ranks > 1 and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(len(os.sched_getaffinity(0)) // num_ranks, 1))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 @contextmanager

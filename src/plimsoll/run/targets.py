@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Literal
 
 from plimsoll.assemble import choose_device
 from plimsoll.device.base import backend_for
@@ -20,6 +21,7 @@ from plimsoll.device.data_limit import MARGIN_BYTES
 from plimsoll.device.gpus import find_gpu, spec_of
 from plimsoll.device.probe import versions
 from plimsoll.errors import BudgetError, DeviceError
+from plimsoll.memory.exchanges import exchange_of, kept_by_exchanges
 from plimsoll.memory.live import live_bytes
 from plimsoll.memory.lowering.base import Lowering
 from plimsoll.memory.lowering.cpu import CpuLowering
@@ -28,14 +30,13 @@ from plimsoll.memory.lowering.cuda import CudaLowering
 from plimsoll.memory.predict import Counted, count_on_cpu, count_on_cuda
 from plimsoll.records.comparison import Calibration
 from plimsoll.records.gpu import DeviceSpec
-from plimsoll.records.heap import DEFAULT_HEAP, FAST_HEAP
 from plimsoll.records.job import Job
 from plimsoll.records.prediction import Estimate, Prediction
 from plimsoll.records.trace import Assumption, Trace
 from plimsoll.records.units import format_bytes
 from plimsoll.techniques import Choices
 from plimsoll.techniques.allocator import allocator_rules
-from plimsoll.techniques.heap import heap_rules
+from plimsoll.techniques.heap import rules_in_force
 
 _WORTH_SAYING = 0.01  # of the peak
 _WHOLE_MACHINE = "all that this process may use of the machine"
@@ -82,13 +83,15 @@ class Target:
         return replace(counted, learned=learned.live_ratio) if learned else counted
 
     def _counted(self, trace: Trace, choices: Choices) -> Counted:
+        exchanged = kept_by_exchanges(trace, "cpu" if self.spec is None else "cuda")
         if self.spec is not None:
-            return count_on_cuda(trace, self.spec, self.limit_bytes, allocator_rules(choices))
+            return count_on_cuda(trace, self.spec, self.limit_bytes, allocator_rules(choices), exchanged)
         assert self.baseline is not None
         import torch
 
         kept = kept_by_libraries(trace.texts, torch.get_num_threads())
-        rules = heap_rules(choices) or (FAST_HEAP if self.has_budget else DEFAULT_HEAP)
+        kept = kept if exchanged is None else kept + exchanged
+        rules = rules_in_force(choices, self.has_budget)
         return count_on_cpu(trace, self.baseline + kept, rules, has_limit=self.has_budget)
 
     def fits(self, counted: Counted) -> bool:
@@ -103,12 +106,15 @@ class Target:
         micro_batch: int | None = None,
         sequence_length: int | None = None,
         batch_size: int | None = None,
+        num_ranks: int = 1,
     ) -> Prediction:
         """Make the record of what was counted here."""
+        kind: Literal["cpu", "cuda"] = "cpu" if self.spec is None else "cuda"
+        exchanged = kept_by_exchanges(counted.trace, kind)
         return Prediction(
             subject=subject,
             device=self.name,
-            device_kind="cpu" if self.spec is None else "cuda",
+            device_kind=kind,
             capacity_bytes=self.capacity_bytes,
             limit_bytes=self.limit_bytes,
             limit_source=self.limit_source,
@@ -121,6 +127,7 @@ class Target:
             reserved=counted.most_reserved,
             context=counted.fixed_part,
             host=None if self.spec is None else _host(counted.trace),
+            exchange=None if exchanged is None else exchange_of(counted.trace, num_ranks, exchanged),
             moment=counted.peak_moment(),
             parts=counted.parts(),
             largest=counted.largest(),

@@ -236,6 +236,7 @@ def train_run(  # noqa: PLR0915 -- as above
     from plimsoll.run.train import resume as go_on
     from plimsoll.techniques.allocator import set_up_as_with as set_up_allocator_as_with
     from plimsoll.techniques.heap import set_up_as_with as set_up_heap_as_with
+    from plimsoll.techniques.heap import set_up_for_steps
     from plimsoll.techniques.layer_streaming import put_where_needed
     from plimsoll.techniques.parameter_offload import builds_in_files
 
@@ -296,6 +297,8 @@ def train_run(  # noqa: PLR0915 -- as above
             job, parts.model, parts.optimizer, plan.choices_by_rung, loss=loss, schedule=parts.schedule,
             files=parts.files, ranks=ranks,
         )  # fmt: skip
+        if device == "cpu":
+            set_up_for_steps(first)
         offset_seconds = max((line.time_seconds for line in directory.lines()), default=0.0)
         training = Training(job, parts, step, directory, marks, MemorySampler(step.backend, offset_seconds), view, host)
         if saved is not None:
@@ -348,7 +351,7 @@ def print_baseline() -> None:
     from plimsoll.device.base import backend_for
     from plimsoll.models.build import build_model, sketch_model
     from plimsoll.run import train  # noqa: F401
-    from plimsoll.run.rehearsed_ranks import joined_alone
+    from plimsoll.run.rehearsed_ranks import joined_alone, threads_of_rank
 
     job = Job.from_json(sys.stdin.read())
     _warm(job)
@@ -357,7 +360,7 @@ def print_baseline() -> None:
         with suppress(JobError):  # who traces it says what is wrong with it
             build_model(job, job.tokenizer.vocab_size, 2 if job.is_labelled else None, 0, device="meta")
     backend = backend_for("cpu")
-    with joined_alone() if job.ranks > 1 else nullcontext():
+    with threads_of_rank(job.ranks), joined_alone() if job.ranks > 1 else nullcontext():
         backend.baseline_bytes()  # starts the thread pools
         print(backend.use().used_bytes)
 

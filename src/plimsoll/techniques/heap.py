@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from typing import ClassVar
 
 from plimsoll.device import data_limit, heap
-from plimsoll.records.heap import FAST_HEAP, KEPT_HEAP, TIGHT_HEAP, HeapRules
+from plimsoll.records.heap import DEFAULT_HEAP, FAST_HEAP, KEPT_HEAP, TIGHT_HEAP, HeapRules
 from plimsoll.records.plan import Choice, Numerics
 from plimsoll.records.trace import Category
 from plimsoll.techniques._base import Choices, Setting
@@ -83,14 +83,38 @@ def blocks_mapped_from(num_bytes: int | None) -> Iterator[None]:
         data_limit.set_up_heap(heap.FAST_BYTES if has_budget else heap.USUAL_BYTES)
 
 
-def set_up_as_with(choices: Iterable[Choice]) -> None:
+def set_up_as_with(choices: Choices) -> None:
     """Set the heap of this process up as it will be with these choices, before a model is built.
 
-    What is built in another heap leaves holes where it moves: 11 MiB of a T5 of 376 whose parameters go to a file.
+    What is built in another heap leaves holes where it moves: 11 MiB of a T5 of 376 whose parameters go to a file. So a
+    model that is going to be shared out is built of mappings inside a budget; call `set_up_for_steps` when it is.
     """
+    if is_built_apart(choices) and data_limit.budget_in_force_bytes() is not None:
+        data_limit.set_up_heap(heap.TIGHT_BYTES)
+        return
     rules = heap_rules(choices)
     if rules is not None:
         data_limit.set_up_heap(None if rules == KEPT_HEAP else rules.mmap_threshold_bytes)
+
+
+def set_up_for_steps(choices: Choices) -> None:
+    """Set the heap up for the steps with these choices, where `set_up_as_with` has done otherwise for the model."""
+    if is_built_apart(choices) and data_limit.budget_in_force_bytes() is not None:
+        rules = heap_rules(choices) or FAST_HEAP
+        data_limit.set_up_heap(None if rules == KEPT_HEAP else rules.mmap_threshold_bytes)
+
+
+def is_built_apart(choices: Choices) -> bool:
+    """Whether the parameters that a model is built with go before the first step, for smaller ones."""
+    return any(choice.technique == "fully_shard" for choice in choices)
+
+
+def rules_in_force(choices: Choices, has_budget: bool) -> HeapRules:
+    """Return the rules of the heap of a training with these choices, inside a budget or without one."""
+    rules = heap_rules(choices) or (FAST_HEAP if has_budget else DEFAULT_HEAP)
+    if has_budget and is_built_apart(choices):
+        return rules.model_copy(update={"build_threshold_bytes": heap.TIGHT_BYTES})
+    return rules
 
 
 def heap_rules(choices: Iterable[Choice]) -> HeapRules | None:

@@ -9,7 +9,7 @@ from plimsoll.records.comparison import Calibration, Learned
 from plimsoll.records.heap import FAST_HEAP, KEPT_HEAP, HeapRules
 from plimsoll.records.plan import Duration
 from plimsoll.records.prediction import Estimate
-from plimsoll.records.speed import Point, Speed
+from plimsoll.records.speed import ExchangeSpeed, Point, Speed
 
 SPEED = Speed(
     device="by hand",
@@ -164,3 +164,52 @@ def test_a_set_that_was_never_run_is_as_the_others():
     known = learn_time(known, "cpu", ["cache"], predicted_seconds=1, measured_seconds=2)
     assert learned_ratio(known, "cpu", ["autocast"]) == Learned(num_runs=2, mean=1.5, low=1.5, high=2)
     assert learned_ratio(known, "cuda 8.6", []) is None
+
+
+# A gathered block takes 1 s to be asked for, 2 s to begin and 1 s for each 4 bytes; sums take 1 s for each 2.
+EXCHANGE = ExchangeSpeed(
+    device="by hand",
+    source="measured",
+    num_ranks=2,
+    bytes_per_second={
+        "all_gather": (Point(at=1, rate=4),), "reduce_scatter": (Point(at=1, rate=4),),
+        "all_reduce": (Point(at=1, rate=2),),
+    },
+    call_seconds=2,
+    agree_seconds=1,
+)  # fmt: skip
+
+
+def of_ranks(*named, speed=SPEED, **sizes):
+    """Seconds of a step of pieces; each op is ``(phase, name, moved bytes)``."""
+    trace = trace_of(
+        *((phase, 1, "") for phase, _, _ in named),
+        work={number: {"moved_bytes": moved} for number, (_, _, moved) in enumerate(named)},
+    )
+    texts = {f"aten.op{number}.default": f"{name}.default" for number, (_, name, _) in enumerate(named)}
+    trace = trace.model_copy(update={"texts": tuple(texts.get(text, text) for text in trace.texts)})
+    sizes = {"batch_size": 2, "micro_batch": 1, "rehearsed_samples": 2} | sizes
+    return step_duration(counted(trace), speed, **sizes, exchange=EXCHANGE).likely_seconds
+
+
+GATHERED = ("forward", "c10d._allgather_base_", 8)  # 1 + 2 + 2 s
+SCATTERED = ("backward", "c10d._reduce_scatter_base_", 8)
+ADDED = ("backward", "c10d.allreduce_", 8)  # 2 + 4 s
+PRODUCT = ("forward", "aten.add", 20)  # 2 s, and 1 s for its call
+
+
+def test_what_ranks_exchange_takes_the_time_of_their_link():
+    assert of_ranks(GATHERED) == 5
+    assert of_ranks(ADDED) == 6
+    assert of_ranks(PRODUCT, GATHERED, SCATTERED) == 3 + 5 + 5
+
+
+def test_each_piece_gathers_and_gradients_are_added_up_once():
+    pieces = (GATHERED, SCATTERED, GATHERED, SCATTERED, ADDED)
+    assert of_ranks(*pieces) == 4 * 5 + 6
+    assert of_ranks(*pieces, batch_size=5) == 10 * 5 + 6
+
+
+def test_a_gpu_fetches_beside_its_kernels_and_waits_for_sums():
+    assert of_ranks(PRODUCT, GATHERED, speed=GPU) == 5
+    assert of_ranks(PRODUCT, GATHERED, ADDED, speed=GPU) == 5 + 6

@@ -3,16 +3,19 @@
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from plimsoll.data.sketch import TextSketch
 from plimsoll.errors import InputError
 from plimsoll.memory.live import live_bytes
 from plimsoll.memory.lowering.cpu import CpuLowering
+from plimsoll.memory.work import WorkCounter, hearing
 from plimsoll.records.job import Job
 from plimsoll.records.plan import micro_batch_choice
 from plimsoll.run.reduction import _EXCHANGE_BYTES
 from plimsoll.run.rehearse import rehearse_job
-from plimsoll.run.rehearsed_ranks import joined_alone, rehearsed_ranks
+from plimsoll.run.rehearsed_ranks import joined_alone, rehearsed_ranks, threads_of_rank
+from plimsoll.techniques import _sharded as sharded
 
 TEXTS = TextSketch(vocab_size=300, num_labels=None, end_id=0)
 
@@ -45,3 +48,46 @@ def test_each_rank_has_its_share_of_the_batch_and_what_the_exchange_takes():
     assert shared_bytes > alone_bytes  # the bucket
     assert shared_bytes < alone_bytes + _EXCHANGE_BYTES + (4 << 20)
     assert peak_bytes(4, 32) == peak_bytes(4, 29)  # ceil(29 / 4) is 8, too
+
+
+@pytest.mark.parametrize(("said", "expected"), [(None, 1), ("7", "as before")])
+def test_a_rank_computes_with_its_share_of_the_cores_unless_it_is_said(monkeypatch, said, expected):
+    before = torch.get_num_threads()
+    if said is None:
+        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    else:
+        monkeypatch.setenv("OMP_NUM_THREADS", said)
+    with threads_of_rank(1):
+        assert torch.get_num_threads() == before
+    with threads_of_rank(4096):
+        assert torch.get_num_threads() == (before if expected == "as before" else expected)
+    assert torch.get_num_threads() == before
+
+
+def test_an_exchange_moves_the_whole_tensor():
+    with rehearsed_ranks(4), hearing():
+        counter = WorkCounter(lambda tensor: False)
+        whole, part = torch.zeros(12), torch.zeros(3)
+        with Counting(counter) as counting:
+            dist.all_reduce(whole)
+            sharded._all_gather(whole, part)
+            sharded._reduce_scatter(part, whole)
+    assert counting.moved == [
+        ("c10d::allreduce_", 48),
+        ("c10d::_allgather_base_", 48),
+        ("c10d::_reduce_scatter_base_", 48),
+    ]
+
+
+class Counting(TorchDispatchMode):
+    """Notes what the ops of exchanges move."""
+
+    def __init__(self, counter):
+        super().__init__()
+        self._counter, self.moved = counter, []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func._schema.name.startswith("c10d::"):
+            self.moved.append((func._schema.name, self._counter.count(func, args, kwargs or {}, result).moved_bytes))
+        return result

@@ -291,3 +291,15 @@ def test_small_blocks_come_and_go_with_their_tensor():
     heap = GlibcHeap(TIGHT_HEAP)
     replay([(1, 1 << 20), (2, 1000), (1, -(1 << 20)), (2, -1000)], heap, beside_bytes=TENSOR_OBJECTS_BYTES)
     assert heap.live_bytes == 0
+
+
+def test_a_threshold_holds_from_its_delta_on():
+    """Of three blocks of 1 MiB the second is asked for while blocks are mapped from 128 KiB on."""
+    heap = GlibcHeap(FAST_HEAP)
+    deltas = [(name, 1 << 20) for name in (1, 2, 3)]
+    replayed = replay(deltas, heap, thresholds_before={1: 128 << 10, 2: 4 << 20})
+    before_bytes = heap.resident_bytes
+    heap.free(replayed.live[2][0])
+    assert before_bytes - heap.resident_bytes == pytest.approx(1 << 20, abs=4096)  # it was a mapping, and is gone
+    heap.free(replayed.live[1][0])
+    assert before_bytes - heap.resident_bytes == pytest.approx(1 << 20, abs=4096)  # a hole below the third

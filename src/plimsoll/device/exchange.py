@@ -1,0 +1,168 @@
+"""How long several ranks take to add tensors up and to gather them: measured here over gloo, assumed for GPUs.
+
+    exchange = measured_exchange(num_ranks=2)                 # once, then read from a file
+    exchange = exchange_of(find_gpu("rtx3060"), num_ranks=4)
+
+On a processor as many gloo groups as there are ranks meet in this process, each in a thread, over the loopback device
+as those of `plimsoll train --nproc` do: no other process is needed. Each exchange is done a few times, of which the
+best counts. Beyond 4 ranks, which share one machine's memory, the time grows with the bytes that all of them move.
+
+Of GPUs nothing is measured. A ring of N ranks moves (N - 1) / N of a tensor through each card's link to gather or to
+scatter it, and twice that to add it up (https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md); links are
+NVLink where the card has it (NVIDIA's data sheets), else the host's, of which a share is assumed.
+
+Does NOT know several machines and their network, nor what other programs do meanwhile.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+
+from plimsoll.device.speed import name_of
+from plimsoll.errors import OutputError, RecordError
+from plimsoll.records.base import cache_folder
+from plimsoll.records.gpu import DeviceSpec
+from plimsoll.records.speed import ExchangeKind, ExchangeSpeed, Point
+
+_MIB = 1 << 20
+_MOST_MEASURED_RANKS = 4
+_SIZES_BYTES = (_MIB, 8 * _MIB)
+_NUM_RUNS, _NUM_CALLS = 6, 30
+_TIMEOUT = timedelta(seconds=60)
+
+# Bytes a second in one direction of all links of a card: half of what the data sheets of V100 SXM2, A100 SXM, H100 SXM,
+# H200 SXM and B200 say of both directions.
+_NVLINK_BYTES_PER_SECOND = {
+    "V100-SXM2": 150e9,
+    "A100-SXM4": 300e9,
+    "H100 80GB HBM3": 450e9,
+    "H200": 450e9,
+    "B200": 900e9,
+}
+# Assumed: what NCCL reaches of a link. Cards without NVLink, and consumer cards which may not reach one another's
+# memory, go through the host's.
+_NVLINK_SHARE, _HOST_LINK_SHARE = 0.7, 0.4
+_UNKNOWN_LINK_BYTES_PER_SECOND = 12e9
+# Assumed: an exchange of NCCL's, and a question over gloo between processes of one machine (0.1 ms with nothing else at
+# work, 0.8 ms on two busy cores).
+_NCCL_CALL_SECONDS, _AGREE_SECONDS = 30e-6, 3e-4
+
+
+def measured_exchange(num_ranks: int, progress: Callable[[str], object] = lambda text: None) -> ExchangeSpeed:
+    """Return what exchanges of ranks on this processor take, from the file it is kept in, or measured now.
+
+    Args:
+        num_ranks: how many there are, from 2.
+        progress: told when it is measured.
+    """
+    name = name_of("cpu")
+    path = cache_folder() / f"exchange-{num_ranks}-{hashlib.sha256(name.encode()).hexdigest()[:16]}.json"
+    try:
+        speed = ExchangeSpeed.load(path)
+        if (speed.device, speed.num_ranks) == (name, num_ranks):
+            return speed
+    except RecordError:
+        pass  # there is none yet, or a torn one: measured again
+    progress(f"measuring exchanges of {num_ranks} ranks, once")
+    speed = measure_exchange(num_ranks)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        speed.save(path)
+    except (OSError, OutputError):
+        pass  # it is measured again next time
+    return speed
+
+
+def measure_exchange(num_ranks: int) -> ExchangeSpeed:
+    """Measure exchanges of ranks on this processor, in a second or two."""
+    num_here = min(num_ranks, _MOST_MEASURED_RANKS)
+    store = HashStore()
+    with ThreadPoolExecutor(num_here) as ranks:
+        found = list(ranks.map(lambda rank: _Rank(store, rank, num_here).measure(), range(num_here)))
+    # A step waits for the slowest rank.
+    seconds = {key: max(one[key] for one in found) for key in found[0]}
+    times = (num_ranks - 1) / (num_here - 1)
+    call_seconds = seconds.pop(("all_reduce", 0)) * times
+    rates: dict[ExchangeKind, list[Point]] = {}
+    for (kind, num_bytes), one in seconds.items():
+        rates.setdefault(kind, []).append(Point(at=num_bytes, rate=num_bytes / (one * times)))
+    return ExchangeSpeed(
+        device=name_of("cpu"),
+        source="measured",
+        num_ranks=num_ranks,
+        bytes_per_second={kind: tuple(points) for kind, points in rates.items()},
+        call_seconds=call_seconds,
+        agree_seconds=call_seconds,
+    )
+
+
+def exchange_of(spec: DeviceSpec, num_ranks: int) -> ExchangeSpeed:
+    """Return what exchanges of as many GPUs of one machine are assumed to take.
+
+    Args:
+        spec: the card of each rank.
+        num_ranks: how many there are, from 2.
+    """
+    nvlink = next((rate for name, rate in _NVLINK_BYTES_PER_SECOND.items() if spec.name.startswith(name)), None)
+    host_link = spec.host_link_bytes_per_second or _UNKNOWN_LINK_BYTES_PER_SECOND
+    link = _NVLINK_SHARE * nvlink if nvlink is not None else _HOST_LINK_SHARE * host_link
+    rate = link * num_ranks / (num_ranks - 1)
+    return ExchangeSpeed(
+        device=spec.name,
+        source="assumed",
+        num_ranks=num_ranks,
+        bytes_per_second={
+            "all_reduce": (Point(at=1, rate=rate / 2),),
+            "all_gather": (Point(at=1, rate=rate),),
+            "reduce_scatter": (Point(at=1, rate=rate),),
+        },
+        call_seconds=_NCCL_CALL_SECONDS,
+        agree_seconds=_AGREE_SECONDS,
+    )
+
+
+class _Rank:
+    """One of the ranks that meet in this process, each in a thread of its own."""
+
+    def __init__(self, store: HashStore, rank: int, num_ranks: int) -> None:
+        # torch's stubs do not know what it can do.
+        self._group: Any = dist.ProcessGroupGloo(store, rank, num_ranks, _TIMEOUT)
+        self._num_ranks = num_ranks
+
+    def measure(self) -> dict[tuple[ExchangeKind, int], float]:
+        """Return the seconds of each exchange by its kind and the bytes of the whole tensor; 0 for almost none."""
+        group, small = self._group, torch.zeros(1)
+        found: dict[tuple[ExchangeKind, int], float] = {
+            ("all_reduce", 0): self._best(partial(group.allreduce, [small]), _NUM_CALLS)
+        }
+        for num_bytes in _SIZES_BYTES:
+            part = torch.zeros(num_bytes // 4 // self._num_ranks)
+            whole = torch.zeros(len(part) * self._num_ranks)
+            runs: tuple[tuple[ExchangeKind, Callable[[], Any]], ...] = (
+                ("all_reduce", partial(group.allreduce, [whole])),
+                ("all_gather", partial(group._allgather_base, whole, part)),
+                ("reduce_scatter", partial(group._reduce_scatter_base, part, whole)),
+            )
+            for kind, run in runs:
+                found[kind, num_bytes] = self._best(run, _NUM_RUNS)
+        return found
+
+    @staticmethod
+    def _best(start: Callable[[], Any], num_runs: int) -> float:
+        """The shortest of several runs; all ranks do equally many."""
+        seconds = []
+        for _ in range(num_runs):
+            started = time.perf_counter()
+            start().wait()
+            seconds.append(time.perf_counter() - started)
+        return min(seconds)
