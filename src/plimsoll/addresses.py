@@ -226,8 +226,8 @@ def _seen(info: dict[str, Any], address: str) -> Seen:
         raise DataError(f"{shown(address)} does not say how large it is: download it, and give the file")
     if info.get("mimetype") == "text/html" and not file_name(address).lower().endswith((".html", ".htm")):
         raise DataError(
-            f"{shown(address)} is a web page, not a file of text: web servers cannot list, so give each file, and if "
-            "the page asks for a login, credentials"
+            f"{shown(address)} is a web page, not a file of text: give each file, for web servers cannot list, and "
+            "credentials if the page asks for a login"
         )
     said = {str(name).lower(): value for name, value in info.items()}
     mark = xxhash.xxh3_64_hexdigest("\0".join(str(said.get(name)) for name in _SAID).encode())
@@ -250,9 +250,7 @@ def _read(address: str, begin: int, end: int) -> Iterator[bytes]:
 
 def _read_web(opened: Any, path: str, begin: int, end: int) -> Iterator[bytes]:
     """One request for all of it: the server may not be able to send parts, and says so by sending the whole."""
-    headers = {**opened.kwargs.get("headers", {}), "Accept-Encoding": "identity"}
-    if begin:
-        headers["Range"] = f"bytes={begin}-{end - 1}"
+    headers = {**opened.kwargs.get("headers", {}), "Accept-Encoding": "identity", "Range": f"bytes={begin}-{end - 1}"}
     with opened.open(path, "rb", block_size=0, size=end, headers=headers) as source:
         answered = source.r.headers
         if answered.get("Content-Encoding", "identity") != "identity":
