@@ -297,7 +297,7 @@ class _Tries:
         status = getattr(cause, "status", None)
         if status in _GONE or isinstance(cause, FileNotFoundError):
             raise _not_there(self._address) from None
-        if status in _FORBIDDEN or isinstance(cause, PermissionError):
+        if status in _FORBIDDEN or isinstance(cause, PermissionError) or _has_no_credentials(cause):
             raise DataError(
                 f"{shown(self._address)} may not be read ({_said(cause)}): give fsspec credentials for it, or check "
                 "whether a signed address is still valid"
@@ -337,6 +337,10 @@ def _cause_of(error: BaseException) -> BaseException:
     cause = error.__cause__
     is_of_web = isinstance(cause, TimeoutError | ConnectionError) or type(cause).__module__.startswith("aiohttp")
     return cause if isinstance(error, FileNotFoundError) and cause is not None and is_of_web else error
+
+
+def _has_no_credentials(error: BaseException) -> bool:
+    return type(error).__name__ in {"NoCredentialsError", "DefaultCredentialsError"}  # of botocore and google.auth
 
 
 def _said(error: BaseException) -> str:

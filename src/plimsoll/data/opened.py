@@ -12,7 +12,7 @@ from collections import OrderedDict
 import numpy as np
 from numpy.typing import NDArray
 
-from plimsoll.copies import descriptor_of
+from plimsoll.copies import descriptor_of, name_of
 from plimsoll.errors import DataError
 from plimsoll.store import Facts
 
@@ -63,7 +63,9 @@ class OpenFiles:
         try:
             descriptor = descriptor_of(path)
         except OSError as error:
-            raise DataError(f"cannot read {path} ({error.strerror}): put it back, or allow reading it") from None
+            raise DataError(
+                f"cannot read {name_of(path)} ({error.strerror}): put it back, or allow reading it"
+            ) from None
         try:
             self._check(file, os.fstat(descriptor))
         except DataError:
@@ -87,15 +89,18 @@ class OpenFiles:
         then, now = self._facts["sizes"][file], status.st_size
         if then != now:
             raise DataError(
-                f"{self.path(file)} has {now} bytes, but had {then} when it was indexed: start again to index it anew"
+                f"{name_of(self.path(file))} has {now} bytes, but had {then} when it was indexed: start again to index "
+                "it anew"
             )
         if status.st_mtime_ns != self._facts["mtimes"][file]:
-            raise DataError(f"{self.path(file)} was written to since it was indexed: start again to index it anew")
+            raise DataError(
+                f"{name_of(self.path(file))} was written to since it was indexed: start again to index it anew"
+            )
 
     def _too_short(self, file: int, end: int) -> DataError:
         return DataError(
-            f"{self.path(file)} ends before byte {end}, but was longer when it was indexed: start again to index it "
-            "anew"
+            f"{name_of(self.path(file))} ends before byte {end}, but was longer when it was indexed: start again to "
+            "index it anew"
         )
 
 

@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import fsspec
 import numpy as np
@@ -16,10 +17,13 @@ import pytest
 from tests.web_server import Site, serving
 
 from plimsoll import addresses, copies
+from plimsoll.assemble import loader_of
 from plimsoll.data.formats import Reading
 from plimsoll.data.index import open_corpus
 from plimsoll.data.loader import Loader
+from plimsoll.data.prepare import open_datasets, prepare
 from plimsoll.errors import DataError
+from plimsoll.records.job import Job
 
 pytest.importorskip("aiohttp", reason="http addresses need aiohttp")
 
@@ -110,6 +114,61 @@ def test_ranks_share_a_corpus_elsewhere_without_overlap(tmp_path: Path, memory):
         loader = Loader(Numbers(), 10, rank=rank, world_size=4)
         seen += [number for fields in loader for number in (fields["ids"].tolist() if fields else [])]
     assert sorted(seen) == list(range(51))
+
+
+WAYS = {
+    "windows": {},
+    "stride": {"stride": 8},
+    "by_length": {"order": "by_length", "unit": "line", "borders": "sentence"},
+    "blocks": {"order": "blocks"},
+    "pack": {"pack": True, "unit": "line"},
+    "streams": {"order": "streams"},
+    "on_the_fly": {"on_the_fly": True, "unit": "line", "long_texts": "truncate"},
+    "on_the_fly_blocks": {"on_the_fly": True, "unit": "line", "long_texts": "truncate", "order": "blocks"},
+    "workers": {"on_the_fly": True, "unit": "line", "long_texts": "truncate", "workers": 2},
+}
+
+
+@pytest.mark.parametrize("way", list(WAYS))
+def test_any_number_of_ranks_trains_each_sample_once_in_the_same_batches(tmp_path: Path, way: str):
+    """Also where an epoch goes on with another number of them."""
+    numbers = np.random.default_rng(0).integers(0, 50, (90, 12))
+    text = "\n".join(" ".join(f"w{number}" for number in row[: 2 + row[0] // 5]) for row in numbers).encode()
+    with serving(Site({"a.txt": text, "b.txt": text[:500]})) as site:
+        job = Job.model_validate(
+            {
+                "model": {"architecture": "gpt2"}, "sequence_length": 16, "batch_size": 7,
+                "data": {"train": [f"{site.address}/a.txt", f"{site.address}/b.txt"], **WAYS[way]},
+                "tokenizer": {"train": "bpe", "vocab_size": 270},
+            }
+        )  # fmt: skip
+        samples, _ = open_datasets(prepare(job, tmp_path), job)
+        alone, _ = batches_of_ranks(job, samples, 1, None, None)
+        assert sorted(number for ids, _ in alone for number in ids) == list(range(len(samples)))
+        for world_size in (2, 3, 5):
+            first, state = batches_of_ranks(job, samples, world_size, None, len(alone) // 2)
+            rest, _ = batches_of_ranks(job, samples, world_size % 5 + 1, state, None)
+            assert first + rest == alone
+
+
+def batches_of_ranks(job, samples, world_size, state, most_batches):
+    """The numbers of the samples of each batch of an epoch, and what is predicted, put together of all ranks."""
+    loaders = [loader_of(job, samples, ranks=SimpleNamespace(rank=r, world_size=world_size)) for r in range(world_size)]
+    for loader in loaders:
+        loader.load_state_dict(state or loader.state_dict())
+    batches = []
+    while len(batches) != most_batches and (parts := [loader.peek() for loader in loaders])[0].epoch == 0:
+        num_samples = sum(len(part.sample_ids) for part in parts)
+        ids, labels = [-1] * num_samples, [[]] * num_samples
+        for rank, part in enumerate(parts):
+            ids[rank::world_size] = part.sample_ids.tolist()
+            labels[rank::world_size] = [row[row != -100].tolist() for row in part.fields.get("labels", ())]
+        batches.append((ids, labels))
+        for loader in loaders:
+            loader.advance()
+    for loader in loaders:
+        loader.close()
+    return batches, loaders[0].state_dict()
 
 
 def test_how_much_has_come_is_told(tmp_path: Path):
