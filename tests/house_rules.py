@@ -21,6 +21,7 @@ from pathlib import PurePosixPath
 LAYERS = (
     {"errors", "shown"},
     {"records"},
+    {"addresses"},
     {"copies"},
     {"identity", "store", "forked", "outside", "ranks"},
     {"mapped"},

@@ -13,13 +13,21 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 @dataclass
 class Site:
-    """Files by their names, and faults by name: how many of the next answers with content go wrong, and how."""
+    """Files by their names, and faults by name: how many of the next answers with content go wrong, and how.
+
+    Faults are ``"cut"`` (the connection ends half way) and the number of a status; a name that ends in ``!`` is of
+    answers to HEAD as well. ``headers`` are of each answer with a file, ``moved`` the names that lead to others.
+    """
 
     files: dict[str, bytes]
     has_ranges: bool = True
     faults: dict[str, tuple[str, int]] = field(default_factory=dict)
     num_answers: Counter[str] = field(default_factory=Counter)
     address: str = ""
+    headers: dict[str, str] = field(default_factory=dict)
+    says_state: bool = True
+    moved: dict[str, str] = field(default_factory=dict)
+    num_sent_bytes: int = 0
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -37,15 +45,19 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answer(self, with_content: bool) -> None:
         name = self.path.partition("?")[0].lstrip("/")
+        if name in self.site.moved:
+            self.send_response(302)
+            self.send_header("Location", f"/{self.site.moved[name]}")
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+            return
         content = self.site.files.get(name)
         if content is None:
             self.send_error(404)
             return
-        fault, left = self.site.faults.get(name, ("", 0)) if with_content else ("", 0)
-        if left:
-            self.site.faults[name] = (fault, left - 1)
-        if left and fault == "500":
-            self.send_error(500)
+        fault = self._fault(name, with_content)
+        if fault.isdecimal():
+            self.send_error(int(fault))
             return
         span = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", "")) if self.site.has_ranges else None
         begin, end = (int(span[1]), int(span[2] or len(content) - 1) + 1) if span else (0, len(content))
@@ -56,16 +68,27 @@ class _Handler(BaseHTTPRequestHandler):
         if span:
             self.send_header("Content-Range", f"bytes {begin}-{begin + len(part) - 1}/{len(content)}")
         self.send_header("Content-Length", str(len(part)))
-        self.send_header("ETag", f'"{hash(content)}"')
+        if self.site.says_state:
+            self.send_header("ETag", f'"{hash(content)}"')
+        for header, value in self.site.headers.items():
+            self.send_header(header, value)
         self.end_headers()
         if not with_content:
             return
         self.site.num_answers[name] += 1
-        if left and fault == "cut":
-            self.wfile.write(part[: len(part) // 2])
-            self.close_connection = True
-            return
-        self.wfile.write(part)
+        sent = part[: len(part) // 2] if fault == "cut" else part
+        self.site.num_sent_bytes += len(sent)
+        self.wfile.write(sent)
+        self.close_connection = fault == "cut"
+
+    def _fault(self, name: str, with_content: bool) -> str:
+        """What goes wrong with this answer."""
+        for key in (name, f"{name}!") if with_content else (f"{name}!",):
+            fault, left = self.site.faults.get(key, ("", 0))
+            if left:
+                self.site.faults[key] = (fault, left - 1)
+                return fault
+        return ""
 
 
 @contextmanager

@@ -1,21 +1,22 @@
 """Files of object stores and web servers, as local copies in a folder of bounded size.
 
 A source with a protocol (``s3://bucket/part-*.jsonl``, ``https://host/a.txt``, ``memory://a.txt``) is opened by fsspec:
-`find` lists what it means, and gives each file a place in a folder. The copy is made when somebody opens the place
-(`present`), and may go again: where copies would take more than the folder may hold, those go that were used longest
-ago. A process that has one open reads on. Beside each place stays a note of where it is from.
+`find` gives each file that it means a place in a folder. The copy is made when somebody reads there (`held`), and may
+go again: where copies would take more than the folder may hold, those go that were opened longest ago. A process that
+has one open reads on. Beside each place stays a note of where it is from.
 
-A copy is whole or not there: it is written to a temporary name, in pieces of 8 MiB where the server can do that, each
-tried five times, and renamed. It has a time that is made of what the store says of the file (size, ETag, time), so a
-file that changed there is another file, for an index as for a checkpoint; and one that changed while it was copied, or
-between two copies, is refused.
+A copy is whole or not there: it is written to a temporary name, which has the size of the whole from the begin so that
+others count it, and renamed. What a killed process has left of one goes first where room is needed. It has a time that
+is made of what the store says of the file (size, ETag, time), so a file that changed there is another file, for an
+index as for a checkpoint; and one that changed while it was copied, or between two copies, is refused. A copy that is
+no longer what was written is made anew.
 
 ``PLIMSOLL_COPIES`` sets how much the folder may hold (20GiB). Credentials are fsspec's own affair: in its environment
-variables or configuration. A password in an address is not shown, and in the note only its owner can read it.
+variables or configuration. Secrets in an address are not shown (`plimsoll.addresses`); the note has them, and only its
+owner can read it.
 
-Does NOT cover writing, and servers that do not say how large a file is. HTTP cannot list: give each file.
-
-Source: https://filesystem-spec.readthedocs.io
+Does NOT cover a folder on a file system without ``flock``, and space that is freed only when another process closes
+what it has open.
 """
 
 from __future__ import annotations
@@ -23,35 +24,33 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import re
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import IO, Any, NamedTuple
 
 import xxhash
 
+from plimsoll.addresses import Seen, file_name, head, look, pieces, shown
 from plimsoll.errors import DataError, OutputError
 from plimsoll.records.base import write_atomically
 from plimsoll.records.units import format_bytes, parse_bytes
 
-T = TypeVar("T")
-
 _LIMIT, _DEFAULT_LIMIT = "PLIMSOLL_COPIES", "20GiB"
-_NOTE = ".from.json"
-_PIECE_BYTES = 8 << 20
-_TRIES = 5
-# Of the state of a file, by the names that file systems of fsspec have for it.
-_SAID = (
-    *("size", "ETag", "etag", "LastModified", "last_modified", "mtime", "created", "updated"),
-    *("md5Hash", "content-md5"),
-)
-_PAUSES_SECONDS = (0.2, 0.5, 1.0, 2.0)
-_SECRET = re.compile(r"(?<=://)([^/@:]*):[^/@]*@")
-_ADDRESS = re.compile(r"[a-z][a-z0-9+.-]*(::|://)", re.IGNORECASE)
-_PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "az": "adlfs", "http": "aiohttp",
-             "https": "aiohttp", "hdfs": "pyarrow", "sftp": "paramiko"}  # fmt: skip
+_NOTE, _LOCK, _TEMPORARY = ".from.json", ".lock", ".copying"
+_MOST_NAME_CHARACTERS = 60  # of four bytes each, and with what is put behind it
+_WAIT_SECONDS, _POLL_SECONDS = 600, 0.1
+_WORTH_A_HEAD_BYTES = 8 << 20  # what is smaller is copied as quickly as its first bytes
+
+
+Told = Callable[[int], None]
+"""Called with the bytes of a file that have come, while it is copied."""
+
+
+def _silent(num_bytes: int) -> None:
+    """Tell nobody."""
 
 
 class RemoteFile(NamedTuple):
@@ -63,22 +62,6 @@ class RemoteFile(NamedTuple):
     is_named: bool
 
 
-def is_remote(source: str) -> bool:
-    """Whether a source has a protocol, and is not of this machine's files."""
-    return _ADDRESS.match(source) is not None and not source.lower().startswith("hf:")
-
-
-def shown(address: str) -> str:
-    """Return an address without its password."""
-    return _SECRET.sub(r"\1:***@", address)
-
-
-def name_of(path: str) -> str:
-    """Return what the user calls a file: the address of a copy, without its password."""
-    note = _note_of(path)
-    return path if note is None else shown(note["address"])
-
-
 def find(source: str, folder: Path | None) -> list[RemoteFile]:
     """Return the files that an address means: itself, all below it, or those that match it.
 
@@ -88,32 +71,16 @@ def find(source: str, folder: Path | None) -> list[RemoteFile]:
 
     Raises:
         DataError: if there is no file, the store cannot be reached, or a package is missing that knows the protocol.
+        OutputError: if the folder cannot be written.
     """
-    opened, path = _opened(source)
-    infos, is_named = _tried(lambda: _listed(opened, path), source), True
-    if infos is None or len(infos) != 1 or infos[0]["name"].rstrip("/") != path.rstrip("/"):
-        is_named = False
-    if not infos:
-        raise DataError(f"there is no file at {shown(source)}: check the address, and that it may be read")
-    if is_named:
-        return [_file(infos[0], source, folder, is_named)]
-    protocol = source.partition("://")[0]
-    return [_file(info, _address_of(info, protocol), folder, is_named) for info in infos]
+    files, is_named = look(source)
+    return [_file(file, folder, is_named) for file in files]
 
 
-def present(path: str) -> str:
-    """Return a path where its file is, copied now if it was not or has gone.
-
-    Raises:
-        DataError: if the file cannot be copied, or is not what it was.
-        OutputError: if the folder cannot hold it.
-    """
-    if not os.path.exists(path) and (note := _note_of(path)) is not None:
-        _copy(Path(path), note)
-    elif _folder_of(path) is not None:
-        with suppress(OSError):  # used now
-            os.utime(path, ns=(time.time_ns(), os.stat(path).st_mtime_ns))
-    return path
+def name_of(path: str) -> str:
+    """Return what the user calls a file: the address of a copy, without its secrets."""
+    note = _note_of(path)
+    return path if note is None else shown(note["address"])
 
 
 def is_copy(path: str) -> bool:
@@ -121,79 +88,70 @@ def is_copy(path: str) -> bool:
     return os.path.exists(path + _NOTE)
 
 
-# -- what is there ---------------------------------------------------------------------------------------------------
+@contextmanager
+def held(path: str, told: Told = _silent) -> Iterator[str]:
+    """Have a file where it is, copied now if it was not or has gone; it stays there while the block runs.
+
+    Args:
+        path: of a copy, or of any other file, which is left alone.
+        told: how much of it has come.
+
+    Raises:
+        DataError: if the file cannot be copied, or is not what it was.
+        OutputError: if the folder cannot hold it.
+    """
+    note = _note_of(path)
+    if note is None:
+        yield path
+        return
+    place = Path(path)
+    while True:
+        with _locked(place, fcntl.LOCK_SH):
+            if _is_whole(place, note):
+                with suppress(OSError):  # used now
+                    os.utime(place, ns=(time.time_ns(), note["mtime_ns"]))
+                yield path
+                return
+        with _locked(place, fcntl.LOCK_EX):
+            note = _note_of(path) or note
+            if not _is_whole(place, note):
+                _copy(place, note, told)
 
 
-def _opened(source: str) -> tuple[Any, str]:
-    protocol = source.partition("://")[0].partition("::")[0].lower()
-    try:
-        from fsspec.core import url_to_fs
+def descriptor_of(path: str, told: Told = _silent) -> int:
+    """Return a descriptor for reading a file, copied now if it was not or has gone.
 
-        opened, path = url_to_fs(source, **({"skip_instance_cache": True} if protocol != "memory" else {}))
-    except ImportError as error:
-        package = _PACKAGES.get(protocol, "fsspec")
-        raise DataError(
-            f"{shown(source)} needs {package} ({error}): install it with pip install fsspec {package}"
-        ) from None
-    except ValueError as error:
-        raise DataError(
-            f"{shown(source)} is of no known protocol ({error}): give for example s3:// or https://"
-        ) from None
-    return opened, str(path)
+    Raises:
+        OSError: if it cannot be opened.
+        DataError, OutputError: as `held`.
+    """
+    with held(path, told):
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
 
-def _listed(opened: Any, path: str) -> list[dict[str, Any]] | None:
-    """What the store says of the files at an address, or ``None`` if there is none."""
-    if any(sign in path for sign in "*?[") and not _is_web(opened):
-        return _infos(opened, opened.glob(path))
-    try:
-        info = opened.info(path)
-    except FileNotFoundError:
+def head_of(path: str, num_bytes: int) -> bytes | None:
+    """Return the first bytes of a file elsewhere that is large and not copied yet; ``None`` of all others."""
+    note = _note_of(path)
+    if note is None or note["num_bytes"] < _WORTH_A_HEAD_BYTES or _is_whole(Path(path), note):
         return None
-    if info["type"] != "directory":
-        return [info]
-    return _infos(opened, opened.find(path))
+    return head(note["address"], min(num_bytes, note["num_bytes"]))
 
 
-def _infos(opened: Any, names: list[str]) -> list[dict[str, Any]]:
-    """What the store says of each file by itself, which may be more than a listing says."""
-    return [info for info in map(opened.info, sorted(names)) if info["type"] == "file"]
+# -- places ------------------------------------------------------------------------------------------------------------
 
 
-def _is_web(opened: Any) -> bool:
-    protocols = opened.protocol if isinstance(opened.protocol, tuple) else (opened.protocol,)
-    return "http" in protocols
-
-
-def _address_of(info: dict[str, Any], protocol: str) -> str:
-    name = str(info["name"])
-    return name if "://" in name else f"{protocol}://{name if protocol == 'file' else name.lstrip('/')}"
-
-
-def _file(info: dict[str, Any], address: str, folder: Path | None, is_named: bool) -> RemoteFile:
-    if info.get("size") is None:
-        raise DataError(f"{shown(address)} does not say how large it is: download it, and give the file")
-    mark = _mark(info)
-    mtime_ns = int(mark, 16) % (1 << 31) * 10**9  # whole seconds, which any file system keeps; it is no time
+def _file(file: Seen, folder: Path | None, is_named: bool) -> RemoteFile:
+    mtime_ns = int(file.mark, 16) % (1 << 31) * 10**9  # whole seconds, which any file system keeps; it is no time
     if folder is None:
-        return RemoteFile(address, int(info["size"]), mtime_ns, is_named)
-    own = folder / xxhash.xxh3_128_hexdigest(address.encode())[:16]
-    place = own / (address.partition("?")[0].rstrip("/").rpartition("/")[2] or "file")
-    own.mkdir(parents=True, exist_ok=True)
-    note = {"address": address, "num_bytes": int(info["size"]), "mark": mark, "mtime_ns": mtime_ns}
-    known = _note_of(str(place))
-    if known != note:
-        with suppress(FileNotFoundError):
-            place.unlink()
-        write_atomically(Path(str(place) + _NOTE), json.dumps(note).encode())
-        os.chmod(str(place) + _NOTE, 0o600)
-    return RemoteFile(str(place), int(info["size"]), mtime_ns, is_named)
-
-
-def _mark(info: dict[str, Any]) -> str:
-    """What tells one state of a file from another, as far as its store says."""
-    said = [str(info.get(name)) for name in _SAID]
-    return xxhash.xxh3_64_hexdigest("\0".join(said).encode())
+        return RemoteFile(file.address, file.num_bytes, mtime_ns, is_named)
+    own = folder / xxhash.xxh3_128_hexdigest(file.address.encode())[:16]
+    place = own / (file_name(file.address)[-_MOST_NAME_CHARACTERS:] or "file")
+    note = {"address": file.address, "num_bytes": file.num_bytes, "mark": file.mark, "mtime_ns": mtime_ns}
+    if _note_of(str(place)) != note:
+        with _said(own):
+            own.mkdir(parents=True, exist_ok=True)
+        write_atomically(Path(str(place) + _NOTE), json.dumps(note).encode(), "--cache", mode=0o600)
+    return RemoteFile(str(place), file.num_bytes, mtime_ns, is_named)
 
 
 def _note_of(path: str) -> dict[str, Any] | None:
@@ -204,144 +162,133 @@ def _note_of(path: str) -> dict[str, Any] | None:
     return note
 
 
-def _folder_of(path: str) -> Path | None:
-    """The folder of copies that a path is in."""
-    return Path(path).parents[1] if is_copy(path) else None
+def _is_whole(place: Path, note: dict[str, Any]) -> bool:
+    """Whether a copy is there, and of the state that its note is of."""
+    try:
+        status = place.stat()
+    except FileNotFoundError:
+        return False
+    return (status.st_size, status.st_mtime_ns) == (note["num_bytes"], note["mtime_ns"])
 
 
 # -- copying -----------------------------------------------------------------------------------------------------------
 
 
-def _copy(place: Path, note: dict[str, Any]) -> None:
-    """Make a copy; another process may be making the same, and is waited for."""
-    with _locked(place.with_name(place.name + ".lock")):
-        if place.exists():
-            return
-        _make_room(place.parents[1], note["num_bytes"], shown(note["address"]))
-        opened, path = _opened(note["address"])
-        _require_same(opened, path, note)
-        temporary = place.with_name(f".{place.name}.tmp-{os.getpid()}")
-        try:
-            with temporary.open("wb") as file:
-                _download(opened, path, note, file)
-                file.flush()
-                os.fsync(file.fileno())
-            _require_same(opened, path, note)
+def _copy(place: Path, note: dict[str, Any], told: Told) -> None:
+    """Make a copy, where nobody else does."""
+    temporary = place.with_name(place.name + _TEMPORARY)
+    try:
+        with _said(place):
+            place.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)  # of a process that was killed
+            _make_room(temporary, note)
+        _require_same(note)
+        _download(temporary, note, told)
+        _require_same(note)
+        with _said(place):
             os.utime(temporary, ns=(time.time_ns(), note["mtime_ns"]))
             temporary.rename(place)
-        except OSError as error:
-            raise OutputError(
-                f"cannot write {place}: {error.strerror}; free some space, or give another --cache"
-            ) from None
-        finally:
-            with suppress(OSError):
-                temporary.unlink()
+    finally:
+        with suppress(OSError):
+            temporary.unlink()
 
 
-def _require_same(opened: Any, path: str, note: dict[str, Any]) -> None:
-    with suppress(AttributeError):
-        opened.invalidate_cache()
-    infos = _tried(lambda: _listed(opened, path), note["address"])
-    if not infos or _mark(infos[0]) != note["mark"]:
-        what = "is gone" if not infos else "has changed"
+def _require_same(note: dict[str, Any]) -> None:
+    files, _ = look(note["address"])
+    if files[0].mark != note["mark"]:
         raise DataError(
-            f"{shown(note['address'])} {what} since it was first looked at: put it back, or start anew in another --out"
+            f"{shown(note['address'])} has changed since it was first looked at: put it back, or start anew in another "
+            "--out"
         )
 
 
-def _download(opened: Any, path: str, note: dict[str, Any], file: Any) -> None:
-    total, address = note["num_bytes"], note["address"]
-    if _is_web(opened) and not opened.info(path).get("partial"):
-        _tried(lambda: _stream(opened, path, file), address)
-    else:
-        for begin in range(0, total, _PIECE_BYTES):
-            end = min(begin + _PIECE_BYTES, total)
-            piece = _tried(lambda: _piece(opened, path, begin, end), address)  # noqa: B023 -- done before the next
+def _download(temporary: Path, note: dict[str, Any], told: Told) -> None:
+    with _said(temporary), temporary.open("r+b") as file:
+        for piece in pieces(note["address"], note["num_bytes"]):
             file.write(piece)
-    if file.tell() != total:
-        raise DataError(
-            f"{shown(address)} came with {file.tell():,} bytes, and its store says {total:,}: try again, or download it"
-        )
+            told(file.tell())
+        file.flush()
+        os.fsync(file.fileno())
 
 
-def _piece(opened: Any, path: str, begin: int, end: int) -> bytes:
-    piece: bytes = opened.cat_file(path, start=begin, end=end)
-    if len(piece) != end - begin:
-        raise ConnectionError(f"{len(piece)} bytes of {end - begin} came")
-    return piece
-
-
-def _stream(opened: Any, path: str, file: Any) -> None:
-    """From the begin in one go, where a server cannot send parts."""
-    file.seek(0)
-    file.truncate()
-    with opened.open(path, "rb", block_size=0) as source:
-        while piece := source.read(_PIECE_BYTES):
-            file.write(piece)
-
-
-def _tried(work: Callable[[], T], address: str) -> T:
-    """Do something over a network, again where it fails and may not the next time."""
-    last: Exception | None = None
-    for pause_seconds in (0.0, *_PAUSES_SECONDS):
-        time.sleep(pause_seconds)
-        try:
-            return work()
-        except FileNotFoundError:
-            raise DataError(
-                f"there is no file at {shown(address)}: check the address, and that it may be read"
-            ) from None
-        except PermissionError as error:
-            raise DataError(
-                f"{shown(address)} may not be read ({shown(str(error))}): give fsspec credentials for it"
-            ) from None
-        except _network_errors() as error:
-            last = error
-    raise DataError(
-        f"cannot read {shown(address)}: {_TRIES} tries failed, the last with {type(last).__name__} "
-        f"({shown(str(last))[:200]}): check the network and the store, and start again"
-    )
-
-
-def _network_errors() -> tuple[type[Exception], ...]:
-    errors: list[type[Exception]] = [OSError, TimeoutError, EOFError]
-    with suppress(ImportError):
-        import aiohttp
-
-        errors.append(aiohttp.ClientError)
-    return tuple(errors)
-
-
-def _make_room(folder: Path, num_bytes: int, name: str) -> None:
-    """Let the copies go that were used longest ago, until so much more may be there."""
-    text = os.environ.get(_LIMIT, _DEFAULT_LIMIT)
-    most_bytes = parse_bytes(text)
+def _make_room(temporary: Path, note: dict[str, Any]) -> None:
+    """Take the place of a file, letting the copies go that were opened longest ago; others are waited for."""
+    num_bytes, name, folder = note["num_bytes"], shown(note["address"]), temporary.parents[1]
+    most_bytes = parse_bytes(os.environ.get(_LIMIT, _DEFAULT_LIMIT))
     if num_bytes > most_bytes:
         raise OutputError(
             f"{name} has {format_bytes(num_bytes)}, copies may take {format_bytes(most_bytes)}: set {_LIMIT} to more"
         )
-    with _locked(folder / ".lock"):
-        copies = []
-        for note in folder.glob(f"*/*{_NOTE}"):
-            place = Path(str(note).removesuffix(_NOTE))
-            with suppress(FileNotFoundError):
-                status = place.stat()
-                copies.append((status.st_atime_ns, status.st_size, place))
-        taken_bytes = sum(size for _, size, _ in copies)
-        for _, size, place in sorted(copies):
-            if taken_bytes + num_bytes <= most_bytes:
+    until = time.monotonic() + _WAIT_SECONDS
+    while time.monotonic() < until:
+        with _locked(folder / "copies", fcntl.LOCK_EX):
+            lacking_bytes = _let_go(folder, num_bytes, most_bytes)
+            if lacking_bytes <= 0:
+                with temporary.open("wb") as file:
+                    file.truncate(num_bytes)  # so that others count it
                 return
+        time.sleep(_POLL_SECONDS)
+    raise OutputError(
+        f"no room for {name}: copies in use leave {format_bytes(num_bytes - lacking_bytes)} of "
+        f"{format_bytes(most_bytes)}, and it has {format_bytes(num_bytes)}: set {_LIMIT} to more, or free some space "
+        f"under {folder}"
+    )
+
+
+def _let_go(folder: Path, num_bytes: int, most_bytes: int) -> int:
+    """Remove copies until so much more may be there and the disk has room; return the bytes that are still lacking."""
+    copies, taken_bytes = [], 0
+    for note in folder.glob(f"*/*{_NOTE}"):
+        place = Path(str(note).removesuffix(_NOTE))
+        for path in (place.with_name(place.name + _TEMPORARY), place):
             with suppress(FileNotFoundError):
-                place.unlink()
-            taken_bytes -= size
+                status = path.stat()
+                is_copied = path == place
+                copies.append((is_copied, status.st_atime_ns, status.st_size, path, place))
+                taken_bytes += status.st_size
+    for _, _, size, path, place in sorted(copies):  # first of all what killed processes have left
+        lacking_bytes = _lacking_bytes(folder, num_bytes, most_bytes - taken_bytes)
+        if lacking_bytes <= 0:
+            return lacking_bytes
+        with _locked(place, fcntl.LOCK_EX | fcntl.LOCK_NB) as is_mine:
+            if is_mine:
+                path.unlink(missing_ok=True)
+                taken_bytes -= size
+    return _lacking_bytes(folder, num_bytes, most_bytes - taken_bytes)
+
+
+def _lacking_bytes(folder: Path, num_bytes: int, allowed_bytes: int) -> int:
+    return num_bytes - min(allowed_bytes, shutil.disk_usage(folder).free)
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def _locked(place: Path, how: int) -> Iterator[bool]:
+    """Keep others from a place; without waiting (``LOCK_NB``) it is said whether that was possible."""
+    with _said(place):
+        file = _lock_file(place)
+    with file:
+        try:
+            fcntl.flock(file, how)
+        except BlockingIOError:
+            yield False
+            return
+        yield True
+
+
+def _lock_file(place: Path) -> IO[bytes]:
+    path = place.with_name(place.name + _LOCK)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            yield
+        return path.open("ab")
+    except OSError:  # copies that are there can be read in a folder that cannot be written
+        if not path.exists():
+            raise
+        return path.open("rb")
+
+
+@contextmanager
+def _said(place: Path) -> Iterator[None]:
+    """Say an error of the disk in our words."""
+    try:
+        yield
     except OSError as error:
-        raise OutputError(f"cannot write {path.parent}: {error.strerror}; allow it, or give another --cache") from None
+        raise OutputError(f"cannot write {place}: {error.strerror}; free some space, or give another --cache") from None

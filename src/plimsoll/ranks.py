@@ -193,12 +193,13 @@ def joined() -> Iterator[Ranks]:
     Raises:
         InputError: if the environment is incomplete, or the ranks did not meet.
     """
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1 or "RANK" not in os.environ:
+    if os.environ.get("WORLD_SIZE", "1") == "1" or "RANK" not in os.environ:
         yield Ranks()
         return
     timeout_seconds = _timeout_seconds()
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    world_size = _number("WORLD_SIZE", 1, None)
+    rank, local_rank = _number("RANK", 0, world_size), _number("LOCAL_RANK", 0, world_size)
     where = f"{os.environ.get('MASTER_ADDR', 'nowhere')}:{os.environ.get('MASTER_PORT', '?')}"
     try:
         meeting, _, _ = next(rendezvous("env://", rank, world_size, timeout=_duration(timeout_seconds)))
@@ -207,7 +208,7 @@ def joined() -> Iterator[Ranks]:
         dist.init_process_group(
             backend, store=store, rank=rank, world_size=world_size, timeout=_duration(timeout_seconds)
         )
-        ranks = Ranks(rank, world_size, int(os.environ.get("LOCAL_RANK", "0")), store, timeout_seconds)
+        ranks = Ranks(rank, world_size, local_rank, store, timeout_seconds)
     except (RuntimeError, ValueError) as error:
         raise InputError(
             f"rank {rank} of {world_size} did not meet the others at {where} ({_reason(error)}; they have "
@@ -219,6 +220,18 @@ def joined() -> Iterator[Ranks]:
     finally:
         ranks.leave()
         dist.destroy_process_group()
+
+
+def _number(name: str, least: int, below: int | None) -> int:
+    """A number of torchrun's environment."""
+    text = os.environ.get(name, "0")
+    if not text.isdecimal() or int(text) < least or (below is not None and int(text) >= below):
+        numbers = f"from {least} to {below - 1}, for WORLD_SIZE={below}" if below is not None else f"from {least}"
+        raise InputError(
+            f"{name}={text!r} in the environment is no number {numbers}: start the ranks with torchrun, or with "
+            "plimsoll train --nproc, which set it"
+        )
+    return int(text)
 
 
 def _reason(error: Exception) -> str:

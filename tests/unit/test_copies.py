@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import fsspec
 import pytest
 from tests.web_server import Site, serving
 
-from plimsoll import copies
-from plimsoll.copies import find, is_copy, is_remote, name_of, present, shown
+from plimsoll import addresses, copies
+from plimsoll.copies import descriptor_of, find, head_of, held, is_copy, name_of
 from plimsoll.errors import DataError, OutputError
 
 pytest.importorskip("aiohttp", reason="http addresses need aiohttp")
@@ -21,7 +25,7 @@ CONTENT = bytes(range(256)) * 64
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copies, "_PAUSES_SECONDS", (0.0,) * 4)
+    monkeypatch.setattr(addresses, "_PAUSES_SECONDS", (0.0,) * 4)
 
 
 @pytest.fixture
@@ -34,20 +38,10 @@ def memory() -> Iterator[fsspec.AbstractFileSystem]:
     opened.store.clear()
 
 
-@pytest.mark.parametrize(
-    ("source", "expected"),
-    [
-        ("s3://a/b", True), ("https://h/a.txt", True), ("memory://a", True), ("hf:imdb", False), ("a/b.txt", False),
-        ("C:/a.txt", False), ("/a://b", False),
-    ],
-)  # fmt: skip
-def test_what_is_elsewhere_has_a_protocol(source: str, expected: bool):
-    assert is_remote(source) == expected
-
-
-def test_a_password_is_not_shown():
-    assert shown("https://me:secret@host/a.txt") == "https://me:***@host/a.txt"
-    assert shown("https://host/a.txt") == "https://host/a.txt"
+def present(path: str) -> Path:
+    """Copy a file if it is not there."""
+    os.close(descriptor_of(path))
+    return Path(path)
 
 
 def test_a_glob_and_a_folder_mean_their_files(memory, tmp_path: Path):
@@ -62,7 +56,7 @@ def test_a_glob_and_a_folder_mean_their_files(memory, tmp_path: Path):
     assert (one.is_named, one.num_bytes, Path(one.path).name) == (True, 1, "a.csv")
     assert not os.path.exists(one.path)
     assert is_copy(one.path)
-    assert Path(present(one.path)).read_bytes() == b"x"
+    assert present(one.path).read_bytes() == b"x"
 
 
 def test_without_a_folder_places_are_addresses(memory):
@@ -70,39 +64,22 @@ def test_without_a_folder_places_are_addresses(memory):
     assert [file.path for file in find("memory://a.txt", None)] == ["memory://a.txt"]
 
 
-@pytest.mark.parametrize("source", ["memory://none.txt", "memory://none/*.txt"])
-def test_nothing_found_is_said(memory, tmp_path: Path, source: str):
-    with pytest.raises(DataError, match="there is no file at memory://none"):
-        find(source, tmp_path)
-
-
-@pytest.mark.parametrize("has_ranges", [True, False])
-@pytest.mark.parametrize("fault", ["", "cut", "500"])
-def test_a_copy_is_whole_whatever_happens_on_the_way(tmp_path: Path, monkeypatch, has_ranges: bool, fault: str):
-    monkeypatch.setattr(copies, "_PIECE_BYTES", 5000)
-    with serving(Site({"a.txt": CONTENT}, has_ranges, {"a.txt": (fault, 2)} if fault else {})) as site:
+def test_a_copy_is_there_once(tmp_path: Path):
+    with serving(Site({"a.txt": CONTENT})) as site:
         (file,) = find(f"{site.address}/a.txt?token=1", tmp_path)
-        assert Path(present(file.path)).read_bytes() == CONTENT
+        assert present(file.path).read_bytes() == CONTENT
         assert os.stat(file.path).st_mtime_ns == file.mtime_ns
-        asked = site.num_answers["a.txt"]
         present(file.path)
-        assert site.num_answers["a.txt"] == asked  # it is there
-    assert [path.name for path in Path(file.path).parent.iterdir() if ".tmp-" in path.name] == []
+        assert site.num_answers["a.txt"] == 1
+    assert {path.name for path in Path(file.path).parent.iterdir()} == {"a.txt", "a.txt.from.json", "a.txt.lock"}
 
 
-def test_what_keeps_failing_is_said_and_leaves_nothing(tmp_path: Path):
+def test_what_keeps_failing_leaves_nothing(tmp_path: Path):
     with serving(Site({"a.txt": CONTENT}, faults={"a.txt": ("cut", 99)})) as site:
         (file,) = find(f"{site.address}/a.txt", tmp_path)
-        with pytest.raises(DataError, match=r"cannot read http://127.*: 5 tries failed, the last with"):
+        with pytest.raises(DataError, match="5 tries failed"):
             present(file.path)
-    assert not os.path.exists(file.path)
-    with pytest.raises(DataError, match="there is no file at"):  # and nobody listens there any more
-        find(f"{site.address}/a.txt", tmp_path)
-
-
-def test_a_file_that_is_not_there_is_not_asked_for_again(tmp_path: Path):
-    with serving(Site({})) as site, pytest.raises(DataError, match="there is no file at http"):
-        find(f"{site.address}/a.txt", tmp_path)
+    assert {path.name for path in Path(file.path).parent.iterdir()} == {"a.txt.from.json", "a.txt.lock"}
 
 
 def test_a_file_that_changed_is_another_and_its_old_copy_is_refused(tmp_path: Path):
@@ -113,7 +90,7 @@ def test_a_file_that_changed_is_another_and_its_old_copy_is_refused(tmp_path: Pa
             present(before.path)
         (after,) = find(f"{site.address}/a.txt", tmp_path)
         assert (after.path, after.mtime_ns == before.mtime_ns) == (before.path, False)
-        assert Path(present(after.path)).read_bytes() == CONTENT[::-1]
+        assert present(after.path).read_bytes() == CONTENT[::-1]
 
 
 def test_copies_that_were_used_longest_ago_make_room_and_come_back(memory, tmp_path: Path, monkeypatch):
@@ -122,11 +99,11 @@ def test_copies_that_were_used_longest_ago_make_room_and_come_back(memory, tmp_p
         memory.pipe(f"/{name}.txt", name.encode() * 100)
     places = [file.path for file in find("memory:///*.txt", tmp_path)]
     for number, place in enumerate((*places[:2], places[0], places[2])):
-        with open(present(place), "rb") as opened:
+        with open(descriptor_of(place), "rb") as opened:
             os.utime(place, ns=(number * 10**9, os.stat(place).st_mtime_ns))
             assert len(opened.read()) == 100
     assert [os.path.exists(place) for place in places] == [True, False, True]  # b was used longest ago
-    assert Path(present(places[1])).read_bytes() == b"b" * 100
+    assert present(places[1]).read_bytes() == b"b" * 100
 
 
 def test_a_file_that_no_folder_of_that_size_holds_is_refused(memory, tmp_path: Path, monkeypatch):
@@ -137,20 +114,6 @@ def test_a_file_that_no_folder_of_that_size_holds_is_refused(memory, tmp_path: P
         present(file.path)
 
 
-@pytest.mark.parametrize(
-    ("source", "words"),
-    [("nothing://a/b.txt", "is of no known protocol"), ("s3://bucket/a.txt", "pip install fsspec s3fs")],
-)
-def test_protocols_that_are_not_to_be_had_say_what_to_install(tmp_path: Path, source: str, words: str):
-    try:
-        import s3fs  # noqa: F401
-    except ImportError:
-        with pytest.raises(DataError, match=words):
-            find(source, tmp_path)
-    else:
-        pytest.skip("s3fs is installed, so its protocol is known")
-
-
 def test_a_password_stays_in_a_note_that_only_its_owner_can_read(tmp_path: Path):
     with serving(Site({"a.txt": CONTENT})) as site:
         address = site.address.replace("http://", "http://me:secret@")
@@ -158,3 +121,104 @@ def test_a_password_stays_in_a_note_that_only_its_owner_can_read(tmp_path: Path)
         assert "secret" not in name_of(file.path)
         note = Path(file.path + ".from.json")
         assert note.stat().st_mode & 0o077 == 0
+
+
+def test_what_is_no_longer_what_was_copied_is_copied_again(memory, tmp_path: Path):
+    memory.pipe("/a.txt", b"abc")
+    (file,) = find("memory://a.txt", tmp_path)
+    present(file.path).write_bytes(b"torn and longer")
+    assert present(file.path).read_bytes() == b"abc"
+
+
+def test_what_is_in_use_stays_and_is_waited_for(memory, tmp_path: Path, monkeypatch):
+    monkeypatch.setenv("PLIMSOLL_COPIES", "150B")
+    monkeypatch.setattr(copies, "_WAIT_SECONDS", 0.3)
+    for name in "ab":
+        memory.pipe(f"/{name}.txt", name.encode() * 100)
+    first, second = (file.path for file in find("memory:///*.txt", tmp_path))
+    with held(first):
+        with pytest.raises(OutputError, match="copies in use leave 50 B of 150 B, and it has 100 B"):
+            present(second)
+        with held(first):  # once more
+            assert Path(first).read_bytes() == b"a" * 100
+    present(second)
+    assert not os.path.exists(first)
+
+
+def test_what_a_killed_process_has_left_counts_and_makes_room_first(memory, tmp_path: Path, monkeypatch):
+    monkeypatch.setenv("PLIMSOLL_COPIES", "250B")
+    for name in "abc":
+        memory.pipe(f"/{name}.txt", name.encode() * 100)
+    places = [file.path for file in find("memory:///*.txt", tmp_path)]
+    torn = Path(places[0] + ".copying")
+    torn.write_bytes(bytes(100))
+    present(places[1])
+    assert torn.exists()
+    present(places[2])
+    assert [torn.exists(), *map(os.path.exists, places)] == [False, False, True, True]
+
+
+_MANY = """
+import os, random, sys
+from plimsoll.copies import descriptor_of
+places = sys.argv[1:] * 3
+random.shuffle(places)
+for place in places:
+    with open(descriptor_of(place), "rb") as file:
+        content = file.read()
+    assert content == content[:1] * 70_000, (place, content[:10])
+"""
+
+
+def test_processes_that_copy_at_once_share_copies_and_the_room(tmp_path: Path):
+    files = {f"{name}.txt": name.encode() * 70_000 for name in "abcdef"}
+    with serving(Site(files)) as site:
+        places = [find(f"{site.address}/{name}", tmp_path)[0].path for name in files]
+        environment = os.environ | {"PLIMSOLL_COPIES": "210000B"}
+        started = [subprocess.Popen([sys.executable, "-c", _MANY, *places], env=environment) for _ in range(3)]
+        most_bytes = 0
+        while any(process.poll() is None for process in started):
+            most_bytes = max(most_bytes, _taken_bytes(tmp_path))
+            time.sleep(0.002)
+        assert [process.returncode for process in started] == [0, 0, 0]
+    assert 0 < most_bytes <= 210_000
+
+
+def _taken_bytes(folder: Path) -> int:
+    taken = 0
+    for path in [*folder.glob("*/*.txt"), *folder.glob("*/*.copying")]:
+        with suppress(FileNotFoundError):
+            taken += path.stat().st_size
+    return taken
+
+
+def test_one_process_copies_and_the_others_wait(tmp_path: Path):
+    with serving(Site({"a.txt": b"a" * 70_000})) as site:
+        (file,) = find(f"{site.address}/a.txt", tmp_path)
+        started = [subprocess.Popen([sys.executable, "-c", _MANY, file.path]) for _ in range(3)]
+        assert [process.wait() for process in started] == [0, 0, 0]
+        assert site.num_answers["a.txt"] == 1
+
+
+def test_the_begin_of_a_large_file_needs_no_copy(memory, tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(copies, "_WORTH_A_HEAD_BYTES", 3)
+    memory.pipe("/a.txt", b"abc")
+    memory.pipe("/b.txt", b"ab")
+    large, small = (file.path for file in find("memory:///*.txt", tmp_path))
+    assert (head_of(large, 2), head_of(large, 9), head_of(small, 2)) == (b"ab", b"abc", None)
+    assert head_of(str(present(large)), 2) is None
+
+
+@pytest.mark.parametrize("is_found_before", [True, False])
+def test_a_folder_that_cannot_be_written_is_said(memory, tmp_path: Path, is_found_before: bool):
+    memory.pipe("/a.txt", b"abc")
+    folder = tmp_path / "copies"
+    if is_found_before:
+        (file,) = find("memory://a.txt", folder)
+        Path(file.path + ".copying").mkdir()
+        with pytest.raises(OutputError, match="cannot write .*; free some space, or give another --cache"):
+            present(file.path)
+    else:
+        folder.write_text("no folder")
+        with pytest.raises(OutputError, match="cannot write .*; free some space, or give another --cache"):
+            find("memory://a.txt", folder)

@@ -67,6 +67,28 @@ def test_a_timeout_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch, text
         pass
 
 
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [
+        (
+            {"WORLD_SIZE": "abc", "RANK": "0"},
+            "WORLD_SIZE='abc' in the environment is no number from 1: start the ranks",
+        ),
+        ({"WORLD_SIZE": "0", "RANK": "0"}, "WORLD_SIZE='0' in the environment is no number from 1"),
+        ({"WORLD_SIZE": "2", "RANK": "2"}, "RANK='2' in the environment is no number from 0 to 1, for WORLD_SIZE=2"),
+        (
+            {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "-1"},
+            "LOCAL_RANK='-1' in the environment is no number from 0",
+        ),
+    ],
+)
+def test_an_environment_that_no_rank_has_is_refused(monkeypatch, environment, words):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(InputError, match=words), joined():
+        pass
+
+
 def test_a_meeting_without_an_address_says_what_is_missing(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")

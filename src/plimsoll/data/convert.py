@@ -13,19 +13,24 @@ import gzip
 import os
 import zlib
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 import xxhash
 
-from plimsoll.copies import is_remote, name_of, present
+from plimsoll.addresses import is_remote
+from plimsoll.copies import Told, descriptor_of, held, name_of
 from plimsoll.data.formats import Reading, packed
 from plimsoll.data.sources import SourceFile, find_files
 from plimsoll.errors import DataError
 from plimsoll.identity import identity_of
 from plimsoll.records.job import HUB_PREFIX
 from plimsoll.store import Facts, Progress, require_space, stored
+
+if TYPE_CHECKING:
+    from plimsoll.data.tables import Table
 
 _SUFFIXES = {
     ".jsonl": "jsonl",
@@ -82,6 +87,10 @@ class _Report:
     def show(self, done_bytes: int) -> None:
         """Say how far the present file is."""
         self._progress("convert", min(self._before_bytes + done_bytes, self._total_bytes), self._total_bytes)
+
+    def copied(self, num_bytes: int) -> None:
+        """Say how much has come of the present file, which is elsewhere."""
+        self._progress("copy", min(self._before_bytes + num_bytes, self._total_bytes), self._total_bytes)
 
     def end(self, file: SourceFile) -> None:
         """Go on to the next file."""
@@ -156,7 +165,7 @@ def _hash(identity: Any) -> str:
 def _decompress(folder: Path, source: SourceFile, name: str, report: _Report) -> Facts:
     """Write what a compressed file holds."""
     try:
-        with open(present(source.path), "rb") as compressed, (folder / name).open("wb") as plain:
+        with open(descriptor_of(source.path, report.copied), "rb") as compressed, (folder / name).open("wb") as plain:
             for chunk in chunks_of(source.path, compressed):
                 plain.write(chunk)
                 done_bytes = compressed.tell()
@@ -164,7 +173,9 @@ def _decompress(folder: Path, source: SourceFile, name: str, report: _Report) ->
                 left_share = max(source.num_bytes / max(done_bytes, 1) - 1, 0)
                 require_space(folder, int(left_share * plain.tell()))
     except Torn as error:
-        raise DataError(f"cannot unpack {source.path}: {error}; download or write it again, or leave it out") from None
+        raise DataError(
+            f"cannot unpack {name_of(source.path)}: {error}; download or write it again, or leave it out"
+        ) from None
     return {}
 
 
@@ -196,30 +207,38 @@ def chunks_of(path: str, compressed: IO[bytes]) -> Iterator[bytes]:
 
 
 def _pack_file(folder: Path, path: str, name: str, reading: Reading, report: _Report) -> Facts:
-    from plimsoll.data.tables import open_arrow, open_parquet, pack
+    from plimsoll.data.tables import pack
 
-    present(path)
-    with (open_parquet if format_of(path) == "parquet" else open_arrow)(path, name) as table:
+    with _table(path, name, report.copied) as table:
         return pack(folder, table, reading, report.show)
+
+
+@contextmanager
+def _table(path: str, name: str, told: Told) -> Iterator[Table]:
+    """Open a table, which may be a copy: it stays while it is read."""
+    from plimsoll.data.tables import open_arrow, open_parquet
+
+    with held(path, told), (open_parquet if format_of(path) == "parquet" else open_arrow)(path, name) as table:
+        yield table
 
 
 def _pack_tagged(folder: Path, path: str, name: str, reading: Reading, report: _Report) -> Facts:
     from plimsoll.data.sentences import conll_sentences, json_sentences, pack_sentences, table_sentences
-    from plimsoll.data.tables import open_arrow, open_parquet
 
-    form = format_of(present(path))
+    form = format_of(path)
     if path.lower().endswith(".csv"):
         raise DataError(
             f"{name} is csv, whose cells hold no lists of words: write it as JSON lines, or with a word and its tag in "
             "each line, separated by a tab, as .conll"
         )
     if form not in _TABLES:
+        os.close(descriptor_of(path, report.copied))
         read = json_sentences if form == "jsonl" else conll_sentences
         try:
             return pack_sentences(folder, read(path, reading), name, reading, report.show)
         except OSError as error:
             raise DataError(f"cannot read {name} ({error.strerror}): check the disk, or leave the file out") from None
-    with (open_parquet if form == "parquet" else open_arrow)(path, name) as table:
+    with _table(path, name, report.copied) as table:
         return pack_sentences(folder, table_sentences(table, reading), table.name, reading, report.show)
 
 

@@ -9,6 +9,7 @@ bytes per file, nothing per text. It does NOT notice an edit that keeps size and
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import closing
@@ -18,6 +19,8 @@ from typing import Any, NamedTuple
 
 import xxhash
 
+from plimsoll.addresses import shown
+from plimsoll.copies import descriptor_of, is_copy
 from plimsoll.data.convert import PlainFile, plain_files
 from plimsoll.data.corpus import Corpus
 from plimsoll.data.formats import Layout, Reading
@@ -36,7 +39,7 @@ def open_corpus(sources: Sequence[Any], reading: Reading, cache: Path, progress:
         sources: files, folders and globs (`plimsoll.data.sources`), and data sets (`plimsoll.data.convert`).
         reading: what of them is a text. Texts of zero bytes are left out.
         cache: the folder for the index and for what must be converted; made if missing.
-        progress: called with the stages ``"convert"`` and ``"index"``.
+        progress: called with the stages ``"copy"`` (of files elsewhere), ``"convert"`` and ``"index"``.
 
     Raises:
         DataError: if a source is missing, nothing but white space is found, or something cannot be read. With
@@ -47,8 +50,8 @@ def open_corpus(sources: Sequence[Any], reading: Reading, cache: Path, progress:
     files = plain_files(sources, reading, cache, progress)
     identity = [reading, *((file.name, file.format, file.is_named) for file in files), *identity_of(files)]
     folder = cache / f"index-{xxhash.xxh3_128_hexdigest(repr(identity).encode())[:16]}"
-    shown = [source if isinstance(source, str) else "the data set" for source in sources]
-    facts = stored(folder, partial(_write_index, shown=shown, files=files, reading=reading, progress=progress))
+    named = [shown(source) if isinstance(source, str) else "the data set" for source in sources]
+    facts = stored(folder, partial(_write_index, shown=named, files=files, reading=reading, progress=progress))
     return Corpus(folder, facts)
 
 
@@ -77,13 +80,14 @@ class _Writing:
         self._kept: list[tuple[_Looked, int]] = []  # with how many texts it has
         self._left_out: list[str] = []
         self._key = xxhash.xxh3_128()
+        self._copied_bytes = 0
         self.is_blank, self.num_refused, self.num_only_header = True, 0, 0
 
     def write(self, files: list[PlainFile]) -> Facts:
         """Scan the files; return the facts of the index."""
         looked = [one for file in files if (one := self._look(file)) is not None]
         total_bytes, done_bytes, waiting = sum(one.file.num_bytes for one in looked), 0, iter(looked)
-        scanned = [Scanned(one.file.path, one.file.num_bytes, one.first, one.layout) for one in looked]
+        scanned = (self._at_hand(one, total_bytes) for one in looked)
         with closing(scan_files(scanned, self._reading.max_text_bytes, total_bytes)) as parts:
             for part, found in parts:
                 if part.begin == 0:
@@ -107,6 +111,18 @@ class _Writing:
                 done_bytes += part.end - part.begin
                 self._progress("index", done_bytes, total_bytes)
         return self._facts()
+
+    def _at_hand(self, looked: _Looked, total_bytes: int) -> Scanned:
+        """Copy a file that is elsewhere, here, where it can be shown how far that is, and not in who scans it."""
+        file = looked.file
+
+        def told(num_bytes: int) -> None:
+            self._progress("copy", self._copied_bytes + num_bytes, total_bytes)
+
+        if is_copy(file.path):
+            os.close(descriptor_of(file.path, told))
+        self._copied_bytes += file.num_bytes
+        return Scanned(file.path, file.num_bytes, looked.first, looked.layout)
 
     def _look(self, file: PlainFile) -> _Looked | None:
         for why in file.skipped:

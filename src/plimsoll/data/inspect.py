@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from plimsoll.addresses import shown
 from plimsoll.data.borders import Borders, border_table, cut_at_borders
 from plimsoll.data.corpus import Corpus
 from plimsoll.data.fillings import Texts
@@ -113,7 +114,7 @@ def _indexed(job: Job, cache: Path, progress: Progress) -> tuple[Corpus, CorpusF
         labels = [LabelCount(name=name, num_texts=count) for name, count in zip(names, counts, strict=True)]
     tags = [TagCount(name=name, num_words=count) for name, count in corpus.tag_counts.items()]
     facts = CorpusFacts(
-        sources=tuple(map(str, job.data.sources)),
+        sources=tuple(map(shown, job.data.sources)),
         num_files=len(corpus.paths),
         num_texts=len(corpus),
         num_bytes=corpus.num_bytes,

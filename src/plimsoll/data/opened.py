@@ -12,7 +12,7 @@ from collections import OrderedDict
 import numpy as np
 from numpy.typing import NDArray
 
-from plimsoll.copies import present
+from plimsoll.copies import descriptor_of, name_of
 from plimsoll.errors import DataError
 from plimsoll.store import Facts
 
@@ -61,14 +61,17 @@ class OpenFiles:
             return descriptor
         path = self.path(file)
         try:
-            descriptor = os.open(present(path), os.O_RDONLY | os.O_CLOEXEC)
+            descriptor = descriptor_of(path)
         except OSError as error:
-            raise DataError(f"cannot read {path} ({error.strerror}): put it back, or allow reading it") from None
+            raise DataError(
+                f"cannot read {name_of(path)} ({error.strerror}): put it back, or allow reading it"
+            ) from None
         try:
             self._check(file, os.fstat(descriptor))
         except DataError:
             os.close(descriptor)
             raise
+        self._close_removed()
         self._descriptors[file] = descriptor
         if len(self._descriptors) > _MOST_OPEN:
             os.close(self._descriptors.popitem(last=False)[1])
@@ -76,19 +79,28 @@ class OpenFiles:
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)  # read no more than a block
         return descriptor
 
+    def _close_removed(self) -> None:
+        """Let go of copies that had to make room: their space is free only when nobody has them open."""
+        for file, descriptor in list(self._descriptors.items()):
+            if not os.fstat(descriptor).st_nlink:
+                os.close(self._descriptors.pop(file))
+
     def _check(self, file: int, status: os.stat_result) -> None:
         then, now = self._facts["sizes"][file], status.st_size
         if then != now:
             raise DataError(
-                f"{self.path(file)} has {now} bytes, but had {then} when it was indexed: start again to index it anew"
+                f"{name_of(self.path(file))} has {now} bytes, but had {then} when it was indexed: start again to index "
+                "it anew"
             )
         if status.st_mtime_ns != self._facts["mtimes"][file]:
-            raise DataError(f"{self.path(file)} was written to since it was indexed: start again to index it anew")
+            raise DataError(
+                f"{name_of(self.path(file))} was written to since it was indexed: start again to index it anew"
+            )
 
     def _too_short(self, file: int, end: int) -> DataError:
         return DataError(
-            f"{self.path(file)} ends before byte {end}, but was longer when it was indexed: start again to index it "
-            "anew"
+            f"{name_of(self.path(file))} ends before byte {end}, but was longer when it was indexed: start again to "
+            "index it anew"
         )
 
 

@@ -112,8 +112,8 @@ def prepare(job: Job, cache: Path, progress: Progress = silent) -> Prepared:
     Args:
         job: its data, task and tokenizer are read.
         cache: where everything is written, and nothing elsewhere; made if missing.
-        progress: called as ``progress(stage, done, total)``, stage being convert, index, tokenizer, tokens, spans or
-            packs.
+        progress: called as ``progress(stage, done, total)``, stage being copy, convert, index, tokenizer, tokens,
+            spans or packs.
 
     Raises:
         DataError: if the texts, their labels or the tokenizer cannot be used.

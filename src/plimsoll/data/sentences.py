@@ -17,6 +17,7 @@ from typing import IO, Any, NamedTuple
 
 import pyarrow
 
+from plimsoll.copies import descriptor_of
 from plimsoll.data.formats import Reading
 from plimsoll.data.formats._columns import MOST_LABELS, listed, no_column
 from plimsoll.data.formats._scanning import read_head, text_begin
@@ -158,7 +159,7 @@ def conll_sentences(path: str, reading: Reading) -> Iterator[Sentence]:
     """
     begin, done_bytes = text_begin(path), 0
     conll = _Conll(reading, _has_tabs(read_head(path, _HEAD_BYTES)[begin:]))
-    with open(path, "rb") as file:
+    with open(descriptor_of(path), "rb") as file:
         file.seek(begin)
         for number, raw in _lines(file, reading.max_text_bytes):
             done_bytes = file.tell()
@@ -258,7 +259,7 @@ def json_sentences(path: str, reading: Reading) -> Iterator[Sentence]:
     """
     columns: tuple[str, str] | None = None
     begin = text_begin(path)
-    with open(path, "rb") as file:
+    with open(descriptor_of(path), "rb") as file:
         file.seek(begin)
         for number, raw in _lines(file, reading.max_text_bytes):
             if raw.isspace():

@@ -14,12 +14,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
-from plimsoll.copies import is_remote
+from plimsoll.addresses import file_name, head, is_remote
 from plimsoll.data.convert import is_converted
 from plimsoll.data.formats import Reading
 from plimsoll.data.index import open_corpus
 from plimsoll.data.prepare import reading_of
-from plimsoll.data.sources import find_files
+from plimsoll.data.sources import SourceFile, find_files
 from plimsoll.data.tokenizer import load_tokenizer
 from plimsoll.records.job import HUB_PREFIX, Job
 
@@ -64,21 +64,26 @@ def _labels_of_heads(job: Job) -> Sequence[str]:
         for given in job.data.sources:
             files = find_files((given,)) if _is_cut_anywhere(given, reading) else []
             for file in files[:: -(-len(files) // _MOST_HEADS) or 1]:
-                head = folder / str(len(heads)) / Path(file.path).name
-                head.parent.mkdir()
-                with open(file.path, "rb") as whole:
-                    head.write_bytes(whole.read(_HEAD_BYTES))
-                heads.append(str(head))
+                begin = folder / str(len(heads)) / file_name(file.path)
+                begin.parent.mkdir()
+                begin.write_bytes(_head_of(file))
+                heads.append(str(begin))
             if not files:
                 heads.append(given)
         corpus = open_corpus(heads, reading, folder / "cache")
         return tuple(corpus.tag_counts) if reading.is_tagged else corpus.label_names
 
 
+def _head_of(file: SourceFile) -> bytes:
+    if is_remote(file.path):
+        return head(file.path, min(_HEAD_BYTES, file.num_bytes))
+    with open(file.path, "rb") as whole:
+        return whole.read(_HEAD_BYTES)
+
+
 def _is_cut_anywhere(given: str, reading: Reading) -> bool:
     """Return whether the begin of each of these files is such a file too; a folder may hold any."""
-    if is_remote(given):
-        return False
+    name = file_name(given)
     if reading.is_tagged:  # what is no table has a line for each word, whatever its name is
-        return Path(given).suffix != "" and not given.startswith(HUB_PREFIX) and not is_converted(given)
-    return Path(given).suffix.lower() in _CUT_ANYWHERE
+        return Path(name).suffix != "" and not given.startswith(HUB_PREFIX) and not is_converted(name)
+    return Path(name).suffix.lower() in _CUT_ANYWHERE

@@ -15,8 +15,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from plimsoll.addresses import is_remote
 from plimsoll.copies import find as find_remote
-from plimsoll.copies import is_remote, name_of
+from plimsoll.copies import name_of
 from plimsoll.errors import DataError
 
 

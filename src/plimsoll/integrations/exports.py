@@ -28,6 +28,19 @@ EXPORTS = ("deepspeed", "accelerate")
 
 _PLACES = {"host": "cpu", "disk": "nvme"}
 
+_CLIPPING_ALONE = (
+    "gradient_clipping=auto: the Trainer fills in its max_grad_norm, and Accelerate 1.0; DeepSpeed alone cannot read "
+    "it: write the norm, 0.0 for none"
+)
+_CPU_ADAM_ALONE = (
+    "offload_optimizer: DeepSpeed takes its own Adam on the CPU for it, and refuses another optimizer: build "
+    'deepspeed.ops.adam.DeepSpeedCPUAdam, or set "zero_force_ds_cpu_optimizer": false'
+)
+_CLIPPING_OF_ACCELERATE = (
+    "clipping: with DeepSpeed Accelerate clips gradients to a norm of 1.0 unless told otherwise: add gradient_clipping "
+    "to deepspeed_config, 0.0 for none"
+)
+
 _EXPORTED = ("micro_batch", "autocast", "optimizer_offload", "parameter_offload")
 
 _BY_HAND = {
@@ -83,8 +96,8 @@ def export(plan: Plan, reader: str) -> Export:
 def to_deepspeed(plan: Plan) -> Export:
     """Write a plan as a DeepSpeed configuration for one process.
 
-    What the script decides (optimizer, schedule, clipping) is ``auto`` or left out, for Accelerate and the Trainer fill
-    it in.
+    What the script decides (optimizer, schedule, clipping) is ``auto`` or left out: the Trainer fills it in; what
+    Accelerate fills in, and what DeepSpeed alone cannot read, is said.
 
     Raises:
         InputError: if the plan does not fit its budget.
@@ -103,7 +116,8 @@ def to_deepspeed(plan: Plan) -> Export:
     zero = _zero_of(plan)
     if zero["stage"]:
         config["zero_optimization"] = zero
-    return Export("deepspeed", config, (*notes, *_not_mapped(plan, choices)))
+    alone = (_CLIPPING_ALONE, *([_CPU_ADAM_ALONE] if "offload_optimizer" in zero else []))
+    return Export("deepspeed", config, (*alone, *notes, *_not_mapped(plan, choices)))
 
 
 def to_accelerate(plan: Plan) -> Export:
@@ -134,7 +148,7 @@ def to_accelerate(plan: Plan) -> Export:
             "offload_optimizer_device": zero.get("offload_optimizer", {}).get("device", "none"),
             "offload_param_device": zero.get("offload_param", {}).get("device", "none"),
         }
-        said = f"give the loader batch_size={micro_batch}"
+        said, notes = f"give the loader batch_size={micro_batch}", (*notes, _CLIPPING_OF_ACCELERATE)
     loader = f"micro_batch={micro_batch} of {batch}: the file has no place for the samples of a pass: {said}"
     return Export("accelerate", config, (loader, *notes, *_not_mapped(plan, choices)))
 

@@ -111,18 +111,18 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def write_atomically(path: Path, content: bytes, option: str = "--out") -> None:
+def write_atomically(path: Path, content: bytes, option: str = "--out", mode: int = 0o666) -> None:
     """Write a file so that a reader, or a crash, sees the old content or the new, never a part.
 
     The content goes to a temporary name in the same folder, is synced to the disk, and is then renamed. ``option`` is
-    what a user chooses the place with, for the message.
+    what a user chooses the place with, for the message; ``mode`` says who may read it, as far as the umask lets them.
 
     Raises:
         OutputError: if the folder cannot be written or the disk is full; the old file is then untouched.
     """
     temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
     try:
-        with temporary.open("wb") as file:
+        with open(temporary, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())

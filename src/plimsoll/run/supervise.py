@@ -199,7 +199,7 @@ def _signalled(exit_code: int) -> int:
 
 def is_rank() -> bool:
     """Whether torchrun, or what sets the same variables, has started this process as one of several."""
-    return "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1
+    return "RANK" in os.environ and os.environ.get("WORLD_SIZE", "1") != "1"
 
 
 def _what_happened(death: _Death, num_deaths: int, saved_step: int, rung: Rung) -> str:

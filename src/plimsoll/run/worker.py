@@ -10,6 +10,7 @@ from contextlib import ExitStack, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from plimsoll.addresses import without_secrets
 from plimsoll.device.cgroup import oom_kill_count
 from plimsoll.errors import DataError, EmbeddingError, JobError
 from plimsoll.records.job import Job
@@ -258,8 +259,8 @@ def train_run(  # noqa: PLR0915 -- as above
         saved = chosen(ranks, saved, directory.checkpoints, marks)
         _warm(job)
         head = RunHead(
-            job=job.model_dump(mode="json"), device=backend.probe(), versions=versions(), fingerprint=marks,
-            gradient_reach=_gradient_reach(job, prepared, plan),
+            job=without_secrets(job.model_dump(mode="json")), device=backend.probe(), versions=versions(),
+            fingerprint=marks, gradient_reach=_gradient_reach(job, prepared, plan),
         )  # fmt: skip
         if job.budget.device_bytes is not None and plan.limit_bytes is None:  # a plan knows better what there will be
             require_room(job, prepared, backend.baseline_bytes, job.budget.device_bytes)

@@ -18,7 +18,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from plimsoll.copies import present
+from plimsoll.copies import descriptor_of, head_of
 from plimsoll.data.formats import Fault
 from plimsoll.errors import DataError
 
@@ -40,7 +40,7 @@ def opened(path: str) -> Iterator[int]:
         DataError: if it cannot be opened, or reading fails in the block.
     """
     try:
-        descriptor = os.open(present(path), os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = descriptor_of(path)
     except OSError as error:
         raise DataError(f"cannot read {path} ({error.strerror}): put it back, or allow reading it") from None
     try:
@@ -53,6 +53,8 @@ def opened(path: str) -> Iterator[int]:
 
 def read_head(path: str, num_bytes: int) -> bytes:
     """Return the first bytes of a file."""
+    if (raw := head_of(path, num_bytes)) is not None:
+        return raw
     with opened(path) as descriptor:
         return os.pread(descriptor, num_bytes, 0)
 
