@@ -26,12 +26,12 @@ from plimsoll.records.plan import micro_batch_choice
 from plimsoll.records.prediction import Answer, Estimate, Prediction, WhatIf
 from plimsoll.records.trace import Trace
 from plimsoll.run.job_step import subject_of
-from plimsoll.run.plan import pinned_choices
 from plimsoll.run.recover import samples_of_rank
 from plimsoll.run.rehearse import rehearse_job
 from plimsoll.run.rehearsed_ranks import threads_of_rank
 from plimsoll.run.targets import Target, find_target, gpu_target, job_baseline
 from plimsoll.run.teaching import require_teacher
+from plimsoll.run.wishes import pinned_choices
 from plimsoll.techniques import in_order
 
 Progress = Callable[[str], None]

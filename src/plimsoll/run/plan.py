@@ -39,8 +39,7 @@ from plimsoll.memory.predict import Counted
 from plimsoll.plan.cost import learned_peak, learned_ratio, moved_outside, step_duration, with_disk
 from plimsoll.plan.facts import differences, facts_of
 from plimsoll.plan.look import Look, phase_peaks
-from plimsoll.plan.menu import Problem, menu_of
-from plimsoll.plan.pins import Decided, decide
+from plimsoll.plan.menu import Problem
 from plimsoll.plan.search import Found, search
 from plimsoll.records.comparison import Calibration, Learned
 from plimsoll.records.device import Budget
@@ -55,7 +54,8 @@ from plimsoll.run.rehearsed_ranks import threads_of_rank
 from plimsoll.run.rungs import samples_of
 from plimsoll.run.subjects import JobSubject, StepSubject, Subject
 from plimsoll.run.targets import StartedBaseline, Target, find_target, gpu_target
-from plimsoll.techniques import TECHNIQUES, UNTRACED, Choices, Setting, in_order, technique_of
+from plimsoll.run.wishes import decided_of, require_known, setting_of, wished
+from plimsoll.techniques import TECHNIQUES, UNTRACED, Choices, in_order
 from plimsoll.techniques.heap import heap_rules
 from plimsoll.workload import LossFunction, Units, model_loss
 
@@ -116,7 +116,7 @@ def planner_of(  # noqa: PLR0917 -- called twice
     budget_bytes = limit_bytes if limit_bytes is not None else job.budget.device_bytes
     budget = Budget(device_bytes=budget_bytes, host_bytes=job.budget.host_bytes)
     name, (pins, forbids) = device_of_job(job, device), wishes
-    _require_known(pins, forbids)
+    require_known(pins, forbids)
     with ExitStack() as stack:
         stack.enter_context(threads_of_rank(job.ranks))
         if name == "cpu" and started is None:
@@ -125,69 +125,9 @@ def planner_of(  # noqa: PLR0917 -- called twice
         yield Planner(subject, name, budget, pins, forbids, calibration, progress or (lambda text: None))
 
 
-def wished(job: Job, pins: Sequence[Pin], forbids: Iterable[str]) -> tuple[Pin, ...]:
-    """Join the job's own pins to those that are given, which come before what the job says of the same technique."""
-    said = {*(pin.technique for pin in pins), *forbids}
-    own = (parse_pin(text) for text in job.pin)
-    return (*pins, *(pin for pin in own if pin.technique not in said))
-
-
 def device_of_job(job: Job, device: str | None) -> str:
     """Return the name of the device that a job is planned for; see `plan_job`."""
     return choose_device(job) if device is None else _here(device)
-
-
-def require_possible(job: Job, pins: Sequence[Pin], forbids: Iterable[str]) -> None:
-    """Refuse what can be told to be wrong with pins and what is forbidden, before the data are prepared.
-
-    Raises:
-        InputError: see `plan_job`.
-    """
-    forbidden = tuple(forbids)
-    pins = wished(job, pins, forbidden)
-    _require_known(pins, forbidden)
-    subject = JobSubject(job)
-    _decided(subject, _setting(subject, choose_device(job)), pins, forbidden)
-
-
-def pinned_choices(job: Job, device: str) -> Choices:
-    """Return what the job's own pins say wholly, a micro-batch left out: what they leave open, a plan decides.
-
-    Raises:
-        InputError: see `plan_job`.
-    """
-    if not job.pin:
-        return ()
-    pins = wished(job, (), ())
-    _require_known(pins, ())
-    subject = JobSubject(job)
-    decided = _decided(subject, _setting(subject, device), pins, ())
-    return tuple(choice for choice in decided.pinned if choice.technique != "micro_batch")
-
-
-def _decided(subject: Subject, setting: Setting, pins: Sequence[Pin], forbids: Sequence[str]) -> Decided:
-    """Resolve what the user has decided; that the choices go together needs no trace either."""
-    decided = decide(pins, forbids, subject.workload, setting)
-    menu_of(Problem(subject.workload, setting, 0, decided))
-    return decided
-
-
-def _require_known(pins: Sequence[Pin], forbids: Sequence[str]) -> None:
-    """Refuse names of techniques that there are not, before a model is built."""
-    for name in (*(pin.technique for pin in pins), *forbids):
-        technique_of(name)
-
-
-def _setting(subject: Subject, device: str) -> Setting:
-    return Setting(
-        device="cpu" if device == "cpu" else "cuda",
-        batch_size=subject.batch_size,
-        precision=subject.precision,  # type: ignore[arg-type]  # it is one of them
-        allow=subject.allow,
-        lengths_vary=subject.lengths_vary,
-        sequence_length=subject.sequence_length,
-        num_ranks=subject.num_ranks,
-    )
 
 
 def plan_step(
@@ -321,9 +261,9 @@ class Planner:
         self._started_seconds = time.perf_counter()
         self.subject, self._budget, self._calibration, self._progress = subject, budget, calibration, progress
         self._traced: dict[tuple[Choices, bool], Trace] = {}
-        self.setting = _setting(subject, device)
+        self.setting = setting_of(subject, device)
         self._is_short = not subject.evaluates_between_steps
-        self._decided = _decided(subject, self.setting, pins, forbids)
+        self._decided = decided_of(subject, self.setting, pins, forbids)
         self._target: Target = find_target(device, budget.device_bytes, self._baseline)
         self._target.calibration = calibration
         spec, num_ranks = self._target.spec, subject.num_ranks

@@ -28,8 +28,9 @@ from plimsoll.records.job import Job
 from plimsoll.records.plan import Choice, Plan, micro_batch_choice
 from plimsoll.records.prediction import Estimate, Prediction
 from plimsoll.records.units import format_bytes
-from plimsoll.run.plan import Planner, Progress, planner_of, wished
+from plimsoll.run.plan import Planner, Progress, planner_of
 from plimsoll.run.rungs import samples_of
+from plimsoll.run.wishes import wished
 from plimsoll.techniques import TECHNIQUES, Choices, Setting, conflict_among, in_order, technique_of
 
 _MOST_SECONDS = 180.0  # for techniques one by one; the plan is made in any case

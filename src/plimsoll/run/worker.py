@@ -55,7 +55,7 @@ def prepare_run(  # noqa: PLR0917 -- of a command
     require_folder(job)
     require_budget(job)
     if pins or forbids or job.pin:
-        from plimsoll.run.plan import require_possible
+        from plimsoll.run.wishes import require_possible
 
         require_possible(job, [parse_pin(pin) for pin in pins], forbids)
     with stages(quiet) as progress:

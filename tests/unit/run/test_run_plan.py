@@ -13,7 +13,8 @@ import torch
 from plimsoll.errors import BudgetError, InputError
 from plimsoll.records.job import Job
 from plimsoll.records.plan import Plan, micro_batch_choice, parse_pin
-from plimsoll.run.plan import plan_job, require_possible, require_same, require_that_fits, wished
+from plimsoll.run.plan import plan_job, require_same, require_that_fits
+from plimsoll.run.wishes import require_possible
 
 MIB = 1 << 20
 LSTM = {"architecture": "lstm", "embedding_size": 256, "hidden_size": 256}
@@ -267,16 +268,3 @@ def test_a_training_too_long_for_cudnn_is_planned_where_segments_are_pinned():
     plan = planned(AMPLE_MIB, pins=["time_segments=33000"], **changes)
     assert plan.fits
     assert "time_segments" in names(plan.choices)
-
-
-def test_the_pins_of_a_job_are_wishes_that_the_command_line_overrides():
-    wanted = job(pin=["micro_batch=4", "heap=never"])
-    given = (parse_pin("micro_batch=2"),)
-    assert list(map(str, wished(wanted, given, ()))) == ["micro_batch=2", "heap=never"]
-    assert list(map(str, wished(wanted, (), ("heap",)))) == ["micro_batch=4"]
-    assert wished(job(), given, ()) == given
-
-
-def test_a_job_whose_pin_cannot_be_is_refused_before_its_data_are_prepared():
-    with pytest.raises(InputError, match="there is no technique `nonsense`"):
-        require_possible(job(pin=["nonsense"]), (), ())

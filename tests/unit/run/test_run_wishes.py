@@ -1,0 +1,32 @@
+"""What a user has decided of a plan; what cannot be is refused as `tests/unit/run/test_run_plan.py` has it."""
+
+import pytest
+
+from plimsoll.errors import InputError
+from plimsoll.records.job import Job
+from plimsoll.records.plan import parse_pin
+from plimsoll.run.wishes import pinned_choices, require_possible, wished
+
+
+def job(**changes):
+    fields = {"model": "lstm", "data": "nowhere.txt", "sequence_length": 8, "batch_size": 4}
+    return Job.from_fields(fields | changes)
+
+
+def test_the_pins_of_a_job_are_wishes_that_the_command_line_overrides():
+    wanted = job(pin=["micro_batch=4", "heap=never"])
+    given = (parse_pin("micro_batch=2"),)
+    assert list(map(str, wished(wanted, given, ()))) == ["micro_batch=2", "heap=never"]
+    assert list(map(str, wished(wanted, (), ("heap",)))) == ["micro_batch=4"]
+    assert wished(job(), given, ()) == given
+
+
+def test_a_job_whose_pin_cannot_be_is_refused_before_its_data_are_prepared():
+    with pytest.raises(InputError, match="there is no technique `nonsense`"):
+        require_possible(job(pin=["nonsense"]), (), ())
+
+
+def test_what_pins_decide_wholly_is_known_without_a_plan():
+    assert pinned_choices(job(), "cpu") == ()
+    found = pinned_choices(job(pin=["micro_batch=4", "chunked_loss=16", "optimizer_offload"])  # which has one option here, "cpu")
+    assert [str(choice) for choice in found] == ["chunked_loss=16", "optimizer_offload=disk"]
