@@ -38,6 +38,9 @@ class Backend(Protocol):
             BudgetError: if more than the budget is in use already, or the device has less.
         """
 
+    def reserved(self, num_bytes: int) -> AbstractContextManager[None]:
+        """Keep room that was just shown to be there from what else this process does, while the block runs."""
+
     def release(self, last_resort: bool = False) -> None:
         """Give back what the allocator keeps of freed memory; as a last resort also in ways that cost time later."""
 

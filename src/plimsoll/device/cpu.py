@@ -12,7 +12,7 @@ import os
 import platform
 import resource
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, final
 
@@ -95,6 +95,10 @@ class CpuBackend:
         self.release()
         with data_limit.limited(budget_bytes):
             yield
+
+    def reserved(self, num_bytes: int) -> AbstractContextManager[None]:
+        """Raise the limit by as much while the block runs (see `data_limit.raised`)."""
+        return data_limit.raised(num_bytes)
 
     def release(self, last_resort: bool = False) -> None:
         """Collect garbage, give the heap's free pages back, and let oneDNN try again (see `onednn`).

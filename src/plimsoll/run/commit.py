@@ -2,8 +2,8 @@
 
 An optimizer changes parameters and states in place, so memory running out half way (Adam's temporaries, or its states
 in the first step) leaves some parameters updated and some not. Here the step is done in *pieces*, each a few parameters
-whose values and states are copied just before, so a piece can always be undone. The copy is small, dropped with the
-piece, and most of what `benchmarks/overhead.py` measures.
+whose values and states are copied just before, so a piece can always be undone. The copy is small and dropped with the
+piece.
 
 That a failure can always be mended follows from the order. The largest parameter goes first, so the first piece needs
 most; the states that the first step will still create are proven to fit by allocating as much once (those that leave
@@ -11,6 +11,11 @@ the device with their piece need no room); and every finished piece gives its gr
 first piece, which is undone and nothing has happened, or not at all. A later failure is something else taking memory:
 the piece is undone and done again, in halves where it can be cut. If what cannot be cut fails twice, what was done
 cannot be taken back: `TornStepError` says so, and a checkpoint is the way back.
+
+On the CPU, where copying costs most, the first piece is the largest parameter alone, and the later ones of an optimizer
+of ``torch.optim`` are not copied as long as what they can take at most is there: it is shown to be, and then kept for
+them (`Backend.reserved`) until they are done, so that nothing else in the process can take it. Where it is not there,
+they are done with a copy, as they may need less.
 
 Ranks that train together agree on the first piece before any keeps it, so that the same holds for all of them.
 
@@ -38,13 +43,13 @@ from torch import nn
 
 from plimsoll.device.base import Backend
 from plimsoll.errors import TornStepError
-from plimsoll.optimizers import SeparableOptimizer, is_separable
+from plimsoll.optimizers import SeparableOptimizer, is_of_torch, is_separable
 from plimsoll.outside import Copier, copier_of, is_marked, keeps_states_outside, outside_the_device
 from plimsoll.ranks import Ranks
 from plimsoll.records.run import OomEvent
 from plimsoll.run.boundary import Position, attempt
 from plimsoll.run.failpoints import failpoint
-from plimsoll.run.sparse import bytes_of, bytes_updated, changed_rows, has_no_states
+from plimsoll.run.sparse import bytes_of, bytes_updated, changed_rows, has_no_states, is_sparse
 from plimsoll.run.together import agreed
 
 # A piece on the CPU stays in the cache between its copy and its update; on a GPU small pieces would cost launches.
@@ -58,9 +63,11 @@ ADDRESS_OF: dict[type[torch.Tensor], Callable[[torch.Tensor], int]] = {
     nn.Parameter: torch.Tensor.data_ptr,
 }
 """Where the memory of a tensor begins, for classes whose memory can be copied together; a rehearsal adds its own."""
-# Of optimizers that do not say themselves what they take:
-_TEMPORARIES = 3  # times the parameters' bytes; `torch.optim` needs at most two
-_MOST_STATES = 2  # times the parameters' bytes: Adam and its kin; only AMSGrad keeps three
+# Of optimizers that do not say themselves what they take, times the bytes of a parameter; the tests count it for all of
+# torch.optim. A loop over parameters gives what one took back when the next has as much, so that two may be there.
+_TEMPORARIES, _MOST_TEMPORARIES = 3, 4
+_TAKE_MOST: tuple[type[torch.optim.Optimizer], ...] = (torch.optim.Muon, torch.optim.Rprop)
+_MOST_STATES = 3  # AMSGrad, and RMSprop with everything
 
 
 @dataclass(slots=True)
@@ -309,7 +316,8 @@ class StepCommit:
         members, can_be_cut = _members(self.optimizer), is_separable(self.optimizer)
         made_for = (can_be_cut, [(group, id(parameter), parameter.nbytes) for group, parameter in members])
         if made_for != self._made_for:  # the ids are of living parameters: the pieces hold them
-            self._pieces, self._made_for = _pieces(members, can_be_cut, self._piece_bytes), made_for
+            pieces = _pieces(members, can_be_cut, self._piece_bytes, first_is_one=self._backend.kind == "cpu")
+            self._pieces, self._made_for = pieces, made_for
         for piece in self._pieces:
             piece.num_failures = 0
         return self._pieces
@@ -319,10 +327,14 @@ class StepCommit:
 
         ``others``: the parameters whose new states must be proven to fit as well.
         """
+        room_bytes = None if self._is_undone_by_all else self._known_room(piece)
+        if room_bytes is not None:
+            with self._backend.reserved(room_bytes):
+                return self._do_for_good(piece, self._update)
         copy = self._copy_of(piece)
         if copy is None:
             return self._do_without_copy(piece, others)
-        event = attempt(lambda: self._step_on(piece), self._backend, self._position)
+        event = attempt(lambda: self._update_or_fail(piece), self._backend, self._position)
         if event is None and others:
             states = self._blocks_of_states(others, self._state_bytes(piece) / max(piece.num_bytes, 1))
             event = attempt(lambda: _prove_room(states, piece.device), self._backend, self._position)
@@ -332,6 +344,19 @@ class StepCommit:
             return event
         piece.release_gradients()
         return None
+
+    def _known_room(self, piece: _Piece) -> int | None:
+        """What the update of a later piece takes at most, in bytes, if that is known and there; otherwise ``None``.
+
+        That it is not there is no event: the piece may need less.
+        """
+        is_known = self._backend.kind == "cpu" and is_of_torch(self.optimizer)
+        is_plain = not (keeps_states_outside(self.optimizer) or piece.place[1] or any(map(is_sparse, piece.parameters)))
+        if not (is_known and is_plain) or piece.num_failures:
+            return None
+        blocks = self._blocks(piece, others=[])
+        event = attempt(lambda: _prove_room_or_fail(blocks, piece.device), self._backend, self._position)
+        return sum(blocks) if event is None else None
 
     def _copy_of(self, piece: _Piece) -> _Copy | None:
         """A copy to undo the piece with; ``None`` where it does not fit, or leaves too little for a second try."""
@@ -343,9 +368,12 @@ class StepCommit:
 
     def _lacks_room(self, piece: _Piece, others: list[nn.Parameter]) -> OomEvent | None:
         """The event if what the update of the piece can take at most, and the states of the others, is not there."""
-        temporaries = self._blocks_of_temporaries(piece)
+        blocks = self._blocks(piece, others)
+        return attempt(lambda: _prove_room(blocks, piece.device), self._backend, self._position)
+
+    def _blocks(self, piece: _Piece, others: list[nn.Parameter]) -> list[int]:
         states = self._blocks_of_states(self._stateless([piece]) + others, _MOST_STATES)
-        return attempt(lambda: _prove_room(temporaries + states, piece.device), self._backend, self._position)
+        return self._blocks_of_temporaries(piece) + states
 
     def _agreed(self, event: OomEvent | None) -> OomEvent | None:
         """The first piece is done on all ranks or on none; after that, what fails here is mended here."""
@@ -356,15 +384,25 @@ class StepCommit:
         no_room = self._agreed(self._lacks_room(piece, others))
         if no_room is not None:
             return no_room
-        event = attempt(lambda: self._step_on(piece), self._backend, self._position)
+        return self._do_for_good(piece, self._update_or_fail)
+
+    def _do_for_good(self, piece: _Piece, update: Callable[[_Piece], None]) -> None:
+        """Update a piece that cannot be undone.
+
+        Raises:
+            TornStepError: if memory ran out in it.
+        """
+        event = attempt(lambda: update(piece), self._backend, self._position)
         if event is not None:
             raise _torn(event)
         piece.release_gradients()
-        return None
 
-    def _step_on(self, piece: _Piece) -> None:
+    def _update(self, piece: _Piece) -> None:
         with only(self.optimizer, piece.groups):
             self.optimizer.step()
+
+    def _update_or_fail(self, piece: _Piece) -> None:
+        self._update(piece)
         failpoint("optimizer")
 
     def _stateless(self, pieces: list[_Piece]) -> list[nn.Parameter]:
@@ -386,7 +424,15 @@ class StepCommit:
     def _blocks_of_temporaries(self, piece: _Piece) -> list[int]:
         if isinstance(self.optimizer, SeparableOptimizer):
             return [max(self.optimizer.temporary_bytes_of(parameter) for parameter in piece.parameters)]
-        return _blocks([bytes_updated(parameter) for parameter in piece.parameters], _TEMPORARIES)
+        sizes = [bytes_updated(parameter) for parameter in piece.parameters]
+        if self._takes_turns():
+            sizes = sorted(sizes)[-2:]
+        return _blocks(sizes, _MOST_TEMPORARIES if type(self.optimizer) in _TAKE_MOST else _TEMPORARIES)
+
+    def _takes_turns(self) -> bool:
+        """Whether an update goes from parameter to parameter; with ``foreach`` all have their temporaries at once."""
+        is_list = any(group.get("foreach") for group in self.optimizer.param_groups)
+        return self._backend.kind == "cpu" and is_of_torch(self.optimizer) and not is_list
 
     def _state_bytes(self, piece: _Piece) -> int:
         states = (self.optimizer.state[parameter] for parameter in piece.parameters)
@@ -401,12 +447,16 @@ def _members(optimizer: torch.optim.Optimizer) -> list[tuple[int, nn.Parameter]]
     ]
 
 
-def _pieces(members: list[tuple[int, nn.Parameter]], can_be_cut: bool, piece_bytes: int) -> list[_Piece]:
+def _pieces(
+    members: list[tuple[int, nn.Parameter]], can_be_cut: bool, piece_bytes: int, first_is_one: bool
+) -> list[_Piece]:
     """The members, largest first, in pieces of at most ``piece_bytes`` (or one parameter); tables on the host last."""
     pieces: list[_Piece] = []
     for group, parameter in sorted(members, key=_order):
         is_full = pieces and (
-            pieces[-1].num_bytes + _cut_bytes(parameter) > piece_bytes or pieces[-1].place != _place_of(parameter)
+            pieces[-1].num_bytes + _cut_bytes(parameter) > piece_bytes
+            or pieces[-1].place != _place_of(parameter)
+            or (first_is_one and len(pieces) == 1)
         )
         if not pieces or (can_be_cut and is_full):
             pieces.append(_Piece(can_be_cut))
@@ -441,12 +491,18 @@ def only(optimizer: torch.optim.Optimizer, members: dict[int, list[nn.Parameter]
 def _blocks(sizes: list[int], times: float) -> list[int]:
     """Blocks of ``times`` as many bytes as ``sizes`` together, as large as they are: holes may be too small for one."""
     whole = int(times)
-    return sizes * whole + [round((times - whole) * sum(sizes))]
+    rest = round((times - whole) * sum(sizes))
+    return sizes * whole + ([rest] if rest else [])
 
 
 def _prove_room(blocks: list[int], device: torch.device) -> None:
     """Allocate blocks of so many bytes together and free them: raises where they are not to be had."""
     [torch.empty(num_bytes, dtype=torch.uint8, device=device) for num_bytes in blocks]
+
+
+def _prove_room_or_fail(blocks: list[int], device: torch.device) -> None:
+    _prove_room(blocks, device)
+    failpoint("optimizer")
 
 
 def _torn(event: OomEvent) -> TornStepError:

@@ -75,6 +75,10 @@ class StageBackend:
         """Limit nothing."""
         return nullcontext()
 
+    def reserved(self, num_bytes: int) -> nullcontext[None]:
+        """Keep nothing."""
+        return nullcontext()
+
     def release(self, last_resort: bool = False) -> None:
         """Do nothing."""
 
