@@ -96,9 +96,15 @@ class CpuBackend:
         with data_limit.limited(budget_bytes):
             yield
 
-    def reserved(self, num_bytes: int) -> AbstractContextManager[None]:
-        """Raise the limit by as much while the block runs (see `data_limit.raised`)."""
-        return data_limit.raised(num_bytes)
+    def reserved(self, sizes: list[int]) -> AbstractContextManager[None]:
+        """Allocate blocks of so many bytes together, and free them; the context raises the limit by as much.
+
+        Pages that are not touched take no memory, but they count against the limit.
+        """
+        import torch
+
+        [torch.empty(num_bytes, dtype=torch.uint8) for num_bytes in sizes]
+        return data_limit.raised(sum(sizes))
 
     def release(self, last_resort: bool = False) -> None:
         """Collect garbage, give the heap's free pages back, and let oneDNN try again (see `onednn`).

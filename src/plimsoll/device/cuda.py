@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, final
 
 from plimsoll.device import heap, nvml, segments, texts
@@ -127,9 +127,8 @@ class CudaBackend:
         finally:
             torch.cuda.set_per_process_memory_fraction(previous, self._index)
 
-    def reserved(self, num_bytes: int) -> nullcontext[None]:
-        """Do nothing: the caching allocator keeps what was allocated and freed."""
-        return nullcontext()
+    def reserved(self, sizes: list[int]) -> None:
+        """Say that it cannot be kept: what other processes take is not known here."""
 
     def release(self, last_resort: bool = False) -> None:
         """Collect garbage and give the allocator's unused segments back to the driver.

@@ -1,9 +1,15 @@
 """`optimizer.step()` as a transaction: afterwards the whole step has happened, or none of it.
 
 An optimizer changes parameters and states in place, so memory running out half way (Adam's temporaries, or its states
-in the first step) leaves some parameters updated and some not. Here the step is done in *pieces*, each a few parameters
-whose values and states are copied just before, so a piece can always be undone. The copy is small and dropped with the
-piece.
+in the first step) leaves some parameters updated and some not. There are two ways not to come to that.
+
+*At once*, on the CPU: what an optimizer of ``torch.optim`` takes at most is known, so it is allocated and freed before
+anything is changed, and then kept for the update (`Backend.reserved`), so that nothing else in the process can take it.
+An update that has its room cannot run out of memory, and nothing is copied.
+
+*In pieces*, wherever that is not so, or the room is not there, for the update may well need less. Each piece is a few
+parameters whose values and states are copied just before, so that it can always be undone. The copy is small, and
+dropped with the piece.
 
 That a failure can always be mended follows from the order. The largest parameter goes first, so the first piece needs
 most; the states that the first step will still create are proven to fit by allocating as much once (those that leave
@@ -12,12 +18,7 @@ first piece, which is undone and nothing has happened, or not at all. A later fa
 the piece is undone and done again, in halves where it can be cut. If what cannot be cut fails twice, what was done
 cannot be taken back: `TornStepError` says so, and a checkpoint is the way back.
 
-On the CPU, where copying costs most, the first piece is the largest parameter alone, and the later ones of an optimizer
-of ``torch.optim`` are not copied as long as what they can take at most is there: it is shown to be, and then kept for
-them (`Backend.reserved`) until they are done, so that nothing else in the process can take it. Where it is not there,
-they are done with a copy, as they may need less.
-
-Ranks that train together agree on the first piece before any keeps it, so that the same holds for all of them.
+Ranks that train together go in pieces, and agree on the first before any keeps it, so that the same holds for all.
 
 Of an embedding table with a sparse gradient only the rows that the update changes are copied (`plimsoll.run.sparse`).
 Where an optimizer's states are outside the device, copies too large for the kept memory are made there as well.
@@ -25,16 +26,18 @@ Where an optimizer's states are outside the device, copies too large for the kep
 Where not even the copy of a piece fits, or it takes the memory that the update needs, the piece is done without one,
 but only after what its update can take at most has been shown to be there.
 
-Covers optimizers of ``torch.optim`` piece by piece; an optimizer from elsewhere, or one with step hooks, may look at
+Covers optimizers of ``torch.optim`` at once and piece by piece; an optimizer from elsewhere, or one with step hooks, may look at
 all parameters together and is therefore one single piece. Does NOT cover state kept outside ``optimizer.state``,
-and errors other than memory running out (a Ctrl-C in a loop of one's own) in the middle of an update.
+and errors other than memory running out (a Ctrl-C in a loop of one's own) in the middle of an update. An update at once
+under a hard limit (``ulimit -Hd``), or one on all of the machine's memory, can lose its room to another thread: it is
+then torn, as it is where a piece fails twice.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,11 +66,11 @@ ADDRESS_OF: dict[type[torch.Tensor], Callable[[torch.Tensor], int]] = {
     nn.Parameter: torch.Tensor.data_ptr,
 }
 """Where the memory of a tensor begins, for classes whose memory can be copied together; a rehearsal adds its own."""
-# Of optimizers that do not say themselves what they take, times the bytes of a parameter; the tests count it for all of
-# torch.optim. A loop over parameters gives what one took back when the next has as much, so that two may be there.
-_TEMPORARIES, _MOST_TEMPORARIES = 3, 4
-_TAKE_MOST: tuple[type[torch.optim.Optimizer], ...] = (torch.optim.Muon, torch.optim.Rprop)
-_MOST_STATES = 3  # AMSGrad, and RMSprop with everything
+# Of optimizers that do not say themselves what they take, times the parameters' bytes; the tests count all of torch.optim.
+_TEMPORARIES = 3
+_MOST_TEMPORARIES = dict.fromkeys([torch.optim.Muon, torch.optim.Rprop], 4)
+_MOST_STATES = 3  # AMSGrad, and RMSprop with momentum and centered
+_SLACK_BYTES = 1 << 20  # what the heap grows by, and Python's own allocator (1 MiB arenas), for things too small to count
 
 
 @dataclass(slots=True)
@@ -243,7 +246,7 @@ class StepCommit:
         optimizer: the optimizer; its gradients are released as they are used.
         backend: the device's backend.
         position: where the run is, for the record of an error.
-        piece_bytes: parameters per piece, in bytes; ``None`` for what suits the device.
+        piece_bytes: go in pieces, of parameters of so many bytes; ``None`` for at once, and pieces that suit the device.
         ranks: who does the same step on the same gradients; as long as it can be undone here, it can be undone on all.
     """
 
@@ -265,6 +268,7 @@ class StepCommit:
         self._pieces: list[_Piece] = []
         self._made_for: object = None
         optimizer.register_load_state_dict_post_hook(lambda _: self.forget())
+        self._goes_at_once = piece_bytes is None and (ranks is None or ranks.is_alone)
         self._piece_bytes = piece_bytes or _PIECE_BYTES[backend.kind]
         self._ranks = ranks or Ranks()
         self._is_undone_by_all = False
@@ -289,6 +293,50 @@ class StepCommit:
         """
         self.was_called = True
         self.outcome = None
+        if not self._is_done_at_once():
+            self._do_in_pieces()
+
+    def _is_done_at_once(self) -> bool:
+        """Do the whole update if what it takes at most is known and there; otherwise leave everything as it is.
+
+        That it is not there is no event: in pieces the update may need less.
+
+        Raises:
+            TornStepError: if memory ran out although there was room.
+        """
+        members = _members(self.optimizer)
+        if not self._goes_at_once or not _is_known(self.optimizer, members):
+            return False
+        with ExitStack() as stack:
+            sizes = self._most_at_once(members)
+            room = attempt(lambda: self._reserved(sizes, stack), self._backend, self._position)
+            if room is not True:
+                return False
+            event = attempt(self.optimizer.step, self._backend, self._position)
+        if event is not None:
+            raise _torn(event)
+        for _, parameter in members:
+            parameter.grad = None
+        return True
+
+    def _reserved(self, sizes: list[int], stack: ExitStack) -> bool:
+        """Keep room on the stack for blocks of these sizes, where the backend can do that."""
+        room = self._backend.reserved(sizes)
+        failpoint("optimizer")
+        if room is not None:
+            stack.enter_context(room)
+        return room is not None
+
+    def _most_at_once(self, members: list[tuple[int, nn.Parameter]]) -> list[int]:
+        """The blocks that the update takes at most: temporaries of all, or of two that follow each other; states."""
+        sizes = [parameter.nbytes for _, parameter in members]
+        has_all_at_once = any(group.get("foreach") for group in self.optimizer.param_groups)
+        temporaries = sizes if has_all_at_once else sorted(sizes)[-2:]  # what one took is given back late
+        stateless = [parameter.nbytes for _, parameter in self._without_states(members)]
+        times = _MOST_TEMPORARIES.get(type(self.optimizer), _TEMPORARIES)
+        return [*_blocks(temporaries, times), *_blocks(stateless, _MOST_STATES), _SLACK_BYTES]
+
+    def _do_in_pieces(self) -> None:
         waiting = self._whole()[::-1]
         nothing_happened = True
         while waiting:
@@ -316,8 +364,7 @@ class StepCommit:
         members, can_be_cut = _members(self.optimizer), is_separable(self.optimizer)
         made_for = (can_be_cut, [(group, id(parameter), parameter.nbytes) for group, parameter in members])
         if made_for != self._made_for:  # the ids are of living parameters: the pieces hold them
-            pieces = _pieces(members, can_be_cut, self._piece_bytes, first_is_one=self._backend.kind == "cpu")
-            self._pieces, self._made_for = pieces, made_for
+            self._pieces, self._made_for = _pieces(members, can_be_cut, self._piece_bytes), made_for
         for piece in self._pieces:
             piece.num_failures = 0
         return self._pieces
@@ -327,14 +374,10 @@ class StepCommit:
 
         ``others``: the parameters whose new states must be proven to fit as well.
         """
-        room_bytes = None if self._is_undone_by_all else self._known_room(piece)
-        if room_bytes is not None:
-            with self._backend.reserved(room_bytes):
-                return self._do_for_good(piece, self._update)
         copy = self._copy_of(piece)
         if copy is None:
             return self._do_without_copy(piece, others)
-        event = attempt(lambda: self._update_or_fail(piece), self._backend, self._position)
+        event = attempt(lambda: self._step_on(piece), self._backend, self._position)
         if event is None and others:
             states = self._blocks_of_states(others, self._state_bytes(piece) / max(piece.num_bytes, 1))
             event = attempt(lambda: _prove_room(states, piece.device), self._backend, self._position)
@@ -344,19 +387,6 @@ class StepCommit:
             return event
         piece.release_gradients()
         return None
-
-    def _known_room(self, piece: _Piece) -> int | None:
-        """What the update of a later piece takes at most, in bytes, if that is known and there; otherwise ``None``.
-
-        That it is not there is no event: the piece may need less.
-        """
-        is_known = self._backend.kind == "cpu" and is_of_torch(self.optimizer)
-        is_plain = not (keeps_states_outside(self.optimizer) or piece.place[1] or any(map(is_sparse, piece.parameters)))
-        if not (is_known and is_plain) or piece.num_failures:
-            return None
-        blocks = self._blocks(piece, others=[])
-        event = attempt(lambda: _prove_room_or_fail(blocks, piece.device), self._backend, self._position)
-        return sum(blocks) if event is None else None
 
     def _copy_of(self, piece: _Piece) -> _Copy | None:
         """A copy to undo the piece with; ``None`` where it does not fit, or leaves too little for a second try."""
@@ -368,12 +398,9 @@ class StepCommit:
 
     def _lacks_room(self, piece: _Piece, others: list[nn.Parameter]) -> OomEvent | None:
         """The event if what the update of the piece can take at most, and the states of the others, is not there."""
-        blocks = self._blocks(piece, others)
-        return attempt(lambda: _prove_room(blocks, piece.device), self._backend, self._position)
-
-    def _blocks(self, piece: _Piece, others: list[nn.Parameter]) -> list[int]:
+        temporaries = self._blocks_of_temporaries(piece)
         states = self._blocks_of_states(self._stateless([piece]) + others, _MOST_STATES)
-        return self._blocks_of_temporaries(piece) + states
+        return attempt(lambda: _prove_room(temporaries + states, piece.device), self._backend, self._position)
 
     def _agreed(self, event: OomEvent | None) -> OomEvent | None:
         """The first piece is done on all ranks or on none; after that, what fails here is mended here."""
@@ -384,34 +411,26 @@ class StepCommit:
         no_room = self._agreed(self._lacks_room(piece, others))
         if no_room is not None:
             return no_room
-        return self._do_for_good(piece, self._update_or_fail)
-
-    def _do_for_good(self, piece: _Piece, update: Callable[[_Piece], None]) -> None:
-        """Update a piece that cannot be undone.
-
-        Raises:
-            TornStepError: if memory ran out in it.
-        """
-        event = attempt(lambda: update(piece), self._backend, self._position)
+        event = attempt(lambda: self._step_on(piece), self._backend, self._position)
         if event is not None:
             raise _torn(event)
         piece.release_gradients()
+        return None
 
-    def _update(self, piece: _Piece) -> None:
+    def _step_on(self, piece: _Piece) -> None:
         with only(self.optimizer, piece.groups):
             self.optimizer.step()
-
-    def _update_or_fail(self, piece: _Piece) -> None:
-        self._update(piece)
         failpoint("optimizer")
 
     def _stateless(self, pieces: list[_Piece]) -> list[nn.Parameter]:
         """The parameters whose states this step will create."""
+        return [parameter for piece in pieces for _, parameter in self._without_states(piece.members())]
+
+    def _without_states(self, members: list[tuple[int, nn.Parameter]]) -> list[tuple[int, nn.Parameter]]:
         optimizer = self.optimizer
         return [
-            parameter
-            for piece in pieces
-            for group, parameter in piece.members()
+            (group, parameter)
+            for group, parameter in members
             if not (optimizer.state.get(parameter) or has_no_states(optimizer, optimizer.param_groups[group]))
         ]
 
@@ -424,15 +443,8 @@ class StepCommit:
     def _blocks_of_temporaries(self, piece: _Piece) -> list[int]:
         if isinstance(self.optimizer, SeparableOptimizer):
             return [max(self.optimizer.temporary_bytes_of(parameter) for parameter in piece.parameters)]
-        sizes = [bytes_updated(parameter) for parameter in piece.parameters]
-        if self._takes_turns():
-            sizes = sorted(sizes)[-2:]
-        return _blocks(sizes, _MOST_TEMPORARIES if type(self.optimizer) in _TAKE_MOST else _TEMPORARIES)
-
-    def _takes_turns(self) -> bool:
-        """Whether an update goes from parameter to parameter; with ``foreach`` all have their temporaries at once."""
-        is_list = any(group.get("foreach") for group in self.optimizer.param_groups)
-        return self._backend.kind == "cpu" and is_of_torch(self.optimizer) and not is_list
+        times = _MOST_TEMPORARIES.get(type(self.optimizer), _TEMPORARIES)
+        return _blocks([bytes_updated(parameter) for parameter in piece.parameters], times)
 
     def _state_bytes(self, piece: _Piece) -> int:
         states = (self.optimizer.state[parameter] for parameter in piece.parameters)
@@ -447,16 +459,26 @@ def _members(optimizer: torch.optim.Optimizer) -> list[tuple[int, nn.Parameter]]
     ]
 
 
-def _pieces(
-    members: list[tuple[int, nn.Parameter]], can_be_cut: bool, piece_bytes: int, first_is_one: bool
-) -> list[_Piece]:
+def _is_known(optimizer: torch.optim.Optimizer, members: list[tuple[int, nn.Parameter]]) -> bool:
+    """Whether it is known what an update of these parameters takes at most."""
+    return (
+        is_of_torch(optimizer)
+        and is_separable(optimizer)  # hooks may take anything
+        and not keeps_states_outside(optimizer)
+        and not any(group.get("differentiable") for group in optimizer.param_groups)
+        and all(
+            type(parameter) in ADDRESS_OF and parameter.is_cpu and not is_sparse(parameter) and not is_marked(parameter)
+            for _, parameter in members
+        )
+    )
+
+
+def _pieces(members: list[tuple[int, nn.Parameter]], can_be_cut: bool, piece_bytes: int) -> list[_Piece]:
     """The members, largest first, in pieces of at most ``piece_bytes`` (or one parameter); tables on the host last."""
     pieces: list[_Piece] = []
     for group, parameter in sorted(members, key=_order):
         is_full = pieces and (
-            pieces[-1].num_bytes + _cut_bytes(parameter) > piece_bytes
-            or pieces[-1].place != _place_of(parameter)
-            or (first_is_one and len(pieces) == 1)
+            pieces[-1].num_bytes + _cut_bytes(parameter) > piece_bytes or pieces[-1].place != _place_of(parameter)
         )
         if not pieces or (can_be_cut and is_full):
             pieces.append(_Piece(can_be_cut))
@@ -498,11 +520,6 @@ def _blocks(sizes: list[int], times: float) -> list[int]:
 def _prove_room(blocks: list[int], device: torch.device) -> None:
     """Allocate blocks of so many bytes together and free them: raises where they are not to be had."""
     [torch.empty(num_bytes, dtype=torch.uint8, device=device) for num_bytes in blocks]
-
-
-def _prove_room_or_fail(blocks: list[int], device: torch.device) -> None:
-    _prove_room(blocks, device)
-    failpoint("optimizer")
 
 
 def _torn(event: OomEvent) -> TornStepError:

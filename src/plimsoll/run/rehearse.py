@@ -75,9 +75,8 @@ class StageBackend:
         """Limit nothing."""
         return nullcontext()
 
-    def reserved(self, num_bytes: int) -> nullcontext[None]:
-        """Keep nothing."""
-        return nullcontext()
+    def reserved(self, sizes: list[int]) -> None:
+        """Say that it cannot be kept: what is rehearsed is the update that needs most, with copies."""
 
     def release(self, last_resort: bool = False) -> None:
         """Do nothing."""
