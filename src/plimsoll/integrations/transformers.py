@@ -39,6 +39,7 @@ from transformers.trainer_utils import TrainOutput
 from plimsoll.device.base import backend_for
 from plimsoll.errors import InputError, OutOfMemoryError
 from plimsoll.integrations._inputs import joined, only_loss, units_of
+from plimsoll.integrations._planned import planned
 from plimsoll.integrations.training_arguments import to_training_arguments
 from plimsoll.records.plan import Plan
 from plimsoll.records.run import OomEvent
@@ -46,11 +47,9 @@ from plimsoll.records.units import parse_bytes
 from plimsoll.run.boundary import Position, attempt
 from plimsoll.run.commit import StepCommit
 from plimsoll.run.pieces import Shape, no_way_out
-from plimsoll.run.plan import plan_step, require_that_fits
 from plimsoll.run.recover import Ladder, Size, micro_batch_sizes
 from plimsoll.run.rungs import Rungs, after_oom
 from plimsoll.run.undo import Undo
-from plimsoll.techniques import TECHNIQUES
 from plimsoll.techniques._whole import WholeBatch
 from plimsoll.workload import (
     Precision,
@@ -59,6 +58,7 @@ from plimsoll.workload import (
     batch_size_of,
     count_elements,
     count_units,
+    model_loss,
     split_batch,
 )
 
@@ -167,19 +167,18 @@ def _planned(trainer: transformers.Trainer, budget: str | int, units: Units | No
     assert model is not None
     optimizer = trainer.optimizer or trainer.create_optimizer()
     assert isinstance(optimizer, torch.optim.Optimizer)
-    plan = plan_step(
+    return planned(
         model,
         optimizer,
         {name: value for name, value in sample.items() if isinstance(value, Tensor)},
+        model_loss,
         budget=budget,
         units=units or units_of(sample, model),
+        device=trainer.args.device,
+        offered=_OFFERED,
         clip_norm=trainer.args.max_grad_norm or None,
         precision=_precision_of(trainer),
-        device="cpu" if trainer.args.device.type == "cpu" else "local",
-        forbids=sorted(set(TECHNIQUES) - _OFFERED),
     )
-    require_that_fits(plan)
-    return plan
 
 
 def _precision_of(trainer: transformers.Trainer) -> Precision:
