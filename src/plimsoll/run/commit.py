@@ -4,8 +4,8 @@ An optimizer changes parameters and states in place, so memory running out half 
 in the first step) leaves some parameters updated and some not. There are two ways not to come to that.
 
 *At once*, on the CPU: what an optimizer of ``torch.optim`` takes at most is known, so it is allocated and freed before
-anything is changed, and then kept for the update (`Backend.reserved`), so that nothing else in the process can take it.
-An update that has its room cannot run out of memory, and nothing is copied.
+anything is changed, and then kept for the update (`Backend.reserved`): another thread would have to take all that is
+left, and the room besides. An update that has its room does not run out of memory, and nothing is copied.
 
 *In pieces*, wherever that is not so, or the room is not there, for the update may well need less. Each piece is a few
 parameters whose values and states are copied just before, so that it can always be undone. The copy is small, and
@@ -28,9 +28,8 @@ but only after what its update can take at most has been shown to be there.
 
 Covers optimizers of ``torch.optim`` at once and piece by piece; an optimizer from elsewhere, or one with step hooks, may look at
 all parameters together and is therefore one single piece. Does NOT cover state kept outside ``optimizer.state``,
-and errors other than memory running out (a Ctrl-C in a loop of one's own) in the middle of an update. An update at once
-under a hard limit (``ulimit -Hd``), or one on all of the machine's memory, can lose its room to another thread: it is
-then torn, as it is where a piece fails twice.
+and errors other than memory running out (a Ctrl-C in a loop of one's own) in the middle of an update. Where another
+thread does take the room of an update at once, it is torn, as it is where a piece fails twice.
 """
 
 from __future__ import annotations
@@ -312,6 +311,10 @@ class StepCommit:
             room = attempt(lambda: self._reserved(sizes, stack), self._backend, self._position)
             if room is not True:
                 return False
+            stopped = attempt(lambda: failpoint("optimizer"), self._backend, self._position)
+            if stopped is not None:
+                self.recovered.append(stopped.model_copy(update={"action": "the update not begun, done in pieces"}))
+                return False
             event = attempt(self.optimizer.step, self._backend, self._position)
         if event is not None:
             raise _torn(event)
@@ -322,7 +325,6 @@ class StepCommit:
     def _reserved(self, sizes: list[int], stack: ExitStack) -> bool:
         """Keep room on the stack for blocks of these sizes, where the backend can do that."""
         room = self._backend.reserved(sizes)
-        failpoint("optimizer")
         if room is not None:
             stack.enter_context(room)
         return room is not None

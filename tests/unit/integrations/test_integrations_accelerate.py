@@ -60,7 +60,7 @@ def weights_of(model):
 @pytest.mark.parametrize("num_passes", [1, 3])
 @pytest.mark.parametrize(
     ("point", "hits"),
-    [(None, ()), ("forward", (3,)), ("backward", (5,)), ("clip", (3,)), ("optimizer", (1, 2, 3, 4))],
+    [(None, ()), ("forward", (3,)), ("backward", (5,)), ("clip", (3,)), ("optimizer", (1, 2, 3, 4, 5))],
 )
 def test_the_plain_loops_weights_losses_and_rates(num_passes, with_scaler, point, hits):
     weights, losses, rates = plain(num_passes, with_scaler)

@@ -118,8 +118,8 @@ def rows_of(trainer):
         ("forward", (4,), 2, False),
         ("backward", (2,), 1, True),
         ("clip", (2,), 2, False),
-        ("optimizer", (1, 2, 3, 4), 1, False),
-        ("optimizer", (1, 2, 3, 4), 2, True),
+        ("optimizer", (1, 2, 3, 4, 5), 1, False),
+        ("optimizer", (1, 2, 3, 4, 5), 2, True),
     ],
 )
 def test_what_lightning_does_is_done_to_the_bit(point, hits, num_passes, scaled, tmp_path):
