@@ -19,7 +19,7 @@ from plimsoll.techniques import TECHNIQUES
 from plimsoll.workload import LossFunction, Precision, Units, move_batch
 
 
-def planned(  # noqa: PLR0917 -- in the order of `plan_step`
+def planned(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     batch: Any,
@@ -82,4 +82,4 @@ def refuse_both(budget: str | int | None, batch: Any, options: dict[str, Any]) -
             "two out"
         )
     if budget is None and batch is not None:
-        raise InputError("a batch to plan with was given without a budget: give budget=, for example budget=\"8GiB\"")
+        raise InputError('a batch to plan with was given without a budget: give budget=, for example budget="8GiB"')

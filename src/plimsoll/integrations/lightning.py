@@ -314,15 +314,13 @@ def _without_trainer(module: LightningModule) -> Iterator[None]:
 
 
 def _loss_of_step(trainer: Trainer, module: nn.Module, batch: Any) -> Tensor:
-    """The loss that a module's ``training_step`` returns."""
+    """The loss that a module's ``training_step`` returns, for the first batch of the first loader."""
+    training_step: Any = module.training_step
+    numbers = [0] * (len(inspect.signature(training_step).parameters) - 1)  # some take no batch_idx
     with trainer.precision_plugin.train_step_context():
-        found = module.training_step(batch, *(0,) * (_num_arguments(module) - 1))
+        found = training_step(batch, *numbers)
     loss: Tensor = found["loss"] if isinstance(found, Mapping) else found
     return loss
-
-
-def _num_arguments(module: LightningModule) -> int:
-    return len(inspect.signature(module.training_step).parameters)
 
 
 def _clip_norm_of(trainer: Trainer) -> float | None:

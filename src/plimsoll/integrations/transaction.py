@@ -118,6 +118,7 @@ class Transaction:
         self._ladder: Ladder | None = None
         self._first_micro_batch, self._grow_after = micro_batch, grow_after
         self._whole = WholeBatch(model, recut_batch_norm)
+        self._parameters = list(model.parameters())  # walking the modules anew in every step would cost more
         self._undo = Undo(model, self.backend)
         self._commit = StepCommit(optimizer, self.backend, self.position)
         self._remember = remember
@@ -287,7 +288,7 @@ class Transaction:
         self.backend.release()
 
     def _drop_gradients(self) -> None:
-        for parameter in self.workload.model.parameters():
+        for parameter in self._parameters:
             parameter.grad = None
 
     def _shape_of(self, batch: Any) -> Shape:

@@ -69,7 +69,9 @@ ADDRESS_OF: dict[type[torch.Tensor], Callable[[torch.Tensor], int]] = {
 _TEMPORARIES = 3
 _MOST_TEMPORARIES = dict.fromkeys([torch.optim.Muon, torch.optim.Rprop], 4)
 _MOST_STATES = 3  # AMSGrad, and RMSprop with momentum and centered
-_SLACK_BYTES = 1 << 20  # what the heap grows by, and Python's own allocator (1 MiB arenas), for things too small to count
+_SLACK_BYTES = (
+    1 << 20
+)  # what the heap grows by, and Python's own allocator (1 MiB arenas), for things too small to count
 
 
 @dataclass(slots=True)
