@@ -10,7 +10,8 @@ one of the three, drawn anew, the callback is at work, for the others it is not.
 batch to its end with all callbacks; a logger is there, and is given something every 50 steps, Lightning's default.
 
 Quoted is processor time, as in `benchmarks/overhead.py`, whose workloads these are, with as many samples as make a
-plain step of ``--milliseconds`` on this machine: medians of the ratios of a round with their 95 % interval. The heap is settled as there; a second copy of the plain loop shows what cannot be resolved.
+plain step of ``--milliseconds`` on this machine: medians of the ratios of a round with their 95 % interval. The heap is
+settled as there; a second copy of the plain loop shows what cannot be resolved.
 
 Does NOT cover: wall time, CUDA, the copy to the device, accumulation, a memory limit.
 """

@@ -26,10 +26,10 @@ Where an optimizer's states are outside the device, copies too large for the kep
 Where not even the copy of a piece fits, or it takes the memory that the update needs, the piece is done without one,
 but only after what its update can take at most has been shown to be there.
 
-Covers optimizers of ``torch.optim`` at once and piece by piece; an optimizer from elsewhere, or one with step hooks, may look at
-all parameters together and is therefore one single piece. Does NOT cover state kept outside ``optimizer.state``,
-and errors other than memory running out (a Ctrl-C in a loop of one's own) in the middle of an update. Where another
-thread does take the room of an update at once, it is torn, as it is where a piece fails twice.
+Covers optimizers of ``torch.optim`` at once and piece by piece; an optimizer from elsewhere, or one with step hooks, may
+look at all parameters together and is therefore one single piece. Does NOT cover state kept outside
+``optimizer.state``, and errors other than memory running out (a Ctrl-C in a loop of one's own) in the middle of an
+update. Where another thread does take the room of an update at once, it is torn, as it is where a piece fails twice.
 """
 
 from __future__ import annotations
@@ -65,13 +65,12 @@ ADDRESS_OF: dict[type[torch.Tensor], Callable[[torch.Tensor], int]] = {
     nn.Parameter: torch.Tensor.data_ptr,
 }
 """Where the memory of a tensor begins, for classes whose memory can be copied together; a rehearsal adds its own."""
-# Of optimizers that do not say themselves what they take, times the parameters' bytes; the tests count all of torch.optim.
+# Of optimizers that do not say themselves what they take, times the parameters' bytes; tests count all of torch.optim.
 _TEMPORARIES = 3
 _MOST_TEMPORARIES = dict.fromkeys([torch.optim.Muon, torch.optim.Rprop], 4)
 _MOST_STATES = 3  # AMSGrad, and RMSprop with momentum and centered
-_SLACK_BYTES = (
-    1 << 20
-)  # what the heap grows by, and Python's own allocator (1 MiB arenas), for things too small to count
+# What the heap and Python's own allocator grow by, for what is too small to be counted.
+_SLACK_BYTES = 1 << 20
 
 
 @dataclass(slots=True)
@@ -247,7 +246,7 @@ class StepCommit:
         optimizer: the optimizer; its gradients are released as they are used.
         backend: the device's backend.
         position: where the run is, for the record of an error.
-        piece_bytes: go in pieces, of parameters of so many bytes; ``None`` for at once, and pieces that suit the device.
+        piece_bytes: always go in pieces, of parameters of so many bytes; ``None``: at once, or what suits the device.
         ranks: who does the same step on the same gradients; as long as it can be undone here, it can be undone on all.
     """
 
