@@ -99,11 +99,12 @@ class CpuBackend:
     def reserved(self, sizes: list[int]) -> AbstractContextManager[None]:
         """Allocate blocks of so many bytes together, and free them; the context raises the limit by as much.
 
-        Pages that are not touched take no memory, but they count against the limit.
+        Pages that are not touched take no memory, but they count against the limit. Storages are no tensors, and not in
+        a trace.
         """
         import torch
 
-        [torch.empty(num_bytes, dtype=torch.uint8) for num_bytes in sizes]
+        [torch.UntypedStorage(num_bytes) for num_bytes in sizes]
         return data_limit.raised(sum(sizes))
 
     def release(self, last_resort: bool = False) -> None:

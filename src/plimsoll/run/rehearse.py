@@ -75,8 +75,9 @@ class StageBackend:
         """Limit nothing."""
         return nullcontext()
 
-    def reserved(self, sizes: list[int]) -> None:
-        """Say that it cannot be kept: what is rehearsed is the update that needs most, with copies."""
+    def reserved(self, sizes: list[int]) -> nullcontext[None] | None:
+        """Say that there is room, where a backend can keep it."""
+        return nullcontext() if self.kind == "cpu" else None
 
     def release(self, last_resort: bool = False) -> None:
         """Do nothing."""
