@@ -104,7 +104,8 @@ class CpuBackend:
         """
         import torch
 
-        [torch.UntypedStorage(num_bytes) for num_bytes in sizes]
+        storage: Any = torch.UntypedStorage
+        [storage(num_bytes) for num_bytes in sizes]
         return data_limit.raised(sum(sizes))
 
     def release(self, last_resort: bool = False) -> None:

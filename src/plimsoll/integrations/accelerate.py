@@ -127,8 +127,11 @@ class AccelerateStep:
             self._model, self._optimizer.optimizer, batch, self._loss, budget=budget, units=self._options["units"],
             device=self._accelerator.device, offered=ON_THE_MODEL, clip_norm=self._clip_norm,
         )  # fmt: skip
-        self._limit.enter_context(self.transaction.backend.limited(parse_bytes(budget)))
-        self.transaction = self._new_transaction(rungs=self.plan.choices_by_rung)
+        with ExitStack() as on_failure:
+            on_failure.callback(self.close)
+            self.transaction = self._new_transaction(rungs=self.plan.choices_by_rung)
+            self._limit.enter_context(self.transaction.backend.limited(parse_bytes(budget)))
+            on_failure.pop_all()
         self._budget_to_plan = None
 
     def _one_pass(self, piece: Any, share: float) -> Tensor:

@@ -187,8 +187,8 @@ class _Optimization:
                 units=self._options["units"], device=module.device, offered=ON_THE_MODEL,
                 clip_norm=_clip_norm_of(self._trainer),
             )  # fmt: skip
-        self._limit.enter_context(self.transaction.backend.limited(parse_bytes(budget)))
         self.transaction = self._new_transaction(rungs=plan.choices_by_rung)
+        self._limit.enter_context(self.transaction.backend.limited(parse_bytes(budget)))
         self.has_plan = True
         return plan
 

@@ -146,6 +146,9 @@ class Transaction:
             self._begin()
         random_state = self.backend.random_state() if self._window else None  # that of the first is the step's
         self._window.append(_Batch(batch, shape, one_pass, random_state))
+        # Of this batch, not of the first: a schedule may have set the rate since, and an update changes them only now.
+        groups = self.workload.optimizer.param_groups
+        self._groups = [{k: v for k, v in group.items() if k != "params"} for group in groups]
         self.events = []
         self._is_again = is_done = False
         try:
@@ -265,8 +268,6 @@ class Transaction:
     def _begin(self) -> None:
         self._num_done = 0
         self._undo.remember()
-        optimizer = self.workload.optimizer
-        self._groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
         self._put_back_of_caller = self._remember()
         self._drop_gradients()
 
