@@ -265,6 +265,7 @@ class StepCommit:
         self._backend = backend
         self._position = position
         self._scratch = _Scratch(_KEPT_BYTES[backend.kind])
+        self._plain: list[nn.Parameter] = []  # found to be so: looking again in every step would cost more
         self._pieces: list[_Piece] = []
         self._made_for: object = None
         optimizer.register_load_state_dict_post_hook(lambda _: self.forget())
@@ -276,7 +277,7 @@ class StepCommit:
     def forget(self) -> None:
         """Let go of the scratch memory, and of the optimizer's states: views of them are kept from step to step."""
         self._scratch = _Scratch(_KEPT_BYTES[self._backend.kind])
-        self._pieces, self._made_for = [], None
+        self._plain, self._pieces, self._made_for = [], [], None
 
     @property
     def param_groups(self) -> list[dict[str, object]]:
@@ -305,7 +306,7 @@ class StepCommit:
             TornStepError: if memory ran out although there was room.
         """
         members = _members(self.optimizer)
-        if not self._goes_at_once or not _is_known(self.optimizer, members):
+        if not self._goes_at_once or not self._is_known(members):
             return False
         with ExitStack() as stack:
             sizes = self._most_at_once(members)
@@ -322,6 +323,21 @@ class StepCommit:
         for _, parameter in members:
             parameter.grad = None
         return True
+
+    def _is_known(self, members: list[tuple[int, nn.Parameter]]) -> bool:
+        """Whether it is known what an update of these parameters takes at most."""
+        optimizer = self.optimizer
+        parameters = [parameter for _, parameter in members]
+        if len(parameters) != len(self._plain) or not all(map(operator.is_, parameters, self._plain)):
+            self._plain = parameters if all(map(_is_plain, parameters)) else []
+        return (
+            bool(self._plain)
+            and is_of_torch(optimizer)
+            and is_separable(optimizer)  # hooks may take anything
+            and not keeps_states_outside(optimizer)
+            and not any(group.get("differentiable") for group in optimizer.param_groups)
+            and not any(map(is_sparse, parameters))
+        )
 
     def _reserved(self, sizes: list[int], stack: ExitStack) -> bool:
         """Keep room on the stack for blocks of these sizes, where the backend can do that."""
@@ -462,18 +478,8 @@ def _members(optimizer: torch.optim.Optimizer) -> list[tuple[int, nn.Parameter]]
     ]
 
 
-def _is_known(optimizer: torch.optim.Optimizer, members: list[tuple[int, nn.Parameter]]) -> bool:
-    """Whether it is known what an update of these parameters takes at most."""
-    return (
-        is_of_torch(optimizer)
-        and is_separable(optimizer)  # hooks may take anything
-        and not keeps_states_outside(optimizer)
-        and not any(group.get("differentiable") for group in optimizer.param_groups)
-        and all(
-            type(parameter) in ADDRESS_OF and parameter.is_cpu and not is_sparse(parameter) and not is_marked(parameter)
-            for _, parameter in members
-        )
-    )
+def _is_plain(parameter: nn.Parameter) -> bool:
+    return type(parameter) in ADDRESS_OF and parameter.is_cpu and not is_marked(parameter)
 
 
 def _pieces(members: list[tuple[int, nn.Parameter]], can_be_cut: bool, piece_bytes: int) -> list[_Piece]:
