@@ -1,6 +1,6 @@
 """What the adapters for Accelerate and Lightning cost, against the same loops without them.
 
-    python benchmarks/adapters_overhead_others.py [--rounds 200] [--seconds 120] [--threads 1]
+    python benchmarks/adapters_overhead_others.py [--rounds 200] [--seconds 120] [--milliseconds 50] [--threads 1]
 
 Accelerate: the loop that its documentation shows and our step take turns, a step each per round in an order drawn anew,
 with a copy of the model and of AdamW each; at the end all weights must be bitwise equal.
@@ -9,8 +9,9 @@ Lightning: a trainer owns its loop, so that two cannot take turns; there is one,
 one of the three, drawn anew, the callback is at work, for the others it is not. Timed is from the start of the
 batch to its end with all callbacks; a logger is there, and is given something every 50 steps, Lightning's default.
 
-Quoted is processor time, as in `benchmarks/overhead.py`, whose workloads these are: medians of the ratios of a round
-with their 95 % interval. The heap is settled as there; a second copy of the plain loop shows what cannot be resolved.
+Quoted is processor time, as in `benchmarks/overhead.py`, whose workloads these are, with as many samples as make a
+plain step of ``--milliseconds`` on this machine: medians of the ratios of a round with their 95 % interval. The heap is
+settled as there; a second copy of the plain loop shows what cannot be resolved.
 
 Does NOT cover: wall time, CUDA, the copy to the device, accumulation, a memory limit.
 """
@@ -27,6 +28,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import lightning
@@ -47,6 +49,7 @@ from overhead import (
     adamw,
     interval,
     make_batches,
+    plain_step,
     ratios_of,
     settle_heap,
 )
@@ -55,6 +58,15 @@ from plimsoll.integrations.lightning import OomProof
 
 WARM_UP_ROUNDS = 5
 Seconds = dict[str, list[float]]
+
+
+def sized(setup: Setup, seconds: float) -> Setup:
+    """The workload with the number of samples whose plain step takes about so long here."""
+    model = setup.build().train()
+    step = plain_step(setup, model, adamw(model), with_item=True)
+    batch = make_batches(None, setup.batch_size)[0]
+    taken = statistics.median(timed(lambda: step(batch), seed=number) for number in range(3 * WARM_UP_ROUNDS))
+    return replace(setup, batch_size=max(1, round(setup.batch_size * seconds / taken)))
 
 
 def timed(work: Callable[[], object], seed: int) -> float:
@@ -200,6 +212,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=200)
     parser.add_argument("--seconds", type=float, default=120.0, help="at most, for each row")
+    parser.add_argument("--milliseconds", type=float, default=50.0, help="of processor time that a plain step takes")
     parser.add_argument("--threads", type=int, default=1)
     given = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -210,8 +223,9 @@ def main() -> None:
     for name in ("loop", "workload", "plain ms", "adapter", "95 % interval", "plain again", "rounds"):
         table.add_column(name, justify="left" if name in ("loop", "workload") else "right")
     figures: dict[str, float] = {}
+    setups = [sized(setup, given.milliseconds / 1000) for setup in SETUPS[:2]]
     for loop, measure in (("accelerate", measure_accelerate), ("lightning", measure_lightning)):
-        for setup in SETUPS[:2]:
+        for setup in setups:
             taken = measure(setup, given.rounds, given.seconds)
             ratios, again = (ratios_of(taken[name], taken["plain"]) for name in ("adapter", "plain_again"))
             low, high = interval(ratios)

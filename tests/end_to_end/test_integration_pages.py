@@ -1,4 +1,4 @@
-"""The programs in docs/integrations run as they are."""
+"""The programs in docs/integrations run as they are; a second one of a page goes on from the first."""
 
 import os
 import re
@@ -13,9 +13,14 @@ PAGES = Path(__file__).parents[2] / "docs" / "integrations"
 
 @pytest.mark.parametrize("name", ["accelerate", "lightning", "plain-pytorch"])
 def test_the_example_runs(name, tmp_path):
-    (program,) = re.findall(r"^```python\n(.*?)^```", (PAGES / f"{name}.md").read_text(), re.MULTILINE | re.DOTALL)
+    programs = re.findall(r"^```python\n(.*?)^```", (PAGES / f"{name}.md").read_text(), re.MULTILINE | re.DOTALL)
     done = subprocess.run(
-        [sys.executable, "-c", program], cwd=tmp_path, env=os.environ, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", "\n".join(programs)],
+        cwd=tmp_path,
+        env=os.environ,
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert done.returncode == 0, done.stderr
     if name == "plain-pytorch":

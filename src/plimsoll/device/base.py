@@ -38,6 +38,12 @@ class Backend(Protocol):
             BudgetError: if more than the budget is in use already, or the device has less.
         """
 
+    def reserved(self, sizes: list[int]) -> AbstractContextManager[None] | None:
+        """Allocate blocks of so many bytes together, free them, and keep the room for what is done in the context.
+
+        Raises the allocator's own error if it is not there. Returns ``None`` where it cannot be kept.
+        """
+
     def release(self, last_resort: bool = False) -> None:
         """Give back what the allocator keeps of freed memory; as a last resort also in ways that cost time later."""
 

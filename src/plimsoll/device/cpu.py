@@ -12,7 +12,7 @@ import os
 import platform
 import resource
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, final
 
@@ -95,6 +95,18 @@ class CpuBackend:
         self.release()
         with data_limit.limited(budget_bytes):
             yield
+
+    def reserved(self, sizes: list[int]) -> AbstractContextManager[None]:
+        """Allocate blocks of so many bytes together, and free them; the context raises the limit by as much.
+
+        Pages that are not touched take no memory, but they count against the limit. Storages are no tensors, and not in
+        a trace.
+        """
+        import torch
+
+        storage: Any = torch.UntypedStorage
+        [storage(num_bytes) for num_bytes in sizes]
+        return data_limit.raised(sum(sizes))
 
     def release(self, last_resort: bool = False) -> None:
         """Collect garbage, give the heap's free pages back, and let oneDNN try again (see `onednn`).

@@ -127,6 +127,9 @@ class CudaBackend:
         finally:
             torch.cuda.set_per_process_memory_fraction(previous, self._index)
 
+    def reserved(self, sizes: list[int]) -> None:
+        """Say that it cannot be kept: what other processes take is not known here."""
+
     def release(self, last_resort: bool = False) -> None:
         """Collect garbage and give the allocator's unused segments back to the driver.
 

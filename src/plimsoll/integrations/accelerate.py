@@ -19,6 +19,7 @@ brings batches to the device before a step begins.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -26,9 +27,11 @@ from torch import Tensor, nn
 
 from plimsoll.errors import InputError
 from plimsoll.integrations._accelerated import put_back_of_scaler, stepped_as_now
-from plimsoll.integrations.transaction import Transaction
-from plimsoll.records.plan import Choice
+from plimsoll.integrations._planned import planned, refuse_both
+from plimsoll.integrations.transaction import ON_THE_MODEL, Transaction
+from plimsoll.records.plan import Choice, Plan
 from plimsoll.records.run import OomEvent
+from plimsoll.records.units import parse_bytes
 from plimsoll.run.checks import refuse
 from plimsoll.workload import LossFunction, Units, model_loss, move_batch
 
@@ -62,12 +65,31 @@ class AccelerateStep:
         *,
         clip_norm: float | None,
         schedule: Any,
+        budget: str | int | None,
+        batch: Any,
         **options: Any,
     ) -> None:
+        refuse_both(budget, batch, options)
         self._accelerator, self._model, self._optimizer = accelerator, model, optimizer
         self._loss, self._clip_norm, self._schedule = loss, clip_norm, schedule
-        put_back = partial(put_back_of_scaler, accelerator, optimizer)
-        self.transaction = Transaction(model, optimizer.optimizer, remember=put_back, **options)
+        self._options = options
+        self._limit = ExitStack()
+        self._budget_to_plan: str | int | None = budget
+        self.plan: Plan | None = None
+        self.transaction = self._new_transaction()
+        if batch is not None:
+            self._plan_with(batch)
+
+    def __enter__(self) -> AccelerateStep:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Take the techniques of the plan and the limit back."""
+        self.transaction.close()
+        self._limit.close()
 
     def __call__(self, batch: Any) -> BatchResult:
         """Add a batch's gradients, and update where Accelerate's accumulation says so.
@@ -77,6 +99,8 @@ class AccelerateStep:
                 batches.
             InputError: if the batch cannot be cut, or must not be.
         """
+        if self._budget_to_plan is not None:
+            self._plan_with(batch)
         with self._accelerator.accumulate(self._model):
             is_update = self._accelerator.sync_gradients
             self.transaction.run(batch, self._one_pass, self._finish if is_update else None)
@@ -92,6 +116,25 @@ class AccelerateStep:
     def metrics(self) -> dict[str, float]:
         """What to give to ``accelerator.log`` beside the loss: see `Transaction.metrics`."""
         return self.transaction.metrics()
+
+    def _new_transaction(self, **options: Any) -> Transaction:
+        put_back = partial(put_back_of_scaler, self._accelerator, self._optimizer)
+        return Transaction(self._model, self._optimizer.optimizer, remember=put_back, **{**self._options, **options})
+
+    def _plan_with(self, batch: Any) -> None:
+        """Plan for the budget, and enforce it from now on."""
+        budget = self._budget_to_plan
+        assert budget is not None
+        self.plan = planned(
+            self._model, self._optimizer.optimizer, batch, self._loss, budget=budget, units=self._options["units"],
+            device=self._accelerator.device, offered=ON_THE_MODEL, clip_norm=self._clip_norm,
+        )  # fmt: skip
+        with ExitStack() as on_failure:
+            on_failure.callback(self.close)
+            self.transaction = self._new_transaction(rungs=self.plan.choices_by_rung)
+            self._limit.enter_context(self.transaction.backend.limited(parse_bytes(budget)))
+            on_failure.pop_all()
+        self._budget_to_plan = None
 
     def _one_pass(self, piece: Any, share: float) -> Tensor:
         loss = self._loss(self._model, move_batch(piece, self._accelerator.device))
@@ -118,6 +161,8 @@ def step(
     schedule: Any = None,
     micro_batch: int | None = None,
     rungs: Sequence[Sequence[Choice]] | None = None,
+    budget: str | int | None = None,
+    batch: Any = None,
     recut_batch_norm: bool = False,
     grow_after: int = 50,
 ) -> AccelerateStep:
@@ -134,11 +179,15 @@ def step(
         schedule: a prepared learning-rate schedule, stepped after each batch, as Accelerate's are.
         micro_batch: samples per pass to begin with; ``None`` begins with the whole batch.
         rungs: in place of ``micro_batch``, those of a plan: ``plan.choices_by_rung``.
+        budget: in place of both, what the process may use of the device, such as ``"8GiB"``: planned for, and enforced
+            until the step is closed (``with plimsoll.accelerate.step(...) as step``, or ``step.close()``).
+        batch: with a budget, the largest batch there will be, to plan with; by default the first.
         recut_batch_norm: allow cutting a batch although BatchNorm's statistics then differ from the whole batch's.
         grow_after: clean batches after which the next larger micro-batch is tried.
 
     Raises:
         InputError: if there are several processes, the optimizer is not prepared, or an argument cannot be used.
+        BudgetError: if nothing fits the budget; it says what would. Without ``batch``, at the first call.
     """
     from accelerate.optimizer import AcceleratedOptimizer
     from accelerate.utils import DistributedType
@@ -164,6 +213,8 @@ def step(
         units=units,
         micro_batch=micro_batch,
         rungs=rungs,
+        budget=budget,
+        batch=batch,
         recut_batch_norm=recut_batch_norm,
         grow_after=grow_after,
     )

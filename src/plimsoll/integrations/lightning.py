@@ -20,16 +20,21 @@ object, which is that of the last piece, and ``reduce_fx=sum`` over an epoch, wh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import inspect
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from plimsoll.errors import InputError
-from plimsoll.integrations.transaction import PutBack, Transaction, scaler_as_now
-from plimsoll.records.plan import Choice
+from plimsoll.integrations._planned import planned, refuse_both
+from plimsoll.integrations.transaction import ON_THE_MODEL, PutBack, Transaction, scaler_as_now
+from plimsoll.records.plan import Choice, Plan
+from plimsoll.records.units import parse_bytes
 from plimsoll.workload import Units, batch_size_of
 
 try:
@@ -70,6 +75,9 @@ class OomProof(Callback):
             ``"next-tokens"`` (the same where the model shifts them), or a function from a batch to a number.
         micro_batch: samples per pass to begin with; ``None`` begins with the loader's batches.
         rungs: in place of ``micro_batch``, those of a plan: ``plan.choices_by_rung``.
+        budget: in place of both, what the process may use of the device, such as ``"8GiB"``: planned for when the first
+            batch is there, and enforced until the training ends. The plan traces ``training_step`` without a trainer.
+        batch: with a budget, the largest batch there will be, to plan with; by default the first.
         recut_batch_norm: allow cutting a batch although BatchNorm's statistics then differ from the whole batch's.
         grow_after: clean batches after which the next larger micro-batch is tried.
         logs_memory: give ``plimsoll/peak_bytes``, ``plimsoll/used_bytes``, ``plimsoll/micro_batch`` and
@@ -83,6 +91,8 @@ class OomProof(Callback):
         units: Units,
         micro_batch: int | None = None,
         rungs: Sequence[Sequence[Choice]] | None = None,
+        budget: str | int | None = None,
+        batch: Any = None,
         recut_batch_norm: bool = False,
         grow_after: int = 50,
         logs_memory: bool = True,
@@ -94,9 +104,12 @@ class OomProof(Callback):
             "recut_batch_norm": recut_batch_norm,
             "grow_after": grow_after,
         }
+        refuse_both(budget, batch, self._options)
+        self._budget, self._batch = budget, batch
         self._logs_memory = logs_memory
         self._at_work: _Optimization | None = None
         self.transaction: Transaction | None = None
+        self.plan: Plan | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Take over the optimizer steps.
@@ -107,6 +120,16 @@ class OomProof(Callback):
         _refuse(trainer, pl_module)
         self._at_work = _Optimization(trainer, pl_module, self._options)
         self.transaction = self._at_work.transaction
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Plan for the budget before the first batch.
+
+        Raises:
+            BudgetError: if nothing fits the budget; it says what would.
+        """
+        if self._budget is not None and self._at_work is not None and not self._at_work.has_plan:
+            self.plan = self._at_work.plan_for(self._budget, batch if self._batch is None else self._batch)
+            self.transaction = self._at_work.transaction
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -134,9 +157,11 @@ class _Optimization:
     """Lightning's automatic optimization of one training, with each update a transaction."""
 
     def __init__(self, trainer: Trainer, module: LightningModule, options: dict[str, Any]) -> None:
-        self._trainer, self._module = trainer, module
+        self._trainer, self._module, self._options = trainer, module, options
         self._loop: Any = trainer.fit_loop.epoch_loop.automatic_optimization
-        self.transaction = Transaction(module, trainer.optimizers[0], remember=self._remember, **options)
+        self.transaction = self._new_transaction()
+        self.has_plan = False
+        self._limit = ExitStack()
         self._metrics = [one for one in module.modules() if isinstance(one, Metric)]
         self._passes: list[_Pass] = []
         self._is_zeroed = False
@@ -151,6 +176,25 @@ class _Optimization:
         """Let Lightning do it by itself again."""
         self._loop.__dict__.pop("run", None)
         self.transaction.close()
+        self._limit.close()
+
+    def plan_for(self, budget: str | int, batch: Any) -> Plan:
+        """Plan for a budget, put the plan to work, and enforce the budget from now on."""
+        module, optimizer = self._module, self._trainer.optimizers[0]
+        with _without_trainer(module):
+            plan = planned(
+                module, optimizer, batch, partial(_loss_of_step, self._trainer), budget=budget,
+                units=self._options["units"], device=module.device, offered=ON_THE_MODEL,
+                clip_norm=_clip_norm_of(self._trainer),
+            )  # fmt: skip
+        self.transaction = self._new_transaction(rungs=plan.choices_by_rung)
+        self._limit.enter_context(self.transaction.backend.limited(parse_bytes(budget)))
+        self.has_plan = True
+        return plan
+
+    def _new_transaction(self, **options: Any) -> Transaction:
+        optimizer = self._trainer.optimizers[0]
+        return Transaction(self._module, optimizer, remember=self._remember, **{**self._options, **options})
 
     def _run(self, optimizer: torch.optim.Optimizer, batch_idx: int, kwargs: dict[str, Any]) -> dict[str, Any]:
         """What Lightning's ``run`` does and returns: the loss, and what else ``training_step`` returned."""
@@ -255,6 +299,33 @@ class _Optimization:
         plugin: Any = self._trainer.precision_plugin
         if getattr(plugin, "scaler", None) is not None:
             plugin.scaler = scaler_as_now(plugin.scaler)
+
+
+@contextmanager
+def _without_trainer(module: LightningModule) -> Iterator[None]:
+    """Keep the trainer out of copies of a module, and let ``self.log`` do nothing."""
+    trainer, module._trainer = module._trainer, None
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=r"You are trying to `self\.log\(\)`")
+            yield
+    finally:
+        module._trainer = trainer
+
+
+def _loss_of_step(trainer: Trainer, module: nn.Module, batch: Any) -> Tensor:
+    """The loss that a module's ``training_step`` returns, for the first batch of the first loader."""
+    training_step: Any = module.training_step
+    numbers = [0] * (len(inspect.signature(training_step).parameters) - 1)  # some take no batch_idx
+    with trainer.precision_plugin.train_step_context():
+        found = training_step(batch, *numbers)
+    loss: Tensor = found["loss"] if isinstance(found, Mapping) else found
+    return loss
+
+
+def _clip_norm_of(trainer: Trainer) -> float | None:
+    is_norm = trainer.gradient_clip_algorithm in (None, "norm")
+    return trainer.gradient_clip_val if is_norm and trainer.gradient_clip_val else None
 
 
 def _state_of(metric: Metric) -> dict[str, Any]:

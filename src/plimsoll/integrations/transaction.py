@@ -136,6 +136,7 @@ class Transaction:
         self._rung = 0
         self._first_micro_batch, self._grow_after = micro_batch, grow_after
         self._whole = WholeBatch(model, recut_batch_norm)
+        self._parameters = list(model.parameters())  # walking the modules anew in every step would cost more
         self._undo = Undo(model, self.backend)
         self._commit = StepCommit(optimizer, self.backend, self.position)
         self._remember = remember
@@ -183,6 +184,9 @@ class Transaction:
 
     def _until_done(self, ladder: Ladder, finish: Finish | None) -> None:
         """Try, and undo and try further rungs until what is waiting is done."""
+        # As they are now, not at the first batch: a schedule may have set the rate since, and an update comes at the end.
+        groups = self.workload.optimizer.param_groups
+        self._groups = [{k: v for k, v in group.items() if k != "params"} for group in groups]
         self.events = []
         self.is_again = is_done = False
         try:
@@ -304,8 +308,6 @@ class Transaction:
     def _begin(self) -> None:
         self._num_done = 0
         self._undo.remember()
-        optimizer = self.workload.optimizer
-        self._groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
         self._put_back_of_caller = self._remember()
         self._drop_gradients()
 
@@ -327,7 +329,7 @@ class Transaction:
         self.backend.release()
 
     def _drop_gradients(self) -> None:
-        for parameter in self.workload.model.parameters():
+        for parameter in self._parameters:
             parameter.grad = None
 
     def _shape_of(self, batch: Any) -> Shape:

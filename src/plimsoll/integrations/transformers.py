@@ -46,6 +46,7 @@ from plimsoll.device.base import backend_for
 from plimsoll.errors import InputError, OutOfMemoryError
 from plimsoll.integrations._accelerated import put_back_of_scaler, stepped_as_now
 from plimsoll.integrations._inputs import joined, units_of
+from plimsoll.integrations._planned import planned
 from plimsoll.integrations.training_arguments import to_training_arguments
 from plimsoll.integrations.transaction import Transaction, shape_of_any
 from plimsoll.records.plan import Plan
@@ -53,11 +54,9 @@ from plimsoll.records.run import OomEvent
 from plimsoll.records.units import parse_bytes
 from plimsoll.run.boundary import Position, attempt
 from plimsoll.run.pieces import no_way_out
-from plimsoll.run.plan import plan_step, require_that_fits
 from plimsoll.run.recover import Ladder, micro_batch_sizes
 from plimsoll.run.rungs import after_oom
-from plimsoll.techniques import TECHNIQUES
-from plimsoll.workload import Precision, Units, batch_size_of, count_units, split_batch
+from plimsoll.workload import Precision, Units, batch_size_of, count_units, model_loss, split_batch
 
 _NEEDED = (
     "training_step",
@@ -197,19 +196,18 @@ def _planned(trainer: transformers.Trainer, budget: str | int, units: Units | No
     assert model is not None
     optimizer = trainer.optimizer or trainer.create_optimizer()
     assert isinstance(optimizer, torch.optim.Optimizer)
-    plan = plan_step(
+    return planned(
         model,
         optimizer,
         {name: value for name, value in sample.items() if isinstance(value, Tensor)},
+        model_loss,
         budget=budget,
         units=units or units_of(sample, model),
+        device=trainer.args.device,
+        offered=_OFFERED,
         clip_norm=trainer.args.max_grad_norm or None,
         precision=_precision_of(trainer),
-        device="cpu" if trainer.args.device.type == "cpu" else "local",
-        forbids=sorted(set(TECHNIQUES) - _OFFERED),
     )
-    require_that_fits(plan)
-    return plan
 
 
 def _precision_of(trainer: transformers.Trainer) -> Precision:

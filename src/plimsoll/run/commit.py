@@ -1,9 +1,15 @@
 """`optimizer.step()` as a transaction: afterwards the whole step has happened, or none of it.
 
 An optimizer changes parameters and states in place, so memory running out half way (Adam's temporaries, or its states
-in the first step) leaves some parameters updated and some not. Here the step is done in *pieces*, each a few parameters
-whose values and states are copied just before, so a piece can always be undone. The copy is small, dropped with the
-piece, and most of what `benchmarks/overhead.py` measures.
+in the first step) leaves some parameters updated and some not. There are two ways not to come to that.
+
+*At once*, on the CPU: what an optimizer of ``torch.optim`` takes at most is known, so it is allocated and freed before
+anything is changed, and then kept for the update (`Backend.reserved`): another thread would have to take all that is
+left, and the room besides. An update that has its room does not run out of memory, and nothing is copied.
+
+*In pieces*, wherever that is not so, or the room is not there, for the update may well need less. Each piece is a few
+parameters whose values and states are copied just before, so that it can always be undone. The copy is small, and
+dropped with the piece.
 
 That a failure can always be mended follows from the order. The largest parameter goes first, so the first piece needs
 most; the states that the first step will still create are proven to fit by allocating as much once (those that leave
@@ -12,7 +18,7 @@ first piece, which is undone and nothing has happened, or not at all. A later fa
 the piece is undone and done again, in halves where it can be cut. If what cannot be cut fails twice, what was done
 cannot be taken back: `TornStepError` says so, and a checkpoint is the way back.
 
-Ranks that train together agree on the first piece before any keeps it, so that the same holds for all of them.
+Ranks that train together go in pieces, and agree on the first before any keeps it, so that the same holds for all.
 
 Of an embedding table with a sparse gradient only the rows that the update changes are copied (`plimsoll.run.sparse`).
 Where an optimizer's states are outside the device, copies too large for the kept memory are made there as well.
@@ -20,16 +26,17 @@ Where an optimizer's states are outside the device, copies too large for the kep
 Where not even the copy of a piece fits, or it takes the memory that the update needs, the piece is done without one,
 but only after what its update can take at most has been shown to be there.
 
-Covers optimizers of ``torch.optim`` piece by piece; an optimizer from elsewhere, or one with step hooks, may look at
-all parameters together and is therefore one single piece. Does NOT cover state kept outside ``optimizer.state``,
-and errors other than memory running out (a Ctrl-C in a loop of one's own) in the middle of an update.
+Covers optimizers of ``torch.optim`` at once and piece by piece; an optimizer from elsewhere, or one with step hooks,
+may look at all parameters together and is therefore one single piece. Does NOT cover state kept outside
+``optimizer.state``, and errors other than memory running out (a Ctrl-C in a loop of one's own) in the middle of an
+update. Where another thread does take the room of an update at once, it is torn, as it is where a piece fails twice.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,13 +45,13 @@ from torch import nn
 
 from plimsoll.device.base import Backend
 from plimsoll.errors import TornStepError
-from plimsoll.optimizers import SeparableOptimizer, is_separable
+from plimsoll.optimizers import SeparableOptimizer, is_of_torch, is_separable
 from plimsoll.outside import Copier, copier_of, is_marked, keeps_states_outside, outside_the_device
 from plimsoll.ranks import Ranks
 from plimsoll.records.run import OomEvent
 from plimsoll.run.boundary import Position, attempt
 from plimsoll.run.failpoints import failpoint
-from plimsoll.run.sparse import bytes_of, bytes_updated, changed_rows, has_no_states
+from plimsoll.run.sparse import bytes_of, bytes_updated, changed_rows, has_no_states, is_sparse
 from plimsoll.run.together import agreed
 
 # A piece on the CPU stays in the cache between its copy and its update; on a GPU small pieces would cost launches.
@@ -58,9 +65,12 @@ ADDRESS_OF: dict[type[torch.Tensor], Callable[[torch.Tensor], int]] = {
     nn.Parameter: torch.Tensor.data_ptr,
 }
 """Where the memory of a tensor begins, for classes whose memory can be copied together; a rehearsal adds its own."""
-# Of optimizers that do not say themselves what they take:
-_TEMPORARIES = 3  # times the parameters' bytes; `torch.optim` needs at most two
-_MOST_STATES = 2  # times the parameters' bytes: Adam and its kin; only AMSGrad keeps three
+# Of optimizers that do not say themselves what they take, times the parameters' bytes; tests count all of torch.optim.
+_TEMPORARIES = 3
+_MOST_TEMPORARIES = dict.fromkeys([torch.optim.Muon, torch.optim.Rprop], 4)
+_MOST_STATES = 3  # AMSGrad, and RMSprop with momentum and centered
+# What the heap and Python's own allocator grow by, for what is too small to be counted.
+_SLACK_BYTES = 1 << 20
 
 
 @dataclass(slots=True)
@@ -236,7 +246,7 @@ class StepCommit:
         optimizer: the optimizer; its gradients are released as they are used.
         backend: the device's backend.
         position: where the run is, for the record of an error.
-        piece_bytes: parameters per piece, in bytes; ``None`` for what suits the device.
+        piece_bytes: always go in pieces, of parameters of so many bytes; ``None``: at once, or what suits the device.
         ranks: who does the same step on the same gradients; as long as it can be undone here, it can be undone on all.
     """
 
@@ -255,9 +265,11 @@ class StepCommit:
         self._backend = backend
         self._position = position
         self._scratch = _Scratch(_KEPT_BYTES[backend.kind])
+        self._plain: list[nn.Parameter] = []  # found to be so: looking again in every step would cost more
         self._pieces: list[_Piece] = []
         self._made_for: object = None
         optimizer.register_load_state_dict_post_hook(lambda _: self.forget())
+        self._goes_at_once = piece_bytes is None and (ranks is None or ranks.is_alone)
         self._piece_bytes = piece_bytes or _PIECE_BYTES[backend.kind]
         self._ranks = ranks or Ranks()
         self._is_undone_by_all = False
@@ -265,7 +277,7 @@ class StepCommit:
     def forget(self) -> None:
         """Let go of the scratch memory, and of the optimizer's states: views of them are kept from step to step."""
         self._scratch = _Scratch(_KEPT_BYTES[self._backend.kind])
-        self._pieces, self._made_for = [], None
+        self._plain, self._pieces, self._made_for = [], [], None
 
     @property
     def param_groups(self) -> list[dict[str, object]]:
@@ -282,6 +294,68 @@ class StepCommit:
         """
         self.was_called = True
         self.outcome = None
+        if not self._is_done_at_once():
+            self._do_in_pieces()
+
+    def _is_done_at_once(self) -> bool:
+        """Do the whole update if what it takes at most is known and there; otherwise leave everything as it is.
+
+        That it is not there is no event: in pieces the update may need less.
+
+        Raises:
+            TornStepError: if memory ran out although there was room.
+        """
+        members = _members(self.optimizer)
+        if not self._goes_at_once or not self._is_known(members):
+            return False
+        with ExitStack() as stack:
+            sizes = self._most_at_once(members)
+            room = attempt(lambda: self._reserved(sizes, stack), self._backend, self._position)
+            if room is not True:
+                return False
+            stopped = attempt(lambda: failpoint("optimizer"), self._backend, self._position)
+            if stopped is not None:
+                self.recovered.append(stopped.model_copy(update={"action": "the update not begun, done in pieces"}))
+                return False
+            event = attempt(self.optimizer.step, self._backend, self._position)
+        if event is not None:
+            raise _torn(event)
+        for _, parameter in members:
+            parameter.grad = None
+        return True
+
+    def _is_known(self, members: list[tuple[int, nn.Parameter]]) -> bool:
+        """Whether it is known what an update of these parameters takes at most."""
+        optimizer = self.optimizer
+        parameters = [parameter for _, parameter in members]
+        if len(parameters) != len(self._plain) or not all(map(operator.is_, parameters, self._plain)):
+            self._plain = parameters if all(map(_is_plain, parameters)) else []
+        return (
+            bool(self._plain)
+            and is_of_torch(optimizer)
+            and is_separable(optimizer)  # hooks may take anything
+            and not keeps_states_outside(optimizer)
+            and not any(group.get("differentiable") for group in optimizer.param_groups)
+            and not any(map(is_sparse, parameters))
+        )
+
+    def _reserved(self, sizes: list[int], stack: ExitStack) -> bool:
+        """Keep room on the stack for blocks of these sizes, where the backend can do that."""
+        room = self._backend.reserved(sizes)
+        if room is not None:
+            stack.enter_context(room)
+        return room is not None
+
+    def _most_at_once(self, members: list[tuple[int, nn.Parameter]]) -> list[int]:
+        """The blocks that the update takes at most: temporaries of all, or of two that follow each other; states."""
+        sizes = [parameter.nbytes for _, parameter in members]
+        has_all_at_once = any(group.get("foreach") for group in self.optimizer.param_groups)
+        temporaries = sizes if has_all_at_once else sorted(sizes)[-2:]  # what one took is given back late
+        stateless = [parameter.nbytes for _, parameter in self._without_states(members)]
+        times = _MOST_TEMPORARIES.get(type(self.optimizer), _TEMPORARIES)
+        return [*_blocks(temporaries, times), *_blocks(stateless, _MOST_STATES), _SLACK_BYTES]
+
+    def _do_in_pieces(self) -> None:
         waiting = self._whole()[::-1]
         nothing_happened = True
         while waiting:
@@ -369,11 +443,13 @@ class StepCommit:
 
     def _stateless(self, pieces: list[_Piece]) -> list[nn.Parameter]:
         """The parameters whose states this step will create."""
+        return [parameter for piece in pieces for _, parameter in self._without_states(piece.members())]
+
+    def _without_states(self, members: list[tuple[int, nn.Parameter]]) -> list[tuple[int, nn.Parameter]]:
         optimizer = self.optimizer
         return [
-            parameter
-            for piece in pieces
-            for group, parameter in piece.members()
+            (group, parameter)
+            for group, parameter in members
             if not (optimizer.state.get(parameter) or has_no_states(optimizer, optimizer.param_groups[group]))
         ]
 
@@ -386,7 +462,8 @@ class StepCommit:
     def _blocks_of_temporaries(self, piece: _Piece) -> list[int]:
         if isinstance(self.optimizer, SeparableOptimizer):
             return [max(self.optimizer.temporary_bytes_of(parameter) for parameter in piece.parameters)]
-        return _blocks([bytes_updated(parameter) for parameter in piece.parameters], _TEMPORARIES)
+        times = _MOST_TEMPORARIES.get(type(self.optimizer), _TEMPORARIES)
+        return _blocks([bytes_updated(parameter) for parameter in piece.parameters], times)
 
     def _state_bytes(self, piece: _Piece) -> int:
         states = (self.optimizer.state[parameter] for parameter in piece.parameters)
@@ -399,6 +476,10 @@ def _members(optimizer: torch.optim.Optimizer) -> list[tuple[int, nn.Parameter]]
     return [
         (index, parameter) for index, group in groups for parameter in group["params"] if parameter.grad is not None
     ]
+
+
+def _is_plain(parameter: nn.Parameter) -> bool:
+    return type(parameter) in ADDRESS_OF and parameter.is_cpu and not is_marked(parameter)
 
 
 def _pieces(members: list[tuple[int, nn.Parameter]], can_be_cut: bool, piece_bytes: int) -> list[_Piece]:
@@ -441,7 +522,8 @@ def only(optimizer: torch.optim.Optimizer, members: dict[int, list[nn.Parameter]
 def _blocks(sizes: list[int], times: float) -> list[int]:
     """Blocks of ``times`` as many bytes as ``sizes`` together, as large as they are: holes may be too small for one."""
     whole = int(times)
-    return sizes * whole + [round((times - whole) * sum(sizes))]
+    rest = round((times - whole) * sum(sizes))
+    return sizes * whole + ([rest] if rest else [])
 
 
 def _prove_room(blocks: list[int], device: torch.device) -> None:

@@ -75,6 +75,10 @@ class StageBackend:
         """Limit nothing."""
         return nullcontext()
 
+    def reserved(self, sizes: list[int]) -> nullcontext[None] | None:
+        """Say that there is room, where a backend can keep it."""
+        return nullcontext() if self.kind == "cpu" else None
+
     def release(self, last_resort: bool = False) -> None:
         """Do nothing."""
 

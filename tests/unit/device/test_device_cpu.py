@@ -90,3 +90,12 @@ def test_an_ordinary_error_is_none():
     with pytest.raises(RuntimeError) as caught:
         torch.empty(1 << 60, dtype=torch.uint8)
     assert CpuBackend().oom_family(caught.value) == "cpu-allocator"
+
+
+def test_room_is_shown_and_kept_or_the_allocators_own_error_is_raised():
+    backend = CpuBackend()
+    with backend.reserved([MIB, 2 * MIB]):
+        pass
+    with pytest.raises(RuntimeError) as raised:
+        backend.reserved([MIB, 1 << 60])
+    assert backend.oom_family(raised.value) is not None

@@ -299,3 +299,30 @@ def test_code_that_is_made_in_a_limit_takes_nothing_of_it():
     assert 23 * MIB <= said["with_code"] - said["at_first"] <= 25 * MIB  # of 25, looked at for each MiB, 0.4 touched
     assert said["is_refused"]
     assert said["after"] <= said["at_first"] + 2 * MIB
+
+
+_RAISED = (
+    _HEAD
+    + """
+budget = process.private_bytes() + 256 * MIB
+with data_limit.limited(budget):
+    first = soft()
+    with data_limit.raised(8 * MIB):
+        inside = soft()
+        with data_limit.raised(4 * MIB):
+            twice = soft()
+        data_limit.follow(process.private_memory())  # another thread looks
+        followed = soft()
+    after = soft()
+with data_limit.raised(8 * MIB):
+    alone = soft()
+answer(inside=inside - first, twice=twice - first, followed=followed - first, after=after - first, alone=alone)
+"""
+)
+
+
+def test_the_limit_is_raised_for_a_while_and_stays_so_when_it_is_followed():
+    answer, _ = _run(_RAISED)
+    assert (answer["inside"], answer["twice"], answer["alone"]) == (8 * MIB, 12 * MIB, -1)
+    assert answer["followed"] == pytest.approx(8 * MIB, abs=MIB)  # what was untouched may have been touched
+    assert answer["after"] == pytest.approx(0, abs=MIB)

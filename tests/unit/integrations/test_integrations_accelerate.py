@@ -1,11 +1,13 @@
 """Accelerate's loop with our step: the plain loop's weights, also where memory runs out, and its own rules kept."""
 
+import resource
+
 import pytest
 import torch
 from accelerate import Accelerator
 from torch import nn
 
-from plimsoll.errors import InputError
+from plimsoll.errors import BudgetError, InputError
 from plimsoll.integrations import accelerate as oom_proof
 from plimsoll.run.failpoints import armed
 
@@ -60,7 +62,7 @@ def weights_of(model):
 @pytest.mark.parametrize("num_passes", [1, 3])
 @pytest.mark.parametrize(
     ("point", "hits"),
-    [(None, ()), ("forward", (3,)), ("backward", (5,)), ("clip", (3,)), ("optimizer", (1, 2, 3, 4))],
+    [(None, ()), ("forward", (3,)), ("backward", (5,)), ("clip", (3,)), ("optimizer", (1, 2, 3, 4, 5))],
 )
 def test_the_plain_loops_weights_losses_and_rates(num_passes, with_scaler, point, hits):
     weights, losses, rates = plain(num_passes, with_scaler)
@@ -103,6 +105,52 @@ def test_the_loss_is_the_models_own_where_none_is_given():
     assert result.loss.item() == pytest.approx(0.69, abs=0.2)
     with pytest.raises(InputError, match="units="):
         step({"input_ids": torch.tensor([[1, 2]]), "labels": torch.tensor([[0, 1]])})
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of:UserWarning")  # which is what is asked for
+@pytest.mark.parametrize(("point", "hit"), [("forward", 3), ("backward", 4), ("clip", 3)])
+def test_a_rate_that_the_schedule_has_set_within_a_window_stays(point, hit):
+    """A schedule that Accelerate does not tie to the updates changes the rate after each of three batches."""
+
+    def trained(*hits):
+        accelerator, model, optimizer, loader, _ = prepared(num_passes=3)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer.optimizer, 1, gamma=0.9)
+        step = oom_proof.step(accelerator, model, optimizer, mean_square, units="samples", schedule=schedule)
+        with armed(point, *hits):
+            for batch in loader:
+                step(batch)
+        return weights_of(model), schedule.get_last_lr(), step.metrics()["plimsoll/oom"]
+
+    (weights, rates, _), (found, found_rates, num_ooms) = trained(), trained(hit)
+    assert torch.equal(found, weights)
+    assert (found_rates, num_ooms) == (rates, 1)
+
+
+@pytest.mark.parametrize("is_given", [False, True], ids=["the first batch", "a batch given"])
+def test_a_budget_is_planned_for_and_enforced_until_the_step_is_closed(is_given):
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    accelerator, model, optimizer, loader, _ = prepared()
+    largest = next(iter(loader)) if is_given else None
+    options = {"units": "samples", "clip_norm": 0.5, "budget": "4GiB", "batch": largest}
+    with oom_proof.step(accelerator, model, optimizer, mean_square, **options) as step:
+        assert (step.plan is not None) == is_given
+        results = [step(batch) for batch in loader]
+        assert step.plan.fits
+        assert step.transaction.backend.use().limit_bytes == 4 << 30
+    assert resource.getrlimit(resource.RLIMIT_DATA) == before
+    assert all(result.updated and result.micro_batch == 2 for result in results)
+
+
+def test_a_budget_that_nothing_fits_says_which_would_do():
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    accelerator, model, optimizer, loader, _ = prepared()
+    weights = weights_of(model)
+    with pytest.raises(BudgetError, match=r"budget of 50\.0 MiB cannot hold .* give --budget \d+MiB or more"):
+        oom_proof.step(
+            accelerator, model, optimizer, mean_square, units="samples", budget="50MiB", batch=next(iter(loader))
+        )
+    assert torch.equal(weights_of(model), weights)
+    assert resource.getrlimit(resource.RLIMIT_DATA) == before
 
 
 def test_an_optimizer_that_was_not_prepared_is_refused():

@@ -2,6 +2,7 @@
 
 import csv
 import logging
+import resource
 
 import lightning
 import pytest
@@ -11,7 +12,8 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 
-from plimsoll.errors import InputError, OutOfMemoryError
+from plimsoll.device.data_limit import budget_in_force_bytes
+from plimsoll.errors import BudgetError, InputError, OutOfMemoryError
 from plimsoll.integrations.lightning import OomProof
 from plimsoll.records.plan import micro_batch_choice
 from plimsoll.run.failpoints import armed
@@ -76,13 +78,13 @@ def fitted(folder, callback=None, num_passes=1, scaled=False, make=Module, **opt
         log_every_n_steps=1,
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=[callback] if callback else [],
         plugins=[MixedPrecision("16-mixed", "cpu", scaler)] if scaled else None,
         **{
             "max_epochs": 2,
             "enable_checkpointing": False,
             "gradient_clip_val": 0.5,
             "logger": CSVLogger(folder),
+            "callbacks": [callback] if callback else [],
             **options,
         },
     )
@@ -118,8 +120,8 @@ def rows_of(trainer):
         ("forward", (4,), 2, False),
         ("backward", (2,), 1, True),
         ("clip", (2,), 2, False),
-        ("optimizer", (1, 2, 3, 4), 1, False),
-        ("optimizer", (1, 2, 3, 4), 2, True),
+        ("optimizer", (1, 2, 3, 4, 5), 1, False),
+        ("optimizer", (1, 2, 3, 4, 5), 2, True),
     ],
 )
 def test_what_lightning_does_is_done_to_the_bit(point, hits, num_passes, scaled, tmp_path):
@@ -200,6 +202,76 @@ def test_a_batch_that_training_step_skips_is_skipped(tmp_path):
     found = results_of(*fitted(tmp_path / "b", OomProof(units="samples", logs_memory=False), make=Skips))
     torch.testing.assert_close(found["weights"], wanted["weights"], rtol=0, atol=0)
     assert found["steps"] == wanted["steps"]
+
+
+def test_a_budget_is_planned_for_with_the_first_batch_and_enforced_until_the_end(tmp_path):
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    seen = []
+
+    class Watched(Module):
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            super().on_train_batch_end(outputs, batch, batch_idx)
+            seen.append(budget_in_force_bytes())
+
+    wanted = results_of(*fitted(tmp_path / "a", make=Watched))
+    callback = OomProof(units="samples", budget="4GiB", logs_memory=False)
+    found = results_of(*fitted(tmp_path / "b", callback, make=Watched))
+    assert callback.plan.fits
+    assert seen == [None] * 10 + [4 << 30] * 10
+    assert resource.getrlimit(resource.RLIMIT_DATA) == before
+    assert found.pop("rows") == wanted.pop("rows")
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+
+
+def test_a_budget_that_nothing_fits_says_which_would_do_and_lightning_is_given_back(tmp_path):
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    made = []
+    with pytest.raises(BudgetError, match=r"budget of 50\.0 MiB cannot hold .* give --budget \d+MiB or more"):
+        fitted(tmp_path, OomProof(units="samples", budget="50MiB"), make=lambda: made.append(Module()) or made[0])
+    assert "run" not in made[0].trainer.fit_loop.epoch_loop.automatic_optimization.__dict__
+    assert made[0].trainer.global_step == 0
+    assert resource.getrlimit(resource.RLIMIT_DATA) == before
+
+
+@pytest.mark.parametrize(
+    "hook", ["on_train_batch_start", "on_after_backward", "on_before_optimizer_step", "on_train_batch_end"]
+)
+def test_a_callback_that_raises_leaves_lightning_as_it_was(tmp_path, hook):
+    def breaks(self, trainer, *_):
+        if trainer.global_step == 2:
+            raise KeyError(hook)
+
+    breaking, made = type("Breaking", (lightning.Callback,), {hook: breaks})(), []
+    with pytest.raises(KeyError, match=hook):
+        fitted(
+            tmp_path, None, num_passes=2, make=lambda: made.append(Module()) or made[0], logger=False,
+            callbacks=[OomProof(units="samples"), breaking],
+        )  # fmt: skip
+    assert "run" not in made[0].trainer.fit_loop.epoch_loop.automatic_optimization.__dict__
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_passes": 3, "limit_train_batches": 4},
+        {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
+        {"precision": "bf16-mixed"},
+        {"overfit_batches": 2},
+        {"fast_dev_run": 3, "logger": False},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_trainings_of_other_kinds_are_lightnings_to_the_bit(tmp_path, options):
+    def weights(callback, folder):
+        _, module = fitted(folder, callback, **options)
+        return torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
+
+    wanted = weights(None, tmp_path / "a")
+    callback = OomProof(units="samples", logs_memory=False)
+    with armed("backward", 3), armed("optimizer", 1, 2):
+        found = weights(callback, tmp_path / "b")
+    assert callback.transaction.num_ooms > 0
+    assert torch.equal(found, wanted)
 
 
 def test_manual_optimization_is_refused(tmp_path):

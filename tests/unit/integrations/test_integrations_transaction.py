@@ -74,7 +74,7 @@ def test_an_update_that_comes_later_is_undone_with_its_window_as_well(num_steps_
 @pytest.mark.parametrize("num_steps_per_update", [1, 2, 3])
 @pytest.mark.parametrize(
     ("point", "hits"),
-    [("forward", (3,)), ("backward", (4,)), ("clip", (2,)), ("optimizer", (1, 2)), ("optimizer", (1, 2, 3, 4))],
+    [("forward", (3,)), ("backward", (4,)), ("clip", (2,)), ("optimizer", (1, 2)), ("optimizer", (1, 2, 3, 4, 5))],
 )
 def test_what_ran_out_is_undone_with_its_window_and_done_again_with_the_same_bits(num_steps_per_update, point, hits):
     """Each size that held before gets a second try, so that the cut, and with it every dropout mask, is the same."""

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import inspect
 import json
 import weakref
 from contextlib import nullcontext
@@ -12,10 +13,11 @@ from torch import nn
 
 from plimsoll.device.base import backend_for
 from plimsoll.errors import TornStepError
+from plimsoll.memory.live import live_bytes
 from plimsoll.memory.recorder import Recorder
 from plimsoll.outside import states_outside
 from plimsoll.run.boundary import Position
-from plimsoll.run.commit import StepCommit
+from plimsoll.run.commit import _SLACK_BYTES, StepCommit
 from plimsoll.run.failpoints import armed, exhaust_memory
 from processes import run_program
 
@@ -358,3 +360,98 @@ def test_states_to_come_must_fit_unless_they_leave_the_device(leave):
     trace = recorder.trace("measured", "cpu")
     proven = [number for number in trace.storages.shape if trace.texts[number] == "uint8[2000]"]
     assert len(proven) == (0 if leave else 1)
+
+
+NAMES_OF_TORCH = (
+    "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "Muon", "NAdam", "RAdam", "RMSprop", "Rprop",
+    "SGD",
+)  # fmt: skip
+OPTIONS_OF_TORCH = (
+    {}, {"weight_decay": 0.1}, {"maximize": True}, {"maximize": True, "weight_decay": 0.1}, {"amsgrad": True},
+    {"momentum": 0.9}, {"momentum": 0.9, "centered": True}, {"foreach": True}, {"fused": True},
+)  # fmt: skip
+ALL_OF_TORCH = [
+    (name, options)
+    for name in NAMES_OF_TORCH
+    for options in OPTIONS_OF_TORCH
+    if {*options} <= {*inspect.signature(getattr(torch.optim, name)).parameters}
+]
+
+
+@pytest.mark.parametrize(("name", "options"), ALL_OF_TORCH, ids=str)
+@pytest.mark.parametrize("num_parameters", [1, 4])
+def test_no_update_of_torch_takes_more_than_the_room_that_is_shown_for_it(name, options, num_parameters):
+    """Counted in the first step, which makes states, and in the second; 64 KiB each, so that little else counts."""
+    chosen = [nn.Parameter(torch.randn(128, 128)) for _ in range(num_parameters)]
+    optimizer = getattr(torch.optim, name)(chosen, lr=0.1, **options)
+    commit = StepCommit(optimizer, backend_for("cpu"), Position(phase="optimizer"))
+    for _ in range(2):
+        for parameter in chosen:
+            parameter.grad = torch.randn(128, 128)
+        members = [(0, parameter) for parameter in chosen]
+        most_bytes = sum(commit._most_at_once(members)) - _SLACK_BYTES
+        recorder = Recorder(phase=lambda: "optimizer")
+        recorder.know((("", one) for one in chosen), "parameters")
+        recorder.know((("", one.grad) for one in chosen), "gradients")
+        recorder.know_optimizer(optimizer)
+        states = [one for state in optimizer.state.values() for one in state.values() if torch.is_tensor(one)]
+        with recorder:
+            optimizer.step()
+        known_bytes = 2 * sum(one.nbytes for one in chosen) + sum(one.nbytes for one in states)
+        assert live_bytes(recorder.trace("measured", "cpu")).peak_bytes - known_bytes <= most_bytes + 2048
+
+
+def test_an_update_at_once_copies_nothing_and_is_the_optimizers_own():
+    mine, plain = parameters(5, 2, 3), parameters(5, 2, 3)
+    optimizer, other = torch.optim.Adam(mine, lr=0.1), torch.optim.Adam(plain, lr=0.1)
+    commit = StepCommit(optimizer, backend_for("cpu"), Position(phase="optimizer"))
+    for _ in range(3):
+        give_gradients(optimizer)
+        commit.step()
+        give_gradients(other)
+        other.step()
+    assert all(torch.equal(a, b) for a, b in zip(mine, plain, strict=True))
+    assert all(parameter.grad is None for parameter in mine)
+    assert commit._pieces == []
+
+
+def test_memory_that_runs_out_before_an_update_begins_leaves_it_to_pieces():
+    chosen = parameters(4, 3, 2, 1)
+    commit = StepCommit(torch.optim.SGD(chosen, lr=1.0), backend_for("cpu"), Position(phase="optimizer"))
+    with armed("optimizer", 1, 2):
+        commit.step()
+    assert [event.action for event in commit.recovered] == [
+        "the update not begun, done in pieces", "part of the update undone, done again"
+    ]  # fmt: skip
+    assert [parameter[0].item() for parameter in chosen] == [3, 2, 1, 0]
+
+
+# As much as is left when an update begins is taken by something else; Adam's own 32 MiB are then the room it was shown.
+ROBBED = (
+    LIMITED.rpartition("with backend.limited(backend.probe()")[0]
+    + """
+parameter = torch.nn.Parameter(torch.ones(4 * MIB))
+commit = StepCommit(torch.optim.Adam([parameter], lr=0.5), backend, Position(phase="optimizer"))
+step(commit, [parameter])
+parameter.grad = torch.ones_like(parameter)
+shown, taken = commit._reserved, []
+
+def shown_and_robbed(sizes, stack):
+    found = shown(sizes, stack)
+    taken.append(torch.empty(55 * MIB, dtype=torch.uint8))
+    return found
+
+commit._reserved = shown_and_robbed
+backend.release()
+with backend.limited(backend.use().used_bytes + 500 * MIB):
+    ballast = all_but(60)
+    commit.step()
+print(json.dumps([len(taken), round(parameter[0].item(), 3)]))
+"""
+)
+
+
+def test_an_update_that_was_shown_its_room_has_it_though_all_that_was_left_is_taken():
+    done = run_program(ROBBED)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == [1, 0.0]

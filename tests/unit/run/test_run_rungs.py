@@ -164,9 +164,9 @@ def test_out_of_memory_installs_the_next_level_and_loses_nothing(notes, phase, c
 
 
 def test_out_of_memory_in_the_update_takes_another_level_and_not_another_micro_batch(notes):
-    """The piece that is tried is halved to one parameter, which fails twice; then all of it once more."""
+    """At once, then in pieces, which are halved to one parameter that fails twice; then all of it once more."""
     step = step_with(rung(8, 0), rung(4, 0), rung(8, 1))
-    with armed("optimizer", *range(1, 15)):  # the first piece is halved: 28 parameters, 14, 7, 4, 2, 1, 1; twice
+    with armed("optimizer", *range(1, 17)):  # 28 parameters at once, then 28, 14, 7, 4, 2, 1, 1; twice
         results = run(step)
     events = [event for event in results[0].oom_events if event.next_rung is not None]
     assert [(event.phase, event.rung, event.next_rung, event.action) for event in events] == [

@@ -28,5 +28,5 @@ def test_a_job_whose_pin_cannot_be_is_refused_before_its_data_are_prepared():
 
 def test_what_pins_decide_wholly_is_known_without_a_plan():
     assert pinned_choices(job(), "cpu") == ()
-    found = pinned_choices(job(pin=["micro_batch=4", "chunked_loss=16", "optimizer_offload"])  # which has one option here, "cpu")
+    found = pinned_choices(job(pin=["micro_batch=4", "chunked_loss=16", "optimizer_offload"]), "cpu")
     assert [str(choice) for choice in found] == ["chunked_loss=16", "optimizer_offload=disk"]
