@@ -100,7 +100,7 @@ def test_an_update_that_fails_is_done_with_gradients_that_are_clipped_again(tmp_
     undisturbed.train()
     trainer, called = trainer_of(language_model(), tmp_path / "b", **settings), Called()
     trainer.add_callback(called)
-    with armed("optimizer", *range(1, 8)), plimsoll.transformers.protected(trainer) as protection:
+    with armed("optimizer", *range(1, 9)), plimsoll.transformers.protected(trainer) as protection:
         trainer.train()
     assert {event.phase for event in protection.events} == {"optimizer"}
     assert called.times == 5  # 4 updates, of which the first did not even fit parameter by parameter

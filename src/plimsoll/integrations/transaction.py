@@ -184,7 +184,7 @@ class Transaction:
 
     def _until_done(self, ladder: Ladder, finish: Finish | None) -> None:
         """Try, and undo and try further rungs until what is waiting is done."""
-        # As they are now, not at the first batch: a schedule may have set the rate since, and an update comes at the end.
+        # As they are now, not at the first batch: a schedule may have set the rate since, and updates come at the end.
         groups = self.workload.optimizer.param_groups
         self._groups = [{k: v for k, v in group.items() if k != "params"} for group in groups]
         self.events = []

@@ -35,7 +35,7 @@ update. Where another thread does take the room of an update at once, it is torn
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -51,6 +51,7 @@ from plimsoll.ranks import Ranks
 from plimsoll.records.run import OomEvent
 from plimsoll.run.boundary import Position, attempt
 from plimsoll.run.failpoints import failpoint
+from plimsoll.run.scratch import ADDRESS_OF, Layout, Scratch
 from plimsoll.run.sparse import bytes_of, bytes_updated, changed_rows, has_no_states, is_sparse
 from plimsoll.run.together import agreed
 
@@ -60,11 +61,6 @@ _PIECE_BYTES = {"cpu": 2 << 20, "cuda": 256 << 20}
 # of its heap back to the system and take it again, which costs up to twice as much as the copying. CUDA's allocator
 # keeps it.
 _KEPT_BYTES = {"cpu": 8 << 20, "cuda": 0}
-ADDRESS_OF: dict[type[torch.Tensor], Callable[[torch.Tensor], int]] = {
-    torch.Tensor: torch.Tensor.data_ptr,
-    nn.Parameter: torch.Tensor.data_ptr,
-}
-"""Where the memory of a tensor begins, for classes whose memory can be copied together; a rehearsal adds its own."""
 # Of optimizers that do not say themselves what they take, times the parameters' bytes; tests count all of torch.optim.
 _TEMPORARIES = 3
 _MOST_TEMPORARIES = dict.fromkeys([torch.optim.Muon, torch.optim.Rprop], 4)
@@ -82,7 +78,7 @@ class _Piece:
     parameters: list[nn.Parameter] = field(default_factory=list)
     num_bytes: int = 0
     num_failures: int = 0
-    layout: _Layout | None = None
+    layout: Layout | None = None
 
     @property
     def device(self) -> torch.device:
@@ -132,57 +128,11 @@ def _place_of(parameter: nn.Parameter) -> _Place:
     return parameter.device, is_marked(parameter)
 
 
-class _Layout:
-    """Where the tensors of a piece lie: found once, since looking it up in every step took longer than the copying.
-
-    ``alike`` has the tensors of one dtype and device as views of one dimension, which are copied together; ``others``
-    are not contiguous, or of a class of their own, and copied one by one.
-    """
-
-    def __init__(self, tensors: list[torch.Tensor]) -> None:
-        self._tensors = tensors
-        plain = [t for t in tensors if type(t) in ADDRESS_OF and t.is_contiguous()]
-        self._plain, self._places = plain, _places(plain)
-        self.others = [tensor for tensor in tensors if not any(tensor is one for one in plain)]
-        self.alike: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
-        for tensor in plain:
-            self.alike.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach().view(-1))
-        self.num_elements = {key: sum(map(len, flat)) for key, flat in self.alike.items()}
-
-    def is_of(self, tensors: list[torch.Tensor]) -> bool:
-        """Whether these are the tensors, and their memory (``.data`` can be exchanged) is where it was."""
-        same = len(tensors) == len(self._tensors) and all(map(operator.is_, tensors, self._tensors))
-        return same and _places(self._plain) == self._places
-
-
-def _places(tensors: list[torch.Tensor]) -> list[tuple[int, int]]:
-    return [(ADDRESS_OF[type(tensor)](tensor), tensor.numel() if tensor.is_contiguous() else -1) for tensor in tensors]
-
-
-class _Scratch:
-    """Memory for copies, kept from step to step up to ``kept_bytes`` for each dtype and device."""
-
-    def __init__(self, kept_bytes: int) -> None:
-        self.kept_bytes = kept_bytes
-        self._kept: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
-
-    def copy_of(
-        self, key: tuple[torch.dtype, torch.device], flat: list[torch.Tensor], num_elements: int
-    ) -> torch.Tensor:
-        """All the tensors, of so many elements together, in one."""
-        memory = self._kept.get(key)
-        if memory is None or len(memory) < num_elements:
-            memory = torch.empty(num_elements, dtype=key[0], device=key[1])
-            if memory.nbytes <= self.kept_bytes:
-                self._kept[key] = memory
-        return torch.cat(flat, out=memory[:num_elements])
-
-
 class _Copy:
     """The parameters of a piece and their optimizer states, as they are now."""
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, piece: _Piece, scratch: _Scratch, copy_outside: Copier | None
+        self, optimizer: torch.optim.Optimizer, piece: _Piece, scratch: Scratch, copy_outside: Copier | None
     ) -> None:
         self._optimizer = optimizer
         self._states: list[tuple[nn.Parameter, dict[str, Any]]] = []
@@ -198,7 +148,7 @@ class _Copy:
             values = [value for value in (state or {}).values() if isinstance(value, torch.Tensor)]
             tensors.extend(self._without_rows(group, parameter, values))
         if piece.layout is None or not piece.layout.is_of(tensors):
-            piece.layout = _Layout(tensors)
+            piece.layout = Layout(tensors)
         layout = piece.layout
         self._alike: list[tuple[list[torch.Tensor], torch.Tensor]] = []
         if copy_outside is not None and sum(map(bytes_of, tensors)) > scratch.kept_bytes:
@@ -264,7 +214,7 @@ class StepCommit:
         self.recovered: list[OomEvent] = []
         self._backend = backend
         self._position = position
-        self._scratch = _Scratch(_KEPT_BYTES[backend.kind])
+        self._scratch = Scratch(_KEPT_BYTES[backend.kind])
         self._plain: list[nn.Parameter] = []  # found to be so: looking again in every step would cost more
         self._pieces: list[_Piece] = []
         self._made_for: object = None
@@ -276,7 +226,7 @@ class StepCommit:
 
     def forget(self) -> None:
         """Let go of the scratch memory, and of the optimizer's states: views of them are kept from step to step."""
-        self._scratch = _Scratch(_KEPT_BYTES[self._backend.kind])
+        self._scratch = Scratch(_KEPT_BYTES[self._backend.kind])
         self._plain, self._pieces, self._made_for = [], [], None
 
     @property

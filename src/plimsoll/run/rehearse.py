@@ -34,11 +34,11 @@ from plimsoll.records.device import Device, MemoryUse
 from plimsoll.records.job import Job
 from plimsoll.records.trace import Phase, Trace
 from plimsoll.run.boundary import Position
-from plimsoll.run.commit import ADDRESS_OF
 from plimsoll.run.job_step import step_of
 from plimsoll.run.recover import samples_of_rank
 from plimsoll.run.rehearsed_ranks import rehearsed_ranks
 from plimsoll.run.rungs import samples_of
+from plimsoll.run.scratch import ADDRESS_OF
 from plimsoll.run.step import TrainStep
 from plimsoll.run.teaching import loss_for
 from plimsoll.techniques import Choices

@@ -62,7 +62,7 @@ class LateLoop(Loop):
 
 
 @pytest.mark.parametrize("num_steps_per_update", [1, 2])
-@pytest.mark.parametrize(("point", "hits"), [("forward", (3,)), ("optimizer", (1, 2, 3, 4))])
+@pytest.mark.parametrize(("point", "hits"), [("forward", (3,)), ("optimizer", (1, 2, 3, 4, 5))])
 def test_an_update_that_comes_later_is_undone_with_its_window_as_well(num_steps_per_update, point, hits):
     undisturbed, disturbed = Loop(num_steps_per_update).train(), LateLoop(num_steps_per_update)
     with armed(point, *hits):
