@@ -88,7 +88,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     if path is None:
         return markdown
     try:
-        return links.fitted(markdown, path, ROOT, used=lambda _: None)
+        return links.fitted(markdown, path, ROOT)
     except FileNotFoundError as error:
         log.warning("%s has a link to %s, which is not in the repository", path, error)
         return markdown

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import posixpath
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 TOP = {"CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md", "SECURITY.md": "security.md"}
@@ -52,14 +52,13 @@ def in_the_repository(page: str, target: str) -> str:
     return posixpath.normpath(posixpath.join(posixpath.dirname(page), target))
 
 
-def fitted(markdown: str, page: str, root: Path, used: Callable[[str], object]) -> str:
+def fitted(markdown: str, page: str, root: Path) -> str:
     """Return a page with its links as the site has them.
 
     Args:
         markdown: the page.
         page: its path in the repository.
         root: the repository.
-        used: told the path of each file that is linked.
 
     Raises:
         FileNotFoundError: if a link leads to nothing.
@@ -68,7 +67,6 @@ def fitted(markdown: str, page: str, root: Path, used: Callable[[str], object]) 
     parts, end = [], 0
     for found in links_of(markdown):
         path = in_the_repository(page, found[1])
-        used(path)
         parts += [markdown[end : found.start()], posixpath.relpath(on_the_site(path, root), here or ".")]
         parts.append(found[2] or "")
         end = found.end()
