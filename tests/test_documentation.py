@@ -48,7 +48,8 @@ def test_every_link_leads_to_a_file_and_a_heading(page):
 def commands_on(page: Path) -> list[list[str]]:
     """The words of each command of ours in the sessions of a page."""
     blocks = re.findall(r"^```(\w*)\n(.*?)^```", page.read_text("utf-8"), re.MULTILINE | re.DOTALL)
-    lines = "\n".join(text for language, text in blocks if language in {"", "console"}).replace("\\\n", " ").splitlines()
+    sessions = "\n".join(text for language, text in blocks if language in {"", "console"})
+    lines = sessions.replace("\\\n", " ").splitlines()
     found = [re.search(r"(?<![\w./-])plimsoll [a-z].*", line) for line in lines if not line.startswith(("│", "    "))]
     return [re.split(r" {2,}| [#|&>;]|\|\|", match[0])[0].split() for match in found if match]
 
@@ -65,7 +66,8 @@ def test_every_command_and_option_on_a_page_exists(page):
 
 def test_a_session_is_cut_into_commands_and_what_they_print(tmp_path):
     (tmp_path / "page.md").write_text(
-        "<!-- not run: why -->\n```console\n$ false\n```\n\n```console\n$ echo 'one\ntwo'\none\ntwo\n$ echo three\nfour\n```\n"
+        "<!-- not run: why -->\n```console\n$ false\n```\n\n"
+        "```console\n$ echo 'one\ntwo'\none\ntwo\n$ echo three\nfour\n```\n"
     )
     (block,) = blocks_of(tmp_path / "page.md")
     assert [(command.text, command.shown) for command in block.commands] == [
@@ -124,13 +126,15 @@ def test_the_page_of_the_command_line_has_every_command_option_and_example():
     assert page.count("| `--from-step <int>` | With --resume: the checkpoint to go on from. |") == 1
     for name, command in COMMANDS.items():
         section = page.split(f"## {name}\n")[1].split("\n## ")[0]
-        assert all(f"`{option}" in section or f", {option}" in section for p in command.params for option in p.opts if option[0] == "-")
+        options = [option for parameter in command.params for option in parameter.opts if option.startswith("-")]
+        assert all(f"`{option}" in section or f", {option}" in section for option in options)
 
 
 def test_the_python_page_has_every_public_name_and_every_name_that_pages_import():
     homes = {"Plan": ("plimsoll.records.plan", "Plan")}
     program = "```python\nfrom plimsoll.data.loader import Loader, lanes as l  # and more\nfrom torch import nn\n```\n"
-    page = python_api.page(homes, ["lightning"], [program, "    ```python\n    from plimsoll.records.plan import (\n    Plan,\n    A)\n    ```\n"])
+    indented = "    ```python\n    from plimsoll.records.plan import (\n    Plan,\n    A)\n    ```\n"
+    page = python_api.page(homes, ["lightning"], [program, indented])
     marks = re.findall(r"^::: (.+)$", page, re.MULTILINE)
     assert marks == [
         "plimsoll.records.plan.Plan", "plimsoll.integrations.lightning", "plimsoll.data.loader.Loader",
@@ -199,4 +203,3 @@ def test_a_link_to_nothing_is_an_error():
 )
 def test_what_a_page_would_fetch_is_found(html, addresses):
     assert outward.fetched(html) == addresses
-

@@ -13,8 +13,8 @@ import typer
 
 HEAD = """# Command line
 
-Made from the commands when this site is built: `plimsoll COMMAND --help` says the same. Every command that gives an answer
-takes `--json` and then prints one record on standard output and nothing else.
+Made from the commands when this site is built: `plimsoll COMMAND --help` says the same. Every command that
+gives an answer takes `--json` and then prints one record on standard output and nothing else.
 
 | exit code | meaning |
 | --: | --- |

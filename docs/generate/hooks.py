@@ -9,14 +9,15 @@ import logging
 from pathlib import Path
 from typing import Any
 
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
 import command_line
 import indexes
 import links
 import outward
 import python_api
-from mkdocs.config.defaults import MkDocsConfig
-from mkdocs.structure.files import File, Files
-from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[2]
 log = logging.getLogger("mkdocs.hooks.plimsoll")  # a warning here is an error of `mkdocs build --strict`
@@ -58,7 +59,10 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     made["reference/python.md"] = python_api.page(_HOMES, _ADAPTERS, pages.values())
     for uri, content in made.items():
         files.append(File.generated(config, uri, content=content))
-    outer = [*links.TOP, *(path.relative_to(ROOT).as_posix() for path in (ROOT / "benchmarks" / "results").glob("*.md"))]
+    outer = [
+        *links.TOP,
+        *(path.relative_to(ROOT).as_posix() for path in (ROOT / "benchmarks" / "results").glob("*.md")),
+    ]
     for path in outer:
         text = (ROOT / path).read_text(encoding="utf-8")
         files.append(File.generated(config, links.on_the_site(path, ROOT), content=text))

@@ -6,16 +6,16 @@ import re
 from pathlib import Path
 
 HEADS = {
-    "benchmarks/results": ("Benchmark results", "What the scripts in `benchmarks/` wrote, with the device and the date."),
-    "docs/causes": ("Causes", "Why memory runs out: what [`plimsoll explain`](../explain.md) finds, each with its signs and remedies."),
+    "benchmarks/results": ("Benchmark results", "What the scripts in `benchmarks/` wrote."),
+    "docs/causes": ("Causes", "Why memory runs out, as [`plimsoll explain`](../explain.md) finds it."),
     "docs/data": ("Parts of the data pipeline", "What lies behind [text larger than memory](../data.md)."),
     "docs/embeddings": ("Formats of word vectors", "What [`plimsoll embeddings`](../embeddings.md) reads."),
     "docs/formats": ("Formats of text", "What [text larger than memory](../data.md) is read from."),
-    "docs/integrations": ("Inside the trainer you use", "The same step in another loop than Plimsoll's."),
+    "docs/integrations": ("Inside the trainer you use", "The same step in other loops."),
     "docs/recurrent": ("Recurrent nets: parts", "What lies behind [recurrent nets on long sequences](../recurrent.md)."),
     "docs/rules": ("Lint rules", "What [`plimsoll lint`](../lint.md) looks for in a script."),
     "docs/shrink": ("Ways to make a model smaller", "What [`plimsoll shrink`](../shrink.md) tries."),
-    "docs/techniques": ("Techniques", "What a [plan](../plan.md) is made of. To add one: [How to add a technique](../adding-a-technique.md)."),
+    "docs/techniques": ("Techniques", "A [plan](../plan.md) is made of these. [Add one](../adding-a-technique.md)."),
     "docs/weights": ("Formats of weights", "What [models are loaded](../loading.md) from."),
 }  # fmt: skip
 
@@ -33,7 +33,8 @@ def index(folder: str, root: Path) -> str:
         root: the repository.
     """
     title, text = HEADS[folder]
-    rows = [f"| [{path.stem}]({path.name}) | {about(path.read_text(encoding='utf-8'))} |" for path in pages_in(root / folder)]
+    pages = [(path, about(path.read_text(encoding="utf-8"))) for path in pages_in(root / folder)]
+    rows = [f"| [{path.stem}]({path.name}) | {what} |" for path, what in pages]
     return "\n".join([f"# {title}", "", text, "", "| page | about |", "| --- | --- |", *rows, ""])
 
 

@@ -9,7 +9,16 @@ import re
 from html.parser import HTMLParser
 
 FETCHED = {"audio", "embed", "iframe", "img", "input", "object", "script", "source", "track", "video"}
-KINDS_OF_LINKS = {"icon", "preconnect", "dns-prefetch", "preload", "prefetch", "modulepreload", "stylesheet", "manifest"}
+KINDS_OF_LINKS = {
+    "icon",
+    "preconnect",
+    "dns-prefetch",
+    "preload",
+    "prefetch",
+    "modulepreload",
+    "stylesheet",
+    "manifest",
+}
 OUTSIDE = re.compile(r"(?:https?:)?//", re.IGNORECASE)
 IN_STYLES = re.compile(r"(?:url\(|@import)\s*['\"]?((?:https?:)?//[^'\")\s]+)", re.IGNORECASE)
 

@@ -1,7 +1,7 @@
 """The page of the Python interface: the public names of the package, and every name that a page of docs/ imports.
 
-What is told to a user is thereby documented here, and what is documented is told somewhere. The texts are the docstrings,
-read by mkdocstrings without running anything.
+What a user is told of is thereby documented. The texts are the docstrings, read by mkdocstrings without running
+anything.
 """
 
 from __future__ import annotations
