@@ -1,8 +1,8 @@
 """The programs and commands on the pages of docs/, taken out and run as a reader would.
 
 A block of `python` is a program. A block of `yaml` that begins with a comment of one word, such as `# job.yaml`, is the
-file of that name. A block of `console` is a session: a line that begins with `$ ` is a command, and what follows is what
-it prints, in which a line `...` stands for any lines. A block below a line `<!-- not run: why -->` is not run.
+file of that name. A block of `console` is a session: a line that begins with `$ ` is a command, and what follows is
+what it prints, in which a line `...` stands for any lines. A block below a line `<!-- not run: why -->` is not run.
 
     python tests/pages.py docs/tutorial.md     # prints the page's sessions with all that the commands print here
 """
@@ -148,7 +148,8 @@ def _fault(command: Command, code: int, printed: str) -> str | None:
 def main() -> None:
     """Print the sessions of a page with what they print here."""
     page = Path(sys.argv[1]).resolve()
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as cache:
+        os.environ["PLIMSOLL_CACHE"] = cache  # which knows nothing of earlier runs
         for block in blocks_of(page):
             if block.file:
                 Path(folder, block.file).write_text(block.text, encoding="utf-8")

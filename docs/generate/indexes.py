@@ -12,7 +12,7 @@ HEADS = {
     "docs/embeddings": ("Formats of word vectors", "What [`plimsoll embeddings`](../embeddings.md) reads."),
     "docs/formats": ("Formats of text", "What [text larger than memory](../data.md) is read from."),
     "docs/integrations": ("Inside the trainer you use", "The same step in other loops."),
-    "docs/recurrent": ("Recurrent nets: parts", "What lies behind [recurrent nets on long sequences](../recurrent.md)."),
+    "docs/recurrent": ("Recurrent nets: parts", "What lies behind [recurrent nets](../recurrent.md)."),
     "docs/rules": ("Lint rules", "What [`plimsoll lint`](../lint.md) looks for in a script."),
     "docs/shrink": ("Ways to make a model smaller", "What [`plimsoll shrink`](../shrink.md) tries."),
     "docs/techniques": ("Techniques", "A [plan](../plan.md) is made of these. [Add one](../adding-a-technique.md)."),
