@@ -82,7 +82,7 @@ def blocks_of(page: Path) -> Iterator[Block]:
 def program_done(program: str, folder: Path) -> subprocess.CompletedProcess[str]:
     """Run a program of a page."""
     return subprocess.run(
-        [sys.executable, "-c", program], cwd=folder, env=environment(), capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", program], cwd=folder, env=environment(), capture_output=True, text=True, timeout=240
     )
 
 

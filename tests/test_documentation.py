@@ -107,7 +107,7 @@ def test_the_programs_of_the_tutorial_run_and_its_job_is_one(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_the_tutorial_is_as_it_says(tmp_path):
     assert list(faults_of(ROOT / "docs" / "tutorial.md", tmp_path)) == []
     assert (tmp_path / "a.html").is_file()
