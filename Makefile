@@ -12,7 +12,7 @@ ARGS ?=
 RUN = $(VENV)/bin/python
 INSTALLED = $(VENV)/.installed
 
-.PHONY: help install test demo lint bench clean
+.PHONY: help install test demo lint docs bench clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' Makefile | expand -t 20
@@ -25,7 +25,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	    echo "$(PYTHON) is not Python 3.11 or newer: give one that is, for example make install PYTHON=python3.12" >&2; \
 	    exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(RUN) -m pip install -c constraints.txt -e '.[dev]'
+	$(RUN) -m pip install -c constraints.txt -e '.[dev,docs]'
 	@touch $@
 
 test: install ## run the tests
@@ -39,10 +39,13 @@ lint: install ## check formatting, style and types
 	$(RUN) -m ruff check .
 	$(RUN) -m mypy
 
+docs: install ## build the documentation into site/, with warnings as errors and nothing from a network
+	NO_MKDOCS_2_WARNING=1 PYTHONPATH=src $(RUN) -m mkdocs build --strict
+
 bench: install ## run every benchmark; each ends with one line of JSON
 	@set -e; for script in benchmarks/[a-z]*.py; do \
 	    echo "== $$script"; $(RUN) "$$script" $(if $(DATA),--data '$(DATA)'); done
 
 clean: ## remove builds and caches; runs and VENV stay
-	rm -rf build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf build dist site src/*.egg-info .pytest_cache .mypy_cache .ruff_cache
 	find src tests benchmarks examples -name __pycache__ -prune -exec rm -rf {} +

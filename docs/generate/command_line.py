@@ -1,0 +1,65 @@
+"""The page of the command line, made from the commands themselves: usage, what each does, its examples and options.
+
+Does NOT cover hidden commands, which Plimsoll starts itself.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator
+from typing import Any
+
+import typer
+
+HEAD = """# Command line
+
+Made from the commands when this site is built: `plimsoll COMMAND --help` says the same. Every command that
+gives an answer takes `--json` and then prints one record on standard output and nothing else.
+
+| exit code | meaning |
+| --: | --- |
+| 0 | done |
+| 1 | the answer is no: it does not fit, or lint has findings |
+| 2 | bad input |
+| 3 | out of memory that no fallback could hold |
+| 130, 143 | interrupted; the step is finished and saved |
+| 128 + n | signal n keeps killing the training process, and nothing says that memory was why |
+"""
+
+
+def page(app: typer.Typer) -> str:
+    """Return the page of all commands as Markdown."""
+    group: Any = typer.main.get_command(app)
+    return HEAD + "".join(f"\n{section(name, command)}" for name, command in commands_of(group, "plimsoll"))
+
+
+def commands_of(group: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """Every command that is not hidden with its whole name, those of a group behind it."""
+    for own_name, command in group.commands.items():
+        if not command.hidden:
+            yield f"{name} {own_name}", command
+            if hasattr(command, "commands"):
+                yield from commands_of(command, f"{name} {own_name}")
+
+
+def section(name: str, command: Any) -> str:
+    """Return what one command does: its usage, its text, its examples, its arguments and options."""
+    context = typer.Context(command, info_name=name)
+    text, _, examples = (command.help or "").partition("\b\nExamples:\n")
+    parts = [f"## {name}", text.strip(), fenced(command.get_usage(context).removeprefix("Usage: "))]
+    if examples:
+        parts.append(fenced(textwrap.dedent(examples).strip()))
+    if options := [record for parameter in command.params if (record := parameter.get_help_record(context))]:
+        rows = "\n".join(f"| `{cell(name)}` | {cell(text)} |" for name, text in options)
+        parts.append(f"| argument or option | meaning |\n| --- | --- |\n{rows}")
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def fenced(text: str) -> str:
+    """Return a block of code."""
+    return f"```console\n{text}\n```"
+
+
+def cell(text: str) -> str:
+    """Return a text as a cell of a table has it."""
+    return " ".join(text.replace("|", "\\|").replace("<", "&lt;" if "`" in text else "<").split())

@@ -1,0 +1,58 @@
+"""Pages that are lists of other pages: made from the folder, so that what is added there is found here."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+HEADS = {
+    "benchmarks/results": ("Benchmark results", "What the scripts in `benchmarks/` wrote."),
+    "docs/causes": ("Causes", "Why memory runs out, as [`plimsoll explain`](../explain.md) finds it."),
+    "docs/data": ("Parts of the data pipeline", "What lies behind [text larger than memory](../data.md)."),
+    "docs/embeddings": ("Formats of word vectors", "What [`plimsoll embeddings`](../embeddings.md) reads."),
+    "docs/formats": ("Formats of text", "What [text larger than memory](../data.md) is read from."),
+    "docs/integrations": ("Inside the trainer you use", "The same step in other loops."),
+    "docs/recurrent": ("Recurrent nets: parts", "What lies behind [recurrent nets](../recurrent.md)."),
+    "docs/rules": ("Lint rules", "What [`plimsoll lint`](../lint.md) looks for in a script."),
+    "docs/shrink": ("Ways to make a model smaller", "What [`plimsoll shrink`](../shrink.md) tries."),
+    "docs/techniques": ("Techniques", "A [plan](../plan.md) is made of these. [Add one](../adding-a-technique.md)."),
+    "docs/weights": ("Formats of weights", "What [models are loaded](../loading.md) from."),
+}  # fmt: skip
+
+
+def pages_in(folder: Path) -> list[Path]:
+    """The pages of a folder, by name."""
+    return sorted(folder.glob("*.md"))
+
+
+def index(folder: str, root: Path) -> str:
+    """Return the index of a folder of pages: for each its name, and what its heading or first sentence says of it.
+
+    Args:
+        folder: from the root of the repository, one of `HEADS`.
+        root: the repository.
+    """
+    title, text = HEADS[folder]
+    pages = [(path, about(path.read_text(encoding="utf-8"))) for path in pages_in(root / folder)]
+    rows = [f"| [{path.stem}]({path.name}) | {what} |" for path, what in pages]
+    return "\n".join([f"# {title}", "", text, "", "| page | about |", "| --- | --- |", *rows, ""])
+
+
+def about(markdown: str) -> str:
+    """Return what a page is about: its heading behind the name, or its first sentence.
+
+    >>> about("# heap: what is freed is kept")
+    'what is freed is kept'
+    """
+    heading, _, body = markdown.lstrip().partition("\n")
+    name, colon, said = heading.lstrip("# ").partition(": ")
+    if colon:
+        return cell(said)
+    paragraphs = [paragraph for paragraph in body.split("\n\n") if re.match(r"\s*[\w`*\[]", paragraph)]
+    sentence = re.split(r"(?<=[.!?])\s", " ".join(paragraphs[0].split()))[0] if paragraphs else name
+    return cell(sentence)
+
+
+def cell(text: str) -> str:
+    """Return a text as a cell of a table has it, its links as words."""
+    return re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text).replace("|", "\\|")
