@@ -82,4 +82,7 @@ def refuse_both(budget: str | int | None, batch: Any, options: dict[str, Any]) -
             "two out"
         )
     if budget is None and batch is not None:
-        raise InputError('a batch to plan with was given without a budget: give budget=, for example budget="8GiB"')
+        raise InputError(
+            f"a batch to plan with (a {type(batch).__name__}) was given without a budget: give budget=, for example "
+            'budget="8GiB"'
+        )
