@@ -45,14 +45,23 @@ from torch import nn
 
 from plimsoll.device.base import Backend
 from plimsoll.errors import TornStepError
-from plimsoll.optimizers import SeparableOptimizer, is_of_torch, is_separable
+from plimsoll.optimizers import is_of_torch, is_separable
 from plimsoll.outside import Copier, copier_of, is_marked, keeps_states_outside, outside_the_device
 from plimsoll.ranks import Ranks
 from plimsoll.records.run import OomEvent
 from plimsoll.run.boundary import Position, attempt
 from plimsoll.run.failpoints import failpoint
+from plimsoll.run.room import (
+    MOST_STATES,
+    Members,
+    blocks_of_states,
+    blocks_of_temporaries,
+    most_at_once,
+    prove_room,
+    without_states,
+)  # fmt: skip
 from plimsoll.run.scratch import ADDRESS_OF, Layout, Scratch
-from plimsoll.run.sparse import bytes_of, bytes_updated, changed_rows, has_no_states, is_sparse
+from plimsoll.run.sparse import bytes_of, changed_rows, is_sparse
 from plimsoll.run.together import agreed
 
 # A piece on the CPU stays in the cache between its copy and its update; on a GPU small pieces would cost launches.
@@ -61,12 +70,6 @@ _PIECE_BYTES = {"cpu": 2 << 20, "cuda": 256 << 20}
 # of its heap back to the system and take it again, which costs up to twice as much as the copying. CUDA's allocator
 # keeps it.
 _KEPT_BYTES = {"cpu": 8 << 20, "cuda": 0}
-# Of optimizers that do not say themselves what they take, times the parameters' bytes; tests count all of torch.optim.
-_TEMPORARIES = 3
-_MOST_TEMPORARIES = dict.fromkeys([torch.optim.Muon, torch.optim.Rprop], 4)
-_MOST_STATES = 3  # AMSGrad, and RMSprop with momentum and centered
-# What the heap and Python's own allocator grow by, for what is too small to be counted.
-_SLACK_BYTES = 1 << 20
 
 
 @dataclass(slots=True)
@@ -93,7 +96,7 @@ class _Piece:
         self.parameters.append(parameter)
         self.num_bytes += _cut_bytes(parameter)
 
-    def members(self) -> list[tuple[int, nn.Parameter]]:
+    def members(self) -> Members:
         """The parameters, each with the index of its group."""
         return [(group, parameter) for group, parameters in self.groups.items() for parameter in parameters]
 
@@ -259,7 +262,7 @@ class StepCommit:
         if not self._goes_at_once or not self._is_known(members):
             return False
         with ExitStack() as stack:
-            sizes = self._most_at_once(members)
+            sizes = most_at_once(self.optimizer, members)
             room = attempt(lambda: self._reserved(sizes, stack), self._backend, self._position)
             if room is not True:
                 return False
@@ -274,7 +277,7 @@ class StepCommit:
             parameter.grad = None
         return True
 
-    def _is_known(self, members: list[tuple[int, nn.Parameter]]) -> bool:
+    def _is_known(self, members: Members) -> bool:
         """Whether it is known what an update of these parameters takes at most."""
         optimizer = self.optimizer
         parameters = [parameter for _, parameter in members]
@@ -292,18 +295,7 @@ class StepCommit:
     def _reserved(self, sizes: list[int], stack: ExitStack) -> bool:
         """Keep room on the stack for blocks of these sizes, where the backend can do that."""
         room = self._backend.reserved(sizes)
-        if room is not None:
-            stack.enter_context(room)
-        return room is not None
-
-    def _most_at_once(self, members: list[tuple[int, nn.Parameter]]) -> list[int]:
-        """The blocks that the update takes at most: temporaries of all, or of two that follow each other; states."""
-        sizes = [parameter.nbytes for _, parameter in members]
-        has_all_at_once = any(group.get("foreach") for group in self.optimizer.param_groups)
-        temporaries = sizes if has_all_at_once else sorted(sizes)[-2:]  # what one took is given back late
-        stateless = [parameter.nbytes for _, parameter in self._without_states(members)]
-        times = _MOST_TEMPORARIES.get(type(self.optimizer), _TEMPORARIES)
-        return [*_blocks(temporaries, times), *_blocks(stateless, _MOST_STATES), _SLACK_BYTES]
+        return room is not None and stack.enter_context(room) is None
 
     def _do_in_pieces(self) -> None:
         waiting = self._whole()[::-1]
@@ -348,8 +340,8 @@ class StepCommit:
             return self._do_without_copy(piece, others)
         event = attempt(lambda: self._step_on(piece), self._backend, self._position)
         if event is None and others:
-            states = self._blocks_of_states(others, self._state_bytes(piece) / max(piece.num_bytes, 1))
-            event = attempt(lambda: _prove_room(states, piece.device), self._backend, self._position)
+            states = blocks_of_states(self.optimizer, others, self._state_bytes(piece) / max(piece.num_bytes, 1))
+            event = attempt(lambda: prove_room(states, piece.device), self._backend, self._position)
         event = self._agreed(event)
         if event is not None:
             copy.restore()
@@ -367,9 +359,9 @@ class StepCommit:
 
     def _lacks_room(self, piece: _Piece, others: list[nn.Parameter]) -> OomEvent | None:
         """The event if what the update of the piece can take at most, and the states of the others, is not there."""
-        temporaries = self._blocks_of_temporaries(piece)
-        states = self._blocks_of_states(self._stateless([piece]) + others, _MOST_STATES)
-        return attempt(lambda: _prove_room(temporaries + states, piece.device), self._backend, self._position)
+        temporaries = blocks_of_temporaries(self.optimizer, piece.parameters)
+        states = blocks_of_states(self.optimizer, self._stateless([piece]) + others, MOST_STATES)
+        return attempt(lambda: prove_room(temporaries + states, piece.device), self._backend, self._position)
 
     def _agreed(self, event: OomEvent | None) -> OomEvent | None:
         """The first piece is done on all ranks or on none; after that, what fails here is mended here."""
@@ -393,34 +385,14 @@ class StepCommit:
 
     def _stateless(self, pieces: list[_Piece]) -> list[nn.Parameter]:
         """The parameters whose states this step will create."""
-        return [parameter for piece in pieces for _, parameter in self._without_states(piece.members())]
-
-    def _without_states(self, members: list[tuple[int, nn.Parameter]]) -> list[tuple[int, nn.Parameter]]:
-        optimizer = self.optimizer
-        return [
-            (group, parameter)
-            for group, parameter in members
-            if not (optimizer.state.get(parameter) or has_no_states(optimizer, optimizer.param_groups[group]))
-        ]
-
-    def _blocks_of_states(self, parameters: list[nn.Parameter], times: float) -> list[int]:
-        """What new states take: ``times`` the parameters' bytes, unless the optimizer knows."""
-        if isinstance(self.optimizer, SeparableOptimizer):
-            return [self.optimizer.state_bytes_of(parameter) for parameter in parameters]
-        return _blocks([parameter.nbytes for parameter in parameters], times)
-
-    def _blocks_of_temporaries(self, piece: _Piece) -> list[int]:
-        if isinstance(self.optimizer, SeparableOptimizer):
-            return [max(self.optimizer.temporary_bytes_of(parameter) for parameter in piece.parameters)]
-        times = _MOST_TEMPORARIES.get(type(self.optimizer), _TEMPORARIES)
-        return _blocks([bytes_updated(parameter) for parameter in piece.parameters], times)
+        return [parameter for piece in pieces for parameter in without_states(self.optimizer, piece.members())]
 
     def _state_bytes(self, piece: _Piece) -> int:
         states = (self.optimizer.state[parameter] for parameter in piece.parameters)
         return sum(bytes_of(value) for state in states for value in state.values() if isinstance(value, torch.Tensor))
 
 
-def _members(optimizer: torch.optim.Optimizer) -> list[tuple[int, nn.Parameter]]:
+def _members(optimizer: torch.optim.Optimizer) -> Members:
     """The parameters that have a gradient, each with the index of its group."""
     groups = enumerate(optimizer.param_groups)
     return [
@@ -432,7 +404,7 @@ def _is_plain(parameter: nn.Parameter) -> bool:
     return type(parameter) in ADDRESS_OF and parameter.is_cpu and not is_marked(parameter)
 
 
-def _pieces(members: list[tuple[int, nn.Parameter]], can_be_cut: bool, piece_bytes: int) -> list[_Piece]:
+def _pieces(members: Members, can_be_cut: bool, piece_bytes: int) -> list[_Piece]:
     """The members, largest first, in pieces of at most ``piece_bytes`` (or one parameter); tables on the host last."""
     pieces: list[_Piece] = []
     for group, parameter in sorted(members, key=_order):
@@ -467,18 +439,6 @@ def only(optimizer: torch.optim.Optimizer, members: dict[int, list[nn.Parameter]
     finally:
         for group, parameters in zip(optimizer.param_groups, whole, strict=True):
             group["params"] = parameters
-
-
-def _blocks(sizes: list[int], times: float) -> list[int]:
-    """Blocks of ``times`` as many bytes as ``sizes`` together, as large as they are: holes may be too small for one."""
-    whole = int(times)
-    rest = round((times - whole) * sum(sizes))
-    return sizes * whole + ([rest] if rest else [])
-
-
-def _prove_room(blocks: list[int], device: torch.device) -> None:
-    """Allocate blocks of so many bytes together and free them: raises where they are not to be had."""
-    [torch.empty(num_bytes, dtype=torch.uint8, device=device) for num_bytes in blocks]
 
 
 def _torn(event: OomEvent) -> TornStepError:

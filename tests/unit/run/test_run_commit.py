@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import inspect
 import json
 import weakref
 from contextlib import nullcontext
@@ -13,11 +12,10 @@ from torch import nn
 
 from plimsoll.device.base import backend_for
 from plimsoll.errors import TornStepError
-from plimsoll.memory.live import live_bytes
 from plimsoll.memory.recorder import Recorder
 from plimsoll.outside import states_outside
 from plimsoll.run.boundary import Position
-from plimsoll.run.commit import _SLACK_BYTES, StepCommit
+from plimsoll.run.commit import StepCommit
 from plimsoll.run.failpoints import armed, exhaust_memory
 from processes import run_program
 
@@ -360,45 +358,6 @@ def test_states_to_come_must_fit_unless_they_leave_the_device(leave):
     trace = recorder.trace("measured", "cpu")
     proven = [number for number in trace.storages.shape if trace.texts[number] == "uint8[2000]"]
     assert len(proven) == (0 if leave else 1)
-
-
-NAMES_OF_TORCH = (
-    "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "Muon", "NAdam", "RAdam", "RMSprop", "Rprop",
-    "SGD",
-)  # fmt: skip
-OPTIONS_OF_TORCH = (
-    {}, {"weight_decay": 0.1}, {"maximize": True}, {"maximize": True, "weight_decay": 0.1}, {"amsgrad": True},
-    {"momentum": 0.9}, {"momentum": 0.9, "centered": True}, {"foreach": True}, {"fused": True},
-)  # fmt: skip
-ALL_OF_TORCH = [
-    (name, options)
-    for name in NAMES_OF_TORCH
-    for options in OPTIONS_OF_TORCH
-    if {*options} <= {*inspect.signature(getattr(torch.optim, name)).parameters}
-]
-
-
-@pytest.mark.parametrize(("name", "options"), ALL_OF_TORCH, ids=str)
-@pytest.mark.parametrize("num_parameters", [1, 4])
-def test_no_update_of_torch_takes_more_than_the_room_that_is_shown_for_it(name, options, num_parameters):
-    """Counted in the first step, which makes states, and in the second; 64 KiB each, so that little else counts."""
-    chosen = [nn.Parameter(torch.randn(128, 128)) for _ in range(num_parameters)]
-    optimizer = getattr(torch.optim, name)(chosen, lr=0.1, **options)
-    commit = StepCommit(optimizer, backend_for("cpu"), Position(phase="optimizer"))
-    for _ in range(2):
-        for parameter in chosen:
-            parameter.grad = torch.randn(128, 128)
-        members = [(0, parameter) for parameter in chosen]
-        most_bytes = sum(commit._most_at_once(members)) - _SLACK_BYTES
-        recorder = Recorder(phase=lambda: "optimizer")
-        recorder.know((("", one) for one in chosen), "parameters")
-        recorder.know((("", one.grad) for one in chosen), "gradients")
-        recorder.know_optimizer(optimizer)
-        states = [one for state in optimizer.state.values() for one in state.values() if torch.is_tensor(one)]
-        with recorder:
-            optimizer.step()
-        known_bytes = 2 * sum(one.nbytes for one in chosen) + sum(one.nbytes for one in states)
-        assert live_bytes(recorder.trace("measured", "cpu")).peak_bytes - known_bytes <= most_bytes + 2048
 
 
 def test_an_update_at_once_copies_nothing_and_is_the_optimizers_own():
