@@ -17,6 +17,7 @@ def test_a_fresh_heap_is_that_of_mallopt_3():
         "num_cached_per_size": 7,
         "page_bytes": 4096,
         "alignment_bytes": 64,
+        "build_threshold_bytes": None,
         "trims_after_steps": False,
     }
 
