@@ -25,7 +25,7 @@ from plimsoll.records.base import Record, write_atomically
 from plimsoll.records.comparison import Calibration, Comparison, Learned, Side, Target
 from plimsoll.records.lint import LintReport, Unread
 from plimsoll.records.plan import Plan
-from plimsoll.records.speed import Point, Speed
+from plimsoll.records.speed import ExchangeSpeed, Point, Speed
 from plimsoll.records.watch import Line, ProcessUse, WatchEnd, WatchRecord, WatchSample
 from prediction_records import fitting
 
@@ -52,6 +52,10 @@ def examples(device, machine, plan, job, head, run_record) -> dict[type[Record],
         device="cpu", source="measured", flops_per_second={"float32": curve}, bytes_per_second={"plain": curve},
         op_seconds=1e-5, link_bytes_per_second=1e9, spread=0.25,
     )  # fmt: skip
+    exchange = ExchangeSpeed(
+        device="cpu", source="assumed", num_ranks=2, bytes_per_second={"all_gather": curve}, call_seconds=1e-4,
+        agree_seconds=1e-4,
+    )  # fmt: skip
     seen = ProcessUse(
         pid=7, parent=1, name="python", private_bytes=8, file_bytes=4, shared_bytes=2, swap_bytes=0, data_bytes=9
     )
@@ -62,6 +66,7 @@ def examples(device, machine, plan, job, head, run_record) -> dict[type[Record],
         WatchRecord(subject="process 7", samples=(sample,), end=WatchEnd(seconds=3.0, how="gone", text="gone")),
         LintReport(findings=(), num_files=1, num_lines=2, unread=(Unread(file="a.py", reason="line 1: bad"),)),
         device, machine, plan, job, head, run_record, fitting(), trace, comparison, calibration, speed,
+        exchange,
         corpus_records.corpus_facts(), corpus_records.token_facts(), corpus_records.inspection(),
         corpus_records.feed_rates(), vector_records.subset_facts(), vector_records.vector_file(),
         vector_records.conversion(), vector_records.compression(), evidence_records.diagnosis(),
