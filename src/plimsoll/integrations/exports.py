@@ -200,7 +200,7 @@ def _not_mapped(plan: Plan, choices: tuple[Choice, ...]) -> tuple[str, ...]:
     others = [choice for choice in choices if choice.technique not in _EXPORTED]
     notes = [f"{choice.in_full}: {_BY_HAND.get(choice.technique, 'neither has it')}" for choice in others]
     if "nvme" in str(_zero_of(plan)):
-        notes.append("nvme: add nvme_path, a folder on the disk")
+        notes.append("nvme: add nvme_path (Accelerate: offload_optimizer_nvme_path), a folder on the disk")
     if len(plan.rungs) > 1:
         notes.append(
             f"{len(plan.rungs) - 1} fallbacks: neither DeepSpeed nor Accelerate undoes a step in which memory ran out; "
