@@ -21,12 +21,16 @@ from torch import nn
 from torch.func import functional_call
 
 from plimsoll.data.loader import iterate_once
+from plimsoll.device.base import backend_for
 from plimsoll.errors import OutOfMemoryError, TornStepError
 from plimsoll.ranks import PeerOutOfMemory, Ranks, joined
 from plimsoll.records.plan import Choice, micro_batch_choice
+from plimsoll.records.run import OomEvent
 from plimsoll.run.accuracy import Accuracy
+from plimsoll.run.boundary import Position
 from plimsoll.run.failpoints import armed, exhaust_memory, failpoint
 from plimsoll.run.step import TrainStep
+from plimsoll.run.together import attempt_together
 from plimsoll.workload import split_batch
 
 PHASES = ("copy", "forward", "loss", "backward", "clip", "optimizer", "evaluation")
@@ -272,8 +276,32 @@ class Windows:
         return np.where(parents == 3, 2, 3)
 
 
+class Short:
+    """Something for which there is no memory the first time that it is to be sent."""
+
+    has_failed = False
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        if not self.has_failed:
+            self.has_failed = True
+            exhaust_memory()
+        return Short, ()
+
+
+def tell(ranks: Ranks) -> None:
+    """Send something that one rank has no memory for: all are told, nobody waits, and it can be sent again."""
+    own: Any = Short() if ranks.rank == 1 else [ranks.rank] * 10_000
+    backend, position = backend_for("cpu"), Position(phase="evaluation")
+    found = [attempt_together(lambda: ranks.gather_agreed(own), backend, position, ranks) for _ in range(2)]
+    assert isinstance(found[0], OomEvent) or ranks.is_alone
+    assert isinstance(found[1], list)
+    assert found[1][0] == [0] * 10_000
+    assert [type(one) for one in found[1][1:2]] == [Short][: ranks.world_size - 1]
+
+
 def judge(ranks: Ranks, case: dict[str, Any]) -> dict[str, Any]:
     """Evaluate windows of texts on this rank, whose samples every batch of four tears apart."""
+    tell(ranks)
     model, windows = Parrot(), Windows()
     step = TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), units="samples", ranks=ranks)
     batches = ((one.fields, one.sample_ids) for one in iterate_once(windows, 4, ranks.rank, ranks.world_size))

@@ -21,6 +21,7 @@ Source: https://docs.pytorch.org/docs/stable/distributed.html and https://docs.p
 from __future__ import annotations
 
 import os
+import pickle
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -41,6 +42,7 @@ T = TypeVar("T")
 DEFAULT_TIMEOUT_SECONDS = 600
 _TIMEOUT = "PLIMSOLL_RANKS_TIMEOUT"
 _POLL_SECONDS = 0.05
+_EXCHANGE_BYTES = 2 << 20
 
 
 class PeerOutOfMemory(Exception):
@@ -72,6 +74,7 @@ class Ranks:
         self.timeout_seconds = timeout_seconds
         self._store = store
         self._group = None if self.is_alone else dist.new_group(backend="gloo", timeout=_duration(timeout_seconds))
+        self._tables: dict[int, Tensor] = {}  # allocated once, so that nothing fails where others wait
         self._told = None if self.is_alone else torch.zeros(3, dtype=torch.int64)
 
     @property
@@ -120,8 +123,12 @@ class Ranks:
 
     def each(self, numbers: Sequence[float]) -> list[list[float]]:
         """Return the numbers of every rank, in the order of the ranks; all give equally many."""
-        table = torch.zeros(self.world_size, len(numbers), dtype=torch.float64)
-        table[self.rank] = torch.tensor(numbers, dtype=torch.float64)
+        table = self._tables.get(len(numbers))
+        if table is None:
+            table = self._tables[len(numbers)] = torch.zeros(self.world_size, len(numbers), dtype=torch.float64)
+        table.zero_()
+        for place, number in enumerate(numbers):
+            table[self.rank, place] = number
         rows: list[list[float]] = self.add_up(table).tolist()
         return rows
 
@@ -132,6 +139,25 @@ class Ranks:
         values: list[Any] = [None] * self.world_size
         self.exchange(lambda: dist.all_gather_object(values, value, group=self._group))
         return values
+
+    def gather_agreed(self, value: T) -> list[T]:
+        """Return the value of every rank, of any size: memory for it is taken before each exchange is agreed on.
+
+        Raises:
+            PeerOutOfMemory: if memory ran out on another rank before it got here.
+        """
+        if self.is_alone:
+            return [value]
+        own = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        self.require_all()
+        sizes = [int(size) for (size,) in self.each([len(own)])]
+        padded = torch.zeros(max(sizes), dtype=torch.uint8)
+        padded[: len(own)] = own
+        every = [torch.empty_like(padded) for _ in sizes]
+        torch.empty(len(padded) * self.world_size + _EXCHANGE_BYTES, dtype=torch.uint8)  # what gloo takes for itself
+        self.require_all()
+        self.exchange(lambda: dist.all_gather(every, padded, group=self._group))
+        return [pickle.loads(one[:size].numpy().tobytes()) for one, size in zip(every, sizes, strict=True)]
 
     def reduce(self, gradient: Tensor) -> None:
         """Sum a contiguous tensor on the device over the ranks, in place."""

@@ -19,9 +19,9 @@ _BY_NUMBER = 64  # bytes; what is smaller says how it went, and is no tensor of 
 # The two threads in which gloo exchanges have heaps of their own, which keep what they copied of up to 3.9 MiB each:
 # 7.0 MiB of a GPT-2 whose gradients are added up, 5.1 and 6.8 of a sharded one (malloc_info, glibc 2.36, torch 2.13).
 _GLOO = Estimate(likely_bytes=6 * _MIB, low_bytes=2 * _MIB, high_bytes=8 * _MIB, modelled_bytes=6 * _MIB)
-# NCCL takes buffers of 4 MiB (NCCL_BUFFSIZE, https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html) for
-# each channel and neighbour, 2 channels over PCIe and up to 32 over NVLink, and loads its kernels. Not measured here.
-_NCCL = Estimate(likely_bytes=256 * _MIB, low_bytes=64 * _MIB, high_bytes=1024 * _MIB, assumed_bytes=256 * _MIB)
+# NCCL takes 9.2 MiB for each channel and neighbour (src/init.cc: 4 MiB, 4.7 and 0.5 for its three protocols;
+# NCCL_BUFFSIZE changes the first), of 2 channels over PCIe and up to 32 over NVLink, and kernels. Not measured.
+_NCCL = Estimate(likely_bytes=256 * _MIB, low_bytes=64 * _MIB, high_bytes=512 * _MIB, assumed_bytes=256 * _MIB)
 
 
 def kept_by_exchanges(trace: Trace, device: str) -> Estimate | None:

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol, Self
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
@@ -80,8 +81,15 @@ class Answers(ABC):
                 self._count(sorted(answered, key=lambda one: one.sample_id))
 
     def _of_all_ranks(self, answered: list[Answered]) -> list[Answered]:
-        self._ranks.require_all()
-        return [one for each in self._ranks.gather(answered) for one in each]
+        if self._ranks.is_alone:
+            return answered
+        # As arrays: a tensor that is a row of a batch would be sent with all of the batch.
+        own = [(one.sample_id, one.label.numpy(), one.answer.numpy()) for one in answered]
+        return [
+            Answered(sample_id, torch.as_tensor(label), torch.as_tensor(answer))
+            for every in self._ranks.gather_agreed(own)
+            for sample_id, label, answer in every
+        ]
 
     @abstractmethod
     def _answers_of(self, logits: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 import uuid
 from collections.abc import Iterable
@@ -60,5 +61,6 @@ def exit_code_of(return_codes: Iterable[int]) -> int:
     """Return the exit code of the rank that is the cause; return codes of killed processes are less than 0."""
     return min(
         (128 - code if code < 0 else code for code in return_codes),
-        key=lambda code: (code == RankLostError.exit_code, code <= 128),
+        # Who was only asked to end, by torchrun's agent since another one had ended, is never the cause.
+        key=lambda code: (code == 128 + signal.SIGTERM, code == RankLostError.exit_code, code <= 128),
     )

@@ -146,8 +146,7 @@ class Spare:
     def _lent(self, own: Any) -> Any:
         """A sample of the first rank that has one, for those that have none."""
         here = None if own is None else move_batch(own, torch.device("cpu"))
-        self._ranks.require_all()
-        every = self._ranks.gather(here)
+        every = self._ranks.gather_agreed(here)
         return next(one for one in every if one is not None) if own is None else own
 
     def _with_target(self, piece: Any) -> Any:

@@ -115,13 +115,17 @@ def seed_rank(seed: int, ranks: Ranks) -> None:
 
 
 def random_states(backend: Backend, ranks: Ranks) -> Any:
-    """Return what a checkpoint keeps of random numbers: the state of every rank."""
+    """Return what a checkpoint keeps of random numbers: the state of every rank.
+
+    Raises:
+        PeerOutOfMemory: if memory ran out on another rank.
+    """
     own = backend.random_state()
     if ranks.is_alone:
         return own
     file = io.BytesIO()
     torch.save(own, file)
-    every = ranks.gather(file.getvalue())
+    every = ranks.gather_agreed(file.getvalue())
     return {_BY_RANK: [torch.load(io.BytesIO(content), weights_only=True) for content in every]}
 
 

@@ -68,7 +68,8 @@ def rehearsed_ranks(world_size: int) -> Iterator[Ranks]:
     try:
         ranks = Ranks()
         ranks.world_size = world_size  # its exchanges are those of the default group, which is the fake one
-        ranks.gather = lambda value: [value] * world_size  # type: ignore[method-assign]  # fakes cannot be pickled
+        # Fakes cannot be pickled.
+        ranks.gather = ranks.gather_agreed = lambda value: [value] * world_size  # type: ignore[method-assign]
         yield ranks
     finally:
         dist.destroy_process_group()

@@ -339,7 +339,9 @@ def _evaluate_here(training: Training) -> None:
 def _save(training: Training) -> None:
     """Write a checkpoint: the first rank does, with the random numbers of all."""
     step, parts = training.step, training.parts
-    random_state = random_states(training.backend, training.ranks)
+    random_state = _survive(
+        training, "checkpoint", lambda: random_states(training.backend, training.ranks), together=True
+    )
     _survive(training, "checkpoint", lambda: share_lanes(parts.model, training.ranks), together=True)
     if training.ranks.rank and step.workload.sharded is None:
         return

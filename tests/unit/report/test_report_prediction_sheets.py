@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from plimsoll.records.prediction import Answer, Estimate, WhatIf
+from plimsoll.records.prediction import Answer, Estimate, Exchange, WhatIf
 from plimsoll.records.trace import Assumption
 from plimsoll.report import prediction_sheets as sheets
 from prediction_records import GPT2, MIB, bare, estimate, fitting, moment, on_cpu, too_large
@@ -88,6 +88,25 @@ def test_a_share_is_not_rounded_to_nothing_or_to_all(part, whole, text):
 def test_how_the_peak_is_known():
     assert sheets.known_how_sentence(fitting()) == ("How the peak is known: 80 % traced, 15 % measured, 5 % modelled.")
     assert sheets.known_how(Estimate(likely_bytes=1, low_bytes=1, high_bytes=1)) == "unknown"
+
+
+def exchange(kept, **sizes):
+    names = ("added_up", "gathered", "scattered", "largest_added_up", "largest_gathered", "largest_scattered")
+    return Exchange(num_ranks=4, kept=kept, **{f"{name}_bytes": sizes.get(name, 0) * MIB for name in names})
+
+
+def test_what_ranks_exchange_is_said_with_what_the_library_keeps_for_it():
+    sharded = exchange(estimate(6, 2, modelled=6), gathered=80, scattered=40, largest_gathered=7, largest_scattered=7)
+    assert sheets.exchange_sentences(on_cpu(exchange=sharded)) == (
+        "Each of 4 ranks gathers parameters of 80.0 MiB (the largest, whole at once, 7.0 MiB), scatters gradients of "
+        "40.0 MiB (the largest, whole at once, 7.0 MiB) in a step.",
+        "Beside the peak's tensors gloo keeps 6.0 MiB (range 4.0 to 8.0 MiB, 100 % modelled), which the peak includes.",
+    )
+    added = exchange(estimate(256, 192, assumed=256), added_up=40, largest_added_up=4)
+    first, second = sheets.exchange_sentences(fitting(exchange=added))
+    assert first == ("Each of 4 ranks adds up gradients of 40.0 MiB (the largest, whole at once, 4.0 MiB) in a step.")
+    assert second.startswith("Beside the peak's tensors NCCL keeps 256.0 MiB (range 64.0 to 448.0 MiB, 100 % assumed)")
+    assert sheets.exchange_sentences(fitting()) == ()
 
 
 def test_the_parts_are_sorted_and_end_with_the_peak_they_add_up_to():

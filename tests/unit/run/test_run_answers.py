@@ -1,11 +1,13 @@
 """What an evaluation sees of a model's answers: by sample, once, and of logits only."""
 
+import pickle
 from types import SimpleNamespace
 
 import numpy as np
 import torch
 from torch import nn
 
+from plimsoll.ranks import Ranks
 from plimsoll.run.answers import Answers
 from plimsoll.run.boundary import Position
 
@@ -13,15 +15,15 @@ from plimsoll.run.boundary import Position
 class Noted(Answers):
     """Keeps what it is told to count."""
 
-    def __init__(self, model, position):
-        super().__init__(model, position)
+    def __init__(self, model, position, ranks=None):
+        super().__init__(model, position, ranks)
         self.batches = []
 
     def _answers_of(self, logits):
         return logits * 10
 
     def _count(self, answered):
-        self.batches.append([(sample_id, label.item(), answer.item()) for sample_id, label, answer in answered])
+        self.batches.append([(sample_id, label.item(), answer.tolist()) for sample_id, label, answer in answered])
 
 
 class Echo(nn.Module):
@@ -49,3 +51,30 @@ def test_without_logits_nothing_is_counted():
         for batch in noted.counted([({"labels": torch.zeros(1)}, np.array([0]))]):
             model(batch["labels"])
     assert noted.batches == []
+
+
+class OfTwo(Ranks):
+    """One of two, which keeps what it tells the other."""
+
+    def __init__(self):
+        super().__init__()
+        self.world_size, self.told = 2, b""
+
+    def require_all(self, place=0):
+        pass
+
+    def gather_agreed(self, value):
+        self.told = pickle.dumps(value)
+        return [pickle.loads(self.told), []]
+
+
+def test_what_is_told_to_other_ranks_grows_with_the_samples_and_not_with_their_square():
+    """512 samples of 100 numbers are 200 KiB; each of them as a row of its batch would bring all of it along."""
+    model, position, ranks = Echo(), Position(), OfTwo()
+    noted = Noted(model, position, ranks)
+    with noted:
+        for _ in noted.counted([({"labels": torch.zeros(512)}, np.arange(512))]):
+            position.samples = range(512)
+            model(torch.zeros(512, 100))
+    assert 512 * 100 * 4 < len(ranks.told) < 2 * 512 * 100 * 4
+    assert len(noted.batches[0]) == 512

@@ -119,3 +119,18 @@ def test_what_measured_runs_have_taught_widens_the_range_and_leaves_the_answer(t
     assert taught.high_bytes - more_bytes == pytest.approx(1.3 * (plain.reserved.high_bytes - more_bytes), abs=2)
     elsewhere = predict_job(job(), device="rtx3060", calibration=Calibration.load(path)).reserved
     assert elsewhere == predict_job(job(), device="rtx3060").reserved
+
+
+def test_what_a_job_pins_is_predicted_and_so_is_what_its_ranks_exchange():
+    """The two blocks are of 198,272 parameters each, and rank 0 of 4 gathers one at a time."""
+    gpt2 = {"architecture": "gpt2", "n_layer": 2, "n_embd": 128, "n_head": 2}
+    plain, sharded = (
+        predict_job(job(model=gpt2, ranks=4, pin=pin), device="a100-pcie-40gb")
+        for pin in ([], ["fully_shard=twice", "micro_batch=1"])
+    )
+    assert plain.micro_batch == sharded.micro_batch == 4  # of a rank: a prediction has its own
+    assert plain.exchange.gathered_bytes == 0 < plain.exchange.added_up_bytes
+    assert sharded.exchange.added_up_bytes == 0
+    assert sharded.exchange.largest_gathered_bytes >= 4 * 198_272
+    assert sharded.parts["optimizer states"] < plain.parts["optimizer states"] / 3
+    assert predict_job(job(model=gpt2), device="a100-pcie-40gb").exchange is None

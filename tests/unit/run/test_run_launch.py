@@ -14,7 +14,10 @@ from plimsoll.run.launch import exit_code_of
         ([-signal.SIGSEGV], 139),
         ([77, 3], 3),
         ([75, 77, 77], 75),
-        ([2, -signal.SIGTERM], 143),
+        ([2, -signal.SIGTERM], 2),  # who was asked to end, since another one had ended, is not why
+        ([77, -signal.SIGTERM], 77),
+        ([75, -signal.SIGTERM], 75),
+        ([-signal.SIGTERM], 143),
         ([77, 77], 77),
         ([1], 1),
     ],

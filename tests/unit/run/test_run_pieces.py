@@ -31,7 +31,7 @@ class Lending(Ranks):
         super().__init__()
         self.world_size, self.other = 2, other
 
-    def gather(self, value):
+    def gather_agreed(self, value):
         return [value, self.other]
 
     def each(self, numbers):

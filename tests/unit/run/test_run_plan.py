@@ -268,3 +268,31 @@ def test_a_training_too_long_for_cudnn_is_planned_where_segments_are_pinned():
     plan = planned(AMPLE_MIB, pins=["time_segments=33000"], **changes)
     assert plan.fits
     assert "time_segments" in names(plan.choices)
+
+
+# 13 million parameters of four blocks, of which four ranks need 910 MiB each as they are and up to 1,196 for what is
+# assumed of NCCL; shared out, 604 (up to 884) where blocks are gathered once, and 580 (859) where they are twice.
+FOUR_RANKS = {
+    "model": {"architecture": "gpt2", "n_layer": 4, "n_embd": 512, "n_head": 2}, "tokenizer": {"vocab_size": 1000},
+    "sequence_length": 16, "batch_size": 4, "ranks": 4,
+}  # fmt: skip
+OFF_THE_DEVICE = ["optimizer_offload", "optimizer_in_backward", "parameter_offload", "activation_offload"]
+
+
+def test_ranks_share_a_model_out_where_each_has_no_room_for_all_of_it_and_the_plan_says_why():
+    plan = planned(950, forbids=OFF_THE_DEVICE, **FOUR_RANKS)
+    assert plan.fits
+    assert "fully_shard" in names(plan.choices)
+    assert plan.prediction.exchange.num_ranks == 4
+    assert plan.prediction.exchange.gathered_bytes > plan.prediction.exchange.largest_gathered_bytes > 0
+    (plain,) = [one for one in plan.rejected if one.choices == (micro_batch_choice(1),)]
+    assert plain.reason == "needs up to 1.2 GiB, more than 950.0 MiB"
+
+
+def test_ranks_that_have_room_for_all_of_a_model_do_not_share_it_out():
+    plan = planned(2000, forbids=OFF_THE_DEVICE, **FOUR_RANKS)
+    assert "fully_shard" not in names(plan.choices)
+    assert plan.prediction.exchange.gathered_bytes == 0
+    assert plan.prediction.exchange.added_up_bytes > 4 * 12 * 4 * 512**2  # the blocks' gradients, of 4 bytes
+    (shared,) = [one for one in plan.rejected if "fully_shard" in names(one.choices)]
+    assert shared.reason.startswith("slower: ")
