@@ -46,7 +46,7 @@ from plimsoll.device.base import backend_for
 from plimsoll.errors import InputError, OutOfMemoryError
 from plimsoll.integrations._accelerated import put_back_of_scaler, stepped_as_now
 from plimsoll.integrations._inputs import joined, units_of
-from plimsoll.integrations._planned import planned
+from plimsoll.integrations._planned import planned, refuse_both
 from plimsoll.integrations.training_arguments import to_training_arguments
 from plimsoll.integrations.transaction import Transaction, shape_of_any
 from plimsoll.records.plan import Plan
@@ -130,6 +130,7 @@ def protected(
     on_oom: Callable[[OomEvent], None] | None = None,
 ) -> Iterator[Protection]:
     """Protect a trainer while the block runs, for what calls ``trainer.train`` itself; arguments are those of `fit`."""
+    refuse_both(budget, batch, {})
     _refuse(trainer)
     with ExitStack() as stack:
         guard = _Guard(trainer, units, recut_batch_norm, on_oom)

@@ -215,7 +215,7 @@ def _write(workload: Workload, backend: Backend, folder: Path) -> _Problem | Non
     if isinstance(tensors, OomEvent):
         return _Problem(told_by_all(tensors, workload.ranks).raw_text, is_memory=True)
     try:
-        write_shards(tensors, storage_writer=FileSystemWriter(folder))
+        workload.ranks.exchange(lambda: write_shards(tensors, storage_writer=FileSystemWriter(folder)))
     except CheckpointException as error:
         failures = {rank: failure[0] for rank, failure in error.failures.items()}
         own = failures.get(workload.ranks.rank)

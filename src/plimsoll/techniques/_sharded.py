@@ -278,7 +278,7 @@ class ShardedTraining:
             whole = self._files.empty_like(whole)
         _show_room(every)
         self._ranks.require_all()
-        _all_gather(every, own, group=self._mesh.get_group())
+        self._ranks.exchange(lambda: _all_gather(every, own, group=self._mesh.get_group()))
         return whole.copy_(every[: shape[0]])
 
     @torch.no_grad()

@@ -124,7 +124,8 @@ def _gather(workload: Workload, sharded: Any) -> None:
 def _odd_option(choice: Choice, others: Choices, workload: Workload, setting: Setting) -> str | None:
     gathered, place, dtype = (choice.options.get(name) for name in ("gathered", "offload", "dtype"))
     if gathered not in _GATHERED:
-        return f"gathered is {gathered!r}: give once or twice"
+        several = "fully_shard(gathered=twice,offload=disk)"
+        return f"gathered is {gathered!r}: give once or twice; several options are written {several}"
     if place not in (None, "none", PLACES[setting.device]):
         return f"offload is {place!r}: on {setting.device} give {PLACES[setting.device]}, or none"
     if dtype not in (None, "kept", *_HALVES):
@@ -142,6 +143,10 @@ def _odd_option(choice: Choice, others: Choices, workload: Workload, setting: Se
 def _why_not(workload: Workload, setting: Setting) -> str | None:
     if setting.num_ranks == 1:
         return "it shares a model out over several ranks, and the job has 1 (`ranks`)"
+    try:
+        from plimsoll.techniques import _sharded  # noqa: F401 -- it uses what is private to torch's FSDP2
+    except ImportError as missing:
+        return f"torch {torch.__version__} does not have what it is made of ({missing}): use torch 2.13"
     if not blocks_of(workload.model):
         return "the model has no repeated blocks, one of which could be whole at a time"
     kind = type(workload.optimizer)
