@@ -156,7 +156,7 @@ def test_an_oom_in_the_middle_of_a_parameter_undoes_all_of_it(choice, num_before
 def test_the_first_step_proves_room_for_just_the_states_to_come(choice, monkeypatch):
     """Of the largest parameter they are 1/4 or 1/8 of Adam's, of the small ones not."""
     proven = []
-    monkeypatch.setattr("plimsoll.run.commit._prove_room", lambda blocks, device: proven.append(sum(blocks)))
+    monkeypatch.setattr("plimsoll.run.commit.prove_room", lambda blocks, device: proven.append(sum(blocks)))
     workload = workload_of(model=nn.Sequential(nn.Linear(64, 100), nn.Linear(100, 40), nn.Linear(40, 50)))
     with installed(workload, [choice]):
         give_gradients(workload.model)
