@@ -102,6 +102,17 @@ class WideBlock(Block):
         return super().forward(hidden + self.shift.to(hidden.dtype))
 
 
+class BroadBlock(Block):
+    """A block whose activations are large, and its parameters are not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("ramp", torch.linspace(0, 1, NUM_WIDE))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return super().forward(hidden) + torch.tanh(hidden[:, :1] * self.ramp).mean(-1, keepdim=True)
+
+
 class Stack(nn.Module):
     """A classifier of repeated blocks, whose rows no number of ranks divides."""
 
@@ -138,10 +149,13 @@ class Mixed(Stack):
         return logits
 
 
-def stacked_model(is_mixed: bool = False) -> nn.Module:
+def stacked_model(is_mixed: bool = False, is_wide: bool = False) -> nn.Module:
     """Return a model whose blocks can be shared out."""
     torch.manual_seed(0)
-    return Mixed() if is_mixed else Stack()
+    model = Mixed() if is_mixed else Stack()
+    if is_wide:
+        model.blocks[1] = BroadBlock()
+    return model
 
 
 def rungs_of(case: dict[str, Any]) -> list[tuple[Choice, ...]] | None:
@@ -188,11 +202,13 @@ def train(ranks: Ranks, case: dict[str, Any]) -> dict[str, Any]:
     """Train on this rank; the ``failures`` of a case are triples of rank, phase and passage."""
     with ExitStack() as stack:
         is_mixed, is_first_small = case.get("is_mixed", False), case.get("is_first_small", False)
-        model = Wide() if case.get("wide") else small_model() if rungs_of(case) is None else stacked_model(is_mixed)
+        is_wide = case.get("wide", False)
+        small = Wide if is_wide else small_model
+        model = stacked_model(is_mixed, is_wide) if rungs_of(case) is not None else small()
         optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        if case.get("precision") or is_first_small:  # Adam divides by gradients that are nothing but rounding
+        if case.get("precision") or is_first_small or is_wide:  # Adam divides by gradients that are but rounding
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        if case.get("wide"):  # a million weights that do the same: Adam would make all of their rounding
+        if isinstance(model, Wide):  # a million weights that do the same
             optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
         step = TrainStep(
             model, optimizer, loss_of, units="samples", clip_norm=case.get("clip_norm"), ranks=ranks,
@@ -209,8 +225,10 @@ def train(ranks: Ranks, case: dict[str, Any]) -> dict[str, Any]:
         for phase, passages in hits.items():
             stack.enter_context(armed(phase, *passages))
         if case.get("limited_rank") == ranks.rank:
-            # Gradients and states of the optimizer fit, and the activations of half of the samples.
+            # Gradients and states of the optimizer fit, and the activations of some of its samples.
             held_bytes = 3 * NUM_WIDE * 4 + BATCH_SAMPLES // 2 * WIDE_SAMPLE_BYTES
+            if not isinstance(model, Wide):
+                held_bytes = int(2.6 * WIDE_SAMPLE_BYTES)
             stack.enter_context(step.backend.limited(step.backend.use().used_bytes + held_bytes))
         losses, events, samples = [], [], []
         for number in range(NUM_STEPS):
@@ -237,7 +255,7 @@ def train(ranks: Ranks, case: dict[str, Any]) -> dict[str, Any]:
             break
         events.extend((event.phase, event.rank, event.action) for event in evaluation.oom_events)
         step.close()
-        every = max(NUM_WIDE // 1000, 1) if case.get("wide") else 1
+        every = max(NUM_WIDE // 1000, 1) if isinstance(model, Wide) else 1
         weights = torch.cat([parameter.detach().flatten()[::every] for parameter in model.parameters()])
         return {
             "losses": losses, "events": events, "samples": samples, "weights": weights.tolist(),

@@ -62,6 +62,18 @@ def test_shards_train_what_one_process_trains_whatever_runs_out_of_memory_where(
     check(tmp_path, world_size, range(CASES_IN_CI[world_size]), alone)
 
 
+@pytest.mark.parametrize("options", [TWICE, DISK], ids=["ram", "disk"])
+def test_a_limit_on_one_rank_cuts_the_step_of_all_in_shards(tmp_path, options):
+    """Memory that really runs out, between the exchanges of two blocks."""
+    case = options | {"wide": True, "limited_rank": 1}
+    (alone,) = run_cases(tmp_path / "alone", 1, [options | {"wide": True, "gathered": None}], seconds=60)
+    of_ranks = run_cases(tmp_path / "ranks", 2, [case], seconds=60)
+    for (found,) in of_ranks:
+        require_alike(found, alone[0], case, TOLERANCE)
+        assert found["events"][0][1:] == [1, "micro-batch 4 -> 2"]
+        assert found["events"] == of_ranks[0][0]["events"]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(2400)
 @pytest.mark.parametrize("world_size", [2, 3, 4])

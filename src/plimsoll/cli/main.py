@@ -28,7 +28,7 @@ from plimsoll.cli import (
     workers,
 )
 from plimsoll.cli.output import tell
-from plimsoll.errors import PlimsollError
+from plimsoll.errors import Interrupted, PlimsollError
 from plimsoll.forked import end_as_asked
 from plimsoll.run.supervise import is_rank
 
@@ -97,6 +97,11 @@ def _which_rank() -> str:
     return f"rank {os.environ['RANK']}: " if is_rank() else ""
 
 
+def _is_said_by_another(error: PlimsollError) -> bool:
+    """Whether the first rank says the same: all stop after one step where somebody asks for it."""
+    return isinstance(error, Interrupted) and is_rank() and os.environ["RANK"] != "0"
+
+
 def main() -> None:
     """Run the command line; the process ends with the exit code of `plimsoll.errors`.
 
@@ -107,7 +112,8 @@ def main() -> None:
     try:
         app()
     except PlimsollError as error:
-        print(f"{_which_rank()}error: {error}", file=sys.stderr)
+        if not _is_said_by_another(error):
+            print(f"{_which_rank()}error: {error}", file=sys.stderr)
         tell(error)
         sys.exit(error.exit_code)
     finally:

@@ -155,6 +155,11 @@ def _ranks_change(num_ranks: int | None) -> tuple[str, ...]:
     from plimsoll.run.supervise import is_rank
 
     if not is_rank():
+        if num_ranks is None and (world_size := os.environ.get("WORLD_SIZE", "1")) != "1":
+            raise InputError(
+                f"WORLD_SIZE={world_size} is in the environment and RANK is not: start the processes with torchrun, "
+                "give --nproc, or unset WORLD_SIZE to train in one process"
+            )
         return () if num_ranks is None else (f"ranks={num_ranks}",)
     if num_ranks is not None:
         raise InputError(

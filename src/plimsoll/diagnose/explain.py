@@ -61,8 +61,9 @@ def explain(
         if is_not_begun(path):
             return _of_job(path / "job.yaml", device, budget, progress)
         return _of_run(RunRecord.from_directory(path), path, device, budget, progress)
-    evidence = evidence_of_run(source) if isinstance(source, RunRecord) else evidence_of_step(source)
-    return diagnosed(evidence)
+    if isinstance(source, RunRecord):
+        return diagnosed(evidence_of_run(source), _survived(source))
+    return diagnosed(evidence_of_step(source))
 
 
 def is_job(path: Path) -> bool:
@@ -90,10 +91,20 @@ def _of_run(
     run: RunRecord, path: Path, device: str | None, budget: str | int | None, progress: Progress | None
 ) -> Diagnosis:
     if not ended_in_oom(run) and device is None and budget is None:
-        return diagnosed(evidence_of_run(run))
+        return diagnosed(evidence_of_run(run), _survived(run))
     from plimsoll.diagnose.of_job import diagnosis_of_run
 
     return diagnosis_of_run(run, path, device=device, limit_bytes=_bytes(budget), progress=progress)
+
+
+def _survived(run: RunRecord) -> tuple[str, ...]:
+    """What is to be said of memory that ran out where the run went on."""
+    phases = [event.phase or "an unknown phase" for event in run.oom_events if event.survived]
+    if not phases:
+        return ()
+    times = "once" if len(phases) == 1 else f"{len(phases):,} times"
+    where = ", ".join(dict.fromkeys(phases))
+    return (f"Memory ran out {times} ({where}) and the run went on: `plimsoll report` of its directory shows how.",)
 
 
 def _bytes(budget: str | int | None) -> int | None:

@@ -166,8 +166,9 @@ def _refuse(trainer: transformers.Trainer) -> None:
             "deepspeed out"
         )
     if arguments.optim in _INSIDE_BACKWARD:
+        name = getattr(arguments.optim, "value", arguments.optim)
         raise InputError(
-            f"optim={arguments.optim!s} updates the parameters inside backward, where a step cannot be undone: choose "
+            f"optim={name} updates the parameters inside backward, where a step cannot be undone: choose "
             "another, such as adafactor, whose states are small too"
         )
 

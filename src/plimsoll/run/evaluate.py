@@ -29,7 +29,7 @@ from plimsoll.records.run import OomEvent
 from plimsoll.run.boundary import Position
 from plimsoll.run.failpoints import failpoint
 from plimsoll.run.pieces import Shape, Spare, autocast, no_way_out, parts_of_all, weighted_pieces
-from plimsoll.run.recover import Ladder, micro_batch_sizes
+from plimsoll.run.recover import Ladder, action_of, micro_batch_sizes
 from plimsoll.run.shared_buffers import share_statistics
 from plimsoll.run.together import attempt_together, told_by_all
 from plimsoll.workload import Workload, move_batch
@@ -166,8 +166,8 @@ class Evaluator:
                 raise OutOfMemoryError(no_way_out(loss, size, shape, whole=None))
             if ladder.is_last(following):
                 self._backend.release(last_resort=True)
-            next_size = min(ladder.sizes[following].samples, shape.num_samples)
-            action = f"micro-batch {size} -> {next_size}"
+            next_size = min(ladder.sizes[following].samples, most)
+            action = action_of(size, next_size, None, is_same_rung=following == rung)
             events.append(loss.model_copy(update={"next_micro_batch": next_size, "action": action}))
             rung = following
 

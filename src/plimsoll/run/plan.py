@@ -196,11 +196,12 @@ def require_that_fits(plan: Plan) -> None:
         return
     assert plan.smallest_budget_bytes is not None
     leanest = " ".join(map(str, plan.choices))
+    budget = f"{-(-plan.smallest_budget_bytes >> 20)}MiB"
     openings = "".join(f"; {' '.join(map(str, one.choices))} {one.reason}" for one in plan.openings)
     raise BudgetError(
         f"a budget of {format_bytes(plan.budget.device_bytes or 0)} cannot hold this training: what needs least, "
         f"{leanest}, needs {format_bytes(plan.smallest_budget_bytes)}: give --budget "
-        f"{-(-plan.smallest_budget_bytes >> 20)}MiB or more{openings}"
+        f'{budget} or more (in Python budget="{budget}"){openings}'
     )
 
 

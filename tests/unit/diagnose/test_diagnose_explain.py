@@ -7,6 +7,7 @@ from evidence_records import MIB, empty_run, lines, step_line
 from plimsoll.diagnose.explain import explain
 from plimsoll.errors import RecordError
 from plimsoll.records.diagnosis import Diagnosis
+from plimsoll.records.run import OomEvent
 
 
 def run(mib_per_step, **changes):
@@ -36,6 +37,19 @@ def test_growth_without_a_cause_is_a_note():
 def test_a_flat_run_has_nothing_to_say():
     diagnosis = explain(run(0))
     assert (diagnosis.findings, diagnosis.notes, diagnosis.growth.is_steady) == ((), (), False)
+
+
+def test_memory_that_ran_out_and_was_survived_is_told():
+    events = tuple(
+        OomEvent(step=step, phase=phase, family="cpu-allocator", survived=True)
+        for step, phase in ((3, "backward"), (5, "evaluation"), (9, "backward"))
+    )
+    assert explain(run(0, oom_events=events)).notes == (
+        "Memory ran out 3 times (backward, evaluation) and the run went on: `plimsoll report` of its directory shows "
+        "how.",
+    )
+    (note,) = explain(run(0, oom_events=events[:1])).notes
+    assert note.startswith("Memory ran out once (backward)")
 
 
 def test_too_few_steps_are_said_to_be_too_few():

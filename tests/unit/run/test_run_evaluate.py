@@ -60,6 +60,14 @@ def test_a_batch_that_runs_out_of_memory_is_evaluated_again_in_pieces():
     assert evaluation.loss == pytest.approx(4 * sum(x * x for x in range(1, 9)) / 8)
     assert [(event.micro_batch, event.next_micro_batch) for event in evaluation.oom_events] == [(8, 4), (4, 2)]
     assert {event.phase for event in evaluation.oom_events} == {"evaluation"}
+    assert [event.action for event in evaluation.oom_events] == ["micro-batch 8 -> 4", "micro-batch 4 -> 2"]
+
+
+def test_what_cannot_be_cut_is_evaluated_once_more():
+    step = step_of(rungs=[[micro_batch_choice(1)]])
+    with armed("evaluation", 2):
+        evaluation = step.evaluate([line_through(2)])
+    assert [event.action for event in evaluation.oom_events] == ["same micro-batch once more"]
 
 
 def test_a_batch_without_a_target_counts_for_nothing():
