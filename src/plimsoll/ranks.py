@@ -24,6 +24,7 @@ import os
 import pickle
 import re
 import time
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -43,6 +44,7 @@ DEFAULT_TIMEOUT_SECONDS = 600
 _TIMEOUT = "PLIMSOLL_RANKS_TIMEOUT"
 _POLL_SECONDS = 0.05
 _EXCHANGE_BYTES = 2 << 20
+_CLOSED = ("closed by peer", "reset by peer", "Broken pipe")
 
 
 class PeerOutOfMemory(Exception):
@@ -205,10 +207,13 @@ class Ranks:
         try:
             return work()
         except RuntimeError as error:
+            reason = _reason(error)
+            is_closed = any(words in reason for words in _CLOSED)
+            how = "ended" if is_closed else f"ended, or did not answer for {self.timeout_seconds:g} s"
             raise RankLostError(
-                f"rank {self.rank} of {self.world_size} lost another rank, which ended, or did not answer for "
-                f"{self.timeout_seconds:g} s ({_reason(error)}): see what that one said; the checkpoints are intact, "
-                f"go on with --resume (torchrun: --max-restarts does it by itself; {_TIMEOUT} sets the seconds)"
+                f"rank {self.rank} of {self.world_size} lost another rank, which {how} ({reason}): see what that one "
+                "said; the checkpoints are intact, go on with --resume (torchrun: --max-restarts does it by itself; "
+                f"{_TIMEOUT} sets the seconds)"
             ) from None
 
 
@@ -219,7 +224,7 @@ def joined() -> Iterator[Ranks]:
     Raises:
         InputError: if the environment is incomplete, or the ranks did not meet.
     """
-    if os.environ.get("WORLD_SIZE", "1") == "1" or "RANK" not in os.environ:
+    if (os.environ.get("WORLD_SIZE") or "1") == "1" or not os.environ.get("RANK"):
         yield Ranks()
         return
     timeout_seconds = _timeout_seconds()
@@ -228,9 +233,7 @@ def joined() -> Iterator[Ranks]:
     rank, local_rank = _number("RANK", 0, world_size), _number("LOCAL_RANK", 0, world_size)
     where = f"{os.environ.get('MASTER_ADDR', 'nowhere')}:{os.environ.get('MASTER_PORT', '?')}"
     try:
-        meeting, _, _ = next(rendezvous("env://", rank, world_size, timeout=_duration(timeout_seconds)))
-        # torchrun keeps one store through all restarts, with the addresses of the ranks that have ended.
-        store = PrefixStore(f"{world_size}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", meeting)
+        store = _met(rank, world_size, timeout_seconds)
         dist.init_process_group(
             backend, store=store, rank=rank, world_size=world_size, timeout=_duration(timeout_seconds)
         )
@@ -246,6 +249,37 @@ def joined() -> Iterator[Ranks]:
     finally:
         ranks.leave()
         dist.destroy_process_group()
+
+
+def _met(rank: int, world_size: int, timeout_seconds: float) -> Store:
+    """Return a store that only the ranks of this start have.
+
+    torchrun's own is kept through all restarts, with what those have left there that ended, and its count of restarts
+    is each machine's own. So each rank says hello with a word that it has made up, and the first, which answers until
+    all have heard it, tells under which name they go on.
+
+    Raises:
+        RuntimeError, ValueError: if they do not meet.
+    """
+    meeting, _, _ = next(rendezvous("env://", rank, world_size, timeout=_duration(timeout_seconds)))
+    own = uuid.uuid4().hex
+    if rank > 0:
+        meeting.set(f"hello/{rank}", own)
+        store = PrefixStore(meeting.get(f"welcome/{own}").decode(), meeting)
+        store.set(f"here/{rank}", "")
+        return store
+    store, deadline = PrefixStore(own, meeting), time.monotonic() + timeout_seconds
+    answered: dict[int, bytes] = {}
+    missing = [*range(1, world_size)]
+    while missing := [one for one in missing if not store.check([f"here/{one}"])]:
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"nothing was heard of rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}")
+        for one in missing:
+            if meeting.check([f"hello/{one}"]) and (hello := meeting.get(f"hello/{one}")) != answered.get(one):
+                meeting.set(f"welcome/{hello.decode()}", own)
+                answered[one] = hello
+        time.sleep(_POLL_SECONDS)
+    return store
 
 
 def _number(name: str, least: int, below: int | None) -> int:

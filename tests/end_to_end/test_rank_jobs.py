@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -31,6 +32,7 @@ from end_to_end.commands import (
     wait_until,
     write_job,
 )
+from plimsoll.records.job import Job
 from plimsoll.records.run import DeathLine, EvaluationLine, RunRecord, StartLine
 
 TOLERANCE = 1e-5
@@ -116,6 +118,12 @@ def test_a_killed_rank_and_another_number_of_ranks_change_nothing(job: Path, alo
     assert {len(step.peak_bytes_of_ranks) for step in record.finished_steps} == {2, 3}
 
 
+def is_listened_at(port: int) -> bool:
+    """Whether somebody answers at a port of this machine."""
+    with socket.socket() as one:
+        return one.connect_ex(("127.0.0.1", port)) == 0
+
+
 def torchrun(num_ranks: int, *arguments: object) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", "3"]
     command += ["--nproc-per-node", str(num_ranks), "-m", "plimsoll", "train", *map(str, arguments)]
@@ -150,6 +158,95 @@ def test_a_rank_that_dies_before_it_begins_does_not_make_the_restart_begin_elsew
     assert done.returncode == 0, done.stderr
     assert [line.step for line in lines_of(run) if isinstance(line, StartLine)][-1] == 4
     assert_same_training(run, alone)
+
+
+@pytest.mark.parametrize("force", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_one_rank_under_torchrun_goes_on_where_it_was_killed(job: Path, alone: Path, tmp_path: Path, force: bool):
+    """Also where `--force` has removed another run first: not what this torchrun has begun itself."""
+    run = tmp_path / "run"
+    if force:
+        trained(job, "--out", run, "--set", "steps=1")
+    forced = ["--force"] if force else []
+    process = torchrun(1, job, "--out", run, "--set", "checkpoint.every=1", *forced)
+    wait_until(lambda: lines_of(run)[:1] and len(steps_of(run)) >= 3, process)
+    kill_a_rank(process, run, random.Random(0))
+    done = finish(process)
+    assert done.returncode == 0, done.stderr
+    starts = [line for line in lines_of(run) if isinstance(line, StartLine)]
+    assert [line.restarts for line in starts] == [0, 1]
+    assert starts[1].step >= 2
+    assert_same_training(run, alone)
+
+
+def agent(port: int, nodes: str, *arguments: object) -> subprocess.Popen[str]:
+    """One of the agents that several machines would have, with one rank."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", nodes, "--nproc-per-node", "1"]
+    command += ["--max-restarts", "9", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}"]
+    command += ["--rdzv-conf", "last_call_timeout=3"]
+    command += ["-m", "plimsoll", "train", *map(str, arguments)]
+    own = environment(
+        TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1"
+    )  # else torch 2.13 leaves an agent that comes later waiting
+    return subprocess.Popen(command, env=own, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", ["rank", "agent"])
+def test_a_rank_or_an_agent_of_two_is_killed_and_all_go_on(job: Path, alone: Path, tmp_path: Path, victim: str):
+    """Agents count restarts for themselves; one that is started in place of another has counted none."""
+    run, port = tmp_path / "run", free_port()
+    arguments = (job, "--out", run, "--set", "checkpoint.every=1", "--force")
+    both = [agent(port, "2", *arguments)]
+    wait_until(lambda: is_listened_at(port), both[0])
+    both.append(agent(port, "2", *arguments))
+    wait_until(lambda: len(steps_of(run)) >= 3, both[0])
+    (rank,) = ranks_of(both[1])
+    if victim == "agent":
+        both[1].kill()
+        rank.kill()
+        both[1].communicate()
+        both[1] = agent(port, "2", *arguments)
+    else:
+        rank.kill()
+    ends = [finish(one) for one in both]
+    assert [end.returncode for end in ends] == [0, 0], "".join(end.stderr for end in ends)
+    assert_same_training(run, alone)
+
+
+@pytest.mark.slow
+def test_where_one_of_two_agents_is_left_it_goes_on_alone(job: Path, alone: Path, tmp_path: Path):
+    run, port = tmp_path / "run", free_port()
+    arguments = (job, "--out", run, "--set", "checkpoint.every=1")
+    first = agent(port, "1:2", *arguments)
+    wait_until(lambda: is_listened_at(port), first)
+    second = agent(port, "1:2", *arguments)
+    wait_until(lambda: len(steps_of(run)) >= 3, first)
+    (rank,) = ranks_of(second)
+    second.kill()
+    rank.kill()
+    second.communicate()
+    done = finish(first)
+    assert done.returncode == 0, done.stderr
+    starts = [line for line in lines_of(run) if isinstance(line, StartLine)]
+    assert starts[0].step == 0 < starts[-1].step
+    assert Job.from_yaml(run / "job.yaml").ranks == 1
+    assert_same_training(run, alone)
+
+
+@pytest.mark.slow
+def test_an_agent_that_comes_later_takes_part(job: Path, tmp_path: Path):
+    run, alone, port = tmp_path / "run", tmp_path / "alone", free_port()
+    slow = ("--set", "model=slow_models:slow", "--set", "steps=400", "--set", "evaluate_every=400")
+    trained(job, "--out", alone, *slow)
+    first = agent(port, "1:2", job, "--out", run, *slow)
+    wait_until(lambda: len(steps_of(run)) >= 3, first)
+    both = [first, agent(port, "1:2", job, "--out", run, *slow)]
+    ends = [finish(one) for one in both]
+    assert [end.returncode for end in ends] == [0, 0], "".join(end.stderr for end in ends)
+    steps = steps_of(run)
+    assert_each_sample_once(steps, 400)
+    assert {len(step.peak_bytes_of_ranks) for step in steps} == {0, 2}
+    assert [step.num_units for step in steps] == [step.num_units for step in steps_of(alone)]
 
 
 @pytest.mark.slow
@@ -210,14 +307,16 @@ def test_what_the_first_rank_refuses_is_said_once_and_all_end_with_it(job: Path,
     assert "error" not in ends[1].stderr
 
 
-def test_a_rank_that_nobody_meets_says_where_it_waited():
+@pytest.mark.parametrize(("rank", "whom"), [("0", "waiting for clients"), ("1", "")])
+def test_a_rank_that_nobody_meets_says_where_it_waited(rank: str, whom: str):
     alone_of_two = environment(
-        RANK="1", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()), PLIMSOLL_RANKS_TIMEOUT="2"
+        RANK=rank, WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()), PLIMSOLL_RANKS_TIMEOUT="2"
     )
     command = [sys.executable, "-m", "plimsoll", "train-worker", os.devnull]
     done = subprocess.run(command, env=alone_of_two, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 2
-    assert "rank 1: error: rank 1 of 2 did not meet the others at 127.0.0.1:" in done.stderr
+    assert f"rank {rank}: error: rank {rank} of 2 did not meet the others at 127.0.0.1:" in done.stderr
+    assert whom in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,10 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
-from end_to_end.commands import environment, finish, plimsoll, steps_of, trained, wait_until, write_job
+from end_to_end.commands import environment, finish, steps_of, trained, wait_until, write_job
 from plimsoll.records.run import EndLine, read_lines
 
 ADDRESSES = ("10.213.7.1", "10.213.7.2")
@@ -57,14 +58,15 @@ def hosts() -> Iterator[tuple[str, str]]:
         subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
 
 
-def start_on(host: str, number: int, *arguments: object) -> subprocess.Popen[str]:
-    """Start torchrun on one host, with one rank."""
+def start_on(host: str, number: int, *arguments: object, rendezvous: tuple[str, ...] = ()) -> subprocess.Popen[str]:
+    """Start torchrun on one host, with one rank; by default its agents know each other's numbers from the start."""
+    static = ("--nnodes", "2", "--node-rank", str(number), "--nproc-per-node", "1")
+    static += ("--master-addr", ADDRESSES[0], "--master-port", "29511")
     card = f"p{'ab'[number]}{os.getpid()}"[:15]
     return subprocess.Popen(
         [
             *("ip", "netns", "exec", host, sys.executable, "-m", "torch.distributed.run"),
-            *("--nnodes", "2", "--node-rank", str(number), "--nproc-per-node", "1"),
-            *("--master-addr", ADDRESSES[0], "--master-port", "29511"),
+            *(rendezvous or static),
             *("-m", "plimsoll", "train", *map(str, arguments), "--json"),
         ],
         env=environment(GLOO_SOCKET_IFNAME=card, PLIMSOLL_RANKS_TIMEOUT=str(TIMEOUT_SECONDS)),
@@ -108,14 +110,36 @@ def test_a_cut_cable_is_a_clear_error_and_a_clean_resume(hosts: tuple[str, str],
         assert abs(one.loss - other.loss) < 1e-4  # of some hundred steps
 
 
-def test_hosts_that_do_not_meet_say_so(hosts: tuple[str, str], tmp_path: Path):
-    """The second host is never started: torchrun itself, or the rank, says where it waited."""
-    job = write_job(tmp_path / "job.yaml")
-    done = plimsoll(
-        *("train", job, "--out", tmp_path / "run"),
-        **{"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29512"},
-        PLIMSOLL_RANKS_TIMEOUT="3",
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_rank_that_is_killed_on_one_host_makes_torchrun_begin_again_on_both(
+    hosts: tuple[str, str], tmp_path: Path, number: int
+):
+    job = write_job(tmp_path / "job.yaml", steps=NUM_STEPS // 4)
+    trained(job, "--out", tmp_path / "alone", "--set", "model.dropout=0")
+    run = tmp_path / "run"
+    changes = ("--set", "model.dropout=0", "--set", "checkpoint.every=1", "--force")
+    both = [
+        start_on(host, place, job, "--out", run, *changes, rendezvous=elastic(place))
+        for place, host in enumerate(hosts)
+    ]
+    wait_until(lambda: len(steps_of(run)) >= 3, both[0])
+    (victim,) = (
+        child for child in psutil.Process(both[number].pid).children(recursive=True) if "RANK" in child.environ()
     )
-    assert done.returncode == 2
-    assert "rank 0 of 2 did not meet the others at 127.0.0.1:29512" in done.stderr
-    assert not (tmp_path / "run").exists()
+    victim.kill()
+    ends = [finish(one) for one in both]
+    assert [end.returncode for end in ends] == [0, 0], "".join(end.stderr for end in ends)
+    steps, of_one = steps_of(run), steps_of(tmp_path / "alone")
+    assert [step.step for step in steps] == [step.step for step in of_one]
+    for one, other in zip(steps, of_one, strict=True):
+        assert (one.first_sample, one.num_samples) == (other.first_sample, other.num_samples)
+        assert abs(one.loss - other.loss) < 1e-4
+
+
+def elastic(number: int) -> tuple[str, ...]:
+    """The arguments with which torchrun's agents find each other again and again."""
+    return (
+        *("--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", "3", "--local-addr", ADDRESSES[number]),
+        *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{ADDRESSES[0]}:29512"),
+        *("--rdzv-conf", f"is_host={1 - number}"),
+    )

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from tests.ranks_started import free_port
+from torch._C._distributed_c10d import HashStore, Store
 
 from plimsoll.errors import InputError, RankLostError
-from plimsoll.ranks import PeerOutOfMemory, Ranks, joined
+from plimsoll.ranks import PeerOutOfMemory, Ranks, _met, joined
 
 
 def test_alone_is_one_of_one_and_agrees_with_itself():
@@ -111,3 +114,26 @@ def test_a_failed_exchange_is_a_lost_rank_and_no_lack_of_memory():
 
 def test_another_ranks_lack_of_memory_is_named_as_such():
     assert PeerOutOfMemory.family == "another rank"
+
+
+def met(monkeypatch: pytest.MonkeyPatch, store: HashStore, world_size: int, ranks: range) -> list[Store]:
+    """Meet at a store, each rank in a thread of its own."""
+    monkeypatch.setattr("plimsoll.ranks.rendezvous", lambda *_, **__: iter([(store, 0, world_size)]))
+    with ThreadPoolExecutor() as pool:
+        return [*pool.map(lambda rank: _met(rank, world_size, 2.0), ranks)]
+
+
+def test_ranks_that_are_started_again_meet_where_those_before_them_did(monkeypatch: pytest.MonkeyPatch):
+    """What the ended ones have left in torchrun's store is nobody's; also the last word of one that has not met."""
+    meeting = HashStore()
+    meeting.set("hello/2", "of a rank that ended before it was answered")
+    for number in range(3):
+        stores = met(monkeypatch, meeting, 3, range(3))
+        assert not stores[2].check(["told"])  # nothing of the start before
+        stores[0].set("told", str(number))
+        assert [store.get("told") for store in stores] == [str(number).encode()] * 3
+
+
+def test_ranks_that_nothing_was_heard_of_are_named(monkeypatch: pytest.MonkeyPatch):
+    with pytest.raises(RuntimeError, match="nothing was heard of ranks 1, 2"):
+        met(monkeypatch, HashStore(), 3, range(1))

@@ -77,7 +77,8 @@ def train(  # noqa: PLR0917 -- typer calls it by name
     with _failures_shown(out) if as_json and not is_silent else nullcontext():
         changes = [*(changes or ()), *_ranks_change(num_ranks)]
         if resume and (force or cache):
-            raise InputError(f"--resume goes on with what is in {out}: leave out --force and --cache, or drop --resume")
+            given = " and ".join(name for name, value in {"--force": force, "--cache": cache}.items() if value)
+            raise InputError(f"--resume goes on with what is in {out}: leave out {given}, or drop --resume")
         if from_step is not None and not resume:
             raise InputError(
                 f"--from-step {from_step} chooses a checkpoint to go on from: add --resume, or leave it out"
@@ -155,7 +156,7 @@ def _ranks_change(num_ranks: int | None) -> tuple[str, ...]:
     from plimsoll.run.supervise import is_rank
 
     if not is_rank():
-        if num_ranks is None and (world_size := os.environ.get("WORLD_SIZE", "1")) != "1":
+        if num_ranks is None and (world_size := os.environ.get("WORLD_SIZE") or "1") != "1":
             raise InputError(
                 f"WORLD_SIZE={world_size} is in the environment and RANK is not: start the processes with torchrun, "
                 "give --nproc, or unset WORLD_SIZE to train in one process"
@@ -174,7 +175,7 @@ def _as_a_rank(out: Path, prepare: Callable[[Then], int], resume: bool, from_ste
     from plimsoll.ranks import joined
     from plimsoll.records.job import Job
     from plimsoll.run.directory import RunDirectory
-    from plimsoll.run.ranked import begun_again, num_restarts, prepared_by_first
+    from plimsoll.run.ranked import begun_again, prepared_by_first
     from plimsoll.run.worker import train_run
 
     with joined() as ranks:
@@ -185,9 +186,10 @@ def _as_a_rank(out: Path, prepare: Callable[[Then], int], resume: bool, from_ste
             with directory.claimed():
                 return _planned_again(directory, job, Job.from_yaml(directory.job), (), quiet)
 
-        code, goes_on = prepared_by_first(ranks, out, lambda: prepare(lambda *_: 0), plan_again)
+        code, restarts = prepared_by_first(ranks, out, lambda: prepare(lambda *_: 0), plan_again)
         if code:
             return code
+        goes_on = restarts > 0
         rung, too_large_rung = (
             begun_again(ranks, RunDirectory.open(out, writes=ranks.rank == 0)) if goes_on else (None, None)
         )
@@ -198,7 +200,7 @@ def _as_a_rank(out: Path, prepare: Callable[[Then], int], resume: bool, from_ste
             resume_newest=goes_on,
             rung=rung,
             too_large_rung=too_large_rung,
-            restarts=num_restarts(),
+            restarts=restarts,
             quiet=quiet,
             ranks=ranks,
         )

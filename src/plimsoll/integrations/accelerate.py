@@ -33,6 +33,7 @@ from plimsoll.records.plan import Choice, Plan
 from plimsoll.records.run import OomEvent
 from plimsoll.records.units import parse_bytes
 from plimsoll.run.checks import refuse
+from plimsoll.run.pieces import at_least_fp32
 from plimsoll.workload import LossFunction, Units, model_loss, move_batch
 
 if TYPE_CHECKING:
@@ -140,7 +141,7 @@ class AccelerateStep:
         loss = self._loss(self._model, move_batch(piece, self._accelerator.device))
         self.transaction.position.phase = "backward"
         self._accelerator.backward(loss * share if share != 1 else loss)
-        return loss.detach().float()
+        return at_least_fp32(loss)
 
     def _finish(self, gradients: Callable[[], Tensor]) -> None:
         gradients()

@@ -35,6 +35,7 @@ from plimsoll.integrations._planned import planned, refuse_both
 from plimsoll.integrations.transaction import ON_THE_MODEL, PutBack, Transaction, scaler_as_now
 from plimsoll.records.plan import Choice, Plan
 from plimsoll.records.units import parse_bytes
+from plimsoll.run.pieces import at_least_fp32
 from plimsoll.workload import Units, batch_size_of
 
 try:
@@ -228,8 +229,7 @@ class _Optimization:
         self._loop._make_backward_fn(optimizer)(loss)
         logged = {} if share == 1 else self._logged()
         self._passes.append(_Pass(batch_idx, share, batch_size_of(piece), output.extra, logged))
-        loss_of_piece: Tensor = output.loss
-        return loss_of_piece.float()
+        return at_least_fp32(output.loss)
 
     def _zero_once(self, batch_idx: int, optimizer: torch.optim.Optimizer) -> None:
         """Zero as Lightning does, after the first forward pass of a step; later ones have something to keep."""
@@ -345,7 +345,9 @@ def _copied(state: dict[str, Any]) -> dict[str, Any]:
 
 def _mean(values: list[Tensor], shares: list[float]) -> Tensor:
     total = sum(shares)
-    return torch.stack([value.float() * (share / total) for value, share in zip(values, shares, strict=True)]).sum(0)
+    return torch.stack(
+        [at_least_fp32(value) * (share / total) for value, share in zip(values, shares, strict=True)]
+    ).sum(0)
 
 
 def _joined(passes: list[_Pass]) -> dict[str, Any]:

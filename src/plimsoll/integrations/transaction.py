@@ -257,7 +257,7 @@ class Transaction:
             for piece, share, _ in self._pieces(batch, samples, shape):
                 self.position.phase = "forward"
                 failpoint("forward")
-                total += one_pass(piece, share) * share
+                total = total + one_pass(piece, share) * share
                 failpoint("backward")
             self._num_done = number + 1
         self.position.phase = "clip"

@@ -13,10 +13,10 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import io
-import math
 import os
 import random
 import socket
+import time
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
@@ -28,6 +28,7 @@ import torch
 
 from plimsoll.device.base import Backend
 from plimsoll.device.cgroup import oom_kill_count
+from plimsoll.device.ending import start_ticks
 from plimsoll.device.probe import versions
 from plimsoll.errors import DeviceError, InputError
 from plimsoll.ranks import Ranks
@@ -36,6 +37,7 @@ from plimsoll.records.plan import Plan
 from plimsoll.records.run import DeathLine, StartLine
 from plimsoll.run import checkpoint
 from plimsoll.run.directory import RunDirectory
+from plimsoll.run.supervise import is_rank
 
 _SEED_STRIDE = 1_000_003  # a prime: seeds of ranks and seeds of users do not meet by counting
 _BY_RANK = "by_rank"
@@ -138,38 +140,37 @@ def restore_random_state(backend: Backend, states: Any, ranks: Ranks, seed: int)
         seed_rank(seed, ranks)
 
 
-def is_restarted(path: Path, begun_at: float) -> bool:
-    """Whether torchrun has started the ranks again, after it had begun this training in this run directory.
-
-    Args:
-        path: the run directory.
-        begun_at: when the first of the launchers was started, in seconds of the clock.
-    """
-    if num_restarts() == 0 or not (path / "prepared.json").is_file():
-        return False
+def starts_since(path: Path, begun_at: float) -> int:
+    """How often a training has begun in a run directory since then, in seconds of the clock."""
+    if not (path / "prepared.json").is_file():
+        return 0
     starts = [line for line in RunDirectory(path).lines() if isinstance(line, StartLine)]
-    return any(datetime.fromisoformat(line.wall_time).timestamp() >= math.floor(begun_at) for line in starts)
+    return sum(datetime.fromisoformat(line.wall_time).timestamp() >= begun_at for line in starts)
 
 
-def launched_at() -> float:
-    """When the process was started that has started this one: torchrun's agent, which stays through all restarts."""
-    return psutil.Process(os.getppid()).create_time()
+def launcher_age_seconds() -> float:
+    """How long ago the process was started that has started this one: torchrun's agent, which stays through restarts.
 
-
-def num_restarts() -> int:
-    """How often torchrun has started the ranks again."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    Clocks of machines differ, but not in how fast they go. (psutil's `create_time` is of whole seconds.)
+    """
+    ticks = start_ticks(os.getppid())
+    if ticks is None:  # not Linux
+        return time.time() - psutil.Process(os.getppid()).create_time()
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
 
 
 def may_begin_anew() -> bool:
     """Whether somebody starts a new process for one that asks for it: our supervisor, or torchrun."""
-    left = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) - num_restarts()
-    return "PLIMSOLL_SUPERVISOR" in os.environ or left > 0
+    most, done = (int(os.environ.get(f"TORCHELASTIC_{name}", "0")) for name in ("MAX_RESTARTS", "RESTART_COUNT"))
+    return "PLIMSOLL_SUPERVISOR" in os.environ or most > done
 
 
 def oom_kills_by_machine(ranks: Ranks) -> dict[str, int]:
-    """How many processes the kernel has killed for memory on each machine that counts them, by its name."""
-    if ranks.is_alone:
+    """How many processes the kernel has killed for memory on each machine that counts them, by its name.
+
+    Nothing without torchrun: then the supervisor counts them.
+    """
+    if not is_rank():
         return {}
     kills = oom_kill_count()
     told = ranks.gather((socket.gethostname(), None if kills is None else kills.number))
@@ -214,8 +215,11 @@ def _note_restart(directory: RunDirectory, kills: dict[str, int]) -> int | None:
 
 def prepared_by_first(
     ranks: Ranks, path: Path, prepare: Callable[[], int], plan_again: Callable[[], int]
-) -> tuple[int, bool]:
+) -> tuple[int, int]:
     """Have rank 0 make the run directory, with its data and its plan, unless torchrun has started the ranks again.
+
+    That is so where the training has begun in this directory since the first of its agents was started. What torchrun
+    counts says less: each agent counts for itself, and only some of the restarts.
 
     Args:
         ranks: all of them.
@@ -224,18 +228,18 @@ def prepared_by_first(
         plan_again: makes the plan of another number of ranks, where that many have been started again.
 
     Returns:
-        the exit code of what rank 0 did, on all of them; and whether a training goes on that had begun.
+        the exit code of what rank 0 did, on all of them; and how often the training has begun that goes on, or 0.
     """
-    begun_at = min(ranks.gather(launched_at()))
-    goes_on = ranks.gather(is_restarted(path, begun_at))[0]
+    begun_at = time.time() - max(ranks.gather(launcher_age_seconds()))
+    num_starts: int = ranks.gather(starts_since(path, begun_at))[0]
 
     def made() -> int:
-        if not goes_on:
+        if not num_starts:
             return prepare()
         return 0 if Job.from_yaml(path / "job.yaml").ranks == ranks.world_size else plan_again()
 
     code = ranks.on_first("prepared", made)
-    return ranks.gather(code or 0)[0], goes_on
+    return ranks.gather(code or 0)[0], num_starts
 
 
 def _both(every: list[dict[str, str]], rank: int, name: str) -> str:

@@ -57,7 +57,17 @@ from plimsoll.run.evaluate import Evaluation, Evaluator
 from plimsoll.run.failpoints import failpoint
 from plimsoll.run.graphs import GraphWatch
 from plimsoll.run.outcome import Outcome, StepResult, note
-from plimsoll.run.pieces import NOTHING, Shape, Spare, autocast, no_way_out, parts_of_all, shape_of, weighted_pieces
+from plimsoll.run.pieces import (
+    NOTHING,
+    Shape,
+    Spare,
+    at_least_fp32,
+    autocast,
+    no_way_out,
+    parts_of_all,
+    shape_of,
+    weighted_pieces,
+)
 from plimsoll.run.recover import Ladder, Size, state_after_death
 from plimsoll.run.reduction import Reduction
 from plimsoll.run.rungs import Rungs, after_oom, ladder_of
@@ -406,7 +416,7 @@ class TrainStep:
         self._early = early_update(self.workload, micro_batch, own.num_samples)
         with self._early.in_backward() if self._early else nullcontext():
             for piece, share, _ in pieces:
-                total += self._forward_backward(piece, share)
+                total = total + self._forward_backward(piece, share)
         return total.item()
 
     def _clip(self) -> float | None:
@@ -449,7 +459,7 @@ class TrainStep:
         self.position.phase = "backward"
         self.graphs.backward(loss if self._scaler is None else self._scaler.scale(loss), self.num_steps + 1)
         failpoint("backward")
-        return loss.detach().float()
+        return at_least_fp32(loss)
 
     # -- recovery ------------------------------------------------------------------------------------------------------
 

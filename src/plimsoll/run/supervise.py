@@ -198,8 +198,9 @@ def _signalled(exit_code: int) -> int:
 
 
 def is_rank() -> bool:
-    """Whether torchrun, or what sets the same variables, has started this process as one of several."""
-    return "RANK" in os.environ and os.environ.get("WORLD_SIZE", "1") != "1"
+    """Whether torchrun has started this process, also as the only one that is left, or what sets the same variables."""
+    is_one_of_several = (os.environ.get("WORLD_SIZE") or "1") != "1"
+    return bool(os.environ.get("RANK")) and (is_one_of_several or "TORCHELASTIC_RUN_ID" in os.environ)
 
 
 def _what_happened(death: _Death, num_deaths: int, saved_step: int, rung: Rung) -> str:

@@ -435,6 +435,6 @@ def _start_line(training: Training, restarts: int) -> StartLine:
         rung=training.step.rung,
         baseline_bytes=training.backend.use().used_bytes,
         restarts=restarts,
-        wall_time=datetime.now(UTC).isoformat(timespec="seconds"),
+        wall_time=datetime.now(UTC).isoformat(timespec="milliseconds"),
         oom_kills=oom_kills_by_machine(training.ranks),
     )

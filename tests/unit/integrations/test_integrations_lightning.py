@@ -104,6 +104,16 @@ def results_of(trainer, module):
     }
 
 
+@pytest.mark.parametrize("failing", [(), (1, 4)])
+def test_a_loss_in_double_precision_stays_one(tmp_path, failing):
+    plain = fitted(tmp_path / "plain", make=steady, precision="64-true")[1]
+    with armed("forward", *failing):
+        ours = fitted(tmp_path / "ours", OomProof(units="samples"), make=steady, precision="64-true")[1]
+    for one, other in zip(plain.outputs, ours.outputs, strict=True):
+        assert other["loss"].dtype == torch.float64
+        torch.testing.assert_close(other["loss"], one["loss"], rtol=1e-12 if failing else 0, atol=0)
+
+
 def rows_of(trainer):
     """What the logger has: a row with what belongs to a step, and one for each epoch."""
     trainer.logger.save()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
+import time
 from datetime import UTC, datetime
 
 import numpy as np
@@ -24,15 +25,14 @@ from plimsoll.run.directory import RunDirectory
 from plimsoll.run.ranked import (
     begun_again,
     device_of_rank,
-    is_restarted,
-    launched_at,
+    launcher_age_seconds,
     may_begin_anew,
-    num_restarts,
     prepared_by_first,
     random_states,
     require_same,
     restore_random_state,
     seed_rank,
+    starts_since,
 )
 
 BACKEND = backend_for("cpu")
@@ -140,23 +140,34 @@ def started(**changes: object) -> StartLine:
     return StartLine.model_validate(fields | changes)
 
 
-def test_a_restart_is_known_by_what_torchrun_says(directory, monkeypatch):
-    monkeypatch.delenv("PLIMSOLL_SUPERVISOR", raising=False)
+def test_a_restart_is_known_by_what_has_begun_since(directory):
+    """Not by torchrun's count, which is each agent's own and leaves out restarts for another number of agents."""
+    assert starts_since(directory.path, BEGUN_AT - 1) == 0
     directory.append(started())
-    assert (num_restarts(), may_begin_anew(), is_restarted(directory.path, BEGUN_AT)) == (0, False, False)
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "2")
-    assert (num_restarts(), may_begin_anew()) == (1, True)
-    assert is_restarted(directory.path, BEGUN_AT + 0.9)  # its time is in whole seconds
-    assert not is_restarted(directory.path, BEGUN_AT + 1)  # what began was an earlier run in this directory
-    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
+    assert starts_since(directory.path, BEGUN_AT + 0.5) == 0  # what began was an earlier run in this directory
+    assert starts_since(directory.path, BEGUN_AT - 0.5) == 1
+    directory.append(started(restarts=1))
+    assert starts_since(directory.path, BEGUN_AT - 0.5) == 2
+    directory.prepared.unlink()  # another command has begun here, and nothing is ready
+    assert starts_since(directory.path, BEGUN_AT - 0.5) == 0
+
+
+def test_who_may_be_started_again(monkeypatch):
+    monkeypatch.delenv("PLIMSOLL_SUPERVISOR", raising=False)
     assert not may_begin_anew()
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    for most, expected in (("2", True), ("1", False)):
+        monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", most)
+        assert may_begin_anew() == expected
+    monkeypatch.setenv("PLIMSOLL_SUPERVISOR", "1")
+    assert may_begin_anew()
 
 
-def test_a_launcher_began_before_what_it_started():
-    code = "from plimsoll.run.ranked import launched_at; print(launched_at())"
+def test_how_old_a_launcher_is():
+    code = "import time; from plimsoll.run.ranked import launcher_age_seconds as age; print(time.time() - age())"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment())
-    assert float(found.stdout) == psutil.Process().create_time()
+    # psutil knows the second in which the machine was started, and not the part of it.
+    assert 0 <= float(found.stdout) - psutil.Process().create_time() < 1.1
 
 
 @pytest.mark.parametrize(
@@ -180,9 +191,8 @@ def test_after_a_kill_for_memory_all_ranks_begin_with_the_next_rung(directory, m
 
 
 def test_with_another_number_of_ranks_the_plan_is_made_again(directory, monkeypatch):
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    began = launched_at()
-    directory.append(started(wall_time=datetime.fromtimestamp(began + 2, UTC).isoformat(timespec="seconds")))
+    began = time.time() - launcher_age_seconds()
+    directory.append(started(wall_time=datetime.fromtimestamp(began + 0.1, UTC).isoformat()))
     calls: list[str] = []
     for num_ranks, expected in ((2, []), (3, ["again"])):
         directory.write_job(job().model_copy(update={"ranks": num_ranks}))
@@ -190,7 +200,7 @@ def test_with_another_number_of_ranks_the_plan_is_made_again(directory, monkeypa
         found = prepared_by_first(
             ranks, directory.path, lambda: calls.append("made") or 0, lambda: calls.append("again") or 0
         )
-        assert (found, calls) == ((0, True), expected)
+        assert (found, calls) == ((0, 1), expected)
 
 
 class Two(Ranks):
