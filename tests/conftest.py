@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import shutil
+import signal
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +17,10 @@ settings.register_profile(
     "unhurried", deadline=None, max_examples=60, database=None, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("unhurried")
+
+# A shell that starts the tests in the background has them ignore Ctrl-C, and what they start inherits that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # How fast this machine is is measured once for all tests; what runs teach is each test's own.
 _MEASURED = tempfile.TemporaryDirectory(prefix="plimsoll-tests-")

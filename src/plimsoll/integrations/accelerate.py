@@ -33,7 +33,7 @@ from plimsoll.records.plan import Choice, Plan
 from plimsoll.records.run import OomEvent
 from plimsoll.records.units import parse_bytes
 from plimsoll.run.checks import refuse
-from plimsoll.run.pieces import at_least_fp32
+from plimsoll.run.outcome import at_least_fp32
 from plimsoll.workload import LossFunction, Units, model_loss, move_batch
 
 if TYPE_CHECKING:

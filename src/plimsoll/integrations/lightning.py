@@ -35,7 +35,7 @@ from plimsoll.integrations._planned import planned, refuse_both
 from plimsoll.integrations.transaction import ON_THE_MODEL, PutBack, Transaction, scaler_as_now
 from plimsoll.records.plan import Choice, Plan
 from plimsoll.records.units import parse_bytes
-from plimsoll.run.pieces import at_least_fp32
+from plimsoll.run.outcome import at_least_fp32
 from plimsoll.workload import Units, batch_size_of
 
 try:

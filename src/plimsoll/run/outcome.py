@@ -6,6 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
+from torch import Tensor
+
 from plimsoll.records.run import OomEvent
 
 
@@ -44,3 +47,8 @@ def note(event: OomEvent, events: list[OomEvent], on_oom: Callable[[OomEvent], N
     events.append(event)
     if on_oom is not None:
         on_oom(event)
+
+
+def at_least_fp32(loss: Tensor) -> Tensor:
+    """Return a loss without its graph, as the losses of pieces are added up."""
+    return loss.detach().to(torch.promote_types(loss.dtype, torch.float32))

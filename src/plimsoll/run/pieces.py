@@ -10,7 +10,6 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from plimsoll.ranks import Ranks
 from plimsoll.records.run import OomEvent
@@ -171,11 +170,6 @@ def autocast(workload: Workload) -> torch.autocast:
     """The context in which a forward pass and its loss run."""
     dtype = _AUTOCAST.get(workload.precision)
     return torch.autocast(workload.device.type, dtype=dtype, enabled=dtype is not None)
-
-
-def at_least_fp32(loss: Tensor) -> Tensor:
-    """Return a loss without its graph, as it is added up."""
-    return loss.detach().to(torch.promote_types(loss.dtype, torch.float32))
 
 
 def no_way_out(event: OomEvent, micro_batch: int, shape: Shape, whole: Reason | None) -> str:

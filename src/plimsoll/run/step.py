@@ -56,18 +56,8 @@ from plimsoll.run.early import EarlyUpdate, early_update
 from plimsoll.run.evaluate import Evaluation, Evaluator
 from plimsoll.run.failpoints import failpoint
 from plimsoll.run.graphs import GraphWatch
-from plimsoll.run.outcome import Outcome, StepResult, note
-from plimsoll.run.pieces import (
-    NOTHING,
-    Shape,
-    Spare,
-    at_least_fp32,
-    autocast,
-    no_way_out,
-    parts_of_all,
-    shape_of,
-    weighted_pieces,
-)
+from plimsoll.run.outcome import Outcome, StepResult, at_least_fp32, note
+from plimsoll.run.pieces import NOTHING, Shape, Spare, autocast, no_way_out, parts_of_all, shape_of, weighted_pieces
 from plimsoll.run.recover import Ladder, Size, state_after_death
 from plimsoll.run.reduction import Reduction
 from plimsoll.run.rungs import Rungs, after_oom, ladder_of

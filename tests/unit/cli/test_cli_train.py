@@ -90,8 +90,8 @@ def test_a_run_that_is_there_is_not_overwritten(job, tmp_path):
     ("arguments", "message"),
     [
         (["job.yaml"], "leave it out, or drop --resume"),
-        (["--force"], "leave out --force and --cache, or drop --resume"),
-        (["--cache", "c"], "leave out --force and --cache, or drop --resume"),
+        (["--force", "--cache", "c"], "leave out --force and --cache, or drop --resume"),
+        (["--cache", "c"], "leave out --cache, or drop --resume"),
         (["--no-plan"], "goes on with the plan of the run: leave out --no-plan, or drop --resume"),
         (["--plan", "p.json"], "leave out --plan p.json, or drop --resume"),
         (["--pin", "offload", "--forbid", "lora"], "leave out --pin offload, --forbid lora, or drop --resume"),
