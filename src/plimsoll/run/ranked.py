@@ -18,6 +18,7 @@ import random
 import socket
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -149,14 +150,26 @@ def starts_since(path: Path, begun_at: float) -> int:
 
 
 def launcher_age_seconds() -> float:
-    """How long ago the process was started that has started this one: torchrun's agent, which stays through restarts.
+    """How long ago the process was started that has started the ranks: torchrun's agent, which stays through restarts.
 
     Clocks of machines differ, but not in how fast they go. (psutil's `create_time` is of whole seconds.)
     """
-    ticks = start_ticks(os.getppid())
+    launcher = _launcher()
+    ticks = start_ticks(launcher.pid)
     if ticks is None:  # not Linux
-        return time.time() - psutil.Process(os.getppid()).create_time()
+        return time.time() - launcher.create_time()
     return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+
+
+def _launcher() -> psutil.Process:
+    """The nearest process above this one that is no rank: between them may be a script, begun anew with the rank."""
+    above = psutil.Process().parents()
+    for one in above:
+        with suppress(psutil.Error):  # somebody else's
+            if "TORCHELASTIC_RUN_ID" in one.environ():
+                continue
+        return one
+    return psutil.Process()
 
 
 def may_begin_anew() -> bool:

@@ -190,7 +190,7 @@ def test_after_a_kill_for_memory_all_ranks_begin_with_the_next_rung(directory, m
     assert begun_again(Of(1, [rungs[0]]), directory) == rungs  # the first rank has read what happened
 
 
-def test_with_another_number_of_ranks_the_plan_is_made_again(directory, monkeypatch):
+def test_with_another_number_of_ranks_the_plan_is_made_again(directory):
     began = time.time() - launcher_age_seconds()
     directory.append(started(wall_time=datetime.fromtimestamp(began + 0.1, UTC).isoformat()))
     calls: list[str] = []
