@@ -12,7 +12,7 @@ ARGS ?=
 RUN = $(VENV)/bin/python
 INSTALLED = $(VENV)/.installed
 
-.PHONY: help install test demo lint docs bench clean
+.PHONY: help install test demo lint docs bench rivals clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' Makefile | expand -t 20
@@ -41,6 +41,15 @@ lint: install ## check formatting, style and types
 
 docs: install ## build the documentation into site/, with warnings as errors and nothing from a network
 	NO_MKDOCS_2_WARNING=1 PYTHONPATH=src $(RUN) -m mkdocs build --strict
+
+RIVALS = $(patsubst benchmarks/rivals/%.txt,.rivals/%/.installed,$(wildcard benchmarks/rivals/*.txt))
+
+rivals: $(RIVALS) ## install other tools to compare with, in environments of their own below .rivals
+
+.rivals/%/.installed: benchmarks/rivals/%.txt
+	$(PYTHON) -m venv .rivals/$*
+	.rivals/$*/bin/python -m pip install --quiet -r $<
+	@touch $@
 
 bench: install ## run every benchmark; each ends with one line of JSON
 	@set -e; for script in benchmarks/[a-z]*.py; do \
