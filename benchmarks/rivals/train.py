@@ -197,19 +197,16 @@ def train_with_lightning(arguments: argparse.Namespace, steps: Steps) -> nn.Modu
     samples = samples_of(arguments)
     whole = len(samples) // arguments.steps
     with tempfile.TemporaryDirectory() as folder:
-        common = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False, "default_root_dir": folder,
-                  "enable_progress_bar": False, "enable_model_summary": False}  # fmt: skip
-        module = Module()
-        Tuner(lightning.Trainer(max_steps=arguments.steps, **common)).scale_batch_size(
-            module, mode="power", init_val=1, max_trials=1 + int(math.log2(arguments.micro_batch))
-        )
-        found = min(module.batch_size, arguments.micro_batch)
-        module = Module()
-        module.batch_size = found
-        steps.begin()
         trainer = lightning.Trainer(
-            max_steps=arguments.steps, accumulate_grad_batches=whole // found, callbacks=[Ends()], **common
-        )
+            max_steps=arguments.steps, accelerator="cpu", logger=False, enable_checkpointing=False,
+            enable_progress_bar=False, enable_model_summary=False, default_root_dir=folder, callbacks=[Ends()],
+        )  # fmt: skip
+        module = Module()
+        num_trials = 1 + int(math.log2(arguments.micro_batch))
+        Tuner(trainer).scale_batch_size(module, mode="power", init_val=1, max_trials=num_trials)
+        module.batch_size = min(module.batch_size, arguments.micro_batch)
+        trainer.accumulate_grad_batches = whole // module.batch_size
+        module.losses.clear()
         trainer.fit(module)
         return module.model
 
