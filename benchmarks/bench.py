@@ -29,23 +29,88 @@ HERE = Path(__file__).parent
 
 @dataclass(frozen=True)
 class Benchmark:
-    """One result; `minutes` is on 2 cores, and what `is_usual` is part of the 30 minutes.
+    """One script. Of its arguments `NEWS` and `TEXT` stand for given text, `RECORDS` and `FOLDER` for others.
 
-    Of its arguments `NEWS` and `TEXT` stand for the text that is given, `FOLDER` for a folder to work in.
+    ``minutes`` are on 2 cores, ``None`` where nobody has looked. What is ``usual`` is part of the 30 minutes. What only
+    ``prints`` is filed by this script; any other files ``results``, by default one of its own name.
     """
 
     name: str
-    minutes: float
+    minutes: float | None
     arguments: tuple[str, ...] = ()
+    usual: bool = False
+    prints: bool = False
     script: str = ""
-    is_usual: bool = False
+    results: tuple[str, ...] = ()
 
     @property
     def path(self) -> Path:
         return HERE / (self.script or f"{self.name.replace('-', '_')}.py")
 
+    @property
+    def about(self) -> str:
+        return "time unknown" if self.minutes is None else f"about {self.minutes:g} min"
 
-BENCHMARKS = (Benchmark("headline", 10, is_usual=True),)
+
+BENCHMARKS = (
+    # What README.md shows.
+    Benchmark("headline", None),
+    Benchmark("rivals-prediction", None),
+    Benchmark("rivals-streaming", None),
+    Benchmark("demo", 3, usual=True),
+    Benchmark("lint-noise", 1, usual=True),
+    Benchmark("predict-live", 2.5, script="predict_live_cpu.py", usual=True),
+    Benchmark("predict-time", 3, ("--rounds", "2"), usual=True),
+    Benchmark("recurrent-prediction", 5, usual=True),
+    Benchmark("screens", 2, usual=True, results=("screen-predict", "screen-plan")),
+    Benchmark("overhead", 3, ("--seconds", "40"), usual=True),
+    Benchmark("data-padding", 2, usual=True),
+    Benchmark("embeddings-subset", 4, ("--rounds", "1", "--without-archives"), usual=True),
+    Benchmark("shrink-distill", 2, usual=True),
+    Benchmark("predict-gpu-measured", 7, ("--plain", "--records=RECORDS")),
+    Benchmark("predict-rss", None, script="predict_cpu_rss.py"),
+    Benchmark("ranks-prediction", None),
+    Benchmark("data-corpora", None, ("--rounds", "2")),
+    Benchmark("data-loader", None, ("--kills", "200")),
+    Benchmark("embeddings-host", None, ("--rounds", "15")),
+    Benchmark("embeddings-classifier", None, ("--data=NEWS", "--text=TEXT")),
+    Benchmark("recurrent-exact", None),
+    Benchmark("recurrent-by-length", None, ("--data=NEWS",)),
+    Benchmark("train-larger-than-memory", None, ("--data=TEXT", "--steps", "3")),
+    Benchmark("weights-loading", None, ("--folder=FOLDER", "--rounds", "2", "--no-limits")),
+    Benchmark(
+        "apply-larger-than-memory", None, ("--texts=NEWS", "--folder=FOLDER", "--num-texts", "2000", "--length", "12")
+    ),
+    Benchmark("shrink-vocabulary", None, ("--texts=NEWS", "--compared", "100", "--rows", "2000")),
+    Benchmark("shrink-table", None, ("--data=NEWS", "--steps", "500", "--recover", "40")),
+    Benchmark("plan-budgets", None, ("--work=FOLDER",)),
+    Benchmark("plan-fast", None, ("--work=FOLDER",)),
+    Benchmark("plan-deep", None),
+    # What only the pages of the documentation name.
+    Benchmark("adapters-overhead-trainer", None, script="adapters_overhead.py", prints=True),
+    Benchmark("adapters-overhead-others", None, prints=True),
+    Benchmark("data-remote", None, prints=True),
+    Benchmark("data-tokenize", None, ("--mebibytes", "16"), prints=True),
+    Benchmark("explain-growth", None),
+    Benchmark("explain-log", None, prints=True),
+    Benchmark("explain-snapshot", None, ("--mib", "256"), prints=True),
+    Benchmark("loss-memory", None, prints=True),
+    Benchmark("optimizer-kernels", None, prints=True),
+    Benchmark("plan-by-length", None),
+    Benchmark("plan-heap", None),
+    Benchmark("plan-quick", None),
+    Benchmark("plan-time-model", None),
+    Benchmark("planted-faults", None, ("--savings",), prints=True),
+    Benchmark("recurrent-budgets", None, ("--work=FOLDER",)),
+    Benchmark("recurrent-output", None, prints=True),
+    Benchmark("recurrent-streams", None, ("--text=TEXT",), prints=True),
+    Benchmark("recurrent-tagger", None, prints=True),
+    Benchmark("shards-memory", None),
+    Benchmark("shrink-quantized", None, prints=True),
+    Benchmark("technique-checkpointing", None, prints=True),
+    Benchmark("technique-lora", None, prints=True),
+    Benchmark("watch-overhead", 10, prints=True),
+)
 
 
 def main() -> None:
@@ -56,53 +121,59 @@ def main() -> None:
     parser.add_argument("--list", action="store_true", help="say which there are, and run none")
     parser.add_argument("--news", type=Path, help="AG News: a csv file of class, title, description")
     parser.add_argument("--text", type=Path, action="append", default=[], help="a text file, a paragraph a line")
+    parser.add_argument("--records", type=Path, help="runs that others measured on GPUs: a csv file of xMem's authors")
     parser.add_argument("--folder", type=Path, help="where large files are made and stay; default: a temporary one")
     arguments = parser.parse_args()
     known = {one.name: one for one in BENCHMARKS}
     if unknown := set(arguments.only or ()) - known.keys():
         parser.error(f"there is no {', '.join(sorted(unknown))}: choose of {', '.join(known)}")
-    chosen = [
-        one for one in BENCHMARKS if (one.name in arguments.only if arguments.only else arguments.all or one.is_usual)
-    ]
     if arguments.list:
-        print(
-            "\n".join(f"{one.name:26}{one.minutes:6g} min{'' if one.is_usual else '  (not usual)'}" for one in chosen)
-        )
+        print("\n".join(f"{one.name:28}{one.about:18}{'usual' if one.usual else ''}".rstrip() for one in BENCHMARKS))
         return
+    names = arguments.only or [one.name for one in BENCHMARKS if arguments.all or one.usual]
     with tempfile.TemporaryDirectory(prefix="plimsoll-bench-") as temporary:
-        given = {"NEWS": [arguments.news], "TEXT": arguments.text, "FOLDER": [arguments.folder or Path(temporary)]}
-        said = [run(one, number, len(chosen), given) for number, one in enumerate(chosen, start=1)]
-    subprocess.run([sys.executable, HERE / "readme.py"], check=True)
+        folder = arguments.folder or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        given = {
+            "NEWS": [arguments.news] if arguments.news else [],
+            "TEXT": arguments.text,
+            "RECORDS": [arguments.records] if arguments.records else [],
+            "FOLDER": [folder],
+        }
+        said = [run(known[name], f"[{number}/{len(names)}]", given) for number, name in enumerate(names, start=1)]
+    if subprocess.run([sys.executable, HERE / "readme.py"], check=False).returncode:
+        said.append("failed: README.md is as it was")
     for kind in ("left out", "failed"):
         if found := [one for one in said if one.startswith(kind)]:
             print("\n".join(found))
     sys.exit(any(one.startswith("failed") for one in said))
 
 
-def run(one: Benchmark, number: int, num_all: int, given: dict[str, list[Path]]) -> str:
+def run(one: Benchmark, count: str, given: dict[str, list[Path]]) -> str:
     """Run one and file its result; returns what is to be said of it at the end, if anything."""
     words = words_of(one, given)
     if isinstance(words, str):
-        print(f"[{number}/{num_all}] {one.name}: {words}", flush=True)
+        print(f"{count} {one.name}: {words}", flush=True)
         return f"left out: {one.name}: {words}"
-    print(f"[{number}/{num_all}] {one.name}, about {one.minutes:g} min", flush=True)
+    print(f"{count} {one.name}, {one.about}", flush=True)
     started = time.time()
-    command = [sys.executable, str(one.path), *words]
-    files_itself = "file_result(" in one.path.read_text(encoding="utf-8")
-    out = [] if not files_itself else ["--result" if one.name == "demo" else "--out", str(RESULTS)]
-    log = given["FOLDER"][0] / f"{one.name}.log"
-    with log.open("w") as errors:
-        done = subprocess.run([*command, *out], stdout=subprocess.PIPE, stderr=errors, text=True, check=False)
-    seconds = time.time() - started
-    print(f"    {'done' if not done.returncode else f'failed with {done.returncode}'} in {seconds:.0f} s", flush=True)
+    folder = given["FOLDER"][0]
+    more = {"demo": ["--out", str(folder / "demo"), "--result"]}.get(one.name, ["--out"])
+    command = [str(one.path), *words, *([] if one.prints else [*more, str(RESULTS)])]
+    with (folder / f"{one.name}.log").open("w+", encoding="utf-8") as log:
+        done = subprocess.run([sys.executable, *command], stdout=subprocess.PIPE, stderr=log, text=True, check=False)
+        log.seek(0)
+        last = log.read().strip().splitlines()[-1:] or ["it said nothing"]
+    ended = f"failed with {done.returncode}" if done.returncode else "done"
+    print(f"    {ended} in {time.time() - started:.0f} s", flush=True)
     if done.returncode:
-        last = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1:] or ["it said nothing"]
         return f"failed: {one.name}: {last[0]}"
-    if not files_itself:
-        file_result(RESULTS, one.name, title_of(one.path), fenced(done.stdout), command=command[1:])
-    elif (result := newest(one.name)) is None or result.path.stat().st_mtime < started:
-        return f"failed: {one.name}: it filed no result"
-    return ""
+    if one.prints:
+        file_result(RESULTS, one.name, title_of(one.path), fenced(done.stdout), command=command)
+        return ""
+    found = [newest(name) for name in one.results or (one.name,)]
+    is_filed = all(result is not None and result.path.stat().st_mtime >= started for result in found)
+    return "" if is_filed else f"failed: {one.name}: it filed no result"
 
 
 def words_of(one: Benchmark, given: dict[str, list[Path]]) -> list[str] | str:
@@ -112,12 +183,9 @@ def words_of(one: Benchmark, given: dict[str, list[Path]]) -> list[str] | str:
     words: list[str] = []
     for word in one.arguments:
         option, _, name = word.rpartition("=")
-        paths = given.get(name, [])
-        if name in given and not all(paths):
-            return f"it needs {'--news' if name == 'NEWS' else '--text'}"
-        if name in given and not paths:
-            return "it needs --text"
-        words += [f"{option}={path}" if option else str(path) for path in paths] if name in given else [word]
+        if name in given and not given[name]:
+            return f"needs --{name.lower()}"
+        words += [f"{option}={path}" for path in given[name]] if name in given else [word]
     return words
 
 

@@ -142,8 +142,9 @@ def main() -> None:
     )
     print(text)
     ours = {case: row for case, arms in found.items() if (row := arms["plimsoll"]) is not None}
-    listed = [f"{row['processor_seconds']:.1f} s for {case} ({row['memory_gib']:.2f} GiB)" for case, row in ours.items()]
-    part = f"Processor seconds and memory of a prediction, after the imports and with all libraries: {', '.join(listed)}."
+    said = "{processor_seconds:.1f} s for {case} ({memory_gib:.2f} GiB)"
+    listed = [said.format(case=case, **row) for case, row in ours.items()]
+    part = f"Seconds of the processor (after the imports) and memory of a prediction: {', '.join(listed)}."
     file_result(arguments.out, "predict-time", "Time to predict", text, part)
     print(json.dumps(found))
 
