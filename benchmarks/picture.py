@@ -24,7 +24,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 import browser  # noqa: E402
 
 WIDTH_PIXELS = 1000
-LAST_SHOWN = "Micro-batch in force"  # what comes below the section of this heading is cut off
+LAST_SHOWN = "Memory over time"  # what comes below the section of this heading is cut off
 JOB = {"sequence_length": 128, "checkpoint": {"every": 20}}
 STEPS, BUDGET = 16, "600MiB"
 
