@@ -55,7 +55,7 @@ class Benchmark:
 
 BENCHMARKS = (
     # What README.md shows.
-    Benchmark("headline", None),
+    Benchmark("headline", None, ("--folder=FOLDER",)),
     Benchmark("rivals-prediction", None),
     Benchmark("rivals-streaming", None),
     Benchmark("demo", 3, usual=True),
