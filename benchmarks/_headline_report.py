@@ -44,15 +44,15 @@ def best_rival(found: Found) -> Found:
     return best
 
 
-def markdown(measured: Mapping[Task, Found], titles: Mapping[str, str]) -> str:
-    """The part for the README, then a table for each model."""
-    lines = ["<!-- readme -->", *summary(measured, titles), "<!-- /readme -->"]
+def tables(measured: Mapping[Task, Found], titles: Mapping[str, str]) -> str:
+    """A table for each model."""
+    lines: list[str] = []
     for task, found in measured.items():
-        lines += ["", f"## {task.title}, {task.batch_size} x {task.length} tokens a step", "", *table(found, titles)]
-    return "\n".join(lines) + "\n"
+        lines += [f"## {task.title}, {task.batch_size} x {task.length} tokens a step", "", *table(found, titles), ""]
+    return "\n".join(lines)
 
 
-def summary(measured: Mapping[Task, Found], titles: Mapping[str, str]) -> list[str]:
+def summary(measured: Mapping[Task, Found], titles: Mapping[str, str]) -> str:
     """A line for each model: the smallest limits, and the time of a step in half of what the plain loop needs."""
     lines = [
         "| five exact steps of | plain loop | best other | Plimsoll | of it | in half of the plain loop's, a step |",

@@ -3,7 +3,7 @@
     make rivals                                                  # the other tools, in environments of their own
     python benchmarks/headline.py --folder headline-out          # hours; goes on where it was interrupted
     python benchmarks/headline.py --folder headline-out --model lstm --model t5 --part limits
-    python benchmarks/headline.py --folder headline-out --part table --out benchmarks/results/headline-cpu-DATE.md
+    python benchmarks/headline.py --folder headline-out --part table --out benchmarks/results
 
 GPT-2 124M, BERT-base, T5-small and an LSTM, new, in fp32 with AdamW and without dropout or clipping. Every tool trains
 the same samples in the same order from the same weights, with the same effective batch (`_headline_tasks.py`,
@@ -42,8 +42,9 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from _headline_report import OURS, SHARES, best_rival, markdown
+from _headline_report import OURS, SHARES, best_rival, summary, tables
 from _headline_tasks import STEPS, Task, tasks, write_task
+from _results import add_out, file_result, versions_in
 from _rivals import python_of
 from demo import last_line, run
 from plimsoll.records.base import write_atomically
@@ -297,7 +298,7 @@ def main() -> None:
     parser.add_argument("--part", choices=("all", "limits", "times", "table"), default="all")
     parser.add_argument("--rounds", type=int, default=2, help="how often each step's time is measured")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--out", type=Path, help="write the tables to this Markdown file")
+    add_out(parser)
     arguments = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = str(arguments.threads)
     os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE / "rivals"), os.environ.get("PYTHONPATH", "")]).strip(
@@ -313,10 +314,12 @@ def main() -> None:
             experiment.times(arguments.rounds)
     measured = {experiment.task: experiment.found for experiment in experiments if "limits" in experiment.found}
     titles = {**{tool.name: tool.title for tool in TOOLS}, OURS: "Plimsoll"}
-    text = markdown(measured, titles)
-    print(text)
-    if arguments.out is not None:
-        write_atomically(arguments.out, text.encode())
+    print(text := tables(measured, titles))
+    title, readme = "The smallest memory in which each tool trains exactly", summary(measured, titles)
+    packages = {"huggingface": ["accelerate"], "lightning": ["lightning"], "torchtune": ["torchtune"]}
+    installed = ((python_of(environment), names) for environment, names in packages.items())
+    others = [one for python, names in installed if python for one in versions_in(python, names)]
+    file_result(arguments.out, "headline", title, text, readme, threads=arguments.threads, others=others)
     print(json.dumps({task.name: best_rival(found) for task, found in measured.items()}))
 
 
