@@ -1,6 +1,6 @@
 """Feeding text that is larger than memory: Plimsoll beside what people would use instead.
 
-    make rivals && python benchmarks/rivals_streaming.py [--lines 1000000] [--rounds 3] [--out benchmarks/results]
+    make rivals && python benchmarks/rivals_streaming.py [--lines 250000] [--rounds 3] [--out benchmarks/results]
     python benchmarks/rivals_streaming.py --data corpus.txt          # any file of lines
 
 Hugging Face datasets (mapped Arrow files, and streaming), litdata, mosaicml-streaming, Plimsoll, and a list of str for
@@ -253,7 +253,7 @@ def readme_part(found: dict[str, Figures], num_lines: int, text_bytes: int) -> s
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--lines", type=int, default=1_000_000, help="of the text that is made (default: %(default)s)")
+    parser.add_argument("--lines", type=int, default=250_000, help="of the text that is made (default: %(default)s)")
     parser.add_argument("--data", type=Path, help="a file of lines to read instead")
     parser.add_argument("--rounds", type=int, default=3, help="(default: %(default)s)")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="file the result here")
