@@ -1,0 +1,123 @@
+"""The tables of the headline experiment."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Mapping
+from typing import Any
+
+from _headline_tasks import Task
+
+SHARES = (1.0, 0.5, 0.25)
+WANTED_LIMIT, WANTED_TIME = 0.5, 0.9
+OURS = "plimsoll"
+Found = dict[str, Any]
+
+
+def seconds_of(found: Found, tool: str, share: float) -> list[float]:
+    """The seconds of all timed steps but the first of each round, which has no optimizer states yet."""
+    keys = [json.loads(key) for key in found["times"]]
+    rounds = [found["times"][json.dumps(key)] for key in keys if key[:2] == [tool, share]]
+    return [second for one in rounds if one["done"] and one["exact"] for second in one["seconds"][1:]]
+
+
+def best_rival(found: Found) -> Found:
+    """The rival with the smallest exact limit, and at each share the one with the fastest step, beside ours."""
+    limits = found["limits"]
+    rivals = [name for name in limits if name != OURS]
+    exact = {name: limits[name]["limit_mib"] for name in rivals if limits[name]["exact"]}
+    least = min(exact, key=lambda name: exact[name])
+    best: Found = {
+        "need_mib": limits["plain"]["limit_mib"], "least": least, "least_mib": exact[least],
+        "our_mib": limits[OURS]["limit_mib"], "limit_ratio": limits[OURS]["limit_mib"] / exact[least], "times": {},
+    }  # fmt: skip
+    for share in SHARES:
+        medians = {name: statistics.median(seconds) for name in exact if (seconds := seconds_of(found, name, share))}
+        ours = seconds_of(found, OURS, share)
+        fastest = min(medians, key=lambda name: medians[name]) if medians else None
+        best["times"][str(share)] = {
+            "fastest": fastest, "seconds": medians[fastest] if fastest else None,
+            "our_seconds": statistics.median(ours) if ours else None,
+            "ratio": statistics.median(ours) / medians[fastest] if ours and fastest else None,
+        }  # fmt: skip
+    return best
+
+
+def markdown(measured: Mapping[Task, Found], titles: Mapping[str, str]) -> str:
+    """The part for the README, then a table for each model."""
+    lines = ["<!-- readme -->", *summary(measured, titles), "<!-- /readme -->"]
+    for task, found in measured.items():
+        lines += ["", f"## {task.title}, {task.batch_size} x {task.length} tokens a step", "", *table(found, titles)]
+    return "\n".join(lines) + "\n"
+
+
+def summary(measured: Mapping[Task, Found], titles: Mapping[str, str]) -> list[str]:
+    """A line for each model: the smallest limits, and the time of a step in half of what the plain loop needs."""
+    lines = [
+        "| five exact steps of | plain loop | best other | Plimsoll | of the best | a step in half of the plain loop's |",
+        "| --- | --: | --: | --: | --: | --: |",
+    ]
+    for task, found in measured.items():
+        best = best_rival(found)
+        half = best["times"]["0.5"]
+        time = "not timed" if half["our_seconds"] is None else f"{half['our_seconds']:.1f} s; no other tool completes"
+        if half["ratio"] is not None:
+            time = f"x {half['ratio']:.2f} of {half['seconds']:.1f} s ({titles[half['fastest']]})"
+        lines.append(
+            f"| {task.title}, {task.batch_size} x {task.length} | {best['need_mib']:,} MiB | {best['least_mib']:,} MiB "
+            f"({titles[best['least']]}) | {best['our_mib']:,} MiB | {best['limit_ratio']:.2f} | {time} |"
+        )
+    return lines
+
+
+def table(found: Found, titles: Mapping[str, str]) -> list[str]:
+    """A line for each tool."""
+    need_mib = found["limits"]["plain"]["limit_mib"]
+    shares = " | ".join(f"s in {share:.2f} x" for share in SHARES)
+    lines = [
+        f"| tool | smallest limit MiB | of the plain loop's | peak MiB | differs by | {shares} |",
+        "| --- | --: | --: | --: | --: " + "| --: " * len(SHARES) + "|",
+    ]
+    for name, limit in sorted(found["limits"].items(), key=lambda item: -item[1]["limit_mib"]):
+        times = " | ".join(time_of(found, name, share) for share in SHARES)
+        lines.append(
+            f"| {titles[name]} | {limit['limit_mib']:,} | {limit['limit_mib'] / need_mib:.2f} | "
+            f"{limit['peak_mib']:,.0f} | {limit['difference']:.0e} | {times} |"
+        )
+    ours = found["limits"][OURS]
+    lines += ["", f"Plimsoll's smallest limit: {ours['choices']}; {ours['oom_events']} times out of memory on the way."]
+    lines += [f"Settings of the fastest: {settings(found, titles)}."] if found["times"] else []
+    best = best_rival(found)
+    half = best["times"]["0.5"]["ratio"]
+    said = [verdict("smallest limit", best["limit_ratio"], WANTED_LIMIT, f"of {titles[best['least']]}'s")]
+    if half is not None:
+        said.append(verdict("step in half", half, WANTED_TIME, f"of {titles[best['times']['0.5']['fastest']]}'s"))
+    return [*lines, "", " ".join(said)]
+
+
+def verdict(what: str, ratio: float, wanted: float, of: str) -> str:
+    """Whether a goal is reached."""
+    return f"{what.capitalize()}: {ratio:.2f} {of}; the goal of {wanted} is {'' if ratio <= wanted else 'not '}reached."
+
+
+def time_of(found: Found, name: str, share: float) -> str:
+    """The median of the steps and their range; why there is none otherwise."""
+    seconds = seconds_of(found, name, share)
+    if seconds:
+        return f"{statistics.median(seconds):.1f} ({min(seconds):.1f} to {max(seconds):.1f})"
+    return "" if found["times"] else "not timed"
+
+
+def settings(found: Found, titles: Mapping[str, str]) -> str:
+    """What each tool used in each share, in the last round."""
+    used = {}
+    for key, one in found["times"].items():
+        name, share, _ = json.loads(key)
+        if one["done"]:
+            chosen = one.get("setting")
+            how = one.get("choices") or "whole batch"
+            if chosen:
+                how = f"{chosen['micro_batch']} samples{' with checkpointing' * chosen['checkpointing']}"
+            used[name, share] = f"{titles[name]} in {share:.2f} x: {how}"
+    return "; ".join(used.values())

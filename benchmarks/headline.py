@@ -1,0 +1,313 @@
+"""The smallest memory in which each tool trains five exact steps, and how fast it is in a half and a quarter.
+
+    make rivals                                                  # the other tools, in environments of their own
+    python benchmarks/headline.py --folder headline-out          # hours; goes on where it was interrupted
+    python benchmarks/headline.py --folder headline-out --model lstm --model t5 --part limits
+    python benchmarks/headline.py --folder headline-out --part table --out benchmarks/results/headline-cpu-DATE.md
+
+GPT-2 124M, BERT-base, T5-small and an LSTM, new, in fp32 with AdamW and without dropout or clipping. Every tool trains
+the same samples in the same order from the same weights, with the same effective batch (`_headline_tasks.py`,
+`rivals/train.py`), in a process of its own that may use so much private memory, interpreter and libraries included, and
+no more: RLIMIT_DATA, set by each before the model is built. Exact means: after the steps a sample of the weights has
+moved as the plain loop without a limit moves them, but for `TOLERANCE` of the way.
+
+The limit is raised or lowered by `FACTOR` until five steps end well and the next lower limit fails with two. Each tool
+is set up as its documentation says for little memory: gradient checkpointing, the smallest micro-batch, accumulation.
+Plimsoll is told what a user types: `plimsoll plan job.yaml --budget LIMIT -o plan.json`, and `train --plan plan.json`.
+
+The time of a step is that of the fastest of a tool's settings that completes in all, half and a quarter of the plain
+loop's smallest limit. All run with one thread, and by turns, in rounds. Prints tables, and as the last line one JSON
+object. Linux only.
+
+Does NOT cover: GPUs; tools that cannot be installed beside this torch (Composer 0.32 needs torch below 2.7.1, and its
+automatic micro-batch works on CUDA only); reading of texts, which is the same here for all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from _headline_report import OURS, SHARES, best_rival, markdown
+from _headline_tasks import STEPS, Task, tasks, write_task
+from _rivals import python_of
+from demo import last_line, run
+from plimsoll.records.base import write_atomically
+from plimsoll.records.plan import Plan
+from plimsoll.records.run import RunRecord
+
+MIB = 1 << 20
+FACTOR = 1.05
+TOLERANCE = 1e-3
+EVERY_WEIGHT = 997  # as in rivals/train.py
+TIMED_STEPS = 4
+HERE = Path(__file__).parent
+PLAN_BELOW = "32MiB"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How a tool is told to train; ``micro_batch`` is the largest one to try for a tool that tries."""
+
+    micro_batch: int
+    checkpointing: bool = False
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A tool, the environment it is in, and its settings from the fastest to the one that needs least."""
+
+    name: str
+    title: str
+    environment: str
+    program: str
+    settings: Callable[[Task], list[Setting]]
+
+
+def _pieces(task: Task) -> list[Setting]:
+    sizes = [task.batch_size >> shift for shift in range(1, task.batch_size.bit_length())]
+    plain = [Setting(size) for size in sizes]
+    return [*plain, Setting(task.batch_size, True), Setting(1, True)] if task.blocks else plain
+
+
+def _whole(task: Task) -> list[Setting]:
+    whole = [Setting(task.batch_size)]
+    return [*whole, Setting(task.batch_size, True)] if task.blocks else whole
+
+
+TOOLS = [
+    Tool("plain", "plain PyTorch loop", "huggingface", "plain", lambda task: [Setting(task.batch_size)]),
+    Tool("by_hand", "accumulation and checkpointing by hand", "huggingface", "plain", _pieces),
+    Tool("trainer", "Hugging Face Trainer, accumulation set by hand", "huggingface", "trainer", _pieces),
+    Tool("accelerate", "Accelerate, find_executable_batch_size", "huggingface", "accelerate", _whole),
+    Tool("lightning", "Lightning, batch size finder", "lightning", "lightning", _whole),
+    Tool("torchtune", "torchtune's optimizer in backward, chunked loss", "torchtune", "torchtune", _whole),
+]  # fmt: skip
+Found = dict[str, Any]
+
+
+class Experiment:
+    """All that has been measured of a model; each measurement is kept in a file as soon as it is there."""
+
+    def __init__(self, task: Task, folder: Path, data: str | None) -> None:
+        self.task, self.folder = task, folder / task.name
+        write_task(task, self.folder, data)
+        self.file = self.folder / "measured.json"
+        self.found: Found = json.loads(self.file.read_text()) if self.file.exists() else {"runs": {}, "times": {}}
+        with safe_open(self.folder / "weights.safetensors", "pt") as file:
+            names = sorted(file.keys())
+            self.begin = {name: file.get_tensor(name).flatten()[::EVERY_WEIGHT] for name in names}
+
+    def keep(self) -> None:
+        write_atomically(self.file, json.dumps(self.found, indent=1).encode())
+
+    def measured(self, tool: str, setting: Setting | None, limit_mib: int | None, steps: int) -> Found:
+        """Do a training, unless it has been done."""
+        key = json.dumps([tool, asdict(setting) if setting else None, limit_mib, steps])
+        if key not in self.found["runs"]:
+            do = self._ours if setting is None else partial(self._theirs, tool, setting)
+            self.found["runs"][key] = {**do(limit_mib, steps), "limit_mib": limit_mib, "steps": steps}
+            self.keep()
+        outcome: Found = self.found["runs"][key]
+        return outcome
+
+    def _theirs(self, name: str, setting: Setting, limit_mib: int | None, steps: int) -> Found:
+        tool = next(tool for tool in TOOLS if tool.name == name)
+        python, out = python_of(tool.environment), self.folder / "result.json"
+        assert python is not None
+        out.unlink(missing_ok=True)
+        command = [str(python), str(HERE / "rivals" / "train.py"), str(self.folder), "--tool", tool.program]
+        command += ["--micro-batch", str(setting.micro_batch), "--steps", str(steps), "--out", str(out)]
+        command += ["--checkpointing"] if setting.checkpointing else []
+        command += ["--limit-mib", str(limit_mib)] if limit_mib else []
+        arm = run(command)
+        outcome: Found = {"done": arm.code == 0 and out.exists(), "peak_mib": arm.peak_bytes / MIB}
+        if not outcome["done"]:
+            outcome["said"] = last_line(arm.errors)[:200]
+        else:
+            result = json.loads(out.read_text())
+            outcome |= {"seconds": [line["seconds"] for line in result["steps"]]}
+            outcome |= {"losses": [line["loss"] for line in result["steps"]]}
+            outcome["moved"] = {name: torch.tensor(rows) - self.begin[name] for name, rows in result["weights"].items()}
+            if name == "plain" and limit_mib is None:
+                torch.save(outcome["moved"], self.folder / f"moved-{steps}.pt")
+            self._compare(outcome, steps)
+        self._say(name, setting, limit_mib, outcome)
+        return outcome
+
+    def _ours(self, limit_mib: int | None, steps: int) -> Found:
+        assert limit_mib is not None
+        out, plan = self.folder / "run", self.folder / f"plan-{limit_mib}.json"
+        shutil.rmtree(out, ignore_errors=True)
+        plimsoll = [sys.executable, "-m", "plimsoll"]
+        job, budget = str(self.folder / "job.yaml"), f"{limit_mib}MiB"
+        if not plan.exists():
+            planned = run([*plimsoll, "plan", job, "--budget", budget, "-o", str(plan)])
+            if planned.code:
+                plan.unlink(missing_ok=True)  # the record of an impossible plan
+                said = next((line for line in planned.output.splitlines() if "Impossible" in line), "")
+                outcome: Found = {"done": False, "peak_mib": 0.0, "said": said.strip("│ ") or last_line(planned.errors)}
+                self._say(OURS, None, limit_mib, outcome)
+                return outcome
+        command = ["train", job, "--plan", str(plan), "--out", str(out), "--cache", str(self.folder / "cache")]
+        arm = run([*plimsoll, *command, "--set", f"steps={steps}"])
+        if arm.code:
+            outcome = {"done": False, "peak_mib": arm.peak_bytes / MIB, "said": last_line(arm.errors)[:200]}
+        else:
+            record = RunRecord.from_directory(out)
+            outcome = {"done": True, "peak_mib": arm.peak_bytes / MIB, "oom_events": len(record.oom_events)}
+            outcome |= {"seconds": [line.step_seconds for line in record.steps]}
+            outcome |= {"losses": [line.loss for line in record.steps]}
+            outcome["choices"] = " ".join(map(str, Plan.load(plan).rungs[0].choices))
+            with safe_open(out / "model" / "model.safetensors", "pt") as file:
+                trained = {name: file.get_tensor(name).flatten()[::EVERY_WEIGHT] for name in file.keys()}  # noqa: SIM118
+            outcome["moved"] = {name: trained[name] - begin for name, begin in self.begin.items() if name in trained}
+            self._compare(outcome, steps)
+        self._say(OURS, None, limit_mib, outcome)
+        return outcome
+
+    def _compare(self, outcome: Found, steps: int) -> None:
+        """How far the weights have gone from the plain loop's, as a share of the way of those."""
+        plain, moved = torch.load(self.folder / f"moved-{steps}.pt"), outcome.pop("moved")
+        names = sorted(moved)
+        way = torch.cat([plain[name] for name in names])
+        outcome["difference"] = float((torch.cat([moved[name] for name in names]) - way).norm() / way.norm())
+        outcome["exact"] = outcome["difference"] <= TOLERANCE
+
+    def _say(self, tool: str, setting: Setting | None, limit_mib: int | None, outcome: Found) -> None:
+        how = "" if setting is None else f" of {setting.micro_batch}{', checkpointing' * setting.checkpointing}"
+        where = "without a limit" if limit_mib is None else f"in {limit_mib} MiB"
+        what = f"fails: {outcome.get('said')}"
+        if outcome["done"]:
+            seconds = statistics.median(outcome["seconds"][1:] or outcome["seconds"])
+            what = f"{seconds:.1f} s a step, peak {outcome['peak_mib']:.0f} MiB, differs by {outcome['difference']:.1e}"
+        print(f"{self.task.name}: {tool}{how} {where}: {what}", file=sys.stderr, flush=True)
+
+    # -- the smallest limit --------------------------------------------------------------------------------------------
+
+    def limits(self) -> None:
+        """Find each tool's smallest limit."""
+        for steps in (2, TIMED_STEPS, STEPS):
+            self.measured("plain", Setting(self.task.batch_size), None, steps)
+        found = self.found.setdefault("limits", {})
+        for tool in TOOLS:
+            if python_of(tool.environment) is None:
+                print(f"{tool.title}: left out, not installed (make rivals)", file=sys.stderr)
+            elif tool.name not in found:
+                found[tool.name] = self.smallest(tool.name, tool.settings(self.task)[-1], self._guess_mib(tool))
+                self.keep()
+        if OURS not in found:
+            found[OURS] = self.smallest(OURS, None, self._planned_mib())
+            self.keep()
+
+    def _guess_mib(self, tool: Tool) -> int:
+        if "by_hand" in self.found["limits"] and tool.program in {"trainer", "accelerate", "lightning"}:
+            return int(self.found["limits"]["by_hand"]["limit_mib"])
+        free = self.measured(tool.name, tool.settings(self.task)[-1], None, 2)
+        return int(free["peak_mib"])
+
+    def _planned_mib(self) -> int:
+        """What the planner says is the least."""
+        job = str(self.folder / "job.yaml")
+        arm = run([sys.executable, "-m", "plimsoll", "plan", job, "--budget", PLAN_BELOW])
+        said = re.search(r"--budget\s+(\d+)MiB", re.sub(r"[\s│]+", " ", arm.output))
+        assert said, arm.output + arm.errors
+        return int(said[1])
+
+    def smallest(self, tool: str, setting: Setting | None, guess_mib: int) -> Found:
+        """Go up from a limit until it trains, then down until it does not, and prove the last with five steps."""
+        limit_mib = guess_mib
+        while not self.measured(tool, setting, limit_mib, 2)["done"]:
+            limit_mib = int(FACTOR * limit_mib) + 1
+        while self.measured(tool, setting, below := int(limit_mib / FACTOR), 2)["done"]:
+            limit_mib = below
+        while not (outcome := self.measured(tool, setting, limit_mib, STEPS))["done"]:
+            limit_mib = int(FACTOR * limit_mib) + 1
+        return {**outcome, "limit_mib": limit_mib, "setting": asdict(setting) if setting else None}
+
+    # -- the time of a step --------------------------------------------------------------------------------------------
+
+    def times(self, rounds: int) -> None:
+        """Time a step of every tool that completes in a share of the plain loop's need, by turns."""
+        limits = self.found["limits"]
+        need_mib = limits["plain"]["limit_mib"]
+        for number in range(rounds):
+            for share in SHARES:
+                for name in [tool.name for tool in TOOLS if tool.name in limits] + [OURS]:
+                    key = json.dumps([name, share, number])
+                    if key not in self.found["times"] and limits[name]["limit_mib"] <= share * need_mib * FACTOR:
+                        self.found["times"][key] = self.timed(name, int(share * need_mib), number)
+                        self.keep()
+
+    def timed(self, name: str, limit_mib: int, number: int) -> Found:
+        """Train in the limit with the fastest setting that completes there."""
+        if name == OURS:
+            return self._again(OURS, None, limit_mib, number)
+        tool = next(tool for tool in TOOLS if tool.name == name)
+        for setting in self._settings(tool, limit_mib):
+            outcome = self._again(name, setting, limit_mib, number)
+            if outcome["done"]:
+                return {**outcome, "setting": asdict(setting)}
+        return {"done": False, "said": "none of its settings"}
+
+    def _settings(self, tool: Tool, limit_mib: int) -> Iterator[Setting]:
+        """The settings that have not failed in this limit, the fastest first."""
+        for setting in tool.settings(self.task):
+            known = self.found["runs"].get(json.dumps([tool.name, asdict(setting), limit_mib, TIMED_STEPS]))
+            if known is None or known["done"]:
+                yield setting
+
+    def _again(self, name: str, setting: Setting | None, limit_mib: int, number: int) -> Found:
+        if number:
+            key = json.dumps([name, asdict(setting) if setting else None, limit_mib, TIMED_STEPS])
+            self.found["runs"].pop(key, None)  # the earlier rounds are in `times`
+        return self.measured(name, setting, limit_mib, TIMED_STEPS)
+
+
+def main() -> None:
+    """Run what is asked for, model by model."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, required=True, help="for the tasks and what has been measured")
+    parser.add_argument("--data", help="folders of texts, one for each class of BERT's; default: the standard library")
+    parser.add_argument("--model", action="append", choices=[task.name for task in tasks()], help="default: all")
+    parser.add_argument("--part", choices=("all", "limits", "times", "table"), default="all")
+    parser.add_argument("--rounds", type=int, default=2, help="how often each step's time is measured")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--out", type=Path, help="write the tables to this Markdown file")
+    arguments = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = str(arguments.threads)
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE / "rivals"), os.environ.get("PYTHONPATH", "")]).strip(
+        os.pathsep
+    )
+    sys.path.insert(0, str(HERE / "rivals"))  # the job of T5 names a function there
+    chosen = [task for task in tasks() if arguments.model is None or task.name in arguments.model]
+    experiments = [Experiment(task, arguments.folder, arguments.data) for task in chosen]
+    for experiment in experiments:
+        if arguments.part in {"all", "limits"}:
+            experiment.limits()
+        if arguments.part in {"all", "times"}:
+            experiment.times(arguments.rounds)
+    measured = {experiment.task: experiment.found for experiment in experiments if "limits" in experiment.found}
+    titles = {**{tool.name: tool.title for tool in TOOLS}, OURS: "Plimsoll"}
+    text = markdown(measured, titles)
+    print(text)
+    if arguments.out is not None:
+        write_atomically(arguments.out, text.encode())
+    print(json.dumps({task.name: best_rival(found) for task, found in measured.items()}))
+
+
+if __name__ == "__main__":
+    main()
