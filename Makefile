@@ -2,20 +2,20 @@
 
 PYTHON ?= python3
 VENV ?= .venv
-# A text file or a pattern such as 'corpus/*.txt' for the demo and the benchmarks; empty: text they make themselves.
+# A text file or a pattern such as 'corpus/*.txt' for the demo; empty: the sources of Python's standard library.
 DATA ?=
 # Processes that run the tests, a file of tests at a time. Few: many tests train, or watch the machine's memory.
 WORKERS ?= 2
-# Further arguments of pytest, for example ARGS='-k order'.
+# Further arguments of pytest or of the benchmarks, for example ARGS='-k order' and ARGS='--only demo'.
 ARGS ?=
 
 RUN = $(VENV)/bin/python
 INSTALLED = $(VENV)/.installed
 
-.PHONY: help install test demo lint docs bench rivals clean
+.PHONY: help install test demo lint docs bench bench-all picture rivals clean
 
 help: ## list the targets
-	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' Makefile | expand -t 20
+	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile | expand -t 20
 	@echo "  with PYTHON=$(PYTHON) VENV=$(VENV) DATA=$(DATA) WORKERS=$(WORKERS) ARGS=$(ARGS)"
 
 install: $(INSTALLED) ## make the environment in VENV with the versions of constraints.txt
@@ -51,9 +51,14 @@ rivals: $(RIVALS) ## install other tools to compare with, in environments of the
 	.rivals/$*/bin/python -m pip install --quiet -r $<
 	@touch $@
 
-bench: install ## run every benchmark; each ends with one line of JSON
-	@set -e; for script in benchmarks/[a-z]*.py; do \
-	    echo "== $$script"; $(RUN) "$$script" $(if $(DATA),--data '$(DATA)'); done
+bench: install ## run the benchmarks that fit into 30 minutes, file their results and rewrite the tables of README.md
+	$(RUN) benchmarks/bench.py $(ARGS)
+
+bench-all: install ## run every benchmark, for hours; real text with ARGS='--news agnews-test.csv --text wikitext2-valid.txt'
+	$(RUN) benchmarks/bench.py --all $(ARGS)
+
+picture: install ## make the picture of a report in README.md anew, where there is Chromium
+	$(RUN) benchmarks/picture.py
 
 clean: ## remove builds and caches; runs and VENV stay
 	rm -rf build dist site src/*.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from _results import add_out, file_result
 from plimsoll.data.prepare import prepare
 from plimsoll.data.sources import find_files
 from plimsoll.device.process import private_bytes
@@ -264,7 +265,7 @@ def parser_of(description: str) -> argparse.ArgumentParser:
     parser.add_argument(
         "--work", type=Path, default=Path("plan-benchmark"), help="folder for text (default: %(default)s)"
     )
-    parser.add_argument("--out", type=Path, help="also write the tables to this Markdown file")
+    add_out(parser)
     parser.add_argument("--kept", type=Path, help="a file that keeps each row; what is in it is not measured again")
     return parser
 
@@ -283,23 +284,19 @@ def keep_rows(path: Path | None, rows: Sequence[Any]) -> None:
         path.write_text(json.dumps([asdict(row) for row in rows]), "utf-8")
 
 
-def hand_over(rows: Sequence[Any], figures: dict[str, Any], text: str, out: Path | None) -> None:
-    """Print the report, and one line of JSON with everything; write the report where it is asked for."""
+def hand_over(
+    rows: Sequence[Any], figures: dict[str, Any], out: Path | None, what: str, title: str, text: str, part: str
+) -> None:
+    """Print the report, and one line of JSON with everything; file the report where it is asked for."""
     print(text)
-    if out:
-        out.write_text(text, "utf-8")
+    file_result(out, what, title, text, part, threads=1)
     print(json.dumps({**figures, "rows": [asdict(row) for row in rows]}))
 
 
-def report_of(title: str, command: str, what: str, figures: dict[str, Any], table: str) -> str:
-    """Markdown: what was run with what, what it comes to, and the rows."""
-    from plimsoll.device.base import backend_for
-    from plimsoll.device.probe import versions
-
-    made_with = ", ".join(f"{name} {version}" for name, version in versions().items())
+def report_of(what: str, figures: dict[str, Any], table: str) -> str:
+    """Markdown: what is shown, what it comes to, and the rows."""
     listed = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in figures.items())
-    device = backend_for("cpu").probe().name
-    return f"# {title}\n\n`{command}`: {device}, 1 thread; {made_with}. {what}\n\n{listed}.\n\n{table}\n"
+    return f"{what}\n\n{listed}.\n\n{table}\n"
 
 
 def ends_with_its_code(main: Callable[[], None]) -> None:

@@ -33,6 +33,7 @@ import torch
 from torch import nn
 
 from _large_model import add_options, large_model
+from _results import INSIDE_A_LIMIT, add_out, file_result, keep_printed, mib, table
 from plimsoll.device.base import backend_for
 from plimsoll.device.pages import cold_bytes_per_second
 from plimsoll.models.inference import inference_task
@@ -181,6 +182,27 @@ def show(found: dict[str, Any]) -> None:
         )
 
 
+def part_of(found: dict[str, Any]) -> str:
+    """What README.md shows."""
+    runs = found["runs"]
+    difference = max(run["max_relative_difference"] for run in runs.values())
+    name = (
+        f"a model with {format_bytes(found['weights_bytes'])} of weights scores {runs['limited']['num_texts']:,} "
+        f"texts; largest relative difference of a result: {difference:.2g}"
+    )
+    sizes = (
+        found["limit_bytes"],
+        runs["limited"]["peak_bytes"],
+        found["predicted_peak_bytes"],
+        runs["unlimited"]["peak_bytes"],
+    )
+    speed = runs["dropped"]["read_bytes_per_second"]
+    return (
+        f"{table(INSIDE_A_LIMIT, [[name, *map(mib, sizes)]])}\n\nWhere every pass of it has to read the weights from "
+        f"the disk, it reads {mib(speed)}/s of the {mib(found['disk_bytes_per_second'])}/s that the disk has."
+    )
+
+
 def main() -> None:
     """Compare, or be one of the processes that are compared."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -193,10 +215,14 @@ def main() -> None:
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--plan", help=argparse.SUPPRESS)
     add_options(parser)
+    add_out(parser)
     options = parser.parse_args()
+    printed = keep_printed()
     found = work(options) if options.worker else compare(options)
     if not options.worker:
         show(found)
+        title, text = "A model scores texts in half the size of its weights", f"{printed.text.strip()}"
+        file_result(options.out, "apply-larger-than-memory", title, text, part_of(found))
     print(json.dumps(found))
 
 

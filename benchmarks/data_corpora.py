@@ -40,6 +40,7 @@ from rich.console import Console
 from rich.table import Table
 
 from _private_memory import private_bytes
+from _results import add_out, fenced, file_result, keep_printed, mib, table
 
 SHOWN = Console(width=140)
 LINES_PER_WRITE = 100_000
@@ -338,6 +339,31 @@ def tables(figures: dict[str, dict[str, Figures]], num_bytes: int, num_lines: in
     return [first, second, third]
 
 
+def part_of(figures: dict[str, dict[str, Figures]], num_bytes: int, num_lines: int) -> str:
+    """What README.md shows."""
+    build, read, cold = figures["build"], figures["read"], figures["cold"]
+    ways = [way for way in ("Plimsoll", "Hugging Face datasets", "list of str") if way in read]
+    again = [f"{build['Plimsoll, opened again']['seconds'] * 1e3:.0f} ms"]
+    rows: list[list[str]] = [
+        ["from the file to random access", *(f"{build[way]['seconds']:.1f} s" for way in ways)],
+        ["private memory of that, over numpy's", *(mib(build[way]["peak_bytes"]) for way in ways)],
+        ["opened again", *again, *[""] * (len(ways) - 1)],
+    ]
+    for title, name in (
+        (f"lines a second, {BATCH:,} at random", "batch"),
+        ("lines a second, one by one at random", "one"),
+        ("lines a second, one by one in order", "rows in order"),
+        ("lines a second in batches, in order", "batches in order"),
+    ):
+        rows.append([title, *(f"{read[way][name] / 1e3:,.0f} k" for way in ways)])
+    times = cold["Plimsoll, shuffled in blocks"]["lines_per_second"] / cold["memory map, at random"]["lines_per_second"]
+    header = [f"{num_lines:,} lines, {num_bytes / 1e9:.1f} GB", *ways]
+    return (
+        f"{table(header, rows)}\n\nShuffled in blocks from a cold page cache: {times:,.0f} times the lines a second of "
+        "random reads through a memory map."
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, help="a file of lines instead of generated text")
@@ -345,7 +371,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="(default: %(default)s)")
     parser.add_argument("--without-datasets", action="store_true", help="leave Hugging Face datasets out")
     parser.add_argument("--folder", help="where files and caches are written (default: that for temporary files)")
-    parser.add_argument("--out", type=Path, help="write the tables there, too")
+    add_out(parser)
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
@@ -361,12 +387,14 @@ def main() -> None:
         figures = measured(path, folder, num_lines, options.rounds, not options.without_datasets)
         holes = in_new_process("sparse", "Plimsoll", folder / "sparse.txt", folder / "cache")
         num_bytes = path.stat().st_size
-    out = Console(file=options.out.open("w"), width=140) if options.out else None
+    printed = keep_printed()
+    for shown in tables(figures, num_bytes, num_lines):
+        SHOWN.print(shown)
     title = f"{SPARSE_BYTES >> 30} GiB of holes on {holes['disk_bytes'] >> 10} KiB of disk, within 256 MiB"
-    for console in filter(None, (SHOWN, out)):
-        for table in tables(figures, num_bytes, num_lines):
-            console.print(table)
-        console.print(f"{title}: indexed, opened and its last line read in {holes['seconds']:.1f} s")
+    SHOWN.print(f"{title}: indexed, opened and its last line read in {holes['seconds']:.1f} s")
+    part, packages = part_of(figures, num_bytes, num_lines), ("numpy", "pyarrow", "datasets")
+    title = "Random access to the lines of a large text"
+    file_result(options.out, "data-corpora", title, fenced(printed.text), part, threads=1, packages=packages)
     print(json.dumps({"num_bytes": num_bytes, "num_lines": num_lines, **figures, "sparse": holes}))
 
 

@@ -29,6 +29,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from _results import add_out, fenced, file_result, keep_printed
 from plimsoll.data.formats import Reading
 from plimsoll.data.index import open_corpus
 from plimsoll.data.order import Order
@@ -193,7 +194,9 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=32, help="texts of a padded batch (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=10, help="steps of each way; 0: none (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=1, help="threads torch computes with (default: %(default)s)")
+    add_out(parser)
     arguments = parser.parse_args()
+    printed = keep_printed()
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(arguments.threads)
     with tempfile.TemporaryDirectory() as name:
@@ -219,6 +222,16 @@ def main() -> None:
         "counted": [asdict(one) | {"padding_share": one.padding_share} for one in counts],
         "trained": [asdict(one) | {"tokens_per_second": one.tokens_per_second} for one in trainings],
     }
+    shares = {one.way: one.padding_share for one in counts}
+    part = (
+        f"{title}: {shares['padded to the longest of the batch']:.0%} is padding in batches of {arguments.batch_size}"
+    )
+    part += f", packed {shares['packed']:.2%}"
+    speeds = {run.way: run.tokens_per_second for run in trainings}
+    if speeds:
+        times = speeds["packed"] / speeds["padded to the longest of the batch"]
+        part += f"; a small GPT trains {times:.1f} times as fast packed"
+    file_result(arguments.out, "data-padding", "Padding and useful tokens", fenced(printed.text), f"{part}.")
     print(json.dumps(figures))
 
 

@@ -28,6 +28,8 @@ from rich.console import Console
 from rich.table import Table
 
 import plimsoll
+from _results import file_result
+from _results import table as markdown
 from plimsoll.data.prepare import prepare
 from plimsoll.device.process import private_bytes
 from plimsoll.errors import OutputError, PlimsollError
@@ -37,6 +39,7 @@ from plimsoll.report.progress import stages
 NEED_STEPS = 2
 POLL_SECONDS = 0.002
 HERE = Path(__file__).parent
+PEAKS = "Peaks are private memory of the training process, read from outside by another process."
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,7 @@ def main() -> None:
     parser.add_argument(
         "--out", type=Path, default=Path("demo-out"), help="folder for everything (default: %(default)s)"
     )
-    parser.add_argument("--result", type=Path, help="also write the table to this Markdown file")
+    parser.add_argument("--result", type=Path, help="folder to file the result in, such as benchmarks/results")
     arguments = parser.parse_args()
     try:
         demo(arguments.data, arguments.limit, arguments.steps, arguments.out, arguments.result)
@@ -107,8 +110,8 @@ def demo(data: str | None, limit: str, num_steps: int, out: Path, result: Path |
     title = f"Batch of {record.job['batch_size']} x {record.job['sequence_length']} tokens inside {limit}"
     table = rows(limit, need_bytes, need_steps, died, record, our_peak_bytes or 0)
     print_table(title, *table)
-    if result is not None:
-        write_result(result, title, *table)
+    part = f"{title}:\n\n{markdown(table[0], table[1:])}\n\n{PEAKS}"
+    file_result(result, "demo", title, PEAKS, part, device="gpu" if on_cuda else "cpu")
     print(f"Report: {report}")
     if (our_peak_bytes or 0) > parse_bytes(limit):
         sys.exit("the Plimsoll arm went past the limit")
@@ -223,15 +226,6 @@ def print_table(title: str, header: list[str], *body: list[str]) -> None:
     for row in body:
         table.add_row(*row)
     Console().print(table)
-
-
-def write_result(path: Path, title: str, header: list[str], *body: list[str]) -> None:
-    """File the table as Markdown, with what it was made with."""
-    made_with = ", ".join(f"{name} {version}" for name, version in plimsoll.probe().versions.items())
-    lines = [header, ["---"] * len(header), *body]
-    table = "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
-    content = f"# {title}\n\n{table}\n\nMade by `python benchmarks/demo.py --result {path}` with {made_with}.\n"
-    path.write_text(content, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ from rich.table import Table
 from scipy.sparse import coo_matrix
 from scipy.sparse.linalg import svds
 
+from _results import add_out, fenced, file_result, keep_printed
 from plimsoll.data.words import words_of
 
 DIMENSION, WINDOW = 100, 4
@@ -170,7 +171,9 @@ def main() -> None:
     parser.add_argument("--text", type=Path, action="append", default=[], help="more text for the vectors")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--budget", default="450MiB")
+    add_out(parser)
     args = parser.parse_args()
+    printed = keep_printed()
     with tempfile.TemporaryDirectory(prefix="plimsoll-") as temporary:
         folder = Path(temporary)
         rows = rows_of(args.data)
@@ -196,6 +199,13 @@ def main() -> None:
         )  # fmt: skip
     Console(width=120).print(table)
     print(f"all of the file as a dictionary of arrays: {all_bytes / 2**20:,.0f} MiB of private memory")
+    shares = [f"{figures[name]['accuracy']:.0%}" for name in ("drawn at random, trained", "from the file, frozen")]
+    part = (
+        f"A GRU on {len(rows):,} texts within {args.budget}: {shares[0]} right with embeddings drawn at random, "
+        f"{shares[1]} with frozen vectors of these texts, {args.steps} steps each."
+    )
+    title = "A GRU classifier with word vectors"
+    file_result(args.out, "embeddings-classifier", title, fenced(printed.text), part)
     print(json.dumps({"arms": figures, "all_bytes": all_bytes, "file_bytes": file_bytes}))
 
 

@@ -28,6 +28,7 @@ import torch
 from torch import nn
 
 from _embeddings_process import KINDS, LR, loss_of, small, zipf_batches
+from _results import add_out, fenced, file_result, keep_printed
 from plimsoll.embeddings.host import HostEmbedding
 from plimsoll.embeddings.host_optimizer import optimizer_of
 
@@ -51,7 +52,9 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="where the tables are")
     parser.add_argument("--only", default=",".join(SECTIONS))
     parser.add_argument("--quick", action="store_true", help="tables of 200,000 rows and few steps, to try the script")
+    add_out(parser)
     options = parser.parse_args()
+    printed = keep_printed()
     if options.quick:
         options.rows, options.small_rows, options.steps, options.rounds = 200_000, 50_000, 30, 3
     warnings.filterwarnings("ignore", "Sparse invariant checks are implicitly disabled")
@@ -68,6 +71,17 @@ def main() -> None:
                 for num_rows in (options.small_rows, options.rows)
                 for kind in KINDS
             ]
+    part = ""
+    if "limit" in results:
+        found = max(results["limit"].values(), key=lambda one: one["peak_bytes"])
+        size = f"{options.rows:,} x {options.width} ({found['table_bytes'] / 2**30:.1f} GiB)"
+        part = (
+            f"A table of {size} trains inside a limit of {options.limit} MiB, in {found['peak_bytes'] / MIB:.0f} MiB."
+        )
+    if "loss" in results:
+        largest = max(value for one in results["loss"].values() for value in one.values())
+        part += f" Largest difference of a loss or a weight from `nn.Embedding(sparse=True)` in memory: {largest:g}."
+    file_result(options.out, "embeddings-host", "A table larger than the memory", fenced(printed.text), part)
     print(json.dumps(results))
 
 

@@ -36,6 +36,8 @@ from pathlib import Path
 from typing import Any
 
 from _private_memory import private_bytes
+from _results import add_out, fenced, file_result, keep_printed, mib, table
+from _rivals import python_of
 
 NUM_WANTED, NUM_ABSENT = 20_000, 100
 CHUNK_BYTES = 1 << 20
@@ -398,15 +400,40 @@ def read_line(process: subprocess.Popen[str]) -> str:
     return process.stdout.readline()
 
 
+def part_of(figures: Figures, args: argparse.Namespace) -> str:
+    """What README.md shows."""
+    arms, of_rows = figures["arms"], mib(figures["table_bytes"])
+    names = {
+        "Plimsoll": f"Plimsoll, the first time (and {of_rows} of a mapped file)",
+        "bytes scan, np.fromstring": "lines scanned as bytes, only wanted ones parsed, in Python",
+        "tutorial loop": "the loop of the tutorials",
+        "PyTorch-NLP": "PyTorch-NLP",
+        "gensim": "gensim",
+    }
+    rows = [
+        [said, f"{arms[name]['seconds']:.1f}", mib(arms[name]["peak_bytes"])]
+        for name, said in names.items()
+        if name in arms
+    ]
+    rows.insert(1, ["Plimsoll, from the cache", f"{figures['open_seconds']:.3f}", ""])
+    size = f"{figures['file_bytes'] / 1e9:.1f} GB"
+    header = f"{NUM_WANTED:,} of {args.words:,} vectors of {args.dimension} numbers, a file of {size}"
+    more = f"Four processes with the same rows hold {mib(figures['pss_of_four_bytes'])} of them together."
+    for suffix, ratio in figures.get("archives", {}).items():
+        more += f" From `{suffix}` it takes {ratio:.2f} times as long as unpacking alone."
+    return f"{table([header, 'seconds', 'private memory'], rows)}\n\n{more}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--words", type=int, default=400_000)
     parser.add_argument("--dimension", type=int, default=300)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--rivals", type=Path, help="a Python that has gensim and pytorch-nlp")
+    parser.add_argument("--rivals", type=Path, default=python_of("vectors"), help="a Python with gensim, pytorch-nlp")
     parser.add_argument("--vectors", type=Path, help="a file of GloVe's text; default: one that is generated")
     parser.add_argument("--data", help="a corpus, which is not needed here")
     parser.add_argument("--folder", type=Path, help="where generated files are and stay; default: a temporary one")
+    add_out(parser)
     parser.add_argument("--without-archives", action="store_true")
     parser.add_argument("--arm", choices=[*ARMS], help=argparse.SUPPRESS)
     parser.add_argument("--wanted", type=Path, help=argparse.SUPPRESS)
@@ -414,6 +441,7 @@ def main() -> None:
     if args.arm:
         arm_process(args.arm, args.vectors, args.wanted, args.folder)
         return
+    printed = keep_printed()
     with tempfile.TemporaryDirectory(prefix="plimsoll-") as temporary:
         folder = args.folder or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
@@ -427,6 +455,9 @@ def main() -> None:
         figures |= compare_opening(path, wanted, Path(temporary))
         if not args.without_archives:
             figures["archives"] = compare_archives(path, wanted, Path(temporary), args)
+        title = f"{NUM_WANTED:,} of {args.words:,} word vectors"
+        part, packages = part_of(figures, args), ("torch", "numpy", "pyarrow")
+        file_result(args.out, "embeddings-subset", title, fenced(printed.text), part, threads=1, packages=packages)
         print(json.dumps(figures))
 
 

@@ -28,7 +28,6 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import platform
 import random
 import statistics
 import subprocess
@@ -36,7 +35,6 @@ import sys
 import time
 from collections.abc import Callable
 from itertools import accumulate, combinations, pairwise
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -46,7 +44,7 @@ from torch.nn import functional
 
 import plimsoll
 from _private_memory import private_bytes
-from plimsoll.device.base import backend_for
+from _results import add_out, file_result
 from plimsoll.diagnose.growth import growth_of
 from plimsoll.models.hugging_face import TextShape, build_hugging_face
 from plimsoll.models.recurrent import build_recurrent
@@ -341,7 +339,7 @@ def main() -> None:
         "--runs", type=int, default=2000, help="simulated, of each kind and length (default: %(default)s)"
     )
     parser.add_argument("--threads", type=int, default=1, help="threads torch computes with (default: %(default)s)")
-    parser.add_argument("--out", type=Path, help="also write the tables to this Markdown file")
+    add_out(parser)
     parser.add_argument(
         "--arm", nargs=3, metavar=("MODEL", "KEPT", "HOW"), help="one training, by the benchmark itself"
     )
@@ -352,9 +350,6 @@ def main() -> None:
         model_name, what, how = arguments.arm
         print(json.dumps(measure_growth(model_name, what, how == "detached", arguments.steps)))
         return
-    machine = f"{backend_for('cpu').probe().name}, {arguments.threads} thread(s); Python {platform.python_version()}"
-    machine += f", torch {torch.__version__}, transformers {transformers.__version__}"
-    print(machine, flush=True)
     of_operations: dict[str, Any] = {}
     operations = operation_rows(
         of_operations
@@ -376,8 +371,8 @@ def main() -> None:
     noise = noise_rows(arguments.runs, figures)
     print("\n".join(noise), flush=True)
     tables += ["", *operations, "", *noise, "", *growth_rows(arguments, figures)]
-    if arguments.out is not None:
-        arguments.out.write_text("\n".join([machine, "", *tables]) + "\n", encoding="utf-8")
+    title = "What evidence for `plimsoll explain` costs, and the growth it names"
+    file_result(arguments.out, "explain-growth", title, "\n".join(tables))
     print(json.dumps(figures))
 
 

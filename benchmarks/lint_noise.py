@@ -18,7 +18,9 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
+from _results import add_out, fenced, file_result, keep_printed
 from plimsoll.diagnose.check_code import check_code
+from plimsoll.diagnose.lint import every_rule
 from plimsoll.records.lint import LintReport
 
 
@@ -27,7 +29,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--packages", nargs="+", default=["transformers", "accelerate"], help="installed packages")
     parser.add_argument("--sample", type=int, default=30, help="how many findings to print")
+    add_out(parser)
     options = parser.parse_args()
+    printed = keep_printed()
     reports: dict[str, LintReport] = {}
     began = time.perf_counter()
     for name in options.packages:
@@ -45,6 +49,12 @@ def main() -> None:
     for one in random.Random(0).sample(findings, min(options.sample, len(findings))):
         print(f"- {one.file.split('site-packages/')[-1]}:{one.line} {one.rule}: `{one.code[:100]}`")
     per_thousand = len(findings) / num_lines * 1000
+    part = (
+        f"`plimsoll lint` has {len(every_rule())} rules, and reports {per_thousand:.2f} findings per 1,000 lines of "
+        f"{' and '.join(options.packages)}: {len(findings)} in {num_lines:,} lines."
+    )
+    title = "What `plimsoll lint` reports in good code"
+    file_result(options.out, "lint-noise", title, fenced(printed.text), part, packages=options.packages)
     print(json.dumps({"num_lines": num_lines, "num_findings": len(findings), "per_thousand_lines": per_thousand}))
 
 

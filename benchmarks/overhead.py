@@ -50,6 +50,8 @@ from rich.live import Live
 from rich.table import Table
 from torch import Tensor, nn
 
+from _results import add_out, fenced, file_result, keep_printed
+from _results import table as markdown
 from plimsoll.data.loader import Batch
 from plimsoll.device.base import backend_for
 from plimsoll.models.hugging_face import TextShape, build_hugging_face
@@ -454,7 +456,9 @@ def main() -> None:
     parser.add_argument("--parts", action="store_true", help="also measure each part of the overhead by itself")
     parser.add_argument("--sizes", action="store_true", help="also measure the commit for other models and batches")
     parser.add_argument("--data", help="text files, a pattern; by default tokens drawn at random")
+    add_out(parser)
     arguments = parser.parse_args()
+    printed = keep_printed()
     settle_heap()
     torch.set_num_threads(arguments.threads)
     transformers.utils.logging.set_verbosity_error()
@@ -470,6 +474,18 @@ def main() -> None:
         table, figures["commit's share"] = measure_sizes()
         SHOWN.print(table)
     SHOWN.print(circumstances())
+    rows = [
+        (
+            name,
+            f"{one['plain_step_seconds'] * 1e3:.0f} ms",
+            *(f"x {one[key]:.3f}" for key in ("without_monitor", "with_monitor")),
+        )
+        for name in (setup.name for setup in SETUPS)
+        for one in [figures[name]]
+    ]
+    header = ("what it costs", "plain loop, a step", "Plimsoll's step", "with the monitor")
+    title = "What Plimsoll's step and monitor cost"
+    file_result(arguments.out, "overhead", title, fenced(printed.text), markdown(header, rows))
     print(json.dumps(figures))
 
 

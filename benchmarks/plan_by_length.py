@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+from _results import add_out, file_result
 from plimsoll.models.hugging_face import TextShape, build_hugging_face
 from plimsoll.records.plan import Choice
 from plimsoll.run.pieces import shape_of, weighted_pieces
@@ -44,7 +45,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--micro-batch", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--out", type=Path, help="also write the table to this Markdown file")
+    add_out(parser)
     arguments = parser.parse_args()
     batch = batch_of(arguments.batch)
     torch.manual_seed(0)
@@ -70,8 +71,7 @@ def main() -> None:
         figures[name] = {"passes": len(pieces), "positions": positions, "cpu_seconds": round(min(seconds[name]), 3)}
         lines.append(f"| {name} | {len(pieces)} | {positions:,} | {min(seconds[name]):.2f} |")
     print("\n".join(lines))
-    if arguments.out is not None:
-        arguments.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    file_result(arguments.out, "plan-by-length", "A batch cut by length", "\n".join(lines))
     difference = abs(losses["by_length"] / losses["as it comes"] - 1)
     print(json.dumps({**figures, "loss_difference": difference}))
 

@@ -22,11 +22,9 @@ object.
 from __future__ import annotations
 
 import argparse
-import datetime
 import importlib.util
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
@@ -37,6 +35,7 @@ from typing import Any
 
 import numpy as np
 
+from _results import add_out, file_result
 from plimsoll.device.process import private_bytes
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -313,10 +312,27 @@ def _gib(num_bytes: int) -> str:
     return f"{num_bytes / GIB:.2f} GiB"
 
 
+def part_of(found: dict[str, Any]) -> str:
+    """What README.md shows."""
+    least = {
+        name: _gib(found[name]["smallest_bytes"])
+        for name in ("plimsoll", "trainer")
+        if "smallest_bytes" in found.get(name, {})
+    }
+    if "plimsoll" not in least:
+        return ""
+    step = f"one step of GPT-2 124M on {BATCH_SIZE} x {LENGTH} tokens"
+    text = f"- It finds the smallest memory: {step} in {least['plimsoll']}"
+    if "trainer" in least:
+        text += f", where Hugging Face Trainer needs {least['trainer']}"
+    plain = found.get("plain")
+    return text + (f"; the plain loop needs {_gib(plain['need_bytes'])} (predicted)." if plain else ".")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", help="a file, folder or pattern of texts")
-    parser.add_argument("--out", type=Path, help="folder to file the tables in")
+    add_out(parser)
     parser.add_argument("--whole", action="store_true", help="also whole steps, which take minutes")
     parser.add_argument("--arms", default="plain,plimsoll,trainer")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
@@ -333,20 +349,11 @@ def main() -> None:
             **({"plimsoll": plimsoll_arm(tokens, arguments.whole)} if "plimsoll" in arms else {}),
             **({"trainer": trainer_arm(tokens, arguments.whole)} if "trainer" in arms else {}),
         }
-    import torch
-    import transformers
-
-    today = datetime.date.today().isoformat()
     losses = ", ".join(f"{name} {loss:.4f}" for name, loss in first_losses(found).items())
-    text = (
-        f"# The smallest memory for a step of GPT-2 124M, {today}\n\n`python benchmarks/plan_deep.py`: torch "
-        f"{torch.__version__}, transformers {transformers.__version__}, Python {platform.python_version()}, "
-        f"{torch.get_num_threads()} threads.\n\n{report(found)}\n\nLoss of the first step of {FEW} samples: {losses}.\n"
-    )
+    text = f"{report(found)}\n\nLoss of the first step of {FEW} samples: {losses}."
     print(text)
-    if arguments.out:
-        arguments.out.mkdir(parents=True, exist_ok=True)
-        (arguments.out / f"plan-deep-cpu-{today}.md").write_text(text, "utf-8")
+    title = "The smallest memory for a step of GPT-2 124M"
+    file_result(arguments.out, "plan-deep", title, text, part_of(found), threads=1)
     print(json.dumps(found))
 
 

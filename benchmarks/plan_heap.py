@@ -12,9 +12,9 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import predict_cpu_rss as rss
+from _results import add_out, file_result
 from plimsoll.records.plan import Choice
 
 MIB = 1 << 20
@@ -34,7 +34,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", action="append", help=f"of predict_cpu_rss.py (default: {', '.join(CASES)})")
     parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--out", type=Path, help="also write the table to this Markdown file")
+    add_out(parser)
     arguments = parser.parse_args()
     rss.NUM_STEPS = arguments.steps
     predictor = rss.Predictor()
@@ -55,8 +55,7 @@ def main() -> None:
             sizes = f"{predicted_bytes / MIB:,.0f} | {measured_bytes / MIB:,.0f}"
             lines.append(f"| {name} | {word} | {sizes} | {errors[-1]:+.1%} | {seconds:.2f} |")
             print(lines[-1], flush=True)
-    if arguments.out is not None:
-        arguments.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    file_result(arguments.out, "plan-heap", "What the heap settings do", "\n".join(lines))
     print(json.dumps({"n": len(errors), "largest_error": round(max(map(abs, errors)), 4)}))
 
 

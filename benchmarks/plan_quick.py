@@ -11,16 +11,14 @@ Prints a table, and as its last line one JSON object.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
-import os
-import platform
 import resource
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import Any
+
+from _results import add_out, file_result
 
 GIB = 1 << 30
 GPT2 = {"architecture": "gpt2"}
@@ -96,26 +94,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="the cases whose name has this text")
     parser.add_argument("--data", help="not used: nothing is read")
-    parser.add_argument("--out", type=Path, help="folder to file the table in")
+    add_out(parser)
     parser.add_argument("--case", choices=CASES, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.case:
         plan_here(arguments.case)
         return
     found = {case: measure(case) for case in CASES if arguments.only in case}
-    import torch
-    import transformers
-
-    today = datetime.date.today().isoformat()
-    text = (
-        f"# Time to plan, {today}\n\n`python benchmarks/plan_quick.py`: torch {torch.__version__}, transformers "
-        f"{transformers.__version__}, Python {platform.python_version()}, {len(os.sched_getaffinity(0))} cores. "
-        f"Seconds after the imports; memory is the process's largest, libraries included.\n\n{table(found)}\n"
-    )
+    text = f"Seconds after the imports; memory is the process's largest, libraries included.\n\n{table(found)}"
     print(text)
-    if arguments.out:
-        arguments.out.mkdir(parents=True, exist_ok=True)
-        (arguments.out / f"plan-quick-cpu-{today}.md").write_text(text, "utf-8")
+    file_result(arguments.out, "plan-quick", "Time to plan", text)
     print(json.dumps(found))
 
 

@@ -12,7 +12,6 @@ tokens. Prints a table, and as its last line one JSON object; ``--out`` files th
 from __future__ import annotations
 
 import argparse
-import datetime
 import itertools
 import json
 import math
@@ -25,6 +24,7 @@ from pathlib import Path
 import torch
 import transformers
 
+from _results import add_out, file_result
 from plimsoll.data.sketch import TextSketch
 from plimsoll.device.heap import FAST_BYTES, map_blocks_from
 from plimsoll.device.speed import measured_speed
@@ -167,19 +167,16 @@ def judge(rows: list[dict]) -> dict:
     }  # fmt: skip
 
 
-def report(rows: list[dict], found: dict, steps: int, device: str) -> str:
+def report(rows: list[dict], found: dict) -> str:
     lines = ["| model | variant | predicted | measured | ratio |", "| --- | --- | --: | --: | --: |"]
     lines += [
         f"| {row['case']} | {row['variant']} | {row['predicted']:.3f} s | {row['measured']:.3f} s | "
         f"{row['predicted'] / row['measured']:.2f} |"
         for row in rows
     ]
-    today = datetime.date.today().isoformat()
     pairs, told = f"{found['pairs']} pairs of variants of one model", f"{found['rank_agreement']:.1%}"
     error, worst = f"{found['median_ratio_error']:.0%}", f"{found['worst_ratio_error']:.0%}"
     return (
-        f"# The planner's time model, CPU, {today}\n\n`python benchmarks/plan_time_model.py --steps "
-        f"{steps}`: {device}. Seconds of the processor for one optimizer step.\n\n"
         f"Of {pairs} that differ by more than {WORTH_TELLING:.0%}, the faster was told in {told}. A step was off by "
         f"{error} in the median and {worst} at worst. The variant predicted to be fastest took at most "
         f"{found['worst_loss_of_the_choice']:.0%} longer than the fastest one.\n\n" + "\n".join(lines) + "\n"
@@ -191,7 +188,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3, help="measured steps of each variant")
     parser.add_argument("--only", default="", help="cases whose names contain this")
     parser.add_argument("--data", help="not used: the data are random tokens")
-    parser.add_argument("--out", type=Path, help="folder to file the table in")
+    add_out(parser)
     parser.add_argument("--again", type=Path, help="predict the steps that a run measured, whose last line this is")
     arguments = parser.parse_args()
     earlier = json.loads(arguments.again.read_text("utf-8"))["rows"] if arguments.again else []
@@ -203,11 +200,9 @@ def main() -> None:
     speed = measured_speed()
     rows = [row for case in CASES if arguments.only in case for row in run_case(case, arguments.steps, speed, known)]
     found = judge(rows)
-    text = report(rows, found, arguments.steps, speed.device)
+    text = report(rows, found)
     print(text)
-    if arguments.out:
-        arguments.out.mkdir(parents=True, exist_ok=True)
-        (arguments.out / f"plan-time-model-cpu-{datetime.date.today().isoformat()}.md").write_text(text, "utf-8")
+    file_result(arguments.out, "plan-time-model", "The planner's time model", text, threads=1)
     print(json.dumps({**found, "rows": rows}))
 
 

@@ -30,11 +30,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
+from _results import add_out, errors_table, file_result
 from plimsoll.data.sketch import TextSketch
-from plimsoll.device.base import backend_for
-from plimsoll.device.probe import versions
 from plimsoll.device.process import private_bytes
 from plimsoll.memory.lowering.cpu import CpuLowering
 from plimsoll.memory.predict import Counted
@@ -298,9 +296,7 @@ HEADER = ["case", "predicted MiB", "range", "measured MiB", "error", "inside", "
 
 
 def lines_of(rows: dict[str, list[Row]]) -> list[str]:
-    lines = ["# Predicted and measured private memory of CPU trainings", ""]
-    made_with = ", ".join(f"{name} {version}" for name, version in versions().items())
-    lines += [f"{backend_for('cpu').probe().name}, {torch.get_num_threads()} threads; {made_with}.", ""]
+    lines: list[str] = []
     for title, body in rows.items():
         figures = figures_of(body)
         lines += [f"## {title}", ""]
@@ -317,7 +313,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=len(CASES), help="how many of the cases (default: all)")
     parser.add_argument("--quick", action="store_true", help="one case of each kind of model")
     parser.add_argument("--case", action="append", help="only the cases with this in their name")
-    parser.add_argument("--out", type=Path, help="also write the tables to this Markdown file")
+    add_out(parser)
     parser.add_argument("--measured", type=Path, help="a file to keep measurements in")
     parser.add_argument("--only-measured", action="store_true", help="leave out what is not in that file")
     arguments = parser.parse_args()
@@ -337,9 +333,13 @@ def main() -> None:
                 continue
             rows[title].append(row_of(cases[number], is_limited, measurements, predictor))
             print("  " + "  ".join(cells_of(rows[title][-1])), flush=True)
-    if arguments.out is not None:
-        arguments.out.write_text("\n".join(lines_of(rows)), encoding="utf-8")
     limited, default = rows.values()
+    part = errors_table(
+        ("private memory of CPU processes inside a budget", [row.error for row in limited]),
+        ("CPU processes without a budget, glibc's own malloc", [row.error for row in default]),
+    )
+    title = "Predicted and measured private memory of CPU trainings"
+    file_result(arguments.out, "predict-rss", title, "\n".join(lines_of(rows)), part)
     print(json.dumps({**figures_of(limited), "default_malloc": figures_of(default)}))
 
 

@@ -37,6 +37,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from _results import add_out, errors_table, file_result
+
 HERE = Path(__file__).parent
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "plimsoll" / "transformers-4.51.3"
 # 4.51.3 with the tokenizers and hub it accepts; requests is what that hub needs beside what transformers 5 brings.
@@ -427,9 +429,20 @@ def report(arguments: argparse.Namespace) -> None:
     parts.append(f"{time.perf_counter() - started:.0f} s in all; {circumstances()}.")
     text = "\n\n".join(parts)
     print(text)
-    if arguments.out:
-        arguments.out.write_text(f"# Predicted against memory measured on GPUs\n\n{text}\n")
+    title = "Predicted against memory measured on GPUs"
+    file_result(arguments.out, "predict-gpu-measured", title, text, part_of(found, runs, answers), threads=1)
     print(json.dumps(found))
+
+
+def part_of(found: dict[str, Any], runs: list[Run], answers: list[Answer]) -> str:
+    """What README.md shows."""
+    pairs = [(run, answer) for run, answer in zip(runs, answers, strict=True) if not run.is_oom]
+    errors = [answer.predicted_bytes / run.measured_bytes - 1 for run, answer in pairs]
+    ours = errors_table(("memory of real GPU runs, GPT, OPT, T5, Qwen (xMem's published runs)", errors))
+    rival, sums = found["rivals"]["xmem"], found["transformers"]
+    shares = " | ".join(f"{rival[name]:.1%}" for name in ("median", "p90", "max"))
+    wrong = f"{sums['false_fits']} of the {sums['ooms']} runs that were out of memory were called a fit."
+    return f"{ours}\n| xMem on the same runs | {rival['n']} | {shares} |\n\n{wrong}"
 
 
 def main() -> None:
@@ -438,7 +451,7 @@ def main() -> None:
     parser.add_argument("--rows", action="store_true", help="also list every row")
     parser.add_argument("--only", help="rows whose name contains this, for example 'T5-small AdamW'")
     parser.add_argument("--plain", action="store_true", help="without the choices made by layout on these rows")
-    parser.add_argument("--out", type=Path, help="also write the tables to this file")
+    add_out(parser)
     parser.add_argument("--cache", type=Path, default=CACHE, help="where the library goes (default: %(default)s)")
     parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)), help="(default: %(default)s)")
     parser.add_argument("--installed", action="store_true", help=argparse.SUPPRESS)

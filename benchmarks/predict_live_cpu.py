@@ -16,8 +16,7 @@ import argparse
 import gc
 import glob
 import json
-import os
-import platform
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -33,6 +32,7 @@ from torch.nn import functional
 from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils.checkpoint import checkpoint
 
+from _results import add_out, errors_table, fenced, file_result
 from plimsoll.memory.compare import compare
 from plimsoll.memory.lowering.cpu import CpuLowering
 from plimsoll.memory.measure import measure_training
@@ -339,18 +339,11 @@ def figures_of(done: list[Case]) -> dict[str, Any]:
     }
 
 
-def circumstances() -> str:
-    return (
-        f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores, {torch.get_num_threads()} threads used; Python "
-        f"{platform.python_version()}, torch {torch.__version__}, transformers {transformers.__version__}"
-    )
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", help="kinds whose name has this text")
     parser.add_argument("--data", help="text files, a pattern; by default tokens drawn at random")
-    parser.add_argument("--out", type=Path, help="a file for the table")
+    add_out(parser)
     arguments = parser.parse_args()
     transformers.utils.logging.set_verbosity_error()
     torch.set_num_threads(1)
@@ -360,12 +353,11 @@ def main() -> None:
         done.append(case)
         print("  ".join(row_of(case)), flush=True)
     figures = json.dumps(figures_of(done))
-    if arguments.out is not None:
-        arguments.out.write_text(
-            f"# Predicted and measured live bytes on the CPU, 2026-11-21\n\n{report_of(done)}\n\n```json\n{figures}\n"
-            f"```\n\n{circumstances()}. Made by `python benchmarks/predict_live_cpu.py`.\n",
-            encoding="utf-8",
-        )
+    errors = [abs(case.comparison.relative_error) if case.comparison else math.inf for case in done]
+    kinds = {case.name.split(",")[0] for case in done}
+    part = errors_table((f"live bytes of small CPU trainings, {len(kinds)} models", errors))
+    title = "Predicted and measured live bytes on the CPU"
+    file_result(arguments.out, "predict-live", title, f"{report_of(done)}\n\n{fenced(figures)}", part)
     print(figures)
 
 

@@ -12,15 +12,14 @@ one JSON object; ``--out`` files the table.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
-import platform
 import resource
 import statistics
 import subprocess
 import sys
 import time
-from pathlib import Path
+
+from _results import add_out, file_result
 
 CASES = {
     "GPT-2 124M, 32 x 128": ({"architecture": "gpt2"}, "language-modeling", 50257, 32, "rtx3060"),
@@ -129,7 +128,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--data", help="not used: nothing is read")
-    parser.add_argument("--out", type=Path, help="folder to file the table in")
+    add_out(parser)
     parser.add_argument("--arm", choices=ARMS, help=argparse.SUPPRESS)
     parser.add_argument("--case", choices=CASES, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -137,20 +136,16 @@ def main() -> None:
         run_arm(arguments.arm, arguments.case)
         return
     found = {case: {arm: measure(arm, case, arguments.rounds) for arm in ARMS} for case in CASES}
-    import torch
-    import transformers
-
-    today = datetime.date.today().isoformat()
     text = (
-        f"# Time to predict, {today}\n\n`python benchmarks/predict_time.py --rounds {arguments.rounds}`: torch "
-        f"{torch.__version__}, transformers {transformers.__version__}, Python {platform.python_version()}, "
-        f"{torch.get_num_threads()} threads. Seconds after the imports; memory is the process's largest, libraries "
-        f"included. MemTracker's answer is live bytes only, of the CPU's kernels.\n\n{table(found)}\n"
+        "Seconds after the imports; memory is the process's largest, libraries included. MemTracker's answer is live "
+        f"bytes only, of the CPU's kernels.\n\n{table(found)}"
     )
     print(text)
-    if arguments.out:
-        arguments.out.mkdir(parents=True, exist_ok=True)
-        (arguments.out / f"predict-time-{today}.md").write_text(text, "utf-8")
+    ours = {case: row for case, arms in found.items() if (row := arms["plimsoll"]) is not None}
+    said = "{processor_seconds:.1f} s for {case} ({memory_gib:.2f} GiB)"
+    listed = [said.format(case=case, **row) for case, row in ours.items()]
+    part = f"Seconds of the processor (after the imports) and memory of a prediction: {', '.join(listed)}."
+    file_result(arguments.out, "predict-time", "Time to predict", text, part)
     print(json.dumps(found))
 
 

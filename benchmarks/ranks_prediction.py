@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 
+from _results import add_out, errors_table, file_result
 from plimsoll.data.sketch import TextSketch
 from plimsoll.device.base import backend_for
 from plimsoll.memory.live import live_bytes
@@ -154,7 +155,7 @@ def main() -> None:
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     options.add_argument("--cases", type=int, default=len(CASES))
     options.add_argument("--measured", type=Path)
-    options.add_argument("--out", type=Path)
+    add_out(options)
     given = options.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
@@ -186,9 +187,10 @@ def main() -> None:
     ]
     errors = [abs(row["error"]) for row in rows]
     text = "\n".join(table)
-    if given.out is not None:
-        given.out.write_text(text + "\n")
     print(text)
+    part = errors_table(("private memory of each of several CPU processes that share a batch, 2 to 4", errors))
+    title = "Predicted and measured private memory of several ranks"
+    file_result(given.out, "ranks-prediction", title, text, part)
     answer = {
         "cases": len(rows), "median_error": round(statistics.median(errors), 4), "worst_error": round(max(errors), 4),
         "target": TARGET_ERROR, "is_met": statistics.median(errors) <= TARGET_ERROR,

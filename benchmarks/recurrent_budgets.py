@@ -137,14 +137,13 @@ def main() -> None:
         print("  ".join(rows[-1].cells()), file=sys.stderr, flush=True)
         keep_rows(arguments.kept, rows)
     text = report_of(
-        f"Budgets from all to a twentieth of plain: {model.name}, CPU",
-        f"python benchmarks/recurrent_budgets.py --samples {arguments.samples} --length {arguments.length} "
-        f"--steps {arguments.steps}",
         "Peaks are private memory; seconds are the processor's for one optimizer step, and for the plan.",
         figures_of(rows),
         table(HEADER, [row.cells() for row in rows]),
     )
-    hand_over(rows, figures_of(rows), text, arguments.out)
+    what = "recurrent-budgets" if arguments.samples > 1 else "recurrent-budgets-one-sample"
+    title = f"Budgets from all to a twentieth of plain: {model.name}, CPU"
+    hand_over(rows, figures_of(rows), arguments.out, what, title, text, "")
 
 
 if __name__ == "__main__":

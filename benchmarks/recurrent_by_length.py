@@ -27,6 +27,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from _results import add_out, fenced, file_result, keep_printed
+from _results import table as markdown
+
 WORDS, LABELS = 4000, 4
 MODELS = {
     "GRU classifier": ({"architecture": "gru", "num_labels": LABELS}, "samples"),
@@ -116,6 +119,7 @@ def main() -> None:
     parser.add_argument(
         "--budget", type=int, nargs=3, default=[128, 384, 512], help="MiB for each model beyond the process"
     )
+    add_out(parser)
     parser.add_argument("--arm", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()
     lengths = lengths_of(args.data, args.batch - 1)
@@ -137,7 +141,16 @@ def main() -> None:
         peak = f"{one['peak_bytes'] / 2**20:.0f} of {budget_mib} MiB"
         counts = (f"{one[key]:,}" for key in ("micro_batch", "passes", "most_samples", "positions"))
         table.add_row(name, cut, *counts, f"{one['cpu_seconds']:.2f}", peak, f"{one['loss']:.5f}")
+    printed = keep_printed()
     Console(width=160).print(table)
+    rows = []
+    for name in MODELS:
+        ways = {cut: found[f"{name}, {cut}"]["cpu_seconds"] for cut in CUTS}
+        fastest = min(ways, key=ways.__getitem__)
+        rows.append([name, f"{ways['as it comes']:.1f} s", f"{ways[fastest]:.1f} s", f"`{fastest}`"])
+    header = (f"a step of {str(table.title).replace('words', 'words,', 1)}", "as it comes", "fastest", "with")
+    title, part = "One long text in a batch of short ones", markdown(header, rows)
+    file_result(args.out, "recurrent-by-length", title, fenced(printed.text), part, threads=1, packages=("torch",))
     print(json.dumps(found))
 
 

@@ -29,6 +29,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from _results import add_out, file_result, mib, table
+
 MIB = 1 << 20
 HIDDEN, LAYERS, SAMPLES = 512, 2, 8
 GROWTH = (1_000, 4_000, 16_000, 32_000)
@@ -154,11 +156,8 @@ def slope(points: list[tuple[float, float]]) -> float:
 def pace() -> tuple[list[str], dict[str, Any]]:
     """Seconds and peaks side by side, in turns."""
     ways: dict[str, int | None] = {"plain": None, "default": 0, "256": 256, "32": 32}
-    rows, worst = (
-        ["| steps | segments of | peak MiB | of plain | seconds | of plain |", "|--:|---|--:|--:|--:|--:|"],
-        0.0,
-    )
-    best = 10.0
+    rows = ["| steps | segments of | peak MiB | of plain | seconds | of plain |", "|--:|---|--:|--:|--:|--:|"]
+    worst, best, shown = 0.0, 10.0, []
     for steps in PACE:
         found: dict[str, list[dict[str, Any]]] = {way: [] for way in ways}
         for _ in range(ROUNDS):
@@ -170,9 +169,12 @@ def pace() -> tuple[list[str], dict[str, Any]]:
             shares = peaks[way] / peaks["plain"], seconds[way] / seconds["plain"]
             peak = f"{peaks[way] / MIB:,.0f} | {shares[0]:.1%}"
             rows.append(f"| {steps:,} | {way} | {peak} | {seconds[way]:.2f} | {shares[1]:.2f} |")
-        worst = max(worst, seconds["default"] / seconds["plain"])
+        ratio = seconds["default"] / seconds["plain"]
+        shown.append((f"{steps:,} steps", mib(peaks["plain"]), mib(peaks["default"]), f"x {ratio:.2f}"))
+        worst = max(worst, ratio)
         best = min(best, peaks["default"] / peaks["plain"])
-    return rows, {"worst_time_ratio_of_default": round(worst, 3), "least_memory_ratio": round(best, 4)}
+    figures = {"worst_time_ratio_of_default": round(worst, 3), "least_memory_ratio": round(best, 4)}
+    return rows, {**figures, "shown": shown[-1:]}
 
 
 def limit() -> tuple[list[str], dict[str, Any]]:
@@ -185,6 +187,7 @@ def limit() -> tuple[list[str], dict[str, Any]]:
     rows = ["| limit beyond the baseline | MiB | plain PyTorch | segments of | peak MiB | seconds | of plain |"]
     rows.append("|---|--:|---|--:|--:|--:|--:|")
     figures: dict[str, Any] = {"plain_mib": plain["peak_bytes"] // MIB, "plain_seconds": round(plain["seconds"], 1)}
+    figures["shown"] = []
     for name, (limit_bytes, segment) in limits.items():
         case = {"steps": LONG, "limit_bytes": limit_bytes, "beyond_baseline": 1}
         died = in_process("plain", case)["error"]
@@ -195,6 +198,9 @@ def limit() -> tuple[list[str], dict[str, Any]]:
         ratio = found["seconds"] / plain["seconds"]
         limited = f"{name} | {limit_bytes / MIB:,.0f} | {died[:60] or 'trains'} | {segment}"
         rows.append(f"| {limited} | {found['peak_bytes'] / MIB:,.0f} | {found['seconds']:.1f} | {ratio:.2f} |")
+        row = f"{LONG:,} steps, in a limit of {mib(limit_bytes)} ({name}), segments of {segment}"
+        plainly = f"dies; {mib(plain['peak_bytes'])} without" if died else "trains"
+        figures["shown"].append((row, plainly, mib(found["peak_bytes"]), f"x {ratio:.2f}"))
         figures[f"time ratio in {name}"] = round(ratio, 3)
         figures[f"loss difference in {name}"] = abs(found["loss"] - plain["loss"])
     return rows, figures
@@ -216,19 +222,20 @@ def longest() -> tuple[list[str], dict[str, Any]]:
 PARTS = {"growth": growth, "pace": pace, "limit": limit, "characters": longest}
 
 
-def report(only: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each part as Markdown, with its figures."""
+def report(only: str) -> Iterator[tuple[str, dict[str, Any], list[tuple[str, ...]]]]:
+    """Each part as Markdown, with its figures, and its rows in README.md."""
     for name, part in PARTS.items():
         if only in name:
             rows, figures = part()
-            yield f"## {name}\n\n" + "\n".join(rows) + "\n", figures
+            shown = figures.pop("shown", [])
+            yield f"## {name}\n\n" + "\n".join(rows) + "\n", figures, shown
 
 
 def main() -> None:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="parts whose names contain this")
-    parser.add_argument("--out", type=Path, help="also write the tables to this Markdown file")
+    add_out(parser)
     parser.add_argument("--do", choices=["train", "plain"], help=argparse.SUPPRESS)
     parser.add_argument("--case", type=json.loads, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -236,19 +243,18 @@ def main() -> None:
     if arguments.do:
         print(json.dumps((train_once if arguments.do == "train" else plain_loop)(arguments.case)))
         return
-    from plimsoll.device.base import backend_for
-    from plimsoll.device.probe import versions
-
-    made_with = ", ".join(f"{name} {version}" for name, version in versions().items())
-    text = "# Exact backpropagation through time in segments, CPU\n\n"
-    text += f"`python benchmarks/recurrent_exact.py`: {backend_for('cpu').probe().name}; {made_with}.\n\n"
-    text += f"LSTM {LAYERS} x {HIDDEN}, {SAMPLES} samples, characters of the standard library's sources.\n\n"
+    text = f"LSTM {LAYERS} x {HIDDEN}, {SAMPLES} samples, characters of the standard library's sources.\n\n"
     figures: dict[str, Any] = {}
-    for part, found in report(arguments.only):
-        text, figures = text + part + "\n", figures | found
+    shown: list[tuple[str, ...]] = []
+    for part, found, rows in report(arguments.only):
+        text, figures, shown = text + part + "\n", figures | found, shown + rows
     print(text)
-    if arguments.out:
-        arguments.out.write_text(text, "utf-8")
+    header = (f"LSTM {LAYERS} x {HIDDEN}, {SAMPLES} samples, one step", "plain PyTorch", "in segments", "time")
+    part = table(header, shown) if shown else ""
+    if "characters_mib" in figures:
+        part += f"\n\n{LONGEST:,} steps of one sample train in {figures['characters_mib']:,} MiB for the whole process."
+    title = "Exact backpropagation through time in segments, CPU"
+    file_result(arguments.out, "recurrent-exact", title, text, part, threads=1)
     print(json.dumps(figures))
 
 

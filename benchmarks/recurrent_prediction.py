@@ -19,6 +19,7 @@ import os
 import sys
 from pathlib import Path
 
+from _results import add_out, errors_table, file_result
 from predict_cpu_rss import (
     LARGE,
     TWO,
@@ -93,7 +94,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", action="append", help="only the cases with this in their name")
     parser.add_argument("--default-malloc", action="store_true", help="also without a limit, with glibc's own malloc")
-    parser.add_argument("--out", type=Path, help="also write the tables to this Markdown file")
+    add_out(parser)
     parser.add_argument("--measured", type=Path, help="a file to keep measurements in")
     arguments = parser.parse_args()
     cases = [case for case in CASES if not arguments.case or any(part in case.name for part in arguments.case)]
@@ -105,9 +106,11 @@ def main() -> None:
     rows = {"inside a budget": run(cases, True, measurements, predictor)}
     if arguments.default_malloc:
         rows["without a limit: glibc's own malloc"] = run(cases, False, measurements, predictor)
-    if arguments.out is not None:
-        lines = ["# Predicted and measured private memory of recurrent CPU trainings", *lines_of(rows)[1:]]
-        arguments.out.write_text("\n".join(lines), encoding="utf-8")
+    part = errors_table(
+        ("private memory of recurrent nets on the CPU inside a budget", [row.error for row in rows["inside a budget"]])
+    )
+    title = "Predicted and measured private memory of recurrent CPU trainings"
+    file_result(arguments.out, "recurrent-prediction", title, "\n".join(lines_of(rows)), part)
     figures = [figures_of(body) for body in rows.values()]
     worst = max(rows["inside a budget"], key=lambda row: abs(row.error))
     print(json.dumps({**figures[0], "worst": worst.name, **({"default_malloc": figures[1]} if figures[1:] else {})}))

@@ -13,8 +13,8 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import dataclass
-from pathlib import Path
 
+from _results import add_out, file_result
 from plimsoll.records.job import Job
 from plimsoll.records.plan import Choice, Value
 from predict_cpu_rss import MIB
@@ -51,7 +51,7 @@ class InPrecision(Shared):
 def main() -> None:
     """Measure each way, print the table and its figures."""
     options = argparse.ArgumentParser(description=__doc__)
-    options.add_argument("--out", type=Path)
+    add_out(options)
     given = options.parse_args()
     lines = ["| precision | fully_shard | measured MiB | live tensors MiB |", "|---|---|---:|---:|"]
     figures: dict[str, list[float]] = {}
@@ -63,8 +63,7 @@ def main() -> None:
         lines.append(f"| {precision} | {how} | {measured / MIB:.0f} | {live / MIB:.0f} |")
         print(lines[-1], flush=True)
         figures[f"{precision} {how}"] = [round(measured / MIB), round(live / MIB)]
-    if given.out:
-        given.out.write_text("\n".join(lines) + "\n")
+    file_result(given.out, "shards-memory", "What ways of sharing a model out leave", "\n".join(lines), threads=1)
     print(json.dumps(figures))
 
 

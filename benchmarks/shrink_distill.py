@@ -30,6 +30,7 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch.nn import functional
 
+from _results import add_out, fenced, file_result, keep_printed, mib
 from plimsoll.data.sketch import TextSketch
 from plimsoll.models.chunked_distillation import Mix
 from plimsoll.models.distillation import Distillation
@@ -211,13 +212,15 @@ def main() -> None:
         ("student-layers", 4), ("teacher-width", 768), ("teacher-layers", 12),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=default, help="(default: %(default)s)")
+    add_out(parser)
     parser.add_argument("--one", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     if arguments.one:
         run_one(*json.loads(arguments.one))
         return
-    sizes = {name: value for name, value in vars(arguments).items() if name != "one"}
+    sizes = {name: value for name, value in vars(arguments).items() if name not in ("one", "out")}
+    printed = keep_printed()
     with tempfile.TemporaryDirectory() as folder:
         torch.manual_seed(0)
         width, layers = sizes["teacher_width"], sizes["teacher_layers"]
@@ -228,6 +231,13 @@ def main() -> None:
     SHOWN.print(table_of(found))
     holds = all(max(ratios_of(found, form)) <= MOST_RATIO for form in FORMS)
     holds &= all(error_of(found[f"distilled, {form}"], found[PLAIN]) <= LARGEST_ERROR for form in ("mapped", "memory"))
+    plain, here = found[PLAIN], found["distilled, mapped"]
+    part = (
+        f"Distilling a GPT-2 of {sizes['teacher_layers']} x {sizes['teacher_width']} into one of "
+        f"{sizes['student_layers']} x {sizes['student_width']}: {mib(plain.peak_bytes)} with both models and all "
+        f"logits, {mib(here.peak_bytes)} here; error of the loss {error_of(here, plain):.0e}."
+    )
+    file_result(arguments.out, "shrink-distill", "What a teacher takes", fenced(printed.text), part)
     figures = [asdict(one) for one in found.values()]
     ratios = {form: ratios_of(found, form) for form in FORMS}
     print(

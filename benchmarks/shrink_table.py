@@ -28,6 +28,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from _results import add_out, fenced, file_result, keep_printed
+from _results import table as markdown
+
 Figures = dict[str, Any]
 
 LEAST_FALL_BYTES = 1 << 20  # below it the pages that a process has by chance are as many
@@ -166,6 +169,27 @@ def table_of(found: dict[str, list[Figures]], title: str, measure: str) -> Table
     return table
 
 
+def part_of(best: list[Figures], methods: dict[str, list[Figures]], args: argparse.Namespace) -> str:
+    """What README.md shows: the best chain of each seed, and bfloat16."""
+    unit = "of the loss" if args.text else "points of accuracy"
+    subject = (
+        "a GPT-2 of 4 x 192" if args.text else "a BERT of 4 x 192 on AG News" if args.data else "a BERT of 4 x 192"
+    )
+    rows = [
+        (
+            f"{one['chain'].replace('>', 'then')}, seed {number}",
+            f"{one['share']:.0%}",
+            f"{change(one, 'recovered') or 0:+.1f}",
+        )
+        for number, one in enumerate(best)
+    ]
+    if half := methods.get("bf16"):
+        shares, changes = ([one["share"] for one in half], [change(one, "after") or 0 for one in half])
+        rows.append((f"bf16, {len(half)} seeds", f"{statistics.mean(shares):.0%}", f"{statistics.mean(changes):+.1f}"))
+    header = (f"{subject}, under {args.share:.0%} of its bytes, trained again for {args.recover} steps", "files", unit)
+    return markdown(header, rows) if rows else ""
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, help="a csv file without a header: label, title, body")
@@ -182,7 +206,9 @@ def main() -> None:
         type=Path,
         help="keep the folders of work here, and go on with those there, made with the same options",
     )
+    add_out(parser)
     args = parser.parse_args()
+    printed = keep_printed()
     only = args.only or ("methods", "best", "teacher")
     found: dict[str, list[Figures]] = {}
     best: list[Figures] = []
@@ -224,6 +250,9 @@ def main() -> None:
         Console(width=160).print(table_of(chains, f"best chain under {args.share:.0%} of the bytes", measure))
     if taught:
         Console(width=160).print(table_of(taught, f"half of the layers, {3 * args.recover} steps again", measure))
+    packages = ("torch", "transformers", "torchao")
+    part = part_of(best, found, args)
+    file_result(args.out, "shrink-table", f"Every method, {title}", fenced(printed.text), part, packages=packages)
     print(json.dumps({"methods": found, "best": best, "taught": taught}))
 
 

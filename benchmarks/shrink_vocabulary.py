@@ -26,6 +26,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from _results import add_out, fenced, file_result, keep_printed
+
 BATCH_ROWS = 64
 Figures = dict[str, Any]
 
@@ -141,7 +143,9 @@ def main() -> None:
     parser.add_argument("--model", type=Path, help="a folder of sentence-transformers")
     parser.add_argument("--rows", type=int, default=1 << 30, help="so many texts")
     parser.add_argument("--compared", type=int, default=1 << 30, help="so many of them are embedded, evenly spread")
+    add_out(parser)
     options = parser.parse_args()
+    printed = keep_printed()
     origin, texts = options.model or model_path(), texts_of(options.texts, options.rows)
     compared = slice(None, None, max(1, len(texts) // options.compared))
     with tempfile.TemporaryDirectory() as folder:
@@ -168,6 +172,20 @@ def main() -> None:
             f"Other texts: {figures['other_tokens_ratio']:.3f} times the tokens, of which "
             f"{figures['other_unknown_share']:.2%} are unknown that were not"
         )
+    differences = figures["largest_difference"], figures["largest_difference_sentence_transformers"]
+    sizes = [
+        f"{figures[f'{name}_{when}'] / 1e6:.1f} MB"
+        for name in ("table_bytes", "file_bytes")
+        for when in ("before", "after")
+    ]
+    part = (
+        f"MiniLM with only the {figures['tokens_kept']:,} of its {figures['tokens_before']:,} tokens that "
+        f"{len(texts):,} texts of AG News have: its embedding shrinks from {sizes[0]} to {sizes[1]}, its file "
+        f"from {sizes[2]} to {sizes[3]}; largest difference of a sentence vector: {max(differences):g}."
+    )
+    packages = ("torch", "transformers", "tokenizers", "sentence-transformers")
+    title = "MiniLM with only the tokens of a corpus"
+    file_result(options.out, "shrink-vocabulary", title, fenced(printed.text), part, packages=packages)
     print(json.dumps(figures))
 
 

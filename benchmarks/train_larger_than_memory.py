@@ -30,6 +30,7 @@ import psutil
 import yaml
 from safetensors import safe_open
 
+from _results import INSIDE_A_LIMIT, add_out, file_result, mib, table
 from plimsoll.device.process import private_bytes
 from plimsoll.models.build import build_model
 from plimsoll.records.job import Job
@@ -84,7 +85,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--share", type=int, default=4, help="the budget is this part of weights, gradients and states")
     parser.add_argument("--search", action="store_true", help="let the planner look for the techniques")
     parser.add_argument("--folder", type=Path, help="where runs are kept meanwhile; files lie in PLIMSOLL_SCRATCH")
-    parser.add_argument("--out", type=Path, help="also write the table to this Markdown file")
+    add_out(parser)
     return parser.parse_args()
 
 
@@ -177,8 +178,13 @@ def report(
     lines.insert(1, "| --- | --- | --- | --- |")
     lines.append(f"\nThe plan: {' '.join(map(str, rung.choices))}")
     print("\n".join(lines))
-    if arguments.out is not None:
-        arguments.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    name = (
+        f"a GPT-2 with {state_bytes / MIB:,.0f} MiB of weights, gradients and states is fine-tuned with AdamW; largest "
+        f"difference of a weight: {weight_difference:.3g}"
+    )
+    part = table(INSIDE_A_LIMIT, [[name, *map(mib, (limit_bytes, peaks[1], predicted_bytes, peaks[0]))]])
+    title = "A full fine-tuning larger than its memory, with and without the limit"
+    file_result(arguments.out, "train-larger-than-memory", title, "\n".join(lines), part)
     figures = {
         "state_bytes": state_bytes,
         "limit_bytes": limit_bytes,

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from _large_model import add_options, large_model
+from _results import add_out, fenced, file_result, keep_printed, mib
 
 PROCESS = Path(__file__).with_name("_loading_process.py")
 WAYS = ("bare", "memory", "mapped", "plain")
@@ -35,7 +36,9 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("stored", "float32", "float16"), default="stored")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "plimsoll-large-model")
     parser.add_argument("--no-limits", action="store_true", help="leave out the search for the least limit")
+    add_out(parser)
     options = parser.parse_args()
+    printed = keep_printed()
     place = large_model(options.folder, options)
     seconds: dict[str, dict[str, list[float]]] = {state: {way: [] for way in WAYS} for state in ("warm", "cold")}
     facts: dict[str, dict[str, Any]] = {}
@@ -59,6 +62,13 @@ def main() -> None:
             f"{'-' if least_bytes is None else format(least_bytes / MIB, ',.0f')} MiB",
             flush=True,
         )
+    memory, mapped = results["memory"], results["mapped"]
+    part = (
+        f"Loading {weights_bytes / 2**30:.1f} GiB takes {memory['of_bare']['cold']:.1f} times as long as reading their "
+        f"files from the disk, and {mib(memory['peak_bytes'] - weights_bytes)} of private memory beside them; mapped "
+        f"{mapped['seconds']['cold']:.1f} s and {mib(mapped['peak_bytes'])} in all."
+    )
+    file_result(options.out, "weights-loading", "Loading a large checkpoint", fenced(printed.text), part)
     print(json.dumps(results))
 
 

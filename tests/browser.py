@@ -136,9 +136,12 @@ class Page:
         for kind, x in moves:
             self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", buttons=1, clickCount=1)
 
-    def picture(self, path: Path) -> None:
-        """Write the whole page as a PNG."""
-        found = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=True)
+    def picture(self, path: Path, height: float | None = None) -> None:
+        """Write the whole page as a PNG, or only its first pixels downwards."""
+        width = self.value("document.documentElement.clientWidth")
+        clip = {"x": 0, "y": 0, "width": width, "height": height, "scale": 1}
+        some = {"clip": clip} if height is not None else {}
+        found = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=True, **some)
         path.write_bytes(base64.b64decode(found["data"]))
 
 

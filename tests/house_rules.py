@@ -79,6 +79,14 @@ REMEDY = re.compile(
     r"shorten|split|start|stop|switch|train|try|turn|update|upgrade|use|wait|write)\b"
     r"|\b(?:give|run|set|try|use|write) `|\bdid you mean\b|\bknown here\b"
 )
+
+# What of README.md a script writes, or is no prose: parts of results, comments, code, where links lead.
+WRITTEN_BY_SCRIPTS = re.compile(r"<!-- table .*?<!-- /table -->", re.DOTALL)
+SESSION = re.compile(r"^```\w*\n(?:(?!^```).*\n)*?\$ ", re.MULTILINE)
+NO_PROSE = re.compile(r"^```.*?^```|`[^`\n]*`|\]\([^)\n]*\)|<!--.*?-->", re.DOTALL | re.MULTILINE)
+# Names that have a digit in them. All other digits, and these words, are taken for what somebody has measured.
+NAMES_WITH_DIGITS = re.compile(r"\b(?:Python 3\.\d+|GPT-2|FSDP2|Apache-2\.0|int[48]|b?float\d+|word2vec)\b")
+MEASURED = re.compile(r"\d|\b(?:half|third|quarter|percent|twice (?:as|the)|times (?:as|less|more|faster|slower))\b")
 HOST_PATH = re.compile(r"(?<![\w.*~-])/(?:work|tmp|root|home|Users)/[\w.-]")
 
 
@@ -342,6 +350,25 @@ def no_path_of_one_machine(repository: Repository) -> Iterator[str]:
                     yield f"{path}:{number}: {found[0]}... is a path of one machine"
 
 
+def readme_has_no_number_that_no_script_writes(repository: Repository) -> Iterator[str]:
+    """Numbers stand between `<!-- table NAME -->` and `<!-- /table -->`, where `benchmarks/readme.py` puts them."""
+    text = without(WRITTEN_BY_SCRIPTS, repository.files.get("README.md", ""))
+    for found in SESSION.finditer(text):
+        yield f"README.md:{line_of(text, found.end())}: a session with what it prints, which no script writes"
+    for number, line in enumerate(without(NAMES_WITH_DIGITS, without(NO_PROSE, text)).splitlines(), start=1):
+        if found := MEASURED.search(line):
+            yield f"README.md:{number}: {found[0]!r} is no part of a result: {line.strip()[:80]}"
+
+
+def without(pattern: re.Pattern[str], text: str) -> str:
+    """A text without what a pattern finds, in as many lines."""
+    return pattern.sub(lambda found: "\n" * found[0].count("\n"), text)
+
+
+def line_of(text: str, place: int) -> int:
+    return text.count("\n", 0, place) + 1
+
+
 Rule = Callable[[Repository], Iterator[str]]
 RULES: tuple[Rule, ...] = (
     imports_point_down,
@@ -355,4 +382,5 @@ RULES: tuple[Rule, ...] = (
     every_entry_has_its_page,
     no_test_is_skipped_without_a_reason,
     no_path_of_one_machine,
+    readme_has_no_number_that_no_script_writes,
 )

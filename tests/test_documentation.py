@@ -161,6 +161,7 @@ def test_every_folder_of_pages_has_an_index():
         ("# heap: what is kept\n\nMore.", "what is kept"),
         ("# plan\n\nIt [finds](a.md) a | b. And more.", "It finds a \\| b."),
         ("# Only a name\n", "Only a name"),
+        ("# a\n\n```\nprinted\n```\n\nSaid. More.", "Said."),
     ],
 )
 def test_what_a_page_is_about(markdown, about):
@@ -175,6 +176,7 @@ def test_what_a_page_is_about(markdown, about):
         ("docs/plan.md", "predict.md#reading-the-answer", "predict.md#reading-the-answer"),
         ("docs/techniques/heap.md", "../../benchmarks/results", "../benchmarks/results/index.md"),
         ("docs/plan.md", "../README.md", "index.md"),
+        ("docs/report.md", "pictures/report.png", "pictures/report.png"),
         ("docs/causes/leak.md", "../../src/plimsoll/errors.py", "../source/src/plimsoll/errors.py.md"),
         ("CHANGELOG.md", "docs/plan.md", "plan.md"),
         ("docs/plan.md", "../CHANGELOG.md", "changelog.md"),

@@ -26,6 +26,7 @@ from house_rules import (
     no_test_is_skipped_without_a_reason,
     part_of,
     quantities_carry_their_unit,
+    readme_has_no_number_that_no_script_writes,
     torch_free_parts_stay_so,
 )
 
@@ -144,6 +145,18 @@ BROKEN: list[tuple[Rule, dict[str, str], str]] = [
     (no_test_is_skipped_without_a_reason, {"tests/a.py": "m = pytest.mark.xfail(x)"}, "pytest.mark.xfail without"),
     (no_path_of_one_machine, {"a.py": "x = '/home/anna/x'"}, "a.py:1: /home/a... is a path of one machine"),
     (no_path_of_one_machine, {"docs/a.md": "see\n/tmp/x"}, "docs/a.md:2: /tmp/x... is a path"),
+    (readme_has_no_number_that_no_script_writes, {"README.md": "#\n\nOff by 3 %."}, "README.md:3: '3' is no part"),
+    (
+        readme_has_no_number_that_no_script_writes,
+        {"README.md": "<!-- table a -->\n1\n<!-- /table -->\nNeeds half of it."},
+        "README.md:4: 'half' is no part of a result: Needs half",
+    ),
+    (
+        readme_has_no_number_that_no_script_writes,
+        {"README.md": "```\nx = 1\n```\n\n```\n$ plimsoll a\nFits: 5\n```\n"},
+        "README.md:6: a session with what it prints",
+    ),
+    (readme_has_no_number_that_no_script_writes, {"README.md": "`a` is 2 times b"}, "README.md:1: '2' is no part"),
 ]
 
 # What looks like a fault and is none: no rule finds anything here.
@@ -171,6 +184,8 @@ KEPT = {
     "tests/unit/run/test_boundary.py": "x = '/tmp/x'\n",
     **{f"tests/unit/run/test_run_{name}.py": "" for name in ("step", "units", "direct", "constant", "helper", "again")},
     "tests/unit/records/test_records_remedy.py": "",
+    "README.md": "GPT-2 in bfloat16, Python 3.11, `--budget 2GiB`, [a](b-2.md)\n\n"
+    "<!-- table a b -->\n```\n$ a\n5\n```\n<!-- /table -->\n\n```yaml\nlr: 3e-4\n```\n",
     "docs/formats/csv.md": "~/home/x, src/home/x and /tmp are anybody's\n",
 }  # fmt: skip
 
@@ -178,7 +193,10 @@ KEPT = {
 def repository_of(files: dict[str, str]) -> Repository:
     """Files by their paths from the root, or below the package where the path names no folder of the root."""
     return Repository(
-        {path if path.startswith(("tests/", "docs/")) else f"src/plimsoll/{path}": text for path, text in files.items()}
+        {
+            path if path.startswith(("tests/", "docs/", "README")) else f"src/plimsoll/{path}": text
+            for path, text in files.items()
+        }
     )
 
 

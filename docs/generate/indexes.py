@@ -48,7 +48,7 @@ def about(markdown: str) -> str:
     name, colon, said = heading.lstrip("# ").partition(": ")
     if colon:
         return cell(said)
-    paragraphs = [paragraph for paragraph in body.split("\n\n") if re.match(r"\s*[\w`*\[]", paragraph)]
+    paragraphs = [paragraph for paragraph in body.split("\n\n") if re.match(r"\s*(?!```)[\w`*\[]", paragraph)]
     sentence = re.split(r"(?<=[.!?])\s", " ".join(paragraphs[0].split()))[0] if paragraphs else name
     return cell(sentence)
 

@@ -35,7 +35,12 @@ def on_the_site(path: str, root: Path) -> str:
     inner = path.removeprefix("docs/")
     if (root / path).is_dir():
         return f"{inner}/index.md"
-    return inner if path.endswith(".md") else f"source/{inner}.md"
+    return inner if path.endswith(".md") or is_picture(path) else f"source/{inner}.md"
+
+
+def is_picture(path: str) -> bool:
+    """Say whether a file is in docs/ to be shown as it is."""
+    return path.startswith("docs/pictures/")
 
 
 def links_of(markdown: str) -> Iterator[re.Match[str]]:

@@ -70,6 +70,7 @@ def memory_chart(record: RunRecord) -> Chart:
     time_unit, unit_seconds = _time_unit(max(seconds for seconds, _ in used + peaks))
     figure = empty_figure(f"{time_unit} since the start", byte_unit)
     figure.update_yaxes(range=[0, top_bytes / unit_bytes])
+    figure.update_xaxes(rangemode="tozero")  # marks would have the axis begin before the run
     scale = (unit_seconds, unit_bytes)
     add_line(
         figure, f"used, {timeline.source}", _scaled(thinned(used), scale), "var(--accent)", fill="var(--accent-soft)"

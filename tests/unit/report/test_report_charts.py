@@ -50,6 +50,7 @@ def test_memory_is_drawn_in_the_unit_of_the_peak_under_a_labelled_line():
     assert drawn["process killed"][0] == [6.5]
     layout = chart.figure["layout"]
     assert layout["yaxis"]["title"]["text"] == "MiB"
+    assert layout["xaxis"]["rangemode"] == "tozero"
     assert layout["shapes"][0]["y0"] == layout["shapes"][0]["y1"] == 1024
     assert layout["annotations"][0]["text"] == "budget 1.0 GiB"
     assert chart.caption == "Private memory, measured, sampled 6 times. Highest 768.0 MiB, budget 1.0 GiB."

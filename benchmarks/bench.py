@@ -1,0 +1,198 @@
+"""Runs the benchmarks, files their results, and rewrites what README.md shows of them.
+
+    python benchmarks/bench.py                 # what fits into 30 minutes on 2 cores
+    python benchmarks/bench.py --all           # everything, hours
+    python benchmarks/bench.py --only demo     # one; --list names them, with the minutes that each takes
+    python benchmarks/bench.py --news agnews-test.csv --text wikitext2-valid.txt --text wikitext2-test.txt
+
+Each runs in a process of its own, one after the other, and its result goes to `benchmarks/results`: written by the
+script itself where README.md shows a part of it, else what it prints. One that fails is said at the end, which is then
+1; the others run all the same. Some need real text that is not in the repository: AG News as a csv file (`--news`), and
+WikiText-2 as text (`--text`); without it they are left out, and that is said. Other tools are compared with where
+`make rivals` has installed them. What is written beside the results goes to a temporary folder, or to `--folder`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from _results import RESULTS, fenced, file_result, newest
+
+HERE = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """One script. Of its arguments `NEWS` and `TEXT` stand for given text, `RECORDS` and `FOLDER` for others.
+
+    ``minutes`` are on 2 cores, ``None`` where nobody has looked. What is ``usual`` is part of the 30 minutes. What only
+    ``prints`` is filed by this script; any other files ``results``, by default one of its own name.
+    """
+
+    name: str
+    minutes: float | None
+    arguments: tuple[str, ...] = ()
+    usual: bool = False
+    prints: bool = False
+    script: str = ""
+    results: tuple[str, ...] = ()
+
+    @property
+    def path(self) -> Path:
+        return HERE / (self.script or f"{self.name.replace('-', '_')}.py")
+
+    @property
+    def about(self) -> str:
+        return "time unknown" if self.minutes is None else f"about {self.minutes:g} min"
+
+
+BENCHMARKS = (
+    # What README.md shows.
+    Benchmark("headline", None),
+    Benchmark("rivals-prediction", None),
+    Benchmark("rivals-streaming", None),
+    Benchmark("demo", 3, usual=True),
+    Benchmark("lint-noise", 1, usual=True),
+    Benchmark("predict-live", 2.5, script="predict_live_cpu.py", usual=True),
+    Benchmark("predict-time", 3, ("--rounds", "2"), usual=True),
+    Benchmark("recurrent-prediction", 5, usual=True),
+    Benchmark("screens", 2, usual=True, results=("screen-predict", "screen-plan")),
+    Benchmark("overhead", 3, ("--seconds", "40"), usual=True),
+    Benchmark("data-padding", 2, usual=True),
+    Benchmark("embeddings-subset", 4, ("--rounds", "1", "--without-archives"), usual=True),
+    Benchmark("shrink-distill", 2, usual=True),
+    Benchmark("predict-gpu-measured", 7, ("--plain", "--records=RECORDS")),
+    Benchmark("predict-rss", None, script="predict_cpu_rss.py"),
+    Benchmark("ranks-prediction", None),
+    Benchmark("data-corpora", None, ("--rounds", "2")),
+    Benchmark("data-loader", None, ("--kills", "200")),
+    Benchmark("embeddings-host", None, ("--rounds", "15")),
+    Benchmark("embeddings-classifier", None, ("--data=NEWS", "--text=TEXT")),
+    Benchmark("recurrent-exact", None),
+    Benchmark("recurrent-by-length", None, ("--data=NEWS",)),
+    Benchmark("train-larger-than-memory", None, ("--data=TEXT", "--steps", "3")),
+    Benchmark("weights-loading", None, ("--folder=FOLDER", "--rounds", "2", "--no-limits")),
+    Benchmark(
+        "apply-larger-than-memory", None, ("--texts=NEWS", "--folder=FOLDER", "--num-texts", "2000", "--length", "12")
+    ),
+    Benchmark("shrink-vocabulary", None, ("--texts=NEWS", "--compared", "100", "--rows", "2000")),
+    Benchmark("shrink-table", None, ("--data=NEWS", "--steps", "500", "--recover", "40")),
+    Benchmark("plan-budgets", None, ("--work=FOLDER",)),
+    Benchmark("plan-fast", None, ("--work=FOLDER",)),
+    Benchmark("plan-deep", None),
+    # What only the pages of the documentation name.
+    Benchmark("adapters-overhead-trainer", None, script="adapters_overhead.py", prints=True),
+    Benchmark("adapters-overhead-others", None, prints=True),
+    Benchmark("data-remote", None, prints=True),
+    Benchmark("data-tokenize", None, ("--mebibytes", "16"), prints=True),
+    Benchmark("explain-growth", None),
+    Benchmark("explain-log", None, prints=True),
+    Benchmark("explain-snapshot", None, ("--mib", "256"), prints=True),
+    Benchmark("loss-memory", None, prints=True),
+    Benchmark("optimizer-kernels", None, prints=True),
+    Benchmark("plan-by-length", None),
+    Benchmark("plan-heap", None),
+    Benchmark("plan-quick", None),
+    Benchmark("plan-time-model", None),
+    Benchmark("planted-faults", None, ("--savings",), prints=True),
+    Benchmark("recurrent-budgets", None, ("--work=FOLDER",)),
+    Benchmark("recurrent-output", None, prints=True),
+    Benchmark("recurrent-streams", None, ("--text=TEXT",), prints=True),
+    Benchmark("recurrent-tagger", None, prints=True),
+    Benchmark("shards-memory", None),
+    Benchmark("shrink-quantized", None, prints=True),
+    Benchmark("technique-checkpointing", None, prints=True),
+    Benchmark("technique-lora", None, prints=True),
+    Benchmark("watch-overhead", 10, prints=True),
+)
+
+
+def main() -> None:
+    """Run what is asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--all", action="store_true", help="also those that do not fit into 30 minutes")
+    parser.add_argument("--only", action="append", metavar="NAME", help="only this one; can be given several times")
+    parser.add_argument("--list", action="store_true", help="say which there are, and run none")
+    parser.add_argument("--news", type=Path, help="AG News: a csv file of class, title, description")
+    parser.add_argument("--text", type=Path, action="append", default=[], help="a text file, a paragraph a line")
+    parser.add_argument("--records", type=Path, help="runs that others measured on GPUs: a csv file of xMem's authors")
+    parser.add_argument("--folder", type=Path, help="where large files are made and stay; default: a temporary one")
+    arguments = parser.parse_args()
+    known = {one.name: one for one in BENCHMARKS}
+    if unknown := set(arguments.only or ()) - known.keys():
+        parser.error(f"there is no {', '.join(sorted(unknown))}: choose of {', '.join(known)}")
+    if arguments.list:
+        print("\n".join(f"{one.name:28}{one.about:18}{'usual' if one.usual else ''}".rstrip() for one in BENCHMARKS))
+        return
+    names = arguments.only or [one.name for one in BENCHMARKS if arguments.all or one.usual]
+    with tempfile.TemporaryDirectory(prefix="plimsoll-bench-") as temporary:
+        folder = arguments.folder or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        given = {
+            "NEWS": [arguments.news] if arguments.news else [],
+            "TEXT": arguments.text,
+            "RECORDS": [arguments.records] if arguments.records else [],
+            "FOLDER": [folder],
+        }
+        said = [run(known[name], f"[{number}/{len(names)}]", given) for number, name in enumerate(names, start=1)]
+    if subprocess.run([sys.executable, HERE / "readme.py"], check=False).returncode:
+        said.append("failed: README.md is as it was")
+    for kind in ("left out", "failed"):
+        if found := [one for one in said if one.startswith(kind)]:
+            print("\n".join(found))
+    sys.exit(any(one.startswith("failed") for one in said))
+
+
+def run(one: Benchmark, count: str, given: dict[str, list[Path]]) -> str:
+    """Run one and file its result; returns what is to be said of it at the end, if anything."""
+    words = words_of(one, given)
+    if isinstance(words, str):
+        print(f"{count} {one.name}: {words}", flush=True)
+        return f"left out: {one.name}: {words}"
+    print(f"{count} {one.name}, {one.about}", flush=True)
+    started = time.time()
+    folder = given["FOLDER"][0]
+    more = {"demo": ["--out", str(folder / "demo"), "--result"]}.get(one.name, ["--out"])
+    command = [str(one.path), *words, *([] if one.prints else [*more, str(RESULTS)])]
+    with (folder / f"{one.name}.log").open("w+", encoding="utf-8") as log:
+        done = subprocess.run([sys.executable, *command], stdout=subprocess.PIPE, stderr=log, text=True, check=False)
+        log.seek(0)
+        last = log.read().strip().splitlines()[-1:] or ["it said nothing"]
+    ended = f"failed with {done.returncode}" if done.returncode else "done"
+    print(f"    {ended} in {time.time() - started:.0f} s", flush=True)
+    if done.returncode:
+        return f"failed: {one.name}: {last[0]}"
+    if one.prints:
+        file_result(RESULTS, one.name, title_of(one.path), fenced(done.stdout), command=command)
+        return ""
+    found = [newest(name) for name in one.results or (one.name,)]
+    is_filed = all(result is not None and result.path.stat().st_mtime >= started for result in found)
+    return "" if is_filed else f"failed: {one.name}: it filed no result"
+
+
+def words_of(one: Benchmark, given: dict[str, list[Path]]) -> list[str] | str:
+    """The arguments of a benchmark, or why it cannot run."""
+    if not one.path.is_file():
+        return f"there is no {one.path.name}"
+    words: list[str] = []
+    for word in one.arguments:
+        option, _, name = word.rpartition("=")
+        if name in given and not given[name]:
+            return f"needs --{name.lower()}"
+        words += [f"{option}={path}" for path in given[name]] if name in given else [word]
+    return words
+
+
+def title_of(script: Path) -> str:
+    """The first sentence of a script's docstring."""
+    return script.read_text(encoding="utf-8").removeprefix('"""').split("\n")[0].removesuffix(".")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""Rewrites what README.md shows of results: what stands between `<!-- table NAME -->` and `<!-- /table -->`.
+
+    python benchmarks/readme.py            # rewrites README.md
+    python benchmarks/readme.py --check    # says what would change, and ends with 1 if anything would
+
+It is the part of the newest result of that name that its benchmark wrote (see `_results.py`), word for word, with what
+made it below. Several names, as in `<!-- table plan-fast plan-deep -->`, stand below each other, and tables with the
+same header become one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import re
+import sys
+from pathlib import Path
+
+from _results import RESULTS, Result, newest
+
+PAGE = Path(__file__).parent.parent / "README.md"
+MARKED = re.compile(r"(<!-- table ([a-z0-9 -]+) -->\n).*?(<!-- /table -->)", re.DOTALL)
+
+
+def rewritten(page: str, results: Path = RESULTS) -> str:
+    """The page with what the newest results have."""
+    return MARKED.sub(lambda found: f"{found[1]}{shown(found[2].split(), results)}\n{found[3]}", page)
+
+
+def names_on(page: str) -> list[str]:
+    """The names of all results that a page shows."""
+    return [name for found in MARKED.finditer(page) for name in found[2].split()]
+
+
+def shown(names: list[str], folder: Path) -> str:
+    """The parts of some results, and below them what made each."""
+    found = [newest(name, folder) for name in names]
+    missing = [f"`{name}`" for name, result in zip(names, found, strict=True) if result is None]
+    results = [result for result in found if result is not None]
+    for result in results:
+        if not result.part or not result.made:
+            raise SystemExit(f"{result.path.name} has no part for README.md or does not say what made it: run it again")
+    pieces = [joined([result.part for result in results])]
+    if missing:
+        pieces.append(f"Not measured yet: {', '.join(missing)}.")
+    if results:
+        pieces.append(f"<sub>{'<br>'.join(map(source, results))}</sub>")
+    return "\n\n".join(filter(None, pieces))
+
+
+def joined(parts: list[str]) -> str:
+    """The blocks of all parts; tables with the same header become one, and so do lists."""
+    blocks: list[list[str]] = []
+    for block in (piece.splitlines() for part in parts for piece in part.split("\n\n")):
+        like = next((one for one in blocks if begin_of(one) == begin_of(block) != ""), None)
+        if like is None:
+            blocks.append(block)
+        else:
+            like += block[2:] if block[0].startswith("|") else block
+    return "\n\n".join(map("\n".join, blocks))
+
+
+def begin_of(block: list[str]) -> str:
+    """What two blocks have in common that go on with each other: the header of a table, or the mark of a list."""
+    return block[0] if block[0].startswith("|") else "- " if block[0].startswith("- ") else ""
+
+
+def source(result: Result) -> str:
+    """What made a result, in a line."""
+    made, link = result.made, f"benchmarks/results/{result.path.name}"
+    return f"[{result.what}, {made['date']}]({link}): `{made['command']}`; {made['circumstances']}"
+
+
+def main() -> None:
+    """Rewrite or check the page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="change nothing, and end with 1 if anything would change")
+    arguments = parser.parse_args()
+    page = PAGE.read_text(encoding="utf-8")
+    new = rewritten(page)
+    if not arguments.check:
+        PAGE.write_text(new, encoding="utf-8")
+    elif new != page:
+        sys.stdout.writelines(
+            difflib.unified_diff(page.splitlines(True), new.splitlines(True), "README.md", "what the results have")
+        )
+        sys.exit("README.md does not show the newest results: run `python benchmarks/readme.py`")
+
+
+if __name__ == "__main__":
+    main()
