@@ -43,7 +43,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from _rivals import file_result, made_by, markdown, python_of, versions_of
+from _results import add_out, file_result
+from _results import table as markdown
+from _rivals import python_of, versions_of
 
 HERE = Path(__file__).parent
 MIB = 1 << 20
@@ -436,7 +438,7 @@ def main() -> None:
     parser.add_argument("--records", type=Path, help="runs measured on GPUs, a CSV file; left out without it")
     parser.add_argument("--data", help="not used: the trainings draw their tokens")
     parser.add_argument("--case", action="append", help="only the CPU trainings with this in their name")
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help="file the result here")
+    add_out(parser)
     parser.add_argument("--answer", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.answer:
@@ -456,11 +458,11 @@ def main() -> None:
         if found:
             rows = [[TOOLS[tool], *cells(its.get("with_base", its))] for tool, its in found["tools"].items()]
             show(f"predicted against measured, {one}", ["tool", *HEAD], rows)
-    if arguments.out is not None:
-        versions = versions_of(python_of("predictors"), PACKAGES) if len(tools) > 1 else {}
-        about = __doc__.split("\n\n", 2)[2].strip()
-        file_result(arguments.out, "rivals-prediction", "Peak memory predicted by Plimsoll and by others",
-                    readme_part(cpu, gpu), "\n\n".join([about, *parts]), made_by(versions))  # fmt: skip
+    if len(tools) > 1:
+        parts.append(f"Other tools: {', '.join(versions_of('predictors', PACKAGES))}.")
+    text = "\n\n".join([__doc__.split("\n\n", 2)[2].strip(), *parts])
+    title = "Peak memory predicted by Plimsoll and by others"
+    file_result(arguments.out, "rivals-prediction", title, text, readme_part(cpu, gpu))
     print(json.dumps({"cpu": cpu, "gpu": gpu}))
 
 

@@ -36,7 +36,9 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from _rivals import file_result, made_by, markdown, python_of, versions_of
+from _results import add_out, file_result
+from _results import table as markdown
+from _rivals import python_of, versions_of
 from data_corpora import generate
 
 PROGRAM = Path(__file__).parent / "rivals" / "streams.py"
@@ -256,7 +258,7 @@ def main() -> None:
     parser.add_argument("--lines", type=int, default=250_000, help="of the text that is made (default: %(default)s)")
     parser.add_argument("--data", type=Path, help="a file of lines to read instead")
     parser.add_argument("--rounds", type=int, default=3, help="(default: %(default)s)")
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help="file the result here")
+    add_out(parser)
     arguments = parser.parse_args()
     missing = {name for name in STORES.values() if name is not None and python_of(name) is None}
     stores = [store for store, name in STORES.items() if name not in missing]
@@ -277,13 +279,11 @@ def main() -> None:
         parts += [f"## {title}", markdown(head, rows)]
     parts.append(winners(found))
     print(winners(found))
-    if arguments.out is not None:
-        others: dict[str, str] = {}
-        for name in {name for name in STORES.values() if name} - missing:
-            others |= versions_of(str(python_of(name)), PACKAGES[name])
-        title = "Feeding text larger than memory, by Plimsoll and by others"
-        part, made = readme_part(found, num_lines, text_bytes), made_by(others, ("torch",))
-        file_result(arguments.out, "rivals-streaming", title, part, "\n\n".join(parts), made)
+    if others := [one for name in PACKAGES if name not in missing for one in versions_of(name, PACKAGES[name])]:
+        parts.append(f"Other libraries: {', '.join(others)}.")
+    title = "Feeding text larger than memory, by Plimsoll and by others"
+    part = readme_part(found, num_lines, text_bytes)
+    file_result(arguments.out, "rivals-streaming", title, "\n\n".join(parts), part, packages=("torch", "numpy"))
     print(json.dumps({"lines": num_lines, "text_bytes": text_bytes, "stores": found}))
 
 

@@ -11,10 +11,11 @@ import torch
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 sys.path[:0] = [str(BENCHMARKS), str(BENCHMARKS / "rivals")]
 
+import streams  # noqa: E402
+
 import _rivals  # noqa: E402
 import rivals_prediction  # noqa: E402
 import rivals_streaming  # noqa: E402
-import streams  # noqa: E402
 from rivals_prediction import Pair  # noqa: E402
 
 
