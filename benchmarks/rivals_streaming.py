@@ -13,7 +13,8 @@ Each round prepares a folder anew and reads an epoch, one library after the othe
 and the most of the rounds. Memory is private and shared memory of all its processes together (pages they still share
 count once), read 20 times a second, over the process when it has made its imports. In the last round each library is
 also stopped after 40 % of the epoch, with its state, and goes on in another process; and one of its workers is killed.
-Prints tables, and as its last line one JSON object with the figures. Linux only.
+What a library does for each sample weighs less where samples are longer, so the same text comes a second time with 16
+lines as one. Prints tables, and as its last line one JSON object with the figures. Linux only.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import statistics
 import subprocess
@@ -29,6 +31,7 @@ import tempfile
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +47,7 @@ from data_corpora import generate
 PROGRAM = Path(__file__).parent / "rivals" / "streams.py"
 MIB = 1 << 20
 NUM_FILES = 8
+NUM_JOINED = 16
 POLL_SECONDS = 0.05
 # The environment of each library; None is this one.
 STORES = {
@@ -56,26 +60,25 @@ LABELS = {
     "datasets-streaming": "HF datasets, streaming",
 }
 PACKAGES = {"huggingface": ("datasets",), "lightning": ("litdata",), "streaming": ("mosaicml-streaming",)}
+GOES_ON = "goes on"
 Figures = dict[str, Any]
 
 
 # -- the text ----------------------------------------------------------------------------------------------------------
 
 
-def write_files(data: Path | None, num_lines: int, folder: Path) -> tuple[list[Path], int]:
-    """Write the text into files, with its number in front of each line; return them and the number of lines."""
-    if data is None:
-        data = folder / "text"
-        generate(data, num_lines)
+def write_files(data: Path, folder: Path, num_joined: int = 1) -> tuple[list[Path], int]:
+    """Write the text into files, so many of its lines as one, with a number in front; return them and their lines."""
     with data.open("rb") as file:
-        num_lines = sum(1 for _ in file)
+        num_lines = sum(1 for _ in file) // num_joined
+    folder.mkdir(exist_ok=True)
     paths = [folder / f"part-{number}.txt" for number in range(NUM_FILES)]
     per_file = -(-num_lines // NUM_FILES)
     with data.open(encoding="utf-8", newline="\n") as file:
         for place, path in enumerate(paths):
             with path.open("w", encoding="utf-8", newline="\n") as out:
                 for number in range(place * per_file, min((place + 1) * per_file, num_lines)):
-                    out.write(f"{number} {next(file).rstrip()}\n")
+                    out.write(f"{number} {' '.join(line.rstrip() for line in islice(file, num_joined))}\n")
     return paths, num_lines
 
 
@@ -140,7 +143,9 @@ def written_bytes(folder: Path) -> int:
 # -- rounds ------------------------------------------------------------------------------------------------------------
 
 
-def measure(stores: Sequence[str], paths: Sequence[Path], num_lines: int, num_rounds: int, work: Path) -> Figures:
+def measure(
+    stores: Sequence[str], paths: Sequence[Path], num_lines: int, num_rounds: int, work: Path, with_stops: bool
+) -> dict[str, Figures]:
     """Run all libraries, round by round, in an order that begins with another one each time."""
     found: dict[str, Figures] = {store: {"rounds": []} for store in stores}
     for number in range(num_rounds):
@@ -159,7 +164,7 @@ def measure(stores: Sequence[str], paths: Sequence[Path], num_lines: int, num_ro
                 "missing": epoch["missing"],
                 "repeated": epoch["repeated"],
             })  # fmt: skip
-            if number == num_rounds - 1:
+            if with_stops and number == num_rounds - 1:
                 run("resume-first", store, folder, num_lines, paths)
                 found[store]["resumed"] = run("resume-rest", store, folder, num_lines, paths)
                 found[store]["killed"] = run("kill", store, folder, num_lines, paths)
@@ -195,32 +200,39 @@ def times_text(missing: int, repeated: int) -> str:
     return f"{missing:,} missing, {repeated:,} twice"
 
 
-def tables(found: dict[str, Figures]) -> dict[str, tuple[list[str], list[list[str]]]]:
-    first, second, third = [], [], []
+Shown = tuple[list[str], list[list[str]]]
+
+
+def speeds(found: dict[str, Figures]) -> dict[str, Shown]:
+    first, second = [], []
     for store, one in found.items():
         name = LABELS.get(store, store)
         first.append([name, spread(one, "prepare_seconds", digits=2), spread(one, "written_bytes", MIB),
                       spread(one, "prepare_bytes", MIB)])  # fmt: skip
-        second.append([name, spread(one, "first_seconds", digits=2), spread(one, "lines_per_second", 1000),
+        second.append([name, spread(one, "first_seconds", digits=2), spread(one, "lines_per_second", 1000, 1),
                        ratio(found["plimsoll"], one, "lines_per_second"), spread(one, "epoch_bytes", MIB),
                        ratio(found["plimsoll"], one, "epoch_bytes")])  # fmt: skip
-        last, resumed, killed = one["rounds"][-1], one["resumed"], one["killed"]
-        alone = " (without workers)" if resumed["resuming_workers"] == 0 else ""
-        after_kill = f"{killed['outcome']} ({times_text(killed['missing'], killed['repeated'])})"
-        third.append([name, times_text(last["missing"], last["repeated"]),
-                      times_text(resumed["missing"], resumed["repeated"]) + alone,
-                      after_kill if killed["outcome"].startswith("went on") else killed["outcome"]])  # fmt: skip
     return {
         "Preparing": (["library", "seconds", "MiB written", "memory, MiB"], first),
         "An epoch of shuffled batches, two workers": (
             ["library", "seconds to the first batch", "1,000 lines/s", "x Plimsoll's", "memory, MiB", "x Plimsoll's"],
             second,
         ),
-        "Which lines came": (
-            ["library", "an epoch", "stopped after 40 %, with the rest in another process", "a worker is killed"],
-            third,
-        ),
     }
+
+
+def stops(found: dict[str, Figures]) -> dict[str, Shown]:
+    rows = []
+    for store, one in found.items():
+        last, resumed, killed = one["rounds"][-1], one["resumed"], one["killed"]
+        alone = " (without workers)" if resumed["resuming_workers"] == 0 else ""
+        outcome = re.sub(r" \(pid(\(s\))? \d+\)", "", killed["outcome"])
+        if outcome.startswith(GOES_ON):
+            outcome += f" ({times_text(killed['missing'], killed['repeated'])})"
+        rows.append([LABELS.get(store, store), times_text(last["missing"], last["repeated"]),
+                     times_text(resumed["missing"], resumed["repeated"]) + alone, outcome])  # fmt: skip
+    head = ["library", "an epoch", "stopped after 40 %, the rest in another process", "a worker is killed"]
+    return {"Which lines came": (head, rows)}
 
 
 MEASURES = {
@@ -230,7 +242,7 @@ MEASURES = {
 }  # fmt: skip
 
 
-def winners(found: dict[str, Figures]) -> str:
+def winners(found: dict[str, Figures], of_what: str) -> str:
     """In words, where another library is better than Plimsoll."""
     lines, own = [], found["plimsoll"]
     for name, (text, sign) in MEASURES.items():
@@ -238,7 +250,7 @@ def winners(found: dict[str, Figures]) -> str:
                   if sign * middle(one, name) < sign * middle(own, name) and store != "plimsoll"]  # fmt: skip
         if better:
             lines.append(f"- These {text} than Plimsoll: {', '.join(better)}.")
-    return "\n".join(["Where another is better, by the medians:", "", *(lines or ["- nowhere."])])
+    return "\n".join([f"Where another is better with {of_what}, by the medians:", "", *(lines or ["- nowhere."])])
 
 
 def readme_part(found: dict[str, Figures], num_lines: int, text_bytes: int) -> str:
@@ -246,10 +258,11 @@ def readme_part(found: dict[str, Figures], num_lines: int, text_bytes: int) -> s
             "memory of an epoch", "stopped and gone on", "a worker is killed"]  # fmt: skip
     rows = []
     for store, one in found.items():
-        resumed, killed = one["resumed"], one["killed"]["outcome"]
+        resumed, outcome = one["resumed"], one["killed"]["outcome"]
+        killed = GOES_ON if outcome.startswith(GOES_ON) else outcome.split(" ")[0].strip(",")
         rows.append([LABELS.get(store, store), f"{middle(one, 'prepare_seconds'):.1f}",
                      f"{middle(one, 'lines_per_second') / 1000:,.0f} k", f"{middle(one, 'epoch_bytes') / MIB:,.0f} MiB",
-                     times_text(resumed["missing"], resumed["repeated"]), killed.split(" ")[0]])  # fmt: skip
+                     times_text(resumed["missing"], resumed["repeated"]), killed])  # fmt: skip
     return markdown(head, rows)
 
 
@@ -265,26 +278,42 @@ def main() -> None:
     if missing:
         print(f"make rivals has not been run for {sorted(missing)}: left out", file=sys.stderr)
     with tempfile.TemporaryDirectory() as folder:
-        paths, num_lines = write_files(arguments.data, arguments.lines, Path(folder))
+        text = arguments.data or Path(folder) / "text"
+        if arguments.data is None:
+            generate(text, arguments.lines)
+        work = Path(folder) / "work"
+        paths, num_lines = write_files(text, Path(folder) / "lines")
         text_bytes = sum(path.stat().st_size for path in paths)
-        found = measure(stores, paths, num_lines, arguments.rounds, Path(folder) / "work")
-    parts = [__doc__.split("\n\n", 2)[2].strip(), f"{num_lines:,} lines, {text_bytes / 1e6:,.1f} MB."]
-    for title, (head, rows) in tables(found).items():
-        shown = Table(title=title)
-        for place, name in enumerate(head):
-            shown.add_column(name, justify="right" if place else "left")
-        for row in rows:
-            shown.add_row(*row)
-        Console(width=180).print(shown)
-        parts += [f"## {title}", markdown(head, rows)]
-    parts.append(winners(found))
-    print(winners(found))
+        found = measure(stores, paths, num_lines, arguments.rounds, work, with_stops=True)
+        paths, num_long = write_files(text, Path(folder) / "long", NUM_JOINED)
+        long = measure(stores, paths, num_long, arguments.rounds, work, with_stops=False)
+    parts = [__doc__.split("\n\n", 2)[2].strip()]
+    sizes = (num_lines, text_bytes / num_lines), (num_long, text_bytes / num_long)
+    for one, (number, size), shown in (
+        (found, sizes[0], speeds(found) | stops(found)), (long, sizes[1], speeds(long))
+    ):  # fmt: skip
+        of_what = f"{number:,} lines of {size:,.0f} bytes on average"
+        parts.append(f"# {of_what}")
+        for title, (head, rows) in shown.items():
+            show(f"{title}: {of_what}", head, rows)
+            parts += [f"## {title}", markdown(head, rows)]
+        parts.append(winners(one, of_what))
+        print(parts[-1])
     if others := [one for name in PACKAGES if name not in missing for one in versions_of(name, PACKAGES[name])]:
         parts.append(f"Other libraries: {', '.join(others)}.")
     title = "Feeding text larger than memory, by Plimsoll and by others"
     part = readme_part(found, num_lines, text_bytes)
     file_result(arguments.out, "rivals-streaming", title, "\n\n".join(parts), part, packages=("torch", "numpy"))
-    print(json.dumps({"lines": num_lines, "text_bytes": text_bytes, "stores": found}))
+    print(json.dumps({"lines": num_lines, "text_bytes": text_bytes, "stores": found, "joined": long}))
+
+
+def show(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    table = Table(title=title)
+    for place, name in enumerate(head):
+        table.add_column(name, justify="right" if place else "left")
+    for row in rows:
+        table.add_row(*row)
+    Console(width=180).print(table)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 sys.path[:0] = [str(BENCHMARKS), str(BENCHMARKS / "rivals")]
@@ -60,21 +59,25 @@ def test_lines_that_are_missing_and_that_come_twice():
 def test_the_lines_of_a_text_are_numbered_over_the_files(tmp_path):
     text = tmp_path / "given"
     text.write_text("".join(f"line {number}\n" for number in range(20)))
-    paths, num_lines = rivals_streaming.write_files(text, 0, tmp_path)
+    paths, num_lines = rivals_streaming.write_files(text, tmp_path / "one")
     assert (num_lines, len(paths)) == (20, rivals_streaming.NUM_FILES)
     lines = [line for path in paths for line in streams.lines_of(str(path))]
     assert lines == [f"{number} line {number}" for number in range(20)]
+    paths, num_lines = rivals_streaming.write_files(text, tmp_path / "joined", 6)
+    lines = [line for path in paths for line in streams.lines_of(str(path))]
+    assert (num_lines, lines[1]) == (3, "1 line 6 line 7 line 8 line 9 line 10 line 11")
 
 
 def test_all_stores_of_this_environment_give_each_line_once(tmp_path):
-    paths, num_lines = rivals_streaming.write_files(None, 3000, tmp_path)
+    text = tmp_path / "given"
+    text.write_text("some words\n" * 3000)
+    paths, num_lines = rivals_streaming.write_files(text, tmp_path / "one")
     for name in ("plimsoll", "list of str"):
         store, seen = streams.STORES[name](tmp_path / "work", [str(path) for path in paths]), streams.Seen(num_lines)
         store.open(num_workers=0)
         for batch in store.batches():
             seen.take(batch)
         assert seen.figures() == {"lines": 3000, "batches": 12, "missing": 0, "repeated": 0}
-        torch.manual_seed(0)
 
 
 def test_spreads_and_ratios_are_by_round():

@@ -300,7 +300,7 @@ def resume_rest(store: Store, seen: Seen) -> dict[str, Any]:
 def kill(store: Store, seen: Seen) -> dict[str, Any]:
     """Kill one of the workers after 10 % of the epoch."""
     store.open()
-    when, outcome = int(0.1 * len(seen.counts) / BATCH_SIZE), "went on to the end"
+    when, outcome = int(0.1 * len(seen.counts) / BATCH_SIZE), "goes on to the end"
     signal.signal(signal.SIGALRM, raise_timeout)
     try:
         for batch in store.batches():
@@ -309,9 +309,9 @@ def kill(store: Store, seen: Seen) -> dict[str, Any]:
             if seen.num_batches == when:
                 os.kill(workers()[0], signal.SIGKILL)
     except TimeoutError:
-        outcome = f"waited for {PATIENCE_SECONDS} s"
-    except (RuntimeError, OSError, ValueError) as error:
-        outcome = f"raised {type(error).__name__}: {error}".splitlines()[0]
+        outcome = f"waits, {PATIENCE_SECONDS} s and more"
+    except (RuntimeError, OSError, ValueError, EOFError) as error:
+        outcome = f"raises {type(error).__name__}: {error}".splitlines()[0]
     signal.alarm(0)
     return {"outcome": outcome}
 
