@@ -11,7 +11,8 @@ batch become a tensor; no tokenizer, so that feeding is what is measured. Texts 
 
 Each round prepares a folder anew and reads an epoch, one library after the other; figures are medians, with the least
 and the most of the rounds. Memory is private and shared memory of all its processes together (pages they still share
-count once), read 20 times a second, over the process when it has made its imports. In the last round each library is
+count once), read 20 times a second, over the process when it has made its imports. Processor seconds are of all its
+processes too: lines a second depend on what else the machine does, these hardly. In the last round each library is
 also stopped after 40 % of the epoch, with its state, and goes on in another process; and one of its workers is killed.
 What a library does for each sample weighs less where samples are longer, so the same text comes a second time with 16
 lines as one. Prints tables, and as its last line one JSON object with the figures. Linux only.
@@ -100,8 +101,10 @@ def run(mode: str, store: str, folder: Path, num_lines: int, paths: Sequence[Pat
         assert child.stdout is not None
         while (line := child.stdout.readline()) and line != "begin\n":
             pass
-        before_bytes, peaks, is_over = memory_of(child.pid), [0], threading.Event()
-        watcher = threading.Thread(target=watch, args=(child.pid, peaks, is_over))
+        used_seconds: dict[int, float] = {}
+        before_bytes, peaks, is_over = use_of(child.pid, used_seconds), [0], threading.Event()
+        before_seconds = sum(used_seconds.values())
+        watcher = threading.Thread(target=watch, args=(child.pid, peaks, used_seconds, is_over))
         watcher.start()
         child.stdin.write("go\n")
         child.stdin.close()
@@ -114,22 +117,25 @@ def run(mode: str, store: str, folder: Path, num_lines: int, paths: Sequence[Pat
             said.seek(0)
             raise SystemExit(f"{store} could not {mode}:\n{said.read()[-3000:]}")
     figures = json.loads(found[-1]) | {"memory_bytes": max(0, peaks[0] - before_bytes)}
+    figures["processor_seconds"] = sum(used_seconds.values()) - before_seconds
     print(f"{store}, {mode}: {json.dumps(figures)}", file=sys.stderr, flush=True)
     return figures
 
 
-def watch(number: int, peaks: list[int], is_over: threading.Event) -> None:
+def watch(number: int, peaks: list[int], used_seconds: dict[int, float], is_over: threading.Event) -> None:
     while not is_over.wait(POLL_SECONDS):
-        peaks[0] = max(peaks[0], memory_of(number))
+        peaks[0] = max(peaks[0], use_of(number, used_seconds))
 
 
-def memory_of(number: int) -> int:
-    """Private and shared memory of a process and of all that it has started."""
+def use_of(number: int, used_seconds: dict[int, float]) -> int:
+    """Private and shared memory of a process and of all that it has started; notes the processor's seconds of each."""
     num_bytes = 0
     with suppress(psutil.NoSuchProcess):
         root = psutil.Process(number)
         for one in [root, *root.children(recursive=True)]:
-            with suppress(OSError):  # it has ended by now
+            with suppress(OSError, psutil.NoSuchProcess):  # it has ended by now
+                times = one.cpu_times()
+                used_seconds[one.pid] = times.user + times.system
                 for line in Path(f"/proc/{one.pid}/smaps_rollup").read_text().splitlines():
                     if line.startswith(("Pss_Anon:", "Pss_Shmem:")):
                         num_bytes += int(line.split()[1]) << 10
@@ -161,6 +167,7 @@ def measure(
                 "first_seconds": epoch["first_seconds"],
                 "lines_per_second": epoch["lines"] / epoch["seconds"],
                 "epoch_bytes": epoch["memory_bytes"],
+                "processor_seconds": 1e6 * epoch["processor_seconds"] / epoch["lines"],
                 "missing": epoch["missing"],
                 "repeated": epoch["repeated"],
             })  # fmt: skip
@@ -210,12 +217,22 @@ def speeds(found: dict[str, Figures]) -> dict[str, Shown]:
         first.append([name, spread(one, "prepare_seconds", digits=2), spread(one, "written_bytes", MIB),
                       spread(one, "prepare_bytes", MIB)])  # fmt: skip
         second.append([name, spread(one, "first_seconds", digits=2), spread(one, "lines_per_second", 1000, 1),
-                       ratio(found["plimsoll"], one, "lines_per_second"), spread(one, "epoch_bytes", MIB),
+                       ratio(found["plimsoll"], one, "lines_per_second"), spread(one, "processor_seconds", digits=1),
+                       ratio(found["plimsoll"], one, "processor_seconds"), spread(one, "epoch_bytes", MIB),
                        ratio(found["plimsoll"], one, "epoch_bytes")])  # fmt: skip
     return {
         "Preparing": (["library", "seconds", "MiB written", "memory, MiB"], first),
         "An epoch of shuffled batches, two workers": (
-            ["library", "seconds to the first batch", "1,000 lines/s", "x Plimsoll's", "memory, MiB", "x Plimsoll's"],
+            [
+                "library",
+                "seconds to the first batch",
+                "1,000 lines/s",
+                "x Plimsoll's",
+                "processor seconds, 1,000,000 lines",
+                "x Plimsoll's",
+                "memory, MiB",
+                "x Plimsoll's",
+            ],
             second,
         ),
     }
@@ -238,6 +255,7 @@ def stops(found: dict[str, Figures]) -> dict[str, Shown]:
 MEASURES = {
     "prepare_seconds": ("prepare in less time", 1), "written_bytes": ("write less", 1),
     "first_seconds": ("have the first batch sooner", 1), "lines_per_second": ("feed more lines a second", -1),
+    "processor_seconds": ("need fewer processor seconds in an epoch", 1),
     "epoch_bytes": ("need less memory in an epoch", 1),
 }  # fmt: skip
 
@@ -255,13 +273,16 @@ def winners(found: dict[str, Figures], of_what: str) -> str:
 
 def readme_part(found: dict[str, Figures], num_lines: int, text_bytes: int) -> str:
     head = [f"{num_lines:,} lines, {text_bytes / 1e6:,.0f} MB, 2 workers", "seconds to prepare", "lines/s, shuffled",
+            "processor seconds",
             "memory of an epoch", "stopped and gone on", "a worker is killed"]  # fmt: skip
     rows = []
     for store, one in found.items():
         resumed, outcome = one["resumed"], one["killed"]["outcome"]
         killed = GOES_ON if outcome.startswith(GOES_ON) else outcome.split(" ")[0].strip(",")
         rows.append([LABELS.get(store, store), f"{middle(one, 'prepare_seconds'):.1f}",
-                     f"{middle(one, 'lines_per_second') / 1000:,.0f} k", f"{middle(one, 'epoch_bytes') / MIB:,.0f} MiB",
+                     f"{middle(one, 'lines_per_second') / 1000:,.0f} k",
+                     f"{middle(one, 'processor_seconds') * num_lines / 1e6:.1f}",
+                     f"{middle(one, 'epoch_bytes') / MIB:,.0f} MiB",
                      times_text(resumed["missing"], resumed["repeated"]), killed])  # fmt: skip
     return markdown(head, rows)
 
