@@ -16,6 +16,7 @@ import platform
 import re
 import shlex
 import statistics
+import subprocess
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -75,15 +76,17 @@ def file_result(
     *,
     threads: int | None = None,
     packages: Iterable[str] = PACKAGES,
+    others: Sequence[str] = (),
     device: str = "cpu",
     command: Sequence[str] | None = None,
 ) -> None:
-    """Write a result, unless there is no folder to write it to."""
+    """Write a result, unless there is no folder to write it to; ``others`` are versions of other environments."""
     if folder is None:
         return
     today = datetime.date.today().isoformat()
     part = f"{README[0]}\n{readme.strip()}\n{README[1]}\n\n" if readme else ""
-    made = f"Made by `{shown(command or sys.argv)}` on {today}: {circumstances(threads, packages)}."
+    machine = ", ".join([circumstances(threads, packages), *others])
+    made = f"Made by `{shown(command or sys.argv)}` on {today}: {machine}."
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{what}-{device}-{today}.md"
     path.write_text(f"# {title}\n\n{part}{text.strip()}\n\n{made}\n", encoding="utf-8")
@@ -125,6 +128,13 @@ def processor() -> str:
     flags = fields.get("flags", "").split()
     widest = next((name for flag, name in (("avx512f", "AVX-512"), ("avx2", "AVX2")) if flag in flags), None)
     return (fields.get("model name") or platform.machine()) + (f" with {widest}" if widest else "")
+
+
+def versions_in(python: Path, packages: Iterable[str]) -> list[str]:
+    """Versions of packages in the environment of another interpreter."""
+    program = "import sys; from importlib.metadata import version; [print(one, version(one)) for one in sys.argv[1:]]"
+    done = subprocess.run([python, "-c", program, *packages], check=True, stdout=subprocess.PIPE, text=True)
+    return done.stdout.splitlines()
 
 
 def installed(package: str) -> str | None:

@@ -182,7 +182,7 @@ def readers(way: str, path: Path, cache: Path) -> dict[str, Callable[[np.ndarray
         return {
             "batch": lambda ids: dataset[ids]["text"][:],
             "one": lambda ids: [dataset[number]["text"] for number in ids.tolist()],
-            "rows in order": lambda _: [0 for row in dataset.select(range(200_000)) if row["text"]],
+            "rows in order": lambda _: [0 for row in dataset.select(range(min(200_000, len(dataset)))) if row["text"]],
             "batches in order": lambda _: [len(rows["text"]) for rows in dataset.iter(BATCH)],
         }
     if way == "memory map":

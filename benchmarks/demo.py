@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -39,7 +40,6 @@ from plimsoll.report.progress import stages
 NEED_STEPS = 2
 POLL_SECONDS = 0.002
 HERE = Path(__file__).parent
-PEAKS = "Peaks are private memory of the training process, read from outside by another process."
 
 
 @dataclass(frozen=True)
@@ -76,6 +76,8 @@ def demo(data: str | None, limit: str, num_steps: int, out: Path, result: Path |
     """Prepare the text, run the arms, print the table and write the report."""
     console = Console(stderr=True)
     job_file, prepared = prepared_job(data, num_steps, out)
+    shutil.rmtree(out / "known", ignore_errors=True)  # what earlier runs have taught would change the plan
+    os.environ["PLIMSOLL_CACHE"] = str((out / "known").resolve())
     plain = [sys.executable, str(HERE / "_plain_loop.py"), str(job_file), str(prepared), "--steps", str(NEED_STEPS)]
 
     console.rule("1. what the plain PyTorch loop needs (no limit)")
@@ -107,11 +109,16 @@ def demo(data: str | None, limit: str, num_steps: int, out: Path, result: Path |
     report = out / "report.html"
     report.write_text(plimsoll.render(record, "html"), encoding="utf-8")
     our_peak_bytes = record.peak_bytes if on_cuda else ours.peak_bytes
-    title = f"Batch of {record.job['batch_size']} x {record.job['sequence_length']} tokens inside {limit}"
+    title = f"A batch of {record.job['batch_size']} x {record.job['sequence_length']} tokens inside {limit}"
     table = rows(limit, need_bytes, need_steps, died, record, our_peak_bytes or 0)
     print_table(title, *table)
-    part = f"{title}:\n\n{markdown(table[0], table[1:])}\n\n{PEAKS}"
-    file_result(result, "demo", title, PEAKS, part, device="gpu" if on_cuda else "cpu")
+    peaks = "the allocator's" if on_cuda else "private memory of the training process, read from outside by another"
+    part = (
+        f"{title}:\n\n{markdown(table[0], table[1:])}\n\nPeaks are {peaks}. Tokens a second are by the clock, on a "
+        "machine as busy as its load says."
+    )
+    plan = " ".join(map(str, record.plan.choices))
+    file_result(result, "demo", title, f"The plan: {plan}", part, device="gpu" if on_cuda else "cpu")
     print(f"Report: {report}")
     if (our_peak_bytes or 0) > parse_bytes(limit):
         sys.exit("the Plimsoll arm went past the limit")

@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import Any
 
 from _private_memory import private_bytes
-from _results import add_out, fenced, file_result, keep_printed, mib, table
+from _results import add_out, fenced, file_result, keep_printed, mib, table, versions_in
 from _rivals import python_of
 
 NUM_WANTED, NUM_ABSENT = 20_000, 100
@@ -457,7 +457,11 @@ def main() -> None:
             figures["archives"] = compare_archives(path, wanted, Path(temporary), args)
         title = f"{NUM_WANTED:,} of {args.words:,} word vectors"
         part, packages = part_of(figures, args), ("torch", "numpy", "pyarrow")
-        file_result(args.out, "embeddings-subset", title, fenced(printed.text), part, threads=1, packages=packages)
+        others = (
+            versions_in(args.rivals, ("gensim", "pytorch-nlp")) if args.rivals else ["gensim and PyTorch-NLP left out"]
+        )
+        text = fenced(printed.text)
+        file_result(args.out, "embeddings-subset", title, text, part, threads=1, packages=packages, others=others)
         print(json.dumps(figures))
 
 

@@ -54,7 +54,7 @@ def main() -> None:
         medians = {state: statistics.median(found[way]) for state, found in seconds.items()}
         ratios = {state: medians[state] / statistics.median(seconds[state]["bare"]) for state in medians}
         least_bytes = None if options.no_limits or way == "bare" else least_limit(way, place, options.dtype)
-        results[way] = {"seconds": medians, "of_bare": ratios, "least_limit_bytes": least_bytes, **facts[way]}
+        results[way] = {**facts[way], "seconds": medians, "of_bare": ratios, "least_limit_bytes": least_bytes}
         print(
             f"{way:7} warm {medians['warm']:6.2f} s ({ratios['warm']:5.2f} of bare), cold {medians['cold']:6.2f} s "
             f"({ratios['cold']:5.2f}), peak {facts[way]['peak_bytes'] / MIB:8,.0f} MiB, at the end "

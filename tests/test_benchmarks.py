@@ -14,7 +14,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import bench  # noqa: E402
 import readme  # noqa: E402
-from _results import Result, circumstances, errors_table, file_result, newest, shown, table  # noqa: E402
+from _results import Result, circumstances, errors_table, file_result, newest, shown, table, versions_in  # noqa: E402
 
 PAGE = (ROOT / "README.md").read_text(encoding="utf-8")
 
@@ -111,6 +111,10 @@ def test_what_a_command_shows():
 def test_the_circumstances_say_processor_threads_load_and_versions():
     said = circumstances(threads=1, packages=("numpy", "no-such-package"))
     assert re.fullmatch(r"[^;]+, \d+ cores?, 1 thread, load \d+\.\d; Python \d[\w.]+, numpy \d[\w.]+, \w+ [\d.]+", said)
+
+
+def test_versions_of_another_environment():
+    assert re.fullmatch(r"numpy \d[\w.]+", *versions_in(Path(sys.executable), ["numpy"]))
 
 
 def test_errors_are_sized_and_ordered():

@@ -75,7 +75,8 @@ def _linked_sources(pages: dict[str, str], outer: list[str]) -> set[str]:
     """Files that pages link and that are no pages themselves."""
     texts = pages | {path: (ROOT / path).read_text(encoding="utf-8") for path in outer}
     linked = {links.in_the_repository(page, found[1]) for page, text in texts.items() for found in links.links_of(text)}
-    return {path for path in linked if (ROOT / path).is_file() and not path.endswith(".md") and not links.is_picture(path)}
+    files = {path for path in linked if (ROOT / path).is_file()}
+    return {path for path in files if not path.endswith(".md") and not links.is_picture(path)}
 
 
 def _source_page(config: MkDocsConfig, path: str) -> File:
