@@ -55,7 +55,7 @@ def markdown(measured: Mapping[Task, Found], titles: Mapping[str, str]) -> str:
 def summary(measured: Mapping[Task, Found], titles: Mapping[str, str]) -> list[str]:
     """A line for each model: the smallest limits, and the time of a step in half of what the plain loop needs."""
     lines = [
-        "| five exact steps of | plain loop | best other | Plimsoll | of the best | a step in half of the plain loop's |",
+        "| five exact steps of | plain loop | best other | Plimsoll | of it | in half of the plain loop's, a step |",
         "| --- | --: | --: | --: | --: | --: |",
     ]
     for task, found in measured.items():

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import re
 import shutil
@@ -51,7 +52,7 @@ from plimsoll.records.run import RunRecord
 
 MIB = 1 << 20
 FACTOR = 1.05
-TOLERANCE = 1e-3
+TOLERANCE = 1e-2
 EVERY_WEIGHT = 997  # as in rivals/train.py
 TIMED_STEPS = 4
 HERE = Path(__file__).parent
@@ -228,15 +229,25 @@ class Experiment:
         return int(said[1])
 
     def smallest(self, tool: str, setting: Setting | None, guess_mib: int) -> Found:
-        """Go up from a limit until it trains, then down until it does not, and prove the last with five steps."""
-        limit_mib = guess_mib
+        """Search for a limit in which it trains, and 5 % below which it does not; prove it with five steps."""
+        limit_mib, fails_mib = guess_mib, 0
         while not self.measured(tool, setting, limit_mib, 2)["done"]:
-            limit_mib = int(FACTOR * limit_mib) + 1
-        while self.measured(tool, setting, below := int(limit_mib / FACTOR), 2)["done"]:
-            limit_mib = below
+            fails_mib, limit_mib = limit_mib, self._above_mib(tool, limit_mib)
+        while limit_mib > FACTOR * fails_mib + 1:
+            below_mib = int(math.sqrt(fails_mib * limit_mib)) if fails_mib else int(limit_mib / FACTOR)
+            if self.measured(tool, setting, below_mib, 2)["done"]:
+                limit_mib = below_mib
+            else:
+                fails_mib = below_mib
         while not (outcome := self.measured(tool, setting, limit_mib, STEPS))["done"]:
             limit_mib = int(FACTOR * limit_mib) + 1
         return {**outcome, "limit_mib": limit_mib, "setting": asdict(setting) if setting else None}
+
+    def _above_mib(self, tool: str, fails_mib: int) -> int:
+        """The next limit to try: what the whole batch at once needs where a tool needs more than was guessed."""
+        plain_mib = self.found["limits"].get("plain", {}).get("limit_mib", 0)
+        is_guessed = tool in {"accelerate", "lightning"} and fails_mib < plain_mib
+        return int(plain_mib) if is_guessed else int(FACTOR * fails_mib) + 1
 
     # -- the time of a step --------------------------------------------------------------------------------------------
 
