@@ -56,8 +56,8 @@ class Benchmark:
 BENCHMARKS = (
     # What README.md shows.
     Benchmark("headline", None),
-    Benchmark("rivals-prediction", None),
-    Benchmark("rivals-streaming", None),
+    Benchmark("rivals-prediction", None, ("--records=RECORDS",)),
+    Benchmark("rivals-streaming", None, ("--lines", "100000")),
     Benchmark("demo", 3, usual=True),
     Benchmark("lint-noise", 1, usual=True),
     Benchmark("predict-live", 2.5, script="predict_live_cpu.py", usual=True),

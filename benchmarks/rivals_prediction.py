@@ -43,9 +43,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from _results import add_out, file_result
+from _results import add_out, file_result, versions_in
 from _results import table as markdown
-from _rivals import python_of, versions_of
+from _rivals import python_of
 
 HERE = Path(__file__).parent
 MIB = 1 << 20
@@ -458,11 +458,11 @@ def main() -> None:
         if found:
             rows = [[TOOLS[tool], *cells(its.get("with_base", its))] for tool, its in found["tools"].items()]
             show(f"predicted against measured, {one}", ["tool", *HEAD], rows)
-    if len(tools) > 1:
-        parts.append(f"Other tools: {', '.join(versions_of('predictors', PACKAGES))}.")
+    python = python_of("predictors")
+    others = versions_in(python, PACKAGES) if python else ()
     text = "\n\n".join([__doc__.split("\n\n", 2)[2].strip(), *parts])
     title = "Peak memory predicted by Plimsoll and by others"
-    file_result(arguments.out, "rivals-prediction", title, text, readme_part(cpu, gpu))
+    file_result(arguments.out, "rivals-prediction", title, text, readme_part(cpu, gpu), others=others)
     print(json.dumps({"cpu": cpu, "gpu": gpu}))
 
 

@@ -40,9 +40,9 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from _results import add_out, file_result
+from _results import add_out, file_result, versions_in
 from _results import table as markdown
-from _rivals import python_of, versions_of
+from _rivals import python_of
 from data_corpora import generate
 
 PROGRAM = Path(__file__).parent / "rivals" / "streams.py"
@@ -320,11 +320,12 @@ def main() -> None:
             parts += [f"## {title}", markdown(head, rows)]
         parts.append(winners(one, of_what))
         print(parts[-1])
-    if others := [one for name in PACKAGES if name not in missing for one in versions_of(name, PACKAGES[name])]:
-        parts.append(f"Other libraries: {', '.join(others)}.")
+    pythons = {name: python for name in PACKAGES if (python := python_of(name))}
+    others = [one for name, python in pythons.items() for one in versions_in(python, PACKAGES[name])]
     title = "Feeding text larger than memory, by Plimsoll and by others"
-    part = readme_part(found, num_lines, text_bytes)
-    file_result(arguments.out, "rivals-streaming", title, "\n\n".join(parts), part, packages=("torch", "numpy"))
+    part, text = readme_part(found, num_lines, text_bytes), "\n\n".join(parts)
+    packages = ("torch", "numpy")
+    file_result(arguments.out, "rivals-streaming", title, text, part, packages=packages, others=others)
     print(json.dumps({"lines": num_lines, "text_bytes": text_bytes, "stores": found, "joined": long}))
 
 
