@@ -19,7 +19,9 @@ measurement is added to each, and torch-preflight's context is taken off, since 
 
 An answer is judged at three limits: 0.8 times the measured peak, where the training would run out of memory; just below
 the peak, where it would too (an answer that is as often too high as too low says so half of the time); and 1.2 times
-the peak, where it fits. Prints tables, and one JSON object as its last line.
+the peak, where it fits. Medians have the least and the most of the rounds in brackets, seconds those of the trainings.
+Plimsoll was developed with trainings like these, and with these GPU runs, at hand (its rows are without the constants
+that were chosen on them); the others were not. Prints tables, and one JSON object as its last line.
 """
 
 from __future__ import annotations
