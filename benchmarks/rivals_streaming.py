@@ -264,8 +264,12 @@ def winners(found: dict[str, Figures], of_what: str) -> str:
     """In words, where another library is better than Plimsoll."""
     lines, own = [], found["plimsoll"]
     for name, (text, sign) in MEASURES.items():
-        better = [LABELS.get(store, store) for store, one in found.items()
-                  if sign * middle(one, name) < sign * middle(own, name) and store != "plimsoll"]  # fmt: skip
+        better = []
+        for store, one in found.items():
+            if store != "plimsoll" and sign * middle(one, name) < sign * middle(own, name):
+                always = all(sign * two[name] < sign * its[name]
+                             for two, its in zip(one["rounds"], own["rounds"], strict=True))  # fmt: skip
+                better.append(LABELS.get(store, store) + ("" if always else " (not in every round)"))
         if better:
             lines.append(f"- These {text} than Plimsoll: {', '.join(better)}.")
     return "\n".join([f"Where another is better with {of_what}, by the medians:", "", *(lines or ["- nowhere."])])
