@@ -455,7 +455,7 @@ def main() -> None:
         gpu = gpu_set(tools, arguments.records)
     parts = [*cpu_parts(cpu), *(gpu_parts(gpu) if gpu else [])]
     if gpu is None:
-        parts.append(f"Runs measured on GPUs: left out, since there is no file {arguments.records or '--records'}.")
+        parts.append("Runs measured on GPUs: left out, since --records does not name a file of them.")
     for one, found in (("CPU", cpu), ("GPU", gpu)):
         if found:
             rows = [[TOOLS[tool], *cells(its.get("with_base", its))] for tool, its in found["tools"].items()]
