@@ -30,7 +30,8 @@ HERE = Path(__file__).parent
 
 @dataclass(frozen=True)
 class Benchmark:
-    """One script. Of its arguments `NEWS` and `TEXT` stand for given text, `RECORDS` and `FOLDER` for others.
+    """One script. Of its arguments `NEWS` and `TEXT` stand for given text, `RECORDS` and `FOLDER` for others; with `?`
+    it can run without.
 
     ``minutes`` are on 2 cores, ``None`` where nobody has looked. What is ``usual`` is part of the 30 minutes. What only
     ``prints`` is filed by this script; any other files ``results``, by default one of its own name.
@@ -56,8 +57,8 @@ class Benchmark:
 BENCHMARKS = (
     # What README.md shows.
     Benchmark("headline", None, ("--folder=FOLDER",)),
-    Benchmark("rivals-prediction", None),
-    Benchmark("rivals-streaming", None),
+    Benchmark("rivals-prediction", None, ("--records=RECORDS?",)),
+    Benchmark("rivals-streaming", None, ("--lines", "100000")),
     Benchmark("demo", 3, usual=True),
     Benchmark("lint-noise", 1, usual=True),
     Benchmark("predict-live", 2.5, script="predict_live_cpu.py", usual=True),
@@ -187,8 +188,9 @@ def words_of(one: Benchmark, given: dict[str, list[Path]]) -> list[str] | str:
         return f"there is no {one.path.name}"
     words: list[str] = []
     for word in one.arguments:
-        option, _, name = word.rpartition("=")
-        if name in given and not given[name]:
+        option, _, wanted = word.rpartition("=")
+        name = wanted.removesuffix("?")
+        if name == wanted and name in given and not given[name]:
             return f"needs --{name.lower()}"
         words += [f"{option}={path}" for path in given[name]] if name in given else [word]
     return words

@@ -163,8 +163,8 @@ def number_of_draws(run: Run) -> int:
     return 1 if is_padded_before(run.model) or 1 - all_long < RARELY_SHARE else NUM_DRAWS
 
 
-def predict(run: Run, draw: int) -> Answer:
-    """Trace the run once and simulate the allocator of its GPU."""
+def predict(run: Run, draw: int | None) -> Answer:
+    """Trace the run once and simulate the allocator of its GPU; without a draw its batches have 128 columns."""
     from plimsoll.device.gpus import cublas_workspace_bytes
     from plimsoll.memory.allocator.caching import CachingAllocator, replay
     from plimsoll.memory.workspaces import LT_BYTES, deltas_with_workspaces
@@ -179,7 +179,7 @@ def predict(run: Run, draw: int) -> Answer:
     return Answer(peak_bytes, done.oom_at is not None, time.process_time() - started)
 
 
-def trace_run(run: Run, draw: int) -> Any:
+def trace_run(run: Run, draw: int | None) -> Any:
     """Trace the loop of the measurements: which variables stay alive matters, so they are the same ones."""
     import torch
 
@@ -206,7 +206,7 @@ def trace_run(run: Run, draw: int) -> Any:
             if run.zero_grad == 2:
                 optimizer.zero_grad()
 
-    torch.manual_seed(draw)
+    torch.manual_seed(draw or 0)
     return trace_training(train, CudaLowering(CAPABILITIES[run.card]))
 
 
@@ -220,19 +220,19 @@ def make_optimizer(name: str, model: Any) -> Any:
     return getattr(torch.optim, name)(model.parameters(), lr=1e-3)
 
 
-def make_batches(run: Run, draw: int) -> list[dict[str, Any]]:
-    """The batches of the steps: texts of drawn lengths, padded to the longest."""
+def make_batches(run: Run, draw: int | None) -> list[dict[str, Any]]:
+    """The batches of the steps: texts of drawn lengths, padded to the longest, or without a draw to 128 tokens."""
     import torch
 
     from _measured_models import added_tokens, is_padded_before
 
-    generator = torch.Generator().manual_seed(1000 * run.batch_size + draw)
+    generator = torch.Generator().manual_seed(1000 * run.batch_size + (draw or 0))
     shares = torch.tensor(length_shares())
     batches = []
     for _ in range(NUM_STEPS):
         drawn = torch.multinomial(shares, run.batch_size, replacement=True, generator=generator)
         lengths = (drawn + added_tokens(run.model)).clamp(max=MOST_TOKENS)
-        width = MOST_TOKENS if is_padded_before(run.model) else max(1, int(lengths.max()))
+        width = MOST_TOKENS if draw is None or is_padded_before(run.model) else max(1, int(lengths.max()))
         mask = (torch.arange(width)[None] < lengths[:, None]).long()
         tokens = torch.randint(0, 1000, (run.batch_size, width), generator=generator)
         batches.append({"input_ids": tokens, "attention_mask": mask, "labels": tokens.where(mask == 1, -100)})
