@@ -9,10 +9,13 @@ WORKERS ?= 2
 # Further arguments of pytest, for example ARGS='-k order'.
 ARGS ?=
 
+# How long `make endurance` disturbs its training.
+MINUTES ?= 60
+
 RUN = $(VENV)/bin/python
 INSTALLED = $(VENV)/.installed
 
-.PHONY: help install test demo lint docs bench rivals clean
+.PHONY: help install test demo lint docs bench endurance nightly rivals clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' Makefile | expand -t 20
@@ -51,9 +54,15 @@ rivals: $(RIVALS) ## install other tools to compare with, in environments of the
 	.rivals/$*/bin/python -m pip install --quiet -r $<
 	@touch $@
 
-bench: install ## run every benchmark; each ends with one line of JSON
-	@set -e; for script in benchmarks/[a-z]*.py; do \
+bench: install ## run every benchmark but the endurance run; each ends with one line of JSON
+	@set -e; for script in $(filter-out benchmarks/endurance.py,$(wildcard benchmarks/[a-z]*.py)); do \
 	    echo "== $$script"; $(RUN) "$$script" $(if $(DATA),--data '$(DATA)'); done
+
+endurance: install ## an hour (MINUTES) of training under a tight budget with everything that can go wrong
+	$(RUN) benchmarks/endurance.py --minutes $(MINUTES) $(if $(DATA),--data '$(DATA)')
+
+nightly: install ## the tests that take ten minutes and more
+	$(RUN) -m pytest -m nightly $(ARGS)
 
 clean: ## remove builds and caches; runs and VENV stay
 	rm -rf build dist site src/*.egg-info .pytest_cache .mypy_cache .ruff_cache
