@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import IO
 
@@ -49,7 +50,7 @@ class Metrics:
 
     def __init__(self, path: Path) -> None:
         self._path, self._inode, self._offset = path, 0, 0
-        self.began = ""  # when the process began that the last lines are of
+        self.began_seconds = 0.0  # when the process began that the last lines are of
         self.steps_since_start: list[StepLine] = []
         self.has_saved = False
         self.last_step = 0
@@ -69,7 +70,7 @@ class Metrics:
 
     def _note(self, line: Line) -> None:
         if isinstance(line, StartLine):
-            self.began = line.wall_time
+            self.began_seconds = datetime.fromisoformat(line.wall_time).timestamp()
             self.steps_since_start, self.has_saved = [], False
         elif isinstance(line, StepLine):
             self.steps_since_start.append(line)
@@ -110,7 +111,6 @@ class Disturber:
     note: Callable[[str, str], None]
     metrics: Metrics = field(init=False)
     command: Command | None = None
-    ended_began: str = ""
     repeated: Callable[[list[StepLine]], None] = lambda steps: None  # told of steps that will be done again
 
     def __post_init__(self) -> None:
@@ -119,7 +119,6 @@ class Disturber:
     def begin(self) -> None:
         """Start the command, or go on with it."""
         wait_until(lambda: self.training() is None, "the training process before this one to end")
-        self._note_end()
         self.command = self.start()
 
     def training(self) -> psutil.Process | None:
@@ -139,14 +138,17 @@ class Disturber:
 
     def is_training(self, num_steps: int) -> bool:
         """Whether the process that trains now has done so many steps, and has saved one of them."""
+        process = self.training()
         self.metrics.read()
-        is_new = self.metrics.began != self.ended_began
-        return is_new and self.metrics.has_saved and len(self.metrics.steps_since_start) >= num_steps
+        if process is None or not self._has_begun(process):
+            return False
+        return self.metrics.has_saved and len(self.metrics.steps_since_start) >= num_steps
 
-    def _note_end(self) -> None:
-        """Know the lines that the process which has ended has written from those of the next one."""
-        self.metrics.read()
-        self.ended_began = self.metrics.began
+    def _has_begun(self, process: psutil.Process) -> bool:
+        """Whether the last lines are of this process, and not of one before it."""
+        with suppress(*_GONE):
+            return self.metrics.began_seconds > process.create_time()
+        return False
 
     def do(self, kind: str) -> None:
         """Do one thing to the run; ``ends`` says after which kinds a process is new."""
@@ -221,7 +223,6 @@ class Disturber:
         with suppress(*_GONE):
             process.kill()
             process.wait(_LONGEST_WAIT_SECONDS)
-        self._note_end()
         self._note_repeated()
         return f"process {process.pid} after step {self.metrics.last_step}"
 
@@ -234,7 +235,7 @@ class Disturber:
         time.sleep(self.random.uniform(0, 4))
         process = self.training()
         self.metrics.read()
-        if process is None or self.metrics.began != self.ended_began:
+        if process is None or self._has_begun(process):
             return first
         with suppress(*_GONE):
             process.kill()
