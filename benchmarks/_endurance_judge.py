@@ -6,8 +6,8 @@
   tolerated: pages that are touched late.
 - **The ledger is exact**: each step is there once, their samples tile the epochs, and are the undisturbed ones.
 - **Losses and weights**: the same bits as long as no step was cut otherwise than in the undisturbed run. From then on
-  rounding differs, which training amplifies: ``LOSS_TOLERANCE``. The replay (every step cut as it was in the disturbed
-  run, without a limit and without a disturbance) must have the same bits all along.
+  rounding differs, which training amplifies: ``CLOSE`` for ``CLOSE_STEPS`` steps, then ``NEAR``. The replay (every step
+  cut as it was in the disturbed run, without a limit and without a disturbance) must have the same bits all along.
 """
 
 from __future__ import annotations
@@ -27,17 +27,21 @@ from plimsoll.records.run import RunRecord, StepLine
 from plimsoll.records.units import format_bytes
 
 GROWTH_SHARE = 0.02
-LOSS_TOLERANCE = 1e-3
+CLOSE, CLOSE_STEPS, NEAR = 1e-5, 1000, 1e-3  # of the loss
 LONG_LIFE_SHARE = 1 / 20  # of the seconds of the run; at least ...
 _SHORTEST_LIFE_SECONDS = 30
 _WARM_SHARE = 0.1
+_MOST_GROWTH = {"num_files": 3, "num_threads": 1}  # in a life: over the run they are those of more or fewer workers
 _FEWEST_READINGS = 300  # of the whole run: in fewer there are few processes, and their first steps
 
 Figures = dict[str, Any]
 
 
 class Reading(NamedTuple):
-    """A second of a training process, seen from outside; ``seconds`` are of the disturbed time."""
+    """A second of a training process, seen from outside; ``seconds`` are of the disturbed time.
+
+    ``has_stepped``: it is past loading and its first step, so that what it takes should stay the same.
+    """
 
     seconds: float
     pid: int
@@ -46,6 +50,7 @@ class Reading(NamedTuple):
     most_bytes: int
     num_files: int
     num_threads: int
+    has_stepped: bool
 
 
 @dataclass
@@ -79,17 +84,18 @@ def memory(readings: Sequence[Reading], record: RunRecord, budget_bytes: int, to
     for what, peak_bytes in {"seen from outside": seen, "counted by the kernel": told}.items():
         if peak_bytes > budget_bytes:
             faults.append(f"{format_bytes(peak_bytes)} of private memory {what}, in a budget of {budget_bytes}")
-    long_lives = list(lives(readings, total_seconds))
-    allowed = {"bytes": budget_bytes * GROWTH_SHARE, "files": 3, "threads": 1}
+    steady = [reading for reading in readings if reading.has_stepped]
+    long_lives = list(lives(steady, total_seconds))
     grown: Figures = {}
     for name in ("least_bytes", "median_bytes", "most_bytes", "num_files", "num_threads"):
-        most = allowed[name.split("_")[-1]]
         in_a_life = max((growth(life, name) for life in long_lives), default=0)
-        over_the_run = growth(readings, name) if len(readings) >= _FEWEST_READINGS else 0
+        over_the_run = growth(steady, name) if len(steady) >= _FEWEST_READINGS else 0
         grown[name] = {"in_a_life": in_a_life, "over_the_run": over_the_run}
-        for where, num in (("the life of a process", in_a_life), ("the run", over_the_run)):
-            if num > most:
-                faults.append(f"{name} grew by {num:,} over {where}: at most {most:,.0f} is tolerated")
+        most = _MOST_GROWTH.get(name, budget_bytes * GROWTH_SHARE)
+        if in_a_life > most:
+            faults.append(f"{name} grew by {in_a_life:,} over the life of a process: at most {most:,.0f} is tolerated")
+        if over_the_run > most and name not in _MOST_GROWTH:
+            faults.append(f"{name} grew by {over_the_run:,} over the run: at most {most:,.0f} is tolerated")
     figures = {
         "budget_bytes": budget_bytes, "seen_peak_bytes": seen, "kernel_peak_bytes": told, "growth": grown,
         "long_lives": len(long_lives), "readings": len(readings),
@@ -137,22 +143,23 @@ def ledger(disturbed: Sequence[StepLine], undisturbed: Sequence[StepLine], repea
     return Verdict(figures, faults)
 
 
-def losses(disturbed: Sequence[StepLine], undisturbed: Sequence[StepLine], tolerance: float) -> Verdict:
+def losses(disturbed: Sequence[StepLine], undisturbed: Sequence[StepLine]) -> Verdict:
     """Whether the losses are the same: in their bits up to the first other cut, and nearly from then on."""
-    faults: list[str] = []
     pairs = list(zip(disturbed, undisturbed, strict=True))
     cuts = [(one.micro_batch, one.rung) == (other.micro_batch, other.rung) for one, other in pairs]
     num_alike = next((number for number, is_same in enumerate(cuts) if not is_same), len(pairs))
-    different = [one.step for one, other in pairs[:num_alike] if one.loss != other.loss]
-    if different:
-        faults.append(f"step {different[0]} has another loss, though no step was cut otherwise before it")
-    largest = max((abs(one.loss - other.loss) / abs(other.loss) for one, other in pairs), default=0.0)
-    if largest > tolerance:
-        faults.append(f"losses differ by {largest:.1e} of their size: at most {tolerance:.0e} is tolerated")
+    differences = [abs(one.loss - other.loss) / abs(other.loss) for one, other in pairs]
+    soon = num_alike + CLOSE_STEPS
+    faults: list[str] = []
+    for first, last, tolerance in ((0, num_alike, 0.0), (num_alike, soon, CLOSE), (soon, len(pairs), NEAR)):
+        largest = max(differences[first:last], default=0.0)
+        if largest > tolerance:
+            where = f"of steps {first + 1} to {min(last, len(pairs))}"
+            faults.append(f"losses {where} differ by {largest:.1e} of their size: at most {tolerance:.0e} is tolerated")
     figures = {
         "same_bits_until_step": num_alike, "steps_cut_otherwise": len(cuts) - sum(cuts),
-        "largest_loss_difference": largest, "last_loss": disturbed[-1].loss, "last_loss_undisturbed":
-        undisturbed[-1].loss,
+        "largest_loss_difference": max(differences), "largest_soon": max(differences[num_alike:soon], default=0.0),
+        "last_loss": disturbed[-1].loss, "last_loss_undisturbed": undisturbed[-1].loss,
     }  # fmt: skip
     return Verdict(figures, faults)
 

@@ -111,6 +111,8 @@ class Disturber:
     note: Callable[[str, str], None]
     metrics: Metrics = field(init=False)
     command: Command | None = None
+    is_gentle: bool = False  # memory is away for less than a step, which a process survives with any rung
+    stepping_pid: int | None = None  # the last process that was seen to have saved a step
     repeated: Callable[[list[StepLine]], None] = lambda steps: None  # told of steps that will be done again
 
     def __post_init__(self) -> None:
@@ -142,7 +144,10 @@ class Disturber:
         self.metrics.read()
         if process is None or not self._has_begun(process):
             return False
-        return self.metrics.has_saved and len(self.metrics.steps_since_start) >= num_steps
+        if not self.metrics.has_saved or len(self.metrics.steps_since_start) < num_steps:
+            return False
+        self.stepping_pid = process.pid
+        return True
 
     def _has_begun(self, process: psutil.Process) -> bool:
         """Whether the last lines are of this process, and not of one before it."""
@@ -151,7 +156,7 @@ class Disturber:
         return False
 
     def do(self, kind: str) -> None:
-        """Do one thing to the run; ``ends`` says after which kinds a process is new."""
+        """Do one thing to the run, of `SURVIVED` or `ENDING`."""
         said = getattr(self, "_" + kind.split(" (", maxsplit=1)[0].replace(" ", "_"))()
         if said is not None:
             self.note(kind, said)
@@ -160,7 +165,8 @@ class Disturber:
 
     def _memory_taken(self) -> str | None:
         """Leave it so much more than it has, which may be less than nothing, for a moment or for some seconds."""
-        seconds = self.random.choice((0.05, 0.3, 1.0, 3.0)) * self.random.uniform(0.5, 1.5)
+        seconds = self.random.choice((0.05,) if self.is_gentle else (0.05, 0.3, 1.0, 3.0))
+        seconds *= self.random.uniform(0.5, 1.5)
         room_bytes = round(self.random.choice((-4, 0, 1, 4, 16)) * MIB * self.random.uniform(0.5, 1))
         process = self.training()
         if process is None:

@@ -39,7 +39,7 @@ from typing import Any
 import psutil
 import yaml
 
-from _endurance_judge import LOSS_TOLERANCE, Figures, Reading, Verdict, ledger, left_behind, losses, memory, weights
+from _endurance_judge import Figures, Reading, Verdict, ledger, left_behind, losses, memory, weights
 from _endurance_run import ENDING, INTERRUPTED, SURVIVED, Command, Disturber, deck_of, failpoints
 from _endurance_table import rows, write_result
 from demo import standard_library
@@ -235,7 +235,7 @@ def disturb(folder: Path, state: State, arguments: argparse.Namespace, log: Any)
     decks = {False: deck_of(SURVIVED, drawn), True: deck_of(SURVIVED | ENDING, drawn)}
     disturber.begin()
     try:
-        with sampled(run, state):
+        with sampled(run, state, disturber):
             due_seconds, last_said = state.seconds, 0.0
             clock = Clock(state)
             while clock.read(is_running=disturber.metrics.last_step > 0) < total_seconds:
@@ -251,8 +251,8 @@ def disturb(folder: Path, state: State, arguments: argparse.Namespace, log: Any)
                         file=sys.stderr,
                     )
                 if is_ready and state.seconds >= due_seconds:
-                    may_end = not 1 / 3 <= state.seconds / total_seconds < 2 / 3
-                    disturber.do(next(decks[may_end]))
+                    disturber.is_gentle = 1 / 3 <= state.seconds / total_seconds < 2 / 3
+                    disturber.do(next(decks[not disturber.is_gentle]))
                     due_seconds = state.seconds + min(drawn.expovariate(1 / arguments.every), 5 * arguments.every)
     finally:
         assert disturber.command is not None
@@ -281,10 +281,10 @@ class Clock:
 
 
 @contextmanager
-def sampled(run: Path, state: State) -> Iterator[None]:
+def sampled(run: Path, state: State, disturber: Disturber) -> Iterator[None]:
     """Read the training process from outside while the block runs: a reading each second, of fifty looks."""
     over = threading.Event()
-    thread = threading.Thread(target=_sample, args=(run, state, over))
+    thread = threading.Thread(target=_sample, args=(run, state, disturber, over))
     thread.start()
     try:
         yield
@@ -293,7 +293,7 @@ def sampled(run: Path, state: State) -> Iterator[None]:
         thread.join()
 
 
-def _sample(run: Path, state: State, over: threading.Event) -> None:
+def _sample(run: Path, state: State, disturber: Disturber, over: threading.Event) -> None:
     pid, looks, began = None, list[int](), time.monotonic()
     directory = RunDirectory(run)
     while not over.wait(SAMPLE_SECONDS):
@@ -303,7 +303,8 @@ def _sample(run: Path, state: State, over: threading.Event) -> None:
                 if pid is not None and pid == now and looks:
                     process = psutil.Process(pid)
                     numbers = (min(looks), round(median(looks)), max(looks), process.num_fds(), process.num_threads())
-                    state.note_reading(Reading(round(state.seconds, 1), pid, *numbers))
+                    has_stepped = pid == disturber.stepping_pid
+                    state.note_reading(Reading(round(state.seconds, 1), pid, *numbers, has_stepped))
                 pid, looks, began = now, [], time.monotonic()
             if pid is not None:
                 looks.append(private_bytes(pid))
@@ -364,7 +365,7 @@ def judged(folder: Path, state: State, budget_bytes: int, replayed: Figures) -> 
     events = state.events()
     unasked = [event["said"] for event in events if event["kind"] == "ended by itself"]
     unasked += [event["said"] for event in events if "in place of" in event["said"]]
-    of_losses = losses(disturbed.steps, undisturbed.steps, LOSS_TOLERANCE)
+    of_losses = losses(disturbed.steps, undisturbed.steps)
     has_same_cuts = not of_losses.figures["steps_cut_otherwise"]
     wrong = [f"the replay has other {name.split('_')[1]}: {some[:5]}" for name, some in replayed.items() if some]
     return {
