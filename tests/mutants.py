@@ -56,7 +56,7 @@ def examined(module: Path, number: int, seed: int) -> tuple[int, int]:
     """Run the tests of a module on some of its mutants; returns how many were killed, of how many."""
     source = (ROOT / "src" / "plimsoll" / module).read_text("utf-8")
     chosen = list(islice(mutants_of(source, random.Random(seed)), number))
-    print(f"{module}: {len(chosen)} mutants, {' '.join(tests_of(module))}", flush=True)
+    print(f"{module}: {len(chosen)} mutants, {' '.join(files_for(module))}", flush=True)
     with tempfile.TemporaryDirectory(prefix="mutants-") as name:
         package = Path(name) / "src" / "plimsoll"
         shutil.copytree(ROOT / "src" / "plimsoll", package, ignore=shutil.ignore_patterns("__pycache__"))
@@ -114,7 +114,7 @@ def meaning_of(source: str) -> str:
     return ast.dump(tree)
 
 
-def tests_of(module: Path) -> list[str]:
+def files_for(module: Path) -> list[str]:
     """The files of tests that are run for a module, its own first."""
     own = "_".join(("test", *module.with_suffix("").parts[-2:]))
     name = f"tests/unit/{module.parent}/{own}.py"
@@ -124,7 +124,7 @@ def tests_of(module: Path) -> list[str]:
 
 def fails(package: Path, module: Path, patience_seconds: float | None) -> bool:
     """Whether a test fails with these sources, or does not end."""
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests_of(module)]
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *files_for(module)]
     environment = os.environ | {"PYTHONPATH": str(package.parent), "PYTHONDONTWRITEBYTECODE": "1"}
     process = subprocess.Popen(
         command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, process_group=0
