@@ -430,7 +430,8 @@ def _warm(job: Job) -> None:
 
     from plimsoll.models.recurrent import RECURRENT
 
-    if job.data.on_the_fly:
+    if job.data.on_the_fly:  # what reads the texts, in evaluations and where no worker is left
+        import pyarrow  # noqa: F401
         import tokenizers  # noqa: F401
     architecture = job.model.get("architecture") if isinstance(job.model, dict) else job.model
     if architecture not in RECURRENT or job.distill is not None:  # which may have a teacher of theirs

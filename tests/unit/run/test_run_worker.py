@@ -211,6 +211,23 @@ def test_a_run_that_goes_on_counts_time_from_where_it_stopped(new_run):
     assert [step.step for step in steps_of(directory)] == [1, 2, 3, 4]
 
 
+ON_THE_FLY = """
+import sys
+from plimsoll.records.job import Job
+from plimsoll.run.worker import _warm
+
+on_the_fly = {"on_the_fly": True, "long_texts": "truncate"} if sys.argv[1] == "yes" else {}
+_warm(Job.from_fields({"model": "lstm", "data": {"train": "none"} | on_the_fly}))
+print("pyarrow" in sys.modules)
+"""
+
+
+def test_what_reads_texts_is_loaded_before_memory_is_limited():
+    """Inside a budget an evaluation of texts that are tokenized on the fly had no room for the libraries of pyarrow."""
+    assert run_program(ON_THE_FLY, "yes").stdout == "True\n"
+    assert run_program(ON_THE_FLY, "no").stdout == "False\n"
+
+
 @pytest.mark.parametrize("has_supervisor", [True, False])
 def test_memory_that_runs_out_between_steps_is_for_a_new_process(has_supervisor, new_run, monkeypatch):
     """As in the writing of a line, where nothing can be undone: the checkpoints are the way back."""
