@@ -34,6 +34,7 @@ def main() -> None:
     lines = RunRecord.from_directory(directory.path).finished_steps
     other_losses: list[int] = []
     other_cuts: list[int] = []
+    largest_loss_difference = 0.0
     for line in lines:
         batch = parts.loader.peek()
         assert (batch.epoch, batch.first_sample) == (line.epoch, line.first_sample), line
@@ -42,6 +43,7 @@ def main() -> None:
         parts.loader.advance()
         if result.loss != line.loss or result.gradient_norm != line.gradient_norm:
             other_losses.append(line.step)
+            largest_loss_difference = max(largest_loss_difference, abs(result.loss - line.loss) / abs(line.loss))
         if (result.rung, result.micro_batch) != (line.rung, line.micro_batch):
             other_cuts.append(line.step)
         if line.step % 100 == 0:
@@ -52,7 +54,11 @@ def main() -> None:
     then = torch.load(newest / "model.pt", weights_only=True)
     now = parts.model.state_dict()
     other_weights = [name for name, tensor in then.items() if not torch.equal(tensor, now[name])]
-    print(json.dumps({"other_losses": other_losses, "other_cuts": other_cuts, "other_weights": other_weights}))
+    square = sum(float((then[name] - now[name]).double().square().sum()) for name in other_weights)
+    size = sum(float(tensor.double().square().sum()) for tensor in then.values())
+    found = {"other_losses": other_losses, "other_cuts": other_cuts, "other_weights": other_weights}
+    differences = {"loss_difference": largest_loss_difference, "weights_difference": (square / size) ** 0.5}
+    print(json.dumps({name: len(some) for name, some in found.items()} | differences))
 
 
 if __name__ == "__main__":

@@ -123,6 +123,11 @@ class Disturber:
         wait_until(lambda: self.training() is None, "the training process before this one to end")
         self.command = self.start()
 
+    def stop(self) -> int:
+        """Ask the command to stop after the step; returns its exit code."""
+        assert self.command is not None
+        return self.command.stop()
+
     def training(self) -> psutil.Process | None:
         """The process that trains, which says so in a file of the run."""
         pid = RunDirectory(self.run).training_pid()

@@ -63,8 +63,9 @@ def _results(figures: dict[str, Figures]) -> list[tuple[str, str]]:
         ("losses against the undisturbed run", f"{bits}, then {after}"),
         ("final weights against it", f"{far.get('weights_relative_difference', float('nan')):.1e} of their norm"),
         (
-            "replay with the same cuts, bit for bit",
-            f"{again['other_losses']} other losses, {again['other_weights']} other tensors of the last checkpoint",
+            "replay with the same cuts, in bits",
+            f"{again['other_losses']} other losses (by {again['loss_difference']:.1e} at most), "
+            f"{again['other_weights']} other tensors of the last checkpoint (by {again['weights_difference']:.1e})",
         ),
     ]
 

@@ -39,8 +39,18 @@ from typing import Any
 import psutil
 import yaml
 
-from _endurance_judge import Figures, Reading, Verdict, ledger, left_behind, losses, memory, weights
-from _endurance_run import ENDING, INTERRUPTED, SURVIVED, Command, Disturber, deck_of, failpoints
+from _endurance_judge import (
+    Figures,
+    Reading,
+    Verdict,
+    ledger,
+    left_behind,
+    losses,
+    memory,
+    replay_verdict,
+    weights,
+)
+from _endurance_run import ENDING, INTERRUPTED, SURVIVED, Command, Disturber, deck_of, failpoints, wait_until
 from _endurance_table import rows, write_result
 from demo import standard_library
 from plimsoll.data.sources import find_files
@@ -101,6 +111,7 @@ def parsed() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=60, help="of the disturbed run (default: %(default)s)")
+    parser.add_argument("--least", type=int, default=0, help="go on until so many things were done (default: none)")
     parser.add_argument("--seed", type=int, default=0, help="of what is done when (default: %(default)s)")
     parser.add_argument("--every", type=float, default=6, help="seconds between two disturbances, on average")
     parser.add_argument("--model", choices=MODELS, default="gpt2", help="default: %(default)s")
@@ -121,7 +132,7 @@ def parsed() -> argparse.Namespace:
 
 def require_same(folder: Path, arguments: argparse.Namespace) -> None:
     """Go on only with what was begun with the same arguments."""
-    fields = ("minutes", "seed", "every", "model", "budget", "checkpoint_every", "plan", "data")
+    fields = ("minutes", "least", "seed", "every", "model", "budget", "checkpoint_every", "plan", "data")
     asked = {name: getattr(arguments, name) for name in fields}
     path = folder / "arguments.json"
     if path.is_file() and (before := json.loads(path.read_text())) != asked:
@@ -172,6 +183,7 @@ class State:
         self.seconds: float = known.get("seconds", 0.0)
         self.num_steps: int = known.get("num_steps", 0)
         self.num_parts: int = known.get("num_parts", 0)
+        self.num_done = len(self.events())
 
     def save(self) -> None:
         known = {"seconds": self.seconds, "num_steps": self.num_steps, "num_parts": self.num_parts}
@@ -179,6 +191,7 @@ class State:
 
     def note(self, kind: str, said: str) -> None:
         """Write down what was done to the run."""
+        self.num_done += 1
         _append(self._events, {"seconds": round(self.seconds, 1), "kind": kind, "said": said})
         say(self, f"min  {kind}: {said}")
 
@@ -238,7 +251,10 @@ def disturb(folder: Path, state: State, arguments: argparse.Namespace, log: Any)
         with sampled(run, state, disturber):
             due_seconds, last_said = state.seconds, 0.0
             clock = Clock(state)
-            while clock.read(is_running=disturber.metrics.last_step > 0) < total_seconds:
+            while (
+                clock.read(is_running=disturber.metrics.last_step > 0) < total_seconds
+                or state.num_done < arguments.least
+            ):
                 time.sleep(0.1)
                 if (code := disturber.ended()) is not None:
                     state.note("ended by itself", f"exit code {code}: see {folder / 'train.log'}")
@@ -254,10 +270,14 @@ def disturb(folder: Path, state: State, arguments: argparse.Namespace, log: Any)
                     disturber.is_gentle = 1 / 3 <= state.seconds / total_seconds < 2 / 3
                     disturber.do(next(decks[not disturber.is_gentle]))
                     due_seconds = state.seconds + min(drawn.expovariate(1 / arguments.every), 5 * arguments.every)
+        # Python that has only just been started ends by the signal, and with any code.
+        wait_until(lambda: disturber.is_training(1) or disturber.ended() is not None, "the last process to train")
+    except BaseException:
+        disturber.stop()
+        raise
     finally:
-        assert disturber.command is not None
-        code = disturber.command.stop()
         state.save()
+    code = disturber.stop()
     if code not in INTERRUPTED:
         state.note("ended by itself", f"exit code {code} at the end: see {folder / 'train.log'}")
     state.num_steps = RunDirectory(run).last_saved_step()
@@ -367,14 +387,13 @@ def judged(folder: Path, state: State, budget_bytes: int, replayed: Figures) -> 
     unasked += [event["said"] for event in events if "in place of" in event["said"]]
     of_losses = losses(disturbed.steps, undisturbed.steps)
     has_same_cuts = not of_losses.figures["steps_cut_otherwise"]
-    wrong = [f"the replay has other {name.split('_')[1]}: {some[:5]}" for name, some in replayed.items() if some]
     return {
         "done": Verdict(done_to(events, disturbed), [f"ended though nobody asked: {said}" for said in unasked]),
         "memory": memory(state.readings(), disturbed, budget_bytes, state.seconds),
         "ledger": ledger(disturbed.steps, undisturbed.steps, state.repeated()),
         "losses": of_losses,
         "weights": weights(folder / "disturbed", folder / "undisturbed", has_same_cuts),
-        "replay": Verdict({name: len(some) for name, some in replayed.items()}, wrong),
+        "replay": replay_verdict(replayed),
         "left": left_behind(folder / "disturbed", running_in(folder)),
     }
 

@@ -36,18 +36,18 @@ def endured(folder: Path, *arguments: object) -> dict[str, Any]:
 
 def assert_nothing_was_lost(figures: dict[str, Any]) -> None:
     assert figures["faults"] == []
-    assert figures["replay"] == {"other_losses": 0, "other_cuts": 0, "other_weights": 0}
+    assert figures["replay"]["other_cuts"] == 0
     assert 0 < figures["memory"]["seen_peak_bytes"] <= figures["memory"]["budget_bytes"]
     assert sum(figures["done"]["ooms_survived"].values()) > 0
 
 
 @pytest.mark.timeout(600)  # a busy machine takes long to load torch eight times
 def test_some_seconds_of_everything(tmp_path):
-    options = ("--minutes", 0.25, "--every", 0.7, "--model", "lstm", "--no-plan", "--checkpoint-every", 4)
+    options = ("--minutes", 0.1, "--least", 7, "--every", 0.5, "--model", "lstm", "--no-plan", "--checkpoint-every", 4)
     figures = endured(tmp_path / "endurance", *options)
     assert_nothing_was_lost(figures)
-    assert figures["done"]["processes"] > 1
-    assert figures["ledger"]["steps"] > 4
+    assert sum(figures["done"]["disturbances"].values()) >= 7
+    assert figures["done"]["processes"] > 2
 
 
 @pytest.mark.nightly
