@@ -9,10 +9,13 @@ WORKERS ?= 2
 # Further arguments of pytest or of the benchmarks, for example ARGS='-k order' and ARGS='--only demo'.
 ARGS ?=
 
+# How long `make endurance` disturbs its training.
+MINUTES ?= 60
+
 RUN = $(VENV)/bin/python
 INSTALLED = $(VENV)/.installed
 
-.PHONY: help install test demo lint docs bench bench-all picture rivals clean
+.PHONY: help install test demo lint docs bench bench-all picture endurance nightly rivals dist audit coverage mutants clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile | expand -t 20
@@ -59,6 +62,40 @@ bench-all: install ## run every benchmark, for hours; real text with ARGS='--new
 
 picture: install ## make the picture of a report in README.md anew, where there is Chromium
 	$(RUN) benchmarks/picture.py
+
+endurance: install ## an hour (MINUTES) of training under a tight budget with everything that can go wrong
+	$(RUN) benchmarks/endurance.py --minutes $(MINUTES) $(if $(DATA),--data '$(DATA)')
+
+nightly: install ## the tests that take ten minutes and more
+	$(RUN) -m pytest -m nightly $(ARGS)
+
+$(VENV)/.installed-release: $(INSTALLED)
+	$(RUN) -m pip install -c constraints.txt -e '.[dev,docs,release]'
+	@touch $@
+
+coverage: $(VENV)/.installed-release ## which lines the tests run, also in processes that they start
+	$(RUN) -m coverage erase
+	$(RUN) -m coverage run -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
+	$(RUN) -m coverage combine --quiet
+	$(RUN) -m coverage report
+
+# Modules for `make mutants`, how many mutants of each, and what they are drawn with.
+MUTATED ?= src/plimsoll/run/undo.py src/plimsoll/run/commit.py
+NUMBER ?= 20
+SEED ?= 0
+
+mutants: $(VENV)/.installed-release ## whether tests notice small changes: NUMBER of each module in MUTATED, drawn with SEED
+	$(RUN) tests/mutants.py $(MUTATED) --number $(NUMBER) --seed $(SEED)
+
+dist: $(VENV)/.installed-release ## build the wheel and the source archive into dist/, and try them
+	rm -rf dist
+	$(RUN) -m build
+	$(RUN) -m pytest tests/test_distribution.py -m 'slow or not slow'
+
+audit: $(VENV)/.installed-release ## licences and known vulnerabilities of what is installed; the latter need a network
+	$(RUN) -m pip check
+	$(RUN) tests/licences.py
+	$(RUN) -m pip_audit --strict --requirement constraints.txt --no-deps --disable-pip
 
 clean: ## remove builds and caches; runs and VENV stay
 	rm -rf build dist site src/*.egg-info .pytest_cache .mypy_cache .ruff_cache

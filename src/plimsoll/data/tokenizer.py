@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import resource
 import unicodedata
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -149,13 +150,20 @@ def tokenizer_threads() -> Iterator[None]:
     """Let ``tokenizers`` use its threads inside, and none after.
 
     A process that forks after the library has started threads would get a warning on standard error and, if the child
-    tokenises, might hang; with the variable set to "false" from then on neither happens. A value the user set stays.
+    tokenises, might hang; with the variable set to "false" from then on neither happens. Where memory is limited there
+    are none: a thread may be refused its stack, and the library panics or hangs. A value the user set stays.
     """
-    os.environ[_THREADS] = _USER_THREADS or "true"
+    os.environ[_THREADS] = _USER_THREADS or ("false" if _is_limited() else "true")
     try:
         yield
     finally:
         os.environ[_THREADS] = _USER_THREADS or "false"
+
+
+def _is_limited() -> bool:
+    """Whether this process has a limit on its memory that a thread's stack counts against."""
+    limits = (resource.RLIMIT_DATA, resource.RLIMIT_AS)
+    return any(resource.getrlimit(limit)[0] != resource.RLIM_INFINITY for limit in limits)
 
 
 def _hash(*parts: str) -> str:

@@ -35,7 +35,7 @@ _FAMILIES = {
     "worker-killed": r"DataLoader worker \(pid(?:\(s\))? [\d, ]+\) (?:is killed by signal: Killed|exited unexpectedly)",
     "bad-alloc": r"std::bad_alloc",
     "memory-error": r"\bMemoryError\b|ArrayMemoryError|Unable to allocate [\d.]+ \w+ for an array",
-    "os": r"Cannot allocate memory|\[Errno 12\]",
+    "os": r"Cannot allocate memory|\[Errno 12\]|: cannot map zero-fill pages",
     "oom-killer": r"OOMKilled|oom-kill|[Kk]illed process \d+|out-of-memory handler",
 }
 _DISGUISES = {
@@ -56,7 +56,7 @@ _LOOK_ALIKES = re.compile(
 _FAMILY_PATTERNS = {family: re.compile(pattern) for family, pattern in _FAMILIES.items()}
 _DISGUISE_PATTERNS = {family: re.compile(pattern) for family, pattern in _DISGUISES.items()}
 
-_TYPES_WITH_TEXTS = (RuntimeError, OSError)
+_TYPES_WITH_TEXTS = (RuntimeError, OSError, ImportError)  # the last of a library that has no room
 
 _SIZE = r"(\d+(?:\.\d+)?) ?([KMGTPE]i?B|[Bb]ytes)"
 _REQUESTS = re.compile(rf"(?:[Tt]ried to allocate|Requested\s*:|Unable to allocate|unable to mmap) {_SIZE}")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -111,11 +112,12 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def write_atomically(path: Path, content: bytes, option: str = "--out", mode: int = 0o666) -> None:
+def write_atomically(path: Path, content: bytes | Iterable[bytes], option: str = "--out", mode: int = 0o666) -> None:
     """Write a file so that a reader, or a crash, sees the old content or the new, never a part.
 
-    The content goes to a temporary name in the same folder, is synced to the disk, and is then renamed. ``option`` is
-    what a user chooses the place with, for the message; ``mode`` says who may read it, as far as the umask lets them.
+    The content, as a whole or part by part, goes to a temporary name in the same folder, is synced to the disk, and is
+    then renamed. ``option`` is what a user chooses the place with, for the message; ``mode`` says who may read it, as
+    far as the umask lets them.
 
     Raises:
         OutputError: if the folder cannot be written or the disk is full; the old file is then untouched.
@@ -123,7 +125,7 @@ def write_atomically(path: Path, content: bytes, option: str = "--out", mode: in
     temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
     try:
         with open(temporary, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
-            file.write(content)
+            file.writelines((content,) if isinstance(content, bytes) else content)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)

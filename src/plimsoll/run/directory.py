@@ -32,6 +32,7 @@ from plimsoll.records.run import (
     GraphLine,
     Line,
     OomEvent,
+    RunRecord,
     StartLine,
     StepLine,
     read_lines,
@@ -181,28 +182,45 @@ class RunDirectory:
         return _holder(self.path / ".lock")
 
     def lines(self) -> list[Line]:
-        """All lines of the metrics."""
-        return list(read_lines(self.metrics)) if self.metrics.is_file() else []
+        """All lines of the metrics: 3 KiB for each step, which a process inside a budget may not have."""
+        return list(self.each_line())
+
+    def each_line(self) -> Iterator[Line]:
+        """The lines of the metrics, one after the other, in the memory of one."""
+        return read_lines(self.metrics) if self.metrics.is_file() else iter(())
 
     def keep_until(self, step: int) -> None:
         """Take out of the metrics what happened after ``step`` and will happen again, and the note of an end."""
         if not self.writes:
             return
-        kept = [line.model_dump_json() + "\n" for line in self.lines() if not _goes(line, step)]
-        write_atomically(self.metrics, "".join(kept).encode())
+        kept = (line.model_dump_json().encode() + b"\n" for line in self.each_line() if not _goes(line, step))
+        write_atomically(self.metrics, kept)
 
     def last_saved_step(self) -> int:
         """The step of the newest checkpoint that was written, 0 without one."""
-        return max((line.step for line in self.lines() if isinstance(line, CheckpointLine)), default=0)
+        return max((line.step for line in self.each_line() if isinstance(line, CheckpointLine)), default=0)
 
     def rung_in_force(self) -> int | None:
         """The rung that the last training process had in force, as far as its steps show it."""
-        for line in reversed(self.lines()):
+        rung = None
+        for line in self.each_line():
             if isinstance(line, StepLine | StartLine):
-                return line.rung
-            if isinstance(line, OomEvent | DeathLine) and line.next_rung is not None:
-                return line.next_rung
-        return None
+                rung = line.rung
+            elif isinstance(line, OomEvent | DeathLine) and line.next_rung is not None:
+                rung = line.next_rung
+        return rung
+
+    def write_record(self) -> RunRecord:
+        """Write ``record.json``, the record of all that has happened, and return it."""
+        record = RunRecord.from_directory(self.path)
+        record.save(self.record)
+        return record
+
+    def has_its_record(self) -> bool:
+        """Whether ``record.json`` was written after the last line of the metrics, or there is nothing to record."""
+        if not (self.head.is_file() and self.metrics.is_file()):
+            return True
+        return self.record.is_file() and self.record.stat().st_mtime_ns >= self.metrics.stat().st_mtime_ns
 
 
 def _goes(line: Line, step: int) -> bool:
@@ -229,7 +247,7 @@ def _has_not_begun(path: Path) -> bool:
     """Whether this is a run directory in which no step was done: what was wrong is corrected and tried again."""
     if not (path / "job.yaml").is_file():
         return False
-    return not any(isinstance(line, StepLine | CheckpointLine) for line in RunDirectory(path).lines())
+    return not any(isinstance(line, StepLine | CheckpointLine) for line in RunDirectory(path).each_line())
 
 
 @contextmanager

@@ -173,6 +173,8 @@ def supervise(directory: RunDirectory, worker_arguments: tuple[str, ...] = (), q
             end = end._replace(return_code=_signalled(end.return_code))
         death = _death(end, kills_before, _has_host_budget(directory))
         if death is None:
+            if not directory.has_its_record():  # for which the training process had no room
+                directory.write_record()
             return end.exit_code
         has_begun = len(_starts(directory)) > num_starts
         if has_begun:
@@ -334,7 +336,9 @@ def _death(end: _End, kills_before: OomKills | None, has_host_budget: bool) -> _
         evidence = "memory ran out inside optimizer.step() and only a checkpoint can undo that"
         return _Death("torn step", 0, evidence, _Cause.TOLD)
     if end.return_code == WornProcessError.exit_code:
-        evidence = "memory ran out with every fallback; what steps have left in its heap only a new process gives back"
+        evidence = (
+            "memory ran out where no fallback helps; what is in the way of this process only a new one gives back"
+        )
         return _Death("worn heap", 0, evidence, _Cause.TOLD)
     if end.return_code == RankLostError.exit_code:
         return _Death("rank lost", 0, "a rank ended, or did not answer in time", _Cause.OUTSIDE)
@@ -417,4 +421,4 @@ def _has_saved(directory: RunDirectory) -> bool:
 
 
 def _has_held(directory: RunDirectory, rung: int) -> bool:
-    return any(isinstance(line, StepLine) and line.rung <= rung for line in directory.lines())
+    return any(isinstance(line, StepLine) and line.rung <= rung for line in directory.each_line())

@@ -78,12 +78,16 @@ class Training:
     @property
     def is_worn(self) -> bool:
         """Whether a supervisor should start a new process: on a CPU what failed here has left holes in the heap."""
-        return self.has_fallen and self._may_begin_anew
+        return (self.has_fallen or self._has_stepped) and self._may_begin_anew
 
     @property
     def has_worn(self) -> bool:
         """Whether the steps of this process may be why what follows them finds no room, and a new one is to be had."""
-        return self.step.num_steps > self.begun_at and self._may_begin_anew
+        return self._has_stepped and self._may_begin_anew
+
+    @property
+    def _has_stepped(self) -> bool:
+        return self.step.num_steps > self.begun_at
 
     @property
     def _may_begin_anew(self) -> bool:
@@ -105,11 +109,12 @@ class Training:
         return self.step.backend
 
 
-def train(training: Training, restarts: int = 0) -> RunRecord:
+def train(training: Training, restarts: int = 0) -> RunRecord | None:
     """Run to the job's last step, from wherever the training stands.
 
     Returns:
-        the record of the whole run, also written to ``record.json``.
+        the record of the whole run, also written to ``record.json``; ``None`` where it finds no room (its size is that
+        of all steps), and the supervisor writes it, and on other ranks than the first.
 
     Raises:
         Interrupted: after SIGINT or SIGTERM, with the step finished and saved.
@@ -133,14 +138,18 @@ def train(training: Training, restarts: int = 0) -> RunRecord:
                 message=str(error),
             )
         )
-        if training.ranks.rank == 0:
-            RunRecord.from_directory(directory.path).save(directory.record)
+        _record(training)
         raise
     directory.append(EndLine(time_seconds=training.sampler.seconds(), step=step.num_steps, status="finished"))
-    record = RunRecord.from_directory(directory.path)
-    if training.ranks.rank == 0:
-        record.save(directory.record)
-    return record
+    return _record(training)
+
+
+def _record(training: Training) -> RunRecord | None:
+    """Write the record of the run, unless it has no room in this process; of several ranks the first does."""
+    if training.ranks.rank:
+        return None
+    record = attempt(training.directory.write_record, training.backend, training.step.position)
+    return None if isinstance(record, OomEvent) else record
 
 
 def resume(training: Training, saved: checkpoint.Checkpoint) -> None:
@@ -278,7 +287,7 @@ def _owes_evaluation(training: Training) -> bool:
     every, step = training.job.evaluate_every, training.step.num_steps
     if not every or not step or step % every:
         return False
-    return not any(isinstance(line, EvaluationLine) and line.step == step for line in training.directory.lines())
+    return not any(isinstance(line, EvaluationLine) and line.step == step for line in training.directory.each_line())
 
 
 def _evaluate(training: Training, *, is_saved: bool = False) -> None:
@@ -404,8 +413,14 @@ def _survive(training: Training, phase: Phase, work: Callable[[], T], *, togethe
             return outcome
         training.backend.release(last_resort=True)
         what = "freed what could be freed, tried again" if tries_left else f"stopped after {_TRIES} tries"
-        event = outcome.model_copy(update={"action": what, "micro_batch": None, "survived": bool(tries_left)})
+        survived = bool(tries_left) or (training.has_worn and phase != "evaluation")
+        event = outcome.model_copy(update={"action": what, "micro_batch": None, "survived": survived})
         _note_oom(training, event)
+    if training.has_worn and phase != "evaluation":  # which saves before it asks for a new process
+        raise WornProcessError(
+            f"memory ran out {_TRIES} times in the {phase} phase after step {training.step.num_steps} "
+            f"({event.shortage}); start a new process (`plimsoll train` does it by itself)"
+        )
     raise OutOfMemoryError(
         f"memory ran out {_TRIES} times in the {phase} phase after step {training.step.num_steps} "
         f"({event.shortage}); give a larger budget"

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from plimsoll.addresses import without_secrets
 from plimsoll.device.cgroup import oom_kill_count
-from plimsoll.errors import DataError, EmbeddingError, JobError
+from plimsoll.errors import DataError, EmbeddingError, JobError, OutOfMemoryError, WornProcessError
 from plimsoll.records.job import Job
 from plimsoll.records.plan import Plan
 from plimsoll.run.directory import RunDirectory
@@ -189,8 +189,7 @@ def _is_still_good(directory: RunDirectory, job: Job, quiet: bool) -> bool:
     return not reasons
 
 
-# long: what a start does, in its order, with the imports it needs
-def train_run(  # noqa: PLR0915 -- as above
+def train_run(
     path: Path,
     *,
     resume: bool,
@@ -214,7 +213,38 @@ def train_run(  # noqa: PLR0915 -- as above
         restarts: how often the training process was killed before.
         quiet: show nothing on standard error.
         ranks: who trains it together; ``None``: this process alone.
+
+    Raises:
+        OutOfMemoryError: also where memory ran out between the steps, in what cannot be done again here.
     """
+    from plimsoll.device.base import backend_for
+    from plimsoll.records.run import OomEvent
+    from plimsoll.run.boundary import Position, attempt
+    from plimsoll.run.ranked import may_begin_anew
+
+    def work() -> None:
+        _train_run(path, resume, from_step, resume_newest, rung, too_large_rung, restarts, quiet, ranks)
+
+    outcome = attempt(work, backend_for("cpu"), Position())
+    if isinstance(outcome, OomEvent):
+        text = f"memory ran out outside of a step ({outcome.raw_text})"
+        if may_begin_anew():
+            raise WornProcessError(f"{text}: start a new process (`plimsoll train` does it by itself)")
+        raise OutOfMemoryError(f"{text}: give a larger budget, or go on with --resume when there is more memory")
+
+
+# long: what a start does, in its order, with the imports it needs
+def _train_run(  # noqa: PLR0915, PLR0917 -- as above
+    path: Path,
+    resume: bool,
+    from_step: int | None,
+    resume_newest: bool,
+    rung: int | None,
+    too_large_rung: int | None,
+    restarts: int,
+    quiet: bool,
+    ranks: Ranks | None,
+) -> None:
     from plimsoll.assemble import assemble, choose_device, fingerprint, require_room
     from plimsoll.data.prepare import Prepared
     from plimsoll.data.tokenizer import export_tokenizer
@@ -300,7 +330,7 @@ def train_run(  # noqa: PLR0915 -- as above
         )  # fmt: skip
         if device == "cpu":
             set_up_for_steps(first)
-        offset_seconds = max((line.time_seconds for line in directory.lines()), default=0.0)
+        offset_seconds = max((line.time_seconds for line in directory.each_line()), default=0.0)
         training = Training(job, parts, step, directory, marks, MemorySampler(step.backend, offset_seconds), view, host)
         if saved is not None:
             step.load_state_dict(saved.progress["training_step"])
@@ -315,7 +345,8 @@ def train_run(  # noqa: PLR0915 -- as above
         if num_truncated := parts.samples.num_truncated:
             view.say(f"{num_truncated:,} texts were truncated to {job.sequence_length} tokens as they were read")
         if is_first:
-            learn(plan, record.steps, begun_at=record.starts[-1].step)
+            if record is not None:
+                learn(plan, record.steps, begun_at=record.starts[-1].step)
             export_tokenizer(Path(prepared.tokenizer_folder), directory.model)
 
 
@@ -399,7 +430,8 @@ def _warm(job: Job) -> None:
 
     from plimsoll.models.recurrent import RECURRENT
 
-    if job.data.on_the_fly:
+    if job.data.on_the_fly:  # what reads the texts, in evaluations and where no worker is left
+        import pyarrow  # noqa: F401
         import tokenizers  # noqa: F401
     architecture = job.model.get("architecture") if isinstance(job.model, dict) else job.model
     if architecture not in RECURRENT or job.distill is not None:  # which may have a teacher of theirs

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -260,3 +261,28 @@ def test_a_fork_after_training_gets_no_warning(corpus: Corpus, tmp_path: Path, c
     command = [sys.executable, "-c", code, str(corpus.paths[0]), str(tmp_path / "forked")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
     assert (done.stdout, done.stderr) == (f"{afterwards}\n", "")
+
+
+UNDER_A_LIMIT = """
+import os, resource, sys
+from pathlib import Path
+from plimsoll.data.tokenizer import open_tokenizer, tokenizer_threads
+
+tokenizer = open_tokenizer(Path(sys.argv[1]))
+num_threads = len(os.listdir("/proc/self/task"))
+resource.setrlimit(resource.RLIMIT_DATA, (int(sys.argv[2]), resource.RLIM_INFINITY))
+with tokenizer_threads():
+    print(len(tokenizer.backend.encode_batch_fast(["the cat"] * 100)))
+print(len(os.listdir("/proc/self/task")) - num_threads)
+"""
+
+
+@pytest.mark.parametrize(("limit_bytes", "has_threads"), [(1 << 40, False), (resource.RLIM_INFINITY, True)])
+def test_no_thread_is_started_where_memory_is_limited(corpus: Corpus, tmp_path: Path, limit_bytes, has_threads):
+    """The library panics where a thread is refused its stack, and with RUST_BACKTRACE may hang in its message."""
+    tokenizer = prepare_tokenizer(TokenizerSource(vocab_size=280), corpus, tmp_path)
+    environment = {name: value for name, value in os.environ.items() if name != "TOKENIZERS_PARALLELISM"}
+    command = [sys.executable, "-c", UNDER_A_LIMIT, str(tokenizer.folder), str(limit_bytes)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=True)
+    num_texts, num_threads = map(int, done.stdout.split())
+    assert (num_texts, num_threads > 0) == (100, has_threads)

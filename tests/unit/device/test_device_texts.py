@@ -136,6 +136,9 @@ def test_torchs_own_type_needs_no_text(kind):
         (ValueError("CUDA out of memory"), None),
         (KeyError("out of memory"), None),
         (ImportError("libgomp.so: cannot allocate memory in static TLS block"), None),
+        (ImportError("libparquet.so.2600: cannot map zero-fill pages"), "os"),
+        (ImportError("libx.so: failed to map segment from shared object: Cannot allocate memory"), "os"),
+        (ImportError("libx.so: failed to map segment from shared object"), None),  # as on a disk mounted noexec
         (OSError("libgomp.so.1: Cannot allocate memory in static TLS block"), None),
         (RuntimeError("CUDA error: an illegal memory access was encountered"), None),
         (RuntimeError("CUDA error: device-side assert triggered"), None),

@@ -228,3 +228,43 @@ def test_a_run_says_which_process_works_on_it_while_it_lives(directory):
     for text in ("", "x y", "1", f"{os.getpid()} 0"):
         (directory.path / ".lock").write_text(text)
         assert directory.training_pid() is None
+
+
+LONG_RUN = """
+import resource, sys
+from pathlib import Path
+from plimsoll.device.process import data_bytes
+from plimsoll.records.run import CheckpointLine, StepLine
+from plimsoll.run.directory import RunDirectory
+
+directory = RunDirectory(Path(sys.argv[1]))
+fields = dict(time_seconds=0, epoch=0, first_sample=0, num_samples=8, num_units=8, loss=1.0, learning_rate=0.1)
+memory = tuple((float(number), 1 << 30) for number in range(8))
+with directory.metrics.open("wb") as file:
+    for number in range(1, 10_001):
+        line = StepLine(step=number, step_seconds=1.0, micro_batch=8, rung=number % 3, memory=memory, **fields)
+        file.write(line.model_dump_json().encode() + b"\\n")
+    file.write(CheckpointLine(time_seconds=0, step=9_990, num_bytes=1).model_dump_json().encode() + b"\\n")
+room_bytes = data_bytes() + (4 << 20)
+resource.setrlimit(resource.RLIMIT_DATA, (room_bytes, room_bytes))
+print(directory.rung_in_force(), directory.last_saved_step())
+directory.keep_until(9_990)
+print(sum(1 for _ in directory.each_line()))
+"""
+
+
+def test_a_run_of_many_steps_is_gone_on_with_inside_a_tight_budget(directory):
+    """All lines together would take 30 MiB; a tenth of a mebibyte is enough for one after the other."""
+    done = run_program(LONG_RUN, directory.path)
+    assert done.stdout.split() == ["1", "9990", "9991"], done.stderr
+
+
+def test_a_record_is_owed_until_it_is_newer_than_the_metrics(directory):
+    assert directory.has_its_record()  # nothing has begun
+    directory.head.touch()
+    assert not directory.has_its_record()
+    directory.record.touch()
+    assert directory.has_its_record()
+    newer = directory.record.stat().st_mtime_ns + 1
+    os.utime(directory.metrics, ns=(newer, newer))
+    assert not directory.has_its_record()

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from small_runs import train_here
 
 from plimsoll.device.cgroup import OomKills, oom_kill_count
 from plimsoll.errors import TornStepError, WornProcessError
@@ -26,6 +27,7 @@ from plimsoll.run.supervise import (
     _Retries,
     _what_happened,
     prepare_data,
+    supervise,
 )
 from processes import LONGEST_SECONDS, environment
 
@@ -91,7 +93,7 @@ def test_who_sent_sigkill_is_what_the_machine_says(monkeypatch, before, after, e
         (-signal.SIGABRT, False, "SIGABRT", "no budget was enforced", "CRASH"),
         (-signal.SIGILL, True, "SIGILL", "no lack of memory does that", "CRASH"),
         (TornStepError.exit_code, False, "torn step", "memory ran out inside optimizer.step()", "TOLD"),
-        (WornProcessError.exit_code, True, "worn heap", "memory ran out with every fallback", "TOLD"),
+        (WornProcessError.exit_code, True, "worn heap", "memory ran out where no fallback helps", "TOLD"),
     ],
 )
 def test_a_crash_is_perhaps_memory_only_where_memory_was_limited(code, has_host_budget, name, evidence, cause):
@@ -238,6 +240,15 @@ def supervised():
     for process in processes:
         process.kill()
         process.communicate()
+
+
+def test_a_record_that_the_training_process_had_no_room_for_is_written(new_run, monkeypatch):
+    directory = new_run(steps=1)
+    train_here(directory)
+    directory.record.unlink()
+    monkeypatch.setattr("plimsoll.run.supervise._run_worker", lambda arguments: _End(0, None))
+    assert supervise(directory) == 0
+    assert RunRecord.load(directory.record) == RunRecord.from_directory(directory.path)
 
 
 def kill_worker(process, number=signal.SIGKILL):

@@ -14,7 +14,8 @@ from plimsoll.errors import CheckpointError, Interrupted, NonFiniteLossError, Ou
 from plimsoll.records.job import Job
 from plimsoll.records.plan import Choice, Plan, Rung, micro_batch_choice
 from plimsoll.records.run import CheckpointLine, EvaluationLine, OomEvent, RunRecord, StepLine
-from plimsoll.run.failpoints import armed
+from plimsoll.run.directory import RunDirectory
+from plimsoll.run.failpoints import armed, exhaust_memory
 
 
 def record_of(directory):
@@ -186,6 +187,28 @@ def test_otherwise_there_is_nothing_to_hope_for_from_a_new_process(options, new_
         train_here(directory, **options)
     assert type(caught.value) is OutOfMemoryError
     assert not of_kind(directory, OomEvent)[-1].survived
+
+
+@pytest.mark.parametrize(
+    ("phase", "passages"), [("forward", range(17, 60)), ("fetch", range(3, 6)), ("checkpoint", range(4, 7))]
+)
+def test_a_process_that_has_done_steps_without_a_rung_left_asks_for_a_new_one(phase, passages, new_run, monkeypatch):
+    """It began at the last rung, eight passes a step; the third step is the first that finds no room."""
+    monkeypatch.setenv("PLIMSOLL_SUPERVISOR", str(os.getppid()))
+    directory = new_run()
+    with armed(phase, *passages), pytest.raises(WornProcessError, match="start a new process"):
+        train_here(directory, rung=3)
+    assert of_kind(directory, OomEvent)[-1].survived
+    train_here(directory, resume_newest=True, rung=3, restarts=1)
+    assert [step.step for step in record_of(directory).steps] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_record_without_room_is_left_to_the_supervisor(new_run, monkeypatch):
+    monkeypatch.setattr(RunDirectory, "write_record", lambda directory: exhaust_memory())
+    directory = new_run()
+    train_here(directory)
+    assert (record_of(directory).status, directory.has_its_record()) == ("finished", False)
+    assert (directory.model / "tokenizer_config.json").is_file()  # which is written after it
 
 
 @pytest.mark.parametrize("every", [None, 3], ids=["at the end", "between steps"])

@@ -1,5 +1,6 @@
 """What the training process does before it trains: whose child it is, what it is given, what it refuses."""
 
+import os
 import shutil
 import signal
 import time
@@ -10,9 +11,10 @@ import torch
 from small_runs import make_run, small_job, train_here
 from torch import nn
 
+import plimsoll.run.train
 from plimsoll.data.prepare import prepare
 from plimsoll.data.sketch import sketch_texts
-from plimsoll.errors import BudgetError, CheckpointError
+from plimsoll.errors import BudgetError, CheckpointError, OutOfMemoryError, WornProcessError
 from plimsoll.memory.lowering.cpu import CpuLowering
 from plimsoll.plan.facts import facts_of
 from plimsoll.records.device import Budget
@@ -21,7 +23,7 @@ from plimsoll.records.plan import Choice, Plan, Rung, micro_batch_choice
 from plimsoll.records.run import RunHead, RunRecord, StartLine, StepLine
 from plimsoll.run import checkpoint
 from plimsoll.run.directory import RunDirectory
-from plimsoll.run.failpoints import armed
+from plimsoll.run.failpoints import armed, exhaust_memory
 from plimsoll.run.step import TrainStep
 from plimsoll.run.worker import data_sentence, plan_run, prepare_run
 from processes import run_program
@@ -207,6 +209,34 @@ def test_a_run_that_goes_on_counts_time_from_where_it_stopped(new_run):
     starts = [line for line in directory.lines() if isinstance(line, StartLine)]
     assert starts[1].time_seconds >= stopped_seconds
     assert [step.step for step in steps_of(directory)] == [1, 2, 3, 4]
+
+
+ON_THE_FLY = """
+import sys
+from plimsoll.records.job import Job
+from plimsoll.run.worker import _warm
+
+on_the_fly = {"on_the_fly": True, "long_texts": "truncate"} if sys.argv[1] == "yes" else {}
+_warm(Job.from_fields({"model": "lstm", "data": {"train": "none"} | on_the_fly}))
+print("pyarrow" in sys.modules)
+"""
+
+
+def test_what_reads_texts_is_loaded_before_memory_is_limited():
+    """Inside a budget an evaluation of texts that are tokenized on the fly had no room for the libraries of pyarrow."""
+    assert run_program(ON_THE_FLY, "yes").stdout == "True\n"
+    assert run_program(ON_THE_FLY, "no").stdout == "False\n"
+
+
+@pytest.mark.parametrize("has_supervisor", [True, False])
+def test_memory_that_runs_out_between_steps_is_for_a_new_process(has_supervisor, new_run, monkeypatch):
+    """As in the writing of a line, where nothing can be undone: the checkpoints are the way back."""
+    monkeypatch.setattr(plimsoll.run.train, "note_step", lambda *_: exhaust_memory())
+    if has_supervisor:
+        monkeypatch.setenv("PLIMSOLL_SUPERVISOR", str(os.getppid()))
+    with pytest.raises(OutOfMemoryError, match=r"outside of a step \(RuntimeError: .*DefaultCPUAllocator") as caught:
+        train_here(new_run())
+    assert type(caught.value) is (WornProcessError if has_supervisor else OutOfMemoryError)
 
 
 def test_failpoints_come_from_the_environment(new_run, monkeypatch):

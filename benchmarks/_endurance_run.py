@@ -1,0 +1,329 @@
+"""A `plimsoll train` as a user starts it, and everything that `endurance.py` does to its processes.
+
+Memory is taken from the running training process by lowering its own RLIMIT_DATA from outside (prlimit) and keeping it
+down for a moment: the allocator is refused what it asks for, wherever the process is. `PLIMSOLL_FAILPOINTS` adds errors
+in the phases that such a moment seldom meets. Everything else is signals. Linux only; no rights are needed.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import IO
+
+import psutil
+
+from plimsoll.device.process import data_bytes
+from plimsoll.records.run import CheckpointLine, Line, StartLine, StepLine, parse_line
+from plimsoll.run.directory import RunDirectory
+
+MIB = 1 << 20
+INTERRUPTED = {130, 143}
+_GONE = (psutil.Error, OSError)
+_LONGEST_WAIT_SECONDS = 180.0
+_HOLD_SECONDS = 0.002  # the training process makes its limit true again 20 times a second
+
+# How often each kind comes in a deck; a deck is shuffled and dealt before the next one.
+SURVIVED = {"memory taken": 8, "loader worker killed": 2, "loader worker starved": 1, "frozen": 1}
+ENDING = {
+    "training killed": 2,
+    "training killed while loading": 1,
+    "supervisor killed": 1,
+    "both killed": 1,
+    "interrupted (SIGINT)": 1,
+    "terminated (SIGTERM)": 1,
+}
+_PHASES = ("fetch", "copy", "forward", "loss", "backward", "clip", "optimizer", "evaluation", "checkpoint")
+
+
+class Metrics:
+    """The lines of a run's metrics, read as they come; begun again where the run has taken some out."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._inode, self._offset = path, 0, 0
+        self.began_seconds = 0.0  # when the process began that the last lines are of
+        self.steps_since_start: list[StepLine] = []
+        self.has_saved = False
+        self.last_step = 0
+
+    def read(self) -> None:
+        """Read what has been written since."""
+        with suppress(FileNotFoundError), self._path.open("rb") as file:
+            inode = os.fstat(file.fileno()).st_ino
+            if inode != self._inode:
+                self._inode, self._offset, self.last_step = inode, 0, 0
+            file.seek(self._offset)
+            for text in file:
+                if not text.endswith(b"\n"):
+                    return
+                self._offset += len(text)
+                self._note(parse_line(text, str(self._path)))
+
+    def _note(self, line: Line) -> None:
+        if isinstance(line, StartLine):
+            self.began_seconds = datetime.fromisoformat(line.wall_time).timestamp()
+            self.steps_since_start, self.has_saved = [], False
+        elif isinstance(line, StepLine):
+            self.steps_since_start.append(line)
+            self.last_step = line.step
+        elif isinstance(line, CheckpointLine):
+            self.has_saved = True
+
+
+class Command:
+    """One `plimsoll train`, in a process group of its own, so that Ctrl-C reaches only who started it."""
+
+    def __init__(self, arguments: list[str], folder: Path, log: IO[bytes], failpoints: str = "") -> None:
+        environment = os.environ | {"PLIMSOLL_CACHE": str(folder / "cache"), "PLIMSOLL_FAILPOINTS": failpoints}
+        command = [sys.executable, "-m", "plimsoll", "train", *arguments]
+        self.process = subprocess.Popen(
+            command, env=environment, stdout=subprocess.DEVNULL, stderr=log, stdin=subprocess.DEVNULL, process_group=0
+        )
+
+    def stop(self, number: int = signal.SIGINT) -> int:
+        """Ask it to stop after the step; returns its exit code."""
+        self.process.send_signal(number)
+        return self.process.wait(_LONGEST_WAIT_SECONDS)
+
+
+def failpoints(drawn: random.Random) -> str:
+    """Draw what will run out of memory in the next processes: one passage of each of a few phases."""
+    phases = drawn.sample(_PHASES, 3)
+    return ",".join(f"{phase}@{drawn.randint(*((1, 2) if phase in _PHASES[-2:] else (2, 60)))}" for phase in phases)
+
+
+@dataclass
+class Disturber:
+    """Disturbs one run until told to stop; what it did is noted as it is done."""
+
+    run: Path
+    start: Callable[[], Command]
+    random: random.Random
+    note: Callable[[str, str], None]
+    metrics: Metrics = field(init=False)
+    command: Command | None = None
+    is_gentle: bool = False  # memory is away for less than a step, which a process survives with any rung
+    stepping_pid: int | None = None  # the last process that was seen to have saved a step
+    repeated: Callable[[list[StepLine]], None] = lambda steps: None  # told of steps that will be done again
+
+    def __post_init__(self) -> None:
+        self.metrics = Metrics(self.run / "metrics.jsonl")
+
+    def begin(self) -> None:
+        """Start the command, or go on with it."""
+        wait_until(lambda: self.training() is None, "the training process before this one to end")
+        self.command = self.start()
+
+    def stop(self) -> int:
+        """Ask the command to stop after the step; returns its exit code."""
+        assert self.command is not None
+        return self.command.stop()
+
+    def training(self) -> psutil.Process | None:
+        """The process that trains, which says so in a file of the run."""
+        pid = RunDirectory(self.run).training_pid()
+        if pid is None:
+            return None
+        with suppress(*_GONE):
+            process = psutil.Process(pid)
+            return None if process.status() == psutil.STATUS_ZOMBIE else process
+        return None
+
+    def ended(self) -> int | None:
+        """The exit code of the command, if it has ended though nobody asked it to."""
+        assert self.command is not None
+        return self.command.process.poll()
+
+    def is_training(self, num_steps: int) -> bool:
+        """Whether the process that trains now has done so many steps, and has saved one of them."""
+        process = self.training()
+        self.metrics.read()
+        if process is None or not self._has_begun(process):
+            return False
+        if not self.metrics.has_saved or len(self.metrics.steps_since_start) < num_steps:
+            return False
+        self.stepping_pid = process.pid
+        return True
+
+    def _has_begun(self, process: psutil.Process) -> bool:
+        """Whether the last lines are of this process, and not of one before it."""
+        with suppress(*_GONE):
+            return self.metrics.began_seconds > process.create_time()
+        return False
+
+    def do(self, kind: str) -> None:
+        """Do one thing to the run, of `SURVIVED` or `ENDING`."""
+        said = getattr(self, "_" + kind.split(" (", maxsplit=1)[0].replace(" ", "_"))()
+        if said is not None:
+            self.note(kind, said)
+
+    # -- what the training process survives ----------------------------------------------------------------------------
+
+    def _memory_taken(self) -> str | None:
+        """Leave it so much more than it has, which may be less than nothing, for a moment or for some seconds."""
+        seconds = self.random.choice((0.05,) if self.is_gentle else (0.05, 0.3, 1.0, 3.0))
+        seconds *= self.random.uniform(0.5, 1.5)
+        room_bytes = round(self.random.choice((-4, 0, 1, 4, 16)) * MIB * self.random.uniform(0.5, 1))
+        process = self.training()
+        if process is None:
+            return None
+        with suppress(*_GONE):
+            level_bytes = data_bytes(process.pid) + room_bytes
+            until = time.monotonic() + seconds
+            while time.monotonic() < until:
+                soft, hard = process.rlimit(psutil.RLIMIT_DATA)
+                if soft == psutil.RLIM_INFINITY or soft > level_bytes:
+                    process.rlimit(psutil.RLIMIT_DATA, (level_bytes, hard))
+                time.sleep(_HOLD_SECONDS)
+        return f"room for {room_bytes / MIB:.1f} MiB, {seconds:.2f} s"
+
+    def _loader_worker(self) -> psutil.Process | None:
+        process = self.training()
+        children: list[psutil.Process] = []
+        with suppress(*_GONE):
+            children = process.children() if process is not None else []
+        return self.random.choice(children) if children else None
+
+    def _loader_worker_killed(self) -> str | None:
+        worker = self._loader_worker()
+        if worker is None:
+            return None
+        with suppress(*_GONE):
+            worker.kill()
+        return f"process {worker.pid}"
+
+    def _loader_worker_starved(self) -> str | None:
+        """What it holds already is all that it may have from now on."""
+        worker = self._loader_worker()
+        if worker is None:
+            return None
+        with suppress(*_GONE):
+            worker.rlimit(psutil.RLIMIT_DATA, (data_bytes(worker.pid), worker.rlimit(psutil.RLIMIT_DATA)[1]))
+        return f"process {worker.pid}"
+
+    def _frozen(self) -> str | None:
+        """Stop all processes of the run, as a laptop that is closed does, and let them go on."""
+        assert self.command is not None
+        seconds = self.random.uniform(0.5, 3)
+        with suppress(*_GONE):
+            root = psutil.Process(self.command.process.pid)
+            processes = [root, *root.children(recursive=True)]
+            for process in processes:
+                process.suspend()
+            time.sleep(seconds)
+            for process in processes:
+                with suppress(*_GONE):
+                    process.resume()
+        return f"{seconds:.1f} s"
+
+    # -- what it does not ----------------------------------------------------------------------------------------------
+
+    def _training_killed(self) -> str | None:
+        process = self.training()
+        if process is None:
+            return None
+        with suppress(*_GONE):
+            process.kill()
+            process.wait(_LONGEST_WAIT_SECONDS)
+        self._note_repeated()
+        return f"process {process.pid} after step {self.metrics.last_step}"
+
+    def _training_killed_while_loading(self) -> str | None:
+        """Kill it, and the next one before it has done a step."""
+        first = self._training_killed()
+        if first is None:
+            return None
+        wait_until(lambda: self.training() is not None or self.ended() is not None, "the next training process")
+        time.sleep(self.random.uniform(0, 4))
+        process = self.training()
+        self.metrics.read()
+        if process is None or self._has_begun(process):
+            return first
+        with suppress(*_GONE):
+            process.kill()
+        return f"{first}, and process {process.pid} before its first step"
+
+    def _supervisor_killed(self) -> str:
+        """The training process finishes its step, saves it and ends by itself."""
+        assert self.command is not None
+        self.command.process.kill()
+        self.command.process.wait()
+        step = self._last_step()
+        self.begin()
+        return f"after step {step}"
+
+    def _both_killed(self) -> str:
+        """As if the machine had lost its power."""
+        assert self.command is not None
+        self.command.process.send_signal(signal.SIGSTOP)  # so that it starts nothing in between
+        process = self.training()
+        self.command.process.kill()
+        with suppress(*_GONE):
+            if process is not None:
+                process.kill()
+        self.command.process.wait()
+        self._note_repeated()
+        step = self._last_step()
+        self.begin()
+        return f"after step {step}"
+
+    def _interrupted(self) -> str:
+        return self._asked_to_stop(signal.SIGINT)
+
+    def _terminated(self) -> str:
+        return self._asked_to_stop(signal.SIGTERM)
+
+    def _asked_to_stop(self, number: int) -> str:
+        assert self.command is not None
+        code = self.command.stop(number)
+        step = self._last_step()
+        self.begin()
+        said = f"after step {step}"
+        return said if code == 128 + number else f"{said}; exit code {code} in place of {128 + number}"
+
+    def _last_step(self) -> int:
+        self.metrics.read()
+        return self.metrics.last_step
+
+    def _note_repeated(self) -> None:
+        """Keep the steps that no checkpoint has: the next process does them again."""
+        lines = list(_lines(self.run / "metrics.jsonl"))
+        saved = max((line.step for line in lines if isinstance(line, CheckpointLine)), default=0)
+        self.repeated([line for line in lines if isinstance(line, StepLine) and line.step > saved])
+
+
+def _lines(path: Path) -> Iterator[Line]:
+    with path.open("rb") as file:
+        for text in file:
+            if text.endswith(b"\n"):
+                yield parse_line(text, str(path))
+
+
+def wait_until(condition: Callable[[], bool], what: str) -> None:
+    """Wait for something that must come.
+
+    Raises:
+        SystemExit: if it does not.
+    """
+    deadline = time.monotonic() + _LONGEST_WAIT_SECONDS
+    while not condition():
+        if time.monotonic() > deadline:
+            sys.exit(f"waited {_LONGEST_WAIT_SECONDS:.0f} s for {what}, which did not come")
+        time.sleep(0.02)
+
+
+def deck_of(kinds: dict[str, int], drawn: random.Random) -> Iterator[str]:
+    """Deal kinds for ever, each as often as it says in every round."""
+    while True:
+        cards = [kind for kind, number in kinds.items() for _ in range(number)]
+        drawn.shuffle(cards)
+        yield from cards

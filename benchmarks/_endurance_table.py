@@ -1,0 +1,83 @@
+"""The table that `endurance.py` prints, and files with what it was made with."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from _endurance_judge import Figures, Verdict
+from plimsoll.device.probe import versions
+from plimsoll.records.units import format_bytes
+
+
+def rows(verdicts: dict[str, Verdict], seconds: float, arguments: argparse.Namespace) -> str:
+    """The table, as Markdown."""
+    figures = {name: verdict.figures for name, verdict in verdicts.items()}
+    lines = [
+        *_what_was_done(figures, seconds),
+        *_memory(figures["memory"]),
+        *_results(figures),
+        ("not as it should be", str(sum(len(verdict.faults) for verdict in verdicts.values()))),
+    ]
+    title = f"{arguments.minutes:g} minutes of {arguments.model} within {arguments.budget}, seed {arguments.seed}"
+    body = [f"| {what} | {found} |" for what, found in lines]
+    return "\n".join([f"# Endurance: {title}", "", "| what | found |", "| --- | --- |", *body])
+
+
+def _what_was_done(figures: dict[str, Figures], seconds: float) -> list[tuple[str, str]]:
+    done, book = figures["done"], figures["ledger"]
+    size = f"{book['steps']:,} steps, {book['samples']:,} samples, {book['epochs']} epochs"
+    kinds = ", ".join(f"{number} x {kind}" for kind, number in done["disturbances"].items())
+    phases = ", ".join(f"{number} in {phase}" for phase, number in done["ooms_survived"].items())
+    return [
+        ("disturbed for", f"{seconds / 60:.1f} min: {size}"),
+        ("done to it", kinds or "nothing"),
+        ("memory ran out and was survived", f"{sum(done['ooms_survived'].values())} times: {phases}"),
+        ("training processes", f"{done['processes']}; {done['deaths_explained']} deaths explained by the supervisor"),
+    ]
+
+
+def _memory(seen: Figures) -> list[tuple[str, str]]:
+    names = {"least_bytes": "least", "median_bytes": "median", "most_bytes": "most"}
+
+    def grown(where: str) -> str:
+        return ", ".join(f"{name} {_signed(seen['growth'][key][where])}" for key, name in names.items())
+
+    files, threads = (seen["growth"][name]["over_the_run"] for name in ("num_files", "num_threads"))
+    longest = f"{seen['long_lives']} long lives, the longest {seen['longest_life_seconds'] / 60:.1f} min"
+    peaks = f"{format_bytes(seen['seen_peak_bytes'])} seen from outside, {format_bytes(seen['kernel_peak_bytes'])}"
+    return [
+        ("budget, and the most private memory", f"{format_bytes(seen['budget_bytes'])}; {peaks} by the kernel's count"),
+        ("growth in the life of a process", f"{grown('in_a_life')}; {longest}"),
+        ("growth over the run", f"{grown('over_the_run')}; open files {files:+d}, threads {threads:+d}"),
+    ]
+
+
+def _results(figures: dict[str, Figures]) -> list[tuple[str, str]]:
+    book, loss, again, far = (figures[name] for name in ("ledger", "losses", "replay", "weights"))
+    bits = f"same bits until step {loss['same_bits_until_step']:,}"
+    after = f"within {loss['largest_loss_difference']:.1e} ({loss['steps_cut_otherwise']:,} steps cut otherwise)"
+    twice = f"{book['steps_done_twice']:,} steps done twice, {book['of_them_with_the_same_cut']:,} with the same cut"
+    return [
+        ("ledger", f"each step once, every sample once an epoch, as undisturbed; {twice}: the same loss"),
+        ("losses against the undisturbed run", f"{bits}, then {after}"),
+        ("final weights against it", f"{far.get('weights_relative_difference', float('nan')):.1e} of their norm"),
+        (
+            "replay with the same cuts, in bits",
+            f"{again['other_losses']} other losses (by {again['loss_difference']:.1e} at most), "
+            f"{again['other_weights']} other tensors of the last checkpoint (by {again['weights_difference']:.1e})",
+        ),
+    ]
+
+
+def _signed(num_bytes: int) -> str:
+    return f"{'-' if num_bytes < 0 else '+'}{format_bytes(abs(num_bytes))}"
+
+
+def write_result(path: Path, arguments: argparse.Namespace, table: str) -> None:
+    """File the table, with what it was made with."""
+    made_with = ", ".join(f"{name} {version}" for name, version in versions().items())
+    command = "python benchmarks/endurance.py"
+    for name in ("minutes", "seed", "every", "model", "budget"):
+        command += f" --{name} {getattr(arguments, name)}"
+    path.write_text(f"{table}\n\nMade by `{command}` with {made_with}.\n", encoding="utf-8")

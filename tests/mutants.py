@@ -1,0 +1,149 @@
+"""Whether tests notice what is changed in a module: a sample of its mutants, made by cosmic-ray's operators.
+
+    python tests/mutants.py src/plimsoll/run/undo.py src/plimsoll/run/commit.py --number 20 --seed 0
+
+For each module a number of mutants is drawn, each one small change (a comparison, a number, a `not`, ...) in a copy of
+the sources, and the tests of the module are run on it until one fails; `TESTS` has more of them for some modules. A
+mutant that changes only annotations or docstrings is none. Prints each survivor as a diff, the share that was killed,
+and as its last line one JSON object. A survivor is a gap in the tests or a change without an effect: look at it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import difflib
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+TESTS = {
+    "run/commit.py": ["tests/numerics/test_transaction.py"],
+    "run/undo.py": ["tests/numerics/test_transaction.py"],
+    "run/step.py": ["tests/numerics/test_transaction.py"],
+    "run/recover.py": ["tests/unit/run/test_run_step.py"],
+}
+_PATIENCE = 5  # a mutant may take so many times as long as the unchanged module, and then some, before it is killed
+_PATIENCE_SECONDS = 30.0
+
+
+def main() -> None:
+    """Draw mutants, run the tests on them, and say what came of it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("modules", type=Path, nargs="+", help="files below src/plimsoll")
+    parser.add_argument("--number", type=int, default=20, help="mutants of each module (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of what is drawn (default: %(default)s)")
+    arguments = parser.parse_args()
+    killed = {}
+    for module in arguments.modules:
+        relative = module.resolve().relative_to(ROOT / "src" / "plimsoll")
+        killed[str(relative)] = examined(relative, arguments.number, arguments.seed)
+    num_killed, num_mutants = (sum(numbers) for numbers in zip(*killed.values(), strict=True))
+    print(f"{num_killed} of {num_mutants} mutants killed")
+    print(json.dumps({"seed": arguments.seed, "killed": {name: list(numbers) for name, numbers in killed.items()}}))
+
+
+def examined(module: Path, number: int, seed: int) -> tuple[int, int]:
+    """Run the tests of a module on some of its mutants; returns how many were killed, of how many."""
+    source = (ROOT / "src" / "plimsoll" / module).read_text("utf-8")
+    chosen = list(islice(mutants_of(source, random.Random(seed)), number))
+    print(f"{module}: {len(chosen)} mutants, {' '.join(files_for(module))}", flush=True)
+    with tempfile.TemporaryDirectory(prefix="mutants-") as name:
+        package = Path(name) / "src" / "plimsoll"
+        shutil.copytree(ROOT / "src" / "plimsoll", package, ignore=shutil.ignore_patterns("__pycache__"))
+        began = time.monotonic()
+        if fails(package, module, None):
+            sys.exit(f"the tests of {module} fail without a change: mend that first")
+        patience_seconds = _PATIENCE * (time.monotonic() - began) + _PATIENCE_SECONDS
+        num_killed = 0
+        for mutant in chosen:
+            (package / module).write_text(mutant, "utf-8")
+            is_killed = fails(package, module, patience_seconds)
+            num_killed += is_killed
+            if not is_killed:
+                print(difference(source, mutant, str(module)), flush=True)
+    print(f"{module}: {num_killed} of {len(chosen)} killed", flush=True)
+    return num_killed, len(chosen)
+
+
+def mutants_of(source: str, drawn: random.Random) -> Iterator[str]:
+    """Every mutant of a module's source that changes what it does, in an order that is drawn."""
+    from cosmic_ray.ast import ast_nodes, get_ast
+    from cosmic_ray.mutating import mutate_code
+    from cosmic_ray.plugins import get_operator, operator_names
+
+    nodes, before = list(ast_nodes(get_ast(source))), meaning_of(source)
+    names = [name for name in operator_names() if "Variable" not in name]  # those need the name of one
+    operators = [get_operator(name)() for name in sorted(names)]
+    counts = [sum(1 for node in nodes for _ in operator.mutation_positions(node)) for operator in operators]
+    places = [(index, place) for index, number in enumerate(counts) for place in range(number)]
+    drawn.shuffle(places)
+    for index, place in places:
+        mutant = mutate_code(source, operators[index], place)
+        if mutant is not None and meaning_of(mutant) != before:
+            yield mutant
+
+
+def meaning_of(source: str) -> str:
+    """The syntax tree without annotations and docstrings; a fault of syntax is one of its own."""
+    try:
+        tree = ast.parse(source)
+    except SyntaxError as error:
+        return f"{error}: {source}"
+    for node in ast.walk(tree):
+        for name in ("annotation", "returns"):
+            if getattr(node, name, None) is not None:
+                setattr(node, name, ast.Constant(None))
+        body = getattr(node, "body", None)
+        if (
+            isinstance(body, list)
+            and body
+            and isinstance(body[0], ast.Expr)
+            and isinstance(body[0].value, ast.Constant)
+        ):
+            body[0].value = ast.Constant(None)
+    return ast.dump(tree)
+
+
+def files_for(module: Path) -> list[str]:
+    """The files of tests that are run for a module, its own first."""
+    own = "_".join(("test", *module.with_suffix("").parts[-2:]))
+    name = f"tests/unit/{module.parent}/{own}.py"
+    found = [name] if (ROOT / name).is_file() else []
+    return found + TESTS.get(module.as_posix(), [])
+
+
+def fails(package: Path, module: Path, patience_seconds: float | None) -> bool:
+    """Whether a test fails with these sources, or does not end."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *files_for(module)]
+    environment = os.environ | {"PYTHONPATH": str(package.parent), "PYTHONDONTWRITEBYTECODE": "1"}
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, process_group=0
+    )
+    try:
+        return process.wait(patience_seconds) != 0
+    except subprocess.TimeoutExpired:
+        return True
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, 9)
+            process.wait()
+
+
+def difference(source: str, mutant: str, name: str) -> str:
+    """What a mutant changes."""
+    lines = difflib.unified_diff(source.splitlines(), mutant.splitlines(), name, "survived", lineterm="", n=1)
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

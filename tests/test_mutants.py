@@ -1,0 +1,66 @@
+"""The scripts `mutants.py` and `licences.py`: what is a change, which tests are run on it, whose licences are read."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mutants import ROOT, fails, files_for, meaning_of
+
+SOURCE = '''
+def f(x: int | None, y: int) -> bool:
+    """True if it is so."""
+    return x is not None and y > 1
+'''
+
+
+def test_annotations_and_docstrings_mean_nothing():
+    other = SOURCE.replace("int | None", "int + None").replace("True if", "False if")
+    assert meaning_of(other) == meaning_of(SOURCE)
+    assert meaning_of(SOURCE.replace("y > 1", "y >= 1")) != meaning_of(SOURCE)
+    assert meaning_of(SOURCE.replace("return", "retrun")) != meaning_of(SOURCE)
+
+
+def test_a_module_has_its_own_tests_and_those_that_are_named():
+    assert files_for(Path("run/undo.py")) == ["tests/unit/run/test_run_undo.py", "tests/numerics/test_transaction.py"]
+    assert files_for(Path("records/units.py")) == ["tests/unit/records/test_records_units.py"]
+
+
+@pytest.mark.slow
+def test_a_change_that_a_test_sees_is_killed(tmp_path):
+    package = tmp_path / "src" / "plimsoll"
+    package.parent.mkdir()
+    package.symlink_to(ROOT / "src" / "plimsoll")
+    assert not fails(package, Path("records/units.py"), None)
+    package.unlink()
+    package.mkdir()
+    (package / "__init__.py").write_text("raise ImportError('changed')")
+    assert fails(package, Path("records/units.py"), None)
+
+
+def test_mutants_are_drawn_by_the_seed():
+    pytest.importorskip("cosmic_ray", reason="it is of the extra release: make mutants")
+    from mutants import mutants_of
+
+    first, again, other = (list(mutants_of(SOURCE, random.Random(seed))) for seed in (0, 0, 1))
+    assert first == again
+    assert sorted(first) == sorted(other)
+    assert any("y >= 1" in mutant for mutant in first)
+    assert not any("int + None" in mutant and "x is not None and y > 1" in mutant for mutant in first)
+
+
+def test_licences_are_listed_and_none_reaches_over():
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests")])}
+    command = [sys.executable, str(ROOT / "tests" / "licences.py")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if "PackageNotFoundError" in done.stderr:
+        pytest.skip("Plimsoll is not installed here, so its requirements are not known")
+    named = {line.split()[0] for line in done.stdout.splitlines()}
+    assert {"torch", "transformers", "numpy", "scipy"} <= named
+    assert "<-" not in done.stdout
+    assert done.returncode == 0
