@@ -26,7 +26,7 @@ _LSTM = {"embedding_size": 1500, "hidden_size": 1500, "num_layers": 2}
 _CLASSES = ("asyncio", "email", "idlelib", "test")  # folders of the standard library; the last is large
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Task:
     """A model, and the batch of one optimizer step.
 
