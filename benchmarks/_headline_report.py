@@ -68,7 +68,7 @@ def summary(measured: Mapping[Task, Found], titles: Mapping[str, str]) -> str:
             f"| {task.title}, {task.batch_size} x {task.length} | {best['need_mib']:,} MiB | {best['least_mib']:,} MiB "
             f"({titles[best['least']]}) | {best['our_mib']:,} MiB | {best['limit_ratio']:.2f} | {time} |"
         )
-    return lines
+    return "\n".join(lines)
 
 
 def table(found: Found, titles: Mapping[str, str]) -> list[str]:

@@ -1,0 +1,103 @@
+"""What the headline experiment says of figures worked out by hand."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+
+import _headline_report as report
+import headline
+from _headline_tasks import Task
+
+TITLES = {"plain": "plain loop", "trainer": "Trainer", "lightning": "Lightning", "plimsoll": "Plimsoll"}
+
+
+def limit(mib: int, exact: bool = True) -> report.Found:
+    outcome = {"limit_mib": mib, "peak_mib": mib - 10, "exact": exact, "difference": 1e-5 if exact else 0.5}
+    return {**outcome, "choices": "micro_batch=1", "oom_events": 0}
+
+
+def timed(seconds: list[float], exact: bool = True) -> report.Found:
+    return {"done": True, "exact": exact, "seconds": seconds, "setting": {"micro_batch": 2, "checkpointing": True}}
+
+
+def found() -> report.Found:
+    times = {
+        ("plain", 1.0, 0): timed([9.0, 2.0, 3.0, 4.0]),
+        ("trainer", 0.5, 0): timed([9.0, 5.0, 5.0, 5.0]),
+        ("trainer", 0.5, 1): timed([9.0, 7.0, 7.0, 7.0]),
+        ("lightning", 0.5, 0): timed([1.0, 1.0, 1.0, 1.0], exact=False),
+        ("plimsoll", 0.5, 0): timed([9.0, 3.0, 3.0, 3.0]),
+    }
+    limits = {"plain": limit(1000), "trainer": limit(500), "lightning": limit(400, exact=False), "plimsoll": limit(200)}
+    return {"limits": limits, "times": {json.dumps(key): one for key, one in times.items()}}
+
+
+def test_the_best_rival_is_exact_and_first_steps_do_not_count():
+    best = report.best_rival(found())
+    assert (best["least"], best["least_mib"], best["our_mib"], best["limit_ratio"]) == ("trainer", 500, 200, 0.4)
+    assert best["times"]["0.5"] == {"fastest": "trainer", "seconds": 6.0, "our_seconds": 3.0, "ratio": 0.5}
+    assert best["times"]["1.0"] == {"fastest": "plain", "seconds": 3.0, "our_seconds": None, "ratio": None}
+    assert best["times"]["0.25"]["fastest"] is None
+
+
+def test_the_tables_say_what_was_reached():
+    task = Task("gpt2", "GPT-2", 8, 128, job={})
+    text = report.tables({task: found()}, TITLES)
+    assert "| Trainer | 500 | 0.50 | 490 | 1e-05 |  | 6.0 (5.0 to 7.0) |  |" in text
+    assert "Smallest limit: 0.40 of Trainer's; the goal of 0.5 is reached." in text
+    assert "Step in half: 0.50 of Trainer's; the goal of 0.9 is reached." in text
+    assert "GPT-2, 8 x 128 | 1,000 MiB | 500 MiB (Trainer) | 200 MiB | 0.40 | x 0.50 of 6.0 s (Trainer) |" in (
+        report.summary({task: found()}, TITLES)
+    )
+    worse = found()
+    worse["limits"]["plimsoll"] = limit(300)
+    assert "Smallest limit: 0.60 of Trainer's; the goal of 0.5 is not reached." in report.tables({task: worse}, TITLES)
+
+
+class Searched(headline.Experiment):
+    """An experiment whose tool needs so many MiB for two steps, and more for five."""
+
+    def __init__(self, needs_mib: int, more_mib: int = 0) -> None:
+        self.needs_mib, self.more_mib, self.tried = needs_mib, more_mib, []
+        self.found = {"limits": {"plain": {"limit_mib": 1000}}}
+
+    def measured(self, tool, setting, limit_mib, steps):
+        self.tried.append(limit_mib)
+        return {"done": limit_mib >= self.needs_mib + self.more_mib * (steps == headline.STEPS)}
+
+
+@pytest.mark.parametrize(("tool", "guess_mib"), [("trainer", 500), ("trainer", 900), ("accelerate", 500)])
+def test_the_limit_that_is_found_is_the_smallest_but_for_five_percent(tool, guess_mib):
+    found_mib = Searched(700).smallest(tool, None, guess_mib)["limit_mib"]
+    assert 700 <= found_mib <= 700 * headline.FACTOR + 2
+
+
+def test_a_limit_that_does_for_two_steps_and_not_for_five_is_raised():
+    assert Searched(700, more_mib=100).smallest("trainer", None, 700)["limit_mib"] >= 800
+
+
+def test_a_tool_that_frees_nothing_is_searched_from_above():
+    experiment = Searched(990)
+    assert experiment.smallest("accelerate", None, 100)["limit_mib"] == 1000
+    assert experiment.tried[:2] == [100, 1000]
+
+
+def test_weights_that_went_another_way_are_not_exact(tmp_path):
+    experiment = Searched(0)
+    experiment.folder = tmp_path
+    torch.save({"a": torch.tensor([3.0, 0.0]), "b": torch.tensor([4.0])}, tmp_path / "moved-5.pt")
+    near = {"moved": {"a": torch.tensor([3.0, 0.03]), "b": torch.tensor([4.0])}}
+    experiment._compare(near, 5)
+    assert near["difference"] == pytest.approx(0.006)
+    assert near["exact"]
+    far = {"moved": {"a": torch.tensor([0.0, 3.0]), "b": torch.tensor([4.0])}}
+    experiment._compare(far, 5)
+    assert far["difference"] == pytest.approx(18**0.5 / 5)
+    assert not far["exact"]
