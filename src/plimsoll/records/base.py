@@ -130,7 +130,9 @@ def write_atomically(path: Path, content: bytes | Iterable[bytes], option: str =
             os.fsync(file.fileno())
         temporary.replace(path)
     except OSError as error:
-        # Where nothing can be written nothing can be removed either; the first error is the one to tell.
-        with contextlib.suppress(OSError):
-            temporary.unlink()
         raise OutputError(f"cannot write {path}: {error.strerror}; free some space or give another {option}") from error
+    finally:
+        with contextlib.suppress(
+            OSError
+        ):  # it has been renamed, or nothing can be removed where nothing can be written
+            temporary.unlink()

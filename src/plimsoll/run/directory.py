@@ -200,6 +200,10 @@ class RunDirectory:
         """The step of the newest checkpoint that was written, 0 without one."""
         return max((line.step for line in self.each_line() if isinstance(line, CheckpointLine)), default=0)
 
+    def last_step(self) -> int:
+        """The newest step that was done, 0 without one."""
+        return max((line.step for line in self.each_line() if isinstance(line, StepLine)), default=0)
+
     def rung_in_force(self) -> int | None:
         """The rung that the last training process had in force, as far as its steps show it."""
         rung = None

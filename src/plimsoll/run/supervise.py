@@ -173,8 +173,8 @@ def supervise(directory: RunDirectory, worker_arguments: tuple[str, ...] = (), q
             end = end._replace(return_code=_signalled(end.return_code))
         death = _death(end, kills_before, _has_host_budget(directory))
         if death is None:
-            if not directory.has_its_record():  # for which the training process had no room
-                directory.write_record()
+            _complete_record(directory)
+            _require_saved(directory, end)
             return end.exit_code
         has_begun = len(_starts(directory)) > num_starts
         if has_begun:
@@ -189,8 +189,30 @@ def supervise(directory: RunDirectory, worker_arguments: tuple[str, ...] = (), q
         gives_up = death.cause is _Cause.CRASH or retries.num_fruitless >= _MOST_DEATHS_WITHOUT_PROGRESS
         _note(directory, death, None if gives_up else saved_step, following, rungs[following])
         if gives_up:
+            _complete_record(directory)
             what_happened = _what_happened(death, retries.num_fruitless, saved_step, rungs[in_force])
             raise death.error(what_happened, death.cause.value, " with --resume" if saved_step else " with --force")
+
+
+def _complete_record(directory: RunDirectory) -> None:
+    """Write the record for which the training process had no room, or no time."""
+    try:
+        if not directory.has_its_record():
+            directory.write_record()
+    except PlimsollError as error:  # what the training came to is what counts
+        print(f"the record of the run could not be written: {error}", file=sys.stderr)
+
+
+def _require_saved(directory: RunDirectory, end: _End) -> None:
+    """Tell of steps that found no memory to be saved in when the run was asked to stop: 128 + n says that all are."""
+    if end.asked_by is None or end.return_code not in {WornProcessError.exit_code, TornStepError.exit_code}:
+        return
+    done, saved = directory.last_step(), directory.last_saved_step()
+    if done > saved:
+        raise OutOfMemoryError(
+            f"stopped after step {done}, but there was no memory to save it: step {saved} is the last one saved; go on "
+            f"from there with `plimsoll train --resume --out {directory.path}` and more memory"
+        )
 
 
 def _signalled(exit_code: int) -> int:

@@ -184,15 +184,17 @@ def _loop(training: Training) -> None:
     if _owes_evaluation(training):
         _evaluate(training)
     while step.num_steps < job.steps and training.asked_by is None:
-        batch: Batch = _survive(training, "fetch", lambda: _fetch(training))
+        try:
+            batch: Batch = _survive(training, "fetch", lambda: _fetch(training))
+        except WornProcessError:
+            _save_if_there_is_room(training, saved_step)
+            raise
         try:
             result = _step(training, batch)
         except OutOfMemoryError as error:
             if isinstance(error, TornStepError) or not training.is_worn:
                 raise
-            if saved_step != step.num_steps:
-                with suppress(OutOfMemoryError):
-                    _save(training)
+            _save_if_there_is_room(training, saved_step)
             raise WornProcessError(
                 f"step {step.num_steps + 1} has no room in this process with any fallback; what those before have left "
                 "in its heap goes with it: start a new process (`plimsoll train` does it by itself)"
@@ -212,6 +214,13 @@ def _loop(training: Training) -> None:
             f"`plimsoll train --resume --out {training.directory.path}`",
             signal_number,
         )
+
+
+def _save_if_there_is_room(training: Training, saved_step: int) -> None:
+    """Save what a new process would have to do again, which it does from the newest checkpoint otherwise."""
+    if saved_step != training.step.num_steps:
+        with suppress(OutOfMemoryError):
+            _save(training)
 
 
 def _fetch(training: Training) -> Batch:

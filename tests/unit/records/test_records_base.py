@@ -160,6 +160,20 @@ except OutputError as error:
 """
 
 
+def test_parts_that_cannot_be_made_leave_the_old_file_and_no_other(tmp_path):
+    path = tmp_path / "lines"
+    write_atomically(path, [b"old ", b"lines"])
+
+    def parts():
+        yield b"new "
+        raise MemoryError
+
+    with pytest.raises(MemoryError):
+        write_atomically(path, parts())
+    assert path.read_bytes() == b"old lines"
+    assert list(tmp_path.iterdir()) == [path]
+
+
 def test_a_write_that_fails_half_way_keeps_the_old_content(tmp_path: Path):
     """RLIMIT_FSIZE lets the first 4096 bytes through and fails the rest, as a full disk does."""
     path = tmp_path / "record.json"

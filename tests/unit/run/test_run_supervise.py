@@ -1,5 +1,6 @@
 """The supervisor: what it makes of a process that ended, and one real run that is killed and goes on."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -12,11 +13,12 @@ import pytest
 from small_runs import train_here
 
 from plimsoll.device.cgroup import OomKills, oom_kill_count
-from plimsoll.errors import TornStepError, WornProcessError
+from plimsoll.errors import OutOfMemoryError, TornStepError, WornProcessError
 from plimsoll.records.device import Device, MemoryUse
 from plimsoll.records.plan import Choice, Rung, micro_batch_choice
 from plimsoll.records.run import CheckpointLine, DeathLine, RunHead, RunRecord, StartLine
 from plimsoll.run import supervise as module
+from plimsoll.run.failpoints import armed
 from plimsoll.run.supervise import (
     _Cause,
     _Death,
@@ -249,6 +251,30 @@ def test_a_record_that_the_training_process_had_no_room_for_is_written(new_run, 
     monkeypatch.setattr("plimsoll.run.supervise._run_worker", lambda arguments: _End(0, None))
     assert supervise(directory) == 0
     assert RunRecord.load(directory.record) == RunRecord.from_directory(directory.path)
+
+
+def test_a_record_that_cannot_be_written_does_not_change_what_the_training_came_to(new_run, monkeypatch, capsys):
+    directory = new_run(steps=1)
+    train_here(directory)
+    directory.record.unlink()
+    directory.record.mkdir()
+    os.utime(directory.record, ns=(0, 0))
+    monkeypatch.setattr("plimsoll.run.supervise._run_worker", lambda arguments: _End(0, None))
+    assert supervise(directory) == 0
+    assert "the record of the run could not be written: cannot write" in capsys.readouterr().err
+
+
+def test_a_stop_that_finds_no_memory_to_save_in_does_not_say_that_all_is_saved(new_run, monkeypatch):
+    directory = new_run(steps=3, checkpoint={"every": 2})
+    with armed("checkpoint", 4, 5, 6), pytest.raises(OutOfMemoryError):
+        train_here(directory)
+    asked = _End(WornProcessError.exit_code, signal.SIGINT)
+    monkeypatch.setattr("plimsoll.run.supervise._run_worker", lambda arguments: asked)
+    with pytest.raises(OutOfMemoryError, match=r"stopped after step 3, .* step 2 is the last one saved") as caught:
+        supervise(directory)
+    assert caught.value.exit_code == 3
+    train_here(directory, resume_newest=True)
+    assert supervise(directory) == 130  # all is saved by now
 
 
 def kill_worker(process, number=signal.SIGKILL):

@@ -203,6 +203,14 @@ def test_a_process_that_has_done_steps_without_a_rung_left_asks_for_a_new_one(ph
     assert [step.step for step in record_of(directory).steps] == [1, 2, 3, 4, 5, 6]
 
 
+def test_what_was_done_before_a_fetch_without_room_is_saved_for_the_new_process(new_run, monkeypatch):
+    monkeypatch.setenv("PLIMSOLL_SUPERVISOR", str(os.getppid()))
+    directory = new_run()
+    with armed("fetch", 4, 5, 6), pytest.raises(WornProcessError, match="fetch phase after step 3"):
+        train_here(directory)
+    assert [line.step for line in of_kind(directory, CheckpointLine)] == [2, 3]
+
+
 def test_a_record_without_room_is_left_to_the_supervisor(new_run, monkeypatch):
     monkeypatch.setattr(RunDirectory, "write_record", lambda directory: exhaust_memory())
     directory = new_run()
