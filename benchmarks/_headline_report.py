@@ -19,21 +19,20 @@ def seconds_of(found: Found, tool: str, share: float) -> list[float]:
     """The seconds of all timed steps but the first of each round, which has no optimizer states yet."""
     keys = [json.loads(key) for key in found["times"]]
     rounds = [found["times"][json.dumps(key)] for key in keys if key[:2] == [tool, share]]
-    return [second for one in rounds if one["done"] and one["exact"] for second in one["seconds"][1:]]
+    return [second for one in rounds if one["trains"] for second in one["seconds"][1:]]
 
 
 def best_rival(found: Found) -> Found:
-    """The rival with the smallest exact limit, and at each share the one with the fastest step, beside ours."""
+    """The rival with the smallest limit, and at each share the one with the fastest step, beside ours."""
     limits = found["limits"]
-    rivals = [name for name in limits if name != OURS]
-    exact = {name: limits[name]["limit_mib"] for name in rivals if limits[name]["exact"]}
-    least = min(exact, key=lambda name: exact[name])
+    rivals = {name: limits[name]["limit_mib"] for name in limits if name != OURS}
+    least = min(rivals, key=lambda name: rivals[name])
     best: Found = {
-        "need_mib": limits["plain"]["limit_mib"], "least": least, "least_mib": exact[least],
-        "our_mib": limits[OURS]["limit_mib"], "limit_ratio": limits[OURS]["limit_mib"] / exact[least], "times": {},
+        "need_mib": limits["plain"]["limit_mib"], "least": least, "least_mib": rivals[least],
+        "our_mib": limits[OURS]["limit_mib"], "limit_ratio": limits[OURS]["limit_mib"] / rivals[least], "times": {},
     }  # fmt: skip
     for share in SHARES:
-        medians = {name: statistics.median(seconds) for name in exact if (seconds := seconds_of(found, name, share))}
+        medians = {name: statistics.median(seconds) for name in rivals if (seconds := seconds_of(found, name, share))}
         ours = seconds_of(found, OURS, share)
         fastest = min(medians, key=lambda name: medians[name]) if medians else None
         best["times"][str(share)] = {
@@ -55,13 +54,15 @@ def tables(measured: Mapping[Task, Found], titles: Mapping[str, str]) -> str:
 def summary(measured: Mapping[Task, Found], titles: Mapping[str, str]) -> str:
     """A line for each model: the smallest limits, and the time of a step in half of what the plain loop needs."""
     lines = [
-        "| five exact steps of | plain loop | best other | Plimsoll | of it | in half of the plain loop's, a step |",
+        "| five exact steps of | plain loop | best other | Plimsoll | ratio | a step, in half of the plain loop's |",
         "| --- | --: | --: | --: | --: | --: |",
     ]
     for task, found in measured.items():
         best = best_rival(found)
         half = best["times"]["0.5"]
-        time = "not timed" if half["our_seconds"] is None else f"{half['our_seconds']:.1f} s; no other tool completes"
+        time = time_of(found, OURS, 0.5)
+        if half["our_seconds"] is not None:
+            time = f"{half['our_seconds']:.1f} s; no other tool trains"
         if half["ratio"] is not None:
             time = f"x {half['ratio']:.2f} of {half['seconds']:.1f} s ({titles[half['fastest']]})"
         lines.append(
@@ -86,7 +87,8 @@ def table(found: Found, titles: Mapping[str, str]) -> list[str]:
             f"{limit['peak_mib']:,.0f} | {limit['difference']:.0e} | {times} |"
         )
     ours = found["limits"][OURS]
-    lines += ["", f"Plimsoll's smallest limit: {ours['choices']}; {ours['oom_events']} times out of memory on the way."]
+    files = f"{ours['in_files_mib']:,.0f} MiB in files"
+    lines += ["", f"Plimsoll's smallest limit: {ours['choices']}; {files}; {ours['oom_events']} times out of memory."]
     lines += [f"Settings of the fastest: {settings(found, titles)}."] if found["times"] else []
     best = best_rival(found)
     half = best["times"]["0.5"]["ratio"]
@@ -106,7 +108,8 @@ def time_of(found: Found, name: str, share: float) -> str:
     seconds = seconds_of(found, name, share)
     if seconds:
         return f"{statistics.median(seconds):.1f} ({min(seconds):.1f} to {max(seconds):.1f})"
-    return "" if found["times"] else "not timed"
+    was_tried = any(json.loads(key)[:2] == [name, share] for key in found["times"])
+    return "failed" if was_tried else "does not fit" if found["times"] else "not timed"
 
 
 def settings(found: Found, titles: Mapping[str, str]) -> str:
@@ -114,7 +117,7 @@ def settings(found: Found, titles: Mapping[str, str]) -> str:
     used = {}
     for key, one in found["times"].items():
         name, share, _ = json.loads(key)
-        if one["done"]:
+        if one["trains"]:
             chosen = one.get("setting")
             how = one.get("choices") or "whole batch"
             if chosen:

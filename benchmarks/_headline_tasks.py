@@ -30,7 +30,7 @@ _CLASSES = ("asyncio", "email", "idlelib", "test")  # folders of the standard li
 class Task:
     """A model, and the batch of one optimizer step.
 
-    ``blocks`` says whether gradient checkpointing of transformers works on it.
+    ``blocks`` says whether the model has blocks that `gradient_checkpointing_enable` computes again.
     """
 
     name: str

@@ -100,7 +100,7 @@ def shown(command: Sequence[str]) -> str:
     for word in words:
         if skip or word in KEPT_ELSEWHERE:
             skip = not skip
-        elif not word.startswith("--out="):
+        elif word.partition("=")[0] not in KEPT_ELSEWHERE:
             option, equals, value = word.rpartition("=")
             kept.append(f"{option}{equals}{Path(value).name}" if Path(value).is_absolute() else word)
     return shlex.join(["python", f"benchmarks/{Path(script).name}", *kept])

@@ -15,9 +15,13 @@ The limit is raised or lowered by `FACTOR` until five steps end well and the nex
 is set up as its documentation says for little memory: gradient checkpointing, the smallest micro-batch, accumulation.
 Plimsoll is told what a user types: `plimsoll plan job.yaml --budget LIMIT -o plan.json`, and `train --plan plan.json`.
 
-The time of a step is that of the fastest of a tool's settings that completes in all, half and a quarter of the plain
-loop's smallest limit. All run with one thread, and by turns, in rounds. Prints tables, and as the last line one JSON
-object. Linux only.
+The time of a step is that of the fastest of a tool's settings (the whole batch, a half, one sample, with and without
+checkpointing) in all, half and a quarter of the plain loop's smallest limit, from the end of a step to the end of the
+next. All run with one thread, and by turns, in rounds. Prints tables, and as the last line one JSON object. Linux only.
+
+What the limit does not count is what Plimsoll uses where it must: files on the disk (weights, gradients and states that
+are off the device, in pages that the kernel keeps while it has room; the tables say how much) and the processes beside
+the one that trains, which plan before it and watch it. The others have neither.
 
 Does NOT cover: GPUs; tools that cannot be installed beside this torch (Composer 0.32 needs torch below 2.7.1, and its
 automatic micro-batch works on CUDA only); reading of texts, which is the same here for all.
@@ -33,9 +37,10 @@ import re
 import shutil
 import statistics
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +60,8 @@ MIB = 1 << 20
 FACTOR = 1.05
 TOLERANCE = 1e-2
 EVERY_WEIGHT = 997  # as in rivals/train.py
-TIMED_STEPS = 4
+TIMED_STEPS = 3
+MOST_OF_NEED = 3  # a tool that fails in so many times what the plain loop needs lacks something else
 HERE = Path(__file__).parent
 PLAN_BELOW = "32MiB"
 
@@ -70,7 +76,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Tool:
-    """A tool, the environment it is in, and its settings from the fastest to the one that needs least."""
+    """A tool, the environment it is in, and its settings, the last being the one that needs least."""
 
     name: str
     title: str
@@ -80,9 +86,8 @@ class Tool:
 
 
 def _pieces(task: Task) -> list[Setting]:
-    sizes = [task.batch_size >> shift for shift in range(1, task.batch_size.bit_length())]
-    plain = [Setting(size) for size in sizes]
-    return [*plain, Setting(task.batch_size, True), Setting(1, True)] if task.blocks else plain
+    sizes = (task.batch_size, task.batch_size // 2, 1)
+    return [Setting(size, again) for again in ([False, True] if task.blocks else [False]) for size in sizes]
 
 
 def _whole(task: Task) -> list[Setting]:
@@ -94,6 +99,7 @@ TOOLS = [
     Tool("plain", "plain PyTorch loop", "huggingface", "plain", lambda task: [Setting(task.batch_size)]),
     Tool("by_hand", "accumulation and checkpointing by hand", "huggingface", "plain", _pieces),
     Tool("trainer", "Hugging Face Trainer, accumulation set by hand", "huggingface", "trainer", _pieces),
+    Tool("trainer_auto", "Hugging Face Trainer, auto_find_batch_size", "huggingface", "trainer-auto", _whole),
     Tool("accelerate", "Accelerate, find_executable_batch_size", "huggingface", "accelerate", _whole),
     Tool("lightning", "Lightning, batch size finder", "lightning", "lightning", _whole),
     Tool("torchtune", "torchtune's optimizer in backward, chunked loss", "torchtune", "torchtune", _whole),
@@ -116,15 +122,18 @@ class Experiment:
     def keep(self) -> None:
         write_atomically(self.file, json.dumps(self.found, indent=1).encode())
 
-    def measured(self, tool: str, setting: Setting | None, limit_mib: int | None, steps: int) -> Found:
-        """Do a training, unless it has been done."""
-        key = json.dumps([tool, asdict(setting) if setting else None, limit_mib, steps])
+    def measured(self, tool: str, setting: Setting | None, limit_mib: int | None, steps: int, number: int = 0) -> Found:
+        """Do a training, unless it has been done; it ``trains`` if it ends well, exactly and within the limit."""
+        key = json.dumps([tool, asdict(setting) if setting else None, limit_mib, steps, number])
         if key not in self.found["runs"]:
             do = self._ours if setting is None else partial(self._theirs, tool, setting)
-            self.found["runs"][key] = {**do(limit_mib, steps), "limit_mib": limit_mib, "steps": steps}
+            outcome = do(limit_mib, steps)
+            is_within = limit_mib is None or outcome["peak_mib"] <= limit_mib
+            outcome["trains"] = outcome["done"] and outcome["exact"] and is_within
+            self.found["runs"][key] = outcome
             self.keep()
-        outcome: Found = self.found["runs"][key]
-        return outcome
+        found: Found = self.found["runs"][key]
+        return found
 
     def _theirs(self, name: str, setting: Setting, limit_mib: int | None, steps: int) -> Found:
         tool = next(tool for tool in TOOLS if tool.name == name)
@@ -152,10 +161,12 @@ class Experiment:
 
     def _ours(self, limit_mib: int | None, steps: int) -> Found:
         assert limit_mib is not None
+        budget = f"{limit_mib}MiB"
         out, plan = self.folder / "run", self.folder / f"plan-{limit_mib}.json"
         shutil.rmtree(out, ignore_errors=True)
         plimsoll = [sys.executable, "-m", "plimsoll"]
-        job, budget = str(self.folder / "job.yaml"), f"{limit_mib}MiB"
+        os.environ["PLIMSOLL_CACHE"] = str(self.folder / "known" / budget)  # what earlier runs taught changes plans
+        job = str(self.folder / "job.yaml")
         if not plan.exists():
             planned = run([*plimsoll, "plan", job, "--budget", budget, "-o", str(plan)])
             if planned.code:
@@ -171,9 +182,12 @@ class Experiment:
         else:
             record = RunRecord.from_directory(out)
             outcome = {"done": True, "peak_mib": arm.peak_bytes / MIB, "oom_events": len(record.oom_events)}
-            outcome |= {"seconds": [line.step_seconds for line in record.steps]}
+            ends = [line.time_seconds for line in record.steps]
+            outcome["seconds"] = [record.steps[0].step_seconds, *(end - begin for begin, end in pairwise(ends))]
             outcome |= {"losses": [line.loss for line in record.steps]}
-            outcome["choices"] = " ".join(map(str, Plan.load(plan).rungs[0].choices))
+            made = Plan.load(plan)
+            outcome["choices"] = " ".join(map(str, made.rungs[0].choices))
+            outcome["in_files_mib"] = made.off_device.kept_bytes / MIB if made.off_device else 0
             with safe_open(out / "model" / "model.safetensors", "pt") as file:
                 trained = {name: file.get_tensor(name).flatten()[::EVERY_WEIGHT] for name in file.keys()}  # noqa: SIM118
             outcome["moved"] = {name: trained[name] - begin for name, begin in self.begin.items() if name in trained}
@@ -232,21 +246,24 @@ class Experiment:
     def smallest(self, tool: str, setting: Setting | None, guess_mib: int) -> Found:
         """Search for a limit in which it trains, and 5 % below which it does not; prove it with five steps."""
         limit_mib, fails_mib = guess_mib, 0
-        while not self.measured(tool, setting, limit_mib, 2)["done"]:
-            fails_mib, limit_mib = limit_mib, self._above_mib(tool, limit_mib)
+        while not self.measured(tool, setting, limit_mib, 2)["trains"]:
+            fails_mib, limit_mib = limit_mib, self._above_mib(tool, setting, limit_mib, 2)
         while limit_mib > FACTOR * fails_mib + 1:
             below_mib = int(math.sqrt(fails_mib * limit_mib)) if fails_mib else int(limit_mib / FACTOR)
-            if self.measured(tool, setting, below_mib, 2)["done"]:
+            if self.measured(tool, setting, below_mib, 2)["trains"]:
                 limit_mib = below_mib
             else:
                 fails_mib = below_mib
-        while not (outcome := self.measured(tool, setting, limit_mib, STEPS))["done"]:
-            limit_mib = int(FACTOR * limit_mib) + 1
+        while not (outcome := self.measured(tool, setting, limit_mib, STEPS))["trains"]:
+            limit_mib = self._above_mib(tool, setting, limit_mib, STEPS)
         return {**outcome, "limit_mib": limit_mib, "setting": asdict(setting) if setting else None}
 
-    def _above_mib(self, tool: str, fails_mib: int) -> int:
+    def _above_mib(self, tool: str, setting: Setting | None, fails_mib: int, steps: int) -> int:
         """The next limit to try: what the whole batch at once needs where a tool needs more than was guessed."""
-        plain_mib = self.found["limits"].get("plain", {}).get("limit_mib", 0)
+        plain_mib = self.found["limits"].get("plain", {}).get("limit_mib", fails_mib)
+        if fails_mib > MOST_OF_NEED * plain_mib:
+            said = self.measured(tool, setting, fails_mib, steps).get("said", "it trains something else")
+            raise RuntimeError(f"{tool} does not train {self.task.title} in {fails_mib:,} MiB: {said}")
         is_guessed = tool in {"accelerate", "lightning"} and fails_mib < plain_mib
         return int(plain_mib) if is_guessed else int(FACTOR * fails_mib) + 1
 
@@ -261,32 +278,29 @@ class Experiment:
                 for name in [tool.name for tool in TOOLS if tool.name in limits] + [OURS]:
                     key = json.dumps([name, share, number])
                     if key not in self.found["times"] and limits[name]["limit_mib"] <= share * need_mib * FACTOR:
-                        self.found["times"][key] = self.timed(name, int(share * need_mib), number)
+                        self.found["times"][key] = self.timed(name, share, int(share * need_mib), number)
                         self.keep()
 
-    def timed(self, name: str, limit_mib: int, number: int) -> Found:
-        """Train in the limit with the fastest setting that completes there."""
+    def timed(self, name: str, share: float, limit_mib: int, number: int) -> Found:
+        """Train in the limit with each of a tool's settings, in later rounds with the one that was the fastest."""
         if name == OURS:
-            return self._again(OURS, None, limit_mib, number)
+            return self.measured(OURS, None, limit_mib, TIMED_STEPS, number)
         tool = next(tool for tool in TOOLS if tool.name == name)
-        for setting in self._settings(tool, limit_mib):
-            outcome = self._again(name, setting, limit_mib, number)
-            if outcome["done"]:
-                return {**outcome, "setting": asdict(setting)}
-        return {"done": False, "said": "none of its settings"}
+        first = self.found["times"].get(json.dumps([name, share, 0]))
+        settings = (
+            tool.settings(self.task) if first is None else [Setting(**first["setting"])] if first["trains"] else []
+        )
+        outcomes = [
+            {**self.measured(name, setting, limit_mib, TIMED_STEPS, number), "setting": asdict(setting)}
+            for setting in settings
+        ]
+        trained = [outcome for outcome in outcomes if outcome["trains"]]
+        return min(trained, key=seconds_a_step) if trained else {"trains": False}
 
-    def _settings(self, tool: Tool, limit_mib: int) -> Iterator[Setting]:
-        """The settings that have not failed in this limit, the fastest first."""
-        for setting in tool.settings(self.task):
-            known = self.found["runs"].get(json.dumps([tool.name, asdict(setting), limit_mib, TIMED_STEPS]))
-            if known is None or known["done"]:
-                yield setting
 
-    def _again(self, name: str, setting: Setting | None, limit_mib: int, number: int) -> Found:
-        if number:
-            key = json.dumps([name, asdict(setting) if setting else None, limit_mib, TIMED_STEPS])
-            self.found["runs"].pop(key, None)  # the earlier rounds are in `times`
-        return self.measured(name, setting, limit_mib, TIMED_STEPS)
+def seconds_a_step(outcome: Found) -> float:
+    """The median without the first step, which has no optimizer states yet."""
+    return statistics.median(outcome["seconds"][1:])
 
 
 def main() -> None:
@@ -305,6 +319,8 @@ def main() -> None:
         os.pathsep
     )
     sys.path.insert(0, str(HERE / "rivals"))  # the job of T5 names a function there
+    if python_of("huggingface") is None:
+        parser.error("the plain loop runs in an environment of its own: `make rivals` makes it")
     chosen = [task for task in tasks() if arguments.model is None or task.name in arguments.model]
     experiments = [Experiment(task, arguments.folder, arguments.data) for task in chosen]
     for experiment in experiments:
@@ -312,7 +328,9 @@ def main() -> None:
             experiment.limits()
         if arguments.part in {"all", "times"}:
             experiment.times(arguments.rounds)
-    measured = {experiment.task: experiment.found for experiment in experiments if "limits" in experiment.found}
+    measured = {
+        experiment.task: experiment.found for experiment in experiments if OURS in experiment.found.get("limits", {})
+    }
     titles = {**{tool.name: tool.title for tool in TOOLS}, OURS: "Plimsoll"}
     print(text := tables(measured, titles))
     title, readme = "The smallest memory in which each tool trains exactly", summary(measured, titles)

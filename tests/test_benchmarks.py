@@ -103,7 +103,7 @@ def test_nothing_is_filed_without_a_folder(tmp_path, monkeypatch):
 
 
 def test_what_a_command_shows():
-    assert shown(["benchmarks/x.py", "--texts=/a/b.csv", "--only", "one two"]) == (
+    assert shown(["benchmarks/x.py", "--texts=/a/b.csv", "--work=/tmp/x", "--only", "one two"]) == (
         "python benchmarks/x.py --texts=b.csv --only 'one two'"
     )
 
@@ -165,8 +165,7 @@ def test_what_cannot_run_is_left_out(given):
 
 
 def test_every_script_of_the_driver_is_there():
-    to_come = {"headline"}
-    assert {one.name for one in bench.BENCHMARKS if not one.path.is_file()} <= to_come
+    assert not [one.name for one in bench.BENCHMARKS if not one.path.is_file()]
 
 
 def test_the_usual_benchmarks_fit_into_half_an_hour():

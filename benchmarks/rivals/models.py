@@ -45,7 +45,7 @@ class PrefixT5(T5ForConditionalGeneration):
 
 def prefix_t5(vocab_size: int) -> PrefixT5:
     """T5-small without dropout, as a job names it: ``model: models:prefix_t5``."""
-    return PrefixT5(T5Config(vocab_size=vocab_size, dropout_rate=0.0, decoder_start_token_id=0))
+    return PrefixT5(T5Config(vocab_size=vocab_size, dropout_rate=0.0, decoder_start_token_id=0, use_cache=False))
 
 
 class Output(NamedTuple):
@@ -65,10 +65,10 @@ class LSTMLanguageModel(nn.Module):
         self.head = nn.Linear(hidden_size, vocab_size)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, labels: Tensor | None = None) -> Output:
-        """Compute the logits (B, T, V) and the mean loss of ``labels[:, 1:]``."""
-        hidden_BTH, _ = self.recurrent(self.embedding(input_ids))
+        """Compute the logits (B, T - 1, V) and the mean loss of ``labels[:, 1:]``."""
+        hidden_BTH, _ = self.recurrent(self.embedding(input_ids[:, :-1]))
         logits_BTV = self.head(hidden_BTH)
-        loss = functional.cross_entropy(logits_BTV[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        loss = functional.cross_entropy(logits_BTV.flatten(0, 1), labels[:, 1:].flatten())
         return Output(loss, logits_BTV)
 
 
@@ -78,7 +78,7 @@ def build(folder: Path) -> nn.Module:
     kind, config = task["model"], task["config"]
     model: nn.Module
     if kind == "gpt2":
-        model = GPT2LMHeadModel(GPT2Config(**config))
+        model = GPT2LMHeadModel(GPT2Config(**config, use_cache=False))  # which training has no use for
     elif kind == "bert":
         model = BertForSequenceClassification(BertConfig(**config))
     elif kind == "t5":
@@ -91,7 +91,7 @@ def build(folder: Path) -> nn.Module:
     with (
         safe_open(folder / "weights.safetensors", "np") as file,
         torch.no_grad(),
-    ):  # "pt" maps the file as private memory
+    ):  # "pt" would map all of it as private memory
         for name in file.keys():  # noqa: SIM118  -- not a mapping
             parameters[name].copy_(torch.from_numpy(file.get_tensor(name)))
     return model.train()

@@ -240,7 +240,7 @@ def chunked(model: nn.Module, cross_entropy: Any) -> Callable[[Fields], torch.Te
         if name == "GPT2LMHeadModel":
             hidden, labels, head = model.transformer(input_ids=ids).last_hidden_state[:, :-1], ids[:, 1:], model.lm_head
         elif name == "LSTMLanguageModel":
-            hidden, labels, head = model.recurrent(model.embedding(ids))[0][:, :-1], ids[:, 1:], model.head
+            hidden, labels, head = model.recurrent(model.embedding(ids[:, :-1]))[0], ids[:, 1:], model.head
         else:
             (hidden, labels), head = model.hidden(ids), model.lm_head
         num_chunks = cross_entropy.num_output_chunks
@@ -290,7 +290,8 @@ def main() -> None:
         import lightning  # noqa: F401  -- all imports come before the limit
         from lightning.pytorch.tuner import Tuner  # noqa: F401
     elif arguments.tool == "torchtune":
-        import torchtune.modules.loss  # noqa: F401
+        import torchtune.modules.loss
+        import torchtune.training.memory  # noqa: F401
     elif arguments.tool != "plain":
         import accelerate  # noqa: F401
         from transformers import Trainer  # noqa: F401

@@ -86,7 +86,7 @@ class TornStepError(OutOfMemoryError):
 
 
 class WornProcessError(OutOfMemoryError):
-    """No rung has room in a process whose heap earlier ones have left full of holes: a new one begins without."""
+    """Memory ran out where no rung helps, as in a heap full of holes: a new process begins without them."""
 
     exit_code = 76  # to the supervisor, which starts a new one; users see 3
 
