@@ -306,9 +306,3 @@ def ends_with_its_code(main: Callable[[], None]) -> None:
     except PlimsollError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
-
-
-def table(header: Sequence[str], body: Sequence[Sequence[str]]) -> str:
-    """Markdown."""
-    rule = ["---" if number < 3 else "--:" for number in range(len(header))]
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in (header, rule, *body))

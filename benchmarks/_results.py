@@ -1,8 +1,10 @@
 """How a benchmark files what it found: `results/<what>-<device>-<date>.md`, whose last line says what made it.
 
 What README.md shows of a result stands in it between `<!-- readme -->` and `<!-- /readme -->`, written by the same
-script; `readme.py` copies it. The last line names the command, the date, the processor, how many cores and threads, how
-busy the machine was, and versions. Of a command's arguments that are paths only the last part is written down.
+script; `readme.py` copies it. (Of results that are older than this form it was put together by hand, and their last
+line says so: the next run replaces it.) The last line names the command, the date, the processor, how many cores and
+threads, how busy the machine was, and versions. Of a command's arguments that are paths only the last part is written
+down.
 """
 
 from __future__ import annotations
@@ -23,6 +25,9 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TextIO
+
+from rich.console import Console
+from rich.table import Table
 
 RESULTS = Path(__file__).parent / "results"
 PACKAGES = ("torch", "transformers")
@@ -151,6 +156,16 @@ def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     """Markdown; the first column to the left, the others to the right."""
     rule = ["---", *["--:"] * (len(header) - 1)]
     return "\n".join("| " + " | ".join(map(str, cells)) + " |" for cells in (header, rule, *rows))
+
+
+def show(title: str, header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Print such a table."""
+    printed = Table(title=title)
+    for place, name in enumerate(header):
+        printed.add_column(name, justify="right" if place else "left")
+    for row in rows:
+        printed.add_row(*row)
+    Console(width=180).print(printed)
 
 
 def mib(num_bytes: float) -> str:

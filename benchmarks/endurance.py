@@ -334,6 +334,11 @@ def finish(folder: Path, name: str, arguments: list[str], log: Any) -> None:
     """Let a run come to its end, nothing done to it."""
     run = folder / name
     command = Command(["--resume", "--out", str(run), *arguments], folder, log)
+    must_end_well(command, folder)
+
+
+def must_end_well(command: Command, folder: Path) -> None:
+    """Wait for a command to do what it was told."""
     try:
         code = command.process.wait()
     except KeyboardInterrupt:
@@ -352,13 +357,7 @@ def compare_with(folder: Path, state: State, arguments: argparse.Namespace, log:
     planned = ["--plan", str(plan)] if arguments.plan else ["--no-plan"]
     given = [str(folder / "job.yaml"), "--budget", arguments.budget, "--set", f"steps={state.num_steps}", *planned]
     command = Command([*given, "--out", str(run), *(["--force"] if run.exists() else [])], folder, log)
-    try:
-        code = command.process.wait()
-    except KeyboardInterrupt:
-        command.stop()
-        raise
-    if code:
-        sys.exit(f"plimsoll train ended with {code}: see {folder / 'train.log'}")
+    must_end_well(command, folder)
     return None
 
 

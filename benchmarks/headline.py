@@ -58,7 +58,7 @@ from plimsoll.records.run import RunRecord
 
 MIB = 1 << 20
 FACTOR = 1.05
-TOLERANCE = 1e-2
+TOLERANCE = 1e-3
 EVERY_WEIGHT = 997  # as in rivals/train.py
 TIMED_STEPS = 3
 MOST_OF_NEED = 3  # a tool that fails in so many times what the plain loop needs lacks something else

@@ -34,8 +34,8 @@ from _planned import (
     one_thread,
     parser_of,
     report_of,
-    table,
 )
+from _results import table
 
 MODELS = (
     Model("GPT-2 4 x 256", {"architecture": "gpt2", "n_layer": 4, "n_embd": 256, "n_head": 4}, 256, 16),

@@ -38,8 +38,8 @@ from _planned import (
     one_thread,
     parser_of,
     report_of,
-    table,
 )
+from _results import table
 from plimsoll.records.plan import Choice, Plan, micro_batch_choice
 
 # A model, and which of its six budgets (0 is the largest) are cells.

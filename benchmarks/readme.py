@@ -3,7 +3,7 @@
     python benchmarks/readme.py            # rewrites README.md
     python benchmarks/readme.py --check    # says what would change, and ends with 1 if anything would
 
-It is the part of the newest result of that name that its benchmark wrote (see `_results.py`), word for word, with what
+It is the part for it of the newest result of that name (see `_results.py`), word for word, with what
 made it below. Several names, as in `<!-- table plan-fast plan-deep -->`, stand below each other, and tables with the
 same header become one.
 """

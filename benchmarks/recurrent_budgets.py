@@ -31,8 +31,8 @@ from _planned import (
     one_thread,
     parser_of,
     report_of,
-    table,
 )
+from _results import table
 
 LAYERS = {"architecture": "lstm", "embedding_size": 256, "hidden_size": 256, "num_layers": 2}
 SHARES = (1.0, 0.7, 0.5, 0.3, 0.2, 0.1, 0.05)

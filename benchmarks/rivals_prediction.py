@@ -42,10 +42,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
-from _results import add_out, file_result, versions_in
+from _results import add_out, file_result, show, versions_in
 from _results import table as markdown
 from _rivals import python_of
 
@@ -423,15 +420,6 @@ def readme_part(cpu: dict[str, Any], gpu: dict[str, Any] | None) -> str:
             row += [percent(gpu["tools"][tool]["median"]), percent(gpu["tools"][tool]["worst"], 0, "+")]
         rows.append(row)
     return markdown(head, rows)
-
-
-def show(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    table = Table(title=title)
-    for place, name in enumerate(head):
-        table.add_column(name, justify="right" if place else "left")
-    for row in rows:
-        table.add_row(*row)
-    Console(width=180).print(table)
 
 
 def main() -> None:

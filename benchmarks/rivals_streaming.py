@@ -37,10 +37,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from rich.console import Console
-from rich.table import Table
 
-from _results import add_out, file_result, versions_in
+from _results import add_out, file_result, show, versions_in
 from _results import table as markdown
 from _rivals import python_of
 from data_corpora import generate
@@ -49,6 +47,7 @@ PROGRAM = Path(__file__).parent / "rivals" / "streams.py"
 MIB = 1 << 20
 NUM_FILES = 8
 NUM_JOINED = 16
+FEWEST_LINES = NUM_JOINED * 256  # a batch of `rivals/streams.py` when they are joined
 POLL_SECONDS = 0.05
 # The environment of each library; None is this one.
 STORES = {
@@ -298,6 +297,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="(default: %(default)s)")
     add_out(parser)
     arguments = parser.parse_args()
+    if arguments.data is None and arguments.lines < FEWEST_LINES:
+        parser.error(f"--lines {arguments.lines}: give {FEWEST_LINES}, a batch of joined lines, or more")
     missing = {name for name in STORES.values() if name is not None and python_of(name) is None}
     stores = [store for store, name in STORES.items() if name not in missing]
     if missing:
@@ -331,15 +332,6 @@ def main() -> None:
     packages = ("torch", "numpy")
     file_result(arguments.out, "rivals-streaming", title, text, part, packages=packages, others=others)
     print(json.dumps({"lines": num_lines, "text_bytes": text_bytes, "stores": found, "joined": long}))
-
-
-def show(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    table = Table(title=title)
-    for place, name in enumerate(head):
-        table.add_column(name, justify="right" if place else "left")
-    for row in rows:
-        table.add_row(*row)
-    Console(width=180).print(table)
 
 
 if __name__ == "__main__":

@@ -130,10 +130,13 @@ def test_weights_that_went_another_way_are_not_exact(tmp_path):
     experiment = Searched(0)
     experiment.folder = tmp_path
     torch.save({"a": torch.tensor([3.0, 0.0]), "b": torch.tensor([4.0])}, tmp_path / "moved-5.pt")
-    near = {"moved": {"a": torch.tensor([3.0, 0.03]), "b": torch.tensor([4.0])}}
+    near = {"moved": {"a": torch.tensor([3.0, 0.003]), "b": torch.tensor([4.0])}}
     experiment._compare(near, 5)
-    assert near["difference"] == pytest.approx(0.006)
+    assert near["difference"] == pytest.approx(0.0006)
     assert near["exact"]
+    less_near = {"moved": {"a": torch.tensor([3.0, 0.01]), "b": torch.tensor([4.0])}}
+    experiment._compare(less_near, 5)
+    assert not less_near["exact"]  # 0.002 of the way
     far = {"moved": {"a": torch.tensor([0.0, 3.0]), "b": torch.tensor([4.0])}}
     experiment._compare(far, 5)
     assert far["difference"] == pytest.approx(18**0.5 / 5)

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import psutil
@@ -31,14 +31,17 @@ from plimsoll.device.base import Backend
 from plimsoll.device.cgroup import oom_kill_count
 from plimsoll.device.ending import start_ticks
 from plimsoll.device.probe import versions
-from plimsoll.errors import DeviceError, InputError
+from plimsoll.errors import DeviceError, InputError, OutOfMemoryError, WornProcessError
 from plimsoll.ranks import Ranks
 from plimsoll.records.job import Job
 from plimsoll.records.plan import Plan
-from plimsoll.records.run import DeathLine, StartLine
+from plimsoll.records.run import DeathLine, OomEvent, StartLine
 from plimsoll.run import checkpoint
+from plimsoll.run.boundary import Position, attempt
 from plimsoll.run.directory import RunDirectory
 from plimsoll.run.supervise import is_rank
+
+T = TypeVar("T")
 
 _SEED_STRIDE = 1_000_003  # a prime: seeds of ranks and seeds of users do not meet by counting
 _BY_RANK = "by_rank"
@@ -176,6 +179,22 @@ def may_begin_anew() -> bool:
     """Whether somebody starts a new process for one that asks for it: our supervisor, or torchrun."""
     most, done = (int(os.environ.get(f"TORCHELASTIC_{name}", "0")) for name in ("MAX_RESTARTS", "RESTART_COUNT"))
     return "PLIMSOLL_SUPERVISOR" in os.environ or most > done
+
+
+def outside_of_steps(work: Callable[[], T], backend: Backend) -> T:
+    """Do what cannot be done again in this process, where its checkpoints are the way back.
+
+    Raises:
+        WornProcessError: if memory ran out, and somebody starts a new process for one that asks for it.
+        OutOfMemoryError: if nobody does.
+    """
+    outcome = attempt(work, backend, Position())
+    if not isinstance(outcome, OomEvent):
+        return outcome
+    text = f"memory ran out outside of a step ({outcome.raw_text})"
+    if may_begin_anew():
+        raise WornProcessError(f"{text}: start a new process (`plimsoll train` does it by itself)")
+    raise OutOfMemoryError(f"{text}: give a larger budget, or go on with --resume when there is more memory")
 
 
 def oom_kills_by_machine(ranks: Ranks) -> dict[str, int]:

@@ -46,7 +46,13 @@ from plimsoll.run.evaluate import Evaluation
 from plimsoll.run.failpoints import failpoint
 from plimsoll.run.monitor import MemorySampler, View
 from plimsoll.run.outcome import StepResult
-from plimsoll.run.ranked import may_begin_anew, oom_kills_by_machine, random_states, restore_random_state
+from plimsoll.run.ranked import (
+    may_begin_anew,
+    oom_kills_by_machine,
+    outside_of_steps,
+    random_states,
+    restore_random_state,
+)
 from plimsoll.run.shared_buffers import share_lanes
 from plimsoll.run.signals import StopRequest, stop_on_signal
 from plimsoll.run.step import TrainStep
@@ -113,8 +119,8 @@ def train(training: Training, restarts: int = 0) -> RunRecord | None:
     """Run to the job's last step, from wherever the training stands.
 
     Returns:
-        the record of the whole run, also written to ``record.json``; ``None`` where it finds no room (its size is that
-        of all steps), and the supervisor writes it, and on other ranks than the first.
+        the record of the whole run, also written to ``record.json``; ``None`` on other ranks than the first, and where
+        it finds no room (its size is that of all steps): a supervisor writes it then.
 
     Raises:
         Interrupted: after SIGINT or SIGTERM, with the step finished and saved.
@@ -127,7 +133,7 @@ def train(training: Training, restarts: int = 0) -> RunRecord | None:
             stack.enter_context(training.view.shown())
             training.stop = stack.enter_context(stop_on_signal())
             directory.append(_start_line(training, restarts))
-            _loop(training)
+            outside_of_steps(lambda: _loop(training), training.backend)
         _finish(training)
     except PlimsollError as error:
         directory.append(

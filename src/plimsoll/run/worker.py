@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import signal
 import sys
+from collections.abc import Callable
 from contextlib import ExitStack, nullcontext, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ParamSpec
 
 from plimsoll.addresses import without_secrets
 from plimsoll.device.cgroup import oom_kill_count
-from plimsoll.errors import DataError, EmbeddingError, JobError, OutOfMemoryError, WornProcessError
+from plimsoll.errors import DataError, EmbeddingError, JobError
 from plimsoll.records.job import Job
 from plimsoll.records.plan import Plan
 from plimsoll.run.directory import RunDirectory
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
     from plimsoll.device.base import Backend
     from plimsoll.ranks import Ranks
     from plimsoll.records.run import GradientReach
+
+P = ParamSpec("P")
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -189,7 +193,20 @@ def _is_still_good(directory: RunDirectory, job: Job, quiet: bool) -> bool:
     return not reasons
 
 
-def train_run(
+def _able_to_begin_anew(work: Callable[P, None]) -> Callable[P, None]:
+    @functools.wraps(work)
+    def run(*args: P.args, **kwargs: P.kwargs) -> None:
+        from plimsoll.device.base import backend_for
+        from plimsoll.run.ranked import outside_of_steps
+
+        outside_of_steps(lambda: work(*args, **kwargs), backend_for("cpu"))
+
+    return run
+
+
+# long: what a start does, in its order, with the imports it needs
+@_able_to_begin_anew
+def train_run(  # noqa: PLR0915 -- as above
     path: Path,
     *,
     resume: bool,
@@ -215,36 +232,8 @@ def train_run(
         ranks: who trains it together; ``None``: this process alone.
 
     Raises:
-        OutOfMemoryError: also where memory ran out between the steps, in what cannot be done again here.
+        OutOfMemoryError: also where memory ran out outside of the steps, in what cannot be done again here.
     """
-    from plimsoll.device.base import backend_for
-    from plimsoll.records.run import OomEvent
-    from plimsoll.run.boundary import Position, attempt
-    from plimsoll.run.ranked import may_begin_anew
-
-    def work() -> None:
-        _train_run(path, resume, from_step, resume_newest, rung, too_large_rung, restarts, quiet, ranks)
-
-    outcome = attempt(work, backend_for("cpu"), Position())
-    if isinstance(outcome, OomEvent):
-        text = f"memory ran out outside of a step ({outcome.raw_text})"
-        if may_begin_anew():
-            raise WornProcessError(f"{text}: start a new process (`plimsoll train` does it by itself)")
-        raise OutOfMemoryError(f"{text}: give a larger budget, or go on with --resume when there is more memory")
-
-
-# long: what a start does, in its order, with the imports it needs
-def _train_run(  # noqa: PLR0915, PLR0917 -- as above
-    path: Path,
-    resume: bool,
-    from_step: int | None,
-    resume_newest: bool,
-    rung: int | None,
-    too_large_rung: int | None,
-    restarts: int,
-    quiet: bool,
-    ranks: Ranks | None,
-) -> None:
     from plimsoll.assemble import assemble, choose_device, fingerprint, require_room
     from plimsoll.data.prepare import Prepared
     from plimsoll.data.tokenizer import export_tokenizer

@@ -234,9 +234,12 @@ def test_memory_that_runs_out_between_steps_is_for_a_new_process(has_supervisor,
     monkeypatch.setattr(plimsoll.run.train, "note_step", lambda *_: exhaust_memory())
     if has_supervisor:
         monkeypatch.setenv("PLIMSOLL_SUPERVISOR", str(os.getppid()))
+    directory = new_run()
     with pytest.raises(OutOfMemoryError, match=r"outside of a step \(RuntimeError: .*DefaultCPUAllocator") as caught:
-        train_here(new_run())
+        train_here(directory)
     assert type(caught.value) is (WornProcessError if has_supervisor else OutOfMemoryError)
+    record = RunRecord.load(directory.record)
+    assert (record.status, record.message) == ("failed", str(caught.value))
 
 
 def test_failpoints_come_from_the_environment(new_run, monkeypatch):
