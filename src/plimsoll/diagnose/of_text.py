@@ -1,15 +1,18 @@
 """The diagnosis of an error's text or of a log: the last out-of-memory error in it, and the causes its numbers name.
 
 What would fix it is said where the numbers bound it: what other processes hold, what the allocator holds and cannot
-use, what is missing. Does NOT know the training that failed, so it says nothing of techniques.
+use, what is missing. The file of the user's that its traceback names is checked for mistakes that cost memory, if it
+is here. Does NOT know the training that failed, so it says nothing of techniques.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import BinaryIO
 
 from plimsoll.diagnose.causes import every_cause
+from plimsoll.diagnose.check_code import check_code
 from plimsoll.diagnose.evidence import Evidence
 from plimsoll.diagnose.parse.event import nothing_in
 from plimsoll.diagnose.parse.log import Log, read_log
@@ -17,6 +20,7 @@ from plimsoll.records.diagnosis import Diagnosis, Finding, Remedy
 from plimsoll.records.oom_text import OomText
 from plimsoll.records.units import format_bytes
 
+_MOST_CODE_BYTES = 1 << 20  # checked in seconds
 _CAUSES = {"host_ram": "true_capacity", "tiny_shm": "shm"}  # whose words in a text's labels are others
 
 
@@ -65,7 +69,19 @@ def _notes(event: OomText, log: Log, is_explained: bool) -> list[str]:
     if others > 0:
         stand = "error stands" if others == 1 else "errors stand"
         notes.append(f"{others:,} other out-of-memory {stand} above the last one.")
-    return notes
+    return notes + _mistakes(event.place)
+
+
+def _mistakes(place: str) -> list[str]:
+    """What the check of code finds in the file of a place, ``train.py:12``; nothing where that is not here."""
+    path = Path(place.rpartition(":")[0])
+    if path.suffix != ".py" or not path.is_file() or path.stat().st_size > _MOST_CODE_BYTES:
+        return []
+    found = check_code([path]).findings
+    if not found:
+        return []
+    listed = ", ".join(f"{one.rule} in line {one.line}" for one in found)
+    return [f"Mistakes in {path.name} that cost memory, or what should save it: {listed}. `plimsoll lint {path}` says more."]
 
 
 def _unknown(event: OomText) -> str:

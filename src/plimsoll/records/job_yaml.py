@@ -30,6 +30,11 @@ def read_fields(path: Path) -> dict[str, Any]:
     """
     if path.is_dir():
         raise JobError(_no_file_but_folder(path))
+    if path.suffix == ".py" and path.is_file():
+        raise JobError(
+            f"{path} is a program, not a job: write a job file (README.md has one), or keep the program and let "
+            f"`plimsoll.TrainStep` do its steps; `plimsoll lint {path}` finds mistakes in it that cost memory"
+        )
     try:
         fields = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
     except FileNotFoundError:

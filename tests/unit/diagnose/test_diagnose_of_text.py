@@ -99,3 +99,41 @@ def test_a_text_is_explained_without_torch(tmp_path):
     )
     done = run_program(program, str(tmp_path / "log"))
     assert done.returncode == 0, done.stderr
+
+
+TRAIN = """import torch
+
+def train(loader, model):
+    losses = []
+    for batch in loader:
+        loss = model(**batch).loss
+        loss.backward()
+        losses.append(loss)
+"""
+
+
+def test_the_file_that_a_traceback_names_is_checked_for_mistakes(tmp_path):
+    program = tmp_path / "train.py"
+    program.write_text(TRAIN)
+    text = f'''Traceback (most recent call last):
+  File "{program}", line 7, in train
+    loss.backward()
+RuntimeError: [enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to \
+allocate 8388608 bytes. Error code 12 (Cannot allocate memory)
+'''
+    (note,) = said(text).notes
+    assert "train.py that cost memory, or what should save it: loss_graph_kept in line 8." in note
+    assert note.endswith(f"`plimsoll lint {program}` says more.")
+    program.write_text(TRAIN.replace("(loss)", "(loss.item())"))
+    assert said(text).notes == ()
+    program.write_text("def broken(:")
+    assert said(text).notes == ()
+    program.unlink()
+    assert said(text).notes == ()
+
+
+def test_a_program_in_place_of_what_it_said_is_refused_with_what_to_type(tmp_path):
+    program = tmp_path / "train.py"
+    program.write_text(TRAIN)
+    with pytest.raises(InputError, match="is a program, not what it said: `python .*train.py 2>&1 | plimsoll explain`"):
+        explain(program)

@@ -27,3 +27,11 @@ def test_a_folder_of_a_run_is_told_from_another(tmp_path):
     (tmp_path / "metrics.jsonl").touch()
     with pytest.raises(JobError, match="is the directory of a run"):
         read_fields(tmp_path)
+
+
+def test_a_program_is_told_from_a_job(tmp_path):
+    (tmp_path / "train.py").write_text("import torch\n")
+    with pytest.raises(JobError, match=r"is a program, not a job: .* `plimsoll lint .*train\.py`"):
+        read_fields(tmp_path / "train.py")
+    with pytest.raises(JobError, match="there is no job file"):
+        read_fields(tmp_path / "absent.py")

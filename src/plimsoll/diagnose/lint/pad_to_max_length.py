@@ -12,14 +12,16 @@ _NOT_TOKENIZERS = {"add_argument", "Field", "field", "dict", "Argument", "Option
 
 
 def hits(source: Source) -> Iterator[Hit]:
-    """Find `padding="max_length"` and `pad_to_max_length=True` in calls."""
+    """Find `padding="max_length"` and `pad_to_max_length=True` in calls, and `enable_padding(length=...)`."""
     for call in source.calls:
         if last_name(call.func) in _NOT_TOKENIZERS:
             continue
         for given in call.keywords:
             is_new = given.arg == "padding" and _is_maximum(source, given.value)
             is_old = given.arg == "pad_to_max_length" and is_constant(given.value, True)
-            if (is_new or is_old) and not _has_fixed_shapes(source, call):
+            is_fixed = last_name(call.func) == "enable_padding" and given.arg == "length"
+            is_of_tokenizers = is_fixed and not is_constant(given.value, None)
+            if (is_new or is_old or is_of_tokenizers) and not _has_fixed_shapes(source, call):
                 yield Hit(
                     given,
                     "every text is padded to the maximum length: short texts cost as much as the longest",

@@ -20,6 +20,11 @@ SNIPPETS = {
         def tokenize(batch):
             return tokenizer(batch["text"], padding="max_length", truncation=True)  # <-
     """,
+    "of-tokenizers": r"""
+        tokenizer.enable_padding(pad_id=0, length=512)  # <-
+        tokenizer.enable_padding(length=None)
+        tokenizer.enable_padding(pad_id=0)
+    """,
     "dynamic": r"""
         enc = tokenizer(text, padding=True)
         enc = tokenizer(text, padding="longest")
