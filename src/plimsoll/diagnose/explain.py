@@ -118,8 +118,8 @@ def _of_file(path: Path) -> Diagnosis:
         return diagnosis_of_watch(WatchRecord.read(path))
     if path.suffix == ".py":
         raise InputError(
-            f"{path} is a program, not what it said: `python {path} 2>&1 | plimsoll explain` explains what it dies of, "
-            f"and `plimsoll lint {path}` finds mistakes in it"
+            f"{path} is a program, not what it said: give what it says, `python {path} 2>&1 | plimsoll explain`, or use "
+            f"`plimsoll lint {path}`, which finds mistakes in it"
         )
     try:
         with path.open("rb") as file:
