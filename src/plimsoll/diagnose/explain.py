@@ -118,7 +118,7 @@ def _of_file(path: Path) -> Diagnosis:
         return diagnosis_of_watch(WatchRecord.read(path))
     if path.suffix == ".py":
         raise InputError(
-            f"{path} is a program, not what it said: give what it says, `python {path} 2>&1 | plimsoll explain`, or use "
+            f"{path} is a program, not what it said: give that, `python {path} 2>&1 | plimsoll explain`, or use "
             f"`plimsoll lint {path}`, which finds mistakes in it"
         )
     try:

@@ -81,7 +81,7 @@ def _mistakes(place: str) -> list[str]:
     if not found:
         return []
     listed = ", ".join(f"{one.rule} in line {one.line}" for one in found)
-    return [f"Mistakes in {path.name} that cost memory, or what should save it: {listed}. `plimsoll lint {path}` says more."]
+    return [f"Mistakes in {path.name} that cost memory, or undo what saves it: {listed}. See `plimsoll lint {path}`."]
 
 
 def _unknown(event: OomText) -> str:

@@ -122,8 +122,8 @@ RuntimeError: [enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator:
 allocate 8388608 bytes. Error code 12 (Cannot allocate memory)
 '''
     (note,) = said(text).notes
-    assert "train.py that cost memory, or what should save it: loss_graph_kept in line 8." in note
-    assert note.endswith(f"`plimsoll lint {program}` says more.")
+    assert "train.py that cost memory, or undo what saves it: loss_graph_kept in line 8." in note
+    assert note.endswith(f"See `plimsoll lint {program}`.")
     program.write_text(TRAIN.replace("(loss)", "(loss.item())"))
     assert said(text).notes == ()
     program.write_text("def broken(:")
