@@ -1,7 +1,7 @@
 """The programs and commands on the pages of docs/, taken out and run as a reader would.
 
-A block of `python` is a program. A block of `yaml` that begins with a comment of one word, such as `# job.yaml`, is the
-file of that name. A block of `console` is a session: a line that begins with `$ ` is a command, and what follows is
+A block of `python` is a program. A block of `python` or `yaml` that begins with a comment of one word, such as
+`# train.py` or `# job.yaml`, is the file of that name. A block of `console` is a session: a line that begins with `$ ` is a command, and what follows is
 what it prints, in which a line `...` stands for any lines. A block below a line `<!-- not run: why -->` is not run.
 
     python tests/pages.py docs/tutorial.md     # prints the page's sessions with all that the commands print here
@@ -48,7 +48,7 @@ class Block:
     def file(self) -> str | None:
         """The file that it is, if it says so."""
         found = _FILE.match(self.text)
-        return found[1] if found and self.language == "yaml" else None
+        return found[1] if found and self.language in {"yaml", "python"} else None
 
     @property
     def commands(self) -> list[Command]:

@@ -13,7 +13,7 @@ import indexes
 import links
 import outward
 import python_api
-from pages import ROOT, blocks_of, faults_of, program_done
+from pages import ROOT, Block, blocks_of, faults_of, program_done, session_done
 from plimsoll.cli.main import app
 
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -104,6 +104,34 @@ def test_the_programs_of_the_tutorial_run_and_its_job_is_one(tmp_path):
     (job,) = (block for block in blocks_of(ROOT / "docs" / "tutorial.md") if block.file)
     (tmp_path / str(job.file)).write_text(job.text, encoding="utf-8")
     assert Job.from_yaml(tmp_path / "job.yaml").batch_size == 32
+
+
+SCRIPTS = ROOT / "docs" / "from-a-script.md"
+
+
+def test_what_is_said_of_the_scripts_is_printed(tmp_path):
+    assert list(faults_of(SCRIPTS, tmp_path)) == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_jobs_in_place_of_the_scripts_train_inside_a_limit(tmp_path):
+    for block in blocks_of(SCRIPTS):
+        if block.file:
+            (tmp_path / block.file).write_text(block.text, encoding="utf-8")
+    lines = [line for file in sorted((ROOT / "docs").glob("*.md")) for line in file.read_text("utf-8").splitlines()]
+    (tmp_path / "corpus.txt").write_text("\n".join(lines), "utf-8")
+    rows = (f'"{line.replace(chr(34), "")}",{"long" if len(line) > 60 else "short"}' for line in lines if line.strip())
+    (tmp_path / "reviews.csv").write_text("\n".join(["text,label", *rows]), "utf-8")
+    vectors = (f"{word} {' '.join(map(str, range(100)))}" for word in sorted({*" ".join(lines).split()}))
+    (tmp_path / "glove.6B.100d.txt").write_text("\n".join(vectors), "utf-8")
+    jobs = sorted(tmp_path.glob("*.yaml"))
+    assert len(jobs) == 5
+    for job in jobs:
+        command = f"$ plimsoll train {job.name} --budget 600MiB --set steps=2 --out {job.stem}"
+        ((_, code, printed),) = session_done(Block("console", command), tmp_path)
+        assert code == 0, printed
+        assert (tmp_path / job.stem / "model").is_dir()
 
 
 @pytest.mark.slow
