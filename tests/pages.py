@@ -1,8 +1,9 @@
 """The programs and commands on the pages of docs/, taken out and run as a reader would.
 
 A block of `python` is a program. A block of `python` or `yaml` that begins with a comment of one word, such as
-`# train.py` or `# job.yaml`, is the file of that name. A block of `console` is a session: a line that begins with `$ ` is a command, and what follows is
-what it prints, in which a line `...` stands for any lines. A block below a line `<!-- not run: why -->` is not run.
+`# train.py` or `# job.yaml`, is the file of that name. A block of `console` is a session: a line that begins with `$ `
+is a command, and what follows is what it prints, in which a line `...` stands for any lines. A block below a line
+`<!-- not run: why -->` is not run.
 
     python tests/pages.py docs/tutorial.md     # prints the page's sessions with all that the commands print here
 """
