@@ -414,3 +414,27 @@ def test_an_update_that_was_shown_its_room_has_it_though_all_that_was_left_is_ta
     done = run_program(ROBBED)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == [1, 0.0]
+
+
+# All parameters at once would have 8 x 16 MiB of products beside them, one at a time 16 MiB.
+NO_ROOM_AT_ONCE = (
+    LIMITED.rpartition("with backend.limited(backend.probe()")[0]
+    + """
+parameters = [torch.nn.Parameter(torch.ones(4 * MIB)) for _ in range(8)]
+optimizer = torch.optim.SGD(parameters, lr=0.5, weight_decay=0.5, foreach=True)
+commit = StepCommit(optimizer, backend, Position(phase="optimizer"))
+for parameter in parameters:
+    parameter.grad = torch.ones_like(parameter)
+backend.release()
+with backend.limited(backend.use().used_bytes + 500 * MIB):
+    ballast = all_but(int(sys.argv[1]))
+    commit.step()
+updated = {parameter[-1].item() for parameter in parameters}
+print(json.dumps([len(commit._pieces) > 1, len(commit.recovered), *updated]))
+"""
+)
+
+
+def test_an_update_that_has_no_room_at_once_is_done_in_pieces():
+    done = [run_program(NO_ROOM_AT_ONCE, room_mib) for room_mib in ("60", "300")]
+    assert [json.loads(one.stdout) for one in done] == [[True, 0, 0.25], [False, 0, 0.25]], done[0].stderr
