@@ -416,11 +416,11 @@ def test_an_update_that_was_shown_its_room_has_it_though_all_that_was_left_is_ta
     assert json.loads(done.stdout) == [1, 0.0]
 
 
-# All parameters at once would have 8 x 16 MiB of products beside them, one at a time 16 MiB.
+# All parameters at once are shown 4 x 3 x 16 MiB of room for what `foreach` computes, one at a time a quarter.
 NO_ROOM_AT_ONCE = (
     LIMITED.rpartition("with backend.limited(backend.probe()")[0]
     + """
-parameters = [torch.nn.Parameter(torch.ones(4 * MIB)) for _ in range(8)]
+parameters = [torch.nn.Parameter(torch.ones(4 * MIB)) for _ in range(4)]
 optimizer = torch.optim.SGD(parameters, lr=0.5, weight_decay=0.5, foreach=True)
 commit = StepCommit(optimizer, backend, Position(phase="optimizer"))
 for parameter in parameters:
