@@ -23,9 +23,15 @@ help: ## list the targets
 
 install: $(INSTALLED) ## make the environment in VENV with the versions of constraints.txt
 
+BASE = import sys; print(sys.base_prefix)
+
 $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	    echo "$(PYTHON) is not Python 3.11 or newer: give one that is, for example make install PYTHON=python3.12" >&2; \
+	    exit 1; }
+	@theirs=$$($(VENV)/bin/python -c '$(BASE)' 2>/dev/null); mine=$$($(PYTHON) -c '$(BASE)'); \
+	    [ ! -d $(VENV) ] || [ "$$theirs" = "$$mine" ] || { \
+	    echo "$(VENV) is of another Python ($${theirs:-broken}) than $(PYTHON) ($$mine): remove it, or give another VENV" >&2; \
 	    exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(RUN) -m pip install -c constraints.txt -e '.[dev,docs]'
