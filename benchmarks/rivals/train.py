@@ -129,7 +129,12 @@ def train_with_trainer(arguments: argparse.Namespace, steps: Steps) -> nn.Module
             logging_steps=1, train_sampling_strategy="sequential", save_strategy="no", report_to=[], use_cpu=True,
             disable_tqdm=True, seed=0,
         )  # fmt: skip
-        trainer = Trainer(build(arguments.task), settings, train_dataset=samples, callbacks=[Ends()])
+        model = build(arguments.task)
+        if (
+            samples[0]["labels"].dim() == 0
+        ):  # classifiers take the count of labels and ignore it: with accumulation, and
+            model.accepts_loss_kwargs = False  # without this, gradients are as many times too large as there are pieces
+        trainer = Trainer(model, settings, train_dataset=samples, callbacks=[Ends()])
         trainer.train()
         return trainer.model
 

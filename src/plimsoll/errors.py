@@ -22,6 +22,8 @@
 A message says what was attempted, the values with their units, why it failed and what to type instead.
 """
 
+from __future__ import annotations
+
 
 class PlimsollError(Exception):
     """Base of everything raised on purpose."""
@@ -31,6 +33,12 @@ class PlimsollError(Exception):
 
 class InputError(PlimsollError, ValueError):
     """Something the user gave cannot be used."""
+
+    @classmethod
+    def said_by(cls, process_errors: str) -> InputError | None:
+        """The refusal that a command of ours has printed as its last words, if it has."""
+        _, is_refusal, message = process_errors.strip().rpartition("error: ")
+        return cls(message) if is_refusal else None
 
 
 class JobError(InputError):

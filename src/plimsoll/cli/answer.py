@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from plimsoll.records.base import Record
     from plimsoll.report.render import Format
 
+_MIB = 1 << 20
 _FORMATS: dict[str, Format] = {".html": "html", ".htm": "html", ".json": "json"}
 
 
@@ -41,15 +42,20 @@ def limit_bytes_of(budget: str | None) -> int | None:
     """Read ``--budget`` in bytes.
 
     Raises:
-        BudgetError: if it is no size.
+        BudgetError: if it is no size, or one without its unit.
     """
     from plimsoll.errors import BudgetError, InputError
     from plimsoll.records.units import parse_bytes
 
+    if budget is None:
+        return None
     try:
-        return None if budget is None else parse_bytes(budget)
+        num_bytes = parse_bytes(budget)
     except InputError as error:
         raise BudgetError(f"--budget: {error}") from None
+    if budget.strip().isdecimal() and num_bytes < _MIB:
+        raise BudgetError(f"--budget: {budget} is a number of bytes: write a unit, for example {budget.strip()}GiB")
+    return num_bytes
 
 
 def check_output(output: Path | None, force: bool) -> None:
@@ -75,7 +81,7 @@ def hand_over(record: Record, sentence: str, output: Path | None, as_json: bool)
 
     Args:
         record: the answer.
-        sentence: what it comes to, for a person who is shown a path only.
+        sentence: what it comes to, for a person who is shown a path only; "" for nothing.
         output: a file that `check_output` has let pass.
         as_json: print the record.
     """
@@ -89,5 +95,6 @@ def hand_over(record: Record, sentence: str, output: Path | None, as_json: bool)
     if as_json or output is None:
         show(render(record, "json" if as_json else "text"))
         return
-    print(sentence, file=sys.stderr)
+    if sentence:
+        print(sentence, file=sys.stderr)
     show(str(output))

@@ -24,7 +24,8 @@ def report(
         Path | None, typer.Argument(metavar="[RUN_B]", help="A second run, to be compared with the first.")
     ] = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Write one self-contained HTML page here.")
+        Path | None,
+        typer.Option("--output", "-o", help="Write one self-contained HTML page here, or a record in .json."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON record instead of tables.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Overwrite the output.")] = False,
@@ -41,14 +42,14 @@ def report(
       plimsoll report small -o small.html
       plimsoll report watch.jsonl -o watch.html
     """
-    from plimsoll.cli.output import failures_shown, show
-    from plimsoll.errors import OutputError, RecordError
-    from plimsoll.records.base import write_atomically
+    from plimsoll.cli.answer import check_output, hand_over
+    from plimsoll.cli.output import failures_shown
+    from plimsoll.errors import RecordError
     from plimsoll.records.run import RunRecord
     from plimsoll.records.run_comparison import RunComparison
-    from plimsoll.report.render import render
 
     with failures_shown() if as_json else nullcontext():
+        check_output(output, force)
         record = _record_at(run)
         if other is not None:
             second = _record_at(other)
@@ -61,16 +62,7 @@ def report(
             assert isinstance(record, RunRecord)
             assert isinstance(second, RunRecord)
             record = RunComparison.of(record, second)
-        if output is None:
-            show(render(record, "json" if as_json else "text"))
-            return
-        if output.exists() and not force:
-            raise OutputError(f"{output} exists already and is not overwritten: give another -o, or --force")
-        write_atomically(output, render(record, "html").encode(), "-o/--output")
-        if as_json:
-            show(render(record, "json"))
-        else:
-            show(str(output))
+        hand_over(record, "", output, as_json)
 
 
 def _record_at(path: Path) -> Record:

@@ -208,19 +208,11 @@ def _as_a_rank(out: Path, prepare: Callable[[Then], int], resume: bool, from_ste
 
 
 def _job(job_file: Path, budget: str | None, changes: list[str] | None) -> Job:
+    from plimsoll.cli.answer import limit_bytes_of
     from plimsoll.records.job import Job
 
-    return Job.from_yaml(job_file, (*(changes or ()), *(_budget_change(budget) if budget is not None else ())))
-
-
-def _budget_change(budget: str) -> tuple[str]:
-    from plimsoll.errors import BudgetError, InputError
-    from plimsoll.records.units import parse_bytes
-
-    try:
-        return (f"budget.device={parse_bytes(budget)}",)
-    except InputError as error:
-        raise BudgetError(f"--budget: {error}") from None
+    limited = () if budget is None else (f"budget.device={limit_bytes_of(budget)}",)
+    return Job.from_yaml(job_file, (*(changes or ()), *limited))
 
 
 def _planning(

@@ -20,7 +20,7 @@ from plimsoll.data.formats import Reading
 from plimsoll.data.index import open_corpus
 from plimsoll.data.labels import labels_of, names_to_number_by
 from plimsoll.data.lanes import Lanes, lanes_of_stream, training_lanes
-from plimsoll.data.spans import Spans, cut_texts, num_windows, open_spans
+from plimsoll.data.spans import Spans, cut_texts, num_windows, open_spans, refuse_no_window
 from plimsoll.data.tags import tags_of
 from plimsoll.data.tokenizer import Tokenizer, prepare_tokenizer
 from plimsoll.data.tokens import TokenStore, open_tokens, tokenize
@@ -261,6 +261,7 @@ class _Making:
         if data.order == "streams":
             return {"num_samples": Lanes(0, len(store.tokens), self._job.batch_size, length).num_samples}
         if not (is_labelled or data.pack or data.borders):
+            refuse_no_window(len(store.tokens), length)
             return {"num_samples": num_windows(len(store.tokens), length, data.stride)}
         borders = border_table(self._tokenizer.backend, data.borders) if data.borders else None
         spans = cut_texts(

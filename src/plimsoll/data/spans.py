@@ -288,3 +288,16 @@ def num_windows(num_tokens: int, sequence_length: int, stride: int | None) -> in
     """Return how many windows of a stream of tokens there are, as `plimsoll.data.windows.WindowDataset` has them."""
     step = checked_stride(stride, sequence_length)
     return 1 + (num_tokens - sequence_length) // step if num_tokens >= sequence_length else 0
+
+
+def refuse_no_window(num_tokens: int, sequence_length: int) -> None:
+    """Refuse a stream of tokens that does not fill one window.
+
+    Raises:
+        DataError: if it does not.
+    """
+    if num_tokens < sequence_length:
+        raise DataError(
+            f"the text has {num_tokens} tokens, but one sample is sequence_length = {sequence_length}: give more text, "
+            f"or shorten it with --set sequence_length={max(num_tokens // 2, 2)}"
+        )

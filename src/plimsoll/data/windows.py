@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 
 from plimsoll.data.order import BlockShuffle, Order, Unshuffled
-from plimsoll.data.spans import checked_stride
+from plimsoll.data.spans import checked_stride, refuse_no_window
 from plimsoll.data.tokens import TokenStore
 from plimsoll.errors import DataError
 
@@ -129,11 +129,7 @@ class WindowDataset(Samples):
         self.stride = checked_stride(stride, sequence_length)
         self.sequence_length, self._store = sequence_length, store
         num_tokens = len(store.tokens)
-        if num_tokens < sequence_length:
-            raise DataError(
-                f"the text has {num_tokens} tokens, but one sample is sequence_length = {sequence_length}: give "
-                f"more text, or shorten it with --set sequence_length={max(num_tokens // 2, 2)}"
-            )
+        refuse_no_window(num_tokens, sequence_length)
         self._windows = np.lib.stride_tricks.sliding_window_view(store.tokens, sequence_length)[:: self.stride]
         self.num_dropped_tokens = num_tokens - sequence_length - (len(self._windows) - 1) * self.stride
 

@@ -8,6 +8,7 @@ A record of an unknown kind, a newer schema or with a missing or extra field is 
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 from collections.abc import Iterable
@@ -112,6 +113,11 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
+_WAYS_OUT = dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "free some space") | {
+    errno.ENOENT: "make the folder"
+}
+
+
 def write_atomically(path: Path, content: bytes | Iterable[bytes], option: str = "--out", mode: int = 0o666) -> None:
     """Write a file so that a reader, or a crash, sees the old content or the new, never a part.
 
@@ -130,7 +136,8 @@ def write_atomically(path: Path, content: bytes | Iterable[bytes], option: str =
             os.fsync(file.fileno())
         temporary.replace(path)
     except OSError as error:
-        raise OutputError(f"cannot write {path}: {error.strerror}; free some space or give another {option}") from error
+        remedy = _WAYS_OUT.get(error.errno or 0, "allow writing there")
+        raise OutputError(f"cannot write {path}: {error.strerror}; give another {option}, or {remedy}") from error
     finally:
         with contextlib.suppress(
             OSError

@@ -61,11 +61,13 @@ def headline(plan: Plan) -> str:
 
 
 def _impossible(plan: Plan) -> str:
-    needed_bytes, limit_bytes = plan.smallest_budget_bytes or 0, limit_bytes_of(plan)
+    needed_bytes, what, given_bytes = plan.smallest_budget_bytes or 0, "budget", plan.budget.device_bytes
+    if given_bytes is None:
+        what, given_bytes = "limit", limit_bytes_of(plan)
     sentence = f"Impossible: at least {format_bytes(needed_bytes)} are needed"
-    if limit_bytes is not None:
-        short = format_bytes(max(0, needed_bytes - limit_bytes))
-        sentence += f", {short} more than the limit of {format_bytes(limit_bytes)}"
+    if given_bytes is not None:
+        short = format_bytes(max(0, needed_bytes - given_bytes))
+        sentence += f", {short} more than the {what} of {format_bytes(given_bytes)}"
     capacity_bytes = plan.prediction.capacity_bytes if plan.prediction else None
     if capacity_bytes is not None and capacity_bytes < needed_bytes:
         return f"{sentence}{_on_device(plan)}, which has {format_bytes(capacity_bytes)}: choose a larger device."

@@ -20,7 +20,7 @@ from plimsoll.device.base import backend_for
 from plimsoll.device.data_limit import MARGIN_BYTES
 from plimsoll.device.gpus import find_gpu, spec_of
 from plimsoll.device.probe import versions
-from plimsoll.errors import BudgetError, DeviceError
+from plimsoll.errors import BudgetError, DeviceError, InputError
 from plimsoll.memory.exchanges import exchange_of, kept_by_exchanges
 from plimsoll.memory.live import live_bytes
 from plimsoll.memory.lowering.base import Lowering
@@ -240,11 +240,14 @@ class StartedBaseline:
         """Wait for its answer, which is the same each time.
 
         Raises:
+            InputError: if it refused what it was given.
             DeviceError: if it could not be started.
         """
         if self._answer is not None:
             return self._answer
         output, errors = self._child.communicate()
+        if self._child.returncode == InputError.exit_code and (refusal := InputError.said_by(errors)):
+            raise refusal
         if self._child.returncode != 0:
             last = errors.strip().splitlines()[-1:] or ["no message"]
             raise DeviceError(

@@ -13,6 +13,9 @@ def test_a_budget_is_read_in_bytes():
     assert (limit_bytes_of(None), limit_bytes_of("2KiB")) == (None, 2048)
     with pytest.raises(BudgetError, match="--budget: cannot read 'much' as a size"):
         limit_bytes_of("much")
+    with pytest.raises(BudgetError, match="--budget: 2 is a number of bytes: write a unit, for example 2GiB"):
+        limit_bytes_of("2")
+    assert limit_bytes_of(str(1 << 30)) == 1 << 30
 
 
 @pytest.mark.parametrize(

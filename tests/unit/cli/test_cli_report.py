@@ -128,7 +128,7 @@ def test_a_reader_that_went_away_is_borne_in_silence(run, flags):
 def test_where_a_page_cannot_be_written_is_said(run, tmp_path):
     refused = invoke(run, "-o", tmp_path / "no-such-folder" / "ship.html")
     assert isinstance(refused.exception, OutputError)
-    assert "give another -o/--output" in str(refused.exception)
+    assert "there is no folder" in str(refused.exception)
 
 
 @pytest.mark.parametrize("name", [".", "missing"])

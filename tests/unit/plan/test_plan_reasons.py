@@ -3,8 +3,10 @@ from dataclasses import replace
 import pytest
 from plan.worlds import World
 
-from plimsoll.plan.reasons import _pace
+from plimsoll.plan.reasons import _pace, rejected
 from plimsoll.plan.search import search
+from plimsoll.records.plan import micro_batch_choice
+from plimsoll.records.prediction import Estimate
 
 
 @pytest.mark.parametrize(
@@ -32,3 +34,11 @@ def test_what_is_rejected_is_said_against_the_line_of_the_device(inhabited, marg
     problem = replace(world.problem(250), margin_bytes=margin_bytes)
     found = search(problem, world.look_at)
     assert reason in [one.reason for one in found.rejected]
+
+
+def test_a_need_that_reads_like_the_line_is_said_by_how_much_it_is_more(inhabited):
+    world, line_bytes = inhabited(World([])), 2 << 30
+    peak = Estimate(likely_bytes=line_bytes, low_bytes=line_bytes, high_bytes=line_bytes + (12 << 20))
+    look = replace(world.look_at((micro_batch_choice(1),)), peak=peak, fits=False)
+    problem = replace(world.problem(line_bytes), margin_bytes=0)
+    assert rejected(look, look, problem).reason == "needs up to 2.0 GiB, 12.0 MiB more than 2.0 GiB"

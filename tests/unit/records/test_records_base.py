@@ -181,16 +181,16 @@ def test_a_write_that_fails_half_way_keeps_the_old_content(tmp_path: Path):
     done = subprocess.run(
         [sys.executable, "-c", WRITE_PAST_THE_LIMIT, str(path)], capture_output=True, text=True, check=True
     )
-    assert done.stdout == f"cannot write {path}: File too large; free some space or give another --out\n"
+    assert done.stdout == f"cannot write {path}: File too large; give another --out, or free some space\n"
     assert path.read_bytes() == b"old"
     assert os.listdir(tmp_path) == ["record.json"]
 
 
 def test_a_folder_that_does_not_exist_or_is_a_file_is_an_output_error(tmp_path: Path):
     (tmp_path / "file").touch()
-    with pytest.raises(OutputError, match="No such file or directory"):
+    with pytest.raises(OutputError, match="No such file or directory; give another --out, or make the folder"):
         write_atomically(tmp_path / "missing" / "record.json", b"")
-    with pytest.raises(OutputError, match="Not a directory"):
+    with pytest.raises(OutputError, match="Not a directory; give another --out, or allow writing there"):
         write_atomically(tmp_path / "file" / "record.json", b"")
 
 

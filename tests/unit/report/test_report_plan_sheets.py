@@ -53,19 +53,19 @@ TIGHT = rung(micro_batch_choice(16), mib=2040, seconds=1.0, spread_mib=10)
         (
             {"rungs": (), "smallest_budget_bytes": 13 << 30},
             "impossible",
-            "Impossible: at least 13.0 GiB are needed, 11.0 GiB more than the limit of 2.0 GiB on NVIDIA GeForce RTX "
+            "Impossible: at least 13.0 GiB are needed, 11.0 GiB more than the budget of 2.0 GiB on NVIDIA GeForce RTX "
             "3060, which has 12.0 GiB: choose a larger device.",
         ),
         (
             {"rungs": (), "smallest_budget_bytes": 2049 * MIB + 1},
             "impossible",
-            "Impossible: at least 2.0 GiB are needed, 1.0 MiB more than the limit of 2.0 GiB on NVIDIA GeForce RTX "
+            "Impossible: at least 2.0 GiB are needed, 1.0 MiB more than the budget of 2.0 GiB on NVIDIA GeForce RTX "
             "3060: give --budget 2050MiB.",
         ),
         (
             {"rungs": (), "smallest_budget_bytes": 5 * MIB, "limit_bytes": None, "prediction": None},
             "impossible",
-            "Impossible: at least 5.0 MiB are needed, 0 B more than the limit of 2.0 GiB: give --budget 5MiB.",
+            "Impossible: at least 5.0 MiB are needed, 0 B more than the budget of 2.0 GiB: give --budget 5MiB.",
         ),
     ],
 )

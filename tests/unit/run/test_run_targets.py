@@ -8,7 +8,7 @@ import torch
 
 from hand_traces import trace_of
 from plimsoll.device.gpus import find_gpu
-from plimsoll.errors import BudgetError, DeviceError
+from plimsoll.errors import BudgetError, DeviceError, InputError
 from plimsoll.records.job import Job
 from plimsoll.records.plan import Choice
 from plimsoll.records.prediction import Estimate
@@ -61,6 +61,12 @@ def test_a_training_process_is_started_to_read_its_baseline():
     assert estimate.measured_bytes == estimate.likely_bytes
     assert estimate.low_bytes < estimate.likely_bytes < estimate.high_bytes
     assert 50 * MIB < estimate.likely_bytes < 1 * GIB
+
+
+def test_a_model_that_cannot_be_is_the_job_s_fault_and_not_the_process_s():
+    job = Job.from_fields({"model": {"architecture": "gpt2", "n_layers": 2}, "data": "nowhere.txt"})
+    with pytest.raises(InputError, match=r"^model: `gpt2` has no field `n_layers`; did you mean `n_layer`\?$"):
+        job_baseline(job)
 
 
 @pytest.mark.slow
