@@ -142,7 +142,7 @@ def test_ctrl_c_while_planning_says_so_and_leaves_nothing_behind(planned, tmp_pa
     done = finish(process)
     assert (done.returncode, done.stdout) == (130, "")
     assert done.stderr == (
-        "error: the planning was stopped before there was an answer: give the same command to begin again\n"
+        "the planning was stopped before there was an answer: give the same command to begin again\n"
     )
     assert list(tmp_path.iterdir()) == []
     baseline.wait(LONGEST_SECONDS)  # it ends by itself
@@ -161,7 +161,7 @@ def test_ctrl_c_while_a_resume_plans_again_changes_nothing(planned_run, tmp_path
     done = finish(process)
     assert (done.returncode, done.stdout) == (130, "")
     assert done.stderr == (
-        f"error: the process that plans the run in {run} was stopped (SIGINT) before anything was trained: give "
+        f"the process that plans the run in {run} was stopped (SIGINT) before anything was trained: give "
         "the same command again\n"
     )
     baseline.wait(LONGEST_SECONDS)

@@ -44,7 +44,7 @@ def test_a_stopped_run_saves_its_step_and_goes_on_bit_for_bit(number, code, slow
     assert stopped.returncode == code
     num_done = len(steps_of(run))
     assert stopped.stderr == (
-        f"error: stopped after step {num_done} of {SLOW_STEPS}, which is saved: "
+        f"stopped after step {num_done} of {SLOW_STEPS}, which is saved: "
         f"go on with `plimsoll train --resume --out {run}`\n"
     )
     assert RunRecord.from_directory(run).status == "interrupted"

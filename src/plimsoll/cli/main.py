@@ -113,7 +113,8 @@ def main() -> None:
         app()
     except PlimsollError as error:
         if not _is_said_by_another(error):
-            print(f"{_which_rank()}error: {error}", file=sys.stderr)
+            what = "" if isinstance(error, Interrupted) else "error: "  # that is what was asked for
+            print(f"{_which_rank()}{what}{error}", file=sys.stderr)
         tell(error)
         sys.exit(error.exit_code)
     finally:

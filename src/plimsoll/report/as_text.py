@@ -326,8 +326,8 @@ def progress_line(
     eta_seconds: float | None,
     *,
     unit_name: str = "tokens",
-) -> Text:
-    """Return one line about the step that just finished; what does not fit the terminal is cut at the right.
+) -> str:
+    """Return one line about the step that just finished, for a log.
 
     Args:
         step_line: the step; its number counts from 1.
@@ -340,10 +340,10 @@ def progress_line(
     parts = [f"step {step_line.step}/{total_steps}", f"loss {sheets.format_loss(step_line.loss)}"]
     if used_bytes is not None:
         parts.append(_used_of_limit(used_bytes, limit_bytes))
-    if eta_seconds is not None:
+    if eta_seconds is not None and step_line.step < total_steps:
         parts.append(f"{format_seconds(eta_seconds)} left")
     parts += [_speed(step_line, unit_name), f"micro-batch {step_line.micro_batch}"]
-    return Text("  ".join(parts), no_wrap=True, overflow="ellipsis")
+    return "  ".join(parts)
 
 
 def live_panel(

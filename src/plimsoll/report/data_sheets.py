@@ -22,7 +22,9 @@ def corpus_sheet(corpus: CorpusFacts) -> Sheet:
         ("Index", f"{format_bytes(corpus.index_bytes)} in {corpus.index_folder}"),
         ("Time", format_seconds(corpus.seconds)),
     )
-    return Sheet(f"Corpus {', '.join(corpus.sources)}", _FACTS, rows)
+    first, *others = corpus.sources
+    more = f" and {len(others):,} more" if len(others) > 2 else "".join(f", {source}" for source in others)
+    return Sheet(f"Corpus {first}{more}", _FACTS, rows)
 
 
 def skipped_sheet(corpus: CorpusFacts) -> Sheet:

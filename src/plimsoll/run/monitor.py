@@ -123,7 +123,7 @@ class View:
             text = progress_line(
                 line, self._num_steps, use.limit_bytes, use.used_bytes, eta_seconds, unit_name=self._unit_name
             )
-            self._console.print(text, no_wrap=True, overflow="ellipsis")
+            self._console.print(text, highlight=False, markup=False, soft_wrap=True)
         else:
             panel = live_panel(self._name, line, self._num_steps, memory, eta_seconds, unit_name=self._unit_name)
             self._live.update(panel, refresh=True)

@@ -146,6 +146,7 @@ def plan_run(  # noqa: PLR0917 -- of a command
         InputError: if the plan that is given is of something else, or the pins contradict each other.
     """
     from plimsoll.records.plan import parse_pin
+    from plimsoll.report.plan_sheets import headline
     from plimsoll.report.progress import spinner
     from plimsoll.run.learning import known_calibration
     from plimsoll.run.plan import plan_job, require_same, require_that_fits
@@ -172,6 +173,8 @@ def plan_run(  # noqa: PLR0917 -- of a command
         job = require_same(plan, job, str(given))
         directory.write_job(job)
     plan.save(directory.plan)
+    if not quiet:
+        print(f"plan: {' + '.join(map(str, plan.rungs[0].choices))}. {headline(plan)}", file=sys.stderr)
 
 
 def _require_checkpoint(directory: RunDirectory, job: Job, from_step: int | None) -> None:

@@ -90,7 +90,8 @@ def failed_as_json(call: Callable[..., Called]) -> Callable[..., dict[str, Any]]
     def run(*arguments: object) -> dict[str, Any]:
         code, out, err = call(*arguments, "--json")
         said = json.loads(out)
-        assert (code, err) == (said["exit_code"], f"error: {said['message']}\n")
+        begin = "" if said["error"] == "Interrupted" else "error: "
+        assert (code, err) == (said["exit_code"], f"{begin}{said['message']}\n")
         return dict(said)
 
     return run

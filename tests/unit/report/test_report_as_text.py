@@ -6,7 +6,7 @@ from io import StringIO
 
 import pytest
 from report_records import MIB, cpu, empty_run, eventful_run, machine, plan, step_line
-from rich.console import Console, Group
+from rich.console import Console
 
 import apply_records
 import comparison_records
@@ -72,10 +72,6 @@ SCREENS = {
     "live.txt": as_text.live_panel(
         "tiny", step_line(50, loss=2.5), 200, {"device": use(512, 1024), "host": use(300, None)}, 245.0
     ),
-    "progress.txt": Group(
-        as_text.progress_line(step_line(3), 200, 1024 * MIB, 512 * MIB, 245.0),
-        as_text.progress_line(step_line(3), 200, None, None, None, unit_name="samples"),
-    ),
 }
 
 
@@ -124,12 +120,12 @@ def test_the_verdict_has_its_colour(prediction, colour):
     assert found == colour
 
 
-def test_a_progress_line_stays_one_line_on_a_narrow_terminal():
-    console = Console(file=StringIO(), width=30, color_system=None)
+def test_a_progress_line_says_what_is_left_until_nothing_is():
     line = as_text.progress_line(step_line(3), 200, 1024 * MIB, 512 * MIB, 245.0)
-    assert ["".join(segment.text for segment in row) for row in console.render_lines(line)] == [
-        "step 3/200  loss 2.000  512.0…"
-    ]
+    assert line == ("step 3/200  loss 2.000  512.0 MiB of 1.0 GiB  4 min 05 s left  500 tokens/s  micro-batch 64")
+    unlimited = as_text.progress_line(step_line(3), 200, None, None, None, unit_name="samples")
+    assert unlimited == "step 3/200  loss 2.000  500 samples/s  micro-batch 64"
+    assert " left" not in as_text.progress_line(step_line(3), 3, 1024 * MIB, 512 * MIB, 0.0)
 
 
 @pytest.mark.parametrize(("used_mib", "colour"), [(972, "cyan"), (973, "red")])

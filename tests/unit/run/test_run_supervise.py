@@ -248,7 +248,7 @@ def test_a_record_that_the_training_process_had_no_room_for_is_written(new_run, 
     directory = new_run(steps=1)
     train_here(directory)
     directory.record.unlink()
-    monkeypatch.setattr("plimsoll.run.supervise._run_worker", lambda arguments: _End(0, None))
+    monkeypatch.setattr("plimsoll.run.supervise._run_worker", lambda *_: _End(0, None))
     assert supervise(directory) == 0
     assert RunRecord.load(directory.record) == RunRecord.from_directory(directory.path)
 
@@ -259,7 +259,7 @@ def test_a_record_that_cannot_be_written_does_not_change_what_the_training_came_
     directory.record.unlink()
     directory.record.mkdir()
     os.utime(directory.record, ns=(0, 0))
-    monkeypatch.setattr("plimsoll.run.supervise._run_worker", lambda arguments: _End(0, None))
+    monkeypatch.setattr("plimsoll.run.supervise._run_worker", lambda *_: _End(0, None))
     assert supervise(directory) == 0
     assert "the record of the run could not be written: cannot write" in capsys.readouterr().err
 
@@ -269,7 +269,7 @@ def test_a_stop_that_finds_no_memory_to_save_in_does_not_say_that_all_is_saved(n
     with armed("checkpoint", 4, 5, 6), pytest.raises(OutOfMemoryError):
         train_here(directory)
     asked = _End(WornProcessError.exit_code, signal.SIGINT)
-    monkeypatch.setattr("plimsoll.run.supervise._run_worker", lambda arguments: asked)
+    monkeypatch.setattr("plimsoll.run.supervise._run_worker", lambda *_: asked)
     with pytest.raises(OutOfMemoryError, match=r"stopped after step 3, .* step 2 is the last one saved") as caught:
         supervise(directory)
     assert caught.value.exit_code == 3
