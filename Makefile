@@ -23,7 +23,7 @@ help: ## list the targets
 
 install: $(INSTALLED) ## make the environment in VENV with the versions of constraints.txt
 
-BASE = import sys; print(sys.base_prefix)
+BASE = import os, sys; print(os.path.realpath(sys.base_prefix), *sys.version_info[:2])
 
 $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \

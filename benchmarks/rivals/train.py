@@ -130,10 +130,9 @@ def train_with_trainer(arguments: argparse.Namespace, steps: Steps) -> nn.Module
             disable_tqdm=True, seed=0,
         )  # fmt: skip
         model = build(arguments.task)
-        if (
-            samples[0]["labels"].dim() == 0
-        ):  # classifiers take the count of labels and ignore it: with accumulation, and
-            model.accepts_loss_kwargs = False  # without this, gradients are as many times too large as there are pieces
+        if samples[0]["labels"].dim() == 0:
+            # Classifiers take the count of labels and ignore it: with accumulation their gradients are too large.
+            model.accepts_loss_kwargs = False
         trainer = Trainer(model, settings, train_dataset=samples, callbacks=[Ends()])
         trainer.train()
         return trainer.model

@@ -24,6 +24,8 @@ A message says what was attempted, the values with their units, why it failed an
 
 from __future__ import annotations
 
+import re
+
 
 class PlimsollError(Exception):
     """Base of everything raised on purpose."""
@@ -36,9 +38,9 @@ class InputError(PlimsollError, ValueError):
 
     @classmethod
     def said_by(cls, process_errors: str) -> InputError | None:
-        """The refusal that a command of ours has printed as its last words, if it has."""
-        _, is_refusal, message = process_errors.strip().rpartition("error: ")
-        return cls(message) if is_refusal else None
+        """The refusal that a command of ours has printed on standard error, if it has."""
+        found = re.search(r"^error: (.*)", process_errors.strip(), re.MULTILINE | re.DOTALL)
+        return cls(found[1]) if found else None
 
 
 class JobError(InputError):

@@ -74,7 +74,8 @@ def test_a_planned_run_goes_on_as_it_was_and_under_another_budget_plans_again(pl
     run = shutil.copytree(planned_run, tmp_path / "run")
     trained("--resume", "--out", run, "--set", "steps=3")
     assert (run / "plan.json").read_bytes() == (planned_run / "plan.json").read_bytes()
-    trained("--resume", "--out", run, "--set", "steps=4", "--budget", "500MiB")
+    done = trained("--resume", "--out", run, "--set", "steps=4", "--budget", "500MiB")
+    assert "plan: micro_batch=3 + optimizer_offload=disk" in done.stderr
     before, after = Plan.load(planned_run / "plan.json"), Plan.load(run / "plan.json")
     assert (after.budget.device_bytes, after.limit_bytes) == (500 << 20, (500 - 16) << 20)
     assert after.pinned == before.pinned

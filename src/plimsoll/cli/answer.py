@@ -54,7 +54,7 @@ def limit_bytes_of(budget: str | None) -> int | None:
     except InputError as error:
         raise BudgetError(f"--budget: {error}") from None
     if budget.strip().isdecimal() and num_bytes < _MIB:
-        raise BudgetError(f"--budget: {budget} is a number of bytes: write a unit, for example {budget.strip()}GiB")
+        raise BudgetError(f"--budget: {budget.strip()} is a number of bytes: write a unit, for example 2GiB")
     return num_bytes
 
 
@@ -70,6 +70,8 @@ def check_output(output: Path | None, force: bool) -> None:
         return
     if output.suffix.lower() not in _FORMATS:
         raise OutputError(f"cannot tell from the name {output} what to write: give -o a name in .html or .json")
+    if output.is_dir():
+        raise OutputError(f"{output} is a folder: give -o the name of a file in it")
     if output.exists() and not force:
         raise OutputError(f"{output} exists already and is not overwritten: give another -o, or --force")
     if not output.parent.is_dir():

@@ -1,13 +1,14 @@
 """The diagnosis of an error's text or of a log: the last out-of-memory error in it, and the causes its numbers name.
 
 What would fix it is said where the numbers bound it: what other processes hold, what the allocator holds and cannot
-use, what is missing. The file of the user's that its traceback names is checked for mistakes that cost memory, if it
-is here. Does NOT know the training that failed, so it says nothing of techniques.
+use, what is missing. The file of the user's that its traceback names is checked for mistakes that cost memory, if it is
+here and has the line that the traceback shows. Does NOT know the training that failed, so it says nothing of techniques.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -17,10 +18,12 @@ from plimsoll.diagnose.evidence import Evidence
 from plimsoll.diagnose.parse.event import nothing_in
 from plimsoll.diagnose.parse.log import Log, read_log
 from plimsoll.records.diagnosis import Diagnosis, Finding, Remedy
+from plimsoll.records.lint import LintFinding
 from plimsoll.records.oom_text import OomText
 from plimsoll.records.units import format_bytes
 
-_MOST_CODE_BYTES = 1 << 20  # checked in seconds
+_MOST_CODE_BYTES = 128 << 10  # checked in seconds, also where nothing else is in it than mistakes
+_MOST_MISTAKES = 5
 _CAUSES = {"host_ram": "true_capacity", "tiny_shm": "shm"}  # whose words in a text's labels are others
 
 
@@ -69,18 +72,23 @@ def _notes(event: OomText, log: Log, is_explained: bool) -> list[str]:
     if others > 0:
         stand = "error stands" if others == 1 else "errors stand"
         notes.append(f"{others:,} other out-of-memory {stand} above the last one.")
-    return notes + _mistakes(event.place)
+    return notes + _mistakes(event)
 
 
-def _mistakes(place: str) -> list[str]:
-    """What the check of code finds in the file of a place, ``train.py:12``; nothing where that is not here."""
-    path = Path(place.rpartition(":")[0])
-    if path.suffix != ".py" or not path.is_file() or path.stat().st_size > _MOST_CODE_BYTES:
-        return []
-    found = check_code([path]).findings
+def _mistakes(event: OomText) -> list[str]:
+    """What the check of code finds in the file of an error's place, if that file is here and as it was."""
+    path, line = Path(event.place.rpartition(":")[0]), event.place.rpartition(":")[2]
+    found: tuple[LintFinding, ...] = ()
+    with suppress(OSError):  # it is of another machine or another user
+        if path.suffix == ".py" and path.is_file() and path.stat().st_size <= _MOST_CODE_BYTES:
+            lines = path.read_text("utf-8", errors="replace").splitlines()
+            if event.code and lines[int(line) - 1 : int(line)] and lines[int(line) - 1].strip().startswith(event.code):
+                found = check_code([path]).findings
     if not found:
         return []
-    listed = ", ".join(f"{one.rule} in line {one.line}" for one in found)
+    listed = ", ".join(f"{one.rule} in line {one.line}" for one in found[:_MOST_MISTAKES])
+    if len(found) > _MOST_MISTAKES:
+        listed += f" and {len(found) - _MOST_MISTAKES} more"
     return [f"Mistakes in {path.name} that cost memory, or undo what saves it: {listed}. See `plimsoll lint {path}`."]
 
 

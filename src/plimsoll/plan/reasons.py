@@ -15,8 +15,9 @@ def rejected(look: Look, chosen: Look, problem: Problem) -> Rejected:
     """Say why ``chosen`` was taken and ``look`` was not."""
     need, line_bytes = format_bytes(look.need_bytes), problem.limit_bytes + problem.margin_bytes
     if not look.fits or look.need_bytes > line_bytes:
-        line, excess = format_bytes(line_bytes), format_bytes(look.need_bytes - line_bytes)
-        reason = f"needs up to {need}, {f'{excess} ' * (need == line)}more than {line}"
+        line, excess_bytes = format_bytes(line_bytes), look.need_bytes - line_bytes
+        more = f"{format_bytes(excess_bytes)} more" if need == line and excess_bytes > 0 else "more"
+        reason = f"needs up to {need}, {more} than {line}"
     elif look.need_bytes > problem.limit_bytes:
         reason = f"needs up to {need}, too near {format_bytes(line_bytes)} for a first look"
     else:

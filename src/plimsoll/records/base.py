@@ -113,8 +113,10 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-_WAYS_OUT = dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "free some space") | {
-    errno.ENOENT: "make the folder"
+_WAYS_OUT = {
+    errno.ENOENT: ", or make the folder",
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), ", or free some space"),
+    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), ", or allow writing there"),
 }
 
 
@@ -136,8 +138,8 @@ def write_atomically(path: Path, content: bytes | Iterable[bytes], option: str =
             os.fsync(file.fileno())
         temporary.replace(path)
     except OSError as error:
-        remedy = _WAYS_OUT.get(error.errno or 0, "allow writing there")
-        raise OutputError(f"cannot write {path}: {error.strerror}; give another {option}, or {remedy}") from error
+        remedy = _WAYS_OUT.get(error.errno or 0, "")
+        raise OutputError(f"cannot write {path}: {error.strerror}; give another {option}{remedy}") from error
     finally:
         with contextlib.suppress(
             OSError

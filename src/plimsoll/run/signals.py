@@ -6,8 +6,8 @@ A second signal of the same kind stops at once, as Python would have done withou
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import FrameType
 
@@ -22,13 +22,15 @@ class StopRequest:
 
 
 @contextmanager
-def stop_on_signal() -> Iterator[StopRequest]:
-    """Collect the first SIGINT or SIGTERM into a request while the block runs."""
+def stop_on_signal(say: Callable[[], None] = lambda: None) -> Iterator[StopRequest]:
+    """Collect the first SIGINT or SIGTERM into a request while the block runs; ``say`` tells of it if it can."""
     request = StopRequest()
 
     def note(signal_number: int, _frame: FrameType | None) -> None:
         request.signal_number = signal_number
         signal.signal(signal_number, before[signal.Signals(signal_number)])
+        with suppress(MemoryError):
+            say()
 
     before = {number: signal.signal(number, note) for number in _SIGNALS}
     try:

@@ -30,7 +30,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -56,7 +56,6 @@ _CRASHES_WITHOUT_MEMORY = {signal.SIGSEGV, signal.SIGABRT}
 _CRASHES = {*_CRASHES_WITHOUT_MEMORY, signal.SIGILL, signal.SIGFPE}
 _UNFINISHED = {128 + signal.SIGTERM, TornStepError.exit_code, WornProcessError.exit_code, RankLostError.exit_code}
 _MOST_DEATHS_WITHOUT_PROGRESS = 3
-_ASKED = "\nstopping: the step is finished and saved first (once more: stop at once)\n"
 
 
 class _Cause(Enum):
@@ -169,8 +168,7 @@ def supervise(directory: RunDirectory, worker_arguments: tuple[str, ...] = (), q
     shown = ["--quiet"] if quiet else []
     while True:
         kills_before, num_starts = oom_kill_count(), len(_starts(directory))
-        asked = "" if quiet else _ASKED
-        end = _run_worker([*launched, "train-worker", str(directory.path), *retries.arguments(), *shown], asked)
+        end = _run_worker([*launched, "train-worker", str(directory.path), *retries.arguments(), *shown])
         if launched:
             end = end._replace(return_code=_signalled(end.return_code))
         death = _death(end, kills_before, _has_host_budget(directory))
@@ -243,14 +241,11 @@ def _described(rung: Rung) -> str:
     return " ".join(["with micro-batch", str(rung.micro_batch), *(f"and {choice}" for choice in rung.others)])
 
 
-def _run_worker(arguments: list[str], asked: str = "") -> _End:
-    """Run a Plimsoll command in a process of its own; signals that arrive meanwhile are handed on to it.
-
-    ``asked`` is said when the first of them arrives.
-    """
+def _run_worker(arguments: list[str]) -> _End:
+    """Run a Plimsoll command in a process of its own; signals that arrive meanwhile are handed on to it."""
     command = [sys.executable, "-m", "plimsoll", *arguments]
     environment = os.environ | {"PLIMSOLL_SUPERVISOR": str(os.getpid())}
-    with _handing_on(asked) as signals, subprocess.Popen(command, process_group=0, env=environment) as process:
+    with _handing_on() as signals, subprocess.Popen(command, process_group=0, env=environment) as process:
         signals.to(process)
         return_code = process.wait()
     return _End(return_code, signals.received[0] if signals.received else None)
@@ -329,9 +324,8 @@ def _done_in_a_process(arguments: list[str], what_it_does: str, remedy: str) -> 
 class _Signals:
     """Signals that arrived, and the process that each is handed on to, also those from before it was there."""
 
-    def __init__(self, asked: str) -> None:
+    def __init__(self) -> None:
         self.received: list[int] = []
-        self._asked = asked.encode()
         self._process: subprocess.Popen[bytes] | None = None
 
     def to(self, process: subprocess.Popen[bytes]) -> None:
@@ -341,16 +335,13 @@ class _Signals:
 
     def note(self, signal_number: int, _frame: FrameType | None) -> None:
         self.received.append(signal_number)
-        if len(self.received) == 1:
-            with suppress(OSError):  # nobody reads any more
-                os.write(2, self._asked)
         if self._process is not None:
             self._process.terminate()
 
 
 @contextmanager
-def _handing_on(asked: str) -> Iterator[_Signals]:
-    signals = _Signals(asked)
+def _handing_on() -> Iterator[_Signals]:
+    signals = _Signals()
     before = {number: signal.signal(number, signals.note) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield signals

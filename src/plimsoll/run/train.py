@@ -59,6 +59,7 @@ from plimsoll.run.step import TrainStep
 from plimsoll.run.tagging import TagScores
 from plimsoll.run.together import attempt_together
 
+_STOPPING = "stopping: the step that is being done is finished and saved first; once more stops at once"
 _TRIES = 3  # of a fetch, an evaluation or a checkpoint, with everything that can be freed freed in between
 
 T = TypeVar("T")
@@ -131,7 +132,7 @@ def train(training: Training, restarts: int = 0) -> RunRecord | None:
         with ExitStack() as stack:
             fitting(lambda: stack.enter_context(training.sampler.running()), training.backend, "starting")
             stack.enter_context(training.view.shown())
-            training.stop = stack.enter_context(stop_on_signal())
+            training.stop = stack.enter_context(stop_on_signal(lambda: training.view.say(_STOPPING)))
             directory.append(_start_line(training, restarts))
             outside_of_steps(lambda: _loop(training), training.backend)
         _finish(training)

@@ -55,6 +55,13 @@ def test_language_modelling_from_files_to_windows(texts: Path, tmp_path: Path):
     assert (texts / "ham" / "0.txt").read_text().startswith(decoded)
 
 
+def test_a_text_shorter_than_a_sample_is_refused_when_it_is_prepared(texts: Path, tmp_path: Path):
+    with pytest.raises(
+        DataError, match=r"the text has \d+ tokens, but one sample is sequence_length = 100000: give more"
+    ):
+        prepare(job_of(texts, sequence_length=100_000), tmp_path / "cache")
+
+
 @pytest.mark.parametrize("data", [{}, {"on_the_fly": True, "long_texts": "truncate"}], ids=["once", "on the fly"])
 def test_texts_become_words(texts: Path, tmp_path: Path, data: dict):
     job = job_of(texts, task="classification", data=data, tokenizer={"train": "words", "vocab_size": 5})

@@ -112,24 +112,37 @@ def train(loader, model):
 """
 
 
+LOG = """Traceback (most recent call last):
+  File "{}", line 7, in train
+    loss.backward()
+RuntimeError: [enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to \\
+allocate 8388608 bytes. Error code 12 (Cannot allocate memory)
+"""
+
+
 def test_the_file_that_a_traceback_names_is_checked_for_mistakes(tmp_path):
     program = tmp_path / "train.py"
     program.write_text(TRAIN)
-    text = f'''Traceback (most recent call last):
-  File "{program}", line 7, in train
-    loss.backward()
-RuntimeError: [enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to \
-allocate 8388608 bytes. Error code 12 (Cannot allocate memory)
-'''
-    (note,) = said(text).notes
+    (note,) = said(LOG.format(program)).notes
     assert "train.py that cost memory, or undo what saves it: loss_graph_kept in line 8." in note
     assert note.endswith(f"See `plimsoll lint {program}`.")
-    program.write_text(TRAIN.replace("(loss)", "(loss.item())"))
-    assert said(text).notes == ()
-    program.write_text("def broken(:")
-    assert said(text).notes == ()
-    program.unlink()
-    assert said(text).notes == ()
+    program.write_text(TRAIN + TRAIN.partition("\n")[2] * 7)
+    assert "loss_graph_kept in line 36 and 3 more." in said(LOG.format(program)).notes[0]
+
+
+@pytest.mark.parametrize(
+    "text", [TRAIN.replace("(loss)", "(loss.item())"), "def broken(:", TRAIN.replace("loss.backward()", "pass"), None]
+)
+def test_a_file_without_mistakes_or_that_is_another_by_now_is_passed_over(tmp_path, text):
+    program = tmp_path / "train.py"
+    if text is not None:
+        program.write_text(text)
+    assert said(LOG.format(program)).notes == ()
+
+
+def test_a_file_that_cannot_be_looked_for_is_passed_over(tmp_path):
+    diagnosis = said(LOG.format(tmp_path / ("x" * 300) / "train.py"))
+    assert (diagnosis.has_answer, diagnosis.notes) == (True, ())
 
 
 def test_a_program_in_place_of_what_it_said_is_refused_with_what_to_type(tmp_path):

@@ -190,7 +190,7 @@ def test_a_folder_that_does_not_exist_or_is_a_file_is_an_output_error(tmp_path: 
     (tmp_path / "file").touch()
     with pytest.raises(OutputError, match="No such file or directory; give another --out, or make the folder"):
         write_atomically(tmp_path / "missing" / "record.json", b"")
-    with pytest.raises(OutputError, match="Not a directory; give another --out, or allow writing there"):
+    with pytest.raises(OutputError, match="Not a directory; give another --out$"):
         write_atomically(tmp_path / "file" / "record.json", b"")
 
 

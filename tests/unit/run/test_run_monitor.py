@@ -106,7 +106,8 @@ def line(step, time_seconds):
 MEMORY = {"device": MemoryUse(used_bytes=512 * MIB, peak_bytes=512 * MIB, reserved_bytes=0, limit_bytes=1024 * MIB)}
 
 
-def test_a_log_gets_the_first_and_the_last_step_and_not_each_of_many(capsys):
+def test_a_log_gets_the_first_and_the_last_step_and_not_each_of_many(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "30")  # of no matter to a log
     view = View("tiny", num_steps=50, unit_name="tokens")
     with view.shown():
         for step in range(1, 51):
@@ -116,6 +117,7 @@ def test_a_log_gets_the_first_and_the_last_step_and_not_each_of_many(capsys):
     assert len(steps) == 2
     assert "1/50" in steps[0]
     assert "50/50" in steps[1]
+    assert all(step.endswith("micro-batch 8") for step in steps)
     assert said == "step 50: [validation] loss 2.5"
 
 

@@ -25,6 +25,20 @@ def test_afterwards_the_signals_do_what_they_did_before(number):
     assert signal.getsignal(number) is before
 
 
+@pytest.mark.parametrize("error", [None, MemoryError()])
+def test_the_first_signal_is_told_of_where_there_is_memory_to_tell(error):
+    told = []
+
+    def say():
+        told.append("stopping")
+        if error is not None:
+            raise error
+
+    with stop_on_signal(say) as request:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert (told, request.signal_number) == (["stopping"], signal.SIGTERM)
+
+
 TWICE = """
 import os, signal, sys
 from plimsoll.run.signals import stop_on_signal
