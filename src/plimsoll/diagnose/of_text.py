@@ -1,8 +1,8 @@
 """The diagnosis of an error's text or of a log: the last out-of-memory error in it, and the causes its numbers name.
 
 What would fix it is said where the numbers bound it: what other processes hold, what the allocator holds and cannot
-use, what is missing. The file of the user's that its traceback names is checked for mistakes that cost memory, if it is
-here and has the line that the traceback shows. Does NOT know the training that failed, so it says nothing of techniques.
+use, what is missing. The file that its traceback names is checked for mistakes that cost memory, if it is here and has
+the line that the traceback shows. Does NOT know the training that failed, so it says nothing of techniques.
 """
 
 from __future__ import annotations
