@@ -10,6 +10,7 @@ from typing import Any
 from _headline_tasks import Task
 
 SHARES = (1.0, 0.5, 0.25)
+FACTOR = 1.05  # from a limit to the next one that is tried
 WANTED_LIMIT, WANTED_TIME = 0.5, 0.9
 OURS = "plimsoll"
 Found = dict[str, Any]
@@ -109,7 +110,8 @@ def time_of(found: Found, name: str, share: float) -> str:
     if seconds:
         return f"{statistics.median(seconds):.1f} ({min(seconds):.1f} to {max(seconds):.1f})"
     was_tried = any(json.loads(key)[:2] == [name, share] for key in found["times"])
-    return "failed" if was_tried else "does not fit" if found["times"] else "not timed"
+    fits = found["limits"][name]["limit_mib"] <= share * found["limits"]["plain"]["limit_mib"] * FACTOR
+    return "failed" if was_tried else "not timed" if fits else "does not fit"
 
 
 def settings(found: Found, titles: Mapping[str, str]) -> str:

@@ -47,7 +47,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from _headline_report import OURS, SHARES, best_rival, summary, tables
+from _headline_report import FACTOR, OURS, SHARES, best_rival, summary, tables
 from _headline_tasks import STEPS, Task, tasks, write_task
 from _results import add_out, file_result, versions_in
 from _rivals import python_of
@@ -57,7 +57,6 @@ from plimsoll.records.plan import Plan
 from plimsoll.records.run import RunRecord
 
 MIB = 1 << 20
-FACTOR = 1.05
 TOLERANCE = 1e-3
 EVERY_WEIGHT = 997  # as in rivals/train.py
 TIMED_STEPS = 3

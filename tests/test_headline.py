@@ -52,7 +52,7 @@ def test_the_best_rival_trains_and_first_steps_do_not_count():
 
 def test_the_tables_say_what_was_reached():
     text = report.tables({TASK: found()}, TITLES)
-    assert "| Trainer | 500 | 0.50 | 490 | 1e-05 | does not fit | 6.0 (5.0 to 7.0) | does not fit |" in text
+    assert "| Trainer | 500 | 0.50 | 490 | 1e-05 | not timed | 6.0 (5.0 to 7.0) | does not fit |" in text
     assert "Smallest limit: 0.40 of Trainer's; the goal of 0.5 is reached." in text
     assert "Step in half: 0.50 of Trainer's; the goal of 0.9 is reached." in text
     assert "GPT-2, 8 x 128 | 1,000 MiB | 500 MiB (Trainer) | 200 MiB | 0.40 | x 0.50 of 6.0 s (Trainer) |" in (
