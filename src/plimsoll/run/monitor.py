@@ -77,6 +77,13 @@ def thinned(samples: list[tuple[float, int]], num_kept: int) -> tuple[tuple[floa
     return tuple(max(samples[a:b], key=lambda sample: sample[1]) for a, b in pairwise(bounds))
 
 
+class _Console(Console):
+    """One whose reader may go away (``| tee``, at Ctrl-C): rich would end the process in the middle of a step."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+
+
 class View:
     """The live view on standard error; ``quiet`` draws nothing."""
 
@@ -85,7 +92,7 @@ class View:
         self._num_steps = num_steps
         self._unit_name = unit_name
         self._quiet = quiet
-        self._console = Console(file=sys.stderr)
+        self._console = _Console(file=sys.stderr)
         self._live: Live | None = None
         self._drawn = 0.0
         self._first: StepLine | None = None

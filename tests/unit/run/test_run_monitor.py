@@ -155,3 +155,24 @@ def test_on_a_terminal_there_is_a_live_panel(monkeypatch):
     assert "tiny" in shown
     assert "3 of 10" in shown
     assert "stays above" in shown
+
+
+UNREAD = """
+import os, signal
+from plimsoll.run.monitor import View
+from plimsoll.run.signals import stop_on_signal
+
+view = View("tiny", num_steps=10, unit_name="tokens")
+reader, writer = os.pipe()
+os.dup2(writer, 2)
+os.close(reader)
+with stop_on_signal(lambda: view.say("stopping")) as stop:
+    os.kill(os.getpid(), signal.SIGTERM)
+    view.say("again")
+    print(stop.signal_number == signal.SIGTERM)
+"""
+
+
+def test_a_reader_that_went_away_does_not_end_the_step_that_is_finished_first():
+    done = run_program(UNREAD)
+    assert (done.returncode, done.stdout) == (0, "True\n")
