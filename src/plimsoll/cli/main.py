@@ -27,7 +27,7 @@ from plimsoll.cli import (
     watch,
     workers,
 )
-from plimsoll.cli.output import tell
+from plimsoll.cli.output import complain, tell
 from plimsoll.errors import Interrupted, PlimsollError
 from plimsoll.forked import end_as_asked
 from plimsoll.run.supervise import is_rank
@@ -114,7 +114,7 @@ def main() -> None:
     except PlimsollError as error:
         if not _is_said_by_another(error):
             what = "" if isinstance(error, Interrupted) else "error: "  # that is what was asked for
-            print(f"{_which_rank()}{what}{error}", file=sys.stderr)
+            complain(f"{_which_rank()}{what}{error}")
         tell(error)
         sys.exit(error.exit_code)
     finally:

@@ -34,6 +34,14 @@ def show(text: str) -> None:
         raise OutputError(f"cannot write the result to standard output: {error.strerror}; give another place") from None
 
 
+def complain(text: str) -> None:
+    """Say on standard error why a command failed; without a reader (``2>&1 | tee``, at Ctrl-C) in silence."""
+    try:
+        print(text, file=sys.stderr, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
+
+
 def failure(name: str, message: str, exit_code: int) -> str:
     """One JSON object that says why a command failed."""
     return json.dumps({"error": name, "message": message, "exit_code": exit_code}, ensure_ascii=False)

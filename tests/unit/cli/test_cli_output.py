@@ -42,3 +42,22 @@ def test_what_a_process_tells_arrives_and_only_if_it_was_asked():
         assert json.loads(file.read_text()) == {"error": "JobError", "message": "wrong", "exit_code": 2}
     assert not file.exists()
     assert "PLIMSOLL_FAILURE_FILE" not in os.environ
+
+
+UNREAD = """
+import os
+from plimsoll.cli.output import complain
+
+reader, writer = os.pipe()
+os.dup2(writer, 2)
+os.close(reader)
+complain("error: nobody reads this")
+complain("nor this")
+print("goes on")
+raise SystemExit(130)
+"""
+
+
+def test_a_failure_that_nobody_reads_keeps_its_exit_code():
+    done = run_program(UNREAD)
+    assert (done.returncode, done.stdout) == (130, "goes on\n")
