@@ -252,8 +252,9 @@ def _let_go(folder: Path, num_bytes: int, most_bytes: int) -> int:
             return lacking_bytes
         with _locked(place, fcntl.LOCK_EX | fcntl.LOCK_NB) as is_mine:
             if is_mine:
-                path.unlink(missing_ok=True)
-                taken_bytes -= size
+                with suppress(FileNotFoundError):  # what was being copied is whole by now, and still there
+                    path.unlink()
+                    taken_bytes -= size
     return _lacking_bytes(folder, num_bytes, most_bytes - taken_bytes)
 
 

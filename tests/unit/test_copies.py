@@ -158,6 +158,26 @@ def test_what_a_killed_process_has_left_counts_and_makes_room_first(memory, tmp_
     assert [torn.exists(), *map(os.path.exists, places)] == [False, False, True, True]
 
 
+def test_a_copy_that_becomes_whole_meanwhile_still_counts(memory, tmp_path: Path, monkeypatch):
+    monkeypatch.setenv("PLIMSOLL_COPIES", "250B")
+    for name in "abc":
+        memory.pipe(f"/{name}.txt", name.encode() * 100)
+    places = [file.path for file in find("memory:///*.txt", tmp_path)]
+    being_copied = Path(places[0] + ".copying")
+    being_copied.write_bytes(bytes(100))
+    present(places[1])
+    lacking_bytes = copies._lacking_bytes
+
+    def whole_by_now(*arguments) -> int:
+        if being_copied.exists():
+            being_copied.rename(places[0])
+        return lacking_bytes(*arguments)
+
+    monkeypatch.setattr(copies, "_lacking_bytes", whole_by_now)
+    present(places[2])
+    assert list(map(os.path.exists, places)) == [True, False, True]
+
+
 _MANY = """
 import os, random, sys
 from plimsoll.copies import descriptor_of
@@ -185,12 +205,18 @@ def test_processes_that_copy_at_once_share_copies_and_the_room(tmp_path: Path):
 
 
 def _taken_bytes(folder: Path) -> int:
-    """What all copies have together; 0 where one went meanwhile, so that what came in its place is not added to it."""
-    paths = [*folder.glob("*/*.txt"), *folder.glob("*/*.copying")]
-    with suppress(FileNotFoundError):
-        taken = sum(path.stat().st_size for path in paths)
-        return taken if all(path.exists() for path in paths) else 0
-    return 0
+    """What all copies have together; 0 where anything changed while it was read."""
+    before, after = _sizes(folder), _sizes(folder)
+    return sum(size for _, _, _, size in before) if before == after else 0
+
+
+def _sizes(folder: Path) -> set[tuple[str, int, int, int]]:
+    found = set()
+    for path in [*folder.glob("*/*.txt"), *folder.glob("*/*.copying")]:
+        with suppress(FileNotFoundError):
+            status = path.stat()
+            found.add((path.name, status.st_ino, status.st_ctime_ns, status.st_size))
+    return found
 
 
 def test_one_process_copies_and_the_others_wait(tmp_path: Path):
