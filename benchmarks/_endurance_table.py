@@ -1,27 +1,52 @@
-"""The table that `endurance.py` prints, and files with what it was made with."""
+"""The tables that `endurance.py` prints and files."""
 
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from _endurance_judge import Figures, Verdict
-from plimsoll.device.probe import versions
 from plimsoll.records.units import format_bytes
 
 
-def rows(verdicts: dict[str, Verdict], seconds: float, arguments: argparse.Namespace) -> str:
-    """The table, as Markdown."""
+def title(arguments: argparse.Namespace) -> str:
+    """What was endured."""
+    return f"{arguments.minutes:g} minutes of {arguments.model} within {arguments.budget}, disturbed all the time"
+
+
+def rows(verdicts: dict[str, Verdict], seconds: float) -> str:
+    """The whole table, as Markdown."""
     figures = {name: verdict.figures for name, verdict in verdicts.items()}
-    lines = [
-        *_what_was_done(figures, seconds),
-        *_memory(figures["memory"]),
-        *_results(figures),
-        ("not as it should be", str(sum(len(verdict.faults) for verdict in verdicts.values()))),
-    ]
-    title = f"{arguments.minutes:g} minutes of {arguments.model} within {arguments.budget}, seed {arguments.seed}"
-    body = [f"| {what} | {found} |" for what, found in lines]
-    return "\n".join([f"# Endurance: {title}", "", "| what | found |", "| --- | --- |", *body])
+    faults = str(sum(len(verdict.faults) for verdict in verdicts.values()))
+    lines = [*_what_was_done(figures, seconds), *_memory(figures["memory"]), *_results(figures)]
+    return _table("what", [*lines, ("not as it should be", faults)])
+
+
+def summary(verdicts: dict[str, Verdict], seconds: float, arguments: argparse.Namespace) -> str:
+    """What README.md shows of it."""
+    figures = {name: verdict.figures for name, verdict in verdicts.items()}
+    done, seen, far = (figures[name] for name in ("done", "memory", "weights"))
+    grown = _signed(seen["growth"]["median_bytes"]["over_the_run"])
+    loss, again = figures["losses"]["largest_loss_difference"], figures["replay"]
+    size, kinds, survived, processes = (said for _, said in _what_was_done(figures, seconds))
+    return _table(
+        title(arguments),
+        [
+            ("trained", size),
+            ("done to it", f"{sum(done['disturbances'].values()):,} things: {kinds}"),
+            ("memory ran out and was survived", survived),
+            ("training processes", processes),
+            ("most private memory; growth over the run", f"{format_bytes(seen['kernel_peak_bytes'])}; {grown}"),
+            ("losses, final weights against the undisturbed run", f"within {loss:.1e}; {_far(far)}"),
+            (
+                "against the same cuts without a limit",
+                f"{again['other_losses']} other losses, {again['other_weights']} other tensors",
+            ),
+        ],
+    )
+
+
+def _table(head: str, lines: list[tuple[str, str]]) -> str:
+    return "\n".join([f"| {head} | |", "| --- | --- |", *(f"| {what} | {found} |" for what, found in lines)])
 
 
 def _what_was_done(figures: dict[str, Figures], seconds: float) -> list[tuple[str, str]]:
@@ -61,7 +86,7 @@ def _results(figures: dict[str, Figures]) -> list[tuple[str, str]]:
     return [
         ("ledger", f"each step once, every sample once an epoch, as undisturbed; {twice}: the same loss"),
         ("losses against the undisturbed run", f"{bits}, then {after}"),
-        ("final weights against it", f"{far.get('weights_relative_difference', float('nan')):.1e} of their norm"),
+        ("final weights against it", _far(far)),
         (
             "replay with the same cuts, in bits",
             f"{again['other_losses']} other losses (by {again['loss_difference']:.1e} at most), "
@@ -70,14 +95,9 @@ def _results(figures: dict[str, Figures]) -> list[tuple[str, str]]:
     ]
 
 
+def _far(weights: Figures) -> str:
+    return f"{weights.get('weights_relative_difference', float('nan')):.1e} of their norm"
+
+
 def _signed(num_bytes: int) -> str:
     return f"{'-' if num_bytes < 0 else '+'}{format_bytes(abs(num_bytes))}"
-
-
-def write_result(path: Path, arguments: argparse.Namespace, table: str) -> None:
-    """File the table, with what it was made with."""
-    made_with = ", ".join(f"{name} {version}" for name, version in versions().items())
-    command = "python benchmarks/endurance.py"
-    for name in ("minutes", "seed", "every", "model", "budget"):
-        command += f" --{name} {getattr(arguments, name)}"
-    path.write_text(f"{table}\n\nMade by `{command}` with {made_with}.\n", encoding="utf-8")

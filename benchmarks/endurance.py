@@ -1,7 +1,7 @@
 """An hour of `plimsoll train` under a tight budget, with memory taken away, workers killed, SIGKILLs and long texts.
 
     python benchmarks/endurance.py [--minutes 60] [--seed 0] [--budget 400MiB] [--model gpt2] [--data PATH]
-        [--folder endurance-out] [--out benchmarks/results/endurance-cpu-DATE.md]
+        [--folder endurance-out] [--out benchmarks/results]
 
 1. **Disturbed**, for the minutes asked for, counted from the first step: every few seconds one of the things of
    `_endurance_run.py` is done to the run. In the middle third no process is ended, so that one lives long enough to
@@ -51,7 +51,8 @@ from _endurance_judge import (
     weights,
 )
 from _endurance_run import ENDING, INTERRUPTED, SURVIVED, Command, Disturber, deck_of, failpoints, wait_until
-from _endurance_table import rows, write_result
+from _endurance_table import rows, summary, title
+from _results import add_out, file_result
 from demo import standard_library
 from plimsoll.data.sources import find_files
 from plimsoll.device.process import private_bytes
@@ -95,10 +96,9 @@ def main() -> None:
     except KeyboardInterrupt:
         sys.exit("stopped, and what was done is kept: the same command goes on")
     verdicts = judged(folder, state, parse_bytes(arguments.budget), replayed)
-    table = rows(verdicts, state.seconds, arguments)
-    print(table)
-    if arguments.out is not None:
-        write_result(arguments.out, arguments, table)
+    print(table := rows(verdicts, state.seconds))
+    readme = summary(verdicts, state.seconds, arguments)
+    file_result(arguments.out, "endurance", title(arguments).capitalize(), table, readme)
     faults = [fault for verdict in verdicts.values() for fault in verdict.faults]
     for fault in faults:
         print(f"NOT AS IT SHOULD BE: {fault}")
@@ -124,7 +124,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument(
         "--folder", type=Path, default=Path("endurance-out"), help="for everything (default: %(default)s)"
     )
-    parser.add_argument("--out", type=Path, help="also write the table to this Markdown file")
+    add_out(parser)
     arguments = parser.parse_args()
     arguments.budget = arguments.budget or BUDGETS[arguments.model]
     return arguments
