@@ -74,6 +74,16 @@ def trainer_of(model: nn.Module, folder: Path, cls: type[Trainer] = Trainer, **a
     return cls(model, TrainingArguments(str(folder), **plain | arguments), train_dataset=data, eval_dataset=data[:10])
 
 
+class MeanLoss(Trainer):
+    """A trainer of the kind there are many of: it takes the mean over the tokens of each batch."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        outputs = model(input_ids=inputs["input_ids"])
+        logits, labels = outputs.logits[:, :-1].flatten(0, 1), inputs["labels"][:, 1:].flatten()
+        loss = nn.functional.cross_entropy(logits, labels)
+        return (loss, outputs) if return_outputs else loss
+
+
 @contextmanager
 def short_of_memory(model: nn.Module, passes: Sequence[int], seen: Counter[tuple[int, ...]]) -> Iterator[None]:
     """Let memory run out in the given forward passes of training, and count the samples of the others."""

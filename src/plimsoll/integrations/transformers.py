@@ -45,6 +45,7 @@ from transformers.trainer_utils import TrainOutput
 from plimsoll.device.base import backend_for
 from plimsoll.errors import InputError, OutOfMemoryError
 from plimsoll.integrations._accelerated import put_back_of_scaler, stepped_as_now
+from plimsoll.integrations._accumulated import warn_if_undivided
 from plimsoll.integrations._inputs import joined, units_of
 from plimsoll.integrations._planned import planned, refuse_both
 from plimsoll.integrations.training_arguments import to_training_arguments
@@ -144,10 +145,8 @@ def protected(
 def _refuse(trainer: transformers.Trainer) -> None:
     missing = [name for name in _NEEDED if not callable(getattr(trainer, name, None))]
     if missing:
-        raise InputError(
-            f"a {type(trainer).__name__} has no {', '.join(missing)}, which the adapter wraps: use transformers 5.23, "
-            "or plimsoll.TrainStep in a loop of your own"
-        )
+        name = f"a {type(trainer).__name__} has no {', '.join(missing)}, which the adapter wraps"
+        raise InputError(f"{name}: use transformers 5.23, or plimsoll.TrainStep in a loop of your own")
     arguments = trainer.args
     if arguments.n_gpu > 1:
         raise InputError(
@@ -287,6 +286,7 @@ class _Guard:
             if self._training is None or not self._training.goes_on():
                 if self._training is not None:
                     self._training.close()
+                warn_if_undivided(self.trainer, model, inputs, num_items_in_batch, self.backend)
                 self._training = _Training(self, original)
             return self._training.run(model, inputs, num_items_in_batch)
 

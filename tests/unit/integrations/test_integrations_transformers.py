@@ -16,6 +16,7 @@ from tests.processes import run_program
 from tests.trainers import (
     BATCH_SAMPLES,
     NUM_SAMPLES,
+    MeanLoss,
     assert_alike,
     assert_unwrapped,
     classifier,
@@ -25,7 +26,6 @@ from tests.trainers import (
 )
 from torch import nn
 from transformers import (
-    Trainer,
     TrainerCallback,
 )
 
@@ -53,6 +53,10 @@ def test_memory_that_runs_out_at_batch_5_of_8_costs_no_sample_and_repeats_none(t
     assert_alike(trainer, undisturbed)
 
 
+undivided = pytest.mark.filterwarnings("ignore:the loss of .* does not depend on num_items_in_batch")
+
+
+@undivided
 @pytest.mark.parametrize("make", [language_model, classifier])
 @pytest.mark.parametrize("accumulated", [2, 3])
 def test_a_window_of_batches_is_done_again_as_a_whole(tmp_path: Path, make, accumulated: int):
@@ -88,16 +92,7 @@ def test_other_ways_to_make_a_loss_are_cut_right(tmp_path: Path, option: str, va
     assert_alike(trainer, undisturbed)
 
 
-class MeanLoss(Trainer):
-    """A trainer of the kind there are many of: it takes the mean over the tokens of each batch."""
-
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        outputs = model(input_ids=inputs["input_ids"])
-        logits, labels = outputs.logits[:, :-1].flatten(0, 1), inputs["labels"][:, 1:].flatten()
-        loss = nn.functional.cross_entropy(logits, labels)
-        return (loss, outputs) if return_outputs else loss
-
-
+@undivided
 def test_a_trainer_that_divides_by_nothing_is_weighted_by_what_its_loss_averages_over(tmp_path: Path):
     undisturbed = trainer_of(language_model(), tmp_path / "a", MeanLoss, gradient_accumulation_steps=2)
     undisturbed.train()

@@ -1,0 +1,56 @@
+"""Whether a loss is divided by the labels of its window: what is warned of is so, and what it says to do mends it."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.trainers import MeanLoss, assert_alike, classifier, language_model, trainer_of
+from torch import Tensor
+from transformers import Trainer, TrainerCallback
+
+import plimsoll
+
+
+def _gradients(trainer: Trainer) -> list[Tensor]:
+    """The gradients of the first update."""
+    found: list[Tensor] = []
+
+    class Kept(TrainerCallback):
+        def on_pre_optimizer_step(self, args, state, control, **kwargs):
+            found.extend(parameter.grad.clone() for parameter in kwargs["model"].parameters())
+            control.should_training_stop = True
+
+    trainer.add_callback(Kept())
+    plimsoll.transformers.fit(trainer)
+    return found
+
+
+@pytest.mark.parametrize(("make", "cls"), [(classifier, Trainer), (language_model, MeanLoss)])
+def test_a_loss_that_is_not_divided_by_the_labels_of_its_window_is_warned_of(tmp_path: Path, make, cls: type[Trainer]):
+    """What the warning says holds, and what it says to do mends it."""
+    whole = trainer_of(make(), tmp_path / "a", cls, max_grad_norm=0.0)
+    whole.train_dataset = whole.train_dataset[:1] * 8
+    expected = _gradients(whole)
+    given = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "max_grad_norm": 0.0}
+    for mended in (False, True):
+        trainer = trainer_of(make(), tmp_path / str(mended), cls, **given)
+        trainer.train_dataset = whole.train_dataset
+        if mended:
+            trainer.loss_is_scaled_for_ga = False
+        with nullcontext() if mended else pytest.warns(UserWarning, match="4 times too large"):
+            found = _gradients(trainer)
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other * (1 if mended else 4), atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("options", [{}, {"label_smoothing_factor": 0.1}])
+def test_a_loss_that_is_divided_by_them_is_not(tmp_path: Path, options: dict[str, Any]):
+    undisturbed = trainer_of(language_model(dropout=0.2), tmp_path / "a", gradient_accumulation_steps=2, **options)
+    undisturbed.train()
+    trainer = trainer_of(language_model(dropout=0.2), tmp_path / "b", gradient_accumulation_steps=2, **options)
+    plimsoll.transformers.fit(trainer)  # where a warning is an error
+    assert_alike(trainer, undisturbed)
