@@ -116,7 +116,7 @@ class KilledError(PlimsollError):
 
 
 class Interrupted(PlimsollError):
-    """SIGINT or SIGTERM arrived; the step was finished and saved, if the training had begun."""
+    """SIGINT or SIGTERM arrived; the step was finished and saved, unless the message says what is saved."""
 
     def __init__(self, message: str, signal_number: int) -> None:
         super().__init__(message)

@@ -131,13 +131,13 @@ def _shown(subject: str, as_json: bool) -> Iterator[Callable[[WatchSample], None
 
 @contextmanager
 def _live(subject: str) -> Iterator[Callable[[WatchSample], None]]:
-    from rich.console import Console
     from rich.live import Live
 
+    from plimsoll.report.console import StandardError
     from plimsoll.report.watch_view import watch_panel
 
     history: deque[WatchSample] = deque(maxlen=_NUM_SHOWN)
-    with Live(console=Console(stderr=True), auto_refresh=False) as live:
+    with Live(console=StandardError(), auto_refresh=False) as live:
 
         def update(sample: WatchSample) -> None:
             history.append(sample)

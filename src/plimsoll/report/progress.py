@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
-from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
 from plimsoll.records.units import format_bytes
+from plimsoll.report.console import StandardError
 
 
 class Report(Protocol):
@@ -25,7 +25,7 @@ class Report(Protocol):
 @contextmanager
 def spinner(quiet: bool) -> Iterator[Callable[[str], None]]:
     """Show what is being done, as last said, while the block runs; ``quiet``, or no terminal, shows nothing."""
-    console = Console(stderr=True)
+    console = StandardError()
     if quiet or not console.is_terminal:
         yield lambda message: None
         return
@@ -46,7 +46,7 @@ def stages(quiet: bool) -> Iterator[Report]:
         TimeElapsedColumn(),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=Console(stderr=True)) as bars:
+    with Progress(*columns, console=StandardError()) as bars:
         tasks: dict[str, TaskID] = {}
 
         def report(stage: str, done: int, total: int) -> None:
@@ -82,7 +82,7 @@ def row_rates(what: str, quiet: bool) -> Iterator[tuple[RowReport, Report]]:
         TimeElapsedColumn(),
         TimeRemainingColumn(elapsed_when_finished=True),
     )
-    bars = Progress(*columns, console=Console(stderr=True))
+    bars = Progress(*columns, console=StandardError())
     tasks: dict[str, TaskID] = {}
     began: list[float] = []
 

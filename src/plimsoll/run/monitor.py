@@ -9,20 +9,19 @@ On a terminal the view is a live panel; elsewhere (a log, CI) it is a line every
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 
-from rich.console import Console
 from rich.live import Live
 
 from plimsoll.device.base import Backend
 from plimsoll.records.device import MemoryUse
 from plimsoll.records.run import StepLine
 from plimsoll.report.as_text import live_panel, progress_line
+from plimsoll.report.console import StandardError
 from plimsoll.run.boundary import Position, attempt
 
 _SAMPLE_SECONDS = 0.05
@@ -77,13 +76,6 @@ def thinned(samples: list[tuple[float, int]], num_kept: int) -> tuple[tuple[floa
     return tuple(max(samples[a:b], key=lambda sample: sample[1]) for a, b in pairwise(bounds))
 
 
-class _Console(Console):
-    """One whose reader may go away (``| tee``, at Ctrl-C): rich would end the process in the middle of a step."""
-
-    def on_broken_pipe(self) -> None:
-        self.quiet = True
-
-
 class View:
     """The live view on standard error; ``quiet`` draws nothing."""
 
@@ -92,7 +84,7 @@ class View:
         self._num_steps = num_steps
         self._unit_name = unit_name
         self._quiet = quiet
-        self._console = _Console(file=sys.stderr)
+        self._console = StandardError()
         self._live: Live | None = None
         self._drawn = 0.0
         self._first: StepLine | None = None

@@ -161,6 +161,7 @@ def supervise(directory: RunDirectory, worker_arguments: tuple[str, ...] = (), q
     Raises:
         OutOfMemoryError: if it keeps being killed for memory without getting further.
         KilledError: if it keeps being killed for another reason, or crashes.
+        Interrupted: after a second signal, which ends a step in its middle.
     """
     rungs, num_ranks = Plan.load(directory.plan).rungs, Job.from_yaml(directory.job).ranks
     retries = _Retries(len(rungs), worker_arguments)
@@ -204,10 +205,18 @@ def _complete_record(directory: RunDirectory) -> None:
 
 
 def _require_saved(directory: RunDirectory, end: _End) -> None:
-    """Tell of steps that found no memory to be saved in when the run was asked to stop: 128 + n says that all are."""
-    if end.asked_by is None or end.return_code not in {WornProcessError.exit_code, TornStepError.exit_code}:
+    """Tell of steps that are not saved though the run was asked to stop: 128 + n alone says that all are."""
+    if end.asked_by is None:
         return
     done, saved = directory.last_step(), directory.last_saved_step()
+    if end.return_code < 0:  # by a second signal, wherever it was
+        again = (
+            f"go on with `plimsoll train --resume --out {directory.path}`" if saved else "start it again with --force"
+        )
+        said = f"step {saved} is the last one saved" if saved else "no step is saved"
+        raise Interrupted(f"stopped at once, and {said}: {again}", end.asked_by)
+    if end.return_code not in {WornProcessError.exit_code, TornStepError.exit_code}:
+        return
     if done > saved:
         raise OutOfMemoryError(
             f"stopped after step {done}, but there was no memory to save it: step {saved} is the last one saved; go on "
