@@ -85,7 +85,7 @@ coverage: $(VENV)/.installed-release ## which lines the tests run, also in proce
 	$(RUN) -m coverage combine --quiet
 	$(RUN) -m coverage report
 
-# Modules for `make mutants`, how many mutants of each, and what they are drawn with.
+# Modules or folders of them for `make mutants`, how many mutants of each, and what they are drawn with.
 MUTATED ?= src/plimsoll/run/undo.py src/plimsoll/run/commit.py
 NUMBER ?= 20
 SEED ?= 0

@@ -1,11 +1,13 @@
 """Whether tests notice what is changed in a module: a sample of its mutants, made by cosmic-ray's operators.
 
     python tests/mutants.py src/plimsoll/run/undo.py src/plimsoll/run/commit.py --number 20 --seed 0
+    python tests/mutants.py src/plimsoll/run --number 100    # of all modules there, each place as likely as another
 
-For each module a number of mutants is drawn, each one small change (a comparison, a number, a `not`, ...) in a copy of
-the sources, and the tests of the module are run on it until one fails; `TESTS` has more of them for some modules. A
-mutant that changes only annotations or docstrings is none. Prints each survivor as a diff, the share that was killed,
-and as its last line one JSON object. A survivor is a gap in the tests or a change without an effect: look at it.
+A number of mutants is drawn of each module, or of all modules of a folder together, each one small change (a
+comparison, a number, a `not`, ...) in a copy of the sources, and the tests of its module are run on it until one fails;
+`TESTS` has more of them for some modules. A mutant that changes only annotations or docstrings is none. Prints each
+survivor as a diff, the share that was killed, and as its last line one JSON object. A survivor is a gap in the tests or
+a change without an effect: look at it.
 """
 
 from __future__ import annotations
@@ -21,11 +23,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+SOURCES = ROOT / "src" / "plimsoll"
 TESTS = {
     "run/commit.py": ["tests/numerics/test_transaction.py"],
     "run/undo.py": ["tests/numerics/test_transaction.py"],
@@ -39,58 +43,64 @@ _PATIENCE_SECONDS = 30.0
 def main() -> None:
     """Draw mutants, run the tests on them, and say what came of it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("modules", type=Path, nargs="+", help="files below src/plimsoll")
-    parser.add_argument("--number", type=int, default=20, help="mutants of each module (default: %(default)s)")
+    parser.add_argument("parts", type=Path, nargs="+", help="files or folders below src/plimsoll")
+    parser.add_argument("--number", type=int, default=20, help="mutants of each of them (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of what is drawn (default: %(default)s)")
     arguments = parser.parse_args()
-    killed = {}
-    for module in arguments.modules:
-        relative = module.resolve().relative_to(ROOT / "src" / "plimsoll")
-        killed[str(relative)] = examined(relative, arguments.number, arguments.seed)
-    num_killed, num_mutants = (sum(numbers) for numbers in zip(*killed.values(), strict=True))
-    print(f"{num_killed} of {num_mutants} mutants killed")
-    print(json.dumps({"seed": arguments.seed, "killed": {name: list(numbers) for name, numbers in killed.items()}}))
+    killed: Counter[str] = Counter()
+    drawn: Counter[str] = Counter()
+    for part in arguments.parts:
+        modules = [part] if part.is_file() else sorted(part.rglob("*.py"))
+        names = [path.resolve().relative_to(SOURCES).as_posix() for path in modules]
+        sources = {name: (SOURCES / name).read_text("utf-8") for name in names}
+        chosen = list(islice(mutants_of(sources, random.Random(arguments.seed)), arguments.number))
+        for name in sorted({name for name, _ in chosen}):
+            mutants = [mutant for of, mutant in chosen if of == name]
+            drawn[name] += len(mutants)
+            killed[name] += examined(name, sources[name], mutants)
+    print(f"{killed.total()} of {drawn.total()} mutants killed")
+    print(json.dumps({"seed": arguments.seed, "killed": {name: [killed[name], drawn[name]] for name in drawn}}))
 
 
-def examined(module: Path, number: int, seed: int) -> tuple[int, int]:
-    """Run the tests of a module on some of its mutants; returns how many were killed, of how many."""
-    source = (ROOT / "src" / "plimsoll" / module).read_text("utf-8")
-    chosen = list(islice(mutants_of(source, random.Random(seed)), number))
-    print(f"{module}: {len(chosen)} mutants, {' '.join(files_for(module))}", flush=True)
+def examined(module: str, source: str, mutants: list[str]) -> int:
+    """Run the tests of a module on mutants of it; returns how many were killed."""
+    print(f"{module}: {len(mutants)} mutants, {' '.join(files_for(module))}", flush=True)
+    num_killed = 0
     with tempfile.TemporaryDirectory(prefix="mutants-") as name:
         package = Path(name) / "src" / "plimsoll"
-        shutil.copytree(ROOT / "src" / "plimsoll", package, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(SOURCES, package, ignore=shutil.ignore_patterns("__pycache__"))
         began = time.monotonic()
         if fails(package, module, None):
             sys.exit(f"the tests of {module} fail without a change: mend that first")
         patience_seconds = _PATIENCE * (time.monotonic() - began) + _PATIENCE_SECONDS
-        num_killed = 0
-        for mutant in chosen:
+        for mutant in mutants:
             (package / module).write_text(mutant, "utf-8")
             is_killed = fails(package, module, patience_seconds)
             num_killed += is_killed
             if not is_killed:
-                print(difference(source, mutant, str(module)), flush=True)
-    print(f"{module}: {num_killed} of {len(chosen)} killed", flush=True)
-    return num_killed, len(chosen)
+                print(difference(source, mutant, module), flush=True)
+    print(f"{module}: {num_killed} of {len(mutants)} killed", flush=True)
+    return num_killed
 
 
-def mutants_of(source: str, drawn: random.Random) -> Iterator[str]:
-    """Every mutant of a module's source that changes what it does, in an order that is drawn."""
+def mutants_of(sources: Mapping[str, str], drawn: random.Random) -> Iterator[tuple[str, str]]:
+    """Every mutant that changes what a module does, with the name of its module, in an order that is drawn."""
     from cosmic_ray.ast import ast_nodes, get_ast
     from cosmic_ray.mutating import mutate_code
     from cosmic_ray.plugins import get_operator, operator_names
 
-    nodes, before = list(ast_nodes(get_ast(source))), meaning_of(source)
     names = [name for name in operator_names() if "Variable" not in name]  # those need the name of one
     operators = [get_operator(name)() for name in sorted(names)]
-    counts = [sum(1 for node in nodes for _ in operator.mutation_positions(node)) for operator in operators]
-    places = [(index, place) for index, number in enumerate(counts) for place in range(number)]
+    places = []
+    for module, source in sources.items():
+        nodes = list(ast_nodes(get_ast(source)))
+        counts = [sum(1 for node in nodes for _ in operator.mutation_positions(node)) for operator in operators]
+        places += [(module, index, place) for index, number in enumerate(counts) for place in range(number)]
     drawn.shuffle(places)
-    for index, place in places:
-        mutant = mutate_code(source, operators[index], place)
-        if mutant is not None and meaning_of(mutant) != before:
-            yield mutant
+    for module, index, place in places:
+        mutant = mutate_code(sources[module], operators[index], place)
+        if mutant is not None and meaning_of(mutant) != meaning_of(sources[module]):
+            yield module, mutant
 
 
 def meaning_of(source: str) -> str:
@@ -114,15 +124,16 @@ def meaning_of(source: str) -> str:
     return ast.dump(tree)
 
 
-def files_for(module: Path) -> list[str]:
+def files_for(module: str) -> list[str]:
     """The files of tests that are run for a module, its own first."""
-    own = "_".join(("test", *module.with_suffix("").parts[-2:]))
-    name = f"tests/unit/{module.parent}/{own}.py"
+    path = Path(module)
+    own = "_".join(("test", *path.with_suffix("").parts[-2:]))
+    name = f"tests/unit/{path.parent}/{own}.py"
     found = [name] if (ROOT / name).is_file() else []
-    return found + TESTS.get(module.as_posix(), [])
+    return found + TESTS.get(module, [])
 
 
-def fails(package: Path, module: Path, patience_seconds: float | None) -> bool:
+def fails(package: Path, module: str, patience_seconds: float | None) -> bool:
     """Whether a test fails with these sources, or does not end."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *files_for(module)]
     environment = os.environ | {"PYTHONPATH": str(package.parent), "PYTHONDONTWRITEBYTECODE": "1"}
