@@ -88,20 +88,21 @@ def measure_speed(device: str = "cpu") -> Speed:
         device: see `measured_speed`.
     """
     probe, name = _Probe(device), name_of(device)
-    gain = probe.gain_of_threads()
-    with torch.no_grad(), torch.random.fork_rng(devices=[]), _one_thread():
-        return Speed(
-            device=name,
-            source="measured",
-            flops_per_second={name: _faster(probe.products(dtype), gain) for name, dtype in _DTYPES.items()},
-            bytes_per_second={kind: _faster(curve, gain) for kind, curve in probe.moving().items()},
-            op_seconds=probe.call_seconds() * (_CALL_FACTOR if probe.is_cpu else 1.0) + probe.extra_call_seconds,
-            kernel_seconds=0.0 if probe.is_cpu else _GPU_KERNEL_SECONDS,
-            fresh_seconds_per_byte=probe.fresh_seconds_per_byte() / gain if probe.is_cpu else 0.0,
-            link_bytes_per_second=probe.file_rate() if probe.is_cpu else probe.host_link_rate(),
-            overlaps=not probe.is_cpu,
-            spread=_MEASURED_SPREAD,
-        )
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        gain = probe.gain_of_threads()
+        with _one_thread():
+            return Speed(
+                device=name,
+                source="measured",
+                flops_per_second={name: _faster(probe.products(dtype), gain) for name, dtype in _DTYPES.items()},
+                bytes_per_second={kind: _faster(curve, gain) for kind, curve in probe.moving().items()},
+                op_seconds=probe.call_seconds() * (_CALL_FACTOR if probe.is_cpu else 1.0) + probe.extra_call_seconds,
+                kernel_seconds=0.0 if probe.is_cpu else _GPU_KERNEL_SECONDS,
+                fresh_seconds_per_byte=probe.fresh_seconds_per_byte() / gain if probe.is_cpu else 0.0,
+                link_bytes_per_second=probe.file_rate() if probe.is_cpu else probe.host_link_rate(),
+                overlaps=not probe.is_cpu,
+                spread=_MEASURED_SPREAD,
+            )
 
 
 def speed_of(spec: DeviceSpec) -> Speed:

@@ -46,6 +46,8 @@ _DISGUISES = {
     "xpu": r"UR_RESULT_ERROR_OUT_OF_RESOURCES",
     "onednn": r"could not (?:create a primitive|create a memory object|execute a primitive)",
     "os": r"can't start new thread",
+    # CPython from 3.11 on, where a call has no room for its frame.
+    "memory-error": r"error return without exception set|returned NULL without setting an exception",
     "worker-killed": r"DataLoader worker \(pid \d+\) is killed by signal: Aborted",
 }
 # Errors that a retry with less memory cannot mend, though they may stand beside a text above.
@@ -56,7 +58,7 @@ _LOOK_ALIKES = re.compile(
 _FAMILY_PATTERNS = {family: re.compile(pattern) for family, pattern in _FAMILIES.items()}
 _DISGUISE_PATTERNS = {family: re.compile(pattern) for family, pattern in _DISGUISES.items()}
 
-_TYPES_WITH_TEXTS = (RuntimeError, OSError, ImportError)  # the last of a library that has no room
+_TYPES_WITH_TEXTS = (RuntimeError, OSError, ImportError, SystemError)  # the last two of libraries that have no room
 
 _SIZE = r"(\d+(?:\.\d+)?) ?([KMGTPE]i?B|[Bb]ytes)"
 _REQUESTS = re.compile(rf"(?:[Tt]ried to allocate|Requested\s*:|Unable to allocate|unable to mmap) {_SIZE}")

@@ -85,6 +85,41 @@ def test_a_disguise_counts_only_where_the_budget_is_nearly_used():
     assert done.stdout == "[None, None, 'onednn']\n"
 
 
+_NO_FRAME = """
+import sys, torch
+from plimsoll.device import process
+from plimsoll.device.cpu import CpuBackend
+backend = CpuBackend()
+sys.setrecursionlimit(1_000_000)
+
+def deep(number):
+    return 0 if number == 0 else 1 + deep(number - 1)
+
+def filled(sizes, kept):
+    for size in sizes:
+        try:
+            while True:
+                kept.append(bytearray(size))
+        except MemoryError:
+            pass
+
+kept = []
+with backend.limited(process.private_bytes() + (1 << 26)):
+    filled((100_000, 1_000, 8), kept)
+    try:
+        deep(20_000)
+    except BaseException as error:
+        kept.clear()
+        print(backend.oom_family(error))
+"""
+
+
+def test_a_call_that_has_no_room_for_its_frame_is_out_of_memory():
+    """For which CPython from 3.11 on raises a SystemError of no meaning."""
+    done = subprocess.run([sys.executable, "-c", _NO_FRAME], capture_output=True, text=True, check=True)
+    assert done.stdout == "memory-error\n"
+
+
 def test_an_ordinary_error_is_none():
     assert CpuBackend().oom_family(RuntimeError("shapes differ")) is None
     with pytest.raises(RuntimeError) as caught:

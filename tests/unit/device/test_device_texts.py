@@ -198,6 +198,7 @@ def test_a_crashed_worker_is_not_taken_for_a_killed_one():
         ("CUDA driver error: device not ready", "cuda-driver"),
         ("could not create a primitive", "onednn"),
         ("can't start new thread", "os"),
+        ("error return without exception set", "memory-error"),
     ],
 )
 def test_a_disguise_is_no_certain_error(text, family):
