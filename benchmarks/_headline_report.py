@@ -128,5 +128,7 @@ def settings(found: Found, titles: Mapping[str, str]) -> str:
             how = one.get("choices") or "whole batch"
             if chosen:
                 how = f"{chosen['micro_batch']} samples{' with checkpointing' * chosen['checkpointing']}"
+            if one.get("oom_events"):
+                how += f", out of memory {one['oom_events']} times, after which a smaller fallback went on"
             used[name, share] = f"{titles[name]} in {share:.2f} x: {how}"
     return "; ".join(used.values())
