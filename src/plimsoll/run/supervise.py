@@ -210,11 +210,10 @@ def _require_saved(directory: RunDirectory, end: _End) -> None:
         return
     done, saved = directory.last_step(), directory.last_saved_step()
     if end.return_code < 0:  # by a second signal, wherever it was
-        again = (
-            f"go on with `plimsoll train --resume --out {directory.path}`" if saved else "start it again with --force"
+        how = "--resume" if saved else "--force"
+        raise Interrupted(
+            f"stopped at once, and step {saved} is the last one saved: start it again with {how}", end.asked_by
         )
-        said = f"step {saved} is the last one saved" if saved else "no step is saved"
-        raise Interrupted(f"stopped at once, and {said}: {again}", end.asked_by)
     if end.return_code not in {WornProcessError.exit_code, TornStepError.exit_code}:
         return
     if done > saved:
