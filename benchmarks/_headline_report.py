@@ -70,11 +70,19 @@ def summary(measured: Mapping[Task, Found], titles: Mapping[str, str]) -> str:
 
 def _compared(found: Found, best: Found, titles: Mapping[str, str], share: float) -> str:
     times = best["times"][str(share)]
+    rounds = [one for key, one in found["times"].items() if json.loads(key)[:2] == [OURS, share]]
+    if sum(one.get("oom_events", 0) for one in rounds):
+        last = statistics.median(one["seconds"][-1] for one in rounds)
+        return f"{_ratio(times, titles)}; memory ran out on the way, and the last step took {last:.1f} s"
+    return _ratio(times, titles) or time_of(found, OURS, share)
+
+
+def _ratio(times: Found, titles: Mapping[str, str]) -> str:
     if times["ratio"] is not None:
         return f"{times['our_seconds']:.1f} s, x {times['ratio']:.2f} of the fastest ({titles[times['fastest']]})"
     if times["our_seconds"] is not None:
         return f"{times['our_seconds']:.1f} s; no other tool trains"
-    return time_of(found, OURS, share)
+    return ""
 
 
 def table(found: Found, titles: Mapping[str, str]) -> list[str]:

@@ -98,7 +98,7 @@ def main() -> None:
     verdicts = judged(folder, state, parse_bytes(arguments.budget), replayed)
     print(table := rows(verdicts, state.seconds))
     readme = summary(verdicts, state.seconds, arguments)
-    file_result(arguments.out, "endurance", title(arguments).capitalize(), table, readme)
+    file_result(arguments.out, "endurance", f"Endurance: {title(arguments)}", table, readme)
     faults = [fault for verdict in verdicts.values() for fault in verdict.faults]
     for fault in faults:
         print(f"NOT AS IT SHOULD BE: {fault}")

@@ -52,6 +52,9 @@ def main() -> None:
     for part in arguments.parts:
         modules = [part] if part.is_file() else sorted(part.rglob("*.py"))
         names = [path.resolve().relative_to(SOURCES).as_posix() for path in modules]
+        if without := [name for name in names if not files_for(name)]:
+            print(f"left out, having no tests of their own: {', '.join(without)}", flush=True)
+            names = [name for name in names if name not in without]
         sources = {name: (SOURCES / name).read_text("utf-8") for name in names}
         chosen = list(islice(mutants_of(sources, random.Random(arguments.seed)), arguments.number))
         for name in sorted({name for name, _ in chosen}):
@@ -127,7 +130,7 @@ def meaning_of(source: str) -> str:
 def files_for(module: str) -> list[str]:
     """The files of tests that are run for a module, its own first."""
     path = Path(module)
-    own = "_".join(("test", *path.with_suffix("").parts[-2:]))
+    own = "_".join(("test", *path.with_suffix("").parts))
     name = f"tests/unit/{path.parent}/{own}.py"
     found = [name] if (ROOT / name).is_file() else []
     return found + TESTS.get(module, [])

@@ -28,6 +28,9 @@ def test_annotations_and_docstrings_mean_nothing():
 def test_a_module_has_its_own_tests_and_those_that_are_named():
     assert files_for("run/undo.py") == ["tests/unit/run/test_run_undo.py", "tests/numerics/test_transaction.py"]
     assert files_for("records/units.py") == ["tests/unit/records/test_records_units.py"]
+    nested = "tests/unit/weights/shrink/test_weights_shrink_int4.py"
+    assert files_for("weights/shrink/int4.py") == ([nested] if (ROOT / nested).is_file() else [])
+    assert files_for("weights/shrink/__init__.py") == []
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@
     |   `-- TornStepError                 75   an OOM inside optimizer.step(), to be undone by a reload (3 without one)
     |-- RankLostError                     77   another rank ended or does not answer; all begin again, or --resume
     |-- KilledError                      137   (139 for SIGSEGV) the training died of a signal, and not surely of memory
-    `-- Interrupted                      130   (143 for SIGTERM) the step was finished and saved, if there was one
+    `-- Interrupted                      130   (143 for SIGTERM) the step is saved, or the message says which
 
 A message says what was attempted, the values with their units, why it failed and what to type instead.
 """

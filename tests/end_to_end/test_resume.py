@@ -69,7 +69,9 @@ def test_a_second_interrupt_ends_at_once(cache, tmp_path):
     process.send_signal(signal.SIGINT)
     done = finish(process)
     assert done.returncode == 130
-    assert done.stderr.endswith("stopped at once, and step 0 is the last one saved: start it again with --force\n")
+    assert done.stderr.endswith(
+        f"stopped at once, and step 0 is the last one saved: go on with `plimsoll train job.yaml --force --out {run}`\n"
+    )
     assert "Traceback" not in done.stderr
     assert steps_of(run) == []
 

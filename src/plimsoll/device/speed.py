@@ -88,7 +88,7 @@ def measure_speed(device: str = "cpu") -> Speed:
         device: see `measured_speed`.
     """
     probe, name = _Probe(device), name_of(device)
-    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+    with torch.no_grad(), torch.random.fork_rng([] if probe.is_cpu else [torch.device(device)]):
         gain = probe.gain_of_threads()
         with _one_thread():
             return Speed(

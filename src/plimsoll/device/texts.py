@@ -46,7 +46,7 @@ _DISGUISES = {
     "xpu": r"UR_RESULT_ERROR_OUT_OF_RESOURCES",
     "onednn": r"could not (?:create a primitive|create a memory object|execute a primitive)",
     "os": r"can't start new thread",
-    # CPython from 3.11 on, where a call has no room for its frame.
+    # CPython from 3.11 on, where a call has no room for its frame; also a fault of an extension's.
     "memory-error": r"error return without exception set|returned NULL without setting an exception",
     "worker-killed": r"DataLoader worker \(pid \d+\) is killed by signal: Aborted",
 }

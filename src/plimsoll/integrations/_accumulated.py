@@ -1,11 +1,12 @@
 """A loss that a `Trainer` takes to be divided by the labels of its whole window of batches, and that is not.
 
 A Trainer that hands ``num_items_in_batch`` to a model leaves it to the model to divide by it. A model that takes it and
-means over its own batch (the sequence classifiers of transformers 5.23, and many a ``compute_loss`` of a subclass) has
-a loss and gradients that are as many times too large as a window has batches: 8 times for a batch of 8 as 8 x 1.
+means over its own batch (classifiers of texts and tokens, masked language models and T5 in transformers 5.23, and many
+a ``compute_loss`` of a subclass) has a loss and gradients that are as many times too large as a window has batches.
 
 Does NOT cover a subclass with a ``training_step`` of its own, and a ``compute_loss_func``, which say themselves what
-they divide by.
+they divide by; a loss of NaN; and a loss that cannot be computed in evaluation mode without gradients, or is random
+there: nothing is said of those. A ``compute_loss`` that counts its calls counts two more.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from __future__ import annotations
 import copy
 import math
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,7 +24,8 @@ from torch import nn
 
 from plimsoll.device.base import Backend
 from plimsoll.integrations.transaction import shape_of_any
-from plimsoll.run.boundary import Position, attempt
+from plimsoll.run.boundary import without_fail
+from plimsoll.run.undo import Undo
 from plimsoll.workload import split_batch
 
 
@@ -32,7 +36,7 @@ def warn_if_undivided(
 
     Args:
         trainer: before its first step.
-        model: as the trainer calls it.
+        model: as the trainer calls it; it is afterwards as it was.
         batch: its first; the passes are of one sample of it, where it can be cut.
         items: what the trainer would have the loss divided by; ``None`` if it divides by itself.
         backend: of the device, whose random numbers stay as they are.
@@ -40,29 +44,52 @@ def warn_if_undivided(
     num_batches = trainer.args.gradient_accumulation_steps
     leaves_it_to_the_model = (
         trainer.model_accepts_loss_kwargs
-        and trainer.loss_is_scaled_for_ga is None
+        and getattr(trainer, "loss_is_scaled_for_ga", True) is None  # before transformers 5.23 there is no such switch
         and trainer.compute_loss_func is None
         and type(trainer).training_step is transformers.Trainer.training_step
     )
     if num_batches == 1 or items is None or not leaves_it_to_the_model:
         return
-    sample = split_batch(batch, 1)[0] if shape_of_any(batch, "samples").num_samples > 1 else batch
-    random_state = backend.random_state()
-    losses = attempt(lambda: [_loss(trainer, model, sample, times * items) for times in (1, 2)], backend, Position())
-    backend.restore_random_state(random_state)
-    if isinstance(losses, list) and losses[0] and math.isclose(*losses, rel_tol=0.01):
+    losses = without_fail(lambda: _losses(trainer, model, batch, items, backend))
+    if isinstance(losses, str):  # the step itself fails, or can do what these passes cannot
+        backend.release()
+        return
+    first, second = losses
+    if first and math.isfinite(first) and math.isclose(first, second, rel_tol=0.01):
         warnings.warn(
-            f"the loss of {type(trainer.model).__name__} does not depend on num_items_in_batch, by which the Trainer "
-            f"takes it to be divided: with gradient_accumulation_steps={num_batches} the loss that is logged and the "
-            f"gradients are {num_batches} times too large; set trainer.loss_is_scaled_for_ga = False before it trains",
+            f"the loss of this {type(trainer.model).__name__} does not depend on num_items_in_batch, by which the "
+            "Trainer takes it to be divided. If it is the mean of its own batch, the loss that is logged and the "
+            f"gradients are {num_batches} times too large with gradient_accumulation_steps={num_batches}: set "
+            "trainer.loss_is_scaled_for_ga = False before it trains; True if it is divided by the accumulation itself",
             stacklevel=2,
         )
 
 
 @torch.no_grad()
-def _loss(trainer: transformers.Trainer, model: nn.Module, sample: Any, items: Any) -> float:
-    model.eval()  # the trainer's step begins with train()
-    inputs = trainer._prepare_inputs(copy.copy(sample))
-    with trainer.compute_loss_context_manager():
-        loss: Any = trainer.compute_loss(model, inputs, num_items_in_batch=items)
-    return float(loss)
+def _losses(
+    trainer: transformers.Trainer, model: nn.Module, batch: Any, items: Any, backend: Backend
+) -> tuple[float, float]:
+    """The loss of a sample as it is to be divided by ``items``, and by twice as much."""
+    sample = split_batch(batch, 1)[0] if shape_of_any(batch, "samples").num_samples > 1 else batch
+
+    def loss(divisor: Any) -> float:
+        with _as_before(model, backend), trainer.compute_loss_context_manager():
+            model.eval()
+            inputs = trainer._prepare_inputs(copy.copy(sample))
+            found: Any = trainer.compute_loss(model, inputs, num_items_in_batch=divisor)
+            return float(found)
+
+    return loss(items), loss(2 * items)
+
+
+@contextmanager
+def _as_before(model: nn.Module, backend: Backend) -> Iterator[None]:
+    """Put modes, buffers and random numbers back afterwards."""
+    modes, undo = [(module, module.training) for module in model.modules()], Undo(model, backend)
+    undo.remember()
+    try:
+        yield
+    finally:
+        undo.restore()
+        for module, mode in modes:
+            module.training = mode

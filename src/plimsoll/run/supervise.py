@@ -209,17 +209,20 @@ def _require_saved(directory: RunDirectory, end: _End) -> None:
     if end.asked_by is None:
         return
     done, saved = directory.last_step(), directory.last_saved_step()
-    if end.return_code < 0:  # by a second signal, wherever it was
-        how = "--resume" if saved else "--force"
+    if end.return_code in {WornProcessError.exit_code, TornStepError.exit_code}:
+        if done > saved:
+            raise OutOfMemoryError(
+                f"stopped after step {done}, but there was no memory to save it: step {saved} is the last one saved; "
+                f"go on from there with `plimsoll train --resume --out {directory.path}` and more memory"
+            )
+    elif end.return_code < 0 or done > saved:  # a second signal ends it wherever it is, and so does a kill
+        number = -end.return_code if end.return_code < 0 else signal.SIGTERM
+        how = "stopped at once" if number == signal.SIGTERM else f"killed ({signal.Signals(number).name})"
+        again = "--resume" if saved else "job.yaml --force"
         raise Interrupted(
-            f"stopped at once, and step {saved} is the last one saved: start it again with {how}", end.asked_by
-        )
-    if end.return_code not in {WornProcessError.exit_code, TornStepError.exit_code}:
-        return
-    if done > saved:
-        raise OutOfMemoryError(
-            f"stopped after step {done}, but there was no memory to save it: step {saved} is the last one saved; go on "
-            f"from there with `plimsoll train --resume --out {directory.path}` and more memory"
+            f"{how}, and step {saved} is the last one saved: go on with `plimsoll train {again} --out "
+            f"{directory.path}`",
+            end.asked_by,
         )
 
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.trainers import MeanLoss, assert_alike, classifier, language_model, trainer_of
-from torch import Tensor
+from tests.trainers import LENGTH, MeanLoss, assert_alike, classifier, language_model, short_of_memory, trainer_of
+from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback
 
 import plimsoll
@@ -53,4 +54,34 @@ def test_a_loss_that_is_divided_by_them_is_not(tmp_path: Path, options: dict[str
     undisturbed.train()
     trainer = trainer_of(language_model(dropout=0.2), tmp_path / "b", gradient_accumulation_steps=2, **options)
     plimsoll.transformers.fit(trainer)  # where a warning is an error
+    assert_alike(trainer, undisturbed)
+
+
+class Picky(nn.Module):
+    """A model with BatchNorm, which counts its passes; it may have a loss in training mode alone."""
+
+    def __init__(self, only_in_training: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.only_in_training = only_in_training
+        self.norm, self.layer = nn.BatchNorm1d(LENGTH), nn.Linear(LENGTH, 3)
+        self.register_buffer("num_passes", torch.zeros(()))
+
+    def forward(self, input_ids: Tensor, labels: Tensor, **options: Any) -> dict[str, Tensor]:
+        self.num_passes += 1
+        logits = self.layer(self.norm(input_ids.float()))
+        is_known = self.training or not self.only_in_training
+        return {"logits": logits} | ({"loss": nn.functional.cross_entropy(logits, labels)} if is_known else {})
+
+
+@pytest.mark.filterwarnings("ignore:the loss of this Picky does not depend on num_items_in_batch")
+@pytest.mark.parametrize("only_in_training", [True, False])
+def test_looking_at_the_loss_changes_nothing(tmp_path: Path, only_in_training: bool):
+    """A model in evaluation mode would be cut though its BatchNorm forbids it."""
+    undisturbed = trainer_of(Picky(only_in_training), tmp_path / "a", gradient_accumulation_steps=2)
+    undisturbed.train()
+    trainer = trainer_of(Picky(only_in_training), tmp_path / "b", gradient_accumulation_steps=2)
+    assert trainer.model is not None
+    with short_of_memory(trainer.model, [1], Counter()):
+        plimsoll.transformers.fit(trainer)
     assert_alike(trainer, undisturbed)
