@@ -132,7 +132,7 @@ def random_states(backend: Backend, ranks: Ranks) -> Any:
     file = io.BytesIO()
     torch.save(own, file)
     every = ranks.gather_agreed(file.getvalue())
-    return {_BY_RANK: [torch.load(io.BytesIO(content), weights_only=True) for content in every]}
+    return {_BY_RANK: [torch.load(io.BytesIO(content), map_location="cpu", weights_only=True) for content in every]}
 
 
 def restore_random_state(backend: Backend, states: Any, ranks: Ranks, seed: int) -> None:

@@ -210,9 +210,15 @@ def test_preparing_says_with_its_code_that_it_could_not(new_run, tmp_path, capfd
 SUPERVISE = """
 import sys
 from pathlib import Path
+from plimsoll.errors import Interrupted
 from plimsoll.run.directory import RunDirectory
 from plimsoll.run.supervise import supervise
-sys.exit(supervise(RunDirectory.open(Path(sys.argv[1])), quiet=True))
+try:
+    code = supervise(RunDirectory.open(Path(sys.argv[1])), quiet=True)
+except Interrupted as error:
+    print(error, file=sys.stderr)
+    code = error.exit_code
+sys.exit(code)
 """
 
 
@@ -336,8 +342,10 @@ def test_a_training_that_is_killed_after_it_was_asked_to_stop_is_not_started_aga
     process.send_signal(signal.SIGINT)  # a thread that still ran would take it
     wait_until(lambda: "SigPnd:\t0000000000000000\nShdPnd:\t0000000000000000" not in status_of(worker.pid), process)
     worker.kill()
-    process.communicate(timeout=LONGEST_SECONDS)
+    _, errors = process.communicate(timeout=LONGEST_SECONDS)
     assert process.returncode == 130
+    again = f"go on with `plimsoll train job.yaml --force --out {directory.path}`"
+    assert f"killed (SIGKILL), and step 0 is the last one saved: {again}" in errors
     assert len(of_kind(directory, StartLine)) == 1
 
 
