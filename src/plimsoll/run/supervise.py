@@ -161,7 +161,7 @@ def supervise(directory: RunDirectory, worker_arguments: tuple[str, ...] = (), q
     Raises:
         OutOfMemoryError: if it keeps being killed for memory without getting further.
         KilledError: if it keeps being killed for another reason, or crashes.
-        Interrupted: after a second signal, which ends a step in its middle.
+        Interrupted: after a second signal, or a kill while it stops, which end a step in its middle.
     """
     rungs, num_ranks = Plan.load(directory.plan).rungs, Job.from_yaml(directory.job).ranks
     retries = _Retries(len(rungs), worker_arguments)
@@ -215,7 +215,7 @@ def _require_saved(directory: RunDirectory, end: _End) -> None:
                 f"stopped after step {done}, but there was no memory to save it: step {saved} is the last one saved; "
                 f"go on from there with `plimsoll train --resume --out {directory.path}` and more memory"
             )
-    elif end.return_code < 0 or done > saved:  # a second signal ends it wherever it is, and so does a kill
+    elif end.return_code < 0 or (end.return_code in _UNFINISHED and done > saved):  # by a second signal, or a kill
         number = -end.return_code if end.return_code < 0 else signal.SIGTERM
         how = "stopped at once" if number == signal.SIGTERM else f"killed ({signal.Signals(number).name})"
         again = "--resume" if saved else "job.yaml --force"

@@ -13,7 +13,7 @@ import pytest
 from small_runs import train_here
 
 from plimsoll.device.cgroup import OomKills, oom_kill_count
-from plimsoll.errors import OutOfMemoryError, TornStepError, WornProcessError
+from plimsoll.errors import Interrupted, OutOfMemoryError, TornStepError, WornProcessError
 from plimsoll.records.device import Device, MemoryUse
 from plimsoll.records.plan import Choice, Rung, micro_batch_choice
 from plimsoll.records.run import CheckpointLine, DeathLine, RunHead, RunRecord, StartLine
@@ -279,6 +279,12 @@ def test_a_stop_that_finds_no_memory_to_save_in_does_not_say_that_all_is_saved(n
     with pytest.raises(OutOfMemoryError, match=r"stopped after step 3, .* step 2 is the last one saved") as caught:
         supervise(directory)
     assert caught.value.exit_code == 3
+    monkeypatch.setattr("plimsoll.run.supervise._run_worker", lambda *_: _End(2, signal.SIGINT))
+    assert supervise(directory) == 2  # an error of its own, which it has said
+    monkeypatch.setattr("plimsoll.run.supervise._run_worker", lambda *_: _End(143, signal.SIGINT))
+    with pytest.raises(Interrupted, match="stopped at once, and step 2 is the last one saved"):  # by ranks
+        supervise(directory)
+    monkeypatch.setattr("plimsoll.run.supervise._run_worker", lambda *_: asked)
     train_here(directory, resume_newest=True)
     assert supervise(directory) == 130  # all is saved by now
 
