@@ -385,7 +385,7 @@ class StepCommit:
 
     def _stateless(self, pieces: list[_Piece]) -> list[nn.Parameter]:
         """The parameters whose states this step will create."""
-        return [parameter for piece in pieces for parameter in without_states(self.optimizer, piece.members())]
+        return [parameter for piece in pieces for _, parameter in without_states(self.optimizer, piece.members())]
 
     def _state_bytes(self, piece: _Piece) -> int:
         states = (self.optimizer.state[parameter] for parameter in piece.parameters)
