@@ -130,12 +130,13 @@ def prepare(job: Job, cache: Path, progress: Progress = silent) -> Prepared:
         names, labels = labels_of(corpus, names_to_number_by(corpus, job.model))
     elif job.task == "token-classification":
         names = tags_of(corpus)
-    train = making.text(corpus, labels)
+    train = making.text("the training text", corpus, labels)
     if isinstance(job.data.validation, str):
         other = open_corpus((job.data.validation,), reading, cache, progress)
         if job.task == "token-classification":
             tags_of(other, names)
-        held_out = making.text(other, labels_of(other, names)[1] if job.task == "classification" else None)
+        labels = labels_of(other, names)[1] if job.task == "classification" else None
+        held_out = making.text(f"the validation text ({job.data.validation})", other, labels)
     elif job.data.validation and train.spans_folder is not None and train.has_windows:
         train, held_out = making.split_by_text(train, job.data.validation)
     return Prepared(
@@ -227,8 +228,8 @@ class _Making:
     def __init__(self, job: Job, tokenizer: Tokenizer, cache: Path, progress: Progress) -> None:
         self._job, self._tokenizer, self._cache, self._progress = job, tokenizer, cache, progress
 
-    def text(self, corpus: Corpus, labels: NDArray[Any] | None) -> PreparedText:
-        """Tokenize a corpus and cut it into samples, as far as the job wants that done once."""
+    def text(self, name: str, corpus: Corpus, labels: NDArray[Any] | None) -> PreparedText:
+        """Tokenize a corpus and cut it into samples, as far as the job wants that done once; ``name`` is for errors."""
         facts: dict[str, Any] = {
             "corpus_key": corpus.key,
             "index_folder": str(corpus.folder),
@@ -244,7 +245,7 @@ class _Making:
         store = tokenize(corpus, self._tokenizer, self._cache, self._progress)
         facts |= {"tokens_folder": str(store.folder), "num_tokens": len(store.tokens)}
         facts |= {"num_lost_words": store.num_lost_words}
-        return PreparedText(**facts | self._samples(store))
+        return PreparedText(**facts | self._samples(name, store))
 
     def split_by_text(self, text: PreparedText, share: float) -> tuple[PreparedText, PreparedText]:
         """Hold out texts with all their windows."""
@@ -256,12 +257,12 @@ class _Making:
         )
         return train, held_out
 
-    def _samples(self, store: TokenStore) -> dict[str, Any]:
+    def _samples(self, name: str, store: TokenStore) -> dict[str, Any]:
         data, length, is_labelled = self._job.data, self._job.sequence_length, self._job.is_labelled
         if data.order == "streams":
             return {"num_samples": Lanes(0, len(store.tokens), self._job.batch_size, length).num_samples}
         if not (is_labelled or data.pack or data.borders):
-            refuse_no_window(len(store.tokens), length)
+            refuse_no_window(len(store.tokens), length, name)
             return {"num_samples": num_windows(len(store.tokens), length, data.stride)}
         borders = border_table(self._tokenizer.backend, data.borders) if data.borders else None
         spans = cut_texts(

@@ -290,14 +290,14 @@ def num_windows(num_tokens: int, sequence_length: int, stride: int | None) -> in
     return 1 + (num_tokens - sequence_length) // step if num_tokens >= sequence_length else 0
 
 
-def refuse_no_window(num_tokens: int, sequence_length: int) -> None:
-    """Refuse a stream of tokens that does not fill one window.
+def refuse_no_window(num_tokens: int, sequence_length: int, text: str = "the text") -> None:
+    """Refuse a stream of tokens that does not fill one window; ``text`` is what it is called.
 
     Raises:
         DataError: if it does not.
     """
     if num_tokens < sequence_length:
         raise DataError(
-            f"the text has {num_tokens} tokens, but one sample is sequence_length = {sequence_length}: give more text, "
+            f"{text} has {num_tokens} tokens, but one sample is sequence_length = {sequence_length}: give more text, "
             f"or shorten it with --set sequence_length={max(num_tokens // 2, 2)}"
         )

@@ -32,6 +32,7 @@ class Evidence:
         kind: of the device, such as ``"cpu"``, on which the host's memory counts.
         first_step: the step before its first.
         last_step: its last.
+        last_step_of_run: the last of all processes of a run that was killed or resumed.
         used_bytes: in use after a step, by the step, ascending.
         graphs: what of earlier graphs was alive, ascending by step.
         peak_bytes: the most it used, as far as it was measured.
@@ -55,6 +56,7 @@ class Evidence:
     kind: Literal["cpu", "cuda"] | str
     first_step: int = 0
     last_step: int = 0
+    last_step_of_run: int = 0
     used_bytes: tuple[tuple[int, int], ...] = ()
     graphs: tuple[GraphLine, ...] = ()
     peak_bytes: int | None = None
@@ -148,6 +150,7 @@ def evidence_of_run(run: RunRecord) -> Evidence:
         kind=run.device.kind,
         first_step=first,
         last_step=last,
+        last_step_of_run=borders[-1],
         used_bytes=tuple((step, steps[step].used_bytes or 0) for step in sorted(steps) if steps[step].used_bytes),
         graphs=tuple(graphs[step] for step in sorted(graphs)),
         peak_bytes=max((line.peak_bytes for line in steps.values() if line.peak_bytes), default=run.peak_bytes),

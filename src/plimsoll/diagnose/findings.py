@@ -21,11 +21,21 @@ def diagnosed(evidence: Evidence, notes: tuple[str, ...] = ()) -> Diagnosis:
         shares=evidence.shares,
         findings=tuple(sorted(findings, key=lambda finding: -(finding.effect_bytes or 0))),
         remedies=evidence.remedies,
-        notes=(*notes, *_notes(evidence, bool(findings))),
+        notes=(*notes, *_of_which_steps(evidence), *_of_growth(evidence, bool(findings))),
     )
 
 
-def _notes(evidence: Evidence, is_explained: bool) -> tuple[str, ...]:
+def _of_which_steps(evidence: Evidence) -> tuple[str, ...]:
+    first, last, all_steps = evidence.first_step + 1, evidence.last_step, evidence.last_step_of_run
+    if not 0 < evidence.num_steps < all_steps:
+        return ()
+    return (
+        f"Of the {all_steps} steps of this run, which more than one process did, steps {first} to {last} were looked "
+        "at, the most that one process did: what a process keeps is gone with it.",
+    )
+
+
+def _of_growth(evidence: Evidence, is_explained: bool) -> tuple[str, ...]:
     growth = evidence.growth
     if evidence.num_steps and growth is None:
         num_measured = len(evidence.used_bytes)

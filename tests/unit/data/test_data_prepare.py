@@ -57,9 +57,16 @@ def test_language_modelling_from_files_to_windows(texts: Path, tmp_path: Path):
 
 def test_a_text_shorter_than_a_sample_is_refused_when_it_is_prepared(texts: Path, tmp_path: Path):
     with pytest.raises(
-        DataError, match=r"the text has \d+ tokens, but one sample is sequence_length = 100000: give more"
+        DataError, match=r"the training text has \d+ tokens, but one sample is sequence_length = 100000: give more"
     ):
         prepare(job_of(texts, sequence_length=100_000), tmp_path / "cache")
+
+
+def test_of_two_texts_the_error_says_which_is_too_short(texts: Path, tmp_path: Path):
+    (tmp_path / "few.txt").write_text("hi")
+    data = {"validation": str(tmp_path / "few.txt")}
+    with pytest.raises(DataError, match=r"the validation text \(.*few\.txt\) has \d+ tokens, but one sample"):
+        prepare(job_of(texts, sequence_length=100, data=data), tmp_path / "cache")
 
 
 @pytest.mark.parametrize("data", [{}, {"on_the_fly": True, "long_texts": "truncate"}], ids=["once", "on the fly"])

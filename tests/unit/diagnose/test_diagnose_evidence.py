@@ -24,6 +24,7 @@ def run(**changes) -> RunRecord:
 def test_the_process_with_the_most_steps_is_taken():
     evidence = evidence_of_run(run())
     assert (evidence.first_step, evidence.last_step, evidence.num_steps) == (4, 10, 6)
+    assert evidence.last_step_of_run == 10
     assert evidence.used_bytes == tuple((step, 1000 + step) for step in range(5, 11))
     assert [line.step for line in evidence.graphs] == [5, 9]
     assert evidence.peak_bytes == 2010

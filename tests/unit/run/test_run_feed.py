@@ -62,7 +62,7 @@ def test_texts_that_are_tokenized_as_they_are_read_are_fed_however_large(
 @pytest.mark.parametrize(
     ("fields", "why"),
     [
-        ({"sequence_length": 9000}, r"the text has \d+ tokens, but one sample is sequence_length = 9000: .*"),
+        ({"sequence_length": 9000}, r"the training text has \d+ tokens, but one sample is sequence_length = 9000: .*"),
         ({"batch_size": 5000}, r"the data has \d+ samples, but one step takes batch_size = 5000: .*"),
     ],
 )
