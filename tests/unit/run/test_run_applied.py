@@ -6,12 +6,13 @@ import json
 
 import pytest
 import torch
+from transformers import AutoModelForSequenceClassification
 
 from plimsoll.errors import InputError, JobError
 from plimsoll.memory.lowering.cpu import CpuLowering
 from plimsoll.models.recurrent import build_recurrent, save_recurrent
 from plimsoll.run.applied import Applied
-from small_checkpoints import saved
+from small_checkpoints import gpt2, saved
 
 
 @pytest.fixture(scope="module")
@@ -33,6 +34,14 @@ def test_weights_are_of_the_type_they_are_stored_in_or_converted_to(folder, tmp_
     assert Applied.open(stored, "score", None, 0).dtype == "bfloat16"
     converted = Applied.open(folder, "score", torch.bfloat16, 0)
     assert (converted.dtype, converted.is_converted) == ("bfloat16", True)
+
+
+@pytest.mark.parametrize(("padding", "chosen"), [(None, 0), (5, 5)])
+def test_a_classifier_without_a_token_for_padding_gets_one(tmp_path, padding, chosen):
+    config = gpt2(pad_token_id=padding).config
+    config.num_labels = 3
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path)
+    assert Applied.open(tmp_path, "classify", None, 0).model.config.pad_token_id == chosen
 
 
 def test_new_tokens_are_passes(folder):

@@ -90,6 +90,15 @@ def test_what_differs_is_named_of_things_with_parts(tmp_path: Path) -> None:
         pass
 
 
+def test_of_what_differs_so_much_is_shown_as_a_line_has_room_for(tmp_path: Path) -> None:
+    """60 characters, with the quotes."""
+    with part_file(tmp_path / "y.jsonl", {"task": "x" * 58}) as part:
+        part.append(BLOCKS[0], 2, {})
+    said = rf'was "{"x" * 58}", is "{"y" * 59}\.\.\.\)'
+    with pytest.raises(OutputError, match=said), part_file(tmp_path / "y.jsonl", {"task": "y" * 59}):
+        pass
+
+
 def test_without_a_row_nothing_was_begun(tmp_path: Path) -> None:
     """A command that is refused after its first moment leaves nothing that refuses the right one."""
     out = tmp_path / "y.jsonl"

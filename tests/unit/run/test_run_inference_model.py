@@ -12,7 +12,7 @@ from model_folders import model_folder as written
 from model_folders import tokenizer
 from plimsoll.errors import JobError, WeightsError
 from plimsoll.models.recurrent import build_recurrent, save_recurrent
-from plimsoll.run.inference_model import identity_of_model, load_for_inference, model_folder, tokenizer_of
+from plimsoll.run.inference_model import identity_of_model, import_first, load_for_inference, model_folder, tokenizer_of
 
 JOB = "model: {architecture: lstm}\ndata: {train: [x.txt]}\nsequence_length: 24\n"
 
@@ -110,6 +110,18 @@ def test_weights_that_are_not_there_are_refused(tmp_path: Path) -> None:
     (folder / "model.safetensors").write_bytes(b"torn")
     with pytest.raises(WeightsError):
         load_for_inference(folder, "none", None, "cpu")
+
+
+def test_what_a_model_is_made_of_is_imported_before_it_is_needed(tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "lstm").mkdir()
+    fields = {"architecture": "lstm", "vocab_size": 50, "embedding_size": 8, "hidden_size": 8}
+    save_recurrent(build_recurrent(fields), tmp_path / "lstm")
+    sketched: list[Path] = []
+    monkeypatch.setattr("plimsoll.run.inference_model.sketch_checkpoint", lambda folder, head: sketched.append(folder))
+    transformer = written(tmp_path / "m", "BertModel")
+    for folder in (transformer, tmp_path / "lstm"):
+        import_first(folder, "none")
+    assert sketched == [transformer]
 
 
 def test_a_model_is_loaded_for_evaluation_in_the_type_that_was_asked_for(tmp_path: Path) -> None:

@@ -1,10 +1,12 @@
 """Which of the ranks' exit codes is the one of all; the launching itself is in tests/end_to_end/test_rank_jobs.py."""
 
+import logging
+import os
 import signal
 
 import pytest
 
-from plimsoll.run.launch import exit_code_of
+from plimsoll.run.launch import exit_code_of, launch
 
 
 @pytest.mark.parametrize(
@@ -24,3 +26,22 @@ from plimsoll.run.launch import exit_code_of
 )
 def test_the_rank_that_is_the_cause_counts(codes, expected):
     assert exit_code_of(codes) == expected
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "given", "threads"), [(2, None, "2"), (3, None, "1"), (9, None, "1"), (2, "5", "5")]
+)
+def test_ranks_share_the_processors_unless_the_environment_says_otherwise(monkeypatch, num_ranks, given, threads):
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 2, 3, 4})
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if given is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", given)
+    seen = []
+    monkeypatch.setattr(
+        "plimsoll.run.launch.elastic_launch", lambda *_: lambda *_: seen.append(os.environ["OMP_NUM_THREADS"])
+    )
+    try:
+        assert launch(num_ranks, []) == 0
+    finally:
+        logging.disable(logging.NOTSET)
+    assert seen == [threads]

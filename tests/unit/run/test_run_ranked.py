@@ -15,6 +15,7 @@ import torch
 from tests.processes import environment
 
 from plimsoll.device.base import backend_for
+from plimsoll.device.cgroup import OomKills
 from plimsoll.errors import DeviceError, InputError
 from plimsoll.ranks import Ranks
 from plimsoll.records.device import Budget
@@ -27,6 +28,7 @@ from plimsoll.run.ranked import (
     device_of_rank,
     launcher_age_seconds,
     may_begin_anew,
+    oom_kills_by_machine,
     prepared_by_first,
     random_states,
     require_same,
@@ -188,6 +190,17 @@ def test_after_a_kill_for_memory_all_ranks_begin_with_the_next_rung(directory, m
     assert death.evidence.startswith(evidence)
     assert death.next_rung == (rungs[0] or 0)
     assert begun_again(Of(1, [rungs[0]]), directory) == rungs  # the first rank has read what happened
+
+
+@pytest.mark.parametrize(("count", "here"), [(OomKills(7, is_whole_machine=False), {"this": 7}), (None, {})])
+def test_each_machine_that_counts_kills_says_how_many(monkeypatch, count, here):
+    monkeypatch.setattr("plimsoll.run.ranked.oom_kill_count", lambda: count)
+    monkeypatch.setattr("socket.gethostname", lambda: "this")
+    monkeypatch.delenv("RANK", raising=False)
+    assert oom_kills_by_machine(Of(0, [("a", 2), ("b", None)])) == {}
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    monkeypatch.setenv("RANK", "0")
+    assert oom_kills_by_machine(Of(0, [("a", 2), ("b", None)])) == {"a": 2, **here}
 
 
 def test_with_another_number_of_ranks_the_plan_is_made_again(directory):
