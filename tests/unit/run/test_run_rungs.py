@@ -1,6 +1,7 @@
 """The rungs of a plan on a live training: which techniques are at work, and what memory running out changes there."""
 
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,9 +9,11 @@ from torch import nn
 
 from plimsoll.errors import InputError, OutOfMemoryError
 from plimsoll.records.plan import Choice, micro_batch_choice
+from plimsoll.records.run import OomEvent
 from plimsoll.run.failpoints import armed, exhaust_memory
-from plimsoll.run.recover import Size
-from plimsoll.run.rungs import Rungs, samples_of
+from plimsoll.run.pieces import Shape
+from plimsoll.run.recover import Ladder, Size
+from plimsoll.run.rungs import Rungs, after_oom, samples_of
 from plimsoll.run.step import TrainStep
 from plimsoll.techniques import TECHNIQUES
 from processes import run_program
@@ -175,6 +178,24 @@ def test_out_of_memory_in_the_update_takes_another_level_and_not_another_micro_b
     ]
     assert [result.rung for result in results] == [2] * NUM_STEPS
     require_plain_weights(step)
+
+
+@pytest.mark.parametrize(
+    ("failed", "changes", "is_last_resort"),
+    [
+        (0, {}, False),
+        (1, {}, True),  # what follows is the last
+        (0, {"phase": "optimizer"}, True),  # no smaller micro-batch would help
+        (0, {"family": "cuda", "requested_bytes": 2, "live_bytes": 3, "reserved_bytes": 5}, True),  # there, in holes
+    ],
+)
+def test_the_device_gives_back_all_it_can_where_less_would_not_help(failed, changes, is_last_resort):
+    event = OomEvent(**{"phase": "backward", "family": "cpu-allocator", **changes})
+    asked = []
+    ladder = Ladder((Size(8, 0), Size(4, 0), Size(2, 0)))
+    device = SimpleNamespace(release=lambda last_resort=False: asked.append(last_resort))
+    after_oom(event, failed, Shape(8, 8, elements_per_sample=1), ladder, None, device)
+    assert any(asked) == is_last_resort
 
 
 def test_out_of_memory_while_a_level_is_installed_takes_another_level(notes):

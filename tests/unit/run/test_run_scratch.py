@@ -29,6 +29,7 @@ def test_copies_stay_in_kept_memory_up_to_a_size():
     scratch = Scratch(kept_bytes=12)
     first = scratch.copy_of(KEY, [torch.ones(3)], 3)
     assert scratch.copy_of(KEY, [torch.zeros(2)], 2).data_ptr() == first.data_ptr()
+    assert scratch.copy_of(KEY, [torch.zeros(3)], 3).data_ptr() == first.data_ptr()
     large = scratch.copy_of(KEY, [torch.ones(2), torch.zeros(2)], 4)
     assert large.tolist() == [1, 1, 0, 0]
     assert large.data_ptr() != first.data_ptr()

@@ -15,6 +15,7 @@ from plimsoll.models.build import build_model, save_model
 from plimsoll.models.loading import load_model
 from plimsoll.records.job import Job
 from plimsoll.records.plan import Choice
+from plimsoll.run import shrink_evidence
 from plimsoll.run.shrink_evidence import JobEvidence, TextEvidence
 from plimsoll.weights.shrink import SHRINKERS, Calibration, Subject
 
@@ -148,6 +149,20 @@ def test_embeddings_are_judged_by_their_likeness_to_the_originals(tmp_path):
     assert evidence.quality(model, None).similarity < 0.99
     counts = evidence.calibration(None).token_counts
     assert counts.sum() == sum(int(batch["attention_mask"].sum()) for batch in evidence.batches(None))
+
+
+def test_texts_go_in_passes_of_so_many_tokens_and_a_few_passes_calibrate(tmp_path, monkeypatch):
+    monkeypatch.setattr(shrink_evidence, "_TOKENS_PER_PASS", 12)
+    monkeypatch.setattr(shrink_evidence, "_CALIBRATION_PASSES", 2)
+    folder = model_folder(tmp_path / "model", class_name="BertModel")
+    rows = ["w1 w2 w3 w4", "w3", "w4 w5", "w1", "w1 w4 w5", "w2 w3 w4", "w1", "w5", "w4"]
+    evidence = TextEvidence(folder, write_rows(tmp_path / "x.jsonl", rows))
+    passes = [batch["attention_mask"] for batch in evidence.batches(None)]
+    assert len(passes) > 3
+    for mask in passes[:-1]:
+        lengths = mask[:-1].sum(1)
+        assert mask.numel() >= 12 > len(lengths) * max(lengths, default=0)
+    assert len(list(evidence.calibration(None).batches())) == 2
 
 
 def test_vectors_of_another_size_cannot_be_compared(tmp_path):

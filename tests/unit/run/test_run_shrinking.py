@@ -159,6 +159,16 @@ def test_what_applying_takes_is_measured_and_predicted(place, workshop, monkeypa
     assert predicted.likely_bytes > cost.baseline_bytes
 
 
+def test_a_row_takes_its_part_of_the_faster_pass(monkeypatch):
+    clock, passes = [100.0], [6.0, 4.0]
+    monkeypatch.setattr("time.perf_counter", lambda: clock[0])
+
+    def compute(model, batch):
+        clock[0] += passes.pop(0)
+
+    assert shrinking._row_seconds(compute, None, {"input_ids": torch.zeros(2, 3)}) == 2.0
+
+
 def test_a_training_is_predicted_of_what_can_be_trained(place, workshop, tmp_path):
     workshop._training_baseline = Estimate(likely_bytes=0, low_bytes=0, high_bytes=0)  # asked of a process else
     alone, taught = (workshop.predicted_training(original(place), one) for one in (None, str(place / "model")))
