@@ -28,6 +28,7 @@ from plimsoll.run.supervise import (
     _note,
     _Retries,
     _what_happened,
+    make_plan,
     prepare_data,
     supervise,
 )
@@ -268,6 +269,18 @@ def test_a_record_that_cannot_be_written_does_not_change_what_the_training_came_
     monkeypatch.setattr("plimsoll.run.supervise._run_worker", lambda *_: _End(0, None))
     assert supervise(directory) == 0
     assert "the record of the run could not be written: cannot write" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("return_code", [-signal.SIGTERM, 128 + signal.SIGTERM])
+def test_a_plan_that_is_stopped_is_no_error_of_the_plan(new_run, monkeypatch, return_code):
+    directory = new_run()
+    monkeypatch.setattr("plimsoll.run.supervise._run_worker", lambda *_: _End(return_code, signal.SIGTERM))
+    with pytest.raises(
+        Interrupted, match=r"was stopped \(SIGTERM\) before anything was trained: give the same command"
+    ):
+        make_plan(directory, (), quiet=True)
+    monkeypatch.setattr("plimsoll.run.supervise._run_worker", lambda *_: _End(2, signal.SIGTERM))
+    assert make_plan(directory, (), quiet=True) == 2  # an error of its own, which it has said
 
 
 def test_a_stop_that_finds_no_memory_to_save_in_does_not_say_that_all_is_saved(new_run, monkeypatch):
