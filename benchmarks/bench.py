@@ -57,7 +57,7 @@ class Benchmark:
 BENCHMARKS = (
     # What README.md shows.
     Benchmark("headline", None, ("--folder=FOLDER",)),
-    Benchmark("endurance", None, ("--folder=FOLDER",)),
+    Benchmark("endurance", 110, ("--folder=FOLDER",)),
     Benchmark("rivals-prediction", None, ("--records=RECORDS?",)),
     Benchmark("rivals-streaming", None, ("--lines", "100000")),
     Benchmark("demo", 3, usual=True),
@@ -71,8 +71,8 @@ BENCHMARKS = (
     Benchmark("embeddings-subset", 4, ("--rounds", "1", "--without-archives"), usual=True),
     Benchmark("shrink-distill", 2, usual=True),
     Benchmark("predict-gpu-measured", 7, ("--plain", "--records=RECORDS")),
-    Benchmark("predict-rss", None, script="predict_cpu_rss.py"),
-    Benchmark("ranks-prediction", None),
+    Benchmark("predict-rss", 30, script="predict_cpu_rss.py"),
+    Benchmark("ranks-prediction", 12),
     Benchmark("data-corpora", None, ("--rounds", "2")),
     Benchmark("data-loader", None, ("--kills", "200")),
     Benchmark("embeddings-host", None, ("--rounds", "15")),
