@@ -31,7 +31,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 SOURCES = ROOT / "src" / "plimsoll"
 TESTS = {
-    "run/commit.py": ["tests/numerics/test_transaction.py"],
+    "run/commit.py": ["tests/numerics/test_transaction.py", "tests/unit/run/test_run_rungs.py"],
     "run/undo.py": ["tests/numerics/test_transaction.py"],
     "run/step.py": ["tests/numerics/test_transaction.py"],
     "run/recover.py": ["tests/unit/run/test_run_step.py"],

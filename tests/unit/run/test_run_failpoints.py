@@ -44,6 +44,14 @@ def test_an_error_in_the_block_disarms_too():
     assert passages_that_fail("forward", 1) == []
 
 
+def test_the_environment_counts_from_the_first_passage(monkeypatch):
+    monkeypatch.setattr("plimsoll.run.failpoints._armed", {})
+    monkeypatch.setattr("plimsoll.run.failpoints._passed", {})
+    monkeypatch.setenv("PLIMSOLL_FAILPOINTS", "copy@1")
+    arm_from_environment()
+    assert passages_that_fail("copy", 3) == [1]
+
+
 def test_the_environment_arms_several_points(monkeypatch):
     monkeypatch.setenv("PLIMSOLL_FAILPOINTS", "copy@1,copy@3,clip@2")
     with armed("copy"), armed("clip"):  # disarms what the environment adds

@@ -1,6 +1,7 @@
 """The speed of each stage is told; a corpus that is large and not tokenized is not fed."""
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,21 @@ def test_every_stage_has_a_rate_and_feeding_its_memory(job: Job, tmp_path: Path)
     samples, tokens = feed.rates[-2:]
     assert tokens.per_second == pytest.approx(16 * samples.per_second)
     assert tokens.private_bytes > 20 << 20
+
+
+def test_a_rate_is_what_was_done_in_a_second_and_ends_after_some(monkeypatch: pytest.MonkeyPatch):
+    """Four a second, looked at for a second and what the last piece takes."""
+    monkeypatch.setattr(plimsoll.run.feed, "_SECONDS", 1.0)
+    clock = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: clock[0])
+
+    def done() -> Iterator[int]:
+        while True:
+            clock[0] += 0.75
+            yield 3
+
+    rate = plimsoll.run.feed._rate("read", "in order", "texts", done())
+    assert (rate.per_second, clock[0]) == (4.0, 1.5)
 
 
 def test_padding_is_no_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -15,6 +15,7 @@ from plimsoll.run.launch import exit_code_of, launch
         ([77, -signal.SIGKILL, 77], 137),  # the others ended because one was killed
         ([-signal.SIGSEGV], 139),
         ([77, 3], 3),
+        ([3, -signal.SIGKILL], 137),  # an error of another rank came of that, perhaps
         ([75, 77, 77], 75),
         ([2, -signal.SIGTERM], 2),  # who was asked to end, since another one had ended, is not why
         ([77, -signal.SIGTERM], 77),

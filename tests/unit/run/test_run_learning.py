@@ -52,6 +52,13 @@ def test_what_says_nothing_teaches_nothing(steps):
     assert learned_from(Calibration(), plan(), steps) == Calibration()
 
 
+@pytest.mark.parametrize("unknown", ["peak", "step_time"])
+def test_a_plan_that_predicts_only_one_of_the_two_teaches_nothing(unknown):
+    made = plan()
+    rung = made.rungs[0].model_copy(update={unknown: None})
+    assert learned_from(Calibration(), made.model_copy(update={"rungs": (rung,)}), STEPS) == Calibration()
+
+
 def test_a_run_that_went_on_teaches_what_its_last_process_did():
     """Not the peaks under an earlier plan, nor the two steps with which a process begins."""
     went_on = [*STEPS[:5], step(6, 99, 300), step(7, 50, 300), step(8, 4.0, 110)]

@@ -152,6 +152,15 @@ def test_a_step_that_cannot_be_is_refused(option):
         )  # fmt: skip
 
 
+def test_the_whole_batch_is_a_part_of_it():
+    model = nn.Linear(4, 4)
+    prediction = plimsoll.predict(
+        model, torch.optim.SGD(model.parameters()), torch.ones(32, 4), mean_output, units="samples", device="t4",
+        micro_batch=32,
+    )  # fmt: skip
+    assert prediction.micro_batch == 32
+
+
 class Experts(nn.Module):
     """Each of 4 experts gets the tokens that chose it."""
 
