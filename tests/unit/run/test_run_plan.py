@@ -70,11 +70,6 @@ def test_where_the_plain_training_fits_it_is_the_plan_and_smaller_ones_are_behin
     assert plan.limit_bytes == plan.budget.device_bytes == AMPLE_MIB * MIB
 
 
-def test_what_is_pinned_is_in_the_plain_training_too():
-    plan = planned(AMPLE_MIB, pins=["chunked_loss=64"])
-    assert {choice.technique for choice in plan.plain.choices} == {"micro_batch", "chunked_loss"}
-
-
 def test_a_tight_budget_is_kept_by_techniques(tight):
     assert tight.fits
     assert tight.plain.peak.likely_bytes > TIGHT_MIB * MIB
