@@ -16,9 +16,8 @@ def title(arguments: argparse.Namespace) -> str:
 def rows(verdicts: dict[str, Verdict], seconds: float) -> str:
     """The whole table, as Markdown."""
     figures = {name: verdict.figures for name, verdict in verdicts.items()}
-    faults = str(sum(len(verdict.faults) for verdict in verdicts.values()))
     lines = [*_what_was_done(figures, seconds), *_memory(figures["memory"]), *_results(figures)]
-    return _table("what", [*lines, ("not as it should be", faults)])
+    return _table("what", [*lines, ("not as it should be", _faults(verdicts))])
 
 
 def summary(verdicts: dict[str, Verdict], seconds: float, arguments: argparse.Namespace) -> str:
@@ -41,8 +40,13 @@ def summary(verdicts: dict[str, Verdict], seconds: float, arguments: argparse.Na
                 "against the same cuts without a limit",
                 f"{again['other_losses']} other losses, {again['other_weights']} other tensors",
             ),
+            ("not as it should be", _faults(verdicts)),
         ],
     )
+
+
+def _faults(verdicts: dict[str, Verdict]) -> str:
+    return "; ".join(fault for verdict in verdicts.values() for fault in verdict.faults) or "nothing"
 
 
 def _table(head: str, lines: list[tuple[str, str]]) -> str:

@@ -64,6 +64,7 @@ from plimsoll.run.directory import RunDirectory
 HERE = Path(__file__).parent
 MORE_STEPS_THAN_CAN_BE_DONE = 10**9
 SAID_SECONDS = 10.0
+UNASKED = "ended by itself"  # what is noted of a run that nobody asked to end
 SAMPLE_SECONDS = 0.02
 NUM_LINES = 20_000
 LONG_TEXT_SHARE = 1 / 300
@@ -257,7 +258,7 @@ def disturb(folder: Path, state: State, arguments: argparse.Namespace, log: Any)
             ):
                 time.sleep(0.1)
                 if (code := disturber.ended()) is not None:
-                    state.note("ended by itself", f"exit code {code}: see {folder / 'train.log'}")
+                    state.note(UNASKED, f"exit code {code}: see train.log in --folder")
                     disturber.begin()
                 is_ready = disturber.is_training(1)
                 if time.monotonic() - last_said > SAID_SECONDS:
@@ -279,7 +280,7 @@ def disturb(folder: Path, state: State, arguments: argparse.Namespace, log: Any)
         state.save()
     code = disturber.stop()
     if code not in INTERRUPTED:
-        state.note("ended by itself", f"exit code {code} at the end: see {folder / 'train.log'}")
+        state.note(UNASKED, f"exit code {code} at the end: see train.log in --folder")
     state.num_steps = RunDirectory(run).last_saved_step()
     state.save()
 
@@ -382,7 +383,7 @@ def judged(folder: Path, state: State, budget_bytes: int, replayed: Figures) -> 
     """Compare everything."""
     disturbed, undisturbed = (RunRecord.from_directory(folder / name) for name in ("disturbed", "undisturbed"))
     events = state.events()
-    unasked = [event["said"] for event in events if event["kind"] == "ended by itself"]
+    unasked = [event["said"] for event in events if event["kind"] == UNASKED]
     unasked += [event["said"] for event in events if "in place of" in event["said"]]
     of_losses = losses(disturbed.steps, undisturbed.steps)
     has_same_cuts = not of_losses.figures["steps_cut_otherwise"]
@@ -401,7 +402,7 @@ def done_to(events: list[dict[str, Any]], record: RunRecord) -> Figures:
     """Count what was done, and what it came to."""
     ooms: Counter[str] = Counter(event.phase or "?" for event in record.oom_events if isinstance(event, OomEvent))
     return {
-        "disturbances": dict(Counter(event["kind"] for event in events).most_common()),
+        "disturbances": dict(Counter(event["kind"] for event in events if event["kind"] != UNASKED).most_common()),
         "ooms_survived": dict(ooms.most_common()),
         "processes": len(record.starts),
         "deaths_explained": len(record.deaths),
