@@ -33,7 +33,7 @@ SOURCES = ROOT / "src" / "plimsoll"
 TESTS = {
     "run/commit.py": ["tests/numerics/test_transaction.py", "tests/unit/run/test_run_rungs.py"],
     "run/undo.py": ["tests/numerics/test_transaction.py"],
-    "run/step.py": ["tests/numerics/test_transaction.py"],
+    "run/step.py": ["tests/numerics/test_transaction.py", "tests/unit/run/test_run_rungs.py"],
     "run/recover.py": ["tests/unit/run/test_run_step.py"],
 }
 _PATIENCE = 5  # a mutant may take so many times as long as the unchanged module, and then some, before it is killed

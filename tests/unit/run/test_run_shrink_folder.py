@@ -7,7 +7,7 @@ import json
 import pytest
 
 from plimsoll.errors import OutputError
-from plimsoll.run.shrink_folder import opened, take
+from plimsoll.run.shrink_folder import SHRINK_RECORD, opened, take
 
 
 def test_the_same_command_goes_on_and_another_one_does_not(tmp_path):
@@ -25,6 +25,22 @@ def test_what_was_not_made_here_is_never_removed(tmp_path):
         with pytest.raises(OutputError, match="give another --out"):
             opened(tmp_path, {}, force)
     assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize("is_done", [True, False])
+def test_of_a_model_that_was_made_here_all_is_removed_and_nothing_else(tmp_path, is_done):
+    out = tmp_path / "out"
+    work = opened(out, {"target": 1}, force=False)
+    made = {"config.json", "model.safetensors", "tokenizer.json", "1_Pooling/config.json"}
+    for name in (*made, "notes.txt"):
+        (out / name).parent.mkdir(exist_ok=True)
+        (out / name).write_text("text")
+    if is_done:
+        (out / SHRINK_RECORD).write_text("{}")
+    opened(out, {"target": 2}, force=True)
+    left = {path.relative_to(out).as_posix() for path in out.rglob("*") if path.is_file()}
+    asked = (work / "asked.json").relative_to(out).as_posix()
+    assert left == {"notes.txt", asked} | (set() if is_done else made)
 
 
 def test_a_file_or_a_place_that_cannot_be_written_is_refused(tmp_path):

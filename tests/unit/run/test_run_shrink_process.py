@@ -12,13 +12,15 @@ from plimsoll.run.shrink_process import ShrinkProcess, Source
 
 ANSWERS = """
 import os, signal
-from plimsoll.errors import WeightsError
+from plimsoll.errors import KilledError, WeightsError
 from plimsoll.run.shrink_process import serve
 
 def weight_bytes(chain):
     print("a library prints what nobody asked for")
     if chain[0]["technique"] == "fails":
         raise WeightsError("heads cannot be 3: give 4")
+    if chain[0]["technique"] == "was killed":
+        raise KilledError("what it started was killed", signal.SIGKILL)
     if chain[0]["technique"] == "dies":
         os.kill(os.getpid(), signal.SIGKILL)
     return len(chain)
@@ -57,6 +59,12 @@ def test_an_error_of_ours_arrives_as_what_it_is_and_the_process_goes_on(process)
     with pytest.raises(WeightsError, match="heads cannot be 3: give 4"):
         process.weight_bytes(chain("fails"))
     assert process.weight_bytes(chain("a")) == 1
+
+
+def test_a_kill_that_the_process_tells_of_keeps_its_signal(process):
+    with pytest.raises(KilledError, match="what it started was killed") as raised:
+        process.weight_bytes(chain("was killed"))
+    assert raised.value.exit_code == 137
 
 
 def test_a_death_is_said_with_what_to_do(process):

@@ -63,6 +63,20 @@ def test_a_warning_holds_until_the_limit_is_twice_as_far():
     assert _told([*fast, *slow, *slower])[-1] is None  # 251 s
 
 
+def test_a_warning_ends_where_no_more_is_used_than_a_plan_predicts():
+    """After it 71 s are no reason to begin, and would hold a warning that was not over."""
+    forecast = Forecast()
+    uses = [(used, None) for used in range(520, 600, 8)] + [(used, 710) for used in range(600, 712, 4)] + [(716, None)]
+    told = [
+        forecast.seconds_left(
+            float(second), Line(kind="budget", name="x", used_bytes=used, limit_bytes=1000, expected_bytes=expected)
+        )
+        for second, (used, expected) in enumerate(uses)
+    ]
+    assert told[9] == (1000 - 592) / 8
+    assert told[10:] == [None] * 29
+
+
 def _samples(pid, every_seconds, num_samples=None):
     with Watch(pid) as watch:
         return list(watch.samples(every_seconds, num_samples)), watch.end()
