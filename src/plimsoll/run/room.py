@@ -23,7 +23,7 @@ Members = list[tuple[int, nn.Parameter]]
 MOST_STATES = 3
 """AMSGrad keeps so many times the parameter, and RMSprop with momentum and centered."""
 _STATES = {
-    torch.optim.SGD: 0, torch.optim.Muon: 0, torch.optim.Adafactor: 1, torch.optim.Adagrad: 1, torch.optim.ASGD: 1,
+    torch.optim.SGD: 0, torch.optim.Muon: 1, torch.optim.Adafactor: 1, torch.optim.Adagrad: 1, torch.optim.ASGD: 1,
     torch.optim.RMSprop: 1, torch.optim.Adadelta: 2, torch.optim.Adam: 2, torch.optim.AdamW: 2, torch.optim.Adamax: 2,
     torch.optim.NAdam: 2, torch.optim.RAdam: 2, torch.optim.Rprop: 2,
 }  # fmt: skip
@@ -31,6 +31,7 @@ _SETTINGS_WITH_A_STATE = ("momentum", "amsgrad", "centered")
 SLACK_BYTES = 1 << 20
 """What the heap and Python's own allocator grow by, for what is too small to be counted."""
 _TEMPORARIES = 3
+_MOST_TEMPORARIES = dict.fromkeys([torch.optim.Muon, torch.optim.Adafactor], 4)
 
 
 def most_at_once(optimizer: torch.optim.Optimizer, members: Members) -> list[int]:
@@ -51,7 +52,7 @@ def most_at_once(optimizer: torch.optim.Optimizer, members: Members) -> list[int
         for group, parameter in without_states(optimizer, members)
         for _ in range(_num_states(optimizer, groups[group]))
     ]
-    return [*(together + in_turn[-1:]) * _TEMPORARIES, *in_turn[-2:-1], *states, SLACK_BYTES]
+    return [*(together + in_turn[-1:]) * _times(optimizer), *in_turn[-2:-1], *states, SLACK_BYTES]
 
 
 def without_states(optimizer: torch.optim.Optimizer, members: Members) -> Members:
@@ -74,12 +75,16 @@ def blocks_of_temporaries(optimizer: torch.optim.Optimizer, parameters: list[nn.
     """Return what an update of these parameters takes and gives back."""
     if isinstance(optimizer, SeparableOptimizer):
         return [max(optimizer.temporary_bytes_of(parameter) for parameter in parameters)]
-    return _blocks([bytes_updated(parameter) for parameter in parameters], _TEMPORARIES)
+    return _blocks([bytes_updated(parameter) for parameter in parameters], _times(optimizer))
 
 
 def prove_room(blocks: list[int], device: torch.device) -> None:
     """Allocate blocks of so many bytes together and free them: raises where they are not to be had."""
     [torch.empty(num_bytes, dtype=torch.uint8, device=device) for num_bytes in blocks]
+
+
+def _times(optimizer: torch.optim.Optimizer) -> int:
+    return _MOST_TEMPORARIES.get(type(optimizer), _TEMPORARIES)
 
 
 def _num_states(optimizer: torch.optim.Optimizer, settings: dict[str, Any]) -> int:
