@@ -58,8 +58,8 @@ BENCHMARKS = (
     # What README.md shows.
     Benchmark("headline", None, ("--folder=FOLDER",)),
     Benchmark("endurance", 110, ("--folder=FOLDER",)),
-    Benchmark("rivals-prediction", None, ("--records=RECORDS?",)),
-    Benchmark("rivals-streaming", None, ("--lines", "100000")),
+    Benchmark("rivals-prediction", 12, ("--records=RECORDS?",)),
+    Benchmark("rivals-streaming", 3.5, ("--lines", "100000")),
     Benchmark("demo", 3, usual=True),
     Benchmark("lint-noise", 1, usual=True),
     Benchmark("predict-live", 2.5, script="predict_live_cpu.py", usual=True),
