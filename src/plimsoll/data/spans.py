@@ -299,5 +299,5 @@ def refuse_no_window(num_tokens: int, sequence_length: int, text: str = "the tex
     if num_tokens < sequence_length:
         raise DataError(
             f"{text} has {num_tokens} tokens, but one sample is sequence_length = {sequence_length}: give more text, "
-            f"or shorten it with --set sequence_length={max(num_tokens // 2, 2)}"
+            f"or make samples shorter with --set sequence_length={max(num_tokens // 2, 2)}"
         )

@@ -31,7 +31,7 @@ def _of_which_steps(evidence: Evidence) -> tuple[str, ...]:
         return ()
     return (
         f"Of the {all_steps} steps of this run, which more than one process did, steps {first} to {last} were looked "
-        "at, the most that one process did: what a process keeps is gone with it.",
+        "at, the most that are of one process: what a process keeps is gone with it.",
     )
 
 

@@ -5,7 +5,8 @@ in the first step) leaves some parameters updated and some not. There are two wa
 
 *At once*, on the CPU: what an optimizer of ``torch.optim`` takes at most is known, so it is allocated and freed before
 anything is changed, and then kept for the update (`Backend.reserved`): another thread would have to take all that is
-left, and the room besides. An update that has its room does not run out of memory, and nothing is copied.
+left, and the room besides. An update that has its room does not run out of memory, as far as what the heap adds is
+known (`plimsoll.run.room`), and nothing is copied.
 
 *In pieces*, wherever that is not so, or the room is not there, for the update may well need less. Each piece is a few
 parameters whose values and states are copied just before, so that it can always be undone. The copy is small, and
