@@ -2,9 +2,9 @@
 
 Optimizers of this package say it themselves (`SeparableOptimizer`). Of others it is a multiple of the parameters'
 bytes, which the tests count for all of ``torch.optim``. It must not be much more than is taken: an update that seems
-not to have its room goes in pieces, whose states come among gradients that are still there, and a heap that has holes
-of that kind grew a BERT's by 390 MiB. Does NOT know optimizers from elsewhere, which may take
-more: of theirs it is the usual.
+not to have its room goes in pieces, whose states come among gradients that are still there, and the holes of that kind
+made the heap of a BERT 390 MiB larger. Does NOT know optimizers from elsewhere, which may take more: of theirs it is
+the usual.
 """
 
 from __future__ import annotations

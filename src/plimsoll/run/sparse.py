@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from plimsoll.optimizers import is_separable
 
-_SPARSE_FACTOR = 2  # SparseAdam makes five temporaries and one to coalesce, `torch.optim` of dense ones at most three
+_SPARSE_FACTOR = 2  # SparseAdam makes five temporaries and one to coalesce, `torch.optim` of dense ones mostly three
 
 
 def is_sparse(parameter: Tensor) -> bool:
