@@ -26,9 +26,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TextIO
 
-from rich.console import Console
-from rich.table import Table
-
 RESULTS = Path(__file__).parent / "results"
 PACKAGES = ("torch", "transformers")
 KEPT_ELSEWHERE = ("--out", "--result", "--kept", "--keep", "--measured", "--work")  # options that decide no number
@@ -160,6 +157,9 @@ def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 def show(title: str, header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     """Print such a table."""
+    from rich.console import Console  # not in the environments of other tools
+    from rich.table import Table
+
     printed = Table(title=title)
     for place, name in enumerate(header):
         printed.add_column(name, justify="right" if place else "left")
