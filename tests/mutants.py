@@ -5,9 +5,9 @@
 
 A number of mutants is drawn of each module, or of all modules of a folder together, each one small change (a
 comparison, a number, a `not`, ...) in a copy of the sources, and the tests of its module are run on it until one fails;
-`TESTS` has more of them for some modules. A mutant that changes only annotations or docstrings is none. Prints each
-survivor as a diff, the share that was killed, and as its last line one JSON object. A survivor is a gap in the tests or
-a change without an effect: look at it.
+then those that go through the module without being its own (`THROUGH`). A mutant that changes only annotations or
+docstrings is none. Prints each survivor as a diff, the share that was killed, and as its last line one JSON object. A
+survivor is a gap in the tests or a change without an effect: look at it.
 """
 
 from __future__ import annotations
@@ -25,18 +25,38 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from functools import cache
 from itertools import islice
 from pathlib import Path
+from re import fullmatch
 
 ROOT = Path(__file__).parents[1]
 SOURCES = ROOT / "src" / "plimsoll"
-TESTS = {
-    "run/commit.py": ["tests/numerics/test_transaction.py", "tests/unit/run/test_run_rungs.py"],
-    "run/undo.py": ["tests/numerics/test_transaction.py"],
-    "run/step.py": ["tests/numerics/test_transaction.py", "tests/unit/run/test_run_rungs.py"],
-    "run/recover.py": ["tests/unit/run/test_run_step.py"],
-}
-_PATIENCE = 5  # a mutant may take so many times as long as the unchanged module, and then some, before it is killed
+THROUGH = {
+    "run/(commit|pieces|recover|room|rungs|scratch|sparse|step|undo).py": [
+        "tests/unit/run/test_run_step.py", "tests/unit/run/test_run_rungs.py", "tests/numerics/test_transaction.py",
+        "tests/numerics/test_real_oom.py",
+    ],
+    "run/(apply.*|applied|inference_model|plan_inference|rehearse_inference).py": [
+        "tests/unit/cli/test_cli_apply.py", "tests/end_to_end/test_apply.py",
+    ],
+    "run/(checkpoint|directory|evaluate|feed|follow|held|monitor|supervise|train|watch|worker).py": [
+        "tests/unit/run/test_run_train.py", "tests/unit/run/test_run_supervise.py", "tests/unit/cli/test_cli_train.py",
+        "tests/end_to_end/test_resume.py", "tests/end_to_end/test_kill.py", "tests/end_to_end/test_limit.py",
+    ],
+    "run/(checkpoint_sharded|launch|ranked|reduction|rehearsed_ranks|together).py": [
+        "tests/numerics/test_rank_numerics.py", "tests/numerics/test_shards.py", "tests/end_to_end/test_rank_jobs.py",
+    ],
+    "run/(forecast|learning|plan|predict|rehearse|remedies|subjects|targets|ways|wishes).py": [
+        "tests/unit/run/test_run_plan.py", "tests/unit/cli/test_cli_plan.py",
+        "tests/end_to_end/test_explained_remedies.py", "tests/end_to_end/test_planned_runs.py",
+    ],
+    "run/shrink.*.py": ["tests/unit/cli/test_cli_shrink.py", "tests/end_to_end/test_shrink.py"],
+    "run/(taught|teaching).py": ["tests/end_to_end/test_distilled_jobs.py"],
+    "run/tagging.py": ["tests/end_to_end/test_tagged_jobs.py"],
+}  # fmt: skip
+"""Tests that go through modules (a regular expression), cheap ones first; they are run on what survives its own."""
+_PATIENCE = 5  # tests of a mutant may take so many times as long as of the unchanged module, and then some
 _PATIENCE_SECONDS = 30.0
 
 
@@ -60,30 +80,36 @@ def main() -> None:
         for name in sorted({name for name, _ in chosen}):
             mutants = [mutant for of, mutant in chosen if of == name]
             drawn[name] += len(mutants)
-            killed[name] += examined(name, sources[name], mutants)
+            killed[name] += examined(name, mutants)
     print(f"{killed.total()} of {drawn.total()} mutants killed")
     print(json.dumps({"seed": arguments.seed, "killed": {name: [killed[name], drawn[name]] for name in drawn}}))
 
 
-def examined(module: str, source: str, mutants: list[str]) -> int:
-    """Run the tests of a module on mutants of it; returns how many were killed."""
-    print(f"{module}: {len(mutants)} mutants, {' '.join(files_for(module))}", flush=True)
+def examined(module: str, mutants: list[str]) -> int:
+    """Run tests on mutants of a module; returns how many were killed."""
+    files = files_for(module)
+    print(f"{module}: {len(mutants)} mutants, {' '.join(files)}", flush=True)
     num_killed = 0
     with tempfile.TemporaryDirectory(prefix="mutants-") as name:
         package = Path(name) / "src" / "plimsoll"
         shutil.copytree(SOURCES, package, ignore=shutil.ignore_patterns("__pycache__"))
-        began = time.monotonic()
-        if fails(package, module, None):
-            sys.exit(f"the tests of {module} fail without a change: mend that first")
-        patience_seconds = _PATIENCE * (time.monotonic() - began) + _PATIENCE_SECONDS
         for mutant in mutants:
             (package / module).write_text(mutant, "utf-8")
-            is_killed = fails(package, module, patience_seconds)
+            is_killed = any(fails(package, file, patience_seconds(file)) for file in files)
             num_killed += is_killed
             if not is_killed:
-                print(difference(source, mutant, module), flush=True)
+                print(difference((SOURCES / module).read_text("utf-8"), mutant, module), flush=True)
     print(f"{module}: {num_killed} of {len(mutants)} killed", flush=True)
     return num_killed
+
+
+@cache
+def patience_seconds(file: str) -> float:
+    """How long tests of a mutant may take, by what they take where nothing is changed."""
+    began = time.monotonic()
+    if fails(SOURCES, file, None):
+        sys.exit(f"{file} fails without a change: mend that first")
+    return _PATIENCE * (time.monotonic() - began) + _PATIENCE_SECONDS
 
 
 def mutants_of(sources: Mapping[str, str], drawn: random.Random) -> Iterator[tuple[str, str]]:
@@ -132,13 +158,16 @@ def files_for(module: str) -> list[str]:
     path = Path(module)
     own = "_".join(("test", *path.with_suffix("").parts))
     name = f"tests/unit/{path.parent}/{own}.py"
-    found = [name] if (ROOT / name).is_file() else []
-    return found + TESTS.get(module, [])
+    if not (ROOT / name).is_file():
+        return []
+    return list(
+        dict.fromkeys([name, *(one for of, files in THROUGH.items() if fullmatch(of, module) for one in files)])
+    )
 
 
-def fails(package: Path, module: str, patience_seconds: float | None) -> bool:
-    """Whether a test fails with these sources, or does not end."""
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *files_for(module)]
+def fails(package: Path, file: str, patience_seconds: float | None) -> bool:
+    """Whether a test of a file fails with these sources, or does not end."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", file]
     environment = os.environ | {"PYTHONPATH": str(package.parent), "PYTHONDONTWRITEBYTECODE": "1"}
     process = subprocess.Popen(
         command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, process_group=0

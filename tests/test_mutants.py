@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from mutants import ROOT, fails, files_for, meaning_of
+from mutants import ROOT, THROUGH, fails, files_for, meaning_of
 
 SOURCE = '''
 def f(x: int | None, y: int) -> bool:
@@ -25,8 +25,12 @@ def test_annotations_and_docstrings_mean_nothing():
     assert meaning_of(SOURCE.replace("return", "retrun")) != meaning_of(SOURCE)
 
 
-def test_a_module_has_its_own_tests_and_those_that_are_named():
-    assert files_for("run/undo.py") == ["tests/unit/run/test_run_undo.py", "tests/numerics/test_transaction.py"]
+def test_a_module_has_its_own_tests_and_those_that_go_through_it():
+    own, *others = files_for("run/undo.py")
+    assert own == "tests/unit/run/test_run_undo.py"
+    assert "tests/numerics/test_transaction.py" in others
+    assert files_for("run/step.py").count("tests/unit/run/test_run_step.py") == 1
+    assert all((ROOT / file).is_file() for files in THROUGH.values() for file in files)
     assert files_for("records/units.py") == ["tests/unit/records/test_records_units.py"]
     nested = "tests/unit/weights/shrink/test_weights_shrink_int4.py"
     assert files_for("weights/shrink/int4.py") == ([nested] if (ROOT / nested).is_file() else [])
@@ -38,11 +42,12 @@ def test_a_change_that_a_test_sees_is_killed(tmp_path):
     package = tmp_path / "src" / "plimsoll"
     package.parent.mkdir()
     package.symlink_to(ROOT / "src" / "plimsoll")
-    assert not fails(package, "records/units.py", None)
+    file = "tests/unit/records/test_records_units.py"
+    assert not fails(package, file, None)
     package.unlink()
     package.mkdir()
     (package / "__init__.py").write_text("raise ImportError('changed')")
-    assert fails(package, "records/units.py", None)
+    assert fails(package, file, None)
 
 
 def test_mutants_are_drawn_by_the_seed():

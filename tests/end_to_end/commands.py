@@ -18,11 +18,12 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+import plimsoll
 from plimsoll.device.process import private_bytes
 from plimsoll.records.run import Line, StartLine, StepLine, read_lines
 
 CORPUS = Path(json.__file__).parent  # real text that is on every machine: sources of Python's standard library
-SOURCES = Path(__file__).parents[2] / "src"
+SOURCES = Path(plimsoll.__file__).parents[1]
 LONGEST_SECONDS = 120
 
 SMALL_JOB = {

@@ -54,12 +54,7 @@ class Lanes:
                     f"the lanes of a stream cannot have {name} = {value}: give at least {least}"
                     + (", of which all tokens but the last are read" if least == 2 else "")
                 )
-        if self.num_tokens <= self.num_lanes:
-            raise DataError(
-                f"a stream of {self.num_tokens} tokens is too short for batch_size = {self.num_lanes} lanes, each of "
-                f"which predicts at least one: give more text, a larger share, or a smaller batch_size, of which each "
-                f"lane has a window of {self.sequence_length} tokens"
-            )
+        refuse_no_lane(self.num_tokens, self.num_lanes, self.sequence_length)
 
     @property
     def lane_tokens(self) -> int:
@@ -115,6 +110,20 @@ class Lanes:
             first, last = np.searchsorted(text_ends, (begin, end - 1))
             stops = np.union1d(stops, text_ends[first:last] + 1)
         return np.diff(stops, append=end)
+
+
+def refuse_no_lane(num_tokens: int, num_lanes: int, sequence_length: int, text: str = "a stream") -> None:
+    """Refuse tokens of which a lane would predict none; ``text`` is what they are called.
+
+    Raises:
+        DataError: if one would.
+    """
+    if num_tokens <= num_lanes:
+        raise DataError(
+            f"{text} of {num_tokens} tokens is too short for batch_size = {num_lanes} lanes, each of which predicts at "
+            "least one: give more text, a larger share, or a smaller batch_size, of which each lane has a window of "
+            f"{sequence_length} tokens"
+        )
 
 
 def truncated_reach(num_read: int, segment_steps: int) -> GradientReach:

@@ -19,7 +19,7 @@ from plimsoll.data.corpus import Corpus, open_index
 from plimsoll.data.formats import Reading
 from plimsoll.data.index import open_corpus
 from plimsoll.data.labels import labels_of, names_to_number_by
-from plimsoll.data.lanes import Lanes, lanes_of_stream, training_lanes
+from plimsoll.data.lanes import Lanes, lanes_of_stream, refuse_no_lane, training_lanes
 from plimsoll.data.spans import Spans, cut_texts, num_windows, open_spans, refuse_no_window
 from plimsoll.data.tags import tags_of
 from plimsoll.data.tokenizer import Tokenizer, prepare_tokenizer
@@ -260,7 +260,9 @@ class _Making:
     def _samples(self, name: str, store: TokenStore) -> dict[str, Any]:
         data, length, is_labelled = self._job.data, self._job.sequence_length, self._job.is_labelled
         if data.order == "streams":
-            return {"num_samples": Lanes(0, len(store.tokens), self._job.batch_size, length).num_samples}
+            num_tokens, num_lanes = len(store.tokens), self._job.batch_size
+            refuse_no_lane(num_tokens, num_lanes, length, name)
+            return {"num_samples": Lanes(0, num_tokens, num_lanes, length).num_samples}
         if not (is_labelled or data.pack or data.borders):
             refuse_no_window(len(store.tokens), length, name)
             return {"num_samples": num_windows(len(store.tokens), length, data.stride)}

@@ -44,6 +44,9 @@ class Backend(Protocol):
         Raises the allocator's own error if it is not there. Returns ``None`` where it cannot be kept.
         """
 
+    def without_holes(self) -> AbstractContextManager[None]:
+        """Keep what is allocated in the context apart from other blocks, so that it leaves no holes between them."""
+
     def release(self, last_resort: bool = False) -> None:
         """Give back what the allocator keeps of freed memory; as a last resort also in ways that cost time later."""
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, final
 
 from plimsoll.device import heap, nvml, segments, texts
@@ -129,6 +129,10 @@ class CudaBackend:
 
     def reserved(self, sizes: list[int]) -> None:
         """Say that it cannot be kept: what other processes take is not known here."""
+
+    def without_holes(self) -> nullcontext[None]:
+        """Do nothing: the holes of an allocator without alignment are used by blocks of their size."""
+        return nullcontext()
 
     def release(self, last_resort: bool = False) -> None:
         """Collect garbage and give the allocator's unused segments back to the driver.

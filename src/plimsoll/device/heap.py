@@ -7,6 +7,8 @@ done. Needs no torch.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from plimsoll.records.heap import DEFAULT_HEAP
 
@@ -33,6 +35,8 @@ USUAL_BYTES = 32 << 20
 """Where glibc's own threshold ends once blocks of this size have been freed: for a process without a limit."""
 
 _C_LIBRARY = ctypes.CDLL(None)
+_MAPPED_FROM: list[int | None] = [USUAL_BYTES]
+"""The threshold in force; ``None`` where freed blocks are kept."""
 _MALLOPT_TRIM_THRESHOLD, _MALLOPT_MMAP_THRESHOLD, _MALLOPT_MMAP_MAX = -1, -3, -4  # of glibc's malloc.h
 _NO_TRIM, _USUAL_NUM_MAPPINGS = -1, 65536  # M_TRIM_THRESHOLD that is never reached; DEFAULT_MMAP_MAX
 
@@ -66,6 +70,7 @@ def map_blocks_from(num_bytes: int) -> None:
 
     It also ends glibc's own raising of that threshold, for which there is no way back: see `USUAL_BYTES`.
     """
+    _MAPPED_FROM[:] = [num_bytes]
     _set(_MALLOPT_MMAP_THRESHOLD, num_bytes)
     _set(_MALLOPT_TRIM_THRESHOLD, top_bytes(num_bytes))
     _set(_MALLOPT_MMAP_MAX, _USUAL_NUM_MAPPINGS)
@@ -80,8 +85,23 @@ def top_bytes(threshold_bytes: int) -> int:
 
 def keep_freed() -> None:
     """Let the heap keep all that is freed, until `map_blocks_from`: nothing is cleared anew, and holes stay."""
+    _MAPPED_FROM[:] = [None]
     _set(_MALLOPT_MMAP_MAX, 0)
     _set(_MALLOPT_TRIM_THRESHOLD, _NO_TRIM)
+
+
+@contextmanager
+def mapped_from(num_bytes: int) -> Iterator[None]:
+    """Map blocks of ``num_bytes`` or more inside the context, for what stays and comes where other blocks go.
+
+    An aligned block, as all of torch's are, does not fit into the hole that one of its size has left.
+    """
+    (before,) = _MAPPED_FROM
+    map_blocks_from(num_bytes)
+    try:
+        yield
+    finally:
+        keep_freed() if before is None else map_blocks_from(before)
 
 
 def _set(parameter: int, value: int) -> None:

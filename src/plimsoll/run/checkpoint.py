@@ -154,7 +154,8 @@ def load(root: Path, fingerprint: dict[str, str], step: int | None = None) -> Ch
     steps = _steps(root)
     if not steps:
         raise CheckpointError(
-            f"there is no checkpoint in {root}: start the run again with --force in place of --resume"
+            f"there is no checkpoint in {root}: give the command without --resume, and with --force where the run has "
+            "done steps, which are then done again"
         )
     if step is not None and step not in steps:
         raise CheckpointError(

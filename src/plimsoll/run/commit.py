@@ -13,8 +13,9 @@ parameters whose values and states are copied just before, so that it can always
 dropped with the piece.
 
 That a failure can always be mended follows from the order. The largest parameter goes first, so the first piece needs
-most; the states that the first step will still create are proven to fit by allocating as much once (those that leave
-the device with their piece need no room); and every finished piece gives its gradients back. So memory runs out in the
+most; the states that the first step will still create are proven to fit, with what the next piece takes, by allocating
+as much once (those that leave the device with their piece need no room); and every finished piece gives its gradients
+back. On the CPU new states are kept apart from gradients, whose holes are lost to them. So memory runs out in the
 first piece, which is undone and nothing has happened, or not at all. A later failure is something else taking memory:
 the piece is undone and done again, in halves where it can be cut. If what cannot be cut fails twice, what was done
 cannot be taken back: `TornStepError` says so, and a checkpoint is the way back.
@@ -299,13 +300,18 @@ class StepCommit:
         return room is not None and stack.enter_context(room) is None
 
     def _do_in_pieces(self) -> None:
-        waiting = self._whole()[::-1]
+        pieces = self._whole()
+        # New states come where gradients go: in a heap with both, what one leaves is lost to the other.
+        with self._backend.without_holes() if self._stateless(pieces) else nullcontext():
+            self._do_one_by_one(pieces[::-1])
+
+    def _do_one_by_one(self, waiting: list[_Piece]) -> None:
         nothing_happened = True
         while waiting:
             piece = waiting.pop()
             must_fit = nothing_happened and not keeps_states_outside(self.optimizer)
             self._is_undone_by_all = nothing_happened
-            others = [one for one in self._stateless(waiting) if _place_of(one) == piece.place] if must_fit else []
+            others = [one for one in reversed(waiting) if one.place == piece.place] if must_fit else []
             with outside_the_device() if piece.place[1] else nullcontext():
                 event = self._do(piece, others)
             if event is None:
@@ -331,18 +337,18 @@ class StepCommit:
             piece.num_failures = 0
         return self._pieces
 
-    def _do(self, piece: _Piece, others: list[nn.Parameter]) -> OomEvent | None:
+    def _do(self, piece: _Piece, others: list[_Piece]) -> OomEvent | None:
         """Update one piece and release its gradients, or leave it as it was.
 
-        ``others``: the parameters whose new states must be proven to fit as well.
+        ``others``: the pieces whose update must be proven to fit as well.
         """
         copy = self._copy_of(piece)
         if copy is None:
             return self._do_without_copy(piece, others)
         event = attempt(lambda: self._step_on(piece), self._backend, self._position)
-        if event is None and others:
-            states = blocks_of_states(self.optimizer, others, self._state_bytes(piece) / max(piece.num_bytes, 1))
-            event = attempt(lambda: prove_room(states, piece.device), self._backend, self._position)
+        if event is None and self._stateless(others):
+            times = self._state_bytes(piece) / max(piece.num_bytes, 1)
+            event = self._lacks_room(others, times, is_next=True)
         event = self._agreed(event)
         if event is not None:
             copy.restore()
@@ -354,23 +360,30 @@ class StepCommit:
         """A copy to undo the piece with; ``None`` where it does not fit, or leaves too little for a second try."""
         outside = copier_of(self.optimizer)
         copy = attempt(lambda: _Copy(self.optimizer, piece, self._scratch, outside), self._backend, self._position)
-        if isinstance(copy, OomEvent) or (piece.num_failures and self._lacks_room(piece, others=[]) is not None):
+        if isinstance(copy, OomEvent) or (piece.num_failures and self._lacks_room([piece]) is not None):
             return None
         return copy
 
-    def _lacks_room(self, piece: _Piece, others: list[nn.Parameter]) -> OomEvent | None:
-        """The event if what the update of the piece can take at most, and the states of the others, is not there."""
-        temporaries = blocks_of_temporaries(self.optimizer, piece.parameters)
-        states = blocks_of_states(self.optimizer, self._stateless([piece]) + others, MOST_STATES)
-        return attempt(lambda: prove_room(temporaries + states, piece.device), self._backend, self._position)
+    def _lacks_room(self, pieces: list[_Piece], times: float = MOST_STATES, is_next: bool = False) -> OomEvent | None:
+        """The event if what updates of the pieces take at most, one after another, is not there.
+
+        That is all new states, ``times`` the parameters where it is not known, and the temporaries of the first, the
+        largest. On a GPU the gradients that the piece before gives back make up for those of the ``is_next``; on the
+        CPU an aligned block does not fit in the hole of one of its size.
+        """
+        blocks = blocks_of_states(self.optimizer, self._stateless(pieces), times)
+        if not is_next or self._backend.kind == "cpu":
+            blocks += blocks_of_temporaries(self.optimizer, pieces[0].members())
+        return attempt(lambda: prove_room(blocks, pieces[0].device), self._backend, self._position)
 
     def _agreed(self, event: OomEvent | None) -> OomEvent | None:
         """The first piece is done on all ranks or on none; after that, what fails here is mended here."""
         return agreed(event, self._position, self._ranks) if self._is_undone_by_all else event
 
-    def _do_without_copy(self, piece: _Piece, others: list[nn.Parameter]) -> OomEvent | None:
+    def _do_without_copy(self, piece: _Piece, others: list[_Piece]) -> OomEvent | None:
+        self._scratch.clear()
         self._backend.release()
-        no_room = self._agreed(self._lacks_room(piece, others))
+        no_room = self._agreed(self._lacks_room([piece, *others]))
         if no_room is not None:
             return no_room
         event = attempt(lambda: self._step_on(piece), self._backend, self._position)
@@ -384,9 +397,9 @@ class StepCommit:
             self.optimizer.step()
         failpoint("optimizer")
 
-    def _stateless(self, pieces: list[_Piece]) -> list[nn.Parameter]:
+    def _stateless(self, pieces: list[_Piece]) -> Members:
         """The parameters whose states this step will create."""
-        return [parameter for piece in pieces for _, parameter in without_states(self.optimizer, piece.members())]
+        return [member for piece in pieces for member in without_states(self.optimizer, piece.members())]
 
     def _state_bytes(self, piece: _Piece) -> int:
         states = (self.optimizer.state[parameter] for parameter in piece.parameters)

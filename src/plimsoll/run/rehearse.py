@@ -79,6 +79,10 @@ class StageBackend:
         """Say that there is room, where a backend can keep it."""
         return nullcontext() if self.kind == "cpu" else None
 
+    def without_holes(self) -> nullcontext[None]:
+        """Do nothing: a trace has no heap."""
+        return nullcontext()
+
     def release(self, last_resort: bool = False) -> None:
         """Do nothing."""
 

@@ -39,27 +39,9 @@ _MOST_TEMPORARIES = dict.fromkeys([torch.optim.RAdam, torch.optim.Muon, torch.op
 
 
 def most_at_once(optimizer: torch.optim.Optimizer, members: Members) -> list[int]:
-    """Return the blocks that an update by an optimizer of ``torch.optim`` takes at most, on the CPU.
-
-    Its loop goes from parameter to parameter, and gives back what one took when the next has as much: there are the
-    temporaries of two. With ``foreach`` there are those of all, and ``fused`` has none. A gradient may be of a wider
-    type than its parameter, and its temporaries are then as large.
-    """
-    groups = optimizer.param_groups
-    together: list[int] = []
-    in_turn: list[int] = []
-    for group, parameter in members:
-        if groups[group].get("foreach"):
-            together.append(_updated_bytes(parameter))
-        elif not groups[group].get("fused"):
-            in_turn.append(_updated_bytes(parameter))
-    states = [
-        _updated_bytes(parameter)
-        for group, parameter in without_states(optimizer, members)
-        for _ in range(_num_states(optimizer, groups[group]))
-    ]
-    temporaries = (together + sorted(in_turn)[-2:]) * _times(optimizer)
-    return [*temporaries, *states, round(sum(states) * _HOLES_SHARE) + SLACK_BYTES]
+    """Return the blocks that an update by an optimizer of ``torch.optim`` takes at most, on the CPU."""
+    states = blocks_of_states(optimizer, without_states(optimizer, members))
+    return [*blocks_of_temporaries(optimizer, members), *states, round(sum(states) * _HOLES_SHARE) + SLACK_BYTES]
 
 
 def without_states(optimizer: torch.optim.Optimizer, members: Members) -> Members:
@@ -67,22 +49,40 @@ def without_states(optimizer: torch.optim.Optimizer, members: Members) -> Member
     return [
         (group, parameter)
         for group, parameter in members
-        if not (optimizer.state.get(parameter) or has_no_states(optimizer, optimizer.param_groups[group]))
+        if not (_has_states(optimizer, parameter) or has_no_states(optimizer, optimizer.param_groups[group]))
     ]
 
 
-def blocks_of_states(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], times: float) -> list[int]:
-    """Return what new states take: ``times`` the parameters' bytes, unless the optimizer knows."""
+def blocks_of_states(optimizer: torch.optim.Optimizer, members: Members, times: float = MOST_STATES) -> list[int]:
+    """Return what new states take at most: ``times`` the parameters' bytes, unless it is known of the optimizer."""
     if isinstance(optimizer, SeparableOptimizer):
-        return [optimizer.state_bytes_of(parameter) for parameter in parameters]
-    return _blocks([parameter.nbytes for parameter in parameters], times)
+        return [optimizer.state_bytes_of(parameter) for _, parameter in members]
+    if type(optimizer) not in _STATES:
+        return _blocks([bytes_updated(parameter) for _, parameter in members], times)
+    return [
+        bytes_updated(parameter)
+        for group, parameter in members
+        for _ in range(_num_states(optimizer, optimizer.param_groups[group]))
+    ]
 
 
-def blocks_of_temporaries(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> list[int]:
-    """Return what an update of these parameters takes and gives back."""
+def blocks_of_temporaries(optimizer: torch.optim.Optimizer, members: Members) -> list[int]:
+    """Return what an update takes and gives back, at most.
+
+    The loop goes from parameter to parameter, and gives back what one took when the next has as much: there are the
+    temporaries of two. With ``foreach``, the usual on a GPU, there are those of all, and ``fused`` has none.
+    """
     if isinstance(optimizer, SeparableOptimizer):
-        return [max(optimizer.temporary_bytes_of(parameter) for parameter in parameters)]
-    return _blocks([bytes_updated(parameter) for parameter in parameters], _times(optimizer))
+        return [max(optimizer.temporary_bytes_of(parameter) for _, parameter in members)]
+    together: list[int] = []
+    in_turn: list[int] = []
+    for group, parameter in members:
+        settings = optimizer.param_groups[group]
+        if settings.get("foreach") or not (parameter.is_cpu or settings.get("fused")):
+            together.append(bytes_updated(parameter))
+        elif not settings.get("fused"):
+            in_turn.append(bytes_updated(parameter))
+    return (together + sorted(in_turn)[-2:]) * _MOST_TEMPORARIES.get(type(optimizer), _TEMPORARIES)
 
 
 def prove_room(blocks: list[int], device: torch.device) -> None:
@@ -90,19 +90,14 @@ def prove_room(blocks: list[int], device: torch.device) -> None:
     [torch.empty(num_bytes, dtype=torch.uint8, device=device) for num_bytes in blocks]
 
 
-def _times(optimizer: torch.optim.Optimizer) -> int:
-    return _MOST_TEMPORARIES.get(type(optimizer), _TEMPORARIES)
-
-
-def _updated_bytes(parameter: nn.Parameter) -> int:
-    gradient = parameter.grad
-    return parameter.nbytes if gradient is None else max(parameter.nbytes, gradient.nbytes)
+def _has_states(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> bool:
+    """SGD wrote a buffer of None where there was no momentum, before torch 2.0, and a checkpoint may have that."""
+    return any(value is not None for value in optimizer.state.get(parameter, {}).values())
 
 
 def _num_states(optimizer: torch.optim.Optimizer, settings: dict[str, Any]) -> int:
     """How many states as large as a parameter an optimizer of ``torch.optim`` keeps of it, at most."""
-    num_states = _STATES.get(type(optimizer))
-    return MOST_STATES if num_states is None else num_states + sum(map(bool, map(settings.get, _SETTINGS_WITH_A_STATE)))
+    return _STATES[type(optimizer)] + sum(map(bool, map(settings.get, _SETTINGS_WITH_A_STATE)))
 
 
 def _blocks(sizes: list[int], times: float) -> list[int]:

@@ -63,3 +63,7 @@ class Scratch:
             if memory.nbytes <= self.kept_bytes:
                 self._kept[key] = memory
         return torch.cat(flat, out=memory[:num_elements])
+
+    def clear(self) -> None:
+        """Let go of the memory."""
+        self._kept.clear()

@@ -67,6 +67,10 @@ def test_of_two_texts_the_error_says_which_is_too_short(texts: Path, tmp_path: P
     data = {"validation": str(tmp_path / "few.txt")}
     with pytest.raises(DataError, match=r"the validation text \(.*few\.txt\) has \d+ tokens, but one sample"):
         prepare(job_of(texts, sequence_length=100, data=data), tmp_path / "cache")
+    with pytest.raises(
+        DataError, match=r"the validation text \(.*few\.txt\) of \d+ tokens is too short for batch_size"
+    ):
+        prepare(job_of(texts, data=data | {"order": "streams"}), tmp_path / "cache")
 
 
 @pytest.mark.parametrize("data", [{}, {"on_the_fly": True, "long_texts": "truncate"}], ids=["once", "on the fly"])

@@ -107,9 +107,7 @@ def test_the_newest_is_opened_unless_a_step_is_named(tmp_path):
 def test_without_one_the_remedy_is_said(tmp_path):
     for root in (tmp_path, tmp_path / "not-there"):
         assert checkpoint.newest_good(root, MARKS) is None
-        with pytest.raises(
-            CheckpointError, match="there is no checkpoint in .*: start the run again with --force in place of --resume"
-        ):
+        with pytest.raises(CheckpointError, match="there is no checkpoint in .*: give the command without --resume"):
             checkpoint.load(root, MARKS)
 
 

@@ -318,7 +318,7 @@ with backend.limited(backend.probe().capacity_bytes):  # large blocks are mapped
 @pytest.fixture(scope="module")
 def inside_limits():
     """What became of a step of AdamW, by the number of parameters, of steps before it, and the room in MiB."""
-    cases = [(4, 0, 120, {}), (4, 0, 160, {}), *((1, 1, room_mib, {}) for room_mib in (40, 56, 200))]
+    cases = [(4, 0, 160, {}), (4, 0, 200, {}), *((1, 1, room_mib, {}) for room_mib in (40, 56, 200))]
     cases += [(1, 1, room_mib, {"amsgrad": True}) for room_mib in (56, 88, 200)]
     done = run_program(LIMITED, json.dumps(cases))
     assert done.returncode == 0, done.stderr
@@ -326,8 +326,11 @@ def inside_limits():
 
 
 def test_the_first_step_is_done_only_where_all_its_states_will_fit(inside_limits):
-    """Of four parameters the first would fit into 120 MiB, the states of the others (3 x 2 x 16 MiB) would not."""
-    too_little, enough = inside_limits[4, 0, 120], inside_limits[4, 0, 160]
+    """Of four parameters the first would fit into 160 MiB, its copy (16 MiB) and states beside those of the others.
+
+    But not what comes after it: states of 3 x 2 x 16 MiB, and the temporaries of one, of 3 x 16.
+    """
+    too_little, enough = inside_limits[4, 0, 160], inside_limits[4, 0, 200]
     assert too_little == {"is_done": False, "requested_mib": 16, "num_states": 0, "values": [1, 1, 1, 1]}
     assert (enough["is_done"], enough["num_states"]) == (True, 4)
     assert len({*enough["values"]}) == 1
@@ -349,7 +352,8 @@ def test_where_the_update_has_no_room_nothing_happens(inside_limits):
 
 
 @pytest.mark.parametrize("leave", [False, True], ids=["on the device", "outside"])
-def test_states_to_come_must_fit_unless_they_leave_the_device(leave):
+def test_what_is_to_come_must_fit_unless_it_leaves_the_device(leave):
+    """Of the second parameter a state, and three temporaries."""
     first, second = parameters(1000, 500)
     optimizer = torch.optim.SGD([first, second], lr=0.1, momentum=0.9)
     recorder = Recorder(phase=lambda: "optimizer")
@@ -357,7 +361,7 @@ def test_states_to_come_must_fit_unless_they_leave_the_device(leave):
         commit_of(optimizer).step()
     trace = recorder.trace("measured", "cpu")
     proven = [number for number in trace.storages.shape if trace.texts[number] == "uint8[2000]"]
-    assert len(proven) == (0 if leave else 1)
+    assert len(proven) == (0 if leave else 1 + 3)
 
 
 def test_an_update_at_once_copies_nothing_and_is_the_optimizers_own():
@@ -414,6 +418,41 @@ def test_an_update_that_was_shown_its_room_has_it_though_all_that_was_left_is_ta
     done = run_program(ROBBED)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == [1, 0.0]
+
+
+# An update at once misses so many MiB; of parameters of 1 MiB and 2 KiB, states come among gradients.
+SHORT_OF_ROOM = """
+import json, sys
+import torch
+from plimsoll.device.base import backend_for
+from plimsoll.device.process import private_memory
+from plimsoll.run.boundary import Position
+from plimsoll.run.commit import StepCommit
+from plimsoll.run.room import most_at_once
+
+backend = backend_for("cpu")
+parameters = [torch.nn.Parameter(torch.zeros(shape)) for shape in [(512,)] * 100 + [(512, 512)] * 60]
+commit = StepCommit(torch.optim.AdamW(parameters), backend, Position(phase="optimizer"))
+for parameter in parameters:
+    parameter.grad = torch.ones_like(parameter)
+backend.release()
+asked_bytes = sum(most_at_once(commit.optimizer, [(0, one) for one in parameters]))
+short_bytes = int(sys.argv[1]) << 20
+with backend.limited(private_memory().private_bytes + (16 << 20) + asked_bytes - short_bytes):
+    commit.step()
+updated = {parameter.flatten()[-1].item() < 0 for parameter in parameters}
+print(json.dumps([len(commit._pieces) > 1, commit.outcome is None, *updated]))
+"""
+
+
+def test_an_update_in_pieces_is_done_or_not_begun_however_little_room_is_missing():
+    """States are kept apart from gradients: what these left between them was lost, and the last pieces did not fit."""
+    done = [run_program(SHORT_OF_ROOM, short_mib) for short_mib in ("2", "5", "8", "11", "14", "17", "60")]
+    assert [one.stderr for one in done] == [""] * len(done)
+    came_to = [json.loads(one.stdout) for one in done]
+    assert came_to[0] == [True, True, True]
+    assert came_to[-1] == [True, False, False]
+    assert all(outcome == [True, is_done, is_done] for outcome in came_to for is_done in outcome[1:2])
 
 
 # All parameters at once are shown 4 x 3 x 16 MiB of room for what `foreach` computes, one at a time a quarter.

@@ -9,7 +9,13 @@ from torch import nn
 
 from plimsoll.memory.live import live_bytes
 from plimsoll.memory.recorder import Recorder
-from plimsoll.run.room import SLACK_BYTES, blocks_of_states, most_at_once, without_states
+from plimsoll.run.room import (
+    SLACK_BYTES,
+    blocks_of_states,
+    blocks_of_temporaries,
+    most_at_once,
+    without_states,
+)
 
 NAMES_OF_TORCH = (
     "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "Muon", "NAdam", "RAdam", "RMSprop", "Rprop",
@@ -125,7 +131,41 @@ def test_blocks_are_as_large_as_the_parameters_and_states_that_exist_are_not_cou
     members = [(0, parameter) for parameter in chosen]
     assert without_states(optimizer, members) == members[2:]
     assert sorted(most_at_once(optimizer, members)) == [8, 8, 20, 20, 20, 40, 40, 40, SLACK_BYTES + 2]
-    assert blocks_of_states(optimizer, chosen[2:], 2.25) == [8, 8, 2]
+
+
+class FromElsewhere(torch.optim.Adam):
+    """Of an optimizer that is not of torch.optim nothing is known."""
+
+
+def test_states_of_an_optimizer_from_elsewhere_are_as_many_as_is_said():
+    chosen = [nn.Parameter(torch.ones(length)) for length in (10, 2)]
+    members = [(0, parameter) for parameter in chosen]
+    assert blocks_of_states(FromElsewhere(chosen), members[1:], 2.25) == [8, 8, 2]
+    assert blocks_of_states(FromElsewhere(chosen), members) == [40, 8] * 3
+    assert blocks_of_states(torch.optim.Adam(chosen), members[1:], 2.25) == [8, 8]
+
+
+def test_a_buffer_of_none_is_no_state():
+    """As SGD of torch before 2.0 saved it where there was no momentum, which a loaded training may then have."""
+    parameter = nn.Parameter(torch.ones(10))
+    optimizer = torch.optim.SGD([parameter], momentum=0.9)
+    optimizer.state[parameter]["momentum_buffer"] = None
+    assert without_states(optimizer, [(0, parameter)]) == [(0, parameter)]
+    parameter.grad = torch.ones(10)
+    optimizer.step()
+    assert without_states(optimizer, [(0, parameter)]) == []
+
+
+def test_on_a_gpu_all_temporaries_of_a_piece_are_there_at_once():
+    """``foreach`` is what torch takes there by itself; the loop on the CPU has those of two."""
+    lengths = (10, 5, 2)
+    on_gpu = [nn.Parameter(torch.ones(length, device="meta")) for length in lengths]
+    here = [nn.Parameter(torch.ones(length)) for length in lengths]
+    found = [
+        sorted(blocks_of_temporaries(torch.optim.Adam(chosen, **options), [(0, one) for one in chosen]))
+        for chosen, options in ((on_gpu, {}), (on_gpu, {"fused": False}), (here, {}))
+    ]
+    assert found == [[8] * 3 + [20] * 3 + [40] * 3] * 2 + [[20] * 3 + [40] * 3]
 
 
 def test_each_group_has_the_kernel_and_the_settings_that_it_has():

@@ -34,3 +34,5 @@ def test_copies_stay_in_kept_memory_up_to_a_size():
     assert large.tolist() == [1, 1, 0, 0]
     assert large.data_ptr() != first.data_ptr()
     assert scratch.copy_of(KEY, [torch.ones(1)], 1).data_ptr() == first.data_ptr()
+    scratch.clear()
+    assert scratch._kept == {}

@@ -276,7 +276,7 @@ def test_a_finished_run_can_be_made_longer(new_run, whole):
 
 
 def test_without_a_checkpoint_there_is_nothing_to_go_on_from(new_run):
-    with pytest.raises(CheckpointError, match="start the run again with --force in place of --resume"):
+    with pytest.raises(CheckpointError, match="without --resume, and with --force where the run has done steps"):
         train_here(new_run(), resume=True)
 
 
