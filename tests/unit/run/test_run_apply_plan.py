@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from model_folders import model_folder
 from plimsoll.errors import BudgetError, InputError
-from plimsoll.run.apply_plan import length_to_plan, plan_apart
+from plimsoll.run.apply_plan import _why, length_to_plan, plan_apart
 
 
 @pytest.mark.parametrize(
@@ -34,3 +35,16 @@ def test_a_plan_comes_back_or_says_what_would_fit(tmp_path: Path) -> None:
 def test_what_cannot_be_planned_says_why(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="cannot plan how .* is applied"):
         plan_apart(tmp_path, "score", 64, 0, 1 << 30, "cpu", "stored")
+
+
+@pytest.mark.parametrize(
+    ("printed", "said", "expected"),
+    [
+        ('{"message": "too large"}', "other", "too large"),
+        ("{}", "a warning\nno room\n", "no room"),
+        ("[]", "no room", "no room"),
+        ("", "", "exit code 5"),
+    ],
+)
+def test_a_process_that_does_not_say_why_is_told_by_its_last_line(printed: str, said: str, expected: str) -> None:
+    assert _why(subprocess.CompletedProcess([], 5, printed, said)) == expected

@@ -73,6 +73,19 @@ def test_an_optimizer_of_a_part_of_the_model_or_of_more_than_it_passes():
     refuse(parts.requires_grad_(False), optimizer_of(parts), "fp32", None)
 
 
+@pytest.mark.parametrize(("precision", "kind"), [("bf16", "cpu"), ("fp16", "cpu"), ("fp32", "cpu"), ("bf16", "cuda")])
+def test_where_autocast_runs_no_lstm_half_precision_is_refused(precision, kind, monkeypatch):
+    """As on processors without AVX-512."""
+    monkeypatch.setattr("plimsoll.run.checks.lstm_fault", lambda model, dtype: f"no {dtype} kernels")
+    model = nn.LSTM(2, 2)
+    optimizer = torch.optim.SGD(model.parameters())
+    if precision == "fp32" or kind == "cuda":
+        refuse(model, optimizer, precision, None, kind=kind)
+    else:
+        with pytest.raises(InputError, match=f"precision {precision}: no {precision} kernels; use precision fp32"):
+            refuse(model, optimizer, precision, None, kind=kind)
+
+
 def test_what_can_be_stepped_passes():
     refuse(MODEL, SGD, "bf16", 4)
     assert device_of(MODEL) == torch.device("cpu")
