@@ -5,9 +5,9 @@
 
 A number of mutants is drawn of each module, or of all modules of a folder together, each one small change (a
 comparison, a number, a `not`, ...) in a copy of the sources, and the tests of its module are run on it until one fails;
-then those that import the module, and those of commands that go through it (`THROUGH`). A mutant that changes only annotations or
-docstrings is none. Prints each survivor as a diff, the share that was killed, and as its last line one JSON object. A
-survivor is a gap in the tests or a change without an effect: look at it.
+then those beside them that import the module, and those of commands that go through it (`THROUGH`). A mutant that
+changes only annotations or docstrings is none. Prints each survivor as a diff, the share that was killed, and as its
+last line one JSON object. A survivor is a gap in the tests or a change without an effect: look at it.
 """
 
 from __future__ import annotations
@@ -157,9 +157,11 @@ def files_for(module: str) -> list[str]:
     name = f"tests/unit/{path.parent}/{own}.py"
     if not (ROOT / name).is_file():
         return []
-    return list(
-        dict.fromkeys([name, *(one for of, files in THROUGH.items() if fullmatch(of, module) for one in files)])
-    )
+    imports = re.compile(rf"^(from|import) plimsoll\.{'.'.join(path.with_suffix('').parts)}\b", re.MULTILINE)
+    beside = sorted((ROOT / name).parent.glob("test_*.py"))
+    importing = [file.relative_to(ROOT).as_posix() for file in beside if imports.search(file.read_text("utf-8"))]
+    through = [one for modules, files in THROUGH.items() if re.fullmatch(modules, module) for one in files]
+    return list(dict.fromkeys([name, *importing, *through]))
 
 
 def fails(package: Path, file: str, patience_seconds: float | None) -> bool:
