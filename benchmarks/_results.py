@@ -206,18 +206,18 @@ INSIDE_A_LIMIT = (
 )
 
 
+def quantile(values: Iterable[float], share: float) -> float:
+    """The smallest of the values that ``share`` of them do not exceed."""
+    ordered = sorted(values)
+    return ordered[math.ceil(share * len(ordered) - 1e-9) - 1]
+
+
 def errors_table(*found: tuple[str, Sequence[float]]) -> str:
     """What predictions were held against, and by what share they were off; tables of several results make one."""
     header = ("predicted against", "runs", "median error", "90 % within", "worst")
     rows = []
     for name, errors in found:
         sizes = sorted(map(abs, errors))
-        nine_tenths = sizes[math.ceil(0.9 * len(sizes)) - 1]
-        rows.append(
-            (
-                name,
-                len(sizes),
-                *(f"{size:.1%}" if size else "0" for size in (statistics.median(sizes), nine_tenths, sizes[-1])),
-            )
-        )
+        said = (statistics.median(sizes), quantile(sizes, 0.9), sizes[-1])
+        rows.append((name, len(sizes), *(f"{size:.1%}" if size else "0" for size in said)))
     return table(header, rows)

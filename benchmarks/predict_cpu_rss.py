@@ -31,7 +31,7 @@ from typing import Any
 
 import numpy as np
 
-from _results import add_out, errors_table, file_result
+from _results import add_out, errors_table, file_result, quantile
 from plimsoll.data.sketch import TextSketch
 from plimsoll.device.process import private_bytes
 from plimsoll.memory.lowering.cpu import CpuLowering
@@ -270,7 +270,7 @@ def figures_of(rows: list[Row]) -> dict[str, float | int]:
     return {
         "n": len(rows),
         "median": round(statistics.median(errors), 4),
-        "p90": round(float(np.percentile(errors, 90)), 4),
+        "p90": round(quantile(errors, 0.9), 4),
         "max": round(errors[-1], 4),
         "inside_share": round(sum(row.is_inside for row in rows) / len(rows), 4),
         "median_half_width": round(statistics.median(row.half_width for row in rows), 4),

@@ -25,7 +25,6 @@ from __future__ import annotations
 import argparse
 import csv
 import json
-import math
 import multiprocessing
 import os
 import statistics
@@ -37,7 +36,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from _results import add_out, errors_table, file_result
+from _results import add_out, errors_table, file_result, quantile
 
 HERE = Path(__file__).parent
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "plimsoll" / "transformers-4.51.3"
@@ -286,11 +285,6 @@ def combined(answers: list[Answer]) -> Answer:
 
 
 # -- figures -----------------------------------------------------------------------------------------------------------
-
-
-def quantile(values: list[float], share: float) -> float:
-    """The smallest of the values that ``share`` of them do not exceed."""
-    return sorted(values)[math.ceil(share * len(values) - 1e-9) - 1]
 
 
 def figures_of(pairs: Iterable[tuple[Run, int, bool]]) -> dict[str, float | int | None]:

@@ -42,7 +42,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from _results import add_out, file_result, show, versions_in
+from _results import add_out, file_result, quantile, show, versions_in
 from _results import table as markdown
 from _rivals import python_of
 
@@ -179,12 +179,6 @@ class Pair:
 
 def share(values: Sequence[bool]) -> float:
     return round(sum(values) / len(values), 3) if values else 0.0
-
-
-def quantile(values: Sequence[float], part: float) -> float:
-    from predict_gpu_measured import quantile as found
-
-    return found(list(values), part)
 
 
 def figures_of(pairs: Sequence[Pair]) -> dict[str, Any]:
