@@ -38,21 +38,19 @@ THROUGH = {
         "tests/unit/cli/test_cli_apply.py", "tests/end_to_end/test_apply.py",
     ],
     "run/(checkpoint|directory|evaluate|feed|follow|held|monitor|supervise|train|watch|worker).py": [
-        "tests/unit/cli/test_cli_train.py", "tests/end_to_end/test_resume.py", "tests/end_to_end/test_kill.py",
-        "tests/end_to_end/test_limit.py",
+        "tests/unit/cli/test_cli_train.py", "tests/end_to_end/test_resume.py",
     ],
     "run/(checkpoint_sharded|launch|ranked|reduction|rehearsed_ranks|together).py": [
-        "tests/numerics/test_rank_numerics.py", "tests/numerics/test_shards.py", "tests/end_to_end/test_rank_jobs.py",
+        "tests/numerics/test_rank_numerics.py",
     ],
     "run/(forecast|learning|plan|predict|rehearse|remedies|subjects|targets|ways|wishes).py": [
         "tests/unit/run/test_run_plan.py", "tests/unit/cli/test_cli_plan.py",
-        "tests/end_to_end/test_explained_remedies.py", "tests/end_to_end/test_planned_runs.py",
     ],
-    "run/shrink.*.py": ["tests/unit/cli/test_cli_shrink.py", "tests/end_to_end/test_shrink.py"],
+    "run/shrink.*.py": ["tests/unit/cli/test_cli_shrink.py"],
     "run/(taught|teaching).py": ["tests/end_to_end/test_distilled_jobs.py"],
     "run/tagging.py": ["tests/end_to_end/test_tagged_jobs.py"],
 }  # fmt: skip
-"""Tests that go through modules (a regular expression) without naming them, cheap ones first."""
+"""Tests that go through modules (a regular expression) without naming them; some, of those that take a minute or two."""
 _PATIENCE = 5  # tests of a mutant may take so many times as long as of the unchanged module, and then some
 _PATIENCE_SECONDS = 30.0
 
