@@ -50,7 +50,7 @@ THROUGH = {
     "run/(taught|teaching).py": ["tests/end_to_end/test_distilled_jobs.py"],
     "run/tagging.py": ["tests/end_to_end/test_tagged_jobs.py"],
 }  # fmt: skip
-"""Tests that go through modules (a regular expression) without naming them; some, of those that take a minute or two."""
+"""Tests that go through modules (a regular expression) without naming them: some, of those that take little time."""
 _PATIENCE = 5  # tests of a mutant may take so many times as long as of the unchanged module, and then some
 _PATIENCE_SECONDS = 30.0
 
