@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -358,3 +359,10 @@ def test_the_weights_that_are_loaded_are_told(gpt2: Path, data: Path) -> None:
     apply_model(gpt2, data, data.with_name("y.jsonl"), loading=lambda *one: told.append(one))
     assert told[-1][0] == "loading weights"
     assert told[-1][1] == told[-1][2] > 0
+
+
+def test_seconds_are_those_of_the_clock(gpt2: Path, data: Path) -> None:
+    began = time.monotonic()
+    facts = apply_model(gpt2, data, data.with_name("y.jsonl"))
+    passed = time.monotonic() - began
+    assert 0 < facts.load_seconds < passed

@@ -47,11 +47,17 @@ def test_what_was_written_in_shards_is_read_whole(tmp_path, trained):
     assert saved.step == 7
     assert checkpoint_sharded.is_sharded(saved)
     whole = workload_of(stacked_model())
+    whole.optimizer.param_groups[0].update(lr=0.5, weight_decay=0.5)
     assert torch.equal(checkpoint_sharded.restore(saved, whole)["of"], torch.ones(2))
     for (name, parameter), rows in zip(whole.model.named_parameters(), trained.sharded.rows.values(), strict=True):
         assert torch.equal(parameter, rows), name
         state, expected = whole.optimizer.state[parameter], trained.optimizer.state[rows]
         assert {key: value.tolist() for key, value in state.items()} == {k: v.tolist() for k, v in expected.items()}
+    settings, expected = (
+        {key: value for key, value in one.optimizer.param_groups[0].items() if key != "params"}
+        for one in (whole, trained)
+    )
+    assert settings == expected
 
 
 def test_what_one_process_has_written_is_read_in_shards(tmp_path, trained):

@@ -7,8 +7,10 @@ import torch
 from torch import nn
 
 from plimsoll.embeddings.host import HostEmbedding
-from plimsoll.errors import InputError
-from plimsoll.run.checks import described, device_of, refuse, refuse_unclear_labels
+from plimsoll.errors import InputError, NonFiniteLossError
+from plimsoll.run.boundary import Position
+from plimsoll.run.checks import described, device_of, refuse, refuse_non_finite, refuse_unclear_labels
+from plimsoll.workload import Workload
 
 MODEL = nn.Linear(2, 2)
 SGD = torch.optim.SGD(MODEL.parameters(), lr=0.1)
@@ -154,3 +156,10 @@ def test_distributed_data_parallel_is_refused_with_the_reason():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(InputError, match="adds gradients up inside backward"):
         refuse(model, optimizer, "fp32", None)
+
+
+def test_a_loss_that_is_no_number_is_of_the_step_that_was_begun():
+    workload = Workload(MODEL, SGD, lambda *_: None, "samples")
+    refuse_non_finite("loss", 1e30, workload, Position(step=4))
+    with pytest.raises(NonFiniteLossError, match=r"the loss of step 5 is nan; .* after step 4: .*\(now 0\.1\)"):
+        refuse_non_finite("loss", float("nan"), workload, Position(step=4))
