@@ -12,6 +12,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from functools import partial
+from typing import Any
 
 import torch
 import torch.optim.optimizer as optimizer_module  # the hooks that see every optimizer are here and nowhere public
@@ -118,6 +119,11 @@ class SeparableOptimizer(torch.optim.Optimizer, ABC):
     @abstractmethod
     def temporary_bytes_of(self, parameter: Tensor) -> int:
         """The bytes that the update of a parameter takes and gives back, at most; parameters take turns."""
+
+
+def settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Return all that each parameter group has but its parameters."""
+    return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
 
 
 def is_of_torch(optimizer: torch.optim.Optimizer) -> bool:

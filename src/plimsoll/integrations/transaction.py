@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from plimsoll.device.base import backend_for
 from plimsoll.errors import InputError, OutOfMemoryError
+from plimsoll.optimizers import settings_of
 from plimsoll.ranks import Ranks
 from plimsoll.records.plan import Choice
 from plimsoll.records.run import OomEvent
@@ -185,8 +186,7 @@ class Transaction:
     def _until_done(self, ladder: Ladder, finish: Finish | None) -> None:
         """Try, and undo and try further rungs until what is waiting is done."""
         # As they are now, not at the first batch: a schedule may have set the rate since, and updates come at the end.
-        groups = self.workload.optimizer.param_groups
-        self._groups = [{k: v for k, v in group.items() if k != "params"} for group in groups]
+        self._groups = settings_of(self.workload.optimizer)
         self.events = []
         self.is_again = is_done = False
         try:

@@ -33,6 +33,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as write_shards
 
 from plimsoll.device.base import Backend, backend_for
 from plimsoll.errors import CheckpointError, OutputError
+from plimsoll.optimizers import settings_of
 from plimsoll.outside import copier_of
 from plimsoll.ranks import Ranks
 from plimsoll.records.base import sync, write_atomically
@@ -129,7 +130,7 @@ def _rows_of(workload: Workload) -> dict[str, Any]:
     for name, buffer in workload.model.named_buffers():
         if name in workload.model.state_dict():
             tensors[f"model.{name}"] = buffer
-    tensors["groups"] = [{k: v for k, v in group.items() if k != "params"} for group in workload.optimizer.param_groups]
+    tensors["groups"] = settings_of(workload.optimizer)
     return tensors
 
 

@@ -47,7 +47,7 @@ from torch import nn
 
 from plimsoll.device.base import Backend
 from plimsoll.errors import TornStepError
-from plimsoll.optimizers import is_of_torch, is_separable
+from plimsoll.optimizers import is_of_torch, is_separable, settings_of
 from plimsoll.outside import Copier, copier_of, is_marked, keeps_states_outside, outside_the_device
 from plimsoll.ranks import Ranks
 from plimsoll.records.run import OomEvent
@@ -163,7 +163,7 @@ class _Copy:
                 self._alike.append((flat, scratch.copy_of(key, flat, layout.num_elements[key])))
             self._others = [(tensor, tensor.detach().clone()) for tensor in layout.others]
         # Some optimizers count in their groups; which parameters are in them is put back by `only`.
-        self._settings = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+        self._settings = settings_of(optimizer)
 
     def _without_rows(self, group: int, parameter: nn.Parameter, values: list[torch.Tensor]) -> Iterator[torch.Tensor]:
         """What is to be copied as a whole; of the others the rows that change are copied here."""

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from plimsoll.errors import InputError
-from plimsoll.optimizers import is_separable
+from plimsoll.optimizers import is_separable, settings_of
 from plimsoll.run.commit import only
 from plimsoll.run.failpoints import failpoint
 from plimsoll.workload import Workload
@@ -55,7 +55,7 @@ class EarlyUpdate:
         self._group_of = {
             parameter: number for number, group in enumerate(optimizer.param_groups) for parameter in group["params"]
         }
-        self._settings = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+        self._settings = settings_of(optimizer)
         self._waiting: list[nn.Parameter] = []
         self._before: dict[nn.Parameter, _Before] = {}
 

@@ -47,13 +47,13 @@ def test_two_groups_keep_their_own_settings_and_are_undone_with_them():
     states = {parameter: dict(state) for parameter, state in optimizer.state.items()}
     early = EarlyUpdate(optimizer, torch.clone, "cpu", 1)
     backward(model, early)
-    optimizer.param_groups[0]["lr"] = 5.0
+    optimizer.param_groups[0].update(lr=5.0, weight_decay=5.0)
     early.undo()
     assert all(map(torch.equal, model.parameters(), other.parameters()))
     for parameter, twin in zip(model.parameters(), other.parameters(), strict=True):
         assert all(value is states[parameter][key] for key, value in optimizer.state[parameter].items())
         assert all(torch.equal(value, expected.state[twin][key]) for key, value in optimizer.state[parameter].items())
-    assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.01]
+    assert [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups] == [(0.1, 0.01), (0.01, 0.01)]
 
 
 def test_states_that_a_step_made_are_gone_when_it_is_undone():
