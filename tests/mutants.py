@@ -33,7 +33,9 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 SOURCES = ROOT / "src" / "plimsoll"
 THROUGH = {
-    "run/(commit|pieces|recover|room|rungs|scratch|sparse|step|undo).py": ["tests/numerics/test_transaction.py"],
+    "run/(commit|pieces|recover|room|rungs|scratch|sparse|step|undo).py": [
+        "tests/numerics/test_transaction.py", "tests/numerics/test_first_updates.py",
+    ],
     "run/(apply.*|applied|inference_model|plan_inference|rehearse_inference).py": [
         "tests/unit/cli/test_cli_apply.py", "tests/end_to_end/test_apply.py",
     ],

@@ -19,6 +19,7 @@ import pytest
 import torch
 from real_oom import CASES, NUM_STEPS
 
+import plimsoll
 from end_to_end.commands import PeakWatch
 from plimsoll.device.data_limit import MARGIN_BYTES
 from workloads import BATCH_SIZE, largest_relative_difference
@@ -45,7 +46,7 @@ class Answer:
 
 def started(name: str, folder: Path) -> subprocess.Popen[str]:
     """The process that forks trainings of one kind of model."""
-    paths = os.pathsep.join(map(str, [TESTS.parent / "src", TESTS]))
+    paths = os.pathsep.join(map(str, [Path(plimsoll.__file__).parents[1], TESTS]))
     # Two threads, as they are what a limit is most likely to break; passive, as the machine may be busy.
     environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "PASSIVE"}
     command = [sys.executable, TESTS / "numerics" / "real_oom.py", name, folder]

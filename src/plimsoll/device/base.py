@@ -45,7 +45,7 @@ class Backend(Protocol):
         """
 
     def without_holes(self) -> AbstractContextManager[None]:
-        """Keep what is allocated in the context apart from other blocks, so that it leaves no holes between them."""
+        """Keep what is allocated in the context apart from other blocks, as far as the allocator can."""
 
     def release(self, last_resort: bool = False) -> None:
         """Give back what the allocator keeps of freed memory; as a last resort also in ways that cost time later."""

@@ -99,19 +99,18 @@ class CpuBackend:
     def reserved(self, sizes: list[int]) -> AbstractContextManager[None]:
         """Allocate blocks of so many bytes together, and free them; the context raises the limit by as much.
 
-        Pages that are not touched take no memory, but they count against the limit. Where not all are to be had, those
-        that were go back: they are mappings, which the heap would keep. Storages are no tensors, and not in a trace.
+        Pages that are not touched take no memory, but they count against the limit. Storages are no tensors, and not in
+        a trace.
         """
         import torch
 
         storage: Any = torch.UntypedStorage
-        with self.without_holes():
-            [storage(num_bytes) for num_bytes in sizes]
+        [storage(num_bytes) for num_bytes in sizes]
         return data_limit.raised(sum(sizes))
 
     def without_holes(self) -> AbstractContextManager[None]:
-        """Make blocks mappings of their own: pages that are cleared anew."""
-        return heap.mapped_from(heap.TIGHT_BYTES)
+        """Inside a limit, make blocks mappings of their own where no free part of the heap has room for them."""
+        return data_limit.blocks_apart()
 
     def release(self, last_resort: bool = False) -> None:
         """Collect garbage, give the heap's free pages back, and let oneDNN try again (see `onednn`).

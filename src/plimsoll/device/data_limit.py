@@ -128,6 +128,25 @@ def set_up_heap(mapped_from_bytes: int | None) -> None:
         heap.map_blocks_from(mapped_from_bytes)
 
 
+@contextmanager
+def blocks_apart() -> Iterator[None]:
+    """Map blocks of 128 KiB and more, for what stays and comes where other blocks go; without a limit do nothing.
+
+    An aligned block, as all of torch's are, does not fit into the hole that one of its size has left in the heap.
+    """
+    if (
+        soft_limit_of_others_bytes() is None and not _IN_FORCE
+    ):  # glibc's own threshold, which moves, would not come back
+        yield
+        return
+    before = heap.threshold_bytes()
+    heap.map_blocks_from(heap.TIGHT_BYTES)
+    try:
+        yield
+    finally:
+        set_up_heap(before)
+
+
 def follow(memory: process.PrivateMemory) -> None:
     """Make the limit true again; call once per step with a new reading.
 

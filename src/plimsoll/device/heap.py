@@ -7,8 +7,6 @@ done. Needs no torch.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from plimsoll.records.heap import DEFAULT_HEAP
 
@@ -36,7 +34,6 @@ USUAL_BYTES = 32 << 20
 
 _C_LIBRARY = ctypes.CDLL(None)
 _MAPPED_FROM: list[int | None] = [USUAL_BYTES]
-"""The threshold in force; ``None`` where freed blocks are kept."""
 _MALLOPT_TRIM_THRESHOLD, _MALLOPT_MMAP_THRESHOLD, _MALLOPT_MMAP_MAX = -1, -3, -4  # of glibc's malloc.h
 _NO_TRIM, _USUAL_NUM_MAPPINGS = -1, 65536  # M_TRIM_THRESHOLD that is never reached; DEFAULT_MMAP_MAX
 
@@ -90,18 +87,9 @@ def keep_freed() -> None:
     _set(_MALLOPT_TRIM_THRESHOLD, _NO_TRIM)
 
 
-@contextmanager
-def mapped_from(num_bytes: int) -> Iterator[None]:
-    """Map blocks of ``num_bytes`` or more inside the context, for what stays and comes where other blocks go.
-
-    An aligned block, as all of torch's are, does not fit into the hole that one of its size has left.
-    """
-    (before,) = _MAPPED_FROM
-    map_blocks_from(num_bytes)
-    try:
-        yield
-    finally:
-        keep_freed() if before is None else map_blocks_from(before)
+def threshold_bytes() -> int | None:
+    """Return the size from which blocks are mapped as it was set last, ``None`` where freed blocks are kept."""
+    return _MAPPED_FROM[0]
 
 
 def _set(parameter: int, value: int) -> None:

@@ -265,7 +265,9 @@ class StepCommit:
             return False
         with ExitStack() as stack:
             sizes = most_at_once(self.optimizer, members)
-            room = attempt(lambda: self._reserved(sizes, stack), self._backend, self._position)
+            # What is looked for in vain would stay in the heap, where states cannot use it.
+            with self._backend.without_holes() if without_states(self.optimizer, members) else nullcontext():
+                room = attempt(lambda: self._reserved(sizes, stack), self._backend, self._position)
             if room is not True:
                 return False
             stopped = attempt(lambda: failpoint("optimizer"), self._backend, self._position)
@@ -367,13 +369,13 @@ class StepCommit:
     def _lacks_room(self, pieces: list[_Piece], times: float = MOST_STATES, is_next: bool = False) -> OomEvent | None:
         """The event if what updates of the pieces take at most, one after another, is not there.
 
-        That is all new states, ``times`` the parameters where it is not known, and the temporaries of the first, the
-        largest. On a GPU the gradients that the piece before gives back make up for those of the ``is_next``; on the
-        CPU an aligned block does not fit in the hole of one of its size.
+        That is all new states, ``times`` the parameters where it is not known, and the most temporaries of any. On a
+        GPU the gradients that the piece before gives back make up for the temporaries of those that are ``is_next``;
+        on the CPU an aligned block does not fit in the hole of one of its size.
         """
         blocks = blocks_of_states(self.optimizer, self._stateless(pieces), times)
         if not is_next or self._backend.kind == "cpu":
-            blocks += blocks_of_temporaries(self.optimizer, pieces[0].members())
+            blocks += max((blocks_of_temporaries(self.optimizer, piece.members()) for piece in pieces), key=sum)
         return attempt(lambda: prove_room(blocks, pieces[0].device), self._backend, self._position)
 
     def _agreed(self, event: OomEvent | None) -> OomEvent | None:
@@ -402,7 +404,7 @@ class StepCommit:
         return [member for piece in pieces for member in without_states(self.optimizer, piece.members())]
 
     def _state_bytes(self, piece: _Piece) -> int:
-        states = (self.optimizer.state[parameter] for parameter in piece.parameters)
+        states = (self.optimizer.state.get(parameter, {}) for parameter in piece.parameters)
         return sum(bytes_of(value) for state in states for value in state.values() if isinstance(value, torch.Tensor))
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from plimsoll.optimizers import SeparableOptimizer
-from plimsoll.run.sparse import bytes_updated, has_no_states
+from plimsoll.run.sparse import bytes_updated, dense_bytes, has_no_states
 
 Members = list[tuple[int, nn.Parameter]]
 """Parameters, each with the index of its group."""
@@ -57,10 +57,12 @@ def blocks_of_states(optimizer: torch.optim.Optimizer, members: Members, times: 
     """Return what new states take at most: ``times`` the parameters' bytes, unless it is known of the optimizer."""
     if isinstance(optimizer, SeparableOptimizer):
         return [optimizer.state_bytes_of(parameter) for _, parameter in members]
+    if isinstance(optimizer, torch.optim.Adafactor):
+        return [_factored_bytes(parameter) for _, parameter in members]
     if type(optimizer) not in _STATES:
-        return _blocks([bytes_updated(parameter) for _, parameter in members], times)
+        return _blocks([dense_bytes(parameter) for _, parameter in members], times)
     return [
-        bytes_updated(parameter)
+        dense_bytes(parameter)
         for group, parameter in members
         for _ in range(_num_states(optimizer, optimizer.param_groups[group]))
     ]
@@ -93,6 +95,14 @@ def prove_room(blocks: list[int], device: torch.device) -> None:
 def _has_states(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> bool:
     """SGD wrote a buffer of None where there was no momentum, before torch 2.0, and a checkpoint may have that."""
     return any(value is not None for value in optimizer.state.get(parameter, {}).values())
+
+
+def _factored_bytes(parameter: nn.Parameter) -> int:
+    """What Adafactor keeps: of matrices the mean of each row and column, of vectors a state as large."""
+    if parameter.dim() < 2:
+        return dense_bytes(parameter)
+    rows, columns = parameter.shape[-2:]
+    return dense_bytes(parameter) // max(rows * columns, 1) * (rows + columns)
 
 
 def _num_states(optimizer: torch.optim.Optimizer, settings: dict[str, Any]) -> int:

@@ -43,15 +43,17 @@ def has_no_states(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bo
 
 
 def bytes_updated(parameter: Tensor) -> int:
-    """Count the bytes that the states and temporaries of an update are multiples of.
+    """Count the bytes that the temporaries of an update are multiples of: those of the parameter where it is dense."""
+    if not is_sparse(parameter):
+        return dense_bytes(parameter)
+    assert parameter.grad is not None
+    return _SPARSE_FACTOR * bytes_of(parameter.grad)
 
-    Those of the parameter where its gradient is dense, or of the gradient, which may be of a wider type.
-    """
+
+def dense_bytes(parameter: Tensor) -> int:
+    """Count the bytes that the states of an update are multiples of: a dense gradient may be of a wider type."""
     gradient = parameter.grad
-    if is_sparse(parameter):
-        assert gradient is not None
-        return _SPARSE_FACTOR * bytes_of(gradient)
-    return parameter.nbytes if gradient is None else max(parameter.nbytes, gradient.nbytes)
+    return parameter.nbytes if gradient is None or is_sparse(parameter) else max(parameter.nbytes, gradient.nbytes)
 
 
 def bytes_of(tensor: Tensor) -> int:

@@ -326,3 +326,42 @@ def test_the_limit_is_raised_for_a_while_and_stays_so_when_it_is_followed():
     assert (answer["inside"], answer["twice"], answer["alone"]) == (8 * MIB, 12 * MIB, -1)
     assert answer["followed"] == pytest.approx(8 * MIB, abs=MIB)  # what was untouched may have been touched
     assert answer["after"] == pytest.approx(0, abs=MIB)
+
+
+_APART = (
+    _HEAD
+    + """
+from plimsoll.device import heap
+really, asked = heap._set, []
+heap._set = lambda parameter, value: (asked.append(value), really(parameter, value))
+
+def looked():
+    before = heap.threshold_bytes()
+    with data_limit.blocks_apart():
+        inside = heap.threshold_bytes()
+    return [before, inside, heap.threshold_bytes()]
+
+found = [looked()]
+num_asked = len(asked)
+with data_limit.limited(process.private_bytes() + 512 * MIB):
+    found.append(looked())
+    heap.keep_freed()
+    found.append(looked())
+    with data_limit.blocks_apart():
+        data_limit.tighten_heap()
+    found.append(looked())
+resource.setrlimit(resource.RLIMIT_DATA, (process.data_bytes() + 512 * MIB, -1))
+found.append(looked())
+answer(found=found, num_asked=num_asked)
+"""
+)
+
+
+def test_blocks_apart_leave_the_threshold_before_behind_and_without_a_limit_nothing_is_touched():
+    said, _ = _run(_APART)
+    usual, fast, tight = 32 * MIB, 4 * MIB, MIB // 8
+    assert said["num_asked"] == 0
+    without, limited, kept, tightened, of_others = said["found"]
+    assert without == [usual, usual, usual]
+    assert (limited, kept, tightened) == ([fast, tight, fast], [None, tight, None], [tight, tight, tight])
+    assert of_others == [usual, tight, usual]

@@ -57,27 +57,3 @@ def test_what_is_kept_is_not_cleared_anew_and_afterwards_it_is():
     kept, mapped = (list(map(int, line.split())) for line in done.stdout.splitlines())
     assert max(kept[-3:]) < 0.1 * kept[0]
     assert min(mapped) > 0.9 * kept[0]
-
-
-_RESTORED = """
-from plimsoll.device import heap
-
-pins = []
-
-def stays(num_bytes):
-    block, before = bytearray(b"x") * num_bytes, heap.free_bytes()  # larger than all before, so that no hole has room
-    pins.append(bytearray(b"x") * 100_000)  # on its top, which would be given back
-    del block
-    return heap.free_bytes() - before > num_bytes // 2
-
-for mebibytes, set_up in ((8, lambda: heap.map_blocks_from(16 << 20)), (32, heap.keep_freed)):
-    set_up()
-    with heap.mapped_from(heap.TIGHT_BYTES):
-        inside = stays(mebibytes << 20)
-    print(inside, stays(mebibytes * 3 // 2 << 20), stays(3 * mebibytes << 20))
-"""
-
-
-def test_a_threshold_for_a_while_leaves_the_one_before_behind():
-    done = subprocess.run([sys.executable, "-c", _RESTORED], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines() == ["False True False", "False True True"]

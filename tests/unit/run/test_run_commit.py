@@ -420,41 +420,6 @@ def test_an_update_that_was_shown_its_room_has_it_though_all_that_was_left_is_ta
     assert json.loads(done.stdout) == [1, 0.0]
 
 
-# An update at once misses so many MiB; of parameters of 1 MiB and 2 KiB, states come among gradients.
-SHORT_OF_ROOM = """
-import json, sys
-import torch
-from plimsoll.device.base import backend_for
-from plimsoll.device.process import private_memory
-from plimsoll.run.boundary import Position
-from plimsoll.run.commit import StepCommit
-from plimsoll.run.room import most_at_once
-
-backend = backend_for("cpu")
-parameters = [torch.nn.Parameter(torch.zeros(shape)) for shape in [(512,)] * 100 + [(512, 512)] * 60]
-commit = StepCommit(torch.optim.AdamW(parameters), backend, Position(phase="optimizer"))
-for parameter in parameters:
-    parameter.grad = torch.ones_like(parameter)
-backend.release()
-asked_bytes = sum(most_at_once(commit.optimizer, [(0, one) for one in parameters]))
-short_bytes = int(sys.argv[1]) << 20
-with backend.limited(private_memory().private_bytes + (16 << 20) + asked_bytes - short_bytes):
-    commit.step()
-updated = {parameter.flatten()[-1].item() < 0 for parameter in parameters}
-print(json.dumps([len(commit._pieces) > 1, commit.outcome is None, *updated]))
-"""
-
-
-def test_an_update_in_pieces_is_done_or_not_begun_however_little_room_is_missing():
-    """States are kept apart from gradients: what these left between them was lost, and the last pieces did not fit."""
-    done = [run_program(SHORT_OF_ROOM, short_mib) for short_mib in ("2", "5", "8", "11", "14", "17", "60")]
-    assert [one.stderr for one in done] == [""] * len(done)
-    came_to = [json.loads(one.stdout) for one in done]
-    assert came_to[0] == [True, True, True]
-    assert came_to[-1] == [True, False, False]
-    assert all(outcome == [True, is_done, is_done] for outcome in came_to for is_done in outcome[1:2])
-
-
 # All parameters at once are shown 4 x 3 x 16 MiB of room for what `foreach` computes, one at a time a quarter.
 NO_ROOM_AT_ONCE = (
     LIMITED.rpartition("with backend.limited(backend.probe()")[0]

@@ -1,0 +1,108 @@
+"""First updates in pieces inside real limits: done, or not begun; where the states that come are put."""
+
+import json
+
+import pytest
+
+from processes import run_program
+
+# The first update of models whose pieces are unlike each other, with so many MiB of room for each of several processes.
+FIRST_UPDATES = """
+import json, os, sys
+import torch
+from torch import nn
+from plimsoll.device.base import backend_for
+from plimsoll.device.process import private_memory
+from plimsoll.errors import TornStepError
+from plimsoll.run.boundary import Position
+from plimsoll.run.commit import StepCommit
+
+def dense(*shapes):
+    made = [nn.Parameter(torch.zeros(shape)) for shape in shapes]
+    for parameter in made:
+        parameter.grad = torch.ones_like(parameter)
+    return made
+
+def sparse(*rows_with_gradients):
+    tables = [nn.Embedding(rows, 64, sparse=True) for rows, _ in rows_with_gradients]
+    for table, (_, used) in zip(tables, rows_with_gradients):
+        table(torch.arange(used)).sum().backward()
+    return [table.weight for table in tables]
+
+KINDS = {
+    "tables": (torch.optim.SparseAdam, lambda: sparse((100_000, 100), (99_000, 100), (98_000, 100), (97_000, 100))),
+    "one table of many rows": (torch.optim.SparseAdam, lambda: sparse((60_000, 100), (59_000, 100), (58_000, 58_000))),
+    "Adafactor": (torch.optim.Adafactor, lambda: dense((1024, 500), *[(499_000,)] * 60)),
+}
+make, parameters_of = KINDS[sys.argv[1]]
+backend = backend_for("cpu")
+for room_mib in map(int, sys.argv[2:]):
+    if os.fork():
+        os.wait()
+        continue
+    torch.set_num_threads(1)
+    parameters = parameters_of()
+    optimizer = make(parameters)
+    commit = StepCommit(optimizer, backend, Position(phase="optimizer"))
+    backend.release()
+    with backend.limited(private_memory().private_bytes + (16 << 20) + (room_mib << 20)):
+        try:
+            commit.step()
+            said = "done" if commit.outcome is None else "not begun"
+        except TornStepError:
+            said = "torn"
+    print(json.dumps([said, len(optimizer.state) in (0, len(parameters))]), flush=True)
+    os._exit(0)
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "rooms_mib"),
+    [
+        ("tables", (40, 80, 120, 160, 190, 200, 400)),
+        ("one table of many rows", (60, 95, 110, 130, 150, 400)),
+        ("Adafactor", (10, 20, 40, 60, 80, 120, 250)),
+    ],
+)
+def test_a_first_update_is_done_or_not_begun_however_little_room_there_is(kind, rooms_mib):
+    """Tables have states of all rows and temporaries of some; Adafactor's states are of another size for vectors."""
+    done = run_program(FIRST_UPDATES, kind, *map(str, rooms_mib))
+    outcomes = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [is_whole for _, is_whole in outcomes] == [True] * len(rooms_mib), done.stderr
+    said = [outcome for outcome, _ in outcomes]
+    assert "torn" not in said
+    assert (said[0], said[-1]) == ("not begun", "done")
+
+
+# Parameters of 3 MiB: whether the states of the first lie in the heap, with what is asked for at once, and not.
+PLACES = """
+import json, sys
+import torch
+from plimsoll.device.base import backend_for
+from plimsoll.run.boundary import Position
+from plimsoll.run.commit import StepCommit
+
+def in_heap(tensor):
+    (heap,) = [line.split()[0] for line in open("/proc/self/maps") if line.rstrip().endswith("[heap]")]
+    begin, end = (int(place, 16) for place in heap.split("-"))
+    return begin <= tensor.data_ptr() < end
+
+backend = backend_for("cpu")
+with backend.limited(backend.use().used_bytes + (500 << 20)):
+    found = []
+    for piece_bytes in (None, 1):
+        parameters = [torch.nn.Parameter(torch.ones(3 << 18)) for _ in range(4)]
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+        optimizer = torch.optim.Adam(parameters)
+        StepCommit(optimizer, backend, Position(phase="optimizer"), piece_bytes).step()
+        found.append(in_heap(optimizer.state[parameters[0]]["exp_avg_sq"]))
+    print(json.dumps([in_heap(parameters[0]), *found]))
+"""
+
+
+def test_states_that_come_in_pieces_are_kept_apart_from_gradients():
+    """These leave holes in the heap as they go, which an aligned block of their size does not fit into."""
+    done = run_program(PLACES)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == [True, True, False]
