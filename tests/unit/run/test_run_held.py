@@ -144,3 +144,13 @@ def test_a_loss_that_has_the_model_finds_nothing_twice():
     tracker = Tracker()
     tracker.model = made
     assert names(made, tracker) == ["model.last"]
+
+
+@pytest.mark.parametrize(("depth", "is_found"), [(1, True), (4, True), (6, False)])
+def test_what_is_nested_is_looked_into_as_deep_as_a_reader_would(depth, is_found):
+    model = nn.Linear(2, 2)
+    kept = [model.weight * 2]
+    for _ in range(depth - 1):
+        kept = [kept]
+    model.kept = kept
+    assert bool(held_by(model, lambda *_: None)) is is_found

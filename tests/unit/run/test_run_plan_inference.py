@@ -8,7 +8,7 @@ import pytest
 
 from plimsoll.errors import BudgetError, DeviceError, InputError
 from plimsoll.records.units import format_bytes
-from plimsoll.run.plan_inference import plan_inference
+from plimsoll.run.plan_inference import _here, plan_inference
 from small_checkpoints import saved
 
 MIB = 1 << 20
@@ -156,3 +156,18 @@ def test_devices_and_budgets_are_those_of_the_targets(folders):
         planned(folders["gpt2"], device="no such card")
     with pytest.raises(BudgetError, match="more than"):
         planned(folders["gpt2"], 1 << 50)
+
+
+@pytest.mark.parametrize(
+    ("given", "has_gpu", "expected"),
+    [
+        (None, False, "cpu"),
+        (None, True, "cuda"),
+        ("local", False, "cpu"),
+        ("CPU", True, "cpu"),
+        ("rtx3060", False, "rtx3060"),
+    ],
+)
+def test_the_device_that_is_planned_for_is_the_one_here_where_none_is_named(given, has_gpu, expected, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: has_gpu)
+    assert _here(given) == expected

@@ -19,7 +19,7 @@ from plimsoll.optimizers import build_optimizer
 from plimsoll.records.job import Job
 from plimsoll.records.plan import Choice, micro_batch_choice
 from plimsoll.run.job_step import step_of
-from plimsoll.run.rehearse import _batch, rehearse_job, rehearse_step
+from plimsoll.run.rehearse import _batch, rehearse_job, rehearse_step, rehearsed_samples
 from plimsoll.run.step import TrainStep
 from plimsoll.workload import model_loss
 
@@ -249,3 +249,10 @@ def test_adapters_copy_the_head_of_a_classifier(lowering, tmp_path):
     choices = (adapters, micro_batch_choice(2))
     trace = rehearse_job(job, sketch_texts(job), lowering, choices, is_short=True)
     assert "optimizer" in trace.ops.phase
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "micro_batch", "expected"), [(8, 8, 8), (8, 4, 8), (9, 4, 5), (12, 4, 8), (7, 5, 7), (100, 30, 40)]
+)
+def test_a_batch_of_two_passes_that_ends_as_the_whole_one_does_is_rehearsed(batch_size, micro_batch, expected):
+    assert rehearsed_samples(batch_size, micro_batch) == expected

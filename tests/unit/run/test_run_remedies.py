@@ -5,10 +5,11 @@ Its context takes some 120 MiB and the plain loop 436 MiB.
 
 import pytest
 
+from peak_evidence import tried
 from plimsoll.records.device import Budget
 from plimsoll.records.job import Job
 from plimsoll.records.plan import Choice, micro_batch_choice, micro_batch_plan
-from plimsoll.run.remedies import choices_in_force, find_remedies
+from plimsoll.run.remedies import _rank, choices_in_force, find_remedies
 
 MIB = 1 << 20
 LSTM = {"architecture": "lstm", "embedding_size": 256, "hidden_size": 256}
@@ -101,3 +102,8 @@ def test_what_was_in_force():
     rung = plan.rungs[0].model_copy(update={"choices": (micro_batch_choice(8), Choice(technique="heap"))})
     mixed = plan.model_copy(update={"rungs": (rung,)})
     assert choices_in_force(mixed, 0, 2) == (micro_batch_choice(2), Choice(technique="heap"))
+
+
+def test_of_remedies_that_fit_alike_the_one_that_saves_more_comes_first():
+    chosen = [tried("checkpointing", saving_mib) for saving_mib in (10, 30, 20)]
+    assert [one.saving_bytes >> 20 for one in sorted(chosen, key=_rank)] == [30, 20, 10]

@@ -398,3 +398,11 @@ def test_a_killed_training_goes_on_from_its_checkpoint_and_a_signal_reaches_it(n
     assert [step.step for step in record.steps] == list(range(1, len(record.steps) + 1))
     assert [start.restarts for start in record.starts] == [0, 1]
     assert record.checkpoints[-1].step == record.steps[-1].step
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "return_code"),
+    [(137, -signal.SIGKILL), (135, -signal.SIGBUS), (139, -signal.SIGSEGV), (9, 9), (130, 130), (3, 3), (1, 1)],
+)
+def test_a_rank_that_a_signal_killed_is_known_by_its_launchers_exit_code(exit_code, return_code):
+    assert module._signalled(exit_code) == return_code
