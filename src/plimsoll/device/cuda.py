@@ -131,7 +131,7 @@ class CudaBackend:
         """Say that it cannot be kept: what other processes take is not known here."""
 
     def without_holes(self) -> nullcontext[None]:
-        """Do nothing: the holes of an allocator without alignment are used by blocks of their size."""
+        """Do nothing: what a block leaves has room for one of its size, since all sizes are rounded."""
         return nullcontext()
 
     def release(self, last_resort: bool = False) -> None:

@@ -134,10 +134,8 @@ def blocks_apart() -> Iterator[None]:
 
     An aligned block, as all of torch's are, does not fit into the hole that one of its size has left in the heap.
     """
-    if (
-        soft_limit_of_others_bytes() is None and not _IN_FORCE
-    ):  # glibc's own threshold, which moves, would not come back
-        yield
+    if not _IN_FORCE and soft_limit_of_others_bytes() is None:
+        yield  # glibc's own threshold, which moves, would not come back
         return
     before = heap.threshold_bytes()
     heap.map_blocks_from(heap.TIGHT_BYTES)

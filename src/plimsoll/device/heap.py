@@ -33,7 +33,7 @@ USUAL_BYTES = 32 << 20
 """Where glibc's own threshold ends once blocks of this size have been freed: for a process without a limit."""
 
 _C_LIBRARY = ctypes.CDLL(None)
-_MAPPED_FROM: list[int | None] = [USUAL_BYTES]
+_MAPPED_FROM: list[int | None] = [USUAL_BYTES]  # as it was set last: the C library does not tell
 _MALLOPT_TRIM_THRESHOLD, _MALLOPT_MMAP_THRESHOLD, _MALLOPT_MMAP_MAX = -1, -3, -4  # of glibc's malloc.h
 _NO_TRIM, _USUAL_NUM_MAPPINGS = -1, 65536  # M_TRIM_THRESHOLD that is never reached; DEFAULT_MMAP_MAX
 

@@ -264,9 +264,10 @@ class StepCommit:
         if not self._goes_at_once or not self._is_known(members):
             return False
         with ExitStack() as stack:
-            sizes = most_at_once(self.optimizer, members)
+            created = without_states(self.optimizer, members)
+            sizes = most_at_once(self.optimizer, members, created)
             # What is looked for in vain would stay in the heap, where states cannot use it.
-            with self._backend.without_holes() if without_states(self.optimizer, members) else nullcontext():
+            with self._backend.without_holes() if created else nullcontext():
                 room = attempt(lambda: self._reserved(sizes, stack), self._backend, self._position)
             if room is not True:
                 return False
@@ -303,17 +304,18 @@ class StepCommit:
 
     def _do_in_pieces(self) -> None:
         pieces = self._whole()
-        # New states come where gradients go: in a heap with both, what one leaves is lost to the other.
-        with self._backend.without_holes() if self._stateless(pieces) else nullcontext():
-            self._do_one_by_one(pieces[::-1])
+        creates_states = bool(self._stateless(pieces))
+        # They come where gradients go: in a heap with both, what one leaves is lost to the other.
+        with self._backend.without_holes() if creates_states else nullcontext():
+            self._do_one_by_one(pieces[::-1], must_prove=creates_states and not keeps_states_outside(self.optimizer))
 
-    def _do_one_by_one(self, waiting: list[_Piece]) -> None:
+    def _do_one_by_one(self, waiting: list[_Piece], must_prove: bool) -> None:
         nothing_happened = True
         while waiting:
             piece = waiting.pop()
-            must_fit = nothing_happened and not keeps_states_outside(self.optimizer)
             self._is_undone_by_all = nothing_happened
-            others = [one for one in reversed(waiting) if one.place == piece.place] if must_fit else []
+            must_fit = waiting[::-1] if must_prove and nothing_happened else []
+            others = [one for one in must_fit if one.place == piece.place]
             with outside_the_device() if piece.place[1] else nullcontext():
                 event = self._do(piece, others)
             if event is None:

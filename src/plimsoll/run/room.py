@@ -38,9 +38,12 @@ _TEMPORARIES = 3
 _MOST_TEMPORARIES = dict.fromkeys([torch.optim.RAdam, torch.optim.Muon, torch.optim.Adafactor], 6)
 
 
-def most_at_once(optimizer: torch.optim.Optimizer, members: Members) -> list[int]:
-    """Return the blocks that an update by an optimizer of ``torch.optim`` takes at most, on the CPU."""
-    states = blocks_of_states(optimizer, without_states(optimizer, members))
+def most_at_once(optimizer: torch.optim.Optimizer, members: Members, created: Members) -> list[int]:
+    """Return the blocks that an update by an optimizer of ``torch.optim`` takes at most, on the CPU.
+
+    ``created`` are the members that have no states yet.
+    """
+    states = blocks_of_states(optimizer, created)
     return [*blocks_of_temporaries(optimizer, members), *states, round(sum(states) * _HOLES_SHARE) + SLACK_BYTES]
 
 
@@ -57,7 +60,7 @@ def blocks_of_states(optimizer: torch.optim.Optimizer, members: Members, times: 
     """Return what new states take at most: ``times`` the parameters' bytes, unless it is known of the optimizer."""
     if isinstance(optimizer, SeparableOptimizer):
         return [optimizer.state_bytes_of(parameter) for _, parameter in members]
-    if isinstance(optimizer, torch.optim.Adafactor):
+    if type(optimizer) is torch.optim.Adafactor:
         return [_factored_bytes(parameter) for _, parameter in members]
     if type(optimizer) not in _STATES:
         return _blocks([dense_bytes(parameter) for _, parameter in members], times)

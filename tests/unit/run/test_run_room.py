@@ -35,6 +35,10 @@ ALL_OF_TORCH = [
 ]
 
 
+def room_for(optimizer, members):
+    return most_at_once(optimizer, members, without_states(optimizer, members))
+
+
 def took_and_shown(optimizer, parameters):
     """What an update took beyond what was there, and the room that was shown for it."""
     members = [
@@ -43,7 +47,7 @@ def took_and_shown(optimizer, parameters):
         for parameter in group["params"]
         if parameter.grad is not None
     ]
-    shown_bytes = sum(most_at_once(optimizer, members)) - SLACK_BYTES
+    shown_bytes = sum(room_for(optimizer, members)) - SLACK_BYTES
     recorder = Recorder(phase=lambda: "optimizer")
     recorder.know((("", one) for one in parameters), "parameters")
     recorder.know((("", one.grad) for _, one in members), "gradients")
@@ -130,7 +134,7 @@ def test_blocks_are_as_large_as_the_parameters_and_states_that_exist_are_not_cou
     optimizer.step()
     members = [(0, parameter) for parameter in chosen]
     assert without_states(optimizer, members) == members[2:]
-    assert sorted(most_at_once(optimizer, members)) == [8, 8, 20, 20, 20, 40, 40, 40, SLACK_BYTES + 2]
+    assert sorted(room_for(optimizer, members)) == [8, 8, 20, 20, 20, 40, 40, 40, SLACK_BYTES + 2]
 
 
 class FromElsewhere(torch.optim.Adam):
@@ -174,8 +178,8 @@ def test_each_group_has_the_kernel_and_the_settings_that_it_has():
     groups = [{"params": [looped]}, {"params": [fused], "fused": True, "momentum": 0.9, "weight_decay": 0.1}]
     optimizer = torch.optim.SGD(groups, lr=0.1)
     members = [(0, looped), (1, fused)]
-    assert sorted(most_at_once(optimizer, members)) == [20, 40, 40, 40, SLACK_BYTES + 2]
-    assert most_at_once(optimizer, members[1:]) == [20, SLACK_BYTES + 2]
+    assert sorted(room_for(optimizer, members)) == [20, 40, 40, 40, SLACK_BYTES + 2]
+    assert room_for(optimizer, members[1:]) == [20, SLACK_BYTES + 2]
 
 
 def test_a_gradient_of_a_wider_type_counts():
@@ -183,11 +187,11 @@ def test_a_gradient_of_a_wider_type_counts():
     parameter.grad_dtype = torch.float32
     parameter.grad = torch.ones(10)
     optimizer = torch.optim.RMSprop([parameter])
-    assert most_at_once(optimizer, [(0, parameter)]) == [40, 40, 40, 40, SLACK_BYTES + 5]
+    assert room_for(optimizer, [(0, parameter)]) == [40, 40, 40, 40, SLACK_BYTES + 5]
 
 
 def test_with_foreach_all_have_their_temporaries_at_once_and_sgd_has_no_states():
     chosen = [nn.Parameter(torch.ones(length)) for length in (10, 5, 2)]
     optimizer = torch.optim.SGD(chosen, lr=0.1, foreach=True)
-    sizes = most_at_once(optimizer, [(0, parameter) for parameter in chosen])
+    sizes = room_for(optimizer, [(0, parameter) for parameter in chosen])
     assert sum(sizes) == 3 * (40 + 20 + 8) + SLACK_BYTES
