@@ -6,8 +6,9 @@
 A number of mutants is drawn of each module, or of all modules of a folder together, each one small change (a
 comparison, a number, a `not`, ...) in a copy of the sources, and the tests of its module are run on it until one fails;
 then those beside them that import the module, and those of commands that go through it (`THROUGH`). A mutant that
-changes only annotations or docstrings is none. Prints each survivor as a diff, the share that was killed, and as its
-last line one JSON object. A survivor is a gap in the tests or a change without an effect: look at it.
+is no Python, or changes only annotations, docstrings or which arguments may be named, is none. Prints each survivor
+as a diff, the share that was killed, and as its last line one JSON object. A survivor is a gap in the tests or a change
+without an effect: look at it.
 """
 
 from __future__ import annotations
@@ -125,17 +126,24 @@ def mutants_of(sources: Mapping[str, str], drawn: random.Random) -> Iterator[tup
     drawn.shuffle(places)
     for module, index, place in places:
         mutant = mutate_code(sources[module], operators[index], place)
-        if mutant is not None and meaning_of(mutant) != meaning_of(sources[module]):
+        if mutant is not None and meaning_of(mutant) not in {None, meaning_of(sources[module])}:
             yield module, mutant
 
 
-def meaning_of(source: str) -> str:
-    """The syntax tree without annotations and docstrings; a fault of syntax is one of its own."""
+def meaning_of(source: str) -> str | None:
+    """The syntax tree without annotations, docstrings and the `*` that ends arguments by place; ``None`` where it has
+    a fault of syntax.
+    """
     try:
         tree = ast.parse(source)
-    except SyntaxError as error:
-        return f"{error}: {source}"
+    except SyntaxError:
+        return None
     for node in ast.walk(tree):
+        if isinstance(node, ast.arguments):
+            values = [*[None] * (len(node.args) + len(node.posonlyargs) - len(node.defaults)), *node.defaults]
+            node.kwonlyargs = [*node.posonlyargs, *node.args, *node.kwonlyargs]
+            node.kw_defaults = [*values, *node.kw_defaults]
+            node.posonlyargs, node.args, node.defaults = [], [], []
         for name in ("annotation", "returns"):
             if getattr(node, name, None) is not None:
                 setattr(node, name, ast.Constant(None))

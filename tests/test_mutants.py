@@ -18,11 +18,17 @@ def f(x: int | None, y: int) -> bool:
 '''
 
 
-def test_annotations_and_docstrings_mean_nothing():
+def test_annotations_docstrings_and_who_may_be_named_mean_nothing():
     other = SOURCE.replace("int | None", "int + None").replace("True if", "False if")
     assert meaning_of(other) == meaning_of(SOURCE)
     assert meaning_of(SOURCE.replace("y > 1", "y >= 1")) != meaning_of(SOURCE)
-    assert meaning_of(SOURCE.replace("return", "retrun")) != meaning_of(SOURCE)
+    assert meaning_of("def f(x, *, y=1): pass") == meaning_of("def f(x, /, y=1): pass")
+    assert meaning_of("def f(x, *, y=1): pass") != meaning_of("def f(x, *, y=2): pass")
+    assert meaning_of("def f(x, *y): pass") != meaning_of("def f(x, y): pass")
+
+
+def test_what_is_no_python_has_no_meaning():
+    assert meaning_of(SOURCE.replace("return", "retrun")) is None
 
 
 def test_a_module_has_its_own_tests_and_those_that_go_through_it():
