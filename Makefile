@@ -91,7 +91,7 @@ NUMBER ?= 20
 SEED ?= 0
 
 mutants: $(VENV)/.installed-release ## whether tests notice small changes: NUMBER of each module in MUTATED, drawn with SEED
-	$(RUN) tests/mutants.py $(MUTATED) --number $(NUMBER) --seed $(SEED)
+	$(RUN) tests/mutants.py $(MUTATED) --number $(NUMBER) --seed $(SEED) --workers $(WORKERS)
 
 dist: $(VENV)/.installed-release ## build the wheel and the source archive into dist/, and try them
 	rm -rf dist

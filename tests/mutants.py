@@ -27,6 +27,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from itertools import islice
 from pathlib import Path
@@ -64,6 +65,7 @@ def main() -> None:
     parser.add_argument("parts", type=Path, nargs="+", help="files or folders below src/plimsoll")
     parser.add_argument("--number", type=int, default=20, help="mutants of each of them (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of what is drawn (default: %(default)s)")
+    parser.add_argument("--workers", type=int, default=1, help="modules that are tested at once (default: %(default)s)")
     arguments = parser.parse_args()
     killed: Counter[str] = Counter()
     drawn: Counter[str] = Counter()
@@ -75,10 +77,11 @@ def main() -> None:
             names = [name for name in names if name not in without]
         sources = {name: (SOURCES / name).read_text("utf-8") for name in names}
         chosen = list(islice(mutants_of(sources, random.Random(arguments.seed)), arguments.number))
-        for name in sorted({name for name, _ in chosen}):
-            mutants = [mutant for of, mutant in chosen if of == name]
-            drawn[name] += len(mutants)
-            killed[name] += examined(name, mutants)
+        drawn.update(name for name, _ in chosen)
+        names = sorted({name for name, _ in chosen})
+        mutants = [[mutant for of, mutant in chosen if of == name] for name in names]
+        with ThreadPoolExecutor(arguments.workers) as workers:
+            killed.update(dict(zip(names, workers.map(examined, names, mutants), strict=True)))
     print(f"{killed.total()} of {drawn.total()} mutants killed")
     print(json.dumps({"seed": arguments.seed, "killed": {name: [killed[name], drawn[name]] for name in drawn}}))
 
@@ -86,7 +89,7 @@ def main() -> None:
 def examined(module: str, mutants: list[str]) -> int:
     """Run tests on mutants of a module; returns how many were killed."""
     files = files_for(module)
-    print(f"{module}: {len(mutants)} mutants, {' '.join(files)}", flush=True)
+    said = [f"{module}: {len(mutants)} mutants, {' '.join(files)}"]
     num_killed = 0
     with tempfile.TemporaryDirectory(prefix="mutants-") as name:
         package = Path(name) / "src" / "plimsoll"
@@ -96,8 +99,8 @@ def examined(module: str, mutants: list[str]) -> int:
             is_killed = any(fails(package, file, patience_seconds(file)) for file in files)
             num_killed += is_killed
             if not is_killed:
-                print(difference((SOURCES / module).read_text("utf-8"), mutant, module), flush=True)
-    print(f"{module}: {num_killed} of {len(mutants)} killed", flush=True)
+                said.append(difference((SOURCES / module).read_text("utf-8"), mutant, module))
+    print("\n".join([*said, f"{module}: {num_killed} of {len(mutants)} killed"]), flush=True)
     return num_killed
 
 
