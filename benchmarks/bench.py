@@ -82,7 +82,7 @@ BENCHMARKS = (
     Benchmark("train-larger-than-memory", None, ("--data=TEXT", "--steps", "3")),
     Benchmark("weights-loading", None, ("--folder=FOLDER", "--rounds", "2", "--no-limits")),
     Benchmark(
-        "apply-larger-than-memory", None, ("--texts=NEWS", "--folder=FOLDER", "--num-texts", "2000", "--length", "12")
+        "apply-larger-than-memory", None, ("--texts=NEWS", "--folder=FOLDER", "--num-texts", "500", "--length", "12")
     ),
     Benchmark("shrink-vocabulary", None, ("--texts=NEWS", "--compared", "100", "--rows", "2000")),
     Benchmark("shrink-table", None, ("--data=NEWS", "--steps", "500", "--recover", "40")),

@@ -89,13 +89,13 @@ def train_here(run: dict[str, Any]) -> None:
     {"plain": _train_plainly, "plimsoll": _train_planned, "trainer": _train_with_trainer}[run["arm"]](run, ids)
 
 
-def _model(job: Any) -> Any:
+def _model(job: Any, files: Any = None) -> Any:
     import torch
 
     from plimsoll.models.build import build_model
 
     torch.manual_seed(0)
-    return build_model(job, VOCAB_SIZE, None, 0).train()
+    return build_model(job, VOCAB_SIZE, None, 0, files=files).train()
 
 
 def _say(loss: float, started: tuple[float, float]) -> tuple[float, float]:
@@ -126,19 +126,21 @@ def _train_plainly(run: dict[str, Any], ids: Any) -> None:
 def _train_planned(run: dict[str, Any], ids: Any) -> None:
     from plimsoll import assemble  # noqa: F401  -- as a training process imports
     from plimsoll.device.base import backend_for
+    from plimsoll.mapped import MappedPool
     from plimsoll.optimizers import build_optimizer
     from plimsoll.records.plan import Choice
     from plimsoll.run import train  # noqa: F401
     from plimsoll.run.job_step import step_of
     from plimsoll.run.worker import _warm
+    from plimsoll.techniques.parameter_offload import builds_in_files
 
     job = job_of(run["samples"])
     _warm(job)
+    choices = [Choice(**one) for one in run["choices"]]
     with backend_for("cpu").limited(run["limit_bytes"]):
-        model = _model(job)
-        step = step_of(
-            job, model, build_optimizer(job.optimizer, model.parameters()), [[Choice(**one) for one in run["choices"]]]
-        )
+        files = MappedPool() if builds_in_files(choices) else None
+        model = _model(job, files)
+        step = step_of(job, model, build_optimizer(job.optimizer, model.parameters()), [choices], files=files)
         started = _now()
         for _ in range(run["steps"]):
             result = step({"input_ids": ids, "labels": ids})
