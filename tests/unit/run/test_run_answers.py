@@ -4,6 +4,7 @@ import pickle
 from types import SimpleNamespace
 
 import numpy as np
+import pytest
 import torch
 from torch import nn
 
@@ -103,3 +104,10 @@ def test_answers_of_all_ranks_are_counted_in_the_order_of_the_samples():
             position.samples = [1, 0]
             model(torch.tensor([2.0, 1.0]))
     assert noted.batches == [[(0, 9, 10.0), (1, 9, 20.0), (4, 7, 10.0), (5, 8, 20.0)]]
+
+
+@pytest.mark.parametrize("missing", ["_answers_of", "_count"])
+def test_what_does_not_say_what_it_keeps_of_answers_or_how_it_counts_them_cannot_be_made(missing):
+    says = {name: getattr(Noted, name) for name in ("_answers_of", "_count") if name != missing}
+    with pytest.raises(TypeError, match=missing):
+        type("Incomplete", (Answers,), says)(Echo(), Position())

@@ -160,6 +160,10 @@ def test_a_plan_for_the_processor_says_what_of_its_budget_is_kept_back():
     assert not plan.fits
     needed_bytes = plan.smallest_budget_bytes - 16 * MIB
     assert plan.rungs[0].peak.high_bytes <= needed_bytes <= 1.02 * plan.rungs[0].peak.high_bytes
+    assert plan.openings
+    for opening in plan.openings:
+        opened_mib = -(-(opening.peak.high_bytes + 16 * MIB) // MIB)
+        assert opening.reason.startswith(f"would do with {opened_mib}MiB if the job had `allow: [")
 
 
 def test_half_precision_that_is_chosen_is_what_the_prediction_is_of():

@@ -371,3 +371,27 @@ def test_what_a_teacher_said_of_a_text_is_of_all_labels():
     batch = batch_of(num_labels=3, task="classification", distill={"teacher": "nowhere", "cache": 5})
     assert batch[LOG_P].shape == (4, 3)
     assert WORDS not in batch
+
+
+@pytest.mark.parametrize(
+    ("lowering", "choice", "are_all_outside"),
+    [
+        (CpuLowering(), Choice(technique="parameter_offload", options={"gradients": True}), True),
+        (CudaLowering((8, 6)), Choice(technique="layer_streaming", options={"blocks": "all"}), False),
+    ],
+    ids=["files", "the host"],
+)
+def test_parameters_that_are_kept_outside_are_never_on_the_device(lowering, choice, are_all_outside):
+    """All of them in files; beside a GPU the two blocks', of 3,280 numbers each."""
+    gpt2 = job(model={"architecture": "gpt2", "n_layer": 2, "n_embd": 16, "n_head": 2})
+    whole, outside = (rehearse_job(gpt2, TEXTS, lowering, (*WHOLE, *more)) for more in ((), (choice,)))
+
+    def parameter_bytes(trace, on_host):
+        storages = zip(trace.storages.num_bytes, trace.storages.category, trace.storages.on_host, strict=True)
+        return sum(size for size, category, is_there in storages if category == "parameters" and is_there == on_host)
+
+    all_bytes = parameter_bytes(whole, on_host=False)
+    assert parameter_bytes(whole, on_host=True) == 0
+    moved_bytes = all_bytes if are_all_outside else 2 * 4 * 3280
+    assert parameter_bytes(outside, on_host=True) == moved_bytes
+    assert parameter_bytes(outside, on_host=False) == all_bytes - moved_bytes

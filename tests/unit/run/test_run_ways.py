@@ -2,7 +2,7 @@
 
 import pytest
 
-from plimsoll.errors import JobError
+from plimsoll.errors import InputError, JobError
 from plimsoll.records.job import Job
 from plimsoll.run.ways import compare_ways
 
@@ -68,3 +68,11 @@ def test_each_way_is_told_of_when_it_is_done_and_what_is_done_for_it_by_its_name
     assert tuple(told) == ways.ways
     assert ways.limit_bytes == 1000 * MIB
     assert progress[0].startswith("full: tracing ")
+
+
+def test_a_model_that_fails_is_an_error_and_no_way(tmp_path, monkeypatch):
+    source = "from torch import nn\n\n\ndef model(vocab_size):\n    return nn.Embedding(vocab_size, 2)\n"
+    (tmp_path / "without_a_loss.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(InputError, match="the model of this job fails in the"):
+        ways_of("without_a_loss:model")
