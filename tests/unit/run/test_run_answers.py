@@ -111,3 +111,9 @@ def test_what_does_not_say_what_it_keeps_of_answers_or_how_it_counts_them_cannot
     says = {name: getattr(Noted, name) for name in ("_answers_of", "_count") if name != missing}
     with pytest.raises(TypeError, match=missing):
         type("Incomplete", (Answers,), says)(Echo(), Position())
+
+
+def test_answers_of_more_samples_than_are_evaluated_are_an_error():
+    model, position = Echo(), Position(samples=[0, 1])
+    with Noted(model, position), pytest.raises(ValueError, match="longer than"):
+        model(torch.ones(3))
