@@ -140,7 +140,9 @@ class _Search:
         yield from self._remedy(look, plan.choices, "what needs least of all mixes that were looked at", budget)
         for opening in plan.openings:
             look = self.planner.look_at_length(opening.choices)
-            yield from self._remedy(look, opening.choices, "with what changes the training", self._settings(look, ()))
+            yield from self._remedy(
+                look, opening.choices, "with what changes the training", self._settings(look.choices)
+            )
 
     def of_techniques(self, deadline_seconds: float) -> Iterator[Remedy]:
         """Every technique by itself, on top of what is in force."""
@@ -152,9 +154,8 @@ class _Search:
             found = self._weakest_that_fits(options)
             if found is not None:
                 look, choice = found
-                others = () if choice.technique == "micro_batch" else ("micro_batch",)
                 text = TECHNIQUES[choice.technique].summary
-                yield from self._remedy(look, (choice,), text, self._settings(look, others, choice))
+                yield from self._remedy(look, (choice,), text, self._settings((choice,)))
         if left_out:
             self.notes.append(f"There was no time left to try {', '.join(left_out)}.")
 
@@ -217,9 +218,8 @@ class _Search:
             return {}
         return {"budget.device": num_bytes if num_bytes % _MIB else f"{num_bytes // _MIB}MiB"}
 
-    def _settings(self, look: Look, without: Sequence[str], only: Choice | None = None) -> dict[str, Any]:
+    def _settings(self, choices: Choices) -> dict[str, Any]:
         """What a job must say so that a plan has these choices: pins, and what it must allow."""
-        choices = [only] if only is not None else [one for one in look.choices if one.technique not in without]
         lossy = [one.technique for one in choices if TECHNIQUES[one.technique].numerics == "lossy"]
         closed = [name for name in lossy if name not in self.job.allow]
         settings = self._budget()

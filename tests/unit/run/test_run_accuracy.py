@@ -88,6 +88,12 @@ def test_of_windows_the_texts_are_counted_by_the_mean_of_their_logits(failing):
         assert evaluated(Parrot(), batches, Texts())[1] == 2 / 3
 
 
+def test_a_text_of_which_windows_are_missing_is_not_counted_yet():
+    first, second, third = batch([1], [1]), batch([0], [1], first=1), batch([1], [1], first=2)
+    assert evaluated(Parrot(), [first, second], Texts())[1] is None
+    assert evaluated(Parrot(), [first, second, third], Texts())[1] == 1.0
+
+
 def test_samples_that_a_pass_has_in_another_order_are_told_apart():
     """As `by_length` has them: the longest first."""
     texts = Texts()

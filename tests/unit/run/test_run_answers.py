@@ -4,6 +4,7 @@ import pickle
 from types import SimpleNamespace
 
 import numpy as np
+import pytest
 import torch
 from torch import nn
 
@@ -78,3 +79,41 @@ def test_what_is_told_to_other_ranks_grows_with_the_samples_and_not_with_their_s
             model(torch.zeros(512, 100))
     assert 512 * 100 * 4 < len(ranks.told) < 2 * 512 * 100 * 4
     assert len(noted.batches[0]) == 512
+
+
+def test_passes_that_are_no_evaluation_are_not_counted():
+    """As a model that is called beside it: no samples of the batch are being evaluated."""
+    model = Echo()
+    noted = Noted(model, Position())
+    with noted:
+        for _ in noted.counted([({"labels": torch.zeros(1)}, np.array([0]))]):
+            model(torch.ones(3))
+    assert noted.batches == []
+
+
+def test_answers_of_all_ranks_are_counted_in_the_order_of_the_samples():
+    class OfBoth(OfTwo):
+        def gather_agreed(self, value):
+            others = [(sample_id - 4, np.array(9), answer) for sample_id, _, answer in value]
+            return [value, others]
+
+    model, position = Echo(), Position()
+    noted = Noted(model, position, OfBoth())
+    with noted:
+        for _ in noted.counted([({"labels": torch.tensor([7, 8])}, np.array([4, 5]))]):
+            position.samples = [1, 0]
+            model(torch.tensor([2.0, 1.0]))
+    assert noted.batches == [[(0, 9, 10.0), (1, 9, 20.0), (4, 7, 10.0), (5, 8, 20.0)]]
+
+
+@pytest.mark.parametrize("missing", ["_answers_of", "_count"])
+def test_what_does_not_say_what_it_keeps_of_answers_or_how_it_counts_them_cannot_be_made(missing):
+    says = {name: getattr(Noted, name) for name in ("_answers_of", "_count") if name != missing}
+    with pytest.raises(TypeError, match=missing):
+        type("Incomplete", (Answers,), says)(Echo(), Position())
+
+
+def test_answers_of_more_samples_than_are_evaluated_are_an_error():
+    model, position = Echo(), Position(samples=[0, 1])
+    with Noted(model, position), pytest.raises(ValueError, match="longer than"):
+        model(torch.ones(3))

@@ -11,8 +11,9 @@ import torch
 
 from plimsoll.device.base import backend_for
 from plimsoll.errors import OutOfMemoryError
+from plimsoll.ranks import PeerOutOfMemory
 from plimsoll.records.run import PHASES_OF_A_STEP, OomEvent, Phase
-from plimsoll.run.boundary import Position, attempt
+from plimsoll.run.boundary import Position, attempt, fitting, without_fail
 from plimsoll.run.failpoints import exhaust_memory
 
 EXBIBYTE = 1 << 60
@@ -115,3 +116,37 @@ def test_a_long_text_is_cut():
         raise MemoryError("x" * 5000)
 
     assert len(attempted(work).raw_text) == 2000
+
+
+def test_memory_that_ran_out_on_another_rank_ran_out_here_too():
+    def work():
+        raise PeerOutOfMemory("memory ran out on another rank")
+
+    assert attempted(work).family == "another rank"
+
+
+def test_a_run_begins_before_its_first_step():
+    assert (Position().step, Position().phase, Position().micro_batch, Position().samples) == (0, "fetch", None, ())
+    assert attempted(exhaust_memory).step == 1
+
+
+def test_work_that_must_fit_returns_its_result_or_says_what_did_not():
+    assert fitting(lambda: "done", backend_for("cpu"), "a model was built") == "done"
+    with pytest.raises(OutOfMemoryError, match=r"^memory ran out while a model was built \(.*\): give a larger budget"):
+        fitting(exhaust_memory, backend_for("cpu"), "a model was built")
+
+
+def test_what_explains_an_error_does_not_hide_it_by_one_of_its_own():
+    def work():
+        raise ValueError("x" * 5000)
+
+    assert without_fail(lambda: 3) == 3
+    assert without_fail(work) == "ValueError: " + "x" * (2000 - len("ValueError: "))
+
+
+def test_being_stopped_is_no_explanation():
+    def work():
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        without_fail(work)

@@ -2,6 +2,7 @@
 
 import pytest
 
+from plimsoll.device.gpus import all_gpus, find_gpu
 from plimsoll.errors import DeviceError, InputError, JobError
 from plimsoll.records.comparison import Calibration, Learned
 from plimsoll.records.comparison import Target as LearnedTarget
@@ -66,6 +67,49 @@ def test_other_sizes_are_predicted_and_grow():
     assert peaks[8, 16] <= peaks[16, 32] < peaks[32, 64]
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_another_size_is_predicted_as_a_job_of_that_size_is(ranks):
+    whole = predict_job(job(ranks=ranks), device="t4", what_if=True)
+    own = 16 // ranks
+    (larger,) = [one for one in whole.what_ifs if (one.micro_batch, one.sequence_length) == (2 * own, 32)]
+    assert larger.peak == predict_job(job(ranks=ranks, batch_size=32), device="t4").peak
+    (longer,) = [one for one in whole.what_ifs if (one.micro_batch, one.sequence_length) == (own, 64)]
+    assert longer.peak == predict_job(job(ranks=ranks, sequence_length=64), device="t4").peak
+
+
+def test_other_sizes_are_no_smaller_than_one_sample_of_two_tokens():
+    prediction = predict_job(job(sequence_length=2, batch_size=1), device="t4", what_if=True)
+    sizes = [(one.sequence_length, one.micro_batch) for one in prediction.what_ifs]
+    assert sizes == [(2, 1), (2, 2), (4, 1), (4, 2)]
+
+
+def test_a_model_with_places_for_so_many_tokens_is_not_predicted_beyond_them():
+    """100 places are enough for twice the job's 32 tokens and not for four times as many."""
+    gpt2 = {"architecture": "gpt2", "n_layer": 1, "n_embd": 8, "n_head": 2, "n_positions": 100}
+    prediction = predict_job(job(model=gpt2, batch_size=1), device="h200", search=True)
+    answers = {answer.question: answer for answer in prediction.answers}
+    assert (answers["longest sequence"].value, answers["longest sequence"].is_bound) == (64, True)
+    assert answers["longest sequence"].peak.likely_bytes >= prediction.peak.likely_bytes
+    none = predict_job(job(model=gpt2 | {"n_positions": 48}, batch_size=1), device="h200", what_if=True).what_ifs
+    assert {one.sequence_length for one in none} == {16, 32}
+
+
+def test_the_smallest_card_is_one_on_which_it_fits_and_none_with_less_memory_does():
+    large = job(batch_size=64, sequence_length=512, tokenizer={"vocab_size": 20_000})
+    answers = predict_job(large, device="h200", search=True).answers
+    (value,) = [answer.value for answer in answers if answer.question == "smallest device"]
+    assert predict_job(large, device=value).fits
+    smaller = [gpu for gpu in all_gpus() if gpu.capacity_bytes < find_gpu(value).capacity_bytes]
+    largest = max(smaller, key=lambda gpu: gpu.capacity_bytes)
+    assert not predict_job(large, device=largest.name).fits
+
+
+def test_the_budget_of_a_job_is_the_limit_where_no_other_is_given():
+    of_less = job(budget={"device": "900MiB"})
+    assert predict_job(of_less, device="t4").limit_bytes == 900 * MIB
+    assert predict_job(of_less, device="t4", limit_bytes=800 * MIB).limit_bytes == 800 * MIB
+
+
 def test_on_the_cpu_the_process_is_counted_too():
     prediction = predict_job(job(), device="cpu", limit_bytes=2048 * MIB)
     assert prediction.device_kind == "cpu"
@@ -76,8 +120,10 @@ def test_on_the_cpu_the_process_is_counted_too():
 def test_what_cannot_be_is_refused_by_name():
     with pytest.raises(DeviceError, match="there is no GPU 'rtx'"):
         predict_job(job(), device="rtx")
-    with pytest.raises(InputError, match="a micro-batch of 17 is not a part of a batch of 16"):
-        predict_job(job(), device="t4", micro_batch=17)
+    for size in (17, -1):
+        with pytest.raises(InputError, match=f"a micro-batch of {size} is not a part of a batch of 16"):
+            predict_job(job(), device="t4", micro_batch=size)
+    assert [predict_job(job(), device="t4", micro_batch=size).micro_batch for size in (1, 16)] == [1, 16]
     with pytest.raises(JobError, match="there is no field `hiden_size`"):
         predict_job(job(model=LSTM | {"hiden_size": 3}), device="t4")
 
@@ -96,6 +142,9 @@ def test_the_longest_batch_decides_where_texts_have_lengths(tmp_path):
 def test_lengths_that_do_not_matter_or_cannot_be_are_refused():
     with pytest.raises(InputError, match="lengths of texts do not matter for language-modeling"):
         predict_job(job(), device="t4", lengths=[3])
+    for lengths in ([], [5, 0, 7]):
+        with pytest.raises(InputError, match=rf"cannot use {len(lengths)} lengths, the shortest 0 tokens: give 1 or"):
+            predict_job(job(task="classification"), device="t4", lengths=lengths)
 
 
 def test_batches_are_as_long_as_their_longest_text():
@@ -103,6 +152,9 @@ def test_batches_are_as_long_as_their_longest_text():
     assert lengths[1] == lengths[3] == 30
     assert lengths[0] == lengths[2] == 8
     assert batch_lengths([100], job(batch_size=1)) == (32, 32, 32, 32)
+    first, longest, second, again = batch_lengths(range(1, 1001), job(batch_size=1, sequence_length=1000))
+    assert longest == again == 1000
+    assert len({first, second, longest}) == 3
 
 
 def test_what_measured_runs_have_taught_widens_the_range_and_leaves_the_answer(tmp_path):

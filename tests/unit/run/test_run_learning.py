@@ -12,6 +12,8 @@ from plimsoll.run.learning import calibration_file, known_calibration, learn, le
 
 MIB = 1 << 20
 CHOICES = (micro_batch_choice(4), Choice(technique="checkpointing", options={"blocks": "all"}))
+NAMES = ["micro_batch", "checkpointing"]
+SLOWER = {"likely_seconds": 4.0, "high_seconds": 4.0}
 
 
 def plan(time_factor=1.0):
@@ -20,26 +22,27 @@ def plan(time_factor=1.0):
         peak=Estimate(likely_bytes=100 * MIB, low_bytes=90 * MIB, high_bytes=110 * MIB),
         step_time=Duration(likely_seconds=2.0, low_seconds=1.0, high_seconds=3.0),
     )
-    return Plan(budget=Budget(), rungs=(rung, rung), made_for={"target": "cpu"}, time_factor=time_factor)
+    behind = rung.model_copy(update={"choices": CHOICES[:1], "step_time": rung.step_time.model_copy(update=SLOWER)})
+    return Plan(budget=Budget(), rungs=(rung, behind), made_for={"target": "cpu"}, time_factor=time_factor)
 
 
 def step(number, seconds=3.0, peak_mib=105, rung=0):
     return StepLine(
         time_seconds=number, step=number, epoch=0, first_sample=0, num_samples=8, num_units=8, loss=1.0,
-        learning_rate=0.1, step_seconds=seconds, micro_batch=4, rung=rung, peak_bytes=peak_mib * MIB,
+        learning_rate=0.1, step_seconds=seconds, micro_batch=4, rung=rung,
+        peak_bytes=None if peak_mib is None else peak_mib * MIB,
     )  # fmt: skip
 
 
-STEPS = [step(1, 99), step(2, 50), step(3, 3.0), step(4, 2.8), step(5, 3.4), step(6, 9.0, 300, rung=1)]
+STEPS = [step(1, 99), step(2, 50), step(3, 2.8, 101), step(4, 3.4), step(5, 3.0, 99), step(6, 9.0, 200, rung=1)]
 
 
 def test_steps_of_the_plan_count_from_the_third_on():
     learned = learned_from(Calibration(), plan(), STEPS)
-    names = ["micro_batch", "checkpointing"]
-    assert learned_ratio(learned, "cpu", names).mean == pytest.approx(1.5)  # the median, 3 s of 2 s
-    assert learned_peak(learned, "cpu", names).high == pytest.approx(1.05)
+    assert learned_ratio(learned, "cpu", NAMES).mean == pytest.approx(1.5)  # the median, 3 s of 2 s
+    assert learned_peak(learned, "cpu", NAMES).high == pytest.approx(1.05)
     assert learned_peak(learned, "cpu", ["chunked_loss"]) is None
-    assert learned_ratio(learned, "cuda sm_86", names) is None
+    assert learned_ratio(learned, "cuda sm_86", NAMES) is None
 
 
 def test_what_was_known_of_the_time_is_not_counted_twice():
@@ -50,6 +53,28 @@ def test_what_was_known_of_the_time_is_not_counted_twice():
 @pytest.mark.parametrize("steps", [[], STEPS[:2], [step(3, 7.0, 400)], [step(3, rung=1)]])
 def test_what_says_nothing_teaches_nothing(steps):
     assert learned_from(Calibration(), plan(), steps) == Calibration()
+
+
+@pytest.mark.parametrize(
+    ("seconds", "is_learned"), [(2.0 / 3, False), (0.6, False), (0.7, True), (5.9, True), (6.0, False), (7.0, False)]
+)
+def test_a_step_of_three_times_what_was_predicted_or_a_third_is_not_learned(seconds, is_learned):
+    learned = learned_from(Calibration(), plan(), [step(3, seconds)])
+    assert (learned_ratio(learned, "cpu", NAMES) is not None) == is_learned
+    assert learned_peak(learned, "cpu", NAMES).high == pytest.approx(1.05)
+
+
+@pytest.mark.parametrize(
+    ("peak_mib", "is_learned"), [(33, False), (34, True), (299, True), (300, False), (None, False)]
+)
+def test_a_peak_of_three_times_what_was_predicted_or_a_third_is_not_learned(peak_mib, is_learned):
+    learned = learned_from(Calibration(), plan(), [step(3, 3.0, peak_mib), step(4, 3.0, None)])
+    assert (learned_peak(learned, "cpu", NAMES) is not None) == is_learned
+    assert learned_ratio(learned, "cpu", NAMES).mean == pytest.approx(1.5)
+
+
+def test_a_plan_that_was_made_for_no_target_teaches_nothing():
+    assert learned_from(Calibration(), plan().model_copy(update={"made_for": {}}), STEPS) == Calibration()
 
 
 @pytest.mark.parametrize("unknown", ["peak", "step_time"])
@@ -69,11 +94,14 @@ def test_a_run_that_went_on_teaches_what_its_last_process_did():
 
 
 def test_runs_add_up_in_a_file_that_a_torn_one_does_not_stop(tmp_path, monkeypatch):
-    monkeypatch.setenv("PLIMSOLL_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("PLIMSOLL_CACHE", str(tmp_path / "folder" / "cache"))
     assert known_calibration() == Calibration()
+    learn(plan(), STEPS[:2])
+    assert not calibration_file().exists()
     learn(plan(), STEPS)
     learn(plan(), STEPS)
     assert learned_peak(known_calibration(), "cpu", ["checkpointing"]).num_runs == 2
+    assert learned_ratio(known_calibration(), "cpu", NAMES).mean == pytest.approx(1.5)
     calibration_file().write_text('{"record": "cal')
     assert known_calibration() == Calibration()
     learn(plan(), STEPS)

@@ -104,6 +104,7 @@ def test_where_nothing_fits_the_smallest_budget_is_said_and_holds(impossible):
     assert not impossible.fits
     smallest_mib = -(-impossible.smallest_budget_bytes // MIB)
     assert IMPOSSIBLE_MIB < smallest_mib < TIGHT_MIB
+    assert impossible.smallest_budget_bytes <= 1.02 * impossible.rungs[0].peak.high_bytes
     again = planned(smallest_mib, forbids=NOT_THE_UPDATE)
     assert again.fits
     assert again.rungs[0].peak.high_bytes <= smallest_mib * MIB

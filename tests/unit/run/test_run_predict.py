@@ -8,6 +8,7 @@ from torch import nn
 
 import plimsoll
 from plimsoll.errors import InputError
+from plimsoll.run.predict import model_bytes
 
 MIB = 1 << 20
 
@@ -142,7 +143,11 @@ def test_random_numbers_stay_as_they_were():
     assert torch.equal(torch.get_rng_state(), state)
 
 
-@pytest.mark.parametrize("option", [{"micro_batch": 33}, {"micro_batch": "x"}, {"micro_batch": 0}, {"clip_norm": -1.0}])
+@pytest.mark.parametrize(
+    "option",
+    [{"micro_batch": 33}, {"micro_batch": "x"}, {"micro_batch": 0}]
+    + [{"clip_norm": norm} for norm in (-1.0, 0.0, float("nan"))],
+)
 def test_a_step_that_cannot_be_is_refused(option):
     model = nn.Linear(4, 4)
     with pytest.raises(InputError, match="give"):
@@ -152,13 +157,41 @@ def test_a_step_that_cannot_be_is_refused(option):
         )  # fmt: skip
 
 
-def test_the_whole_batch_is_a_part_of_it():
+@pytest.mark.parametrize(("given", "micro_batch"), [(32, 32), (1, 1), (None, 32)])
+def test_the_whole_batch_is_a_part_of_it_and_so_is_a_sample(given, micro_batch):
     model = nn.Linear(4, 4)
     prediction = plimsoll.predict(
         model, torch.optim.SGD(model.parameters()), torch.ones(32, 4), mean_output, units="samples", device="t4",
-        micro_batch=32,
+        micro_batch=given, clip_norm=0.5,
     )  # fmt: skip
-    assert prediction.micro_batch == 32
+    assert (prediction.micro_batch, prediction.batch_size, prediction.sequence_length) == (micro_batch, 32, None)
+
+
+def test_samples_are_as_long_as_their_longest_tokens():
+    model = nn.Embedding(9, 4)
+    batch = {
+        "ids": torch.zeros(3, 7, dtype=torch.long), "more": torch.zeros(3, 5, dtype=torch.long),
+        "labels": torch.zeros(3, dtype=torch.long), "features": torch.zeros(3, 50),
+        "pairs": torch.zeros(3, 60, 2, dtype=torch.long),
+    }  # fmt: skip
+    optimizer = torch.optim.SGD(model.parameters())
+    prediction = plimsoll.predict(
+        model, optimizer, batch, lambda model, batch: model(batch["ids"]).mean(), units="samples", device="t4"
+    )
+    assert prediction.sequence_length == 7
+
+
+def test_a_model_and_its_states_are_counted_once_and_only_what_is_in_the_host_s_memory():
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8))
+    model[2].weight = model[0].weight
+    optimizer = torch.optim.Adam(model.parameters())
+    own_bytes = 4 * (8 * 8 + 4 * 8 + 2 * 8) + 8  # a shared weight; biases and a norm; its statistics and their count
+    assert model_bytes(model, optimizer) == own_bytes
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+    assert model_bytes(model, optimizer) == own_bytes + 2 * 4 * (8 * 8 + 4 * 8) + 5 * 4  # and five counts of steps
+    shapes = nn.Linear(8, 8, device="meta")
+    assert model_bytes(shapes, torch.optim.SGD(shapes.parameters())) == 0
 
 
 class Experts(nn.Module):

@@ -8,6 +8,7 @@ from tests.processor import skip_without_half_lstm
 from torch import nn
 
 from plimsoll.data.sketch import TextSketch, sketch_texts
+from plimsoll.data.taught import LOG_P, WORDS
 from plimsoll.errors import InputError
 from plimsoll.memory.live import live_bytes
 from plimsoll.memory.lowering.cpu import CpuLowering
@@ -19,7 +20,14 @@ from plimsoll.optimizers import build_optimizer
 from plimsoll.records.job import Job
 from plimsoll.records.plan import Choice, micro_batch_choice
 from plimsoll.run.job_step import step_of
-from plimsoll.run.rehearse import _batch, rehearse_job, rehearse_step, rehearsed_samples
+from plimsoll.run.rehearse import (
+    StageBackend,
+    _batch,
+    _telling_samples,
+    rehearse_job,
+    rehearse_step,
+    rehearsed_samples,
+)
 from plimsoll.run.step import TrainStep
 from plimsoll.workload import model_loss
 
@@ -77,7 +85,7 @@ def test_a_rehearsed_step_needs_what_the_real_one_needs(micro_batch, clip_norm):
 
 
 @pytest.mark.parametrize("place", [0, 3, 6, 8], ids=lambda place: f"sample {place}")
-@pytest.mark.parametrize("micro_batch", [2, 4])
+@pytest.mark.parametrize("micro_batch", [2, 4, 5])
 @pytest.mark.parametrize("is_by_length", [False, True])
 def test_a_long_sample_is_rehearsed_wherever_it_is(place, micro_batch, is_by_length):
     """Recurrent layers pack what a mask has, so the pass with the long sample needs most."""
@@ -165,8 +173,8 @@ def test_a_job_has_three_steps_with_states_from_the_first(lowering, precision):
 
 def test_an_evaluation_comes_between_steps_where_the_job_says_so():
     held_out = {"train": "nowhere.txt", "validation": 0.1}
-    phases = dict.fromkeys(rehearse_job(job(), TEXTS, CpuLowering(), WHOLE).ops.phase)
-    assert "evaluation" not in phases
+    for without in (job(), job(evaluate_every=5)):
+        assert "evaluation" not in rehearse_job(without, TEXTS, CpuLowering(), WHOLE).ops.phase
     trace = rehearse_job(job(data=held_out, evaluate_every=5), TEXTS, CpuLowering(), WHOLE)
     assert {step for step, phase in zip(trace.ops.step, trace.ops.phase, strict=True) if phase == "evaluation"} == {2}
     trace = rehearse_job(job(data=held_out), TEXTS, CpuLowering(), WHOLE)
@@ -256,3 +264,134 @@ def test_adapters_copy_the_head_of_a_classifier(lowering, tmp_path):
 )
 def test_a_batch_of_two_passes_that_ends_as_the_whole_one_does_is_rehearsed(batch_size, micro_batch, expected):
     assert rehearsed_samples(batch_size, micro_batch) == expected
+
+
+def test_a_short_rehearsal_has_a_step_of_one_pass_and_one_of_two():
+    trace = rehearse_job(job(), TEXTS, CpuLowering(), (micro_batch_choice(2),), is_short=True)
+    passes = [0, 0, 0]
+    for op, (step, phase) in enumerate(zip(trace.ops.step, trace.ops.phase, strict=True)):
+        begins = phase == "forward" and trace.ops.phase[op - 1] != "forward"
+        passes[step] += begins
+    assert passes == [0, 1, 2]
+
+
+def test_one_rank_alone_exchanges_nothing_and_two_do():
+    texts = [rehearse_job(job(ranks=ranks), TEXTS, CpuLowering(), (micro_batch_choice(3),)).texts for ranks in (1, 2)]
+    assert [any(text.startswith("c10d.") for text in one) for one in texts] == [False, True]
+
+
+@pytest.mark.parametrize(("kind", "says_so"), [("cpu", True), ("cuda", False)])
+def test_a_rehearsal_counts_and_limits_nothing_and_says_that_there_is_room_where_it_can_be_kept(kind, says_so):
+    backend = StageBackend(kind)
+    use = backend.use()
+    assert (use.used_bytes, use.peak_bytes, use.reserved_bytes, backend.baseline_bytes()) == (0, 0, 0, 0)
+    assert (backend.reserved([8]) is not None) == says_so
+    assert (backend.oom_family(MemoryError()), backend.is_nearly_full()) == (None, False)
+
+
+def masked(lengths):
+    mask = (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).long()
+    return {"input_ids": mask * 7, "attention_mask": mask, "labels": torch.arange(len(lengths)) % 3}
+
+
+@pytest.mark.parametrize(
+    ("lengths", "rehearsed"),
+    [
+        ([3, 4, 2, 6, 40, 3, 2, 4, 3], [2, 6, 40, 3]),
+        ([3, 4, 2, 6, 4, 3, 2, 4, 50], [2, 6, 50]),
+        ([40, 3, 2, 6, 4, 3, 2, 4, 20], [2, 6, 40, 3]),  # the last pass is smaller: it is no pass before another
+        ([5] * 9, [5] * 3),
+        ([40, 3, 2], [40, 3, 2]),
+        ([3, 4, 2, 6], [3, 4, 2, 6]),
+    ],
+)
+def test_of_a_recurrent_model_the_two_passes_of_most_tokens_are_rehearsed_the_larger_last(lengths, rehearsed):
+    gru = nn.GRU(2, 2)
+    cut = _telling_samples(masked(lengths), 2, gru, (micro_batch_choice(2),))
+    assert cut["attention_mask"].sum(dim=1).tolist() == rehearsed
+
+
+def test_of_another_model_the_first_samples_are_rehearsed_and_by_length_the_longest_and_the_pass_of_most_tokens():
+    """By length the passes are of 30 and 29 tokens, 20 and 19, three times 18, and 1."""
+    lengths, plain = [18, 20, 1, 30, 18, 19, 29, 18], nn.Linear(2, 2)
+    by_length = (micro_batch_choice(2), Choice(technique="by_length"))
+    cut = _telling_samples(masked(lengths), 2, plain, by_length[:1])
+    assert cut["attention_mask"].sum(dim=1).tolist() == [18, 20, 1, 30]
+    cut = _telling_samples(masked(lengths), 2, plain, by_length)
+    assert cut["attention_mask"].sum(dim=1).tolist() == [30, 29, 18, 18, 18]
+    unknown = {"input_ids": torch.zeros(9, 3)}
+    assert len(_telling_samples(unknown, 2, nn.GRU(2, 2), by_length)["input_ids"]) == 3
+
+
+def batch_of(num_labels=None, length=7, **changes):
+    return _batch(job(**changes), TEXTS._replace(num_labels=num_labels), 4, length)
+
+
+def test_rows_of_two_packed_texts_begin_anew_in_their_middle():
+    batch = batch_of(data={"train": "nowhere.txt", "pack": True})
+    assert batch["position_ids"].tolist() == [[0, 1, 2, 3, 0, 1, 2]] * 4
+    assert batch["labels"].data_ptr() != batch["input_ids"].data_ptr()
+
+
+def test_streams_begin_anew_once_in_their_middle_and_have_lanes():
+    batch = batch_of(data={"train": "nowhere.txt", "order": "streams", "reset": "texts"})
+    assert batch["resets"].nonzero()[:, 1].tolist() == [3] * 4
+    assert (batch["lanes"].tolist(), batch["windows"].tolist()) == ([0, 1, 2, 3], [1] * 4)
+
+
+@pytest.mark.parametrize(("stride", "are_own"), [(None, False), (3, True)])
+def test_labels_are_the_tokens_themselves_where_windows_do_not_overlap(stride, are_own):
+    batch = batch_of(data={"train": "nowhere.txt", "stride": stride})
+    assert batch.keys() == {"input_ids", "labels"}
+    assert (batch["labels"] is not batch["input_ids"]) == are_own
+
+
+@pytest.mark.parametrize(("task", "shape"), [("classification", (4,)), ("token-classification", (4, 7))])
+def test_a_text_has_a_label_or_each_of_its_tokens_has(task, shape):
+    batch = batch_of(num_labels=3, task=task)
+    assert batch.keys() == {"input_ids", "attention_mask", "labels"}
+    assert batch["labels"].shape == shape
+    assert batch["labels"].max() < 3
+
+
+def test_texts_by_themselves_have_a_mask():
+    batch = batch_of(data={"train": "nowhere.txt", "on_the_fly": True, "long_texts": "truncate"})
+    assert batch.keys() == {"input_ids", "attention_mask", "labels"}
+    assert batch["attention_mask"].all()
+
+
+@pytest.mark.parametrize(("kept", "words"), [(5, 5), (1000, 300)])
+def test_what_a_teacher_said_is_of_so_many_words_as_are_kept_and_there_are(kept, words):
+    batch = batch_of(distill={"teacher": "nowhere", "cache": kept})
+    assert batch[LOG_P].shape == batch[WORDS].shape == (4, 7, words)
+    assert (batch[LOG_P].dtype, batch[WORDS].dtype) == (torch.float32, torch.int32)
+
+
+def test_what_a_teacher_said_of_a_text_is_of_all_labels():
+    batch = batch_of(num_labels=3, task="classification", distill={"teacher": "nowhere", "cache": 5})
+    assert batch[LOG_P].shape == (4, 3)
+    assert WORDS not in batch
+
+
+@pytest.mark.parametrize(
+    ("lowering", "choice", "are_all_outside"),
+    [
+        (CpuLowering(), Choice(technique="parameter_offload", options={"gradients": True}), True),
+        (CudaLowering((8, 6)), Choice(technique="layer_streaming", options={"blocks": "all"}), False),
+    ],
+    ids=["files", "the host"],
+)
+def test_parameters_that_are_kept_outside_are_never_on_the_device(lowering, choice, are_all_outside):
+    """All of them in files; beside a GPU the two blocks', of 3,280 numbers each."""
+    gpt2 = job(model={"architecture": "gpt2", "n_layer": 2, "n_embd": 16, "n_head": 2})
+    whole, outside = (rehearse_job(gpt2, TEXTS, lowering, (*WHOLE, *more)) for more in ((), (choice,)))
+
+    def parameter_bytes(trace, on_host):
+        storages = zip(trace.storages.num_bytes, trace.storages.category, trace.storages.on_host, strict=True)
+        return sum(size for size, category, is_there in storages if category == "parameters" and is_there == on_host)
+
+    all_bytes = parameter_bytes(whole, on_host=False)
+    assert parameter_bytes(whole, on_host=True) == 0
+    moved_bytes = all_bytes if are_all_outside else 2 * 4 * 3280
+    assert parameter_bytes(outside, on_host=True) == moved_bytes
+    assert parameter_bytes(outside, on_host=False) == all_bytes - moved_bytes

@@ -4,10 +4,13 @@ import copy
 
 import pytest
 import torch
+from torch import nn
 
 from plimsoll.errors import InputError
+from plimsoll.records.job import Job
 from plimsoll.run.plan import plan_step
 from plimsoll.run.step import TrainStep
+from plimsoll.run.subjects import JobSubject, StepSubject
 from workloads import CASES
 
 CASE = next(case for case in CASES if case.name == "gpt2")
@@ -60,3 +63,46 @@ def test_too_little_is_said_with_what_would_do():
 def test_bad_wishes_are_refused_before_anything_is_traced():
     with pytest.raises(InputError, match="there is no technique `chekpointing`"):
         planned("4GiB", pins=["chekpointing=all"])
+
+
+def subject_of_batch(batch, precision="fp32", units=None):
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters())
+    return StepSubject(model, optimizer, batch, lambda model, batch: None, units, None, precision, frozenset())
+
+
+TOKENS = {"input_ids": torch.zeros(3, 7, dtype=torch.long), "labels": torch.zeros(3, dtype=torch.long)}
+
+
+@pytest.mark.parametrize(
+    ("batch", "length", "varies"),
+    [
+        (TOKENS, 7, False),
+        (TOKENS | {"attention_mask": torch.ones(3, 9)}, 9, True),
+        (TOKENS | {"images": torch.zeros(3, 50, 2)}, 7, False),
+        (torch.zeros(3, 4, 4), None, False),
+        ((torch.zeros(3), "attention_mask"), None, False),
+    ],
+)
+def test_a_batch_says_how_long_its_samples_are_and_whether_all_are(batch, length, varies):
+    subject = subject_of_batch(batch)
+    assert (subject.batch_size, subject.sequence_length, subject.lengths_vary) == (3, length, varies)
+    assert (subject.num_ranks, subject.evaluates_between_steps) == (1, False)
+
+
+@pytest.mark.parametrize(("precision", "own"), [("fp32", "fp32"), ("auto", "fp32"), ("bf16", "bf16"), ("fp16", "fp16")])
+def test_a_precision_that_is_left_to_the_plan_is_full_where_none_is_chosen(precision, own):
+    workload = subject_of_batch(TOKENS, precision).workload
+    assert (workload.precision, workload.units) == (own, "samples")
+    assert subject_of_batch(TOKENS, units="tokens").workload.units == "tokens"
+
+
+@pytest.mark.parametrize(
+    ("validation", "every", "evaluates"), [(0.1, 5, True), (0.1, None, False), (None, 5, False), (None, None, False)]
+)
+def test_a_job_evaluates_between_its_steps_where_it_has_what_to_evaluate_and_says_when(validation, every, evaluates):
+    fields = {"model": "lstm", "sequence_length": 8, "batch_size": 4, "ranks": 2}
+    data = {"train": "nowhere.txt", "validation": validation}
+    subject = JobSubject(Job.from_fields(fields | {"data": data, "evaluate_every": every}))
+    assert subject.evaluates_between_steps == evaluates
+    assert (subject.batch_size, subject.num_ranks, subject.lengths_vary) == (2, 2, False)

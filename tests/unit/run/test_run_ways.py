@@ -2,7 +2,7 @@
 
 import pytest
 
-from plimsoll.errors import JobError
+from plimsoll.errors import InputError, JobError
 from plimsoll.records.job import Job
 from plimsoll.run.ways import compare_ways
 
@@ -45,3 +45,34 @@ def test_without_blocks_adapters_are_impossible_and_the_reason_is_said():
 def test_what_is_wrong_with_the_job_is_an_error_and_no_way():
     with pytest.raises(JobError, match="embed_dim"):
         ways_of(BLOCKS | {"n_embd": 65})
+
+
+def test_a_way_says_what_it_changes_and_how_to_ask_for_it():
+    found = ways_of(LSTM, allow=["adafactor"])
+    assert list(found) == [
+        "full", "full, weights streamed", "LoRA", "LoRA, base of 8 bits", "LoRA, base of 4 bits"
+    ]  # fmt: skip
+    full = found["full"]
+    assert (full.changes, full.how, full.impossible) == ("nothing", "--forbid layer_streaming", "")
+    assert full.peak.high_bytes <= 1000 * MIB
+    assert full.smallest_budget_bytes is None
+    assert found["full, weights streamed"].how == "--pin layer_streaming"
+    assert found["LoRA"].how == "--set 'allow=[lora]' --pin 'lora(base=kept)'"
+
+
+def test_each_way_is_told_of_when_it_is_done_and_what_is_done_for_it_by_its_name():
+    told, progress = [], []
+    fields = {"model": LSTM, "data": "nowhere.txt", "tokenizer": {"vocab_size": 1000}, "sequence_length": 32}
+    job = Job.from_fields(fields | {"batch_size": 4, "allow": ["lora"]})
+    ways = compare_ways(job, device="rtx3060", limit_bytes=1000 * MIB, on_way=told.append, progress=progress.append)
+    assert tuple(told) == ways.ways
+    assert ways.limit_bytes == 1000 * MIB
+    assert progress[0].startswith("full: tracing ")
+
+
+def test_a_model_that_fails_is_an_error_and_no_way(tmp_path, monkeypatch):
+    source = "from torch import nn\n\n\ndef model(vocab_size):\n    return nn.Embedding(vocab_size, 2)\n"
+    (tmp_path / "without_a_loss.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(InputError, match="the model of this job fails in the"):
+        ways_of("without_a_loss:model")

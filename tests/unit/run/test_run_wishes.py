@@ -5,7 +5,8 @@ import pytest
 from plimsoll.errors import InputError
 from plimsoll.records.job import Job
 from plimsoll.records.plan import parse_pin
-from plimsoll.run.wishes import pinned_choices, require_possible, wished
+from plimsoll.run.subjects import JobSubject
+from plimsoll.run.wishes import pinned_choices, require_possible, setting_of, wished
 
 
 def job(**changes):
@@ -30,3 +31,12 @@ def test_what_pins_decide_wholly_is_known_without_a_plan():
     assert pinned_choices(job(), "cpu") == ()
     found = pinned_choices(job(pin=["micro_batch=4", "chunked_loss=16", "optimizer_offload"]), "cpu")
     assert [str(choice) for choice in found] == ["chunked_loss=16", "optimizer_offload=disk"]
+    found = pinned_choices(job(pin=["optimizer_offload"]), "cuda")
+    assert [str(choice) for choice in found] == ["optimizer_offload=host"]
+
+
+@pytest.mark.parametrize(("device", "kind"), [("cpu", "cpu"), ("cuda", "cuda"), ("cuda:1", "cuda"), ("a100", "cuda")])
+def test_techniques_are_told_what_the_job_is(device, kind):
+    told = setting_of(JobSubject(job(ranks=2, allow=["adafactor"], precision="auto")), device)
+    assert (told.device, told.batch_size, told.num_ranks, told.sequence_length) == (kind, 2, 2, 8)
+    assert (told.precision, told.allow, told.lengths_vary) == ("auto", {"adafactor"}, False)
