@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import resource
 import signal
 import sys
 from collections.abc import Callable
@@ -15,6 +16,7 @@ import pytest
 import torch.distributed as dist
 from small_runs import small_job, train_here
 
+import plimsoll.run.train
 from plimsoll.data.prepare import Prepared, PreparedText
 from plimsoll.data.sketch import sketch_texts
 from plimsoll.errors import CheckpointError, EmbeddingError, InputError
@@ -200,7 +202,8 @@ def test_word_vectors_must_be_the_same_when_a_run_goes_on(
     text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     vectors = tmp_path / "vectors.txt"
-    vectors.write_text("ship 1 2 3 4 5 6 7 8\nline 8 7 6 5 4 3 2 1\n")
+    before = "ship 1 2 3 4 5 6 7 8\nline 8 7 6 5 4 3 2 1\n"
+    vectors.write_text(before)
     directory = RunDirectory.create(tmp_path / "run", force=False)
     tokenizer = {"train": "words", "vocab_size": 300}
     directory.write_job(small_job(text, tokenizer=tokenizer, embeddings={"path": str(vectors)}))
@@ -216,6 +219,9 @@ def test_word_vectors_must_be_the_same_when_a_run_goes_on(
         prepare_run(directory.path, tmp_path / "cache", quiet=True, again=True)
     prepare_run(directory.path, tmp_path / "cache", quiet=True)
     assert Prepared.load(directory.prepared).vectors_digest != first.vectors_digest
+    vectors.write_text(before)
+    with pytest.raises(EmbeddingError, match="are not what they were"):
+        prepare_run(directory.path, tmp_path / "cache", quiet=True, again=True)
 
 
 def given_plan(directory: RunDirectory, path: Path) -> Plan:
@@ -259,6 +265,27 @@ def test_a_plan_with_fewer_rungs_than_the_last_process_had_is_gone_on_with(new_r
     plan.model_copy(update={"rungs": plan.rungs[:2]}).save(directory.plan)
     train_here(directory, resume=True)
     assert directory.last_step() == 2
+
+
+@pytest.mark.parametrize(
+    ("budget", "is_limited"),
+    [({}, False), ({"device": "4GiB"}, True), ({"host": "4GiB"}, False)],
+    ids=["none", "device", "host of a GPU"],
+)
+def test_steps_are_done_inside_the_budget_of_the_device(
+    new_run: NewRun, monkeypatch: pytest.MonkeyPatch, budget: dict[str, str], is_limited: bool
+) -> None:
+    def note_limit(*args: Any) -> None:
+        limits.append(resource.getrlimit(resource.RLIMIT_DATA)[0])
+        note_step(*args)
+
+    limits: list[int] = []
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    note_step = plimsoll.run.train.note_step
+    monkeypatch.setattr(plimsoll.run.train, "note_step", note_limit)
+    train_here(new_run(steps=1, budget=budget))
+    assert [limit != before[0] for limit in limits] == [is_limited]
+    assert resource.getrlimit(resource.RLIMIT_DATA) == before
 
 
 def test_what_is_trained_is_told_by_the_step_unless_it_is_quiet(
