@@ -7,9 +7,21 @@ import torch
 from torch import nn
 
 from plimsoll.embeddings.host import HostEmbedding
-from plimsoll.errors import InputError, NonFiniteLossError
+from plimsoll.errors import DataError, InputError, NonFiniteLossError
+from plimsoll.outside import mark_outside
+from plimsoll.ranks import Ranks
 from plimsoll.run.boundary import Position
-from plimsoll.run.checks import described, device_of, refuse, refuse_non_finite, refuse_unclear_labels
+from plimsoll.run.checks import (
+    described,
+    device_of,
+    refuse,
+    refuse_no_target,
+    refuse_non_finite,
+    refuse_recut,
+    refuse_unclear_labels,
+)
+from plimsoll.run.pieces import Shape
+from plimsoll.techniques._whole import Reason
 from plimsoll.workload import Workload
 
 MODEL = nn.Linear(2, 2)
@@ -20,7 +32,7 @@ SGD = torch.optim.SGD(MODEL.parameters(), lr=0.1)
     ("model", "optimizer", "precision", "micro_batch", "text"),
     [
         (MODEL, SGD, "fp8", None, "choose fp32, bf16 or fp16"),
-        (nn.Linear(2, 2).half(), SGD, "fp16", None, "use model.float"),
+        (nn.Linear(2, 2).half(), SGD, "fp16", None, "but 2 of this one are float16.*use model.float"),
         (MODEL, torch.optim.LBFGS(MODEL.parameters()), "fp32", None, "needs a closure"),
         (MODEL, SGD, "fp32", 0, "at least 1"),
         (MODEL, SGD, "fp32", 2.0, "micro_batch is 2.0, a float, but samples are counted"),
@@ -66,6 +78,8 @@ def test_an_optimizer_of_another_model_is_refused():
     parts = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     with pytest.raises(InputError, match=r"updates 4 parameters, of which 2 are among the 4"):
         refuse(parts, optimizer_of(parts[0], nn.Linear(2, 2)), "fp32", None)
+    with pytest.raises(InputError, match=r"updates 2 parameters, of which 0 are among the 0"):
+        refuse(nn.Linear(2, 2).requires_grad_(False), SGD, "fp32", None)
 
 
 def test_an_optimizer_of_a_part_of_the_model_or_of_more_than_it_passes():
@@ -88,8 +102,16 @@ def test_where_autocast_runs_no_lstm_half_precision_is_refused(precision, kind, 
             refuse(model, optimizer, precision, None, kind=kind)
 
 
-def test_what_can_be_stepped_passes():
-    refuse(MODEL, SGD, "bf16", 4)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_model_in_half_precision_passes_where_no_gradients_are_scaled(precision):
+    model = nn.Linear(2, 2).half()
+    refuse(model, optimizer_of(model), precision, None)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("micro_batch", [None, 1, 4])
+def test_what_can_be_stepped_passes(precision, micro_batch):
+    refuse(MODEL, SGD, precision, micro_batch)
     assert device_of(MODEL) == torch.device("cpu")
 
 
@@ -97,6 +119,9 @@ def test_a_table_on_the_host_may_be_elsewhere_than_the_model():
     model = nn.Sequential(HostEmbedding(3, 2), nn.Linear(2, 2)).to("meta")
     assert device_of(model) == torch.device("meta")
     assert device_of(model[0]) == torch.device("cpu")
+    mark_outside(model[1].weight)
+    mark_outside(model[1].bias)
+    assert device_of(nn.Sequential(model[1], nn.Linear(1, 1))) == torch.device("cpu")
 
 
 def test_a_model_on_no_device_or_two_is_refused():
@@ -135,6 +160,7 @@ def test_under_fp16_an_optimizer_of_some_parameters_is_refused():
     """The others' gradients would stay scaled by up to 2^16, and be clipped together with the unscaled ones."""
     some = torch.optim.SGD([MODEL.weight], lr=0.1)
     refuse(MODEL, some, "fp32", None)
+    refuse(MODEL, some, "bf16", None)
     with pytest.raises(InputError, match=r"updates 1 of the 2 parameters .* set requires_grad_\(False\)"):
         refuse(MODEL, some, "fp16", None)
 
@@ -158,8 +184,37 @@ def test_distributed_data_parallel_is_refused_with_the_reason():
         refuse(model, optimizer, "fp32", None)
 
 
-def test_a_loss_that_is_no_number_is_of_the_step_that_was_begun():
-    workload = Workload(MODEL, SGD, lambda *_: None, "samples")
-    refuse_non_finite("loss", 1e30, workload, Position(step=4))
-    with pytest.raises(NonFiniteLossError, match=r"the loss of step 5 is nan; .* after step 4: .*\(now 0\.1\)"):
-        refuse_non_finite("loss", float("nan"), workload, Position(step=4))
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_a_loss_that_is_no_number_is_of_the_step_that_was_begun(value):
+    """The rate that is told is that of the first group."""
+    groups = [{"params": [MODEL.weight], "lr": 0.1}, {"params": [MODEL.bias], "lr": 0.3}]
+    workload = Workload(MODEL, torch.optim.SGD(groups, lr=0.2), lambda *_: None, "samples")
+    refuse_non_finite("loss", 1e30, workload, Position(step=5))
+    with pytest.raises(NonFiniteLossError, match=rf"the loss of step 6 is {value}; .* after step 5: .*\(now 0\.1\)"):
+        refuse_non_finite("loss", value, workload, Position(step=5))
+
+
+def test_a_batch_without_a_target_is_refused():
+    refuse_no_target(Shape(num_samples=3, num_units=1, elements_per_sample=1.0), step=5)
+    with pytest.raises(DataError, match="step 5: none of the 3 samples has a target"):
+        refuse_no_target(Shape(num_samples=3, num_units=0, elements_per_sample=1.0), step=5)
+
+
+class OfTwo(Ranks):
+    """One of two ranks, as far as it is asked here."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.world_size = 2
+
+
+def test_a_batch_that_must_stay_whole_is_neither_cut_nor_shared():
+    shape, reason = Shape(num_samples=4, num_units=4, elements_per_sample=1.0), Reason("it is one", "leave it")
+    refuse_recut(reason, 4, shape, Ranks())
+    refuse_recut(reason, 5, shape, Ranks())
+    refuse_recut(None, 3, shape, Ranks())
+    refuse_recut(None, 4, shape, OfTwo())
+    with pytest.raises(InputError, match=r"micro-batch of 3 would cut the batch of 4 samples, but it is one.*leave it"):
+        refuse_recut(reason, 3, shape, Ranks())
+    with pytest.raises(InputError, match=r"2 ranks would each have a part of the batch, but it is one.*or leave it"):
+        refuse_recut(reason, 4, shape, OfTwo())

@@ -73,6 +73,41 @@ def test_nothing_is_overwritten_without_force(directory):
     assert (directory.path / "notes.txt").read_text() == "mine"  # which no run wrote
 
 
+@pytest.mark.parametrize(
+    ("line", "is_refused"),
+    [(start(), False), (step(1), True), (CheckpointLine(time_seconds=1, step=1, num_bytes=1), True)],
+    ids=["start", "step", "checkpoint"],
+)
+def test_a_run_in_which_no_step_was_done_is_begun_again_with_what_is_there(directory, line, is_refused):
+    directory.append(line)
+    with pytest.raises(OutputError, match="exists already"):  # it has no job
+        RunDirectory.create(directory.path, force=False)
+    directory.job.write_text("of before")
+    if is_refused:
+        with pytest.raises(OutputError, match="exists already"):
+            RunDirectory.create(directory.path, force=False)
+        assert directory.lines() == [line]
+    else:
+        assert RunDirectory.create(directory.path, force=False).lines() == []
+        assert directory.job.read_text() == "of before"
+
+
+def test_all_that_a_run_writes_is_removed_with_force_and_links_are_not_followed(directory, tmp_path):
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    (kept / "tokens").write_text("theirs")
+    directory.cache.symlink_to(kept)
+    for folder in (directory.checkpoints, directory.model):
+        folder.mkdir()
+        (folder / "weights").write_text("x")
+    for file in (directory.job, directory.plan, directory.prepared, directory.head, directory.record):
+        file.write_text("x")
+    directory.append(step(1))
+    assert RunDirectory.create(directory.path, force=True).lines() == []
+    assert {path.name for path in directory.path.iterdir()} == {".plimsoll", ".lock", "metrics.jsonl"}
+    assert (kept / "tokens").read_text() == "theirs"
+
+
 @pytest.mark.parametrize("force", [False, True])
 def test_what_is_no_run_is_neither_used_nor_removed(tmp_path, force):
     (tmp_path / "job.yaml").write_text("mine")
@@ -110,6 +145,10 @@ def test_the_job_is_kept_whole(directory):
     directory.write_job(job)
     with pytest.raises(OutputError, match=r"is not a run directory \(it has no plan.json\): give the --out"):
         RunDirectory.open(directory.path)
+    text = directory.job.read_text()
+    assert text.startswith("model:")  # in the order of the fields, as a person would write it
+    assert "/data/ä.txt" in text
+    assert "null" not in text
     directory.plan.write_text("{}")
     assert Job.from_yaml(RunDirectory.open(directory.path).job) == job
 
@@ -157,6 +196,29 @@ def test_the_rung_in_force_is_the_last_that_was_used_or_chosen(directory, lines,
     for line in lines:
         directory.append(line)
     assert directory.rung_in_force() == rung
+
+
+def test_the_newest_step_and_the_newest_that_was_saved_are_known(directory):
+    assert (directory.last_step(), directory.last_saved_step()) == (0, 0)
+    for line in (start(), step(3), CheckpointLine(time_seconds=1, step=3, num_bytes=1), step(4), start(3), step(5)):
+        directory.append(line)
+    assert (directory.last_step(), directory.last_saved_step()) == (5, 3)
+
+
+def test_of_processes_that_train_together_one_keeps_the_metrics(directory):
+    directory.job.touch()
+    directory.plan.touch()
+    directory.append(step(1))
+    other = RunDirectory.open(directory.path, writes=False)
+    other.append(step(2))
+    other.keep_until(0)
+    assert other.lines() == [step(1)]
+    directory.metrics.unlink()
+    other.sync_metrics()  # of which there is nothing to write
+    assert other.lines() == []
+    directory.metrics.touch()
+    RunDirectory.open(directory.path).append(step(2))
+    assert directory.lines() == [step(2)]
 
 
 FULL_DISK = """
@@ -221,6 +283,9 @@ def test_a_run_says_which_process_works_on_it_while_it_lives(directory):
         assert (directory.command_pid(), directory.training_pid()) == (os.getpid(), None)
         with directory.locked():
             assert directory.training_pid() == os.getpid()
+    for _ in range(2):  # the name of who was there before is gone
+        with directory.claimed():
+            assert directory.command_pid() == os.getpid()
     code = "import sys; from pathlib import Path; from plimsoll.run.directory import RunDirectory\n"
     code += "with RunDirectory(Path(sys.argv[1])).claimed(): pass"
     assert run_program(code, directory.path).returncode == 0
@@ -265,6 +330,11 @@ def test_a_record_is_owed_until_it_is_newer_than_the_metrics(directory):
     assert not directory.has_its_record()
     directory.record.touch()
     assert directory.has_its_record()
+    same = directory.record.stat().st_mtime_ns
+    os.utime(directory.metrics, ns=(same, same))
+    assert directory.has_its_record()
     newer = directory.record.stat().st_mtime_ns + 1
     os.utime(directory.metrics, ns=(newer, newer))
     assert not directory.has_its_record()
+    directory.metrics.unlink()
+    assert directory.has_its_record()

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from plimsoll.errors import DataError
+from plimsoll.errors import DataError, OutOfMemoryError
 from plimsoll.records.plan import micro_batch_choice
 from plimsoll.run.failpoints import armed
 from plimsoll.run.step import TrainStep
@@ -63,6 +63,37 @@ def test_a_batch_that_runs_out_of_memory_is_evaluated_again_in_pieces():
     assert [event.action for event in evaluation.oom_events] == ["micro-batch 8 -> 4", "micro-batch 4 -> 2"]
 
 
+def test_the_size_that_fits_is_remembered_until_a_larger_batch_comes():
+    sizes = []
+    step = step_of()
+    step.workload.model.register_forward_pre_hook(lambda _, arguments: sizes.append(len(arguments[0])))
+    with armed("evaluation", 1):
+        step.evaluate([line_through(8), line_through(8), line_through(6), line_through(16)])
+    assert sizes == [4, 4, 4, 4, 4, 2, 16]
+
+
+def test_where_single_samples_do_not_fit_it_ends_and_all_is_as_it_was():
+    step = step_of()
+    step.position.phase = "clip"
+    with (
+        armed("evaluation", *range(1, 30)),
+        pytest.raises(OutOfMemoryError, match="micro-batch 1 is the smallest there is"),
+    ):
+        step.evaluate([line_through(4)])
+    assert step.position.phase == "clip"
+    assert step.workload.model.training
+
+
+def test_random_numbers_that_a_forward_takes_are_given_back():
+    step = step_of()
+    torch.manual_seed(5)
+    expected = torch.rand(2)
+    torch.manual_seed(5)
+    step.workload.model.register_forward_hook(lambda module, arguments, output: output + 0 * torch.rand(1))
+    step.evaluate([line_through(2)])
+    assert torch.equal(torch.rand(2), expected)
+
+
 def test_what_cannot_be_cut_is_evaluated_once_more():
     step = step_of(rungs=[[micro_batch_choice(1)]])
     with armed("evaluation", 2):
@@ -73,8 +104,9 @@ def test_what_cannot_be_cut_is_evaluated_once_more():
 def test_a_batch_without_a_target_counts_for_nothing():
     step = step_of()
     step.workload.units = lambda batch: int((batch["y"] < 6).sum())  # the first two
-    evaluation = step.evaluate([line_through(2), {name: values[2:] for name, values in line_through(4).items()}])
-    assert (evaluation.loss, evaluation.num_samples, evaluation.num_units) == (pytest.approx(10), 4, 2)
+    without = {name: values[2:] for name, values in line_through(4).items()}
+    evaluation = step.evaluate([without, line_through(2), without])
+    assert (evaluation.loss, evaluation.num_samples, evaluation.num_units) == (pytest.approx(10), 6, 2)
 
 
 def test_after_a_death_it_begins_with_smaller_pieces():

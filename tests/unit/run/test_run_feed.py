@@ -1,5 +1,6 @@
 """The speed of each stage is told; a corpus that is large and not tokenized is not fed."""
 
+import itertools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,9 +8,11 @@ from pathlib import Path
 import pytest
 
 import plimsoll.run.feed
+from plimsoll.data.index import open_corpus
 from plimsoll.data.inspect import tokenize_corpus
+from plimsoll.data.prepare import reading_of
 from plimsoll.records.job import Job
-from plimsoll.run.feed import time_corpus
+from plimsoll.run.feed import _in_order, _shuffled, time_corpus
 
 
 @pytest.fixture
@@ -32,18 +35,47 @@ def test_every_stage_has_a_rate_and_feeding_its_memory(job: Job, tmp_path: Path)
 
 
 def test_a_rate_is_what_was_done_in_a_second_and_ends_after_some(monkeypatch: pytest.MonkeyPatch):
-    """Four a second, looked at for a second and what the last piece takes."""
+    """Six a second, looked at for more than a second."""
     monkeypatch.setattr(plimsoll.run.feed, "_SECONDS", 1.0)
-    clock = [0.0]
+    clock = [10.0]
     monkeypatch.setattr("time.perf_counter", lambda: clock[0])
 
     def done() -> Iterator[int]:
         while True:
-            clock[0] += 0.75
+            clock[0] += 0.5
             yield 3
 
     rate = plimsoll.run.feed._rate("read", "in order", "texts", done())
-    assert (rate.per_second, clock[0]) == (4.0, 1.5)
+    assert (rate.per_second, clock[0]) == (6.0, 11.5)
+
+
+def test_by_a_clock_that_ticks_at_each_look_the_rates_are_known(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Each stage is over at the third look, and the clock is read once more; batches are looked at every 16th time."""
+    monkeypatch.setattr(plimsoll.run.feed, "_SECONDS", 2.0)
+    ticks = itertools.count(100)
+    monkeypatch.setattr("time.perf_counter", lambda: float(next(ticks)))
+    feed = time_corpus(job.model_copy(update={"batch_size": 1}), tmp_path / "cache")
+    assert [rate.detail for rate in feed.rates[:3]] == ["in order", "shuffled, 1024 at a time", "all cores"]
+    assert {rate.detail for rate in feed.rates[3:]} == {f"{job.data.order}, workers {job.data.workers}"}
+    texts, batches = 3 * 200, 2 * 16 + 1
+    assert [rate.per_second for rate in feed.rates] == [
+        texts / 4, texts / 4, texts * len("some words to read and to tokenize") / 4,
+        batches / 4, batches * 16 / 4,
+    ]  # fmt: skip
+
+
+def test_texts_are_read_a_thousand_at_a_time_and_again_and_again(tmp_path: Path):
+    lines = [f"line {number}" for number in range(1500)]
+    (tmp_path / "a.txt").write_text("\n".join(lines))
+    job = Job.from_fields({"model": "gpt2", "data": {"train": str(tmp_path / "a.txt"), "unit": "line"}})
+    corpus = open_corpus(job.data.sources, reading_of(job), tmp_path / "cache")
+    assert list(itertools.islice(_in_order(corpus), 3)) == [lines[:1024], lines[1024:], lines[:1024]]
+    first, second, third, fourth = itertools.islice(_shuffled(corpus), 4)
+    assert [len(first), len(second), len(third)] == [1024, 476, 1024]
+    assert sorted(first + second) == sorted(third + fourth) == sorted(lines)
+    assert lines[:1024] != first != third
 
 
 def test_padding_is_no_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -62,6 +94,9 @@ def test_a_large_corpus_is_not_tokenized_only_to_be_timed(job: Job, tmp_path: Pa
     feed = time_corpus(job, tmp_path / "cache")
     assert len(feed.rates) == 3
     assert feed.notes == ("Not fed: 6.8 KiB of text are not tokenized: `plimsoll data tokenize` first",)
+    monkeypatch.setattr(plimsoll.run.feed, "_SMALL_BYTES", feed.corpus.num_bytes)
+    assert len(time_corpus(job, tmp_path / "other").rates) == 5
+    monkeypatch.setattr(plimsoll.run.feed, "_SMALL_BYTES", 1000)
     tokenize_corpus(job, tmp_path / "cache")
     assert len(time_corpus(job, tmp_path / "cache").rates) == 5
 

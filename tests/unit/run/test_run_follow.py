@@ -29,7 +29,9 @@ def directory(tmp_path):
 
 def test_a_run_prepares_before_its_first_line(directory):
     follower = Follower(directory)
-    assert follower.progress().status == "preparing"
+    progress = follower.progress()
+    assert (progress.status, progress.step, progress.num_steps, progress.loss) == ("preparing", 0, None, None)
+    assert (progress.units_per_second, progress.num_ooms, progress.num_deaths) == (None, 0, 0)
     directory.metrics.unlink()
     assert follower.progress().status == "preparing"
 
@@ -71,6 +73,29 @@ def test_a_run_that_goes_on_from_a_checkpoint_is_read_anew(directory):
     assert (again.step, again.num_deaths, again.loss) == (1, 1, None)
 
 
+def test_metrics_that_were_emptied_in_place_are_read_anew(directory):
+    follower = Follower(directory)
+    for line in (_start(), _step(1), _step(2)):
+        directory.append(line)
+    assert follower.progress().step == 2
+    with directory.metrics.open("r+b") as file:
+        file.truncate(0)
+    directory.append(_step(7))
+    assert follower.progress().step == 7
+
+
+def test_the_pace_is_that_of_the_last_twenty_steps(directory):
+    follower = Follower(directory)
+    for number in range(1, 26):
+        directory.append(_step(number, step_seconds=float(number)))
+    assert follower.progress().units_per_second == 20 * 100 / sum(range(6, 26))
+
+
+def test_steps_that_took_no_time_have_no_pace(directory):
+    directory.append(_step(1, step_seconds=0.0))
+    assert Follower(directory).progress().units_per_second is None
+
+
 def test_an_end_is_told(directory):
     directory.append(EndLine(time_seconds=1, step=3, status="failed", message="the loss is NaN"))
     progress = Follower(directory).progress()
@@ -95,25 +120,40 @@ def test_the_budget_is_that_of_the_training_process(directory, kind, used_bytes)
         trainer = use(directory.training_pid(), 120)
         assert follower.budget_lines((trainer,), follower.progress()) == []
         head.save(directory.head)
+        assert follower.budget_lines((trainer,), follower.progress()) == []  # without a plan
         micro_batch_plan(Budget(device_bytes=400 * MIB), (8,)).save(directory.plan)
         directory.append(_step(1))
         progress = follower.progress()
         (line,) = follower.budget_lines((use(1, 50), trainer), progress)
+        others = follower.budget_lines((use(1, 50),), progress)
+        assert [line.used_bytes for line in others] == ([] if kind == "cpu" else [30])
     assert (line.kind, line.used_bytes, line.limit_bytes) == ("budget", used_bytes, 400 * MIB)
     assert (progress.num_steps, progress.unit_name) == (9, "samples")
     micro_batch_plan(Budget(host_bytes=500 * MIB), (8,)).save(directory.plan)  # resumed with another budget
     with directory.locked():
         (line,) = follower.budget_lines((trainer,), progress)
     assert (line.used_bytes, line.limit_bytes) == (120 * MIB, 500 * MIB)
+    micro_batch_plan(Budget(device_bytes=400 * MIB, host_bytes=500 * MIB), (8,)).save(directory.plan)
+    with directory.locked():
+        lines = follower.budget_lines((trainer,), progress)
+        assert len(follower.budget_lines((use(1, 50),), progress)) == (0 if kind == "cpu" else 1)
+    assert [(line.used_bytes, line.limit_bytes) for line in lines] == [
+        (used_bytes, 400 * MIB),
+        (120 * MIB, 500 * MIB),
+    ]
 
 
 def test_what_the_plan_predicts_is_told_and_expected_of_the_budget(directory):
     plan = fitting_plan()
     plan.save(directory.plan)
-    directory.append(_step(1, rung=1))
     follower = Follower(directory)
+    assert follower._predicted_bytes(plan) == plan.rungs[0].peak.likely_bytes
+    directory.append(_step(1, rung=1))
     assert follower.progress().predicted_parts == plan.prediction.parts
     assert follower._predicted_bytes(plan) == plan.rungs[1].peak.likely_bytes
-    directory.append(_step(2, rung=99))
+    directory.append(_start().model_copy(update={"rung": 2}))
+    follower.progress()
+    assert follower._predicted_bytes(plan) == plan.rungs[2].peak.likely_bytes
+    directory.append(_step(2, rung=len(plan.rungs)))
     follower.progress()
     assert follower._predicted_bytes(plan) is None

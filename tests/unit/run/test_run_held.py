@@ -1,6 +1,7 @@
 """Where tensors with a graph are found, and where they are not looked for."""
 
 from collections import deque
+from collections.abc import Mapping
 from functools import partial
 
 import pytest
@@ -146,7 +147,7 @@ def test_a_loss_that_has_the_model_finds_nothing_twice():
     assert names(made, tracker) == ["model.last"]
 
 
-@pytest.mark.parametrize(("depth", "is_found"), [(1, True), (4, True), (6, False)])
+@pytest.mark.parametrize(("depth", "is_found"), [(1, True), (4, True), (5, True), (6, False)])
 def test_what_is_nested_is_looked_into_as_deep_as_a_reader_would(depth, is_found):
     model = nn.Linear(2, 2)
     kept = [model.weight * 2]
@@ -154,3 +155,78 @@ def test_what_is_nested_is_looked_into_as_deep_as_a_reader_would(depth, is_found
         kept = [kept]
     model.kept = kept
     assert bool(held_by(model, lambda *_: None)) is is_found
+
+
+@pytest.mark.parametrize(("depth", "is_found"), [(1, True), (4, True), (5, False)])
+def test_objects_in_objects_are_looked_into_as_deep(depth, is_found):
+    model = nn.Linear(2, 2)
+    kept = model.weight * 2
+    for _ in range(depth):
+        outer = Tracker()
+        outer.inner = kept
+        kept = outer
+    model.kept = kept
+    assert names(model) == ([f"model.kept{'.inner' * depth}"] if is_found else [])
+
+
+@pytest.mark.parametrize(("num_later", "is_found"), [(63, True), (64, False)])
+def test_of_a_long_list_the_last_64_items_decide(num_later, is_found):
+    made = model()
+    made.history = [with_graph(), *[torch.ones(1)] * num_later]
+    assert bool(held_by(made, model_loss)) is is_found
+
+
+def test_of_what_a_list_holds_only_tensors_with_a_graph_are_told():
+    made = model()
+    made.history = [with_graph(), torch.ones(1), "text", with_graph()]
+    (held,) = held_by(made, model_loss)
+    assert [id(tensor) for tensor in held.tensors] == [id(made.history[0]), id(made.history[3])]
+    assert held.value is made.history
+
+
+class Slotted:
+    """An object without attributes that can be listed."""
+
+    __slots__ = ("loss",)
+
+
+class Table(Mapping):
+    """A mapping that cannot be gone through from its end."""
+
+    def __init__(self, items):
+        self.items_of = items
+
+    def __getitem__(self, key):
+        return self.items_of[key]
+
+    def __iter__(self):
+        return iter(self.items_of)
+
+    def __len__(self):
+        return len(self.items_of)
+
+
+def test_what_cannot_be_looked_into_is_taken_to_have_none():
+    made = model()
+    made.slotted = Slotted()
+    made.slotted.loss = with_graph()
+    made.table = Table({"loss": with_graph()})
+    assert names(made) == []
+
+
+def test_owners_are_the_function_or_the_object_and_what_it_was_found_in():
+    losses = [with_graph()]
+
+    def around(model, batch):
+        losses.append(model(batch))
+
+    (held,) = held_by(model(), around)
+    assert (held.name, held.variable, held.owners) == ("losses", "losses", (around,))
+    tracker = Tracker()
+    tracker.inner = Tracker()
+    tracker.inner.losses.append(with_graph())
+    (held,) = held_by(model(), tracker)
+    assert (held.name, held.variable) == ("loss.inner.losses", "losses")
+    assert held.owners == (tracker.inner, tracker, Tracker)
+    (held,) = held_by(model(), partial(model_loss, losses))
+    assert (held.name, held.owners) == ("loss", (model_loss,))

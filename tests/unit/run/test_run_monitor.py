@@ -3,6 +3,7 @@
 import contextlib
 import os
 import pty
+import re
 import sys
 import time
 import tty
@@ -54,6 +55,21 @@ def test_the_samples_show_a_real_allocation():
     assert sampler.seconds() >= samples[-1][0]
     assert sampler.drain() == ()
     del held
+
+
+def test_seconds_go_on_from_those_before_a_restart(monkeypatch):
+    now = [1000.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    first, again = MemorySampler(backend_for("cpu")), MemorySampler(backend_for("cpu"), offset_seconds=100.0)
+    now[0] += 2.5
+    assert (first.seconds(), again.seconds()) == (2.5, 102.5)
+
+
+def test_of_a_step_eight_samples_are_kept():
+    sampler = MemorySampler(backend_for("cpu"))
+    for _ in range(20):
+        sampler.sample()
+    assert len(sampler.drain()) == 8
 
 
 # The thread samples while the main thread holds every small block that the limit leaves.
@@ -121,6 +137,17 @@ def test_a_log_gets_the_first_and_the_last_step_and_not_each_of_many(capsys, mon
     assert said == "step 50: [validation] loss 2.5"
 
 
+def test_a_log_gets_a_line_every_five_seconds(capsys, monkeypatch):
+    now = [1000.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    view = View("tiny", num_steps=50, unit_name="tokens")
+    with view.shown():
+        for step, seconds in enumerate([0.0, 4.75, 5.0, 9.75, 10.0, 16.0], start=1):
+            now[0] = 1000.0 + seconds
+            view.update(line(step, time_seconds=seconds), MEMORY)
+    assert [said.split()[1] for said in capsys.readouterr().err.splitlines()] == ["1/50", "3/50", "5/50", "6/50"]
+
+
 def test_the_time_left_follows_the_pace_since_the_first_step():
     view = View("tiny", num_steps=10, unit_name="tokens")
     view.update(line(1, time_seconds=60.0), {"device": MEMORY["device"]})  # a slow first step
@@ -136,7 +163,9 @@ def test_quiet_says_nothing(capsys):
     assert capsys.readouterr() == ("", "")
 
 
-def test_on_a_terminal_there_is_a_live_panel(monkeypatch):
+def test_on_a_terminal_there_is_a_live_panel_drawn_four_times_a_second(monkeypatch):
+    now = [1000.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
     reader, writer = pty.openpty()
     tty.setraw(writer)
     with os.fdopen(writer, "w") as terminal:
@@ -144,7 +173,9 @@ def test_on_a_terminal_there_is_a_live_panel(monkeypatch):
         monkeypatch.setenv("TERM", "xterm")
         view = View("tiny", num_steps=10, unit_name="tokens")
         with view.shown():
-            view.update(line(3, 6.0), MEMORY)
+            for step, seconds in enumerate([0.0, 0.125, 0.25, 0.5, 0.625], start=3):
+                now[0] = 1000.0 + seconds
+                view.update(line(step, 6.0), MEMORY)
             view.say("stays above")
     pieces = []
     with contextlib.suppress(OSError):  # the end: nobody writes any more
@@ -153,7 +184,7 @@ def test_on_a_terminal_there_is_a_live_panel(monkeypatch):
     os.close(reader)
     shown = b"".join(pieces).decode()
     assert "tiny" in shown
-    assert "3 of 10" in shown
+    assert list(dict.fromkeys(re.findall(r"\d+ of 10", shown))) == ["3 of 10", "5 of 10", "6 of 10"]
     assert "stays above" in shown
 
 

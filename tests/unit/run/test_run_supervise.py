@@ -13,7 +13,7 @@ import pytest
 from small_runs import train_here
 
 from plimsoll.device.cgroup import OomKills, oom_kill_count
-from plimsoll.errors import Interrupted, OutOfMemoryError, TornStepError, WornProcessError
+from plimsoll.errors import Interrupted, OutOfMemoryError, RankLostError, TornStepError, WornProcessError
 from plimsoll.records.device import Device, MemoryUse
 from plimsoll.records.plan import Choice, Rung, micro_batch_choice
 from plimsoll.records.run import CheckpointLine, DeathLine, RunHead, RunRecord, StartLine
@@ -70,12 +70,17 @@ def test_the_exit_code_is_what_a_shell_would_say(code, asked_by, exit_code):
     ("before", "after", "evidence", "cause"),
     [
         (OURS(4), OURS(5), "the memory cgroup counts 1 OOM kill(s) more than before: the kernel's", "KERNEL"),
+        (OURS(4), OURS(9), "the memory cgroup counts 5 OOM kill(s) more than before: the kernel's", "KERNEL"),
         (OURS(4), OURS(4), "the memory cgroup counts no OOM kill: somebody sent the signal", "OUTSIDE"),
-        (MACHINE(4), MACHINE(6), "the whole machine counts 2 OOM kill(s) more than before (no memory", "KERNEL"),
+        (OURS(9), OURS(4), "the memory cgroup counts no OOM kill: somebody sent the signal", "OUTSIDE"),
+        (MACHINE(4), MACHINE(5), "the whole machine counts 1 OOM kill(s) more than before (no memory", "KERNEL"),
+        (MACHINE(4), MACHINE(9), "the whole machine counts 5 OOM kill(s) more than before (no memory", "KERNEL"),
         (MACHINE(4), MACHINE(4), "the whole machine counts no OOM kill: somebody sent the signal", "OUTSIDE"),
         (None, None, "unknown who killed it", "GUESS"),
         (None, OURS(3), "unknown who killed it", "GUESS"),
+        (OURS(3), None, "unknown who killed it", "GUESS"),
         (MACHINE(2), OURS(3), "unknown who killed it", "GUESS"),
+        (OURS(2), MACHINE(3), "unknown who killed it", "GUESS"),
     ],
 )
 def test_who_sent_sigkill_is_what_the_machine_says(monkeypatch, before, after, evidence, cause):
@@ -95,18 +100,23 @@ def test_who_sent_sigkill_is_what_the_machine_says(monkeypatch, before, after, e
         (-signal.SIGSEGV, False, "SIGSEGV", "no budget was enforced", "CRASH"),
         (-signal.SIGABRT, False, "SIGABRT", "no budget was enforced", "CRASH"),
         (-signal.SIGILL, True, "SIGILL", "no lack of memory does that", "CRASH"),
+        (-signal.SIGFPE, True, "SIGFPE", "no lack of memory does that", "CRASH"),
         (TornStepError.exit_code, False, "torn step", "memory ran out inside optimizer.step()", "TOLD"),
         (WornProcessError.exit_code, True, "worn heap", "memory ran out where no fallback helps", "TOLD"),
+        (RankLostError.exit_code, False, "rank lost", "a rank ended, or did not answer in time", "OUTSIDE"),
     ],
 )
 def test_a_crash_is_perhaps_memory_only_where_memory_was_limited(code, has_host_budget, name, evidence, cause):
     death = _death(_End(code, None), OURS(4), has_host_budget)
     assert (death.signal_name, death.cause.name) == (name, cause)
+    assert death.signal_number == max(-code, 0)  # none, where it ended with a code
     assert death.evidence.startswith(evidence)
 
 
 def test_only_host_memory_that_is_limited_counts_as_a_budget(new_run):
     free, budgeted = new_run("free", steps=1), new_run("budgeted", steps=1, budget={"device": "4GiB"})
+    on_host = new_run("on host", steps=1, budget={"host": "4GiB"})
+    assert _has_host_budget(on_host)
     assert not _has_host_budget(budgeted)  # no process has begun there
     RunHead(job={}, device=device_of("cuda"), versions={}, fingerprint={}).save(budgeted.head)
     assert not _has_host_budget(budgeted)
@@ -145,8 +155,9 @@ def test_a_rung_that_never_held_is_known_to_kill():
 def test_a_death_from_outside_keeps_the_rung_that_was_found_before_a_checkpoint_has_it():
     given = retries()
     given.note_death(_Cause.KERNEL, 0, has_held=True)
-    assert given.note_death(_Cause.OUTSIDE, 1, has_held=True) == 1
+    assert given.note_death(_Cause.OUTSIDE, 0, has_held=True) == 1  # it had grown again
     assert given.arguments()[3:5] == ["--rung", "1"]
+    assert retries().note_death(_Cause.OUTSIDE, 2, has_held=True) == 2
 
 
 @pytest.mark.parametrize("cause", [_Cause.KERNEL, _Cause.OUTSIDE])
@@ -195,7 +206,7 @@ def test_what_is_done_after_a_death_is_said_with_the_techniques(new_run, capsys)
         "going on from step 6 with micro-batch 8",
         "going on from step 6 with micro-batch 4 and checkpointing=all and optimizer_offload=disk",
     ]
-    assert [line.next_micro_batch for line in of_kind(directory, DeathLine)] == [8, 4]
+    assert [(line.next_micro_batch, line.time_seconds) for line in of_kind(directory, DeathLine)] == [(8, 0), (4, 0)]
     assert _what_happened(death, 3, 6, rung).endswith(
         "past step 6, with micro-batch 4 and checkpointing=all and optimizer_offload=disk"
     )
@@ -279,8 +290,9 @@ def test_a_plan_that_is_stopped_is_no_error_of_the_plan(new_run, monkeypatch, re
         Interrupted, match=r"was stopped \(SIGTERM\) before anything was trained: give the same command"
     ):
         make_plan(directory, (), quiet=True)
-    monkeypatch.setattr("plimsoll.run.supervise._run_worker", lambda *_: _End(2, signal.SIGTERM))
-    assert make_plan(directory, (), quiet=True) == 2  # an error of its own, which it has said
+    for code in (2, 255):  # an error of its own, which it has said
+        monkeypatch.setattr("plimsoll.run.supervise._run_worker", lambda *_, code=code: _End(code, signal.SIGTERM))
+        assert make_plan(directory, (), quiet=True) == code
 
 
 def test_a_stop_that_finds_no_memory_to_save_in_does_not_say_that_all_is_saved(new_run, monkeypatch):
@@ -294,12 +306,17 @@ def test_a_stop_that_finds_no_memory_to_save_in_does_not_say_that_all_is_saved(n
     assert caught.value.exit_code == 3
     monkeypatch.setattr("plimsoll.run.supervise._run_worker", lambda *_: _End(2, signal.SIGINT))
     assert supervise(directory) == 2  # an error of its own, which it has said
-    monkeypatch.setattr("plimsoll.run.supervise._run_worker", lambda *_: _End(143, signal.SIGINT))
-    with pytest.raises(Interrupted, match="stopped at once, and step 2 is the last one saved"):  # by ranks
-        supervise(directory)
+    for code in (143, -signal.SIGTERM):  # by ranks, and alone
+        monkeypatch.setattr("plimsoll.run.supervise._run_worker", lambda *_, code=code: _End(code, signal.SIGINT))
+        with pytest.raises(Interrupted, match="stopped at once, and step 2 is the last one saved"):
+            supervise(directory)
     monkeypatch.setattr("plimsoll.run.supervise._run_worker", lambda *_: asked)
     train_here(directory, resume_newest=True)
     assert supervise(directory) == 130  # all is saved by now
+    monkeypatch.setattr("plimsoll.run.supervise._run_worker", lambda *_: _End(143, signal.SIGINT))
+    assert supervise(directory) == 130
+    monkeypatch.setattr("plimsoll.run.supervise._run_worker", lambda *_: _End(0, signal.SIGINT))
+    assert supervise(directory) == 0  # it came to its end meanwhile
 
 
 def kill_worker(process, number=signal.SIGKILL):

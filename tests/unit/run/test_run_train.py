@@ -1,8 +1,10 @@
 """The loop, with a tiny LSTM in this process: what it writes, where it stops, how it goes on."""
 
 import os
+import re
 import signal
 import threading
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -73,7 +75,21 @@ def test_evaluations_come_as_often_as_asked_for_and_change_nothing(new_run, whol
     assert_same_weights(whole, directory)
 
 
-def test_a_classifier_says_how_often_it_is_right(tmp_path, new_run):
+@pytest.mark.parametrize(("every", "steps"), [(None, [3]), (1, [1, 2, 3]), (2, [2, 3]), (3, [3]), (4, [3])])
+def test_the_last_step_is_saved_and_evaluated_once_whatever_the_intervals_are(new_run, every, steps):
+    directory = new_run(steps=3, evaluate_every=every)
+    train_here(directory)
+    assert [line.step for line in of_kind(directory, EvaluationLine)] == steps
+    assert [line.step for line in of_kind(directory, CheckpointLine)] == [2, 3]
+
+
+def test_without_texts_to_validate_with_nothing_is_evaluated(new_run, text):
+    directory = new_run(steps=1, data={"train": str(text)}, evaluate_every=1)
+    train_here(directory)
+    assert record_of(directory).evaluations == ()
+
+
+def test_a_classifier_says_how_often_it_is_right(tmp_path, new_run, capsys):
     """Two classes that one word tells apart, learned to the end."""
     for label, word in (("ham", "ship"), ("spam", "coin")):
         (tmp_path / "texts" / label).mkdir(parents=True)
@@ -85,9 +101,35 @@ def test_a_classifier_says_how_often_it_is_right(tmp_path, new_run):
         steps=60,
         optimizer={"lr": 0.03},
     )
-    train_here(directory)
+    train_here(directory, quiet=False)
     (line,) = of_kind(directory, EvaluationLine)
-    assert (line.num_samples, line.accuracy) == (40, 1.0)
+    assert (line.num_samples, line.accuracy, line.entity_f1) == (40, 1.0, None)
+    assert f"step 60: validation loss {line.loss:.4f}, accuracy 100.0% over 40 samples" in capsys.readouterr().err
+
+
+def test_of_texts_in_windows_and_of_words_the_accuracy_says_so(tmp_path, new_run, capsys):
+    for label in ("ham", "spam"):
+        (tmp_path / "texts" / label).mkdir(parents=True)
+        (tmp_path / "texts" / label / "1.txt").write_text(f"{label} " * 40)
+    (tmp_path / "a.conll").write_text("Ada B-PER\nslept O\n\n" * 9)
+    jobs = [
+        {
+            "task": "classification",
+            "data": {name: str(tmp_path / "texts") for name in ("train", "validation")} | {"long_texts": "window"},
+            "batch_size": 1,
+        },
+        {
+            "task": "token-classification",
+            "data": {name: str(tmp_path / "a.conll") for name in ("train", "validation")},
+            "tokenizer": {"train": "words"},
+            "batch_size": 2,
+        },
+    ]
+    for number, job in enumerate(jobs):
+        train_here(new_run(str(number), steps=1, **job), quiet=False)
+    texts, words = [line for line in capsys.readouterr().err.splitlines() if "validation" in line]
+    assert re.search(r", accuracy \d+\.\d% of the texts over", texts)
+    assert re.search(r", accuracy \d+\.\d% of the words, entity F1 \d+\.\d%", words)
 
 
 def test_a_resumed_run_reads_states_that_are_to_be_in_a_file_into_one(new_run, monkeypatch):
@@ -136,10 +178,12 @@ def test_memory_running_out_between_steps_is_survived(new_run, whole, failing, p
     assert_same_weights(whole, directory)
 
 
-def test_memory_running_out_in_a_step_is_noted_where_it_happened(new_run):
+def test_memory_running_out_in_a_step_is_noted_where_it_happened(new_run, capsys):
     directory = new_run()
     with armed("forward", 1):
-        train_here(directory)
+        train_here(directory, quiet=False)
+    told = "out of memory in forward, step 1 (asked for 1024.0 PiB): micro-batch 8 -> 4\n"
+    assert told in capsys.readouterr().err
     kinds = [type(line) for line in directory.lines()[1:3]]
     assert kinds == [OomEvent, StepLine]
     (event,) = of_kind(directory, OomEvent)
@@ -157,6 +201,7 @@ def test_memory_that_stays_away_ends_the_run_with_its_checkpoints(new_run):
     record = record_of(directory)
     assert (record.status, len(record.steps), len(record.oom_events)) == ("failed", 4, 3)
     assert "give a larger budget" in record.message
+    assert [event.survived for event in record.oom_events] == [True, True, False]
     assert [path.name for path in directory.checkpoints.iterdir()] == ["step-00000002"]
 
 
@@ -198,17 +243,20 @@ def test_a_process_that_has_done_steps_without_a_rung_left_asks_for_a_new_one(ph
     directory = new_run()
     with armed(phase, *passages), pytest.raises(WornProcessError, match="start a new process"):
         train_here(directory, rung=3)
-    assert of_kind(directory, OomEvent)[-1].survived
+    assert all(event.survived for event in of_kind(directory, OomEvent))
     train_here(directory, resume_newest=True, rung=3, restarts=1)
     assert [step.step for step in record_of(directory).steps] == [1, 2, 3, 4, 5, 6]
 
 
-def test_what_was_done_before_a_fetch_without_room_is_saved_for_the_new_process(new_run, monkeypatch):
+@pytest.mark.parametrize(("passages", "checkpoints"), [((4, 5, 6), [2, 3]), ((5, 6, 7), [2, 4])])
+def test_what_was_done_before_a_fetch_without_room_is_saved_once_for_the_new_process(
+    passages, checkpoints, new_run, monkeypatch
+):
     monkeypatch.setenv("PLIMSOLL_SUPERVISOR", str(os.getppid()))
     directory = new_run()
-    with armed("fetch", 4, 5, 6), pytest.raises(WornProcessError, match="fetch phase after step 3"):
+    with armed("fetch", *passages), pytest.raises(WornProcessError, match=f"fetch phase after step {passages[0] - 1}"):
         train_here(directory)
-    assert [line.step for line in of_kind(directory, CheckpointLine)] == [2, 3]
+    assert [line.step for line in of_kind(directory, CheckpointLine)] == checkpoints
 
 
 def test_a_record_without_room_is_left_to_the_supervisor(new_run, monkeypatch):
@@ -226,13 +274,24 @@ def test_an_evaluation_that_finds_no_room_is_done_in_a_new_process(every, new_ru
     directory = new_run(evaluate_every=every)
     with armed("evaluation", *range(1, 30)), pytest.raises(WornProcessError, match="start a new process"):
         train_here(directory)
-    stopped_at = every or 6
-    assert of_kind(directory, CheckpointLine)[-1].step == stopped_at
+    assert [line.step for line in of_kind(directory, CheckpointLine)] == ([2, 3] if every else [2, 4, 6])
     assert not of_kind(directory, EvaluationLine)
     train_here(directory, resume_newest=True, restarts=1)
     assert [line.step for line in of_kind(directory, EvaluationLine)] == ([3, 6] if every else [6])
     assert [step.step for step in record_of(directory).steps] == [1, 2, 3, 4, 5, 6]
     assert_same_weights(whole, directory)
+
+
+def test_texts_that_find_no_room_to_be_read_for_an_evaluation_are_tried_three_times(new_run, monkeypatch):
+    """Only after what has been done is saved a new process is asked for, which may have room."""
+    monkeypatch.setenv("PLIMSOLL_SUPERVISOR", str(os.getppid()))
+    monkeypatch.setattr(plimsoll.run.train, "iterate_once", lambda *_: exhaust_memory())
+    directory = new_run(evaluate_every=3)
+    with pytest.raises(WornProcessError, match="the evaluation after step 3 has no room in this process"):
+        train_here(directory)
+    events = of_kind(directory, OomEvent)
+    assert [(event.phase, event.survived) for event in events] == [("evaluation", number < 2) for number in range(3)]
+    assert [line.step for line in of_kind(directory, CheckpointLine)] == [2, 3]
 
 
 def test_a_new_process_without_room_for_an_evaluation_says_so(new_run, monkeypatch):
@@ -254,6 +313,16 @@ def test_a_run_goes_on_from_its_newest_checkpoint_to_the_same_bits(new_run, whol
     assert [step.step for step in record.steps] == [1, 2, 3, 4, 5, 6]
     assert [start.step for start in record.starts] == [0, 4]
     assert record.status == "finished"
+    assert_same_weights(whole, directory)
+
+
+def test_an_evaluation_that_was_done_before_the_process_ended_is_not_done_again(new_run, whole):
+    directory = new_run(evaluate_every=2)
+    with armed("fetch", 5, 6, 7), pytest.raises(OutOfMemoryError):
+        train_here(directory)
+    train_here(directory, resume=True)
+    assert [line.step for line in of_kind(directory, EvaluationLine)] == [2, 4, 6]
+    assert [line.step for line in of_kind(directory, CheckpointLine)] == [2, 4, 6]
     assert_same_weights(whole, directory)
 
 
@@ -315,6 +384,25 @@ def test_a_signal_stops_it_after_a_step_that_is_saved(new_run, whole):
     assert stop.value.exit_code == 128 + signal.SIGTERM
     assert record.status == "interrupted"
     assert [line.step for line in record.checkpoints] == [record.steps[-1].step]
+
+
+@pytest.mark.parametrize(("number", "checkpoints"), [(3, [2, 3]), (4, [2, 4]), (6, [2, 4, 6])])
+def test_a_signal_in_a_step_stops_after_it_and_saves_it_once_and_after_the_last_there_is_nothing_to_stop(
+    number, checkpoints, new_run, monkeypatch
+):
+    def note_and_signal(training, batch, result):
+        note_step(training, batch, result)
+        if result.step == number:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    note_step = plimsoll.run.train.note_step
+    monkeypatch.setattr(plimsoll.run.train, "note_step", note_and_signal)
+    directory = new_run()
+    stopped = nullcontext() if number == 6 else pytest.raises(Interrupted, match=f"after step {number} of 6, which is")
+    with stopped:
+        train_here(directory)
+    assert record_of(directory).status == ("finished" if number == 6 else "interrupted")
+    assert [line.step for line in of_kind(directory, CheckpointLine)] == checkpoints
 
 
 def test_a_loss_that_is_not_finite_names_the_checkpoint_to_go_back_to(new_run):

@@ -2,12 +2,15 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from plimsoll.device.cgroup import OomKills
 from plimsoll.errors import InputError
-from plimsoll.records.run import EndLine
+from plimsoll.records.run import EndLine, StartLine
 from plimsoll.records.watch import Line
 from plimsoll.run.directory import RunDirectory
 from plimsoll.run.watch import Forecast, Watch, watch_of
@@ -39,6 +42,36 @@ def test_growth_that_reaches_the_limit_is_said_from_the_eighth_sample_on():
 def test_level_falling_and_far_use_do_not_warn():
     for uses in ([900] * 30, range(990, 700, -10), range(500, 520), range(0, 300, 10)):
         assert set(_told(uses)) == {None}
+
+
+@pytest.mark.parametrize(("limit_bytes", "left"), [(5670, 60.0), (5671, None)])
+def test_a_warning_begins_a_minute_before_the_limit(limit_bytes, left):
+    assert _told(range(5000, 5080, 10), limit_bytes) == [None] * 7 + [left]
+
+
+@pytest.mark.parametrize(("limit_bytes", "left"), [(5080 + 1200, 120.0), (5080 + 1201, None)])
+def test_a_warning_ends_where_the_limit_is_raised_to_more_than_two_minutes(limit_bytes, left):
+    forecast = Forecast()
+    told = [
+        forecast.seconds_left(float(second), Line(kind="machine", name="x", used_bytes=used, limit_bytes=limit))
+        for second, (used, limit) in enumerate([(used, 5670) for used in range(5000, 5080, 10)] + [(5080, limit_bytes)])
+    ]
+    assert told[7:] == [60.0, left]
+
+
+def test_only_the_last_thirty_samples_count():
+    """Between two samples of a square the slope is their sum, so that the median is the first and the last together."""
+    told = _told([1000 + second * second for second in range(41)], limit_bytes=3000)
+    assert told[40] == (3000 - 2600) / (11 + 40)
+
+
+@pytest.mark.parametrize(("limit_bytes", "left"), [(840, 420 / 60), (841, None)])
+def test_less_than_half_of_a_limit_is_no_reason_to_warn(limit_bytes, left):
+    assert _told(range(0, 480, 60), limit_bytes)[-1] == left
+
+
+def test_where_the_limit_is_passed_no_time_is_left():
+    assert _told(range(900, 1060, 10))[7:] == [3.0, 2.0, 1.0] + [0.0] * 6
 
 
 def test_growth_up_to_what_a_plan_predicts_does_not_warn():
@@ -119,7 +152,8 @@ def test_a_process_that_was_killed_ends_the_watch_at_once_and_is_called_killed()
 
 def test_the_machine_is_watched_without_a_process():
     with Watch(num_processes=3) as watch:
-        (sample,) = watch.samples(1.0, 1)
+        (sample,) = watch.samples(1000.0, 1)  # after the last one nothing is waited for
+        assert len(list(watch.samples(0.01, 2))) == 2
         assert watch.head().subject == "this machine"
         assert watch.end().how == "stopped"
     sizes = [use.private_bytes for use in sample.processes]
@@ -128,15 +162,113 @@ def test_the_machine_is_watched_without_a_process():
     assert sample.lines[0].kind == "machine"
 
 
+def test_of_a_machine_the_ten_largest_processes_are_shown():
+    with ExitStack() as stack:
+        for _ in range(11):
+            stack.callback(stack.enter_context(subprocess.Popen(["sleep", "60"])).kill)
+        with Watch() as watch:
+            (sample,) = watch.samples(0.0, 1)
+    assert len(sample.processes) == 10
+
+
+def test_seconds_are_counted_from_the_begin_of_the_watch(monkeypatch):
+    now = [1000.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    with Watch(os.getpid()) as watch:
+        now[0] += 2.34567
+        (sample,) = watch.samples(0.0, 1)
+        now[0] += 1.0
+        assert (sample.seconds, watch.end().seconds) == (2.346, 3.346)
+        assert watch.head().subject == f"process {os.getpid()}"
+
+
+class Counter:
+    """Stands for the kernel's counters: its OOM killer cannot be called here without ending more than this test."""
+
+    def __init__(self, *readings):
+        self.readings = readings
+        self.num_read = 0
+
+    def read(self):
+        self.num_read += 1
+        return self.readings[min(self.num_read, len(self.readings)) - 1]
+
+
+OURS, MACHINE = partial(OomKills, is_whole_machine=False), partial(OomKills, is_whole_machine=True)
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "num_kills", "counted_by"),
+    [
+        (OURS(4), OURS(9), 5, "its control group"),
+        (MACHINE(4), MACHINE(9), 5, "the machine"),
+        (OURS(4), OURS(4), 0, None),
+        (MACHINE(4), MACHINE(4), 0, None),
+        (None, OURS(9), None, None),
+        (OURS(4), None, None, None),
+        (OURS(4), MACHINE(9), None, None),  # the group went with its last process
+        (MACHINE(4), OURS(9), None, None),
+    ],
+)
+def test_a_kill_is_for_memory_where_the_kernel_counts_one(monkeypatch, before, now, num_kills, counted_by):
+    monkeypatch.setattr("plimsoll.run.watch.KillCounter", lambda pid: Counter(before, now))
+    with subprocess.Popen(["sleep", "60"]) as process, Watch(process.pid) as watch:
+        (sample,) = watch.samples(0.0, 1)
+        process.kill()
+        process.wait()
+        end = watch.end()
+    assert sample.num_kills == num_kills
+    if end.how != "gone":  # known from Linux 6.15 on
+        assert end.how == ("out_of_memory" if num_kills else "killed")
+        assert end.exit_code == -signal.SIGKILL
+        assert counted_by is None or f"({counted_by} counts it)" in end.text
+
+
+def _ended(code, run=None):
+    """The end of a watched process that ended with a code, and was not asked how."""
+    command = [sys.executable, "-c", f"import sys; sys.stdin.read(); sys.exit({code})"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as process, Watch(process.pid, run) as watch:
+        process.stdin.close()
+        assert watch._watched.wait(60.0)
+        return watch.end()
+
+
+@pytest.mark.parametrize(("code", "how"), [(0, "ended"), (1, "ended"), (3, "out_of_memory")])
+def test_a_run_says_by_its_exit_code_that_memory_ran_out(tmp_path, code, how):
+    directory = RunDirectory.create(tmp_path / "run", force=False)
+    directory.append(StartLine(time_seconds=0, step=1234, micro_batch=8, baseline_bytes=1, wall_time="2026-11-24"))
+    directory.append(EndLine(time_seconds=1.0, step=1234, status="failed", message="it broke"))
+    end = _ended(code, directory)
+    assert (end.how, end.exit_code) == (how, code)
+    assert end.text.endswith(f"ended with exit code {code}; the run is failed at step 1,234: it broke")
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_of_other_processes_an_exit_code_says_nothing_about_memory(code):
+    end = _ended(code)
+    assert (end.how, end.exit_code) == ("ended", code)
+    assert end.text.endswith(f"ended with exit code {code}")
+
+
+def test_a_run_that_ends_without_a_word_is_not_finished(tmp_path):
+    directory = RunDirectory.create(tmp_path / "run", force=False)
+    directory.append(StartLine(time_seconds=0, step=7, micro_batch=8, baseline_bytes=1, wall_time="2026-11-24"))
+    assert _ended(1, directory).text.endswith("; the run is not finished at step 7")
+
+
 def test_a_folder_without_a_run_and_a_run_that_is_over_are_said(tmp_path):
     with pytest.raises(InputError, match=r"no metrics\.jsonl"):
         watch_of(tmp_path, None)
     directory = RunDirectory.create(tmp_path / "run", force=False)
     with pytest.raises(InputError, match="no process of the run"):
         watch_of(directory.path, None)
-    directory.append(EndLine(time_seconds=1.0, step=0, status="failed"))
-    with pytest.raises(InputError, match=r"is over \(failed at step 0\)"):
+    directory.append(StartLine(time_seconds=0, step=7, micro_batch=8, baseline_bytes=1, wall_time="2026-11-24"))
+    with pytest.raises(InputError, match=r"no process of the run .* \(at step 7\)"):
         watch_of(directory.path, None)
+    for status in ("failed", "interrupted", "finished"):
+        directory.append(EndLine(time_seconds=1.0, step=7, status=status))
+        with pytest.raises(InputError, match=rf"is over \({status} at step 7\)"):
+            watch_of(directory.path, None)
 
 
 def test_the_command_of_a_run_is_found_by_its_claim(tmp_path):
@@ -146,6 +278,11 @@ def test_the_command_of_a_run_is_found_by_its_claim(tmp_path):
         assert watch.head().subject == "run run"
     assert sample.processes[0].pid == os.getpid()
     assert sample.run.status == "preparing"
+    with directory.locked(), watch_of(directory.path, None) as watch:  # its command is gone
+        (sample,) = watch.samples(1.0, 1)
+    assert sample.processes[0].pid == os.getpid()
+    with watch_of(None, os.getpid()) as watch:
+        assert watch.head().subject == f"process {os.getpid()}"
 
 
 GROUPS = Path("/sys/fs/cgroup/memory")
