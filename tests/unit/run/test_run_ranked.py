@@ -375,7 +375,7 @@ def prepared(ranks, directory, codes=(0, 0)):
 def test_with_another_number_of_ranks_the_plan_is_made_again(directory):
     began = time.time() - launcher_age_seconds()
     directory.append(started(wall_time=datetime.fromtimestamp(began + 0.1, UTC).isoformat()))
-    for num_ranks, code, calls in ((2, 0, []), (3, 5, ["a"])):
+    for num_ranks, code, calls in ((2, 0, []), (3, 5, ["a"]), (1, 5, ["a"])):
         directory.write_job(job().model_copy(update={"ranks": num_ranks}))
         assert prepared(Two(), directory, (9, 5)) == ((code, 1), calls)
 
