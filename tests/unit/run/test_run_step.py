@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from plimsoll.errors import DataError, InputError, NonFiniteLossError
+from plimsoll.records.plan import micro_batch_choice
 from plimsoll.run.failpoints import armed, exhaust_memory
 from plimsoll.run.step import TrainStep
 
@@ -101,9 +102,37 @@ def test_before_the_first_batch_the_micro_batch_is_what_was_given():
     assert (step_of(micro_batch=3).micro_batch, step_of(micro_batch=3).rung) == (3, 0)
 
 
-@pytest.mark.parametrize(("micro_batch", "samples"), [(None, [4, 2]), (3, [2, 1])])
-def test_an_evaluation_begins_with_passes_no_larger_than_those_of_the_training(micro_batch, samples):
-    step = step_of(micro_batch=micro_batch)
+def test_unless_it_is_said_a_cut_batch_grows_again_after_50_clean_steps():
+    step = step_of(lr=0.0)
+    with armed("forward", 1):
+        step(line_through())
+    step.ladder._failed_elements = [None]  # as if that had been a moment's shortage
+    assert [step(line_through()).micro_batch for _ in range(50)] == [2] * 49 + [4]
+
+
+def test_an_update_in_pieces_is_told_and_one_that_cannot_be_done_is_tried_again_with_the_whole_step():
+    told, step = [], step_of()
+    with armed("optimizer", 1, 2, 3):  # at once; then its one piece, twice
+        result = step(line_through(), on_oom=told.append)
+    assert (weight(step), result.micro_batch, result.rung) == (pytest.approx(0.3), 4, 0)
+    assert [event.action for event in told] == ["same micro-batch once more"]
+    with armed("optimizer", 1):
+        result = step(line_through(), on_oom=told.append)
+    assert told[1:] == list(result.oom_events)
+    assert [event.action for event in result.oom_events] == ["the update not begun, done in pieces"]
+
+
+@pytest.mark.parametrize(
+    ("options", "samples"),
+    [
+        ({}, [4, 2]),
+        ({"micro_batch": 3}, [2, 1]),
+        ({"rungs": [[micro_batch_choice(4)], [micro_batch_choice(1)]]}, [4, 2]),
+        ({"rungs": [[micro_batch_choice(2)], [micro_batch_choice(1)]]}, [2, 1]),
+    ],
+)
+def test_an_evaluation_begins_with_passes_no_larger_than_those_of_the_training(options, samples):
+    step = step_of(**options)
     with armed("evaluation", 1):
         (event,) = step.evaluate([line_through()]).oom_events
     assert [event.micro_batch, event.next_micro_batch] == samples
