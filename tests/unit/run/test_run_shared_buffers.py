@@ -40,6 +40,8 @@ def model_with_buffers():
     """All its buffers are 3."""
     model = nn.Sequential(nn.BatchNorm1d(2), CarriedState(nn.GRU(1, 1), 4))
     model.register_buffer("ramp", torch.ones(2))
+    model[0].after = nn.Module()  # somebody's own, below BatchNorm's
+    model[0].after.register_buffer("ramp", torch.ones(2))
     for buffer in model.buffers():
         buffer.fill_(3)
     return model
@@ -55,8 +57,8 @@ def test_alone_nothing_changes():
 def test_running_statistics_become_those_of_the_first_rank_and_no_other_buffer_does():
     model = model_with_buffers()
     share_statistics(model, OfThree(1))
-    assert all((buffer == 7).all() for buffer in model[0].buffers())
-    assert all((buffer == 3).all() for buffer in [model.ramp, *model[1].buffers()])
+    assert all((buffer == 7).all() for buffer in model[0].buffers(recurse=False))
+    assert all((buffer == 3).all() for buffer in [model.ramp, model[0].after.ramp, *model[1].buffers()])
 
 
 def test_the_state_of_a_stream_becomes_that_of_all_lanes():
