@@ -138,10 +138,7 @@ def save(
         ) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    with contextlib.suppress(OSError):  # what cannot be removed now is in nobody's way, and tried again next time
-        others = [other for other in _steps(root) if other != step]
-        for old in others[: len(others) + 1 - keep]:
-            _remove(root, old)
+    _keep_last(root, step, keep)
     return Checkpoint(folder, step, progress | {"step": step})
 
 
@@ -189,6 +186,14 @@ def newest_good(root: Path, fingerprint: dict[str, str]) -> Checkpoint | None:
     good = (step for step in reversed(_steps(root)) if _fault(root, step, fingerprint) is None)
     step = next(good, None)
     return None if step is None else _open(root, step)
+
+
+def _keep_last(root: Path, step: int, keep: int) -> None:
+    """Remove the oldest until there are ``keep``, but not the one of ``step``, which was just written."""
+    with contextlib.suppress(OSError):  # what cannot be removed now is in nobody's way, and tried again next time
+        others = [other for other in _steps(root) if other != step]
+        for old in others[: max(len(others) + 1 - keep, 0)]:
+            _remove(root, old)
 
 
 def _put_in_place(temporary: Path, folder: Path) -> None:

@@ -15,7 +15,6 @@ Source: https://docs.pytorch.org/docs/stable/distributed.checkpoint.html
 
 from __future__ import annotations
 
-import contextlib
 import json
 import shutil
 import warnings
@@ -42,10 +41,9 @@ from plimsoll.run.boundary import Position, attempt
 from plimsoll.run.checkpoint import (
     Checkpoint,
     _facts,
+    _keep_last,
     _put_in_place,
-    _remove,
     _remove_leftovers,
-    _steps,
     _write_tensors,
 )
 from plimsoll.run.failpoints import failpoint
@@ -88,10 +86,7 @@ def save(
             "free some space and go on with --resume"
         )
     if ranks.rank == 0:
-        with contextlib.suppress(OSError):  # what cannot be removed now is in nobody's way, and tried again next time
-            others = [other for other in _steps(root) if other != step]
-            for old in others[: len(others) + 1 - keep]:
-                _remove(root, old)
+        _keep_last(root, step, keep)
     return Checkpoint(folder, step, progress | {"step": step})
 
 

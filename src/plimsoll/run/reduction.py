@@ -88,7 +88,7 @@ class Reduction:
                 self._ranks.reduce(gradient)
                 continue
             together = waiting.setdefault(key, [])
-            if sum(map(Tensor.numel, together)) + gradient.numel() > len(bucket):
+            if together and sum(map(Tensor.numel, together)) + gradient.numel() > len(bucket):
                 self._flush(bucket, together)
             together.append(gradient)
         for key, together in waiting.items():

@@ -1,10 +1,12 @@
 """Checkpoints on a real disk: whole, torn, foreign, half written by a process that was killed."""
 
+import contextlib
 import json
 import os
 import random
 import shutil
 import signal
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from torch import nn
 
 from plimsoll.device.base import backend_for
 from plimsoll.errors import CheckpointError
+from plimsoll.outside import states_outside
 from plimsoll.run import checkpoint
 from processes import run_program
 
@@ -81,10 +84,14 @@ def test_the_same_random_numbers_follow(tmp_path):
     assert draws() == expected
 
 
-def test_the_last_ones_are_kept(tmp_path):
-    for step in (10, 20, 30, 40):
-        save(tmp_path, step, keep=2)
-    assert steps(tmp_path) == [30, 40]
+@pytest.mark.parametrize("keep", [1, 2, 3, 4, 5, 6])
+def test_the_last_ones_are_kept(tmp_path, keep):
+    """Also on the way there, when there are fewer."""
+    saved = []
+    for step in (10, 20, 30, 40, 50):
+        save(tmp_path, step, keep=keep)
+        saved.append(step)
+        assert steps(tmp_path) == saved[-keep:]
 
 
 def test_the_same_step_is_replaced(tmp_path):
@@ -154,6 +161,53 @@ def test_a_torn_checkpoint_is_refused_and_the_good_one_named(tmp_path, name, dam
         checkpoint.load(tmp_path, MARKS)
     assert checkpoint.newest_good(tmp_path, MARKS).step == 10
     assert checkpoint.load(tmp_path, MARKS, step=10).step == 10
+
+
+def test_in_place_of_a_torn_one_no_later_one_is_named(tmp_path):
+    """It is of what was to be done anew."""
+    save(tmp_path, 10)
+    save(tmp_path, 20)
+    remove(tmp_path / "step-00000010" / "model.pt")
+    with pytest.raises(CheckpointError, match=r"step 10 .* is torn .*start anew in another --out"):
+        checkpoint.load(tmp_path, MARKS, step=10)
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_refused"),
+    [
+        ({}, False),
+        ({"newer": 1}, False),  # a newer torch adds settings
+        ({"lr": None}, False),  # and what is not there any more is left out
+        ({"newer": 1, "lr": None}, True),
+    ],
+)
+def test_the_states_of_another_optimizer_are_refused_by_its_settings(tmp_path, changes, is_refused):
+    save(tmp_path, 10)
+    model, optimizer = training()
+    (group,) = optimizer.param_groups
+    group.update({name: value for name, value in changes.items() if value is not None})
+    for name in [name for name, value in changes.items() if value is None]:
+        del group[name]
+    saved = checkpoint.load(tmp_path, MARKS)
+    if is_refused:
+        with pytest.raises(CheckpointError, match="than AdamW, with lr in place of newer: go on under the budget"):
+            saved.restore(model, optimizer)
+    else:
+        saved.restore(model, optimizer)
+
+
+@pytest.mark.parametrize("are_outside", [False, True])
+def test_who_counts_memory_may_look_while_each_file_is_mapped(tmp_path, are_outside):
+    save(tmp_path, 10)
+    model, optimizer = training(seed=1)
+    expected = flat(training()[1].state_dict())
+    looks = []
+    with states_outside(optimizer, torch.clone) if are_outside else contextlib.nullcontext():
+        checkpoint.load(tmp_path, MARKS).restore(
+            model, optimizer, lambda: looks.append("optimizer.pt" in Path("/proc/self/maps").read_text())
+        )
+    assert looks == [False, are_outside]
+    assert flat(optimizer.state_dict()) == expected
 
 
 def test_a_flipped_byte_is_shown_in_numbers(tmp_path):

@@ -13,7 +13,8 @@ from torch import nn
 from plimsoll.device.base import backend_for
 from plimsoll.errors import TornStepError
 from plimsoll.memory.recorder import Recorder
-from plimsoll.outside import states_outside
+from plimsoll.outside import mark_outside, states_outside
+from plimsoll.ranks import Ranks
 from plimsoll.run.boundary import Position
 from plimsoll.run.commit import StepCommit
 from plimsoll.run.failpoints import armed, exhaust_memory
@@ -376,6 +377,55 @@ def test_an_update_at_once_copies_nothing_and_is_the_optimizers_own():
     assert all(torch.equal(a, b) for a, b in zip(mine, plain, strict=True))
     assert all(parameter.grad is None for parameter in mine)
     assert commit._pieces == []
+
+
+def differentiable(chosen):
+    for parameter in chosen:
+        parameter.requires_grad_(False)  # else torch does not let it be updated
+    return torch.optim.SGD(chosen, lr=1.0, differentiable=True)
+
+
+@pytest.mark.parametrize("make", [FromElsewhere, hooked, differentiable])
+def test_an_update_that_may_take_anything_is_never_done_at_once(make):
+    commit = StepCommit(make(parameters(4, 3)), backend_for("cpu"), Position(phase="optimizer"))
+    commit.step()
+    assert (commit.outcome, len(commit._pieces)) == (None, 1)
+
+
+def test_an_update_at_once_is_looked_at_again_when_other_parameters_have_gradients():
+    on_host, plain = parameters(4, 3)
+    mark_outside(on_host)
+    commit = StepCommit(torch.optim.SGD([on_host, plain], lr=1.0), backend_for("cpu"), Position(phase="optimizer"))
+    on_host.grad = None
+    commit.step()
+    assert commit._pieces == []
+    on_host.grad = torch.ones(4)
+    commit.step()
+    assert [len(piece.parameters) for piece in commit._pieces] == [1]
+    assert (on_host.tolist(), plain.tolist()) == ([3] * 4, [2] * 3)
+
+
+class OfTwo(Ranks):
+    """One of two, of which the other has no room for its part."""
+
+    def __init__(self, is_room):
+        super().__init__()
+        self.world_size, self.is_room, self.num_asked = 2, is_room, 0
+
+    def agree(self, flag, place=0):
+        self.num_asked += 1
+        return flag or not self.is_room
+
+
+@pytest.mark.parametrize(("is_room", "values"), [(True, [4, 3]), (False, [5, 4])])
+def test_ranks_keep_the_first_piece_if_all_of_them_have_done_it(is_room, values):
+    """What fails in a later piece is mended on the rank where it does."""
+    chosen, ranks = parameters(5, 4), OfTwo(is_room)
+    optimizer = torch.optim.SGD(chosen, lr=1.0)
+    commit = StepCommit(optimizer, backend_for("cpu"), Position(phase="optimizer"), 1, ranks)
+    commit.step()
+    assert [parameter[0].item() for parameter in chosen] == values
+    assert (commit.outcome is None, ranks.num_asked) == (is_room, 1 if is_room else 2)
 
 
 def test_memory_that_runs_out_before_an_update_begins_leaves_it_to_pieces():

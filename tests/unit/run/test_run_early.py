@@ -4,6 +4,8 @@ import pytest
 import torch
 from torch import nn
 
+from plimsoll.errors import InputError
+from plimsoll.ranks import Ranks
 from plimsoll.run.early import EarlyUpdate, early_update
 from plimsoll.workload import Workload, model_loss
 
@@ -13,9 +15,10 @@ def net():
     return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
 
 
-def backward(model, early):
+def backward(model, early, num_times=1):
     with early.in_backward():
-        model(torch.ones(2, 4)).square().mean().backward()
+        for _ in range(num_times):
+            model(torch.ones(2, 4)).square().mean().backward()
 
 
 @pytest.mark.parametrize(("piece_bytes", "sizes"), [(1, [1] * 6), (64, [2, 2, 2]), (1000, [6])])
@@ -29,6 +32,38 @@ def test_parameters_wait_until_they_make_up_a_piece(piece_bytes, sizes):
     assert calls == sizes
     assert len(optimizer.param_groups[0]["params"]) == 6
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(("kind", "num_together"), [("cpu", 2), ("cuda", 16)])
+def test_a_piece_has_the_size_that_suits_the_device(kind, num_together):
+    """Of parameters of 1 MiB."""
+    model, calls = nn.ParameterList([nn.Parameter(torch.ones(1 << 18)) for _ in range(17)]), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    update = optimizer.step
+    optimizer.step = lambda: (calls.append(len(optimizer.param_groups[0]["params"])), update())
+    with EarlyUpdate(optimizer, torch.clone, kind).in_backward():
+        sum(parameter.sum() for parameter in model).backward()
+    assert calls == [num_together] * (17 // num_together) + [1]
+
+
+@pytest.mark.parametrize("piece_bytes", [1, 1000], ids=["when it was updated", "while it waits"])
+def test_a_gradient_that_comes_in_parts_is_refused(piece_bytes):
+    model = net()
+    early = EarlyUpdate(torch.optim.SGD(model.parameters(), lr=0.1), torch.clone, "cpu", piece_bytes)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    with pytest.raises(InputError, match="came in more than one part"):
+        backward(model, early, num_times=2)
+    early.undo()
+    assert all(map(torch.equal, model.parameters(), before))
+
+
+def test_frozen_parameters_stay_and_the_others_are_updated():
+    model = net()
+    model[1].requires_grad_(False)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    backward(model, EarlyUpdate(torch.optim.SGD(model.parameters(), lr=0.1), torch.clone, "cpu", 1))
+    changed = [not torch.equal(now, was) for now, was in zip(model.parameters(), before, strict=True)]
+    assert changed == [True, True, False, False, True, True]
 
 
 def test_two_groups_keep_their_own_settings_and_are_undone_with_them():
@@ -88,6 +123,14 @@ def test_a_copy_that_fails_leaves_its_piece_as_it_was():
     assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
 
 
+class OfTwo(Ranks):
+    """One of two, who add their gradients up first."""
+
+    def __init__(self):
+        super().__init__()
+        self.world_size = 2
+
+
 def test_it_is_done_only_where_every_gradient_is_complete_in_one_pass():
     model = net()
     optimizer = torch.optim.AdamW(model.parameters())
@@ -104,5 +147,6 @@ def test_it_is_done_only_where_every_gradient_is_complete_in_one_pass():
     assert early_of(clip_norm=1.0) is None
     assert early_of(precision="fp16") is None
     assert early_of(cuts_by_length=True) is None
+    assert early_of(ranks=OfTwo()) is None
     optimizer.register_step_post_hook(lambda *_: None)
     assert early_of() is None

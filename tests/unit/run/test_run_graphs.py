@@ -1,6 +1,7 @@
 """Which graphs are alive after a step, who keeps them, and what an error of backward says; in a loop of one's own."""
 
 import gc
+from collections import deque
 
 import pytest
 import torch
@@ -45,6 +46,9 @@ class Model(nn.Module):
 
     def all(self, output):
         self.history.append(output)
+
+    def pair(self, output):
+        self.history = [*self.history[-1:], output]
 
     def window(self, output):
         self.history = [*self.history[-2:], output]
@@ -100,7 +104,7 @@ def trained(keep, num_steps=12, **options):
     return train(step_of(Model(keep), **options), num_steps)
 
 
-@pytest.mark.parametrize("keep", ["nothing", "last", "once"])
+@pytest.mark.parametrize("keep", ["nothing", "last", "once", "pair"])
 def test_what_does_not_grow_makes_no_line(keep):
     step = trained(keep)
     assert not step.graphs.lines
@@ -109,8 +113,9 @@ def test_what_does_not_grow_makes_no_line(keep):
 
 def test_a_list_of_outputs_is_found_with_its_line():
     """Each of 4 x 4 float32, 64 bytes."""
-    line = trained("all").graphs.line_of(12)
-    (held,) = line.held
+    graphs = trained("all").graphs
+    assert graphs.line_of(10) is graphs.line_of(11) is None  # an earlier look, and none
+    (held,) = graphs.line_of(12).held
     assert (held.holder, held.num_tensors, held.num_bytes) == ("model.history", 12, 12 * 64)
     assert held.alive_steps == held.marked_steps == (1, 2, 3, 4, 5, 6, 7, 8, 10)
     assert held.code == "self.history.append(output)"
@@ -147,7 +152,18 @@ def test_losses_that_somebody_keeps_are_alive_and_have_no_name():
         step = trained("elsewhere", loss=loss)
         (held,) = step.graphs.line_of(12).held
         assert (held.holder, held.code) == ("", "")
-        assert held.alive_steps == (1, 2, 3, 4, 5, 6, 7, 8, 10)
+        assert held.alive_steps == held.marked_steps == (1, 2, 3, 4, 5, 6, 7, 8, 10)
+        assert (held.num_tensors, held.num_bytes) == (9, 0)
+    finally:
+        ELSEWHERE.clear()
+
+
+@pytest.mark.parametrize(("num_kept", "alive_steps"), [(2, None), (3, (6, 7)), (5, (4, 5, 6, 7))])
+def test_of_losses_too_it_takes_two_earlier_ones_to_be_worth_a_line(num_kept, alive_steps):
+    ELSEWHERE["kept"] = deque(maxlen=num_kept)
+    try:
+        line = trained("elsewhere", num_steps=8, loss=lambda model, batch: mean_square(model, batch)).graphs.line_of(8)
+        assert (line and line.held[0].alive_steps) == alive_steps
     finally:
         ELSEWHERE.clear()
 

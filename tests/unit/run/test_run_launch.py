@@ -5,6 +5,7 @@ import os
 import signal
 
 import pytest
+from torch.distributed.elastic.multiprocessing import SignalException
 
 from plimsoll.run.launch import exit_code_of, launch
 
@@ -46,3 +47,24 @@ def test_ranks_share_the_processors_unless_the_environment_says_otherwise(monkey
     finally:
         logging.disable(logging.NOTSET)
     assert seen == [threads]
+
+
+def test_an_agent_that_is_asked_to_end_ends_as_one_that_a_signal_has_ended(monkeypatch):
+    def asked(*arguments):
+        raise SignalException("asked", signal.SIGTERM)
+
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr("plimsoll.run.launch.elastic_launch", lambda *_: asked)
+    try:
+        assert launch(2, []) == 128 + signal.SIGTERM
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+def test_every_rank_is_started_once_and_the_cause_is_returned(capfd, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    try:
+        assert launch(2, ["no-such-command"]) == 2
+    finally:
+        logging.disable(logging.NOTSET)
+    assert 1 <= capfd.readouterr().err.count("no-such-command") <= 2  # the first to end may end the other

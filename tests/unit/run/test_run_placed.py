@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.testing._internal.two_tensor import TwoTensor
 
 from plimsoll.device.pages import stretches_of
 from plimsoll.device.process import private_bytes
@@ -131,6 +132,36 @@ def test_an_output_layer_that_is_streamed_is_read_after_the_last_block(folders, 
         assert last.is_dropped
     assert len(before) == (len(blocks) if is_streamed else 0)
     assert not any(part.is_dropped or part.following for part in before)
+
+
+@pytest.mark.parametrize(
+    ("read_bytes", "missing_bytes", "dropped"),
+    [
+        (0, 10**9, []),
+        (1, 0, [2, 3, 4]),
+        (1, 1, [1, 2, 3]),  # the output layer, which is smaller, fits in what is left
+    ],
+    ids=["nothing is read again", "room for two", "one byte too little for two"],
+)
+def test_what_the_page_cache_keeps_are_the_first_parts_that_it_has_room_for(
+    folders, plans, read_bytes, missing_bytes, dropped
+):
+    folder, plan = folders["llama", torch.float32], plans["llama", torch.float32]
+    room_bytes = max(2 * plan.parts[0].num_bytes - missing_bytes, 0)
+    placement = with_resident(plan, read_bytes=read_bytes, cached_bytes=room_bytes)
+    with placed_model(folder, placement) as model:
+        streamed = _streamed(parts_of(model), placement)
+    assert [number for number, part in enumerate(streamed) if part.is_dropped] == dropped
+    assert len(streamed) == 5
+
+
+def test_quantized_blocks_are_not_copied_to_a_gpu(folders, plans):
+    plan = plans["gpt2", torch.float32]
+    model = auto_class_of("language-modeling").from_pretrained(folders["gpt2", torch.float32])
+    norm = model.transformer.h[1].ln_1
+    norm.weight = torch.nn.Parameter(TwoTensor(norm.weight.detach(), norm.weight.detach()))
+    with pytest.raises(InputError, match="1 weights are quantized, and blocks of such a model are not copied"):
+        _over_link(model, parts_of(model), with_resident(plan), torch.device("cpu")).__enter__()
 
 
 def test_a_plan_that_does_not_fit_is_refused(folders, plans):

@@ -5,10 +5,13 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
+import torch
 
+from plimsoll.device.gpus import find_gpu
+from plimsoll.device.speed import speed_of
 from plimsoll.errors import BudgetError, DeviceError, InputError
 from plimsoll.records.units import format_bytes
-from plimsoll.run.plan_inference import _here, plan_inference
+from plimsoll.run.plan_inference import _here, _host_room_bytes, plan_inference
 from small_checkpoints import saved
 
 MIB = 1 << 20
@@ -121,19 +124,64 @@ def test_fewer_rows_can_be_asked_for(folders):
     assert planned(folders["gpt2"], most_rows=3).micro_batch <= 3
 
 
+def test_a_row_of_one_token_is_the_least_that_can_be_planned(folders):
+    plan = planned(folders["gpt2"], longest_tokens=1, most_rows=1)
+    assert (plan.longest_tokens, plan.micro_batch, plan.new_tokens, plan.rejected) == (1, 1, 0, ())
+
+
+def test_each_placement_is_traced_once_and_told(folders, least):
+    told = []
+    plan = planned(folders["wide"], least + 5 * MIB, progress=told.append)
+    traces = [text for text in told if text.startswith("tracing")]
+    assert len(traces) == len(set(traces)) == plan.num_traces > 1
+
+
+def test_how_sure_a_pass_time_is_follows_from_how_well_the_speed_is_known(folders):
+    pass_time = planned(folders["wide"]).pass_time
+    spread = 1 + speed_of(find_gpu(CARD)).spread
+    assert pass_time.high_seconds == pytest.approx(pass_time.likely_seconds * spread)
+    assert pass_time.low_seconds == pytest.approx(pass_time.likely_seconds / spread)
+
+
+def test_weights_may_be_planned_in_another_type(folders):
+    stored, halved = planned(folders["wide"]), planned(folders["wide"], dtype=torch.bfloat16)
+    assert (stored.dtype, stored.is_converted, stored.device_kind) == ("float32", False, "cuda")
+    assert (halved.dtype, halved.is_converted) == ("bfloat16", True)
+    assert halved.num_bytes * 2 == stored.num_bytes
+
+
+@pytest.mark.parametrize(
+    ("device", "room_bytes"), [("cuda", 2131 * MIB), ("cuda:1", 2131 * MIB), ("rtx3060", None), ("cudapod", None)]
+)
+def test_the_host_of_a_gpu_that_is_here_has_what_the_process_leaves_of_it(device, room_bytes, monkeypatch):
+    monkeypatch.setattr("plimsoll.run.plan_inference._free_bytes", lambda: 4 << 30)
+    assert _host_room_bytes(device) == room_bytes
+    monkeypatch.setattr("plimsoll.run.plan_inference._free_bytes", lambda: 1 << 30)
+    assert _host_room_bytes(device) == (None if room_bytes is None else 0)
+
+
+def test_on_the_processor_what_does_not_fit_is_on_disk_and_read_once_for_each_new_token(folders, monkeypatch):
+    """As on a machine whose page cache has room for nothing."""
+    monkeypatch.setattr("plimsoll.run.plan_inference._free_bytes", lambda: 0)
+    plan = planned(folders["gpt2"], 1, task="generate", new_tokens=3, device="cpu")
+    assert (plan.fits, plan.device_kind, plan.rate_source) == (False, "cpu", "measured")
+    assert plan.peak.measured_bytes > 50 * MIB  # the process without the model
+    assert plan.read_bytes_per_second > 0
+    assert plan.names_in("device") == {"the rest"}
+    assert not plan.names_in("host")
+    streamed = {part.name: part.num_bytes for part in plan.parts if part.is_streamed}
+    assert set(streamed) == plan.names_in("disk") - {"embeddings"}
+    assert (plan.read_bytes, plan.cached_bytes) == (3 * sum(streamed.values()), 0)
+    assert plan.smallest_budget_bytes == plan.peak.high_bytes + plan.kept_back_bytes
+    assert plan.kept_back_bytes > 0
+    assert plan.assumptions == ()
+
+
 def test_what_was_not_taken_is_told_with_numbers(folders, least):
     plan = planned(folders["wide"], least + 5 * MIB)
     assert plan.rejected
     assert all(found.peak.likely_bytes > 0 and found.rows_per_second > 0 for found in plan.rejected)
     assert any("too much" in found.reason for found in plan.rejected)
-
-
-def test_the_processor_needs_no_card(folders):
-    plan = planned(folders["gpt2"], device="cpu")
-    assert plan.device_kind == "cpu"
-    assert plan.peak.measured_bytes > 50 * MIB  # the process without the model
-    assert plan.rate_source == "measured"
-    assert plan.read_bytes_per_second > 0
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,15 @@ import json
 import pytest
 
 from plimsoll.errors import InputError
-from plimsoll.run.recover import Ladder, Size, micro_batch_sizes, state_after_death
+from plimsoll.records.job import Job
+from plimsoll.run.recover import (
+    Ladder,
+    Size,
+    action_of,
+    micro_batch_sizes,
+    samples_of_rank,
+    state_after_death,
+)
 
 
 @pytest.mark.parametrize(
@@ -14,6 +22,26 @@ from plimsoll.run.recover import Ladder, Size, micro_batch_sizes, state_after_de
 )
 def test_the_rungs_are_1_2_4_8_pieces_of_nearly_equal_size(batch_size, sizes):
     assert micro_batch_sizes(batch_size) == sizes
+
+
+@pytest.mark.parametrize(("batch_size", "ranks", "samples"), [(9, 2, 5), (8, 4, 2), (7, 1, 7), (3, 3, 1)])
+def test_a_rank_has_at_most_its_share_of_a_batch_rounded_up(batch_size, ranks, samples):
+    job = Job.from_fields({"model": "lstm", "data": "a.txt", "batch_size": batch_size, "ranks": ranks})
+    assert samples_of_rank(job) == samples
+
+
+@pytest.mark.parametrize(
+    ("samples", "next_samples", "techniques", "is_same_rung", "action"),
+    [
+        (8, 4, None, False, "micro-batch 8 -> 4"),
+        (8, 8, None, True, "same micro-batch once more"),
+        (3, 3, None, False, "same micro-batch"),  # of a small batch, at the next rung
+        (8, 8, "heap=1", False, "same micro-batch with heap=1"),
+        (4, 8, "heap=1", False, "micro-batch 4 -> 8 with heap=1"),
+    ],
+)
+def test_what_is_done_is_said_by_what_changes(samples, next_samples, techniques, is_same_rung, action):
+    assert action_of(samples, next_samples, techniques, is_same_rung=is_same_rung) == action
 
 
 @pytest.mark.parametrize("sizes", [[], [4, 8], [8, 8, 4], [4, 0]])
@@ -104,6 +132,11 @@ def test_a_failure_begins_the_count_of_clean_steps_anew():
     assert choose(ladder, 1) == 4
     held(ladder, 4)
     assert choose(ladder, 1) == 8
+
+
+def test_where_every_size_is_beyond_its_limit_the_smallest_is_tried():
+    ladder = descended()
+    assert choose(ladder, 1000) == 1
 
 
 def test_it_never_grows_back_to_what_failed():

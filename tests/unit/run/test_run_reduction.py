@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from plimsoll.errors import InputError
+from plimsoll.memory.recorder import Recorder
 from plimsoll.ranks import Ranks
 from plimsoll.run import reduction
 from plimsoll.run.reduction import Reduction
@@ -56,15 +57,57 @@ def test_small_gradients_go_together_and_large_ones_by_themselves(monkeypatch: p
     assert ranks.exchanged == [20, 10, 5]
 
 
-@pytest.mark.parametrize("shape", [(6, 4), (3, 30), (2, 3, 25)])
-def test_a_large_gradient_that_is_not_contiguous_goes_in_parts(monkeypatch: pytest.MonkeyPatch, shape):
+def test_a_gradient_as_large_as_the_buffer_is_not_copied_there(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(reduction, "BUCKET_BYTES", 40)
+    ranks = WithTwin([True] * 3)
+    added(ranks, parameters((4,), (10,), (3,)))
+    assert ranks.exchanged == [10, 7]
+
+
+def test_each_type_has_a_buffer_no_larger_than_its_gradients_and_the_exchange_has_its_room():
+    single, double = parameters((4,), (2, 3)), [nn.Parameter(torch.zeros(5, dtype=torch.float64))]
+    double[0].grad = torch.full_like(double[0], 1 / 3)
+    ranks = WithTwin([True] * 3)
+    recorder = Recorder(phase=lambda: "backward")
+    with recorder:
+        found = added(ranks, [*single, *double])
+    trace = recorder.trace("measured", "cpu")
+    shapes = {trace.texts[number] for number in trace.storages.shape}
+    assert {"float32[10]", "float64[5]", "uint8[8388608]"} <= shapes
+    assert sorted(ranks.exchanged) == [5, 10]
+    assert found[2].tolist() == [2 / 3] * 5
+
+
+def test_frozen_parameters_and_parts_of_sharded_ones_are_left_out():
+    own, frozen, part = parameters((2,), (3,), (4,))
+    frozen.requires_grad_(False)
+    part.is_part = True  # type: ignore[attr-defined]
+    ranks = WithTwin([True])
+    added(ranks, [own, frozen, part])
+    assert ranks.exchanged == [2]
+
+
+@pytest.mark.parametrize(
+    ("shape", "exchanged"),
+    [
+        ((6, 4), [8] * 3),
+        ((3, 30), [10] * 9),
+        ((2, 3, 25), [10, 10, 5] * 6),
+        ((2, 5), [10]),  # as large as the buffer
+        ((3, 10), [10] * 3),
+        ((7, 2), [10, 4]),
+    ],
+)
+def test_a_large_gradient_that_is_not_contiguous_goes_in_parts(monkeypatch: pytest.MonkeyPatch, shape, exchanged):
     monkeypatch.setattr(reduction, "BUCKET_BYTES", 40)
     (parameter,) = parameters(shape)
     parameter.grad = torch.randn(shape[::-1]).permute(*reversed(range(len(shape))))
     before = parameter.grad.clone()
     assert not parameter.grad.is_contiguous()
-    (found,) = added(WithTwin([True]), [parameter])
+    ranks = WithTwin([True])
+    (found,) = added(ranks, [parameter])
     assert torch.equal(found, before * 2)
+    assert ranks.exchanged == exchanged
 
 
 def test_a_gradient_that_only_another_rank_has_is_filled_in_with_zeros():

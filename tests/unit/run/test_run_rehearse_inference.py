@@ -108,11 +108,27 @@ def test_new_tokens_are_a_second_step_with_all_keys_and_values(name):
     assert {step for step in few.ops.step if step} == {1}
     assert {step for step in many.ops.step if step} == {1, 2}
     seen = 24 + 60 - 1
-    kept = min(seen - 1, getattr(config, "sliding_window", None) or seen)
-    width = 32 if name == "gpt2" else 16  # of keys: all heads, or half of them
-    shapes = {text for text in many.texts if text.startswith("float32[4, ")}
-    heads, size = (4, 8) if name == "gpt2" else (2, width // 2)
-    assert any(f"float32[4, {heads}, {length}, {size}]" in shapes for length in (kept, kept - 1))
+    kept = min(seen, getattr(config, "sliding_window", None) or seen)
+    heads = 4 if name == "gpt2" else 2  # of keys: all, or half of them
+    found = [text for text in many.texts if text.startswith(f"float32[4, {heads}, ")]
+    lengths = {int(text.split(", ")[2]) for text in found if text.endswith(", 8]")}
+    assert max(lengths - {24}) == kept  # those that were kept, and its own
+    assert kept - 1 in lengths
+    assert f"int64[4, {seen}]" in many.texts  # the mask
+
+
+@pytest.mark.parametrize(("new_tokens", "steps"), [(0, {1}), (1, {1}), (2, {1, 2})])
+def test_the_first_new_token_is_of_the_prefill(new_tokens, steps):
+    trace = traced(skeleton(CONFIGS["gpt2"]), Generate() if new_tokens else Score(), new_tokens=new_tokens)
+    assert {step for step in trace.ops.step if step} == steps
+
+
+def test_random_numbers_of_the_caller_stay_as_they_are():
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    traced(skeleton(CONFIGS["gpt2"]))
+    assert torch.equal(torch.rand(3), expected)
 
 
 def test_more_rows_need_more_and_so_do_longer_ones():

@@ -34,6 +34,7 @@ def test_one_of_many_ranks_agrees_with_nobody_and_adds_up_its_own():
         assert (ranks.agree(False), ranks.agree(True)) == (False, True)
         assert ranks.add_up(torch.tensor([3.0])).tolist() == [3.0]
         assert ranks.each([3, 5])[0] == [3, 5]
+        assert ranks.gather("a") == ranks.gather_agreed("a") == ["a"] * 64
     assert not dist.is_initialized()
 
 
@@ -62,6 +63,17 @@ def test_a_rank_computes_with_its_share_of_the_cores_unless_it_is_said(monkeypat
     with threads_of_rank(4096):
         assert torch.get_num_threads() == (before if expected == "as before" else expected)
     assert torch.get_num_threads() == before
+
+
+@pytest.mark.parametrize(("num_ranks", "threads"), [(2, 3), (3, 2), (7, 1), (9, 1)])
+def test_ranks_share_the_cores_that_the_process_may_use(monkeypatch, num_ranks, threads):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {*range(7)} if pid == 0 else {0})
+    before = torch.get_num_threads()
+    with threads_of_rank(num_ranks):
+        assert torch.get_num_threads() == threads
+    with threads_of_rank(1):
+        assert torch.get_num_threads() == before
 
 
 def test_an_exchange_moves_the_whole_tensor():

@@ -14,8 +14,10 @@ from plimsoll.run.room import (
     blocks_of_states,
     blocks_of_temporaries,
     most_at_once,
+    prove_room,
     without_states,
 )
+from plimsoll.techniques._low_bit_adam import LowBitAdam
 
 NAMES_OF_TORCH = (
     "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "Muon", "NAdam", "RAdam", "RMSprop", "Rprop",
@@ -147,6 +149,39 @@ def test_states_of_an_optimizer_from_elsewhere_are_as_many_as_is_said():
     assert blocks_of_states(FromElsewhere(chosen), members[1:], 2.25) == [8, 8, 2]
     assert blocks_of_states(FromElsewhere(chosen), members) == [40, 8] * 3
     assert blocks_of_states(torch.optim.Adam(chosen), members[1:], 2.25) == [8, 8]
+
+
+@pytest.mark.parametrize(
+    ("shape", "expected_bytes"),
+    [
+        ((4, 6), 4 * (4 + 6)),
+        ((2, 4, 6), 4 * 2 * (4 + 6)),  # of each of two matrices
+        ((5,), 4 * 5),
+        ((), 4),
+        ((0, 6), 0),
+    ],
+)
+def test_of_a_matrix_adafactor_keeps_rows_and_columns(shape, expected_bytes):
+    parameter = nn.Parameter(torch.ones(shape))
+    assert blocks_of_states(torch.optim.Adafactor([parameter]), [(0, parameter)]) == [expected_bytes]
+
+
+def test_an_optimizer_of_this_package_says_what_it_takes():
+    """Parameters take turns, so that the temporaries of one are there."""
+    chosen = [nn.Parameter(torch.ones(length)) for length in (5000, 300, 7000)]
+    members = [(0, parameter) for parameter in chosen]
+    optimizer = LowBitAdam(chosen, bits=8)
+    states = [optimizer.state_bytes_of(parameter) for parameter in chosen]
+    assert blocks_of_states(optimizer, members) == states
+    assert blocks_of_temporaries(optimizer, members) == [optimizer.temporary_bytes_of(chosen[2])]
+    assert len(set(states)) == 3
+
+
+def test_room_is_proven_by_taking_all_blocks_together_and_giving_them_back():
+    prove_room([1 << 20, 0, 1 << 20], torch.device("cpu"))
+    prove_room([], torch.device("cpu"))
+    with pytest.raises(RuntimeError, match="memory"):
+        prove_room([1 << 20, 1 << 60], torch.device("cpu"))
 
 
 def test_a_buffer_of_none_is_no_state():

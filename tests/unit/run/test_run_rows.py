@@ -56,3 +56,9 @@ def test_what_cannot_be_is_said_in_numbers(training):
         InputError, match="nothing says which of the fields input_ids of the batch are along time: give one with"
     ):
         rows_by_length(*training, without_mask, lengths=[8], budget="1GiB")
+
+
+def test_no_more_rows_are_looked_for_than_is_said_and_the_shortest_sample_has_one_token(training):
+    batch = batch_of(2, LONGEST)
+    rows = rows_by_length(*training, batch, lengths=[LONGEST, 1], budget="4GiB", most_rows=3, device="rtx3060")
+    assert rows == {1: 3, LONGEST: 3}

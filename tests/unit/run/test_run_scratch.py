@@ -25,6 +25,22 @@ def test_a_layout_is_of_the_same_tensors_at_the_same_place():
     assert not layout.is_of([one])
 
 
+def test_a_layout_is_of_all_its_tensors_and_of_no_others():
+    one, other = torch.ones(2), torch.ones(2)
+    layout = Layout([one, other])
+    assert layout.is_of([one, other])
+    assert not any(layout.is_of(tensors) for tensors in ([one], [], [one, other, one], [other, one]))
+
+
+def test_a_layout_ends_where_memory_is_seen_as_another_shape():
+    """Copies are made of views of one dimension, which are those of the shape at first."""
+    for seen_as in (torch.t, lambda tensor: tensor[:1]):
+        tensor = torch.ones(2, 3)
+        layout = Layout([tensor])
+        tensor.data = seen_as(tensor.data)
+        assert not layout.is_of([tensor])
+
+
 def test_copies_stay_in_kept_memory_up_to_a_size():
     scratch = Scratch(kept_bytes=12)
     first = scratch.copy_of(KEY, [torch.ones(3)], 3)

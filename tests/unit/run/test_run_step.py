@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from plimsoll.errors import DataError, InputError
-from plimsoll.run.failpoints import armed
+from plimsoll.errors import DataError, InputError, NonFiniteLossError
+from plimsoll.records.plan import micro_batch_choice
+from plimsoll.run.failpoints import armed, exhaust_memory
 from plimsoll.run.step import TrainStep
 
 
@@ -97,8 +98,44 @@ def test_the_last_batch_of_an_epoch_may_be_smaller():
 
 
 def test_before_the_first_batch_the_micro_batch_is_what_was_given():
-    assert step_of().micro_batch is None
-    assert step_of(micro_batch=3).micro_batch == 3
+    assert (step_of().micro_batch, step_of().rung) == (None, 0)
+    assert (step_of(micro_batch=3).micro_batch, step_of(micro_batch=3).rung) == (3, 0)
+
+
+def test_unless_it_is_said_a_cut_batch_grows_again_after_50_clean_steps():
+    step = step_of(lr=0.0)
+    with armed("forward", 1):
+        step(line_through())
+    step.ladder._failed_elements = [None]  # as if that had been a moment's shortage
+    assert [step(line_through()).micro_batch for _ in range(50)] == [2] * 49 + [4]
+
+
+def test_an_update_in_pieces_is_told_and_one_that_cannot_be_done_is_tried_again_with_the_whole_step():
+    told, step = [], step_of()
+    with armed("optimizer", 1, 2, 3):  # at once; then its one piece, twice
+        result = step(line_through(), on_oom=told.append)
+    assert (weight(step), result.micro_batch, result.rung) == (pytest.approx(0.3), 4, 0)
+    assert [event.action for event in told] == ["same micro-batch once more"]
+    with armed("optimizer", 1):
+        result = step(line_through(), on_oom=told.append)
+    assert told[1:] == list(result.oom_events)
+    assert [event.action for event in result.oom_events] == ["the update not begun, done in pieces"]
+
+
+@pytest.mark.parametrize(
+    ("options", "samples"),
+    [
+        ({}, [4, 2]),
+        ({"micro_batch": 3}, [2, 1]),
+        ({"rungs": [[micro_batch_choice(4)], [micro_batch_choice(1)]]}, [4, 2]),
+        ({"rungs": [[micro_batch_choice(2)], [micro_batch_choice(1)]]}, [2, 1]),
+    ],
+)
+def test_an_evaluation_begins_with_passes_no_larger_than_those_of_the_training(options, samples):
+    step = step_of(**options)
+    with armed("evaluation", 1):
+        (event,) = step.evaluate([line_through()]).oom_events
+    assert [event.micro_batch, event.next_micro_batch] == samples
 
 
 def test_it_goes_on_where_another_stopped():
@@ -110,6 +147,112 @@ def test_it_goes_on_where_another_stopped():
     assert (other.num_steps, other.micro_batch) == (1, 2)
     result = other(line_through())
     assert (result.step, result.micro_batch) == (2, 2)
+
+
+def test_a_cut_that_was_learned_is_not_taken_over_by_a_model_that_must_stay_whole():
+    step = step_of()
+    with armed("forward", 1):
+        step(line_through())
+    model = nn.Sequential(nn.Linear(1, 1), nn.BatchNorm1d(1))
+    whole = TrainStep(model, torch.optim.SGD(model.parameters()), mean_square, units="samples")
+    whole.load_state_dict(step.state_dict())
+    assert whole.micro_batch is None
+    assert whole(line_through()).micro_batch == 4
+
+
+@pytest.mark.parametrize("before", [{}, {"with_schedule": True}, {"precision": "fp16"}])
+@pytest.mark.parametrize("after", [{}, {"with_schedule": True}, {"precision": "fp16"}])
+def test_schedule_and_scaler_go_on_where_both_have_one(before, after):
+    def made(with_schedule=False, **options):
+        model = nn.Linear(1, 1, bias=False)
+        nn.init.zeros_(model.weight)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5) if with_schedule else None
+        return TrainStep(model, optimizer, mean_square, units="samples", schedule=schedule, **options)
+
+    step, other = made(**before), made(**after)
+    for _ in range(3):
+        step(line_through())
+    fresh = made(**after).state_dict()
+    other.load_state_dict(step.state_dict())
+    expected = step.state_dict() if before == after else fresh
+    for name in ("schedule", "scaler"):
+        assert other.state_dict()[name] == expected[name]
+    assert other.num_steps == 3
+
+
+def infinite_for(num_steps):
+    """A loss whose gradients are not finite in the first steps, while it is finite itself."""
+    passes = []
+
+    def loss(model, batch):
+        passes.append(1)
+        found = mean_square(model, batch) / 1000  # scaled by 65536 its gradients are numbers of fp16
+        return found + (model.weight * 0).sum().sqrt() if len(passes) <= num_steps else found
+
+    return loss
+
+
+def test_an_update_that_a_scaler_skips_is_a_step_without_one():
+    """The learning rate of the schedule stays for the one that is done."""
+    model = nn.Linear(1, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    step = TrainStep(model, optimizer, infinite_for(1), units="samples", precision="fp16", schedule=schedule)
+    results = [step(line_through()) for _ in range(3)]
+    assert [(one.step, one.updated, one.learning_rate) for one in results] == [
+        (1, False, 0.01),
+        (2, True, 0.01),
+        (3, True, 0.005),
+    ]
+
+
+def test_gradients_that_no_scale_makes_finite_end_the_training():
+    """From 65536 the scale is halved until it is less than 1, which is after 17 steps; in fp32 there is none."""
+    for precision, num_steps in (("fp32", 0), ("fp16", 17)):
+        model = nn.Linear(1, 1, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        step = TrainStep(model, optimizer, infinite_for(1000), units="samples", precision=precision, clip_norm=1.0)
+        for _ in range(num_steps):
+            assert not step(line_through()).updated
+        with pytest.raises(NonFiniteLossError, match="gradient norm"):
+            step(line_through())
+        assert step.num_steps == num_steps
+
+
+@pytest.mark.parametrize(
+    "loss", [lambda model, batch: 1.5, lambda model, batch: (model(batch["x"]) - batch["y"]).square()]
+)
+def test_a_loss_that_is_no_mean_is_refused_and_the_step_undone(loss):
+    model = nn.Linear(1, 1, bias=False)
+    step = TrainStep(model, torch.optim.SGD(model.parameters()), loss, units="samples")
+    with pytest.raises(InputError, match="return the mean loss, a tensor of one number"):
+        step(line_through())
+    assert (step.num_steps, model.weight.grad) == (0, None)
+
+
+def test_a_batch_for_a_model_with_its_own_loss_has_names():
+    model = nn.Linear(1, 1)
+    step = TrainStep(model, torch.optim.SGD(model.parameters()), units="samples")
+    with pytest.raises(InputError, match=r"a batch that is a tuple cannot be passed to model\(\*\*batch\).loss"):
+        step((torch.ones(2, 1),))
+
+
+def test_what_a_technique_tidies_up_is_after_each_step_that_happened():
+    step, tidied = step_of(), []
+    step.workload.after_step = (lambda: tidied.append(step.num_steps),)
+    with armed("backward", 1):
+        step(line_through())
+    step(line_through())
+    assert tidied == [1, 2]
+
+
+def test_closing_says_what_stays_where_it_is_in_the_line_that_closes():
+    step = step_of()
+    step._rungs.close = exhaust_memory
+    with pytest.warns(UserWarning, match="memory ran out while the techniques of the plan were taken back") as caught:
+        step.close()
+    assert caught[0].filename == __file__
 
 
 def test_gradients_from_before_are_dropped():
