@@ -64,10 +64,29 @@ def test_a_pass_has_no_more_rows_than_allowed() -> None:
     assert work.shapes == [(2, 1), (1, 1)]
 
 
+def test_texts_of_one_token_or_of_none_go_as_many_together_as_there_are_tokens_to_a_pass() -> None:
+    work = Recorded()
+    assert passes(work, tokens=3).run(texts(1, 1, 1)) == [1, 2, 3]
+    assert work.shapes == [(3, 1)]
+    shapes: list[tuple[int, ...]] = []
+
+    def nothing(batch: Batch, places: Sequence[int]) -> list[int]:
+        shapes.append(tuple(batch["input_ids"].shape))
+        return list(places)
+
+    assert passes(nothing, tokens=3).run(texts(0, 0, 0)) == [0, 1, 2]
+    assert shapes == [(3, 0)]
+
+
 def test_tokens_that_are_generated_count_too() -> None:
     work = Recorded()
     passes(work, more_tokens=4).run(texts(2, 2, 2))
     assert work.shapes == [(2, 2), (1, 2)]
+    ran = passes(Recorded(lambda ids: ids.numel() > 4), tokens=25, more_tokens=4)
+    assert ran.run(texts(2, 2, 2, 2)) == [1, 2, 3, 4]
+    assert [event.action for event in ran.counts.oom_events] == ["tokens of a pass 24 -> 13"]
+    with pytest.raises(OutOfMemoryError, match="one text of 5 tokens and 4 more "):
+        passes(Recorded(lambda ids: True), more_tokens=4).run(texts(5))
 
 
 def test_padding_is_on_the_side_that_was_asked_for() -> None:
@@ -94,6 +113,10 @@ def test_a_size_that_held_before_gets_one_more_try() -> None:
         assert ran.run(texts(*[3] * 12)) == list(range(1, 13))
     assert work.shapes == [(4, 3), (4, 3), (4, 3)]
     assert [event.action for event in ran.counts.oom_events] == ["tokens of a pass 12 -> 12"]
+    ran = passes(Recorded())
+    with armed("evaluation", 2):
+        ran.run(texts(*[3] * 6))
+    assert [event.action for event in ran.counts.oom_events] == ["tokens of a pass 6 -> 6"]  # the last has but two
 
 
 def test_a_single_text_gets_a_last_try() -> None:
