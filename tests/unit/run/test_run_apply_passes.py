@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from model_folders import model_folder
 from plimsoll.device.base import backend_for
 from plimsoll.errors import OutOfMemoryError
-from plimsoll.run.apply_passes import Batch, Passes, free_id, padded
+from plimsoll.models.inference import inference_task
+from plimsoll.models.loading import load_model
+from plimsoll.run.apply_passes import Batch, Passes, computed_to_the_end, free_id, padded
 from plimsoll.run.failpoints import armed, exhaust_memory
 
 
@@ -172,3 +176,20 @@ def test_a_free_id_is_a_token_of_none_of_the_texts() -> None:
     batch = padded([[0, 1, 4], [2]], 3)  # what fills is no token of a text
     assert free_id(batch, 6) == 3
     assert free_id(padded([[0, 1], [3, 2]], 0), 4) is None
+
+
+@pytest.mark.parametrize("vocab_size", [9, 8], ids=["a token is free", "each token is in a text"])
+def test_a_classifier_without_padding_says_of_each_text_what_it_says_of_it_alone(
+    tmp_path: Path, vocab_size: int
+) -> None:
+    fields = {"num_labels": 3, "pad_token_id": None, "vocab_size": vocab_size, "initializer_range": 1.0}
+    folder = model_folder(tmp_path / "m", "LlamaForSequenceClassification", **fields)
+    task = inference_task("classify", folder)
+    model: Any = load_model(folder, head="classification").model
+    rows = [[1, 2, 3, 4], [5, 0], [6, 7, 0]]  # what fills is a token of texts, too
+    with torch.inference_mode():
+        model.config.pad_token_id = None
+        alone = [task.compute(model, padded([row], 0)) for row in rows]
+        together = computed_to_the_end(task, model, padded(rows, 0), vocab_size)
+    for found, expected in zip(together, zip(*alone, strict=True), strict=True):
+        assert torch.allclose(found, torch.cat(expected), atol=1e-5)
