@@ -230,11 +230,11 @@ def test_a_plan_is_made_for_the_first_rows_and_only_of_what_can_be_planned(
         apply_model(folder, data, tmp_path / "y.jsonl", ApplyOptions(limit_bytes=9 << 30))
     assert asked[1] == (folder, "score", 64, 0, 9 << 30, "cpu", "stored")
     write_rows(data, ["w1"])
-    fields = {"architecture": "lstm", "vocab_size": 94, "embedding_size": 8, "hidden_size": 8}
+    fields = {"architecture": "lstm", "vocab_size": 94, "embedding_size": 8, "hidden_size": 8, "num_labels": 2}
     (tmp_path / "lstm").mkdir()
     save_recurrent(build_recurrent(fields), tmp_path / "lstm")
     tokenizer().save_pretrained(tmp_path / "lstm")
-    assert "error" not in applied(tmp_path / "lstm", data, limit_bytes=9 << 30)[0]
+    assert "label" in applied(tmp_path / "lstm", data, limit_bytes=9 << 30)[0]
     apply_model(folder, data, tmp_path / "z.jsonl", ApplyOptions())
     assert len(asked) == 2
 

@@ -203,6 +203,18 @@ def test_every_method_offers_something_or_says_why_not(workshop):
         assert offer.saves
 
 
+def test_a_model_beside_its_tokenizer_is_made_smaller_but_for_its_tokens(place, tmp_path):
+    folder = model_folder(tmp_path / "model", "BertForSequenceClassification", num_labels=2)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).unlink()
+    job = job_of(place).model_copy(update={"model": str(folder)})
+    workshop = Workshop(folder, JobEvidence(job, place / "cache"))
+    offers = {offer.method: offer for offer in workshop.offers()}
+    assert offers["layers"].choices
+    assert offers["vocabulary"].reason.startswith("there is no tokenizer to take tokens from")
+    assert not workshop.make(Source(folder=str(folder)), (LAYERS,), tmp_path / "small").has_own_tokenizer
+
+
 def test_a_method_whose_models_cannot_be_judged_offers_nothing(half, workshop):
     texts = Workshop(half, TextEvidence(half, half.parent / "x.txt"))
     reasons, others = ({offer.method: offer.reason for offer in one.offers()} for one in (texts, workshop))
@@ -256,8 +268,8 @@ def test_a_model_is_timed_in_turn_with_the_original_in_eight_passes(place, works
 def test_what_a_process_measures_is_read_with_what_is_predicted_of_it(half, tmp_path, monkeypatch):
     """The process is this one here."""
 
-    def run(command, input, **_):
-        assert command[-1] == "measure-worker"
+    def run(command, input, *, capture_output, text, check, **_):
+        assert (command[-1], capture_output, text, check) == ("measure-worker", True, True, False)
         printed = io.StringIO("a library prints what nobody asked for\n")
         printed.seek(0, io.SEEK_END)
         monkeypatch.setattr("sys.stdin", io.StringIO(input))
@@ -297,7 +309,7 @@ def test_a_row_takes_its_part_of_the_faster_pass(monkeypatch):
 def test_a_training_is_predicted_of_what_can_be_trained(place, workshop, tmp_path):
     workshop._training_baseline = Estimate(likely_bytes=0, low_bytes=0, high_bytes=0)  # asked of a process else
     alone, taught = (workshop.predicted_training(original(place), one) for one in (None, str(place / "model")))
-    assert alone.likely_bytes > workshop.weight_bytes(())
+    assert workshop.weight_bytes(()) < alone.likely_bytes < 64 << 20  # far less than a process has
     assert taught.likely_bytes != alone.likely_bytes  # by little: a teacher is mapped, and gone where the peak is
     texts = Workshop(place / "model", TextEvidence(place / "model", tmp_path / "x.txt"))
     assert texts.predicted_training(original(place), None) is None
