@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from plimsoll.records.plan import Choice
+from typing import Any
+
+from plimsoll.records.device import Budget, Device, MemoryUse
+from plimsoll.records.plan import Choice, micro_batch_plan
+from plimsoll.records.run import RunRecord, StepLine
 from plimsoll.records.shrink import InferenceCost, Quality, ShrinkRecord, Small, TrainingCost, Unused
 from prediction_records import MIB, estimate
 
@@ -73,3 +77,19 @@ def language_model() -> ShrinkRecord:
     """Of which the perplexity is said."""
     first = Small(form="plain", file_bytes=MIB, weight_bytes=MIB, quality=Quality(loss=0.0, num_samples=3))
     return shrunk(task="language-modeling", models=(first,), best=None, target_bytes=None, saves={})
+
+
+def trained_record(*step_seconds: float, peak_bytes: int, job: dict[str, Any] | None = None) -> RunRecord:
+    """A run that is finished, with a step for each of these numbers of seconds."""
+    use = MemoryUse(used_bytes=peak_bytes, peak_bytes=peak_bytes, reserved_bytes=0)
+    steps = [
+        StepLine(
+            time_seconds=number, step=number, epoch=0, first_sample=0, num_samples=4, num_units=4, loss=1.0,
+            learning_rate=0.1, step_seconds=seconds, micro_batch=4, peak_bytes=peak_bytes,
+        )
+        for number, seconds in enumerate(step_seconds, start=1)
+    ]  # fmt: skip
+    return RunRecord(
+        name="run", job=job or {}, plan=micro_batch_plan(Budget(), (4,)), status="finished", steps=tuple(steps),
+        device=Device(name="a CPU", kind="cpu", capacity_bytes=1, free_bytes=1, hardware_bytes=1, use=use),
+    )  # fmt: skip

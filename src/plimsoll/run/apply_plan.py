@@ -46,8 +46,8 @@ def plan_apart(  # noqa: PLR0917 -- one call
         if not plan.is_file():
             raise InputError(f"cannot plan how {folder} is applied ({_why(done)}): leave --budget out, or correct that")
         found = InferencePlan.load(plan)
-    if not found.fits:
-        least_bytes = found.smallest_budget_bytes or 0
+    least_bytes = found.smallest_budget_bytes
+    if least_bytes is not None:
         raise BudgetError(
             f"{folder} cannot be applied to texts of {length_tokens} tokens in {format_bytes(limit_bytes)}: give "
             f"--budget {budget_word(least_bytes)} or more, or a smaller --max-length"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -59,11 +60,38 @@ def test_rows_that_the_model_cannot_read_are_refused(folder):
         InputError, match=r"rows of 61 tokens and 5 new ones are longer than .*, 64 tokens: give shorter"
     ):
         applied.require_length(61)
+    for new_tokens in (0, 1):  # the first is computed with the row's own
+        alone = Applied.open(folder, "generate", None, new_tokens)
+        alone.require_length(64)
+        with pytest.raises(InputError, match=r"rows of 65 tokens"):
+            alone.require_length(65)
+
+
+def test_rows_of_any_length_are_read_where_nothing_says_how_many_positions_there_are(folder):
+    applied = Applied.open(folder, "score", None, 0)
+    applied.model.config = SimpleNamespace(max_position_embeddings=None)
+    applied.require_length(1 << 20)
+
+
+def test_the_type_is_that_of_most_bytes_and_not_of_most_weights(folder):
+    applied = Applied.open(folder, "score", None, 0)
+    for block in applied.model.transformer.h:
+        for norm in (block.ln_1, block.ln_2):
+            norm.to(torch.float64)
+    assert applied.dtype == "float32"
+    applied.model.transformer.h.to(torch.float16)
+    tables = sum(weight.nbytes for weight in applied.model.transformer.wte.parameters())
+    blocks = sum(weight.nbytes for weight in applied.model.transformer.h.parameters())
+    assert applied.dtype == ("float16" if blocks > tables else "float32")
+    applied.model.transformer.h.to(torch.float64)
+    assert applied.dtype == "float64"
 
 
 def test_a_pass_is_the_tasks_own(folder):
     applied = Applied.open(folder, "score", None, 0)
     trace = applied.rehearse(CpuLowering(), rows=2, longest_tokens=16, outside=())
+    assert not any(weight.requires_grad for weight in applied.model.parameters())
+    assert not applied.model.training
     assert set(trace.ops.phase) <= {"setup", "forward"}
     assert "aten.logsumexp.default" in trace.texts or any("log_softmax" in text for text in trace.texts)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from model_folders import model_folder, read_rows, some_texts, tokenizer, write_rows
-from plimsoll.errors import DataError, InputError, JobError, OutputError
+from placement_records import streamed_plan
+from plimsoll.data.model_tokens import ModelTokenizer
+from plimsoll.errors import BudgetError, DataError, InputError, Interrupted, JobError, OutputError
 from plimsoll.models.generation import Generation
-from plimsoll.run.apply import ApplyOptions, apply_model
+from plimsoll.models.recurrent import build_recurrent, save_recurrent
+from plimsoll.run.apply import ApplyOptions, _sizes, apply_model
 from plimsoll.run.failpoints import armed
 
 TEXTS = some_texts(60)
@@ -92,6 +96,7 @@ def test_continuations_are_those_of_the_prompts_one_by_one(gpt2: Path, data: Pat
         stopped = 3 in new
         assert rows[number]["generated_text"] == names.decode(new, skip_special_tokens=True)
         assert rows[number]["finish_reason"] == ("stop" if stopped else "length")
+        assert rows[number]["num_generated_tokens"] == len(new) - stopped
 
 
 def test_draws_do_not_depend_on_what_is_computed_together(gpt2: Path, data: Path) -> None:
@@ -134,6 +139,125 @@ def test_rows_that_cannot_be_used_say_why_and_the_others_are_done(gpt2: Path, tm
     assert facts.faults[0].startswith("row 1: there is no column 'text'")
     with pytest.raises(DataError, match=r"row 1: .* leave out --strict"):
         apply_model(gpt2, data, tmp_path / "z.jsonl", ApplyOptions(is_strict=True))
+
+
+def test_of_rows_that_cannot_be_used_all_are_counted_and_the_first_five_told(
+    gpt2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("plimsoll.run.apply._BLOCK_ROWS", 3)
+    data = write_rows(tmp_path / "x.jsonl", ["", "w1", "", "", "", "w2", "", "", ""])
+    facts = apply_model(gpt2, data, tmp_path / "y.jsonl")
+    assert [reason.partition(":")[0] for reason in facts.faults] == [f"row {number}" for number in (0, 2, 3, 4, 6)]
+    assert (facts.num_faults, facts.num_rows, facts.num_tokens, facts.block_rows) == (7, 9, 6, 3)
+
+
+def told_rows(model: Path, data: Path, **options: Any) -> list[int]:
+    """How many rows were done whenever that changed."""
+    told: list[int] = []
+    out = data.with_name("told.jsonl")
+    apply_model(model, data, out, ApplyOptions(**options), force=True, progress=lambda *one: told.append(one[2]))
+    return sorted({*told} - {0})
+
+
+def test_a_block_ends_with_the_row_that_fills_it(gpt2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With 10 tokens a pass a block has 1280 bytes of text."""
+    lengths = [639, 640, 1, 639, 640, 1, 1279]
+    data = write_rows(tmp_path / "x.jsonl", ["w" * length for length in lengths])
+    options = {"rows_per_pass": 1, "longest_tokens": 10}
+    assert told_rows(gpt2, data, **options) == [3, 6, 7]
+    monkeypatch.setattr("plimsoll.run.apply._BLOCK_ROWS", 2)
+    assert told_rows(gpt2, data, **options) == [2, 4, 6, 7]
+
+
+@pytest.mark.parametrize("generation", [None, Generation(8)])
+def test_a_pass_has_as_many_of_the_longest_rows_as_were_asked_for(
+    gpt2: Path, tmp_path: Path, generation: Generation | None
+) -> None:
+    data = write_rows(tmp_path / "x.jsonl", ["w1 " * 80] * 4)
+    task = "score" if generation is None else "generate"
+    facts = apply_model(
+        gpt2, data, tmp_path / "y.jsonl", ApplyOptions(task=task, rows_per_pass=2, generation=generation)
+    )
+    assert (facts.rows_per_pass, facts.tokens_per_pass, facts.num_passes) == (2, 2 * 64, 2)
+    assert facts.num_new_tokens == facts.num_padded_tokens == 4 * (64 if generation is None else 56)
+
+
+@pytest.mark.parametrize(
+    ("options", "longest_tokens", "expected"),
+    [
+        ({}, None, (4096, 256)),
+        ({"device": "cuda:1"}, 64, (32768, 256)),
+        ({"rows_per_pass": 7}, 50, (350, 7)),
+        ({"rows_per_pass": 3}, None, (3 * 4096, 3)),
+        ({"rows_per_pass": 7, "task": "generate", "generation": Generation(5)}, 50, (385, 7)),
+    ],
+)
+def test_without_a_budget_a_pass_has_so_many_tokens_and_rows(
+    options: dict[str, Any], longest_tokens: int | None, expected: tuple[int, int]
+) -> None:
+    assert _sizes(ApplyOptions(**options), ModelTokenizer(tokenizer(), longest_tokens), None) == expected
+
+
+@pytest.mark.parametrize(("asked", "expected"), [(None, 256), (7, 7), (900, 256)])
+def test_within_a_budget_a_pass_has_the_tokens_of_the_plan(asked: int | None, expected: int) -> None:
+    plan = streamed_plan(micro_batch=3, longest_tokens=128, new_tokens=5)
+    options = ApplyOptions(rows_per_pass=asked, limit_bytes=1)
+    assert _sizes(options, ModelTokenizer(tokenizer(), 64), plan) == (3 * 133, expected)
+
+
+def test_a_plan_is_made_for_the_first_rows_and_only_of_what_can_be_planned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+
+    def refuse(*given: Any) -> None:
+        asked.append(given)
+        raise BudgetError("nothing fits")
+
+    monkeypatch.setattr("plimsoll.run.apply.plan_apart", refuse)
+    folder = model_folder(tmp_path / "m", max_position_embeddings=512)
+    names = tokenizer()
+    names.model_max_length = 512
+    names.save_pretrained(folder)
+    data = tmp_path / "x.jsonl"
+    write_rows(data, ["w1 w2"] * 255 + ["w1 " * 150, "w1 " * 400])
+    options = ApplyOptions(limit_bytes=9 << 30, dtype="bf16", task="generate", generation=Generation(3))
+    with pytest.raises(BudgetError):
+        apply_model(folder, data, tmp_path / "y.jsonl", options)
+    assert asked == [(folder, "generate", 256, 3, 9 << 30, "cpu", "bf16")]
+    data.write_text('{"id": 1}\n{"text": 3}\n')
+    with pytest.raises(BudgetError):
+        apply_model(folder, data, tmp_path / "y.jsonl", ApplyOptions(limit_bytes=9 << 30))
+    assert asked[1] == (folder, "score", 64, 0, 9 << 30, "cpu", "stored")
+    write_rows(data, ["w1"])
+    fields = {"architecture": "lstm", "vocab_size": 94, "embedding_size": 8, "hidden_size": 8, "num_labels": 2}
+    (tmp_path / "lstm").mkdir()
+    save_recurrent(build_recurrent(fields), tmp_path / "lstm")
+    tokenizer().save_pretrained(tmp_path / "lstm")
+    assert "label" in applied(tmp_path / "lstm", data, limit_bytes=9 << 30)[0]
+    apply_model(folder, data, tmp_path / "z.jsonl", ApplyOptions())
+    assert len(asked) == 2
+
+
+def test_what_a_signal_stops_is_gone_on_with(gpt2: Path, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("plimsoll.run.apply._BLOCK_ROWS", 25)
+    whole, told = applied(gpt2, data), []
+
+    def progress(done_bytes: int, total_bytes: int, num_rows: int, num_tokens: int) -> None:
+        told.append((done_bytes, total_bytes, num_rows, num_tokens))
+        if num_rows == 25 and sum(one[2] == 25 for one in told) == 1:  # a second one would end the tests
+            signal.raise_signal(signal.SIGTERM)
+
+    out = data.with_name("z.jsonl")
+    with pytest.raises(Interrupted, match="stopped with 25 rows written: give the same command again") as raised:
+        apply_model(gpt2, data, out, progress=progress)
+    assert raised.value.exit_code == 143
+    facts = apply_model(gpt2, data, out, progress=progress)
+    assert (facts.first_row, facts.num_new_rows, facts.num_rows) == (25, 35, 60)
+    assert facts.num_new_tokens < facts.num_tokens == sum(len(text.split()) + 2 for text in TEXTS)
+    num_bytes = data.stat().st_size
+    assert told[-1] == (num_bytes, num_bytes, 35, facts.num_new_tokens)
+    assert read_rows(out) == whole
 
 
 def test_long_texts_are_truncated_and_counted(gpt2: Path, tmp_path: Path) -> None:
@@ -181,9 +305,9 @@ def test_weights_that_are_no_numbers_give_rows_that_say_so(tmp_path: Path, data:
 
 def test_a_tokenizer_of_another_vocabulary_is_named(tmp_path: Path) -> None:
     folder = model_folder(tmp_path / "m", vocab_size=50)
-    rows = applied(folder, write_rows(tmp_path / "x.jsonl", ["w1", "w80"]))
+    rows = applied(folder, write_rows(tmp_path / "x.jsonl", ["w45", "w46"]))
     assert "error" not in rows[0]
-    assert rows[1]["error"].startswith("its token 84 is none of the 50 that the model has embeddings of")
+    assert rows[1]["error"].startswith("its token 50 is none of the 50 that the model has embeddings of")
 
 
 @pytest.mark.parametrize(
@@ -366,3 +490,4 @@ def test_seconds_are_those_of_the_clock(gpt2: Path, data: Path) -> None:
     facts = apply_model(gpt2, data, data.with_name("y.jsonl"))
     passed = time.monotonic() - began
     assert 0 < facts.load_seconds < passed
+    assert 0 < facts.seconds < passed - facts.load_seconds

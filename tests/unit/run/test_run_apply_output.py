@@ -168,6 +168,34 @@ def test_a_state_that_cannot_be_read_is_refused(tmp_path: Path, state: str) -> N
         write(tmp_path / "y.jsonl")
 
 
+@pytest.mark.parametrize("version", [1, 3])
+def test_a_state_of_another_version_is_refused(tmp_path: Path, version: int) -> None:
+    write(tmp_path / "y.jsonl", 1, finish=False)
+    path = tmp_path / "y.jsonl.part.json"
+    path.write_text(json.dumps(json.loads(path.read_bytes()) | {"version": version}))
+    with pytest.raises(OutputError, match=f"is of version {version}, not 2: give --force to begin again"):
+        write(tmp_path / "y.jsonl")
+
+
+@pytest.mark.parametrize("read_bytes", [1, 7, len(WHOLE) - 1, len(WHOLE)])
+def test_what_was_written_is_checked_to_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read_bytes: int
+) -> None:
+    monkeypatch.setattr("plimsoll.run.apply_output._READ_BYTES", read_bytes)
+    out, part = tmp_path / "y.jsonl", tmp_path / "y.jsonl.part"
+    write(out, finish=False)
+    for changed in (0, len(WHOLE) - 2):
+        bad = bytearray(WHOLE)
+        bad[changed] ^= 1
+        part.write_bytes(bad)
+        with pytest.raises(OutputError, match="is not what was written"):
+            write(out)
+    part.write_bytes(WHOLE + b"torn")
+    with part_file(out, MADE_FROM) as same:
+        assert (same.num_rows, part.read_bytes()) == (6, WHOLE)
+        assert same.made_from == json.loads(json.dumps(MADE_FROM))
+
+
 def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     with pytest.raises(OutputError, match="there is no folder"):
         write(tmp_path / "missing" / "y.jsonl")

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from model_folders import model_folder
 from plimsoll.device.base import backend_for
 from plimsoll.errors import OutOfMemoryError
-from plimsoll.run.apply_passes import Batch, Passes, free_id, padded
+from plimsoll.models.inference import inference_task
+from plimsoll.models.loading import load_model
+from plimsoll.run.apply_passes import Batch, Passes, computed_to_the_end, free_id, padded
 from plimsoll.run.failpoints import armed, exhaust_memory
 
 
@@ -64,10 +68,29 @@ def test_a_pass_has_no_more_rows_than_allowed() -> None:
     assert work.shapes == [(2, 1), (1, 1)]
 
 
+def test_texts_of_one_token_or_of_none_go_as_many_together_as_there_are_tokens_to_a_pass() -> None:
+    work = Recorded()
+    assert passes(work, tokens=3).run(texts(1, 1, 1)) == [1, 2, 3]
+    assert work.shapes == [(3, 1)]
+    shapes: list[tuple[int, ...]] = []
+
+    def nothing(batch: Batch, places: Sequence[int]) -> list[int]:
+        shapes.append(tuple(batch["input_ids"].shape))
+        return list(places)
+
+    assert passes(nothing, tokens=3).run(texts(0, 0, 0)) == [0, 1, 2]
+    assert shapes == [(3, 0)]
+
+
 def test_tokens_that_are_generated_count_too() -> None:
     work = Recorded()
     passes(work, more_tokens=4).run(texts(2, 2, 2))
     assert work.shapes == [(2, 2), (1, 2)]
+    ran = passes(Recorded(lambda ids: ids.numel() > 4), tokens=25, more_tokens=4)
+    assert ran.run(texts(2, 2, 2, 2)) == [1, 2, 3, 4]
+    assert [event.action for event in ran.counts.oom_events] == ["tokens of a pass 24 -> 13"]
+    with pytest.raises(OutOfMemoryError, match="one text of 5 tokens and 4 more "):
+        passes(Recorded(lambda ids: True), more_tokens=4).run(texts(5))
 
 
 def test_padding_is_on_the_side_that_was_asked_for() -> None:
@@ -94,6 +117,10 @@ def test_a_size_that_held_before_gets_one_more_try() -> None:
         assert ran.run(texts(*[3] * 12)) == list(range(1, 13))
     assert work.shapes == [(4, 3), (4, 3), (4, 3)]
     assert [event.action for event in ran.counts.oom_events] == ["tokens of a pass 12 -> 12"]
+    ran = passes(Recorded())
+    with armed("evaluation", 2):
+        ran.run(texts(*[3] * 6))
+    assert [event.action for event in ran.counts.oom_events] == ["tokens of a pass 6 -> 6"]  # the last has but two
 
 
 def test_a_single_text_gets_a_last_try() -> None:
@@ -149,3 +176,20 @@ def test_a_free_id_is_a_token_of_none_of_the_texts() -> None:
     batch = padded([[0, 1, 4], [2]], 3)  # what fills is no token of a text
     assert free_id(batch, 6) == 3
     assert free_id(padded([[0, 1], [3, 2]], 0), 4) is None
+
+
+@pytest.mark.parametrize("vocab_size", [9, 8], ids=["a token is free", "each token is in a text"])
+def test_a_classifier_without_padding_says_of_each_text_what_it_says_of_it_alone(
+    tmp_path: Path, vocab_size: int
+) -> None:
+    fields = {"num_labels": 3, "pad_token_id": None, "vocab_size": vocab_size, "initializer_range": 1.0}
+    folder = model_folder(tmp_path / "m", "LlamaForSequenceClassification", **fields)
+    task = inference_task("classify", folder)
+    model: Any = load_model(folder, head="classification").model
+    rows = [[1, 2, 3, 4], [5, 0], [6, 7, 0]]  # what fills is a token of texts, too
+    with torch.inference_mode():
+        model.config.pad_token_id = None
+        alone = [task.compute(model, padded([row], 0)) for row in rows]
+        together = computed_to_the_end(task, model, padded(rows, 0), vocab_size)
+    for found, expected in zip(together, zip(*alone, strict=True), strict=True):
+        assert torch.allclose(found, torch.cat(expected), atol=1e-5)

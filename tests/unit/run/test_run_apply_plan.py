@@ -3,23 +3,71 @@
 from __future__ import annotations
 
 import subprocess
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from model_folders import model_folder
+from placement_records import streamed_plan
 from plimsoll.errors import BudgetError, InputError
 from plimsoll.run.apply_plan import _why, length_to_plan, plan_apart
+from prediction_records import MIB
 
 
 @pytest.mark.parametrize(
     ("longest_seen_tokens", "longest_tokens", "expected"),
-    [(1, None, 64), (64, None, 64), (65, None, 128), (300, 512, 512), (300, 400, 400), (9, 16, 16)],
+    [
+        (0, None, 64),
+        (1, None, 64),
+        (64, None, 64),
+        (65, None, 128),
+        (128, None, 128),
+        (129, None, 256),
+        (300, 512, 512),
+        (300, 400, 400),
+        (9, 16, 16),
+        (300, 513, 512),
+    ],
 )
 def test_it_is_made_for_the_texts_that_were_seen_with_room(
     longest_seen_tokens: int, longest_tokens: int | None, expected: int
 ) -> None:
     assert length_to_plan(longest_seen_tokens, longest_tokens) == expected
+
+
+@pytest.fixture
+def planned(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """What a process is asked for that has this plan: of 1016 MiB, or one that fits nowhere."""
+    asked: list[list[str]] = []
+
+    def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        given = dict(pairwise(command))
+        asked.append(command[command.index("plan") + 1 :])
+        fits = int(given["--budget"]) > 9 * MIB
+        plan = streamed_plan() if fits else streamed_plan(limit_bytes=MIB, smallest_budget_bytes=9 * MIB + 1)
+        plan.save(Path(given["--output"]))
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    return asked
+
+
+def test_what_is_asked_for_is_what_is_applied(planned: list[list[str]]) -> None:
+    assert plan_apart(Path("m"), "score", 64, 0, 1016 * MIB, "cpu", "stored") == streamed_plan()
+    plan_apart(Path("m"), "generate", 128, 5, 1016 * MIB, "cuda", "bf16")
+    (score, generate) = ([one for one in command if "plan.json" not in one] for command in planned)
+    assert score == [
+        *("m", "--inference", "--task", "score", "--max-length", "64", "--budget", str(1016 * MIB)),
+        *("--device", "cpu", "--output", "--json", "--dtype", "stored"),
+    ]
+    assert generate[-5:] == ["--json", "--max-new-tokens", "5", "--dtype", "bf16"]
+
+
+def test_what_fits_nowhere_is_refused_with_what_would_do(planned: list[list[str]]) -> None:
+    with pytest.raises(BudgetError, match=r"texts of 64 tokens in 9\.0 MiB: give --budget 9217KiB or more"):
+        plan_apart(Path("m"), "score", 64, 0, 9 * MIB, "cpu", "stored")
 
 
 @pytest.mark.slow

@@ -7,18 +7,23 @@ Real models are made in tests/end_to_end/test_shrink.py.
 from __future__ import annotations
 
 import json
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from small_runs import write_text
 
+from plimsoll.data.prepare import prepare
 from plimsoll.errors import InputError, KilledError, OutputError
 from plimsoll.records.job import Job
 from plimsoll.records.plan import Choice, Pin
 from plimsoll.records.shrink import InferenceCost, Quality, ShrinkRecord, TrainingCost
 from plimsoll.run import shrink as module
-from plimsoll.run.shrink import ShrinkOptions, ShrinkSource, shrink
+from plimsoll.run.shrink import RefusedError, ShrinkOptions, ShrinkSource, shrink
 from plimsoll.run.shrink_process import Made, Offer
 from plimsoll.run.shrink_recover import Trained
+from shrink_records import trained_record
 
 BYTES = 1000
 EFFECTS = {"layers": (0.5, 0.4), "heads": (0.8, 0.1), "int8": (0.3, 0.01), "int4": (0.2, 0.5)}
@@ -29,8 +34,11 @@ class MadeUp:
 
     made: list[str] = []
     teachers: list[Path | None] = []
+    trainings: list[tuple[int, Path | None]] = []
     dies_at: str | None = None
-    refuses: str | None = None
+    refuses: tuple[str, ...] = ()
+    original_loss = 0.0
+    header_bytes = 0
 
     def __init__(self, request):
         fields = json.loads(request.read_text())
@@ -66,12 +74,12 @@ class MadeUp:
         name = " > ".join(map(str, chain)) or "original"
         if name == MadeUp.dies_at:
             raise KilledError("the process was killed: give the same command again", 9)
-        if name == MadeUp.refuses:
+        if name in MadeUp.refuses:
             raise InputError(f"{name} cannot be judged: leave it out")
         MadeUp.made.append(name)
         (target / "config.json").write_text(json.dumps({"name": name}))
         size = self.weight_bytes(chain)
-        loss = sum(EFFECTS[choice.technique][1] for choice in chain)
+        loss = MadeUp.original_loss + sum(EFFECTS[choice.technique][1] for choice in chain)
         if self.is_job:
             gain = Path(source.folder) / "gain.json"
             if gain.is_file():  # a model that was trained, here from 0.4
@@ -80,7 +88,8 @@ class MadeUp:
             quality = Quality(loss=loss, num_samples=10)
         else:
             quality = Quality(loss=loss, num_samples=10, similarity=1 - loss)
-        return Made(form="plain", file_bytes=size, weight_bytes=size, quality=quality, has_own_tokenizer=False)
+        file_bytes = size + MadeUp.header_bytes
+        return Made(form="plain", file_bytes=file_bytes, weight_bytes=size, quality=quality, has_own_tokenizer=False)
 
     def measured(self, source):
         return InferenceCost(rows=1, longest_tokens=1, peak_bytes=2 * BYTES, baseline_bytes=BYTES, row_seconds=0.5)
@@ -93,7 +102,8 @@ class MadeUp:
 @pytest.fixture
 def source(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "ShrinkProcess", MadeUp)
-    MadeUp.made, MadeUp.teachers, MadeUp.dies_at, MadeUp.refuses = [], [], None, None
+    for name, value in {"made": [], "teachers": [], "trainings": [], "dies_at": None, "refuses": ()}.items():
+        monkeypatch.setattr(MadeUp, name, value)
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
     (tmp_path / "x.txt").write_text("a text\n")
@@ -101,7 +111,11 @@ def source(tmp_path, monkeypatch):
 
 
 def test_without_a_target_every_choice_is_made_alone_and_none_is_chosen(source, tmp_path):
+    began = time.monotonic()
     record = shrink(source, tmp_path / "out", ShrinkOptions())
+    assert 0 <= record.seconds <= time.monotonic() - began
+    assert record.evaluated_on == f"the texts of {source.data}, 10 samples"
+    assert record.saves == dict.fromkeys(EFFECTS, "much")
     assert MadeUp.made == ["original", "layers", "heads", "int8", "int4"]
     assert (record.best, len(record.models)) == (None, 5)
     assert [(one.method, one.reason) for one in record.unused] == [("units", "no recurrent layers")]
@@ -121,6 +135,67 @@ def test_the_best_under_the_target_is_written(source, tmp_path):
 def test_of_the_chains_that_fit_as_many_are_made_as_asked_for(source, tmp_path):
     shrink(source, tmp_path / "out", ShrinkOptions(target_bytes=250, most_tries=1))
     assert MadeUp.made[5:] == ["heads > int8"]
+
+
+def test_four_chains_are_made_where_no_number_of_them_is_given(source, tmp_path, monkeypatch):
+    for number in range(6):
+        monkeypatch.setitem(EFFECTS, f"small-{number}", (0.24, number / 10))
+    shrink(source, tmp_path / "out", ShrinkOptions(target_bytes=100))
+    assert len(MadeUp.made[11:]) == 4
+
+
+@pytest.mark.parametrize(
+    ("header_bytes", "target_bytes", "name"),
+    [(0, 240, "heads > int8"), (0, 239, "layers > int8"), (24, 264, "heads > int8"), (24, 263, "layers > int8")],
+)
+def test_a_chain_is_made_where_its_files_are_no_larger_than_the_target(
+    source, tmp_path, monkeypatch, header_bytes, target_bytes, name
+):
+    monkeypatch.setattr(MadeUp, "header_bytes", header_bytes)
+    record = shrink(source, tmp_path / "out", ShrinkOptions(target_bytes=target_bytes, most_tries=1))
+    assert MadeUp.made[5:] == [name]
+    assert record.models[record.best].name == name
+
+
+def test_where_no_guess_is_small_enough_all_methods_together_are_made(source, tmp_path, monkeypatch):
+    def weight_bytes(self, chain, before=MadeUp.weight_bytes):
+        found = before(self, chain)  # three methods remove more than each of them alone promises
+        return found // 2 if found is not None and len(chain) == 3 else found
+
+    monkeypatch.setattr(MadeUp, "weight_bytes", weight_bytes)
+    record = shrink(source, tmp_path / "out", ShrinkOptions(target_bytes=60))
+    assert MadeUp.made[5:] == ["layers > heads > int4"]
+    assert record.models[record.best].name == "layers > heads > int4"
+
+
+def test_what_a_method_costs_is_counted_from_the_originals_loss(source, tmp_path, monkeypatch):
+    monkeypatch.setattr(MadeUp, "original_loss", 0.2)
+    monkeypatch.setitem(EFFECTS, "int2", (0.24, 0.15))  # alone worse than heads and int8 together
+    shrink(source, tmp_path / "out", ShrinkOptions(target_bytes=250, most_tries=1))
+    assert MadeUp.made[6:] == ["heads > int8"]
+
+
+def test_each_model_is_counted_while_it_is_made(source, tmp_path):
+    told = []
+    options = ShrinkOptions(target_bytes=250, most_tries=2)
+    shrink(source, tmp_path / "out", options, progress=lambda *one: told.append(one))
+    assert told == [*(("methods alone", done, 4) for done in range(5)), *(("chains", done, 2) for done in range(3))]
+
+
+def test_the_smallest_that_was_made_is_said_where_no_size_can_be_looked_at(source, tmp_path, monkeypatch):
+    def weight_bytes(self, chain, before=MadeUp.weight_bytes):
+        return before(self, chain) if len(chain) < 2 else None
+
+    monkeypatch.setattr(MadeUp, "weight_bytes", weight_bytes)
+    forbids = ("heads", "int8", "int4")
+    with pytest.raises(InputError, match=r"without heads, int8, int4 reaches 50 B: the smallest has about 500 B"):
+        shrink(source, tmp_path / "out", ShrinkOptions(target_bytes=50, forbids=forbids))
+
+
+def test_of_what_could_not_be_made_the_number_and_the_last_reason_are_said(source, tmp_path):
+    MadeUp.refuses = ("layers", "heads", "int8")
+    with pytest.raises(InputError, match=r"\(3 could not be made, the last int8: int8 cannot be judged"):
+        shrink(source, tmp_path / "out", ShrinkOptions(target_bytes=50))
 
 
 def test_a_method_that_is_forbidden_is_not_used(source, tmp_path):
@@ -143,7 +218,7 @@ def test_a_chain_of_the_users_own_is_made_as_it_is(source, tmp_path):
     pins = (Pin(technique="heads"), Pin(technique="int4"))
     record = shrink(source, tmp_path / "out", ShrinkOptions(methods=pins))
     assert MadeUp.made == ["original", "heads > int4"]
-    assert record.best == 1
+    assert (record.best, record.unused, record.saves) == (1, (), {"heads": "much", "int4": "much"})
 
 
 def test_what_was_made_before_a_death_is_not_made_again(source, tmp_path):
@@ -170,6 +245,27 @@ def test_what_was_begun_otherwise_is_not_gone_on_with(source, tmp_path):
     assert shrink(source, tmp_path / "out", ShrinkOptions(target_bytes=250), force=True).target_bytes == 250
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "goes_on"),
+    [
+        ({}, {"budget_bytes": 9, "distills": False}, True),  # of a training, which there is none of
+        ({"recover_steps": 9}, {"recover_steps": 8}, False),
+        ({"recover_steps": 9}, {"recover_steps": 9, "distills": False}, False),
+        ({"recover_steps": 9}, {"recover_steps": 9, "budget_bytes": 9}, False),
+        ({"recover_steps": 9}, {"recover_steps": 9, "most_tries": 2}, True),
+    ],
+)
+def test_options_that_change_a_model_begin_anew_and_others_go_on(source, tmp_path, before, after, goes_on):
+    shrink(source, tmp_path / "out", ShrinkOptions(**before), keep_all=True)
+    MadeUp.made = []
+    if goes_on:
+        shrink(source, tmp_path / "out", ShrinkOptions(**after))
+    else:
+        with pytest.raises(OutputError, match="begun with another model, data or options"):
+            shrink(source, tmp_path / "out", ShrinkOptions(**after))
+    assert MadeUp.made == []
+
+
 def test_another_target_goes_on_with_what_was_made(source, tmp_path):
     MadeUp.dies_at = "int8"
     with pytest.raises(KilledError):
@@ -181,7 +277,7 @@ def test_another_target_goes_on_with_what_was_made(source, tmp_path):
 
 
 def test_what_cannot_be_made_is_said_and_the_others_are_tried(source, tmp_path):
-    MadeUp.refuses = "heads"
+    MadeUp.refuses = ("heads",)
     record = shrink(source, tmp_path / "out", ShrinkOptions(target_bytes=250))
     assert ("heads", "heads cannot be judged: leave it out") in [(one.method, one.reason) for one in record.unused]
     assert record.models[record.best].name == "layers > int8"
@@ -225,6 +321,7 @@ def trained(source, monkeypatch):
     gains = {"loss": 0.0}
 
     def train(job, begun, place, cache, num_steps, budget_bytes, teacher):
+        MadeUp.trainings.append((num_steps, teacher))
         (place / "run").mkdir(exist_ok=True)
         (place / "run" / "gain.json").write_text(json.dumps(gains["loss"]))
         return Trained(place / "run", TrainingCost(peak_bytes=5 * BYTES, step_seconds=0.5))
@@ -239,7 +336,10 @@ def test_a_training_that_helps_is_what_is_written(trained, tmp_path):
     source, gains = trained
     gains["loss"] = 0.2
     options = ShrinkOptions(methods=(Pin(technique="layers"), Pin(technique="int8")), recover_steps=9)
-    small = shrink(source, tmp_path / "out", options).models[1]
+    original, small = shrink(source, tmp_path / "out", options).models
+    # A few steps of the original show what it takes.
+    assert MadeUp.trainings == [(4, None), (9, source.folder)]
+    assert (original.training.peak_bytes, original.recovery_steps) == (5 * BYTES, 0)
     assert source.folder in MadeUp.teachers  # what is predicted is the training that was done
     assert small.quality.loss == pytest.approx(0.41)
     assert small.recovered.loss == pytest.approx(0.21)
@@ -277,12 +377,51 @@ def test_what_cannot_be_applied_behind_its_training_is_not_taken_for_what_it_was
         shrink(source, tmp_path / "out", ShrinkOptions(recover_steps=9, target_bytes=600, forbids=forbids))
 
 
-def test_a_training_that_does_harm_is_not(trained, tmp_path):
+@pytest.mark.parametrize("distills", [False, True], ids=["alone", "with the answers of the original"])
+def test_a_training_follows_the_original_where_that_is_asked_for(trained, tmp_path, distills):
+    source, _ = trained
+    options = ShrinkOptions(methods=(Pin(technique="layers"),), recover_steps=9, distills=distills)
+    shrink(source, tmp_path / "out", options)
+    assert MadeUp.trainings[1:] == [(9, source.folder if distills else None)]
+
+
+def test_only_what_changes_shapes_is_trained_and_of_a_search_only_chains(trained, tmp_path):
+    source, _ = trained
+    record = shrink(source, tmp_path / "out", ShrinkOptions(recover_steps=9, target_bytes=250, most_tries=2))
+    steps = {model.name: model.recovery_steps for model in record.models}
+    alone = dict.fromkeys(["original", "layers", "heads", "int8", "int4"], 0)
+    assert steps == alone | {"heads > int8": 9, "layers > int8": 9}
+    own = ShrinkOptions(methods=(Pin(technique="int8"),), recover_steps=9)
+    assert shrink(source, tmp_path / "own", own).models[1].recovered is None
+
+
+def test_without_steps_nothing_is_trained_and_what_can_be_is_predicted(trained, tmp_path):
+    source, _ = trained
+    record = shrink(source, tmp_path / "out", ShrinkOptions())
+    assert MadeUp.trainings == []
+    is_predicted = {model.name: model.training is not None for model in record.models}
+    assert is_predicted == {"original": True, "layers": True, "heads": True, "int8": False, "int4": False}
+    assert all((model.recovered, model.recovery_steps) == (None, 0) for model in record.models)
+
+
+@pytest.mark.parametrize("distill", [None, {"teacher": "t"}])
+def test_what_the_original_took_is_read_of_its_run(trained, tmp_path, distill):
+    trained_record(9.0, 2.5, 3.0, peak_bytes=7 * BYTES, job={"distill": distill}).save(tmp_path / "run.json")
+    source = replace(trained[0], trained=tmp_path / "run.json")
+    original = shrink(source, tmp_path / "out", ShrinkOptions(recover_steps=9)).models[0]
+    assert [steps for steps, _ in MadeUp.trainings] == [9, 9]  # of layers and of heads
+    assert (original.training.peak_bytes, original.training.step_seconds) == (7 * BYTES, 2.75)
+    assert original.training.has_teacher == bool(distill)
+
+
+@pytest.mark.parametrize("gain", [-3.0, 0.0])
+def test_a_training_that_does_harm_or_nothing_is_not(trained, tmp_path, gain):
     source, gains = trained
-    gains["loss"] = -3.0
+    gains["loss"] = gain
     options = ShrinkOptions(methods=(Pin(technique="layers"),), recover_steps=9)
     small = shrink(source, tmp_path / "out", options).models[1]
-    assert small.recovered.loss > small.quality.loss == small.best_quality.loss
+    assert small.recovered.loss == pytest.approx(0.4 - gain)
+    assert small.quality.loss == small.best_quality.loss == 0.4
     assert json.loads((tmp_path / "out" / "config.json").read_text()) == {"name": "layers"}
 
 
@@ -295,3 +434,41 @@ def test_fewer_tokens_to_divide_among_are_no_better_language_model(trained, tmp_
     options = ShrinkOptions(methods=(Pin(technique="vocabulary"), Pin(technique="layers")))
     small = shrink(source, tmp_path / "both", options).models[1]
     assert small.quality.loss == pytest.approx(losses["layers"])
+    options = replace(options, recover_steps=9)
+    shrink(source, tmp_path / "taught", options, keep_all=True)
+    (teacher,) = {teacher for steps, teacher in MadeUp.trainings if steps == 9}
+    assert json.loads((teacher / "config.json").read_text()) == {"name": "vocabulary"}  # it reads the same tokens
+
+
+def test_embeddings_of_fewer_tokens_are_as_near_as_they_are(source, tmp_path, monkeypatch):
+    monkeypatch.setitem(EFFECTS, "vocabulary", (0.5, 0.3))
+    small = shrink(source, tmp_path / "out", ShrinkOptions(methods=(Pin(technique="vocabulary"),))).models[1]
+    assert (small.quality.loss, small.quality.similarity) == (0.3, 0.7)
+
+
+def test_data_that_cannot_be_prepared_are_refused_with_the_code_of_what_refused_them(source, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "prepare_data", lambda directory, cache, quiet: 3)
+    job = Job.from_fields({"model": str(source.folder), "data": {"train": "none.txt", "validation": 0.5}})
+    with pytest.raises(RefusedError) as raised:
+        shrink(ShrinkSource(source.folder, job), tmp_path / "out", ShrinkOptions())
+    assert raised.value.exit_code == 3
+    assert MadeUp.made == []
+
+
+def test_models_judged_by_other_texts_are_not_gone_on_with(source, tmp_path, monkeypatch):
+    def prepare_here(directory, cache, quiet):  # as a process of its own does
+        prepare(Job.from_yaml(directory.job), cache).save(directory.prepared)
+        return 0
+
+    monkeypatch.setattr(module, "prepare_data", prepare_here)
+    fields = {"tokenizer": {"vocab_size": 300}, "sequence_length": 8}
+    data = {"train": str(write_text(tmp_path / "ship.txt")), "validation": 0.5}
+    job = Job.from_fields({"model": str(source.folder), "data": data} | fields)
+    given = ShrinkSource(source.folder, job)
+    shrink(given, tmp_path / "out", ShrinkOptions(), keep_all=True)
+    MadeUp.made = []
+    shrink(given, tmp_path / "out", ShrinkOptions(), keep_all=True)
+    assert MadeUp.made == []
+    (tmp_path / "ship.txt").write_text("other words\n" * 900)
+    with pytest.raises(OutputError, match="are others than those that .* was begun with: give --force"):
+        shrink(given, tmp_path / "out", ShrinkOptions())

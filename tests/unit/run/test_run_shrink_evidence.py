@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from model_folders import model_folder, write_rows
+from model_folders import model_folder, tokenizer, write_rows
 from plimsoll.data.prepare import open_datasets, prepare
 from plimsoll.errors import DataError, JobError
 from plimsoll.models.build import build_model, save_model
@@ -48,7 +48,9 @@ def saved(place, job):
     return prepared, model
 
 
-def test_quality_is_the_loss_and_the_accuracy_of_all_validation_samples(place):
+@pytest.mark.parametrize("tokens_per_pass", [1024, 32], ids=["one pass", "passes of four samples, the last of three"])
+def test_quality_is_the_loss_and_the_accuracy_of_all_validation_samples(place, monkeypatch, tokens_per_pass):
+    monkeypatch.setattr(shrink_evidence, "_TOKENS_PER_PASS", tokens_per_pass)
     job = job_of(place)
     prepared, model = saved(place, job)
     evidence = JobEvidence(job.model_copy(update={"model": str(place / "model")}), place / "cache")
@@ -60,6 +62,48 @@ def test_quality_is_the_loss_and_the_accuracy_of_all_validation_samples(place):
     assert found.num_samples == len(validation) == 15
     assert found.loss == pytest.approx(output.loss.item(), rel=1e-5)
     assert found.accuracy == pytest.approx((output.logits.argmax(1) == batch["labels"]).float().mean().item())
+
+
+@pytest.mark.parametrize(("sequence_length", "expected"), [(8, 128), (205, 4), (2000, 1)])
+def test_a_pass_has_as_many_samples_as_have_a_thousand_tokens_and_at_least_one(place, sequence_length, expected):
+    assert JobEvidence(job_of(place, sequence_length=sequence_length), place).pass_samples == expected
+
+
+def test_a_language_model_is_judged_by_its_loss_alone(place):
+    """Of windows of eight tokens, as long as there are."""
+    data = {"train": str(place / "x.jsonl"), "validation": 0.25, "text": "text"}
+    job = job_of(place, task="language-modeling", data=data)
+    prepared, model = saved(place, job)
+    evidence = JobEvidence(job.model_copy(update={"model": str(place / "model")}), place / "cache")
+    found = evidence.quality(evidence.load(place / "model", None), None)
+    _, validation = open_datasets(prepared, job)
+    with torch.no_grad():
+        expected = model(**validation.batch(np.arange(len(validation)))).loss.item()
+    assert (found.loss, found.num_samples) == (pytest.approx(expected, rel=1e-5), len(validation))
+    assert (found.accuracy, found.entity_f1, found.similarity) == (None, None, None)
+    assert sum(len(batch["input_ids"]) for batch in evidence.batches(None)) == len(validation)
+    assert evidence.inference(place / "model").name == "score"
+    assert evidence.head == "language-modeling"
+
+
+def test_a_tagger_is_judged_by_its_words_and_its_entities(place):
+    texts = (f"w{number} B-X\nin O\nw{number} I-X\n" for number in range(40))
+    (place / "x.conll").write_text("\n".join(texts))
+    data = {"train": str(place / "x.conll"), "validation": 0.25}
+    job = job_of(place, task="token-classification", data=data)
+    prepared, model = saved(place, job)
+    evidence = JobEvidence(job.model_copy(update={"model": str(place / "model")}), place / "cache")
+    found = evidence.quality(evidence.load(place / "model", None), None)
+    _, validation = open_datasets(prepared, job)
+    batch = validation.batch(np.arange(len(validation)))
+    with torch.no_grad():
+        output = model(**batch)
+    is_word = batch["labels"] >= 0
+    right = (output.logits.argmax(-1) == batch["labels"])[is_word].float().mean().item()
+    assert (found.loss, found.accuracy) == (pytest.approx(output.loss.item(), rel=1e-5), pytest.approx(right))
+    assert found.entity_f1 is not None
+    assert (found.num_samples, found.similarity) == (10, None)
+    assert evidence.inference(place / "model") is None
 
 
 def test_a_model_that_was_trained_for_integers_is_dense_and_becomes_them(place):
@@ -77,9 +121,12 @@ def test_a_model_that_was_trained_for_integers_is_dense_and_becomes_them(place):
 
 def test_a_part_of_the_samples_is_drawn_evenly(place):
     job = job_of(place)
-    saved(place, job)
+    prepared, _ = saved(place, job)
     evidence = JobEvidence(job.model_copy(update={"model": str(place / "model")}), place / "cache", most_samples=5)
     assert evidence.quality(evidence.load(place / "model", None), None).num_samples == 5
+    _, validation = open_datasets(prepared, job)
+    judged = torch.cat([batch["input_ids"] for batch in evidence.batches(None)])
+    assert torch.equal(judged, validation.batch(np.array([0, 3, 7, 10, 14]))["input_ids"])
 
 
 @pytest.mark.parametrize("most_samples", [None, 4])
@@ -116,6 +163,28 @@ def test_calibration_comes_from_the_training_samples_and_is_the_same_each_time(p
     assert calibration.token_counts.sum() == prepared.train.num_tokens
 
 
+def test_as_many_samples_calibrate_as_passes_have_and_they_are_drawn_evenly(place, monkeypatch):
+    monkeypatch.setattr(shrink_evidence, "_TOKENS_PER_PASS", 16)
+    monkeypatch.setattr(shrink_evidence, "_CALIBRATION_PASSES", 3)
+    job = job_of(place)
+    prepared, _ = saved(place, job)
+    evidence = JobEvidence(job.model_copy(update={"model": str(place / "model")}), place / "cache")
+    passes = [batch["input_ids"] for batch in evidence.calibration(None).batches()]
+    train, _ = open_datasets(prepared, job)
+    drawn = [train.batch(np.array(ids))["input_ids"] for ids in ([0, 8], [17, 26], [35, 44])]
+    assert all(torch.equal(one, other) for one, other in zip(passes, drawn, strict=True))
+
+
+def test_tokens_of_both_parts_of_the_corpus_are_counted(place):
+    (place / "held.jsonl").write_text('{"text": "red red far", "label": "a"}\n')
+    data = {"train": str(place / "x.jsonl"), "label": "label", "validation": str(place / "held.jsonl")}
+    job = job_of(place, data=data)
+    prepared, _ = saved(place, job)
+    evidence = JobEvidence(job.model_copy(update={"model": str(place / "model")}), place / "cache")
+    counts = evidence.calibration(None).token_counts
+    assert counts.sum() == prepared.train.num_tokens + prepared.validation.num_tokens > prepared.train.num_tokens
+
+
 def test_without_validation_data_nothing_is_judged(place):
     job = job_of(place, data={"train": str(place / "x.jsonl"), "label": "label"})
     saved(place, job)
@@ -143,10 +212,17 @@ def test_embeddings_are_judged_by_their_likeness_to_the_originals(tmp_path):
     same = evidence.quality(model, None)
     assert (same.similarity, same.num_samples) == (pytest.approx(1.0), 3)
     assert same.loss == pytest.approx(0.0, abs=1e-6)
+    task = evidence.inference(folder)
     with torch.no_grad():
+        vectors = [task.compute(model, batch)[0] for batch in evidence.batches(None)]
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter))
-    assert evidence.quality(model, None).similarity < 0.99
+        others = [task.compute(model, batch)[0] for batch in evidence.batches(None)]
+    cosines = [(a @ b) / (a.norm() * b.norm()) for a, b in zip(torch.cat(vectors), torch.cat(others), strict=True)]
+    found = evidence.quality(model, None)
+    assert found.similarity == pytest.approx(sum(map(float, cosines)) / 3, abs=1e-6)
+    assert found.similarity < 0.99
+    assert found.loss == pytest.approx(1 - found.similarity)
     counts = evidence.calibration(None).token_counts
     assert counts.sum() == sum(int(batch["attention_mask"].sum()) for batch in evidence.batches(None))
 
@@ -163,6 +239,45 @@ def test_texts_go_in_passes_of_so_many_tokens_and_a_few_passes_calibrate(tmp_pat
         lengths = mask[:-1].sum(1)
         assert mask.numel() >= 12 > len(lengths) * max(lengths, default=0)
     assert len(list(evidence.calibration(None).batches())) == 2
+
+
+def test_of_texts_the_first_are_judged_and_all_are_the_corpus(tmp_path):
+    folder = model_folder(tmp_path / "model", class_name="BertModel")
+    evidence = TextEvidence(folder, write_rows(tmp_path / "x.jsonl", ["w1", "w2 w3", "w4 w4 w4"]), most_samples=2)
+    assert evidence.quality(evidence.load(folder, None), None).num_samples == 2
+    (batch,) = evidence.batches(None)
+    assert batch["input_ids"].tolist() == [[2, 5, 3, 0], [2, 6, 7, 3]]  # w1 is token 5
+    assert batch["attention_mask"].tolist() == [[1, 1, 1, 0], [1, 1, 1, 1]]
+    counts = evidence.calibration(None).token_counts
+    assert counts[:9].tolist() == [0, 0, 3, 3, 0, 1, 1, 1, 3]
+    assert len(counts) == 94
+
+
+@pytest.mark.parametrize(("token", "expected"), [("[SEP]", 3), (None, 0)])
+def test_texts_are_padded_with_the_token_of_the_tokenizer(tmp_path, token, expected):
+    folder = model_folder(tmp_path / "model", class_name="BertModel")
+    names = tokenizer()
+    names.pad_token = token
+    names.save_pretrained(folder)
+    (batch,) = TextEvidence(folder, write_rows(tmp_path / "x.jsonl", ["w1", "w2 w3"])).batches(None)
+    assert batch["input_ids"][0].tolist() == [2, 5, 3, expected]
+
+
+@pytest.mark.parametrize(("positions", "expected"), [(64, 64), (512, 256)])
+def test_long_texts_are_cut_to_what_the_model_reads_and_to_a_length_that_is_usual(tmp_path, positions, expected):
+    folder = model_folder(tmp_path / "model", class_name="BertModel", max_position_embeddings=positions)
+    names = tokenizer()
+    names.model_max_length = positions
+    names.save_pretrained(folder)
+    (batch,) = TextEvidence(folder, write_rows(tmp_path / "x.jsonl", ["w1 " * 600])).batches(None)
+    assert batch["input_ids"].shape == (1, expected)
+
+
+def test_of_embeddings_only_vectors_of_another_size_are_not_judged(tmp_path):
+    evidence = TextEvidence(tmp_path, tmp_path / "x.jsonl")
+    assert evidence.head == "none"
+    assert evidence.cannot_judge("hidden").startswith("vectors of another size cannot be compared")
+    assert [evidence.cannot_judge(method) for method in ("heads", "layers")] == [None, None]
 
 
 def test_vectors_of_another_size_cannot_be_compared(tmp_path):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
 from plimsoll.errors import OutputError
-from plimsoll.run.shrink_folder import SHRINK_RECORD, opened, take
+from plimsoll.run.shrink_folder import SHRINK_RECORD, drop_if_empty, opened, refuse_overlap, take
 
 
 def test_the_same_command_goes_on_and_another_one_does_not(tmp_path):
@@ -60,3 +61,66 @@ def test_files_of_a_model_that_was_there_are_replaced(tmp_path):
     assert (tmp_path / "out" / "1_Pooling" / "config.json").read_text() == "2"
     assert (tmp_path / "new" / "config.json").is_file(), "a command that is stopped here finds it again"
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["1_Pooling", "config.json"]
+
+
+def test_a_folder_that_is_there_and_empty_is_taken(tmp_path):
+    for force in (False, True):
+        assert opened(tmp_path, {"target": 1}, force).is_dir()
+    assert [path.name for path in tmp_path.iterdir()] == [".shrink"]
+
+
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_a_model_that_is_done_is_not_overwritten_unless_forced(tmp_path, is_damaged):
+    (tmp_path / SHRINK_RECORD).write_text("{}")
+    if is_damaged:
+        (tmp_path / ".shrink").mkdir()
+        (tmp_path / ".shrink" / "asked.json").write_text("{")
+    with pytest.raises(OutputError, match="holds a model that is done.*--force to make it anew"):
+        opened(tmp_path, {"target": 1}, force=False)
+    opened(tmp_path, {"target": 1}, force=True)
+    assert not (tmp_path / SHRINK_RECORD).exists()
+
+
+def test_what_is_done_is_gone_on_with_where_all_models_were_kept(tmp_path):
+    opened(tmp_path, {"target": 1}, force=False)
+    (tmp_path / SHRINK_RECORD).write_text("{}")
+    assert opened(tmp_path, {"target": 1}, force=False).is_dir()
+    with pytest.raises(OutputError, match="begun with another model"):
+        opened(tmp_path, {"target": 2}, force=False)
+
+
+def test_a_place_beside_what_is_read_is_no_overlap(tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "model")
+    refuse_overlap(tmp_path / "out", [tmp_path / "model", tmp_path / "out.txt"])
+    refuse_overlap(tmp_path / "model" / "out", [tmp_path / "model"])  # of what is read nothing is removed there
+    for out in (tmp_path / "model", tmp_path / "link", tmp_path):
+        with pytest.raises(OutputError, match="lies in --out"):
+            refuse_overlap(out, [tmp_path / "elsewhere", tmp_path / "model"])
+
+
+@pytest.mark.parametrize(("made", "notes"), [(False, False), (False, True), (True, False)])
+def test_a_folder_of_work_without_a_model_is_removed_with_the_one_it_is_alone_in(tmp_path, made, notes):
+    work = opened(tmp_path / "out", {}, force=False)
+    (work / "models" / "a").mkdir(parents=True)
+    if made:
+        (work / "models" / "a" / "small-0.json").write_text("{}")
+    if notes:
+        (tmp_path / "out" / "notes.txt").write_text("mine")
+    drop_if_empty(work)
+    assert (work.exists(), (tmp_path / "out").exists()) == (made, made or notes)
+
+
+def test_a_copy_is_made_where_a_file_cannot_have_two_names(tmp_path, monkeypatch):
+    def refuse(self, target):
+        raise OSError("no links here")
+
+    (tmp_path / "new").mkdir()
+    (tmp_path / "out").mkdir()
+    (tmp_path / "new" / "config.json").write_text("{}")
+    take(tmp_path / "new", tmp_path / "out")
+    assert (tmp_path / "out" / "config.json").samefile(tmp_path / "new" / "config.json")
+    monkeypatch.setattr(Path, "hardlink_to", refuse)
+    take(tmp_path / "new", tmp_path / "out")
+    assert not (tmp_path / "out" / "config.json").samefile(tmp_path / "new" / "config.json")
+    assert (tmp_path / "out" / "config.json").read_text() == "{}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -25,11 +26,27 @@ def weight_bytes(chain):
         os.kill(os.getpid(), signal.SIGKILL)
     return len(chain)
 
+def make(source, chain, target):
+    quality = {"loss": 0.5, "num_samples": len(target)}
+    names = [one["technique"] for one in chain]
+    return {"form": "plain", "file_bytes": 3, "weight_bytes": 2, "quality": quality,
+            "has_own_tokenizer": [source["folder"], names] == ["x", ["a", "b"]]}
+
+def measured(source):
+    return {"rows": 1, "longest_tokens": 2, "peak_bytes": 3, "baseline_bytes": 2, "row_seconds": 0.5}
+
+def predicted_training(source, teacher):
+    if source["tokenizer"] is not None:
+        return 3 / 0
+    if teacher is None:
+        return None
+    return {"likely_bytes": len(teacher), "low_bytes": 0, "high_bytes": 900}
+
 serve(lambda: {
     "weight_bytes": weight_bytes,
     "offers": lambda: [{"method": "heads", "stage": "structure", "saves": "much", "reason": "none"}],
     "resolved": lambda pins: [{"technique": pin["technique"], "options": {"share": pin["value"]}} for pin in pins],
-    "predicted_training": lambda source, teacher: None if source["tokenizer"] is None else 3 / 0,
+    "make": make, "measured": measured, "predicted_training": predicted_training,
 })
 """
 
@@ -76,3 +93,38 @@ def test_a_death_is_said_with_what_to_do(process):
 def test_an_error_of_another_kind_ends_the_process(process):
     with pytest.raises(KilledError, match="ended with 1 while it was asked for predicted_training"):
         process.predicted_training(Source(folder="x", tokenizer="y"))
+
+
+def test_a_model_that_was_made_and_what_it_takes_arrive_whole(process):
+    made = process.make(Source(folder="x"), chain("a", "b"), Path("/target"))
+    assert (made.file_bytes, made.weight_bytes, made.quality.num_samples, made.has_own_tokenizer) == (3, 2, 7, True)
+    assert process.measured(Source(folder="x")).peak_bytes == 3
+
+
+def test_a_teacher_is_named_by_its_whole_path(process, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert process.predicted_training(Source(folder="x"), Path("teacher")).likely_bytes == len(f"{tmp_path}/teacher")
+
+
+def test_the_process_ends_with_the_block(tmp_path):
+    made = ShrinkProcess(tmp_path / "request.json")
+    made._command = [sys.executable, "-c", "import time; time.sleep(600)"]
+    with made:
+        assert made._process.poll() is None
+    assert made._process.returncode == -9
+
+
+def test_a_process_that_ends_with_an_error_has_no_signal_to_tell(process):
+    with pytest.raises(KilledError) as raised:
+        process.predicted_training(Source(folder="x", tokenizer="y"))
+    assert raised.value.exit_code == 137  # as if it was killed: the same command goes on
+    with pytest.raises(KilledError, match="ended with 1 "):  # also where it is gone before it is asked
+        process.offers()
+
+
+def test_a_process_that_another_signal_ended_tells_it(tmp_path):
+    made = ShrinkProcess(tmp_path / "request.json")
+    made._command = [sys.executable, "-c", "import os; os.kill(os.getpid(), 1)"]
+    with made, pytest.raises(KilledError, match="ended with -1 ") as raised:
+        made.offers()
+    assert raised.value.exit_code == 129

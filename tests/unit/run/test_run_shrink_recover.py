@@ -11,9 +11,12 @@ import pytest
 from plimsoll.errors import InputError
 from plimsoll.records.distill import DistillSource
 from plimsoll.records.job import Job
+from plimsoll.records.run import RunHead
 from plimsoll.run import shrink_recover
+from plimsoll.run.directory import RunDirectory
 from plimsoll.run.shrink_process import Source
-from plimsoll.run.shrink_recover import train_again
+from plimsoll.run.shrink_recover import cost_of, train_again
+from shrink_records import trained_record
 
 JOB = Job.from_fields({
     "model": "original", "task": "classification", "tokenizer": {"path": "original"}, "steps": 900, "evaluate_every": 5,
@@ -75,3 +78,47 @@ def test_what_was_begun_goes_on(asked, tmp_path):
     (tmp_path / "run" / "checkpoints" / "step-000025").mkdir(parents=True)
     refused(tmp_path)
     assert asked == [["--resume", "--out", str(tmp_path / "run"), "--json"]]
+
+
+@pytest.mark.parametrize(
+    ("step_seconds", "expected"),
+    [((), None), ((9.0,), 9.0), ((9.0, 2.0), 2.0), ((9.0, 2.0, 3.0), 2.5), ((9.0, 2.0, 1.0, 8.0), 2.0)],
+)
+def test_a_step_takes_what_is_usual_behind_the_first(step_seconds, expected):
+    cost = cost_of(trained_record(*step_seconds, peak_bytes=70), has_teacher=True)
+    assert (cost.step_seconds, cost.peak_bytes, cost.has_teacher) == (expected, 70 if step_seconds else None, True)
+
+
+@pytest.mark.parametrize(("steps", "every"), [(1, 1), (3, 1), (8, 2), (103, 25)])
+def test_a_training_has_four_checkpoints_of_which_the_last_is_kept(asked, tmp_path, steps, every):
+    with pytest.raises(InputError):
+        train_again(JOB, Source(folder="small"), tmp_path, tmp_path / "cache", steps, None, None)
+    checkpoint = Job.from_yaml(tmp_path / "job.yaml").checkpoint
+    assert (checkpoint.every, checkpoint.keep) == (every, 1)
+
+
+@pytest.mark.parametrize("teacher", [None, Path("/teacher")])
+def test_a_training_that_ends_well_leaves_its_model_and_what_it_took(tmp_path, monkeypatch, teacher):
+    def run(command, **_):
+        place = RunDirectory(Path(command[command.index("--out") + 1]))
+        record = trained_record(9.0, 2.0, peak_bytes=70)
+        RunHead(job={}, device=record.device, versions={}, fingerprint={}).save(place.head)
+        record.plan.save(place.plan)
+        for line in record.steps:
+            place.append(line)
+        return subprocess.CompletedProcess(command, 0, "")
+
+    (tmp_path / "run").mkdir()
+    monkeypatch.setattr(shrink_recover.subprocess, "run", run)
+    trained = train_again(JOB, Source(folder="small"), tmp_path, tmp_path / "cache", 100, None, teacher)
+    assert trained.folder == tmp_path / "run" / "model"
+    assert (trained.cost.peak_bytes, trained.cost.has_teacher) == (70, teacher is not None)
+
+
+@pytest.mark.parametrize("printed", ["", "no json", "{}", "[]", "3"])
+def test_what_says_no_reason_has_said_it_on_standard_error(printed, tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        shrink_recover.subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 1, printed)
+    )
+    with pytest.raises(InputError, match="cannot be trained .standard error has the reason."):
+        train_again(JOB, Source(folder="small"), tmp_path, tmp_path / "cache", 100, None, None)

@@ -8,7 +8,9 @@ import re
 import pytest
 
 from plimsoll.errors import DataError, InputError, JobError
+from plimsoll.records.job import Job
 from plimsoll.run.directory import RunDirectory
+from plimsoll.run.shrink import ShrinkSource
 from plimsoll.run.shrink_source import find_source
 
 JOB = {
@@ -43,6 +45,7 @@ def test_a_run_brings_its_model_its_record_and_its_tokens(tmp_path):
     with pytest.raises(JobError, match="has no model yet: finish it"):
         find_source(run.path)
     folder(run.model)
+    assert find_source(run.path) == ShrinkSource(run.model, find_source(run.path).job)
     run.record.write_text("{}")
     run.cache.mkdir()
     source = find_source(run.path, changes=("data.validation=held.jsonl", "batch_size=4"))
@@ -66,12 +69,49 @@ def test_a_classifier_with_a_file_gets_a_job_of_its_own(tmp_path):
     job = find_source(model, tmp_path / "x.csv", ("body",), "stars", False, ("batch_size=8",)).job
     assert (job.task, job.sequence_length, job.batch_size) == ("classification", 64, 8)
     assert (job.data.text, job.data.label, job.data.header, job.data.validation) == (("body",), "stars", False, 0.2)
+    assert (job.optimizer.name, job.optimizer.lr) == ("adamw", 5e-5)
 
 
 def test_a_language_model_with_a_file_needs_no_labels(tmp_path):
     model = folder(tmp_path / "model", architectures=["GPT2LMHeadModel"], n_positions=1024)
     job = find_source(model, tmp_path / "x.txt").job
-    assert (job.task, job.sequence_length) == ("language-modeling", 256)
+    assert (job.task, job.sequence_length, job.data.label) == ("language-modeling", 256, None)
+
+
+@pytest.mark.parametrize(
+    ("config", "label", "task", "sequence_length"),
+    [
+        ({"architecture": "lstm"}, None, "language-modeling", 256),
+        ({"architecture": "gru", "num_labels": 2}, "stars", "classification", 256),
+        ({"architectures": ["LlamaForCausalLM"], "max_position_embeddings": 128}, None, "language-modeling", 128),
+        ({"architectures": ["XForCausalLM"], "max_position_embeddings": 99, "n_positions": 40}, None,
+         "language-modeling", 40),
+        ({"architectures": ["XForCausalLM"], "n_positions": None}, None, "language-modeling", 256),
+        ({"architectures": ["XForCausalLM"], "n_positions": 257}, None, "language-modeling", 256),
+    ],
+)  # fmt: skip
+def test_a_folder_says_what_its_model_is_for_and_how_much_it_reads(config, label, task, sequence_length, tmp_path):
+    job = find_source(folder(tmp_path / "model", **config), tmp_path / "x.jsonl", label=label).job
+    assert (job.task, job.sequence_length) == (task, sequence_length)
+
+
+def test_a_teacher_and_embeddings_of_the_job_are_those_of_the_model_that_was_trained(tmp_path):
+    folder(tmp_path / "model")
+    fields = {"distill": {"teacher": "big"}, "task": "language-modeling", "embeddings": "words.vec"}
+    fields["data"] = {"train": "a.txt", "validation": 0.1}
+    job = write_job(tmp_path / "job.yaml", **fields, tokenizer={"train": "words", "vocab_size": 50})
+    assert Job.from_yaml(job).distill is not None
+    found = find_source(job).job
+    assert (found.distill, found.embeddings, found.data.order) == (None, None, "shuffle")
+
+
+@pytest.mark.parametrize("config", [{}, {"architectures": None}, {"architectures": ["XForMaskedLM"]}])
+def test_a_model_of_sentence_transformers_or_of_no_name_is_one_of_embeddings(config, tmp_path):
+    model = folder(tmp_path / "model", **config)
+    if config.get("architectures"):
+        (model / "modules.json").write_text("[]")
+    (tmp_path / "x.txt").write_text("a text")
+    assert find_source(model, tmp_path / "x.txt").job is None
 
 
 def test_a_model_of_embeddings_is_judged_by_its_vectors(tmp_path):
@@ -113,9 +153,14 @@ def test_what_does_not_go_with_a_folder_is_refused(config, given, said, tmp_path
         find_source(model, tmp_path / "x.csv", **given)
 
 
-def test_data_beside_a_job_are_refused(tmp_path):
-    with pytest.raises(InputError, match=re.escape("says itself what its data are: leave out --data x.csv")):
-        find_source(write_job(tmp_path / "job.yaml"), "x.csv")
+@pytest.mark.parametrize("given", [{"data": "x.csv"}, {"columns": ("body",)}, {"label": "stars"}, {"label": ""}])
+def test_data_beside_a_job_or_a_run_are_refused(tmp_path, given):
+    run = RunDirectory.create(tmp_path / "run", force=False)
+    write_job(run.job)
+    for place in (write_job(tmp_path / "job.yaml"), run.path):
+        said = f"says itself what its data are: leave out --data {given.get('data')}, --column and --label"
+        with pytest.raises(InputError, match=re.escape(said)):
+            find_source(place, **given)
 
 
 def test_a_folder_without_a_model_is_refused(tmp_path):
@@ -135,6 +180,8 @@ def test_a_job_without_weights_or_without_data_to_judge_by_is_refused(tmp_path):
     job = write_job(tmp_path / "job.yaml", model={"architecture": "bert"})
     with pytest.raises(JobError, match="is no folder with weights.*train it first"):
         find_source(job)
+    with pytest.raises(JobError, match="is no folder with weights.*train it first"):
+        find_source(write_job(tmp_path / "job.yaml"))  # a folder that is not there
     folder(tmp_path / "model")
     job = write_job(tmp_path / "job.yaml", data={"train": "train.jsonl", "label": "stars"})
     with pytest.raises(DataError, match="data.validation is None.*data.validation=0.1"):

@@ -2,28 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import re
+import subprocess
 
 import pytest
 import torch
+from torch.nn.modules.module import register_module_forward_hook
 
 from model_folders import model_folder, some_texts
 from plimsoll.data.model_tokens import load_model_tokenizer
-from plimsoll.errors import WeightsError
+from plimsoll.errors import InputError, WeightsError
 from plimsoll.models.loading import load_model
 from plimsoll.records.heap import TIGHT_HEAP
 from plimsoll.records.job import Job
 from plimsoll.records.plan import Choice, Pin, parse_pin
 from plimsoll.records.prediction import Estimate
-from plimsoll.run import shrinking
+from plimsoll.records.shrink import InferenceCost
+from plimsoll.run import shrink_evidence, shrinking
 from plimsoll.run.shrink_evidence import JobEvidence, TextEvidence
 from plimsoll.run.shrink_process import ShrinkRequest, Source
-from plimsoll.run.shrinking import Workshop, answers_of, measured
+from plimsoll.run.shrinking import Workshop, answers_of, measured, print_measured
 
-LAYERS, INT8, VOCABULARY = (
+LAYERS, INT8, EMBEDDINGS, VOCABULARY = (
     Choice(technique="layers", options={"keep": 1}),
     Choice(technique="int8"),
+    Choice(technique="int8_embeddings"),
     Choice(technique="vocabulary"),
 )
 
@@ -78,6 +84,53 @@ def test_what_is_evaluated_is_what_is_written(place, workshop, tmp_path):
     assert again.accuracy == made.quality.accuracy
 
 
+@pytest.fixture(scope="module")
+def half(tmp_path_factory):
+    """A model of embeddings whose weights are stored in bfloat16, beside its texts."""
+    folder = model_folder(tmp_path_factory.mktemp("half") / "model", "BertModel", hidden_size=64, intermediate_size=128)
+    load_model(folder, dtype=torch.bfloat16).model.save_pretrained(folder)
+    (folder.parent / "x.txt").write_text("w1 w2\nw3\n")
+    return folder
+
+
+@pytest.mark.parametrize(
+    "chain",
+    [(), (LAYERS,), (INT8,), (LAYERS, INT8), (INT8, EMBEDDINGS), (VOCABULARY,), (VOCABULARY, INT8)],
+    ids=lambda chain: " > ".join(map(str, chain)) or "original",
+)
+def test_sizes_are_known_without_making_a_model_that_is_stored_in_fewer_bits(half, tmp_path, chain):
+    workshop = Workshop(half, TextEvidence(half, half.parent / "x.txt"))
+    made = workshop.make(Source(folder=str(half)), chain, tmp_path / "small")
+    assert made.weight_bytes == workshop.weight_bytes(chain)
+    written = load_model(tmp_path / "small", head="none").model
+    assert {one.dtype for one in written.parameters() if type(one.data) is torch.Tensor} <= {torch.bfloat16}
+    again = workshop.evidence.quality(written, tmp_path / "small" if made.has_own_tokenizer else None)
+    assert again.similarity == pytest.approx(made.quality.similarity, abs=1e-2)
+
+
+def test_a_model_without_a_place_is_judged_and_written_nowhere(place, workshop, tmp_path):
+    kept = workshop.make(original(place), (LAYERS,), tmp_path / "deep" / "small")
+    assert workshop.make(original(place), (LAYERS,), None) == kept
+
+
+def test_tokens_that_nobody_counted_are_not_taken_for_ones_that_are_not_there(place, tmp_path):
+    job = job_of(place)
+    data = job.data.model_copy(update={"on_the_fly": True, "long_texts": "truncate"})
+    workshop = Workshop(place / "model", JobEvidence(job.model_copy(update={"data": data}), place / "cache"))
+    with pytest.raises(WeightsError, match="vocabulary needs the number of times .*: leave out data.on_the_fly"):
+        workshop.make(original(place), (VOCABULARY,), tmp_path / "small")
+    assert workshop.make(original(place), (LAYERS,), tmp_path / "small").form == "plain"
+
+
+def test_a_model_that_fails_on_the_data_is_said_with_what_was_done_to_it(tmp_path):
+    folder = model_folder(tmp_path / "model", "BertModel", vocab_size=50)
+    (tmp_path / "x.txt").write_text("w80\n")
+    workshop = Workshop(folder, TextEvidence(folder, tmp_path / "x.txt"))
+    for chain, name in (((), "the original"), ((LAYERS,), r"layers\(?=?1?.*")):
+        with pytest.raises(InputError, match=f"after {name} fails to compute the evaluation data .IndexError: "):
+            workshop.make(Source(folder=str(folder)), chain, None)
+
+
 def test_texts_are_read_with_the_tokenizer_that_a_method_made(place, workshop, tmp_path):
     before = workshop.make(original(place), (), tmp_path / "same").quality
     made = workshop.make(original(place), (VOCABULARY,), tmp_path / "small")
@@ -106,6 +159,7 @@ def test_weights_are_written_in_the_type_they_had(place, tmp_path):
         ("layers(keeps=3)", "`layers` has no option `keeps` (3): it takes `keep`, `share`, `importance`"),
         ("int8=3", "`int8` has no option `value` (3): it takes no options"),
         ("int8 layers=1", "layers changes shapes and int8 the bits of values, which must be last"),
+        ("layers=1 int8 heads=0.5", "heads changes shapes and int8 the bits of values, which must be last"),
     ],
 )
 def test_what_a_user_wrote_wrongly_is_refused(workshop, pins, said):
@@ -116,6 +170,8 @@ def test_what_a_user_wrote_wrongly_is_refused(workshop, pins, said):
 def test_a_value_is_of_the_first_option(workshop):
     pins = [Pin(technique="layers", value=1), parse_pin("heads(importance=taylor)")]
     assert workshop.resolved(pins) == (LAYERS, Choice(technique="heads", options={"importance": "taylor"}))
+    pins = [parse_pin(pin) for pin in ("layers=1", "int8", "int8_embeddings")]
+    assert workshop.resolved(pins) == (LAYERS, INT8, EMBEDDINGS)
 
 
 def test_a_choice_that_cannot_be_is_refused_and_has_no_size(place, workshop, tmp_path):
@@ -147,16 +203,97 @@ def test_every_method_offers_something_or_says_why_not(workshop):
         assert offer.saves
 
 
+def test_a_model_beside_its_tokenizer_is_made_smaller_but_for_its_tokens(place, tmp_path):
+    folder = model_folder(tmp_path / "model", "BertForSequenceClassification", num_labels=2)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).unlink()
+    job = job_of(place).model_copy(update={"model": str(folder)})
+    workshop = Workshop(folder, JobEvidence(job, place / "cache"))
+    offers = {offer.method: offer for offer in workshop.offers()}
+    assert offers["layers"].choices
+    assert offers["vocabulary"].reason.startswith("there is no tokenizer to take tokens from")
+    assert not workshop.make(Source(folder=str(folder)), (LAYERS,), tmp_path / "small").has_own_tokenizer
+
+
+def test_a_method_whose_models_cannot_be_judged_offers_nothing(half, workshop):
+    texts = Workshop(half, TextEvidence(half, half.parent / "x.txt"))
+    reasons, others = ({offer.method: offer.reason for offer in one.offers()} for one in (texts, workshop))
+    assert reasons["hidden"].startswith("vectors of another size cannot be compared")
+    assert not reasons["layers"]
+    assert not others["hidden"]
+
+
 def test_what_applying_takes_is_measured_and_predicted(place, workshop, monkeypatch):
     heaps = []  # which would be those of this process from here on
     monkeypatch.setattr(shrinking, "set_up_heap", heaps.append)
     cost = measured(place / "model", workshop.evidence, None, place / "model")
     assert cost.peak_bytes >= cost.baseline_bytes > 0
-    assert (cost.rows, cost.longest_tokens) == (10, 16) or cost.longest_tokens <= 16
-    assert cost.speed > 0
+    (batch,) = workshop.evidence.batches(None)
+    assert (cost.rows, cost.longest_tokens) == batch["input_ids"].shape
+    assert cost.rows == 10
     assert heaps == [TIGHT_HEAP.mmap_threshold_bytes, None]
     predicted = workshop.predicted(place / "model", cost)
     assert predicted.likely_bytes > cost.baseline_bytes
+
+
+def test_a_model_is_timed_in_turn_with_the_original_in_eight_passes(place, workshop, monkeypatch, tmp_path):
+    """Where a model takes a second for each of its weights."""
+    asked = []
+
+    def row_seconds(compute, model, batch):
+        compute(model, batch)
+        asked.append(len(batch["input_ids"]))
+        return float(sum(weight.numel() for weight in model.parameters()))
+
+    monkeypatch.setattr(shrinking, "set_up_heap", lambda threshold: None)
+    monkeypatch.setattr(shrinking, "_row_seconds", row_seconds)
+    monkeypatch.setattr(shrink_evidence, "_TOKENS_PER_PASS", 16)
+    workshop.make(original(place), (LAYERS,), tmp_path / "small")
+    passes = []
+
+    def count(model, given, output):
+        passes.append(type(model).__name__)
+
+    with register_module_forward_hook(count):
+        cost = measured(tmp_path / "small", workshop.evidence, None, place / "model")
+    assert passes.count("BertForSequenceClassification") == 8 + 2 * 8  # for the peak, then of both
+    small, whole = (
+        sum(weight.numel() for weight in load_model(folder).model.parameters())
+        for folder in (tmp_path / "small", place / "model")
+    )
+    assert (cost.row_seconds, cost.speed) == (small, whole / small)
+    assert asked == [1] * 16  # of the ten texts
+
+
+def test_what_a_process_measures_is_read_with_what_is_predicted_of_it(half, tmp_path, monkeypatch):
+    """The process is this one here."""
+
+    def run(command, input, *, capture_output, text, check, **_):
+        assert (command[-1], capture_output, text, check) == ("measure-worker", True, True, False)
+        printed = io.StringIO("a library prints what nobody asked for\n")
+        printed.seek(0, io.SEEK_END)
+        monkeypatch.setattr("sys.stdin", io.StringIO(input))
+        with contextlib.redirect_stdout(printed):
+            print_measured()
+        return subprocess.CompletedProcess(command, 0, printed.getvalue(), "")
+
+    monkeypatch.setattr("subprocess.run", run)
+    monkeypatch.setattr(shrinking, "set_up_heap", lambda threshold: None)
+    answers = answers_of(ShrinkRequest(folder=str(half), cache=str(tmp_path), data=str(half.parent / "x.txt")))
+    answers["make"](source={"folder": str(half)}, chain=[VOCABULARY.model_dump()], target=str(tmp_path))
+    for source in ({"folder": str(half)}, {"folder": str(tmp_path), "tokenizer": str(tmp_path)}):
+        cost = InferenceCost.model_validate(answers["measured"](source=source))
+        assert (cost.rows, cost.longest_tokens) == (2, 4)
+        assert cost.peak_bytes >= cost.baseline_bytes > 0
+        assert cost.predicted.likely_bytes > cost.predicted.measured_bytes == cost.baseline_bytes
+
+
+@pytest.mark.parametrize(("said", "why"), [("a warning\nno room\n", "no room"), ("", "exit code 3")])
+def test_a_model_that_cannot_be_applied_is_said_by_the_last_line(half, tmp_path, monkeypatch, said, why):
+    monkeypatch.setattr("subprocess.run", lambda command, **_: subprocess.CompletedProcess(command, 3, "", said))
+    answers = answers_of(ShrinkRequest(folder=str(half), cache=str(tmp_path), data=str(half.parent / "x.txt")))
+    with pytest.raises(InputError, match=rf"cannot be applied \({why}\): leave that method out with --forbid"):
+        answers["measured"](source={"folder": str(half)})
 
 
 def test_a_row_takes_its_part_of_the_faster_pass(monkeypatch):
@@ -172,7 +309,7 @@ def test_a_row_takes_its_part_of_the_faster_pass(monkeypatch):
 def test_a_training_is_predicted_of_what_can_be_trained(place, workshop, tmp_path):
     workshop._training_baseline = Estimate(likely_bytes=0, low_bytes=0, high_bytes=0)  # asked of a process else
     alone, taught = (workshop.predicted_training(original(place), one) for one in (None, str(place / "model")))
-    assert alone.likely_bytes > workshop.weight_bytes(())
+    assert workshop.weight_bytes(()) < alone.likely_bytes < 64 << 20  # far less than a process has
     assert taught.likely_bytes != alone.likely_bytes  # by little: a teacher is mapped, and gone where the peak is
     texts = Workshop(place / "model", TextEvidence(place / "model", tmp_path / "x.txt"))
     assert texts.predicted_training(original(place), None) is None
@@ -184,3 +321,6 @@ def test_answers_are_plain_values(place):
     assert json.dumps(answers["offers"]())
     assert answers["resolved"](pins=[{"technique": "layers", "value": 1}]) == [LAYERS.model_dump()]
     assert answers["weight_bytes"](chain=[LAYERS.model_dump()]) > 0
+    texts = answers_of(ShrinkRequest(folder=str(place / "model"), cache="", data=str(place / "x.jsonl")))
+    asked = {"source": {"folder": str(place / "model")}, "teacher": None}
+    assert texts["predicted_training"](**asked) is None  # embeddings are not trained

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from plimsoll.run.boundary import Position
 from plimsoll.run.failpoints import armed
 from plimsoll.run.step import TrainStep
 from plimsoll.run.tagging import TagScores, entities_of
@@ -25,6 +26,10 @@ B, I, O, _ = 0, 1, 2, -100  # noqa: E741 -- they are tags
         ("I-X I-X O I-X", {("X", 0, 2), ("X", 3, 4)}),  # conlleval: an I begins where nothing is open
         ("B-X I-Y I-Y", {("X", 0, 1), ("Y", 1, 3)}),
         ("I-X I-Y", {("X", 0, 1), ("Y", 1, 2)}),
+        ("I-Y I-X", {("Y", 0, 1), ("X", 1, 2)}),
+        ("O O I-X", {("X", 2, 3)}),
+        ("S-X I-X", {("X", 0, 1), ("X", 1, 2)}),
+        ("", set()),
         ("B-X I-X E-X S-X O", {("X", 0, 3), ("X", 3, 4)}),
         ("E-X I-X B-X E-X", {("X", 0, 1), ("X", 1, 2), ("X", 2, 4)}),
         ("B-X-Y I-X-Y", {("X-Y", 0, 2)}),
@@ -80,6 +85,7 @@ def test_words_and_entities_are_counted_once_and_entities_reach_over_windows():
     accuracy, f1 = evaluated(BATCHES, Windows())
     assert accuracy == 7 / 9
     assert f1 == 2 * 1 / (2 + 2)  # X in text 0 is right; that of text 1 is missed, one in text 2 is none
+    assert evaluated(BATCHES[::-1], Windows()) == (accuracy, f1)  # in the order of the text also where it came later
     _, apart = evaluated(BATCHES)
     assert apart == 2 * 2 / (3 + 3)  # each sample is a text: that of two windows is two
 
@@ -93,3 +99,11 @@ def test_a_batch_that_was_cut_after_an_oom_counts_once(calls):
 def test_without_entities_there_is_no_f1():
     assert evaluated(BATCHES, Windows(), ("NOUN", "VERB", "X"))[1] is None
     assert evaluated([([[O, O]], [[O, O]], [0])]) == (1.0, None)
+    assert evaluated([([[O, B]], [[O, O]], [0])]) == (0.5, 0.0)  # of entities that are not there
+
+
+def test_what_is_no_word_is_not_judged_and_without_words_nothing_is_known():
+    assert evaluated([([[B, I, O]], [[_, _, O]], [0])]) == (1.0, None)
+    assert evaluated([([[B, I]], [[_, O]], [0]), ([[B, I]], [[B, _]], [1])]) == (0.5, 2 / 3)
+    nothing = TagScores(Parrot(), Position(), NAMES, None)
+    assert (nothing.accuracy(), nothing.entity_f1()) == (None, None)

@@ -13,12 +13,14 @@ from torch import nn
 from distillations import gradients_of, largest_difference
 from plimsoll.assemble import assemble, fingerprint, taught_folder
 from plimsoll.data.prepare import Prepared, open_datasets, prepare
-from plimsoll.data.taught import LOG_P, WORDS, open_taught
+from plimsoll.data.taught import LOG_P, WORDS, TaughtFiles, open_taught
 from plimsoll.device.base import backend_for
 from plimsoll.errors import OutOfMemoryError
 from plimsoll.models.build import save_model
 from plimsoll.models.recurrent import build_recurrent
+from plimsoll.models.soft_targets import softened
 from plimsoll.records.job import Job
+from plimsoll.run import taught
 from plimsoll.run.failpoints import armed
 from plimsoll.run.taught import prepare_taught
 from plimsoll.run.teaching import loss_for, teacher_of
@@ -153,3 +155,67 @@ def test_an_interrupted_pass_is_gone_on_with(case: tuple[Job, Prepared]) -> None
     assert asked[:3] == [4, 8, 12]
     _, log_p = rows_of(taught_folder(job, prepared))
     np.testing.assert_allclose(log_p, expected[1], rtol=1e-5, atol=1e-6)
+
+
+def test_without_a_teacher_or_a_cache_nobody_is_asked(case: tuple[Job, Prepared]) -> None:
+    job, prepared = case
+    assert job.distill is not None
+    for distill in (None, job.distill.model_copy(update={"cache": None})):
+        given = job.model_copy(update={"distill": distill})
+        prepare_taught(given, prepared, lambda: pytest.fail("it was loaded"), backend_for("cpu"))
+
+
+def test_a_batch_without_room_is_halved_and_what_is_over_is_in_the_first_half(case: tuple[Job, Prepared]) -> None:
+    job, prepared = case
+    assert job.distill is not None
+    told: list[tuple[int, int]] = []
+    distill = job.distill.model_copy(update={"cache": 9, "temperature": 3.0 + 3e-12})
+    job = job.model_copy(update={"distill": distill, "batch_size": 7})
+
+    def progress(stage: str, done: int, total: int) -> None:
+        told.append((done, total))
+
+    with armed("evaluation", 1):
+        prepare_taught(job, prepared, lambda: teacher_of(job, prepared, "cpu"), backend_for("cpu"), progress)
+    num_samples = len(open_datasets(prepared, job)[0])
+    assert told == [(min(done, num_samples), num_samples) for done in range(4, num_samples + 4, 4)]
+
+
+def test_what_is_done_is_on_the_disk_every_so_many_samples(
+    case: tuple[Job, Prepared], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(taught, "_SAMPLES_KEPT_AT_ONCE", 8)
+    keep, kept = TaughtFiles.keep, list[int]()
+
+    def noted(files: TaughtFiles) -> None:
+        kept.append(files.num_done)
+        keep(files)
+
+    monkeypatch.setattr(TaughtFiles, "keep", noted)
+    job, _ = made(case, cache=9, temperature=3.0 + 4e-12)
+    num_samples = len(open_datasets(case[1], job)[0])
+    assert num_samples > 20
+    assert sorted({*kept} - {num_samples}) == [*range(8, num_samples, 8)]
+
+
+def test_words_are_the_same_however_few_positions_are_computed_at_once(
+    case: tuple[Job, Prepared], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, folder = made(case, cache=9)
+    if job.is_labelled:
+        return
+    words, log_p = rows_of(folder)
+    lengths: list[int] = []
+
+    def noted(logits: torch.Tensor, temperature: float) -> torch.Tensor:
+        lengths.append(logits.shape[1])
+        return softened(logits, temperature)
+
+    monkeypatch.setattr(taught, "softened", noted)
+    for number, (chunk_numbers, most) in enumerate([(4 * case[1].vocab_size * 5 + 1, 5), (1, 1)], start=5):
+        monkeypatch.setattr(taught, "CHUNK_NUMBERS", chunk_numbers)
+        found = rows_of(made(case, cache=9, temperature=3.0 + number * 1e-12)[1])
+        np.testing.assert_array_equal(found[0], words)
+        np.testing.assert_allclose(found[1], log_p, rtol=1e-5, atol=1e-6)
+        assert lengths[0] == most  # of the first four samples
+        lengths.clear()

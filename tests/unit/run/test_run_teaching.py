@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from torch import nn
 
 from distillations import KINDS, SAMPLES, batch_of, largest_difference, model_of, task_of
@@ -68,6 +70,55 @@ def test_weights_are_in_files_on_the_cpu_and_in_memory_on_a_gpu(folders: dict[st
     with pytest.raises(JobError, match="mapped leaves weights in files, which a GPU cannot read"):
         form_of(job_of(folders["gpt2"], distill={"form": "mapped"}), "cuda")
     assert not any(one.untyped_storage().resizable() for one in teacher_of(job).parameters())
+
+
+def test_a_teacher_that_was_asked_before_is_not_loaded(tmp_path: Path) -> None:
+    job = job_of(tmp_path, distill={"cache": 7, "temperature": 3.0, "hard": 0.25})
+    loss = loss_for(job, TEXTS["language-modeling"], "cpu")
+    assert isinstance(loss, Distillation)
+    assert loss.teacher is None
+    assert (loss._num_words, loss._mix, loss._hidden) == (50, Mix(3.0, 0.25), 0.0)
+
+
+def test_a_teacher_that_is_there_teaches_as_the_job_says(folders: dict[str, Path]) -> None:
+    job = job_of(folders["gpt2"], distill={"temperature": 3.0, "hard": 0.25, "hidden": 0.5})
+    for loss in (
+        loss_for(job, TEXTS["language-modeling"], "cpu"),
+        sketched_loss(job, TEXTS["language-modeling"], model_of("gpt2", 0)),
+    ):
+        assert isinstance(loss, Distillation)
+        assert isinstance(loss.teacher, nn.Module)
+        assert (loss._num_words, loss._mix, loss._hidden) == (0, Mix(3.0, 0.25), 0.5)
+
+
+def write_tokenizer(path: Path, *words: str) -> None:
+    vocabulary = {word: number for number, word in enumerate(["[UNK]", "</s>", *words])}
+    Tokenizer(WordLevel(vocabulary, unk_token="[UNK]")).save(str(path))
+
+
+def test_a_teacher_reads_the_tokens_of_the_job_where_its_folder_says_which(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    folder = tmp_path / "teacher"
+    save_model(model_of("gpt2", 1), folder)
+    (tmp_path / "same").mkdir()
+    write_tokenizer(tmp_path / "same" / "tokenizer.json", "a", "b")
+    job = job_of(folder, tokenizer={"path": str(tmp_path / "same")})
+    require_teacher(job, TEXTS["language-modeling"])  # it may have been saved without its tokenizer
+    write_tokenizer(folder / "tokenizer.json", "a", "b")
+    require_teacher(job, TEXTS["language-modeling"])
+    write_tokenizer(folder / "tokenizer.json", "b", "a")
+    with pytest.raises(JobError, match="token"):
+        require_teacher(job, TEXTS["language-modeling"])
+    require_teacher(job_of(folder), TEXTS["language-modeling"])  # of a tokenizer that is not made yet
+
+
+def test_packed_rows_need_a_teacher_that_can_tell_texts_apart(folders: dict[str, Path]) -> None:
+    data = {"train": "a.txt", "unit": "line", "pack": True}
+    with pytest.raises(JobError, match="data.pack: the teacher of distill.teacher: .*leave data.pack out, or give"):
+        teacher_of(job_of(folders["lstm"], data=data))
+    assert isinstance(teacher_of(job_of(folders["gpt2"], data=data)), nn.Module)
+    assert isinstance(teacher_of(job_of(folders["lstm"])), nn.Module)
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "bert classifier"])
