@@ -132,15 +132,18 @@ def _train_planned(run: dict[str, Any], ids: Any) -> None:
     from plimsoll.run import train  # noqa: F401
     from plimsoll.run.job_step import step_of
     from plimsoll.run.worker import _warm
+    from plimsoll.techniques.heap import set_up_as_with, set_up_for_steps
     from plimsoll.techniques.parameter_offload import builds_in_files
 
     job = job_of(run["samples"])
     _warm(job)
     choices = [Choice(**one) for one in run["choices"]]
     with backend_for("cpu").limited(run["limit_bytes"]):
+        set_up_as_with(choices)
         files = MappedPool() if builds_in_files(choices) else None
         model = _model(job, files)
         step = step_of(job, model, build_optimizer(job.optimizer, model.parameters()), [choices], files=files)
+        set_up_for_steps(choices)
         started = _now()
         for _ in range(run["steps"]):
             result = step({"input_ids": ids, "labels": ids})
