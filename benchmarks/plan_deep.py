@@ -89,13 +89,13 @@ def train_here(run: dict[str, Any]) -> None:
     {"plain": _train_plainly, "plimsoll": _train_planned, "trainer": _train_with_trainer}[run["arm"]](run, ids)
 
 
-def _model(job: Any, files: Any = None) -> Any:
+def _model(job: Any, **options: Any) -> Any:
     import torch
 
     from plimsoll.models.build import build_model
 
     torch.manual_seed(0)
-    return build_model(job, VOCAB_SIZE, None, 0, files=files).train()
+    return build_model(job, VOCAB_SIZE, None, 0, **options).train()
 
 
 def _say(loss: float, started: tuple[float, float]) -> tuple[float, float]:
@@ -137,11 +137,12 @@ def _train_planned(run: dict[str, Any], ids: Any) -> None:
 
     job = job_of(run["samples"])
     _warm(job)
+    _model(job, device="meta")  # imports what it needs
     choices = [Choice(**one) for one in run["choices"]]
     with backend_for("cpu").limited(run["limit_bytes"]):
         set_up_as_with(choices)
         files = MappedPool() if builds_in_files(choices) else None
-        model = _model(job, files)
+        model = _model(job, files=files)
         step = step_of(job, model, build_optimizer(job.optimizer, model.parameters()), [choices], files=files)
         set_up_for_steps(choices)
         started = _now()
