@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from pathlib import Path
 
@@ -124,7 +125,7 @@ def test_a_process_that_ends_with_an_error_has_no_signal_to_tell(process):
 
 def test_a_process_that_another_signal_ended_tells_it(tmp_path):
     made = ShrinkProcess(tmp_path / "request.json")
-    made._command = [sys.executable, "-c", "import os; os.kill(os.getpid(), 1)"]
-    with made, pytest.raises(KilledError, match="ended with -1 ") as raised:
+    made._command = [sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGUSR1)"]
+    with made, pytest.raises(KilledError, match=f"ended with -{signal.SIGUSR1} ") as raised:
         made.offers()
-    assert raised.value.exit_code == 129
+    assert raised.value.exit_code == 128 + signal.SIGUSR1
