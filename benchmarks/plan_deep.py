@@ -15,6 +15,8 @@ accumulated step needs does not change after its second sample, so the bisection
 weights and samples are the same; each way draws its own masks, so the first losses differ in the fourth digit or less.
 Measured is private memory (RssAnon) from outside. Without `accelerate`, which Trainer needs, its arm is left out.
 
+`plimsoll` is the step as `plimsoll train` sets it up, without the loader, checkpoints and the model written at the end.
+
 The text is Python's standard library unless given; its tokens are of a BPE trained on it. The last line is one JSON
 object.
 """

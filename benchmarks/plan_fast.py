@@ -264,9 +264,9 @@ def part_of(rows: list[Row]) -> str:
     figures = figures_of(rows)
     faster = sorted(-row.over_trivial for row in rows if row.over_trivial is not None)
     return (
-        f"- A plan is about the fastest that fits: {figures['median_over_best']:.1%} slower than the best of a grid in "
-        f"the median and {figures['worst_over_best']:.0%} at worst, {faster[0]:.0%} to {faster[-1]:.0%} faster than a "
-        f"micro-batch found by hand, in {figures['cells']} cells of model and budget."
+        f"- A plan comes near the fastest that fits: {figures['median_over_best']:.1%} slower than the best of a grid "
+        f"in the median and {figures['worst_over_best']:.0%} at worst, {faster[0]:.0%} to {faster[-1]:.0%} faster than "
+        f"a micro-batch found by hand, in {figures['cells']} cells of model and budget."
     )
 
 

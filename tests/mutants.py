@@ -17,6 +17,7 @@ import argparse
 import ast
 import difflib
 import json
+import math
 import os
 import random
 import re
@@ -24,10 +25,11 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from functools import cache
 from itertools import islice
 from pathlib import Path
@@ -57,6 +59,9 @@ THROUGH = {
 """Tests that go through modules (a regular expression) without naming them: some, of those that take little time."""
 _PATIENCE = 5  # tests of a mutant may take so many times as long as of the unchanged module, and then some
 _PATIENCE_SECONDS = 30.0
+_LOOK_SECONDS = 0.1
+_ended = threading.Event()
+_unusable: set[str] = set()
 
 
 def main() -> None:
@@ -81,35 +86,44 @@ def main() -> None:
         names = sorted({name for name, _ in chosen})
         mutants = [[mutant for of, mutant in chosen if of == name] for name in names]
         with ThreadPoolExecutor(arguments.workers) as workers:
-            killed.update(dict(zip(names, workers.map(examined, names, mutants), strict=True)))
+            try:
+                killed.update(dict(zip(names, workers.map(examined, names, mutants), strict=True)))
+            except BaseException:
+                _ended.set()  # else Ctrl-C would wait for all mutants of what is being tested
+                raise
     print(f"{killed.total()} of {drawn.total()} mutants killed")
     print(json.dumps({"seed": arguments.seed, "killed": {name: [killed[name], drawn[name]] for name in drawn}}))
+    sys.exit(bool(_unusable))
 
 
 def examined(module: str, mutants: list[str]) -> int:
     """Run tests on mutants of a module; returns how many were killed."""
     files = files_for(module)
-    said = [f"{module}: {len(mutants)} mutants, {' '.join(files)}"]
+    print(f"{module}: {len(mutants)} mutants, {' '.join(files)}", flush=True)
     num_killed = 0
     with tempfile.TemporaryDirectory(prefix="mutants-") as name:
         package = Path(name) / "src" / "plimsoll"
         shutil.copytree(SOURCES, package, ignore=shutil.ignore_patterns("__pycache__"))
         for mutant in mutants:
             (package / module).write_text(mutant, "utf-8")
-            is_killed = any(fails(package, file, patience_seconds(file)) for file in files)
+            is_killed = any(
+                fails(package, file, seconds) for file in files if (seconds := patience_seconds(file)) is not None
+            )
             num_killed += is_killed
             if not is_killed:
-                said.append(difference((SOURCES / module).read_text("utf-8"), mutant, module))
-    print("\n".join([*said, f"{module}: {num_killed} of {len(mutants)} killed"]), flush=True)
+                print(difference((SOURCES / module).read_text("utf-8"), mutant, module), flush=True)
+    print(f"{module}: {num_killed} of {len(mutants)} killed", flush=True)
     return num_killed
 
 
 @cache
-def patience_seconds(file: str) -> float:
-    """How long tests of a mutant may take, by what they take where nothing is changed."""
+def patience_seconds(file: str) -> float | None:
+    """How long tests of a mutant may take, by what they take where nothing is changed; ``None`` if they fail there."""
     began = time.monotonic()
     if fails(SOURCES, file, None):
-        sys.exit(f"{file} fails without a change: mend that first")
+        print(f"left out: {file} fails without a change: mend that first", flush=True)
+        _unusable.add(file)
+        return None
     return _PATIENCE * (time.monotonic() - began) + _PATIENCE_SECONDS
 
 
@@ -176,16 +190,22 @@ def files_for(module: str) -> list[str]:
 
 
 def fails(package: Path, file: str, patience_seconds: float | None) -> bool:
-    """Whether a test of a file fails with these sources, or does not end."""
+    """Whether a test of a file fails with these sources, or does not end.
+
+    Raises:
+        CancelledError: if the program is to end.
+    """
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", file]
     environment = os.environ | {"PYTHONPATH": str(package.parent), "PYTHONDONTWRITEBYTECODE": "1"}
     process = subprocess.Popen(
         command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, process_group=0
     )
+    last_seconds = math.inf if patience_seconds is None else time.monotonic() + patience_seconds
     try:
-        return process.wait(patience_seconds) != 0
-    except subprocess.TimeoutExpired:
-        return True
+        while process.poll() is None and time.monotonic() < last_seconds:
+            if _ended.wait(_LOOK_SECONDS):
+                raise CancelledError
+        return process.poll() != 0
     finally:
         if process.poll() is None:
             os.killpg(process.pid, 9)

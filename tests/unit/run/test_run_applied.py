@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 from transformers import AutoModelForSequenceClassification
 
 from plimsoll.errors import InputError, JobError
@@ -73,18 +75,13 @@ def test_rows_of_any_length_are_read_where_nothing_says_how_many_positions_there
     applied.require_length(1 << 20)
 
 
-def test_the_type_is_that_of_most_bytes_and_not_of_most_weights(folder):
+@pytest.mark.parametrize(("num_of_64", "expected"), [(3, "float64"), (2, "float32")])
+def test_the_type_is_that_of_most_bytes_and_not_of_most_weights(folder, num_of_64, expected):
     applied = Applied.open(folder, "score", None, 0)
-    for block in applied.model.transformer.h:
-        for norm in (block.ln_1, block.ln_2):
-            norm.to(torch.float64)
-    assert applied.dtype == "float32"
-    applied.model.transformer.h.to(torch.float16)
-    tables = sum(weight.nbytes for weight in applied.model.transformer.wte.parameters())
-    blocks = sum(weight.nbytes for weight in applied.model.transformer.h.parameters())
-    assert applied.dtype == ("float16" if blocks > tables else "float32")
-    applied.model.transformer.h.to(torch.float64)
-    assert applied.dtype == "float64"
+    weights = nn.ParameterDict(
+        {"of_64": torch.zeros(num_of_64, dtype=torch.float64), "of_32": torch.zeros(5, dtype=torch.float32)}
+    )
+    assert replace(applied, model=weights).dtype == expected
 
 
 def test_a_pass_is_the_tasks_own(folder):

@@ -3,6 +3,7 @@
 Its context takes some 120 MiB and the plain loop 436 MiB.
 """
 
+import sys
 from contextlib import ExitStack
 
 import pytest
@@ -216,6 +217,7 @@ def model(vocab_size):
 def test_what_fails_when_it_is_tried_is_no_remedy_and_is_said(tmp_path, monkeypatch, searching):
     (tmp_path / "of_whole_batches.py").write_text(WHOLE_BATCHES)
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "of_whole_batches", raising=False)
     search = searching(job(model="of_whole_batches:model"), TIGHT_BYTES)
     assert search._weakest_that_fits((micro_batch_choice(8), micro_batch_choice(4))) is None
     (note,) = search.notes

@@ -1,5 +1,7 @@
 """The ways to train, of small real jobs on a GPU that is not here: what each needs, and which cannot be had."""
 
+import sys
+
 import pytest
 
 from plimsoll.errors import InputError, JobError
@@ -74,5 +76,6 @@ def test_a_model_that_fails_is_an_error_and_no_way(tmp_path, monkeypatch):
     source = "from torch import nn\n\n\ndef model(vocab_size):\n    return nn.Embedding(vocab_size, 2)\n"
     (tmp_path / "without_a_loss.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "without_a_loss", raising=False)
     with pytest.raises(InputError, match="the model of this job fails in the"):
         ways_of("without_a_loss:model")

@@ -19,7 +19,7 @@ from small_runs import small_job, train_here
 import plimsoll.run.train
 from plimsoll.data.prepare import Prepared, PreparedText
 from plimsoll.data.sketch import sketch_texts
-from plimsoll.errors import CheckpointError, EmbeddingError, InputError
+from plimsoll.errors import CheckpointError, EmbeddingError, InputError, RecordError
 from plimsoll.memory.lowering.cpu import CpuLowering
 from plimsoll.plan.facts import facts_of
 from plimsoll.records.job import Job
@@ -103,6 +103,7 @@ def test_what_a_process_takes_without_its_model_is_measured_with_all_that_a_mode
 ) -> None:  # fmt: skip
     (tmp_path / "own_model_of_a_test.py").write_text(OWN_MODEL)
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "own_model_of_a_test", raising=False)
     fields = {"model": "own_model_of_a_test:build", "task": task, "data": "nowhere.txt"}
     job = Job.from_fields(fields | {"tokenizer": {"vocab_size": 300}})
     monkeypatch.setattr(sys, "stdin", io.StringIO(job.to_json()))
@@ -182,7 +183,7 @@ def test_data_are_prepared_anew_unless_it_is_again_and_quietly_if_asked_to(
     assert capsys.readouterr().err == ""
     assert Prepared.load(directory.prepared).key == expected.key
     directory.prepared.unlink()
-    with pytest.raises(Exception, match=r"prepared\.json"):
+    with pytest.raises(RecordError, match=r"prepared\.json"):
         prepare_run(directory.path, tmp_path / "cache", quiet=True, again=True)
 
 
