@@ -48,10 +48,8 @@ def saved(place, job):
     return prepared, model
 
 
-@pytest.mark.parametrize("tokens_per_pass", [1024, 32], ids=["one pass", "passes of four samples, the last of three"])
-def test_quality_is_the_loss_and_the_accuracy_of_all_validation_samples(place, monkeypatch, tokens_per_pass):
-    monkeypatch.setattr(shrink_evidence, "_TOKENS_PER_PASS", tokens_per_pass)
-    job = job_of(place)
+def judged(place, job):
+    """What judges models of a job, what it finds, and all validation samples with what one plain pass says of them."""
     prepared, model = saved(place, job)
     evidence = JobEvidence(job.model_copy(update={"model": str(place / "model")}), place / "cache")
     found = evidence.quality(evidence.load(place / "model", None), None)
@@ -59,7 +57,15 @@ def test_quality_is_the_loss_and_the_accuracy_of_all_validation_samples(place, m
     batch = validation.batch(np.arange(len(validation)))
     with torch.no_grad():
         output = model(**batch)
-    assert found.num_samples == len(validation) == 15
+    return evidence, found, batch, output
+
+
+@pytest.mark.parametrize("tokens_per_pass", [1024, 32], ids=["one pass", "passes of four samples, the last of three"])
+def test_quality_is_the_loss_and_the_accuracy_of_all_validation_samples(place, monkeypatch, tokens_per_pass):
+    monkeypatch.setattr(shrink_evidence, "_TOKENS_PER_PASS", tokens_per_pass)
+    job = job_of(place)
+    _, found, batch, output = judged(place, job)
+    assert found.num_samples == len(batch["labels"]) == 15
     assert found.loss == pytest.approx(output.loss.item(), rel=1e-5)
     assert found.accuracy == pytest.approx((output.logits.argmax(1) == batch["labels"]).float().mean().item())
 
@@ -73,15 +79,10 @@ def test_a_language_model_is_judged_by_its_loss_alone(place):
     """Of windows of eight tokens, as long as there are."""
     data = {"train": str(place / "x.jsonl"), "validation": 0.25, "text": "text"}
     job = job_of(place, task="language-modeling", data=data)
-    prepared, model = saved(place, job)
-    evidence = JobEvidence(job.model_copy(update={"model": str(place / "model")}), place / "cache")
-    found = evidence.quality(evidence.load(place / "model", None), None)
-    _, validation = open_datasets(prepared, job)
-    with torch.no_grad():
-        expected = model(**validation.batch(np.arange(len(validation)))).loss.item()
-    assert (found.loss, found.num_samples) == (pytest.approx(expected, rel=1e-5), len(validation))
+    evidence, found, batch, output = judged(place, job)
+    assert (found.loss, found.num_samples) == (pytest.approx(output.loss.item(), rel=1e-5), len(batch["labels"]))
     assert (found.accuracy, found.entity_f1, found.similarity) == (None, None, None)
-    assert sum(len(batch["input_ids"]) for batch in evidence.batches(None)) == len(validation)
+    assert sum(len(batch["input_ids"]) for batch in evidence.batches(None)) == found.num_samples
     assert evidence.inference(place / "model").name == "score"
     assert evidence.head == "language-modeling"
 
@@ -91,13 +92,7 @@ def test_a_tagger_is_judged_by_its_words_and_its_entities(place):
     (place / "x.conll").write_text("\n".join(texts))
     data = {"train": str(place / "x.conll"), "validation": 0.25}
     job = job_of(place, task="token-classification", data=data)
-    prepared, model = saved(place, job)
-    evidence = JobEvidence(job.model_copy(update={"model": str(place / "model")}), place / "cache")
-    found = evidence.quality(evidence.load(place / "model", None), None)
-    _, validation = open_datasets(prepared, job)
-    batch = validation.batch(np.arange(len(validation)))
-    with torch.no_grad():
-        output = model(**batch)
+    evidence, found, batch, output = judged(place, job)
     is_word = batch["labels"] >= 0
     right = (output.logits.argmax(-1) == batch["labels"])[is_word].float().mean().item()
     assert (found.loss, found.accuracy) == (pytest.approx(output.loss.item(), rel=1e-5), pytest.approx(right))
