@@ -13,9 +13,10 @@ sample, and so is time-first input whose sequences are as many as they are long.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -29,7 +30,7 @@ from plimsoll.records.job import OptimizerChoice
 LossFunction = Callable[[nn.Module, Any], Tensor]
 """``(model, batch) -> mean loss``, a scalar that can be differentiated."""
 
-Units = Literal["samples", "tokens", "next-tokens"] | Callable[[Any], int]
+Units = Literal["samples", "tokens", "next-tokens"] | Callable[[Any], float]
 """What a loss averages over; see `count_units`."""
 
 Precision = Literal["fp32", "bf16", "fp16"]
@@ -37,6 +38,16 @@ Precision = Literal["fp32", "bf16", "fp16"]
 
 IGNORED_LABEL = -100
 """The label that ``torch.nn.functional.cross_entropy`` leaves out, its default ``ignore_index``."""
+
+
+class Reason(NamedTuple):
+    """Why nothing is cut, and what lets it be."""
+
+    why: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.why}: {self.remedy}"
 
 
 class Sharded(Protocol):
@@ -71,7 +82,8 @@ class Workload:
     tensor to where the device's memory is not used (``None``: no parameter is updated before backward has ended).
     ``files`` is what the parameters were made in, where that was not memory; ``ranks`` are the processes that train the
     same model on other parts of each batch, and ``sharded`` the model where each of them has a part of that, too: all
-    must then make equally many passes.
+    must then make equally many passes. ``kept_whole`` is why the loss must not be computed of parts of a batch, where that
+    is known (`plimsoll.run.additive`).
     """
 
     model: nn.Module
@@ -90,29 +102,43 @@ class Workload:
     after_step: tuple[Callable[[], None], ...] = ()
     ranks: Ranks = field(default_factory=Ranks)
     sharded: Sharded | None = None
+    kept_whole: Reason | None = None
 
 
-def count_units(batch: Any, units: Units) -> int:
+def count_units(batch: Any, units: Units) -> float:
     """Count what the mean loss of ``batch`` is divided by, so that losses of unequal pieces can be added up exactly.
 
     Args:
         batch: a batch on the CPU (on another device, reading the count waits for that device).
         units: ``"samples"`` is the size of dimension 0; ``"tokens"`` the labels other than -100; ``"next-tokens"`` the
             same without the first position of each sequence, for models that shift the labels inside (causal language
-            models: nothing predicts the first token); or a function ``batch -> int``.
+            models: nothing predicts the first token); or a function from a batch to a number, such as the sum of the
+            weights of its labels.
 
     Raises:
-        InputError: if the batch has no ``labels`` to count tokens in, or no size (see `batch_size_of`).
+        InputError: if the batch has no ``labels`` to count tokens in, or no size (see `batch_size_of`), or a function
+            returns what is no number from 0 on.
     """
     if callable(units):
-        return units(batch)
+        return _number_of(units(batch))
     if units == "samples":
         return batch_size_of(batch)
     if not isinstance(batch, Mapping) or "labels" not in batch:
-        raise InputError(f"cannot count {units} in a batch without `labels`: give the units as a function batch -> int")
+        raise InputError(f"cannot count {units} in a batch without `labels`: give the units as a function batch -> number")
     labels = batch["labels"]
     averaged = labels[..., 1:] if units == "next-tokens" else labels
     return int((averaged != IGNORED_LABEL).sum())
+
+
+def _number_of(count: Any) -> float:
+    """What a function of the user's counted, which may be a tensor of one number."""
+    number = count.item() if isinstance(count, Tensor | np.generic) else count
+    if isinstance(number, int | float) and 0 <= number < math.inf:
+        return number
+    raise InputError(
+        f"units(batch) returned {count!r}, a {type(count).__name__}: return a number from 0 on, of samples, of tokens or "
+        "of their weights"
+    )
 
 
 def batch_size_of(batch: Any) -> int:
@@ -122,7 +148,7 @@ def batch_size_of(batch: Any) -> int:
         InputError: if two fields have different sizes in dimension 0, no field has a size, a field cannot be cut, or
             there are no samples.
     """
-    sizes = {path: size for path, leaf in _leaves(batch) if (size := _num_samples_of(leaf, path)) is not None}
+    sizes = {path: size for path, leaf in leaves_of(batch) if (size := _num_samples_of(leaf, path)) is not None}
     if not sizes:
         raise InputError(
             f"cannot tell how many samples a batch has that holds no tensor and no list, but a {type(batch).__name__}: "
@@ -144,7 +170,7 @@ def batch_size_of(batch: Any) -> int:
 
 def count_elements(batch: Any) -> int:
     """Count the elements of all tensors of a batch, which is what its memory follows."""
-    return sum(leaf.numel() for _, leaf in _leaves(batch) if isinstance(leaf, Tensor))
+    return sum(leaf.numel() for _, leaf in leaves_of(batch) if isinstance(leaf, Tensor))
 
 
 def split_batch(batch: Any, num_samples: int) -> list[Any]:
@@ -257,7 +283,7 @@ def _mapped(value: Any, function: Callable[[Any], Any]) -> Any:
     return function(value)
 
 
-def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+def leaves_of(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the dotted name and the value of every leaf of a batch."""
     if isinstance(value, MutableMapping):
         named: Iterable[tuple[Any, Any]] = value.items()
@@ -267,7 +293,7 @@ def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield path or "batch", value
         return
     for name, item in named:
-        yield from _leaves(item, f"{path}.{name}" if path else str(name))
+        yield from leaves_of(item, f"{path}.{name}" if path else str(name))
 
 
 def _is_container(value: Any) -> bool:

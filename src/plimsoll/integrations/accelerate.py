@@ -104,7 +104,7 @@ class AccelerateStep:
             self._plan_with(batch)
         with self._accelerator.accumulate(self._model):
             is_update = self._accelerator.sync_gradients
-            self.transaction.run(batch, self._one_pass, self._finish if is_update else None)
+            self.transaction.run(batch, self._one_pass, self._finish if is_update else None, self._loss_of)
             if self._schedule is not None:
                 self._schedule.step()
         return BatchResult(
@@ -137,8 +137,11 @@ class AccelerateStep:
             on_failure.pop_all()
         self._budget_to_plan = None
 
+    def _loss_of(self, piece: Any, share: float) -> Tensor:
+        return self._loss(self._model, move_batch(piece, self._accelerator.device))
+
     def _one_pass(self, piece: Any, share: float) -> Tensor:
-        loss = self._loss(self._model, move_batch(piece, self._accelerator.device))
+        loss = self._loss_of(piece, share)
         self.transaction.position.phase = "backward"
         self._accelerator.backward(loss * share if share != 1 else loss)
         return at_least_fp32(loss)
@@ -165,6 +168,8 @@ def step(
     budget: str | int | None = None,
     batch: Any = None,
     recut_batch_norm: bool = False,
+    recut_loss: bool = False,
+    never_cut: bool = False,
     grow_after: int = 50,
 ) -> AccelerateStep:
     """Make the step of a model and an optimizer that ``accelerator.prepare`` returned: call it with each batch.
@@ -184,6 +189,8 @@ def step(
             until the step is closed (``with plimsoll.accelerate.step(...) as step``, or ``step.close()``).
         batch: with a budget, the largest batch there will be, to plan with; by default the first.
         recut_batch_norm: allow cutting a batch although BatchNorm's statistics then differ from the whole batch's.
+        recut_loss: allow cutting a batch although its loss is not shown to be the sum of those of its parts.
+        never_cut: keep every batch whole.
         grow_after: clean batches after which the next larger micro-batch is tried.
 
     Raises:
@@ -217,5 +224,7 @@ def step(
         budget=budget,
         batch=batch,
         recut_batch_norm=recut_batch_norm,
+        recut_loss=recut_loss,
+        never_cut=never_cut,
         grow_after=grow_after,
     )

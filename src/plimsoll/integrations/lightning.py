@@ -80,6 +80,8 @@ class OomProof(Callback):
             batch is there, and enforced until the training ends. The plan traces ``training_step`` without a trainer.
         batch: with a budget, the largest batch there will be, to plan with; by default the first.
         recut_batch_norm: allow cutting a batch although BatchNorm's statistics then differ from the whole batch's.
+        recut_loss: allow cutting a batch although its loss is not shown to be the sum of those of its parts.
+        never_cut: keep every batch whole.
         grow_after: clean batches after which the next larger micro-batch is tried.
         logs_memory: give ``plimsoll/peak_bytes``, ``plimsoll/used_bytes``, ``plimsoll/micro_batch`` and
             ``plimsoll/oom`` (errors survived so far) to the trainer's loggers, as often as they are given anything
@@ -95,6 +97,8 @@ class OomProof(Callback):
         budget: str | int | None = None,
         batch: Any = None,
         recut_batch_norm: bool = False,
+        recut_loss: bool = False,
+        never_cut: bool = False,
         grow_after: int = 50,
         logs_memory: bool = True,
     ) -> None:
@@ -103,6 +107,8 @@ class OomProof(Callback):
             "micro_batch": micro_batch,
             "rungs": rungs,
             "recut_batch_norm": recut_batch_norm,
+            "recut_loss": recut_loss,
+            "never_cut": never_cut,
             "grow_after": grow_after,
         }
         refuse_both(budget, batch, self._options)
@@ -205,9 +211,9 @@ class _Optimization:
                 "the parameters batch and batch_idx"
             )
         one_pass = partial(self._one_pass, optimizer, batch_idx, kwargs)
-        is_update = not self._trainer.fit_loop._should_accumulate()
+        finish = None if self._trainer.fit_loop._should_accumulate() else partial(self._finish, batch_idx)
         self._passes = []
-        self.transaction.run(kwargs["batch"], one_pass, partial(self._finish, batch_idx) if is_update else None)
+        self.transaction.run(kwargs["batch"], one_pass, finish, partial(self._loss_of, kwargs))
         passes = [one for one in self._passes if one.batch_idx == batch_idx]  # an undone window has run others too
         if not passes:
             return {}
@@ -230,6 +236,17 @@ class _Optimization:
         logged = {} if share == 1 else self._logged()
         self._passes.append(_Pass(batch_idx, share, batch_size_of(piece), output.extra, logged))
         return at_least_fp32(output.loss)
+
+    def _loss_of(self, kwargs: dict[str, Any], piece: Any, share: float) -> Tensor:
+        """The loss of a piece, of which nothing stays in the logs."""
+        before, put_back = (self._passes, self._is_zeroed), self._remember()
+        try:
+            self._results.batch, self._results.batch_size = piece, None
+            loss: Tensor | None = self._loop._training_step(type(kwargs)(kwargs, batch=piece)).closure_loss
+            return torch.zeros((), device=self._module.device) if loss is None else loss
+        finally:
+            put_back()
+            self._passes, self._is_zeroed = before
 
     def _zero_once(self, batch_idx: int, optimizer: torch.optim.Optimizer) -> None:
         """Zero as Lightning does, after the first forward pass of a step; later ones have something to keep."""

@@ -33,6 +33,7 @@ from plimsoll.optimizers import settings_of
 from plimsoll.ranks import Ranks
 from plimsoll.records.plan import Choice
 from plimsoll.records.run import OomEvent
+from plimsoll.run.additive import Additivity, LossOf
 from plimsoll.run.boundary import Position, attempt
 from plimsoll.run.checks import device_of, refuse, refuse_no_target, refuse_recut, refuse_unclear_labels
 from plimsoll.run.commit import StepCommit
@@ -81,6 +82,7 @@ class _Batch(NamedTuple):
     shape: Shape
     one_pass: OnePass
     random_state: dict[str, Any] | None
+    loss_of: LossOf
 
 
 class _NotUpdated(MemoryError):
@@ -97,6 +99,8 @@ class Transaction:
         micro_batch: samples per pass to begin with; ``None`` begins with whole batches.
         rungs: in place of ``micro_batch``, the choices of a plan and of its fallbacks (``plan.choices_by_rung``).
         recut_batch_norm: allow cutting a batch although BatchNorm's statistics then differ from the whole batch's.
+        recut_loss: allow cutting a batch although its loss is not shown to be the sum of those of its parts.
+        never_cut: keep every batch whole.
         grow_after: clean steps after which the next larger micro-batch is tried.
         remember: called before each update's first batch; what it returns puts back what the caller's loop changes.
         loss: the caller's loss, if it computes it by ``workload.loss``, so that techniques can be put around it.
@@ -116,6 +120,8 @@ class Transaction:
         micro_batch: int | None = None,
         rungs: Sequence[Sequence[Choice]] | None = None,
         recut_batch_norm: bool = False,
+        recut_loss: bool = False,
+        never_cut: bool = False,
         grow_after: int = 50,
         remember: Callable[[], PutBack] = lambda: _nothing,
         loss: LossFunction | None = None,
@@ -132,11 +138,12 @@ class Transaction:
         self.num_ooms = 0
         self.events: list[OomEvent] = []
         self._units_are_assumed, self._takes_any = units is None, takes_any
+        self.additivity = Additivity(self.workload, self.backend, self.position, recut_loss, never_cut)
         self._rungs = Rungs(self.workload, rungs or ())
         self._ladder: Ladder | None = None
         self._rung = 0
         self._first_micro_batch, self._grow_after = micro_batch, grow_after
-        self._whole = WholeBatch(model, recut_batch_norm)
+        self._whole = WholeBatch(self.workload, recut_batch_norm)
         self._parameters = list(model.parameters())  # walking the modules anew in every step would cost more
         self._undo = Undo(model, self.backend)
         self._commit = StepCommit(optimizer, self.backend, self.position)
@@ -147,10 +154,10 @@ class Transaction:
         self._num_done = 0
         self.is_again = False
 
-    def run(self, batch: Any, one_pass: OnePass, finish: Finish | None) -> None:
+    def run(self, batch: Any, one_pass: OnePass, finish: Finish | None, loss_of: LossOf) -> None:
         """Add the gradients of one more batch, and with ``finish`` end the step with an update.
 
-        ``loss`` is then the mean of this batch, ``events`` are those of it, ``micro_batch`` the samples of its passes.
+        ``loss_of`` is asked before a batch is cut for the first time. ``loss`` is then the mean of this batch, ``events`` are those of it, ``micro_batch`` the samples of its passes.
 
         Raises:
             OutOfMemoryError: if memory ran out and nothing smaller is left; all batches of the step are undone.
@@ -160,11 +167,14 @@ class Transaction:
         shape = self._shape_of(batch)
         ladder = self._ladder_for(shape.num_samples)
         self._rung = ladder.choose(shape.elements_per_sample)
+        if ladder.sizes[self._rung].samples < shape.num_samples:
+            self._keep_whole(batch, loss_of, shape)
+            self._rung = ladder.choose(shape.elements_per_sample)
         refuse_recut(self._whole.reason(), ladder.sizes[self._rung].samples, shape, Ranks())
         if not self._window:
             self._begin()
         random_state = self.backend.random_state() if self._window else None  # that of the first is the step's
-        self._window.append(_Batch(batch, shape, one_pass, random_state))
+        self._window.append(_Batch(batch, shape, one_pass, random_state, loss_of))
         self._until_done(ladder, finish)
         samples = min(ladder.sizes[self._rung].samples, shape.num_samples)
         ladder.held(self._rung, math.ceil(samples * shape.elements_per_sample))
@@ -195,6 +205,8 @@ class Transaction:
                 is_done = event is None
                 if event is not None:
                     self._put_back()
+                    for one in self._window:
+                        self._keep_whole(one.batch, one.loss_of, one.shape)
                     self._rung = self._after_oom(event, self._rung)
         finally:
             if not is_done:
@@ -247,7 +259,7 @@ class Transaction:
         """Run the batches that are not done; returns the mean loss of the last one."""
         total = self.loss
         for number in range(self._num_done, len(self._window)):
-            batch, shape, one_pass, random_state = self._window[number]
+            batch, shape, one_pass, random_state, _ = self._window[number]
             if (
                 self.is_again and random_state is not None
             ):  # between two batches the caller may have drawn numbers, such as the next batch
@@ -348,6 +360,13 @@ class Transaction:
             grow_after=self._grow_after, is_whole=self._whole.reason() is not None,
         )  # fmt: skip
         return self._ladder
+
+    def _keep_whole(self, batch: Any, loss_of: LossOf, shape: Shape) -> None:
+        """Before a batch is cut: take no rung that does, from now on, where the loss does not allow it."""
+        assert self._ladder is not None
+        is_cut = shape.num_samples > 1 and shape.num_units > 0 and self._whole.reason() is None
+        if is_cut and self.additivity.before_cut(batch, loss_of):
+            self._ladder.keep_whole(self._rungs.sizes[0].samples if self._rungs.sizes else shape.num_samples)
 
     def _after_oom(self, event: OomEvent, rung: int) -> int:
         """Note the event and return the rung to go on with.

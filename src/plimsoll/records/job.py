@@ -169,10 +169,10 @@ class CheckpointPolicy(Frozen):
 
 
 Allowed = Literal[
-    "recut_batch_norm", "by_length", "adafactor", "low_bit_optimizer", "lora", "adaptive_softmax", "truncated_bptt"
-]
+    "recut_batch_norm", "recut_loss", "by_length", "adafactor", "low_bit_optimizer", "lora", "adaptive_softmax",
+    "truncated_bptt",
+]  # fmt: skip
 """What changes the training or its result, and happens only where the user names it."""
-
 
 Task = Literal["language-modeling", "classification", "token-classification"]
 

@@ -86,7 +86,7 @@ class StepLine(Frozen):
     epoch: int
     first_sample: int
     num_samples: int
-    num_units: int
+    num_units: int | float
     loss: float
     gradient_norm: float | None = None
     learning_rate: float
@@ -112,7 +112,7 @@ class EvaluationLine(Frozen):
     step: int
     loss: float
     num_samples: int
-    num_units: int
+    num_units: int | float
     accuracy: float | None = None
     entity_f1: float | None = None
 

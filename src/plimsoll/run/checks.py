@@ -15,23 +15,32 @@ from plimsoll.outside import is_marked
 from plimsoll.ranks import Ranks
 from plimsoll.run.boundary import Position
 from plimsoll.run.pieces import Shape
-from plimsoll.techniques._whole import Reason
 from plimsoll.techniques.autocast import lstm_fault
-from plimsoll.workload import IGNORED_LABEL, Workload, model_loss
+from plimsoll.workload import IGNORED_LABEL, Reason, Workload, model_loss
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 UNITS = ("samples", "tokens", "next-tokens")
 
 
-def described(value: object) -> str:
-    """What a value is, for a message: its type, and the shape of a tensor."""
-    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
-
-
 _CHOOSE_UNITS = (
     'what the loss averages over decides how the pieces of a batch are weighted: give units="next-tokens" (a causal '
-    'model that shifts its labels), "tokens", "samples", or a function batch -> int'
+    'model that shifts its labels), "tokens", "samples", or a function batch -> number'
 )
+
+
+def refuse_batch(batch: Any, *, has_own_loss: bool, units_are_assumed: bool) -> None:
+    """Refuse a batch that a model cannot take as it is, or of which nobody said how its parts are weighted.
+
+    Raises:
+        InputError: if it is not a dict for a model that computes its own loss; see `refuse_unclear_labels`.
+    """
+    if not has_own_loss and not isinstance(batch, Mapping):
+        raise InputError(
+            f"a batch that is a {type(batch).__name__} cannot be passed to model(**batch).loss: give loss=, a "
+            "function loss(model, batch) that returns the mean loss, or batches that are dicts"
+        )
+    if units_are_assumed:
+        refuse_unclear_labels(batch)
 
 
 def refuse_unclear_labels(batch: Mapping[str, Any]) -> None:

@@ -26,6 +26,7 @@ from plimsoll.device.base import Backend
 from plimsoll.errors import DataError, OutOfMemoryError
 from plimsoll.ranks import PeerOutOfMemory
 from plimsoll.records.run import OomEvent
+from plimsoll.run.additive import Additivity
 from plimsoll.run.boundary import Position
 from plimsoll.run.failpoints import failpoint
 from plimsoll.run.pieces import Shape, Spare, autocast, no_way_out, parts_of_all, weighted_pieces
@@ -41,7 +42,7 @@ class Evaluation:
 
     loss: float
     num_samples: int
-    num_units: int
+    num_units: int | float
     oom_events: tuple[OomEvent, ...]
 
 
@@ -54,21 +55,18 @@ class Evaluator:
         position: where the run is, for the record of an error.
         shape_of: counts a batch's samples and units, and refuses what cannot be cut.
         grow_after: clean batches after which the next larger size is tried.
+        additivity: says whether a batch may be cut.
     """
 
-    def __init__(
-        self,
-        workload: Workload,
-        backend: Backend,
-        position: Position,
-        shape_of: Callable[[Any], Shape],
-        grow_after: int,
-    ) -> None:
+    def __init__(  # noqa: PLR0917 -- called by the step
+        self, workload: Workload, backend: Backend, position: Position, shape_of: Callable[[Any], Shape],
+        grow_after: int, additivity: Additivity,
+    ) -> None:  # fmt: skip
         self._workload = workload
         self._backend = backend
         self._position = position
         self._shape_of = shape_of
-        self._grow_after = grow_after
+        self._grow_after, self._additivity = grow_after, additivity
         self._ranks = workload.ranks
         self._ladder: Ladder | None = None
         self._first_samples: int | None = None
@@ -148,7 +146,9 @@ class Evaluator:
         rung = ladder.choose(shape.elements_per_sample)
         most = min(shape.num_samples, self._workload.evaluation_samples or shape.num_samples)
         while True:
-            size = min(ladder.sizes[rung].samples, most)
+            size, whole = min(ladder.sizes[rung].samples, most), None
+            if size < shape.num_samples and (whole := self._additivity.before_cut(batch)) is not None:
+                size = most = shape.num_samples
             self._position.micro_batch = size
             loss = attempt_together(
                 partial(self._forward_only, batch, size, own, shape, spare), self._backend, self._position, self._ranks
@@ -162,8 +162,8 @@ class Evaluator:
             self._backend.release()
             loss = told_by_all(loss, self._ranks)
             following = ladder.failed(rung, size, num_elements)
-            if following is None:
-                raise OutOfMemoryError(no_way_out(loss, size, shape, whole=None))
+            if following is None or whole is not None:
+                raise OutOfMemoryError(no_way_out(loss, size, shape, whole))
             if ladder.is_last(following):
                 self._backend.release(last_resort=True)
             next_size = min(ladder.sizes[following].samples, most)

@@ -57,6 +57,7 @@ def step_of(
         schedule=schedule or build_schedule(job.optimizer, optimizer, job.steps),
         precision=job.own_precision,
         recut_batch_norm="recut_batch_norm" in job.allow,
+        recut_loss="recut_loss" in job.allow,
         full_length=job.sequence_length,
         backend=backend,
         position=position,

@@ -23,7 +23,7 @@ class StepResult:
     step: int
     loss: float
     num_samples: int
-    num_units: int
+    num_units: int | float
     micro_batch: int
     rung: int
     gradient_norm: float | None

@@ -10,12 +10,14 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
+from plimsoll.errors import InputError
 from plimsoll.ranks import Ranks
 from plimsoll.records.run import OomEvent
 from plimsoll.techniques._lengths import Group, elements_of_full_length, groups_by_length, trimmed
-from plimsoll.techniques._whole import Reason
 from plimsoll.workload import (
+    Reason,
     Units,
     Workload,
     batch_size_of,
@@ -33,7 +35,7 @@ class Shape(NamedTuple):
     """What of a batch decides how it is cut and weighted."""
 
     num_samples: int
-    num_units: int
+    num_units: float
     elements_per_sample: float
 
 
@@ -76,12 +78,13 @@ def parts_of_all(shape: Shape, ranks: Ranks) -> Parts:
     if ranks.is_alone:
         return Parts(shape, shape.num_samples, some_have_none=False)
     samples, units, elements = zip(*ranks.each(shape), strict=True)
-    whole = Shape(int(max(samples)), int(sum(units)), max(elements))
+    num_units = sum(units)
+    whole = Shape(int(max(samples)), int(num_units) if num_units.is_integer() else num_units, max(elements))
     return Parts(whole, int(sum(samples)), some_have_none=not all(units))
 
 
 def weighted_pieces(
-    batch: Any, micro_batch: int, shape: Shape, workload: Workload, total_units: int | None = None
+    batch: Any, micro_batch: int, shape: Shape, workload: Workload, total_units: float | None = None
 ) -> Iterator[Piece]:
     """Yield the micro-batches; one without a target, which has no mean loss, is left out.
 
@@ -155,7 +158,7 @@ class Spare:
         return next((one for one in each if count_units(one, self._units)), piece)
 
 
-def _weighted_groups(batch: Any, groups: list[Group], shape: Shape, units: Units, num_units: int) -> Iterator[Piece]:
+def _weighted_groups(batch: Any, groups: list[Group], shape: Shape, units: Units, num_units: float) -> Iterator[Piece]:
     if len(groups) == 1:
         yield Piece(trimmed(batch, groups[0][1]), shape.num_units / num_units, range(shape.num_samples))
         return
@@ -170,6 +173,20 @@ def autocast(workload: Workload) -> torch.autocast:
     """The context in which a forward pass and its loss run."""
     dtype = _AUTOCAST.get(workload.precision)
     return torch.autocast(workload.device.type, dtype=dtype, enabled=dtype is not None)
+
+
+def mean_loss(workload: Workload, piece: Any) -> Tensor:
+    """Compute the mean loss of a piece that is on the device.
+
+    Raises:
+        InputError: if the loss function returns anything else than a tensor of one number.
+    """
+    with autocast(workload):
+        loss = workload.loss(workload.model, piece)
+    if isinstance(loss, Tensor) and loss.numel() == 1:
+        return loss
+    found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+    raise InputError(f"loss(model, batch) returned {found}: return the mean loss, a tensor of one number")
 
 
 def no_way_out(event: OomEvent, micro_batch: int, shape: Shape, whole: Reason | None) -> str:

@@ -89,6 +89,12 @@ class Ladder:
         """The rung in force."""
         return self._rung
 
+    def keep_whole(self, num_samples: int) -> None:
+        """Take only rungs of at least so many samples from now on, where there are any."""
+        whole = [rung for rung in self._usable if self.sizes[rung].samples >= num_samples]
+        self._usable = whole or self._usable[:1]
+        self._rung = next((rung for rung in self._usable if rung >= self._rung), self._usable[-1])
+
     def is_last(self, rung: int) -> bool:
         """Whether no rung comes after this one."""
         return rung == self._usable[-1]

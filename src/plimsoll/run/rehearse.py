@@ -220,10 +220,11 @@ def rehearse_step(
                 fake_model,
                 fake_optimizer,
                 loss,
-                units=units,
+                units=batch_size_of if callable(units) else units,  # a function would read values that are not there
                 rungs=[choices],
                 clip_norm=clip_norm,
                 precision=precision,
+                recut_loss=True,  # the plan knows whether
                 backend=StageBackend(lowering.kind),
                 position=position,
                 ranks=alone,

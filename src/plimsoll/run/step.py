@@ -7,7 +7,8 @@
 A step cuts the batch into micro-batches, accumulates their gradients, clips, and updates. When memory runs out
 anywhere, everything is put back as it was before the step (gradients, random numbers, buffers, scaler; parameters and
 optimizer states by `plimsoll.run.commit`), and the same samples run again in smaller pieces. The sum of the gradients
-does not depend on the cut: each micro-batch's mean loss is weighted by its share of what the loss averages over.
+does not depend on the cut: each micro-batch's mean loss is weighted by its share of what the loss averages over, and a
+batch is cut only where that is known to be right (`plimsoll.run.additive`).
 
 Numerics: with one micro-batch the same bits as the plain loop; with more, the same mathematics in another rounding
 order. Another cut draws other dropout masks, as it does in plain PyTorch. BatchNorm's batch statistics depend on the
@@ -17,9 +18,8 @@ embedding that scales gradients by what is in a pass (``scale_grad_by_freq``).
 With several `Ranks` each gives its own part of the batch, and the step is the one of the whole batch: gradients are
 added up when all ranks have theirs, and memory that runs out on one of them undoes the step on all.
 
-Does NOT cover: losses that do not average over samples or tokens (contrastive losses over the batch), LBFGS and other
-optimizers that need a closure, gradients that exist before the step (they are dropped), and parameters that the model
-gets after the step was made: make a new one.
+Does NOT cover: LBFGS and other optimizers that need a closure, gradients that exist before the step (they are dropped),
+and parameters that the model gets after the step was made: make a new one.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ from plimsoll.mapped import MappedPool
 from plimsoll.ranks import Ranks
 from plimsoll.records.plan import Choice
 from plimsoll.records.run import OomEvent
-from plimsoll.run.boundary import Position, attempt
+from plimsoll.run.additive import Additivity
+from plimsoll.run.boundary import Position
 from plimsoll.run.checks import (
-    described,
     device_of,
     refuse,
+    refuse_batch,
     refuse_no_target,
     refuse_non_finite,
     refuse_recut,
-    refuse_unclear_labels,
 )
 from plimsoll.run.commit import StepCommit
 from plimsoll.run.early import EarlyUpdate, early_update
@@ -57,7 +57,7 @@ from plimsoll.run.evaluate import Evaluation, Evaluator
 from plimsoll.run.failpoints import failpoint
 from plimsoll.run.graphs import GraphWatch
 from plimsoll.run.outcome import Outcome, StepResult, at_least_fp32, note
-from plimsoll.run.pieces import NOTHING, Shape, Spare, autocast, no_way_out, parts_of_all, shape_of, weighted_pieces
+from plimsoll.run.pieces import NOTHING, Shape, Spare, mean_loss, no_way_out, parts_of_all, shape_of, weighted_pieces
 from plimsoll.run.recover import Ladder, Size, state_after_death
 from plimsoll.run.reduction import Reduction
 from plimsoll.run.rungs import Rungs, after_oom, ladder_of
@@ -89,6 +89,8 @@ class TrainStep:
         schedule: a learning-rate schedule, stepped after every update.
         precision: ``"fp32"``, or ``"bf16"`` / ``"fp16"`` by autocast (fp16 with a gradient scaler).
         recut_batch_norm: allow cutting a batch although BatchNorm's statistics then differ from the whole batch's.
+        recut_loss: allow cutting a batch although its loss is not shown to be the sum of those of its parts.
+        never_cut: keep every batch whole.
         grow_after: clean steps after which the next larger micro-batch is tried.
         full_length: the tokens of the longest sample there will be. With it, and where samples of alike length are put
             together, a micro-batch is so many samples of that length, and as many more of shorter ones as have no more
@@ -115,6 +117,8 @@ class TrainStep:
         schedule: torch.optim.lr_scheduler.LRScheduler | None = None,
         precision: Precision = "fp32",
         recut_batch_norm: bool = False,
+        recut_loss: bool = False,
+        never_cut: bool = False,
         grow_after: int = 50,
         full_length: int | None = None,
         backend: Backend | None = None,
@@ -138,12 +142,13 @@ class TrainStep:
         self.position = position or Position()
         self.backend: Backend = backend or backend_for(str(device))
         self.ladder: Ladder | None = None
+        self.additivity = Additivity(self.workload, self.backend, self.position, recut_loss, never_cut)
         self._rungs = Rungs(self.workload, rungs or ())
         model, optimizer, precision = self.workload.model, self.workload.optimizer, self.workload.precision
         self._learned: dict[str, Any] | None = None
         self._first_micro_batch = micro_batch
         self._grow_after = grow_after
-        self._whole = WholeBatch(model, recut_batch_norm)
+        self._whole = WholeBatch(self.workload, recut_batch_norm)
         self._parameters = list(model.parameters())  # walking the modules anew in every step would cost more
         self._undo = Undo(model, self.backend)
         self._commit = StepCommit(optimizer, self.backend, self.position, ranks=self.ranks)
@@ -151,7 +156,9 @@ class TrainStep:
         self._early: EarlyUpdate | None = None
         self._spare = Spare(self.workload, is_lent=False)
         self.graphs = GraphWatch(self.workload, self.backend)
-        self._evaluator = Evaluator(self.workload, self.backend, self.position, self._shape_of, grow_after)
+        self._evaluator = Evaluator(
+            self.workload, self.backend, self.position, self._shape_of, grow_after, self.additivity
+        )
         if micro_batch is not None or rungs:
             self._evaluator.begin_at(micro_batch or self._rungs.sizes[0].samples)
         self._scaler = torch.amp.GradScaler(device.type) if precision == "fp16" else None
@@ -196,8 +203,7 @@ class TrainStep:
         self._spare = Spare(self.workload, is_lent=some_have_none)
         refuse_no_target(shape, self.num_steps + 1)
         ladder = self._ladder_for(shape.num_samples)
-        rung = ladder.choose(shape.elements_per_sample)
-        refuse_recut(self._whole.reason(), ladder.sizes[rung].samples, shape, self.ranks)
+        rung = self._allowed(batch, ladder, ladder.choose(shape.elements_per_sample), shape)
         events: list[OomEvent] = []
         self._undo.remember()
         self._drop_gradients()
@@ -209,7 +215,9 @@ class TrainStep:
                 outcome = self._run(batch, ladder.sizes[rung]._replace(samples=size), own, shape)
                 if isinstance(outcome, OomEvent):
                     self._put_back()
-                    event, following = self._after_oom(told_by_all(outcome, self.ranks), rung, shape)
+                    outcome = told_by_all(outcome, self.ranks)
+                    self._keep_whole(batch, ladder, shape)
+                    event, following = self._after_oom(outcome, rung, shape)
                     note(event, events, on_oom)
                     if following is None:
                         raise OutOfMemoryError(no_way_out(event, size, shape, self._whole.reason()))
@@ -282,7 +290,8 @@ class TrainStep:
         """
         self._commit.forget()
         is_shared = self.workload.sharded is not None  # then all ranks close, and none waits for one that fails in it
-        event = (self._together if is_shared else self._alone)(self._rungs.close)
+        ranks = self.ranks if is_shared else Ranks()
+        event = attempt_together(self._rungs.close, self.backend, self.position, ranks)
         if isinstance(event, OomEvent) and is_shared:
             raise OutOfMemoryError(
                 f"memory ran out while the model was put together from the parts of {self.ranks.world_size} ranks "
@@ -340,9 +349,6 @@ class TrainStep:
         for tidy_up in self.workload.after_step:
             tidy_up()
 
-    def _alone(self, work: Callable[[], T]) -> T | OomEvent:
-        return attempt(work, self.backend, self.position)
-
     def _together(self, work: Callable[[], T]) -> T | OomEvent:
         return attempt_together(work, self.backend, self.position, self.ranks)
 
@@ -358,9 +364,10 @@ class TrainStep:
 
     def _gradients_at(self, batch: Any, size: Size, own: Shape, shape: Shape) -> float:
         """Gradients with the techniques of a level, which are installed first if others were in force."""
-        if not self._rungs.is_in_force(size.level):
-            self.position.phase = "copy"
-            self._use(size.level)
+        self.position.phase = "copy"
+        self._use(size.level)
+        if self.additivity.found is None and size.samples < shape.num_samples:  # what was tried before had no room
+            refuse_recut(self.additivity.before_cut(batch), size.samples, shape, self.ranks)
         loss = self._gradients(batch, size.samples, own, shape)
         if self.workload.sharded is not None:
             self.workload.sharded.hand_over()
@@ -379,8 +386,9 @@ class TrainStep:
         return loss
 
     def _use(self, level: int) -> None:
-        self._commit.forget()  # techniques may move what it has views of
-        self._rungs.use(level)
+        if not self._rungs.is_in_force(level):
+            self._commit.forget()  # techniques may move what it has views of
+            self._rungs.use(level)
 
     def _put_to_work(self) -> list[OomEvent]:
         """Put the techniques of the rung in force to work if none are, or those of the first rung where they can be."""
@@ -433,12 +441,7 @@ class TrainStep:
         piece = move_batch(piece, self.workload.device)
         self.position.phase = "forward"
         failpoint("forward")
-        with autocast(self.workload):
-            loss = self.workload.loss(self.workload.model, piece)
-        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-            raise InputError(
-                f"loss(model, batch) returned {described(loss)}: return the mean loss, a tensor of one number"
-            )
+        loss = mean_loss(self.workload, piece)
         self.graphs.note_loss(loss, self.num_steps + 1)
         self.position.phase = "loss"
         failpoint("loss")
@@ -472,13 +475,7 @@ class TrainStep:
     def _shape_of(self, batch: Any) -> Shape:
         if not self.ranks.is_alone and isinstance(batch, Mapping) and not batch:
             return NOTHING
-        if not self._has_own_loss and not isinstance(batch, Mapping):
-            raise InputError(
-                f"a batch that is a {type(batch).__name__} cannot be passed to model(**batch).loss: give loss=, a "
-                "function loss(model, batch) that returns the mean loss, or batches that are dicts"
-            )
-        if self._units_are_assumed:
-            refuse_unclear_labels(batch)
+        refuse_batch(batch, has_own_loss=self._has_own_loss, units_are_assumed=self._units_are_assumed)
         return shape_of(batch, self.workload)
 
     def _ladder_for(self, num_samples: int) -> Ladder:
@@ -488,6 +485,20 @@ class TrainStep:
             grow_after=self._grow_after, is_whole=self._whole.reason() is not None, learned=self._learned,
         )  # fmt: skip
         return self.ladder
+
+    def _allowed(self, batch: Any, ladder: Ladder, rung: int, shape: Shape) -> int:
+        """The rung to begin with, which cuts only where the loss allows it."""
+        if not self.ranks.is_alone or ladder.sizes[rung].samples < shape.num_samples:
+            self._together(partial(self._use, ladder.sizes[rung].level))  # without which there may be no room
+            self._keep_whole(batch, ladder, shape)
+            rung = ladder.choose(shape.elements_per_sample)
+        refuse_recut(self._whole.reason(), ladder.sizes[rung].samples, shape, self.ranks)
+        return rung
+
+    def _keep_whole(self, batch: Any, ladder: Ladder, shape: Shape) -> None:
+        """Take no rung that cuts, from now on, where the loss does not allow it."""
+        if self._whole.reason() is None and self._rungs.has_one_in_force and self.additivity.before_cut(batch):
+            ladder.keep_whole(self._rungs.sizes[0].samples if self._rungs.sizes else shape.num_samples)
 
     def _after_oom(self, event: OomEvent, rung: int, shape: Shape) -> tuple[OomEvent, int | None]:
         """What is done next, and the event that says so; ``None`` where nothing is left to do."""

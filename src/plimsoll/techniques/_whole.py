@@ -4,24 +4,17 @@ BatchNorm's statistics are those of a pass; a user may allow that they are of a 
 embedding with ``scale_grad_by_freq`` divides the gradient of a row by how often the row is in the pass. In pieces that
 is another number, in plain accumulation of gradients as here, and cannot be made good afterwards: it is refused.
 
-Does NOT see a loss that looks at the whole batch, and calls of ``functional.embedding`` with ``scale_grad_by_freq``.
+A loss that is not the sum of those of its parts keeps a batch whole, too; that is found by computing it
+(`plimsoll.run.additive`), and said in ``workload.kept_whole``.
+
+Does NOT see calls of ``functional.embedding`` with ``scale_grad_by_freq``.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from torch import nn
 
-
-class Reason(NamedTuple):
-    """Why nothing is cut, and what lets it be."""
-
-    why: str
-    remedy: str
-
-    def __str__(self) -> str:
-        return f"{self.why}: {self.remedy}"
+from plimsoll.workload import Reason, Workload
 
 
 _BATCH_NORM = Reason(
@@ -35,14 +28,15 @@ _COUNTED_ROWS = Reason(
 
 
 class WholeBatch:
-    """What of a model keeps its batches whole.
+    """What of a training keeps its batches whole.
 
     Args:
-        model: the model.
+        workload: the training.
         recut_batch_norm: whether the user allows statistics of pieces.
     """
 
-    def __init__(self, model: nn.Module, recut_batch_norm: bool) -> None:
+    def __init__(self, workload: Workload, recut_batch_norm: bool) -> None:
+        self._workload, model = workload, workload.model
         modules = () if recut_batch_norm else model.modules()
         self._batch_norms = [module for module in modules if isinstance(module, nn.modules.batchnorm._BatchNorm)]
         self._counting = _counting_embeddings(model)
@@ -51,7 +45,7 @@ class WholeBatch:
         """Return why a batch is not cut as the model is now; with ``also_idle`` as it may be once it trains."""
         if any(module.training or also_idle for module in self._batch_norms):
             return _BATCH_NORM
-        return _COUNTED_ROWS if _are_trained(self._counting) else None
+        return _COUNTED_ROWS if _are_trained(self._counting) else self._workload.kept_whole
 
 
 def counts_rows(model: nn.Module) -> Reason | None:

@@ -3,8 +3,8 @@
 The training step (`plimsoll.run.step`) cuts and weighs them; here is only which sizes there are: all that give another
 number of pieces, since 40 samples in pieces of 16 take as long as in pieces of 14, and more memory.
 
-Numerics: sums are rounded in another order. Does NOT cover losses that look at the whole batch, BatchNorm (which is not
-cut unless the user allows it), and embeddings with ``scale_grad_by_freq`` (never cut); see `_whole`.
+Numerics: sums are rounded in another order. Does NOT cover losses that look at the whole batch and BatchNorm (which are
+not cut unless the user allows it), and embeddings with ``scale_grad_by_freq`` (never cut); see `_whole`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import ClassVar
 from plimsoll.records.plan import Choice, Numerics, micro_batch_choice
 from plimsoll.records.trace import Category
 from plimsoll.techniques._base import Choices, Setting
-from plimsoll.techniques._whole import Reason, WholeBatch
-from plimsoll.workload import Workload
+from plimsoll.techniques._whole import WholeBatch
+from plimsoll.workload import Reason, Workload
 
 
 class MicroBatch:
@@ -52,7 +52,7 @@ class MicroBatch:
 
     @staticmethod
     def _whole(workload: Workload, setting: Setting) -> Reason | None:
-        return WholeBatch(workload.model, "recut_batch_norm" in setting.allow).reason(also_idle=True)
+        return WholeBatch(workload, "recut_batch_norm" in setting.allow).reason(also_idle=True)
 
 
 def sizes_of(batch_size: int) -> tuple[int, ...]:

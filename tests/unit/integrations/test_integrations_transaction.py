@@ -24,9 +24,12 @@ class Loop:
         self.num_steps_per_update = num_steps_per_update
         self.pieces = []
 
+    def loss_of(self, piece, share):
+        return (self.model(piece["x"]) - piece["y"]).square().mean()
+
     def one_pass(self, piece, share):
         self.pieces.append(len(piece["x"]))
-        loss = (self.model(piece["x"]) - piece["y"]).square().mean()
+        loss = self.loss_of(piece, share)
         (loss * share / self.num_steps_per_update).backward()
         return loss.detach()
 
@@ -39,7 +42,8 @@ class Loop:
         torch.manual_seed(1)
         for number in range(1, num_batches + 1):
             batch = {"x": torch.randn(4, 3), "y": torch.randn(4, 1)}
-            self.transaction.run(batch, self.one_pass, None if number % self.num_steps_per_update else self.finish)
+            finish = None if number % self.num_steps_per_update else self.finish
+            self.transaction.run(batch, self.one_pass, finish, self.loss_of)
         return torch.cat([parameter.detach().flatten() for parameter in self.model.parameters()])
 
 
@@ -51,7 +55,7 @@ class LateLoop(Loop):
         self.num_again = 0
         for number in range(1, num_batches + 1):
             batch = {"x": torch.randn(4, 3), "y": torch.randn(4, 1)}
-            self.transaction.run(batch, self.one_pass, None)
+            self.transaction.run(batch, self.one_pass, None, self.loss_of)
             if not number % self.num_steps_per_update:
                 self.transaction.finish(self.finish)
         return torch.cat([parameter.detach().flatten() for parameter in self.model.parameters()])
@@ -123,7 +127,7 @@ def test_an_error_of_the_users_own_undoes_the_step_and_goes_on():
         raise KeyError("mine")
 
     with pytest.raises(KeyError, match="mine"):
-        loop.transaction.run({"x": torch.zeros(4, 3), "y": torch.zeros(4, 1)}, loop.one_pass, breaks)
+        loop.transaction.run({"x": torch.zeros(4, 3), "y": torch.zeros(4, 1)}, loop.one_pass, breaks, loop.loss_of)
     assert all(parameter.grad is None for parameter in loop.model.parameters())
 
 
@@ -193,10 +197,10 @@ def test_any_batch_is_taken_where_the_loop_would_take_it():
     loop = Loop(units="tokens", takes_any=True)
     nothing_to_learn = {"x": torch.randn(4, 3), "y": torch.randn(4, 1), "labels": torch.full((4, 2), -100)}
     with armed("forward", 1):
-        loop.transaction.run(nothing_to_learn, loop.one_pass, loop.finish)
+        loop.transaction.run(nothing_to_learn, loop.one_pass, loop.finish, loop.loss_of)
     assert loop.pieces == [2, 2]
     uneven = {"x": torch.randn(4, 3), "y": torch.randn(4, 1), "labels": torch.zeros(1)}
-    loop.transaction.run(uneven, loop.one_pass, loop.finish)
+    loop.transaction.run(uneven, loop.one_pass, loop.finish, loop.loss_of)
     assert loop.pieces[-1] == 4
 
 
@@ -210,4 +214,4 @@ def test_techniques_around_the_loss_need_a_loss_that_is_the_callers():
 def test_a_batch_without_a_target_is_refused():
     loop = Loop(units="tokens")
     with pytest.raises(DataError, match="remove such batches"):
-        loop.transaction.run({"x": torch.ones(2, 3), "labels": torch.full((2, 3), -100)}, loop.one_pass, loop.finish)
+        loop.transaction.run({"x": torch.ones(2, 3), "labels": torch.full((2, 3), -100)}, loop.one_pass, loop.finish, loop.loss_of)

@@ -12,7 +12,6 @@ from plimsoll.outside import mark_outside
 from plimsoll.ranks import Ranks
 from plimsoll.run.boundary import Position
 from plimsoll.run.checks import (
-    described,
     device_of,
     refuse,
     refuse_no_target,
@@ -149,11 +148,6 @@ def test_where_a_sample_is_not_one_term_of_the_mean_units_are_needed(batch, what
 def test_a_loss_of_the_users_needs_units():
     with pytest.raises(InputError, match="loss= was given without units=: what the loss averages over"):
         refuse(MODEL, SGD, "fp32", None, loss=lambda model, batch: model(batch).mean())
-
-
-def test_values_are_described():
-    assert described(torch.zeros(2, 3)) == "a tensor of shape (2, 3)"
-    assert described(None) == "NoneType"
 
 
 def test_under_fp16_an_optimizer_of_some_parameters_is_refused():

@@ -65,7 +65,7 @@ def test_a_batch_that_runs_out_of_memory_is_evaluated_again_in_pieces():
 
 def test_the_size_that_fits_is_remembered_until_a_larger_batch_comes():
     sizes = []
-    step = step_of()
+    step = step_of(recut_loss=True)  # no samples are computed to find out
     step.workload.model.register_forward_pre_hook(lambda _, arguments: sizes.append(len(arguments[0])))
     with armed("evaluation", 1):
         step.evaluate([line_through(8), line_through(8), line_through(6), line_through(16)])
@@ -111,7 +111,7 @@ def test_a_batch_without_a_target_counts_for_nothing():
 
 def test_after_a_death_it_begins_with_smaller_pieces():
     sizes = []
-    step = step_of(rungs=[[micro_batch_choice(size)] for size in (8, 4, 2, 1)])
+    step = step_of(rungs=[[micro_batch_choice(size)] for size in (8, 4, 2, 1)], recut_loss=True)
     step.workload.model.register_forward_pre_hook(lambda _, arguments: sizes.append(len(arguments[0])))
     step.begin_again_at(2, too_large_rung=1)
     step.evaluate([line_through(8)])
@@ -120,7 +120,7 @@ def test_after_a_death_it_begins_with_smaller_pieces():
 
 def test_a_technique_bounds_the_pieces_also_when_it_comes_later_or_would_grow():
     sizes = []
-    step = step_of()
+    step = step_of(recut_loss=True)
     step.workload.model.register_forward_pre_hook(lambda _, arguments: sizes.append(len(arguments[0])))
     step.evaluate([line_through(8)])
     step.workload.evaluation_samples = 3

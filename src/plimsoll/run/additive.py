@@ -1,0 +1,357 @@
+"""Whether a loss is additive: the mean loss of a batch is the sum of those of its parts, each by its share of the units.
+
+Only then may a batch be cut, into micro-batches, over ranks or into passes of an evaluation. A loss that compares the
+samples of a batch (contrastive losses), that averages over something else than the units (class weights), or that has a
+term over the whole batch (the balance of a router) is another one in parts. So before a batch is cut, the losses of a
+few samples are computed at once and in two parts, and compared; so are their gradients, of the smallest parameters,
+which differ where a loss has detached parts. A sample here is one of the batch that is to be cut, and those that differ
+most are taken (`plimsoll.run.telling_rows`). It costs two passes of at most eight samples, is done once more for a
+batch of another kind (fields, labels or padding that were not seen), and at the 2nd, 4th, 8th, ... cut.
+
+Dropout is taken out, and nothing stays of it (`plimsoll.run.undropped`, `plimsoll.run.left_alone`). It is computed
+without autocast where that is possible. The difference that is let through is 64 roundings of the precision that it is
+computed in (fp32: 8e-6 of the loss), or one of bf16 and fp16, of which more is not known. Where memory runs out, fewer
+samples are taken, then no gradients are compared.
+
+Does NOT see what a loss does only with more samples than these, or later in a training, until it is checked again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from plimsoll.device.base import Backend
+from plimsoll.errors import InputError
+from plimsoll.records.loss_check import LossCheck
+from plimsoll.records.run import OomEvent
+from plimsoll.run.boundary import Position, without_fail
+from plimsoll.run.known_losses import is_usual, known_additive, known_reason
+from plimsoll.run.left_alone import left_alone
+from plimsoll.run.pieces import mean_loss, shape_of, weighted_pieces
+from plimsoll.run.telling_rows import kinds_of, telling_rows
+from plimsoll.run.together import attempt_together
+from plimsoll.run.undropped import undropped
+from plimsoll.techniques._over_time import has_hook
+from plimsoll.workload import Reason, Workload, batch_size_of, count_units, move_batch, pick_samples
+
+LossOf = Callable[[Any, float], Tensor]
+"""``(piece, share) -> mean loss``, as a step computes it."""
+
+_NUM_ROWS = (8, 4, 2)  # fewer where memory runs out
+_MOST_GRADIENTS = 1 << 20  # numbers that are compared
+_NUM_ROUNDINGS = 64
+_LEAST_DIFFERENCE = 2e-6  # models in float64 have losses that compute in float32
+_MOST_ROWS_TRIED = 64  # until there are two samples with something to learn
+
+_ALTERNATIVES = (
+    "give the units that it averages over, a function from a batch to a number; for a loss that compares samples use one "
+    "that is cached (CachedMultipleNegativesRankingLoss of sentence-transformers); keep batches whole with "
+    "never_cut=True; or allow another loss with recut_loss=True (job.yaml: allow: [recut_loss])"
+)
+_WEIGHTS = (
+    'give units=lambda batch: float(weight[batch["labels"]].sum()), what the loss divides by; keep batches whole with '
+    "never_cut=True; or allow another loss with recut_loss=True"
+)
+_ALLOW = "keep batches whole with never_cut=True, or allow it with recut_loss=True (job.yaml: allow: [recut_loss])"
+
+
+class _Found(NamedTuple):
+    """The loss of some samples at once and in parts, and what was noticed on the way."""
+
+    num_samples: int
+    whole: float
+    parts: float
+    difference: float
+    gradient_difference: float | None
+    most_difference: float
+    is_random: bool
+    averages_weights: bool
+    shows: bool
+
+
+class Additivity:
+    """Asked before a batch of one training is cut; what it found last is ``found``.
+
+    Args:
+        workload: the training, before techniques are installed; ``kept_whole`` is set where it is not additive.
+        backend: of its device.
+        position: where the training is.
+        recut_loss: whether the user allows the loss to be another one in parts: nothing is compared.
+        never_cut: whether the user forbids to cut.
+    """
+
+    def __init__(  # noqa: PLR0917 -- called by the two kinds of steps and the planner
+        self, workload: Workload, backend: Backend, position: Position, recut_loss: bool, never_cut: bool
+    ) -> None:
+        self._workload, self._backend, self._position = workload, backend, position
+        self.found: LossCheck | None = _said(workload, recut_loss, never_cut)
+        self._is_known = self.found is None and known_additive(workload)
+        self._seen: set[tuple[Any, ...]] = set()
+        self._num_cuts = self._num_checks = 0
+
+    def before_cut(self, batch: Any, loss_of: LossOf | None = None) -> Reason | None:
+        """Return why a batch must not be cut, if it must not; all ranks must ask.
+
+        ``loss_of`` computes a piece as the caller's loop does; by default by ``workload.loss``.
+        """
+        workload = self._workload
+        if workload.kept_whole is None and self._is_due(batch):
+            self.found = self._check(batch, loss_of or self._loss_of) or self.found
+        if self.found is not None and not self.found.may_cut:
+            workload.kept_whole = Reason(self.found.why, self.found.remedy)
+        return workload.kept_whole
+
+    def _is_due(self, batch: Any) -> bool:
+        """Whether there is something to find out, on any rank."""
+        if self.found is not None and self.found.verdict in {"allowed", "never cut", "not computed"}:
+            return False
+        is_here = not self._workload.ranks.is_alone and not batch
+        is_known = is_here or (self._is_known and is_usual(batch, self._workload))
+        if self._is_known and not self._workload.ranks.agree(not is_known):
+            self.found = self.found or LossCheck(verdict="known", why="a loss that is known to be additive")
+            return False
+        kinds = set() if is_here else {("training", self._workload.model.training), *kinds_of(batch)}
+        is_new, self._num_cuts = not kinds <= self._seen, self._num_cuts + 1
+        self._seen |= kinds
+        return self._workload.ranks.agree(is_new) or self._num_cuts & (self._num_cuts - 1) == 0
+
+    def _check(self, batch: Any, loss_of: LossOf) -> LossCheck | None:
+        """Compare; ``None`` where there is nothing to compare, such as losses that are no numbers."""
+        rows = self._rows(batch)
+        if isinstance(rows, LossCheck) or rows is None:
+            return rows
+        self._num_checks += 1
+        precision, phase = self._workload.precision, self._position.phase
+        try:
+            found = self._compared(rows, loss_of)
+        finally:
+            self._workload.precision, self._position.phase = precision, phase
+        if isinstance(found, OomEvent):
+            return LossCheck(
+                verdict="not shown",
+                why=f"memory ran out while the loss of two samples was computed at once ({found.shortage})",
+                remedy=_ALLOW,
+            )
+        return None if found is None else _verdict(found, self._workload, self._num_cuts, self._num_checks)
+
+    def _compared(self, rows: Any, loss_of: LossOf) -> _Found | OomEvent | None:
+        """Compare as many samples as there is room for, with gradients where that is possible."""
+        precision = self._workload.precision
+        has_gradients = torch.is_grad_enabled() and self._workload.sharded is None and not _is_watched(self._workload)
+        most = batch_size_of(rows)
+        counts = list(dict.fromkeys(min(count, most) for count in _NUM_ROWS))
+        ways = [(count, True, False) for count in counts if has_gradients]
+        ways += [(count, False, False) for count in (counts[0], counts[-1])]
+        ways += [(counts[-1], has_gradients, True)] if precision != "fp32" else []
+        for count, gradients, casts in ways:
+            self._workload.precision = precision if casts else "fp32"
+            compare = partial(self._compare, pick_samples(rows, range(count)), loss_of, gradients)
+            found = without_fail(partial(self._attempt, compare))
+            if isinstance(found, OomEvent):
+                self._backend.release()
+            elif not isinstance(found, str):
+                return found
+        self._workload.precision = precision
+        return self._attempt(compare)  # so that what fails is seen
+
+    def _attempt(self, compare: Callable[[], _Found | None]) -> _Found | OomEvent | None:
+        return attempt_together(compare, self._backend, self._position, self._workload.ranks)
+
+    def _compare(self, rows: Any, loss_of: LossOf, gradients: bool) -> _Found | None:
+        workload = self._workload
+        shape = shape_of(rows, workload)
+        random_state = self._backend.random_state()
+        parameters = _smallest(workload) if gradients else []
+        self._position.phase = "forward"
+        one = partial(_loss, loss_of, parameters, random_state, self._backend)
+        function = workload.loss if loss_of == self._loss_of else loss_of
+        with undropped(workload.model) as mode, left_alone(workload.model, function, self._backend) as before:
+            whole = one(rows, 1.0)
+            before.put_back()  # a state that a loss keeps from pass to pass is then another one in the parts
+            pieces = weighted_pieces(rows, _samples_of_part(shape.num_samples), shape, workload)
+            losses = [one(piece, share) for piece, share, _ in pieces]
+        dtypes = mode.dtypes | {one.dtype for one in workload.model.parameters() if one.is_floating_point()}
+        return _difference(shape.num_samples, whole, losses, _most_difference(dtypes), mode.averages_weights)
+
+    def _loss_of(self, piece: Any, share: float) -> Tensor:
+        return mean_loss(self._workload, move_batch(piece, self._workload.device))
+
+    def _rows(self, batch: Any) -> Any:
+        """The samples to compute with, the same on all ranks; ``None`` where none has something to learn."""
+        own = None if batch is None or (isinstance(batch, dict) and not batch) else self._telling(batch)
+        ranks = self._workload.ranks
+        if not ranks.is_alone:
+            here = None if own is None else move_batch(own, torch.device("cpu"))
+            every = [one for one in ranks.gather_agreed(here) if one is not None]
+            own = max(every, key=batch_size_of, default=None)
+        if own is not None and batch_size_of(own) < 2:
+            if ranks.is_alone:
+                return None
+            return LossCheck(
+                verdict="not shown",
+                why="no rank has two samples of a batch, whose loss could be computed at once and in parts",
+                remedy=f"give more samples to a batch; {_ALLOW}",
+            )
+        return own
+
+    def _telling(self, batch: Any) -> Any:
+        units = self._workload.units
+
+        def is_learned(row: int) -> bool:
+            return bool(count_units(pick_samples(batch, [row]), units))
+
+        rows = [row for row in telling_rows(batch, _NUM_ROWS[0]) if is_learned(row)]
+        others = (row for row in range(min(batch_size_of(batch), _MOST_ROWS_TRIED)) if row not in rows)
+        while len(rows) < 2 and (row := next(others, None)) is not None:
+            rows += [row] if is_learned(row) else []
+        return pick_samples(batch, rows) if rows else None
+
+
+class _Loss(NamedTuple):
+    """The loss of a piece, its gradient, its share of the whole, and whether random numbers were drawn for it."""
+
+    value: float
+    gradient: Tensor | None
+    share: float
+    is_random: bool
+
+
+def _loss(  # noqa: PLR0917 -- bound to all but the last two
+    loss_of: LossOf, parameters: Sequence[Tensor], random_state: dict[str, Any], backend: Backend, piece: Any,
+    share: float,
+) -> _Loss:  # fmt: skip
+    backend.restore_random_state(random_state)
+    with torch.set_grad_enabled(bool(parameters)), torch.autograd.set_multithreading_enabled(False):
+        loss = loss_of(piece, share)
+        gradient = None
+        if parameters and loss.requires_grad:
+            found = torch.autograd.grad(loss, parameters, allow_unused=True)
+            gradient = torch.cat([_flat(one, of) for one, of in zip(found, parameters, strict=True)])
+    return _Loss(float(loss.detach()), gradient, share, not _is_same(backend.random_state(), random_state))
+
+
+def _flat(gradient: Tensor | None, parameter: Tensor) -> Tensor:
+    if gradient is None:
+        return torch.zeros(parameter.numel(), dtype=torch.float64, device=parameter.device)
+    dense = gradient.to_dense() if gradient.is_sparse else gradient
+    return dense.detach().flatten().double()
+
+
+def _difference(
+    num_samples: int, whole: _Loss, parts: list[_Loss], most_difference: float, averages_weights: bool
+) -> _Found | None:
+    total = sum(one.value * one.share for one in parts)
+    size = max(abs(whole.value), sum(abs(one.value) * one.share for one in parts))
+    if not math.isfinite(whole.value) and not math.isfinite(total):
+        return None
+    difference = abs(whole.value - total) / size if size else 0.0
+    gradient_difference, scale = None, 0.0
+    if whole.gradient is not None and all(one.gradient is not None for one in parts):
+        sums = [one.gradient * one.share for one in parts if one.gradient is not None]
+        scale = max(float(whole.gradient.norm()), sum(float(one.norm()) for one in sums))
+        gradient_difference = float((whole.gradient - sum(sums)).norm()) / scale if scale else 0.0
+    return _Found(
+        num_samples, whole.value, total, difference if math.isfinite(difference) else math.inf, gradient_difference,
+        most_difference, any(one.is_random for one in (whole, *parts)), averages_weights,
+        shows=size > 0 or scale > 0,
+    )  # fmt: skip
+
+
+def _verdict(found: _Found, workload: Workload, num_cuts: int, num_checks: int) -> LossCheck:
+    """Say what a comparison means."""
+    counted = workload.units if isinstance(workload.units, str) else "units"
+    of_all = "the loss of a batch is not the sum of those of its parts"
+    is_equal = found.difference <= found.most_difference
+    has_equal_gradients = (found.gradient_difference or 0.0) <= 4 * found.most_difference
+    why, remedy, verdict = "", "", "additive"
+    if found.is_random:
+        why = "the loss, or the model, draws random numbers besides dropout, which a cut draws otherwise"
+        remedy, verdict = _ALLOW, "not shown"
+    elif not found.shows:
+        why = f"the loss of {found.num_samples} samples is 0 with no gradient, which shows nothing of a cut"
+        remedy, verdict = _ALLOW, "not shown"
+    elif found.averages_weights and (not is_equal or not callable(workload.units)):
+        why = f"cross_entropy(weight=...) averages over the weights of the labels, and not over {counted}"
+        remedy, verdict = _WEIGHTS, "not additive"
+    elif not is_equal:
+        why = (
+            f"{of_all}: that of {found.num_samples} samples is {found.whole:.6g} at once, and {found.parts:.6g} in two "
+            f"parts by their {counted}"
+        )
+        remedy, verdict = _ALTERNATIVES, "not additive"
+    elif not has_equal_gradients:
+        why = (
+            f"{of_all}: the gradients of {found.num_samples} samples differ by "
+            f"{found.gradient_difference or 0.0:.2g} of their size at once and in two parts by their {counted}"
+        )
+        remedy, verdict = _ALTERNATIVES, "not additive"
+    if why and num_checks > 1:
+        why += f"; found at cut {num_cuts}, those before it looked additive"
+    return LossCheck(
+        verdict=verdict, why=why, remedy=remedy, num_samples=found.num_samples, whole=found.whole, parts=found.parts,
+        difference=found.difference, gradient_difference=found.gradient_difference,
+    )  # fmt: skip
+
+
+def _said(workload: Workload, recut_loss: bool, never_cut: bool) -> LossCheck | None:
+    """What is known of a loss before anything is computed."""
+    if never_cut and recut_loss:
+        raise InputError("never_cut=True forbids what recut_loss=True allows: leave one of the two out")
+    if never_cut:
+        return LossCheck(verdict="never cut", why="never_cut=True says so", remedy="leave never_cut out")
+    if recut_loss:
+        return LossCheck(verdict="allowed", why="recut_loss allows that the loss is another one in parts")
+    reason = known_reason(workload)
+    if reason is not None:
+        return LossCheck(verdict="not additive", why=reason.why, remedy=reason.remedy)
+    is_empty = any(isinstance(one, FakeTensor) or one.is_meta for one in workload.model.parameters())
+    return LossCheck(verdict="not computed", why="the parameters have no values here: the training finds out") if is_empty else None
+
+
+def _is_watched(workload: Workload) -> bool:
+    """Whether hooks of the user's would be called in a backward pass."""
+    return any(one._backward_hooks or one._backward_pre_hooks for one in workload.model.modules())
+
+
+def _smallest(workload: Workload) -> list[Tensor]:
+    """The smallest parameters that are trained, at least one."""
+    of_optimizer = (one for group in workload.optimizer.param_groups for one in group["params"])
+    every = (one for one in (*workload.model.parameters(), *of_optimizer) if one.requires_grad and not has_hook(one))
+    trained = {id(one): one for one in every}
+    chosen: list[Tensor] = []
+    num_numbers = 0
+    for parameter in sorted(trained.values(), key=Tensor.numel):
+        num_numbers += parameter.numel()
+        if chosen and num_numbers > _MOST_GRADIENTS:
+            break
+        chosen.append(parameter)
+    return chosen
+
+
+def _samples_of_part(num_samples: int) -> int:
+    """The samples of the larger of two parts, which are not of one size if that is possible."""
+    return num_samples // 2 + 1 if num_samples > 2 else 1
+
+
+def _most_difference(dtypes: set[torch.dtype]) -> float:
+    rounding = max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0)
+    is_coarse = rounding > torch.finfo(torch.float32).eps
+    return max(_LEAST_DIFFERENCE, rounding if is_coarse else _NUM_ROUNDINGS * rounding)
+
+
+def _is_same(state: Any, other: Any) -> bool:
+    """Whether two states of random number generators are one."""
+    if isinstance(state, Tensor):
+        return torch.equal(state, other)
+    if isinstance(state, dict):
+        return all(_is_same(value, other[name]) for name, value in state.items())
+    if isinstance(state, list | tuple):
+        return all(_is_same(*pair) for pair in zip(state, other, strict=True))
+    return bool(state == other)

@@ -1,0 +1,80 @@
+"""Which samples of a batch tell most about a loss: those that differ most, and for each of them one that is like it.
+
+Samples differ in their labels, in how much of them is padding, mask or ignored label, and in what they are filled with.
+A loss of pairs needs both: samples of one label, and of others.
+
+Shapes: B samples, F features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from plimsoll.workload import IGNORED_LABEL, batch_size_of, leaves_of
+
+_LABEL_COUNTS = 4.0  # as much as so many other features: samples of one label are to be found next to each other
+_MOST_VALUES = 64  # distinct ones of a field that are told apart
+
+
+def telling_rows(batch: Any, num_rows: int) -> list[int]:
+    """Return the numbers of up to so many samples; parts of them in this order have samples that differ."""
+    num_samples = batch_size_of(batch)
+    if num_samples <= num_rows:
+        return list(range(num_samples))
+    features_BF = _features(batch)
+    rows = [int((features_BF - features_BF.mean(0)).square().sum(1).argmax())]
+    nearest = (features_BF - features_BF[rows[0]]).square().sum(1)
+    while len(rows) < num_rows // 2:
+        nearest[rows] = -1.0
+        rows.append(int(nearest.argmax()))
+        nearest = torch.minimum(nearest, (features_BF - features_BF[rows[-1]]).square().sum(1))
+    for row in rows[: num_rows - len(rows)]:
+        distances = (features_BF - features_BF[row]).square().sum(1)
+        distances[rows] = torch.inf
+        rows.append(int(distances.argmin()))
+    return rows
+
+
+def kinds_of(batch: Any) -> frozenset[tuple[Any, ...]]:
+    """Say what kind of a batch this is: its fields, which of them are filled unevenly, and which labels there are."""
+    return frozenset(kind for path, leaf in leaves_of(batch) for kind in _kinds(path, leaf))
+
+
+def _kinds(path: str, leaf: Any) -> Iterator[tuple[Any, ...]]:
+    leaf = torch.as_tensor(leaf) if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biuf" else leaf
+    if not isinstance(leaf, Tensor) or not leaf.ndim:
+        yield (path, type(leaf).__name__)
+        return
+    yield (path, str(leaf.dtype), leaf.ndim)
+    if leaf.ndim == 1 and not leaf.is_floating_point():
+        values = leaf.unique().tolist()
+        yield from ((path, value) for value in values if len(values) <= _MOST_VALUES)
+    for what in (0, IGNORED_LABEL):
+        counts = (leaf.flatten(1) if leaf.ndim > 1 else leaf[:, None]).eq(what).sum(1)
+        if bool((counts != counts[0]).any()):
+            yield (path, "uneven", what)
+
+
+def _features(batch: Any) -> Tensor:
+    """Numbers that tell samples apart, each with a mean of 0 and a variance of 1."""
+    columns: list[Tensor] = []
+    for _, leaf in leaves_of(batch):
+        leaf = torch.as_tensor(leaf) if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biuf" else leaf
+        if not isinstance(leaf, Tensor) or not leaf.ndim or leaf.is_complex():
+            continue
+        flat = leaf.detach().reshape(len(leaf), -1).to("cpu", torch.float64)
+        one_label = leaf.ndim == 1 and not leaf.is_floating_point()
+        columns += [_standard(flat.mean(1)) * (_LABEL_COUNTS if one_label else 1.0)]
+        columns += [_standard(flat.eq(what).double().sum(1)) for what in (0, IGNORED_LABEL)]
+    return torch.stack(columns, 1) if columns else torch.zeros(batch_size_of(batch), 1, dtype=torch.float64)
+
+
+def _standard(column: Tensor) -> Tensor:
+    column = torch.nan_to_num(column) - torch.nan_to_num(column).mean()
+    spread = column.square().mean().sqrt()
+    return column / spread if spread > 0 else torch.zeros_like(column)
