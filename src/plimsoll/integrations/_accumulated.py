@@ -1,4 +1,4 @@
-"""A loss that a `Trainer` takes to be divided by the labels of its whole window of batches, and that is not.
+"""A Trainer's loss and ``num_items_in_batch``: what it divides by it, and the loss of a piece of a batch.
 
 A Trainer that hands ``num_items_in_batch`` to a model leaves it to the model to divide by it. A model that takes it and
 means over its own batch (classifiers of texts and tokens, masked language models and T5 in transformers 5.23, and many
@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 import transformers
-from torch import nn
+from torch import Tensor, nn
 
 from plimsoll.device.base import Backend
 from plimsoll.integrations.transaction import shape_of_any
@@ -29,10 +29,13 @@ from plimsoll.run.undo import Undo
 from plimsoll.workload import split_batch
 
 
+_LEAST_SHARE, _ALL = 1e-4, 0.02  # of a loss: what rounding may be, and what is taken for the whole of it
+
+
 def warn_if_undivided(
     trainer: transformers.Trainer, model: nn.Module, batch: Any, items: Any, backend: Backend
 ) -> None:
-    """Warn if the loss is the same whatever it is to be divided by, which two passes without gradients show.
+    """Warn if the loss, or a part of it, is the same whatever it is to be divided by, which two passes show.
 
     Args:
         trainer: before its first step.
@@ -55,7 +58,19 @@ def warn_if_undivided(
         backend.release()
         return
     first, second = losses
-    if first and math.isfinite(first) and math.isclose(first, second, rel_tol=0.01):
+    if not first or not math.isfinite(first) or not math.isfinite(second):
+        return
+    undivided = (2 * second - first) / first  # the share of the loss that stays when the divisor is doubled
+    if abs(undivided) > _LEAST_SHARE and abs(undivided - 1) > _ALL:
+        warnings.warn(
+            f"{undivided:.1%} of the loss of this {type(trainer.model).__name__} does not depend on num_items_in_batch, "
+            "and the rest is divided by it (a balance term of a router, or a term of compute_loss that is a mean of its "
+            f"own batch). With gradient_accumulation_steps={num_batches} that part counts {num_batches} times in the "
+            f"loss that is logged and in the gradients: divide it by {num_batches}, or multiply it by its batch's share "
+            "of num_items_in_batch",
+            stacklevel=2,
+        )
+    elif abs(undivided - 1) <= _ALL:
         warnings.warn(
             f"the loss of this {type(trainer.model).__name__} does not depend on num_items_in_batch, by which the "
             "Trainer takes it to be divided. If it is the mean of its own batch, the loss that is logged and the "
@@ -63,6 +78,14 @@ def warn_if_undivided(
             "trainer.loss_is_scaled_for_ga = False before it trains; True if it is divided by the accumulation itself",
             stacklevel=2,
         )
+
+
+def loss_of_piece(trainer: transformers.Trainer, model: nn.Module, items: Any, piece: Any, share: float) -> Tensor:
+    """Compute the loss of a piece as the trainer's step would, if there were only the items of the piece."""
+    with trainer.compute_loss_context_manager():
+        inputs = trainer._prepare_inputs(copy.copy(piece))
+        loss: Tensor = trainer.compute_loss(model, inputs, num_items_in_batch=None if items is None else items * share)
+        return loss
 
 
 @torch.no_grad()
@@ -73,11 +96,9 @@ def _losses(
     sample = split_batch(batch, 1)[0] if shape_of_any(batch, "samples").num_samples > 1 else batch
 
     def loss(divisor: Any) -> float:
-        with _as_before(model, backend), trainer.compute_loss_context_manager():
+        with _as_before(model, backend):
             model.eval()
-            inputs = trainer._prepare_inputs(copy.copy(sample))
-            found: Any = trainer.compute_loss(model, inputs, num_items_in_batch=divisor)
-            return float(found)
+            return float(loss_of_piece(trainer, model, divisor, sample, 1))
 
     return loss(items), loss(2 * items)
 

@@ -13,6 +13,7 @@ from torch import nn
 
 from plimsoll.device.base import backend_for
 from plimsoll.errors import InputError
+from plimsoll.records.loss_check import LossCheck
 from plimsoll.records.plan import Plan
 from plimsoll.run.plan import plan_step, require_that_fits
 from plimsoll.techniques import TECHNIQUES
@@ -31,6 +32,7 @@ def planned(
     offered: Iterable[str],
     clip_norm: float | None = None,
     precision: Precision = "fp32",
+    loss_check: LossCheck | None = None,
 ) -> Plan:
     """Find the fastest mix that fits, of the techniques offered; random numbers are as before.
 
@@ -45,6 +47,7 @@ def planned(
         offered: the names of the techniques that the loop can have.
         clip_norm: the global norm that the loop clips to.
         precision: what autocast computes in, where that is not in the loss already.
+        loss_check: whether the loop's own loss may be computed in parts, where that is another one.
 
     Raises:
         BudgetError: if no plan fits; it says which budget would do.
@@ -61,6 +64,7 @@ def planned(
         units=units,
         clip_norm=clip_norm,
         precision=precision,
+        loss_check=loss_check,
         device="cpu" if device.type == "cpu" else "local",
         forbids=sorted(set(TECHNIQUES) - set(offered)),
     )

@@ -17,9 +17,9 @@ the whole training again with another batch size, and keeps the weights of the f
 Does NOT cover several processes or devices (torchrun's ranks would wait for each other: `plimsoll train --nproc`),
 DeepSpeed, optimizers that update inside backward (all refused), memory that runs out while the next batch is collated
 or in the callbacks between the gradients and the update, and what a subclass's ``training_step`` or ``compute_loss``
-changes that is no gradient, buffer or random number: it runs for each piece, and again with each try. A loss that
-compares the samples of a batch with each other (contrastive losses) is another one when it is cut. Written for
-transformers 5.23 and tested with it; the names it needs are checked.
+changes that is no gradient, buffer or random number: it runs for each piece, and again with each try. A batch
+is cut only where its loss is the sum of those of its parts (`plimsoll.run.additive`). Written for transformers 5.23 and
+tested with it; the names it needs are checked.
 
 Source: https://huggingface.co/docs/transformers/main_classes/trainer
 """
@@ -45,19 +45,21 @@ from transformers.trainer_utils import TrainOutput
 from plimsoll.device.base import backend_for
 from plimsoll.errors import InputError, OutOfMemoryError
 from plimsoll.integrations._accelerated import put_back_of_scaler, stepped_as_now
-from plimsoll.integrations._accumulated import warn_if_undivided
+from plimsoll.integrations._accumulated import loss_of_piece, warn_if_undivided
 from plimsoll.integrations._inputs import joined, units_of
 from plimsoll.integrations._planned import planned, refuse_both
 from plimsoll.integrations.training_arguments import to_training_arguments
 from plimsoll.integrations.transaction import Transaction, shape_of_any
+from plimsoll.records.loss_check import LossCheck
 from plimsoll.records.plan import Plan
 from plimsoll.records.run import OomEvent
 from plimsoll.records.units import parse_bytes
+from plimsoll.run.additive import loss_check_of
 from plimsoll.run.boundary import Position, attempt
 from plimsoll.run.pieces import no_way_out
 from plimsoll.run.recover import Ladder, micro_batch_sizes
 from plimsoll.run.rungs import after_oom
-from plimsoll.workload import Precision, Units, batch_size_of, count_units, model_loss, split_batch
+from plimsoll.workload import Precision, Units, Workload, batch_size_of, count_units, model_loss, split_batch
 
 _NEEDED = (
     "training_step",
@@ -91,6 +93,8 @@ def fit(
     units: Units | None = None,
     batch: Any = None,
     recut_batch_norm: bool = False,
+    recut_loss: bool = False,
+    never_cut: bool = False,
     on_oom: Callable[[OomEvent], None] | None = None,
     **train_options: Any,
 ) -> TrainOutput:
@@ -105,6 +109,8 @@ def fit(
             guessed from the labels (see `plimsoll.workload.count_units`).
         batch: with a budget, the largest batch there will be, as the collator makes it; by default the first one.
         recut_batch_norm: allow cutting a batch although BatchNorm's statistics then differ from the whole batch's.
+        recut_loss: allow cutting a batch although its loss is not shown to be the sum of those of its parts.
+        never_cut: keep every batch whole.
         on_oom: called with each event as it is recovered from.
         train_options: as ``train_arguments``.
 
@@ -116,7 +122,10 @@ def fit(
         BudgetError: if no plan fits the budget; it says which would do.
         InputError: if the trainer is of a kind that is not covered.
     """
-    with protected(trainer, budget=budget, units=units, batch=batch, recut_batch_norm=recut_batch_norm, on_oom=on_oom):
+    with protected(
+        trainer, budget=budget, units=units, batch=batch, recut_batch_norm=recut_batch_norm, recut_loss=recut_loss,
+        never_cut=never_cut, on_oom=on_oom,
+    ):  # fmt: skip
         return trainer.train(*train_arguments, **train_options)
 
 
@@ -128,15 +137,18 @@ def protected(
     units: Units | None = None,
     batch: Any = None,
     recut_batch_norm: bool = False,
+    recut_loss: bool = False,
+    never_cut: bool = False,
     on_oom: Callable[[OomEvent], None] | None = None,
 ) -> Iterator[Protection]:
     """Protect a trainer while the block runs, for what calls ``trainer.train`` itself; arguments are those of `fit`."""
     refuse_both(budget, batch, {})
     _refuse(trainer)
     with ExitStack() as stack:
-        guard = _Guard(trainer, units, recut_batch_norm, on_oom)
+        cuts = {"recut_batch_norm": recut_batch_norm, "recut_loss": recut_loss, "never_cut": never_cut}
+        guard = _Guard(trainer, units, cuts, on_oom)
         if budget is not None:
-            guard.protection.plan = _planned(trainer, budget, units, batch)
+            guard.protection.plan = _planned(guard, budget, batch)
             stack.enter_context(guard.backend.limited(parse_bytes(budget)))
         stack.enter_context(guard.at_work())
         yield guard.protection
@@ -182,8 +194,9 @@ def _refuse_optimizer(optimizer: object) -> None:
     )
 
 
-def _planned(trainer: transformers.Trainer, budget: str | int, units: Units | None, batch: Any) -> Plan:
+def _planned(guard: _Guard, budget: str | int, batch: Any) -> Plan:
     """Find the fastest mix that fits, of the techniques that leave loop and optimizer to the trainer."""
+    trainer = guard.trainer
     backend = backend_for(str(trainer.args.device))
     random_state = backend.random_state()
     if batch is None and not isinstance(trainer.train_dataset, Sized):
@@ -203,11 +216,23 @@ def _planned(trainer: transformers.Trainer, budget: str | int, units: Units | No
         {name: value for name, value in sample.items() if isinstance(value, Tensor)},
         model_loss,
         budget=budget,
-        units=units or units_of(sample, model),
+        units=guard.units or units_of(sample, model),
+        loss_check=_loss_check(guard, model, optimizer, sample),
         device=trainer.args.device,
         offered=_OFFERED,
         clip_norm=trainer.args.max_grad_norm or None,
         precision=_precision_of(trainer),
+    )
+
+
+def _loss_check(guard: _Guard, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> LossCheck:
+    """Find out whether the trainer's own loss, which is not the one that is planned with, may be computed in parts."""
+    trainer = guard.trainer
+    items = trainer._get_num_items_in_batch([batch], trainer.args.device)
+    loss_of = partial(loss_of_piece, trainer, model, items)
+    workload = Workload(model, optimizer, trainer.compute_loss, guard.units_of, device=trainer.args.device)
+    return loss_check_of(
+        workload, batch, guard.backend, guard.cuts["recut_loss"], guard.cuts["never_cut"], loss_of=loss_of
     )
 
 
@@ -222,14 +247,13 @@ class _Guard:
         self,
         trainer: transformers.Trainer,
         units: Units | None,
-        recut_batch_norm: bool,
+        cuts: dict[str, bool],
         on_oom: Callable[[OomEvent], None] | None,
     ) -> None:
         self.trainer = trainer
         self.backend = backend_for(str(trainer.args.device))
         self.protection = Protection()
-        self.recut_batch_norm = recut_batch_norm
-        self._units, self._on_oom = units, on_oom
+        self.cuts, self.units, self._on_oom = cuts, units, on_oom
         self._training: _Training | None = None
         self._ladder: Ladder | None = None
         self._items: Any = None  # of a piece of an evaluation
@@ -253,8 +277,8 @@ class _Guard:
 
     def units_of(self, batch: Any) -> int:
         """Count what the mean loss of a batch averages over, as far as its labels say it."""
-        if self._units is not None:
-            return count_units(batch, self._units)
+        if self.units is not None:
+            return count_units(batch, self.units)
         assert self.trainer.model is not None
         return count_units(batch, units_of(batch, self.trainer.model))
 
@@ -265,7 +289,7 @@ class _Guard:
             InputError: if it has no labels, and no units were given.
         """
         names = {"labels", *self.trainer.label_names}
-        if self._units is None and not names & set(piece):
+        if self.units is None and not names & set(piece):
             raise InputError(
                 f"a batch ran out of memory that has no labels (it has {', '.join(map(str, piece))}), so that nothing "
                 'says how to weight its pieces: give units="samples" if the loss is a mean over samples, or a function '
@@ -388,7 +412,7 @@ class _Training:
             optimizer.optimizer,
             units=guard.units_of,
             rungs=plan.choices_by_rung if plan else None,
-            recut_batch_norm=guard.recut_batch_norm,
+            **guard.cuts,
             remember=partial(put_back_of_scaler, trainer.accelerator, optimizer),
             loss=self._computed_loss,
             takes_any=True,
@@ -416,7 +440,8 @@ class _Training:
         self._model = model
         self.transaction.position.step = self._trainer.state.global_step
         try:
-            self.transaction.run(inputs, partial(self._one_pass, model, items), None)
+            loss_of = partial(loss_of_piece, self._trainer, model, items)
+            self.transaction.run(inputs, partial(self._one_pass, model, items), None, loss_of)
         finally:
             self.is_idle, self._share = True, 1.0
             self._guard.note(self.transaction.events)

@@ -13,6 +13,7 @@ from pydantic import AfterValidator
 from plimsoll.errors import InputError
 from plimsoll.records.base import Frozen, Record
 from plimsoll.records.device import Budget
+from plimsoll.records.loss_check import LossCheck
 from plimsoll.records.prediction import Estimate, Prediction
 
 Numerics = Literal["bitwise", "reordered", "reduced precision", "lossy"]
@@ -137,7 +138,8 @@ class Plan(Record):
 
     ``pinned`` choices and ``required`` techniques, whose options the plan chooses, are the user's.
     ``time_factor`` is what earlier runs have taught of the time, and in ``step_time``. ``off_device`` is there where
-    parameters are in files (CPU) or on the host (CUDA), and not where the budget counts.
+    parameters are in files (CPU) or on the host (CUDA), and not where the budget counts. ``loss_check`` says whether a
+    batch may be cut.
 
     For a reader, by the technique's name: ``about`` says what it does, ``numerics`` what it does to the numbers, and
     ``why`` what it saves in this plan, or why it is in it.
@@ -163,6 +165,7 @@ class Plan(Record):
     made_for: dict[str, str] = {}
     time_factor: float = 1.0
     off_device: OffDevice | None = None
+    loss_check: LossCheck | None = None
     num_traces: int = 0
     plan_seconds: float = 0.0
 

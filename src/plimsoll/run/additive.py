@@ -91,8 +91,8 @@ class Additivity:
         self, workload: Workload, backend: Backend, position: Position, recut_loss: bool, never_cut: bool
     ) -> None:
         self._workload, self._backend, self._position = workload, backend, position
-        self.found: LossCheck | None = _said(workload, recut_loss, never_cut)
-        self._is_known = self.found is None and known_additive(workload)
+        self._is_known = known_additive(workload)
+        self.found: LossCheck | None = _said(workload, recut_loss, never_cut, self._is_known)
         self._seen: set[tuple[Any, ...]] = set()
         self._num_cuts = self._num_checks = 0
 
@@ -214,6 +214,21 @@ class Additivity:
         return pick_samples(batch, rows) if rows else None
 
 
+def loss_check_of(  # noqa: PLR0917 -- as for `Additivity`
+    workload: Workload, batch: Any, backend: Backend, recut_loss: bool, never_cut: bool, loss_of: LossOf | None = None
+) -> LossCheck:
+    """Find out whether the loss of a training is additive, for a plan; of one that is known, without a batch."""
+    additivity = Additivity(workload, backend, Position(), recut_loss, never_cut)
+    if additivity.found is None:
+        additivity.before_cut(batch, loss_of)
+    return additivity.found or not_computed("the loss of the samples that were given is no number")
+
+
+def not_computed(why: str) -> LossCheck:
+    """What is found where nothing could be computed."""
+    return LossCheck(verdict="not computed", why=f"{why}: the training finds out before it cuts a batch")
+
+
 class _Loss(NamedTuple):
     """The loss of a piece, its gradient, its share of the whole, and whether random numbers were drawn for it."""
 
@@ -300,7 +315,7 @@ def _verdict(found: _Found, workload: Workload, num_cuts: int, num_checks: int) 
     )  # fmt: skip
 
 
-def _said(workload: Workload, recut_loss: bool, never_cut: bool) -> LossCheck | None:
+def _said(workload: Workload, recut_loss: bool, never_cut: bool, is_known: bool) -> LossCheck | None:
     """What is known of a loss before anything is computed."""
     if never_cut and recut_loss:
         raise InputError("never_cut=True forbids what recut_loss=True allows: leave one of the two out")
@@ -312,7 +327,7 @@ def _said(workload: Workload, recut_loss: bool, never_cut: bool) -> LossCheck | 
     if reason is not None:
         return LossCheck(verdict="not additive", why=reason.why, remedy=reason.remedy)
     is_empty = any(isinstance(one, FakeTensor) or one.is_meta for one in workload.model.parameters())
-    return LossCheck(verdict="not computed", why="the parameters have no values here: the training finds out") if is_empty else None
+    return not_computed("the parameters have no values here") if is_empty and not is_known else None
 
 
 def _is_watched(workload: Workload) -> bool:

@@ -45,6 +45,7 @@ from plimsoll.records.comparison import Calibration, Learned
 from plimsoll.records.device import Budget
 from plimsoll.records.heap import FAST_HEAP
 from plimsoll.records.job import Job
+from plimsoll.records.loss_check import LossCheck
 from plimsoll.records.plan import OffDevice, Pin, Plan, Rejected, Rung, micro_batch_choice, parse_pin
 from plimsoll.records.prediction import Estimate, Prediction
 from plimsoll.records.trace import Trace
@@ -57,7 +58,7 @@ from plimsoll.run.targets import StartedBaseline, Target, find_target, gpu_targe
 from plimsoll.run.wishes import decided_of, require_known, setting_of, wished
 from plimsoll.techniques import TECHNIQUES, UNTRACED, Choices, in_order
 from plimsoll.techniques.heap import heap_rules
-from plimsoll.workload import LossFunction, Units, model_loss
+from plimsoll.workload import LossFunction, Reason, Units, model_loss
 
 Progress = Callable[[str], None]
 
@@ -141,6 +142,8 @@ def plan_step(
     clip_norm: float | None = None,
     precision: Literal["fp32", "bf16", "fp16", "auto"] = "fp32",
     allow: Iterable[str] = (),
+    never_cut: bool = False,
+    loss_check: LossCheck | None = None,
     device: str = "local",
     pins: Sequence[str] = (),
     forbids: Sequence[str] = (),
@@ -160,7 +163,10 @@ def plan_step(
         units: see `loss`.
         clip_norm: see `loss`.
         precision: see `loss`.
-        allow: lossy techniques that the plan may use, by name.
+        allow: lossy techniques that the plan may use, by name; ``"recut_loss"`` lets it cut a batch whose loss is not
+            shown to be the sum of those of its parts.
+        never_cut: keep the batch whole.
+        loss_check: what is known already of whether it may be cut (``step.additivity.found``).
         device: ``"cpu"``; ``"local"``, the GPU that is here, or else the processor; ``"cuda"``; or a GPU's name.
         pins: what the plan must use, such as ``"checkpointing=all"``.
         forbids: names of techniques that the plan must not use.
@@ -174,7 +180,7 @@ def plan_step(
         DeviceError: if there is no such device.
         BudgetError: if the device has less than the budget.
     """
-    subject = StepSubject(model, optimizer, batch, loss, units, clip_norm, precision, frozenset(allow))
+    subject = StepSubject(model, optimizer, batch, loss, units, clip_norm, precision, frozenset(allow), never_cut, loss_check)
     pinned = [parse_pin(pin) for pin in pins]
     limit = Budget(device_bytes=parse_bytes(budget))
     return Planner(subject, _here(device), limit, pinned, tuple(forbids), calibration, lambda text: None).plan()
@@ -198,10 +204,12 @@ def require_that_fits(plan: Plan) -> None:
     leanest = " ".join(map(str, plan.choices))
     budget = f"{-(-plan.smallest_budget_bytes >> 20)}MiB"
     openings = "".join(f"; {' '.join(map(str, one.choices))} {one.reason}" for one in plan.openings)
+    check = plan.loss_check
+    uncut = f"; the batch is not cut, because {check.why}: {check.remedy}" if check and not check.may_cut else ""
     raise BudgetError(
         f"a budget of {format_bytes(plan.budget.device_bytes or 0)} cannot hold this training: what needs least, "
         f"{leanest}, needs {format_bytes(plan.smallest_budget_bytes)}: give --budget "
-        f'{budget} or more (in Python budget="{budget}"){openings}'
+        f'{budget} or more (in Python budget="{budget}"){openings}{uncut}'
     )
 
 
@@ -262,6 +270,9 @@ class Planner:
         self._started_seconds = time.perf_counter()
         self.subject, self._budget, self._calibration, self._progress = subject, budget, calibration, progress
         self._traced: dict[tuple[Choices, bool], Trace] = {}
+        self.loss_check = subject.loss_check()
+        if not self.loss_check.may_cut:
+            subject.workload.kept_whole = Reason(self.loss_check.why, self.loss_check.remedy)
         self.setting = setting_of(subject, device)
         self._is_short = not subject.evaluates_between_steps
         self._decided = decided_of(subject, self.setting, pins, forbids)
@@ -419,6 +430,7 @@ class Planner:
             numerics=numerics,
             time_factor=learned.low if learned else 1.0,
             off_device=self._off_device(self._count(rungs[0].choices, self._is_short), rungs[0].micro_batch),
+            loss_check=self.loss_check,
             made_for=self.subject.facts(self._target.lowering().name),
             num_traces=len(self._traced),
             plan_seconds=time.perf_counter() - self._started_seconds,

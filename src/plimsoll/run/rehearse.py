@@ -45,9 +45,10 @@ from plimsoll.techniques import Choices
 from plimsoll.techniques._lengths import groups_by_length, lengths_of
 from plimsoll.techniques.layer_streaming import put_where_needed, streams
 from plimsoll.techniques.parameter_offload import builds_in_files
-from plimsoll.workload import LossFunction, Precision, Units, batch_size_of, pick_samples, split_batch
+from plimsoll.workload import IGNORED_LABEL, LossFunction, Precision, Units, batch_size_of, pick_samples, split_batch
 
 _MOST_PIECES = 2
+_FEW, _SHORT = 8, 64  # samples and tokens that are made up to compute with
 
 
 class StageBackend:
@@ -315,6 +316,17 @@ def _batch(job: Job, texts: TextSketch, num_samples: int, length: int) -> dict[s
         fields |= {"lanes": torch.arange(num_samples), "windows": torch.ones(num_samples, dtype=torch.long)}
     if job.data.reset:  # once for each sample, all at one place
         fields["resets"] = (torch.arange(length) == length // 2).expand(num_samples, length).clone()
+    return fields
+
+
+def uneven_batch(job: Job, texts: TextSketch) -> dict[str, Tensor]:
+    """Make up a few samples of a job that are of different lengths where the job's may be."""
+    length = min(job.sequence_length, _SHORT)
+    fields = _batch(job, texts, _FEW, length)
+    is_padded = torch.arange(length) >= torch.arange(length, length - _FEW, -1).clamp(min=2)[:, None]
+    for name, padding in (("attention_mask", 0), ("labels", IGNORED_LABEL)):
+        if "attention_mask" in fields and fields[name].shape == is_padded.shape:
+            fields[name] = fields[name].masked_fill(is_padded, padding)
     return fields
 
 

@@ -6,7 +6,7 @@ at, what its process takes without it, and the facts a plan of it depends on.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -15,21 +15,29 @@ from torch.utils._pytree import tree_leaves
 
 from plimsoll.assemble import require_vectors
 from plimsoll.data.sketch import sketch_texts
+from plimsoll.device.base import backend_for
 from plimsoll.memory.lowering.base import Lowering
 from plimsoll.models.build import build_model, loss_of
 from plimsoll.optimizers import build_optimizer
 from plimsoll.plan.facts import facts_of, facts_of_model
 from plimsoll.records.job import Job
+from plimsoll.records.loss_check import LossCheck
 from plimsoll.records.prediction import Estimate
 from plimsoll.records.trace import Trace
+from plimsoll.records.units import format_bytes
+from plimsoll.run.additive import loss_check_of, not_computed
+from plimsoll.run.boundary import without_fail
 from plimsoll.run.job_step import subject_of
 from plimsoll.run.predict import model_bytes
 from plimsoll.run.recover import samples_of_rank
-from plimsoll.run.rehearse import rehearse_job, rehearse_step
+from plimsoll.run.rehearse import rehearse_job, rehearse_step, uneven_batch
 from plimsoll.run.targets import StartedBaseline, own_baseline
-from plimsoll.run.teaching import sketched_loss
+from plimsoll.run.teaching import loss_for, sketched_loss
 from plimsoll.techniques import Choices
 from plimsoll.workload import LossFunction, Precision, Units, Workload, batch_size_of
+
+
+_MOST_BUILT_BYTES = 1 << 30  # of a model that is built in planning to see what its loss does
 
 
 class Subject(Protocol):
@@ -49,6 +57,10 @@ class Subject(Protocol):
 
     def rehearse(self, lowering: Lowering, choices: Choices, is_short: bool) -> Trace:
         """Trace the training with techniques installed."""
+        ...
+
+    def loss_check(self) -> LossCheck:
+        """Find out whether its batches may be cut."""
         ...
 
     def baseline(self) -> Estimate:
@@ -101,6 +113,32 @@ class JobSubject:
         """Trace the training with techniques installed."""
         return rehearse_job(self._job, self._texts, lowering, choices, is_short=is_short)
 
+    def loss_check(self) -> LossCheck:
+        """Find out whether its batches may be cut, of a model that is built for it where that is not known."""
+        job, workload = self._job, self.workload
+        found = loss_check_of(workload, None, backend_for("cpu"), "recut_loss" in job.allow, never_cut=False)
+        if found.verdict != "not computed":
+            return found
+        num_bytes = sum(one.nbytes for one in workload.model.parameters())
+        if num_bytes > _MOST_BUILT_BYTES:
+            return not_computed(f"the model of {format_bytes(num_bytes)} is not built to plan")
+        checked = without_fail(self._checked)
+        return not_computed(f"it fails on made-up samples ({checked})") if isinstance(checked, str) else checked
+
+    def _checked(self) -> LossCheck:
+        job, texts = self._job, self._texts
+        backend = backend_for("cpu")
+        random_state = backend.random_state()
+        model = build_model(job, *texts).train()
+        optimizer = build_optimizer(job.optimizer, model.parameters())
+        workload = replace(
+            self.workload, model=model, optimizer=optimizer, loss=loss_for(job, texts, "cpu"), device=torch.device("cpu")
+        )
+        try:
+            return loss_check_of(workload, uneven_batch(job, texts), backend, recut_loss=False, never_cut=False)
+        finally:
+            backend.restore_random_state(random_state)
+
     def baseline(self) -> Estimate:
         """Wait for a training process without a model."""
         assert self._started is not None
@@ -117,7 +155,10 @@ class JobSubject:
 
 @dataclass
 class StepSubject:
-    """`Subject`: a model, an optimizer and a batch that exist; fields are arguments of `TrainStep`."""
+    """`Subject`: a model, an optimizer and a batch that exist; fields are arguments of `TrainStep`.
+
+    ``checked`` is what is known already of whether the batch may be cut.
+    """
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -127,6 +168,8 @@ class StepSubject:
     clip_norm: float | None
     precision: str
     allow: frozenset[str]
+    never_cut: bool = False
+    checked: LossCheck | None = None
     evaluates_between_steps: bool = field(init=False, default=False)
     num_ranks: int = field(init=False, default=1)
     batch_size: int = field(init=False)
@@ -142,6 +185,7 @@ class StepSubject:
         self.workload = Workload(
             self.model, self.optimizer, self.loss, self.units or "samples", clip_norm=self.clip_norm,
             precision=self._own_precision,
+            device=next((one.device for one in self.model.parameters()), torch.device("cpu")),
         )  # fmt: skip
 
     @property
@@ -154,6 +198,13 @@ class StepSubject:
             self.model, self.optimizer, self.batch, self.loss, lowering, units=self.units, choices=choices,
             clip_norm=self.clip_norm, precision=self._own_precision, is_short=is_short,
         )  # fmt: skip
+
+    def loss_check(self) -> LossCheck:
+        """Find out whether its batches may be cut, by some samples of the batch."""
+        if self.checked is not None:
+            return self.checked
+        backend = backend_for(str(self.workload.device))
+        return loss_check_of(self.workload, self.batch, backend, "recut_loss" in self.allow, self.never_cut)
 
     def baseline(self) -> Estimate:
         """Read what this process takes without the model and its states."""

@@ -61,7 +61,7 @@ class ByLength:
         """One choice, for a model that is known to give the same result with and without padding."""
         if not setting.lengths_vary:
             return "nothing says that the samples of a batch are of different lengths: only an attention_mask does"
-        reason = _sensitive(workload.model)
+        reason = _sensitive(workload.model) or (workload.kept_whole and str(workload.kept_whole))
         if reason is not None:
             return reason
         if self.name in setting.allow:
@@ -79,8 +79,8 @@ class ByLength:
         return (Choice(technique=self.name),)
 
     def conflicts(self, choice: Choice, others: Choices, workload: Workload, setting: Setting) -> str | None:
-        """A model whose result depends on the padding."""
-        return _sensitive(workload.model)
+        """A model whose result depends on the padding, and a loss that a cut changes."""
+        return _sensitive(workload.model) or (workload.kept_whole.why if workload.kept_whole else None)
 
     @contextmanager
     def install(self, workload: Workload, choice: Choice) -> Iterator[None]:

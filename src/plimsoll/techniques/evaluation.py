@@ -35,6 +35,8 @@ class EvaluationPass:
             return "a batch of one sample cannot be cut"
         if setting.trace is not None and "evaluation" not in setting.trace.ops.phase:
             return "the training does not evaluate"
+        if workload.kept_whole is not None:
+            return str(workload.kept_whole)
         sizes = [setting.batch_size]
         while sizes[-1] > 1:
             sizes.append(-(-sizes[-1] // 2))
@@ -43,6 +45,8 @@ class EvaluationPass:
     def conflicts(self, choice: Choice, others: Choices, workload: Workload, setting: Setting) -> str | None:
         """A pass has at least one sample."""
         samples = int(choice.options["samples"])
+        if workload.kept_whole is not None and samples < setting.batch_size:
+            return workload.kept_whole.why
         return None if samples >= 1 else f"an evaluation pass of {samples} samples evaluates nothing: give 1 or more"
 
     @contextmanager
