@@ -82,8 +82,8 @@ class Workload:
     tensor to where the device's memory is not used (``None``: no parameter is updated before backward has ended).
     ``files`` is what the parameters were made in, where that was not memory; ``ranks`` are the processes that train the
     same model on other parts of each batch, and ``sharded`` the model where each of them has a part of that, too: all
-    must then make equally many passes. ``kept_whole`` is why the loss must not be computed of parts of a batch, where that
-    is known (`plimsoll.run.additive`).
+    must then make equally many passes. ``kept_whole`` is why the loss must not be computed of parts of a batch, where
+    that is known (`plimsoll.run.additive`).
     """
 
     model: nn.Module
@@ -124,7 +124,9 @@ def count_units(batch: Any, units: Units) -> float:
     if units == "samples":
         return batch_size_of(batch)
     if not isinstance(batch, Mapping) or "labels" not in batch:
-        raise InputError(f"cannot count {units} in a batch without `labels`: give the units as a function batch -> number")
+        raise InputError(
+            f"cannot count {units} in a batch without `labels`: give the units as a function batch -> number"
+        )
     labels = batch["labels"]
     averaged = labels[..., 1:] if units == "next-tokens" else labels
     return int((averaged != IGNORED_LABEL).sum())
@@ -136,8 +138,8 @@ def _number_of(count: Any) -> float:
     if isinstance(number, int | float) and 0 <= number < math.inf:
         return number
     raise InputError(
-        f"units(batch) returned {count!r}, a {type(count).__name__}: return a number from 0 on, of samples, of tokens or "
-        "of their weights"
+        f"units(batch) returned {count!r}, a {type(count).__name__}: return a number from 0 on, of samples, of tokens "
+        "or of their weights"
     )
 
 

@@ -28,7 +28,6 @@ from plimsoll.run.boundary import without_fail
 from plimsoll.run.undo import Undo
 from plimsoll.workload import split_batch
 
-
 _LEAST_SHARE, _ALL = 1e-4, 0.02  # of a loss: what rounding may be, and what is taken for the whole of it
 
 
@@ -63,11 +62,11 @@ def warn_if_undivided(
     undivided = (2 * second - first) / first  # the share of the loss that stays when the divisor is doubled
     if abs(undivided) > _LEAST_SHARE and abs(undivided - 1) > _ALL:
         warnings.warn(
-            f"{undivided:.1%} of the loss of this {type(trainer.model).__name__} does not depend on num_items_in_batch, "
-            "and the rest is divided by it (a balance term of a router, or a term of compute_loss that is a mean of its "
-            f"own batch). With gradient_accumulation_steps={num_batches} that part counts {num_batches} times in the "
-            f"loss that is logged and in the gradients: divide it by {num_batches}, or multiply it by its batch's share "
-            "of num_items_in_batch",
+            f"{undivided:.1%} of the loss of this {type(trainer.model).__name__} does not depend on num_items_in_batch "
+            "and the rest is divided by it. Where that part is a mean of its own batch (a router's balance, a term of "
+            f"compute_loss), it counts {num_batches} times in the loss that is logged and in the gradients with "
+            f"gradient_accumulation_steps={num_batches}: divide it by {num_batches} in compute_loss, or set the "
+            "router's coefficient so much lower",
             stacklevel=2,
         )
     elif abs(undivided - 1) <= _ALL:
@@ -84,8 +83,9 @@ def loss_of_piece(trainer: transformers.Trainer, model: nn.Module, items: Any, p
     """Compute the loss of a piece as the trainer's step would, if there were only the items of the piece."""
     with trainer.compute_loss_context_manager():
         inputs = trainer._prepare_inputs(copy.copy(piece))
-        loss: Tensor = trainer.compute_loss(model, inputs, num_items_in_batch=None if items is None else items * share)
-        return loss
+        loss: Any = trainer.compute_loss(model, inputs, num_items_in_batch=None if items is None else items * share)
+        found: Tensor = loss
+        return found
 
 
 @torch.no_grad()

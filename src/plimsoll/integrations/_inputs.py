@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import reduce
 from typing import Any
 
@@ -20,7 +21,7 @@ def units_of(inputs: Any, model: nn.Module) -> Units:
     return "next-tokens" if name.endswith(("ForCausalLM", "LMHeadModel")) else "tokens"
 
 
-def joined(found: list[tuple[Any, Any, Any]], counts: list[int]) -> tuple[Any, Any, Any]:
+def joined(found: list[tuple[Any, Any, Any]], counts: Sequence[float]) -> tuple[Any, Any, Any]:
     """Put the loss, the logits and the labels of pieces together."""
     if len(found) == 1:
         return found[0]

@@ -157,7 +157,8 @@ class Transaction:
     def run(self, batch: Any, one_pass: OnePass, finish: Finish | None, loss_of: LossOf) -> None:
         """Add the gradients of one more batch, and with ``finish`` end the step with an update.
 
-        ``loss_of`` is asked before a batch is cut for the first time. ``loss`` is then the mean of this batch, ``events`` are those of it, ``micro_batch`` the samples of its passes.
+        ``loss_of`` is called before a batch is cut, to see whether it may be. Afterwards ``loss`` is the mean of this
+        batch, ``events`` are those of it, ``micro_batch`` the samples of its passes.
 
         Raises:
             OutOfMemoryError: if memory ran out and nothing smaller is left; all batches of the step are undone.
@@ -168,7 +169,7 @@ class Transaction:
         ladder = self._ladder_for(shape.num_samples)
         self._rung = ladder.choose(shape.elements_per_sample)
         if ladder.sizes[self._rung].samples < shape.num_samples:
-            self._keep_whole(batch, loss_of, shape)
+            self._keep_whole(ladder, batch, loss_of, shape)
             self._rung = ladder.choose(shape.elements_per_sample)
         refuse_recut(self._whole.reason(), ladder.sizes[self._rung].samples, shape, Ranks())
         if not self._window:
@@ -206,7 +207,7 @@ class Transaction:
                 if event is not None:
                     self._put_back()
                     for one in self._window:
-                        self._keep_whole(one.batch, one.loss_of, one.shape)
+                        self._keep_whole(ladder, one.batch, one.loss_of, one.shape)
                     self._rung = self._after_oom(event, self._rung)
         finally:
             if not is_done:
@@ -361,12 +362,9 @@ class Transaction:
         )  # fmt: skip
         return self._ladder
 
-    def _keep_whole(self, batch: Any, loss_of: LossOf, shape: Shape) -> None:
-        """Before a batch is cut: take no rung that does, from now on, where the loss does not allow it."""
-        assert self._ladder is not None
-        is_cut = shape.num_samples > 1 and shape.num_units > 0 and self._whole.reason() is None
-        if is_cut and self.additivity.before_cut(batch, loss_of):
-            self._ladder.keep_whole(self._rungs.sizes[0].samples if self._rungs.sizes else shape.num_samples)
+    def _keep_whole(self, ladder: Ladder, batch: Any, loss_of: LossOf, shape: Shape) -> None:
+        if shape.num_samples > 1 and shape.num_units:  # others are done whole, or have nothing to learn
+            self._rungs.keep_whole(ladder, self._whole, partial(self.additivity.before_cut, batch, loss_of), shape)
 
     def _after_oom(self, event: OomEvent, rung: int) -> int:
         """Note the event and return the rung to go on with.

@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial, wraps
@@ -230,7 +230,8 @@ def _loss_check(guard: _Guard, model: nn.Module, optimizer: torch.optim.Optimize
     trainer = guard.trainer
     items = trainer._get_num_items_in_batch([batch], trainer.args.device)
     loss_of = partial(loss_of_piece, trainer, model, items)
-    workload = Workload(model, optimizer, trainer.compute_loss, guard.units_of, device=trainer.args.device)
+    computed: Any = trainer.compute_loss
+    workload = Workload(model, optimizer, computed, guard.units_of, device=trainer.args.device)
     return loss_check_of(
         workload, batch, guard.backend, guard.cuts["recut_loss"], guard.cuts["never_cut"], loss_of=loss_of
     )
@@ -275,7 +276,7 @@ class _Guard:
                 if self._training is not None:
                     self._training.close()
 
-    def units_of(self, batch: Any) -> int:
+    def units_of(self, batch: Any) -> float:
         """Count what the mean loss of a batch averages over, as far as its labels say it."""
         if self.units is not None:
             return count_units(batch, self.units)
@@ -381,7 +382,7 @@ class _Guard:
             rung = following
 
     def _each(
-        self, predicted: Callable[[Any], Any], inputs: Any, pieces: list[Any], units: list[int]
+        self, predicted: Callable[[Any], Any], inputs: Any, pieces: list[Any], units: Sequence[float]
     ) -> list[tuple[Any, Any, Any]]:
         """What is predicted for each piece; the trainer counts the items of a batch, of which a piece has its share."""
         if len(pieces) == 1:

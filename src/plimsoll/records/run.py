@@ -15,6 +15,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from plimsoll.errors import RecordError
 from plimsoll.records.base import Frozen, Record
 from plimsoll.records.device import Device
+from plimsoll.records.loss_check import LossCheck
 from plimsoll.records.plan import Plan
 from plimsoll.records.units import format_bytes
 
@@ -158,6 +159,15 @@ class GraphLine(Frozen):
     held: tuple[HeldGraph, ...]
 
 
+class LossLine(Frozen):
+    """What was found, in or before a step, of whether a batch may be cut."""
+
+    event: Literal["loss"] = "loss"
+    time_seconds: float = 0.0
+    step: int
+    check: LossCheck
+
+
 class StartLine(Frozen):
     """A training process began, at ``step`` finished steps; ``restarts`` counts those that were killed before it.
 
@@ -197,7 +207,7 @@ class EndLine(Frozen):
     message: str = ""
 
 
-Line = OomEvent | StepLine | GraphLine | EvaluationLine | CheckpointLine | StartLine | DeathLine | EndLine
+Line = OomEvent | StepLine | GraphLine | LossLine | EvaluationLine | CheckpointLine | StartLine | DeathLine | EndLine
 _LINE: TypeAdapter[Line] = TypeAdapter(Annotated[Line, Field(discriminator="event")])
 
 
@@ -254,6 +264,7 @@ class RunRecord(Record):
     message: str = ""
     steps: tuple[StepLine, ...] = ()
     graphs: tuple[GraphLine, ...] = ()
+    losses: tuple[LossLine, ...] = ()
     evaluations: tuple[EvaluationLine, ...] = ()
     checkpoints: tuple[CheckpointLine, ...] = ()
     oom_events: tuple[OomEvent, ...] = ()
@@ -335,6 +346,7 @@ class RunRecord(Record):
             message=ended.message if ended else "",
             steps=steps,
             graphs=tuple(line for line in lines if isinstance(line, GraphLine)),
+            losses=tuple(line for line in lines if isinstance(line, LossLine)),
             evaluations=tuple(line for line in lines if isinstance(line, EvaluationLine)),
             checkpoints=tuple(line for line in lines if isinstance(line, CheckpointLine)),
             oom_events=tuple(line for line in lines if isinstance(line, OomEvent)),

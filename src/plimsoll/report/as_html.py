@@ -229,6 +229,7 @@ def plan_page(plan: Plan) -> str:
             key_numbers=plan_sheets.key_numbers(plan),
             wishes=[
                 plan_sheets.budget_sentence(plan.budget),
+                plan_sheets.loss_sentence(plan),
                 plan_sheets.off_device_sentence(plan),
                 plan_sheets.wishes_sentence(plan),
             ],

@@ -214,7 +214,8 @@ def plan_report(plan: Plan) -> Group:
 def plan_panel(plan: Plan) -> Panel:
     """Return the headline: of what it is, whether it fits, and when the peak is."""
     sentences = [
-        plan_sheets.plain_sentence(plan), plan_sheets.opening_sentence(plan), plan_sheets.off_device_sentence(plan),
+        plan_sheets.plain_sentence(plan), plan_sheets.loss_sentence(plan), plan_sheets.opening_sentence(plan),
+        plan_sheets.off_device_sentence(plan),
     ]  # fmt: skip
     if plan.prediction is None:
         title, moments = "Plan", [plan_sheets.budget_sentence(plan.budget)]

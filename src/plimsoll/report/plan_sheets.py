@@ -144,6 +144,16 @@ def wishes_sentence(plan: Plan) -> str:
     return " ".join(said)
 
 
+def loss_sentence(plan: Plan) -> str:
+    """Say what was found of whether a batch may be cut; empty where nobody needs to look, or nobody did."""
+    check = plan.loss_check
+    if check is None or check.verdict == "known":
+        return ""
+    if check.may_cut:
+        return f"Cutting the batch: {check.sentence}."
+    return f"The batch is not cut: {check.why} ({check.remedy})."
+
+
 def off_device_sentence(plan: Plan) -> str:
     """Say what lies outside of the budget and what a step moves of it; empty where that is next to nothing."""
     off = plan.off_device

@@ -114,6 +114,7 @@ def key_numbers(record: RunRecord) -> tuple[tuple[str, str], ...]:
         ("OOM events", _survived(record)),
         ("Restarts", str(sum(death.restarted_from_step is not None for death in record.deaths))),
         *_reach(record),
+        *_loss_in_parts(record),
         *_predicted(record, steps_of_plan(record)),
     )
 
@@ -135,6 +136,16 @@ def _reach(record: RunRecord) -> tuple[tuple[str, str], ...]:
         ("Gradient reach", f"at most {reach.most_tokens:,} token{'s' * (reach.most_tokens != 1)}"),
         ("Mean gradient reach", f"{reach.mean_tokens:,.1f} tokens"),
     )
+
+
+def _loss_in_parts(record: RunRecord) -> tuple[tuple[str, str], ...]:
+    if not record.losses or record.losses[-1].check.verdict == "known":
+        return ()
+    line = record.losses[-1]
+    checked = (
+        f"{line.check.num_samples} samples, before step {line.step:,}" if line.check.num_samples else "not computed"
+    )
+    return (("Loss in parts", line.check.verdict), ("Compared", checked))
 
 
 def _predicted(record: RunRecord, steps: Sequence[StepLine]) -> tuple[tuple[str, str], ...]:
@@ -245,7 +256,7 @@ def step_sheet(record: RunRecord) -> Sheet:
             format_loss(line.loss),
             f"{line.learning_rate:.3g}",
             format_seconds(line.step_seconds),
-            f"{line.num_units:,}",
+            f"{line.num_units:,.10g}",
             f"{line.micro_batch:,}",
             format_bytes(line.peak_bytes),
         )

@@ -1,4 +1,4 @@
-"""Whether a loss is additive: the mean loss of a batch is the sum of those of its parts, each by its share of the units.
+"""Whether a loss is additive: that of a batch is the sum of those of its parts, each by its share of the units.
 
 Only then may a batch be cut, into micro-batches, over ranks or into passes of an evaluation. A loss that compares the
 samples of a batch (contrastive losses), that averages over something else than the units (class weights), or that has a
@@ -29,7 +29,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from plimsoll.device.base import Backend
 from plimsoll.errors import InputError
-from plimsoll.records.loss_check import LossCheck
+from plimsoll.records.loss_check import LossCheck, Verdict
 from plimsoll.records.run import OomEvent
 from plimsoll.run.boundary import Position, without_fail
 from plimsoll.run.known_losses import is_usual, known_additive, known_reason
@@ -47,14 +47,18 @@ LossOf = Callable[[Any, float], Tensor]
 _NUM_ROWS = (8, 4, 2)  # fewer where memory runs out
 _MOST_GRADIENTS = 1 << 20  # numbers that are compared
 _NUM_ROUNDINGS = 64
+_GRADIENTS_TO_LOSSES = 4  # by which differences of gradients may be larger
 _LEAST_DIFFERENCE = 2e-6  # models in float64 have losses that compute in float32
 _MOST_ROWS_TRIED = 64  # until there are two samples with something to learn
 
 _ALTERNATIVES = (
-    "give the units that it averages over, a function from a batch to a number; for a loss that compares samples use one "
-    "that is cached (CachedMultipleNegativesRankingLoss of sentence-transformers); keep batches whole with "
+    "give the units that it averages over, a function from a batch to a number; for a loss that compares samples use "
+    "one that is cached (CachedMultipleNegativesRankingLoss of sentence-transformers); keep batches whole with "
     "never_cut=True; or allow another loss with recut_loss=True (job.yaml: allow: [recut_loss])"
 )
+_NOT_ADDITIVE = "the loss of a batch is not the sum of those of its parts"
+_OF_WEIGHTS = "cross_entropy(weight=...) averages over the weights of the labels, and not over"
+_RANDOM = "the loss, or the model, draws random numbers besides dropout, which a cut draws otherwise"
 _WEIGHTS = (
     'give units=lambda batch: float(weight[batch["labels"]].sum()), what the loss divides by; keep batches whole with '
     "never_cut=True; or allow another loss with recut_loss=True"
@@ -87,7 +91,7 @@ class Additivity:
         never_cut: whether the user forbids to cut.
     """
 
-    def __init__(  # noqa: PLR0917 -- called by the two kinds of steps and the planner
+    def __init__(
         self, workload: Workload, backend: Backend, position: Position, recut_loss: bool, never_cut: bool
     ) -> None:
         self._workload, self._backend, self._position = workload, backend, position
@@ -95,6 +99,7 @@ class Additivity:
         self.found: LossCheck | None = _said(workload, recut_loss, never_cut, self._is_known)
         self._seen: set[tuple[Any, ...]] = set()
         self._num_cuts = self._num_checks = 0
+        self._told: LossCheck | None = None
 
     def before_cut(self, batch: Any, loss_of: LossOf | None = None) -> Reason | None:
         """Return why a batch must not be cut, if it must not; all ranks must ask.
@@ -108,17 +113,23 @@ class Additivity:
             workload.kept_whole = Reason(self.found.why, self.found.remedy)
         return workload.kept_whole
 
+    def news(self) -> LossCheck | None:
+        """What was found since this was asked last, but for what a user has said."""
+        told, self._told = self._told, self.found
+        return self.found if self._num_cuts and self.found is not told else None
+
     def _is_due(self, batch: Any) -> bool:
         """Whether there is something to find out, on any rank."""
         if self.found is not None and self.found.verdict in {"allowed", "never cut", "not computed"}:
             return False
-        is_here = not self._workload.ranks.is_alone and not batch
-        is_known = is_here or (self._is_known and is_usual(batch, self._workload))
+        self._num_cuts += 1
+        has_none = not self._workload.ranks.is_alone and not batch
+        is_known = has_none or (self._is_known and is_usual(batch, self._workload))
         if self._is_known and not self._workload.ranks.agree(not is_known):
             self.found = self.found or LossCheck(verdict="known", why="a loss that is known to be additive")
             return False
-        kinds = set() if is_here else {("training", self._workload.model.training), *kinds_of(batch)}
-        is_new, self._num_cuts = not kinds <= self._seen, self._num_cuts + 1
+        kinds = set() if has_none else {("training", self._workload.model.training), *kinds_of(batch)}
+        is_new = not kinds <= self._seen
         self._seen |= kinds
         return self._workload.ranks.agree(is_new) or self._num_cuts & (self._num_cuts - 1) == 0
 
@@ -281,38 +292,39 @@ def _difference(
 
 def _verdict(found: _Found, workload: Workload, num_cuts: int, num_checks: int) -> LossCheck:
     """Say what a comparison means."""
-    counted = workload.units if isinstance(workload.units, str) else "units"
-    of_all = "the loss of a batch is not the sum of those of its parts"
-    is_equal = found.difference <= found.most_difference
-    has_equal_gradients = (found.gradient_difference or 0.0) <= 4 * found.most_difference
-    why, remedy, verdict = "", "", "additive"
-    if found.is_random:
-        why = "the loss, or the model, draws random numbers besides dropout, which a cut draws otherwise"
-        remedy, verdict = _ALLOW, "not shown"
-    elif not found.shows:
-        why = f"the loss of {found.num_samples} samples is 0 with no gradient, which shows nothing of a cut"
-        remedy, verdict = _ALLOW, "not shown"
-    elif found.averages_weights and (not is_equal or not callable(workload.units)):
-        why = f"cross_entropy(weight=...) averages over the weights of the labels, and not over {counted}"
-        remedy, verdict = _WEIGHTS, "not additive"
-    elif not is_equal:
-        why = (
-            f"{of_all}: that of {found.num_samples} samples is {found.whole:.6g} at once, and {found.parts:.6g} in two "
-            f"parts by their {counted}"
-        )
-        remedy, verdict = _ALTERNATIVES, "not additive"
-    elif not has_equal_gradients:
-        why = (
-            f"{of_all}: the gradients of {found.num_samples} samples differ by "
-            f"{found.gradient_difference or 0.0:.2g} of their size at once and in two parts by their {counted}"
-        )
-        remedy, verdict = _ALTERNATIVES, "not additive"
-    if why and num_checks > 1:
-        why += f"; found at cut {num_cuts}, those before it looked additive"
+    verdict, reason = _judged(found, workload)
+    later = f"; found at cut {num_cuts}, those before it looked additive" if reason and num_checks > 1 else ""
     return LossCheck(
-        verdict=verdict, why=why, remedy=remedy, num_samples=found.num_samples, whole=found.whole, parts=found.parts,
-        difference=found.difference, gradient_difference=found.gradient_difference,
-    )  # fmt: skip
+        verdict=verdict,
+        why=f"{reason.why}{later}" if reason else "",
+        remedy=reason.remedy if reason else "",
+        num_samples=found.num_samples,
+        whole=found.whole,
+        parts=found.parts,
+        difference=found.difference,
+        gradient_difference=found.gradient_difference,
+    )
+
+
+def _judged(found: _Found, workload: Workload) -> tuple[Verdict, Reason | None]:
+    counted = workload.units if isinstance(workload.units, str) else "units"
+    is_equal = found.difference <= found.most_difference
+    if found.is_random:
+        return "not shown", Reason(_RANDOM, _ALLOW)
+    if not found.shows:
+        return "not shown", Reason(
+            f"the loss of {found.num_samples} samples is 0 with no gradient, which shows nothing of a cut", _ALLOW
+        )
+    if found.averages_weights and (not is_equal or not callable(workload.units)):
+        return "not additive", Reason(f"{_OF_WEIGHTS} {counted}", _WEIGHTS)
+    if not is_equal:
+        of_all = f"that of {found.num_samples} samples is {found.whole:.6g} at once, and {found.parts:.6g} in two parts"
+        return "not additive", Reason(f"{_NOT_ADDITIVE}: {of_all} by their {counted}", _ALTERNATIVES)
+    if (found.gradient_difference or 0.0) > _GRADIENTS_TO_LOSSES * found.most_difference:
+        share = f"{found.gradient_difference or 0.0:.2g} of their size"
+        of_all = f"the gradients of {found.num_samples} samples differ by {share} at once and in two parts"
+        return "not additive", Reason(f"{_NOT_ADDITIVE}: {of_all} by their {counted}", _ALTERNATIVES)
+    return "additive", None
 
 
 def _said(workload: Workload, recut_loss: bool, never_cut: bool, is_known: bool) -> LossCheck | None:

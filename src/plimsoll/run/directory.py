@@ -31,6 +31,7 @@ from plimsoll.records.run import (
     EvaluationLine,
     GraphLine,
     Line,
+    LossLine,
     OomEvent,
     RunRecord,
     StartLine,
@@ -229,7 +230,7 @@ class RunDirectory:
 
 def _goes(line: Line, step: int) -> bool:
     """Whether a line says what will be said again when the run goes on after ``step``."""
-    if isinstance(line, StepLine | GraphLine | EvaluationLine | CheckpointLine):
+    if isinstance(line, StepLine | GraphLine | LossLine | EvaluationLine | CheckpointLine):
         return line.step > step
     return isinstance(line, EndLine)
 

@@ -100,7 +100,8 @@ class Evaluator:
             self._position.phase = phase
 
     def _evaluate(self, batches: Iterable[Any], events: list[OomEvent]) -> Evaluation:
-        loss_sum, num_samples, num_units = torch.zeros(1, dtype=torch.float64), 0, 0
+        loss_sum, num_samples = torch.zeros(1, dtype=torch.float64), 0
+        num_units: int | float = 0
         for batch in self._read(batches):
             own = self._shape_of(batch)
             shape, num_samples_of_all, some_have_none = parts_of_all(own, self._ranks)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -146,6 +147,6 @@ class Follower:
         return [parse_line(text, f"a line of {self._metrics}") for text in texts]
 
 
-def _rate(counts: list[int], steps: deque[StepLine]) -> float | None:
+def _rate(counts: Sequence[float], steps: deque[StepLine]) -> float | None:
     seconds = sum(line.step_seconds for line in steps)
     return sum(counts) / seconds if seconds else None

@@ -52,11 +52,11 @@ class LeftAlone:
         everything = nn.ModuleList([model, *modules])
         self._undo = Undo(everything, backend)
         self._undo.remember()
-        places = [vars(module) for module in everything.modules()]
+        places: list[MutableMapping[str, Any]] = [vars(module) for module in everything.modules()]
         places += [vars(one) for one in functions if not inspect.isroutine(one) and hasattr(one, "__dict__")]
         places += [_Cells(function) for function in functions if inspect.isfunction(function)]
         self._kept = [(place, name, value, _copy_of(value)) for place in places for name, value in _entries(place)]
-        self._names = [(place, set(place)) for place in places if isinstance(place, dict)]
+        self._names = [(place, set(place)) for place in places if not isinstance(place, _Cells)]
 
     @torch.no_grad()
     def put_back(self) -> None:

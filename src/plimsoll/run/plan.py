@@ -180,7 +180,9 @@ def plan_step(
         DeviceError: if there is no such device.
         BudgetError: if the device has less than the budget.
     """
-    subject = StepSubject(model, optimizer, batch, loss, units, clip_norm, precision, frozenset(allow), never_cut, loss_check)
+    subject = StepSubject(
+        model, optimizer, batch, loss, units, clip_norm, precision, frozenset(allow), never_cut, loss_check
+    )
     pinned = [parse_pin(pin) for pin in pins]
     limit = Budget(device_bytes=parse_bytes(budget))
     return Planner(subject, _here(device), limit, pinned, tuple(forbids), calibration, lambda text: None).plan()

@@ -148,6 +148,7 @@ class Ladder:
             or (later > rung and self.sizes[later].samples < num_samples and not needs_other_level)
         ]
         has_held = num_elements <= self._held_elements[level]
+        is_outlier = 0 < self._held_elements[level] < num_elements
         this = rung, num_elements, needs_other_level
         if (has_held or not smaller or needs_other_level) and this not in self._retried:
             self._retried.add(this)
@@ -159,8 +160,9 @@ class Ladder:
             return None
         if needs_other_level:
             self._note_limit(level, 1)  # no pass is small enough there
-        # An outlier batch may already run below the rung in force; only a failure at that rung moves it.
-        if rung <= self._rung:
+        # An outlier batch, for which the limit is known from now on, or which already runs below the rung in force,
+        # leaves that rung to the others; but techniques are not exchanged there and back.
+        if rung <= self._rung and not (is_outlier and self.sizes[smaller[0]].level == level):
             self._rung = smaller[0]
         return smaller[0]
 

@@ -7,7 +7,7 @@ next exchanges nothing. Techniques that are for the whole run are installed once
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from itertools import takewhile
 from typing import Any
@@ -19,7 +19,8 @@ from plimsoll.records.run import OomEvent
 from plimsoll.run.pieces import Shape
 from plimsoll.run.recover import Ladder, Size, action_of, micro_batch_sizes
 from plimsoll.techniques import TECHNIQUES, Choices, Setting, conflict_among, in_order, installed, technique_of
-from plimsoll.workload import Workload
+from plimsoll.techniques._whole import WholeBatch
+from plimsoll.workload import Reason, Workload
 
 
 class Rungs:
@@ -87,6 +88,18 @@ class Rungs:
             stack.enter_context(installed(self._workload, [choice]))
             self._at_work.append((choice, stack))
         self._level = level
+
+    def keep_whole(self, ladder: Ladder, whole: WholeBatch, reason: Callable[[], Reason | None], shape: Shape) -> None:
+        """Before a batch is cut: take no rung that does, from now on, if there is a reason against it.
+
+        Args:
+            ladder: of these rungs.
+            whole: what is known already.
+            reason: finds out, with the techniques that are in force.
+            shape: of the batch.
+        """
+        if whole.reason() is None and self.has_one_in_force and reason() is not None:
+            ladder.keep_whole(self.sizes[0].samples if self.sizes else shape.num_samples)
 
     def described(self, level: int) -> str:
         """The techniques of a level, for a person."""

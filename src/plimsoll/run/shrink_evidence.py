@@ -36,6 +36,7 @@ from plimsoll.models.loading import Head, load_model
 from plimsoll.records.job import Job, TokenizerSource
 from plimsoll.records.shrink import Quality
 from plimsoll.run.accuracy import Accuracy
+from plimsoll.run.additive import Additivity
 from plimsoll.run.boundary import Position
 from plimsoll.run.evaluate import Evaluator
 from plimsoll.run.inference_model import ModelFolder, tokenizer_of
@@ -152,7 +153,9 @@ class JobEvidence:
         optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=0.0)
         workload = Workload(model, optimizer, loss, units)
         position, windows = Position(), getattr(data.validation, "windows", None)
-        evaluator = Evaluator(workload, backend_for("cpu"), position, lambda batch: shape_of(batch, workload), 1)
+        backend = backend_for("cpu")
+        additivity = Additivity(workload, backend, position, recut_loss=False, never_cut=False)
+        evaluator = Evaluator(workload, backend, position, lambda batch: shape_of(batch, workload), 1, additivity)
         batches = ((batch.fields, batch.sample_ids) for batch in self._passes(data))
         if self.job.task == "language-modeling":
             found = evaluator.evaluate(fields for fields, _ in batches)

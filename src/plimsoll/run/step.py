@@ -216,7 +216,7 @@ class TrainStep:
                 if isinstance(outcome, OomEvent):
                     self._put_back()
                     outcome = told_by_all(outcome, self.ranks)
-                    self._keep_whole(batch, ladder, shape)
+                    self._rungs.keep_whole(ladder, self._whole, partial(self.additivity.before_cut, batch), shape)
                     event, following = self._after_oom(outcome, rung, shape)
                     note(event, events, on_oom)
                     if following is None:
@@ -490,15 +490,10 @@ class TrainStep:
         """The rung to begin with, which cuts only where the loss allows it."""
         if not self.ranks.is_alone or ladder.sizes[rung].samples < shape.num_samples:
             self._together(partial(self._use, ladder.sizes[rung].level))  # without which there may be no room
-            self._keep_whole(batch, ladder, shape)
+            self._rungs.keep_whole(ladder, self._whole, partial(self.additivity.before_cut, batch), shape)
             rung = ladder.choose(shape.elements_per_sample)
         refuse_recut(self._whole.reason(), ladder.sizes[rung].samples, shape, self.ranks)
         return rung
-
-    def _keep_whole(self, batch: Any, ladder: Ladder, shape: Shape) -> None:
-        """Take no rung that cuts, from now on, where the loss does not allow it."""
-        if self._whole.reason() is None and self._rungs.has_one_in_force and self.additivity.before_cut(batch):
-            ladder.keep_whole(self._rungs.sizes[0].samples if self._rungs.sizes else shape.num_samples)
 
     def _after_oom(self, event: OomEvent, rung: int, shape: Shape) -> tuple[OomEvent, int | None]:
         """What is done next, and the event that says so; ``None`` where nothing is left to do."""

@@ -36,7 +36,6 @@ from plimsoll.run.teaching import loss_for, sketched_loss
 from plimsoll.techniques import Choices
 from plimsoll.workload import LossFunction, Precision, Units, Workload, batch_size_of
 
-
 _MOST_BUILT_BYTES = 1 << 30  # of a model that is built in planning to see what its loss does
 
 
@@ -132,7 +131,11 @@ class JobSubject:
         model = build_model(job, *texts).train()
         optimizer = build_optimizer(job.optimizer, model.parameters())
         workload = replace(
-            self.workload, model=model, optimizer=optimizer, loss=loss_for(job, texts, "cpu"), device=torch.device("cpu")
+            self.workload,
+            model=model,
+            optimizer=optimizer,
+            loss=loss_for(job, texts, "cpu"),
+            device=torch.device("cpu"),
         )
         try:
             return loss_check_of(workload, uneven_batch(job, texts), backend, recut_loss=False, never_cut=False)

@@ -46,16 +46,16 @@ def kinds_of(batch: Any) -> frozenset[tuple[Any, ...]]:
 
 
 def _kinds(path: str, leaf: Any) -> Iterator[tuple[Any, ...]]:
-    leaf = torch.as_tensor(leaf) if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biuf" else leaf
-    if not isinstance(leaf, Tensor) or not leaf.ndim:
+    values = _tensor_of(leaf)
+    if values is None:
         yield (path, type(leaf).__name__)
         return
-    yield (path, str(leaf.dtype), leaf.ndim)
-    if leaf.ndim == 1 and not leaf.is_floating_point():
-        values = leaf.unique().tolist()
-        yield from ((path, value) for value in values if len(values) <= _MOST_VALUES)
+    yield (path, str(values.dtype), values.ndim)
+    if values.ndim == 1 and not values.is_floating_point():
+        distinct = set(values.tolist())
+        yield from ((path, value) for value in distinct if len(distinct) <= _MOST_VALUES)
     for what in (0, IGNORED_LABEL):
-        counts = (leaf.flatten(1) if leaf.ndim > 1 else leaf[:, None]).eq(what).sum(1)
+        counts = values.reshape(len(values), -1).eq(what).sum(1)
         if bool((counts != counts[0]).any()):
             yield (path, "uneven", what)
 
@@ -64,14 +64,21 @@ def _features(batch: Any) -> Tensor:
     """Numbers that tell samples apart, each with a mean of 0 and a variance of 1."""
     columns: list[Tensor] = []
     for _, leaf in leaves_of(batch):
-        leaf = torch.as_tensor(leaf) if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biuf" else leaf
-        if not isinstance(leaf, Tensor) or not leaf.ndim or leaf.is_complex():
+        values = _tensor_of(leaf)
+        if values is None or values.is_complex():
             continue
-        flat = leaf.detach().reshape(len(leaf), -1).to("cpu", torch.float64)
-        one_label = leaf.ndim == 1 and not leaf.is_floating_point()
+        flat = values.detach().reshape(len(values), -1).to("cpu", torch.float64)
+        one_label = values.ndim == 1 and not values.is_floating_point()
         columns += [_standard(flat.mean(1)) * (_LABEL_COUNTS if one_label else 1.0)]
         columns += [_standard(flat.eq(what).double().sum(1)) for what in (0, IGNORED_LABEL)]
     return torch.stack(columns, 1) if columns else torch.zeros(batch_size_of(batch), 1, dtype=torch.float64)
+
+
+def _tensor_of(leaf: Any) -> Tensor | None:
+    """A field that has numbers for each sample."""
+    if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biuf":
+        return torch.as_tensor(leaf)
+    return leaf if isinstance(leaf, Tensor) and leaf.ndim else None
 
 
 def _standard(column: Tensor) -> Tensor:

@@ -31,6 +31,7 @@ from plimsoll.records.run import (
     CheckpointLine,
     EndLine,
     EvaluationLine,
+    LossLine,
     OomEvent,
     Phase,
     RunRecord,
@@ -277,6 +278,8 @@ def note_step(training: Training, batch: Batch, result: StepResult) -> None:
         peak_bytes_of_ranks=peak_bytes_of_ranks,
     )
     training.directory.append(line)
+    if (check := training.step.additivity.news()) is not None:
+        training.directory.append(LossLine(time_seconds=line.time_seconds, step=result.step, check=check))
     if (kept := training.step.graphs.line_of(result.step)) is not None:
         training.directory.append(kept.model_copy(update={"time_seconds": line.time_seconds}))
     memory = {"device": use} if training.host is None else {"device": use, "host": training.host.use()}

@@ -28,7 +28,7 @@ _ATTENTIONS = {functional.scaled_dot_product_attention: 4, functional.multi_head
 """Functions with an argument ``dropout_p``, and its place."""
 
 _MEANS = {functional.cross_entropy: 6, functional.nll_loss: 6}
-"""Functions that average over the weights of the labels, if they are given as ``weight``, and where ``reduction`` is."""
+"""Functions that average over the weights of the labels, where they are given, and the place of ``reduction``."""
 
 
 class Undropped(TorchFunctionMode):

@@ -16,7 +16,6 @@ from torch import nn
 
 from plimsoll.workload import Reason, Workload
 
-
 _BATCH_NORM = Reason(
     "BatchNorm's statistics depend on the cut",
     "allow it with recut_batch_norm=True (job.yaml: allow: [recut_batch_norm])",

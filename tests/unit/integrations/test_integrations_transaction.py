@@ -214,4 +214,6 @@ def test_techniques_around_the_loss_need_a_loss_that_is_the_callers():
 def test_a_batch_without_a_target_is_refused():
     loop = Loop(units="tokens")
     with pytest.raises(DataError, match="remove such batches"):
-        loop.transaction.run({"x": torch.ones(2, 3), "labels": torch.full((2, 3), -100)}, loop.one_pass, loop.finish, loop.loss_of)
+        loop.transaction.run(
+            {"x": torch.ones(2, 3), "labels": torch.full((2, 3), -100)}, loop.one_pass, loop.finish, loop.loss_of
+        )
