@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import gc
+import os
 import shutil
 import signal
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+import warm
 
 # No deadline: a test that failed because the machine was busy would say nothing. No database of examples in the folder.
 settings.register_profile(
     "unhurried", deadline=None, max_examples=60, database=None, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("unhurried")
+
+# One thread: models this small wait for the second longer than it works, and the tests run in as many processes as there
+# are cores. What depends on the number says it.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # A shell that starts the tests in the background has them ignore Ctrl-C, and what they start inherits that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -35,6 +42,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--update-golden", action="store_true", help="write the screens that tests see into tests/golden; read the diff"
     )
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Start the processes of a test and of its fixtures warm, where it does not say ``cold``."""
+    with warm.cold() if item.get_closest_marker("cold") else warm.warm():
+        return (yield)
 
 
 @pytest.fixture
