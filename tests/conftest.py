@@ -21,8 +21,8 @@ settings.register_profile(
 )
 settings.load_profile("unhurried")
 
-# One thread: models this small wait for the second longer than it works, and the tests run in as many processes as there
-# are cores. What depends on the number says it.
+# One thread: models this small wait for a second one longer than it works, and there are as many processes of tests as
+# cores. OMP_NUM_THREADS=2 in the environment tries two.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # A shell that starts the tests in the background has them ignore Ctrl-C, and what they start inherits that.

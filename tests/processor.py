@@ -7,8 +7,8 @@ import torch
 
 from plimsoll.techniques.autocast import lstm_fault
 
-# For a process: as this processor is, and as those without bfloat16 (and AMX), and without AVX-512, are. oneDNN reads it
-# when it is first used.
+# The environment of a process that computes with all that this processor has, without bfloat16 and AMX, and without
+# AVX-512. oneDNN reads it when it is first used.
 INSTRUCTION_SETS = [
     pytest.param({}, id="own"),
     pytest.param({"ONEDNN_MAX_CPU_ISA": "AVX512_CORE"}, id="avx512"),

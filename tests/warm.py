@@ -36,11 +36,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-# What of the environment is read when it is needed, by the commands, oneDNN, rich, torchrun's ranks and Python's path; the
-# rest may be read while a library is loaded, once.
-_READ_LATER = tuple(
-    "PLIMSOLL_ PYTEST_ PYTHONPATH COLUMNS LINES TERM FORCE_COLOR NO_COLOR ONEDNN_ DNNL_ LRU_CACHE_CAPACITY RANK WORLD_SIZE "
-    "LOCAL_ GROUP_ ROLE_ MASTER_ GLOO_ TORCHELASTIC_ TORCHINDUCTOR_CACHE_DIR TOKENIZERS_PARALLELISM".split()
+# Variables that are read when they are needed; any other may be read while a library is loaded, once.
+_READ_LATER = (
+    *("PLIMSOLL_", "PYTEST_", "PYTHONPATH", "TOKENIZERS_PARALLELISM"),
+    *("COLUMNS", "LINES", "TERM", "FORCE_COLOR", "NO_COLOR"),
+    *("ONEDNN_", "DNNL_", "LRU_CACHE_CAPACITY", "TORCHINDUCTOR_CACHE_DIR"),
+    *("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "GLOO_", "TORCHELASTIC_"),  # of torchrun
 )
 _MEASURED = ("COVERAGE_PROCESS_CONFIG", "COVERAGE_PROCESS_START")  # `make coverage` has a hook where Python starts
 _MOST_BYTES = 1 << 17  # of a request
@@ -178,7 +179,7 @@ _libraries_path: list[str] = []
 
 def _serve(number: int) -> None:
     """Fork a process for every request, until there is nobody who could ask."""
-    global _warm_environment, _set_by_libraries, _libraries_path  # noqa: PLW0603 -- of this process, once
+    global _warm_environment, _set_by_libraries, _libraries_path
     _warm_environment = dict(os.environ)
     _libraries_path = sys.path[1 + len(_python_path(_warm_environment)) :]
     signal.signal(signal.SIGINT, lambda _number, _frame: None)  # whoever asks is interrupted, too, and ends this
@@ -233,7 +234,7 @@ def _become(request: _Request, streams: list[int], is_ready: Callable[[], object
         os.environ.update(_set_by_libraries | request.environment)
         _show_arguments([sys.executable, *request.arguments])
         _end(_exit_code_of(request.arguments))
-    except BaseException:
+    except BaseException:  # noqa: BLE001 -- there is nobody else to tell
         traceback.print_exc()
     finally:
         os._exit(1)
@@ -254,9 +255,10 @@ def _open_streams(streams: list[int]) -> None:
         os.dup2(copy, number)
     os.closerange(3, os.sysconf("SC_OPEN_MAX"))
     text = {"encoding": sys.stdout.encoding, "closefd": False}
-    sys.stdin = sys.__stdin__ = open(0, errors=sys.stdin.errors, **text)
-    sys.stdout = sys.__stdout__ = open(1, "w", 1 if os.isatty(1) else -1, errors=sys.stdout.errors, **text)
-    sys.stderr = sys.__stderr__ = open(2, "w", 1, errors="backslashreplace", **text)
+    sys.stdin = sys.__stdin__ = open(0, errors=sys.stdin.errors, **text)  # noqa: SIM115 -- until the end
+    is_terminal = os.isatty(1)
+    sys.stdout = sys.__stdout__ = open(1, "w", 1 if is_terminal else -1, errors=sys.stdout.errors, **text)  # noqa: SIM115
+    sys.stderr = sys.__stderr__ = open(2, "w", 1, errors="backslashreplace", **text)  # noqa: SIM115
 
 
 def _show_arguments(words: list[str]) -> None:
@@ -287,7 +289,7 @@ def _exit_code_of(arguments: list[str]) -> int:
             return end.code or 0
         print(end.code, file=sys.stderr)
         return 1
-    except BaseException as error:
+    except BaseException as error:  # noqa: BLE001 -- as Python itself does
         sys.excepthook(type(error), error, error.__traceback__ and error.__traceback__.tb_next)
         return -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
     return 0
