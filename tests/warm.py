@@ -31,7 +31,7 @@ import traceback
 import types
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -304,7 +304,8 @@ def _end(code: int) -> NoReturn:
     except OSError as error:
         print(f"Exception ignored in: {sys.stdout}\n{error!r}", file=sys.stderr)
         code = code or 120  # of Python, too
-    sys.stderr.flush()
+    with suppress(OSError):
+        sys.stderr.flush()
     if code < 0:
         signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
