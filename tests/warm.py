@@ -5,8 +5,9 @@ test starts ``python -m plimsoll ...`` or ``python -c ...``, a server that has l
 forks a process for it; what that one starts in turn is forked from it. It is a child of the one that asked for it and
 has its own limits, process group, signals, environment, folder and exit code, so that a test sees no difference.
 
-What differs: the modules that are there before the first line, and the memory that they take. Tests that look at those
-have the marker ``cold``. Started anew as ever: what has settings that libraries read while they are loaded, what a
+What differs: the modules that are there before the first line, and the memory that they take (no free part of the heap
+is in it, so that what is measured to grow has grown). Tests that look at those have the marker ``cold``. Started anew
+as ever: a program with ``sys.modules`` in it, what has settings that libraries read while they are loaded, what a
 process with several threads starts, and what other programs (``prlimit``, a shell) start.
 
 Linux only: a process is handed to the one that asked for it as an orphan (prctl(2), PR_SET_CHILD_SUBREAPER).
@@ -156,7 +157,10 @@ def _variable(entry: bytes) -> tuple[str, str]:
 
 
 def _is_python(words: list[str]) -> bool:
-    return words[0] == sys.executable and (words[1:3] == ["-m", "plimsoll"] or words[1:2] == ["-c"])
+    """Whether it is Plimsoll, or a program that does not ask which modules are there."""
+    if words[0] != sys.executable:
+        return False
+    return words[1:3] == ["-m", "plimsoll"] or (words[1:2] == ["-c"] and "sys.modules" not in words[2])
 
 
 def _suits(variables: dict[str, str]) -> bool:
@@ -188,6 +192,8 @@ def _serve(number: int) -> None:
     _set_by_libraries = dict(os.environ.items() - _warm_environment.items())
     gc.collect()
     gc.freeze()
+    if hasattr(_C_LIBRARY, "malloc_trim"):
+        _C_LIBRARY.malloc_trim(0)
     with socket.socket(fileno=number) as asking:
         while True:
             text, streams, _, _ = socket.recv_fds(asking, _MOST_BYTES, 3)
