@@ -1,9 +1,10 @@
 """Processes that start warm: forked from one that has already loaded what Plimsoll loads.
 
 To load torch and transformers takes two seconds of a processor, and one `plimsoll train` does it three times. Where a
-test starts ``python -m plimsoll ...`` or ``python -c ...``, a server that has loaded them, and has done nothing else,
-forks a process for it; what that one starts in turn is forked from it. It is a child of the one that asked for it and
-has its own limits, process group, signals, environment, folder and exit code, so that a test sees no difference.
+test starts ``python -m plimsoll``, ``python -c`` or ``python script.py``, a server that has loaded them, and has done
+nothing else, forks a process for it; what that one starts in turn is forked from it. It is a child of the one that
+asked for it and has its own limits, process group, signals, environment, folder and exit code: a test sees no
+difference.
 
 What differs: the modules that are there before the first line, and the memory that they take (no free part of the heap
 is in it, so that what is measured to grow has grown). Tests that look at those have the marker ``cold``. Started anew
@@ -157,10 +158,11 @@ def _variable(entry: bytes) -> tuple[str, str]:
 
 
 def _is_python(words: list[str]) -> bool:
-    """Whether it is Plimsoll, or a program that does not ask which modules are there."""
-    if words[0] != sys.executable:
-        return False
-    return words[1:3] == ["-m", "plimsoll"] or (words[1:2] == ["-c"] and "sys.modules" not in words[2])
+    """Whether it is Plimsoll, a script, or a program that does not ask which modules are there."""
+    executable, *what = words
+    is_program = what[:1] == ["-c"] and "sys.modules" not in what[1]
+    is_script = bool(what) and what[0].endswith(".py")
+    return executable == sys.executable and (what[:2] == ["-m", "plimsoll"] or is_program or is_script)
 
 
 def _suits(variables: dict[str, str]) -> bool:
@@ -280,16 +282,19 @@ def _python_path(variables: dict[str, str]) -> list[str]:
 
 
 def _exit_code_of(arguments: list[str]) -> int:
-    """Run a module or a program as Python does, and return the code that it ends with."""
-    sys.path[:] = [os.getcwd() if arguments[0] == "-m" else "", *_python_path(os.environ), *_libraries_path]
+    """Run a module, a program or a script as Python does, and return the code that it ends with."""
+    what = arguments[0]
+    beside = {"-m": os.getcwd(), "-c": ""}.get(what, str(Path(what).resolve().parent))
+    sys.path[:] = [beside, *_python_path(os.environ), *_libraries_path]
+    sys.argv = [what, *arguments[2:]] if what in {"-m", "-c"} else arguments
     try:
-        if arguments[0] == "-m":
-            sys.argv = ["-m", *arguments[2:]]
+        if what == "-m":
             runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
-        else:
-            sys.argv = ["-c", *arguments[2:]]
+        elif what == "-c":
             main = sys.modules["__main__"] = types.ModuleType("__main__")
             exec(compile(arguments[1], "<string>", "exec"), vars(main))
+        else:
+            runpy.run_path(what, run_name="__main__")
     except SystemExit as end:
         if end.code is None or isinstance(end.code, int):
             return end.code or 0
