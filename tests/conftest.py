@@ -66,15 +66,16 @@ def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
 
 
 @pytest.fixture(autouse=True)
-def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _own_cache(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Give each test a cache folder that knows the machine's speed and nothing else."""
-    measured, own = Path(_MEASURED.name), tmp_path_factory.mktemp("cache")
+    measured, own = Path(_MEASURED.name), Path(tempfile.mkdtemp(dir=_MEASURED.name))
     for file in measured.glob("speed*"):
         shutil.copy(file, own)
     monkeypatch.setenv("PLIMSOLL_CACHE", str(own))
     yield
     for file in own.glob("speed*"):
         shutil.copy(file, measured)
+    shutil.rmtree(own, ignore_errors=True)  # pytest looks through all of its own folders for the next one's name
 
 
 @pytest.fixture(scope="module", autouse=True)
