@@ -203,11 +203,14 @@ def _serve(number: int) -> None:
                 return
             middle = os.fork()
             if middle == 0:
+                middle = os.getpid()
                 if os.fork() > 0:
                     os._exit(0)
-                request = _Request(**json.loads(text))
-                while os.getppid() != request.parent:  # until the one in the middle has ended
+                while os.getppid() == middle:
                     os.sched_yield()
+                request = _Request(**json.loads(text))
+                if os.getppid() != request.parent:  # it has ended
+                    os._exit(1)
                 _become(request, streams, lambda: asking.send(str(os.getpid()).encode()))
             os.waitpid(middle, 0)
             for stream in streams:
