@@ -17,7 +17,7 @@ class LossCheck(Frozen):
     not shown and the user allows it (``recut_loss``), ``never cut`` where the user does not, and ``not computed`` where
     there was nothing to compute with, such as a model without memory: then the training finds out.
 
-    ``whole`` and ``parts`` are the loss of ``num_samples`` samples, at once and in parts; ``difference`` is that of the
+    ``whole`` and ``parts`` are the loss of ``num_samples`` samples, at once and one by one; ``difference`` is that of the
     two, and ``gradient_difference`` that of their gradients (``None``: not compared), as shares of their size.
     """
 
@@ -39,6 +39,6 @@ class LossCheck(Frozen):
     def sentence(self) -> str:
         """What was found, for a person."""
         if self.verdict == "additive":
-            found = f"{self.num_samples} samples have the same loss at once and in parts"
+            found = f"{self.num_samples} samples have the same loss at once and one by one"
             return f"{found}, and the same gradients" if self.gradient_difference is not None else found
         return self.why

@@ -290,8 +290,7 @@ class TrainStep:
         """
         self._commit.forget()
         is_shared = self.workload.sharded is not None  # then all ranks close, and none waits for one that fails in it
-        ranks = self.ranks if is_shared else Ranks()
-        event = attempt_together(self._rungs.close, self.backend, self.position, ranks)
+        event = attempt_together(self._rungs.close, self.backend, self.position, self.ranks if is_shared else Ranks())
         if isinstance(event, OomEvent) and is_shared:
             raise OutOfMemoryError(
                 f"memory ran out while the model was put together from the parts of {self.ranks.world_size} ranks "
