@@ -7,7 +7,6 @@ the whole batch that are large, small, hidden from the value (detached) or from 
 import random
 from collections import Counter
 
-import pytest
 import torch
 from torch import nn
 
@@ -49,7 +48,13 @@ WEIGHT = torch.tensor([1.0, 3.0, 0.25])
 OF_SAMPLES = "samples"
 OF_MASK = lambda batch: float(batch["mask"].sum())  # noqa: E731
 OF_WEIGHTS = lambda batch: float(WEIGHT[batch["labels"]].sum())  # noqa: E731
-MEANS = {cross_entropy: OF_SAMPLES, squares: OF_SAMPLES, weighted: OF_WEIGHTS, weighted_by_hand: OF_WEIGHTS, masked: OF_MASK}
+MEANS = {
+    cross_entropy: OF_SAMPLES,
+    squares: OF_SAMPLES,
+    weighted: OF_WEIGHTS,
+    weighted_by_hand: OF_WEIGHTS,
+    masked: OF_MASK,
+}
 """Losses, and the units that they are means over; a sum is not a mean over any."""
 
 TERMS = {
@@ -57,8 +62,9 @@ TERMS = {
     "largest": lambda scores, batch: scores.max(),
     "balance": lambda scores, batch: scores.softmax(1).mean(0).square().sum(),
     "pairs": lambda scores, batch: functional.cross_entropy(scores @ scores.T, torch.arange(len(scores))),
-    "one label": lambda scores, batch: (torch.cdist(scores, scores) * (batch["labels"][:, None] == batch["labels"])).sum()
-    / len(scores),
+    "one label": lambda scores, batch: (
+        (torch.cdist(scores, scores) * (batch["labels"][:, None] == batch["labels"])).sum() / len(scores)
+    ),
     "ratio": lambda scores, batch: (scores.square().mean() + 1) / (scores.square().mean() + 1).detach(),
     "hidden gradient": lambda scores, batch: scores.var() - scores.var().detach(),
     "hidden value": lambda scores, batch: scores.var().detach(),
@@ -130,7 +136,9 @@ def outcome_of(seed):
 
 def test_a_thousand_random_losses_are_cut_exactly_or_refused():
     outcomes = [outcome_of(seed) for seed in range(1000)]
-    silent = [(seed, found) for seed, (_, found) in enumerate(outcomes) if found is not None and found > MOST_DIFFERENCE]
+    silent = [
+        (seed, found) for seed, (_, found) in enumerate(outcomes) if found is not None and found > MOST_DIFFERENCE
+    ]
     refused = [seed for seed, (is_additive, found) in enumerate(outcomes) if is_additive and found is None]
     counts = Counter((is_additive, found is None) for is_additive, found in outcomes)
     assert (silent, refused) == ([], [])

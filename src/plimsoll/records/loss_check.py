@@ -17,8 +17,8 @@ class LossCheck(Frozen):
     not shown and the user allows it (``recut_loss``), ``never cut`` where the user does not, and ``not computed`` where
     there was nothing to compute with, such as a model without memory: then the training finds out.
 
-    ``whole`` and ``parts`` are the loss of ``num_samples`` samples, at once and one by one; ``difference`` is that of the
-    two, and ``gradient_difference`` that of their gradients (``None``: not compared), as shares of their size.
+    ``whole`` and ``parts`` are the loss of ``num_samples`` samples, at once and one by one; ``difference`` is that of
+    the two, and ``gradient_difference`` that of their gradients (``None``: not compared), as shares of their size.
     """
 
     verdict: Verdict

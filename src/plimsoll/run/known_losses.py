@@ -25,8 +25,11 @@ _UNITS = {
     "ForMaskedLM": "tokens",
     "ForTokenClassification": "tokens",
     "ForSequenceClassification": "samples",
+    "RecurrentLanguageModel": "next-tokens",
+    "RecurrentLabeller": "tokens",
+    "RecurrentClassifier": "samples",
 }
-"""What the loss of a class of transformers averages over, by the end of its name."""
+"""What the loss of a class of transformers, or of Plimsoll's, averages over, by the end of its name."""
 
 _LOSSES = {"loss_function", "CrossEntropyLoss"}  # what the forward of such a class computes its loss with
 _MORE_TERMS = re.compile("aux|router|balanc|z_loss|contrastive|diversity")  # names in a forward that has other terms
@@ -36,11 +39,11 @@ _REPLACED = "forward"  # an attribute of an instance, where somebody has put ano
 
 def known_additive(workload: Workload) -> bool:
     """Whether the loss of a training is known to be additive; ask before techniques are installed."""
-    if _is_own(workload.loss) and _is_own(workload.model):
-        return True
     model = _plain(workload.model)
-    is_own_loss = workload.loss is model_loss or _is_own(workload.loss)
-    return is_own_loss and _REPLACED not in vars(model) and _is_known_head(model, workload.units)
+    averaged = next((units for end, units in _UNITS.items() if type(model).__name__.endswith(end)), None)
+    if not _is_own(workload.loss) or _REPLACED in vars(model) or averaged is None or workload.units != averaged:
+        return False
+    return _is_own(model) or _is_known_head(model)
 
 
 def known_reason(workload: Workload) -> Reason | None:
@@ -83,11 +86,10 @@ def _plain(model: nn.Module) -> nn.Module:
     return model.get_base_model() if of_peft and hasattr(model, "get_base_model") else model  # type: ignore[operator]
 
 
-def _is_known_head(model: nn.Module, units: Any) -> bool:
+def _is_known_head(model: nn.Module) -> bool:
     if not is_hugging_face(model) or not type(model).__module__.startswith("transformers.models."):
         return False
-    averaged = next((units for end, units in _UNITS.items() if type(model).__name__.endswith(end)), None)
-    if averaged is None or units != averaged or "_loss_function" in vars(model):
+    if "_loss_function" in vars(model):
         return False
     if model.config.model_type in OTHER_LOSS:
         return False

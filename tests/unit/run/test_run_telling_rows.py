@@ -1,0 +1,36 @@
+import torch
+
+from plimsoll.run.telling_rows import kinds_of, telling_rows
+
+
+def test_of_a_small_batch_all_samples_are_taken():
+    assert telling_rows({"x": torch.zeros(5, 2)}, 8) == [0, 1, 2, 3, 4]
+
+
+def test_a_rare_label_is_among_them_and_each_label_twice():
+    labels = torch.zeros(64, dtype=torch.long)
+    labels[[17, 40]] = 1
+    rows = telling_rows({"ids": torch.randint(9, (64, 5)), "labels": labels}, 8)
+    assert len(set(rows)) == 8
+    assert labels[rows].tolist().count(1) == 2
+
+
+def test_samples_of_all_lengths_are_among_them():
+    lengths = torch.tensor([8] * 30 + [1, 5])
+    mask = (torch.arange(8) < lengths[:, None]).long()
+    rows = telling_rows({"attention_mask": mask, "labels": torch.full((32, 8), 3).masked_fill(mask == 0, -100)}, 8)
+    assert {30, 31} <= set(rows)
+
+
+def test_another_kind_of_batch_has_other_fields_labels_or_padding():
+    plain = {"ids": torch.ones(4, 3, dtype=torch.long), "label": torch.tensor([0, 1, 1, 0])}
+    assert kinds_of(plain) == kinds_of({name: value.flip(0) for name, value in plain.items()})
+    padded = plain["ids"].clone()
+    padded[0, 2] = 0
+    ignored = plain["ids"].clone()
+    ignored[0, 2] = -100
+    others = (
+        plain | {"label": torch.tensor([0, 2, 1, 0])}, plain | {"ids": padded}, plain | {"ids": ignored},
+        plain | {"weight": torch.ones(4)}, plain | {"ids": plain["ids"].float()},
+    )  # fmt: skip
+    assert not any(kinds_of(other) <= kinds_of(plain) for other in others)
