@@ -14,19 +14,22 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch
 import transformers
 from torch import Tensor, nn
 
-from plimsoll.device.base import Backend
+from plimsoll.device.base import Backend, backend_for
 from plimsoll.integrations.transaction import shape_of_any
+from plimsoll.records.loss_check import LossCheck
+from plimsoll.run.additive import loss_check_of
 from plimsoll.run.boundary import without_fail
 from plimsoll.run.undo import Undo
-from plimsoll.workload import split_batch
+from plimsoll.workload import Units, Workload, split_batch
 
 _LEAST_SHARE, _ALL = 1e-4, 0.02  # of a loss: what rounding may be, and what is taken for the whole of it
 
@@ -86,6 +89,19 @@ def loss_of_piece(trainer: transformers.Trainer, model: nn.Module, items: Any, p
         loss: Any = trainer.compute_loss(model, inputs, num_items_in_batch=None if items is None else items * share)
         found: Tensor = loss
         return found
+
+
+def loss_check_of_trainer(
+    trainer: transformers.Trainer, optimizer: torch.optim.Optimizer, units: Units, batch: Any, cuts: Mapping[str, bool]
+) -> LossCheck:
+    """Find out whether a trainer's own loss may be computed in parts; ``cuts`` is what the user has said of that."""
+    model, computed = trainer.model, trainer.compute_loss
+    assert model is not None
+    items = trainer._get_num_items_in_batch([batch], trainer.args.device)
+    loss_of = partial(loss_of_piece, trainer, model, items)
+    workload = Workload(model, optimizer, cast(Any, computed), units, device=trainer.args.device)
+    backend = backend_for(str(trainer.args.device))
+    return loss_check_of(workload, batch, backend, cuts["recut_loss"], cuts["never_cut"], loss_of)
 
 
 @torch.no_grad()

@@ -45,21 +45,20 @@ from transformers.trainer_utils import TrainOutput
 from plimsoll.device.base import backend_for
 from plimsoll.errors import InputError, OutOfMemoryError
 from plimsoll.integrations._accelerated import put_back_of_scaler, stepped_as_now
-from plimsoll.integrations._accumulated import loss_of_piece, warn_if_undivided
+from plimsoll.integrations._accumulated import loss_check_of_trainer, loss_of_piece, warn_if_undivided
+from plimsoll.integrations._attributes import attributes
 from plimsoll.integrations._inputs import joined, units_of
 from plimsoll.integrations._planned import planned, refuse_both
 from plimsoll.integrations.training_arguments import to_training_arguments
 from plimsoll.integrations.transaction import Transaction, shape_of_any
-from plimsoll.records.loss_check import LossCheck
 from plimsoll.records.plan import Plan
 from plimsoll.records.run import OomEvent
 from plimsoll.records.units import parse_bytes
-from plimsoll.run.additive import loss_check_of
 from plimsoll.run.boundary import Position, attempt
 from plimsoll.run.pieces import no_way_out
 from plimsoll.run.recover import Ladder, micro_batch_sizes
 from plimsoll.run.rungs import after_oom
-from plimsoll.workload import Precision, Units, Workload, batch_size_of, count_units, model_loss, split_batch
+from plimsoll.workload import Precision, Units, batch_size_of, count_units, model_loss, split_batch
 
 _NEEDED = (
     "training_step",
@@ -217,23 +216,11 @@ def _planned(guard: _Guard, budget: str | int, batch: Any) -> Plan:
         model_loss,
         budget=budget,
         units=guard.units or units_of(sample, model),
-        loss_check=_loss_check(guard, model, optimizer, sample),
+        loss_check=loss_check_of_trainer(trainer, optimizer, guard.units_of, sample, guard.cuts),
         device=trainer.args.device,
         offered=_OFFERED,
         clip_norm=trainer.args.max_grad_norm or None,
         precision=_precision_of(trainer),
-    )
-
-
-def _loss_check(guard: _Guard, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> LossCheck:
-    """Find out whether the trainer's own loss, which is not the one that is planned with, may be computed in parts."""
-    trainer = guard.trainer
-    items = trainer._get_num_items_in_batch([batch], trainer.args.device)
-    loss_of = partial(loss_of_piece, trainer, model, items)
-    computed: Any = trainer.compute_loss
-    workload = Workload(model, optimizer, computed, guard.units_of, device=trainer.args.device)
-    return loss_check_of(
-        workload, batch, guard.backend, guard.cuts["recut_loss"], guard.cuts["never_cut"], loss_of=loss_of
     )
 
 
@@ -269,7 +256,7 @@ class _Guard:
             "prediction_step": self._wrapped_prediction(trainer.prediction_step),
             "log": self._wrapped_log(trainer.log),
         }
-        with _attributes(trainer, wrapped):
+        with attributes(trainer, wrapped):
             try:
                 yield
             finally:
@@ -424,9 +411,9 @@ class _Training:
         self._share, self._num_backward = 1.0, 0
         self._wrapped = ExitStack()
         self._wrapped.callback(self.transaction.close)
-        self._wrapped.enter_context(_attributes(optimizer, {"step": self._wrapped_update(optimizer.step)}))
+        self._wrapped.enter_context(attributes(optimizer, {"step": self._wrapped_update(optimizer.step)}))
         backward = self._wrapped_backward(trainer.accelerator.backward)
-        self._wrapped.enter_context(_attributes(trainer.accelerator, {"backward": backward}))
+        self._wrapped.enter_context(attributes(trainer.accelerator, {"backward": backward}))
 
     def goes_on(self) -> bool:
         """Whether the trainer is still in the same call of ``train``."""
@@ -507,19 +494,6 @@ class _Training:
 
 def _called(function: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any], *first: Any) -> Any:
     return function(*first, *arguments, **options)
-
-
-@contextmanager
-def _attributes(instance: Any, values: dict[str, Any]) -> Iterator[None]:
-    """Set attributes of one object, and give it back those that it had itself."""
-    before = {name: vars(instance)[name] for name in values if name in vars(instance)}
-    vars(instance).update(values)
-    try:
-        yield
-    finally:
-        for name in values:
-            vars(instance).pop(name, None)
-        vars(instance).update(before)
 
 
 __all__ = ["Protection", "fit", "protected", "to_training_arguments"]

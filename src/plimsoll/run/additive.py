@@ -338,7 +338,7 @@ def _judged(found: _Found, workload: Workload) -> tuple[Verdict, Reason | None]:
 def _said(workload: Workload, recut_loss: bool, never_cut: bool, is_known: bool) -> LossCheck | None:
     """What is known of a loss before anything is computed."""
     if never_cut and recut_loss:
-        raise InputError("never_cut=True forbids what recut_loss=True allows: leave one of the two out")
+        raise InputError(f"never_cut={never_cut} forbids what recut_loss={recut_loss} allows: leave one of the two out")
     if never_cut:
         return LossCheck(verdict="never cut", why="never_cut=True says so", remedy="leave never_cut out")
     if recut_loss:
