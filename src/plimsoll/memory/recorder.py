@@ -253,6 +253,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """The row of the op that is running."""
         return len(self._phases) - 1
 
+    def note_again(self, begin: int, num_times: int) -> None:
+        """Note the ops from a row on so many times more; what they made is noted once."""
+        for column in (*self._ops, *self._work, self._phases):
+            column += column[begin:] * num_times  # type: ignore[operator]  # each adds to its own kind
+
     def text(self, text: str) -> int:
         """Return the number of a text."""
         return self._texts.setdefault(text, len(self._texts))
