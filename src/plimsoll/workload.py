@@ -162,7 +162,9 @@ def split_batch(batch: Any, num_samples: int) -> list[Any]:
         raise InputError(f"cannot cut a batch into pieces of {num_samples} samples: give 1 or more")
 
     def piece(start: int) -> Any:
-        return map_leaves(batch, lambda leaf: leaf if _num_samples_of(leaf) is None else leaf[start : start + num_samples])
+        return map_leaves(
+            batch, lambda leaf: leaf if _num_samples_of(leaf) is None else leaf[start : start + num_samples]
+        )
 
     return [piece(start) for start in range(0, batch_size_of(batch), num_samples)]
 

@@ -70,7 +70,8 @@ _NEEDED = (
 )
 # What changes the model alone: the loop, the optimizer and the precision are the trainer's.
 _OFFERED = {
-    "micro_batch", "checkpointing", "gradient_cache", "activation_offload", "attention", "time_segments", "heap", "cache"
+    "micro_batch", "checkpointing", "gradient_cache", "activation_offload", "attention", "time_segments", "heap",
+    "cache",
 }  # fmt: skip
 _INSIDE_BACKWARD = ("lomo", "adalomo")
 

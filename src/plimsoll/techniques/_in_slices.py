@@ -111,10 +111,10 @@ class _Call:
     """One call of a module, from its first computation to its backward."""
 
     def __init__(self, of: SlicedForward, arguments: Arguments) -> None:
-        self._of, self._arguments = of, arguments
         assert arguments.num_rows is not None
+        self._of, self._arguments, self._num_rows = of, arguments, arguments.num_rows
         is_fake = any(isinstance(tensor, FakeTensor) for tensor in arguments.tensors)
-        self._spans = list(_spans(arguments.num_rows, of.slicing.num_rows, is_fake))
+        self._spans = list(_spans(self._num_rows, of.slicing.num_rows, is_fake))
         self._beside = next(of.module.parameters(), torch.empty(0))  # on the device that may draw
         self._autocast = Autocast.now(self._beside.device)
         self._random: list[RandomNumbers] = []
@@ -130,7 +130,7 @@ class _Call:
         with self._of.slicing.inside(), _buffers_unchanged(self._of.name, self._of.module):
             for span in self._spans:
                 result, leaves = self._first(span, given, needs)
-                wholes = wholes or [_room_for(leaf, self._arguments.num_rows) for leaf in leaves]
+                wholes = wholes or [_room_for(leaf, self._num_rows) for leaf in leaves]
                 _put(wholes, leaves, span, self._of.name)
         self._differs = [leaf.requires_grad for leaf in leaves]
         if any(self._differs):
@@ -239,7 +239,7 @@ class _Sliced(torch.autograd.Function):
         return tuple(wholes)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, *arriving: Tensor | None) -> tuple[Any, ...]:
         return (None, None, None, *ctx.call.again(ctx.saved_tensors, arriving))
 
@@ -259,7 +259,7 @@ def _as_leaves(tensors: Sequence[Tensor], needs: Sequence[bool]) -> list[Tensor]
     return [tensor.requires_grad_(needed) if needed else tensor for tensor, needed in zip(tensors, needs, strict=True)]
 
 
-def _room_for(leaf: Tensor, num_rows: int | None) -> Tensor:
+def _room_for(leaf: Tensor, num_rows: int) -> Tensor:
     with torch.no_grad():
         return leaf.new_empty((num_rows, *leaf.shape[1:]))
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from unit.techniques.embedders import CASES, NUM_SAMPLES, Encoder, batches, fresh, tied
 
+from embedders import CASES, NUM_SAMPLES, Encoder, batches, fresh, tied
 from plimsoll.run.sliced import why_not_in_slices
 from plimsoll.run.subjects import StepSubject
 from plimsoll.techniques import Setting, technique_of
@@ -65,6 +65,8 @@ def test_nothing_is_told_of_what_cannot_be_tried():
 @pytest.mark.parametrize(("build", "reason"), [(Encoder, None), (Centered, "does not compute each row by itself")])
 def test_techniques_are_told(build, reason):
     model = build()
-    subject = StepSubject(model, torch.optim.SGD(model.parameters()), batches(1)[0], tied, "samples", None, "fp32", frozenset())
+    subject = StepSubject(
+        model, torch.optim.SGD(model.parameters()), batches(1)[0], tied, "samples", None, "fp32", frozenset()
+    )
     menu = technique_of("gradient_cache").menu(subject.workload, Setting("cpu", NUM_SAMPLES))
     assert menu == (gradient_cache_choice(3), gradient_cache_choice(1)) if reason is None else reason in menu

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
-from unit.techniques.embedders import CASES, WIDTH, batches
 
+from embedders import CASES, WIDTH, batches
 from plimsoll.errors import InputError
 from plimsoll.techniques._row_by_row import computes_rows_alone
 from plimsoll.techniques._rows import Arguments

@@ -1,4 +1,4 @@
-"""A batch embedded in slices: the loss, the gradients and the weights are those of plain PyTorch with the whole batch."""
+"""A batch embedded in slices: loss, gradients and weights are those of plain PyTorch with the whole batch."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import warnings
 import pytest
 import torch
 from torch import nn
-from unit.techniques.embedders import CASES, NUM_SAMPLES, Encoder, batches, fresh, tied
 
+from embedders import CASES, NUM_SAMPLES, Encoder, batches, fresh, tied
 from plimsoll.errors import InputError
 from plimsoll.memory.live import live_bytes
 from plimsoll.memory.lowering.cpu import CpuLowering
@@ -274,7 +274,10 @@ def test_it_says_that_it_saved_nothing():
     """Of a model that returns similarities; not where all rows are in one slice."""
     workload = workload_of("similarities")
     named = Choice(technique="gradient_cache", options={"samples": 4, "part": ""})
-    with pytest.warns(UserWarning, match="saved nothing: no part of Towers returns one row"), installed(workload, [named]):
+    with (
+        pytest.warns(UserWarning, match="saved nothing: no part of Towers returns one row"),
+        installed(workload, [named]),
+    ):
         workload.loss(workload.model, batches(1)[0])
     with warnings.catch_warnings(), installed(workload, [named]):
         warnings.simplefilter("error")
