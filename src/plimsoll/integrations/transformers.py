@@ -60,14 +60,9 @@ from plimsoll.run.rungs import after_oom
 from plimsoll.workload import Precision, Units, batch_size_of, count_units, model_loss, split_batch
 
 _NEEDED = (
-    "training_step",
-    "compute_loss",
-    "prediction_step",
-    "log",
-    "get_train_dataloader",
-    "_get_num_items_in_batch",
+    "training_step", "compute_loss", "prediction_step", "log", "get_train_dataloader", "_get_num_items_in_batch",
     "_clip_grad_norm",
-)
+)  # fmt: skip
 # What changes the model alone: the loop, the optimizer and the precision are the trainer's.
 _OFFERED = {
     "micro_batch", "checkpointing", "gradient_cache", "activation_offload", "attention", "time_segments", "heap",
@@ -132,21 +127,18 @@ def fit(
 def protected(
     trainer: transformers.Trainer,
     *,
-    budget: str | int | None = None,
-    units: Units | None = None,
-    batch: Any = None,
-    rungs: Sequence[Sequence[Choice]] | None = None,
-    recut_batch_norm: bool = False,
+    budget: str | int | None = None, units: Units | None = None, batch: Any = None,
+    rungs: Sequence[Sequence[Choice]] | None = None, recut_batch_norm: bool = False,
     on_oom: Callable[[OomEvent], None] | None = None,
-) -> Iterator[Protection]:
+) -> Iterator[Protection]:  # fmt: skip
     """Protect a trainer while the block runs, for what calls ``trainer.train`` itself; arguments are those of `fit`."""
     refuse_both(budget, batch, {"rungs": rungs})
     _refuse(trainer)
     with ExitStack() as stack:
         guard = _Guard(trainer, units, rungs, recut_batch_norm, on_oom)
         if budget is not None:
-            guard.protection.plan = plan = _planned(trainer, budget, units, batch)
-            guard.rungs = plan.choices_by_rung
+            guard.protection.plan = _planned(trainer, budget, units, batch)
+            guard.rungs = guard.protection.plan.choices_by_rung
             stack.enter_context(guard.backend.limited(parse_bytes(budget)))
         stack.enter_context(guard.at_work())
         yield guard.protection
@@ -229,13 +221,9 @@ class _Guard:
     """The wrapped calls of one trainer."""
 
     def __init__(
-        self,
-        trainer: transformers.Trainer,
-        units: Units | None,
-        rungs: Sequence[Sequence[Choice]] | None,
-        recut_batch_norm: bool,
-        on_oom: Callable[[OomEvent], None] | None,
-    ) -> None:
+        self, trainer: transformers.Trainer, units: Units | None, rungs: Sequence[Sequence[Choice]] | None,
+        recut_batch_norm: bool, on_oom: Callable[[OomEvent], None] | None,
+    ) -> None:  # fmt: skip
         self.trainer, self.rungs = trainer, rungs
         self.backend = backend_for(str(trainer.args.device))
         self.protection = Protection()
