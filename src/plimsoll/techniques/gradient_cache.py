@@ -19,6 +19,7 @@ what embeds, models that are compiled, and results that are neither tensors nor 
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -146,7 +147,7 @@ def gradient_cache_rungs(batch_size: int, samples: int) -> tuple[Choices, ...]:
 def _parts(workload: Workload, part: str) -> list[tuple[str, nn.Module]]:
     """What may embed, outermost first: modules that have parts, but for what is inside of repeated blocks.
 
-    The model itself is none where its forward returns the loss.
+    The model itself is none where its forward takes labels and returns the loss.
     """
     model = workload.model
     if part != FOUND:
@@ -155,10 +156,13 @@ def _parts(workload: Workload, part: str) -> list[tuple[str, nn.Module]]:
     return [
         (name or type(model).__name__, module)
         for name, module in model.named_modules()
-        if id(module) not in of_blocks
-        and _is_called(module)
-        and (module is not model or workload.loss is not model_loss)
+        if id(module) not in of_blocks and _is_called(module) and (module is not model or not _returns_loss(workload))
     ]
+
+
+def _returns_loss(workload: Workload) -> bool:
+    """Whether the model's forward is the loss; a loop that is someone else's may have a loss that nobody knows."""
+    return workload.loss is model_loss and "labels" in inspect.signature(type(workload.model).forward).parameters
 
 
 def _is_called(module: nn.Module) -> bool:

@@ -20,7 +20,7 @@ from plimsoll.run.rehearse import rehearse_step
 from plimsoll.run.step import TrainStep
 from plimsoll.techniques import Setting, conflict_among, installed, technique_of
 from plimsoll.techniques.gradient_cache import gradient_cache_choice, gradient_cache_rungs
-from plimsoll.workload import Workload
+from plimsoll.workload import Workload, model_loss
 from workloads import largest_relative_difference, weights_of
 
 NUM_STEPS = 3
@@ -231,6 +231,23 @@ def test_why_nothing_applies():
     assert "no part that could embed" in reason_of(nn.Linear(3, 3))
     counting = nn.Sequential(nn.Embedding(9, 3, scale_grad_by_freq=True), nn.Linear(3, 3))
     assert "scale_grad_by_freq" in reason_of(counting)
+
+
+def test_the_model_itself_embeds_but_where_it_returns_its_loss():
+    """In a loop that is someone else's the loss is not known: what the model takes says it."""
+    for build, embeds in ((Encoder, True), (Classified, False)):
+        model = build()
+        workload = Workload(model, torch.optim.SGD(model.parameters()), model_loss, "samples")
+        with installed(workload, [gradient_cache_choice(5)]):
+            assert ("forward" in vars(model)) == embeds
+            assert "forward" in vars(model.body)
+
+
+class Classified(Encoder):
+    """Returns a loss."""
+
+    def forward(self, ids, labels):
+        return nn.functional.cross_entropy(super().forward(ids), labels)
 
 
 @pytest.mark.parametrize(
