@@ -92,7 +92,8 @@ class SlicedForward:
             self.slicing.num_whole += 1
             return self.forward(*args, **kwargs)
         self.slicing.num_sliced += 1
-        _refuse_hooks(self.name, self.module)
+        if torch.is_grad_enabled():
+            _refuse_hooks(self.name, self.module)
         return _Call(self, arguments).result()
 
     def _can_be_sliced(self, arguments: Arguments) -> bool:
@@ -123,8 +124,7 @@ class _Call:
 
     def result(self) -> Any:
         """Compute all slices; where something can be differentiated, leave a node in the graph for backward."""
-        with torch.no_grad():
-            given = [tensor.detach() for tensor in self._arguments.tensors]
+        given = [tensor.detach() for tensor in self._arguments.tensors]
         needs = [tensor.requires_grad for tensor in self._arguments.tensors]
         wholes: list[Tensor] = []
         with self._of.slicing.inside(), _buffers_unchanged(self._of.name, self._of.module):
@@ -186,7 +186,8 @@ class _Call:
                 if gradient is not None and one.requires_grad
             ]
             del result
-            torch.autograd.backward([root for root, _ in pairs], [gradient for _, gradient in pairs])
+            if pairs:
+                torch.autograd.backward([root for root, _ in pairs], [gradient for _, gradient in pairs])
         for leaf, gradient in zip(leaves, gradients, strict=True):
             if gradient is not None and leaf.grad is not None:
                 gradient[span.start : span.stop] = leaf.grad
@@ -215,7 +216,8 @@ class _Call:
         if not self._sums:
             return
         for first, second in zip(self._sums, sums, strict=True):
-            bound = _LIKE_THE_FIRST.get(first.dtype, _LIKE_THE_FIRST_IN_HALVES)
+            is_half = self._autocast.is_enabled or first.dtype not in _LIKE_THE_FIRST
+            bound = _LIKE_THE_FIRST_IN_HALVES if is_half else _LIKE_THE_FIRST[first.dtype]
             if bool(((first - second)[0].abs() > bound * first[1].abs()).any()):
                 raise InputError(
                     f"gradient_cache computes `{self._of.name}` twice, and the second time it came to something else: "
