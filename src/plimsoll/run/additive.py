@@ -55,7 +55,8 @@ _MOST_ROWS_TRIED = 64  # until there are two samples with something to learn
 
 _ALTERNATIVES = (
     "give the units that it averages over, a function from a batch to a number; for a loss that compares samples use "
-    "one that is cached (CachedMultipleNegativesRankingLoss of sentence-transformers); keep batches whole with "
+    "the technique gradient_cache, or one that is cached (CachedMultipleNegativesRankingLoss of sentence-transformers); "
+    "keep batches whole with "
     "never_cut=True; or allow another loss with recut_loss=True (job.yaml: allow: [recut_loss])"
 )
 _NOT_ADDITIVE = "the loss of a batch is not the sum of those of its parts"

@@ -7,6 +7,7 @@ at, what its process takes without it, and the facts a plan of it depends on.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from typing import Any, Protocol
 
 import torch
@@ -31,6 +32,7 @@ from plimsoll.run.job_step import subject_of
 from plimsoll.run.predict import model_bytes
 from plimsoll.run.recover import samples_of_rank
 from plimsoll.run.rehearse import rehearse_job, rehearse_step, uneven_batch
+from plimsoll.run.sliced import why_not_in_slices
 from plimsoll.run.targets import StartedBaseline, own_baseline
 from plimsoll.run.teaching import loss_for, sketched_loss
 from plimsoll.techniques import Choices
@@ -190,6 +192,7 @@ class StepSubject:
             precision=self._own_precision,
             device=next((one.device for one in self.model.parameters()), torch.device("cpu")),
         )  # fmt: skip
+        self.workload.try_slices = cache(partial(why_not_in_slices, self.workload, self.batch))
 
     @property
     def _own_precision(self) -> Precision:
