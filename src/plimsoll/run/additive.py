@@ -55,9 +55,8 @@ _MOST_ROWS_TRIED = 64  # until there are two samples with something to learn
 
 _ALTERNATIVES = (
     "give the units that it averages over, a function from a batch to a number; for a loss that compares samples use "
-    "the technique gradient_cache, or one that is cached (CachedMultipleNegativesRankingLoss of sentence-transformers); "
-    "keep batches whole with "
-    "never_cut=True; or allow another loss with recut_loss=True (job.yaml: allow: [recut_loss])"
+    "the technique gradient_cache, or one that is cached (sentence-transformers' CachedMultipleNegativesRankingLoss); "
+    "keep batches whole with never_cut=True; or allow another loss with recut_loss=True (job.yaml: allow: [recut_loss])"
 )
 _NOT_ADDITIVE = "the loss of a batch is not the sum of those of its parts"
 _OF_WEIGHTS = "cross_entropy(weight=...) averages over the weights of the labels, and not over"
