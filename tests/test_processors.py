@@ -1,4 +1,4 @@
-"""Tests whose numbers come from the processor's kernels, as on processors with fewer instructions, and with more threads.
+"""What depends on the kernels of the processor, as on processors with fewer instructions, and with more threads.
 
 oneDNN reads `ONEDNN_MAX_CPU_ISA` when it is first used: AVX512_CORE has neither bfloat16 nor AMX, AVX2 no AVX-512.
 """
