@@ -41,7 +41,7 @@ from typing import Any, NoReturn
 # Variables that are read when they are needed; any other may be read while a library is loaded, once.
 _READ_LATER = (
     *("PLIMSOLL_", "PYTEST_", "PYTHONPATH", "TOKENIZERS_PARALLELISM"),
-    *("COLUMNS", "LINES", "TERM", "FORCE_COLOR", "NO_COLOR"),
+    *("CUDA_VISIBLE_DEVICES", "COLUMNS", "LINES", "TERM", "FORCE_COLOR", "NO_COLOR"),
     *("ONEDNN_", "DNNL_", "LRU_CACHE_CAPACITY", "TORCHINDUCTOR_CACHE_DIR"),
     *("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "GLOO_", "TORCHELASTIC_"),  # of torchrun
 )
