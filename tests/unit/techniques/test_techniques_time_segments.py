@@ -328,6 +328,7 @@ def test_what_is_kept_grows_with_the_square_root():
     assert many < 0.1 * plain_many
 
 
+@pytest.mark.long
 def test_fewer_states_are_less_memory():
     least_bytes = peak_bytes(16, [time_segments_choice(0)])  # parameters, gradients and the like
     kept, fewer = (peak_bytes(512, [choice]) for choice in (time_segments_choice(8), time_segments_choice(8, kept=4)))
