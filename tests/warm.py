@@ -8,8 +8,8 @@ difference.
 
 What differs: the modules that are there before the first line, and the memory that they take (no free part of the heap
 is in it, so that what is measured to grow has grown). Tests that look at those have the marker ``cold``. Started anew
-as ever: a program with ``sys.modules`` in it, what has settings that libraries read while they are loaded, what a
-process with several threads starts, and what other programs (``prlimit``, a shell) start.
+as ever: a program with ``sys.modules`` or ``RLIMIT_`` in it, what has settings that libraries read while they are
+loaded, what a process with several threads starts, and what other programs (``prlimit``, a shell) start.
 
 Linux only: a process is handed to the one that asked for it as an orphan (prctl(2), PR_SET_CHILD_SUBREAPER).
 """
@@ -158,9 +158,9 @@ def _variable(entry: bytes) -> tuple[str, str]:
 
 
 def _is_python(words: list[str]) -> bool:
-    """Whether it is Plimsoll, a script, or a program that does not ask which modules are there."""
+    """Whether it is Plimsoll, a script, or a program that looks at neither its modules nor a limit of its memory."""
     executable, *what = words
-    is_program = what[:1] == ["-c"] and "sys.modules" not in what[1]
+    is_program = what[:1] == ["-c"] and not any(word in what[1] for word in ("sys.modules", "RLIMIT_"))
     is_script = bool(what) and what[0].endswith(".py")
     return executable == sys.executable and (what[:2] == ["-m", "plimsoll"] or is_program or is_script)
 
