@@ -251,6 +251,7 @@ print(os.environ["TOKENIZERS_PARALLELISM"])
 """
 
 
+@pytest.mark.cold  # the variable is read where the module is loaded
 @pytest.mark.parametrize(("chosen", "afterwards"), [(None, "false"), ("true", "true"), ("false", "false")])
 def test_a_fork_after_training_gets_no_warning(corpus: Corpus, tmp_path: Path, chosen: str | None, afterwards: str):
     environment = {name: value for name, value in os.environ.items() if name != "TOKENIZERS_PARALLELISM"}
