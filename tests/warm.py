@@ -47,6 +47,7 @@ _READ_LATER = (
 )
 _MEASURED = ("COVERAGE_PROCESS_CONFIG", "COVERAGE_PROCESS_START")  # `make coverage` has a hook where Python starts
 _MOST_BYTES = 1 << 17  # of a request
+_LONGEST_SECONDS = 120  # to load everything on a busy machine
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 _ARGUMENT_BYTES = 4096  # of the server's command line, in which those of its children are written
 
@@ -87,11 +88,13 @@ class _Server:
 
     def __init__(self) -> None:
         self.environment = dict(os.environ)
+        self.asking = os.getpid()
         self._lock = threading.Lock()
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         command = [sys.executable, __file__, str(theirs.fileno()), "-" * _ARGUMENT_BYTES]
         with theirs, cold():
             self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], **_NOTHING)
+        self._socket.settimeout(_LONGEST_SECONDS)
         atexit.register(self._end)
 
     def start(self, request: _Request, streams: list[int]) -> int:
@@ -105,8 +108,9 @@ class _Server:
                 _C_LIBRARY.prctl(_PR_SET_CHILD_SUBREAPER, 0)
 
     def _end(self) -> None:
-        self._socket.close()
-        self._process.wait()
+        if os.getpid() == self.asking:
+            self._process.kill()
+            self._process.wait()
 
 
 _servers: list[_Server] = []  # of this process: the one, once there is need of it
@@ -172,8 +176,8 @@ def _suits(variables: dict[str, str]) -> bool:
     loaded_with = _servers[0].environment if _servers else _warm_environment
     assert loaded_with is not None
     differing = {name for name, _ in variables.items() ^ loaded_with.items()}
-    has_one_thread = bool(_servers) or len(os.listdir("/proc/self/task")) == 1
-    return has_one_thread and all(name.startswith(_READ_LATER) for name in differing)
+    can_fork = os.getpid() == _servers[0].asking if _servers else len(os.listdir("/proc/self/task")) == 1
+    return can_fork and all(name.startswith(_READ_LATER) for name in differing)
 
 
 # ---- In the server, and in the processes forked from it.
