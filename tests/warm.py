@@ -69,6 +69,7 @@ _LOADED = (
 _start_anew = subprocess._fork_exec  # type: ignore[attr-defined]
 _NOTHING = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
 _C_LIBRARY = ctypes.CDLL(None)
+_PYTHON = sys.executable  # a test may put a script in its place
 
 
 @dataclass(frozen=True)
@@ -166,7 +167,7 @@ def _is_python(words: list[str]) -> bool:
     executable, *what = words
     is_program = what[:1] == ["-c"] and not any(word in what[1] for word in ("sys.modules", "RLIMIT_"))
     is_script = bool(what) and what[0].endswith(".py")
-    return executable == sys.executable and (what[:2] == ["-m", "plimsoll"] or is_program or is_script)
+    return executable == _PYTHON and (what[:2] == ["-m", "plimsoll"] or is_program or is_script)
 
 
 def _suits(variables: dict[str, str]) -> bool:
