@@ -6,6 +6,7 @@ import gc
 import os
 import shutil
 import signal
+import sys
 import tempfile
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
@@ -32,7 +33,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # How fast this machine is is measured once for all tests; what runs teach is each test's own.
 _MEASURED = tempfile.TemporaryDirectory(prefix="plimsoll-tests-")
 
-_MANY_OBJECTS = 100_000  # that a file of tests leaves: collected before the next one
+_MANY_BLOCKS = 300_000  # of memory that a file of tests leaves: collected before the next one
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -81,9 +82,9 @@ def _own_cache(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture(scope="module", autouse=True)
 def _garbage_goes() -> Iterator[None]:
     """What was not looked at while tests ran is collected where they leave much."""
-    num_before = gc.get_freeze_count()
+    num_before = sys.getallocatedblocks()  # to count the objects themselves takes as long as collecting them
     yield
-    if gc.get_freeze_count() > num_before + _MANY_OBJECTS:
+    if sys.getallocatedblocks() > num_before + _MANY_BLOCKS:
         gc.unfreeze()
         gc.collect()
         gc.freeze()
