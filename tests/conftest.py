@@ -17,10 +17,9 @@ from hypothesis import HealthCheck, settings
 import warm
 
 # No deadline: a test that failed because the machine was busy would say nothing. No database of examples in the folder.
-settings.register_profile(
-    "unhurried", deadline=None, max_examples=60, database=None, suppress_health_check=[HealthCheck.too_slow]
-)
-settings.load_profile("unhurried")
+_UNHURRIED = settings(deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("all", _UNHURRIED, max_examples=60)
+settings.register_profile("quick", _UNHURRIED, max_examples=20)
 
 # One thread: models this small wait for a second one longer than it works, and there are as many processes of tests as
 # cores. OMP_NUM_THREADS=2 in the environment tries two.
@@ -43,6 +42,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--update-golden", action="store_true", help="write the screens that tests see into tests/golden; read the diff"
     )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Try a third of the examples of each property where `make test` leaves out long tests, too."""
+    settings.load_profile("quick" if "long" in config.getoption("markexpr") else "all")
 
 
 @pytest.hookimpl(wrapper=True)
