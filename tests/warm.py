@@ -38,8 +38,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-# Variables that are read when they are needed; any other may be read while a library is loaded, once, or in /proc, which
-# has those of the server (TORCHELASTIC_RUN_ID).
+# Variables that are read when they are needed. Any other may be read once, while a library is loaded, or in /proc,
+# which shows those of the server (TORCHELASTIC_RUN_ID).
 _READ_LATER = (
     *("PLIMSOLL_", "PYTEST_", "PYTHONPATH", "TOKENIZERS_PARALLELISM"),
     *("CUDA_VISIBLE_DEVICES", "COLUMNS", "LINES", "TERM", "FORCE_COLOR", "NO_COLOR"),
