@@ -2,11 +2,13 @@
 
 The loop does not know the techniques and does not catch errors: a step is a transaction (`plimsoll.run.step`), what
 runs out of memory outside of it is tried again after a clean-up (`_survive`), and everything else ends the run with its
-checkpoints intact.
+checkpoints intact. A step that has no room even with the last fallback, though such a step of this run has held, is
+tried again after a pause, a few times: something else has the memory. A step that never held ends the run at once.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
@@ -61,6 +63,8 @@ from plimsoll.run.together import attempt_together
 
 _STOPPING = "stopping: the step that is being done is finished and saved first; once more stops at once"
 _TRIES = 3  # of a fetch, an evaluation or a checkpoint, with everything that can be freed freed in between
+_PAUSES_SECONDS = (1.0, 4.0, 16.0, 64.0)  # before a step that has held is tried again, with nothing smaller left
+_LOOK_SECONDS = 0.1  # how often a pause looks whether somebody asks to stop
 
 T = TypeVar("T")
 
@@ -79,6 +83,7 @@ class Training:
     host: Backend | None = None
     stop: StopRequest = field(default_factory=StopRequest)
     has_fallen: bool = False
+    num_pauses: int = 0
     begun_at: int = 0
     asked_all: int | None = None
 
@@ -91,6 +96,18 @@ class Training:
     def has_worn(self) -> bool:
         """Whether the steps of this process may be why what follows them finds no room, and a new one is to be had."""
         return self._has_stepped and self._may_begin_anew
+
+    @property
+    def pause_seconds(self) -> float | None:
+        """How long to wait before a step without room is tried again as it is; ``None``: that is of no use.
+
+        It is where a step of this run has held with as much: then something else has the memory, and may let it go.
+        """
+        if self.num_pauses == len(_PAUSES_SECONDS):
+            return None
+        rung = self.step.rung or 0
+        has_held = any(isinstance(line, StepLine) and line.rung <= rung for line in self.directory.each_line())
+        return _PAUSES_SECONDS[self.num_pauses] if has_held else None
 
     @property
     def _has_stepped(self) -> bool:
@@ -199,13 +216,18 @@ def _loop(training: Training) -> None:
         try:
             result = _step(training, batch)
         except OutOfMemoryError as error:
-            if isinstance(error, TornStepError) or not training.is_worn:
+            if isinstance(error, TornStepError):
                 raise
+            if not training.is_worn:
+                if not _has_waited(training):
+                    raise
+                continue  # with the same batch, unless it was asked to stop meanwhile
             _save_if_there_is_room(training, saved_step)
             raise WornProcessError(
                 f"step {step.num_steps + 1} has no room in this process with any fallback; what those before have left "
                 "in its heap goes with it: start a new process (`plimsoll train` does it by itself)"
             ) from None
+        training.num_pauses = 0
         training.parts.loader.advance()
         note_step(training, batch, result)
         if job.evaluate_every and result.step % job.evaluate_every == 0:
@@ -221,6 +243,16 @@ def _loop(training: Training) -> None:
             f"`plimsoll train --resume --out {training.directory.path}`",
             signal_number,
         )
+
+
+def _has_waited(training: Training) -> bool:
+    """Wait for memory that something else has taken, as long as that is of use; all ranks do what the first says."""
+    seconds = training.ranks.each([training.pause_seconds or 0.0])[0][0]
+    training.num_pauses += 1
+    until = time.monotonic() + seconds
+    while (left_seconds := until - time.monotonic()) > 0 and training.asked_by is None:
+        time.sleep(min(left_seconds, _LOOK_SECONDS))
+    return seconds > 0
 
 
 def _save_if_there_is_room(training: Training, saved_step: int) -> None:
@@ -241,6 +273,9 @@ def _step(training: Training, batch: Batch) -> StepResult:
         if not event.survived and training.is_worn:
             anew = {"survived": True, "action": "a new process, without the holes in the heap of this one"}
             event = event.model_copy(update=anew)
+        elif not event.survived and (seconds := training.pause_seconds) is not None:
+            again = {"survived": True, "action": f"the same again in {seconds:g} s: it has held before"}
+            event = event.model_copy(update=again)
         _note_oom(training, event)
 
     try:
