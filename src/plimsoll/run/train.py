@@ -8,7 +8,6 @@ tried again after a pause, a few times: something else has the memory. A step th
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
@@ -48,6 +47,7 @@ from plimsoll.run.evaluate import Evaluation
 from plimsoll.run.failpoints import failpoint
 from plimsoll.run.monitor import MemorySampler, View
 from plimsoll.run.outcome import StepResult
+from plimsoll.run.pauses import Pauses
 from plimsoll.run.ranked import (
     may_begin_anew,
     oom_kills_by_machine,
@@ -63,8 +63,6 @@ from plimsoll.run.together import attempt_together
 
 _STOPPING = "stopping: the step that is being done is finished and saved first; once more stops at once"
 _TRIES = 3  # of a fetch, an evaluation or a checkpoint, with everything that can be freed freed in between
-_PAUSES_SECONDS = (1.0, 4.0, 16.0, 64.0)  # before a step that has held is tried again, with nothing smaller left
-_LOOK_SECONDS = 0.1  # how often a pause looks whether somebody asks to stop
 
 T = TypeVar("T")
 
@@ -83,7 +81,7 @@ class Training:
     host: Backend | None = None
     stop: StopRequest = field(default_factory=StopRequest)
     has_fallen: bool = False
-    num_pauses: int = 0
+    pauses: Pauses = field(default_factory=Pauses)
     begun_at: int = 0
     asked_all: int | None = None
 
@@ -99,15 +97,8 @@ class Training:
 
     @property
     def pause_seconds(self) -> float | None:
-        """How long to wait before a step without room is tried again as it is; ``None``: that is of no use.
-
-        It is where a step of this run has held with as much: then something else has the memory, and may let it go.
-        """
-        if self.num_pauses == len(_PAUSES_SECONDS):
-            return None
-        rung = self.step.rung or 0
-        has_held = any(isinstance(line, StepLine) and line.rung <= rung for line in self.directory.each_line())
-        return _PAUSES_SECONDS[self.num_pauses] if has_held else None
+        """How long to wait before a step without room is tried again as it is; ``None``: that is of no use."""
+        return self.pauses.next_seconds(self.directory, self.step.rung or 0)
 
     @property
     def _has_stepped(self) -> bool:
@@ -227,7 +218,7 @@ def _loop(training: Training) -> None:
                 f"step {step.num_steps + 1} has no room in this process with any fallback; what those before have left "
                 "in its heap goes with it: start a new process (`plimsoll train` does it by itself)"
             ) from None
-        training.num_pauses = 0
+        training.pauses = Pauses()
         training.parts.loader.advance()
         note_step(training, batch, result)
         if job.evaluate_every and result.step % job.evaluate_every == 0:
@@ -248,10 +239,7 @@ def _loop(training: Training) -> None:
 def _has_waited(training: Training) -> bool:
     """Wait for memory that something else has taken, as long as that is of use; all ranks do what the first says."""
     seconds = training.ranks.each([training.pause_seconds or 0.0])[0][0]
-    training.num_pauses += 1
-    until = time.monotonic() + seconds
-    while (left_seconds := until - time.monotonic()) > 0 and training.asked_by is None:
-        time.sleep(min(left_seconds, _LOOK_SECONDS))
+    training.pauses.take(seconds, lambda: training.asked_by is not None)
     return seconds > 0
 
 

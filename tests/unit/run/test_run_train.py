@@ -242,7 +242,7 @@ def test_a_step_that_has_held_is_tried_again_after_a_pause_where_nothing_smaller
     directory = new_run()
     with armed("forward", *range(4, 30)), pytest.raises(WornProcessError):
         train_here(directory)
-    monkeypatch.setattr("plimsoll.run.train._PAUSES_SECONDS", (0.01,))
+    monkeypatch.setattr("plimsoll.run.pauses._SECONDS", (0.01,))
     with armed("forward", 1), armed("loss", 2):
         train_here(directory, resume_newest=True, rung=3, restarts=1)
     record = record_of(directory)
@@ -254,7 +254,7 @@ def test_a_step_that_has_held_is_tried_again_after_a_pause_where_nothing_smaller
 
 
 def test_pauses_end_where_memory_stays_away_and_where_somebody_asks_to_stop(new_run, monkeypatch):
-    monkeypatch.setattr("plimsoll.run.train._PAUSES_SECONDS", (0.01, 0.02))
+    monkeypatch.setattr("plimsoll.run.pauses._SECONDS", (0.01, 0.02))
     directory = new_run()
     with armed("forward", *range(4, 60)), pytest.raises(OutOfMemoryError):
         train_here(directory)  # without a supervisor
@@ -265,9 +265,9 @@ def test_pauses_end_where_memory_stays_away_and_where_somebody_asks_to_stop(new_
         (False, "stopped: nothing is left to try"),
     ]
     assert record_of(directory).status == "failed"
-    monkeypatch.setattr("plimsoll.run.train._PAUSES_SECONDS", (60.0,))
+    monkeypatch.setattr("plimsoll.run.pauses._SECONDS", (60.0,))
     clock = SimpleNamespace(monotonic=time.monotonic, sleep=lambda seconds: os.kill(os.getpid(), signal.SIGINT))
-    monkeypatch.setattr("plimsoll.run.train.time", clock)
+    monkeypatch.setattr("plimsoll.run.pauses.time", clock)
     with armed("forward", *range(1, 60)), pytest.raises(Interrupted):
         train_here(directory, resume=True)
 

@@ -19,11 +19,12 @@ from small_runs import small_job, train_here
 import plimsoll.run.train
 from plimsoll.data.prepare import Prepared, PreparedText
 from plimsoll.data.sketch import sketch_texts
-from plimsoll.errors import CheckpointError, EmbeddingError, InputError, RecordError
+from plimsoll.errors import CheckpointError, DataError, EmbeddingError, InputError, RecordError
 from plimsoll.memory.lowering.cpu import CpuLowering
 from plimsoll.plan.facts import facts_of
+from plimsoll.records.device import Budget
 from plimsoll.records.job import Job
-from plimsoll.records.plan import Choice, Plan, Rung, micro_batch_choice
+from plimsoll.records.plan import Choice, Plan, Rung, micro_batch_choice, micro_batch_plan
 from plimsoll.records.run import GradientReach, RunHead
 from plimsoll.run.directory import RunDirectory
 from plimsoll.run.worker import data_sentence, plan_run, prepare_run, print_baseline
@@ -199,6 +200,39 @@ def test_a_wish_that_cannot_be_is_refused_before_the_data_are_prepared(
     assert not (tmp_path / "cache").exists()
 
 
+def test_what_the_data_are_too_little_for_is_said_before_a_plan_is_made(new_run: NewRun, tmp_path: Path) -> None:
+    directory = new_run(batch_size=5000)
+    with pytest.raises(DataError, match="5000"):
+        prepare_run(directory.path, tmp_path / "cache", quiet=True)
+
+
+def test_a_plan_is_made_with_what_was_prepared_and_one_that_was_given_is_held_against_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The job asks for 8,000 tokens and rows of 64; its text gives 261 tokens, and no plan can be for more."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(
+        "".join(f'{{"text": "{"word " * (1 + number % 9)}", "label": {number % 2}}}\n' for number in range(80))
+    )
+    fields = {"task": "classification", "data": {"train": str(rows), "text": "text", "label": "label"}, "tokenizer": {}}
+    job = small_job(rows, **fields, sequence_length=64, budget={"device": "2GiB"})
+    directory = RunDirectory.create(tmp_path / "run", force=False)
+    directory.write_job(job)
+    given = micro_batch_plan(job.budget, (8,))
+    for vocabulary, longest in (("8000", "64"), ("261", "8")):
+        made_for = {"vocabulary": vocabulary, "labels": "2", "tokens of the longest row": longest}
+        given.model_copy(update={"made_for": made_for}).save(directory.plan)
+        with pytest.raises(InputError, match="leave --plan out"):
+            prepare_run(directory.path, tmp_path / "cache", quiet=True)
+        assert not directory.prepared.exists()
+    given.save(directory.plan)
+    prepare_run(directory.path, tmp_path / "cache", quiet=True)
+    plan_run(directory.path, None, (), ("time_segments", "truncated_bptt"), quiet=True)
+    made_for = Plan.load(directory.plan).made_for
+    assert (made_for["vocabulary"], made_for["labels"]) == ("261", "2")
+    assert int(made_for["tokens of the longest row"]) < 64
+
+
 def test_word_vectors_must_be_the_same_when_a_run_goes_on(
     text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -208,6 +242,7 @@ def test_word_vectors_must_be_the_same_when_a_run_goes_on(
     directory = RunDirectory.create(tmp_path / "run", force=False)
     tokenizer = {"train": "words", "vocab_size": 300}
     directory.write_job(small_job(text, tokenizer=tokenizer, embeddings={"path": str(vectors)}))
+    micro_batch_plan(Budget(), (8,)).save(directory.plan)
     prepare_run(directory.path, tmp_path / "cache", quiet=False)
     first = Prepared.load(directory.prepared)
     assert first.vectors_digest is not None
