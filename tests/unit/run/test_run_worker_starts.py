@@ -206,31 +206,26 @@ def test_what_the_data_are_too_little_for_is_said_before_a_plan_is_made(new_run:
         prepare_run(directory.path, tmp_path / "cache", quiet=True)
 
 
-def test_a_plan_is_made_with_what_was_prepared_and_one_that_was_given_is_held_against_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_plan_is_of_what_was_prepared_also_one_that_was_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The job asks for 8,000 tokens and rows of 64; its text gives 261 tokens, and no plan can be for more."""
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text(
-        "".join(f'{{"text": "{"word " * (1 + number % 9)}", "label": {number % 2}}}\n' for number in range(80))
-    )
-    fields = {"task": "classification", "data": {"train": str(rows), "text": "text", "label": "label"}, "tokenizer": {}}
-    job = small_job(rows, **fields, sequence_length=64, budget={"device": "2GiB"})
+    """The job asks for 8,000 tokens, and its text gives 261, which only who reads it knows."""
+    monkeypatch.setattr("plimsoll.data.sketch._MOST_TRAINED_BYTES", 0)
+    (tmp_path / "text.txt").write_text("word " * 800)
+    job = small_job(tmp_path / "text.txt", tokenizer={}, budget={"device": "2GiB"})
     directory = RunDirectory.create(tmp_path / "run", force=False)
     directory.write_job(job)
     given = micro_batch_plan(job.budget, (8,))
-    for vocabulary, longest in (("8000", "64"), ("261", "8")):
-        made_for = {"vocabulary": vocabulary, "labels": "2", "tokens of the longest row": longest}
+    for vocabulary, longest in (("8000", "32"), ("261", "8")):
+        made_for = {"vocabulary": vocabulary, "labels": "None", "tokens of the longest row": longest}
         given.model_copy(update={"made_for": made_for}).save(directory.plan)
         with pytest.raises(InputError, match="leave --plan out"):
             prepare_run(directory.path, tmp_path / "cache", quiet=True)
         assert not directory.prepared.exists()
     given.save(directory.plan)
-    prepare_run(directory.path, tmp_path / "cache", quiet=True)
-    plan_run(directory.path, None, (), ("time_segments", "truncated_bptt"), quiet=True)
-    made_for = Plan.load(directory.plan).made_for
-    assert (made_for["vocabulary"], made_for["labels"]) == ("261", "2")
-    assert int(made_for["tokens of the longest row"]) < 64
+    prepare_run(directory.path, tmp_path / "cache", quiet=True, pins=("chunked_loss",))
+    with pytest.raises(InputError, match="has 261 outputs"):
+        plan_run(directory.path, None, ("chunked_loss",), (), quiet=True)
 
 
 def test_word_vectors_must_be_the_same_when_a_run_goes_on(
