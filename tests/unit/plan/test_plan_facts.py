@@ -107,7 +107,9 @@ def test_what_is_guessed_is_no_difference_and_a_plan_for_more_is_good_for_less()
     ]  # fmt: skip
     other = TEXTS._replace(vocab_size=261)
     assert list(differences(facts(), facts(other))) == ["vocabulary was 300, is 261"]
-    assert not list(differences(facts(), facts(other), frozenset({"vocabulary"})))
+    guess, guessed = TEXTS._replace(vocab_size=8000, num_labels=2), frozenset({"vocabulary", "labels"})
+    assert not list(differences(facts(), facts(guess), guessed))  # 300 of 8,000 that are asked for
+    assert list(differences(facts(guess), facts(), guessed)) == ["vocabulary was 8000, is 300"]
 
 
 def test_a_plan_is_refused_where_the_texts_came_out_otherwise_than_it_has_them():
