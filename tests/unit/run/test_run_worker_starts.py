@@ -355,9 +355,9 @@ def test_in_streams_truncated_gradients_reach_as_far_as_their_segments(text: Pat
     data = {"train": str(text), "order": "streams", "validation": 0.1}
     directory = RunDirectory.create(tmp_path / "run", force=False)
     directory.write_job(small_job(text, data=data, model={"architecture": "gru"}, allow=["truncated_bptt"], steps=1))
-    prepare_run(directory.path, tmp_path / "cache", quiet=True)
     choices = (micro_batch_choice(8), Choice(technique="truncated_bptt", options={"steps": 8}))
     Plan(budget=Job.from_yaml(directory.job).budget, rungs=(Rung(choices=choices),)).save(directory.plan)
+    prepare_run(directory.path, tmp_path / "cache", quiet=True)
     train_here(directory)
     reach = RunHead.load(directory.head).gradient_reach
     assert reach is not None
