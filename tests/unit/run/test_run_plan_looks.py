@@ -210,7 +210,7 @@ def without_budget(plan):
 on_this_processor = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 
 
-TEXTS = TextSketch(8000, None, 0)  # as they were prepared
+TEXTS = TextSketch(1000, None, 0)  # as they were prepared
 
 
 @on_this_processor
@@ -231,7 +231,7 @@ def test_a_run_goes_on_with_its_plan_where_the_budget_is_no_smaller(made, budget
 def test_a_run_that_goes_on_has_what_is_otherwise_against_its_plan(made):
     assert reasons_against(made, job(budget={"device": "1023MiB"}), TEXTS) == ["the budget was 1.0 GiB, is 1023.0 MiB"]
     assert reasons_against(made, job(batch_size=8), TEXTS) == ["batch_size was 16, is 8"]
-    assert reasons_against(made, job(), TEXTS._replace(vocab_size=261)) == ["vocabulary was 8000, is 261"]
+    assert reasons_against(made, job(), TEXTS._replace(vocab_size=261)) == ["vocabulary was 1000, is 261"]
 
 
 def test_a_plan_that_fits_is_let_through_and_one_that_does_not_is_refused(made):
