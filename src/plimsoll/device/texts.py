@@ -38,7 +38,8 @@ _FAMILIES = {
     "arrow": r"ArrowMemoryError|\b(?:[mc]alloc|realloc|posix_memalign) of size \d+ failed",
     "memory-error": r"\bMemoryError\b|ArrayMemoryError|Unable to allocate [\d.]+ \w+ for an array",
     "os": r"Cannot allocate memory|\[Errno 12\]|: cannot map zero-fill pages",
-    "oom-killer": r"OOMKilled|oom-kill|oom_kill event|[Kk]illed process \d+|out-of-memory handler|node running low on memory",
+    "oom-killer": r"OOMKilled|oom-kill|oom_kill event|[Kk]illed process \d+|out-of-memory handler"
+    r"|node running low on memory",
 }
 _DISGUISES = {
     "cublas": r"CUBLAS_STATUS_NOT_INITIALIZED|CUBLAS_STATUS_INTERNAL_ERROR when calling .?cublas(?:Lt)?Create",
