@@ -208,7 +208,7 @@ class BucketBatches(Batches):
         super().__init__(order)
         self.batch_size = buckets.batch_size
         self._lengths = lengths
-        self._longest_sample, self._longest_tokens = _longest(order.num_samples, lengths)
+        self._longest_sample, self._longest_tokens = longest_sample(order.num_samples, lengths)
         multiple = buckets.pad_multiple or pad_multiple
         padded = -(-np.arange(self._longest_tokens + 1) // multiple) * multiple
         self._padded = padded if most_tokens is None else np.minimum(padded, most_tokens)
@@ -386,7 +386,7 @@ def _table_of(rows_for: ArrayLike | Mapping[int, int] | None) -> NDArray[np.int6
     return rows[np.searchsorted(lengths, np.arange(lengths[-1] + 1))]
 
 
-def _longest(num_samples: int, lengths: Lengths) -> tuple[int, int]:
+def longest_sample(num_samples: int, lengths: Lengths) -> tuple[int, int]:
     """Return the first of the longest samples, and its tokens."""
     sample, tokens = 0, -1
     for begin in range(0, num_samples, _SAMPLES_PER_PASS):
