@@ -51,7 +51,7 @@ def sketch_texts(job: Job) -> TextSketch:
     if job.data.label is not None or job.task == "token-classification":
         num_labels = len(_labels_of_heads(job))
     else:  # as `labels_from_folders` names them
-        num_labels = len({Path(file.path).parent.name for file in find_files(job.data.sources)})
+        num_labels = len({Path(file.path).parent.name for file in _found(job.data.sources, reading_of(job))})
     return TextSketch(vocab_size, max(num_labels, 2), end_id)
 
 
@@ -62,7 +62,7 @@ def _labels_of_heads(job: Job) -> Sequence[str]:
         folder = Path(name)
         heads: list[str] = []
         for given in job.data.sources:
-            files = find_files((given,)) if _is_cut_anywhere(given, reading) else []
+            files = _found((given,), reading) if _is_cut_anywhere(given, reading) else []
             for file in files[:: -(-len(files) // _MOST_HEADS) or 1]:
                 begin = folder / str(len(heads)) / file_name(file.path)
                 begin.parent.mkdir()
@@ -72,6 +72,10 @@ def _labels_of_heads(job: Job) -> Sequence[str]:
                 heads.append(given)
         corpus = open_corpus(heads, reading, folder / "cache")
         return tuple(corpus.tag_counts) if reading.is_tagged else corpus.label_names
+
+
+def _found(sources: tuple[str, ...], reading: Reading) -> list[SourceFile]:
+    return find_files(sources, skips=reading.on_error == "skip").files
 
 
 def _head_of(file: SourceFile) -> bytes:

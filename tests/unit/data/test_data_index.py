@@ -69,7 +69,12 @@ def test_files_of_a_folder_that_are_no_text_are_left_out_with_the_reason(texts: 
     (texts / "image.png").write_bytes(b"\x89PNG\0")
     late = b"good line\n" * 60_000 + b"\xff"  # beyond the first chunk: what was indexed of it is taken back
     (texts / "bad.txt").write_bytes(late)
-    corpus = opened(texts)
+    with pytest.warns(
+        RuntimeWarning, match=r"1 of 3 files \(585\.9 KiB\) are left out whole .*bad\.txt: line 60001: byte"
+    ):
+        corpus = opened(texts)
+    with pytest.warns(RuntimeWarning, match="to leave out only what is at fault in them, set on_error: skip"):
+        opened(texts)  # each time
     assert list(corpus) == ["one", "two", "thr\u00e9e"]
     assert [Path(entry.partition(": ")[0]).name for entry in corpus.skipped] == ["image.png", "bad.txt"]
     assert "byte 4 is NUL" in corpus.skipped[0]
@@ -80,8 +85,8 @@ def test_files_of_a_folder_that_are_no_text_are_left_out_with_the_reason(texts: 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"caf\xe9", r"bad\.txt as text: byte 3 \(0xe9\) is not UTF-8 .*iconv -f latin1 -t utf-8"),
-        (b"a\0b", r"bad\.txt as text: byte 1 is NUL"),
+        (b"caf\xe9", r"bad\.txt as text: line 1: byte 3 \(0xe9\) is not UTF-8 .*iconv -f latin1 -t utf-8"),
+        (b"a\0b", r"bad\.txt as text: line 1: byte 1 is NUL"),
         (b"", "the only text file of .*bad.txt holds nothing but white space: give files with text"),
         (b" \n\t\r\n", "the only text file of .*bad.txt holds nothing but white space"),
     ],
@@ -96,7 +101,9 @@ def test_a_file_named_itself_must_be_text(tmp_path: Path, content: bytes, messag
 def test_a_folder_without_text_is_an_error_with_its_own_text(tmp_path: Path):
     (tmp_path / "x").mkdir()
     (tmp_path / "x" / "a.bin").write_bytes(b"\0")
-    with pytest.raises(DataError, match=r"the only file of .* is not UTF-8 text, the first: .*a\.bin: byte 0 is NUL"):
+    with pytest.raises(
+        DataError, match=r"the only file of .* is not UTF-8 text, the first: .*a\.bin: line 1: byte 0 is NUL"
+    ):
         opened(tmp_path / "x")
 
 
