@@ -241,8 +241,8 @@ class _Converting:
 
         if uncompressed(name).lower().endswith(".csv"):
             raise DataError(
-                f"{name} is csv, whose cells hold no lists of words: write it as JSON lines, or with a word and its tag "
-                "in each line, separated by a tab, as .conll"
+                f"{name} is csv, whose cells hold no lists of words: write it as JSON lines, or with a word and its "
+                "tag in each line, separated by a tab, as .conll"
             )
         if form not in _TABLES:
             os.close(descriptor_of(path, self.report.copied))
