@@ -28,7 +28,7 @@ from plimsoll.data.json_values import begins_with_object, json_lines
 from plimsoll.data.sources import SourceFile, find_files
 from plimsoll.data.unpack import Torn, chunks_of, is_archive, members_of, plain_chunks, uncompressed
 from plimsoll.errors import DataError
-from plimsoll.identity import identity_of
+from plimsoll.identity import changes_of, identity_of
 from plimsoll.records.job import HUB_PREFIX
 from plimsoll.store import Facts, Progress, require_space, stored
 
@@ -158,7 +158,7 @@ class _Converting:
             form, file = "jsonl", self._lines(file, name)
         if form not in _TABLES and not self._reading.is_tagged:
             return [PlainFile(name, file.path, file.num_bytes, file.mtime_ns, file.named, form)]
-        folder = self._cache / f"packed-{_hash([identity_of([file]), _asked(self._reading)])}"
+        folder = self._cache / f"packed-{_hash([_states(file), _asked(self._reading)])}"
         pack = self._pack_tagged if self._reading.is_tagged else self._pack
         facts = stored(folder, partial(pack, path=file.path, name=name, form=form))
         path = str((folder / packed.TEXTS_FILE).absolute())
@@ -173,13 +173,13 @@ class _Converting:
 
     def _made(self, kind: str, source: SourceFile, name: str, write: Callable[[Path], Facts]) -> SourceFile:
         """Return the file of a store that is made of another file."""
-        folder = self._cache / f"{kind}-{_hash(identity_of([source]))}"
+        folder = self._cache / f"{kind}-{_hash(_states(source))}"
         stored(folder, write)
         return _source(folder / name, source.named)
 
     def _members(self, file: SourceFile, name: str) -> list[PlainFile]:
         """Return the files to index of an archive."""
-        folder = self._cache / f"archive-{_hash(identity_of([file]))}"
+        folder = self._cache / f"archive-{_hash(_states(file))}"
         facts = stored(folder, partial(self._unpack, source=file, called=name))
         self._left_out |= {f"{name}/{inner}": why for inner, why in facts["left_out"]}
         named = file.named and len(facts["members"]) == 1
@@ -279,6 +279,10 @@ def _asked(reading: Reading) -> tuple[Any, ...]:
 
 def _form_of_store(reading: Reading) -> str:
     return "tagged" if reading.is_tagged else "packed"
+
+
+def _states(file: SourceFile) -> list[Any]:
+    return [identity_of([file]), changes_of([file])]
 
 
 def _hash(identity: Any) -> str:

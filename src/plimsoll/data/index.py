@@ -2,9 +2,8 @@
 
 Every file is read once, in parallel: checked, hashed, and split into texts, whose begins go to the index (8 bytes per
 text, memory-mapped; see `plimsoll.data.rows`). Texts stay where they are. The index belongs to the paths, sizes,
-modification times and a sample of the content of the files: where one differs, a new index is built. Memory: some 500
-bytes per file, nothing per text. It does NOT notice an edit that keeps size and time and misses the sample, see
-`plimsoll.identity.identity_of`.
+times (of writing, and of any change) and a sample of the content of the files: where one differs, a new index is built.
+Memory: some 500 bytes per file, nothing per text.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from plimsoll.data.formats._scanning import text_begin
 from plimsoll.data.rows import FileFault, Rows, Source, sorted_names
 from plimsoll.data.scan import Scanned, format_named, scan_files
 from plimsoll.errors import DataError
-from plimsoll.identity import identity_of
+from plimsoll.identity import changes_of, identity_of
 from plimsoll.records.units import format_bytes
 from plimsoll.store import Facts, Progress, silent, stored
 
@@ -55,6 +54,7 @@ def open_corpus(sources: Sequence[Any], reading: Reading, cache: Path, progress:
         sorted(left_out.items()),
         *((file.name, file.format, file.is_named) for file in files),
         *identity_of(files),
+        changes_of(files),
     ]
     folder = cache / f"index-{xxhash.xxh3_128_hexdigest(repr(identity).encode())[:16]}"
     named = [shown(source) if isinstance(source, str) else "the data set" for source in sources]

@@ -82,7 +82,8 @@ class Prepared(Record):
 
     ``special_ids`` and ``mask_id`` are of the tokenizer, for augmentation: the training process does not load it.
     ``vectors_folder`` holds the vectors of the tokens, if the job has any, ``vectors_digest`` is of their bits.
-    ``gradient_reach`` is of streams.
+    ``gradient_reach`` is of streams. ``num_left_out_words`` were too rare to be counted when the tokenizer was
+    trained, and ``peak_bytes`` is the most private memory that preparing took, where that was watched.
     """
 
     record_kind: ClassVar[str] = "prepared-data"
@@ -99,6 +100,8 @@ class Prepared(Record):
     mask_id: int | None = None
     label_names: tuple[str, ...] = ()
     gradient_reach: GradientReach | None = None
+    num_left_out_words: int = 0
+    peak_bytes: int | None = None
 
     @property
     def num_labels(self) -> int | None:
@@ -148,6 +151,7 @@ def prepare(job: Job, cache: Path, progress: Progress = silent) -> Prepared:
         end_id=tokenizer.end_id,
         special_ids=tokenizer.special_ids,
         mask_id=tokenizer.mask_id,
+        num_left_out_words=tokenizer.num_left_out_words,
         label_names=names,
         gradient_reach=reach_of(job, train, held_out) if job.data.order == "streams" else None,
     )

@@ -289,3 +289,28 @@ def test_a_sparse_file_is_indexed_and_read_in_little_memory(tmp_path: Path):
     assert f"byte {len(island)} is NUL" in words
     with pytest.raises(DataError, match=rf"byte {len(island)} is NUL: remove it; set on_error: skip"):
         opened(path)
+
+
+def test_an_edit_behind_the_same_size_and_time_is_indexed_anew(tmp_path: Path):
+    path = tmp_path / "a.txt"
+    lines = [f"line {number:06d}\n" for number in range(20_000)]
+    path.write_text("".join(lines))
+    status = path.stat()
+    corpus = opened(path)
+    lines[9001:9003] = ["line\n009001\n", "line 9002  \n"]  # far from what is sampled
+    path.write_text("".join(lines))
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert path.stat().st_size == status.st_size
+    assert list(opened(path)) == "".join(lines).splitlines()
+    assert opened(path).key != corpus.key
+
+
+def test_an_index_whose_text_no_longer_decodes_is_made_anew_at_the_next_start(tmp_path: Path):
+    path = tmp_path / "a.txt"
+    path.write_text("one\ntwo\n")
+    corpus, status = opened(path), path.stat()
+    path.write_bytes(b"\xffne\ntwo\n")
+    os.utime(path, ns=(0, status.st_mtime_ns))
+    with pytest.raises(DataError, match="is not the text it was when it was indexed .*start again to index it anew"):
+        corpus[0]
+    assert not (corpus.folder / "manifest.json").exists()
