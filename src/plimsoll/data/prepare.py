@@ -84,6 +84,8 @@ class Prepared(Record):
     ``vectors_folder`` holds the vectors of the tokens, if the job has any, ``vectors_digest`` is of their bits.
     ``gradient_reach`` is of streams. ``longest_row`` is the most tokens of a row of a training batch, and
     ``held_out_batch`` the samples and tokens of the largest batch of an evaluation, where `with_rows` has looked.
+    ``gradient_reach`` is of streams. ``num_left_out_words`` were too rare to be counted when the tokenizer was
+    trained, and ``peak_bytes`` is the most private memory that preparing took, where that was watched.
     """
 
     record_kind: ClassVar[str] = "prepared-data"
@@ -102,6 +104,8 @@ class Prepared(Record):
     gradient_reach: GradientReach | None = None
     longest_row: int | None = None
     held_out_batch: tuple[int, int] | None = None
+    num_left_out_words: int = 0
+    peak_bytes: int | None = None
 
     @property
     def num_labels(self) -> int | None:
@@ -151,6 +155,7 @@ def prepare(job: Job, cache: Path, progress: Progress = silent) -> Prepared:
         end_id=tokenizer.end_id,
         special_ids=tokenizer.special_ids,
         mask_id=tokenizer.mask_id,
+        num_left_out_words=tokenizer.num_left_out_words,
         label_names=names,
         gradient_reach=reach_of(job, train, held_out) if job.data.order == "streams" else None,
     )

@@ -81,7 +81,7 @@ def sketch_texts(job: Job) -> TextSketch:
     if job.data.label is not None or job.task == "token-classification":
         num_labels, guessed = len(_labels_of_heads(job)), guessed | {"labels"}
     else:  # as `labels_from_folders` names them
-        num_labels = len({Path(file.path).parent.name for file in find_files(job.data.sources)})
+        num_labels = len({Path(file.path).parent.name for file in _found(job.data.sources, reading_of(job))})
     return TextSketch(vocab_size, max(num_labels, 2), end_id, guessed=guessed)
 
 
@@ -91,7 +91,7 @@ def _trained_vocab_size(job: Job) -> tuple[int, bool]:
     if any(map(_is_elsewhere, sources)):
         return asked, True
     with suppress(DataError), TemporaryDirectory(prefix="plimsoll-") as name:  # who prepares them says what is wrong
-        if sum(file.num_bytes for file in find_files(sources)) <= _MOST_TRAINED_BYTES:
+        if sum(file.num_bytes for file in _found(sources, reading_of(job))) <= _MOST_TRAINED_BYTES:
             corpus = open_corpus(sources, reading_of(job), Path(name))
             return prepare_tokenizer(job.tokenizer, corpus, Path(name)).vocab_size, False
     return asked, True
@@ -108,7 +108,7 @@ def _labels_of_heads(job: Job) -> Sequence[str]:
         folder = Path(name)
         heads: list[str] = []
         for given in job.data.sources:
-            files = find_files((given,)) if _is_cut_anywhere(given, reading) else []
+            files = _found((given,), reading) if _is_cut_anywhere(given, reading) else []
             for file in files[:: -(-len(files) // _MOST_HEADS) or 1]:
                 begin = folder / str(len(heads)) / file_name(file.path)
                 begin.parent.mkdir()
@@ -118,6 +118,10 @@ def _labels_of_heads(job: Job) -> Sequence[str]:
                 heads.append(given)
         corpus = open_corpus(heads, reading, folder / "cache")
         return tuple(corpus.tag_counts) if reading.is_tagged else corpus.label_names
+
+
+def _found(sources: tuple[str, ...], reading: Reading) -> list[SourceFile]:
+    return find_files(sources, skips=reading.on_error == "skip").files
 
 
 def _head_of(file: SourceFile) -> bytes:

@@ -17,6 +17,7 @@ from plimsoll.device.cgroup import oom_kill_count
 from plimsoll.errors import DataError, EmbeddingError, JobError
 from plimsoll.records.job import Job
 from plimsoll.records.plan import Plan
+from plimsoll.records.units import format_bytes
 from plimsoll.run.directory import RunDirectory
 from plimsoll.run.supervise import is_rank
 
@@ -49,6 +50,7 @@ def prepare_run(  # noqa: PLR0917 -- of a command
     from plimsoll.assemble import loader_of, prepare_vectors, require_buildable
     from plimsoll.data.prepare import Prepared, open_datasets, prepare, prepare_again, with_rows
     from plimsoll.data.sketch import texts_of
+    from plimsoll.device.process import PeakCounter, private_bytes
     from plimsoll.plan.facts import require_prepared_for
     from plimsoll.records.plan import Plan, parse_pin
     from plimsoll.report.progress import stages
@@ -65,6 +67,8 @@ def prepare_run(  # noqa: PLR0917 -- of a command
         from plimsoll.run.wishes import require_possible
 
         require_possible(job, [parse_pin(pin) for pin in pins], forbids)
+    peak = PeakCounter()
+    peak.reset()
     with stages(quiet) as progress:
         if again:
             prepared = prepare_again(job, Prepared.load(directory.prepared), cache, progress)
@@ -78,7 +82,7 @@ def prepare_run(  # noqa: PLR0917 -- of a command
     if vectors is not None:
         _require_same(vectors.digest, directory, again)
         prepared = prepared.model_copy(update={"vectors_folder": vectors.folder, "vectors_digest": vectors.digest})
-    prepared = with_rows(prepared, job)
+    prepared = with_rows(prepared, job).model_copy(update={"peak_bytes": peak.read(private_bytes())})
     if not again:
         require_prepared_for(Plan.load(directory.plan), texts_of(prepared))
     prepared.save(directory.prepared)
@@ -120,6 +124,10 @@ def data_sentence(prepared: Prepared) -> str:
     note = entity_note(prepared.label_names) if train.labels_folder is None else None
     if note is not None:
         parts.append(note)
+    if prepared.num_left_out_words:
+        parts.append(f"the tokenizer is trained without {prepared.num_left_out_words:,} of the rarest words")
+    if prepared.peak_bytes is not None:
+        parts.append(f"preparing took {format_bytes(prepared.peak_bytes)}")
     if train.num_skipped:
         parts.append(f"{train.num_skipped:,} files or rows left out, the first: {train.skipped[0]}")
     return f"data: {'; '.join(parts)}"
@@ -295,6 +303,7 @@ def train_run(  # noqa: PLR0915 -- as above
         head = RunHead(
             job=without_secrets(job.model_dump(mode="json")), device=backend.probe(), versions=versions(),
             fingerprint=marks, gradient_reach=_gradient_reach(job, prepared, plan),
+            preparation_bytes=prepared.peak_bytes,
         )  # fmt: skip
         if job.budget.device_bytes is not None and plan.limit_bytes is None:  # a plan knows better what there will be
             require_room(job, prepared, backend.baseline_bytes, job.budget.device_bytes)
