@@ -42,8 +42,7 @@ ENDING = {
     "interrupted (SIGINT)": 1,
     "terminated (SIGTERM)": 1,
 }
-_PHASES_OF_STEPS = ("copy", "forward", "loss", "backward", "clip", "optimizer")
-_PHASES_BETWEEN = ("fetch", "evaluation", "checkpoint")
+_PHASES = ("fetch", "copy", "forward", "loss", "backward", "clip", "optimizer", "evaluation", "checkpoint")
 
 
 class Metrics:
@@ -97,14 +96,9 @@ class Command:
 
 
 def failpoints(drawn: random.Random) -> str:
-    """Draw what will run out of memory in the next processes: one passage of each of a few phases.
-
-    Only one phase of a step: of two errors in the first step of a process that has the last rung no new process would
-    be rid of, so that it ends, with all saved.
-    """
-    phases = [drawn.choice(_PHASES_OF_STEPS), *drawn.sample(_PHASES_BETWEEN, 2)]
-    last = {"evaluation": (1, 2), "checkpoint": (1, 2)}
-    return ",".join(f"{phase}@{drawn.randint(*last.get(phase, (2, 60)))}" for phase in phases)
+    """Draw what will run out of memory in the next processes: one passage of each of a few phases."""
+    phases = drawn.sample(_PHASES, 3)
+    return ",".join(f"{phase}@{drawn.randint(*((1, 2) if phase in _PHASES[-2:] else (2, 60)))}" for phase in phases)
 
 
 @dataclass

@@ -113,7 +113,7 @@ def predict(job: Job, texts: TextSketch, choices: tuple[Choice, ...], micro_batc
 
 def measure(job: Job, texts: TextSketch, choices: tuple[Choice, ...], steps: int) -> float:
     torch.manual_seed(0)
-    model = build_model(job, *texts).train()
+    model = build_model(job, *texts.of_model).train()
     step = step_of(job, model, build_optimizer(job.optimizer, model.parameters()), [choices])
     batch, seconds = _batch(job, texts, job.batch_size, job.sequence_length), []
     for _ in range(steps + 1):

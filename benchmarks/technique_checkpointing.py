@@ -39,7 +39,7 @@ def choices_of(blocks: str, num_samples: int) -> tuple[Choice, ...]:
 
 def fresh(job: Job, blocks: str) -> TrainStep:
     torch.manual_seed(0)
-    model = build_model(job, *TEXTS).train()
+    model = build_model(job, *TEXTS.of_model).train()
     return step_of(job, model, build_optimizer(job.optimizer, model.parameters()), [choices_of(blocks, job.batch_size)])
 
 

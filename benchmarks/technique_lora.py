@@ -67,7 +67,7 @@ def choices_of(case: str, num_samples: int) -> tuple[Choice, ...]:
 
 def fresh(job: Job, case: str, position: Position | None = None) -> TrainStep:
     torch.manual_seed(0)
-    model = build_model(job, *TEXTS).train()
+    model = build_model(job, *TEXTS.of_model).train()
     optimizer = build_optimizer(job.optimizer, model.parameters())
     return step_of(job, model, optimizer, [choices_of(case, job.batch_size)], position=position)
 

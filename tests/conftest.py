@@ -6,6 +6,7 @@ import gc
 import os
 import shutil
 import signal
+import sys
 import tempfile
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
@@ -16,10 +17,9 @@ from hypothesis import HealthCheck, settings
 import warm
 
 # No deadline: a test that failed because the machine was busy would say nothing. No database of examples in the folder.
-settings.register_profile(
-    "unhurried", deadline=None, max_examples=60, database=None, suppress_health_check=[HealthCheck.too_slow]
-)
-settings.load_profile("unhurried")
+_UNHURRIED = settings(deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("all", _UNHURRIED, max_examples=60)
+settings.register_profile("quick", _UNHURRIED, max_examples=20)
 
 # One thread: models this small wait for a second one longer than it works, and there are as many processes of tests as
 # cores. OMP_NUM_THREADS=2 in the environment tries two.
@@ -32,7 +32,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # How fast this machine is is measured once for all tests; what runs teach is each test's own.
 _MEASURED = tempfile.TemporaryDirectory(prefix="plimsoll-tests-")
 
-_MANY_OBJECTS = 100_000  # that a file of tests leaves: collected before the next one
+_MANY_BLOCKS = 300_000  # of memory that a file of tests leaves: collected before the next one
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -42,6 +42,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--update-golden", action="store_true", help="write the screens that tests see into tests/golden; read the diff"
     )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Try a third of the examples of each property where `make test` leaves out long tests, too."""
+    settings.load_profile("quick" if "long" in config.getoption("markexpr") else "all")
 
 
 @pytest.hookimpl(wrapper=True)
@@ -81,9 +86,9 @@ def _own_cache(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture(scope="module", autouse=True)
 def _garbage_goes() -> Iterator[None]:
     """What was not looked at while tests ran is collected where they leave much."""
-    num_before = gc.get_freeze_count()
+    num_before = sys.getallocatedblocks()  # to count the objects themselves takes as long as collecting them
     yield
-    if gc.get_freeze_count() > num_before + _MANY_OBJECTS:
+    if sys.getallocatedblocks() > num_before + _MANY_BLOCKS:
         gc.unfreeze()
         gc.collect()
         gc.freeze()

@@ -8,8 +8,8 @@ difference.
 
 What differs: the modules that are there before the first line, and the memory that they take (no free part of the heap
 is in it, so that what is measured to grow has grown). Tests that look at those have the marker ``cold``. Started anew
-as ever: a program with ``sys.modules`` in it, what has settings that libraries read while they are loaded, what a
-process with several threads starts, and what other programs (``prlimit``, a shell) start.
+as ever: a program with ``sys.modules`` or ``RLIMIT_`` in it, what has settings that libraries read while they are
+loaded, what a process with several threads starts, and what other programs (``prlimit``, a shell) start.
 
 Linux only: a process is handed to the one that asked for it as an orphan (prctl(2), PR_SET_CHILD_SUBREAPER).
 """
@@ -38,15 +38,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-# Variables that are read when they are needed; any other may be read while a library is loaded, once.
+# Variables that are read when they are needed. Any other may be read once, while a library is loaded, or in /proc,
+# which shows those of the server (TORCHELASTIC_RUN_ID).
 _READ_LATER = (
     *("PLIMSOLL_", "PYTEST_", "PYTHONPATH", "TOKENIZERS_PARALLELISM"),
-    *("COLUMNS", "LINES", "TERM", "FORCE_COLOR", "NO_COLOR"),
+    *("CUDA_VISIBLE_DEVICES", "COLUMNS", "LINES", "TERM", "FORCE_COLOR", "NO_COLOR"),
     *("ONEDNN_", "DNNL_", "LRU_CACHE_CAPACITY", "TORCHINDUCTOR_CACHE_DIR"),
-    *("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "GLOO_", "TORCHELASTIC_"),  # of torchrun
+    *("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "GLOO_"),  # of ranks
 )
 _MEASURED = ("COVERAGE_PROCESS_CONFIG", "COVERAGE_PROCESS_START")  # `make coverage` has a hook where Python starts
 _MOST_BYTES = 1 << 17  # of a request
+_LONGEST_SECONDS = 120  # to load everything on a busy machine
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 _ARGUMENT_BYTES = 4096  # of the server's command line, in which those of its children are written
 
@@ -68,6 +70,7 @@ _LOADED = (
 _start_anew = subprocess._fork_exec  # type: ignore[attr-defined]
 _NOTHING = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
 _C_LIBRARY = ctypes.CDLL(None)
+_PYTHON = sys.executable  # a test may put a script in its place
 
 
 @dataclass(frozen=True)
@@ -87,11 +90,13 @@ class _Server:
 
     def __init__(self) -> None:
         self.environment = dict(os.environ)
+        self.asking = os.getpid()
         self._lock = threading.Lock()
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         command = [sys.executable, __file__, str(theirs.fileno()), "-" * _ARGUMENT_BYTES]
         with theirs, cold():
             self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], **_NOTHING)
+        self._socket.settimeout(_LONGEST_SECONDS)
         atexit.register(self._end)
 
     def start(self, request: _Request, streams: list[int]) -> int:
@@ -105,8 +110,9 @@ class _Server:
                 _C_LIBRARY.prctl(_PR_SET_CHILD_SUBREAPER, 0)
 
     def _end(self) -> None:
-        self._socket.close()
-        self._process.wait()
+        if os.getpid() == self.asking:
+            self._process.kill()
+            self._process.wait()
 
 
 _servers: list[_Server] = []  # of this process: the one, once there is need of it
@@ -158,11 +164,11 @@ def _variable(entry: bytes) -> tuple[str, str]:
 
 
 def _is_python(words: list[str]) -> bool:
-    """Whether it is Plimsoll, a script, or a program that does not ask which modules are there."""
+    """Whether it is Plimsoll, a script, or a program that looks at neither its modules nor a limit of its memory."""
     executable, *what = words
-    is_program = what[:1] == ["-c"] and "sys.modules" not in what[1]
+    is_program = what[:1] == ["-c"] and not any(word in what[1] for word in ("sys.modules", "RLIMIT_"))
     is_script = bool(what) and what[0].endswith(".py")
-    return executable == sys.executable and (what[:2] == ["-m", "plimsoll"] or is_program or is_script)
+    return executable == _PYTHON and (what[:2] == ["-m", "plimsoll"] or is_program or is_script)
 
 
 def _suits(variables: dict[str, str]) -> bool:
@@ -172,8 +178,8 @@ def _suits(variables: dict[str, str]) -> bool:
     loaded_with = _servers[0].environment if _servers else _warm_environment
     assert loaded_with is not None
     differing = {name for name, _ in variables.items() ^ loaded_with.items()}
-    has_one_thread = bool(_servers) or len(os.listdir("/proc/self/task")) == 1
-    return has_one_thread and all(name.startswith(_READ_LATER) for name in differing)
+    can_fork = os.getpid() == _servers[0].asking if _servers else len(os.listdir("/proc/self/task")) == 1
+    return can_fork and all(name.startswith(_READ_LATER) for name in differing)
 
 
 # ---- In the server, and in the processes forked from it.

@@ -53,6 +53,20 @@ def identity_of(files: Sequence[Located]) -> list[tuple[str, int, int, bytes]]:
     ]
 
 
+def changes_of(files: Sequence[Located]) -> list[int]:
+    """Return when each file was last changed in any way, which no program can set back as it can the time of writing.
+
+    It also tells a file that got another name or other rights: for what is cheap to make again. Of copies it is 0.
+
+    Raises:
+        DataError: if a file cannot be looked at.
+    """
+    try:
+        return [0 if is_copy(file.path) else os.stat(file.path).st_ctime_ns for file in files]
+    except OSError as error:
+        raise DataError(f"cannot read {error.filename} ({error.strerror}): put it back, or allow reading it") from None
+
+
 def _sample(file: Located, num_places: int) -> bytes:
     hasher = xxhash.xxh3_128()
     if is_copy(file.path):  # its time is made of what the store says of it, and it need not be here

@@ -17,7 +17,7 @@ import os
 import shutil
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -89,6 +89,12 @@ def kept_facts(folder: Path, what: str) -> Facts:
     if facts is None:
         raise DataError(f"the {what} {folder} are gone from the cache, or torn: prepare them again, as --resume does")
     return facts
+
+
+def discard(folder: Path) -> None:
+    """Have a store made anew when it is next asked for, as far as its folder can be written to."""
+    with suppress(OSError):
+        (folder / _MANIFEST).unlink()
 
 
 def require_space(folder: Path, needed_bytes: int) -> None:

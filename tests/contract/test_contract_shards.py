@@ -62,6 +62,7 @@ def check(folder: Any, cases: list[dict[str, Any]]) -> None:
             assert found == [[], []], case
 
 
+@pytest.mark.long
 def test_shards_keep_the_contract_alone_and_with_every_technique_that_may_go_with_them(tmp_path):
     check(tmp_path, [*alone("gpt2"), *with_others("gpt2"), *out_of_memory("gpt2", WAYS[-1:])])
 

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.cold  # the limit is as near as what a process takes by itself
+
 PROGRAM = Path(__file__).parent.parent / "adapter_program.py"
 
 

@@ -176,6 +176,7 @@ def small_group() -> Iterator[Path]:
     group.rmdir()
 
 
+@pytest.mark.long
 def test_the_kernels_out_of_memory_killer_is_named_and_survived(small_group, cache, tmp_path):
     """Without a budget nothing keeps the process below the cgroup's limit: at step 9 it needs 512 MiB more."""
     run = tmp_path / "run"

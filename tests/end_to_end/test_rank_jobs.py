@@ -98,6 +98,7 @@ def kill_a_rank(process: subprocess.Popen[str], run: Path, chance: random.Random
     chance.choice(ranks_of(process)).kill()
 
 
+@pytest.mark.long
 def test_a_killed_rank_and_another_number_of_ranks_change_nothing(job: Path, alone: Path, tmp_path: Path):
     run = tmp_path / "run"
     half = NUM_STEPS // 2
@@ -162,6 +163,7 @@ def test_a_rank_that_dies_before_it_begins_does_not_make_the_restart_begin_elsew
     assert_same_training(run, alone)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("force", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_one_rank_under_torchrun_goes_on_where_it_was_killed(job: Path, alone: Path, tmp_path: Path, force: bool):
     """Also where `--force` has removed another run first: not what this torchrun has begun itself."""

@@ -14,9 +14,11 @@ from torch import nn
 import plimsoll
 from plimsoll.errors import BudgetError, InputError, OutOfMemoryError
 from plimsoll.integrations.lightning import OomProof
+from plimsoll.records.job import Job
 from plimsoll.run.failpoints import armed
 from plimsoll.run.plan import require_that_fits
 from plimsoll.run.step import TrainStep
+from plimsoll.run.subjects import JobSubject
 
 functional = nn.functional
 WEIGHT = torch.tensor([1.0, 20.0])
@@ -223,3 +225,39 @@ def test_trainer(tmp_path):
         fit_trainer(weighted, tmp_path)
     fit_trainer(weighted, tmp_path, units=of_weights)
     fit_trainer(contrastive, tmp_path, recut_loss=True)
+
+
+MOE = {
+    "architecture": "qwen3_moe", "hidden_size": 16, "intermediate_size": 16, "moe_intermediate_size": 8,
+    "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "num_experts": 4,
+    "num_experts_per_tok": 2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("model", "verdict"),
+    [
+        (MOE | {"output_router_logits": True}, "not additive"),
+        (MOE, "known"),
+        ({"architecture": "lstm", "hidden_size": 8}, "known"),
+    ],
+)
+def test_a_job(model, verdict, tmp_path):
+    (tmp_path / "corpus.txt").write_text("a b c\n" * 50)
+    data = {"train": str(tmp_path / "corpus.txt"), "unit": "line"}
+    fields = {"model": model, "data": data, "tokenizer": {"train": "bpe", "vocab_size": 300}, "batch_size": 8}
+    check = JobSubject(Job.model_validate(fields | {"sequence_length": 16})).loss_check()
+    assert check.verdict == verdict
+
+
+def test_after_a_long_batch_that_is_cut_short_ones_are_whole_again():
+    model = nn.Linear(1, 1)
+    step = TrainStep(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), lambda model, batch: model(batch["x"].mean(1, True)).mean(),
+        units="samples",
+    )  # fmt: skip
+    sizes = [step({"x": torch.ones(8, 4)}).micro_batch]
+    with armed("forward", 1):
+        sizes.append(step({"x": torch.ones(8, 32)}).micro_batch)
+    sizes += [step({"x": torch.ones(8, 4)}).micro_batch, step({"x": torch.ones(8, 32)}).micro_batch]
+    assert sizes == [8, 4, 8, 4]

@@ -6,6 +6,8 @@ import pytest
 
 from processes import run_program
 
+pytestmark = pytest.mark.cold  # what is free in the heap counts
+
 # The first update of models whose pieces are unlike each other, with so many MiB of room for each of several processes.
 FIRST_UPDATES = """
 import json, os, sys

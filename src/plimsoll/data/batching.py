@@ -132,9 +132,13 @@ class Batches(ABC):
         pool = self._pool_at(cursor)
         return cursor.position + int((pool.stops - pool.starts)[: cursor.batch].sum())
 
-    @abstractmethod
     def state(self, cursor: Cursor) -> dict[str, int]:
-        """Return a cursor as a few integers."""
+        """Return a cursor as a few integers, and what tells the order of these samples from others."""
+        order = zlib.crc32(repr(self._order.identity).encode())
+        return self._place(cursor) | {"num_samples": self._order.num_samples, "order": order}
+
+    @abstractmethod
+    def _place(self, cursor: Cursor) -> dict[str, int]: ...
 
     def cursor(self, state: dict[str, int]) -> Cursor:
         """Return the cursor that `state` was called with.
@@ -149,6 +153,8 @@ class Batches(ABC):
                 f"{self._order.num_samples} samples, so it is not the data of that run: resume with the same text, "
                 f"sequence_length and share"
             )
+        if cursor != Cursor():
+            self._require_same_order(state)
         if cursor != Cursor(cursor.epoch) and state.get("plan") != self.state(cursor).get("plan"):
             raise CheckpointError(
                 f"the checkpoint is in the middle of epoch {cursor.epoch}, whose batches were made with other buckets, "
@@ -156,6 +162,21 @@ class Batches(ABC):
                 f"resume with those of that run"
             )
         return cursor
+
+    def _require_same_order(self, state: dict[str, int]) -> None:
+        own = self.state(Cursor())
+        then, now = (one.get("num_samples") for one in (state, own))
+        if then not in {None, now}:
+            raise CheckpointError(
+                f"the checkpoint is of data of {then:,} samples, and this has {now:,}, so it is not the data of that "
+                "run: resume with the same text, sequence_length and share"
+            )
+        if state.get("order") not in {None, own["order"]}:
+            own_order = " ".join(map(str, self._order.identity))
+            raise CheckpointError(
+                f"the checkpoint is in the middle of a run (epoch {state['epoch']}) whose samples came in another "
+                f"order than {own_order}: resume with the seed and the shuffle of that run"
+            )
 
     @abstractmethod
     def num_batches(self, epoch: int) -> int:
@@ -184,7 +205,7 @@ class FixedBatches(Batches):
         """Return how many batches an epoch has, the smaller last one included."""
         return -(-self._order.num_samples // self.batch_size)
 
-    def state(self, cursor: Cursor) -> dict[str, int]:
+    def _place(self, cursor: Cursor) -> dict[str, int]:
         """Return the epoch and how many of its samples come before the cursor, whatever the size of the batches is."""
         return {"epoch": cursor.epoch, "position": cursor.position + cursor.batch * self.batch_size}
 
@@ -208,7 +229,7 @@ class BucketBatches(Batches):
         super().__init__(order)
         self.batch_size = buckets.batch_size
         self._lengths = lengths
-        self._longest_sample, self._longest_tokens = _longest(order.num_samples, lengths)
+        self._longest_sample, self._longest_tokens = longest_sample(order.num_samples, lengths)
         multiple = buckets.pad_multiple or pad_multiple
         padded = -(-np.arange(self._longest_tokens + 1) // multiple) * multiple
         self._padded = padded if most_tokens is None else np.minimum(padded, most_tokens)
@@ -241,8 +262,8 @@ class BucketBatches(Batches):
             number += exchange[1]
         return number
 
-    def state(self, cursor: Cursor) -> dict[str, int]:
-        """Return a cursor as a few integers, and what tells these batches from others."""
+    def _place(self, cursor: Cursor) -> dict[str, int]:
+        """Return the cursor, and what tells these batches from others."""
         return cursor._asdict() | {"plan": self._plan}
 
     def _exchanged(self, cursor: Cursor) -> Cursor:
@@ -386,7 +407,7 @@ def _table_of(rows_for: ArrayLike | Mapping[int, int] | None) -> NDArray[np.int6
     return rows[np.searchsorted(lengths, np.arange(lengths[-1] + 1))]
 
 
-def _longest(num_samples: int, lengths: Lengths) -> tuple[int, int]:
+def longest_sample(num_samples: int, lengths: Lengths) -> tuple[int, int]:
     """Return the first of the longest samples, and its tokens."""
     sample, tokens = 0, -1
     for begin in range(0, num_samples, _SAMPLES_PER_PASS):

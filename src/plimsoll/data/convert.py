@@ -1,18 +1,17 @@
-"""Makes files that can be indexed of what cannot: gzip, zstd, parquet, Arrow, and data sets of Hugging Face.
+"""Makes files that can be indexed of what cannot: compressed files, archives, lists of JSON, tables, data sets.
 
-Each is converted once, into a folder of the cache: a compressed file to what it holds, a table to the store
-`plimsoll.data.formats.packed`. Both stream, so memory is bounded; what is not whole leaves nothing behind. Formats are
-told by the names of files, those of compressed ones without ``.gz`` or ``.zst``. Sources beyond files are a
-`datasets.Dataset`, a folder written by its ``save_to_disk``, and ``hf:NAME[:CONFIG[:SPLIT]]``, which goes through
-`datasets.load_dataset` (``hf:imdb::test`` has no configuration; without a split it is ``train``).
+Each is converted once, into a folder of the cache: a compressed file to what it holds, an archive to its files, a list
+of JSON objects to JSON lines, a table to the store `plimsoll.data.formats.packed`. All stream, so memory is bounded;
+what is not whole leaves nothing behind. Formats are told by the names of files, those of compressed ones without
+``.gz`` and its like (`plimsoll.data.unpack`). Sources beyond files are a `datasets.Dataset`, a folder written by its
+``save_to_disk``, and ``hf:NAME[:CONFIG[:SPLIT]]``, which goes through `datasets.load_dataset` (``hf:imdb::test`` has no
+configuration; without a split it is ``train``).
 """
 
 from __future__ import annotations
 
-import gzip
 import os
-import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -23,9 +22,13 @@ import xxhash
 from plimsoll.addresses import is_remote
 from plimsoll.copies import Told, descriptor_of, held, name_of
 from plimsoll.data.formats import Reading, packed
+from plimsoll.data.formats._records import HEAD_BYTES
+from plimsoll.data.formats._scanning import read_head, text_begin
+from plimsoll.data.json_values import begins_with_object, json_lines
 from plimsoll.data.sources import SourceFile, find_files
+from plimsoll.data.unpack import Torn, chunks_of, is_archive, members_of, plain_chunks, uncompressed
 from plimsoll.errors import DataError
-from plimsoll.identity import identity_of
+from plimsoll.identity import changes_of, identity_of
 from plimsoll.records.job import HUB_PREFIX
 from plimsoll.store import Facts, Progress, require_space, stored
 
@@ -35,14 +38,14 @@ if TYPE_CHECKING:
 _SUFFIXES = {
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
+    ".json": "json",
     ".csv": "csv",
     ".tsv": "csv",
     ".parquet": "parquet",
     ".arrow": "arrow",
 }
 _TABLES = ("parquet", "arrow")
-_COMPRESSED = (".gz", ".zst")
-_COPY_BYTES = 1 << 20
+_LINES_FILE = "data.jsonl"
 
 
 class PlainFile(NamedTuple):
@@ -63,7 +66,14 @@ class PlainFile(NamedTuple):
     tags: tuple[tuple[str, int], ...] = ()
 
 
-def plain_files(sources: Sequence[Any], reading: Reading, cache: Path, progress: Progress) -> list[PlainFile]:
+class PlainFiles(NamedTuple):
+    """The files that can be indexed, and the name of all that was found and is not read, with the reason."""
+
+    files: list[PlainFile]
+    left_out: dict[str, str]
+
+
+def plain_files(sources: Sequence[Any], reading: Reading, cache: Path, progress: Progress) -> PlainFiles:
     """Return the files of all sources in the order of their paths, then the data sets; converted where needed.
 
     Raises:
@@ -72,10 +82,20 @@ def plain_files(sources: Sequence[Any], reading: Reading, cache: Path, progress:
     """
     of_datasets = [source for source in sources if _is_dataset(source)]
     paths = tuple(str(source) for source in sources if not _is_dataset(source))
-    files = find_files(paths, cache / "copies") if paths else []
-    report = _Report(progress, sum(file.num_bytes for file in files if reading.is_tagged or is_converted(file.path)))
-    plain = [_plain(file, reading, cache, report) for file in files]
-    return plain + [_of_dataset(source, reading, cache, progress) for source in of_datasets]
+    skips = reading.on_error == "skip"
+    files, left_out = find_files(paths, cache / "copies", skips) if paths else ([], {})
+    total_bytes = sum(file.num_bytes for file in files if reading.is_tagged or is_converted(file.path))
+    converting = _Converting(reading, cache, _Report(progress, total_bytes), left_out)
+    plain: list[PlainFile] = []
+    for file in files:
+        try:
+            plain += converting.plain(file, name_of(file.path))
+        except DataError as error:
+            if not skips:
+                raise
+            left_out[name_of(file.path)] = str(error)
+        converting.report.end(file)
+    return PlainFiles(plain + [_of_dataset(source, reading, cache, progress) for source in of_datasets], left_out)
 
 
 class _Report:
@@ -83,10 +103,12 @@ class _Report:
 
     def __init__(self, progress: Progress, total_bytes: int) -> None:
         self._progress, self._total_bytes, self._before_bytes = progress, total_bytes, 0
+        self._shown_bytes = 0
 
     def show(self, done_bytes: int) -> None:
-        """Say how far the present file is."""
-        self._progress("convert", min(self._before_bytes + done_bytes, self._total_bytes), self._total_bytes)
+        """Say how far the present file is, or what it holds, which begins anew."""
+        self._shown_bytes = max(self._shown_bytes, min(self._before_bytes + done_bytes, self._total_bytes))
+        self._progress("convert", self._shown_bytes, self._total_bytes)
 
     def copied(self, num_bytes: int) -> None:
         """Say how much has come of the present file, which is elsewhere."""
@@ -99,17 +121,12 @@ class _Report:
 
 def format_of(path: str) -> str:
     """Return the format that the name of a file means."""
-    return _SUFFIXES.get(os.path.splitext(_uncompressed(path))[1].lower(), "text")
-
-
-def _uncompressed(path: str) -> str:
-    stem, suffix = os.path.splitext(path)
-    return stem if suffix.lower() in _COMPRESSED else path
+    return _SUFFIXES.get(os.path.splitext(uncompressed(path))[1].lower(), "text")
 
 
 def is_converted(path: str) -> bool:
-    """Return whether the file of this name is compressed or a table, of which a part of the bytes says nothing."""
-    return _uncompressed(path) != path or format_of(path) in _TABLES
+    """Return whether the file of this name is no text or table of lines, so that a part of its bytes says nothing."""
+    return uncompressed(path) != path or is_archive(path) or format_of(path) in {*_TABLES, "json"}
 
 
 def _is_dataset(source: Any) -> bool:
@@ -121,24 +138,130 @@ def _is_dataset(source: Any) -> bool:
     return str(source).startswith(HUB_PREFIX) or any(path.is_file() for path in saved)
 
 
-def _plain(file: SourceFile, reading: Reading, cache: Path, report: _Report) -> PlainFile:
-    path, form = file.path, format_of(file.path)
-    if not file.num_bytes or not (reading.is_tagged or is_converted(path)):
-        return PlainFile(name_of(path), path, file.num_bytes, file.mtime_ns, file.named, form)
-    if _uncompressed(path) != path:
-        name = "data" + os.path.splitext(_uncompressed(path))[1].lower()
-        folder = cache / f"plain-{_hash(identity_of([file]))}"
-        stored(folder, partial(_decompress, source=file, name=name, report=report))
-        path = str((folder / name).absolute())
-    facts: Facts = {}
-    if form in _TABLES or reading.is_tagged:
-        plain_file = file if path == file.path else find_files((path,))[0]
-        folder = cache / f"packed-{_hash([identity_of([plain_file]), _asked(reading)])}"
-        pack_file = _pack_tagged if reading.is_tagged else _pack_file
-        facts = stored(folder, partial(pack_file, path=path, name=name_of(file.path), reading=reading, report=report))
-        path, form = str((folder / packed.TEXTS_FILE).absolute()), _form_of_store(reading)
-    report.end(file)
-    return _as_plain(name_of(file.path), path, file.named, form, facts)
+class _Converting:
+    """Converts files, or finds what was made of them; ``left_out`` is added to."""
+
+    def __init__(self, reading: Reading, cache: Path, report: _Report, left_out: dict[str, str]) -> None:
+        self._reading, self._cache, self.report, self._left_out = reading, cache, report, left_out
+
+    def plain(self, file: SourceFile, name: str) -> list[PlainFile]:
+        """Return the files to index of a file, or of what it holds; ``name`` is what it is called."""
+        form = format_of(name)
+        if not file.num_bytes or not (self._reading.is_tagged or is_converted(name)):
+            return [PlainFile(name, file.path, file.num_bytes, file.mtime_ns, file.named, form)]
+        if uncompressed(name) != name:
+            inner = "data" + os.path.splitext(uncompressed(name))[1].lower()
+            file = self._made("plain", file, inner, partial(self._decompress, source=file, called=name, inner=inner))
+        if is_archive(name):
+            return self._members(file, name)
+        if form == "json":
+            form, file = "jsonl", self._lines(file, name)
+        if form not in _TABLES and not self._reading.is_tagged:
+            return [PlainFile(name, file.path, file.num_bytes, file.mtime_ns, file.named, form)]
+        folder = self._cache / f"packed-{_hash([_states(file), _asked(self._reading)])}"
+        pack = self._pack_tagged if self._reading.is_tagged else self._pack
+        facts = stored(folder, partial(pack, path=file.path, name=name, form=form))
+        path = str((folder / packed.TEXTS_FILE).absolute())
+        return [_as_plain(name, path, file.named, _form_of_store(self._reading), facts)]
+
+    def _lines(self, file: SourceFile, name: str) -> SourceFile:
+        """Return the JSON lines of a file: itself, or what is made of it."""
+        os.close(descriptor_of(file.path, self.report.copied))
+        if begins_with_object(read_head(file.path, HEAD_BYTES)):
+            return file
+        return self._made("lines", file, _LINES_FILE, partial(self._list_lines, source=file, called=name))
+
+    def _made(self, kind: str, source: SourceFile, name: str, write: Callable[[Path], Facts]) -> SourceFile:
+        """Return the file of a store that is made of another file."""
+        folder = self._cache / f"{kind}-{_hash(_states(source))}"
+        stored(folder, write)
+        return _source(folder / name, source.named)
+
+    def _members(self, file: SourceFile, name: str) -> list[PlainFile]:
+        """Return the files to index of an archive."""
+        folder = self._cache / f"archive-{_hash(_states(file))}"
+        facts = stored(folder, partial(self._unpack, source=file, called=name))
+        self._left_out |= {f"{name}/{inner}": why for inner, why in facts["left_out"]}
+        named = file.named and len(facts["members"]) == 1
+        return [
+            plain
+            for inner, stored_name in facts["members"]
+            for plain in self.plain(_source(folder / stored_name, named), f"{name}/{inner}")
+        ]
+
+    def _decompress(self, folder: Path, source: SourceFile, called: str, inner: str) -> Facts:
+        """Write what a compressed file holds."""
+        with _unpacking(called), open(descriptor_of(source.path, self.report.copied), "rb") as compressed:
+            self._write(folder / inner, chunks_of(called, compressed), source, compressed)
+        return {}
+
+    def _unpack(self, folder: Path, source: SourceFile, called: str) -> Facts:
+        """Write the files that an archive holds; return what they are called in it, and where they are."""
+        members: list[tuple[str, str]] = []
+        left_out: list[tuple[str, str]] = []
+        with _unpacking(called), open(descriptor_of(source.path, self.report.copied), "rb") as archive:
+            for name, chunks, why in members_of(archive, uncompressed(called)):
+                if chunks is None or is_archive(name):
+                    left_out.append((name, why or "it is an archive in an archive: unpack it"))
+                    continue
+                stored_name = f"{len(members)}{os.path.splitext(uncompressed(name))[1].lower()}"
+                self._write(folder / stored_name, chunks, source, archive)
+                members.append((name, stored_name))
+        return {"members": sorted(members), "left_out": left_out}
+
+    def _list_lines(self, folder: Path, source: SourceFile, called: str) -> Facts:
+        """Write a list of JSON objects as JSON lines."""
+        try:
+            text_begin(source.path)
+            with open(descriptor_of(source.path), "rb") as file:
+                lines = json_lines(plain_chunks(file), self._reading.max_text_bytes)
+                self._write(folder / _LINES_FILE, lines, source, file)
+        except DataError as error:
+            raise DataError(f"cannot use {called} as text: {error}") from None
+        return {}
+
+    def _write(self, path: Path, chunks: Iterator[bytes], source: SourceFile, file: IO[bytes]) -> None:
+        """Write what is read of a source into a file, as long as the disk looks as if it will hold it."""
+        with path.open("wb") as plain:
+            for chunk in chunks:
+                plain.write(chunk)
+                done_bytes = file.tell()
+                self.report.show(done_bytes)
+                left_share = max(source.num_bytes / max(done_bytes, 1) - 1, 0)
+                require_space(path.parent, int(left_share * plain.tell()))
+
+    def _pack(self, folder: Path, path: str, name: str, form: str) -> Facts:
+        from plimsoll.data.tables import pack
+
+        with _table(path, name, form, self.report.copied) as table:
+            return pack(folder, table, self._reading, self.report.show)
+
+    def _pack_tagged(self, folder: Path, path: str, name: str, form: str) -> Facts:
+        from plimsoll.data.sentences import conll_sentences, json_sentences, pack_sentences, table_sentences
+
+        if uncompressed(name).lower().endswith(".csv"):
+            raise DataError(
+                f"{name} is csv, whose cells hold no lists of words: write it as JSON lines, or with a word and its "
+                "tag in each line, separated by a tab, as .conll"
+            )
+        if form not in _TABLES:
+            os.close(descriptor_of(path, self.report.copied))
+            read = json_sentences if form == "jsonl" else conll_sentences
+            try:
+                return pack_sentences(folder, read(path, self._reading), name, self._reading, self.report.show)
+            except OSError as error:
+                raise DataError(
+                    f"cannot read {name} ({error.strerror}): check the disk, or leave the file out"
+                ) from None
+        with _table(path, name, form, self.report.copied) as table:
+            return pack_sentences(
+                folder, table_sentences(table, self._reading), table.name, self._reading, self.report.show
+            )
+
+
+def _source(path: Path, named: bool) -> SourceFile:
+    status = os.stat(path)
+    return SourceFile(str(path.absolute()), status.st_size, status.st_mtime_ns, named)
 
 
 def _as_plain(name: str, path: str, is_named: bool, form: str, facts: Facts) -> PlainFile:
@@ -158,88 +281,29 @@ def _form_of_store(reading: Reading) -> str:
     return "tagged" if reading.is_tagged else "packed"
 
 
+def _states(file: SourceFile) -> list[Any]:
+    return [identity_of([file]), changes_of([file])]
+
+
 def _hash(identity: Any) -> str:
     return xxhash.xxh3_128_hexdigest(repr(identity).encode())[:16]
 
 
-def _decompress(folder: Path, source: SourceFile, name: str, report: _Report) -> Facts:
-    """Write what a compressed file holds."""
+@contextmanager
+def _unpacking(called: str) -> Iterator[None]:
     try:
-        with open(descriptor_of(source.path, report.copied), "rb") as compressed, (folder / name).open("wb") as plain:
-            for chunk in chunks_of(source.path, compressed):
-                plain.write(chunk)
-                done_bytes = compressed.tell()
-                report.show(done_bytes)
-                left_share = max(source.num_bytes / max(done_bytes, 1) - 1, 0)
-                require_space(folder, int(left_share * plain.tell()))
+        yield
     except Torn as error:
-        raise DataError(
-            f"cannot unpack {name_of(source.path)}: {error}; download or write it again, or leave it out"
-        ) from None
-    return {}
-
-
-class Torn(Exception):
-    """A compressed file cannot be unpacked."""
-
-
-def chunks_of(path: str, compressed: IO[bytes]) -> Iterator[bytes]:
-    """Yield what a compressed file holds, about a mebibyte at a time.
-
-    Raises:
-        Torn: if it is not whole.
-    """
-    import pyarrow
-
-    if path.lower().endswith(".gz"):
-        opened: Any = gzip.GzipFile(fileobj=compressed)
-    else:
-        opened = pyarrow.CompressedInputStream(pyarrow.PythonFile(compressed, "r"), "zstd")
-    with opened:
-        while True:
-            try:
-                chunk = opened.read(_COPY_BYTES)
-            except (OSError, EOFError, zlib.error, pyarrow.ArrowInvalid) as error:
-                raise Torn(str(error)) from None
-            if not chunk:
-                return
-            yield chunk
-
-
-def _pack_file(folder: Path, path: str, name: str, reading: Reading, report: _Report) -> Facts:
-    from plimsoll.data.tables import pack
-
-    with _table(path, name, report.copied) as table:
-        return pack(folder, table, reading, report.show)
+        raise DataError(f"cannot unpack {called}: {error}; download or write it again, or leave it out") from None
 
 
 @contextmanager
-def _table(path: str, name: str, told: Told) -> Iterator[Table]:
+def _table(path: str, name: str, form: str, told: Told) -> Iterator[Table]:
     """Open a table, which may be a copy: it stays while it is read."""
     from plimsoll.data.tables import open_arrow, open_parquet
 
-    with held(path, told), (open_parquet if format_of(path) == "parquet" else open_arrow)(path, name) as table:
+    with held(path, told), (open_parquet if form == "parquet" else open_arrow)(path, name) as table:
         yield table
-
-
-def _pack_tagged(folder: Path, path: str, name: str, reading: Reading, report: _Report) -> Facts:
-    from plimsoll.data.sentences import conll_sentences, json_sentences, pack_sentences, table_sentences
-
-    form = format_of(path)
-    if path.lower().endswith(".csv"):
-        raise DataError(
-            f"{name} is csv, whose cells hold no lists of words: write it as JSON lines, or with a word and its tag in "
-            "each line, separated by a tab, as .conll"
-        )
-    if form not in _TABLES:
-        os.close(descriptor_of(path, report.copied))
-        read = json_sentences if form == "jsonl" else conll_sentences
-        try:
-            return pack_sentences(folder, read(path, reading), name, reading, report.show)
-        except OSError as error:
-            raise DataError(f"cannot read {name} ({error.strerror}): check the disk, or leave the file out") from None
-    with _table(path, name, report.copied) as table:
-        return pack_sentences(folder, table_sentences(table, reading), table.name, reading, report.show)
 
 
 def _of_dataset(source: Any, reading: Reading, cache: Path, progress: Progress) -> PlainFile:

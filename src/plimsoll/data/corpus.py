@@ -26,7 +26,7 @@ from plimsoll.data.opened import OpenFiles
 from plimsoll.data.rows import BEGINS_FILE, GAPS_FILE, LABELS_FILE
 from plimsoll.data.scan import format_named
 from plimsoll.errors import DataError
-from plimsoll.store import Facts, read_facts
+from plimsoll.store import Facts, discard, read_facts
 
 _RUN_BYTES, _RUN_TEXTS = 256 << 10, 1 << 16
 _SLICE_BYTES = 32 << 10
@@ -303,6 +303,10 @@ class Corpus:
             raise self._changed(file, error) from None
 
     def _changed(self, file: int, error: ValueError) -> DataError:
+        """Return the error that a text is no longer what it was; the index, and what was converted, go."""
+        discard(self.folder)
+        if str(file) in self._facts["stored"]:
+            discard(Path(self._facts["stored"][str(file)]).parent)
         return DataError(
             f"{self._paths[file]} is not the text it was when it was indexed ({error}): start again to index it anew"
         )

@@ -2,14 +2,14 @@
 
 Every file is read once, in parallel: checked, hashed, and split into texts, whose begins go to the index (8 bytes per
 text, memory-mapped; see `plimsoll.data.rows`). Texts stay where they are. The index belongs to the paths, sizes,
-modification times and a sample of the content of the files: where one differs, a new index is built. Memory: some 500
-bytes per file, nothing per text. It does NOT notice an edit that keeps size and time and misses the sample, see
-`plimsoll.identity.identity_of`.
+times (of writing, and of any change) and a sample of the content of the files: where one differs, a new index is built.
+Memory: some 500 bytes per file, nothing per text.
 """
 
 from __future__ import annotations
 
 import os
+import warnings
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import closing
@@ -28,7 +28,8 @@ from plimsoll.data.formats._scanning import text_begin
 from plimsoll.data.rows import FileFault, Rows, Source, sorted_names
 from plimsoll.data.scan import Scanned, format_named, scan_files
 from plimsoll.errors import DataError
-from plimsoll.identity import identity_of
+from plimsoll.identity import changes_of, identity_of
+from plimsoll.records.units import format_bytes
 from plimsoll.store import Facts, Progress, silent, stored
 
 
@@ -47,11 +48,21 @@ def open_corpus(sources: Sequence[Any], reading: Reading, cache: Path, progress:
             in a folder or behind a glob.
         OutputError: if the index cannot be written.
     """
-    files = plain_files(sources, reading, cache, progress)
-    identity = [reading, *((file.name, file.format, file.is_named) for file in files), *identity_of(files)]
+    files, left_out = plain_files(sources, reading, cache, progress)
+    identity = [
+        reading,
+        sorted(left_out.items()),
+        *((file.name, file.format, file.is_named) for file in files),
+        *identity_of(files),
+        changes_of(files),
+    ]
     folder = cache / f"index-{xxhash.xxh3_128_hexdigest(repr(identity).encode())[:16]}"
     named = [shown(source) if isinstance(source, str) else "the data set" for source in sources]
-    facts = stored(folder, partial(_write_index, shown=named, files=files, reading=reading, progress=progress))
+    facts = stored(
+        folder, partial(_write_index, shown=named, files=files, left_out=left_out, reading=reading, progress=progress)
+    )
+    if facts["whole_files"]:
+        warnings.warn(_whole_files(facts), RuntimeWarning, stacklevel=2)
     return Corpus(folder, facts)
 
 
@@ -63,8 +74,17 @@ class _Looked(NamedTuple):
     first: int
 
 
-def _write_index(folder: Path, shown: list[str], files: list[PlainFile], reading: Reading, progress: Progress) -> Facts:
+def _write_index(  # noqa: PLR0917 -- of what, and how
+    folder: Path,
+    shown: list[str],
+    files: list[PlainFile],
+    left_out: dict[str, str],
+    reading: Reading,
+    progress: Progress,
+) -> Facts:
     with closing(Rows(folder, reading)) as rows:
+        for name, why in left_out.items():
+            rows.list_skipped(name, why)
         writing = _Writing(rows, reading, progress)
         facts = writing.write(files)
         if writing.is_blank or not sum(facts["num_texts"]):
@@ -79,6 +99,7 @@ class _Writing:
         self._rows, self._reading, self._progress = rows, reading, progress
         self._kept: list[tuple[_Looked, int]] = []  # with how many texts it has
         self._left_out: list[str] = []
+        self._whole_files: list[tuple[str, int, str]] = []  # that are text but for a fault: name, bytes, fault
         self._key = xxhash.xxh3_128()
         self._copied_bytes = 0
         self.is_blank, self.num_refused, self.num_only_header = True, 0, 0
@@ -107,6 +128,7 @@ class _Writing:
                 except FileFault as fault:
                     is_open = False
                     self._rows.leave_out(str(fault))
+                    self._whole_files.append((current.file.name, current.file.num_bytes, str(fault)))
                     self._refuse(current.file)
                 done_bytes += part.end - part.begin
                 self._progress("index", done_bytes, total_bytes)
@@ -169,10 +191,30 @@ class _Writing:
             "skipped": self._rows.skipped,
             "num_skipped": self._rows.num_skipped,
             "left_out": sorted(self._left_out),
+            "whole_files": _summary(self._whole_files),
             "label_names": label_names,
             "tags": _counted_tags(files),
             "key": self._key.hexdigest(),
         }
+
+
+def _summary(whole_files: list[tuple[str, int, str]]) -> Facts:
+    """Return how many files of text are left out whole, how many bytes they have, and the first; nothing if none is."""
+    if not whole_files:
+        return {}
+    name, _, why = whole_files[0]
+    num_bytes = sum(num_bytes for _, num_bytes, _ in whole_files)
+    return {"number": len(whole_files), "num_bytes": num_bytes, "name": name, "why": why}
+
+
+def _whole_files(facts: Facts) -> str:
+    """Say that files are left out for a fault in them."""
+    out, num_kept = facts["whole_files"], len(facts["paths"])
+    which = f"{out['number']} of {out['number'] + num_kept} files"
+    return (
+        f"{which} ({format_bytes(out['num_bytes'])}) are left out whole because not all of them is text, the first: "
+        f"{out['name']}: {out['why']}; to leave out only what is at fault in them, set on_error: skip"
+    )
 
 
 def _counted_tags(files: Sequence[PlainFile]) -> dict[str, int]:

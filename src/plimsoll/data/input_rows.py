@@ -4,10 +4,10 @@ Unlike a corpus (`plimsoll.data.index`), which leaves out what cannot be used, e
 says why (`InputRow.fault`), so that the results of a file line up with it. Rows are read once, a mebibyte at a time,
 and nothing is kept of them; those before the first that is wanted are passed over without being looked into.
 
-Formats are told by the name: jsonl (ndjson), csv and tsv, parquet, arrow; all else is plain text, of which every line
-is a row, also an empty one. Lines of white space only are no rows of a jsonl, nor empty ones of a csv. Of compressed
-files (.gz, .zst) it is what they hold. It does NOT cover objects over several lines, nested fields, folders, data sets
-of Hugging Face, and rows that are added while the file is read.
+Formats are told by the name: jsonl (ndjson), json (also a list of objects), csv and tsv, parquet, arrow; all else is
+plain text, of which every line is a row, also an empty one. Lines of white space only are no rows of a jsonl, nor empty
+ones of a csv. Of compressed files (.gz, .zst, .bz2, .xz) it is what they hold. It does NOT cover nested fields, folders
+and archives, data sets of Hugging Face, and rows that are added while the file is read.
 """
 
 from __future__ import annotations
@@ -20,17 +20,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from plimsoll.data.convert import Torn, chunks_of, format_of, is_converted
+from plimsoll.data.convert import format_of
 from plimsoll.data.formats import Layout, Reading, jsonl
 from plimsoll.data.formats import csv as csv_format
 from plimsoll.data.formats._columns import no_column, text_columns
 from plimsoll.data.formats._records import HEAD_BYTES
+from plimsoll.data.json_values import begins_with_object, json_lines
 from plimsoll.data.sources import SourceFile, find_files
+from plimsoll.data.unpack import Torn, chunks_of, is_archive, plain_chunks, uncompressed
 from plimsoll.errors import DataError
 from plimsoll.identity import identity_of
 from plimsoll.records.units import format_bytes
 
-_CHUNK_BYTES = 1 << 20
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _QUOTE = b'"'
 
@@ -104,7 +105,13 @@ class InputRows:
         form = format_of(self.file.path)
         if form in {"parquet", "arrow"}:
             return self._of_table(form, tell)
+        if is_archive(self.file.path):
+            raise DataError(f"{self.file.path} is an archive, and results are of one file: give one of those in it")
         chunks = _chunks(self.file.path, tell)
+        if form == "json":
+            begin, chunks = _head(chunks)
+            form, is_list = "jsonl", not begins_with_object(begin)
+            chunks = _listed(self.file.path, chunks, self.reading.max_text_bytes) if is_list else chunks
         if form == "csv":
             return self._of_csv(chunks)
         lines = _lines(chunks, self.reading.max_text_bytes)
@@ -128,7 +135,7 @@ class InputRows:
         head, chunks = _head(chunks)
         layout, first_byte, places = _csv_layout(self.file.path, head, self.reading, self.keep)
         lines = _lines(_behind(chunks, first_byte), self.reading.max_text_bytes)
-        rows = _quoted(lines, self.reading.max_text_bytes) if layout.quotes else lines
+        rows = _quoted(lines, layout, self.reading.max_text_bytes) if layout.quotes else lines
         return (raw for raw in rows if raw.content.strip(b"\r\n")), lambda raw: _csv_row(raw, layout, places)
 
     def _of_table(self, form: str, tell: Callable[[int], None]) -> tuple[Iterator[_Raw], Callable[[Any], Any]]:
@@ -159,7 +166,7 @@ def open_rows(path: Path, reading: Reading, keep: Sequence[str] = ()) -> InputRo
     """
     if path.is_dir():
         raise DataError(f"{path} is a folder, and results are of the rows of one file: give one of its files")
-    (file,) = find_files((str(path),))
+    (file,) = find_files((str(path),)).files
     rows = InputRows(file, reading, tuple(keep))
     if file.num_bytes:
         next(rows.rows(), None)
@@ -185,14 +192,21 @@ def _chunks(path: str, tell: Callable[[int], None]) -> Iterator[bytes]:
     """Yield what a file holds."""
     try:
         with open(path, "rb") as file:
-            chunks = chunks_of(path, file) if is_converted(path) else iter(lambda: file.read(_CHUNK_BYTES), b"")
-            for chunk in chunks:
+            for chunk in chunks_of(path, file) if uncompressed(path) != path else plain_chunks(file):
                 yield chunk
                 tell(file.tell())
     except Torn as error:
         raise DataError(f"cannot unpack {path}: {error}; download or write it again") from None
     except OSError as error:
         raise DataError(f"cannot read {path} ({error.strerror}): allow reading it, or check the disk") from None
+
+
+def _listed(path: str, chunks: Iterator[bytes], most_bytes: int) -> Iterator[bytes]:
+    """Yield the objects of a list of JSON, each in a line of its own."""
+    try:
+        yield from json_lines(chunks, most_bytes)
+    except DataError as error:
+        raise DataError(f"cannot use {path}: {error}") from None
 
 
 def _lines(chunks: Iterator[bytes], most_bytes: int) -> Iterator[_Raw]:
@@ -252,12 +266,14 @@ def _behind(chunks: Iterator[bytes], num_bytes: int) -> Iterator[bytes]:
         num_bytes = max(num_bytes - len(chunk), 0)
 
 
-def _quoted(lines: Iterator[_Raw], most_bytes: int) -> Iterator[_Raw]:
+def _quoted(lines: Iterator[_Raw], layout: Layout, most_bytes: int) -> Iterator[_Raw]:
     """Join the lines of which a quote is open at the end with those behind them."""
     parts: list[bytes] = []
-    num_bytes, is_open = 0, False
+    num_bytes, quoting = 0, csv_format.OPENS
     for raw in lines:
-        is_open ^= (raw.content.count(_QUOTE) + raw.num_lost_quotes) % 2 == 1
+        quoting = csv_format.quoting_after_line(raw.content, layout, quoting)
+        is_open = (quoting == csv_format.QUOTED) ^ (raw.num_lost_quotes % 2 == 1)
+        quoting = csv_format.QUOTED if is_open else csv_format.OPENS
         num_bytes += raw.num_bytes + bool(parts)
         if num_bytes <= most_bytes or not parts:
             parts.append(raw.content)
@@ -319,8 +335,7 @@ def _record_row(record: Any, layout: Layout, keep: tuple[str, ...]) -> tuple[str
 
 def _csv_layout(path: str, head: bytes, reading: Reading, keep: tuple[str, ...]) -> tuple[Layout, int, dict[str, int]]:
     """Return how rows are read, where they begin, and the places of the columns that are kept."""
-    inner = Path(path).with_suffix("") if path.lower().endswith((".gz", ".zst")) else Path(path)
-    with tempfile.NamedTemporaryFile(suffix=inner.suffix) as begin:
+    with tempfile.NamedTemporaryFile(suffix=Path(uncompressed(path)).suffix) as begin:
         begin.write(head)
         begin.flush()
         layout, first_byte = _said_of(path, csv_format.look, begin.name, reading)

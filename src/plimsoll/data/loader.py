@@ -15,7 +15,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Literal
 
 import numpy as np
@@ -23,11 +23,12 @@ import torch
 from numpy.typing import NDArray
 
 from plimsoll.data.batching import Batches, Buckets, Cursor, Lengths, batches_of
+from plimsoll.data.marks import mark_of
 from plimsoll.data.order import BlockShuffle
 from plimsoll.data.transfer import Moving, Transfer
 from plimsoll.data.windows import Dataset
 from plimsoll.data.workers import Feed, Task
-from plimsoll.errors import DataError
+from plimsoll.errors import CheckpointError, DataError
 
 
 def warn(text: str) -> None:
@@ -90,6 +91,7 @@ class Loader:
             raise DataError(f"rank {rank} is none of {world_size}: give a rank from 0 to {world_size - 1}")
         if workers != "auto" and workers < 0:
             raise DataError(f"there cannot be {workers} workers: give 0 for none, a number, or 'auto'")
+        self._dataset, self._workers = dataset, workers
         self._batches = batches_of(dataset, batches, seed, shuffle, lengths)
         self._share = _Share(self._batches, rank, world_size)
         self._cursor = Cursor()
@@ -132,17 +134,30 @@ class Loader:
         self._cursor = self._batches.following(self._cursor)
 
     def state_dict(self) -> dict[str, int]:
-        """Return the cursor as a few integers: the epoch, how many of its samples are done, and the place in a pool."""
-        return self._batches.state(self._cursor)
+        """Return a few integers: the epoch, how many of its samples are done, what tells data and order from others.
+
+        Of data whose content is not known, see `plimsoll.data.marks`, its length is all that is told.
+        """
+        return self._batches.state(self._cursor) | ({} if self._mark is None else {"data": self._mark})
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Move the cursor to where `state_dict` was called.
 
         Raises:
-            CheckpointError: if that place is not in this dataset, or not in these buckets.
+            CheckpointError: if that was with another seed, order, data or length, or in other buckets.
         """
-        self._cursor = self._batches.cursor(state)
+        cursor = self._batches.cursor(state)
+        if cursor != Cursor() and None not in {self._mark, state.get("data")} and self._mark != state["data"]:
+            raise CheckpointError(
+                f"the checkpoint is of other data with as many samples ({state['num_samples']:,}), as some of them "
+                "show: resume with the data of that run"
+            )
+        self._cursor = cursor
         self._moving.clear()
+
+    @cached_property
+    def _mark(self) -> int | None:
+        return mark_of(self._dataset, self._workers)
 
     def close(self) -> None:
         """End the worker processes; the next batch begins them again."""

@@ -91,6 +91,11 @@ class TextDataset(Samples):
         return len(self._corpus)
 
     @property
+    def fingerprint(self) -> str:
+        """What tells these samples from others without reading one, which counts what is truncated."""
+        return f"{self._corpus.key} {self._tokenizer_folder.name} {self.sequence_length}"
+
+    @property
     def num_truncated(self) -> int:
         """How many samples were truncated so far, by this process and those it forked."""
         return self._counts.total()

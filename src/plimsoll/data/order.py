@@ -32,6 +32,11 @@ class Drawn(Protocol):
     num_samples: int
     seed: int
 
+    @property
+    def identity(self) -> tuple[str | int, ...]:
+        """What tells this order of so many samples from another."""
+        ...
+
     def ids(self, epoch: int, start: int, stop: int) -> NDArray[np.int64]:
         """Return the samples at positions ``start`` to ``stop`` (not included) of the epoch's order."""
         ...
@@ -48,6 +53,11 @@ class Order:
         self.num_samples = num_samples
         self.seed = seed
         self._network = _Feistel(num_samples)
+
+    @property
+    def identity(self) -> tuple[str | int, ...]:
+        """What tells this order from another."""
+        return "shuffled", self.seed
 
     def ids(self, epoch: int, start: int, stop: int) -> NDArray[np.int64]:
         """Return the samples at positions ``start`` to ``stop`` (not included) of the epoch's order."""
@@ -67,6 +77,8 @@ class Order:
 
 class Unshuffled:
     """The samples as they are numbered, in every epoch."""
+
+    identity: tuple[str | int, ...] = ("as numbered",)
 
     def __init__(self, num_samples: int, seed: int) -> None:
         self.num_samples = num_samples
@@ -114,6 +126,11 @@ class BlockOrder:
         self._mix_seed = derived_seed(seed, 2)
         self._num_missing = num_blocks * blocks.block_samples - num_samples  # of the short block
         self._pool_places = blocks.pool_blocks * blocks.block_samples
+
+    @property
+    def identity(self) -> tuple[str | int, ...]:
+        """What tells this order from another."""
+        return "shuffled in blocks", self.seed, self._block_samples, self._pool_blocks
 
     def ids(self, epoch: int, start: int, stop: int) -> NDArray[np.int64]:
         """Return the samples at positions ``start`` to ``stop`` (not included) of the epoch's order."""

@@ -82,7 +82,10 @@ class Prepared(Record):
 
     ``special_ids`` and ``mask_id`` are of the tokenizer, for augmentation: the training process does not load it.
     ``vectors_folder`` holds the vectors of the tokens, if the job has any, ``vectors_digest`` is of their bits.
-    ``gradient_reach`` is of streams.
+    ``gradient_reach`` is of streams. ``longest_row`` is the most tokens of a row of a training batch, and
+    ``held_out_batch`` the samples and tokens of the largest batch of an evaluation, where `with_rows` has looked.
+    ``gradient_reach`` is of streams. ``num_left_out_words`` were too rare to be counted when the tokenizer was
+    trained, and ``peak_bytes`` is the most private memory that preparing took, where that was watched.
     """
 
     record_kind: ClassVar[str] = "prepared-data"
@@ -99,6 +102,10 @@ class Prepared(Record):
     mask_id: int | None = None
     label_names: tuple[str, ...] = ()
     gradient_reach: GradientReach | None = None
+    longest_row: int | None = None
+    held_out_batch: tuple[int, int] | None = None
+    num_left_out_words: int = 0
+    peak_bytes: int | None = None
 
     @property
     def num_labels(self) -> int | None:
@@ -148,6 +155,7 @@ def prepare(job: Job, cache: Path, progress: Progress = silent) -> Prepared:
         end_id=tokenizer.end_id,
         special_ids=tokenizer.special_ids,
         mask_id=tokenizer.mask_id,
+        num_left_out_words=tokenizer.num_left_out_words,
         label_names=names,
         gradient_reach=reach_of(job, train, held_out) if job.data.order == "streams" else None,
     )
@@ -197,6 +205,30 @@ def prepare_again(job: Job, known: Prepared, cache: Path, progress: Progress = s
             "they were, or start anew in another --out"
         )
     return prepared
+
+
+def with_rows(prepared: Prepared, job: Job) -> Prepared:
+    """Look how large the batches of a job become: the record with ``longest_row`` and ``held_out_batch``.
+
+    Raises:
+        DataError: if there are no datasets to make batches of (see `open_datasets`).
+    """
+    training, held_out = open_datasets(prepared, job)
+    augment, length = job.data.augment, job.sequence_length
+    changes_tokens = augment is not None and augment.token_function is not None
+    # A user's function may make samples longer, and with batch_tokens shorter samples are more.
+    longest = length if changes_tokens or job.batch_tokens else _longest_row(training, job)
+    held_out_batch = None if held_out is None else (min(job.batch_size, len(held_out)), _longest_row(held_out, job))
+    return prepared.model_copy(update={"longest_row": longest, "held_out_batch": held_out_batch})
+
+
+def _longest_row(samples: Samples | Subset, job: Job) -> int:
+    """Return how many tokens the longest row of a batch has; of texts that are tokenized as they are read, may have."""
+    from plimsoll.data.batching import longest_sample
+
+    if job.data.on_the_fly or not (job.is_labelled or job.data.borders):
+        return job.sequence_length
+    return samples.padded_length(longest_sample(len(samples), samples.lengths)[1])
 
 
 def open_datasets(prepared: Prepared, job: Job) -> tuple[Samples | Subset, Samples | Subset | None]:

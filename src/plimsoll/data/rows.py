@@ -94,7 +94,7 @@ class Rows:
             codes = np.concatenate((self._last_codes, self._numbered(found.labels)))
         # A character that begins in one part may be cut in the next, where the text it is in shows its first ink.
         faults = [*self._late_faults, *found.faults]
-        self._late_faults = [fault for fault in faults if fault.at >= part.end]
+        self._late_faults = [_later(fault, found.num_lines) for fault in faults if fault.at >= part.end]
         for fault in faults[: len(faults) - len(self._late_faults)]:
             number = max(int(np.searchsorted(starts, fault.at, "right")) - 1, 0)
             if not is_fault[number : number + 1].any():
@@ -158,11 +158,16 @@ class Rows:
             begin, following = int(starts[number]), int(starts[number + 1])
             end, num_bytes = _end_of_text(path, begin, following, _WHITE[self._source.layout.unit])
             if num_bytes > limit_bytes:
-                self._meet(too_long(begin, num_bytes, limit_bytes))
+                line = _line_of(path, begin) - self._num_lines if self._is_shown() else None
+                self._meet(too_long(begin, num_bytes, limit_bytes, line))
                 dropped[number] = True
             elif following - end > _LONG_BYTES:
                 ends[number] = end
         return ends
+
+    def _is_shown(self) -> bool:
+        """Return whether the next fault is shown; of others it is not worth finding out the line."""
+        return self._reading.on_error == "stop" or len(self.skipped) < MOST_SKIPPED_LISTED
 
     def _is_document(self) -> bool:
         return self._source.layout.format == "text" and self._source.layout.unit == "document"
@@ -223,10 +228,24 @@ class Rows:
         return names
 
 
+def _later(fault: Fault, num_lines: int) -> Fault:
+    """Return a fault with its line counted from the begin of the next part."""
+    return fault if fault.line is None else fault._replace(line=fault.line - num_lines)
+
+
 def sorted_names(names: list[Any]) -> list[str]:
     """Return the names of classes in their order: numbers by value, all else by the alphabet."""
     texts = sorted({str(name) for name in names})
     return sorted(texts, key=int) if all(text.lstrip("-").isdecimal() for text in texts) else texts
+
+
+def _line_of(path: str, place: int) -> int:
+    """Return in which line a byte of a file is, counted from 0."""
+    num_lines, step_bytes = 0, 1 << 20
+    with opened(path) as descriptor:
+        for begin in range(0, place, step_bytes):
+            num_lines += os.pread(descriptor, min(step_bytes, place - begin), begin).count(b"\n")
+    return num_lines
 
 
 def _end_of_text(path: str, begin: int, following: int, white: bytes) -> tuple[int, int]:

@@ -14,7 +14,7 @@ import os
 import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
-from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
 from functools import lru_cache
@@ -69,7 +69,7 @@ def scan_files(
     with ExitStack() as stack:
         scanners = _Scanners(stack, num_bytes)
         task_bytes = min(max(num_bytes // (4 * scanners.number), PART_BYTES), _MOST_TASK_BYTES)
-        parts = (part for file in files for part in _parts(file, max_text_bytes, scanners.threads))
+        parts = (part for file in files for part in _parts(file, max_text_bytes))
         for task, future in _in_order(scanners.submit, _tasks(parts, task_bytes), scanners.number + 4):
             for part, found in zip(task, scanners.result(task, future), strict=True):
                 yield part, found if isinstance(found, DataError) else _unpacked(part, found)
@@ -147,7 +147,7 @@ def _tasks(parts: Iterable[Part], task_bytes: int) -> Iterator[list[Part]]:
         yield task
 
 
-def _parts(file: Scanned, max_text_bytes: int, threads: Executor) -> Iterator[Part]:
+def _parts(file: Scanned, max_text_bytes: int) -> Iterator[Part]:
     size = file.num_bytes
     parts = (
         Part(file.path, begin, min(begin + PART_BYTES, size), size, file.layout, max_text_bytes, file.first)
@@ -156,11 +156,10 @@ def _parts(file: Scanned, max_text_bytes: int, threads: Executor) -> Iterator[Pa
     if file.layout.format != "csv" or not file.layout.quotes or file.num_bytes <= PART_BYTES:
         yield from parts
         return
-    is_quoted = False
-    ahead = 4 * len(os.sched_getaffinity(0))
-    for part, is_odd in _in_order(lambda part: threads.submit(csv.has_odd_quotes, part), parts, ahead):
-        yield part._replace(is_quoted=is_quoted)
-        is_quoted ^= is_odd.result()
+    quoting = csv.OPENS
+    for part in parts:
+        yield part._replace(quoting=quoting)
+        quoting = csv.quoting_after(part._replace(quoting=quoting))
 
 
 def _scan_all(parts: list[Part]) -> list[Found | DataError]:
@@ -182,7 +181,7 @@ def _unpacked(part: Part, found: Found) -> Found:
 
 def _nothing_found(hole: Part) -> Found:
     inks = np.ones(1, np.bool_) if hole.layout.unit == "paragraph" else None
-    return Found(np.empty(0, np.int64), _digest_of_nulls(), (null_fault(hole.begin),), inks=inks)
+    return Found(np.empty(0, np.int64), _digest_of_nulls(), (null_fault(hole.begin)._replace(line=0),), inks=inks)
 
 
 @lru_cache(maxsize=1)

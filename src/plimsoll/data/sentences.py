@@ -2,8 +2,8 @@
 
 Covers JSON lines and tables (parquet, Arrow, `datasets`) with a column of words and a column of tags, each a list, and
 files of the CoNLL kind: a word in each line, its tag in the last column, an empty line between sentences. Tags are
-names, or whole numbers whose names ``ClassLabel`` of `datasets` keeps beside the column. Memory: one sentence, or one
-batch of rows. NOT covered: csv, several tags of a word, ranges of tokens and empty nodes of CoNLL-U.
+names, or whole numbers whose names ``ClassLabel`` of `datasets` keeps beside the column; -100 is no tag. Memory: one
+sentence, or one batch of rows. NOT covered: csv, several tags of a word, ranges of tokens and empty nodes of CoNLL-U.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from plimsoll.data.formats import Reading
 from plimsoll.data.formats._columns import MOST_LABELS, listed, no_column
 from plimsoll.data.formats._scanning import read_head, text_begin
 from plimsoll.data.formats.packed import ENDS_FILE, TEXTS_FILE
-from plimsoll.data.formats.tagged import stored_text
+from plimsoll.data.formats.tagged import NO_TAG, stored_text
 from plimsoll.data.rows import MOST_SKIPPED_LISTED, sorted_names
 from plimsoll.data.tables import Table
 from plimsoll.errors import DataError
@@ -102,7 +102,7 @@ class _Packing:
         if why is not None:
             self._meet(f"{sentence.place}: {why}")
         elif raw:
-            self.counts.update(sentence.tags)
+            self.counts.update(tag for tag in sentence.tags if tag != NO_TAG)
             if len(self.counts) > MOST_LABELS:
                 raise DataError(
                     f"{self._name} holds more than {MOST_LABELS} tags, for example {listed(list(self.counts)[:3])}: "
@@ -334,12 +334,16 @@ def _sentence(place: str, words: Any, tags: Any, names: Sequence[str] | None, do
         return Sentence(place, [], [], done_bytes, f"its words are {str(words)[:40]!r}: write a list of texts")
     if not isinstance(tags, list) or not all(type(tag) in {str, int} for tag in tags):
         return Sentence(place, [], [], done_bytes, f"its tags are {str(tags)[:40]!r}: write a list of names or numbers")
-    if names is not None and any(type(tag) is int and not 0 <= tag < len(names) for tag in tags):
+    if names is not None and any(_is_number_without_name(tag, names) for tag in tags):
         return Sentence(
             place, [], [], done_bytes, f"a tag of {tags[:20]} is not from 0 to {len(names) - 1}: correct it"
         )
-    named = [names[tag] if names is not None and isinstance(tag, int) else str(tag) for tag in tags]
+    named = [names[tag] if names is not None and isinstance(tag, int) and tag >= 0 else str(tag) for tag in tags]
     return Sentence(place, words, named, done_bytes)
+
+
+def _is_number_without_name(tag: int | str, names: Sequence[str]) -> bool:
+    return isinstance(tag, int) and str(tag) != NO_TAG and not 0 <= tag < len(names)
 
 
 def tagged_columns(reading: Reading, columns: Sequence[str], of_lists: Sequence[str]) -> tuple[str, str]:

@@ -1,14 +1,18 @@
-"""What a model must know of a job's texts, without reading all of them: for a prediction, which answers in seconds.
+"""What a model and its batches depend on in a job's texts: as they are prepared, or sketched without reading them all.
 
-The size of the vocabulary is that of a tokenizer that exists, or the one asked for where it is still to be trained (too
-little text gives a smaller one). Labels are the folders that hold a file, empty files included; or those in a column of
-the first MiB of up to 16 files, so that a rare class beyond is missed (what must be converted, is, into a folder that
-is removed). The texts of language modelling need not be on this machine.
+`texts_of` says it of data that are prepared: a plan made with it is of the very training that is built. `sketch_texts`
+answers in seconds, for a prediction before that. The size of the vocabulary is then that of a tokenizer that exists; of
+one that is still to be trained it is found by training it where the texts are here and at most 1 MiB, and is else the
+one asked for, though repetitive text gives a smaller one. Labels are the folders that hold a file, empty files
+included; or those in a column of the first MiB of up to 16 files, so that a rare class beyond is missed (what must be
+converted, is, into a folder that is removed). Texts of language modelling that are not on this machine are not looked
+for.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,21 +22,46 @@ from plimsoll.addresses import file_name, head, is_remote
 from plimsoll.data.convert import is_converted
 from plimsoll.data.formats import Reading
 from plimsoll.data.index import open_corpus
-from plimsoll.data.prepare import reading_of
+from plimsoll.data.prepare import Prepared, reading_of
 from plimsoll.data.sources import SourceFile, find_files
-from plimsoll.data.tokenizer import load_tokenizer
+from plimsoll.data.tokenizer import load_tokenizer, prepare_tokenizer
+from plimsoll.errors import DataError
 from plimsoll.records.job import HUB_PREFIX, Job
 
 _HEAD_BYTES, _MOST_HEADS = 1 << 20, 16
+_MOST_TRAINED_BYTES = 1 << 20  # of texts from which a tokenizer is trained to see how large it becomes: half a second
 _CUT_ANYWHERE = (".jsonl", ".ndjson", ".csv", ".tsv")  # the begin of such a file is one, but for its last row
 
 
 class TextSketch(NamedTuple):
-    """``num_labels`` is ``None`` for language modelling."""
+    """What is known of the texts of a job.
+
+    Attributes:
+        vocab_size: tokens of the tokenizer.
+        num_labels: classes or tags; ``None`` for language modelling.
+        end_id: the token that ends a text.
+        longest: the tokens of the longest row of a training batch; ``None``: not known, at most ``sequence_length``.
+        held_out: samples and tokens of the largest batch of an evaluation; ``None``: none, or not known.
+        guessed: which of ``vocabulary`` and ``labels`` may come out otherwise when the texts are read.
+    """
 
     vocab_size: int
     num_labels: int | None
     end_id: int
+    longest: int | None = None
+    held_out: tuple[int, int] | None = None
+    guessed: frozenset[str] = frozenset()
+
+    @property
+    def of_model(self) -> tuple[int, int | None, int]:
+        """What a model is built with: ``vocab_size``, ``num_labels`` and ``end_id``."""
+        return self.vocab_size, self.num_labels, self.end_id
+
+
+def texts_of(prepared: Prepared) -> TextSketch:
+    """Return what is known of texts that are prepared; nothing of it is guessed."""
+    sizes = prepared.vocab_size, prepared.num_labels, prepared.end_id
+    return TextSketch(*sizes, longest=prepared.longest_row, held_out=prepared.held_out_batch)
 
 
 def sketch_texts(job: Job) -> TextSketch:
@@ -41,18 +70,35 @@ def sketch_texts(job: Job) -> TextSketch:
     Raises:
         DataError: if the tokenizer cannot be loaded, or there are no files to take the labels from.
     """
-    vocab_size, end_id = job.tokenizer.vocab_size, 0
+    (vocab_size, is_guess), end_id = _trained_vocab_size(job) if job.tokenizer.path is None else (0, False), 0
+    guessed = frozenset({"vocabulary"}) if is_guess else frozenset[str]()
     if job.tokenizer.path is not None:
         backend, end_token, _ = load_tokenizer(Path(job.tokenizer.path))
         vocab_size = 1 + max(backend.get_vocab(with_added_tokens=True).values())
         end_id = backend.token_to_id(end_token) or 0
     if not job.is_labelled:
-        return TextSketch(vocab_size, None, end_id)
+        return TextSketch(vocab_size, None, end_id, guessed=guessed)
     if job.data.label is not None or job.task == "token-classification":
-        num_labels = len(_labels_of_heads(job))
+        num_labels, guessed = len(_labels_of_heads(job)), guessed | {"labels"}
     else:  # as `labels_from_folders` names them
-        num_labels = len({Path(file.path).parent.name for file in find_files(job.data.sources)})
-    return TextSketch(vocab_size, max(num_labels, 2), end_id)
+        num_labels = len({Path(file.path).parent.name for file in _found(job.data.sources, reading_of(job))})
+    return TextSketch(vocab_size, max(num_labels, 2), end_id, guessed=guessed)
+
+
+def _trained_vocab_size(job: Job) -> tuple[int, bool]:
+    """Return the size of the vocabulary that a tokenizer will have, and whether that is a guess: the size asked for."""
+    asked, sources = job.tokenizer.vocab_size, job.data.sources
+    if any(map(_is_elsewhere, sources)):
+        return asked, True
+    with suppress(DataError), TemporaryDirectory(prefix="plimsoll-") as name:  # who prepares them says what is wrong
+        if sum(file.num_bytes for file in _found(sources, reading_of(job))) <= _MOST_TRAINED_BYTES:
+            corpus = open_corpus(sources, reading_of(job), Path(name))
+            return prepare_tokenizer(job.tokenizer, corpus, Path(name)).vocab_size, False
+    return asked, True
+
+
+def _is_elsewhere(source: str) -> bool:
+    return is_remote(source) or source.startswith(HUB_PREFIX)
 
 
 def _labels_of_heads(job: Job) -> Sequence[str]:
@@ -62,7 +108,7 @@ def _labels_of_heads(job: Job) -> Sequence[str]:
         folder = Path(name)
         heads: list[str] = []
         for given in job.data.sources:
-            files = find_files((given,)) if _is_cut_anywhere(given, reading) else []
+            files = _found((given,), reading) if _is_cut_anywhere(given, reading) else []
             for file in files[:: -(-len(files) // _MOST_HEADS) or 1]:
                 begin = folder / str(len(heads)) / file_name(file.path)
                 begin.parent.mkdir()
@@ -72,6 +118,10 @@ def _labels_of_heads(job: Job) -> Sequence[str]:
                 heads.append(given)
         corpus = open_corpus(heads, reading, folder / "cache")
         return tuple(corpus.tag_counts) if reading.is_tagged else corpus.label_names
+
+
+def _found(sources: tuple[str, ...], reading: Reading) -> list[SourceFile]:
+    return find_files(sources, skips=reading.on_error == "skip").files
 
 
 def _head_of(file: SourceFile) -> bytes:

@@ -23,7 +23,7 @@ import pyarrow.parquet
 from numpy.typing import NDArray
 
 from plimsoll.data.formats import Reading
-from plimsoll.data.formats._columns import MOST_LABELS, listed, text_columns
+from plimsoll.data.formats._columns import MOST_LABELS, NO_LABEL, listed, text_columns
 from plimsoll.data.formats.packed import CODES_FILE, ENDS_FILE, NAMES_FILE, TEXTS_FILE
 from plimsoll.data.rows import MOST_SKIPPED_LISTED
 from plimsoll.errors import DataError
@@ -257,6 +257,8 @@ class _Packing:
     def _class_name(self, value: Any, classes: list[str] | None) -> str | int | None:
         if value is None or isinstance(value, bool):
             return None if value is None else str(value).lower()
+        if str(value) == NO_LABEL:
+            return None
         if not isinstance(value, str | int):
             raise DataError(
                 f"the column {self._reading.label!r} of {self._table.name} holds {value!r}: give one of strings or "

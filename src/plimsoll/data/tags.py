@@ -2,8 +2,9 @@
 
 Words are tokenized one by one, so a token never reaches over the end of a word; the label of a word is that of its
 first token, and all others have none (-100), as is usual for models of tokens. A word that the tokenizer makes nothing
-of is lost with its tag, and counted. Tags may be those of entities (O, B-X, I-X, also E-X and S-X). What becomes of
-labels in windows is in `plimsoll.data.texts`. NOT covered: labels of all tokens of a word, several tags of a word.
+of is lost with its tag, and counted; one whose tag is -100 has no label. Tags may be those of entities (O, B-X, I-X,
+also E-X and S-X). What becomes of labels in windows is in `plimsoll.data.texts`. NOT covered: labels of all tokens of a
+word, several tags of a word.
 
 Shapes: N tokens, W words.
 """
@@ -21,7 +22,7 @@ from numpy.typing import NDArray
 from plimsoll.data import ragged
 from plimsoll.data.corpus import Corpus
 from plimsoll.data.formats._columns import listed
-from plimsoll.data.formats.tagged import words_and_tags
+from plimsoll.data.formats.tagged import NO_TAG, words_and_tags
 from plimsoll.errors import DataError
 
 if TYPE_CHECKING:
@@ -44,6 +45,10 @@ def tags_of(corpus: Corpus, names: Sequence[str] | None = None) -> tuple[str, ..
         DataError: if there are fewer than 2, or one that is not among ``names``.
     """
     own = tuple(corpus.tag_counts)
+    if not own:
+        raise DataError(
+            f"no word of the {len(corpus)} texts has a tag, for {NO_TAG} means none: give the column with the tags"
+        )
     known = own if names is None else tuple(names)
     if len(known) < 2:
         raise DataError(
@@ -91,7 +96,7 @@ class Words(NamedTuple):
 
 def tagged_words(corpus: Corpus, first_text: int = 0) -> Iterator[Words]:
     """Yield the words of texts in order, at most some thousand at a time, which changes no token."""
-    numbers = {name: number for number, name in enumerate(corpus.tag_counts)}
+    numbers = {name: number for number, name in enumerate(corpus.tag_counts)} | {NO_TAG: NO_LABEL}
     for text in corpus.tagged(first_text):
         words, names = words_and_tags(text)
         tags = [numbers[name] for name in names]

@@ -1,9 +1,10 @@
 """The tokenizer: an existing one, or one trained on a sample of the corpus; kept in the cache as a folder.
 
 Trained is byte-level BPE (Hugging Face ``tokenizers``), or the most frequent words, as `plimsoll.data.words` cuts them.
-Training sees at most 64 MiB of text, drawn evenly over the corpus, and is deterministic: the same texts and settings
-give the same file. Id 0 of a trained tokenizer is ``<|endoftext|>``, which stands between texts and fills padding; id 1
-of one of words is ``<|unk|>``, which stands for all others, so that it does not give a text back.
+Training sees at most 64 MiB of text, drawn evenly over the corpus, of which it counts only so many distinct words
+(`plimsoll.data.byte_pairs`), and is deterministic: the same texts and settings give the same file. Id 0 of a trained
+tokenizer is ``<|endoftext|>``, which stands between texts and fills padding; id 1 of one of words is ``<|unk|>``, which
+stands for all others, so that it does not give a text back.
 
 Covers any tokenizer that has a ``tokenizer.json`` or that ``transformers.AutoTokenizer`` can load from a local folder
 as a fast one; does NOT download, and does NOT keep chat templates. A special token written out in a text is read as the
@@ -24,6 +25,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from plimsoll.data.byte_pairs import train as train_byte_pairs
 from plimsoll.data.corpus import Corpus
 from plimsoll.data.words import count_texts, word_pattern
 from plimsoll.errors import DataError
@@ -36,7 +38,8 @@ if TYPE_CHECKING:  # the training process imports this module, but need not pay 
 
 END_TOKEN, UNKNOWN_TOKEN = "<|endoftext|>", "<|unk|>"
 _SAMPLE_BYTES = 64 << 20
-_RECIPE = 1  # raise it when training with the same settings gives other tokens
+_LEAST_COUNTED_WORDS, _COUNTED_WORDS_PER_TOKEN, _MOST_CHUNKS = 1 << 18, 4, 1 << 16
+_RECIPE = 2  # raise it when training with the same settings gives other tokens
 _TOKENIZER_FILE = "tokenizer.json"
 _END_ROLES = ("eos_token", "sep_token", "pad_token")
 _ROLES = (*_END_ROLES, "mask_token")
@@ -55,6 +58,7 @@ class Tokenizer:
     end_token: str
     mask_token: str | None = None
     unknown_token: str | None = None
+    num_left_out_words: int = 0  # of those that it was trained on, for the bound on memory
 
     @cached_property
     def key(self) -> str:
@@ -105,7 +109,12 @@ def prepare_tokenizer(source: TokenizerSource, corpus: Corpus, cache: Path, prog
     else:
         folder = cache / f"tokenizer-{_hash(*map(str, _settings(source, corpus)))[:16]}"
         train = _train_words if source.train == "words" else _train_bpe
-        stored(folder, lambda place: _write(place, Loaded(train(source, corpus, progress), END_TOKEN)))
+
+        def write(place: Path) -> Facts:
+            backend, num_left_out = train(source, corpus, progress)
+            return _write(place, Loaded(backend, END_TOKEN)) | {"num_left_out_words": num_left_out}
+
+        stored(folder, write)
     return open_tokenizer(folder)
 
 
@@ -195,7 +204,7 @@ def _write(folder: Path, loaded: Loaded) -> Facts:
     }
 
 
-def _train_bpe(source: TokenizerSource, corpus: Corpus, progress: Progress) -> tokenizers.Tokenizer:
+def _train_bpe(source: TokenizerSource, corpus: Corpus, progress: Progress) -> tuple[tokenizers.Tokenizer, int]:
     from tokenizers import Tokenizer as Backend
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
@@ -209,22 +218,23 @@ def _train_bpe(source: TokenizerSource, corpus: Corpus, progress: Progress) -> t
         show_progress=False,
     )
     with tokenizer_threads():
-        backend.train_from_iterator(_counted(corpus, progress), trainer)
-    return backend
+        trained_on = train_byte_pairs(backend, _counted(corpus, progress), trainer, source.vocab_size)
+    return backend, trained_on.num_left_out
 
 
-def _train_words(source: TokenizerSource, corpus: Corpus, progress: Progress) -> tokenizers.Tokenizer:
+def _train_words(source: TokenizerSource, corpus: Corpus, progress: Progress) -> tuple[tokenizers.Tokenizer, int]:
     from tokenizers import Regex, models, normalizers, pre_tokenizers
     from tokenizers import Tokenizer as Backend
 
-    words = count_texts(_counted(corpus, progress), source.lowercase).ranked(source.min_count)
-    tokens = [END_TOKEN, UNKNOWN_TOKEN, *words][: source.vocab_size]
+    most_words = max(_LEAST_COUNTED_WORDS, _COUNTED_WORDS_PER_TOKEN * source.vocab_size)
+    counted = count_texts(_counted(corpus, progress), source.lowercase, most_words, _MOST_CHUNKS)
+    tokens = [END_TOKEN, UNKNOWN_TOKEN, *counted.ranked(source.min_count)][: source.vocab_size]
     backend = Backend(models.WordLevel({token: number for number, token in enumerate(tokens)}, unk_token=UNKNOWN_TOKEN))
     if source.lowercase:
         backend.normalizer = normalizers.Lowercase()
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(word_pattern()), behavior="removed", invert=True)
     backend.add_special_tokens([END_TOKEN, UNKNOWN_TOKEN])
-    return backend  # without a decoder: words are put together with spaces
+    return backend, counted.num_left_out  # without a decoder: words are put together with spaces
 
 
 def _counted(corpus: Corpus, progress: Progress) -> Iterator[str]:

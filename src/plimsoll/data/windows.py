@@ -194,6 +194,10 @@ class Subset(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         """Return the tokens of the samples at these positions of the selection."""
         return self._dataset.lengths(self._ids[ids])
 
+    def padded_length(self, longest: int) -> int:
+        """As `Samples.padded_length`."""
+        return self._dataset.padded_length(longest)
+
     def set_epoch(self, epoch: int) -> None:
         """As `Samples.set_epoch`."""
         self._dataset.set_epoch(epoch)

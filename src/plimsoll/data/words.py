@@ -30,7 +30,7 @@ from plimsoll.data.corpus import Corpus
 from plimsoll.store import Progress, silent
 
 _MOST_WORDS = 4 << 20
-_MOST_CHUNKS, _MOST_CHUNK_CHARS = 1 << 20, 256 << 20
+_MOST_CHUNKS, _MOST_CHUNK_CHARS, _CHARS_PER_CHUNK = 1 << 20, 256 << 20, 256
 _TEXTS_AT_ONCE = 256
 _REPORT_BYTES = 1 << 20
 _MOST_PARTS = 999  # of a word after its first letter: the engine of `tokenizers` gives up in one of millions
@@ -41,11 +41,13 @@ _SELECTORS = {*range(0xFE00, 0xFE10), *range(0xE0100, 0xE01F0)}
 class WordCounts:
     """How often each word occurs; each count may be short by up to ``most_missed``, and so may that of no word here.
 
-    It is 0, and all counts are exact, unless there were more words than were to be kept.
+    It is 0, and all counts are exact, unless there were more words than were to be kept; words were then left out so
+    many times (one that came again, more than once).
     """
 
     counts: Counter[str]
     most_missed: int = 0
+    num_left_out: int = 0
 
     def ranked(self, min_count: int = 1) -> list[str]:
         """Return the words that occur at least so often by falling count, those of the same by their text."""
@@ -70,23 +72,27 @@ def count_words(
     return count_texts(_pieces(corpus, progress), lowercase, most_words)
 
 
-def count_texts(texts: Iterable[str], lowercase: bool = False, most_words: int = _MOST_WORDS) -> WordCounts:
+def count_texts(
+    texts: Iterable[str], lowercase: bool = False, most_words: int = _MOST_WORDS, most_chunks: int | None = None
+) -> WordCounts:
     """Count the words of some texts.
 
     What stands between white space is counted first, and cut into words once for all its occurrences: 3 to 5 times as
     fast as cutting all of the text. (Two processes that are sent texts and send counts were not a fifth faster.)
     """
     words: Counter[str] = Counter()
-    most_missed = 0
-    for chunks in _counted_chunks(iter(texts)):
+    most_missed = num_left_out = 0
+    for chunks in _counted_chunks(iter(texts), _MOST_CHUNKS if most_chunks is None else most_chunks):
         for chunk, count in chunks.items():
             for word in words_of(chunk, lowercase):
                 words[word] += count
         if len(words) > most_words:
             dropped_count = _nth_count(words, most_words // 2)
-            words = Counter({word: count for word, count in words.items() if count > dropped_count})
+            kept = Counter({word: count for word, count in words.items() if count > dropped_count})
+            num_left_out += len(words) - len(kept)
+            words = kept
             most_missed += dropped_count
-    return WordCounts(words, most_missed)
+    return WordCounts(words, most_missed, num_left_out)
 
 
 def words_of(text: str, lowercase: bool = False) -> list[str]:
@@ -137,14 +143,14 @@ def _kind(code: int) -> str:
     return "other" if is_other else "letter"
 
 
-def _counted_chunks(texts: Iterator[str]) -> Iterator[Counter[str]]:
+def _counted_chunks(texts: Iterator[str], most_chunks: int) -> Iterator[Counter[str]]:
     """Yield counts of what stands between white space, of as much text at a time as has at most so many of them."""
     chunks: Counter[str] = Counter()
     num_chars = 0
     while some := list(islice(texts, _TEXTS_AT_ONCE)):
         chunks.update(chain.from_iterable(map(str.split, some)))
         num_chars += sum(map(len, some))
-        if len(chunks) > _MOST_CHUNKS or num_chars > _MOST_CHUNK_CHARS:
+        if len(chunks) > most_chunks or num_chars > min(_MOST_CHUNK_CHARS, _CHARS_PER_CHUNK * most_chunks):
             yield chunks
             chunks, num_chars = Counter(), 0
     yield chunks

@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, final
 
-from plimsoll.device import cgroup, data_limit, heap, onednn, process, texts
+from plimsoll.device import aborts, cgroup, data_limit, heap, onednn, process, texts
 from plimsoll.device.host_random import copy_host_state, restore_host_state
 from plimsoll.errors import BudgetError
 from plimsoll.records.device import Device, Limit, MemoryUse
@@ -82,6 +82,8 @@ class CpuBackend:
     def limited(self, budget_bytes: int) -> Iterator[None]:
         """Make every allocator raise before this process's private memory passes ``budget_bytes``; undone on exit.
 
+        Code in Rust (``tokenizers``) ends the process instead: it is then printed where (see `aborts`).
+
         Raises:
             BudgetError: if more than the budget is in use already, or the machine or a limit on it has less.
         """
@@ -93,7 +95,7 @@ class CpuBackend:
             )
         _start_thread_pools()
         self.release()
-        with data_limit.limited(budget_bytes):
+        with aborts.told_where(), data_limit.limited(budget_bytes):
             yield
 
     def reserved(self, sizes: list[int]) -> AbstractContextManager[None]:

@@ -1,12 +1,12 @@
 """Which errors mean that memory ran out: by type first, by text where there is no type of its own.
 
 Sources: the texts of torch 0.1 to 2.13 (CUDA, HIP, XPU, MPS and CPU allocators), cuBLAS, cuDNN, NCCL and oneDNN status
-names, glibc, numpy, the DataLoader, the Linux OOM killer, Kubernetes and Slurm, and the infixes collected by
-torch-max-mem (https://github.com/mberr/torch-max-mem/issues/45).
+names, glibc, numpy, pyarrow, Rust's standard library, the DataLoader, the Linux OOM killer, Kubernetes, Slurm and Ray,
+and the infixes collected by torch-max-mem (https://github.com/mberr/torch-max-mem/issues/45).
 
 A *family* is a certain out-of-memory error. A *disguise* is an error that a library also gives for other reasons: it
 means out of memory only where the device is nearly full, which the caller must check. Not covered: the exit status of a
-killed process (see `cgroup`), and errors of other languages' allocators. Needs no torch.
+killed process (see `cgroup`), and allocators of languages other than Python, C++ and Rust. Needs no torch.
 """
 
 from __future__ import annotations
@@ -34,9 +34,12 @@ _FAMILIES = {
     r"|</?torch_[^>\n]*>[^\n]*(?:No space left on device|Cannot allocate memory)|No space left on device: '/dev/shm/",
     "worker-killed": r"DataLoader worker \(pid(?:\(s\))? [\d, ]+\) (?:is killed by signal: Killed|exited unexpectedly)",
     "bad-alloc": r"std::bad_alloc",
+    "rust": r"memory allocation of \d+ bytes failed",
+    "arrow": r"ArrowMemoryError|\b(?:[mc]alloc|realloc|posix_memalign) of size \d+ failed",
     "memory-error": r"\bMemoryError\b|ArrayMemoryError|Unable to allocate [\d.]+ \w+ for an array",
     "os": r"Cannot allocate memory|\[Errno 12\]|: cannot map zero-fill pages",
-    "oom-killer": r"OOMKilled|oom-kill|[Kk]illed process \d+|out-of-memory handler",
+    "oom-killer": r"OOMKilled|oom-kill|oom_kill event|[Kk]illed process \d+|out-of-memory handler"
+    r"|node running low on memory",
 }
 _DISGUISES = {
     "cublas": r"CUBLAS_STATUS_NOT_INITIALIZED|CUBLAS_STATUS_INTERNAL_ERROR when calling .?cublas(?:Lt)?Create",
@@ -45,7 +48,7 @@ _DISGUISES = {
     "cuda-driver": r"CUDA driver error: device not ready",
     "xpu": r"UR_RESULT_ERROR_OUT_OF_RESOURCES",
     "onednn": r"could not (?:create a primitive|create a memory object|execute a primitive)",
-    "os": r"can't start new thread",
+    "os": r"can't start new thread|ThreadPoolBuildError",
     # CPython from 3.11 on, where a call has no room for its frame; also a fault of an extension's.
     "memory-error": r"error return without exception set|returned NULL without setting an exception",
     "worker-killed": r"DataLoader worker \(pid \d+\) is killed by signal: Aborted",
@@ -61,7 +64,10 @@ _DISGUISE_PATTERNS = {family: re.compile(pattern) for family, pattern in _DISGUI
 _TYPES_WITH_TEXTS = (RuntimeError, OSError, ImportError, SystemError)  # the last two of libraries that have no room
 
 _SIZE = r"(\d+(?:\.\d+)?) ?([KMGTPE]i?B|[Bb]ytes)"
-_REQUESTS = re.compile(rf"(?:[Tt]ried to allocate|Requested\s*:|Unable to allocate|unable to mmap) {_SIZE}")
+_REQUESTS = re.compile(
+    rf"(?:[Tt]ried to allocate|Requested\s*:|Unable to allocate|unable to mmap|memory allocation of) {_SIZE}"
+    r"|(?:alloc|posix_memalign) of size (?P<bytes>\d+) failed"
+)
 
 
 def oom_family(error: BaseException) -> str | None:
@@ -100,8 +106,11 @@ def requested_bytes(text: str) -> int | None:
     match = _REQUESTS.search(text)
     if match is None:
         return None
-    exponent = 0 if match[2].lower() == "bytes" else "KMGTPE".index(match[2][0]) + 1
-    num_bytes = round(Decimal(match[1]) * 1024**exponent)
+    if match["bytes"] is not None:
+        number, exponent = match["bytes"], 0
+    else:
+        number, exponent = match[1], 0 if match[2].lower() == "bytes" else "KMGTPE".index(match[2][0]) + 1
+    num_bytes = round(Decimal(number) * 1024**exponent)
     return num_bytes if num_bytes < 1 << 63 else None
 
 
@@ -123,11 +132,16 @@ def _family_of_one(error: BaseException) -> str | None:
         return family_of_text(str(error)) or "memory-error"
     if isinstance(error, OSError) and error.errno == errno.ENOMEM:
         return "os"
-    return family_of_text(str(error)) if isinstance(error, _TYPES_WITH_TEXTS) else None
+    return family_of_text(str(error)) if _has_such_texts(error) else None
 
 
 def _disguise_of_one(error: BaseException) -> str | None:
-    return _first_match(_DISGUISE_PATTERNS, str(error)) if isinstance(error, _TYPES_WITH_TEXTS) else None
+    return _first_match(_DISGUISE_PATTERNS, str(error)) if _has_such_texts(error) else None
+
+
+def _has_such_texts(error: BaseException) -> bool:
+    # What a panic of a library in Rust becomes in Python has no module to import it from.
+    return isinstance(error, _TYPES_WITH_TEXTS) or type(error).__name__ == "PanicException"
 
 
 def _is_torch_out_of_memory(error: BaseException) -> bool:

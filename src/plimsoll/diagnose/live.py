@@ -5,7 +5,8 @@ and given back first; where that is not enough, the note says so in place of the
 thing that is done while the code runs is a reading of the memory in use after each ``step()`` of an optimizer of
 torch's, 50 to 70 microseconds.
 
-Does NOT cover a process that the kernel kills (``plimsoll watch`` and ``plimsoll explain`` read what is left), errors
+Does NOT cover a process that the kernel kills (``plimsoll watch`` and ``plimsoll explain`` read what is left), or that
+code in Rust ends when it is refused memory (the lines that led there are printed, see `plimsoll.device.aborts`), errors
 of `plimsoll.TrainStep`, which say themselves what happened, and code that catches the error itself.
 """
 
@@ -20,6 +21,7 @@ import rich.console
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from plimsoll.device.aborts import told_where
 from plimsoll.device.base import backend_for
 from plimsoll.diagnose.causes import every_cause
 from plimsoll.diagnose.findings import diagnosed
@@ -61,6 +63,7 @@ class Explained(ContextDecorator):
         self._reserve = bytearray(_RESERVE_BYTES)
         with ExitStack() as stack:
             stack.callback(register_optimizer_step_post_hook(self._note_step).remove)
+            stack.enter_context(told_where())
             if self._record:
                 births = stack.enter_context(Births(_line_of_now))
                 self._before.births = births.lines

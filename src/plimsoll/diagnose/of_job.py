@@ -14,6 +14,7 @@ from pathlib import Path
 
 from plimsoll.data.inspect import inspect_corpus
 from plimsoll.data.prepare import Prepared
+from plimsoll.data.sketch import TextSketch, texts_of
 from plimsoll.diagnose.evidence import Evidence, ended_in_oom, evidence_of_run, with_prediction
 from plimsoll.diagnose.findings import diagnosed
 from plimsoll.errors import PlimsollError
@@ -84,6 +85,7 @@ def diagnosis_of_run(
             in_force=choices_in_force(run.plan, *_last(run)),
             calibration=known_calibration(),
             progress=progress,
+            texts=_texts(directory),
         )
     except PlimsollError as error:
         if device is not None or limit_bytes is not None:
@@ -108,6 +110,14 @@ def diagnosis_of_run(
         padding_share=_padding_share(directory),
     )
     return diagnosed(seen, notes)
+
+
+def _texts(directory: Path) -> TextSketch | None:
+    """What is known of the texts of a run; ``None`` where what it has prepared cannot be read: they are sketched."""
+    try:
+        return texts_of(Prepared.load(directory / "prepared.json"))
+    except PlimsollError:
+        return None
 
 
 def _last(run: RunRecord) -> tuple[int | None, int | None]:

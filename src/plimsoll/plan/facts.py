@@ -19,10 +19,14 @@ from torch import nn
 
 from plimsoll.data.sketch import TextSketch
 from plimsoll.device.probe import versions
+from plimsoll.errors import InputError
 from plimsoll.models.imported import find_imported
 from plimsoll.records.job import Job
+from plimsoll.records.plan import Plan
 
 _VERSIONS = ("plimsoll", "torch", "transformers")
+_AT_MOST = ("tokens of the longest row", "samples of an evaluation batch", "tokens of its longest row")
+"""Facts of which a plan holds for less, too; one that does not say them is for the most there can be."""
 _NOT_OF_A_PLAN = {
     "budget", "checkpoint", "steps", "device", "data", "tokenizer", "seed", "evaluate_every", "distill", "pin",
 }  # fmt: skip
@@ -36,7 +40,7 @@ def facts_of(job: Job, texts: TextSketch, target: str) -> dict[str, str]:
     facts |= {
         name: value if isinstance(value, str) else json.dumps(value, sort_keys=True) for name, value in fields.items()
     }
-    facts |= {"vocabulary": str(texts.vocab_size), "labels": str(texts.num_labels), "target": target}
+    facts |= facts_of_texts(texts) | {"target": target}
     facts |= _facts_of_data(job)
     if job.distill is not None:  # wherever its folder is
         facts["distill"] = json.dumps(job.distill.model_dump(mode="json", exclude={"teacher"}), sort_keys=True)
@@ -46,6 +50,13 @@ def facts_of(job: Job, texts: TextSketch, target: str) -> dict[str, str]:
     if isinstance(job.model, str) and Path(job.model).is_dir():
         facts["configuration of the model"] = _hash_of((Path(job.model) / "config.json").read_bytes())
     return facts
+
+
+def facts_of_texts(texts: TextSketch) -> dict[str, str]:
+    """Return what a plan depends on in the texts, as far as it is known."""
+    most = (texts.longest, *(texts.held_out or (None, None)))
+    facts = {name: str(number) for name, number in zip(_AT_MOST, most, strict=True) if number is not None}
+    return {"vocabulary": str(texts.vocab_size), "labels": str(texts.num_labels)} | facts
 
 
 def _facts_of_data(job: Job) -> dict[str, str]:
@@ -75,12 +86,33 @@ def facts_of_model(model: nn.Module, optimizer: torch.optim.Optimizer, target: s
     }
 
 
-def differences(made_for: dict[str, str], now: dict[str, str]) -> Iterator[str]:
-    """Yield a sentence for each fact that is not as it was."""
+def differences(made_for: dict[str, str], now: dict[str, str], guessed: frozenset[str] = frozenset()) -> Iterator[str]:
+    """Yield a sentence for each fact for which a plan does not hold; a guess that may be right is let through."""
     for name in dict.fromkeys((*made_for, *now)):
         before, after = made_for.get(name, "not known"), now.get(name, "not known")
-        if before != after:
+        if name in _AT_MOST:
+            differs = name in made_for and name in now and int(after) > int(before)
+        elif name in guessed:  # of a vocabulary, the most that there can be
+            differs = name == "vocabulary" and before.isdecimal() and int(before) > int(after)
+        else:
+            differs = before != after
+        if differs:
             yield f"{name} was {before}, is {after}"
+
+
+def require_prepared_for(plan: Plan, texts: TextSketch) -> None:
+    """Check that a plan is of the texts as they came out: before they were prepared, part of that was a guess.
+
+    Raises:
+        InputError: if not; it says what differs.
+    """
+    now = facts_of_texts(texts)
+    different = list(differences({name: fact for name, fact in plan.made_for.items() if name in now}, now))
+    if plan.made_for and different:
+        raise InputError(
+            f"the plan of this run is of other data than were prepared for it: {'; '.join(different)}; leave --plan "
+            "out, and the run plans with the data it has prepared"
+        )
 
 
 def _source_of(name: str, texts: TextSketch) -> str:

@@ -272,6 +272,7 @@ class RunRecord(Record):
     deaths: tuple[DeathLine, ...] = ()
     timeline: Timeline = Timeline(source="measured")
     gradient_reach: GradientReach | None = None
+    preparation_bytes: int | None = None
 
     @property
     def limit_bytes(self) -> int | None:
@@ -341,6 +342,7 @@ class RunRecord(Record):
             device=head.device,
             versions=head.versions,
             gradient_reach=head.gradient_reach,
+            preparation_bytes=head.preparation_bytes,
             plan=Plan.load(directory / "plan.json"),
             status=ended.status if ended else "running",
             message=ended.message if ended else "",
@@ -363,7 +365,8 @@ class RunRecord(Record):
 class RunHead(Record):
     """What is known of a run before its first step: ``run.json``.
 
-    ``gradient_reach`` is ``None`` where it is the sample.
+    ``gradient_reach`` is ``None`` where it is the sample. ``preparation_bytes`` is the most private memory that
+    indexing the texts, making the tokenizer and tokenizing took, in a process before this one.
     """
 
     record_kind: ClassVar[str] = "run-head"
@@ -373,3 +376,4 @@ class RunHead(Record):
     versions: dict[str, str]
     fingerprint: dict[str, str]
     gradient_reach: GradientReach | None = None
+    preparation_bytes: int | None = None

@@ -95,7 +95,8 @@ def memory_chart(record: RunRecord) -> Chart:
 
 def _in_step(record: RunRecord) -> str:
     """Say which step took the most; nothing where it was one that did not end."""
-    steps = [line.step for line in finished_steps(record) if line.peak_bytes == record.peak_bytes]
+    peak_bytes = record.peak_bytes  # looks at every step
+    steps = [line.step for line in finished_steps(record) if line.peak_bytes == peak_bytes]
     return f" in step {steps[0]:,}" if steps else ""
 
 

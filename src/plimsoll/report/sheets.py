@@ -115,6 +115,7 @@ def key_numbers(record: RunRecord) -> tuple[tuple[str, str], ...]:
         ("Restarts", str(sum(death.restarted_from_step is not None for death in record.deaths))),
         *_reach(record),
         *_loss_in_parts(record),
+        *_preparation(record),
         *_predicted(record, steps_of_plan(record)),
     )
 
@@ -126,6 +127,12 @@ def _ranks(record: RunRecord) -> tuple[tuple[str, str], ...]:
     least, most = min(peaks), max(peaks)
     of_one, of_other = (f"{format_bytes(peak)} (rank {peaks.index(peak)})" for peak in (least, most))
     return (("Ranks", f"{len(peaks)}"), ("Peaks of ranks", f"{of_one} to {of_other}"))
+
+
+def _preparation(record: RunRecord) -> tuple[tuple[str, str], ...]:
+    if record.preparation_bytes is None:
+        return ()
+    return (("Peak of preparing", format_bytes(record.preparation_bytes)),)
 
 
 def _reach(record: RunRecord) -> tuple[tuple[str, str], ...]:

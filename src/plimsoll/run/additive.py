@@ -68,6 +68,9 @@ _WEIGHTS = (
 _ALLOW = "keep batches whole with never_cut=True, or allow it with recut_loss=True (job.yaml: allow: [recut_loss])"
 
 
+_KNOWN = LossCheck(verdict="known", why="a loss that is known to be additive")
+
+
 class _Found(NamedTuple):
     """The loss of some samples at once and in parts, and what was noticed on the way."""
 
@@ -97,8 +100,8 @@ class Additivity:
         self, workload: Workload, backend: Backend, position: Position, recut_loss: bool, never_cut: bool
     ) -> None:
         self._workload, self._backend, self._position = workload, backend, position
-        self._is_known = known_additive(workload)
-        self.found: LossCheck | None = _said(workload, recut_loss, never_cut, self._is_known)
+        self.is_known = known_additive(workload)
+        self.found: LossCheck | None = _said(workload, recut_loss, never_cut, self.is_known)
         self._seen: set[tuple[Any, ...]] = set()
         self._num_cuts = self._num_checks = 0
         self._told: LossCheck | None = None
@@ -126,9 +129,9 @@ class Additivity:
             return False
         self._num_cuts += 1
         has_none = not self._workload.ranks.is_alone and not batch
-        is_known = has_none or (self._is_known and is_usual(batch, self._workload))
-        if self._is_known and not self._workload.ranks.agree(not is_known):
-            self.found = self.found or LossCheck(verdict="known", why="a loss that is known to be additive")
+        is_known = has_none or (self.is_known and is_usual(batch, self._workload))
+        if self.is_known and not self._workload.ranks.agree(not is_known):
+            self.found = self.found or _KNOWN
             return False
         kinds = set() if has_none else {("training", self._workload.model.training), *kinds_of(batch)}
         is_new = not kinds <= self._seen
@@ -238,8 +241,10 @@ def loss_check_of(  # noqa: PLR0917 -- as for `Additivity`
 ) -> LossCheck:
     """Find out whether the loss of a training is additive, for a plan; of one that is known, without a batch."""
     additivity = Additivity(workload, backend, Position(), recut_loss, never_cut)
-    if additivity.found is None:
+    if additivity.found is None and batch is not None:
         additivity.before_cut(batch, loss_of)
+    if additivity.found is None and additivity.is_known:
+        return _KNOWN
     return additivity.found or not_computed("the loss of the samples that were given is no number")
 
 

@@ -209,7 +209,7 @@ class _Forecast:
         with suppress(JobError):
             while length < _LONGEST_SEQUENCE:
                 longer = self.job.model_copy(update={"sequence_length": 2 * length})
-                build_model(longer, *self.texts, device="meta")
+                build_model(longer, *self.texts.of_model, device="meta")
                 if longer.distill is not None:
                     require_teacher(longer, self.texts)
                 length *= 2

@@ -27,6 +27,7 @@ def step_of(
     *,
     loss: LossFunction | None = None,
     schedule: torch.optim.lr_scheduler.LRScheduler | None = None,
+    full_length: int | None = None,
     backend: Backend | None = None,
     position: Position | None = None,
     files: MappedPool | None = None,
@@ -41,6 +42,7 @@ def step_of(
         rungs: the choices of a plan and of its fallbacks.
         loss: with a teacher; by default the task's own.
         schedule: its schedule where there is one already; by default it is made.
+        full_length: the tokens of the longest row there will be; by default those of the job's ``sequence_length``.
         backend: see `TrainStep`, as is ``position``.
         position: see `backend`.
         files: see `backend`.
@@ -58,7 +60,7 @@ def step_of(
         precision=job.own_precision,
         recut_batch_norm="recut_batch_norm" in job.allow,
         recut_loss="recut_loss" in job.allow,
-        full_length=job.sequence_length,
+        full_length=full_length or job.sequence_length,
         backend=backend,
         position=position,
         files=files,

@@ -24,13 +24,13 @@ import torch
 from torch import nn
 
 from plimsoll.assemble import choose_device
-from plimsoll.data.sketch import sketch_texts
+from plimsoll.data.sketch import TextSketch, sketch_texts
 from plimsoll.device.base import backend_for
 from plimsoll.device.disk import disk_bytes_per_second
 from plimsoll.device.exchange import exchange_of, measured_exchange
 from plimsoll.device.gpus import spec_of
 from plimsoll.device.speed import measured_speed, speed_of
-from plimsoll.errors import BudgetError, DataError, InputError, OutputError
+from plimsoll.errors import BudgetError, InputError, OutputError
 from plimsoll.mapped import scratch_folder
 from plimsoll.memory.live import live_bytes
 from plimsoll.memory.lowering.base import Lowering
@@ -81,6 +81,7 @@ def plan_job(
     calibration: Calibration | None = None,
     progress: Progress | None = None,
     started: StartedBaseline | None = None,
+    texts: TextSketch | None = None,
 ) -> Plan:
     """Find the fastest mix of techniques that trains a job within its budget.
 
@@ -93,6 +94,8 @@ def plan_job(
         calibration: what measured runs have taught (`plimsoll.run.learning`).
         progress: told what is being done.
         started: what reads the baseline, for several plans for this processor; ``None`` starts one.
+        texts: what is known of its data, where they are prepared (`plimsoll.data.sketch.texts_of`): the plan is then of
+            the training that is built. ``None`` sketches them.
 
     Returns:
         a plan; where nothing fits, one whose ``fits`` is False and that says what would.
@@ -104,7 +107,7 @@ def plan_job(
         InputError: if a technique does not exist, pins contradict each other, or the model cannot be traced.
     """
     wishes = (wished(job, pins, forbids), tuple(forbids))
-    with planner_of(job, device, limit_bytes, wishes, calibration, progress, started) as planner:
+    with planner_of(job, device, limit_bytes, wishes, calibration, progress, started, texts) as planner:
         return planner.plan()
 
 
@@ -112,6 +115,7 @@ def plan_job(
 def planner_of(  # noqa: PLR0917 -- called twice
     job: Job, device: str | None, limit_bytes: int | None, wishes: tuple[Sequence[Pin], Sequence[str]],
     calibration: Calibration | None, progress: Progress | None, started: StartedBaseline | None = None,
+    texts: TextSketch | None = None,
 ) -> Iterator[Planner]:  # fmt: skip
     """Be ready to look at mixes of a job; arguments and what is raised are those of `plan_job`."""
     budget_bytes = limit_bytes if limit_bytes is not None else job.budget.device_bytes
@@ -122,7 +126,7 @@ def planner_of(  # noqa: PLR0917 -- called twice
         stack.enter_context(threads_of_rank(job.ranks))
         if name == "cpu" and started is None:
             started = stack.enter_context(StartedBaseline(job))  # it takes seconds
-        subject = JobSubject(job, started)
+        subject = JobSubject(job, started, texts)
         yield Planner(subject, name, budget, pins, forbids, calibration, progress or (lambda text: None))
 
 
@@ -218,10 +222,12 @@ def require_that_fits(plan: Plan) -> None:
 def require_same(plan: Plan, job: Job, source: str) -> Job:
     """Check that a plan is of a job, and return the job with the plan's budget where it has none of its own.
 
+    Its texts need not be prepared yet: `plimsoll.plan.facts.require_prepared_for` follows.
+
     Raises:
         InputError: if the plan is of other code, data, another device or a larger budget; it says what differs.
     """
-    different = _differences(plan, job)
+    different = _differences(plan, job, sketch_texts(job))
     if different:
         raise InputError(
             f"the plan {source} is of another training: {'; '.join(different)}; make it again with `plimsoll plan`"
@@ -236,23 +242,20 @@ def require_same(plan: Plan, job: Job, source: str) -> Job:
     return job if has_bytes is not None else job.model_copy(update={"budget": plan.budget})
 
 
-def reasons_against(plan: Plan, job: Job) -> list[str]:
+def reasons_against(plan: Plan, job: Job, texts: TextSketch) -> list[str]:
     """What a run that goes on has otherwise than its plan says; a plan for less than its budget is still good.
 
-    Texts that are gone are no reason: the tokens are there, and the checkpoint knows them.
+    Its texts may be gone: ``texts`` is what was prepared of them.
     """
     needs_bytes, has_bytes = plan.budget.device_bytes, job.budget.device_bytes
     if needs_bytes is not None and has_bytes is not None and has_bytes < needs_bytes:
         return [f"the budget was {format_bytes(needs_bytes)}, is {format_bytes(has_bytes)}"]
-    try:
-        return _differences(plan, job)
-    except DataError:
-        return []
+    return _differences(plan, job, texts)
 
 
-def _differences(plan: Plan, job: Job) -> list[str]:
+def _differences(plan: Plan, job: Job, texts: TextSketch) -> list[str]:
     target = CpuLowering().name if choose_device(job) == "cpu" else _cuda_here().lowering().name
-    return list(differences(plan.made_for, facts_of(job, sketch_texts(job), target)))
+    return list(differences(plan.made_for, facts_of(job, texts, target), texts.guessed))
 
 
 def _cuda_here() -> Target:

@@ -8,7 +8,7 @@ later outlier is cut before it fails.
 
 - A size that held before and fails now gets one more try after a clean-up: something else took the memory for a moment.
   So does the smallest rung, where there is nothing to lose.
-- A size that fails otherwise, or twice, is the known limit: no step goes as high again.
+- A size that fails otherwise, or twice, is the known limit: no step goes as high again, until one that had to holds.
 - After ``grow_after`` clean steps the next larger rung is taken, if it stays below the known limit.
 - A size at which the whole process was killed (`state_after_death`) is not counted in elements, which died with it:
   the first batch after the restart says how many they were.
@@ -128,6 +128,9 @@ class Ladder:
         level = self.sizes[rung].level
         self._num_clean_steps += 1
         self._held_elements[level] = max(self._held_elements[level], num_elements)
+        failed_elements = self._failed_elements[level]
+        if failed_elements is not None and num_elements >= failed_elements:
+            self._failed_elements[level] = None  # it was no limit: something else had the memory for a while
         self._retried.clear()
 
     def failed(self, rung: int, num_samples: int, num_elements: int, needs_other_level: bool = False) -> int | None:

@@ -6,8 +6,8 @@ has them, the third comes after an evaluation; a fourth would be like the third.
 rehearsed with two of them: the first meets no gradients, those after it do, and the last may be smaller. Of a batch
 that is given, and whose samples are of different lengths, these are the two that need most.
 
-Does NOT read the data: every sample is as long as ``sequence_length``, which is the longest there can be, unless the
-lengths of batches are given.
+Does NOT read the data: every sample is as long as the longest there can be, unless the lengths of batches are given.
+That is ``sequence_length`` where the texts are not prepared yet.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def rehearse_job(
         texts: what its model must know of the data.
         lowering: the target.
         choices: the techniques, a micro-batch among them.
-        lengths: the tokens that the batches of the steps are padded to; by default ``sequence_length``.
+        lengths: the tokens that the batches of the steps are padded to; by default those of the longest there can be.
         is_short: rehearse two steps, the first of one micro-batch. What follows an evaluation is then not seen, nor
             what a first step may need beyond a second.
 
@@ -131,10 +131,12 @@ def rehearse_job(
         InputError: if the model cannot be traced.
     """
     num_samples = rehearsed_samples(samples_of_rank(job), samples_of(choices))
-    batches = [_batch(job, texts, num_samples, length) for length in lengths or (job.sequence_length,) * 3]
+    longest = texts.longest or job.sequence_length
+    batches = [_batch(job, texts, num_samples, length) for length in lengths or (longest,) * 3]
     if is_short:
         batches = [split_batch(batches[0], samples_of(choices))[0], batches[1]]
-    held_out = _batch(job, texts, job.batch_size, job.sequence_length) if job.data.validation else None
+    most = texts.held_out or (job.batch_size, job.sequence_length)
+    held_out = _batch(job, texts, *most) if job.data.validation else None
 
     alone = Ranks()  # made here, as a real one is made before what is measured
 
@@ -157,7 +159,7 @@ def _train_job(  # noqa: PLR0917 -- one call
     is_large = builds_in_files(choices) if lowering.kind == "cpu" else streams(choices)
     files = MappedPool() if is_large else None  # on CUDA these stand for the host's memory
     with failures_explained("the model of this job", stage):
-        model = build_model(job, *texts, files=files).train()
+        model = build_model(job, *texts.of_model, files=files).train()
         loss = loss_for(job, texts, lowering.device)
     put_where_needed(model, lowering.device, choices)
     stage.recorder.know_model(model)
@@ -166,8 +168,9 @@ def _train_job(  # noqa: PLR0917 -- one call
     optimizer = build_optimizer(job.optimizer, model.parameters())
     backend = StageBackend(lowering.kind)
     step = step_of(
-        job, model, optimizer, [choices], loss=loss, backend=backend, position=position, files=files, ranks=ranks
-    )
+        job, model, optimizer, [choices], loss=loss, full_length=texts.longest, backend=backend, position=position,
+        files=files, ranks=ranks,
+    )  # fmt: skip
     stage.recorder.know_model(step.workload.model)  # a technique may have exchanged it
     with failures_explained("the model of this job", stage):
         _rehearse(stage, step, batches, held_out, has_states=bool(job.evaluate_every))

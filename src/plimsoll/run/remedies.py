@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from plimsoll.data.sketch import sketch_texts
+from plimsoll.data.sketch import TextSketch, sketch_texts
 from plimsoll.errors import InputError
 from plimsoll.plan.look import Look
 from plimsoll.plan.menu import menu_of
@@ -60,6 +60,7 @@ def find_remedies(
     calibration: Calibration | None = None,
     progress: Progress | None = None,
     most_seconds: float = _MOST_SECONDS,
+    texts: TextSketch | None = None,
 ) -> Remedies:
     """Predict a job and, where it does not fit, what each change to it would do.
 
@@ -71,6 +72,7 @@ def find_remedies(
         calibration: what measured runs have taught.
         progress: told what is being done.
         most_seconds: after which no further technique is tried.
+        texts: see `plimsoll.run.plan.plan_job`.
 
     Returns:
         remedies that fit first; among those that change no training before those that do, the fastest first.
@@ -81,20 +83,21 @@ def find_remedies(
         BudgetError: as `plan_job`.
         InputError: as `plan_job`.
     """
-    with planner_of(job, device, limit_bytes, (wished(job, (), ()), ()), calibration, progress) as planner:
+    wishes = (wished(job, (), ()), ())
+    with planner_of(job, device, limit_bytes, wishes, calibration, progress, texts=texts) as planner:
         base = planner.plain_choices if in_force is None else in_force
         before, prediction = planner.look_at_length(base), planner.prediction(base)
         if before.fits and before.need_bytes <= planner.limit_bytes:
-            return Remedies(prediction, _vocab_size(planner, job))
+            return Remedies(prediction, _vocab_size(planner, job, texts))
         plan, search = planner.plan(), _Search(planner, job, limit_bytes, before)
         found = [*search.of_plan(plan), *search.of_techniques(time.monotonic() + most_seconds)]
         notes = (*search.notes, *([] if plan.fits else [_least(plan)]))
-        return Remedies(prediction, _vocab_size(planner, job), tuple(sorted(_distinct(found), key=_rank)), notes)
+        return Remedies(prediction, _vocab_size(planner, job, texts), tuple(sorted(_distinct(found), key=_rank)), notes)
 
 
-def _vocab_size(planner: Planner, job: Job) -> int:
+def _vocab_size(planner: Planner, job: Job, texts: TextSketch | None) -> int:
     config = getattr(planner.subject.workload.model, "config", None)
-    return int(getattr(config, "vocab_size", None) or sketch_texts(job).vocab_size)
+    return int(getattr(config, "vocab_size", None) or (texts or sketch_texts(job)).vocab_size)
 
 
 def _least(plan: Plan) -> str:

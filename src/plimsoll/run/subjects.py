@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from plimsoll.assemble import require_vectors
-from plimsoll.data.sketch import sketch_texts
+from plimsoll.data.sketch import TextSketch, sketch_texts
 from plimsoll.device.base import backend_for
 from plimsoll.memory.lowering.base import Lowering
 from plimsoll.models.build import build_model, loss_of
@@ -83,27 +83,29 @@ class JobSubject:
     Args:
         job: the job.
         started: what reads the baseline of a plan for the CPU.
+        texts: what is known of its data, as they are prepared; by default they are sketched.
 
     Raises:
         JobError: if the model or the optimizer cannot be built.
         DataError: if the tokenizer cannot be loaded, or there are no labels.
     """
 
-    def __init__(self, job: Job, started: StartedBaseline | None = None) -> None:
+    def __init__(self, job: Job, started: StartedBaseline | None = None, texts: TextSketch | None = None) -> None:
         self._job, self._started = job, started
         require_vectors(job)
-        self._texts = sketch_texts(job)
+        texts = sketch_texts(job) if texts is None else texts
+        self._texts = texts
         self.batch_size, self.num_ranks = samples_of_rank(job), job.ranks
-        self.sequence_length: int | None = job.sequence_length
+        self.sequence_length: int | None = texts.longest or job.sequence_length
         self.precision: str = job.precision
         self.allow = frozenset[str](job.allow)
         self.lengths_vary = job.is_labelled or job.data.has_padding
         self.evaluates_between_steps = bool(job.data.validation and job.evaluate_every)
-        model = build_model(job, *self._texts, device="meta").train()
+        model = build_model(job, *texts.of_model, device="meta").train()
         self.workload = Workload(
             model,
             build_optimizer(job.optimizer, model.parameters()),
-            sketched_loss(job, self._texts, model),
+            sketched_loss(job, texts, model),
             loss_of(job.task)[1],
             clip_norm=job.optimizer.clip_norm,
             precision=job.own_precision,
@@ -130,7 +132,7 @@ class JobSubject:
         job, texts = self._job, self._texts
         backend = backend_for("cpu")
         random_state = backend.random_state()
-        model = build_model(job, *texts).train()
+        model = build_model(job, *texts.of_model).train()
         optimizer = build_optimizer(job.optimizer, model.parameters())
         workload = replace(
             self.workload,

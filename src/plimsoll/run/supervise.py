@@ -25,6 +25,7 @@ started on each of them, starts the ranks again.
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -383,14 +384,24 @@ def _death(end: _End, kills_before: OomKills | None, has_host_budget: bool) -> _
     elif number == signal.SIGBUS:
         cause = _Cause.GUESS
         evidence = "a guess: a page of a mapped file could not be had, as where /dev/shm or the disk is full"
-    elif has_host_budget and number in _CRASHES_WITHOUT_MEMORY:
+    elif (has_host_budget or _has_limit_of_others()) and number in _CRASHES_WITHOUT_MEMORY:
         cause = _Cause.GUESS
-        evidence = "a guess: some libraries crash where the budget refuses them memory"
+        what = "the budget" if has_host_budget else "the limit that is set on it (ulimit)"
+        evidence = (
+            f"a guess: native code (in Rust, as of tokenizers, or C++) ends the process where {what} refuses it "
+            "memory; what it printed before it ended says which, and the lines that led there"
+        )
     elif number in _CRASHES_WITHOUT_MEMORY:
         cause, evidence = _Cause.CRASH, "no budget was enforced that could have refused it memory"
     else:
         cause, evidence = _Cause.CRASH, "no lack of memory does that"
     return _Death(signal.Signals(number).name, number, evidence, cause)
+
+
+def _has_limit_of_others() -> bool:
+    """Whether a limit that this process inherits to those it starts may refuse them memory."""
+    limits = (resource.RLIMIT_DATA, resource.RLIMIT_AS)
+    return any(resource.getrlimit(limit)[0] != resource.RLIM_INFINITY for limit in limits)
 
 
 def _killer(before: OomKills | None) -> tuple[_Cause, str]:

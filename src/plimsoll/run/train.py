@@ -2,7 +2,8 @@
 
 The loop does not know the techniques and does not catch errors: a step is a transaction (`plimsoll.run.step`), what
 runs out of memory outside of it is tried again after a clean-up (`_survive`), and everything else ends the run with its
-checkpoints intact.
+checkpoints intact. A step that has no room even with the last fallback, though such a step of this run has held, is
+tried again after a pause, a few times: something else has the memory. A step that never held ends the run at once.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ from plimsoll.run.evaluate import Evaluation
 from plimsoll.run.failpoints import failpoint
 from plimsoll.run.monitor import MemorySampler, View
 from plimsoll.run.outcome import StepResult
+from plimsoll.run.pauses import Pauses
 from plimsoll.run.ranked import (
     may_begin_anew,
     oom_kills_by_machine,
@@ -80,6 +82,7 @@ class Training:
     host: Backend | None = None
     stop: StopRequest = field(default_factory=StopRequest)
     has_fallen: bool = False
+    pauses: Pauses = field(default_factory=Pauses)
     begun_at: int = 0
     asked_all: int | None = None
 
@@ -92,6 +95,11 @@ class Training:
     def has_worn(self) -> bool:
         """Whether the steps of this process may be why what follows them finds no room, and a new one is to be had."""
         return self._has_stepped and self._may_begin_anew
+
+    @property
+    def pause_seconds(self) -> float | None:
+        """How long to wait before a step without room is tried again as it is; ``None``: that is of no use."""
+        return self.pauses.next_seconds(self.directory, self.step.rung or 0)
 
     @property
     def _has_stepped(self) -> bool:
@@ -200,13 +208,18 @@ def _loop(training: Training) -> None:
         try:
             result = _step(training, batch)
         except OutOfMemoryError as error:
-            if isinstance(error, TornStepError) or not training.is_worn:
+            if isinstance(error, TornStepError):
                 raise
+            if not training.is_worn:
+                if not _has_waited(training):
+                    raise
+                continue  # with the same batch, unless it was asked to stop meanwhile
             _save_if_there_is_room(training, saved_step)
             raise WornProcessError(
                 f"step {step.num_steps + 1} has no room in this process with any fallback; what those before have left "
                 "in its heap goes with it: start a new process (`plimsoll train` does it by itself)"
             ) from None
+        training.pauses = Pauses()
         training.parts.loader.advance()
         note_step(training, batch, result)
         if job.evaluate_every and result.step % job.evaluate_every == 0:
@@ -222,6 +235,13 @@ def _loop(training: Training) -> None:
             f"`plimsoll train --resume --out {training.directory.path}`",
             signal_number,
         )
+
+
+def _has_waited(training: Training) -> bool:
+    """Wait for memory that something else has taken, as long as that is of use; all ranks do what the first says."""
+    seconds = training.ranks.each([training.pause_seconds or 0.0])[0][0]
+    training.pauses.take(seconds, lambda: training.asked_by is not None)
+    return seconds > 0
 
 
 def _save_if_there_is_room(training: Training, saved_step: int) -> None:
@@ -242,6 +262,9 @@ def _step(training: Training, batch: Batch) -> StepResult:
         if not event.survived and training.is_worn:
             anew = {"survived": True, "action": "a new process, without the holes in the heap of this one"}
             event = event.model_copy(update=anew)
+        elif not event.survived and (seconds := training.pause_seconds) is not None:
+            again = {"survived": True, "action": f"the same again in {seconds:g} s: it has held before"}
+            event = event.model_copy(update=again)
         _note_oom(training, event)
 
     try:

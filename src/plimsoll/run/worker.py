@@ -17,6 +17,7 @@ from plimsoll.device.cgroup import oom_kill_count
 from plimsoll.errors import DataError, EmbeddingError, JobError
 from plimsoll.records.job import Job
 from plimsoll.records.plan import Plan
+from plimsoll.records.units import format_bytes
 from plimsoll.run.directory import RunDirectory
 from plimsoll.run.supervise import is_rank
 
@@ -42,12 +43,16 @@ def prepare_run(  # noqa: PLR0917 -- of a command
     """Index the text, make the tokenizer and tokenize, with progress on standard error.
 
     What the job says wrongly of model and optimizer is found before that, which may take hours, a budget of more than
-    there is, and what is pinned or forbidden and cannot be. With ``again`` the run has been prepared already, and must
-    come to the same data.
+    there is, and what is pinned or forbidden and cannot be; what the data turn out to be too little for, or to have
+    otherwise than a plan that was given, before anything is planned. With ``again`` the run has been prepared already,
+    and must come to the same data.
     """
-    from plimsoll.assemble import prepare_vectors, require_buildable
-    from plimsoll.data.prepare import Prepared, prepare, prepare_again
-    from plimsoll.records.plan import parse_pin
+    from plimsoll.assemble import loader_of, prepare_vectors, require_buildable
+    from plimsoll.data.prepare import Prepared, open_datasets, prepare, prepare_again, with_rows
+    from plimsoll.data.sketch import texts_of
+    from plimsoll.device.process import PeakCounter, private_bytes
+    from plimsoll.plan.facts import require_prepared_for
+    from plimsoll.records.plan import Plan, parse_pin
     from plimsoll.report.progress import stages
     from plimsoll.run.targets import require_budget
     from plimsoll.run.teaching import require_folder, require_teacher, require_tokens
@@ -62,11 +67,14 @@ def prepare_run(  # noqa: PLR0917 -- of a command
         from plimsoll.run.wishes import require_possible
 
         require_possible(job, [parse_pin(pin) for pin in pins], forbids)
+    peak = PeakCounter()
+    peak.reset()
     with stages(quiet) as progress:
         if again:
             prepared = prepare_again(job, Prepared.load(directory.prepared), cache, progress)
         else:
             prepared = prepare(job, cache, progress)
+        loader_of(job, open_datasets(prepared, job)[0]).close()  # what is too little for a batch, is before a plan
         if job.distill is not None:
             require_teacher(job, prepared, prepared.label_names)
             require_tokens(job, Path(prepared.tokenizer_folder))
@@ -74,6 +82,9 @@ def prepare_run(  # noqa: PLR0917 -- of a command
     if vectors is not None:
         _require_same(vectors.digest, directory, again)
         prepared = prepared.model_copy(update={"vectors_folder": vectors.folder, "vectors_digest": vectors.digest})
+    prepared = with_rows(prepared, job).model_copy(update={"peak_bytes": peak.read(private_bytes())})
+    if not again:
+        require_prepared_for(Plan.load(directory.plan), texts_of(prepared))
     prepared.save(directory.prepared)
     if not quiet:
         print(data_sentence(prepared), *([vectors.sentence] if vectors else []), sep="\n", file=sys.stderr)
@@ -113,6 +124,10 @@ def data_sentence(prepared: Prepared) -> str:
     note = entity_note(prepared.label_names) if train.labels_folder is None else None
     if note is not None:
         parts.append(note)
+    if prepared.num_left_out_words:
+        parts.append(f"the tokenizer is trained without {prepared.num_left_out_words:,} of the rarest words")
+    if prepared.peak_bytes is not None:
+        parts.append(f"preparing took {format_bytes(prepared.peak_bytes)}")
     if train.num_skipped:
         parts.append(f"{train.num_skipped:,} files or rows left out, the first: {train.skipped[0]}")
     return f"data: {'; '.join(parts)}"
@@ -145,6 +160,8 @@ def plan_run(  # noqa: PLR0917 -- of a command
         CheckpointError: if there is no such checkpoint, or it is torn or of another job.
         InputError: if the plan that is given is of something else, or the pins contradict each other.
     """
+    from plimsoll.data.prepare import Prepared
+    from plimsoll.data.sketch import texts_of
     from plimsoll.records.plan import parse_pin
     from plimsoll.report.plan_sheets import headline
     from plimsoll.report.progress import spinner
@@ -166,6 +183,7 @@ def plan_run(  # noqa: PLR0917 -- of a command
                 forbids=forbids,
                 calibration=known_calibration(),
                 progress=progress,
+                texts=texts_of(Prepared.load(directory.prepared)),
             )
         require_that_fits(plan)
     else:
@@ -188,9 +206,11 @@ def _require_checkpoint(directory: RunDirectory, job: Job, from_step: int | None
 
 def _is_still_good(directory: RunDirectory, job: Job, quiet: bool) -> bool:
     """Whether the plan of a run that goes on is for its budget and of its code; says what differs."""
+    from plimsoll.data.prepare import Prepared
+    from plimsoll.data.sketch import texts_of
     from plimsoll.run.plan import reasons_against
 
-    reasons = reasons_against(Plan.load(directory.plan), job)
+    reasons = reasons_against(Plan.load(directory.plan), job, texts_of(Prepared.load(directory.prepared)))
     if reasons and not quiet:
         print(f"the plan of this run no longer holds: {'; '.join(reasons)}; planning again", file=sys.stderr)
     return not reasons
@@ -283,6 +303,7 @@ def train_run(  # noqa: PLR0915 -- as above
         head = RunHead(
             job=without_secrets(job.model_dump(mode="json")), device=backend.probe(), versions=versions(),
             fingerprint=marks, gradient_reach=_gradient_reach(job, prepared, plan),
+            preparation_bytes=prepared.peak_bytes,
         )  # fmt: skip
         if job.budget.device_bytes is not None and plan.limit_bytes is None:  # a plan knows better what there will be
             require_room(job, prepared, backend.baseline_bytes, job.budget.device_bytes)
@@ -318,7 +339,7 @@ def train_run(  # noqa: PLR0915 -- as above
             ranks.broadcast([*parts.model.parameters(), *parts.model.buffers()])
         step = step_of(
             job, parts.model, parts.optimizer, plan.choices_by_rung, loss=loss, schedule=parts.schedule,
-            files=parts.files, ranks=ranks,
+            full_length=prepared.longest_row, files=parts.files, ranks=ranks,
         )  # fmt: skip
         if device == "cpu":
             set_up_for_steps(first)

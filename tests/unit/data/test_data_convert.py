@@ -1,10 +1,15 @@
 """What is converted before it is indexed: compressed files and tables, once, whole or not at all."""
 
+import bz2
 import csv
 import gzip
 import io
+import json
+import lzma
 import subprocess
 import sys
+import tarfile
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -25,8 +30,6 @@ def zstd(content: bytes) -> bytes:
 
 
 def as_jsonl() -> bytes:
-    import json
-
     return "".join(json.dumps({"text": text}) + "\n" for text in TEXTS).encode()
 
 
@@ -143,3 +146,55 @@ def test_converting_a_table_takes_bounded_memory(tmp_path: Path):
     num_texts, grown_bytes = map(int, subprocess.check_output([sys.executable, "-c", MEASURE, *names]).split())
     assert num_texts == 200_000
     assert grown_bytes < 48 << 20
+
+
+@pytest.mark.parametrize(("suffix", "pack"), [(".bz2", bz2.compress), (".xz", lzma.compress)])
+def test_bzip2_and_xz_are_read(tmp_path: Path, suffix: str, pack: Callable[[bytes], bytes]):
+    assert list(opened(written(tmp_path / f"a.jsonl{suffix}", pack(as_jsonl())))) == TEXTS
+
+
+def test_the_files_of_an_archive_are_texts_by_its_name_and_theirs(tmp_path: Path):
+    files = {"b/a.jsonl": as_jsonl(), "c.txt": b"one\ntwo\n", "d.txt.gz": gzip.compress(b"three\n"), "e.zip": b"PK"}
+    with zipfile.ZipFile(tmp_path / "all.zip", "w") as archive:
+        for name, content in files.items():
+            archive.writestr(name, content)
+    corpus = opened(tmp_path / "all.zip")
+    assert list(corpus) == [*TEXTS, "one", "two", "three"]
+    assert corpus.paths == tuple(tmp_path / "all.zip" / name for name in files if name != "e.zip")
+    assert corpus.skipped == (f"{tmp_path}/all.zip/e.zip: it is an archive in an archive: unpack it",)
+    with tarfile.open(tmp_path / "all.tgz", "w:gz") as tar:
+        info = tarfile.TarInfo("c.txt")
+        info.size = 8
+        tar.addfile(info, io.BytesIO(b"one\ntwo\n"))
+    assert list(opened(tmp_path / "all.tgz")) == ["one", "two"]
+
+
+@pytest.mark.parametrize("indent", [None, 2])
+def test_a_list_of_json_objects_is_no_text_but_a_table(tmp_path: Path, indent: int | None):
+    path = written(tmp_path / "a.json", json.dumps([{"text": text, "n": 1} for text in TEXTS], indent=indent))
+    assert list(opened(path)) == TEXTS
+    assert list(opened(written(tmp_path / "b.json", as_jsonl()))) == TEXTS
+    assert list(opened(written(tmp_path / "c.json", json.dumps({"text": "one"}, indent=indent)))) == ["one"]
+    packed = written(tmp_path / "d.json.gz", gzip.compress(path.read_bytes()))
+    assert list(opened(packed)) == TEXTS
+
+
+def test_json_that_is_no_list_of_texts_is_an_error_or_said(tmp_path: Path):
+    path = written(tmp_path / "x" / "a.json", json.dumps({"data": [{"text": "one"}]}, indent=2))
+    with pytest.raises(DataError, match=r"a\.json as text: none of its columns 'data' is called text"):
+        opened(path)
+    broken = written(tmp_path / "x" / "b.json", '[\n{"text": "one"},\n{"text": two}]')
+    with pytest.raises(DataError, match=r"b\.json as text: line 3: it is not a list of JSON objects"):
+        opened(broken)
+    written(tmp_path / "x" / "c.txt", "one\n")
+    corpus = opened(tmp_path / "x", on_error="skip")
+    assert list(corpus) == ["one"]
+    assert [Path(entry.partition(":")[0]).name for entry in corpus.skipped] == ["b.json", "a.json"]
+
+
+def test_what_a_binary_file_is_is_said(tmp_path: Path):
+    path = written(tmp_path / "a.txt", gzip.compress(bytes(99)))
+    with pytest.raises(
+        DataError, match=r"its first bytes are those of gzip: leave it out, or rename it to end in \.gz"
+    ):
+        opened(path)

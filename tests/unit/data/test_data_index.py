@@ -69,7 +69,12 @@ def test_files_of_a_folder_that_are_no_text_are_left_out_with_the_reason(texts: 
     (texts / "image.png").write_bytes(b"\x89PNG\0")
     late = b"good line\n" * 60_000 + b"\xff"  # beyond the first chunk: what was indexed of it is taken back
     (texts / "bad.txt").write_bytes(late)
-    corpus = opened(texts)
+    with pytest.warns(
+        RuntimeWarning, match=r"1 of 3 files \(585\.9 KiB\) are left out whole .*bad\.txt: line 60001: byte"
+    ):
+        corpus = opened(texts)
+    with pytest.warns(RuntimeWarning, match="to leave out only what is at fault in them, set on_error: skip"):
+        opened(texts)  # each time
     assert list(corpus) == ["one", "two", "thr\u00e9e"]
     assert [Path(entry.partition(": ")[0]).name for entry in corpus.skipped] == ["image.png", "bad.txt"]
     assert "byte 4 is NUL" in corpus.skipped[0]
@@ -80,8 +85,8 @@ def test_files_of_a_folder_that_are_no_text_are_left_out_with_the_reason(texts: 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"caf\xe9", r"bad\.txt as text: byte 3 \(0xe9\) is not UTF-8 .*iconv -f latin1 -t utf-8"),
-        (b"a\0b", r"bad\.txt as text: byte 1 is NUL"),
+        (b"caf\xe9", r"bad\.txt as text: line 1: byte 3 \(0xe9\) is not UTF-8 .*iconv -f latin1 -t utf-8"),
+        (b"a\0b", r"bad\.txt as text: line 1: byte 1 is NUL"),
         (b"", "the only text file of .*bad.txt holds nothing but white space: give files with text"),
         (b" \n\t\r\n", "the only text file of .*bad.txt holds nothing but white space"),
     ],
@@ -96,7 +101,9 @@ def test_a_file_named_itself_must_be_text(tmp_path: Path, content: bytes, messag
 def test_a_folder_without_text_is_an_error_with_its_own_text(tmp_path: Path):
     (tmp_path / "x").mkdir()
     (tmp_path / "x" / "a.bin").write_bytes(b"\0")
-    with pytest.raises(DataError, match=r"the only file of .* is not UTF-8 text, the first: .*a\.bin: byte 0 is NUL"):
+    with pytest.raises(
+        DataError, match=r"the only file of .* is not UTF-8 text, the first: .*a\.bin: line 1: byte 0 is NUL"
+    ):
         opened(tmp_path / "x")
 
 
@@ -282,3 +289,28 @@ def test_a_sparse_file_is_indexed_and_read_in_little_memory(tmp_path: Path):
     assert f"byte {len(island)} is NUL" in words
     with pytest.raises(DataError, match=rf"byte {len(island)} is NUL: remove it; set on_error: skip"):
         opened(path)
+
+
+def test_an_edit_behind_the_same_size_and_time_is_indexed_anew(tmp_path: Path):
+    path = tmp_path / "a.txt"
+    lines = [f"line {number:06d}\n" for number in range(20_000)]
+    path.write_text("".join(lines))
+    status = path.stat()
+    corpus = opened(path)
+    lines[9001:9003] = ["line\n009001\n", "line 9002  \n"]  # far from what is sampled
+    path.write_text("".join(lines))
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert path.stat().st_size == status.st_size
+    assert list(opened(path)) == "".join(lines).splitlines()
+    assert opened(path).key != corpus.key
+
+
+def test_an_index_whose_text_no_longer_decodes_is_made_anew_at_the_next_start(tmp_path: Path):
+    path = tmp_path / "a.txt"
+    path.write_text("one\ntwo\n")
+    corpus, status = opened(path), path.stat()
+    path.write_bytes(b"\xffne\ntwo\n")
+    os.utime(path, ns=(0, status.st_mtime_ns))
+    with pytest.raises(DataError, match="is not the text it was when it was indexed .*start again to index it anew"):
+        corpus[0]
+    assert not (corpus.folder / "manifest.json").exists()

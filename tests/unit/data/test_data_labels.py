@@ -106,3 +106,18 @@ def test_texts_are_numbered_as_the_checkpoint_that_learns_from_them_does(tmp_pat
     other = table(tmp_path / "b.jsonl", ["ham", "eggs"])
     assert names_to_number_by(other, str(tmp_path)) is None
     assert names_to_number_by(corpus, {"architecture": "bert"}) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.jsonl", '{"text": "a", "y": 1}\n{"text": "b", "y": -100}\n{"text": "c", "y": 0}\n'),
+        ("a.csv", "text,y\na,1\nb,-100\nc,0\n"),
+    ],
+)
+def test_a_label_of_minus_100_is_none(tmp_path: Path, name: str, content: str):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(DataError, match=r"line [23]: its label .*-100, which means none"):
+        open_corpus((str(tmp_path / name),), Reading(label="y"), tmp_path / "cache")
+    corpus = open_corpus((str(tmp_path / name),), Reading(label="y", on_error="skip"), tmp_path / "cache")
+    assert (corpus.label_names, list(corpus)) == (("0", "1"), ["a", "c"])

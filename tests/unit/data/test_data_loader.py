@@ -85,11 +85,15 @@ def test_a_resumed_loader_goes_on_as_if_never_stopped(num_done: int):
     assert facts(take(resumed, 10 - num_done)) == facts(uninterrupted[num_done:])
 
 
+def place(loader: Loader) -> dict[str, int]:
+    return {name: loader.state_dict()[name] for name in ("epoch", "position")}
+
+
 def test_the_state_is_a_place_in_an_epoch():
     loader = Loader(Numbers(10), 4, seed=5)
-    assert loader.state_dict() == {"epoch": 0, "position": 0}
+    assert place(loader) == {"epoch": 0, "position": 0}
     take(loader, 4)
-    assert loader.state_dict() == {"epoch": 1, "position": 4}
+    assert place(loader) == {"epoch": 1, "position": 4}
 
 
 @pytest.mark.parametrize(
@@ -99,7 +103,7 @@ def test_a_state_outside_the_data_is_refused(state: dict[str, int]):
     loader = Loader(Numbers(10), 4, seed=0)
     with pytest.raises(CheckpointError, match=f"at sample {state['position']} of epoch .* the data has 10 samples"):
         loader.load_state_dict(state)
-    assert loader.state_dict() == {"epoch": 0, "position": 0}
+    assert place(loader) == {"epoch": 0, "position": 0}
 
 
 def test_data_smaller_than_a_batch_is_refused_in_numbers():
@@ -117,7 +121,7 @@ def test_iterating_gives_the_rest_of_the_epoch_and_counts_what_is_handed_out():
         got.append(fields["input_ids"][:, 0].tolist())
         assert loader.state_dict()["position"] in (8, 0)
     assert got == [ids for _, _, ids in whole[1:3]]
-    assert loader.state_dict() == {"epoch": 1, "position": 0}
+    assert place(loader) == {"epoch": 1, "position": 0}
     assert [fields["epoch"].item() for fields in loader] == [1, 1, 1]
 
 
@@ -207,3 +211,46 @@ def test_an_evaluation_sees_every_sample_once_in_order():
     assert facts(list(iterate_once(Numbers(1), 2))) == [(0, 0, [0])]
     of_two_ranks = [[batch.sample_ids.tolist() for batch in iterate_once(Numbers(5), 2, rank, 2)] for rank in (0, 1)]
     assert of_two_ranks == [[[0], [2], [4]], [[1], [3], []]]
+
+
+class Other(Numbers):
+    """As many samples, of other numbers."""
+
+    def batch(self, ids, epoch=0):
+        fields = super().batch(ids, epoch)
+        return fields | {"input_ids": fields["input_ids"] + 1}
+
+
+KINDS = {
+    "fixed": 10,
+    "buckets": Buckets(batch_size=10, pool_samples=40),
+    "tokens": Buckets(max_tokens=80, pool_samples=40),
+}
+ORDERS = {"whole": True, "blocks": BlockShuffle(4, 3), "none": False}
+
+
+@pytest.mark.parametrize("num_done", [3, 60])  # in the first epoch, and in a later one
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_state_of_another_seed_order_data_or_length_is_refused(kind: str, order: str, num_done: int):
+    batches, shuffle = KINDS[kind], ORDERS[order]
+    loader = Loader(Numbers(100), batches, seed=1, shuffle=shuffle)
+    take(loader, num_done)
+    state = loader.state_dict()
+    same = Loader(Numbers(100), batches, seed=1, shuffle=shuffle)
+    same.load_state_dict(state)
+    assert facts(take(same, 3)) == facts(take(loader, 3))
+    others = [
+        Loader(Numbers(120), batches, seed=1, shuffle=shuffle),
+        Loader(Other(100), batches, seed=1, shuffle=shuffle),
+        *(Loader(Numbers(100), batches, seed=1, shuffle=other) for name, other in ORDERS.items() if name != order),
+        *([Loader(Numbers(100), batches, seed=2, shuffle=shuffle)] if shuffle else []),
+    ]
+    for other in others:
+        with pytest.raises(CheckpointError, match="resume with"):
+            other.load_state_dict(state)
+        assert place(other) == {"epoch": 0, "position": 0}
+
+
+def test_a_state_before_the_first_batch_fits_any_loader():
+    Loader(Numbers(120), 7, seed=3).load_state_dict(Loader(Numbers(100), 10, seed=1).state_dict())

@@ -87,7 +87,7 @@ def test_prepared_data_are_a_record_that_can_be_a_file(texts: Path, tmp_path: Pa
     (texts / "image.png").write_bytes(b"\0")
     prepared = prepare(job_of(texts), tmp_path / "cache")
     assert prepared.train.num_skipped == 1
-    assert "image.png: byte 0 is NUL" in prepared.train.skipped[0]
+    assert "image.png: line 1: byte 0 is NUL" in prepared.train.skipped[0]
     prepared.save(tmp_path / "prepared.json")
     assert Prepared.load(tmp_path / "prepared.json") == prepared
 

@@ -130,3 +130,19 @@ def test_a_file_without_an_end_of_a_sentence_is_not_held(tmp_path: Path):
     (only,) = conll_sentences(str(path), Reading(is_tagged=True, max_text_bytes=700))
     assert (only.place, len(only.words)) == ("line 1", 100)
     assert "no empty line follows within 700 B" in str(only.why)
+
+
+def test_a_tag_of_minus_100_is_none(tmp_path: Path):
+    rows = [{"tokens": ["a", "b", "c"], "ner_tags": [-100, 1, 0]}, {"tokens": ["d"], "ner_tags": [-100]}]
+    corpora = [tagged_corpus(tmp_path / "a.conll", "a -100\nb 1\nc 0\n\nd -100\n")]
+    (tmp_path / "a.jsonl").write_text(jsonl(rows))
+    corpora.append(opened(tmp_path / "a.jsonl"))
+    for corpus in corpora:
+        assert corpus.tag_counts == {"0": 1, "1": 1}
+        assert read(corpus) == [[("a", "-100"), ("b", "1"), ("c", "0")], [("d", "-100")]]
+    features = {"ner_tags": {"feature": {"names": ["O", "X"], "_type": "ClassLabel"}, "_type": "List"}}
+    metadata = {"huggingface": json.dumps({"info": {"features": features}})}
+    pyarrow.parquet.write_table(
+        pyarrow.Table.from_pylist(rows).replace_schema_metadata(metadata), tmp_path / "a.parquet"
+    )
+    assert opened(tmp_path / "a.parquet").tag_counts == {"O": 1, "X": 1}

@@ -34,8 +34,18 @@ def tokenizer_file(folder: Path, ids: dict[str, int], end_token: str) -> Path:
     return folder
 
 
-def test_a_tokenizer_to_be_trained_has_the_size_that_is_asked_for(tmp_path: Path):
-    assert sketch_texts(job_of(tmp_path / "absent.txt", tokenizer={"vocab_size": 1234})) == TextSketch(1234, None, 0)
+def test_a_tokenizer_to_be_trained_has_the_size_that_is_asked_for_as_a_guess_where_the_texts_are_not_here(tmp_path):
+    guess = TextSketch(1234, None, 0, guessed=frozenset({"vocabulary"}))
+    for source in (tmp_path / "absent.txt", "s3://bucket/texts/*.txt"):
+        assert sketch_texts(job_of(source, tokenizer={"vocab_size": 1234})) == guess
+
+
+def test_of_much_text_no_tokenizer_is_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    text = tmp_path / "text.txt"
+    text.write_text("word " * 100)
+    assert sketch_texts(job_of(text)) == TextSketch(261, None, 0)
+    monkeypatch.setattr("plimsoll.data.sketch._MOST_TRAINED_BYTES", 499)
+    assert sketch_texts(job_of(text)) == TextSketch(8000, None, 0, guessed=frozenset({"vocabulary"}))
 
 
 def test_of_a_tokenizer_that_exists_the_largest_id_counts(tmp_path: Path):
@@ -44,14 +54,18 @@ def test_of_a_tokenizer_that_exists_the_largest_id_counts(tmp_path: Path):
     assert sketch == TextSketch(vocab_size=41, num_labels=None, end_id=40)
 
 
-def test_it_agrees_with_the_tokenizer_that_the_training_uses(tmp_path: Path):
+@pytest.mark.parametrize(
+    ("settings", "size"),
+    [({"vocab_size": 265}, 265), ({}, 269), ({"train": "words"}, 7), ({"train": "words", "min_count": 51}, 3)],
+)
+def test_it_agrees_with_the_tokenizer_that_the_training_uses(tmp_path: Path, settings: dict[str, object], size: int):
     text = tmp_path / "text.txt"
     text.write_text("the cat sat on the mat\n" * 50)
-    job = job_of(text, tokenizer={"vocab_size": 265})
+    job = job_of(text, tokenizer=settings)
     corpus = open_corpus((str(text),), Reading(), tmp_path / "cache")
     trained = prepare_tokenizer(job.tokenizer, corpus, tmp_path / "cache")
     again = sketch_texts(job_of(text, tokenizer={"path": str(trained.folder)}))
-    assert again[::2] == (trained.vocab_size, trained.end_id) == sketch_texts(job)[::2] == (265, 0)
+    assert again.of_model == (trained.vocab_size, None, trained.end_id) == sketch_texts(job).of_model == (size, None, 0)
 
 
 def test_a_tokenizer_that_is_not_there_is_an_error(tmp_path: Path):
@@ -65,9 +79,9 @@ def test_language_modelling_needs_no_texts(tmp_path: Path):
 
 def test_labels_are_the_folders_of_the_files_as_the_training_finds_them(tmp_path: Path):
     folder = class_files(tmp_path / "data", "spam/1.txt", "ham/1.txt", "ham/2.txt", "deep/eggs/1.txt", ".git/x")
-    sketch = sketch_texts(job_of(folder, "classification", tokenizer={"vocab_size": 300}))
+    sketch = sketch_texts(job_of(folder, "classification", tokenizer={"vocab_size": 260}))
     names, _ = labels_from_folders(open_corpus((str(folder),), Reading(), tmp_path / "cache"))
-    assert sketch == TextSketch(300, len(names), 0) == TextSketch(300, 3, 0)
+    assert sketch == TextSketch(260, len(names), 0) == TextSketch(260, 3, 0)
 
 
 def test_folders_of_one_name_are_one_class_wherever_they_are(tmp_path: Path):

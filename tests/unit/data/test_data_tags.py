@@ -154,3 +154,12 @@ def test_tags_that_cannot_be_learnt_are_refused(tmp_path: Path):
         tags_of(corpus, ("B-PERS", "O"))
     with pytest.raises(DataError, match="at least 2 tags, but all words of the 1 texts have 'O'"):
         tags_of(tagged_corpus(tmp_path / "b.conll", "a O\n"))
+
+
+def test_a_word_whose_tag_is_minus_100_has_no_label(tmp_path: Path):
+    _, _, store = tagged_store(tmp_path / "a.conll", [[("Ada", "B-X"), ("saw", "-100"), ("it", "O")]])
+    assert store.tag_names == ("B-X", "O")
+    assert np.asarray(store.labels).tolist() == [0, NO_LABEL, 1, NO_LABEL]  # the last is of the end token
+    corpus = tagged_corpus(tmp_path / "b.conll", "a -100\nb -100\n")
+    with pytest.raises(DataError, match="no word of the 1 texts has a tag, for -100 means none"):
+        tags_of(corpus)

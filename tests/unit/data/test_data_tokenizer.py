@@ -163,7 +163,7 @@ def test_what_words_are_made_with_is_in_their_name_and_not_in_that_of_bpe(corpus
     assert (
         len({of_words(corpus, cache, **fields).folder for fields in sources} | {bpe(corpus, cache, 8000).folder}) == 5
     )
-    settings = "\0".join(["1", tokenizers.__version__, corpus.key, "bpe", "280"])
+    settings = "\0".join(["2", tokenizers.__version__, corpus.key, "bpe", "280"])
     assert bpe(corpus, cache).folder.name == f"tokenizer-{hashlib.sha256(settings.encode()).hexdigest()[:16]}"
 
 
@@ -251,6 +251,7 @@ print(os.environ["TOKENIZERS_PARALLELISM"])
 """
 
 
+@pytest.mark.cold  # the variable is read where the module is loaded
 @pytest.mark.parametrize(("chosen", "afterwards"), [(None, "false"), ("true", "true"), ("false", "false")])
 def test_a_fork_after_training_gets_no_warning(corpus: Corpus, tmp_path: Path, chosen: str | None, afterwards: str):
     environment = {name: value for name, value in os.environ.items() if name != "TOKENIZERS_PARALLELISM"}

@@ -98,9 +98,9 @@ def test_the_rarest_are_dropped_and_how_much_a_count_may_miss_is_known(monkeypat
     monkeypatch.setattr(words, "_MOST_CHUNKS", 0)
     texts = ["a a a b b", "c d", "c c a e", "b f g"]
     # There are 5 words after the third text: a 4, c 3, b 2, d 1, e 1. What exceeds the third count stays: 2 are missed.
-    assert count_texts(texts[:3], most_words=4) == WordCounts(Counter(a=4, c=3), 2)
+    assert count_texts(texts[:3], most_words=4) == WordCounts(Counter(a=4, c=3), 2, 3)
     # And after the fourth: a 4, c 3, b 1, f 1, g 1; so b, which occurred three times, has missed all that is said.
-    assert count_texts(texts, most_words=4) == WordCounts(Counter(a=4, c=3), 3)
+    assert count_texts(texts, most_words=4) == WordCounts(Counter(a=4, c=3), 3, 6)
 
 
 def check(exact: WordCounts, counted: WordCounts, most_words: int) -> None:
@@ -144,6 +144,6 @@ def test_memory_is_bounded_where_everything_is_another_word(monkeypatch: pytest.
     for limit in ("_MOST_CHUNKS", "_MOST_CHUNK_CHARS"):
         with monkeypatch.context() as patch:
             patch.setattr(words, limit, 100)
-            held = list(words._counted_chunks(f"{number} " * 10 for number in range(1000)))
+            held = list(words._counted_chunks((f"{number} " * 10 for number in range(1000)), words._MOST_CHUNKS))
             assert 10 <= len(held) <= 1001
             assert sum(held, Counter()) == Counter({str(number): 10 for number in range(1000)})

@@ -237,7 +237,7 @@ def test_an_error_that_is_there_without_workers_too_is_raised_as_it_is(loader_of
     with pytest.raises(OSError, match="^the disk is on fire$"):
         ids_of(loader, 1)
     assert [text.partition("failed: ")[2].partition(".")[0] for text in said] == ["OSError: the disk is on fire"] * 2
-    assert loader.state_dict() == {"epoch": 0, "position": 0}
+    assert loader.state_dict().items() >= {"epoch": 0, "position": 0}.items()
 
 
 def test_processes_that_cannot_be_forked_are_done_without(loader_of, monkeypatch):

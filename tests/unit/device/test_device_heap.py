@@ -5,6 +5,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.cold  # a heap as a process begins with
+
 _PROGRAM = """
 import sys
 from plimsoll.device import heap, process
@@ -37,8 +39,6 @@ _FAULTS = """
 import resource
 import torch
 from plimsoll.device import heap
-
-pytestmark = pytest.mark.cold  # a heap as a process begins with
 torch.set_num_threads(1)
 
 def faults():

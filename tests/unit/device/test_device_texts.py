@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import numpy
+import pyarrow
 import pytest
 import torch
 
@@ -81,10 +82,11 @@ def _read(dataset):
         ("cpu-allocator", lambda: torch.empty(1 << 60, dtype=torch.uint8)),
         ("memory-error", lambda: bytearray(1 << 60)),
         ("memory-error", lambda: numpy.empty(1 << 60, dtype=numpy.uint8)),
+        ("arrow", lambda: pyarrow.allocate_buffer(1 << 60)),
         ("worker-killed", _read(_DyingDataset())),
         ("cpu-allocator", _read(_GreedyDataset())),
     ],
-    ids=["torch", "python", "numpy", "killed worker", "error in a worker"],
+    ids=["torch", "python", "numpy", "pyarrow", "killed worker", "error in a worker"],
 )
 def test_a_real_error_is_recognised(family, action):
     assert oom_family(_error_of(action)) == family
@@ -92,6 +94,8 @@ def test_a_real_error_is_recognised(family, action):
 
 def test_the_size_of_a_real_request_is_read():
     assert requested_bytes(str(_error_of(lambda: torch.empty(1 << 60, dtype=torch.uint8)))) == 1 << 60
+    assert requested_bytes(str(_error_of(lambda: pyarrow.allocate_buffer(1 << 60)))) == 1 << 60
+    assert requested_bytes("memory allocation of 4096 bytes failed") == 4096
 
 
 _BAD_ALLOC = """
@@ -132,6 +136,10 @@ def test_torchs_own_type_needs_no_text(kind):
         (RuntimeError("HIP error: out of memory"), "hip"),
         (RuntimeError("std::bad_alloc"), "bad-alloc"),
         (MemoryError("std::bad_alloc"), "bad-alloc"),
+        (type("PanicException", (BaseException,), {})("memory allocation of 4096 bytes failed"), "rust"),
+        (type("PanicException", (BaseException,), {})("index out of bounds"), None),
+        (RuntimeError("slurmstepd: error: Detected 1 oom_kill event in StepId=12.0"), "oom-killer"),
+        (RuntimeError("Task was killed due to the node running low on memory."), "oom-killer"),
         (OSError(errno.ENOSPC, "No space left on device", "/home/user/model.bin"), None),
         (ValueError("CUDA out of memory"), None),
         (KeyError("out of memory"), None),

@@ -9,9 +9,11 @@ import pytest
 import torch
 
 from plimsoll.data.sketch import TextSketch
-from plimsoll.errors import JobError
-from plimsoll.plan.facts import differences, facts_of
+from plimsoll.errors import InputError, JobError
+from plimsoll.plan.facts import differences, facts_of, require_prepared_for
+from plimsoll.records.device import Budget
 from plimsoll.records.job import Job
+from plimsoll.records.plan import micro_batch_plan
 from plimsoll.run.rehearse import _batch
 
 TEXTS = TextSketch(300, None, 0)
@@ -94,6 +96,29 @@ def test_each_difference_is_said_with_both_values():
         "batch_size was 8, is 9", "vocabulary was 300, is 400", "target was cpu, is cuda sm_86",
     ]  # fmt: skip
     assert list(differences({"old": "1"}, {})) == ["old was 1, is not known"]
+
+
+def test_what_is_guessed_is_no_difference_and_a_plan_for_more_is_good_for_less():
+    known = TEXTS._replace(longest=40, held_out=(8, 64))
+    assert not list(differences(facts(TEXTS), facts(known)))  # a plan that does not say is for the most there can be
+    assert not list(differences(facts(known), facts(known._replace(longest=16, held_out=(2, 8)))))
+    assert list(differences(facts(known), facts(known._replace(longest=48, held_out=(9, 64))))) == [
+        "tokens of the longest row was 40, is 48", "samples of an evaluation batch was 8, is 9",
+    ]  # fmt: skip
+    other = TEXTS._replace(vocab_size=261)
+    assert list(differences(facts(), facts(other))) == ["vocabulary was 300, is 261"]
+    guess, guessed = TEXTS._replace(vocab_size=8000, num_labels=2), frozenset({"vocabulary", "labels"})
+    assert not list(differences(facts(), facts(guess), guessed))  # 300 of 8,000 that are asked for
+    assert list(differences(facts(guess), facts(), guessed)) == ["vocabulary was 8000, is 300"]
+
+
+def test_a_plan_is_refused_where_the_texts_came_out_otherwise_than_it_has_them():
+    texts = TEXTS._replace(longest=40)
+    plan = micro_batch_plan(Budget(), (8,)).model_copy(update={"made_for": facts(texts)})
+    require_prepared_for(plan, texts._replace(longest=16))
+    require_prepared_for(plan.model_copy(update={"made_for": {}}), texts._replace(vocab_size=261))  # it is of any job
+    with pytest.raises(InputError, match="vocabulary was 300, is 261; leave --plan out"):
+        require_prepared_for(plan, texts._replace(vocab_size=261))
 
 
 def test_the_code_of_an_own_model_is_a_fact(tmp_path, monkeypatch):

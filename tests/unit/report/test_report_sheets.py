@@ -160,3 +160,8 @@ def test_a_step_shorter_than_the_clock_has_no_speed():
     assert sheets.step_speed(step_line(1, step_seconds=0.0)) is None
     assert sheets.format_speed(None, "tokens") == "unknown"
     assert sheets.format_speed(12345.0, "tokens") == "12,345 tokens/s"
+
+
+def test_what_preparing_took_is_said_beside_the_peak_of_training():
+    assert dict(sheets.key_numbers(eventful_run(preparation_bytes=3 << 20)))["Peak of preparing"] == "3.0 MiB"
+    assert "Peak of preparing" not in dict(sheets.key_numbers(eventful_run()))

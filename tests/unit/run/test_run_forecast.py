@@ -94,6 +94,7 @@ def test_a_model_with_places_for_so_many_tokens_is_not_predicted_beyond_them():
     assert {one.sequence_length for one in none} == {16, 32}
 
 
+@pytest.mark.long
 def test_the_smallest_card_is_one_on_which_it_fits_and_none_with_less_memory_does():
     large = job(batch_size=64, sequence_length=512, tokenizer={"vocab_size": 20_000})
     answers = predict_job(large, device="h200", search=True).answers

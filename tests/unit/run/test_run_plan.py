@@ -110,7 +110,7 @@ def test_where_nothing_fits_the_smallest_budget_is_said_and_holds(impossible):
     assert again.rungs[0].peak.high_bytes <= smallest_mib * MIB
 
 
-@pytest.mark.parametrize("name", OPENINGS)
+@pytest.mark.parametrize("name", [OPENINGS[0], *(pytest.param(name, marks=pytest.mark.long) for name in OPENINGS[1:])])
 def test_where_nothing_fits_what_changes_the_training_is_offered_and_does_what_it_says(name, impossible):
     assert len(impossible.openings) == len(OPENINGS)
     (opening,) = (one for one in impossible.openings if name in names(one.choices))

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from plimsoll.data.sketch import TextSketch
 from plimsoll.errors import BudgetError
 from plimsoll.plan.cost import learn_peak, learn_time
 from plimsoll.records.comparison import Calibration
@@ -209,6 +210,9 @@ def without_budget(plan):
 on_this_processor = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 
 
+TEXTS = TextSketch(1000, None, 0)  # as they were prepared
+
+
 @on_this_processor
 def test_a_run_may_have_just_the_budget_of_its_plan_or_a_plan_without_one(made):
     assert require_same(made, job(budget={"device": "1GiB"}), "plan.json").budget.device_bytes == 1 << 30
@@ -219,20 +223,15 @@ def test_a_run_may_have_just_the_budget_of_its_plan_or_a_plan_without_one(made):
 @on_this_processor
 @pytest.mark.parametrize("budget", [{}, {"device": "1GiB"}, {"device": "2GiB"}])
 def test_a_run_goes_on_with_its_plan_where_the_budget_is_no_smaller(made, budget):
-    assert reasons_against(made, job(budget=budget)) == []
-    assert reasons_against(without_budget(made), job(budget=budget)) == []
+    assert reasons_against(made, job(budget=budget), TEXTS) == []
+    assert reasons_against(without_budget(made), job(budget=budget), TEXTS) == []
 
 
 @on_this_processor
 def test_a_run_that_goes_on_has_what_is_otherwise_against_its_plan(made):
-    assert reasons_against(made, job(budget={"device": "1023MiB"})) == ["the budget was 1.0 GiB, is 1023.0 MiB"]
-    assert reasons_against(made, job(batch_size=8)) == ["batch_size was 16, is 8"]
-
-
-@on_this_processor
-def test_texts_that_are_gone_are_not_against_a_plan(made, tmp_path):
-    gone = job(task="classification", data=str(tmp_path / "gone"))
-    assert reasons_against(made, gone) == []
+    assert reasons_against(made, job(budget={"device": "1023MiB"}), TEXTS) == ["the budget was 1.0 GiB, is 1023.0 MiB"]
+    assert reasons_against(made, job(batch_size=8), TEXTS) == ["batch_size was 16, is 8"]
+    assert reasons_against(made, job(), TEXTS._replace(vocab_size=261)) == ["vocabulary was 1000, is 261"]
 
 
 def test_a_plan_that_fits_is_let_through_and_one_that_does_not_is_refused(made):

@@ -134,6 +134,16 @@ def test_a_failure_begins_the_count_of_clean_steps_anew():
     assert choose(ladder, 1) == 8
 
 
+def test_a_limit_at_which_a_step_holds_after_all_was_none():
+    """The smallest size failed twice while something else had the memory; it is not the size for good."""
+    ladder = Ladder((2, 1), grow_after=1)
+    assert [failed(ladder, 2, 20), failed(ladder, 1, 10), failed(ladder, 1, 10)] == [1, 1, None]
+    held(ladder, 9)
+    assert choose(ladder, 10) == 1
+    held(ladder, 10)
+    assert choose(ladder, 10) == 2
+
+
 def test_where_every_size_is_beyond_its_limit_the_smallest_is_tried():
     ladder = descended()
     assert choose(ladder, 1000) == 1

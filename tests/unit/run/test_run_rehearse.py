@@ -124,7 +124,7 @@ def test_a_rehearsed_step_on_streams_needs_what_the_real_one_needs(architecture,
     )  # fmt: skip
     choices = (micro_batch_choice(micro_batch),)
     predicted = live_bytes(rehearse_job(fields, TEXTS, CpuLowering(), choices))
-    model = build_model(fields, *TEXTS).train()
+    model = build_model(fields, *TEXTS.of_model).train()
     optimizer = build_optimizer(fields.optimizer, model.parameters())
     step = step_of(fields, model, optimizer, [choices])
     batch = _batch(fields, TEXTS, 6, 8)
@@ -237,7 +237,7 @@ def test_a_folder_of_a_recurrent_model_is_rehearsed_without_being_read(num_label
     texts = TEXTS._replace(num_labels=num_labels)
     task = "classification" if num_labels else "language-modeling"
     new, saved = job(task=task), job(task=task, model=str(tmp_path))
-    save_model(build_model(new, *texts), tmp_path)
+    save_model(build_model(new, *texts.of_model), tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"")
     peaks = [live_bytes(rehearse_job(one, texts, CpuLowering(), WHOLE)).peak_bytes for one in (new, saved)]
     assert peaks[1] == peaks[0] > 0

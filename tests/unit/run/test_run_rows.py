@@ -32,6 +32,7 @@ def needs_bytes(training, num_samples: int, length: int) -> int:
     return prediction.peak.high_bytes
 
 
+@pytest.mark.long
 def test_each_entry_fits_and_one_sample_more_does_not(training):
     budget = needs_bytes(training, 40, LONGEST)
     rows = rows_by_length(

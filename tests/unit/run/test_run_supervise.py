@@ -95,8 +95,8 @@ def test_who_sent_sigkill_is_what_the_machine_says(monkeypatch, before, after, e
     ("code", "has_host_budget", "name", "evidence", "cause"),
     [
         (-signal.SIGBUS, False, "SIGBUS", "a guess: a page of a mapped file", "GUESS"),
-        (-signal.SIGABRT, True, "SIGABRT", "a guess: some libraries crash where the budget", "GUESS"),
-        (-signal.SIGSEGV, True, "SIGSEGV", "a guess: some libraries crash where the budget", "GUESS"),
+        (-signal.SIGABRT, True, "SIGABRT", "a guess: native code (in Rust, as of tokenizers, or C++) ends", "GUESS"),
+        (-signal.SIGSEGV, True, "SIGSEGV", "a guess: native code (in Rust, as of tokenizers, or C++) ends", "GUESS"),
         (-signal.SIGSEGV, False, "SIGSEGV", "no budget was enforced", "CRASH"),
         (-signal.SIGABRT, False, "SIGABRT", "no budget was enforced", "CRASH"),
         (-signal.SIGILL, True, "SIGILL", "no lack of memory does that", "CRASH"),

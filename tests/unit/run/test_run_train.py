@@ -4,7 +4,9 @@ import os
 import re
 import signal
 import threading
+import time
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -232,6 +234,42 @@ def test_otherwise_there_is_nothing_to_hope_for_from_a_new_process(options, new_
         train_here(directory, **options)
     assert type(caught.value) is OutOfMemoryError
     assert not of_kind(directory, OomEvent)[-1].survived
+
+
+def test_a_step_that_has_held_is_tried_again_after_a_pause_where_nothing_smaller_is_left(new_run, monkeypatch):
+    """The first step of a process on the last rung runs out in two phases; in every other process it would, too."""
+    monkeypatch.setenv("PLIMSOLL_SUPERVISOR", str(os.getppid()))
+    directory = new_run()
+    with armed("forward", *range(4, 30)), pytest.raises(WornProcessError):
+        train_here(directory)
+    monkeypatch.setattr("plimsoll.run.pauses._SECONDS", (0.01,))
+    with armed("forward", 1), armed("loss", 2):
+        train_here(directory, resume_newest=True, rung=3, restarts=1)
+    record = record_of(directory)
+    assert record.status == "finished"
+    events = [event for event in record.oom_events if event.step == 4][-2:]
+    assert [(event.phase, event.survived) for event in events] == [("forward", True), ("loss", True)]
+    assert events[-1].action == "the same again in 0.01 s: it has held before"
+    assert [step.step for step in record.steps] == [1, 2, 3, 4, 5, 6]
+
+
+def test_pauses_end_where_memory_stays_away_and_where_somebody_asks_to_stop(new_run, monkeypatch):
+    monkeypatch.setattr("plimsoll.run.pauses._SECONDS", (0.01, 0.02))
+    directory = new_run()
+    with armed("forward", *range(4, 60)), pytest.raises(OutOfMemoryError):
+        train_here(directory)  # without a supervisor
+    last = of_kind(directory, OomEvent)[-6:]
+    assert [(event.survived, event.action) for event in last if event.next_rung is None] == [
+        (True, "the same again in 0.01 s: it has held before"),
+        (True, "the same again in 0.02 s: it has held before"),
+        (False, "stopped: nothing is left to try"),
+    ]
+    assert record_of(directory).status == "failed"
+    monkeypatch.setattr("plimsoll.run.pauses._SECONDS", (60.0,))
+    clock = SimpleNamespace(monotonic=time.monotonic, sleep=lambda seconds: os.kill(os.getpid(), signal.SIGINT))
+    monkeypatch.setattr("plimsoll.run.pauses.time", clock)
+    with armed("forward", *range(1, 60)), pytest.raises(Interrupted):
+        train_here(directory, resume=True)
 
 
 @pytest.mark.parametrize(

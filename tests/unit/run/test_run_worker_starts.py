@@ -19,11 +19,12 @@ from small_runs import small_job, train_here
 import plimsoll.run.train
 from plimsoll.data.prepare import Prepared, PreparedText
 from plimsoll.data.sketch import sketch_texts
-from plimsoll.errors import CheckpointError, EmbeddingError, InputError, RecordError
+from plimsoll.errors import CheckpointError, DataError, EmbeddingError, InputError, RecordError
 from plimsoll.memory.lowering.cpu import CpuLowering
 from plimsoll.plan.facts import facts_of
+from plimsoll.records.device import Budget
 from plimsoll.records.job import Job
-from plimsoll.records.plan import Choice, Plan, Rung, micro_batch_choice
+from plimsoll.records.plan import Choice, Plan, Rung, micro_batch_choice, micro_batch_plan
 from plimsoll.records.run import GradientReach, RunHead
 from plimsoll.run.directory import RunDirectory
 from plimsoll.run.worker import data_sentence, plan_run, prepare_run, print_baseline
@@ -199,6 +200,34 @@ def test_a_wish_that_cannot_be_is_refused_before_the_data_are_prepared(
     assert not (tmp_path / "cache").exists()
 
 
+def test_what_the_data_are_too_little_for_is_said_before_a_plan_is_made(new_run: NewRun, tmp_path: Path) -> None:
+    directory = new_run(batch_size=5000)
+    with pytest.raises(DataError, match="5000"):
+        prepare_run(directory.path, tmp_path / "cache", quiet=True)
+
+
+def test_a_plan_is_of_what_was_prepared_also_one_that_was_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The job asks for 8,000 tokens, and its text gives 261, which only who reads it knows."""
+    monkeypatch.setattr("plimsoll.data.sketch._MOST_TRAINED_BYTES", 0)
+    (tmp_path / "text.txt").write_text("word " * 800)
+    job = small_job(tmp_path / "text.txt", tokenizer={}, budget={"device": "2GiB"})
+    directory = RunDirectory.create(tmp_path / "run", force=False)
+    directory.write_job(job)
+    given = micro_batch_plan(job.budget, (8,))
+    for vocabulary, longest in (("8000", "32"), ("261", "8")):
+        made_for = {"vocabulary": vocabulary, "labels": "None", "tokens of the longest row": longest}
+        given.model_copy(update={"made_for": made_for}).save(directory.plan)
+        with pytest.raises(InputError, match="leave --plan out"):
+            prepare_run(directory.path, tmp_path / "cache", quiet=True)
+        assert not directory.prepared.exists()
+    given.save(directory.plan)
+    prepare_run(directory.path, tmp_path / "cache", quiet=True, pins=("chunked_loss",))
+    with pytest.raises(InputError, match="has 261 outputs"):
+        plan_run(directory.path, None, ("chunked_loss",), (), quiet=True)
+
+
 def test_word_vectors_must_be_the_same_when_a_run_goes_on(
     text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -208,6 +237,7 @@ def test_word_vectors_must_be_the_same_when_a_run_goes_on(
     directory = RunDirectory.create(tmp_path / "run", force=False)
     tokenizer = {"train": "words", "vocab_size": 300}
     directory.write_job(small_job(text, tokenizer=tokenizer, embeddings={"path": str(vectors)}))
+    micro_batch_plan(Budget(), (8,)).save(directory.plan)
     prepare_run(directory.path, tmp_path / "cache", quiet=False)
     first = Prepared.load(directory.prepared)
     assert first.vectors_digest is not None
@@ -325,9 +355,9 @@ def test_in_streams_truncated_gradients_reach_as_far_as_their_segments(text: Pat
     data = {"train": str(text), "order": "streams", "validation": 0.1}
     directory = RunDirectory.create(tmp_path / "run", force=False)
     directory.write_job(small_job(text, data=data, model={"architecture": "gru"}, allow=["truncated_bptt"], steps=1))
-    prepare_run(directory.path, tmp_path / "cache", quiet=True)
     choices = (micro_batch_choice(8), Choice(technique="truncated_bptt", options={"steps": 8}))
     Plan(budget=Job.from_yaml(directory.job).budget, rungs=(Rung(choices=choices),)).save(directory.plan)
+    prepare_run(directory.path, tmp_path / "cache", quiet=True)
     train_here(directory)
     reach = RunHead.load(directory.head).gradient_reach
     assert reach is not None

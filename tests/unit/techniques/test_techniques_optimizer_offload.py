@@ -268,7 +268,7 @@ WHOLE = micro_batch_choice(4)
 
 def recorded(choices):
     """What three real steps of the job allocate."""
-    model = build_model(JOB, *TEXTS)
+    model = build_model(JOB, *TEXTS.of_model)
     optimizer = build_optimizer(JOB.optimizer, model.parameters())
     position = Position()
     step = step_of(JOB, model, optimizer, [choices], position=position)
@@ -306,7 +306,7 @@ def test_a_rehearsed_step_needs_what_the_real_one_needs():
 )
 def test_a_trace_has_the_states_outside(choice, lowering):
     plain, offloaded = (rehearse_job(JOB, TEXTS, lowering, choices) for choices in ((WHOLE,), (choice, WHOLE)))
-    state_bytes = 2 * sum(parameter.nbytes for parameter in build_model(JOB, *TEXTS).parameters())
+    state_bytes = 2 * sum(parameter.nbytes for parameter in build_model(JOB, *TEXTS.of_model).parameters())
     assert (states_at_the_end(plain, False), states_at_the_end(plain, True)) == (state_bytes, 0)
     assert (states_at_the_end(offloaded, False), states_at_the_end(offloaded, True)) == (0, state_bytes)
     # So small a training has its peak in the update, which is done at once only where states are on the device.

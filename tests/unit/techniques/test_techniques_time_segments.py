@@ -328,6 +328,7 @@ def test_what_is_kept_grows_with_the_square_root():
     assert many < 0.1 * plain_many
 
 
+@pytest.mark.long
 def test_fewer_states_are_less_memory():
     least_bytes = peak_bytes(16, [time_segments_choice(0)])  # parameters, gradients and the like
     kept, fewer = (peak_bytes(512, [choice]) for choice in (time_segments_choice(8), time_segments_choice(8, kept=4)))
@@ -341,8 +342,15 @@ def test_on_cuda_too():
     assert segmented < 0.35 * plain
 
 
-@pytest.mark.parametrize("choice", [time_segments_choice(0), time_segments_choice(16, kept=2)])
-@pytest.mark.parametrize(("num_steps", "num_samples"), [(100, 4), (97, 1)])
+@pytest.mark.parametrize(
+    ("choice", "num_steps", "num_samples"),
+    [
+        (time_segments_choice(0), 97, 1),
+        pytest.param(time_segments_choice(0), 100, 4, marks=pytest.mark.long),
+        (time_segments_choice(16, kept=2), 100, 4),
+        pytest.param(time_segments_choice(16, kept=2), 97, 1, marks=pytest.mark.long),
+    ],
+)
 def test_a_rehearsal_allocates_what_a_run_does(choice, num_steps, num_samples):
     """Also where the last segment is of a single token: of one row torch says that it is coalesced."""
     model = build_recurrent(FIELDS | {"architecture": "gru"})

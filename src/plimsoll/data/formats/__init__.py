@@ -71,8 +71,8 @@ class Layout(NamedTuple):
 class Part(NamedTuple):
     """The bytes ``begin`` to ``end`` of a file, in which texts are to be found.
 
-    ``first`` is where the first text of the file may begin (behind a byte order mark or a header); ``is_quoted`` says
-    that the byte ``begin`` of a csv stands inside quotes.
+    ``first`` is where the first text of the file may begin (behind a byte order mark or a header); ``quoting`` says
+    how the byte ``begin`` of a csv stands to its quotes (`plimsoll.data.formats.csv`).
     """
 
     path: str
@@ -82,7 +82,7 @@ class Part(NamedTuple):
     layout: Layout
     max_text_bytes: int
     first: int = 0
-    is_quoted: bool = False
+    quoting: int = 0
 
 
 class Fault(NamedTuple):

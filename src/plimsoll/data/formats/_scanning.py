@@ -29,6 +29,24 @@ LOOKAHEAD_BYTES = 8  # a character has at most 3 bytes after its first
 _PROBE_BYTES = 8000  # as git decides: buffer_is_binary() in xdiff-interface.c
 _HIGH_BITS = np.uint64(0x8080808080808080)
 _DENSE_SHARE = 0.25
+# What a file is that is no text, and what to do: https://www.garykessler.net/library/file_sigs.html
+_MAGICS = {
+    b"\x1f\x8b": ("gzip", "rename it to end in .gz"),
+    b"\x28\xb5\x2f\xfd": ("zstd", "rename it to end in .zst"),
+    b"BZh": ("bzip2", "rename it to end in .bz2"),
+    b"\xfd7zXZ\0": ("xz", "rename it to end in .xz"),
+    b"PK\x03\x04": (
+        "zip, as which .docx, .xlsx and .epub are kept too",
+        "rename it to end in .zip, or take the text out",
+    ),
+    b"PAR1": ("parquet", "rename it to end in .parquet"),
+    b"ARROW1": ("Arrow", "rename it to end in .arrow"),
+    b"7z\xbc\xaf\x27\x1c": ("7z", "unpack it"),
+    b"Rar!\x1a\x07": ("rar", "unpack it"),
+    b"\x04\x22\x4d\x18": ("lz4", "unpack it"),
+    b"\x1f\x9d": ("compress", "unpack it with `gunzip`"),
+    b"%PDF-": ("PDF", "take the text out, for example with `pdftotext`"),
+}
 _CONVERT = "convert it, for example with `iconv -f latin1 -t utf-8`, or leave it out"
 
 
@@ -71,7 +89,13 @@ def text_begin(path: str) -> int:
             f"its mark 0x{head[:2].hex()} says UTF-16: convert it, for example with `iconv -f utf-16 -t utf-8`"
         )
     if (at := head.find(0)) >= 0:
-        raise DataError(f"byte {at} is NUL, so it is binary, not text: leave it out, or give the text it was made from")
+        for magic, (kind, remedy) in _MAGICS.items():
+            if head.startswith(magic):
+                raise DataError(f"its first bytes are those of {kind}: leave it out, or {remedy}")
+        line = head.count(b"\n", 0, at) + 1
+        raise DataError(
+            f"line {line}: byte {at} is NUL, so it is binary, not text: leave it out, or give the text it was made from"
+        )
     return MARK_BYTES if head.startswith(codecs.BOM_UTF8) else 0
 
 
@@ -174,12 +198,12 @@ def _characters(chunk: Chunk) -> bytes:
     return raw[skipped:] + chunk.ahead[: _num_continued(chunk.ahead)]
 
 
-def faults_of(chunk: Chunk) -> Iterator[Fault]:
-    """Yield the first fault in each line of a chunk, as far as it lies in the chunk."""
+def faults_of(chunk: Chunk, first_line: int) -> Iterator[Fault]:
+    """Yield the first fault in each line of a chunk, as far as it lies in the chunk, which begins in ``first_line``."""
     at = chunk.offset + (_num_continued(chunk.raw[:3].tobytes()) if chunk.offset else 0)
-    for line in _characters(chunk).split(b"\n"):
+    for number, line in enumerate(_characters(chunk).split(b"\n"), first_line):
         if (fault := fault_in(line, at)) is not None:
-            yield fault
+            yield fault._replace(line=number)
         at += len(line) + 1
 
 

@@ -1,10 +1,11 @@
 """Comma- or tab-separated values: a text is one column, or several joined by newlines. Quoted newlines work.
 
-A row ends at a newline before which the number of double quotes is even (without ``quotes``: at every newline);
-Python's `csv` decodes it, strictly, and it must have as many fields as the first row. Every row is decoded when the
-file is indexed, so that a fault is found before the training and not in it. Empty lines are no rows. It does NOT cover
-other separators than the comma (.csv) and the tab (.tsv), nor backslashes before quotes; a quote inside a field without
-quotes joins rows, which is a fault.
+A row ends at a newline outside quotes (without ``quotes``: at every newline). As for Python's `csv`, which decodes it,
+strictly, a quote opens a field only where one begins; inside a field without quotes it is a character like others. A
+row must have as many fields as the first. Every row is decoded when the file is indexed, so that a fault is found
+before the training and not in it. Empty lines are no rows. It does NOT cover other separators than the comma (.csv) and
+the tab (.tsv), nor backslashes before quotes; a quote that opens a field and is never closed takes the rows behind it
+into its own, which is a fault.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plimsoll.data.formats import Fault, Found, Layout, Part, Reading
-from plimsoll.data.formats._columns import Row, found_rows, listed, text_columns
+from plimsoll.data.formats._columns import NO_LABEL, Row, found_rows, listed, text_columns
 from plimsoll.data.formats._records import HEAD_BYTES, read_rows, too_long
-from plimsoll.data.formats._scanning import NEWLINE, fault_in, opened, read_head, text_begin
+from plimsoll.data.formats._scanning import NEWLINE, RETURN, fault_in, opened, read_head, text_begin
 from plimsoll.errors import DataError
 
 _QUOTE = ord('"')
@@ -35,6 +36,9 @@ _HOW_TO_QUOTE = (
 _ESCAPE = re.compile(r"\\([ntr\\])")
 _MEANT = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\"}
 _ROWS_AT_ONCE = 256
+# Where a stretch of a file begins: outside quotes, inside, or outside and where its first byte, if a quote, opens a
+# field: at the begin of the file, or behind a quote that has just closed one, for two quotes are one in the field.
+OUTSIDE, QUOTED, OPENS = range(3)
 
 
 def look(path: str, reading: Reading) -> tuple[Layout, int]:
@@ -64,7 +68,7 @@ def look(path: str, reading: Reading) -> tuple[Layout, int]:
 def _first_rows(head: bytes, begin: int, layout: Layout) -> tuple[tuple[int, list[str]] | None, list[str] | None]:
     """Return the first row, with where it ends, and the second; ``None`` where there is none."""
     rows: list[tuple[int, list[str]]] = []
-    borders = [begin, *(_row_ends(head, layout) + 1).tolist()]
+    borders = [begin, *(_row_ends(head, layout, begin, OPENS) + 1).tolist()]
     for start, end in pairwise([*borders, len(head)]):
         raw = head[start:end].strip(b"\r\n")
         if raw and len(rows) < 2:
@@ -111,11 +115,61 @@ def _is_number(cell: str) -> bool:
     return True
 
 
-def has_odd_quotes(part: Part) -> bool:
-    """Return whether the number of quotes in a part is odd."""
+def quoting_after(part: Part) -> int:
+    """Return how the part behind a part begins: `OUTSIDE` quotes, inside, or `OPENS`."""
+    offset = max(part.begin - 1, 0)
     with opened(part.path) as descriptor:
-        raw = os.pread(descriptor, part.end - part.begin, part.begin)
-    return raw.count(b'"') % 2 == 1
+        view = np.frombuffer(os.pread(descriptor, part.end - offset, offset), np.uint8)
+    return _quotes(view, part.layout, *_begin(part, offset))[1]
+
+
+def quoting_after_line(line: bytes, layout: Layout, quoting: int) -> int:
+    """Return the same of a line without its end, for that behind it."""
+    after = _quotes(np.frombuffer(line, np.uint8), layout, 0, quoting)[1]
+    return QUOTED if after == QUOTED else OPENS
+
+
+def _begin(part: Part, offset: int) -> tuple[int, int]:
+    """Return the place of the first byte to look at, of what is read of a part from ``offset`` on, and its quoting."""
+    if part.begin > part.first:
+        return part.begin - offset, part.quoting
+    return min(part.first, part.end) - offset, OPENS
+
+
+def _quotes(view: NDArray[np.uint8], layout: Layout, begin: int, quoting: int) -> tuple[NDArray[np.int64], int]:
+    """Return the places of the quotes that open or close a field, and how it is behind the last byte.
+
+    A field with two quotes in it, which are one, is closed and opened again.
+    """
+    quotes: NDArray[np.int64] = (view[begin:] == _QUOTE).nonzero()[0] + begin
+    before = view[quotes - 1]  # of a quote at 0, which `quoting` says all about, the last byte
+    begins_field = (before == NEWLINE) | (before == RETURN) | (before == ord(layout.delimiter))
+    is_doubled = np.diff(quotes, prepend=-2) == 1
+    if len(quotes) and quotes[0] == begin:
+        begins_field[0] |= quoting == OPENS
+        begins_field[0] &= begin > 0 or quoting == OPENS
+    is_quoted = quoting == QUOTED
+    if not (begins_field | is_doubled)[int(is_quoted) :: 2].all():
+        quotes = quotes[_meaningful(quotes, begins_field, is_quoted)]
+    is_quoted ^= len(quotes) % 2 == 1
+    ends_with_quote = len(quotes) > 0 and int(quotes[-1]) == len(view) - 1
+    if len(view) <= begin:
+        return quotes, quoting
+    return quotes, QUOTED if is_quoted else OPENS if ends_with_quote else OUTSIDE
+
+
+def _meaningful(quotes: NDArray[np.int64], begins_field: NDArray[np.bool_], is_quoted: bool) -> NDArray[np.bool_]:
+    """Return which quotes open or close a field, one after the other: some do neither."""
+    are_meant = np.zeros(len(quotes), np.bool_)
+    closed_at = -1
+    for number, (place, may_open) in enumerate(zip(quotes.tolist(), begins_field.tolist(), strict=True)):
+        if is_quoted:
+            closed_at = place
+        elif not (may_open or place - 1 == closed_at):
+            continue
+        is_quoted = not is_quoted
+        are_meant[number] = True
+    return are_meant
 
 
 def scan(part: Part) -> Found:
@@ -125,7 +179,7 @@ def scan(part: Part) -> Found:
     last = part.end - 1 - offset
 
     def is_whole(raw: bytes) -> bool:
-        ends = _row_ends(raw, part.layout, part.is_quoted, part.begin - offset)
+        ends = _row_ends(raw, part.layout, *_begin(part, offset))
         begins_none = part.begin > part.first and (not len(ends) or ends[0] >= last)
         return begins_none or bool(len(ends) and ends[-1] >= last)
 
@@ -134,19 +188,19 @@ def scan(part: Part) -> Found:
     return found_rows(part, digest, num_lines, _rows(part, raw, offset))
 
 
-def _row_ends(raw: bytes, layout: Layout, is_quoted: bool = False, begin: int = 0) -> NDArray[np.int64]:
-    """Return the places of the newlines outside quotes; ``is_quoted`` says how it is at the byte ``begin``."""
+def _row_ends(raw: bytes, layout: Layout, begin: int, quoting: int) -> NDArray[np.int64]:
+    """Return the places of the newlines outside quotes; ``quoting`` says how it is at the byte ``begin``."""
     view = np.frombuffer(raw, np.uint8)
     newlines: NDArray[np.int64] = (view == NEWLINE).nonzero()[0]
     if not layout.quotes:
         return newlines
-    quotes = (view[begin:] == _QUOTE).nonzero()[0] + begin
-    newlines = newlines[(np.searchsorted(quotes, newlines) + is_quoted) % 2 == 0]
+    quotes, _ = _quotes(view, layout, begin, quoting)
+    newlines = newlines[(np.searchsorted(quotes, newlines) + (quoting == QUOTED)) % 2 == 0]
     return newlines
 
 
 def _rows(part: Part, raw: bytes, offset: int) -> Iterator[Row | Fault]:
-    ends = _row_ends(raw, part.layout, part.is_quoted, part.begin - offset).tolist()
+    ends = _row_ends(raw, part.layout, *_begin(part, offset)).tolist()
     if part.begin <= part.first:
         begins = [part.first - offset, *(end + 1 for end in ends if end >= part.first - offset)]
     else:
@@ -184,6 +238,8 @@ def _faultless(raws: list[bytes], part: Part) -> list[list[str]] | None:
         rows = fields_of([row.decode("utf-8") for row in raws], part.layout)
     except (ValueError, csv.Error):
         return None
+    if any(_label(row, part.layout) == NO_LABEL for row in rows if len(row) == part.layout.num_columns):
+        return None
     return rows if all(len(row) == part.layout.num_columns for row in rows) else None
 
 
@@ -203,6 +259,8 @@ def _checked(raw: bytes, at: int, line: int, part: Part) -> Row | Fault:
     if len(fields) != part.layout.num_columns:
         why = f"it has {len(fields)} fields where the first row has {part.layout.num_columns}"
         return Fault(at, why, _REMEDY, line)
+    if _label(fields, part.layout) == NO_LABEL:
+        return Fault(at, f"its label is {NO_LABEL}, which means none", "give it one, or leave the row out", line)
     return at, text_of(fields, part.layout), _label(fields, part.layout)
 
 

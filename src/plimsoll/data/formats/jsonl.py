@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plimsoll.data.formats import Fault, Found, Layout, Part, Reading
-from plimsoll.data.formats._columns import Row, found_rows, no_column, text_columns
+from plimsoll.data.formats._columns import NO_LABEL, Row, found_rows, no_column, text_columns
 from plimsoll.data.formats._records import HEAD_BYTES, read_rows, too_long
 from plimsoll.data.formats._scanning import fault_in, read_head, text_begin
 from plimsoll.errors import DataError
@@ -114,6 +114,10 @@ def _label(record: dict[str, Any], layout: Layout) -> str | int | None:
     value = _field(record, str(layout.label))
     if not isinstance(value, str | int):
         raise DataError(f"its label {layout.label!r} is {_kind(value)}: write a string or a whole number")
+    if str(value) == NO_LABEL:
+        raise DataError(
+            f"its label {layout.label!r} is {NO_LABEL}, which means none: give it one, or leave the line out"
+        )
     return str(value).lower() if isinstance(value, bool) else value
 
 

@@ -36,11 +36,12 @@ def scan(part: Part) -> Found:
     """Find the texts that begin in a part, or at its end; see `plimsoll.data.formats.Format`."""
     hasher = xxhash.xxh3_128()
     faults: list[Fault] = []
-    starts, inks, is_blank = [], [], True
+    starts, inks, is_blank, num_lines = [], [], True, 0
     for chunk in chunks(part.path, part.begin, part.end, hasher):
         newlines, is_valid = look_at(chunk)
         if not is_valid:
-            faults += faults_of(chunk)
+            faults += faults_of(chunk, num_lines)
+        num_lines += len(newlines)
         is_blank = is_blank and _is_blank(chunk, part.first)
         if part.layout.unit == "line":
             starts.append(_line_starts(chunk, newlines, part.first))
@@ -53,6 +54,7 @@ def scan(part: Part) -> Found:
         np.concatenate(starts) if starts else np.empty(0, np.int64),
         hasher.digest(),
         tuple(faults),
+        num_lines,
         is_blank=is_blank,
         inks=_joined(inks) if inks else None,
     )

@@ -40,6 +40,8 @@ _KINDS = {
     "shared-memory": "shm_bus_error",
     "worker-killed": "dataloader_worker_killed",
     "bad-alloc": "bad_alloc",
+    "rust": "rust_abort",
+    "arrow": "arrow_memoryerror",
     "os": "os_enomem",
 }
 _OLD_CUDA = re.compile(r"\(GPU \d+; [^)]* total capacity")
@@ -52,6 +54,8 @@ _FIELDS = {
         rf"[Tt]ried to allocate {_SIZE}",
         rf"Requested *: {_SIZE}",
         rf"Unable to allocate {_SIZE} for an array",
+        rf"memory allocation of {_SIZE} failed",
+        r"(?:alloc|posix_memalign) of size (\d+)() failed",  # bytes, without the word
     ),
     "capacity": (
         rf"total capac(?:i?)ty of {_SIZE}",
@@ -160,7 +164,7 @@ def _first(patterns: tuple[re.Pattern[str], ...], flat: str) -> Bytes | None:
 
 
 def _bytes(number: str, unit: str) -> Bytes | None:
-    exponent = 0 if unit[0] in "Bb" else "KMGTPE".index(unit[0]) + 1
+    exponent = 0 if unit[:1] in {"", "B", "b"} else "KMGTPE".index(unit[0]) + 1
     size = Decimal(number[:40]) * 1024**exponent
     return round(size) if size < 1 << 63 else None
 

@@ -22,6 +22,8 @@ _HOST = {
     "cpu_allocator_linux",
     "cpu_allocator_windows",
     "bad_alloc",
+    "rust_abort",
+    "arrow_memoryerror",
     "numpy_arraymemoryerror",
     "python_memoryerror",
     "os_enomem",

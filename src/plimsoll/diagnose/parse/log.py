@@ -43,6 +43,7 @@ _HINTS = (
     "out of ", "out_of_", "out-of-", "oom", "allocfailed", "alloc_failed", "bad_alloc", "allocate ", "memoryerror",
     "memory_error", "memoryallocation", "cpuallocator", "would exceed", "cudnn algorithm", "runtime error (2)",
     "handles_.at", "bus error", "shared memory", "space left", "killed", "unexpectedly", "errno 12",
+    "memory allocation of", "of size ", "low on memory",
 )  # fmt: skip
 # Somebody speaks of memory: advice, a setting, code that looks for the words, where no error begins the line.
 _TALK = re.compile(
@@ -52,7 +53,8 @@ _TALK = re.compile(
 )
 _ERROR = re.compile(
     r"^\W*(?:[\w.]*(?:Error|Exception)\b|(?:CUDA|HIP|NCCL|cuDNN|CUDNN) error|Allocation on device|terminate called|"
-    r"what\(\)|Killed)|slurmstepd: |Killed process|oom-kill:c\w+=|\bERROR\b.{0,80}\] \w*(?:Error|Exception): "
+    r"what\(\)|Killed|memory allocation of \d+ bytes failed)|slurmstepd: |Killed process|oom-kill:c\w+=|"
+    r"\bERROR\b.{0,80}\] \w*(?:Error|Exception): "
 )
 # What those print in front of a line who gather logs: a rank, a time, the stream.
 _PREFIX = re.compile(

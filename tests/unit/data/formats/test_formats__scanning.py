@@ -37,7 +37,7 @@ def test_chunks_are_valid_exactly_if_their_file_is(content: bytes, chunk_bytes: 
     assert newlines == [place for place, byte in enumerate(content) if byte == 10]
     fault = _scanning.fault_in(content, 0)
     assert all(look.is_valid for look in looked) == (fault is None)
-    faults = [fault for chunk in found for fault in _scanning.faults_of(chunk)]
+    faults = [fault for chunk in found for fault in _scanning.faults_of(chunk, 0)]
     assert bool(faults) == (fault is not None)
 
 

@@ -72,8 +72,31 @@ def test_each_fault_is_said_with_its_line_or_skipped(tmp_path: Path, row: str | 
     assert (corpus.num_skipped, "a.csv: line 6: " in corpus.skipped[0]) == (1, True)
 
 
-def test_lines_that_a_stray_quote_takes_are_counted_where_rows_are_skipped(tmp_path: Path):
-    path = written(tmp_path / "a.csv", GOOD + '3,x 5" disk\n4,y\n5,z\n')
+def test_a_stray_quote_inside_a_field_is_a_character(tmp_path: Path):
+    path = written(tmp_path / "a.csv", GOOD + '3,x 5" disk\n4,"y ""z"""\n5,a "" b"\n')
+    assert list(opened(path)) == ["one\nor more", "two", 'x 5" disk', 'y "z"', 'a "" b"']
+
+
+@given(st.lists(st.text(st.sampled_from(list('a",\n \u00e9')), max_size=9), min_size=1, max_size=9), BORDERS)
+def test_rows_are_those_of_pythons_csv_wherever_a_file_is_cut(pieces: list[str], borders: tuple[int, int]):
+    content = "x,y\n" + "".join(pieces)
+    try:
+        rows = [row for row in csv.reader(io.StringIO(content, newline=""), strict=True) if row][1:]
+        is_sound = all(len(row) == 2 for row in rows)
+    except csv.Error:
+        is_sound = False
+    kept = [row[1] for row in rows if row[1]] if is_sound else []
+    with cut_into(*borders), tempfile.TemporaryDirectory() as folder:
+        path = written(Path(folder, "a.csv"), content)
+        if not kept:
+            with pytest.raises(DataError):
+                opened(path, text="y")
+        else:
+            check_all_ways(opened(path, text="y"), kept, [3, 7, 1, 20, -1])
+
+
+def test_lines_that_a_quote_takes_are_counted_where_rows_are_skipped(tmp_path: Path):
+    path = written(tmp_path / "a.csv", GOOD + '3,"x 5 disk\n4,y\n5,z\n')
     corpus = opened(path, on_error="skip")
     assert corpus.num_skipped == 1
     assert "line 6: a quote in it that is not closed takes the 2 lines after it into the same row" in corpus.skipped[0]
@@ -102,14 +125,14 @@ def test_quotes_without_a_meaning_are_characters_wherever_a_file_is_cut(texts, b
 
 
 def test_that_quotes_may_have_no_meaning_is_said_where_one_is_not_closed(tmp_path: Path):
-    path = written(tmp_path / "a.tsv", 'id\ttext\n1\tx 5" disk\n2\ty\n')
+    path = written(tmp_path / "a.tsv", 'id\ttext\n1\t"x" 5 disk\n2\ty\n')
     with pytest.raises(DataError, match="say quotes: false if none of the file's quotes mean anything"):
         opened(path)
-    assert list(opened(path, quotes=False)) == ['x 5" disk', "y"]
-    path = written(tmp_path / "b.tsv", 'x 5" disk\ny\nz\n')
+    assert list(opened(path, quotes=False)) == ['"x" 5 disk', "y"]
+    path = written(tmp_path / "b.tsv", '"x 5 disk\ny\nz\n')
     with pytest.raises(DataError, match="its first row is no csv .*say quotes: false"):
         opened(path, header=False)
-    assert list(opened(path, header=False, quotes=False)) == ['x 5" disk', "y", "z"]
+    assert list(opened(path, header=False, quotes=False)) == ['"x 5 disk', "y", "z"]
 
 
 @pytest.mark.parametrize(

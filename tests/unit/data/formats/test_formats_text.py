@@ -128,13 +128,15 @@ def test_what_is_skipped_is_what_a_naive_reading_cannot_read(
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"abcd\xe9fgh", r"byte 4 \(0xe9\) is not UTF-8 .*iconv -f latin1 -t utf-8"),
-        ("ab\u00e9".encode() + b"\xff", r"byte 4 \(0xff\) is not UTF-8"),
-        ("abcde\u20ac".encode()[:-1], r"byte 5 \(0xe2\) is not UTF-8 \(unexpected end of data\)"),
-        (b"abcdefg\xe2\x82a", r"byte 7 \(0xe2\) is not UTF-8"),
-        (b"abcdefgh\x82a", r"byte 8 \(0x82\) is not UTF-8"),
-        (b"a" * 40 + b"\xf0\x9f\x98\x80\x80", r"byte 44 \(0x80\) is not UTF-8"),
-        (HEAD + b"\0", "byte 11 is NUL"),
+        (b"abcd\xe9fgh", r"line 1: byte 4 \(0xe9\) is not UTF-8 .*iconv -f latin1 -t utf-8"),
+        ("ab\u00e9".encode() + b"\xff", r"line 1: byte 4 \(0xff\) is not UTF-8"),
+        ("abcde\u20ac".encode()[:-1], r"line 1: byte 5 \(0xe2\) is not UTF-8 \(unexpected end of data\)"),
+        (b"abcdefg\xe2\x82a", r"line 1: byte 7 \(0xe2\) is not UTF-8"),
+        (b"abcdefgh\x82a", r"line 1: byte 8 \(0x82\) is not UTF-8"),
+        (b"a" * 40 + b"\xf0\x9f\x98\x80\x80", r"line 1: byte 44 \(0x80\) is not UTF-8"),
+        (HEAD + b"\0", "line 4: byte 11 is NUL"),
+        (b"a\r\nb\n\ncd\xff", r"line 4: byte 8 \(0xff\) is not UTF-8"),
+        (b"abcd\nabcd\nab\xe2\nx", r"line 3: byte 12 \(0xe2\) is not UTF-8"),  # found where a chunk or a part ends
     ],
 )
 def test_bytes_that_are_not_text_are_named_with_their_place(
@@ -143,6 +145,17 @@ def test_bytes_that_are_not_text_are_named_with_their_place(
     for unit in ("line", "paragraph", "document"):
         with cut_into(*borders), pytest.raises(DataError, match=rf"a\.txt as text: {message}"):
             opened(written(tmp_path / "a.txt", content), unit=unit)
+
+
+@pytest.mark.parametrize("part_bytes", [8, 64, 1 << 20])
+def test_faults_are_named_with_the_line_that_an_editor_shows(tmp_path: Path, part_bytes: int):
+    lines = [b"a" * (number % 5) for number in range(40)]
+    lines[7] = lines[23] = b"\xffbad"
+    lines[31] = b"long" * 10
+    path = written(tmp_path / "a.txt", b"\n".join(lines))
+    with cut_into(part_bytes, 8):
+        corpus = opened(path, Reading("line", on_error="skip", max_text_bytes=20))
+    assert [entry.split(": ")[1] for entry in corpus.skipped] == ["line 8", "line 24", "line 32"]
 
 
 def test_columns_are_not_asked_of_plain_text(tmp_path: Path):

@@ -9,6 +9,8 @@ import torch
 from plimsoll.memory.lowering.cpu_scratch import KEPT_BYTES, kept_by_libraries, scratch_bytes
 from processes import run_program
 
+pytestmark = pytest.mark.cold  # what libraries keep from their first use on
+
 MIB = 1 << 20
 
 # Every op runs a first time so that the libraries have what they keep.
@@ -19,8 +21,6 @@ from plimsoll.memory.lowering.cpu_scratch import scratch_bytes
 from plimsoll.memory.lowering.mkldnn_rnn import unwritten_workspace
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.nn import functional
-
-pytestmark = pytest.mark.cold  # what libraries keep from their first use on
 
 class Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):

@@ -1,0 +1,173 @@
+"""Trains byte-level BPE in bounded memory: what is counted of the texts is bounded, whatever they hold.
+
+Hugging Face ``tokenizers`` keeps each distinct word, and where each pair of its bytes occurs: about 150 bytes of memory
+for each byte of them (measured, `docs/LOG.md`), some GiB for 64 MiB of numbers, hashes or Chinese. So words are counted
+here first. Where the distinct ones have more bytes than `most_distinct_bytes`, the rarest are left out, and of those
+that are equally rare the ones with the larger hash; below that nothing is, and the tokenizer is the one that the
+library trains on the texts themselves, to the byte. What it cannot be refused by a limit is refused before: the library
+would abort the process.
+
+A word is what the ``ByteLevel`` pre-tokenizer makes. Texts in ASCII are cut by a regular expression that comes to the
+same; in others, what stands between white space is counted before it is cut, once for all its occurrences.
+"""
+
+from __future__ import annotations
+
+import re
+import resource
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import xxhash
+
+from plimsoll.errors import BudgetError
+from plimsoll.records.units import format_bytes
+
+if TYPE_CHECKING:
+    import tokenizers
+
+_LEAST_DISTINCT_BYTES, _DISTINCT_BYTES_PER_TOKEN = 1 << 20, 32
+_BYTES_PER_DISTINCT_BYTE = 160
+_MOST_CHUNKS, _MOST_CHUNK_CHARACTERS = 1 << 16, 8 << 20
+_WORDS_PER_CHECK = 1 << 14
+_FED_CHARACTERS = 16 << 10
+# The library's regular expression, which is that of GPT-2, for ASCII; and its white space, but for that before a word.
+_ASCII_WORD = re.compile(
+    r"'(?:s|t|re|ve|m|ll|d)| ?[A-Za-z]+| ?[0-9]+| ?[^\t-\r A-Za-z0-9]+|[\t-\r ]+(?![^\t-\r ])|[\t-\r ]+"
+)
+_WHITE = "\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
+_CHUNK = re.compile(rf" ?[^{_WHITE}]+|[{_WHITE}]+(?![^{_WHITE}])|[{_WHITE}]")
+
+
+class TrainedOn(NamedTuple):
+    """How many distinct words a tokenizer was trained on, what they have together, and how many were left out."""
+
+    num_words: int
+    num_bytes: int
+    num_left_out: int
+
+
+def most_distinct_bytes(vocab_size: int) -> int:
+    """Return how many bytes the distinct words may have that a vocabulary of this size is trained on."""
+    return max(_LEAST_DISTINCT_BYTES, _DISTINCT_BYTES_PER_TOKEN * vocab_size)
+
+
+def peak_bytes(num_distinct_bytes: int) -> int:
+    """Return what training takes, at most, on words that have so many bytes."""
+    return _BYTES_PER_DISTINCT_BYTE * num_distinct_bytes
+
+
+def train(backend: tokenizers.Tokenizer, texts: Iterable[str], trainer: Any, vocab_size: int) -> TrainedOn:
+    """Train a tokenizer whose pre-tokenizer is ``ByteLevel``.
+
+    Raises:
+        BudgetError: if a limit on the memory of this process has no room for it.
+    """
+    from tokenizers import pre_tokenizers
+
+    byte_level = backend.pre_tokenizer
+    words, num_left_out = count_words(texts, byte_level, most_distinct_bytes(vocab_size))
+    num_bytes = sum(map(len, words))
+    _require_room(num_bytes)
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # of which there is none in words of byte-level letters
+    backend.train_from_iterator(_repeated(words), trainer)
+    backend.pre_tokenizer = byte_level
+    return TrainedOn(len(words), num_bytes, num_left_out)
+
+
+def count_words(texts: Iterable[str], byte_level: Any, most_bytes: int) -> tuple[Counter[str], int]:
+    """Count the words of some texts, spelt in byte-level letters, and return how often one was left out.
+
+    A count may be short where words were left out on the way. Memory: words of twice ``most_bytes``, and 64 Ki chunks.
+    """
+    counting = _Counting(byte_level, most_bytes)
+    for text in texts:
+        counting.add(text)
+    return counting.counted()
+
+
+class _Counting:
+    """Words that are counted: in byte-level letters or, if they are ASCII, as they are."""
+
+    def __init__(self, byte_level: Any, most_bytes: int) -> None:
+        self._byte_level, self._most_bytes = byte_level, most_bytes
+        self._words: Counter[str] = Counter()
+        self._chunks: Counter[str] = Counter()
+        self._num_characters = self._num_left_out = self._num_checked = 0
+
+    def add(self, text: str) -> None:
+        """Count the words of a text."""
+        if text.isascii():
+            self._words.update(_ASCII_WORD.findall(text))
+        else:
+            self._chunks.update(_CHUNK.findall(text))
+            self._num_characters += len(text)
+            if len(self._chunks) > _MOST_CHUNKS or self._num_characters > _MOST_CHUNK_CHARACTERS:
+                self._cut_chunks()
+        if len(self._words) > self._num_checked + _WORDS_PER_CHECK:
+            self._bound(2 * self._most_bytes)
+
+    def counted(self) -> tuple[Counter[str], int]:
+        """Return all words, and how often one was left out."""
+        self._cut_chunks()
+        spelt: Counter[str] = Counter()
+        while self._words:
+            word, count = self._words.popitem()
+            spelt[word if word.isalnum() else self._spelt(word)] += count
+        self._words = spelt
+        self._bound(self._most_bytes)
+        return self._words, self._num_left_out
+
+    def _spelt(self, word: str) -> str:
+        return "".join(piece for piece, _ in self._byte_level.pre_tokenize_str(word)) if word.isascii() else word
+
+    def _cut_chunks(self) -> None:
+        for chunk, count in self._chunks.items():
+            if chunk.isascii():
+                for word in _ASCII_WORD.findall(chunk):
+                    self._words[word] += count
+            else:
+                for word, _ in self._byte_level.pre_tokenize_str(chunk):
+                    self._words[word] += count
+        self._chunks, self._num_characters = Counter(), 0
+
+    def _bound(self, most_bytes: int) -> None:
+        if sum(map(len, self._words)) > most_bytes:
+            self._num_left_out += _leave_out_rarest(self._words, self._most_bytes)
+        self._num_checked = len(self._words)
+
+
+def _leave_out_rarest(words: Counter[str], most_bytes: int) -> int:
+    """Leave out words until the others have no more bytes than allowed; return how many."""
+    ranked = sorted(words, key=lambda word: (-words[word], xxhash.xxh3_64_intdigest(word.encode())))
+    num_bytes = 0
+    for number, word in enumerate(ranked):
+        num_bytes += len(word)
+        if num_bytes > most_bytes:
+            for other in ranked[number:]:
+                del words[other]
+            return len(ranked) - number
+    return 0
+
+
+def _repeated(words: Counter[str]) -> Iterator[str]:
+    """Yield each word as often as it occurs: the library takes texts, and no counts."""
+    for word in sorted(words):
+        at_once = max(_FED_CHARACTERS // (len(word) + 1), 1)
+        for begin in range(0, words[word], at_once):
+            yield f"{word} " * min(at_once, words[word] - begin)
+
+
+def _require_room(num_distinct_bytes: int) -> None:
+    with open("/proc/self/statm", encoding="ascii") as file:
+        sizes = [int(size) * resource.getpagesize() for size in file.read().split()]
+    for name, limit, used_bytes in (("DATA", resource.RLIMIT_DATA, sizes[5]), ("AS", resource.RLIMIT_AS, sizes[0])):
+        limit_bytes = resource.getrlimit(limit)[0]
+        needed_bytes = peak_bytes(num_distinct_bytes)
+        if limit_bytes != resource.RLIM_INFINITY and used_bytes + needed_bytes > limit_bytes:
+            raise BudgetError(
+                f"training the tokenizer takes about {format_bytes(needed_bytes)}, and RLIMIT_{name} of "
+                f"{format_bytes(limit_bytes)} has {format_bytes(max(limit_bytes - used_bytes, 0))} left: raise the "
+                "limit, or give a tokenizer that is there already with tokenizer.path"
+            )

@@ -1,0 +1,39 @@
+"""What depends on the kernels of the processor, as on processors with fewer instructions, and with more threads.
+
+oneDNN reads `ONEDNN_MAX_CPU_ISA` when it is first used: AVX512_CORE has neither bfloat16 nor AMX, AVX2 no AVX-512.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent
+DEPENDING = (
+    "numerics/test_streams.py",
+    "unit/memory/lowering/test_lowering_autocast.py",
+    "unit/memory/lowering/test_lowering_cpu_scratch.py",
+    "unit/memory/lowering/test_lowering_mkldnn_rnn.py",
+    "unit/memory/lowering/test_lowering_packed_rnn.py",
+    "unit/techniques/test_techniques_autocast.py",
+    "unit/techniques/test_techniques_packed_stretches.py",
+)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(
+    "variables",
+    [{"ONEDNN_MAX_CPU_ISA": "AVX512_CORE"}, {"ONEDNN_MAX_CPU_ISA": "AVX2"}, {"OMP_NUM_THREADS": "2"}],
+    ids=str,
+)
+def test_they_pass_on_another_processor(variables: dict[str, str]):
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")} | variables
+    command = [sys.executable, "-m", "pytest", "-n", "0", "-p", "no:cacheprovider", *DEPENDING]
+    done = subprocess.run(command, cwd=TESTS, env=environment, capture_output=True, text=True, check=False)
+    print(done.stdout[-4000:])
+    assert done.returncode == 0
