@@ -24,12 +24,14 @@ import transformers
 from torch import Tensor, nn
 
 from plimsoll.device.base import Backend, backend_for
+from plimsoll.integrations._inputs import units_of
 from plimsoll.integrations.transaction import shape_of_any
 from plimsoll.records.loss_check import LossCheck
 from plimsoll.run.additive import loss_check_of
 from plimsoll.run.boundary import without_fail
+from plimsoll.run.known_losses import known_additive
 from plimsoll.run.undo import Undo
-from plimsoll.workload import Units, Workload, split_batch
+from plimsoll.workload import Units, Workload, model_loss, split_batch
 
 _LEAST_SHARE, _ALL = 1e-4, 0.02  # of a loss: what rounding may be, and what is taken for the whole of it
 
@@ -89,6 +91,16 @@ def loss_of_piece(trainer: transformers.Trainer, model: nn.Module, items: Any, p
         loss: Any = trainer.compute_loss(model, inputs, num_items_in_batch=None if items is None else items * share)
         found: Tensor = loss
         return found
+
+
+def has_known_loss(trainer: transformers.Trainer, units: Units | None, batch: Any) -> bool:
+    """Whether a trainer's loss is the one that its model has from transformers, and known to be additive."""
+    model = trainer.model
+    is_models = type(trainer).compute_loss is transformers.Trainer.compute_loss and trainer.compute_loss_func is None
+    if model is None or not is_models or trainer.label_smoother is not None:
+        return False
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=0.0)  # of a workload that never steps
+    return known_additive(Workload(model, optimizer, model_loss, units or units_of(batch, model)))
 
 
 def loss_check_of_trainer(

@@ -45,7 +45,7 @@ from transformers.trainer_utils import TrainOutput
 from plimsoll.device.base import backend_for
 from plimsoll.errors import InputError, OutOfMemoryError
 from plimsoll.integrations._accelerated import put_back_of_scaler, stepped_as_now
-from plimsoll.integrations._accumulated import loss_check_of_trainer, loss_of_piece, warn_if_undivided
+from plimsoll.integrations._accumulated import has_known_loss, loss_check_of_trainer, loss_of_piece, warn_if_undivided
 from plimsoll.integrations._attributes import attributes
 from plimsoll.integrations._inputs import joined, units_of
 from plimsoll.integrations._planned import planned, refuse_both
@@ -423,6 +423,7 @@ class _Training:
         self._model = model
         self.transaction.position.step = self._trainer.state.global_step
         try:
+            self.transaction.additivity.is_known = has_known_loss(self._trainer, self._guard.units, inputs)
             loss_of = partial(loss_of_piece, self._trainer, model, items)
             self.transaction.run(inputs, partial(self._one_pass, model, items), None, loss_of)
         finally:
