@@ -17,10 +17,10 @@ from typing import NamedTuple
 from plimsoll.addresses import file_name, head, is_remote
 from plimsoll.data.convert import is_converted
 from plimsoll.data.formats import Reading
+from plimsoll.data.given_tokenizer import load_tokenizer
 from plimsoll.data.index import open_corpus
-from plimsoll.data.prepare import reading_of
+from plimsoll.data.prepare import padding_of, reading_of
 from plimsoll.data.sources import SourceFile, find_files
-from plimsoll.data.tokenizer import load_tokenizer
 from plimsoll.records.job import HUB_PREFIX, Job
 
 _HEAD_BYTES, _MOST_HEADS = 1 << 20, 16
@@ -33,6 +33,7 @@ class TextSketch(NamedTuple):
     vocab_size: int
     num_labels: int | None
     end_id: int
+    pad_id: int
 
 
 def sketch_texts(job: Job) -> TextSketch:
@@ -41,18 +42,20 @@ def sketch_texts(job: Job) -> TextSketch:
     Raises:
         DataError: if the tokenizer cannot be loaded, or there are no files to take the labels from.
     """
-    vocab_size, end_id = job.tokenizer.vocab_size, 0
+    vocab_size, end_id, own_pad_id = job.tokenizer.vocab_size, 0, 0
     if job.tokenizer.path is not None:
-        backend, end_token, _ = load_tokenizer(Path(job.tokenizer.path))
-        vocab_size = 1 + max(backend.get_vocab(with_added_tokens=True).values())
-        end_id = backend.token_to_id(end_token) or 0
+        loaded = load_tokenizer(Path(job.tokenizer.path))
+        vocab_size = 1 + max(loaded.backend.get_vocab(with_added_tokens=True).values())
+        end_id = loaded.backend.token_to_id(loaded.end_token) or 0
+        own_pad_id = end_id if loaded.pad_token is None else loaded.backend.token_to_id(loaded.pad_token) or 0
+    pad_id = padding_of(job.model, own_pad_id)
     if not job.is_labelled:
-        return TextSketch(vocab_size, None, end_id)
+        return TextSketch(vocab_size, None, end_id, pad_id)
     if job.data.label is not None or job.task == "token-classification":
         num_labels = len(_labels_of_heads(job))
     else:  # as `labels_from_folders` names them
         num_labels = len({Path(file.path).parent.name for file in find_files(job.data.sources)})
-    return TextSketch(vocab_size, max(num_labels, 2), end_id)
+    return TextSketch(vocab_size, max(num_labels, 2), end_id, pad_id)
 
 
 def _labels_of_heads(job: Job) -> Sequence[str]:

@@ -121,9 +121,13 @@ SMALLEST_VOCAB_SIZES = {"bpe": 257, "words": 2}
 
 
 class TokenizerSource(Frozen):
-    """A folder or file of an existing tokenizer (``path``), or one trained on the spot."""
+    """A folder or file of an existing tokenizer (``path``), or one trained on the spot.
+
+    ``special_tokens``: whether an existing one puts around each text what it puts there in transformers.
+    """
 
     path: str | None = None
+    special_tokens: bool = True
     train: Literal["bpe", "words"] = "bpe"
     vocab_size: int = Field(default=8000, ge=3, le=1 << 20)
     min_count: int = Field(default=1, ge=1)
@@ -140,6 +144,11 @@ class TokenizerSource(Frozen):
     def _agrees(self) -> TokenizerSource:
         if self.path is not None and self.train == "words":
             raise ValueError(f"train: words makes a tokenizer, and path {self.path!r} names one: leave out one of them")
+        if self.path is None and not self.special_tokens:
+            raise ValueError(
+                "special_tokens: false is of an existing tokenizer, and one that is trained puts none around a text: "
+                "leave it out, or give a path"
+            )
         of_words = {"min_count": self.min_count, "lowercase": self.lowercase}
         given = [name for name, value in of_words.items() if value != type(self).model_fields[name].default]
         if given and self.train == "bpe":
@@ -302,6 +311,17 @@ class Job(Record):
     def is_labelled(self) -> bool:
         """Whether texts, or their words, come with labels: they are samples one by one, and nothing else is learnt."""
         return self.task != "language-modeling"
+
+    @property
+    def reads_streams(self) -> bool:
+        """Whether texts are laid end to end, and a sample may reach from one into the next."""
+        data = self.data
+        return not (self.is_labelled or data.pack or data.borders or data.on_the_fly)
+
+    @property
+    def draws_held_out(self) -> bool:
+        """Whether the texts that are held out are drawn; else they are the last ones."""
+        return self.data.order not in {"blocks", "as_is", "streams"}
 
     @property
     def own_precision(self) -> Literal["fp32", "bf16", "fp16"]:
