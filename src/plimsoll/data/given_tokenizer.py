@@ -87,7 +87,8 @@ def load_tokenizer(path: Path, special_tokens: bool = True) -> Loaded:
         files = {TOKENIZER_FILE: backend.to_str(pretty=True).encode()}
     if CONFIG_FILE not in files:
         named = {"eos_token": end_token, "pad_token": pad_token or end_token, "mask_token": mask_token}
-        settings = named | _names_in_template(backend) | found.roles | {"truncation_side": found.truncation_side}
+        guessed = named | _names_in_template(backend) if folder is None else {}
+        settings = guessed | found.roles | {"truncation_side": found.truncation_side}
         files = files | {CONFIG_FILE: described({name: value for name, value in settings.items() if value})}
     return Loaded(backend, end_token, mask_token, pad_token, found.truncation_side == "left", files)
 
@@ -144,7 +145,8 @@ def _from_file(file: Path) -> _Found:
 
 def _names_in_template(backend: tokenizers.Tokenizer) -> dict[str, str | None]:
     """Say what tokens are for by where they stand; the unknown token is named by the model of the tokenizer."""
-    template, unknown = template_of(backend), getattr(backend.model, "unk_token", None)
+    template, model = template_of(backend), json.loads(backend.to_str())["model"]
+    unknown = model["vocab"][model["unk_id"]][0] if model.get("unk_id") is not None else model.get("unk_token")
     return {
         "cls_token": backend.id_to_token(template.prefix[0]) if template.prefix else None,
         "sep_token": backend.id_to_token(template.suffix[-1]) if template.suffix else None,
@@ -168,7 +170,7 @@ def _from_transformers(folder: Path) -> _Found:
     if not loaded.is_fast:
         raise DataError(f"the tokenizer in {folder} has no fast form: convert it to a {TOKENIZER_FILE} first")
     roles = {role: getattr(loaded, role) for role in _ROLES if getattr(loaded, role)}
-    names = (*loaded.vocab_files_names.values(), *_OWN_FILES)
+    names = (*loaded.vocab_files_names.values(), TOKENIZER_FILE, *_OWN_FILES)
     files = {name: (folder / name).read_bytes() for name in names if (folder / name).is_file()}
     settings = json.loads(files.get(CONFIG_FILE, b"{}"))
     if "tokenizer_class" not in settings:

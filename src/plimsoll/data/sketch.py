@@ -33,7 +33,7 @@ class TextSketch(NamedTuple):
     vocab_size: int
     num_labels: int | None
     end_id: int
-    pad_id: int
+    pad_id: int = 0
 
 
 def sketch_texts(job: Job) -> TextSketch:

@@ -9,7 +9,6 @@ Shapes: B rows, N elements of all rows together.
 
 from __future__ import annotations
 
-from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
@@ -24,8 +23,7 @@ if TYPE_CHECKING:
 Ints = NDArray[np.int64]
 Element = TypeVar("Element", bound=np.generic)
 
-_TRIED = ("a b", "1", ".", "\u4e2d")
-_MOST_TRIED_WORDS = 256  # of the vocabulary, for a tokenizer that makes nothing of these
+_MOST_TRIED = 256  # words of the vocabulary, for a tokenizer that makes nothing of the first
 _OFF = "add `special_tokens: false` to `tokenizer` to train without them, or give another tokenizer"
 
 
@@ -85,7 +83,10 @@ def template_of(backend: tokenizers.Tokenizer) -> Template:
     Raises:
         DataError: if it does something else with a text than that.
     """
-    for text in (*_TRIED, *islice(backend.get_vocab(with_added_tokens=False), _MOST_TRIED_WORDS)):
+    words = sorted(
+        backend.get_vocab(with_added_tokens=False).items(), key=lambda item: (not item[0].isalpha(), item[1])
+    )
+    for text, _ in words[:_MOST_TRIED]:  # others may be unknown, which not every tokenizer has a token for
         plain, encoded = (backend.encode(text, add_special_tokens=adds) for adds in (False, True))
         if plain.ids or encoded.ids == plain.ids:
             break

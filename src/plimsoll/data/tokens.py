@@ -17,7 +17,7 @@ import os
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
+from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, Protocol
@@ -308,23 +308,28 @@ class TextEncoder:
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
         self._backend = backend
-        both, word, rest = (backend.encode(text, add_special_tokens=False).ids for text in ("a b", _WORD, " b"))
+
+    @cached_property
+    def _before(self) -> tuple[str, int]:
+        """What stands before a part that is not the begin of its text, and how many tokens that has."""
+        texts = f"{_WORD} b", _WORD, " b"
+        both, word, rest = (self._backend.encode(text, add_special_tokens=False).ids for text in texts)
         is_needed = both != word + rest and both[: len(word)] == word
-        self._before, self._num_left_out = (_WORD, len(word)) if is_needed else ("", 0)
+        return (_WORD, len(word)) if is_needed else ("", 0)
 
     def encode(self, pieces: Sequence[Piece], with_marks: bool = False) -> Encoded:
         """Return the tokens of some pieces, and with them what begins where."""
         encode = self._backend.encode_batch if with_marks else self._backend.encode_batch_fast  # which has no offsets
-        texts = [piece.text if piece.is_first else self._before + piece.text for piece in pieces]
+        before = [("", 0) if piece.is_first else self._before for piece in pieces]
+        texts = [word + piece.text for (word, _), piece in zip(before, pieces, strict=True)]
         encodings = encode(texts, add_special_tokens=False)
         tokens, lengths, marks = array("I"), [], [np.empty(0, np.uint8)]
-        for piece, encoding in zip(pieces, encodings, strict=True):
-            left_out = 0 if piece.is_first else self._num_left_out
+        for piece, encoding, (word, left_out) in zip(pieces, encodings, before, strict=True):
             ids = encoding.ids[left_out:] if left_out else encoding.ids
             tokens.fromlist(ids)
             lengths.append(len(ids))
             if with_marks:
-                marks.append(marks_of(encoding.offsets[left_out:], piece.begins, len(self._before) if left_out else 0))
+                marks.append(marks_of(encoding.offsets[left_out:], piece.begins, len(word)))
         flat = np.frombuffer(tokens, np.uint32) if tokens else np.empty(0, np.uint32)
         return Encoded(flat, np.array(lengths, np.int64), marks=np.concatenate(marks) if with_marks else None)
 

@@ -219,7 +219,7 @@ class JobEvidence:
         if len(folders) < len(parts):  # tokenized on the fly: nobody counts them before they are read
             return None
         total = np.zeros(prepared.vocab_size, np.int64)
-        for folder in folders:
+        for folder in dict.fromkeys(folders):  # what is held out of texts lies beside the others
             total += token_counts(folder, prepared.vocab_size)
         return total
 

@@ -35,13 +35,13 @@ def tokenizer_file(folder: Path, ids: dict[str, int], end_token: str) -> Path:
 
 
 def test_a_tokenizer_to_be_trained_has_the_size_that_is_asked_for(tmp_path: Path):
-    assert sketch_texts(job_of(tmp_path / "absent.txt", tokenizer={"vocab_size": 1234})) == TextSketch(1234, None, 0)
+    assert sketch_texts(job_of(tmp_path / "absent.txt", tokenizer={"vocab_size": 1234})) == TextSketch(1234, None, 0, 0)
 
 
 def test_of_a_tokenizer_that_exists_the_largest_id_counts(tmp_path: Path):
     folder = tokenizer_file(tmp_path, {"a": 0, "b": 2, "</s>": 40}, "</s>")  # three tokens, 41 rows
     sketch = sketch_texts(job_of(tmp_path / "absent.txt", tokenizer={"path": str(folder)}))
-    assert sketch == TextSketch(vocab_size=41, num_labels=None, end_id=40)
+    assert sketch == TextSketch(vocab_size=41, num_labels=None, end_id=40, pad_id=40)
 
 
 def test_it_agrees_with_the_tokenizer_that_the_training_uses(tmp_path: Path):
@@ -67,7 +67,7 @@ def test_labels_are_the_folders_of_the_files_as_the_training_finds_them(tmp_path
     folder = class_files(tmp_path / "data", "spam/1.txt", "ham/1.txt", "ham/2.txt", "deep/eggs/1.txt", ".git/x")
     sketch = sketch_texts(job_of(folder, "classification", tokenizer={"vocab_size": 300}))
     names, _ = labels_from_folders(open_corpus((str(folder),), Reading(), tmp_path / "cache"))
-    assert sketch == TextSketch(300, len(names), 0) == TextSketch(300, 3, 0)
+    assert sketch == TextSketch(300, len(names), 0, 0) == TextSketch(300, 3, 0, 0)
 
 
 def test_folders_of_one_name_are_one_class_wherever_they_are(tmp_path: Path):
