@@ -63,7 +63,7 @@ def test_the_exported_pair_says_what_the_model_said_in_training(tmp_path, kind, 
     small = {"bert": BERT, "gpt2": GPT2}[model]
     given = job(
         model=small, task="classification", data={"train": str(tmp_path / "texts.jsonl"), "label": "label"},
-        tokenizer={"path": str(folder), "special_tokens": special_tokens}, sequence_length=64,
+        tokenizer={"path": str(folder), "special_tokens": special_tokens}, sequence_length=256,
     )  # fmt: skip
     prepared = prepare(given, tmp_path / "cache")
     parts = assemble(given, prepared, "cpu")

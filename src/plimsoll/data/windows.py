@@ -130,8 +130,10 @@ class WindowDataset(Samples):
         self.sequence_length, self._store = sequence_length, store
         num_tokens = len(store.tokens)
         refuse_no_window(num_tokens, sequence_length)
-        self._tokens = np.asarray(store.tokens) if isinstance(store.tokens, np.ndarray) else store.tokens
         self._num_windows = num_windows(num_tokens, sequence_length, stride)
+        self._windows: NDArray[Any] | None = None  # of tokens that lie end to end, each of them in one piece
+        if isinstance(store.tokens, np.ndarray):
+            self._windows = np.lib.stride_tricks.sliding_window_view(store.tokens, sequence_length)[:: self.stride]
         self.num_dropped_tokens = num_tokens - sequence_length - (self._num_windows - 1) * self.stride
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -142,8 +144,11 @@ class WindowDataset(Samples):
 
     def batch(self, ids: NDArray[np.int64], epoch: int = 0) -> dict[str, torch.Tensor]:
         """Return ``input_ids`` and ``labels`` (B, T), for a model that shifts the labels."""
-        places_BT = (ids * self.stride)[:, None] + np.arange(self.sequence_length)
-        input_ids_BT = torch.from_numpy(self._tokens[places_BT].astype(np.int64))
+        if self._windows is not None:
+            tokens_BT = self._windows[ids]
+        else:
+            tokens_BT = self._store.tokens[(ids * self.stride)[:, None] + np.arange(self.sequence_length)]
+        input_ids_BT = torch.from_numpy(tokens_BT.astype(np.int64))
         labels_BT = input_ids_BT.clone()  # a tensor of their own: a model may mask its inputs in place
         num_repeated = self.sequence_length - self.stride
         labels_BT[torch.from_numpy(ids > 0), :num_repeated] = IGNORED_LABEL
