@@ -22,7 +22,7 @@ from plimsoll.data.corpus import Corpus
 from plimsoll.data.fillings import Texts
 from plimsoll.data.index import open_corpus
 from plimsoll.data.labels import labels_of
-from plimsoll.data.prepare import cut_by_job, kinds_of_tokens, reading_of
+from plimsoll.data.of_job import cut_by_job, kinds_of_tokens, reading_of
 from plimsoll.data.tags import Encoded, WordEncoder, entity_note
 from plimsoll.data.tokenizer import Tokenizer, prepare_tokenizer, tokenizer_threads
 from plimsoll.data.tokens import TextEncoder, open_tokens, tokenize, tokens_folder

@@ -8,7 +8,6 @@ be shared by jobs and processes, and deleted when none runs. NOT covered: data e
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -17,7 +16,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plimsoll.data.corpus import Corpus, open_index
-from plimsoll.data.formats import Reading
 from plimsoll.data.held_out import (
     ChosenTexts,
     IsHeldOut,
@@ -34,7 +32,8 @@ from plimsoll.data.held_out import (
 from plimsoll.data.index import open_corpus
 from plimsoll.data.labels import labels_of, names_to_number_by
 from plimsoll.data.lanes import Lanes, lanes_of_stream, refuse_no_lane, training_lanes
-from plimsoll.data.spans import Spans, cut_texts, num_windows, open_spans, refuse_no_window
+from plimsoll.data.of_job import cut_by_job, kinds_of_tokens, padding_of, reading_of
+from plimsoll.data.spans import Spans, num_windows, open_spans, refuse_no_window
 from plimsoll.data.tags import tags_of
 from plimsoll.data.tokenizer import Tokenizer, prepare_tokenizer
 from plimsoll.data.tokens import Tokens, TokenStore, open_tokens, tokenize
@@ -204,21 +203,6 @@ def _what_tokens_mean(tokenizer: Tokenizer, padding: int, names: tuple[str, ...]
     return [*facts, *names]
 
 
-def reading_of(job: Job) -> Reading:
-    """Return what of the files is a text, as a job says it."""
-    source = job.data
-    return Reading(
-        unit=source.unit,
-        text=source.text,
-        label=source.label,
-        escapes=source.escapes,
-        quotes=source.quotes,
-        header=source.header,
-        on_error=source.on_error,
-        is_tagged=job.task == "token-classification",
-    )
-
-
 def is_whole(prepared: Prepared) -> bool:
     """Whether the cache still holds all of it."""
     texts = [text for text in (prepared.train, prepared.validation) if text is not None]
@@ -382,48 +366,10 @@ class _Making:
         return facts | {"packs_folder": str(packs.folder), "num_samples": len(packs)}
 
 
-def kinds_of_tokens(job: Job) -> dict[str, bool]:
-    """Return how `plimsoll.data.tokens.tokenize` is to store the texts of a job."""
-    return {"is_stream": job.reads_streams, "borders": job.data.borders is not None}
-
-
-def cut_by_job(store: TokenStore, job: Job, tokenizer: Tokenizer, progress: Progress = silent) -> Spans:
-    """Cut texts into the samples of a job.
-
-    Raises:
-        DataError: if a text is too long, and is not to be cut.
-        OutputError: if the cache cannot be written.
-    """
-    template = tokenizer.template
-    return cut_texts(
-        store,
-        job.sequence_length,
-        long_texts=job.data.long_texts,
-        stride=job.data.stride,
-        borders=job.data.borders,
-        with_end=not (job.is_labelled or template.suffix),  # what is behind a text is learnt as its end
-        template=template,
-        keeps_end=tokenizer.keeps_end and job.data.long_texts == "truncate",
-        progress=progress,
-    )
-
-
 def _signatures(text: PreparedText) -> Iterator[tuple[NDArray[np.int64], NDArray[np.uint64]]]:
     if text.tokens_folder is None:
         return signatures_of_texts(open_index(Path(text.index_folder)))
     return signatures(open_tokens(Path(text.tokens_folder)))
-
-
-def padding_of(model: str | dict[str, Any], own: int) -> int:
-    """Return the token that fills the rows of a batch: that of the checkpoint of a job, or else the tokenizer's own.
-
-    Decoders with a classification head find the last token of a text by it.
-    """
-    try:
-        padding = json.loads((Path(str(model)) / "config.json").read_text(encoding="utf-8"))["pad_token_id"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return own
-    return padding if isinstance(padding, int) and padding >= 0 else own
 
 
 def _store_labels(labels: NDArray[Any], cache: Path) -> Path:

@@ -19,7 +19,7 @@ from plimsoll.data.convert import is_converted
 from plimsoll.data.formats import Reading
 from plimsoll.data.given_tokenizer import load_tokenizer
 from plimsoll.data.index import open_corpus
-from plimsoll.data.prepare import padding_of, reading_of
+from plimsoll.data.of_job import padding_of, reading_of
 from plimsoll.data.sources import SourceFile, find_files
 from plimsoll.records.job import HUB_PREFIX, Job
 

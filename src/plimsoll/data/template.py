@@ -24,7 +24,6 @@ Ints = NDArray[np.int64]
 Element = TypeVar("Element", bound=np.generic)
 
 _MOST_TRIED = 256  # words of the vocabulary, for a tokenizer that makes nothing of the first
-_OFF = "add `special_tokens: false` to `tokenizer` to train without them, or give another tokenizer"
 
 
 class Template(NamedTuple):
@@ -95,11 +94,11 @@ def template_of(backend: tokenizers.Tokenizer) -> Template:
     if encoded.ids[num_before:end] != plain.ids or not all(encoded.special_tokens_mask[end:]):
         raise DataError(
             f"this tokenizer makes {encoded.tokens} of {text!r}, which is more than special tokens before and behind "
-            f"the text: {_OFF}"
+            "the text: set tokenizer.special_tokens=false to train without them, or give another tokenizer"
         )
     if len(set(encoded.type_ids)) > 1:
         raise DataError(
             f"this tokenizer gives the tokens of one text the types {encoded.type_ids}, and a training feeds no token "
-            f"types: {_OFF}"
+            "types: set tokenizer.special_tokens=false to train without special tokens, or give another tokenizer"
         )
     return Template(tuple(encoded.ids[:num_before]), tuple(encoded.ids[end:]))

@@ -21,8 +21,9 @@ from plimsoll.assemble import loader_of
 from plimsoll.data.corpus import Corpus
 from plimsoll.data.index import open_corpus
 from plimsoll.data.inspect import index_corpus
+from plimsoll.data.of_job import kinds_of_tokens, reading_of
 from plimsoll.data.order import Order
-from plimsoll.data.prepare import kinds_of_tokens, open_datasets, prepare, reading_of
+from plimsoll.data.prepare import open_datasets, prepare
 from plimsoll.data.tokenizer import prepare_tokenizer, tokenizer_threads
 from plimsoll.data.tokens import tokens_folder
 from plimsoll.device.process import private_bytes

@@ -210,5 +210,5 @@ def test_a_tokenizer_that_knows_no_common_word_is_tried_with_one_of_its_own():
     ],
 )
 def test_what_else_a_tokenizer_does_is_refused(single: str, message: str):
-    with pytest.raises(DataError, match=f"{message}.*: add `special_tokens: false` to `tokenizer`"):
+    with pytest.raises(DataError, match=f"{message}.*: set tokenizer.special_tokens=false to"):
         template_of(word_level(single=single))
