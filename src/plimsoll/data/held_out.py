@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ Ints = NDArray[np.int64]
 IsHeldOut = Callable[[Ints], NDArray[np.bool_]]
 
 _RECIPE = 1  # raise it when the same choice gives other tokens
-_RUNS_FILE, _ENDS_FILE = "runs.bin", "ends.bin"
+_PLACES_FILE, _SHIFTS_FILE, _ENDS_FILE = "places.bin", "shifts.bin", "ends.bin"
 _TEXTS_PER_PASS, _TOKENS_PER_PASS = 1 << 18, 1 << 20
 _MOST_COMPARED = 1 << 20  # of the held-out texts; 8 MiB of hashes
 
@@ -53,7 +54,7 @@ def held_out(num_texts: int, share: float, seed: int, is_drawn: bool = True) -> 
     """Return what says which texts are held out: those that `plimsoll.data.windows.split` holds out.
 
     Args:
-        num_texts: how many there are, at least 2.
+        num_texts: how many there are.
         share: of them, more than 0.
         seed: another seed draws others.
         is_drawn: draw them; else they are the last ones.
@@ -61,6 +62,11 @@ def held_out(num_texts: int, share: float, seed: int, is_drawn: bool = True) -> 
     Raises:
         DataError: if there are fewer than 2.
     """
+    if num_texts < 2:
+        raise DataError(
+            f"cannot hold out a share of {share:g} of {num_texts} text, for windows of a text stay on one side: set "
+            f"data.unit=line or data.unit=paragraph if it has several, or give a file for data.validation"
+        )
     num_validation = num_held_out(num_texts, share)
     if not is_drawn:
         return lambda texts: texts >= num_texts - num_validation
@@ -79,8 +85,8 @@ class ChosenTexts:
     def __init__(self, store: TokenStore, folder: Path) -> None:
         facts = kept_facts(folder, "chosen texts")
         self.store, self.folder = store, folder
-        runs = np.asarray(np.memmap(folder / _RUNS_FILE, np.int64, "r")).reshape(-1, 2)
-        self.tokens = _Joined(np.asarray(store.tokens), runs, facts["num_tokens"])
+        places, shifts = (np.asarray(np.memmap(folder / name, np.int64, "r")) for name in (_PLACES_FILE, _SHIFTS_FILE))
+        self.tokens = _Joined(np.asarray(store.tokens), places, shifts, facts["num_tokens"])
         self.ends: Ints = np.memmap(folder / _ENDS_FILE, np.int64, "r")
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -88,18 +94,19 @@ class ChosenTexts:
 
 
 class _Joined:
-    """The tokens of the runs end to end, by their places."""
+    """The tokens of runs end to end: where each begins among them (R,), and how much farther on it is in the store."""
 
-    def __init__(self, tokens: NDArray[Any], runs: Ints, num_tokens: int) -> None:
-        self._tokens, self._num_tokens, self.dtype = tokens, num_tokens, tokens.dtype
-        self._places, self._shifts = runs[:, 0], runs[:, 1] - runs[:, 0]
+    def __init__(self, tokens: NDArray[Any], places: Ints, shifts: Ints, num_tokens: int) -> None:
+        self._tokens, self._places, self._shifts, self._num_tokens = tokens, places, shifts, num_tokens
+        self.dtype = tokens.dtype
 
     def __len__(self) -> int:
         return self._num_tokens
 
     def __getitem__(self, places: Ints) -> NDArray[Any]:
         runs = np.searchsorted(self._places, places, "right") - 1
-        return self._tokens[places + self._shifts[runs]]
+        tokens: NDArray[Any] = self._tokens[places + self._shifts[runs]]
+        return tokens
 
 
 def choose_texts(store: TokenStore, name: str, is_chosen: IsHeldOut) -> ChosenTexts:
@@ -116,7 +123,9 @@ def choose_texts(store: TokenStore, name: str, is_chosen: IsHeldOut) -> ChosenTe
 
     def write(folder: Path) -> Facts:
         num_tokens = last_stop = 0
-        with (folder / _RUNS_FILE).open("wb") as runs_file, (folder / _ENDS_FILE).open("wb") as ends_file:
+        with ExitStack() as files:
+            names = (_PLACES_FILE, _SHIFTS_FILE, _ENDS_FILE)
+            places_file, shifts_file, ends_file = (files.enter_context((folder / name).open("wb")) for name in names)
             for first in range(0, len(store.ends), _TEXTS_PER_PASS):
                 texts_D = np.arange(first, min(first + _TEXTS_PER_PASS, len(store.ends)))
                 texts_D = texts_D[is_chosen(texts_D)]
@@ -125,8 +134,9 @@ def choose_texts(store: TokenStore, name: str, is_chosen: IsHeldOut) -> ChosenTe
                 starts_D, stops_D = np.where(texts_D > 0, store.ends[texts_D - 1] + 1, 0), store.ends[texts_D] + 1
                 places_D = num_tokens + np.cumsum(stops_D - starts_D)
                 begins_run_D = starts_D != np.concatenate(([last_stop if num_tokens else -1], stops_D[:-1]))
-                runs = np.stack((places_D - (stops_D - starts_D), starts_D), axis=1)[begins_run_D]
-                runs_file.write(np.ascontiguousarray(runs, np.int64).data)
+                begins_D = places_D - (stops_D - starts_D)
+                places_file.write(begins_D[begins_run_D].data)
+                shifts_file.write((starts_D - begins_D)[begins_run_D].data)
                 ends_file.write((places_D - 1).data)
                 num_tokens, last_stop = int(places_D[-1]), int(stops_D[-1])
         return {"num_tokens": num_tokens}

@@ -181,11 +181,6 @@ def split_by_text(spans: Spans, share: float, seed: int, is_drawn: bool = True) 
         OutputError: if the cache cannot be written.
     """
     num_texts = len(spans.store.ends)
-    if num_texts < 2:
-        raise DataError(
-            f"cannot hold out a share of {share:g} of {num_texts} text, for windows of a text stay on one side: set "
-            f"data.unit=line or data.unit=paragraph if it has several, or give a file for data.validation"
-        )
     is_held_out, name = held_out(num_texts, share, seed, is_drawn), choice_name(num_texts, share, seed, is_drawn)
     return (
         select_spans(spans, f"train-{name}", lambda texts: ~is_held_out(texts)),
