@@ -70,6 +70,8 @@ def length_sheet(inspection: Inspection) -> Sheet:
         ("Mean", f"{inspection.mean_tokens:,.1f}"),
         *((_quantile_name(share), f"{length:,}") for share, length in inspection.quantiles),
         ("All texts together", f"{inspection.num_tokens:,}"),
+        *((("Special tokens", inspection.special_tokens),) if inspection.special_tokens else ()),
+        *((("Borders", f"{inspection.num_borders:,}"),) if inspection.num_borders is not None else ()),
         ("Bytes of the files per token", f"{inspection.bytes_per_token:.2f}"),
     )
     return Sheet(f"Tokens of a text ({of} texts)", (Column("Of the texts"), Column("Tokens", True)), rows)
