@@ -24,7 +24,7 @@ from plimsoll.mapped import MappedPool
 from plimsoll.models.loading import Head, load_model
 from plimsoll.models.skeleton import quiet
 from plimsoll.records.job import near
-from plimsoll.weights.shrink._structure import FIELD, class_for
+from plimsoll.weights.shrink._structure import FIELD, class_for, read_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -300,10 +300,9 @@ def read_hugging_face_config(folder: Path) -> PreTrainedConfig:
         JobError: if it cannot be read.
     """
     from huggingface_hub.errors import StrictDataclassError
-    from transformers import AutoConfig
 
     try:
-        config: PreTrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True)
+        config = read_config(folder)
     except (OSError, ValueError, StrictDataclassError) as error:
         raise JobError(
             f"model: {folder} is not a Hugging Face checkpoint that can be read ({error}): give a folder that "

@@ -34,6 +34,7 @@ from plimsoll.models.skeleton import Derived, Skeleton, Weight, quiet, replace, 
 from plimsoll.store import Progress, silent
 from plimsoll.weights.loading import Checkpoint, Coded, Entry, open_checkpoint
 from plimsoll.weights.parts import with_parts
+from plimsoll.weights.shrink._structure import read_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -349,10 +350,9 @@ def _is_empty(weight: Weight) -> bool:
 
 def _config_of(folder: Path) -> PreTrainedConfig:
     from huggingface_hub.errors import StrictDataclassError
-    from transformers import AutoConfig
 
     try:
-        config: PreTrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True)
+        config = read_config(folder)
     except (OSError, ValueError, StrictDataclassError) as error:
         raise WeightsError(
             f"{folder} is not a Hugging Face checkpoint that can be read ({error}): give a folder that "

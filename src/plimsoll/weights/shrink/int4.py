@@ -20,7 +20,7 @@ from plimsoll.weights.int4 import INT4_ROWS, packed_int4
 from plimsoll.weights.parts import cast_saved, is_made_of_parts
 from plimsoll.weights.shrink._base import Calibration, Choices, Need, Stage, Subject
 from plimsoll.weights.shrink._options import options_of, value_fault
-from plimsoll.weights.shrink._structure import sizes_of
+from plimsoll.weights.shrink._structure import note, sizes_of
 from plimsoll.weights.shrink._torchao import Config, plain_layers, replace_weights, why_not_linear
 
 _GROUPS = (32, 64, 128)
@@ -76,6 +76,8 @@ class Int4:
         cast_saved(subject.model, _COMPUTE[_compute(choice)])
         names = fitting_layers(subject.model, group)
         replace_weights(subject.model, names, _config(group), lambda weight: packed_int4(weight, group))
+        for name in names:
+            note(subject.model, "gpu_only", name)
 
 
 def _options_fault(choice: Choice) -> str | None:
