@@ -194,7 +194,7 @@ def _refuse_cpu(model: Any) -> None:
         weight = None if found is None else _weight(model.get_submodule(found))
         if weight is not None and weight.device.type == "cpu" and type(weight).__name__ == "Int4Tensor":
             raise RuntimeError(
-                f"{name} has 4 bits for a weight, which torchao computes with on a GPU only: give device_map=\"cuda\", "
+                f'{name} has 4 bits for a weight, which torchao computes with on a GPU only: give device_map="cuda", '
                 "or load the folder with plimsoll.load_model(folder) for the CPU (pip install torch-plimsoll)"
             )
 

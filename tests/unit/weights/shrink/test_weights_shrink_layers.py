@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from plimsoll.models.loading import load_model
 from plimsoll.records.plan import Choice
 from plimsoll.weights.shrink import SHRINKERS, Calibration, Subject
 from plimsoll.weights.shrink.layers import Layers
@@ -85,7 +86,7 @@ def test_what_is_noted_of_layers_goes_with_them(tmp_path):
     noted = model.config.shrunk["attributes"]
     assert sorted(noted) == [f"bert.encoder.layer.{number}.attention.self" for number in (0, 1)]
     model.save_pretrained(tmp_path)
-    assert torch.equal(logits_of(type(model).from_pretrained(tmp_path).eval()), logits_of(model))
+    assert torch.equal(logits_of(load_model(tmp_path).model.eval()), logits_of(model))
 
 
 def test_what_the_configuration_says_of_each_layer_is_shortened():
