@@ -10,6 +10,8 @@ from typing import Annotated
 
 import typer
 
+from plimsoll.cli.options import Quiet
+
 
 # long: one call with one line for each option
 def shrink(  # noqa: PLR0917 -- typer calls it by name
@@ -54,7 +56,7 @@ def shrink(  # noqa: PLR0917 -- typer calls it by name
         bool, typer.Option("--keep-all", help="Keep every model in OUT/.shrink, for another --target.")
     ] = False,
     force: Annotated[bool, typer.Option("--force", help="Begin again, and overwrite --out.")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
+    quiet: Quiet = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON record instead of tables; no progress.")
     ] = False,

@@ -96,3 +96,16 @@ def test_what_cannot_be_planned_says_why(tmp_path: Path) -> None:
 )
 def test_a_process_that_does_not_say_why_is_told_by_its_last_line(printed: str, said: str, expected: str) -> None:
     assert _why(subprocess.CompletedProcess([], 5, printed, said)) == expected
+
+
+def test_a_damaged_file_is_named_as_it_is_without_a_budget(tmp_path):
+    """The process that plans says which file is wrong and by how many bytes; nothing is put around that."""
+    folder = model_folder(tmp_path / "model", "GPT2LMHeadModel")
+    weights = folder / "model.safetensors"
+    raw = weights.read_bytes()
+    weights.write_bytes(raw[: len(raw) // 2])
+    with pytest.raises(WeightsError) as raised:
+        plan_apart(folder, "score", 16, 0, 1 << 31, "cpu", "stored")
+    said = str(raised.value)
+    assert said.startswith(f"{weights} is cut off: {len(raw) - len(raw) // 2} of its {len(raw)} bytes are missing")
+    assert "--budget" not in said
