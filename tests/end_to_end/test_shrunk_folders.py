@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +15,12 @@ from plimsoll.weights.shrink import SHRINKERS
 from shrink_models import calibration, ids_of, outputs, subject
 
 # A GPT-2 has layers that torchao does not know and a field of its own for their number.
-CASES = [*(("bert", name) for name in SHRINKERS), ("gpt2", "low_rank_embeddings"), ("gpt2", "int8"), ("lstm-lm", "units")]
+CASES = [
+    *(("bert", name) for name in SHRINKERS),
+    ("gpt2", "low_rank_embeddings"),
+    ("gpt2", "int8"),
+    ("lstm-lm", "units"),
+]
 TEXT = "the line on the hull"
 
 LOAD = """

@@ -210,7 +210,9 @@ def test_drawn_rows_have_the_mean_and_deviation_of_those_found_and_follow_the_se
 def test_rows_that_would_all_be_the_one_that_was_found_are_not_drawn(tmp_path: Path, raw: bytes):
     path = packed(tmp_path / "x", raw)
     words = ["the", "a", "absent", "gone"]
-    with pytest.raises(EmbeddingError, match="others cannot be drawn with their deviation, which is 0: give missing zer"):
+    with pytest.raises(
+        EmbeddingError, match="others cannot be drawn with their deviation, which is 0: give missing zer"
+    ):
         take_subset(path, words, cache=tmp_path)
     assert not list(tmp_path.glob("subset-*"))
     assert take_subset(path, ["the"]).rows.tolist() == [[1, 2]]  # nothing is to be drawn

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from plimsoll.records.plan import Choice
 from plimsoll.weights.shrink._options import count_fault, options_of, share_fault, unknown_option, value_fault
+
+from plimsoll.records.plan import Choice
 
 
 def test_what_is_given_takes_the_place_of_a_default():

@@ -104,7 +104,14 @@ class MadeUp:
 @pytest.fixture
 def source(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "ShrinkProcess", MadeUp)
-    for name, value in {"made": [], "teachers": [], "trainings": [], "dies_at": None, "refuses": (), "no": None}.items():
+    for name, value in {
+        "made": [],
+        "teachers": [],
+        "trainings": [],
+        "dies_at": None,
+        "refuses": (),
+        "no": None,
+    }.items():
         monkeypatch.setattr(MadeUp, name, value)
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
