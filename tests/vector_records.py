@@ -65,7 +65,8 @@ def vector_file(**changes) -> VectorFile:
 def conversion() -> Conversion:
     """A file that had nothing wrong."""
     return Conversion(
-        source="model.kv", output="vectors.npy", num_words=1000, num_entries=1000, dimension=100, precision="float16", num_bytes=200_128,
+        source="model.kv", output="vectors.npy", num_words=1000, num_entries=1000,
+        dimension=100, precision="float16", num_bytes=200_128,
         num_duplicates=0, seconds=0.25,
     )  # fmt: skip
 

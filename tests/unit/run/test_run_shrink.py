@@ -221,7 +221,7 @@ def test_a_target_that_nothing_reaches_is_refused_with_the_smallest_and_one_far_
 ):
     with pytest.raises(
         InputError,
-        match=f"no chain of methods reaches {target_bytes} B: the smallest has about 80 B .layers > heads > int4.; give",
+        match=f"no chain of methods reaches {target_bytes} B: the smallest has about 80 B .layers > heads > int4.",
     ):
         shrink(source, tmp_path / "out", ShrinkOptions(target_bytes=target_bytes))
     assert bool(MadeUp.made) == is_tried

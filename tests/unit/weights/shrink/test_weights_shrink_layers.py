@@ -107,7 +107,7 @@ def test_it_offers_three_quarters_and_a_half():
     ("name", "fields", "options", "said"),
     [
         ("bert", {}, {"keep": 2}, "cannot keep 2 of 2: give keep from 1 to 1"),
-        ("bert", {}, {"keep": 1, "share": 0.5}, "cannot have keep 1 and a share at once: leave one out"),
+        ("bert", {}, {"keep": 1, "share": 0.5}, "`layers` has keep 1 and share 0.5: give one of them"),
         ("bert", {}, {"share": 0.1}, "a share of 0.1 of 2 layers is none of them: give a share from 0.5 to 0.5"),
         ("bert", {"num_hidden_layers": 1}, {"keep": 1}, "has 1 layer, and none can be spared"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True, "n_layer": 4}, {"keep": 2}, "keep all layers"),
