@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -137,42 +137,6 @@ def is_separable(optimizer: torch.optim.Optimizer) -> bool:
     of_all = optimizer_module._global_optimizer_pre_hooks or optimizer_module._global_optimizer_post_hooks
     is_known = is_of_torch(optimizer) or isinstance(optimizer, SeparableOptimizer)
     return is_known and not (own or of_all)
-
-
-def sparse_fault(optimizer: torch.optim.Optimizer, tables: Mapping[Tensor, str]) -> str | None:
-    """Return a sentence where torch's optimizer would fail in its first step for gradients being sparse, or dense.
-
-    Args:
-        optimizer: one of ``torch.optim``; of others nothing is known.
-        tables: names of the parameters that get sparse gradients, as of ``nn.Embedding(sparse=True)``.
-    """
-    kind = type(optimizer)
-    if not is_of_torch(optimizer):
-        return None
-    for group in optimizer.param_groups:
-        learning = [one for one in group["params"] if one.requires_grad]
-        names = [tables[one] for one in learning if one in tables]
-        if kind is torch.optim.SparseAdam and len(names) < len(learning):
-            return (
-                f"SparseAdam takes sparse gradients only, and {len(learning) - len(names)} of its {len(learning)} "
-                "parameters have dense ones: use torch.optim.Adagrad or SGD for all of them, or leave these out"
-            )
-        if names and kind not in _TAKE_SPARSE:
-            return (
-                f"{kind.__name__} takes no sparse gradients, which {names[0]} has: use Adagrad, SGD or (for tables "
-                "alone) SparseAdam, or an nn.Embedding with sparse=False"
-            )
-        if names and group.get("weight_decay"):
-            return (
-                f"weight_decay {group['weight_decay']:g} would change every row of {names[0]}, and sparse gradients "
-                f"are of some: use weight_decay=0 for it, in a parameter group of its own or for all"
-            )
-        if names and group.get("fused"):
-            return f"{kind.__name__} with fused=True takes no sparse gradients, which {names[0]} has: use fused=False"
-    return None
-
-
-_TAKE_SPARSE = (torch.optim.SGD, torch.optim.Adagrad, torch.optim.SparseAdam)
 
 
 def _optimizer_classes() -> dict[str, Callable[..., torch.optim.Optimizer]]:

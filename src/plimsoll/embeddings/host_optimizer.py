@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from plimsoll.embeddings import host_files
 from plimsoll.embeddings.host import HostEmbedding
+from plimsoll.embeddings.sparse_gradients import refuse_wrong_gradients
 from plimsoll.errors import InputError
-from plimsoll.optimizers import sparse_fault
 
 _KINDS = (torch.optim.Adagrad, torch.optim.SparseAdam, torch.optim.SGD)
 
@@ -55,9 +55,7 @@ def optimizer_of(
     optimizer = kind(_with_twins(module, parameters, twin_of), **arguments)
     _refuse_momentum(optimizer, table_of)
     names = {module: name or "the table" for name, module in module.named_modules()}
-    fault = sparse_fault(optimizer, {twin: names[table] for twin, table in table_of.items()})
-    if fault is not None:
-        raise InputError(fault)
+    refuse_wrong_gradients(optimizer, {twin: names[table] for twin, table in table_of.items()})
     for group in optimizer.param_groups:
         group["params"] = [table_of[one].weight if one in table_of else one for one in group["params"]]
     kept = {

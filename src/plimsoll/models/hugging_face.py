@@ -21,10 +21,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from plimsoll.errors import JobError, WeightsError
 from plimsoll.mapped import MappedPool
-from plimsoll.models.loading import Head, load_model
+from plimsoll.models.loading import Head, load_model, read_config
 from plimsoll.models.skeleton import quiet
 from plimsoll.records.job import near
-from plimsoll.weights.shrink._structure import FIELD, class_for, read_config
+from plimsoll.weights.shrink._structure import FIELD, class_for
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from plimsoll import errors
 from plimsoll.errors import BudgetError, InputError, PlimsollError
@@ -60,8 +61,10 @@ def _said(done: subprocess.CompletedProcess[str], folder: Path) -> PlimsollError
     """What the process said of itself, which names what is wrong; else that it ended."""
     try:
         said = json.loads(done.stdout)
-        kind, message = getattr(errors, said["error"]), str(said["message"])
+        kind: Any = getattr(errors, said["error"])
+        message = str(said["message"])
     except (ValueError, KeyError, TypeError, AttributeError):
         last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
         return InputError(f"cannot plan how {folder} is applied ({last}): leave --budget out, or correct that")
-    return kind(message) if issubclass(kind, InputError) else InputError(message)
+    found: PlimsollError = (kind if issubclass(kind, InputError) else InputError)(message)
+    return found

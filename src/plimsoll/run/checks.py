@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from plimsoll.embeddings.host import HostEmbedding
+from plimsoll.embeddings.sparse_gradients import refuse_wrong_gradients
 from plimsoll.errors import DataError, InputError, NonFiniteLossError
-from plimsoll.optimizers import sparse_fault
 from plimsoll.outside import is_marked
 from plimsoll.ranks import Ranks
 from plimsoll.run.boundary import Position
@@ -177,8 +177,7 @@ def refuse(
             "optimizer, for example AdamW"
         )
     _refuse_foreign(model, optimizer, precision)
-    if fault := sparse_fault(optimizer, _sparse_tables(model)):
-        raise InputError(fault)
+    refuse_wrong_gradients(optimizer, _sparse_tables(model))
     if micro_batch is None:
         return
     if not isinstance(micro_batch, int) or isinstance(micro_batch, bool):

@@ -113,9 +113,8 @@ def _made_in(  # noqa: PLR0917 -- as `shrink` has them
     )  # fmt: skip
     request.save(work / "request.json")
     with ShrinkProcess(work / "request.json") as process:
-        fault = process.refusal(options.methods) if options.methods else None
-        if fault is not None:
-            raise InputError(fault)
+        if options.methods:
+            process.check(options.methods)
         if source.job is not None:
             _prepare(source.job, work, cache, quiet)
         return _Shrinking(source, options, str(out), work, cache, process, progress, say).run()
@@ -194,11 +193,11 @@ class _Shrinking:
                     return
             if len(found) > _MOST_GUESSED:
                 break
-        raise InputError(self._unreached(target_bytes, *min(found)))
+        raise self._unreached(target_bytes, *min(found))
 
-    def _unreached(self, target_bytes: int, smallest_bytes: int, name: str, more: str = "") -> str:
+    def _unreached(self, target_bytes: int, smallest_bytes: int, name: str, more: str = "") -> InputError:
         without = f" without {', '.join(self.options.forbids)}" if self.options.forbids else ""
-        return (
+        return InputError(
             f"no chain of methods{without}{more} reaches {format_bytes(target_bytes)}: the smallest has about "
             f"{format_bytes(smallest_bytes)} ({name}); give --target {budget_word(smallest_bytes)} or more, or a "
             "chain of your own with --method"
@@ -257,7 +256,7 @@ class _Shrinking:
         if self._failed:
             last = self._failed[-1]
             more = f" ({len(self._failed)} could not be made, the last {last.method}: {last.reason})"
-        raise InputError(self._unreached(target_bytes, *self._smallest(), more))
+        raise self._unreached(target_bytes, *self._smallest(), more)
 
     def _smallest(self) -> tuple[int, str]:
         """What the methods reach together, and how."""

@@ -98,10 +98,9 @@ class ShrinkProcess:
         """Ask what each method has for the original."""
         return tuple(Offer.model_validate(one) for one in self._ask("offers"))
 
-    def refusal(self, chain: Chain) -> str | None:
-        """Ask why a chain cannot be made, from the configuration of the original alone; ``None`` if it can."""
-        found: str | None = self._ask("refusal", chain=_plain(chain))
-        return found
+    def check(self, chain: Chain) -> None:
+        """Have a chain refused that cannot be made of the original, by its configuration alone."""
+        self._ask("check", chain=_plain(chain))
 
     def weight_bytes(self, chain: Chain) -> int | None:
         """Ask what the weights have after a chain; ``None`` if it is refused."""

@@ -82,18 +82,17 @@ class Workshop:
             found.append(Offer.model_validate(known | offered))
         return tuple(found)
 
-    def refusal(self, chain: Sequence[Choice]) -> str | None:
-        """Return why a chain cannot be made of the original, from its configuration alone; ``None`` if it can.
+    def check(self, chain: Sequence[Choice]) -> None:
+        """Refuse a chain that cannot be made of the original, by its configuration alone.
 
         Neither weights nor texts are read; a method may still refuse what these hold.
+
+        Raises:
+            WeightsError: it says why.
         """
         subject = Subject(self._bare(), self._tokenizer(self.folder))
-        try:
-            for choice in chain:
-                self._apply(subject, choice, Calibration())
-        except InputError as error:
-            return str(error)
-        return None
+        for choice in chain:
+            self._apply(subject, choice, Calibration())
 
     def weight_bytes(self, chain: Sequence[Choice]) -> int | None:
         """Return the bytes of the weights after a chain, without making it; ``None`` if a method refuses its part."""
@@ -276,7 +275,7 @@ def answers_of(request: ShrinkRequest) -> dict[str, Callable[..., Any]]:
 
     return {
         "offers": lambda: [one.model_dump() for one in workshop.offers()],
-        "refusal": lambda chain: workshop.refusal(chain_of(chain)),
+        "check": lambda chain: workshop.check(chain_of(chain)),
         "weight_bytes": lambda chain: workshop.weight_bytes(chain_of(chain)),
         "make": make,
         "measured": measured_apart,

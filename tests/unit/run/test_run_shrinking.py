@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import re
 import subprocess
 
 import pytest
@@ -172,8 +173,9 @@ def test_a_chain_is_refused_from_the_configuration_alone(kind, tmp_path):
     workshop = Workshop(folder, TextEvidence(folder, tmp_path / "none.txt"))
     too_many = {"BertModel": LAYERS.model_copy(update={"options": {"keep": 99}}), "lstm": LAYERS}[kind]
     good = {"BertModel": LAYERS, "lstm": Choice(technique="units")}[kind]
-    assert workshop.refusal((good,)) is None
-    assert f"{too_many.in_full} cannot be used for {folder}" in workshop.refusal((good, too_many))
+    workshop.check((good,))
+    with pytest.raises(WeightsError, match=re.escape(f"{too_many.in_full} cannot be used for {folder}")):
+        workshop.check((good, too_many))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -314,7 +316,7 @@ def test_answers_are_plain_values(place):
     request = ShrinkRequest(folder=str(place / "model"), cache=str(place / "cache"), job=job_of(place))
     answers = answers_of(request)
     assert json.dumps(answers["offers"]())
-    assert answers["resolved"](pins=[{"technique": "layers", "value": 1}]) == [LAYERS.model_dump()]
+    assert answers["check"](chain=[LAYERS.model_dump()]) is None
     assert answers["weight_bytes"](chain=[LAYERS.model_dump()]) > 0
     texts = answers_of(ShrinkRequest(folder=str(place / "model"), cache="", data=str(place / "x.jsonl")))
     asked = {"source": {"folder": str(place / "model")}, "teacher": None}

@@ -30,7 +30,7 @@ import functools
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -38,14 +38,14 @@ from typing import TYPE_CHECKING, Any, cast
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers import PreTrainedModel
 
 FIELD = "shrunk"
 CODE_FILE = "modeling_shrunk.py"
 KINDS = ("resized", "attributes", "as_linear", "factored", "shared", "gpu_only")
 
-_LISTS = ("as_linear", "gpu_only")  # kinds that note names alone
-_UNMARKED = "shrunk_from"  # in a config.json: the fields without the marks, in pairs (a dict would be read as a model)
+LISTS = ("as_linear", "gpu_only")  # kinds that note names alone
+UNMARKED = "shrunk_from"  # in a config.json: the fields without the marks, in pairs (a dict would be read as a model)
 
 _AUTO_CLASSES = (
     *("AutoModel", "AutoModelForPreTraining", "AutoModelForCausalLM", "AutoModelForMaskedLM", "AutoModelForSeq2SeqLM"),
@@ -128,7 +128,7 @@ def _made_class(model_class: Any) -> type[PreTrainedModel]:
         model_class.__init__(self, config, *args, **kwargs)
         self._ties_before = dict(self.all_tied_weights_keys)
         restructure(self, getattr(config, FIELD, None) or {})
-        _refresh_ties(self)
+        refresh_ties(self)
         self.init_weights()  # of what is new only; on the meta device, of nothing
 
     def get_expanded_tied_weights_keys(self: Any, all_submodels: bool = False) -> dict[str, str]:
@@ -204,20 +204,16 @@ def marked(fields: Mapping[str, Any], number_of_layers: str) -> dict[str, Any]:
 
     Without the code in the folder the Auto classes do not know the ``model_type``, and say what to give. A class that
     is called by its name (``BertModel.from_pretrained``) takes any type, with a warning, and would draw new values for
-    weights that it does not find; but its configuration refuses a number of layers that is none, and shows it.
-
-    Args:
-        fields: of the configuration.
-        number_of_layers: the name that the architecture has for it.
+    weights that it does not find; but its configuration refuses a number of layers (called ``number_of_layers`` there)
+    that is none, and shows it.
     """
     marks = {"model_type": f"shrunk-{fields['model_type']}", number_of_layers: _HOW_TO_LOAD}
-    return {**fields, **marks, _UNMARKED: [[name, fields[name]] for name in marks]}
+    return {**fields, **marks, UNMARKED: [[name, fields[name]] for name in marks]}
 
 
 def unmarked(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return a configuration as it was before `marked`; any other as it is."""
-    kept = {name: value for name, value in fields.items() if name != _UNMARKED}
-    return kept | dict(fields.get(_UNMARKED, ()))
+    return {name: value for name, value in fields.items() if name != UNMARKED} | dict(fields.get(UNMARKED, ()))
 
 
 def _mark(path: Path, config: Any) -> None:
@@ -241,15 +237,6 @@ class ShrunkConfig:
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
         """Do nothing: what is saved again has its code copied along."""
-
-
-def read_config(folder: Path) -> PreTrainedConfig:
-    """Read the configuration of a model folder, also of one that was made smaller, without running code from it."""
-    from transformers import AutoConfig, PreTrainedConfig
-
-    fields, _ = PreTrainedConfig.get_config_dict(folder, local_files_only=True)
-    reader: Any = ShrunkConfig if _UNMARKED in fields else AutoConfig
-    return cast("PreTrainedConfig", reader.from_pretrained(folder, local_files_only=True))
 
 
 def __getattr__(name: str) -> Any:
@@ -294,7 +281,7 @@ def note(model: Any, kind: str, name: str, value: Any = None) -> None:
         value: see the top of the file; of ``as_linear`` and ``gpu_only`` none.
     """
     before = getattr(model.config, FIELD, None) or {}
-    if kind in _LISTS:
+    if kind in LISTS:
         value = [*(one for one in before.get(kind, ()) if one != name), name]
         model.config.shrunk = {**before, kind: value}
     else:
@@ -302,7 +289,7 @@ def note(model: Any, kind: str, name: str, value: Any = None) -> None:
             value = {**before.get(kind, {}).get(name, {}), **value}
         model.config.shrunk = {**before, kind: {**before.get(kind, {}), name: value}}
     _become_shrunk(model)
-    _refresh_ties(model)
+    refresh_ties(model)
 
 
 def _become_shrunk(model: Any) -> None:
@@ -476,11 +463,10 @@ def use_parameters_of(source: nn.Module, module: nn.Module) -> None:
 
 
 def _weight(module: Any) -> Tensor:
-    weight: Tensor = module.weight
-    return weight
+    return cast(Tensor, module.weight)
 
 
-def _refresh_ties(model: Any) -> None:
+def refresh_ties(model: Any) -> None:
     model.all_tied_weights_keys = model.get_expanded_tied_weights_keys(all_submodels=True)
 
 
@@ -512,45 +498,3 @@ def _tied_part(model: Any, name: str) -> str | None:
     if isinstance(module, FactoredEmbedding):
         return f"{path}.0.{last}"
     return name if hasattr(module, last) else None
-
-
-def renumber(model: Any, layers: str, kept: list[int]) -> None:
-    """Rename what is noted of layers after some of them were taken away.
-
-    Args:
-        model: whose configuration is changed.
-        layers: the name of the list of layers.
-        kept: the numbers, before, of those that are left.
-    """
-    before = getattr(model.config, FIELD, None)
-    if before:
-        model.config.shrunk = renumbered(before, layers, kept)
-        _refresh_ties(model)
-
-
-def renumbered(shrunk: Mapping[str, Any], layers: str, kept: list[int]) -> dict[str, Any]:
-    """Return what is noted of layers after some of them were taken away; see `renumber`."""
-    renamed = functools.partial(_renamed, layers=layers, kept=kept)
-    return {kind: _renamed_changes(kind, changes, renamed) for kind, changes in shrunk.items()}
-
-
-def _renamed(name: str, layers: str, kept: list[int]) -> str | None:
-    if not name.startswith(f"{layers}."):
-        return name
-    number, dot, rest = name[len(layers) + 1 :].partition(".")
-    return f"{layers}.{kept.index(int(number))}{dot}{rest}" if int(number) in kept else None
-
-
-def _renamed_changes(kind: str, changes: Any, renamed: Callable[[str], str | None]) -> Any:
-    if kind in _LISTS:
-        return [name for name in map(renamed, changes) if name is not None]
-    if kind != "shared":
-        return {name: value for old, value in changes.items() if (name := renamed(old)) is not None}
-    after: dict[str, str] = {}
-    heirs: dict[str, str] = {}  # where the layer that had the parameters is gone, the first that is left has them
-    for old, source in changes.items():
-        name = renamed(old)
-        if name is not None:
-            first = renamed(source) or heirs.setdefault(source, name)
-            after |= {} if first == name else {name: first}
-    return after

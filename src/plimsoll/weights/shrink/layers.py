@@ -25,8 +25,8 @@ from plimsoll.records.plan import Choice
 from plimsoll.records.shrink_methods import options_fault
 from plimsoll.weights.shrink._base import Calibration, Choices, Need, Subject
 from plimsoll.weights.shrink._importance import best, first_order, is_meta, norms, passes, tokens_of
+from plimsoll.weights.shrink._renumbered import renumber, renumbered
 from plimsoll.weights.shrink._shares import NEEDS, importance_of, num_removed, removal_fault, share_of
-from plimsoll.weights.shrink._structure import renumber, renumbered
 from plimsoll.weights.shrink._twins import checked, is_place, other_numbers, take_fields, take_numbers, twin_of
 
 

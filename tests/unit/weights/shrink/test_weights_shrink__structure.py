@@ -25,8 +25,9 @@ from transformers import (
     LlamaForCausalLM,
 )
 
+from plimsoll.models.loading import read_config
 from plimsoll.weights.shrink import _structure
-from plimsoll.weights.shrink._structure import note, read_config, restructure, shrunk_class, unmarked
+from plimsoll.weights.shrink._structure import note, restructure, shrunk_class, unmarked
 
 IDS_BT = torch.arange(14).reshape(2, 7)
 
@@ -252,16 +253,6 @@ def test_llama_has_norms_and_layers_of_other_kinds():
     restructure(model, {"resized": {"model.layers.0.mlp.up_proj": [16, 8], "model.norm": [8]}})
     assert model.model.norm.weight.shape == (8,)
     assert model.model.layers[0].mlp.up_proj.out_features == 8
-
-
-def test_layers_that_are_taken_away_are_renamed():
-    model = changed_bert()
-    model.bert.encoder.layer = nn.ModuleList([model.bert.encoder.layer[1], model.bert.encoder.layer[2]])
-    _structure.renumber(model, "bert.encoder.layer", [1, 2])
-    assert model.config.shrunk["shared"] == {"bert.encoder.layer.1": "bert.encoder.layer.0"}
-    assert model.config.shrunk["factored"] == {"bert.embeddings.word_embeddings": 3}
-    _structure.renumber(model, "bert.encoder.layer", [1])
-    assert model.config.shrunk["shared"] == {}
 
 
 def test_what_is_unknown_is_refused():
