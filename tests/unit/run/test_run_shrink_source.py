@@ -192,7 +192,7 @@ def test_a_job_without_weights_or_without_data_to_judge_by_is_refused(tmp_path):
 
 def test_a_model_of_ones_own_that_was_trained_is_not_asked_to_be_finished(tmp_path):
     """Its run has weights and no configuration: finishing it again would change nothing."""
-    run = RunDirectory.create(tmp_path / "run")
+    run = RunDirectory.create(tmp_path / "run", force=False)
     job = {"model": "mine:build", "data": {"train": "x.txt", "validation": 0.5}}
     run.write_job(Job.from_fields(job))
     with pytest.raises(JobError, match="has no model yet: finish it"):
