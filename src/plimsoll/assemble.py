@@ -41,7 +41,7 @@ from plimsoll.optimizers import build_optimizer, build_schedule
 from plimsoll.ranks import Ranks
 from plimsoll.records.embeddings import SubsetFacts
 from plimsoll.records.job import Job
-from plimsoll.records.units import format_bytes
+from plimsoll.records.units import format_bytes, format_share
 from plimsoll.store import Progress, silent
 from plimsoll.weights.loading import open_checkpoint
 from plimsoll.workload import LossFunction, Units, resident_bytes
@@ -113,7 +113,7 @@ def _vectors_sentence(facts: SubsetFacts, job: Job) -> str:
     sentence = f"vectors: {facts.num_found:,} of {facts.num_words:,} words found"
     if facts.num_tokens:
         share = (facts.num_hit_tokens or 0) / facts.num_tokens
-        sentence += f", {share:.1%} of the text"
+        sentence += f", {format_share(share, 1)} of the text"
         if facts.misses:
             sentence += f"; not found, most frequent first: {', '.join(word for word, _ in facts.misses[:5])}"
     if share < _FOUND_SHARE and job.tokenizer.train == "bpe":

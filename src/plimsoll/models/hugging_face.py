@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from plimsoll.errors import JobError, WeightsError
 from plimsoll.mapped import MappedPool
-from plimsoll.models.loading import Head, load_model
+from plimsoll.models.loading import Head, load_model, read_config
 from plimsoll.models.skeleton import quiet
 from plimsoll.records.job import near
 from plimsoll.weights.shrink._structure import FIELD, class_for
@@ -297,10 +297,9 @@ def read_hugging_face_config(folder: Path) -> PreTrainedConfig:
         JobError: if it cannot be read.
     """
     from huggingface_hub.errors import StrictDataclassError
-    from transformers import AutoConfig
 
     try:
-        config: PreTrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True)
+        config = read_config(folder)
     except (OSError, ValueError, StrictDataclassError) as error:
         raise JobError(
             f"model: {folder} is not a Hugging Face checkpoint that can be read ({error}): give a folder that "
