@@ -2,8 +2,8 @@
 
 A Trainer keeps the outputs of all batches on the device and, with each batch, concatenates them anew: for a moment they
 are there twice. `Collected` takes the place of its container. On a GPU each batch goes to the host's memory, as with
-``eval_accumulation_steps=1``; on a CPU inside a limit it goes to a mapped file (`plimsoll.mapped`), which the limit does
-not count. What comes out is equal: the same values, padded in the same way, as numpy arrays.
+``eval_accumulation_steps=1``; on a CPU inside a limit it goes to a mapped file (`plimsoll.mapped`), which the limit
+does not count. What comes out is equal: the same values, padded in the same way, as numpy arrays.
 
 Does NOT cover what is no tensor: that is concatenated as transformers does it.
 """
@@ -26,7 +26,7 @@ _PADDING = -100  # that of transformers
 
 
 class Collected:
-    """`transformers.trainer_pt_utils.EvalLoopContainer`, outside the device; its methods are those that a Trainer calls.
+    """`transformers.trainer_pt_utils.EvalLoopContainer`, outside the device, with the methods that a Trainer calls.
 
     Args:
         do_nested_concat: join the batches; without it the result is a list of them.

@@ -16,7 +16,9 @@ from torch import Tensor, nn
 from plimsoll.integrations._attributes import attributes
 
 
-def loss_of(trainer: transformers.Trainer, fields: Mapping[str, Any], items: Any, model: nn.Module, batch: Any) -> Tensor:
+def loss_of(
+    trainer: transformers.Trainer, fields: Mapping[str, Any], items: Any, model: nn.Module, batch: Any
+) -> Tensor:
     """Compute the loss of a batch.
 
     Args:
@@ -27,7 +29,9 @@ def loss_of(trainer: transformers.Trainer, fields: Mapping[str, Any], items: Any
         batch: the tensors of a batch.
     """
     holders = {
-        name: _holding(value, trainer.model, model) for name, value in vars(trainer).items() if value is not trainer.model
+        name: _holding(value, trainer.model, model)
+        for name, value in vars(trainer).items()
+        if value is not trainer.model
     }
     with attributes(trainer, holders):
         loss: Any = trainer.compute_loss(model, {**fields, **batch}, num_items_in_batch=items)

@@ -8,8 +8,9 @@ The trainer stays what it is: its loop, loss, accumulation, logs, callbacks, sch
 optimizer's ``step``, both wrapped while it trains: where memory runs out in either, everything is as it was before the
 first batch of the accumulation window, and its batches are done again in smaller pieces. A piece counts as much as it
 has of what the batch's loss averages over, which is put on the loss in ``accelerator.backward``; where the trainer
-divides by ``num_items_in_batch``, it is given those of the piece. Evaluations are cut too, and what they collect is kept outside
-the device (`plimsoll.integrations._evaluated`); what else runs out has an error that says what (`_covered`).
+divides by ``num_items_in_batch``, it is given those of the piece. Evaluations are cut too, and what they collect is
+kept outside the device (`plimsoll.integrations._evaluated`); what else runs out has an error that says what
+(`plimsoll.integrations._covered`).
 
 With a budget the fastest mix of techniques that fits is planned and installed while it trains, its fallbacks are what
 follows where memory runs out, and the budget is enforced. ``auto_find_batch_size`` has nothing to do then: it begins
