@@ -15,7 +15,7 @@ MINUTES ?= 60
 RUN = $(VENV)/bin/python
 INSTALLED = $(VENV)/.installed
 
-.PHONY: help install test demo lint docs bench bench-all picture endurance nightly rivals dist audit coverage mutants clean
+.PHONY: help install test test-all demo lint docs bench bench-all picture endurance nightly rivals dist audit coverage mutants clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile | expand -t 20
@@ -37,8 +37,13 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(RUN) -m pip install -c constraints.txt -e '.[dev,docs]'
 	@touch $@
 
-test: install ## run the tests
+test: install ## run the tests, at most 8 minutes on two cores
 	$(RUN) -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
+
+ALL = -m 'not (gpu or browser or slow or nightly)'
+
+test-all: install ## run those that take longer, too, as continuous integration does
+	$(RUN) -m pytest -n $(WORKERS) --dist loadfile $(ALL) $(ARGS)
 
 demo: install ## train inside a budget that plain PyTorch does not survive
 	$(RUN) benchmarks/demo.py $(if $(DATA),--data '$(DATA)')
@@ -81,7 +86,7 @@ $(VENV)/.installed-release: $(INSTALLED)
 
 coverage: $(VENV)/.installed-release ## which lines the tests run, also in processes that they start
 	$(RUN) -m coverage erase
-	$(RUN) -m coverage run -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
+	$(RUN) -m coverage run -m pytest -n $(WORKERS) --dist loadfile $(ALL) $(ARGS)
 	$(RUN) -m coverage combine --quiet
 	$(RUN) -m coverage report
 

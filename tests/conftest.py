@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import gc
+import os
 import shutil
 import signal
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+import warm
 
 # No deadline: a test that failed because the machine was busy would say nothing. No database of examples in the folder.
 settings.register_profile(
     "unhurried", deadline=None, max_examples=60, database=None, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("unhurried")
+
+# One thread: models this small wait for a second one longer than it works, and there are as many processes of tests as
+# cores. OMP_NUM_THREADS=2 in the environment tries two.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # A shell that starts the tests in the background has them ignore Ctrl-C, and what they start inherits that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -37,6 +44,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Start the processes of a test and of its fixtures warm, where it does not say ``cold``."""
+    with warm.cold() if item.get_closest_marker("cold") else warm.warm():
+        return (yield)
+
+
 @pytest.fixture
 def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
     """Return ``check(name, text)``: the text must be that of ``tests/golden/<name>``."""
@@ -52,15 +66,16 @@ def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
 
 
 @pytest.fixture(autouse=True)
-def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _own_cache(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Give each test a cache folder that knows the machine's speed and nothing else."""
-    measured, own = Path(_MEASURED.name), tmp_path_factory.mktemp("cache")
+    measured, own = Path(_MEASURED.name), Path(tempfile.mkdtemp(dir=_MEASURED.name))
     for file in measured.glob("speed*"):
         shutil.copy(file, own)
     monkeypatch.setenv("PLIMSOLL_CACHE", str(own))
     yield
     for file in own.glob("speed*"):
         shutil.copy(file, measured)
+    shutil.rmtree(own, ignore_errors=True)  # pytest looks through all of its own folders for the next one's name
 
 
 @pytest.fixture(scope="module", autouse=True)

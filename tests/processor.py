@@ -1,4 +1,4 @@
-"""What the processor that runs the tests has no kernels for: where plain PyTorch fails there is nothing to compare."""
+"""What depends on the processor that runs the tests: kernels that it has not, and others that it can do without."""
 
 from __future__ import annotations
 
@@ -6,6 +6,14 @@ import pytest
 import torch
 
 from plimsoll.techniques.autocast import lstm_fault
+
+# The environment of a process that computes with all that this processor has, without bfloat16 and AMX, and without
+# AVX-512. oneDNN reads it when it is first used.
+INSTRUCTION_SETS = [
+    pytest.param({}, id="own"),
+    pytest.param({"ONEDNN_MAX_CPU_ISA": "AVX512_CORE"}, id="avx512"),
+    pytest.param({"ONEDNN_MAX_CPU_ISA": "AVX2"}, id="avx2"),
+]
 
 _LSTM = torch.nn.LSTM(1, 1)
 

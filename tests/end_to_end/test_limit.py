@@ -11,6 +11,8 @@ from end_to_end.commands import PeakWatch, assert_each_sample_once, finish, star
 from plimsoll.records.plan import Plan
 from plimsoll.records.run import RunRecord
 
+pytestmark = pytest.mark.cold  # all that a training process takes
+
 BUDGET_BYTES = 360 << 20
 
 

@@ -12,6 +12,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 from predict_cpu_rss import Case, Predictor, gpt2, measured_peak_bytes, recurrent
 
+pytestmark = pytest.mark.cold  # all that a training process takes
+
 TOLERANCE = 0.08
 CASES = [
     Case("gpt2", gpt2(2, 128), (8, 128), vocab_size=8000),

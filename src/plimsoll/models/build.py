@@ -22,7 +22,6 @@ from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import save_model as save_weights
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -51,6 +50,7 @@ from plimsoll.models.recurrent_tagger import build_tagger
 from plimsoll.models.vectors import prepare_embedding, with_dimension
 from plimsoll.records.embeddings import VectorSource
 from plimsoll.records.job import SMALLEST_VOCAB_SIZES, Job, Task, near
+from plimsoll.weights.saving import save_weights
 from plimsoll.workload import LossFunction, Units, model_loss
 
 
@@ -139,7 +139,7 @@ def sketch_model(job: Job) -> nn.Module | None:
 
 
 def save_model(model: nn.Module, folder: Path) -> None:
-    """Write a model into ``folder``, which is made if need be, without a copy of the weights in memory.
+    """Write a model into ``folder``, which is made if need be, with no more copies in memory than `save_weights` makes.
 
     A Hugging Face model becomes a folder for ``from_pretrained`` and a recurrent one a folder for `load_recurrent`; of
     any other model the weights are written to ``model.safetensors``.
@@ -154,7 +154,7 @@ def save_model(model: nn.Module, folder: Path) -> None:
         elif is_hugging_face(model):
             save_hugging_face(model, folder)
         else:
-            save_weights(model, str(folder / "model.safetensors"))
+            save_weights(model, folder / "model.safetensors")
     except (OSError, SafetensorError) as error:
         raise OutputError(
             f"cannot write the model to {folder}: {error}; free some space or give another --out"

@@ -24,7 +24,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, Self
 import torch
 from pydantic import Field, ValidationError, model_validator
 from safetensors import SafetensorError
-from safetensors.torch import load_model, save_model
+from safetensors.torch import load_model
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils.rnn import pack_padded_sequence
@@ -35,6 +35,7 @@ from plimsoll.models.carried import CarriedState, run_with_resets
 from plimsoll.models.in_segments import Passed, State, Unroll, as_hidden, as_state
 from plimsoll.records.base import Frozen
 from plimsoll.records.job import near
+from plimsoll.weights.saving import save_weights
 from plimsoll.workload import IGNORED_LABEL
 
 _LAYERS: dict[str, Callable[..., nn.RNNBase]] = {"lstm": nn.LSTM, "gru": nn.GRU, "rnn": nn.RNN}
@@ -330,12 +331,12 @@ def recurrent_config(fields: dict[str, Any]) -> RecurrentConfig:
 
 
 def save_recurrent(model: RecurrentModel, folder: Path) -> None:
-    """Write ``model.safetensors`` and ``config.json`` into an existing folder. No copy of the weights is made.
+    """Write ``model.safetensors`` and ``config.json`` into an existing folder; for copies see `save_weights`.
 
     A state that was carried is of the training, not of the model: it is left out.
     """
     with _without_carried_state(model):
-        save_model(model, str(folder / "model.safetensors"))
+        save_weights(model, folder / "model.safetensors")
     (folder / "config.json").write_text(
         model.config.model_dump_json(indent=2, exclude_none=True) + "\n", encoding="utf-8"
     )

@@ -1,6 +1,6 @@
 """What a step can change before the optimizer runs, besides the gradients, remembered so that it can be put back.
 
-Covers the random number generators of the host and the device, and the buffers of the model
+Covers the random number generators of the host and the device (and of cuDNN's dropout), and the buffers of the model
 (BatchNorm's running statistics, spectral norm's vectors, any registered buffer). On the fast path a buffer of integers
 or truth values (masks, positions) is copied only if its version counter moved since it was last copied.
 
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from plimsoll.device import cudnn_dropout
 from plimsoll.device.base import Backend
 
 
@@ -44,6 +45,7 @@ class Undo:
         self._owners = [(module, name) for module in model.modules() for name in module._buffers]
         self._buffers: dict[tuple[int, str], _Saved] = {}
         self._random_state: dict[str, Any] = {}
+        cudnn_dropout.find_for(model)
 
     def remember(self) -> None:
         """Take the state as it is now for the one to go back to."""

@@ -20,19 +20,22 @@ class PinnedPool:
     def __init__(self) -> None:
         self._made = StorageSet()
 
-    def empty_like(self, tensor: Tensor) -> Tensor:
-        """Make a tensor of the shape, strides and type of another; its values are arbitrary."""
-        is_pinned = tensor.is_cuda and not isinstance(tensor, FakeTensor)
+    def empty_like(self, tensor: Tensor, device: torch.device | None = None) -> Tensor:
+        """Make a tensor of the shape, strides and type of another; its values are arbitrary.
+
+        ``device`` is the one it is for, by default that of ``tensor``.
+        """
+        is_pinned = (device or tensor.device).type == "cuda" and not isinstance(tensor, FakeTensor)
         with torch.no_grad(), outside_the_device():
             # No device is said: in a rehearsal for CUDA that is the host.
             made = torch.empty_strided(tensor.shape, dense_strides(tensor), dtype=tensor.dtype, pin_memory=is_pinned)
         self._made.add(made)
         return made
 
-    def copy_of(self, tensor: Tensor) -> Tensor:
+    def copy_of(self, tensor: Tensor, device: torch.device | None = None) -> Tensor:
         """Make a tensor like another, with its values."""
         with torch.no_grad():
-            return self.empty_like(tensor).copy_(tensor.detach())
+            return self.empty_like(tensor, device).copy_(tensor.detach())
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether a tensor, or what it is a view of, was made here."""

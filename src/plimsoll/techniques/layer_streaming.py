@@ -23,6 +23,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from plimsoll.errors import InputError
 from plimsoll.outside import is_marked, mark_outside, unmark
@@ -110,7 +111,10 @@ def _move_others(model: nn.Module, device: str, stay: set[nn.Parameter]) -> None
     finally:
         for parameters, key, parameter in places:
             parameters[key] = parameter
+    pool, target = PinnedPool(), torch.device(device)
     for parameter in stay:
+        if target.type == "cuda" and not isinstance(parameter, FakeTensor):
+            parameter.data = pool.copy_of(parameter, target)
         mark_outside(parameter)
 
 

@@ -37,6 +37,8 @@ _FAULTS = """
 import resource
 import torch
 from plimsoll.device import heap
+
+pytestmark = pytest.mark.cold  # a heap as a process begins with
 torch.set_num_threads(1)
 
 def faults():

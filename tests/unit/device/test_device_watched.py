@@ -9,6 +9,7 @@ import pytest
 
 from plimsoll.device.nvml import GpuUse
 from plimsoll.device.watched import family_of, largest
+from processes import LONGEST_SECONDS
 
 MIB = 1 << 20
 HOLD = "import sys; held = bytearray(b'x' * (64 << 20)); print('ready', flush=True); sys.stdin.read()"
@@ -89,7 +90,7 @@ def test_what_a_thread_started_and_what_that_started_are_found(has_lists, monkey
     if not has_lists:  # a kernel without CONFIG_PROC_CHILDREN
         monkeypatch.setattr(Path, "exists", lambda path: False)
     with _held(THREADS) as process:
-        until = time.monotonic() + 30
+        until = time.monotonic() + LONGEST_SECONDS
         while len(found := family_of(process.pid)) < 3 and time.monotonic() < until:
             time.sleep(0.02)
         process.stdin.close()

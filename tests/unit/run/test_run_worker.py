@@ -26,7 +26,7 @@ from plimsoll.run.directory import RunDirectory
 from plimsoll.run.failpoints import armed, exhaust_memory
 from plimsoll.run.step import TrainStep
 from plimsoll.run.worker import data_sentence, plan_run, prepare_run
-from processes import run_program
+from processes import LONGEST_SECONDS, run_program
 
 LISTENS = """
 import time
@@ -123,7 +123,7 @@ os._exit(0)
 
 def test_a_worker_ends_with_its_supervisor():
     number = int(run_program(SUPERVISOR, LISTENS).stdout)
-    until = time.monotonic() + 30
+    until = time.monotonic() + LONGEST_SECONDS
     while psutil.pid_exists(number) and psutil.Process(number).status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() < until
         time.sleep(0.01)

@@ -19,6 +19,8 @@ from plimsoll.techniques import Setting, conflict_among, installed
 from plimsoll.techniques.heap import Heap, heap_rules, rules_in_force
 from plimsoll.workload import Workload, model_loss
 
+pytestmark = pytest.mark.cold  # a heap as a process begins with
+
 CPU = Setting(device="cpu", batch_size=4)
 NOTHING = Estimate(likely_bytes=0, low_bytes=0, high_bytes=0)
 

@@ -15,6 +15,8 @@ from plimsoll.memory.lowering.cpu_scratch import kept_by_libraries
 from plimsoll.records.heap import DEFAULT_HEAP, FAST_HEAP, FRESH_HEAP, TIGHT_HEAP, HeapRules
 from processes import environment, run_program
 
+pytestmark = pytest.mark.cold  # heaps as a process begins with
+
 MIB = 1 << 20
 HERE = Path(__file__).parent
 Event = tuple[int, int]

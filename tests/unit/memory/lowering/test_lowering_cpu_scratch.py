@@ -20,6 +20,8 @@ from plimsoll.memory.lowering.mkldnn_rnn import unwritten_workspace
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.nn import functional
 
+pytestmark = pytest.mark.cold  # what libraries keep from their first use on
+
 class Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         peak = process.PeakCounter()

@@ -1,0 +1,332 @@
+"""Processes that start warm: forked from one that has already loaded what Plimsoll loads.
+
+To load torch and transformers takes two seconds of a processor, and one `plimsoll train` does it three times. Where a
+test starts ``python -m plimsoll``, ``python -c`` or ``python script.py``, a server that has loaded them, and has done
+nothing else, forks a process for it; what that one starts in turn is forked from it. It is a child of the one that
+asked for it and has its own limits, process group, signals, environment, folder and exit code: a test sees no
+difference.
+
+What differs: the modules that are there before the first line, and the memory that they take (no free part of the heap
+is in it, so that what is measured to grow has grown). Tests that look at those have the marker ``cold``. Started anew
+as ever: a program with ``sys.modules`` in it, what has settings that libraries read while they are loaded, what a
+process with several threads starts, and what other programs (``prlimit``, a shell) start.
+
+Linux only: a process is handed to the one that asked for it as an orphan (prctl(2), PR_SET_CHILD_SUBREAPER).
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import fcntl
+import gc
+import importlib
+import json
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import traceback
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+# Variables that are read when they are needed; any other may be read while a library is loaded, once.
+_READ_LATER = (
+    *("PLIMSOLL_", "PYTEST_", "PYTHONPATH", "TOKENIZERS_PARALLELISM"),
+    *("COLUMNS", "LINES", "TERM", "FORCE_COLOR", "NO_COLOR"),
+    *("ONEDNN_", "DNNL_", "LRU_CACHE_CAPACITY", "TORCHINDUCTOR_CACHE_DIR"),
+    *("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "GLOO_", "TORCHELASTIC_"),  # of torchrun
+)
+_MEASURED = ("COVERAGE_PROCESS_CONFIG", "COVERAGE_PROCESS_START")  # `make coverage` has a hook where Python starts
+_MOST_BYTES = 1 << 17  # of a request
+_PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+_ARGUMENT_BYTES = 4096  # of the server's command line, in which those of its children are written
+
+_LOADED = (
+    "torch._dynamo",
+    "torch.onnx.ops",
+    "transformers.models.bert.modeling_bert",
+    "transformers.models.gpt2.modeling_gpt2",
+    "transformers.models.t5.modeling_t5",
+    "plimsoll.cli.main",
+    "plimsoll.cli.answer",
+    "plimsoll.report.render",
+    "plimsoll.run.train",
+    "plimsoll.run.plan",
+    "plimsoll.run.predict",
+    "plimsoll.run.apply",
+)
+
+_start_anew = subprocess._fork_exec  # type: ignore[attr-defined]
+_NOTHING = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
+_C_LIBRARY = ctypes.CDLL(None)
+
+
+@dataclass(frozen=True)
+class _Request:
+    """What a process is started with, beside its three streams."""
+
+    parent: int
+    arguments: list[str]
+    environment: dict[str, str]
+    folder: str
+    has_own_session: bool
+    process_group: int  # less than 0: that of its parent
+
+
+class _Server:
+    """The process that has loaded everything, as a process sees it that starts others."""
+
+    def __init__(self) -> None:
+        self.environment = dict(os.environ)
+        self._lock = threading.Lock()
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        command = [sys.executable, __file__, str(theirs.fileno()), "-" * _ARGUMENT_BYTES]
+        with theirs, cold():
+            self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], **_NOTHING)
+        atexit.register(self._end)
+
+    def start(self, request: _Request, streams: list[int]) -> int:
+        """Have a process forked, which becomes a child of this one; returns its number."""
+        with self._lock:
+            _C_LIBRARY.prctl(_PR_SET_CHILD_SUBREAPER, 1)
+            try:
+                socket.send_fds(self._socket, [json.dumps(asdict(request)).encode()], streams)
+                return int(self._socket.recv(_MOST_BYTES))
+            finally:
+                _C_LIBRARY.prctl(_PR_SET_CHILD_SUBREAPER, 0)
+
+    def _end(self) -> None:
+        self._socket.close()
+        self._process.wait()
+
+
+_servers: list[_Server] = []  # of this process: the one, once there is need of it
+
+
+@contextmanager
+def warm() -> Iterator[None]:
+    """Start Plimsoll's commands and Python programs warm inside, where that makes no difference."""
+    with _starting_by(_start_warm if not any(name in os.environ for name in _MEASURED) else _start_anew):
+        yield
+
+
+@contextmanager
+def cold() -> Iterator[None]:
+    """Start every process anew inside."""
+    with _starting_by(_start_anew):
+        yield
+
+
+@contextmanager
+def _starting_by(way: Any) -> Iterator[None]:
+    before = subprocess._fork_exec  # type: ignore[attr-defined]
+    subprocess._fork_exec = way  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        subprocess._fork_exec = before  # type: ignore[attr-defined]
+
+
+def _start_warm(*given: Any) -> int:
+    """Do what `subprocess` asks of ``_posixsubprocess.fork_exec``: the same arguments, the same result."""
+    (arguments, _, closes, kept, folder, environment, stdin, _, _, stdout, _, stderr, _, failure) = given[:14]
+    _restores, has_own_session, process_group, *identity, before = given[14:22]
+    variables = dict(os.environ) if environment is None else dict(map(_variable, environment))
+    is_plain = closes and tuple(kept) == (failure,) and before is None and identity == [None, None, None, -1]
+    words = [os.fsdecode(word) for word in arguments]
+    if not (is_plain and _is_python(words) and _suits(variables)):
+        return int(_start_anew(*given))
+    request = _Request(
+        os.getpid(), words[1:], variables, os.fspath(folder or os.getcwd()), has_own_session, process_group
+    )
+    streams = [number if given_one < 0 else given_one for number, given_one in enumerate((stdin, stdout, stderr))]
+    return _servers[0].start(request, streams) if _servers else _fork_here(request, streams)
+
+
+def _variable(entry: bytes) -> tuple[str, str]:
+    name, _, value = os.fsdecode(entry).partition("=")
+    return name, value
+
+
+def _is_python(words: list[str]) -> bool:
+    """Whether it is Plimsoll, a script, or a program that does not ask which modules are there."""
+    executable, *what = words
+    is_program = what[:1] == ["-c"] and "sys.modules" not in what[1]
+    is_script = bool(what) and what[0].endswith(".py")
+    return executable == sys.executable and (what[:2] == ["-m", "plimsoll"] or is_program or is_script)
+
+
+def _suits(variables: dict[str, str]) -> bool:
+    """Whether libraries would be loaded with the same settings, in a process that can be forked from."""
+    if _warm_environment is None and not _servers:
+        _servers.append(_Server())
+    loaded_with = _servers[0].environment if _servers else _warm_environment
+    assert loaded_with is not None
+    differing = {name for name, _ in variables.items() ^ loaded_with.items()}
+    has_one_thread = bool(_servers) or len(os.listdir("/proc/self/task")) == 1
+    return has_one_thread and all(name.startswith(_READ_LATER) for name in differing)
+
+
+# ---- In the server, and in the processes forked from it.
+
+_warm_environment: dict[str, str] | None = None  # with which this process has loaded everything
+_set_by_libraries: dict[str, str] = {}
+_libraries_path: list[str] = []
+
+
+def _serve(number: int) -> None:
+    """Fork a process for every request, until there is nobody who could ask."""
+    global _warm_environment, _set_by_libraries, _libraries_path
+    _warm_environment = dict(os.environ)
+    _libraries_path = sys.path[1 + len(_python_path(_warm_environment)) :]
+    signal.signal(signal.SIGINT, lambda _number, _frame: None)  # whoever asks is interrupted, too, and ends this
+    for module in _LOADED:
+        importlib.import_module(module)
+    _set_by_libraries = dict(os.environ.items() - _warm_environment.items())
+    gc.collect()
+    gc.freeze()
+    if hasattr(_C_LIBRARY, "malloc_trim"):
+        _C_LIBRARY.malloc_trim(0)
+    with socket.socket(fileno=number) as asking:
+        while True:
+            text, streams, _, _ = socket.recv_fds(asking, _MOST_BYTES, 3)
+            if not text:
+                return
+            middle = os.fork()
+            if middle == 0:
+                middle = os.getpid()
+                if os.fork() > 0:
+                    os._exit(0)
+                while os.getppid() == middle:
+                    os.sched_yield()
+                request = _Request(**json.loads(text))
+                if os.getppid() != request.parent:  # it has ended
+                    os._exit(1)
+                _become(request, streams, lambda: asking.send(str(os.getpid()).encode()))
+            os.waitpid(middle, 0)
+            for stream in streams:
+                os.close(stream)
+
+
+def _fork_here(request: _Request, streams: list[int]) -> int:
+    """Fork from this process, which is warm."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    child = os.fork()
+    if child == 0:
+        _become(request, streams, lambda: signal.pthread_sigmask(signal.SIG_SETMASK, before))
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    return child
+
+
+def _become(request: _Request, streams: list[int], is_ready: Callable[[], object]) -> NoReturn:
+    """Be the process that was asked for, from its first line to its end."""
+    try:
+        if request.has_own_session:
+            os.setsid()
+        if request.process_group >= 0:
+            os.setpgid(0, request.process_group)
+        for number in signal.valid_signals():
+            if callable(signal.getsignal(number)):  # exec() forgets these, and keeps what is ignored
+                signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+        is_ready()
+        _forget_parent()
+        _open_streams(streams)
+        os.chdir(request.folder)
+        os.environ.clear()
+        os.environ.update(_set_by_libraries | request.environment)
+        _show_arguments([sys.executable, *request.arguments])
+        _end(_exit_code_of(request.arguments))
+    except BaseException:  # noqa: BLE001 -- there is nobody else to tell
+        traceback.print_exc()
+    finally:
+        os._exit(1)
+
+
+def _forget_parent() -> None:
+    """Leave to the parent what is its own to collect, delete and draw."""
+    gc.freeze()
+    weakref.finalize._registry.clear()  # type: ignore[attr-defined]
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()
+
+
+def _open_streams(streams: list[int]) -> None:
+    """Have the three streams as Python opens them, and no other file of the parent's."""
+    copies = [fcntl.fcntl(stream, fcntl.F_DUPFD, 3) for stream in streams]
+    for number, copy in enumerate(copies):
+        os.dup2(copy, number)
+    os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+    text = {"encoding": sys.stdout.encoding, "closefd": False}
+    sys.stdin = sys.__stdin__ = open(0, errors=sys.stdin.errors, **text)  # noqa: SIM115 -- until the end
+    is_terminal = os.isatty(1)
+    sys.stdout = sys.__stdout__ = open(1, "w", 1 if is_terminal else -1, errors=sys.stdout.errors, **text)  # noqa: SIM115
+    sys.stderr = sys.__stderr__ = open(2, "w", 1, errors="backslashreplace", **text)  # noqa: SIM115
+
+
+def _show_arguments(words: list[str]) -> None:
+    """Write the command line of this process, as ``ps`` shows it, over that of the server, see proc(5)."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    first, behind = int(fields[45]), int(fields[46])  # 48 and 49, less the two before the parenthesis and one
+    line = "\0".join(words).encode()[: behind - first - 1]
+    ctypes.memmove(first, line.ljust(behind - first, b"\0"), behind - first)
+
+
+def _python_path(variables: dict[str, str]) -> list[str]:
+    return [entry for entry in variables.get("PYTHONPATH", "").split(os.pathsep) if entry]
+
+
+def _exit_code_of(arguments: list[str]) -> int:
+    """Run a module, a program or a script as Python does, and return the code that it ends with."""
+    what = arguments[0]
+    beside = {"-m": os.getcwd(), "-c": ""}.get(what, str(Path(what).resolve().parent))
+    sys.path[:] = [beside, *_python_path(os.environ), *_libraries_path]
+    sys.argv = [what, *arguments[2:]] if what in {"-m", "-c"} else arguments
+    try:
+        if what == "-m":
+            runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+        elif what == "-c":
+            main = sys.modules["__main__"] = types.ModuleType("__main__")
+            exec(compile(arguments[1], "<string>", "exec"), vars(main))
+        else:
+            runpy.run_path(what, run_name="__main__")
+    except SystemExit as end:
+        if end.code is None or isinstance(end.code, int):
+            return end.code or 0
+        print(end.code, file=sys.stderr)
+        return 1
+    except BaseException as error:  # noqa: BLE001 -- as Python itself does
+        sys.excepthook(type(error), error, error.__traceback__ and error.__traceback__.tb_next)
+        return -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+    return 0
+
+
+def _end(code: int) -> NoReturn:
+    """End as Python does: wait for threads, call what was registered, write out what was printed."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        print(f"Exception ignored in: {sys.stdout}\n{error!r}", file=sys.stderr)
+        code = code or 120  # of Python, too
+    with suppress(OSError):
+        sys.stderr.flush()
+    if code < 0:
+        signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    os._exit(code & 255)
+
+
+if __name__ == "__main__":
+    sys.modules["warm"] = sys.modules["__main__"]
+    with warm():
+        _serve(int(sys.argv[1]))
