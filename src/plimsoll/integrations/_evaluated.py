@@ -48,6 +48,7 @@ class Evaluations:
         trainer: the trainer.
         backend: of its device.
         units_of: what the mean loss of a batch averages over.
+        refuse_unclear: refuses a batch of which nothing says that.
         note: told of each event that was recovered from.
     """
 
@@ -56,9 +57,11 @@ class Evaluations:
         trainer: transformers.Trainer,
         backend: Backend,
         units_of: Callable[[Any], int],
+        refuse_unclear: Callable[[Any], None],
         note: Callable[[list[OomEvent]], None],
     ) -> None:
-        self._trainer, self._backend, self._units_of, self._note = trainer, backend, units_of, note
+        self._trainer, self._backend, self._note = trainer, backend, note
+        self._units_of, self._refuse_unclear = units_of, refuse_unclear
         self._ladder: Ladder | None = None
         self._first_elements: float | None = None
         self._pool: MappedPool | None = None
@@ -181,6 +184,8 @@ class Evaluations:
             for piece, count in zip(pieces, units, strict=True):
                 self.items = items * count / sum(units) if items is not None and count else None
                 loss, logits, labels = predicted(piece)
+                if loss is not None:
+                    self._refuse_unclear(piece)
                 if self._pool is not None:
                     logits, labels = off_device(logits, self._pool), off_device(labels, self._pool)
                 found.append((loss, logits, labels))

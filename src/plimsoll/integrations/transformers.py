@@ -140,8 +140,9 @@ def protected(
         if budget is not None:
             sample = _first_batch(trainer, guard.backend) if batch is None else batch
             plan = guard.protection.plan = _planned(guard, budget, sample)
-            samples_of_pass = samples_of(plan.choices)
-            guard.evaluations.begin_with(samples_of_pass * shape_of_any(sample, "samples").elements_per_sample)
+            if guard.says_what_counts(sample):
+                per_sample = shape_of_any(sample, "samples").elements_per_sample
+                guard.evaluations.begin_with(samples_of(plan.choices) * per_sample)
             stack.enter_context(guard.backend.limited(parse_bytes(budget)))
         stack.enter_context(guard.at_work())
         yield guard.protection
@@ -244,7 +245,7 @@ class _Guard:
         self.recut_batch_norm = recut_batch_norm
         self.units, self._on_oom = units, on_oom
         self._training: _Training | None = None
-        self.evaluations = Evaluations(trainer, self.backend, self.units_of, self.note)
+        self.evaluations = Evaluations(trainer, self.backend, self.units_of, self.refuse_unclear, self.note)
 
     @contextmanager
     def at_work(self) -> Iterator[None]:

@@ -72,7 +72,7 @@ class UnreachedWatch:
                 watched = None
             if watched is None and parameter is not None and parameter.requires_grad and name not in self._reached:
                 hook = partial(self._note, name)
-                self._watched[name] = parameter, parameter.register_post_accumulate_grad_hook(hook)
+                self._watched[name] = parameter, parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
         if self._num_steps == 0 and not self._causes:
             self._causes = dict.fromkeys(self._watched, _UNKNOWN)
             self._handles = _watch_modules(self._model, self._causes)

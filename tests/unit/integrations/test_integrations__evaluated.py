@@ -13,7 +13,7 @@ from transformers import Trainer
 
 import plimsoll
 from plimsoll.device import process
-from plimsoll.errors import OutOfMemoryError
+from plimsoll.errors import InputError, OutOfMemoryError
 from plimsoll.run.failpoints import exhaust_memory
 
 
@@ -103,3 +103,36 @@ def test_a_plan_begins_an_evaluation_with_passes_of_the_trainings_size(tmp_path:
         trainer.evaluate()
     handle.remove()
     assert set(seen) == {2}
+
+
+def test_a_loss_of_which_nothing_says_what_it_averages_over_is_not_cut(tmp_path: Path):
+    """As of a contrastive loss; predictions alone are cut."""
+    trainer = trainer_of(language_model(), tmp_path, Unlabelled, per_device_eval_batch_size=4)
+    trainer.can_return_loss, trainer.label_names = True, []
+    assert trainer.model is not None
+
+    def too_large(module: Any, arguments: Any, options: dict[str, Any]) -> None:
+        if len(options["input_ids"]) > 2:
+            exhaust_memory()
+
+    handle = trainer.model.register_forward_pre_hook(too_large, with_kwargs=True)
+    with plimsoll.transformers.protected(trainer):
+        with pytest.raises(InputError, match=r"has no labels \(it has input_ids.*units="):
+            trainer.evaluate()
+        trainer.can_return_loss = False
+        assert len(trainer.predict(trainer.eval_dataset).predictions) == 10
+    handle.remove()
+
+
+class Unlabelled(Trainer):
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        rows = [{"input_ids": row["input_ids"]} for row in self.eval_dataset]  # type: ignore[union-attr]
+        return super().get_eval_dataloader(rows)
+
+    get_test_dataloader = get_eval_dataloader
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        outputs = model(**inputs)
+        return outputs.logits.mean(), outputs
