@@ -53,8 +53,8 @@ class Collected:
         if not batches:
             return None
         if not self._is_joined:
-            return [nested_numpify(batch) for batch in batches]
-        return nested_numpify(concatenated(batches, self._padding_index, self._pool))
+            return [nested_numpify(batch) for batch in batches]  # type: ignore[no-untyped-call]
+        return nested_numpify(concatenated(batches, self._padding_index, self._pool))  # type: ignore[no-untyped-call]
 
 
 def pool_for(device: torch.device) -> MappedPool | None:
@@ -103,8 +103,9 @@ def concatenated(batches: Sequence[Any], padding_index: int = _PADDING, pool: Ma
     if isinstance(first, Mapping):
         return type(first)({name: concatenated([one[name] for one in batches], padding_index, pool) for name in first})  # type: ignore[call-arg]
     if not _are_alike(batches):
-        return reduce(lambda one, other: nested_concat(one, other, padding_index), batches)
-    return _concatenated([torch.atleast_1d(one) for one in batches], padding_index, pool)
+        return reduce(lambda one, other: nested_concat(one, other, padding_index), batches)  # type: ignore[no-untyped-call]
+    tensors = [one if one.ndim else one[None] for one in batches]
+    return _concatenated(tensors, padding_index, pool)
 
 
 def _are_alike(batches: Sequence[Any]) -> bool:

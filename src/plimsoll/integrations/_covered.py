@@ -18,34 +18,33 @@ from plimsoll.run.boundary import Position, attempt, fitting
 
 
 class _Call(NamedTuple):
-    """What a method of a trainer does, what to do where there is no room for it, and whether it can be done again."""
+    """What a method of a trainer does, what else to do than give a larger budget, and whether it can be done again."""
 
     what: str
-    remedy: str
+    otherwise: str = ""
     can_repeat: bool = False
 
 
-_LARGER = "give a larger budget"
-_TORN = f"its folder may be incomplete, remove it before you resume; {_LARGER}, or set save_only_model=True"
+_TORN = ", or set save_only_model=True; its folder may be incomplete: remove it before you resume"
 _CALLS = {
     "get_batch_samples": _Call(
         "fetching the next batches",
-        f"{_LARGER}, or a smaller per_device_train_batch_size with as many more gradient_accumulation_steps",
+        ", or a smaller per_device_train_batch_size with as many more gradient_accumulation_steps",
     ),
     "save_model": _Call("saving the model", _TORN, can_repeat=True),
     "_save_optimizer_and_scheduler": _Call("saving the optimizer's states", _TORN, can_repeat=True),
     "_save_checkpoint": _Call("saving a checkpoint", _TORN),
-    "_load_from_checkpoint": _Call("reading the model of a checkpoint", _LARGER, can_repeat=True),
-    "_load_optimizer_and_scheduler": _Call("reading the optimizer's states of a checkpoint", _LARGER, can_repeat=True),
+    "_load_from_checkpoint": _Call("reading the model of a checkpoint", can_repeat=True),
+    "_load_optimizer_and_scheduler": _Call("reading the optimizer's states of a checkpoint", can_repeat=True),
     "_load_best_model": _Call(
-        "reading the best model of the training", f"{_LARGER}, or set load_best_model_at_end=False", can_repeat=True
+        "reading the best model of the training", ", or set load_best_model_at_end=False", can_repeat=True
     ),
-    "evaluate": _Call("preparing an evaluation", f"the training is as it was; {_LARGER}"),
-    "predict": _Call("preparing predictions", f"the training is as it was; {_LARGER}"),
+    "evaluate": _Call("preparing an evaluation", "; the training is as it was"),
+    "predict": _Call("preparing predictions", "; the training is as it was"),
     # In which the model is made and prepared, and callbacks run. The first is where `auto_find_batch_size` would begin
     # the training anew.
-    "_inner_training_loop": _Call("training, outside of a step (in a callback, for example)", _LARGER),
-    "train": _Call("preparing to train", _LARGER),
+    "_inner_training_loop": _Call("training, outside of a step (in a callback, for example)"),
+    "train": _Call("preparing to train"),
 }
 
 
@@ -64,6 +63,6 @@ def _covered(method: Callable[..., Any], call: _Call, backend: Backend) -> Calla
             if not isinstance(outcome, OomEvent):
                 return outcome
             backend.release(last_resort=True)
-        return fitting(work, backend, call.what, call.remedy)
+        return fitting(work, backend, call.what, call.otherwise)
 
     return run

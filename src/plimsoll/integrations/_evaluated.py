@@ -36,8 +36,8 @@ from plimsoll.run.rungs import after_oom
 from plimsoll.workload import batch_size_of, split_batch
 
 _FEWER = (
-    "give preprocess_logits_for_metrics, which keeps less of each batch (such as lambda logits, labels: "
-    "logits.argmax(-1)), set batch_eval_metrics=True, or give a larger budget"
+    ", or preprocess_logits_for_metrics, which keeps less of each batch (such as lambda logits, labels: "
+    "logits.argmax(-1)), or set batch_eval_metrics=True; the training is as it was"
 )
 
 
@@ -92,7 +92,7 @@ class Evaluations:
                 return fitting(
                     partial(original, *arguments, **options), self._backend,
                     "reading the batches of an evaluation and putting their predictions together",
-                    f"the training is as it was; give a smaller per_device_eval_batch_size, or {_FEWER[5:]}",
+                    f", a smaller per_device_eval_batch_size{_FEWER}",
                 )  # fmt: skip
 
         return evaluation_loop
@@ -112,7 +112,7 @@ class Evaluations:
         def compute_metrics(prediction: Any, *arguments: Any, **options: Any) -> Any:
             what = f"computing metrics of predictions of {_size(prediction.predictions)} (compute_metrics)"
             work = partial(original, prediction, *arguments, **options)
-            return fitting(work, self._backend, what, f"the training is as it was; {_FEWER}")
+            return fitting(work, self._backend, what, _FEWER)
 
         return compute_metrics
 
@@ -120,8 +120,9 @@ class Evaluations:
         @wraps(original)
         def preprocess_logits_for_metrics(logits: Any, *arguments: Any, **options: Any) -> Any:
             what = f"preprocessing the logits of a batch, {_size(logits)} (preprocess_logits_for_metrics)"
-            remedy = "the training is as it was; give a smaller per_device_eval_batch_size, or a larger budget"
-            return fitting(partial(original, logits, *arguments, **options), self._backend, what, remedy)
+            work = partial(original, logits, *arguments, **options)
+            otherwise = " or a smaller per_device_eval_batch_size; the training is as it was"
+            return fitting(work, self._backend, what, otherwise)
 
         return preprocess_logits_for_metrics
 
@@ -171,12 +172,14 @@ class Evaluations:
                 self._ladder.start_at(max(1, int(self._first_elements / shape.elements_per_sample)))
         return self._ladder
 
-    def _in_pieces(self, predicted: Callable[[Any], Any], inputs: Any, size: int, shape: Shape) -> tuple[Any, Any, Any]:
+    def _in_pieces(
+        self, predicted: Callable[[Any], Any], inputs: Any, num_samples: int, shape: Shape
+    ) -> tuple[Any, Any, Any]:
         """Predict each piece; the trainer counts the items of a batch, of which a piece has its share."""
-        if size == shape.num_samples:
+        if num_samples == shape.num_samples:
             whole: tuple[Any, Any, Any] = predicted(inputs)
             return whole
-        pieces = split_batch(inputs, size)
+        pieces = split_batch(inputs, num_samples)
         units = [self._units_of(piece) for piece in pieces]
         units = units if any(units) else [*map(batch_size_of, pieces)]
         items, found = self._trainer._get_num_items_in_batch([inputs], self._trainer.args.device), []

@@ -96,7 +96,7 @@ class Evaluations:
         """Do a batch; where memory runs out, in smaller pieces if that changes nothing."""
         if not arguments or isinstance(arguments[0], Iterator):
             what = f"in {name}, which takes an iterator, so that nothing can be done again"
-            return fitting(partial(original, *arguments, **options), self._backend, what, "give a larger budget")
+            return fitting(partial(original, *arguments, **options), self._backend, what, "")
         batch, others = arguments[0], arguments[1:]
 
         def run(piece: Any) -> Any:
@@ -116,8 +116,8 @@ class Evaluations:
             put_back()
             event, following = after_oom(found, rung, shape, ladder, None, self._backend)
             self.events.append(event)
-            if following is None or not self._may_cut(name, run, batch, shape):
-                self._raise(name, event, size, shape, following)
+            if following is None or (following != rung and not self._may_cut(name, run, batch, shape)):
+                raise self._error(name, event, size, shape, following)
             rung = following
 
     def _ladder_for(self, name: str, shape: Shape) -> Ladder:
@@ -126,14 +126,18 @@ class Evaluations:
             ladder = self._ladders[name] = Ladder(micro_batch_sizes(shape.num_samples))
         return ladder
 
-    def _raise(self, name: str, event: OomEvent, size: int, shape: Shape, following: int | None) -> None:
+    def _error(
+        self, name: str, event: OomEvent, num_samples: int, shape: Shape, following: int | None
+    ) -> OutOfMemoryError:
         reason = self._reasons.get(name)
         smaller = max(1, shape.num_samples // 2)
         why = f"; it was not cut, because {reason}" if following is not None and reason else ""
-        remedy = "give its loader shorter texts" if size == 1 else f"give its loader batch_size={smaller} or less"
-        raise OutOfMemoryError(
-            f"memory ran out in {name} with {size} samples of a batch of {shape.num_samples} ({event.shortage}){why}: "
-            f"the training is as it was; {remedy}, or give a larger budget"
+        remedy = (
+            "give its loader shorter texts" if num_samples == 1 else f"give its loader batch_size={smaller} or less"
+        )
+        return OutOfMemoryError(
+            f"memory ran out in {name} with {num_samples} samples of a batch of {shape.num_samples} "
+            f"({event.shortage}){why}: the training is as it was; {remedy}, or give a larger budget"
         )
 
     def _remember(self) -> Callable[[], None]:
@@ -161,10 +165,10 @@ class Evaluations:
             if isinstance(value, list)
         ]
 
-    def _in_pieces(self, run: Callable[[Any], Any], batch: Any, size: int, shape: Shape) -> Any:
-        if size == shape.num_samples:
+    def _in_pieces(self, run: Callable[[Any], Any], batch: Any, num_samples: int, shape: Shape) -> Any:
+        if num_samples == shape.num_samples:
             return run(batch)
-        return self._joined(run, split_batch(batch, size))
+        return self._joined(run, split_batch(batch, num_samples))
 
     def _joined(self, run: Callable[[Any], Any], pieces: Sequence[Any]) -> Any:
         sizes, found = [batch_size_of(piece) for piece in pieces], []
@@ -231,7 +235,7 @@ class Evaluations:
             for owner, name, value in self._lists()
             if len(value) != before.get((owner, name), 0)
         }
-        results = self._trainer._results or {}
+        results: dict[str, Any] = self._trainer._results or {}
         logged = {f"what it logs as {key.split('.')[-1]!r}": _logged(result) for key, result in results.items()}
         states = {f"the state of the metric {type(one).__name__}": _totals(one) for one in self._metrics}
         return {"what it returns": returned, **kept, **logged, **states}
