@@ -71,7 +71,8 @@ class Workload:
     tensor to where the device's memory is not used (``None``: no parameter is updated before backward has ended).
     ``files`` is what the parameters were made in, where that was not memory; ``ranks`` are the processes that train the
     same model on other parts of each batch, and ``sharded`` the model where each of them has a part of that, too: all
-    must then make equally many passes.
+    must then make equally many passes. ``try_slices`` computes a few rows and says why no part of the model embeds each
+    by itself, if that is so (`plimsoll.run.sliced`); ``None`` where there are no rows to try.
     """
 
     model: nn.Module
@@ -90,6 +91,7 @@ class Workload:
     after_step: tuple[Callable[[], None], ...] = ()
     ranks: Ranks = field(default_factory=Ranks)
     sharded: Sharded | None = None
+    try_slices: Callable[[], str | None] | None = None
 
 
 def count_units(batch: Any, units: Units) -> int:
@@ -122,7 +124,7 @@ def batch_size_of(batch: Any) -> int:
         InputError: if two fields have different sizes in dimension 0, no field has a size, a field cannot be cut, or
             there are no samples.
     """
-    sizes = {path: size for path, leaf in _leaves(batch) if (size := _num_samples_of(leaf, path)) is not None}
+    sizes = {path: size for path, leaf in leaves_of(batch) if (size := _num_samples_of(leaf, path)) is not None}
     if not sizes:
         raise InputError(
             f"cannot tell how many samples a batch has that holds no tensor and no list, but a {type(batch).__name__}: "
@@ -144,7 +146,7 @@ def batch_size_of(batch: Any) -> int:
 
 def count_elements(batch: Any) -> int:
     """Count the elements of all tensors of a batch, which is what its memory follows."""
-    return sum(leaf.numel() for _, leaf in _leaves(batch) if isinstance(leaf, Tensor))
+    return sum(leaf.numel() for _, leaf in leaves_of(batch) if isinstance(leaf, Tensor))
 
 
 def split_batch(batch: Any, num_samples: int) -> list[Any]:
@@ -160,7 +162,9 @@ def split_batch(batch: Any, num_samples: int) -> list[Any]:
         raise InputError(f"cannot cut a batch into pieces of {num_samples} samples: give 1 or more")
 
     def piece(start: int) -> Any:
-        return _mapped(batch, lambda leaf: leaf if _num_samples_of(leaf) is None else leaf[start : start + num_samples])
+        return map_leaves(
+            batch, lambda leaf: leaf if _num_samples_of(leaf) is None else leaf[start : start + num_samples]
+        )
 
     return [piece(start) for start in range(0, batch_size_of(batch), num_samples)]
 
@@ -175,7 +179,7 @@ def pick_samples(batch: Any, numbers: Sequence[int]) -> Any:
             return leaf.index_select(0, torch.tensor(numbers, device=leaf.device))
         return leaf[list(numbers)] if isinstance(leaf, np.ndarray) else type(leaf)(leaf[number] for number in numbers)
 
-    return _mapped(batch, picked)
+    return map_leaves(batch, picked)
 
 
 def move_batch(batch: Any, device: torch.device) -> Any:
@@ -188,7 +192,7 @@ def move_batch(batch: Any, device: torch.device) -> Any:
     def moved(leaf: Any) -> Any:
         return leaf.to(device, non_blocking=leaf.is_pinned()) if isinstance(leaf, Tensor) else leaf
 
-    return _mapped(batch, moved)
+    return map_leaves(batch, moved)
 
 
 def resident_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | OptimizerChoice) -> dict[str, int | None]:
@@ -244,20 +248,20 @@ def _bytes_of(tensors: Iterable[Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def _mapped(value: Any, function: Callable[[Any], Any]) -> Any:
+def map_leaves(value: Any, function: Callable[[Any], Any]) -> Any:
     """Apply ``function`` to every leaf of a batch; containers keep their type."""
     if isinstance(value, MutableMapping):
         mapped = copy.copy(value)
         for key, item in value.items():
-            mapped[key] = _mapped(item, function)
+            mapped[key] = map_leaves(item, function)
         return mapped
     if _is_container(value):
-        items = [_mapped(item, function) for item in value]
+        items = [map_leaves(item, function) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     return function(value)
 
 
-def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+def leaves_of(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the dotted name and the value of every leaf of a batch."""
     if isinstance(value, MutableMapping):
         named: Iterable[tuple[Any, Any]] = value.items()
@@ -267,7 +271,7 @@ def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield path or "batch", value
         return
     for name, item in named:
-        yield from _leaves(item, f"{path}.{name}" if path else str(name))
+        yield from leaves_of(item, f"{path}.{name}" if path else str(name))
 
 
 def _is_container(value: Any) -> bool:

@@ -63,7 +63,7 @@ Finish = Callable[[Callable[[], Tensor]], object]
 PutBack = Callable[[], None]
 
 ON_THE_MODEL = frozenset(
-    {"allocator", "attention", "cache", "checkpointing", "chunked_loss", "evaluation", "heap",
+    {"allocator", "attention", "cache", "checkpointing", "chunked_loss", "evaluation", "gradient_cache", "heap",
      "micro_batch", "packed_stretches", "time_segments"}
 )  # fmt: skip
 """Techniques that are at work in whatever loop runs the model: they change neither its loss function, nor its

@@ -29,7 +29,7 @@ Source: https://huggingface.co/docs/transformers/main_classes/trainer
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial, wraps
@@ -55,23 +55,21 @@ from plimsoll.integrations._planned import planned, refuse_both
 from plimsoll.integrations._trainer_loss import loss_of
 from plimsoll.integrations.training_arguments import to_training_arguments
 from plimsoll.integrations.transaction import Transaction, shape_of_any
-from plimsoll.records.plan import Plan
+from plimsoll.records.plan import Choice, Plan
 from plimsoll.records.run import OomEvent
 from plimsoll.records.units import parse_bytes
 from plimsoll.run.rungs import samples_of
 from plimsoll.workload import Precision, Units, count_units
 
 _NEEDED = (
-    "training_step",
-    "compute_loss",
-    "prediction_step",
-    "log",
-    "get_train_dataloader",
-    "_get_num_items_in_batch",
+    "training_step", "compute_loss", "prediction_step", "log", "get_train_dataloader", "_get_num_items_in_batch",
     "_clip_grad_norm",
-)
+)  # fmt: skip
 # What changes the model alone: the loop, the optimizer and the precision are the trainer's.
-_OFFERED = {"micro_batch", "checkpointing", "activation_offload", "attention", "time_segments", "heap", "cache"}
+_OFFERED = {
+    "micro_batch", "checkpointing", "gradient_cache", "activation_offload", "attention", "time_segments", "heap",
+    "cache",
+}  # fmt: skip
 _INSIDE_BACKWARD = ("lomo", "adalomo")
 
 _Step = Callable[[nn.Module, Any, Any], Tensor]
@@ -92,6 +90,7 @@ def fit(
     budget: str | int | None = None,
     units: Units | None = None,
     batch: Any = None,
+    rungs: Sequence[Sequence[Choice]] | None = None,
     recut_batch_norm: bool = False,
     on_oom: Callable[[OomEvent], None] | None = None,
     **train_options: Any,
@@ -106,6 +105,8 @@ def fit(
         units: what the loss averages over where the trainer does not divide by ``num_items_in_batch``; by default
             guessed from the labels (see `plimsoll.workload.count_units`).
         batch: with a budget, the largest batch there will be, as the collator makes it; by default the first one.
+        rungs: without a budget, the techniques to begin with, and what to change to, in order, when memory runs out,
+            as for `plimsoll.TrainStep`: those that leave loop, precision and optimizer to the trainer.
         recut_batch_norm: allow cutting a batch although BatchNorm's statistics then differ from the whole batch's.
         on_oom: called with each event as it is recovered from.
         train_options: as ``train_arguments``.
@@ -118,7 +119,9 @@ def fit(
         BudgetError: if no plan fits the budget; it says which would do.
         InputError: if the trainer is of a kind that is not covered.
     """
-    with protected(trainer, budget=budget, units=units, batch=batch, recut_batch_norm=recut_batch_norm, on_oom=on_oom):
+    with protected(
+        trainer, budget=budget, units=units, batch=batch, rungs=rungs, recut_batch_norm=recut_batch_norm, on_oom=on_oom
+    ):
         return trainer.train(*train_arguments, **train_options)
 
 
@@ -126,20 +129,19 @@ def fit(
 def protected(
     trainer: transformers.Trainer,
     *,
-    budget: str | int | None = None,
-    units: Units | None = None,
-    batch: Any = None,
-    recut_batch_norm: bool = False,
+    budget: str | int | None = None, units: Units | None = None, batch: Any = None,
+    rungs: Sequence[Sequence[Choice]] | None = None, recut_batch_norm: bool = False,
     on_oom: Callable[[OomEvent], None] | None = None,
-) -> Iterator[Protection]:
+) -> Iterator[Protection]:  # fmt: skip
     """Protect a trainer while the block runs, for what calls ``trainer.train`` itself; arguments are those of `fit`."""
-    refuse_both(budget, batch, {})
+    refuse_both(budget, batch, {"rungs": rungs})
     _refuse(trainer)
     with ExitStack() as stack:
-        guard = _Guard(trainer, units, recut_batch_norm, on_oom)
+        guard = _Guard(trainer, units, rungs, recut_batch_norm, on_oom)
         if budget is not None:
             sample = _first_batch(trainer, guard.backend) if batch is None else batch
             plan = guard.protection.plan = _planned(guard, budget, sample)
+            guard.rungs = plan.choices_by_rung
             if guard.says_what_counts(sample):
                 per_sample = shape_of_any(sample, "samples").elements_per_sample
                 guard.evaluations.begin_with(samples_of(plan.choices) * per_sample)
@@ -233,13 +235,10 @@ class _Guard:
     """The wrapped calls of one trainer."""
 
     def __init__(
-        self,
-        trainer: transformers.Trainer,
-        units: Units | None,
-        recut_batch_norm: bool,
-        on_oom: Callable[[OomEvent], None] | None,
-    ) -> None:
-        self.trainer = trainer
+        self, trainer: transformers.Trainer, units: Units | None, rungs: Sequence[Sequence[Choice]] | None,
+        recut_batch_norm: bool, on_oom: Callable[[OomEvent], None] | None,
+    ) -> None:  # fmt: skip
+        self.trainer, self.rungs = trainer, rungs
         self.backend = backend_for(str(trainer.args.device))
         self.protection = Protection()
         self.recut_batch_norm = recut_batch_norm
@@ -342,12 +341,11 @@ class _Training:
         assert isinstance(optimizer, AcceleratedOptimizer)
         assert trainer.model is not None
         self._trainer, self._optimizer, self._state = trainer, optimizer, trainer.state
-        plan = guard.protection.plan
         self.transaction = Transaction(
             trainer.model,
             optimizer.optimizer,
             units=guard.units_of,
-            rungs=plan.choices_by_rung if plan else None,
+            rungs=guard.rungs,
             recut_batch_norm=guard.recut_batch_norm,
             remember=partial(put_back_of_scaler, trainer.accelerator, optimizer),
             loss=self._computed_loss,

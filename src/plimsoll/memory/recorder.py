@@ -253,6 +253,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """The row of the op that is running."""
         return len(self._phases) - 1
 
+    def note_again(self, begin: int, num_times: int) -> None:
+        """Note the ops from a row on so many times more; what they made is noted once."""
+        for column in (*self._ops, *self._work):
+            column.extend(column[begin:] * num_times)
+        self._phases.extend(self._phases[begin:] * num_times)
+
     def text(self, text: str) -> int:
         """Return the number of a text."""
         return self._texts.setdefault(text, len(self._texts))

@@ -15,6 +15,8 @@ from plimsoll.workload import Workload
 _NOTHING_DECIDED = Decided((), frozenset(), frozenset())
 _ALWAYS = ("by_length", "packed_stretches")
 """Techniques that only leave work out."""
+_WHERE_NOTHING_IS_CUT = ("gradient_cache",)
+"""Techniques that do in more time what micro-batches do, for batches that must stay whole."""
 
 
 @dataclass(frozen=True)
@@ -58,12 +60,11 @@ def menu_of(problem: Problem) -> Menu:
     options: dict[str, Choices] = {}
     closed: list[Choice] = []
     rejected: list[Rejected] = []
+    sizes = _sizes(problem)
     for name, technique in TECHNIQUES.items():
         if name in names or name == "micro_batch":
             continue
-        offered = technique.menu(workload, setting)
-        if name in problem.decided.forbidden:
-            offered = "forbidden by the user"
+        offered = _offered(name, problem, is_cut=not isinstance(sizes, str) and len(sizes) > 1)
         if isinstance(offered, str):
             rejected.append(Rejected(choices=(Choice(technique=name),), reason=offered))
         elif technique.numerics == "lossy" and name not in setting.allow:
@@ -84,12 +85,20 @@ def menu_of(problem: Problem) -> Menu:
     conflict = conflict or next(impossible, None)
     if conflict is not None:
         raise InputError(f"the pinned choices cannot be used: {conflict}; leave out a --pin")
-    sizes = _sizes(problem)
     if isinstance(sizes, str):
         rejected.append(Rejected(choices=(Choice(technique="micro_batch"),), reason=sizes))
         sizes = (setting.batch_size,)
     base = tuple(choice for choice in base if choice.technique != "micro_batch")
     return Menu(base, sizes, options, tuple(closed), tuple(rejected))
+
+
+def _offered(name: str, problem: Problem, is_cut: bool) -> Choices | str:
+    """What a technique offers, or why nothing."""
+    if name in problem.decided.forbidden:
+        return "forbidden by the user"
+    if name in _WHERE_NOTHING_IS_CUT and is_cut and name not in problem.decided.required:
+        return "this batch may be cut, and micro_batch takes less time"
+    return technique_of(name).menu(problem.workload, problem.setting)
 
 
 def _sizes(problem: Problem) -> tuple[int, ...] | str:

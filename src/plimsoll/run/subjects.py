@@ -7,6 +7,7 @@ at, what its process takes without it, and the facts a plan of it depends on.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cache, partial
 from typing import Any, Protocol
 
 import torch
@@ -26,6 +27,7 @@ from plimsoll.run.job_step import subject_of
 from plimsoll.run.predict import model_bytes
 from plimsoll.run.recover import samples_of_rank
 from plimsoll.run.rehearse import rehearse_job, rehearse_step
+from plimsoll.run.sliced import why_not_in_slices
 from plimsoll.run.targets import StartedBaseline, own_baseline
 from plimsoll.run.teaching import sketched_loss
 from plimsoll.techniques import Choices
@@ -143,6 +145,7 @@ class StepSubject:
             self.model, self.optimizer, self.loss, self.units or "samples", clip_norm=self.clip_norm,
             precision=self._own_precision,
         )  # fmt: skip
+        self.workload.try_slices = cache(partial(why_not_in_slices, self.workload, self.batch))
 
     @property
     def _own_precision(self) -> Precision:

@@ -19,7 +19,6 @@ import re
 import sys
 import warnings
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -71,7 +70,7 @@ class UnreachedWatch:
                 self._watched.pop(name)[1].remove()
                 watched = None
             if watched is None and parameter is not None and parameter.requires_grad and name not in self._reached:
-                hook = partial(self._note, name)
+                hook = self._note(name)
                 self._watched[name] = parameter, parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
         if self._num_steps == 0 and not self._causes:
             self._causes = dict.fromkeys(self._watched, _UNKNOWN)
@@ -106,8 +105,11 @@ class UnreachedWatch:
             handle.remove()
         self._watched.clear()
 
-    def _note(self, name: str, parameter: Tensor) -> None:
-        self._reached.add(name)
+    def _note(self, name: str) -> Callable[[Tensor], None]:
+        def hook(parameter: Tensor) -> None:
+            self._reached.add(name)
+
+        return hook
 
     def _let_modules_go(self) -> None:
         while self._handles:

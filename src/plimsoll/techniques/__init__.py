@@ -29,6 +29,7 @@ from plimsoll.techniques.checkpointing import Checkpointing
 from plimsoll.techniques.chunked_loss import ChunkedLoss
 from plimsoll.techniques.evaluation import EvaluationPass
 from plimsoll.techniques.fully_shard import FullyShard
+from plimsoll.techniques.gradient_cache import FOUND, GradientCache
 from plimsoll.techniques.heap import Heap
 from plimsoll.techniques.layer_streaming import LayerStreaming
 from plimsoll.techniques.lora import Lora
@@ -69,6 +70,7 @@ TECHNIQUES: dict[str, Technique] = {
         TimeSegments(),
         PackedStretches(),
         Checkpointing(),
+        GradientCache(),
         ActivationOffload(),
         OptimizerInBackward(),
         EvaluationPass(),
@@ -83,6 +85,7 @@ UNTRACED = (Heap.name, Allocator.name)
 
 UNOFFERED: dict[str, dict[str, Value]] = {
     "fully_shard": {"dtype": "kept", "offload": "none"},
+    "gradient_cache": {"part": FOUND},
     "time_segments": {"kept": 0},
     "allocator": {"max_split_size_mb": 0, "roundup_power2_divisions": 0},
 }

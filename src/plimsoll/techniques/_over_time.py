@@ -20,18 +20,17 @@ refused, and generators of random numbers of one's own.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import get_device_states, set_device_states
 
 from plimsoll.errors import InputError
 from plimsoll.models.in_segments import Passed, State
 from plimsoll.techniques._outside import next_operation, refuse_what_is_outside
 from plimsoll.techniques._purity import run_purely
+from plimsoll.techniques._replay import Autocast, RandomNumbers
 from plimsoll.techniques._schedule import backward_states, kept_on_the_way
 
 RunNumbered = Callable[[int, State, tuple[Tensor, ...]], Passed]
@@ -101,7 +100,7 @@ def over_time(walk: Walk, sequences: Sequence[Tensor], state: State, parameters:
         return walk.run(0, state, tuple(sequences))
     places = _Places(len(state), len(sequences))
     if not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)):
-        with _without_cast_cache(sequences):
+        with Autocast.now(sequences[0].device).again():
             return _walked(walk, tuple(sequences), state, lambda segment, state: None)
     node = _Truncated if walk.truncates else _Recomputed
     shape: list[int] = []
@@ -142,13 +141,13 @@ class _Recomputed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, walk: Walk, places: _Places, shape: list[int], *inputs: Tensor) -> tuple[Tensor, ...]:
         state, sequences, _ = places.split(inputs)
-        ctx.walk, ctx.places, ctx.autocast = walk, places, _Autocast(sequences)
-        kept: dict[int, _Before] = {0: _Before(state, _Random.now(walk, sequences))}
+        ctx.walk, ctx.places, ctx.autocast = walk, places, Autocast.now(sequences[0].device)
+        kept: dict[int, _Before] = {0: _Before(state, _random_numbers(walk, sequences))}
         keeps = set(kept_on_the_way(len(walk.spans), walk.num_slots_at_most))
 
         def keep(segment: int, state: State) -> None:
             if segment in keeps:
-                kept[segment] = _Before(state, _Random.now(walk, sequences))
+                kept[segment] = _Before(state, _random_numbers(walk, sequences))
 
         with ctx.autocast.again():
             passed = _walked(walk, sequences, state, keep)
@@ -172,9 +171,9 @@ class _Recomputed(torch.autograd.Function):
             with torch.no_grad(), ctx.autocast.again():
                 for segment in range(begin, end):
                     state = run_purely(walk.run, segment, state, _slices(walk, segment, sequences)).state
-            return _Before(state, _Random.now(walk, sequences))
+            return _Before(state, _random_numbers(walk, sequences))
 
-        with _random_numbers_kept(walk, sequences):
+        with _random_numbers(walk, sequences).kept():
             for segment, before in backward_states(len(walk.spans), walk.num_slots_at_most, kept, advance):
                 before.random.restore()
                 gradients.add_segment(segment, before.state, ctx.autocast)
@@ -187,7 +186,7 @@ class _Truncated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, walk: Walk, places: _Places, shape: list[int], *inputs: Tensor) -> tuple[Tensor, ...]:
         state, sequences, _ = places.split(inputs)
-        autocast = _Autocast(sequences)
+        autocast = Autocast.now(sequences[0].device)
         gradients = _Gradients(walk, places, inputs, ctx.needs_input_grad[3:], _Arriving((), (None,), ()))
         sums: list[Tensor] = []
         for segment in range(len(walk.spans)):
@@ -243,7 +242,7 @@ class _Gradients:
         self._is_checked = False  # one segment uses what the others do
         self._are_sums: set[int] = set()  # those that are nobody else's, and can be added to in place
 
-    def add_segment(self, segment: int, state: State, autocast: _Autocast) -> Passed:
+    def add_segment(self, segment: int, state: State, autocast: Autocast) -> Passed:
         """Compute a segment with its graph, go backward through it, and add what that gives."""
         walk = self._walk
         differ = [part.is_floating_point() and not walk.truncates for part in state]
@@ -337,56 +336,11 @@ class _Before:
     """What a segment begins with."""
 
     state: State
-    random: _Random
+    random: RandomNumbers
 
 
-@dataclass(frozen=True)
-class _Random:
-    """The states of torch's generators on the host and on the devices of some tensors; ``None`` if nothing draws."""
-
-    host: Tensor | None
-    devices: list[int]
-    states: list[Tensor]
-
-    @classmethod
-    def now(cls, walk: Walk, tensors: Sequence[Tensor]) -> _Random:
-        """Copy them."""
-        if not walk.draws:
-            return cls(None, [], [])
-        return cls(torch.get_rng_state(), *get_device_states(*tensors))
-
-    def restore(self) -> None:
-        """Put them back."""
-        if self.host is not None:
-            torch.set_rng_state(self.host)
-            set_device_states(self.devices, self.states)
-
-
-@contextmanager
-def _random_numbers_kept(walk: Walk, tensors: Sequence[Tensor]) -> Iterator[None]:
-    """Leave the generators as they were."""
-    before = _Random.now(walk, tensors)
-    try:
-        yield
-    finally:
-        before.restore()
-
-
-class _Autocast:
-    """What autocast is now, for the device of some tensors."""
-
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._device_type = tensors[0].device.type
-        self._is_enabled = torch.is_autocast_enabled(self._device_type)
-        self._dtype = torch.get_autocast_dtype(self._device_type)
-
-    def again(self) -> torch.autocast:
-        """Return the context that makes it so. A weight that was cast without a graph must not be used with one."""
-        return torch.autocast(self._device_type, self._dtype, self._is_enabled, cache_enabled=False)
-
-
-def _without_cast_cache(tensors: Sequence[Tensor]) -> torch.autocast:
-    return _Autocast(tensors).again()
+def _random_numbers(walk: Walk, tensors: Sequence[Tensor]) -> RandomNumbers:
+    return RandomNumbers.now(tensors) if walk.draws else RandomNumbers.none()
 
 
 def _walked(walk: Walk, sequences: tuple[Tensor, ...], state: State, keep: Callable[[int, State], None]) -> Passed:

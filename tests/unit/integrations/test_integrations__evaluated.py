@@ -97,7 +97,7 @@ def test_a_plan_begins_an_evaluation_with_passes_of_the_trainings_size(tmp_path:
     handle = trainer.model.register_forward_pre_hook(
         lambda module, arguments, options: seen.append(len(options["input_ids"])), with_kwargs=True
     )
-    guard = plimsoll.transformers._Guard(trainer, None, False, None)
+    guard = plimsoll.transformers._Guard(trainer, None, None, False, None)
     guard.evaluations.begin_with(2 * 17)  # of two samples: 16 tokens and a label each
     with guard.at_work():
         trainer.evaluate()

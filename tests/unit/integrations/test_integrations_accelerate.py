@@ -5,11 +5,14 @@ import resource
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from torch import nn
 
+from embedders import NUM_SAMPLES, Encoder, batches, tied
 from plimsoll.errors import BudgetError, InputError
 from plimsoll.integrations import accelerate as oom_proof
 from plimsoll.run.failpoints import armed
+from plimsoll.techniques.gradient_cache import gradient_cache_rungs
 
 
 def mean_square(model, batch):
@@ -177,3 +180,32 @@ def test_an_evaluation_is_cut_and_is_the_whole_ones():
     assert found.loss == pytest.approx(expected, rel=1e-6)
     assert (found.num_samples, len(found.oom_events)) == (20, 2)
     assert model.training
+
+
+@pytest.fixture
+def _fresh_state():
+    """Of Accelerate, which keeps the precision of a process."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.mark.usefixtures("_fresh_state")
+def test_a_contrastive_batch_embedded_in_slices():
+    """Two windows of three whole batches, with Accelerate's own autocast; memory runs out once."""
+    found = []
+    for rungs in (None, gradient_cache_rungs(NUM_SAMPLES, 4)):
+        torch.manual_seed(0)
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3, mixed_precision="bf16")
+        model = accelerator.prepare(Encoder())
+        optimizer = accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
+        step = oom_proof.step(accelerator, model, optimizer, tied, units="samples", rungs=rungs)
+        with armed("backward", *([2] if rungs else [])):
+            results = [step(batch) for batch in batches(6)]
+        assert [result.micro_batch for result in results] == [NUM_SAMPLES] * 6
+        assert sum(len(result.oom_events) for result in results) == bool(rungs)
+        step.close()
+        found.append(([result.loss.item() for result in results], weights_of(model)))
+    (losses, weights), (losses_in_slices, weights_in_slices) = found
+    assert losses_in_slices == pytest.approx(losses, rel=1e-2)
+    torch.testing.assert_close(weights_in_slices, weights, rtol=1e-2, atol=1e-2)

@@ -36,6 +36,16 @@ def test_what_only_leaves_work_out_is_in_every_mix_it_is_possible_in(name, inhab
     assert menu_of(world.problem(100, Decided((), frozenset(), frozenset({name})))).base == ()
 
 
+def test_what_micro_batches_do_in_less_time_is_offered_where_there_are_none(inhabited):
+    """Or where it is asked for."""
+    world = inhabited(World([MadeUp("gradient_cache")]))
+    reasons = [one.reason for one in menu_of(world.problem(100)).rejected]
+    assert reasons == ["this batch may be cut, and micro_batch takes less time"]
+    for required, forbidden in ((frozenset(), {"micro_batch"}), ({"gradient_cache"}, frozenset())):
+        menu = menu_of(world.problem(100, Decided((), frozenset(required), frozenset(forbidden))))
+        assert list(menu.options) == ["gradient_cache"]
+
+
 def test_a_pinned_or_forbidden_micro_batch_leaves_one_size(inhabited):
     world = inhabited(World([]))
     menu = menu_of(world.problem(100, Decided((micro_batch_choice(4),), frozenset(), frozenset())))

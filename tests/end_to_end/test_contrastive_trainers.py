@@ -1,0 +1,99 @@
+"""sentence-transformers' trainer with in-batch negatives: embedded in slices, its losses and weights are its own."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
+
+import plimsoll
+from plimsoll.run.failpoints import armed
+from plimsoll.techniques.gradient_cache import gradient_cache_rungs
+from workloads import largest_relative_difference
+
+sentence_transformers = pytest.importorskip("sentence_transformers")
+datasets = pytest.importorskip("datasets")
+
+BATCH_SIZE, NUM_WORDS = 8, 40
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A BERT and its tokenizer."""
+    folder = tmp_path_factory.mktemp("encoder")
+    words = {"[PAD]": 0, "[UNK]": 1} | {f"w{number}": number for number in range(2, NUM_WORDS)}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = Whitespace()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="[PAD]", model_max_length=16
+    ).save_pretrained(folder)  # fmt: skip
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    rates = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    torch.manual_seed(0)
+    BertModel(BertConfig(vocab_size=NUM_WORDS, **sizes, **rates)).save_pretrained(folder)
+    return folder
+
+
+def trained(folder, tmp_path, protect):
+    """The losses of two steps, and the weights after them."""
+    from sentence_transformers.sentence_transformer import losses, modules
+
+    parts = [modules.Transformer(str(folder), max_seq_length=16), modules.Pooling(16)]
+    model = sentence_transformers.SentenceTransformer(modules=parts, device="cpu")
+    generator = torch.Generator().manual_seed(1)
+
+    def text(length):
+        return " ".join(f"w{word}" for word in torch.randint(2, NUM_WORDS, (length,), generator=generator).tolist())
+
+    rows = [{"anchor": text(4), "positive": text(9), "negative": text(6)} for _ in range(2 * BATCH_SIZE)]
+    arguments = sentence_transformers.SentenceTransformerTrainingArguments(
+        output_dir=tmp_path, per_device_train_batch_size=BATCH_SIZE, max_steps=2, learning_rate=1e-3, logging_steps=1,
+        report_to=[], disable_tqdm=True, use_cpu=True, save_strategy="no", optim="sgd",
+    )  # fmt: skip
+    trainer = sentence_transformers.SentenceTransformerTrainer(
+        model=model, args=arguments, train_dataset=datasets.Dataset.from_list(rows),
+        loss=losses.MultipleNegativesRankingLoss(model),
+    )  # fmt: skip
+    with protect(trainer):
+        trainer.train()
+    losses = [one["loss"] for one in trainer.state.log_history if "loss" in one]
+    return losses, {name: one.detach().clone() for name, one in model.named_parameters()}
+
+
+@pytest.fixture(scope="module")
+def plain(folder, tmp_path_factory):
+    return trained(folder, tmp_path_factory.mktemp("plain"), lambda trainer: nullcontext())
+
+
+def test_in_slices_it_is_the_same_training(folder, tmp_path, plain):
+    rungs = gradient_cache_rungs(BATCH_SIZE, 3)
+    losses, weights = trained(folder, tmp_path, lambda one: plimsoll.transformers.protected(one, rungs=rungs))
+    assert losses == pytest.approx(plain[0], rel=1e-6)
+    assert largest_relative_difference(plain[1], weights) < 1e-5
+
+
+def test_memory_that_runs_out_is_followed_by_smaller_slices_of_the_whole_batch(folder, tmp_path, plain):
+    events = []
+
+    def protect(trainer):
+        rungs = gradient_cache_rungs(BATCH_SIZE, 3)
+        return plimsoll.transformers.protected(trainer, rungs=rungs, on_oom=events.append)
+
+    with armed("backward", 1, 1):
+        losses, weights = trained(folder, tmp_path, protect)
+    assert [(event.action, event.next_micro_batch) for event in events] == [
+        ("same micro-batch with gradient_cache=2", BATCH_SIZE)
+    ]
+    assert losses == pytest.approx(plain[0], rel=1e-6)
+    assert largest_relative_difference(plain[1], weights) < 1e-5
+
+
+def test_a_budget_and_rungs_are_one_too_many(folder, tmp_path):
+    rungs = gradient_cache_rungs(BATCH_SIZE, 3)
+    with pytest.raises(plimsoll.errors.InputError, match="given with rungs"):
+        trained(folder, tmp_path, lambda one: plimsoll.transformers.protected(one, rungs=rungs, budget="1GiB"))
