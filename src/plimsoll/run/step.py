@@ -64,6 +64,7 @@ from plimsoll.run.rungs import Rungs, after_oom, ladder_of
 from plimsoll.run.sparse import clip
 from plimsoll.run.together import attempt_together, told_by_all
 from plimsoll.run.undo import Undo
+from plimsoll.run.unreached import UnreachedWatch
 from plimsoll.techniques._whole import WholeBatch
 from plimsoll.workload import LossFunction, Precision, Units, Workload, model_loss, move_batch
 
@@ -151,6 +152,7 @@ class TrainStep:
         self._early: EarlyUpdate | None = None
         self._spare = Spare(self.workload, is_lent=False)
         self.graphs = GraphWatch(self.workload, self.backend)
+        self._unreached = UnreachedWatch(model, is_done=backend is not None)  # a rehearsal is not a training
         self._evaluator = Evaluator(self.workload, self.backend, self.position, self._shape_of, grow_after)
         if micro_batch is not None or rungs:
             self._evaluator.begin_at(micro_batch or self._rungs.sizes[0].samples)
@@ -169,9 +171,7 @@ class TrainStep:
     @property
     def rung(self) -> int:
         """The rung in force; 0 before the first batch, unless a checkpoint or a death says otherwise."""
-        if self.ladder is None and not self._rungs.sizes:
-            return 0
-        return self._ladder_for(0).in_force
+        return 0 if self.ladder is None and not self._rungs.sizes else self._ladder_for(0).in_force
 
     @property
     def num_steps(self) -> int:
@@ -281,6 +281,7 @@ class TrainStep:
             OutOfMemoryError: if a model that is shared out over the ranks is not whole again on all of them.
         """
         self._commit.forget()
+        self._unreached.close()
         is_shared = self.workload.sharded is not None  # then all ranks close, and none waits for one that fails in it
         event = (self._together if is_shared else self._alone)(self._rungs.close)
         if isinstance(event, OomEvent) and is_shared:
@@ -333,6 +334,7 @@ class TrainStep:
         self._early = None
         self.position.step += 1
         self.graphs.look(self.num_steps)
+        self._unreached.look(self.num_steps)
         if self._scaler is not None:
             self._scaler.update()
         if updated and self.workload.schedule is not None:
@@ -403,6 +405,8 @@ class TrainStep:
         pieces = weighted_pieces(batch, micro_batch, own, self.workload, shape.num_units)
         if self.workload.sharded:
             pieces = self._spare.filled(pieces, -(-shape.num_samples // micro_batch))
+        else:
+            self._unreached.begin()
         self._early = early_update(self.workload, micro_batch, own.num_samples)
         with self._early.in_backward() if self._early else nullcontext():
             for piece, share, _ in pieces:
