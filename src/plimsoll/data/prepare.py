@@ -242,30 +242,6 @@ def prepare_again(job: Job, known: Prepared, cache: Path, progress: Progress = s
     return prepared
 
 
-def with_rows(prepared: Prepared, job: Job) -> Prepared:
-    """Look how large the batches of a job become: the record with ``longest_row`` and ``held_out_batch``.
-
-    Raises:
-        DataError: if there are no datasets to make batches of (see `open_datasets`).
-    """
-    training, held_out = open_datasets(prepared, job)
-    augment, length = job.data.augment, job.sequence_length
-    changes_tokens = augment is not None and augment.token_function is not None
-    # A user's function may make samples longer, and with batch_tokens shorter samples are more.
-    longest = length if changes_tokens or job.batch_tokens else _longest_row(training, job)
-    held_out_batch = None if held_out is None else (min(job.batch_size, len(held_out)), _longest_row(held_out, job))
-    return prepared.model_copy(update={"longest_row": longest, "held_out_batch": held_out_batch})
-
-
-def _longest_row(samples: Samples | Subset, job: Job) -> int:
-    """Return how many tokens the longest row of a batch has; of texts that are tokenized as they are read, may have."""
-    from plimsoll.data.batching import longest_sample
-
-    if job.data.on_the_fly or not (job.is_labelled or job.data.borders):
-        return job.sequence_length
-    return samples.padded_length(longest_sample(len(samples), samples.lengths)[1])
-
-
 def open_datasets(prepared: Prepared, job: Job) -> tuple[Samples | Subset, Samples | Subset | None]:
     """Map the training samples and the validation samples, if the job has any.
 

@@ -48,7 +48,8 @@ def prepare_run(  # noqa: PLR0917 -- of a command
     and must come to the same data.
     """
     from plimsoll.assemble import loader_of, prepare_vectors, require_buildable
-    from plimsoll.data.prepare import Prepared, open_datasets, prepare, prepare_again, with_rows
+    from plimsoll.data.longest_rows import with_rows
+    from plimsoll.data.prepare import Prepared, open_datasets, prepare, prepare_again
     from plimsoll.data.sketch import texts_of
     from plimsoll.device.process import PeakCounter, private_bytes
     from plimsoll.plan.facts import require_prepared_for
