@@ -39,7 +39,8 @@ def inspection() -> Inspection:
         ),
     )  # fmt: skip
     return Inspection(
-        corpus=corpus_facts(), task="classification", sequence_length=256, num_seen_texts=1000, num_seen_tokens=64_000,
+        corpus=corpus_facts(), task="classification", sequence_length=256, special_tokens="[CLS] ... [SEP]",
+        num_borders=2_000, num_seen_texts=1000, num_seen_tokens=64_000,
         bytes_per_token=2.0, num_tokens=64_000, mean_tokens=64.0,
         quantiles=((0.0, 1), (0.5, 50), (0.9, 120), (1.0, 512)),
         fillings=fillings, examples=("It was good [not bad]",), notes=("0.8 % of the texts are longer.",),

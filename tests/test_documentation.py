@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import builtins
 import re
+import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -62,6 +66,49 @@ def test_every_command_and_option_on_a_page_exists(page):
         known = {name for parameter in COMMANDS[name].params for name in [*parameter.opts, *parameter.secondary_opts]}
         used = {word.split("=")[0] for word in words if re.fullmatch(r"--?[a-z][a-z-]*(=.*)?", word)}
         assert used <= known | {"--help"}, words
+
+
+# What the reader of a program on a page has: a training of their own and its parts.
+OF_THE_READER = {
+    *("model", "optimizer", "loss", "loader", "batch", "dataset", "tokenizer", "labels", "folder", "path"),
+    *("train", "trainer", "accelerator", "module", "args", "step", "MyModel"),
+}
+
+
+def names_missing(page: Path) -> Iterator[str]:
+    """Names that a program on a page uses and nothing before it on the page makes; of no reader either."""
+    known = {*vars(builtins), *OF_THE_READER}
+    for block in blocks_of(page):
+        if block.language != "python":
+            continue
+        nodes = list(ast.walk(ast.parse(textwrap.dedent(block.text))))
+        for node in nodes:
+            if isinstance(node, ast.alias):
+                known.add((node.asname or node.name).partition(".")[0])
+            elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+                known.add(node.name)
+            elif isinstance(node, ast.arg):
+                known.add(node.arg)
+            elif isinstance(node, ast.ExceptHandler) and node.name:
+                known.add(node.name)
+            elif isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
+                known.add(node.id)
+        yield from (node.id for node in nodes if isinstance(node, ast.Name) and node.id not in known)
+
+
+@pytest.mark.parametrize(
+    # What a rule or a cause shows are parts of somebody's program; the log is of its day.
+    "page",
+    [one for one in PAGES if one.parent.name not in {"rules", "causes"} and one.name != "LOG.md"],
+    ids=name_of,
+)
+def test_a_program_on_a_page_can_be_compiled_and_says_where_its_names_are_from(page):
+    assert not sorted(set(names_missing(page)))
+
+
+def test_a_name_from_nowhere_is_found(tmp_path):
+    (tmp_path / "page.md").write_text("```python\nmodel.carry(32)\nsamples = StreamDataset(store)\nsamples\n```\n")
+    assert [*names_missing(tmp_path / "page.md")] == ["StreamDataset", "store"]
 
 
 def test_a_session_is_cut_into_commands_and_what_they_print(tmp_path):

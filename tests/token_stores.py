@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from plimsoll.data.tokens import TokenStore, open_tokens
 from plimsoll.store import stored
@@ -12,13 +13,15 @@ from plimsoll.store import stored
 END = 0
 
 
-def store_of(folder: Path, texts: list[list[int]]) -> TokenStore:
-    """The texts, the end token being 0."""
+def store_of(folder: Path, texts: list[list[int]], marks: NDArray[np.uint8] | None = None) -> TokenStore:
+    """The texts, the end token being 0; ``marks`` say what begins at which token."""
 
-    def write(place: Path) -> dict[str, str]:
+    def write(place: Path) -> dict[str, object]:
         np.array([token for text in texts for token in [*text, END]], np.uint16).tofile(place / "tokens.bin")
         (np.cumsum([len(text) + 1 for text in texts]) - 1).astype(np.int64).tofile(place / "ends.bin")
-        return {"dtype": "uint16"}
+        if marks is not None:
+            marks.tofile(place / "marks.bin")
+        return {"dtype": "uint16", "has_marks": marks is not None}
 
     stored(folder / "tokens", write)
     return open_tokens(folder / "tokens")

@@ -26,7 +26,7 @@ def subset_facts(**changes) -> SubsetFacts:
         "num_hit_tokens": 950_000,
         "misses": (("don", 12_345), ("[b]", 678)),
         "missing": "normal",
-        "num_file_words": 400_000,
+        "num_entries": 400_000,
         "num_duplicates": 3,
         "faults": FAULTS,
         "mean": 0.0125,
@@ -51,6 +51,7 @@ def vector_file(**changes) -> VectorFile:
         "num_file_bytes": 1 << 30,
         "dimension": 256,
         "num_words": 1 << 20,
+        "num_entries": (1 << 20) + 8,
         "num_promised": 2_000_000,
         "num_duplicates": 0,
         "faults": FAULTS,
@@ -64,7 +65,8 @@ def vector_file(**changes) -> VectorFile:
 def conversion() -> Conversion:
     """A file that had nothing wrong."""
     return Conversion(
-        source="model.kv", output="vectors.npy", num_words=1000, dimension=100, precision="float16", num_bytes=200_128,
+        source="model.kv", output="vectors.npy", num_words=1000, num_entries=1000,
+        dimension=100, precision="float16", num_bytes=200_128,
         num_duplicates=0, seconds=0.25,
     )  # fmt: skip
 

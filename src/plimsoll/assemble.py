@@ -41,7 +41,7 @@ from plimsoll.optimizers import build_optimizer, build_schedule
 from plimsoll.ranks import Ranks
 from plimsoll.records.embeddings import SubsetFacts
 from plimsoll.records.job import Job
-from plimsoll.records.units import format_bytes
+from plimsoll.records.units import format_bytes, format_share
 from plimsoll.store import Progress, silent
 from plimsoll.weights.loading import open_checkpoint
 from plimsoll.workload import LossFunction, Units, resident_bytes
@@ -113,7 +113,7 @@ def _vectors_sentence(facts: SubsetFacts, job: Job) -> str:
     sentence = f"vectors: {facts.num_found:,} of {facts.num_words:,} words found"
     if facts.num_tokens:
         share = (facts.num_hit_tokens or 0) / facts.num_tokens
-        sentence += f", {share:.1%} of the text"
+        sentence += f", {format_share(share, 1)} of the text"
         if facts.misses:
             sentence += f"; not found, most frequent first: {', '.join(word for word, _ in facts.misses[:5])}"
     if share < _FOUND_SHARE and job.tokenizer.train == "bpe":
@@ -162,7 +162,7 @@ def assemble(
     samples = Taught(training, open_taught(taught_folder(job, prepared))) if is_taught else training
     loader = loader_of(job, samples, on_event, oom_kills, ranks)
     files = MappedPool() if in_files else None
-    model = build_model(job, prepared.vocab_size, prepared.num_labels, prepared.end_id, files=files)
+    model = build_model(job, prepared.vocab_size, prepared.num_labels, prepared.end_id, prepared.pad_id, files=files)
     if prepared.vectors_folder is not None:
         fill_embedding(word_embedding(model, prepared.vocab_size), open_rows(Path(prepared.vectors_folder)))
     name_labels(model, prepared.label_names)
@@ -186,10 +186,9 @@ def taught_folder(job: Job, prepared: Prepared) -> Path:
     """
     distill, data = job.distill, job.data
     assert distill is not None
-    is_drawn = data.order not in {"blocks", "as_is"} and data.stride is None
     parts = [
         digest_of(Path(distill.teacher)), distill.form == "int8", distill.temperature, distill.cache, job.task,
-        prepared.key, job.sequence_length, data.stride, data.pack, str(data.validation), is_drawn, job.seed,
+        prepared.key, job.sequence_length, data.stride, data.pack, str(data.validation), job.draws_held_out, job.seed,
     ]  # fmt: skip
     name = hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
     return Path(prepared.tokenizer_folder).parent / f"teacher-{name}"
@@ -295,7 +294,7 @@ def require_room(job: Job, prepared: Prepared, baseline_bytes: Callable[[], int]
     Raises:
         BudgetError: if it cannot; it says how much is needed.
     """
-    model = build_model(job, prepared.vocab_size, prepared.num_labels, prepared.end_id, device="meta")
+    model = build_model(job, prepared.vocab_size, prepared.num_labels, prepared.end_id, prepared.pad_id, device="meta")
     resident = resident_bytes(model, job.optimizer)
     parts = {"process and libraries": baseline_bytes()} | {
         name.replace("_", " "): size or 0 for name, size in resident.items()

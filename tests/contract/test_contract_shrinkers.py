@@ -17,6 +17,7 @@ from torch import nn
 from plimsoll.models.loading import load_model
 from plimsoll.models.shrunk import form_of, save_subject
 from plimsoll.records.plan import Choice
+from plimsoll.records.shrink_methods import METHODS
 from plimsoll.weights.parts import plain_parts
 from plimsoll.weights.shrink import SHRINKERS, Calibration, Subject
 from quantized_models import logits, made
@@ -33,7 +34,7 @@ from shrink_models import (
 
 DOCS = Path(__file__).parents[2] / "docs" / "shrink"
 
-VALUES = [method for method in SHRINKERS if SHRINKERS[method].stage == "values"]
+VALUES = [method for method in SHRINKERS if METHODS[method].stage == "values"]
 
 CASES = [(method, model) for method in SHRINKERS for model in MODELS]
 
@@ -74,7 +75,7 @@ def test_it_says_what_it_saves_and_has_a_page(method):
     assert page.is_file(), f"{method} has no page {page.name}"
     assert one.title
     assert one.saves[0].islower() or one.saves[0].isalnum()
-    assert one.stage in {"structure", "values"}
+    assert METHODS[method].stage in {"structure", "values"}
     assert not re.search(r"\d+(\.\d+)?x\b", one.saves), "how much faster is measured, not promised"
 
 
@@ -113,7 +114,7 @@ def test_twice_the_same_gives_the_same_bits_and_fewer_bytes(method, name):
     again = subject(name)
     SHRINKERS[method].shrink(again, choice, data)
     assert weights_of(given.model) == weights_of(again.model)
-    if SHRINKERS[method].stage == "structure":
+    if METHODS[method].stage == "structure":
         assert num_bytes(given.model) < before
     assert outputs(given.model, ids_of(given.tokenizer, "the ship")).isfinite().all()
 
@@ -121,7 +122,7 @@ def test_twice_the_same_gives_the_same_bits_and_fewer_bytes(method, name):
 @pytest.mark.parametrize(("method", "name"), CASES)
 def test_on_the_meta_device_the_sizes_are_the_same(method, name):
     given, choice, data = case(method, name)
-    if SHRINKERS[method].stage != "structure":
+    if METHODS[method].stage != "structure":
         pytest.skip("values of fewer bits are counted by their method")
     sketch = meta_subject(name)
     SHRINKERS[method].shrink(given, choice, data)
@@ -155,7 +156,7 @@ def test_it_is_saved_and_loaded_with_the_same_outputs(method, name, tmp_path):
 @pytest.mark.parametrize(("method", "name"), CASES)
 def test_it_trains_on(method, name):
     given, choice, data = case(method, name)
-    if SHRINKERS[method].stage != "structure":
+    if METHODS[method].stage != "structure":
         pytest.skip("values of fewer bits do not learn")
     SHRINKERS[method].shrink(given, choice, data)
     model = given.model.train()

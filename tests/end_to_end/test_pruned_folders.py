@@ -24,9 +24,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM,
 AUTO = {"ForMaskedLM": AutoModelForMaskedLM, "ForSequenceClassification": AutoModelForSequenceClassification}
 transformers.logging.set_verbosity_error()
 for folder in sorted(Path(sys.argv[1]).iterdir()):
-    is_noted = hasattr(AutoConfig.from_pretrained(folder), "shrunk")
-    assert is_noted == (folder / "modeling_shrunk.py").exists()
-    name = AutoConfig.from_pretrained(folder).architectures[0]
+    is_noted = (folder / "modeling_shrunk.py").exists()
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=is_noted)
+    assert is_noted == hasattr(config, "shrunk")
+    name = config.architectures[0]
     auto = next((one for end, one in AUTO.items() if name.endswith(end)), AutoModelForCausalLM)
     model = auto.from_pretrained(folder, trust_remote_code=is_noted).eval()
     batch, wanted = torch.load(folder / "wanted.pt")

@@ -1,14 +1,19 @@
 """A job becomes live objects, and is refused where its budget cannot hold them; an LSTM small enough to count."""
 
+import json
 import random
 from multiprocessing import active_children
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from made_tokenizers import KINDS, TEMPLATES, saved, with_template
 from plimsoll.assemble import assemble, choose_device, fingerprint, loader_of, require_buildable, require_room
 from plimsoll.data.prepare import Prepared, PreparedText, prepare
+from plimsoll.data.tokenizer import export_tokenizer
 from plimsoll.errors import BudgetError, DataError, JobError
 from plimsoll.models.build import save_model
 from plimsoll.models.recurrent import build_recurrent
@@ -17,6 +22,11 @@ from plimsoll.records.job import Job
 # 300 x 8 embedding, 32 x 16 + 64 LSTM, 300 x 8 + 300 output: 5,676 parameters of 4 bytes.
 PARAMETER_BYTES = 4 * (300 * 8 + 32 * 16 + 64 + 300 * 8 + 300)
 LSTM = {"architecture": "lstm", "embedding_size": 8, "hidden_size": 8}
+BERT = {
+    "architecture": "bert", "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "intermediate_size": 32,
+}  # fmt: skip
+GPT2 = {"architecture": "gpt2", "n_embd": 16, "n_layer": 2, "n_head": 2}
 
 
 def job(**changes):
@@ -38,6 +48,38 @@ def prepared():
         skipped=(),
     )
     return Prepared(key="k1", train=text, tokenizer_folder="tokenizer", vocab_size=300, end_id=0)
+
+
+@pytest.mark.parametrize("special_tokens", [True, False])
+@pytest.mark.parametrize(
+    ("kind", "model"), [("word_piece", "bert"), ("byte_level", "gpt2"), ("sentence_piece", "gpt2")]
+)
+def test_the_exported_pair_says_what_the_model_said_in_training(tmp_path, kind, model, special_tokens):
+    texts = [f"The cat number {number} sat on the mat{', and the dog ran' * (number % 4)}." for number in range(40)]
+    tokenizer = with_template(KINDS[kind](texts), TEMPLATES[kind])
+    folder = saved(tmp_path / "tokenizer", tokenizer, kind)
+    rows = [json.dumps({"text": text, "label": number % 2}) for number, text in enumerate(texts)]
+    (tmp_path / "texts.jsonl").write_text("\n".join(rows))
+    small = {"bert": BERT, "gpt2": GPT2}[model]
+    given = job(
+        model=small, task="classification", data={"train": str(tmp_path / "texts.jsonl"), "label": "label"},
+        tokenizer={"path": str(folder), "special_tokens": special_tokens}, sequence_length=256,
+    )  # fmt: skip
+    prepared = prepare(given, tmp_path / "cache")
+    parts = assemble(given, prepared, "cpu")
+    trained = parts.model.eval()
+    batch = parts.samples.batch(np.arange(len(texts)))
+    with torch.no_grad():
+        in_training = trained(**{name: batch[name] for name in ("input_ids", "attention_mask")}).logits
+    save_model(trained, tmp_path / "model")
+    export_tokenizer(Path(prepared.tokenizer_folder), tmp_path / "model")
+    ours = AutoTokenizer.from_pretrained(tmp_path / "model")
+    exported = AutoModelForSequenceClassification.from_pretrained(tmp_path / "model").eval()
+    assert exported.config.pad_token_id == ours.pad_token_id == prepared.pad_id
+    for number, text in enumerate(texts):
+        with torch.no_grad():
+            logits = exported(**ours(text, return_tensors="pt")).logits[0]
+        torch.testing.assert_close(logits, in_training[number], rtol=1e-5, atol=1e-6)
 
 
 class Slow:

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, cast, get_args
 
 import typer
 
+from plimsoll.cli.options import Quiet
+
 if TYPE_CHECKING:
     from plimsoll.models.generation import Cache, Generation
     from plimsoll.models.quantized import Quantize
@@ -60,7 +62,7 @@ def apply(  # noqa: PLR0917 -- typer calls it by name
     ] = False,
     strict: Annotated[bool, typer.Option("--strict", help="Stop at the first row that cannot be used.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Begin again, and overwrite --out.")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
+    quiet: Quiet = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON record instead of tables; no progress.")
     ] = False,

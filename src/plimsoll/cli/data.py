@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from plimsoll.cli.options import Quiet
+
 if TYPE_CHECKING:
     from plimsoll.records.job import Job
     from plimsoll.report.progress import Report
@@ -34,6 +36,7 @@ def index(  # noqa: PLR0917 -- typer calls it by name
     cache: _Cache = None,
     output: _Output = None,
     force: _Force = False,
+    quiet: Quiet = False,
     as_json: _AsJson = False,
 ) -> None:
     """Find every text, so that any of them is read in microseconds; nothing is copied.
@@ -55,6 +58,7 @@ def index(  # noqa: PLR0917 -- typer calls it by name
         cache,
         output,
         force,
+        quiet,
         as_json,
     )
 
@@ -66,6 +70,7 @@ def tokenize(  # noqa: PLR0917 -- as above
     cache: _Cache = None,
     output: _Output = None,
     force: _Force = False,
+    quiet: Quiet = False,
     as_json: _AsJson = False,
 ) -> None:
     """Tokenize a corpus once, on all cores; after Ctrl-C or a full disk the same command goes on.
@@ -87,6 +92,7 @@ def tokenize(  # noqa: PLR0917 -- as above
         cache,
         output,
         force,
+        quiet,
         as_json,
     )
 
@@ -98,6 +104,7 @@ def inspect(  # noqa: PLR0917 -- as above
     cache: _Cache = None,
     output: _Output = None,
     force: _Force = False,
+    quiet: Quiet = False,
     as_json: _AsJson = False,
 ) -> None:
     """Show how long the texts are, and what of a batch would be padding with each way to make samples of them.
@@ -119,6 +126,7 @@ def inspect(  # noqa: PLR0917 -- as above
         cache,
         output,
         force,
+        quiet,
         as_json,
     )
 
@@ -130,6 +138,7 @@ def bench(  # noqa: PLR0917 -- as above
     cache: _Cache = None,
     output: _Output = None,
     force: _Force = False,
+    quiet: Quiet = False,
     as_json: _AsJson = False,
 ) -> None:
     """Time how fast this machine reads, tokenizes and feeds a corpus, and the memory it takes.
@@ -150,6 +159,7 @@ def bench(  # noqa: PLR0917 -- as above
         cache,
         output,
         force,
+        quiet,
         as_json,
     )
 
@@ -163,6 +173,7 @@ def _answer(  # noqa: PLR0917 -- as above
     cache: Path | None,
     output: Path | None,
     force: bool,
+    quiet: bool,
     as_json: bool,
 ) -> None:
     """Do the work of a command on the texts and hand its record over; ``sentence`` sums it up."""
@@ -172,7 +183,7 @@ def _answer(  # noqa: PLR0917 -- as above
     with answering(what, as_json):
         job = job_of(texts, changes)
         check_output(output, force)
-        with stages(as_json) as progress:
+        with stages(quiet or as_json) as progress:
             found = work(job, _cache(cache), progress)
         hand_over(found, sentence(found), output, as_json)
 

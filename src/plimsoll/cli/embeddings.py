@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
+from plimsoll.cli.options import Quiet
+
 if TYPE_CHECKING:
     from plimsoll.embeddings.vocabulary import Vocabulary
     from plimsoll.report.progress import Report
@@ -70,6 +72,7 @@ def subset(  # noqa: PLR0917 -- typer calls it by name
     ] = None,
     cache: Annotated[Path | None, typer.Option("--cache", help="Where it is kept. Default: your cache folder.")] = None,
     force: _Force = False,
+    quiet: Quiet = False,
     as_json: _AsJson = False,
 ) -> None:
     """Take the vectors of the words you have, in seconds and a few MiB, whatever the size of the file.
@@ -88,7 +91,7 @@ def subset(  # noqa: PLR0917 -- typer calls it by name
 
     with answering("taking the vectors", as_json):
         _check(output, force, [vectors, *([vocabulary] if vocabulary else [])])
-        with stages(as_json) as progress:
+        with stages(quiet or as_json) as progress:
             words = _vocabulary(
                 _Words(vocabulary, tokenizer, corpus, changes, min_count, max_words, padding), cache, progress
             )
@@ -105,6 +108,7 @@ def subset(  # noqa: PLR0917 -- typer calls it by name
 def info(
     vectors: _Vectors,
     strict: _Strict = False,
+    quiet: Quiet = False,
     as_json: _AsJson = False,
 ) -> None:
     """Say what is in a file of word vectors, looking at every number of it.
@@ -119,7 +123,7 @@ def info(
     from plimsoll.report.progress import stages
 
     with answering("looking at the vectors", as_json):
-        with stages(as_json) as progress:
+        with stages(quiet or as_json) as progress:
             found = look_at(vectors, strict, progress)
         _tell(found, None, as_json)
 
@@ -133,6 +137,7 @@ def convert(  # noqa: PLR0917 -- as above
     precision: _InPrecision = _Precision.float32,
     strict: _Strict = False,
     force: _Force = False,
+    quiet: Quiet = False,
     as_json: _AsJson = False,
 ) -> None:
     """Write all words of a file of word vectors in another format.
@@ -148,7 +153,7 @@ def convert(  # noqa: PLR0917 -- as above
 
     with answering("converting the vectors", as_json):
         _check(output, force, [vectors])
-        with stages(as_json) as progress:
+        with stages(quiet or as_json) as progress:
             done = conversion.convert(vectors, output, precision.value, strict, progress)
         _tell(done, output, as_json)
 
@@ -203,7 +208,7 @@ def _vocabulary(words: _Words, cache: Path | None, progress: Report) -> Vocabula
         return vocabulary_of(_counted(words, words.corpus, cache, progress), words.padding)
     if words.tokenizer is None:
         return vocabulary_of(words.vocabulary, words.padding)
-    from plimsoll.data.tokenizer import load_tokenizer
+    from plimsoll.data.given_tokenizer import load_tokenizer
 
     padding = words.padding or said_padding(words.tokenizer)
     return of_tokenizer(load_tokenizer(words.tokenizer).backend, str(words.tokenizer), padding)
@@ -212,7 +217,7 @@ def _vocabulary(words: _Words, cache: Path | None, progress: Report) -> Vocabula
 def _counted(words: _Words, texts: list[str], cache: Path | None, progress: Report) -> Vocabulary:
     from plimsoll.cli.data import job_of
     from plimsoll.data.index import open_corpus
-    from plimsoll.data.prepare import reading_of
+    from plimsoll.data.of_job import reading_of
     from plimsoll.data.words import count_words
     from plimsoll.embeddings.vocabulary import of_counts
     from plimsoll.records.base import cache_folder

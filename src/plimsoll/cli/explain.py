@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
+from plimsoll.cli.options import Quiet
+
 if TYPE_CHECKING:
     from plimsoll.records.diagnosis import Diagnosis, Remedy
 
@@ -46,6 +48,7 @@ def explain(  # noqa: PLR0917 -- typer calls it by name
         typer.Option("--output", "-o", help="With --apply: where. Default: beside the job, as NAME-fixed.yaml."),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite the output.")] = False,
+    quiet: Quiet = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON record instead of tables.")] = False,
 ) -> None:
     """Say what uses memory, or why it ran out, and what would free it. Ends with 1 if it found something, else with 0.
@@ -72,7 +75,7 @@ def explain(  # noqa: PLR0917 -- typer calls it by name
         _check_apply(apply, remedy, output)
         job_file = _job_file(source, {"--apply": apply, "--budget": budget, "--device": device})
         changed = _output(job_file, output, force) if apply and job_file else None
-        diagnosis = _diagnosis(source, device, limit_bytes, as_json)
+        diagnosis = _diagnosis(source, device, limit_bytes, quiet or as_json)
         if not as_json:
             show(render(diagnosis, "text"))
         if changed is not None and job_file is not None:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from plimsoll.cli.options import Quiet
+
 if TYPE_CHECKING:
     from plimsoll.records.lint import LintReport
 
@@ -21,6 +23,7 @@ def lint(  # noqa: PLR0917 -- typer's
     fix: Annotated[bool, typer.Option("--fix", help="Mend in place what can be mended safely.")] = False,
     select: Annotated[list[str] | None, typer.Option("--select", help="Only this rule; may be repeated.")] = None,
     ignore: Annotated[list[str] | None, typer.Option("--ignore", help="Not this rule; may be repeated.")] = None,
+    quiet: Quiet = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON record in place of lines.")] = False,
 ) -> None:
     """Find mistakes in training code that cost memory.
@@ -45,7 +48,7 @@ def lint(  # noqa: PLR0917 -- typer's
 
     with answering("the check", as_json):
         rules = _rules(select, ignore)
-        with stages(as_json or not _is_large(paths)) as report:
+        with stages(quiet or as_json or not _is_large(paths)) as report:
             found = check_code(paths, rules=rules, fix=fix, report=lambda done, total: report("checking", done, total))
         if text := _written(found, "record" if as_json else format):
             show(text)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
+from plimsoll.cli.options import Quiet
 from plimsoll.errors import InputError
 
 if TYPE_CHECKING:
@@ -78,6 +79,7 @@ def plan(  # noqa: PLR0917 -- typer calls it by name
         typer.Option(help="Print the plan as a configuration: deepspeed or accelerate; what it cannot say on stderr."),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite the output.")] = False,
+    quiet: Quiet = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON record instead of tables.")] = False,
 ) -> None:
     """Find the fastest way to train, or to apply a model, that stays inside a budget; exit code 1 if there is none.
@@ -112,11 +114,11 @@ def plan(  # noqa: PLR0917 -- typer calls it by name
         found: InferencePlan | Plan | Ways
         if inference:
             tokens = (max_length or _USUAL_TOKENS, max_new_tokens or 0)
-            found, sentence = _plan_inference(subject, task, tokens, dtype, (device, limit_bytes), as_json)
+            found, sentence = _plan_inference(subject, task, tokens, dtype, (device, limit_bytes), quiet or as_json)
         else:
             job, wishes = Job.from_yaml(subject, tuple(changes or ())), _wishes(pins or (), forbids or ())
             make = _compare if compare else _plan_training
-            found, sentence = make(job, wishes, calibration, (device, limit_bytes), as_json)
+            found, sentence = make(job, wishes, calibration, (device, limit_bytes), quiet or as_json)
         if export is not None:
             _print_export(cast("Plan", found), export)
         else:

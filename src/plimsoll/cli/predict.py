@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from plimsoll.cli.options import Quiet
+
 if TYPE_CHECKING:
     from plimsoll.records.job import Job
 
@@ -49,6 +51,7 @@ def predict(  # noqa: PLR0917 -- typer calls it by name
         Path | None, typer.Option("--output", "-o", help="Write a page (.html) or the record (.json) here.")
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite the output.")] = False,
+    quiet: Quiet = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON record instead of tables.")] = False,
 ) -> None:
     """Predict the peak memory of a training without running it; exit code 1 if it does not fit.
@@ -77,7 +80,7 @@ def predict(  # noqa: PLR0917 -- typer calls it by name
         learned = None if calibration is None else Calibration.load(calibration)
         from plimsoll.run.forecast import predict_job
 
-        with spinner(quiet=as_json) as progress:
+        with spinner(quiet=quiet or as_json) as progress:
             prediction = predict_job(
                 job,
                 device=device,

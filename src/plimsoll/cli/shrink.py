@@ -10,6 +10,8 @@ from typing import Annotated
 
 import typer
 
+from plimsoll.cli.options import Quiet
+
 
 # long: one call with one line for each option
 def shrink(  # noqa: PLR0917 -- typer calls it by name
@@ -54,7 +56,7 @@ def shrink(  # noqa: PLR0917 -- typer calls it by name
         bool, typer.Option("--keep-all", help="Keep every model in OUT/.shrink, for another --target.")
     ] = False,
     force: Annotated[bool, typer.Option("--force", help="Begin again, and overwrite --out.")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
+    quiet: Quiet = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON record instead of tables; no progress.")
     ] = False,
@@ -72,10 +74,12 @@ def shrink(  # noqa: PLR0917 -- typer calls it by name
     from plimsoll.cli.output import failures_shown, show, told, told_by
     from plimsoll.errors import Interrupted
     from plimsoll.records.plan import parse_pin
+    from plimsoll.records.shrink_methods import chain_of
     from plimsoll.report.progress import stages
     from plimsoll.report.render import render
-    from plimsoll.run.shrink import RefusedError, ShrinkOptions
+    from plimsoll.run.shrink import RefusedError
     from plimsoll.run.shrink import shrink as make_smaller
+    from plimsoll.run.shrink_request import ShrinkOptions
     from plimsoll.run.shrink_source import find_source
 
     with failures_shown() if as_json else nullcontext():
@@ -83,7 +87,7 @@ def shrink(  # noqa: PLR0917 -- typer calls it by name
         options = ShrinkOptions(
             target_bytes=_target_bytes(target),
             budget_bytes=limit_bytes_of(budget),
-            methods=tuple(parse_pin(method) for method in methods or ()),
+            methods=chain_of([parse_pin(method) for method in methods or ()]),
             forbids=tuple(forbids or ()),
             recover_steps=recover,
             distills=not no_distill,
@@ -111,9 +115,22 @@ def shrink(  # noqa: PLR0917 -- typer calls it by name
                     show(told_by(file, refused.exit_code))
                 sys.exit(refused.exit_code)
             except KeyboardInterrupt:
+                _show_found(out, as_json)
                 message = f"stopped: what was tried for {out} is kept; give the same command again to go on"
                 raise Interrupted(message, signal.SIGINT) from None
     show(render(record, "json" if as_json else "text"))
+
+
+def _show_found(out: Path, as_json: bool) -> None:
+    """Show the tables of what was measured until now; with ``--json`` standard output has the failure alone."""
+    from plimsoll.cli.output import show
+    from plimsoll.records.shrink import SHRINK_RECORD, ShrinkRecord
+    from plimsoll.report.render import render
+    from plimsoll.run.shrink_folder import WORK
+
+    found = out / WORK / SHRINK_RECORD
+    if found.is_file() and not as_json:
+        show(render(ShrinkRecord.load(found), "text"))
 
 
 def _check(  # noqa: PLR0917 -- options of one command

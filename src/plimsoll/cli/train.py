@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from plimsoll.cli.options import Quiet
+
 if TYPE_CHECKING:
     from plimsoll.records.job import Job
     from plimsoll.run.directory import RunDirectory
@@ -49,6 +51,7 @@ def train(  # noqa: PLR0917 -- typer calls it by name
     ] = None,
     cache: Annotated[Path | None, typer.Option(help="Where tokens are kept; by default in the run directory.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Remove what is in --out first.")] = False,
+    quiet: Quiet = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON record, also of a failure; no progress.")
     ] = False,
@@ -73,7 +76,7 @@ def train(  # noqa: PLR0917 -- typer calls it by name
     from plimsoll.report.render import render
     from plimsoll.run.supervise import is_rank, supervise
 
-    is_silent = is_rank() and os.environ["RANK"] != "0"
+    is_silent, is_quiet = is_rank() and os.environ["RANK"] != "0", quiet or as_json
     with _failures_shown(out) if as_json and not is_silent else nullcontext():
         changes = [*(changes or ()), *_ranks_change(num_ranks)]
         if resume and (force or cache):
@@ -89,10 +92,10 @@ def train(  # noqa: PLR0917 -- typer calls it by name
             if resume:
                 directory = _opened(out, job_file)
                 with directory.claimed():  # nothing is changed under a process that trains here
-                    return _gone_on(directory, _job(directory.job, budget, changes), from_step, as_json, then)
-            return _begun(out, _job(_given(job_file, out), budget, changes), planning, cache, force, as_json, then)
+                    return _gone_on(directory, _job(directory.job, budget, changes), from_step, is_quiet, then)
+            return _begun(out, _job(_given(job_file, out), budget, changes), planning, cache, force, is_quiet, then)
 
-        code = _as_a_rank(out, run, resume, from_step, as_json) if is_rank() else run(supervise)
+        code = _as_a_rank(out, run, resume, from_step, is_quiet) if is_rank() else run(supervise)
         if code:
             sys.exit(code)
     if is_silent:

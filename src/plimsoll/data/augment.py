@@ -1,7 +1,8 @@
 """Tokens masked, deleted and swapped as samples are read: other ones in each epoch, the same for the same seed.
 
 Vectorised over the tokens of a batch, whose composition changes nothing: every draw is a function of the seed, the
-epoch, the sample's number and the place in it (`plimsoll.data.draws`). Special tokens, the end token among them, are
+epoch, the sample's number and the place in it (`plimsoll.data.draws`). Of words with tags whole words are deleted and
+swapped. Special tokens, the end token among them, are
 neither changed nor moved, and no sample becomes empty. Words and synonyms are in `plimsoll.data.augment_text`. NOT
 covered: labels of single tokens other than the token itself.
 
@@ -18,6 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from plimsoll.data import ragged
 from plimsoll.data.draws import sample_keys, uniform
 from plimsoll.errors import DataError
 from plimsoll.records.augmentation import Augmentation
@@ -54,8 +56,14 @@ class TokenAugmentation:
         self._special_ids, self._sequence_length = np.array(special_ids, np.int64), sequence_length
         self._function = UserFunction(config.token_function, "token_function") if config.token_function else None
 
-    def apply(
-        self, tokens_N: Ints, labels_N: Ints | None, lengths_B: Ints, ids: Ints, epoch: int
+    def apply(  # noqa: PLR0917 -- the parts of a batch
+        self,
+        tokens_N: Ints,
+        labels_N: Ints | None,
+        lengths_B: Ints,
+        ids: Ints,
+        epoch: int,
+        begins_N: NDArray[np.bool_] | None = None,
     ) -> tuple[Ints, Ints | None, Ints]:
         """Return the changed tokens, labels and lengths. Labels move with their tokens, but are never masked.
 
@@ -65,19 +73,22 @@ class TokenAugmentation:
             lengths_B: of the samples, none 0.
             ids: the numbers of the samples.
             epoch: another epoch draws other changes.
+            begins_N: which tokens begin a word, where words are deleted and swapped whole; the first of a sample does.
 
         Raises:
             DataError: if ``token_function`` returns something else than tokens.
         """
         keys_B = sample_keys(self._seed, epoch, ids)
         is_free_N = ~np.isin(tokens_N, self._special_ids)
-        order_N = np.arange(len(tokens_N))
-        if self.config.delete:
-            kept_N = ~is_free_N | spared(uniform(keys_B, _DELETE, lengths_B), self.config.delete, is_free_N, lengths_B)
-            order_N, lengths_B = order_N[kept_N], np.add.reduceat(kept_N, _begins(lengths_B), dtype=np.int64)
-        if self.config.swap:
-            moves_N = swap_places(keys_B, is_free_N[order_N], lengths_B, self.config.swap, self.config.swap_distance)
-            order_N = order_N[moves_N]
+        if begins_N is None:
+            order_N, lengths_B = self._order(keys_B, is_free_N, lengths_B)
+        else:
+            begins_W = np.flatnonzero(begins_N)
+            sizes_W = np.diff(begins_W, append=len(tokens_N))
+            nums_B = np.add.reduceat(begins_N, _begins(lengths_B), dtype=np.int64)
+            order_W, nums_B = self._order(keys_B, np.logical_and.reduceat(is_free_N, begins_W), nums_B)
+            order_N = ragged.places(begins_W[order_W], sizes_W[order_W])
+            lengths_B = np.add.reduceat(sizes_W[order_W], _begins(nums_B))
         tokens_N, labels_N = tokens_N[order_N], None if labels_N is None else labels_N[order_N]
         if self.config.mask:
             is_masked_N = is_free_N[order_N] & (uniform(keys_B, _MASK, lengths_B) < self.config.mask)
@@ -85,6 +96,17 @@ class TokenAugmentation:
         if self._function:
             tokens_N, lengths_B = self._called(self._function, tokens_N, lengths_B, keys_B)
         return tokens_N, labels_N, lengths_B
+
+    def _order(self, keys_B: NDArray[np.uint64], is_free_N: NDArray[np.bool_], lengths_B: Ints) -> tuple[Ints, Ints]:
+        """Return which of the elements stand where after deletion and swaps, and how many are left of each sample."""
+        order_N = np.arange(len(is_free_N))
+        if self.config.delete:
+            kept_N = ~is_free_N | spared(uniform(keys_B, _DELETE, lengths_B), self.config.delete, is_free_N, lengths_B)
+            order_N, lengths_B = order_N[kept_N], np.add.reduceat(kept_N, _begins(lengths_B), dtype=np.int64)
+        if self.config.swap:
+            moves_N = swap_places(keys_B, is_free_N[order_N], lengths_B, self.config.swap, self.config.swap_distance)
+            order_N = order_N[moves_N]
+        return order_N, lengths_B
 
     def _called(
         self, function: UserFunction, tokens_N: Ints, lengths_B: Ints, keys_B: NDArray[np.uint64]

@@ -19,6 +19,7 @@ from plimsoll.data.batching import Batches, Buckets, Cursor, batches_of
 from plimsoll.data.lanes import Lanes
 from plimsoll.data.order import BlockShuffle
 from plimsoll.data.spans import checked_stride, num_windows, windows_of
+from plimsoll.data.template import Template
 from plimsoll.records.corpus import Filling
 from plimsoll.records.job import Job
 
@@ -28,8 +29,9 @@ Ints = NDArray[np.int64]
 class Texts(NamedTuple):
     """Some texts of a corpus, each of which stands for ``scale`` of them, and what a job makes of them.
 
-    ``lengths`` are in tokens, the end token not counted, and ``num_bytes`` in bytes of the files; ``at_borders`` are
-    the tokens of the windows that the texts are cut into where the job wants these to end at borders.
+    ``lengths`` are in tokens of the text alone, and ``num_bytes`` in bytes of the files; ``at_borders`` are the tokens
+    of the windows that the texts are cut into where the job wants these to end at borders. ``template`` is put around
+    each text, or each window of it.
     """
 
     job: Job
@@ -37,11 +39,13 @@ class Texts(NamedTuple):
     scale: float = 1.0
     num_bytes: Ints | None = None
     at_borders: Ints | None = None
+    template: Template = Template()
 
     @property
     def whole(self) -> Ints:
-        """The tokens of each text as it becomes samples: with its end token, or without where that is not learnt."""
-        return np.maximum(self.lengths + (not self.job.is_labelled), 1)
+        """The tokens of each text as one sample: with what is around it, and its end token where that is learnt."""
+        has_end = not (self.job.is_labelled or self.template.suffix)
+        return np.maximum(self.lengths + has_end + self.template.num_tokens, 1)
 
     @property
     def num_long(self) -> int:
@@ -78,7 +82,7 @@ class Texts(NamedTuple):
         longest, stride = self.job.sequence_length, self.job.data.stride
         steps = [longest] if checked_stride(stride, longest) == longest else [longest, checked_stride(stride, longest)]
         is_stream = not (self.job.data.pack or self._are_samples or self.job.data.order == "streams")
-        num_tokens = round(int((self.lengths + 1).sum()) * self.scale)
+        num_tokens = round(int(self.whole.sum()) * self.scale)
         if self.job.data.order == "streams" and num_tokens > self.job.batch_size:
             yield self._lanes(Lanes(0, num_tokens, self.job.batch_size, longest))
         for step in steps:
@@ -105,7 +109,7 @@ class Texts(NamedTuple):
 
         data, longest = self.job.data, self.job.sequence_length
         truncated = _Way("packed texts", np.minimum(self.whole, longest), self._num_beyond)
-        cut = _Way("packed texts", _cut(self.whole, longest, longest))
+        cut = _Way("packed texts", self._cut(self.template.room(longest)))
         way = truncated if data.long_texts == "truncate" else cut
         filling = self._padded(way.name, way, num_packed_rows(way.lengths, longest))
         is_refused = data.long_texts == "stop" and self.num_long > 0
@@ -124,16 +128,22 @@ class Texts(NamedTuple):
         if not self.num_long:
             yield _Way("texts", truncated, 0, self._are_samples, num_bytes)
             return
-        name, step = "windows of texts", longest
+        name, step = "windows of texts", self.template.room(longest)
         if self.job.is_labelled:  # in language modelling a stride is that of the stream
-            step = checked_stride(data.stride, longest)
-            name += f", stride {step}" if step < longest else ""
-        windows = _cut(self.whole, longest, step)
+            step = checked_stride(data.stride, step)
+            name += f", stride {step}" if data.stride and data.stride < self.template.room(longest) else ""
+        windows = self._cut(step)
         if self.at_borders is not None:
             name, windows = f"windows at {data.borders}s", self.at_borders
         yield _Way(name, windows, 0, self._are_samples and data.long_texts == "window")
         is_this_job = self._are_samples and data.long_texts == "truncate"
         yield _Way("truncated texts", truncated, self._num_beyond, is_this_job, num_bytes)
+
+    def _cut(self, step: int) -> Ints:
+        """Return the lengths of the windows that texts are cut into."""
+        around, room = self.template.num_tokens, self.template.room(self.job.sequence_length)
+        windows = windows_of(self.whole - around, room, step)
+        return np.concatenate([lengths_N for _, _, lengths_N in windows]) + around
 
     def _padded(self, name: str, way: _Way, num_rows: int | None = None) -> Filling:
         """Every row is of the greatest length; without ``num_rows`` each sample is one."""
@@ -209,8 +219,3 @@ def _epoch(plan: Batches) -> Iterator[Ints]:
     while cursor.epoch == 0:
         yield plan.ids(cursor)
         cursor = plan.following(cursor)
-
-
-def _cut(lengths: Ints, sequence_length: int, step: int) -> Ints:
-    """Return the lengths of the windows that texts are cut into."""
-    return np.concatenate([lengths_N for _, _, lengths_N in windows_of(lengths, sequence_length, step)])

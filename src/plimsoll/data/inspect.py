@@ -2,13 +2,13 @@
 
 Lengths are those of the tokens where these are in the cache, else of about 4 MiB of texts drawn evenly and tokenized on
 the spot. The ways to fill batches are computed from the lengths alone (`plimsoll.data.fillings`), so no model is
-needed; only windows that end at borders take the tokens. NOT covered: what a way does to the quality of the model.
+needed; only windows that end at borders take the tokens and the borders in the texts. NOT covered: what a way does to
+the quality of the model.
 """
 
 from __future__ import annotations
 
 import time
-from array import array
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -17,16 +17,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plimsoll.addresses import shown
-from plimsoll.data.borders import Borders, border_table, cut_at_borders
+from plimsoll.data.borders import MARKS, BorderKind, cut_at_borders, marked_pieces
 from plimsoll.data.corpus import Corpus
 from plimsoll.data.fillings import Texts
 from plimsoll.data.index import open_corpus
 from plimsoll.data.labels import labels_of
-from plimsoll.data.prepare import reading_of
-from plimsoll.data.spans import cut_texts
-from plimsoll.data.tags import WordEncoder, entity_note
+from plimsoll.data.of_job import cut_by_job, kinds_of_tokens, reading_of
+from plimsoll.data.tags import Encoded, WordEncoder, entity_note
 from plimsoll.data.tokenizer import Tokenizer, prepare_tokenizer, tokenizer_threads
-from plimsoll.data.tokens import open_tokens, tokenize, tokens_folder
+from plimsoll.data.tokens import TextEncoder, open_tokens, tokenize, tokens_folder
 from plimsoll.records.corpus import CorpusFacts, Filling, Inspection, LabelCount, TagCount, TokenFacts
 from plimsoll.records.job import Job
 from plimsoll.store import Progress, read_facts, silent
@@ -57,7 +56,7 @@ def tokenize_corpus(job: Job, cache: Path, progress: Progress = silent) -> Token
     corpus, facts = _indexed(job, cache, progress)
     tokenizer = prepare_tokenizer(job.tokenizer, corpus, cache.absolute(), progress)
     begun = time.perf_counter()
-    store = tokenize(corpus, tokenizer, cache.absolute(), progress)
+    store = tokenize(corpus, tokenizer, cache.absolute(), progress, **kinds_of_tokens(job))
     return TokenFacts(
         corpus=facts,
         tokenizer_folder=str(tokenizer.folder),
@@ -84,13 +83,15 @@ def inspect_corpus(job: Job, cache: Path, progress: Progress = silent) -> Inspec
     bytes_per_token = seen.total_bytes / max(int(lengths.sum()), 1)
     num_texts = len(corpus)
     num_tokens = round(corpus.num_bytes / bytes_per_token)
-    texts = Texts(job, lengths, num_texts / len(lengths), seen.num_bytes, seen.at_borders)
+    texts = Texts(job, lengths, num_texts / len(lengths), seen.num_bytes, seen.at_borders, tokenizer.template)
     fillings = tuple(texts.fillings())
     places = np.linspace(0, num_texts - 1, min(_NUM_EXAMPLES, num_texts)).astype(np.int64)
     return Inspection(
         corpus=facts,
         task=job.task,
         sequence_length=job.sequence_length,
+        special_tokens=tokenizer.shown_template,
+        num_borders=seen.num_borders,
         num_seen_texts=len(lengths),
         num_seen_tokens=int(lengths.sum()),
         bytes_per_token=bytes_per_token,
@@ -136,65 +137,77 @@ def _size_bytes(folder: Path) -> int:
 class _Seen(NamedTuple):
     """Texts that were looked at: all, or some drawn evenly.
 
-    ``total_bytes`` is what they have in their files, ``num_bytes`` of each, where the job needs that.
+    ``total_bytes`` is what they have in their files, ``num_bytes`` of each, where the job needs that. ``at_borders``
+    are the tokens of the windows that end at borders, of which there are ``num_borders``.
     """
 
     lengths: NDArray[np.int64]
     total_bytes: int
     num_bytes: NDArray[np.int64] | None
     at_borders: NDArray[np.int64] | None
+    num_borders: int | None = None
 
 
 class _Encoded(NamedTuple):
-    """Tokens of texts that were encoded on the spot, as `plimsoll.data.tokens.Tokens`."""
+    """Tokens of texts that were encoded on the spot, as `plimsoll.data.borders.Marked`."""
 
-    tokens: NDArray[np.int64]
+    tokens: NDArray[np.uint32]
     ends: NDArray[np.int64]
+    marks: NDArray[np.uint8]
 
 
 def _seen(job: Job, corpus: Corpus, tokenizer: Tokenizer, cache: Path, progress: Progress) -> _Seen:
-    borders = None
-    if job.data.borders and job.data.long_texts == "window":
-        borders = border_table(tokenizer.backend, job.data.borders)
-    folder = tokens_folder(corpus, tokenizer, cache)
+    borders = job.data.borders if job.data.long_texts == "window" else None
+    folder = tokens_folder(corpus, tokenizer, cache, **kinds_of_tokens(job))
     if read_facts(folder) is None:
         return _drawn(job, corpus, tokenizer, borders, progress)
-    store, at_borders = open_tokens(folder), None
+    store, at_borders, num_borders = open_tokens(folder), None, None
     if borders is not None:  # into the cache, where a training finds them
-        spans = cut_texts(store, job.sequence_length, borders=borders, with_end=_with_end(job), progress=progress)
+        spans = cut_by_job(store, job, tokenizer, progress)
         at_borders = spans.lengths(np.arange(len(spans)))
+        num_borders = int(np.count_nonzero(store.marks & np.uint8(MARKS[borders])))
     num_bytes = corpus.byte_lengths(np.arange(len(corpus))) if job.data.on_the_fly else None
-    return _Seen(np.diff(store.ends, prepend=-1) - 1, corpus.num_bytes, num_bytes, at_borders)
+    template = tokenizer.template
+    num_inside = len(template.prefix) + max(len(template.suffix) - 1, 0) if job.reads_streams else 0
+    lengths = np.diff(store.ends, prepend=-1) - 1 - num_inside
+    return _Seen(lengths, corpus.num_bytes, num_bytes, at_borders, num_borders)
 
 
-def _with_end(job: Job) -> bool:
-    return not job.is_labelled
-
-
-def _drawn(job: Job, corpus: Corpus, tokenizer: Tokenizer, borders: Borders | None, progress: Progress) -> _Seen:
+def _drawn(job: Job, corpus: Corpus, tokenizer: Tokenizer, borders: BorderKind | None, progress: Progress) -> _Seen:
     """Tokenize all texts or some."""
     share = min(1.0, _SEEN_BYTES / corpus.num_bytes, _MOST_SEEN_TEXTS / len(corpus))
     ids = np.unique(np.linspace(0, len(corpus) - 1, max(int(len(corpus) * share), 1)).astype(np.int64))
-    lengths: list[int] = []
-    tokens = array("q")
+    encoder, lengths, parts = TextEncoder(tokenizer.backend), list[int](), list[Encoded]()
     for begin in range(0, len(ids), 1024):
         texts = corpus.texts(ids[begin : begin + 1024])
         with tokenizer_threads():
             if corpus.tag_counts:
                 lengths += _lengths_by_words(tokenizer, texts)
-                encodings = []
             else:
-                encodings = tokenizer.backend.encode_batch_fast(texts, add_special_tokens=False)
-        lengths += [len(encoding) for encoding in encodings]
-        for encoding in encodings if borders is not None else ():
-            tokens.fromlist([*encoding.ids, tokenizer.end_id])
+                pieces = list(marked_pieces(((text, True) for text in texts), borders is not None))
+                encoded = encoder.encode(pieces, with_marks=borders is not None)
+                lengths += encoded.lengths.tolist()
+                parts += [encoded] if borders is not None else []
         progress("lengths", begin + len(texts), len(ids))
-    num_bytes, at_borders = corpus.byte_lengths(ids), None
-    if borders is not None:
-        encoded = _Encoded(np.frombuffer(tokens, np.int64), np.cumsum(np.array(lengths) + 1) - 1)
-        tables = cut_at_borders(encoded, borders, job.sequence_length, _with_end(job))
-        at_borders = np.concatenate([lengths_N for (_, lengths_N), _ in tables])
-    return _Seen(np.array(lengths, np.int64), int(num_bytes.sum()), num_bytes, at_borders)
+    num_bytes = corpus.byte_lengths(ids)
+    found = np.array(lengths, np.int64), int(num_bytes.sum()), num_bytes
+    return _Seen(*found, *((None, None) if borders is None else _at_borders(job, tokenizer, borders, parts)))
+
+
+def _at_borders(
+    job: Job, tokenizer: Tokenizer, kind: BorderKind, parts: list[Encoded]
+) -> tuple[NDArray[np.int64], int]:
+    """Return the lengths of the windows of some texts, and how many borders these have."""
+    lengths = np.concatenate([part.lengths for part in parts])
+    stops = np.cumsum(lengths)
+    tokens = np.insert(np.concatenate([part.tokens for part in parts]), stops, tokenizer.end_id)
+    marks = np.insert(np.concatenate([part.marks for part in parts if part.marks is not None]), stops, 0)
+    template = tokenizer.template
+    store = _Encoded(tokens, np.cumsum(lengths + 1) - 1, marks)
+    with_end, room = not (job.is_labelled or template.suffix), template.room(job.sequence_length)
+    tables = cut_at_borders(store, kind, room, with_end, keeps_empty=template.num_tokens > 0)
+    at_borders = np.concatenate([lengths_N for (_, lengths_N), _ in tables]) + template.num_tokens
+    return at_borders, int(np.count_nonzero(marks & np.uint8(MARKS[kind])))
 
 
 def _lengths_by_words(tokenizer: Tokenizer, texts: list[str]) -> list[int]:

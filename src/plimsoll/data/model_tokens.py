@@ -1,8 +1,8 @@
 """The tokens of a text as a model's own tokenizer makes them, with its special tokens, no more than the model reads.
 
-The tokenizer of a Hugging Face folder adds what it adds in `transformers` (``[CLS]``, ``<s>``); what was trained by
-``plimsoll train`` has seen none of them, and gets none. Longer texts are truncated as the tokenizer does it; of a text
-that is very much longer only as many characters are looked at as are sure to hold all tokens that count. It does NOT
+A tokenizer adds what it adds in `transformers` (``[CLS]``, ``<s>``), also that of a model of ``plimsoll train``, which
+has been trained so. Longer texts are truncated as the tokenizer does it, on the side that it names; of a text that is
+very much longer only as many characters are looked at as are sure to hold all tokens that count. It does NOT
 cover tokenizers without a fast form, chat templates, and pairs of texts.
 """
 
@@ -43,7 +43,8 @@ class ModelTokenizer:
         tokenizer: of transformers, a fast one.
         longest_tokens: what a text is truncated to, special tokens included; ``None`` for no truncation.
         with_special: whether the special tokens are added that the tokenizer has for a single text.
-        keeps_end: whether it is the begin of a text that is cut off, as of a prompt that goes on behind its end.
+        keeps_end: whether it is the begin of a text that is cut off, as of a prompt that goes on behind its end; else
+            the tokenizer says so.
     """
 
     def __init__(
@@ -53,9 +54,10 @@ class ModelTokenizer:
         with_special: bool = True,
         keeps_end: bool = False,
     ) -> None:
-        self._tokenizer, self._with_special, self._keeps_end = tokenizer, with_special, keeps_end
+        self._tokenizer, self._with_special = tokenizer, with_special
         if keeps_end:
             tokenizer.truncation_side = "left"
+        self._keeps_end = tokenizer.truncation_side == "left"
         self.longest_tokens = longest_tokens
 
     @property

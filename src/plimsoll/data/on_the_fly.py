@@ -140,21 +140,25 @@ class TextDataset(Samples):
         with tokenizer_threads() if torch.utils.data.get_worker_info() is None else nullcontext():
             encodings = self._tokenizer.backend.encode_batch_fast(texts, add_special_tokens=False)
         return [
-            self._row(encoding.ids, number, self._tokenizer.end_id)
+            self._row(encoding.ids, number, self._tokenizer)
             for encoding, number in zip(encodings, ids.tolist(), strict=True)
         ]
 
-    def _row(self, tokens: list[int], number: int, end_id: int) -> NDArray[np.int64]:
-        if self._labels is None or not tokens:  # as `plimsoll.data.spans` has it: no sample is without a token
-            tokens.append(end_id)
-        if len(tokens) > self.sequence_length:
+    def _row(self, tokens: list[int], number: int, tokenizer: Tokenizer) -> NDArray[np.int64]:
+        template = tokenizer.template
+        is_text = self._labels is None and not template.suffix  # else the end is not learnt, or the template has one
+        if is_text or not (tokens or template.num_tokens):  # as `plimsoll.data.spans` has it: no sample is empty
+            tokens.append(tokenizer.end_id)
+        num_tokens, room = len(tokens) + template.num_tokens, template.room(self.sequence_length)
+        if num_tokens > self.sequence_length:
             if self._long_texts == "stop":
                 raise DataError(
-                    f"text {number} has {len(tokens)} tokens, but a sample holds sequence_length = "
+                    f"text {number} has {num_tokens} tokens, but a sample holds sequence_length = "
                     f"{self.sequence_length}: set data.long_texts=truncate, or a larger sequence_length"
                 )
             self._counts.add_one()
-        return np.array(tokens[: self.sequence_length], np.int64)
+        kept = tokens[-room:] if tokenizer.keeps_end else tokens[:room]
+        return np.array([*template.prefix, *kept, *template.suffix], np.int64)
 
 
 def bytes_that_sort(num_bytes: NDArray[np.int64], sequence_length: int) -> NDArray[np.int64]:

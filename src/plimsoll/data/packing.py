@@ -80,11 +80,10 @@ class PackedDataset(Samples):
         stops_B = self.packs.ends[ids]
         nums_B = stops_B - np.where(ids > 0, self.packs.ends[ids - 1], 0)
         members_M = self.packs.members[ragged.places(stops_B - nums_B, nums_B)]
-        starts_M, lengths_M = spans.places(members_M)
+        tokens_N, lengths_M = spans.rows(members_M)
         used_B = np.add.reduceat(lengths_M, np.cumsum(nums_B) - nums_B)
-        tokens_N = spans.tokens(starts_M, lengths_M)
         positions_N = ragged.positions(lengths_M)
-        is_known_N = positions_N < np.repeat(np.maximum(spans.num_repeated(members_M), 1), lengths_M)
+        is_known_N = positions_N < np.repeat(np.maximum(spans.num_known(members_M), 1), lengths_M)
         inside_BT = ragged.inside(used_B, self.sequence_length)
         position_ids_BT = np.tile(np.arange(self.sequence_length), (num_rows, 1)) - used_B[:, None]
         position_ids_BT[inside_BT] = positions_N

@@ -8,22 +8,35 @@ be shared by jobs and processes, and deleted when none runs. NOT covered: data e
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from plimsoll.data.borders import border_table
 from plimsoll.data.corpus import Corpus, open_index
-from plimsoll.data.formats import Reading
+from plimsoll.data.held_out import (
+    ChosenTexts,
+    IsHeldOut,
+    choice_name,
+    choose_texts,
+    held_out,
+    num_held_out,
+    num_on_both_sides,
+    only,
+    refuse_same_files,
+    signatures,
+    signatures_of_texts,
+)
 from plimsoll.data.index import open_corpus
 from plimsoll.data.labels import labels_of, names_to_number_by
 from plimsoll.data.lanes import Lanes, lanes_of_stream, refuse_no_lane, training_lanes
-from plimsoll.data.spans import Spans, cut_texts, num_windows, open_spans, refuse_no_window
+from plimsoll.data.of_job import cut_by_job, kinds_of_tokens, padding_of, reading_of
+from plimsoll.data.spans import Spans, num_windows, open_spans, refuse_no_window
 from plimsoll.data.tags import tags_of
 from plimsoll.data.tokenizer import Tokenizer, prepare_tokenizer
-from plimsoll.data.tokens import TokenStore, open_tokens, tokenize
+from plimsoll.data.tokens import Tokens, TokenStore, open_tokens, tokenize
 from plimsoll.errors import DataError
 from plimsoll.records.base import Frozen, Record
 from plimsoll.records.job import Job
@@ -49,6 +62,7 @@ class PreparedText(Frozen):
     corpus_key: str
     index_folder: str
     tokens_folder: str | None = None
+    texts_folder: str | None = None
     labels_folder: str | None = None
     spans_folder: str | None = None
     packs_folder: str | None = None
@@ -73,7 +87,7 @@ class PreparedText(Frozen):
     def folders(self) -> tuple[Path, ...]:
         """The stores that training reads."""
         texts = self.tokens_folder or self.index_folder
-        names = (texts, self.labels_folder, self.spans_folder, self.packs_folder)
+        names = (texts, self.texts_folder, self.labels_folder, self.spans_folder, self.packs_folder)
         return tuple(Path(name) for name in names if name is not None)
 
 
@@ -81,10 +95,13 @@ class Prepared(Record):
     """The data of a job, ready to be opened; ``key`` changes when a sample, a label or the tokenizer does.
 
     ``special_ids`` and ``mask_id`` are of the tokenizer, for augmentation: the training process does not load it.
+    ``special_tokens`` shows what stands around each text. ``num_held_out_texts`` are held out, of which
+    ``num_trained_on`` are among the training texts, too, word for word; or ``holds_out_windows``: windows of the only
+    text are held out.
     ``vectors_folder`` holds the vectors of the tokens, if the job has any, ``vectors_digest`` is of their bits.
     ``gradient_reach`` is of streams. ``longest_row`` is the most tokens of a row of a training batch, and
     ``held_out_batch`` the samples and tokens of the largest batch of an evaluation, where `with_rows` has looked.
-    ``gradient_reach`` is of streams. ``num_left_out_words`` were too rare to be counted when the tokenizer was
+    ``num_left_out_words`` were too rare to be counted when the tokenizer was
     trained, and ``peak_bytes`` is the most private memory that preparing took, where that was watched.
     """
 
@@ -96,16 +113,26 @@ class Prepared(Record):
     tokenizer_folder: str
     vocab_size: int
     end_id: int
+    padding_token: int | None = None
+    special_tokens: str | None = None
     special_ids: tuple[int, ...] = ()
     vectors_folder: str | None = None
     vectors_digest: str | None = None
     mask_id: int | None = None
+    num_held_out_texts: int = 0
+    holds_out_windows: bool = False
+    num_trained_on: int = 0
     label_names: tuple[str, ...] = ()
     gradient_reach: GradientReach | None = None
     longest_row: int | None = None
     held_out_batch: tuple[int, int] | None = None
     num_left_out_words: int = 0
     peak_bytes: int | None = None
+
+    @property
+    def pad_id(self) -> int:
+        """The token that fills the rows of a batch."""
+        return self.end_id if self.padding_token is None else self.padding_token
 
     @property
     def num_labels(self) -> int | None:
@@ -132,48 +159,56 @@ def prepare(job: Job, cache: Path, progress: Progress = silent) -> Prepared:
     tokenizer = prepare_tokenizer(job.tokenizer, corpus, cache, progress)
     making = _Making(job, tokenizer, cache, progress)
     names: tuple[str, ...] = ()
-    labels = held_out = None
+    labels = validation = None
     if job.task == "classification":
         names, labels = labels_of(corpus, names_to_number_by(corpus, job.model))
     elif job.task == "token-classification":
         names = tags_of(corpus)
     train = making.text("the training text", corpus, labels)
-    if isinstance(job.data.validation, str):
-        other = open_corpus((job.data.validation,), reading, cache, progress)
+    num_held_out_texts = num_trained_on = 0
+    share = job.data.validation
+    if isinstance(share, str):
+        other = open_corpus((share,), reading, cache, progress)
+        refuse_same_files(corpus, other)
         if job.task == "token-classification":
             tags_of(other, names)
         labels = labels_of(other, names)[1] if job.task == "classification" else None
-        held_out = making.text(f"the validation text ({job.data.validation})", other, labels)
-    elif job.data.validation and train.spans_folder is not None and train.has_windows:
-        train, held_out = making.split_by_text(train, job.data.validation)
+        validation = making.text(f"the validation text ({share})", other, labels)
+        num_held_out_texts, num_trained_on = len(other), making.num_on_both_sides(train, validation)
+    elif share and not (len(corpus) == 1 and job.reads_streams):
+        is_held_out = held_out(len(corpus), share, job.seed, job.draws_held_out)
+        num_held_out_texts = num_held_out(len(corpus), share)
+        num_trained_on = making.num_on_both_sides(train, None, is_held_out)
+        train, validation = making.split(train, share, is_held_out)
+    padding = padding_of(job.model, tokenizer.pad_id)
     return Prepared(
-        key=_key([tokenizer.key, *names], train, held_out, job.data.validation),
+        key=_key(_what_tokens_mean(tokenizer, padding, names), train, validation, share),
         train=train,
-        validation=held_out,
+        validation=validation,
         tokenizer_folder=str(tokenizer.folder),
         vocab_size=tokenizer.vocab_size,
         end_id=tokenizer.end_id,
+        padding_token=padding,
+        special_tokens=tokenizer.shown_template,
         special_ids=tokenizer.special_ids,
         mask_id=tokenizer.mask_id,
         num_left_out_words=tokenizer.num_left_out_words,
+        num_held_out_texts=num_held_out_texts,
+        holds_out_windows=isinstance(share, float) and share > 0 and num_held_out_texts == 0,
+        num_trained_on=num_trained_on,
         label_names=names,
-        gradient_reach=reach_of(job, train, held_out) if job.data.order == "streams" else None,
+        gradient_reach=reach_of(job, train, validation) if job.data.order == "streams" else None,
     )
 
 
-def reading_of(job: Job) -> Reading:
-    """Return what of the files is a text, as a job says it."""
-    source = job.data
-    return Reading(
-        unit=source.unit,
-        text=source.text,
-        label=source.label,
-        escapes=source.escapes,
-        quotes=source.quotes,
-        header=source.header,
-        on_error=source.on_error,
-        is_tagged=job.task == "token-classification",
-    )
+def _what_tokens_mean(tokenizer: Tokenizer, padding: int, names: tuple[str, ...]) -> list[str]:
+    """List what decides samples beside the stores; data of before there were templates have the keys that they had."""
+    facts = [tokenizer.key]
+    if tokenizer.template.num_tokens or tokenizer.keeps_end:
+        facts += [repr(tuple(tokenizer.template)), str(tokenizer.keeps_end)]
+    if padding != tokenizer.end_id:
+        facts.append(str(padding))
+    return [*facts, *names]
 
 
 def is_whole(prepared: Prepared) -> bool:
@@ -207,30 +242,6 @@ def prepare_again(job: Job, known: Prepared, cache: Path, progress: Progress = s
     return prepared
 
 
-def with_rows(prepared: Prepared, job: Job) -> Prepared:
-    """Look how large the batches of a job become: the record with ``longest_row`` and ``held_out_batch``.
-
-    Raises:
-        DataError: if there are no datasets to make batches of (see `open_datasets`).
-    """
-    training, held_out = open_datasets(prepared, job)
-    augment, length = job.data.augment, job.sequence_length
-    changes_tokens = augment is not None and augment.token_function is not None
-    # A user's function may make samples longer, and with batch_tokens shorter samples are more.
-    longest = length if changes_tokens or job.batch_tokens else _longest_row(training, job)
-    held_out_batch = None if held_out is None else (min(job.batch_size, len(held_out)), _longest_row(held_out, job))
-    return prepared.model_copy(update={"longest_row": longest, "held_out_batch": held_out_batch})
-
-
-def _longest_row(samples: Samples | Subset, job: Job) -> int:
-    """Return how many tokens the longest row of a batch has; of texts that are tokenized as they are read, may have."""
-    from plimsoll.data.batching import longest_sample
-
-    if job.data.on_the_fly or not (job.is_labelled or job.data.borders):
-        return job.sequence_length
-    return samples.padded_length(longest_sample(len(samples), samples.lengths)[1])
-
-
 def open_datasets(prepared: Prepared, job: Job) -> tuple[Samples | Subset, Samples | Subset | None]:
     """Map the training samples and the validation samples, if the job has any.
 
@@ -247,8 +258,8 @@ def open_datasets(prepared: Prepared, job: Job) -> tuple[Samples | Subset, Sampl
         return samples, opening.samples(prepared.validation, is_training=False)
     if not isinstance(job.data.validation, float) or job.data.validation == 0:
         return samples, None
-    # The last windows of a stream overlap with one of those before, drawn ones with nearly all of their neighbours.
-    is_drawn = job.data.order not in {"blocks", "as_is"} and job.data.stride is None
+    # Of one text the last windows overlap with one of those before, drawn ones with nearly all of their neighbours.
+    is_drawn = job.draws_held_out and not (job.reads_streams and job.data.stride)
     train_ids, validation_ids = split(len(samples), job.data.validation, job.seed, is_drawn)
     untouched = opening.samples(prepared.train, is_training=False)
     return Subset(samples, train_ids), Subset(untouched, validation_ids)
@@ -274,35 +285,78 @@ class _Making:
         }
         if self._job.data.on_the_fly:
             return PreparedText(**facts)
-        store = tokenize(corpus, self._tokenizer, self._cache, self._progress)
+        store = tokenize(corpus, self._tokenizer, self._cache, self._progress, **kinds_of_tokens(self._job))
         facts |= {"tokens_folder": str(store.folder), "num_tokens": len(store.tokens)}
         facts |= {"num_lost_words": store.num_lost_words}
         return PreparedText(**facts | self._samples(name, store))
 
-    def split_by_text(self, text: PreparedText, share: float) -> tuple[PreparedText, PreparedText]:
-        """Hold out texts with all their windows."""
-        from plimsoll.data.texts import split_by_text
+    def split(
+        self, text: PreparedText, share: float, is_held_out: IsHeldOut
+    ) -> tuple[PreparedText, PreparedText | None]:
+        """Hold out texts with all their windows; ``None``: each is one sample, and these are split as they are read."""
+        job = self._job
+        if text.tokens_folder is None or not (text.has_windows or job.data.pack or job.reads_streams):
+            return text, None
+        store, num_texts = open_tokens(Path(text.tokens_folder)), text.num_documents
+        num_held_out_texts = num_held_out(num_texts, share)
+        nums = num_texts - num_held_out_texts, num_held_out_texts
+        if job.reads_streams:
+            name = choice_name(num_texts, share, job.seed, job.draws_held_out)
+            parts = (
+                self._stream(
+                    f"the text that is left ({nums[0]} of {num_texts} texts)",
+                    choose_texts(store, f"train-{name}", lambda texts: ~is_held_out(texts)),
+                ),
+                self._stream(
+                    f"what is held out ({nums[1]} of {num_texts} texts)",
+                    choose_texts(store, f"validation-{name}", is_held_out),
+                ),
+            )
+        else:
+            from plimsoll.data.texts import split_by_text
 
-        spans = open_spans(open_tokens(Path(str(text.tokens_folder))), Path(str(text.spans_folder)))
-        train, held_out = (
-            text.model_copy(update=self._facts_of(part)) for part in split_by_text(spans, share, self._job.seed)
+            spans = open_spans(store, Path(str(text.spans_folder)))
+            train_spans, other_spans = split_by_text(spans, share, job.seed, job.draws_held_out)
+            parts = self._facts_of(train_spans), self._facts_of(other_spans)
+        train, validation = (
+            text.model_copy(update=facts | {"num_documents": num}) for facts, num in zip(parts, nums, strict=True)
         )
-        return train, held_out
+        return train, validation
+
+    def num_on_both_sides(
+        self, train: PreparedText, validation: PreparedText | None, is_held_out: IsHeldOut | None = None
+    ) -> int:
+        """Count the texts of ``validation``, or those held out of ``train``, that are training texts, too."""
+
+        def write(_: Path) -> Facts:
+            if validation is not None:
+                return {"num": num_on_both_sides(_signatures(validation), _signatures(train))}
+            assert is_held_out is not None
+            sides = only(is_held_out, _signatures(train)), only(lambda texts: ~is_held_out(texts), _signatures(train))
+            return {"num": num_on_both_sides(*sides)}
+
+        job = self._job
+        choice = None if validation is not None else (job.data.validation, job.seed, job.draws_held_out)
+        parts = [text.folders[0].name for text in (train, validation) if text is not None]
+        name = hashlib.sha256(repr((parts, choice)).encode()).hexdigest()[:16]
+        return int(stored(self._cache / f"repeated-{name}", write)["num"])
+
+    def _stream(self, name: str, texts: Tokens) -> dict[str, Any]:
+        """Count the windows of texts laid end to end."""
+        data, length, num_tokens = self._job.data, self._job.sequence_length, len(texts.tokens)
+        facts: dict[str, Any] = {"num_tokens": num_tokens}
+        if isinstance(texts, ChosenTexts):
+            facts["texts_folder"] = str(texts.folder)
+        if data.order == "streams":
+            refuse_no_lane(num_tokens, self._job.batch_size, length, name)
+            return facts | {"num_samples": Lanes(0, num_tokens, self._job.batch_size, length).num_samples}
+        refuse_no_window(num_tokens, length, name)
+        return facts | {"num_samples": num_windows(num_tokens, length, data.stride)}
 
     def _samples(self, name: str, store: TokenStore) -> dict[str, Any]:
-        data, length, is_labelled = self._job.data, self._job.sequence_length, self._job.is_labelled
-        if data.order == "streams":
-            num_tokens, num_lanes = len(store.tokens), self._job.batch_size
-            refuse_no_lane(num_tokens, num_lanes, length, name)
-            return {"num_samples": Lanes(0, num_tokens, num_lanes, length).num_samples}
-        if not (is_labelled or data.pack or data.borders):
-            refuse_no_window(len(store.tokens), length, name)
-            return {"num_samples": num_windows(len(store.tokens), length, data.stride)}
-        borders = border_table(self._tokenizer.backend, data.borders) if data.borders else None
-        spans = cut_texts(
-            store, length, long_texts=data.long_texts, stride=data.stride, borders=borders,
-            with_end=not is_labelled, progress=self._progress,
-        )  # fmt: skip
+        if self._job.reads_streams:
+            return self._stream(name, store)
+        spans = cut_by_job(store, self._job, self._tokenizer, self._progress)
         return self._facts_of(spans) | {
             "num_long_texts": spans.num_long_texts,
             "num_truncated": spans.num_truncated,
@@ -318,6 +372,12 @@ class _Making:
 
         packs = pack(spans, progress=self._progress)
         return facts | {"packs_folder": str(packs.folder), "num_samples": len(packs)}
+
+
+def _signatures(text: PreparedText) -> Iterator[tuple[NDArray[np.int64], NDArray[np.uint64]]]:
+    if text.tokens_folder is None:
+        return signatures_of_texts(open_index(Path(text.index_folder)))
+    return signatures(open_tokens(Path(text.tokens_folder)))
 
 
 def _store_labels(labels: NDArray[Any], cache: Path) -> Path:
@@ -342,17 +402,17 @@ class _Opening:
         from plimsoll.data.texts import DocumentDataset, TokenLabels
         from plimsoll.data.windows import WindowDataset
 
-        job, end_id = self._job, self._prepared.end_id
+        job, pad_id = self._job, self._prepared.pad_id
         if text.tokens_folder is None:
             return self._on_the_fly(text, is_training)
         store = open_tokens(Path(text.tokens_folder))
         if text.spans_folder is None:
-            return WindowDataset(store, job.sequence_length, job.data.stride)
+            return WindowDataset(_stream_of(text), job.sequence_length, job.data.stride)
         spans = open_spans(store, Path(text.spans_folder))
         if text.packs_folder is not None:
-            return PackedDataset(open_packs(spans, Path(text.packs_folder)), end_id)
+            return PackedDataset(open_packs(spans, Path(text.packs_folder)), pad_id)
         labels = _labels(text) if store.labels is None else TokenLabels(store, self._prepared.label_names)
-        return DocumentDataset(spans, labels, end_id, augmentation=self._tokens(is_training))
+        return DocumentDataset(spans, labels, pad_id, augmentation=self._tokens(is_training))
 
     def streams(self) -> tuple[Samples, Samples | None]:
         """Map the lanes to train on and those held out."""
@@ -361,11 +421,10 @@ class _Opening:
         train, other = self._prepared.train, self._prepared.validation
         lanes, other_lanes = _lanes_of(self._job, train, other)
         resets = self._job.data.reset is not None
-        samples = StreamDataset(open_tokens(Path(str(train.tokens_folder))), lanes, resets)
+        samples = StreamDataset(_stream_of(train), lanes, resets)
         if other_lanes is None:
             return samples, None
-        held_out = open_tokens(Path(str((other or train).tokens_folder)))
-        return samples, StreamDataset(held_out, other_lanes, resets)
+        return samples, StreamDataset(_stream_of(other or train), other_lanes, resets)
 
     def _on_the_fly(self, text: PreparedText, is_training: bool) -> Samples:
         from plimsoll.data.augment_text import TextAugmentation
@@ -379,7 +438,7 @@ class _Opening:
             Path(self._prepared.tokenizer_folder),
             _labels(text),
             job.sequence_length,
-            self._prepared.end_id,
+            self._prepared.pad_id,
             long_texts=job.data.long_texts,
             words=TextAugmentation(augment, job.seed) if is_training and augment and augment.changes_text else None,
             tokens=self._tokens(is_training),
@@ -392,6 +451,12 @@ class _Opening:
         if not is_training or augment is None or not augment.changes_tokens:
             return None
         return TokenAugmentation(augment, job.seed, prepared.special_ids, prepared.mask_id, job.sequence_length)
+
+
+def _stream_of(text: PreparedText) -> Tokens:
+    """Map texts that are laid end to end."""
+    store = open_tokens(Path(str(text.tokens_folder)))
+    return store if text.texts_folder is None else ChosenTexts(store, Path(text.texts_folder))
 
 
 def _lanes_of(job: Job, train: PreparedText, held_out: PreparedText | None) -> tuple[Lanes, Lanes | None]:
@@ -408,7 +473,7 @@ def reach_of(
 ) -> GradientReach:
     """Count how far back gradients of streams reach, also where windows are cut in segments that truncate them."""
     lanes, _ = _lanes_of(job, train, held_out)
-    return lanes.reach(open_tokens(Path(str(train.tokens_folder))).ends if job.data.reset else None, segment_steps)
+    return lanes.reach(_stream_of(train).ends if job.data.reset else None, segment_steps)
 
 
 def _labels(text: PreparedText) -> NDArray[Any] | None:

@@ -21,10 +21,12 @@ from typing import NamedTuple
 from plimsoll.addresses import file_name, head, is_remote
 from plimsoll.data.convert import is_converted
 from plimsoll.data.formats import Reading
+from plimsoll.data.given_tokenizer import load_tokenizer
 from plimsoll.data.index import open_corpus
-from plimsoll.data.prepare import Prepared, reading_of
+from plimsoll.data.of_job import padding_of, reading_of
+from plimsoll.data.prepare import Prepared
 from plimsoll.data.sources import SourceFile, find_files
-from plimsoll.data.tokenizer import load_tokenizer, prepare_tokenizer
+from plimsoll.data.tokenizer import prepare_tokenizer
 from plimsoll.errors import DataError
 from plimsoll.records.job import HUB_PREFIX, Job
 
@@ -40,6 +42,7 @@ class TextSketch(NamedTuple):
         vocab_size: tokens of the tokenizer.
         num_labels: classes or tags; ``None`` for language modelling.
         end_id: the token that ends a text.
+        pad_id: the token that fills up shorter texts.
         longest: the tokens of the longest row of a training batch; ``None``: not known, at most ``sequence_length``.
         held_out: samples and tokens of the largest batch of an evaluation; ``None``: none, or not known.
         guessed: which of ``vocabulary`` and ``labels`` may come out otherwise when the texts are read.
@@ -48,19 +51,20 @@ class TextSketch(NamedTuple):
     vocab_size: int
     num_labels: int | None
     end_id: int
+    pad_id: int = 0
     longest: int | None = None
     held_out: tuple[int, int] | None = None
     guessed: frozenset[str] = frozenset()
 
     @property
-    def of_model(self) -> tuple[int, int | None, int]:
-        """What a model is built with: ``vocab_size``, ``num_labels`` and ``end_id``."""
-        return self.vocab_size, self.num_labels, self.end_id
+    def of_model(self) -> tuple[int, int | None, int, int]:
+        """What a model is built with: ``vocab_size``, ``num_labels``, ``end_id`` and ``pad_id``."""
+        return self.vocab_size, self.num_labels, self.end_id, self.pad_id
 
 
 def texts_of(prepared: Prepared) -> TextSketch:
     """Return what is known of texts that are prepared; nothing of it is guessed."""
-    sizes = prepared.vocab_size, prepared.num_labels, prepared.end_id
+    sizes = prepared.vocab_size, prepared.num_labels, prepared.end_id, prepared.pad_id
     return TextSketch(*sizes, longest=prepared.longest_row, held_out=prepared.held_out_batch)
 
 
@@ -70,19 +74,23 @@ def sketch_texts(job: Job) -> TextSketch:
     Raises:
         DataError: if the tokenizer cannot be loaded, or there are no files to take the labels from.
     """
-    (vocab_size, is_guess), end_id = _trained_vocab_size(job) if job.tokenizer.path is None else (0, False), 0
+    (vocab_size, is_guess), end_id, own_pad_id = (job.tokenizer.vocab_size, False), 0, 0
+    if job.tokenizer.path is None:
+        vocab_size, is_guess = _trained_vocab_size(job)
     guessed = frozenset({"vocabulary"}) if is_guess else frozenset[str]()
     if job.tokenizer.path is not None:
-        backend, end_token, _ = load_tokenizer(Path(job.tokenizer.path))
-        vocab_size = 1 + max(backend.get_vocab(with_added_tokens=True).values())
-        end_id = backend.token_to_id(end_token) or 0
+        loaded = load_tokenizer(Path(job.tokenizer.path))
+        vocab_size = 1 + max(loaded.backend.get_vocab(with_added_tokens=True).values())
+        end_id = loaded.backend.token_to_id(loaded.end_token) or 0
+        own_pad_id = end_id if loaded.pad_token is None else loaded.backend.token_to_id(loaded.pad_token) or 0
+    pad_id = padding_of(job.model, own_pad_id)
     if not job.is_labelled:
-        return TextSketch(vocab_size, None, end_id, guessed=guessed)
+        return TextSketch(vocab_size, None, end_id, pad_id, guessed=guessed)
     if job.data.label is not None or job.task == "token-classification":
         num_labels, guessed = len(_labels_of_heads(job)), guessed | {"labels"}
     else:  # as `labels_from_folders` names them
         num_labels = len({Path(file.path).parent.name for file in _found(job.data.sources, reading_of(job))})
-    return TextSketch(vocab_size, max(num_labels, 2), end_id, guessed=guessed)
+    return TextSketch(vocab_size, max(num_labels, 2), end_id, pad_id, guessed=guessed)
 
 
 def _trained_vocab_size(job: Job) -> tuple[int, bool]:

@@ -1,5 +1,9 @@
 """Texts cut into spans of at most ``sequence_length`` tokens: where each sample begins and how long it is.
 
+What a tokenizer puts around a text (`plimsoll.data.template`) is put around each span as it is read, and counted in its
+length; the store does not have it. So a window of a long text is what transformers makes of it with
+``return_overflowing_tokens``. Places are those of the tokens of the text alone.
+
 If no text is too long, or all are truncated, spans follow from the store and take no memory; else they are a
 memory-mapped table (12 bytes a span), written once beside the tokens in passes of constant memory. The text that a span
 is of is found by a binary search of the ends of the texts. NOT covered: spans that reach over the end of a text
@@ -12,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,7 +24,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plimsoll.data import ragged
-from plimsoll.data.borders import Borders, cut_at_borders
+from plimsoll.data.borders import BorderKind, cut_at_borders
+from plimsoll.data.template import NO_TEMPLATE, Template
 from plimsoll.data.tokens import TokenStore
 from plimsoll.errors import DataError
 from plimsoll.store import Facts, Progress, kept_facts, read_facts, silent, stored
@@ -31,10 +37,13 @@ _ITEMS_PER_PASS = 1 << 18
 _STARTS_FILE, _LENGTHS_FILE = "starts.bin", "lengths.bin"
 
 Table = tuple[NDArray[np.int64], NDArray[np.int64]]  # starts and lengths (N,)
+_Texts = Callable[[NDArray[np.int64]], Table]  # of texts by their numbers
 
 
 class Spans:
-    """Where each sample lies in ``store.tokens``; picklable. A text without a token is its end token.
+    """Where each sample lies in ``store.tokens``; picklable.
+
+    A text without a token is what its template puts around it, or the end token where that is nothing.
 
     What became of long texts: ``num_long_texts``, ``num_truncated`` of them with ``num_dropped_tokens`` together;
     ``num_cut_inside`` windows end where no border fitted.
@@ -44,6 +53,8 @@ class Spans:
         self.store, self.folder = store, folder
         self._tokens: NDArray[np.unsignedinteger[Any]] = np.asarray(store.tokens)
         self.sequence_length: int = facts["sequence_length"]
+        self.template = Template(*map(tuple, facts.get("template", ())))
+        self._room, self._keeps_end = self.template.room(self.sequence_length), facts.get("keeps_end", False)
         self.with_end: bool = facts["with_end"]
         self.num_tokens: int = facts["num_tokens"]
         self.num_long_texts: int = facts["num_long_texts"]
@@ -68,20 +79,22 @@ class Spans:
         """Whether span ``i`` is text ``i``, whole or truncated."""
         return self._table is None
 
-    def tokens(self, starts_B: NDArray[np.int64], lengths_B: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the tokens at these places, end to end (N,)."""
-        return self._tokens[ragged.places(starts_B, lengths_B)].astype(np.int64)
+    def rows(self, ids: NDArray[np.int64]) -> Table:
+        """Return the tokens of some spans with what is around them, end to end (N,), and the length of each (B,)."""
+        starts_B, lengths_B = self.places(ids)
+        return self.template.around(self._tokens[ragged.places(starts_B, lengths_B)].astype(np.int64), lengths_B)
 
     def places(self, ids: NDArray[np.int64]) -> Table:
-        """Return the first token of each span and how many tokens it has, (B,) each."""
+        """Return the first token of the text in each span and how many it has of that, (B,) each."""
         if self._table is None:
-            starts_B, lengths_B = _texts(self.store, ids, self.with_end)
-            return starts_B, np.minimum(lengths_B, self.sequence_length)
+            starts_B, lengths_B = _texts(self.store, ids, self.with_end, self.template)
+            kept_B = np.minimum(lengths_B, self._room)
+            return (starts_B + (lengths_B - kept_B) if self._keeps_end else starts_B), kept_B
         return self._table[0][ids], self._table[1][ids].astype(np.int64)
 
     def lengths(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return how many tokens each span has, (B,)."""
-        return self.places(ids)[1] if self._table is None else self._table[1][ids].astype(np.int64)
+        """Return how many tokens each span has, with those around it, (B,)."""
+        return self.places(ids)[1] + self.template.num_tokens
 
     def parents(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the number of the text that each span is of, (B,)."""
@@ -91,26 +104,33 @@ class Spans:
         """Return how many spans each of these texts has, (B,)."""
         if self._table is None:
             return np.ones(len(parents), np.int64)
-        starts_B, lengths_B = _texts(self.store, parents, self.with_end)
+        starts_B, lengths_B = _texts(self.store, parents, self.with_end, self.template)
         first_B, stop_B = (np.searchsorted(self._table[0], edges_B) for edges_B in (starts_B, starts_B + lengths_B))
         return stop_B - first_B
 
     def num_repeated(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return how many of its first tokens each span has in common with the span before, (B,)."""
+        """Return how many of the first tokens of its text each span has in common with the span before, (B,)."""
         if self._table is None:
             return np.zeros(len(ids), np.int64)
         before_B = np.maximum(ids - 1, 0)
         ends_B = self._table[0][before_B] + self._table[1][before_B]
         return np.where(ids > 0, np.maximum(ends_B - self._table[0][ids], 0), 0)
 
+    def num_known(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return how many of its first tokens an earlier span predicts, those before the text included, (B,)."""
+        num_repeated_B = self.num_repeated(ids)
+        return np.where(num_repeated_B > 0, num_repeated_B + len(self.template.prefix), 0)
+
     def own_ranges(self, ids: NDArray[np.int64]) -> Table:
         """Return from which to which token each span is the one in which tokens are farthest from an edge, (B,) each.
+
+        Tokens are counted from the first one of the text in it.
 
         Of what two neighbours share the first has the first half, and the middle one.
         """
         following = np.minimum(ids + 1, len(self) - 1)
         shared_after_B = np.where(ids + 1 < len(self), self.num_repeated(following), 0)
-        return (self.num_repeated(ids) + 1) // 2, self.lengths(ids) - shared_after_B // 2
+        return (self.num_repeated(ids) + 1) // 2, self.places(ids)[1] - shared_after_B // 2
 
 
 def cut_texts(
@@ -119,40 +139,58 @@ def cut_texts(
     *,
     long_texts: LongTexts = "window",
     stride: int | None = None,
-    borders: Borders | None = None,
+    borders: BorderKind | None = None,
     with_end: bool = False,
+    template: Template = NO_TEMPLATE,
+    keeps_end: bool = False,
     progress: Progress = silent,
 ) -> Spans:
     """Return the samples of texts, from the cache (the folder that ``store`` is in) or cut now.
 
     Args:
         store: the texts.
-        sequence_length: the most tokens of a span.
+        sequence_length: the most tokens of a span, with those around it.
         long_texts: what happens to longer texts: ``"window"``: cut into spans; ``"truncate"``: only their begin is
             used; ``"stop"``: they are an error.
-        stride: from the begin of a window to the next, from 1 to ``sequence_length``, which is the default.
-        borders: where windows may end: each at the last border that fits, or at ``sequence_length`` if none does.
+        stride: from the begin of a window to the next, from 1 to what fits into a span, which is the default.
+        borders: where windows may end: each at the last border that fits, or where the span is full if none does. The
+            store must have been made with ``borders``.
         with_end: whether the end token belongs to its text: language models learn where a text ends.
+        template: what is put around each span.
+        keeps_end: whether it is the begin of a text that is cut off where it is truncated.
         progress: called with the stage ``"spans"``, done and total in tokens.
 
     Raises:
         DataError: if a text is too long and ``long_texts`` is ``"stop"``, or ``stride`` is out of range or not used.
         OutputError: if the cache cannot be written.
     """
-    num_steps = checked_stride(stride, sequence_length)
+    room = template.room(sequence_length)
+    num_steps = checked_stride(stride, room)
     if stride is not None and (borders is not None or long_texts != "window"):
         what = "long_texts = window" if long_texts != "window" else "windows that do not end at borders"
         raise DataError(f"stride = {stride} is for {what} only: leave one of them out")
-    settings = (_RECIPE, store.folder.name, sequence_length, long_texts, num_steps, borders and borders.key, with_end)
+    settings: tuple[object, ...] = (
+        _RECIPE,
+        store.folder.name,
+        sequence_length,
+        long_texts,
+        num_steps,
+        borders,
+        with_end,
+    )
+    if template.num_tokens or keeps_end:  # spans from before there were these are as good
+        settings = (*settings, template, keeps_end)
     folder = store.folder.parent / f"spans-{hashlib.sha256(repr(settings).encode()).hexdigest()[:16]}"
-    windows = _strided(store, sequence_length, num_steps, with_end)
+    lengths_of = partial(_texts, store, with_end=with_end, template=template)
+    windows = _strided(len(store.ends), lengths_of, room, num_steps)
     if borders is not None:
-        windows = cut_at_borders(store, borders, sequence_length, with_end)
+        windows = cut_at_borders(store, borders, room, with_end, keeps_empty=template.num_tokens > 0)
 
     def write(place: Path) -> Facts:
-        facts = _surveyed(store, sequence_length, long_texts, with_end)
+        facts = _surveyed(len(store.ends), lengths_of, sequence_length, template, long_texts)
+        facts |= {"with_end": with_end, "template": template, "keeps_end": keeps_end}
         if facts["num_long_texts"] > facts["num_truncated"]:
-            facts |= _written(place, windows, lambda done: progress("spans", done, len(store.tokens)))
+            facts |= _written(place, windows, template, lambda done: progress("spans", done, len(store.tokens)))
         return facts
 
     return Spans(store, folder, stored(folder, write))
@@ -182,7 +220,7 @@ def select_spans(spans: Spans, name: str, is_chosen: Callable[[NDArray[np.int64]
     def write(folder: Path) -> Facts:
         facts = read_facts(spans.folder)
         assert facts is not None, spans.folder
-        return facts | _written(folder, _chosen_tables(spans, is_chosen), lambda _done: None)
+        return facts | _written(folder, _chosen_tables(spans, is_chosen), spans.template, lambda _done: None)
 
     folder = spans.folder.with_name(f"{spans.folder.name}-{name}")
     return Spans(spans.store, folder, stored(folder, write))
@@ -201,9 +239,10 @@ def checked_stride(stride: int | None, sequence_length: int) -> int:
     return sequence_length if stride is None else stride
 
 
-def _texts(store: TokenStore, ids: NDArray[np.int64], with_end: bool) -> Table:
+def _texts(store: TokenStore, ids: NDArray[np.int64], with_end: bool, template: Template) -> Table:
+    """Return where texts begin and how many tokens each has, without those around it."""
     starts_B = np.where(ids > 0, store.ends[ids - 1] + 1, 0)
-    return starts_B, np.maximum(store.ends[ids] - starts_B + with_end, 1)
+    return starts_B, np.maximum(store.ends[ids] - starts_B + with_end, 0 if template.num_tokens else 1)
 
 
 def _passes(num_items: int) -> Iterator[NDArray[np.int64]]:
@@ -211,24 +250,23 @@ def _passes(num_items: int) -> Iterator[NDArray[np.int64]]:
         yield np.arange(begin, min(begin + _ITEMS_PER_PASS, num_items))
 
 
-def _surveyed(store: TokenStore, sequence_length: int, long_texts: LongTexts, with_end: bool) -> Facts:
+def _surveyed(num_texts: int, texts: _Texts, sequence_length: int, template: Template, long_texts: LongTexts) -> Facts:
     """Look at the lengths of all texts; return the facts of spans that need no table."""
     longest = num_long = num_beyond = num_tokens = 0
-    for ids in _passes(len(store.ends)):
-        lengths_N = _texts(store, ids, with_end)[1]
+    for ids in _passes(num_texts):
+        lengths_N = texts(ids)[1] + template.num_tokens
         longest = max(longest, int(lengths_N.max()))
         num_long += int(np.count_nonzero(lengths_N > sequence_length))
         num_beyond += int(np.maximum(lengths_N - sequence_length, 0).sum())
         num_tokens += int(lengths_N.sum())
     if num_long and long_texts == "stop":
         raise DataError(
-            f"{num_long} of {len(store.ends)} texts are longer than sequence_length = {sequence_length}, the longest "
+            f"{num_long} of {num_texts} texts are longer than sequence_length = {sequence_length}, the longest "
             f"{longest} tokens: set sequence_length={longest}, or use `window` or `truncate` for long_texts"
         )
     is_cut = num_long > 0 and long_texts == "truncate"
     return {
         "sequence_length": sequence_length,
-        "with_end": with_end,
         "has_table": False,
         "num_tokens": num_tokens - num_beyond if is_cut else num_tokens,
         "num_long_texts": num_long,
@@ -238,25 +276,27 @@ def _surveyed(store: TokenStore, sequence_length: int, long_texts: LongTexts, wi
     }
 
 
-def _written(folder: Path, tables: Iterable[tuple[Table, int]], report: Callable[[int], None]) -> Facts:
+def _written(
+    folder: Path, tables: Iterable[tuple[Table, int]], template: Template, report: Callable[[int], None]
+) -> Facts:
     """Write a table in parts, each with how many of its windows end where no border fitted."""
     num_tokens = num_cut_inside = 0
     with (folder / _STARTS_FILE).open("wb") as starts_file, (folder / _LENGTHS_FILE).open("wb") as lengths_file:
         for (starts_N, lengths_N), num_inside in tables:
             starts_file.write(starts_N.astype(np.int64).data)
             lengths_file.write(lengths_N.astype(np.int32).data)
-            num_tokens += int(lengths_N.sum())
+            num_tokens += int(lengths_N.sum()) + len(lengths_N) * template.num_tokens
             num_cut_inside += num_inside
             if len(starts_N):
                 report(int(starts_N[-1] + lengths_N[-1]))
     return {"has_table": True, "num_tokens": num_tokens, "num_cut_inside": num_cut_inside}
 
 
-def _strided(store: TokenStore, sequence_length: int, stride: int, with_end: bool) -> Iterator[tuple[Table, int]]:
+def _strided(num_texts: int, texts: _Texts, room: int, stride: int) -> Iterator[tuple[Table, int]]:
     """Yield the windows of all texts, at most a pass of them at once however long a text is."""
-    for ids in _passes(len(store.ends)):
-        starts, lengths = _texts(store, ids, with_end)
-        for texts_N, steps_N, lengths_N in windows_of(lengths, sequence_length, stride):
+    for ids in _passes(num_texts):
+        starts, lengths = texts(ids)
+        for texts_N, steps_N, lengths_N in windows_of(lengths, room, stride):
             yield (starts[texts_N] + steps_N, lengths_N), 0
 
 

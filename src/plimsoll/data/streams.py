@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from plimsoll.data.lanes import Lanes, first_tokens
-from plimsoll.data.tokens import TokenStore
+from plimsoll.data.tokens import Tokens
 from plimsoll.data.windows import IGNORED_LABEL, Samples
 
 
@@ -32,7 +32,7 @@ class StreamDataset(Samples):
         resets: whether samples say where texts begin, for the state to begin anew there.
     """
 
-    def __init__(self, store: TokenStore, lanes: Lanes, resets: bool = False) -> None:
+    def __init__(self, store: Tokens, lanes: Lanes, resets: bool = False) -> None:
         self._store, self._resets, self.lanes = store, resets, lanes
         self.sequence_length, self.num_lanes = lanes.sequence_length, lanes.num_lanes
 
@@ -53,9 +53,8 @@ class StreamDataset(Samples):
         num_columns = int(lengths_B.max())
         columns_T = np.arange(num_columns)
         places_BT = starts_B[:, None] + np.minimum(columns_T, lengths_B[:, None] - 1)
-        input_ids_BT = labels_BT = torch.from_numpy(self._store.tokens[places_BT].astype(np.int64))
-        if lengths_B.min() < num_columns:
-            labels_BT = input_ids_BT.masked_fill(torch.from_numpy(columns_T >= lengths_B[:, None]), IGNORED_LABEL)
+        input_ids_BT = torch.from_numpy(self._store.tokens[places_BT].astype(np.int64))
+        labels_BT = input_ids_BT.masked_fill(torch.from_numpy(columns_T >= lengths_B[:, None]), IGNORED_LABEL)
         fields = {
             "input_ids": input_ids_BT,
             "labels": labels_BT,

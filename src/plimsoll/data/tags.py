@@ -1,10 +1,10 @@
 """The tags of words: which there are, and what becomes of them where words are cut into tokens.
 
 Words are tokenized one by one, so a token never reaches over the end of a word; the label of a word is that of its
-first token, and all others have none (-100), as is usual for models of tokens. A word that the tokenizer makes nothing
-of is lost with its tag, and counted; one whose tag is -100 has no label. Tags may be those of entities (O, B-X, I-X,
-also E-X and S-X). What becomes of labels in windows is in `plimsoll.data.texts`. NOT covered: labels of all tokens of a
-word, several tags of a word.
+first token, and all others have none, as is usual for models of tokens. A word that the tokenizer makes nothing of is
+lost with its tag, and counted; one whose tag is -100 has no label. Tags may be those of entities (O, B-X, I-X, also E-X
+and S-X). What becomes of labels in windows is in `plimsoll.data.texts`. NOT covered: labels of all tokens of a word,
+several tags of a word.
 
 Shapes: N tokens, W words.
 """
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     import tokenizers
 
 NO_LABEL = -100  # plimsoll.data.windows.IGNORED_LABEL, which comes with torch
+INSIDE_WORD = -101  # in a store: the token is not the first of its word, and has no label
 OUTSIDE = "O"
 _PREFIXES = ("B-", "I-", "E-", "S-")
 _PIECE_WORDS = 8192
@@ -110,13 +111,14 @@ def tagged_words(corpus: Corpus, first_text: int = 0) -> Iterator[Words]:
 class Encoded(NamedTuple):
     """Tokens end to end (N,), how many of them each text or piece has, and their labels where words have tags (N,).
 
-    ``num_lost_words`` have no token.
+    ``num_lost_words`` have no token. ``marks`` say where sentences and paragraphs begin, where that is asked for (N,).
     """
 
     tokens: NDArray[np.uint32]
     lengths: NDArray[np.int64]
     labels: NDArray[np.int64] | None = None
     num_lost_words: int = 0
+    marks: NDArray[np.uint8] | None = None
 
 
 class WordEncoder:
@@ -151,7 +153,7 @@ class WordEncoder:
         """Return the tokens of pieces with their labels."""
         tokens_N, lengths_W = self.encode([piece.words for piece in pieces])
         tags_W = np.array([tag for piece in pieces for tag in piece.tags], np.int64)
-        labels_N = np.full(len(tokens_N), NO_LABEL, np.int64)
+        labels_N = np.full(len(tokens_N), INSIDE_WORD, np.int64)
         has_token_W = lengths_W > 0
         labels_N[(np.cumsum(lengths_W) - lengths_W)[has_token_W]] = tags_W[has_token_W]
         stops = np.cumsum([len(piece.words) for piece in pieces])

@@ -19,10 +19,11 @@ from numpy.typing import NDArray
 
 from plimsoll.data import ragged
 from plimsoll.data.augment import TokenAugmentation
-from plimsoll.data.order import Order
+from plimsoll.data.held_out import choice_name, held_out
 from plimsoll.data.spans import Spans, select_spans
+from plimsoll.data.tags import INSIDE_WORD
 from plimsoll.data.tokens import TokenStore
-from plimsoll.data.windows import IGNORED_LABEL, Samples, num_held_out
+from plimsoll.data.windows import IGNORED_LABEL, Samples
 from plimsoll.errors import DataError
 
 
@@ -78,11 +79,12 @@ class DocumentDataset(Samples):
 
     def batch(self, ids: NDArray[np.int64], epoch: int = 0) -> dict[str, torch.Tensor]:
         """Return ``input_ids`` and ``attention_mask`` (B, T), and ``labels``: (B,) of texts, (B, T) of tokens."""
-        starts_B, lengths_B = self.spans.places(ids)
-        tokens_N = self.spans.tokens(starts_B, lengths_B)
+        tokens_N, lengths_B = self.spans.rows(ids)
         labels_N = self._own_labels(tokens_N, lengths_B, ids) if self._labels is None else None
         if self._augmentation is not None:
-            tokens_N, labels_N, lengths_B = self._augmentation.apply(tokens_N, labels_N, lengths_B, ids, epoch)
+            begins_N = None if self._token_labels is None else self._token_labels.begins(self.spans, ids)
+            changed = self._augmentation.apply(tokens_N, labels_N, lengths_B, ids, epoch, begins_N)
+            tokens_N, labels_N, lengths_B = changed
         inside_BT = ragged.inside(lengths_B, self.padded_length(int(lengths_B.max())))
         input_ids_BT = ragged.padded(tokens_N, inside_BT, self.padding["input_ids"])
         if self._labels is not None:
@@ -113,8 +115,8 @@ class DocumentDataset(Samples):
     ) -> NDArray[np.int64]:
         if self._token_labels is not None:
             return self._token_labels.of(self.spans, ids)
-        num_repeated_N = np.repeat(self.spans.num_repeated(ids), lengths_B)
-        return np.where(ragged.positions(lengths_B) < num_repeated_N, IGNORED_LABEL, tokens_N)
+        num_known_N = np.repeat(self.spans.num_known(ids), lengths_B)
+        return np.where(ragged.positions(lengths_B) < num_known_N, IGNORED_LABEL, tokens_N)
 
 
 class TokenLabels:
@@ -138,7 +140,7 @@ class TokenLabels:
         return TokenLabels, (self._store, self._names)
 
     def of(self, spans: Spans, ids: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the label of each token of some spans, end to end (N,); -100 where another span has it."""
+        """Return the label of each token of some spans, end to end (N,); -100 where another span has it, or none."""
         starts_B, lengths_B = spans.places(ids)
         labels_N = self._labels[ragged.places(starts_B, lengths_B)]
         is_own_N = labels_N >= 0
@@ -146,10 +148,21 @@ class TokenLabels:
             places_N = ragged.positions(lengths_B)
             first_B, stop_B = spans.own_ranges(ids)
             is_own_N &= (places_N >= np.repeat(first_B, lengths_B)) & (places_N < np.repeat(stop_B, lengths_B))
-        return np.where(is_own_N, self._numbers[np.maximum(labels_N, 0)], IGNORED_LABEL)
+        own_N = np.where(is_own_N, self._numbers[np.maximum(labels_N, 0)], IGNORED_LABEL)
+        return spans.template.around(own_N, lengths_B, IGNORED_LABEL)[0]
+
+    def begins(self, spans: Spans, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Return which tokens of some spans, end to end (N,), begin a word, or stand by themselves as special ones do.
+
+        The first token of a window does, also where it is inside of one.
+        """
+        starts_B, lengths_B = spans.places(ids)
+        begins_N = self._labels[ragged.places(starts_B, lengths_B)] != INSIDE_WORD
+        begins_N[ragged.positions(lengths_B) == 0] = True
+        return spans.template.around(begins_N, lengths_B, True)[0]
 
 
-def split_by_text(spans: Spans, share: float, seed: int) -> tuple[Spans, Spans]:
+def split_by_text(spans: Spans, share: float, seed: int, is_drawn: bool = True) -> tuple[Spans, Spans]:
     """Hold out ``share`` of the texts with all their windows, so that no text is on both sides.
 
     Whole texts can be split with `plimsoll.data.windows.split`, which writes nothing; this keeps two tables.
@@ -158,6 +171,7 @@ def split_by_text(spans: Spans, share: float, seed: int) -> tuple[Spans, Spans]:
         spans: the windows of all texts.
         share: from 0 (not included) to less than 1; the texts are those that `split` holds out.
         seed: another seed draws other texts.
+        is_drawn: draw them; else they are the last ones.
 
     Returns:
         the spans for training, and those for validation.
@@ -167,17 +181,7 @@ def split_by_text(spans: Spans, share: float, seed: int) -> tuple[Spans, Spans]:
         OutputError: if the cache cannot be written.
     """
     num_texts = len(spans.store.ends)
-    if num_texts < 2:
-        raise DataError(
-            f"cannot hold out a share of {share:g} of {num_texts} text, for windows of a text stay on one side: set "
-            f"data.unit=line or data.unit=paragraph if it has several, or give a file for data.validation"
-        )
-    order, num_validation = Order(num_texts, seed), num_held_out(num_texts, share)
-
-    def is_held_out(texts: NDArray[np.int64]) -> NDArray[np.bool_]:
-        return order.positions(0, texts) < num_validation
-
-    name = f"{num_validation}-{seed}"
+    is_held_out, name = held_out(num_texts, share, seed, is_drawn), choice_name(num_texts, share, seed, is_drawn)
     return (
         select_spans(spans, f"train-{name}", lambda texts: ~is_held_out(texts)),
         select_spans(spans, f"validation-{name}", is_held_out),

@@ -6,15 +6,17 @@ Training sees at most 64 MiB of text, drawn evenly over the corpus, of which it 
 tokenizer is ``<|endoftext|>``, which stands between texts and fills padding; id 1 of one of words is ``<|unk|>``, which
 stands for all others, so that it does not give a text back.
 
-Covers any tokenizer that has a ``tokenizer.json`` or that ``transformers.AutoTokenizer`` can load from a local folder
-as a fast one; does NOT download, and does NOT keep chat templates. A special token written out in a text is read as the
-special token, as ``AutoTokenizer`` does.
+An existing one (`plimsoll.data.given_tokenizer`) stays what it is: it puts its special tokens around each text
+(`Tokenizer.template`), and what is exported are its own files. With ``special_tokens: false`` it adds none, and is
+exported as one that adds none. One that is trained here has none around a text.
+
+Covers tokenizers that are a ``tokenizer.json`` or a local folder of which transformers makes a fast one. A special
+token written out in a text is read as the special token, as ``AutoTokenizer`` does.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import resource
 import unicodedata
@@ -23,10 +25,20 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING
 
 from plimsoll.data.byte_pairs import train as train_byte_pairs
 from plimsoll.data.corpus import Corpus
+from plimsoll.data.given_tokenizer import (
+    CONFIG_FILE,
+    END_TOKEN,
+    TOKENIZER_FILE,
+    Loaded,
+    described,
+    identity_of_tokenizer,
+    load_tokenizer,
+)
+from plimsoll.data.template import NO_TEMPLATE, Template, template_of
 from plimsoll.data.words import count_texts, word_pattern
 from plimsoll.errors import DataError
 from plimsoll.records.base import write_atomically
@@ -36,34 +48,48 @@ from plimsoll.store import Facts, Progress, read_facts, silent, stored
 if TYPE_CHECKING:  # the training process imports this module, but need not pay for the library
     import tokenizers
 
-END_TOKEN, UNKNOWN_TOKEN = "<|endoftext|>", "<|unk|>"
+UNKNOWN_TOKEN = "<|unk|>"
 _SAMPLE_BYTES = 64 << 20
 _LEAST_COUNTED_WORDS, _COUNTED_WORDS_PER_TOKEN, _MOST_CHUNKS = 1 << 18, 4, 1 << 16
 _RECIPE = 2  # raise it when training with the same settings gives other tokens
-_TOKENIZER_FILE = "tokenizer.json"
-_END_ROLES = ("eos_token", "sep_token", "pad_token")
-_ROLES = (*_END_ROLES, "mask_token")
-_MASK_NAMES = ("[MASK]", "<mask>", "<|mask|>", "<mask_1>")
-_END_NAMES = (END_TOKEN, "</s>", "<eos>", "<|end_of_text|>", "<|im_end|>", "[SEP]")
+_LOADED_RECIPE = 2  # raise it when the same files give another tokenizer
+_OWN = "own-"  # before the names of the files, in the cache, that a given tokenizer is exported as
 _THREADS = "TOKENIZERS_PARALLELISM"
 _USER_THREADS = os.environ.get(_THREADS)
 
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """A tokenizer, its folder in the cache, and its token for the end of a text."""
+    """A tokenizer, its folder in the cache, and its token for the end of a text.
+
+    ``template`` is what it puts around a text. ``keeps_end``: it truncates a text at its begin, not at its end.
+    ``is_given``: it was not trained here.
+    """
 
     backend: tokenizers.Tokenizer
     folder: Path
     end_token: str
     mask_token: str | None = None
     unknown_token: str | None = None
+    pad_token: str | None = None
+    template: Template = NO_TEMPLATE
+    keeps_end: bool = False
+    is_given: bool = False
     num_left_out_words: int = 0  # of those that it was trained on, for the bound on memory
 
     @cached_property
     def key(self) -> str:
         """A hash of the whole tokenizer: equal keys give equal tokens."""
-        return _key(self.backend, self.end_token)
+        if not self.is_given:
+            return _hash(self.backend.to_str(), self.end_token)
+        says_more = [str(_LOADED_RECIPE), str(self.backend.encode_special_tokens)]
+        return _hash(self.backend.to_str(), self.end_token, *says_more)
+
+    @cached_property
+    def pad_id(self) -> int:
+        """The token that fills the short rows of a batch: its own one for that, or the end token."""
+        number = None if self.pad_token is None else self.backend.token_to_id(self.pad_token)
+        return self.end_id if number is None else number
 
     @cached_property
     def vocab_size(self) -> int:
@@ -72,7 +98,7 @@ class Tokenizer:
 
     @cached_property
     def end_id(self) -> int:
-        """The token that stands after every text and fills the short rows of a batch."""
+        """The token that stands after every text that is laid end to end with others."""
         number = self.backend.token_to_id(self.end_token)
         assert number is not None, f"{self.end_token!r} was found when the tokenizer was loaded"
         return number
@@ -83,10 +109,19 @@ class Tokenizer:
         return None if self.mask_token is None else self.backend.token_to_id(self.mask_token)
 
     @property
+    def shown_template(self) -> str | None:
+        """What it puts around a text, as ``[CLS] ... [SEP]``; ``None``: nothing."""
+        if not self.template.num_tokens:
+            return None
+        before, behind = ([str(self.backend.id_to_token(number)) for number in ids] for ids in self.template)
+        return " ".join([*before, "...", *behind])
+
+    @property
     def special_ids(self) -> tuple[int, ...]:
         """The end token and all that the tokenizer calls special."""
         added = self.backend.get_added_tokens_decoder()
-        return tuple(sorted({self.end_id, *(number for number, token in added.items() if token.special)}))
+        named = {self.end_id, self.pad_id, *self.template.prefix, *self.template.suffix}
+        return tuple(sorted({*named, *(number for number, token in added.items() if token.special)}))
 
 
 def prepare_tokenizer(source: TokenizerSource, corpus: Corpus, cache: Path, progress: Progress = silent) -> Tokenizer:
@@ -103,9 +138,10 @@ def prepare_tokenizer(source: TokenizerSource, corpus: Corpus, cache: Path, prog
         OutputError: if the cache cannot be written.
     """
     if source.path is not None:
-        loaded = load_tokenizer(Path(source.path))
-        folder = cache / f"tokenizer-{_hash(_key(loaded.backend, loaded.end_token), loaded.mask_token or '')[:16]}"
-        stored(folder, lambda place: _write(place, loaded))
+        path = Path(source.path)
+        content = identity_of_tokenizer(path)
+        folder = cache / f"tokenizer-{_hash(str(_LOADED_RECIPE), str(source.special_tokens), *content)[:16]}"
+        stored(folder, lambda place: _write(place, load_tokenizer(path, source.special_tokens)))
     else:
         folder = cache / f"tokenizer-{_hash(*map(str, _settings(source, corpus)))[:16]}"
         train = _train_words if source.train == "words" else _train_bpe
@@ -127,7 +163,10 @@ def open_tokenizer(folder: Path) -> Tokenizer:
     import tokenizers
 
     facts = _facts(folder)
-    return Tokenizer(tokenizers.Tokenizer.from_file(str(folder / _TOKENIZER_FILE)), folder, **facts)
+    backend = tokenizers.Tokenizer.from_file(str(folder / TOKENIZER_FILE))
+    backend.encode_special_tokens = facts.pop("splits_special", False)  # no file of the library says it
+    template = Template(*map(tuple, facts.pop("template", ())))
+    return Tokenizer(backend, folder, template=template, **facts)
 
 
 def export_tokenizer(folder: Path, target: Path) -> None:
@@ -140,11 +179,14 @@ def export_tokenizer(folder: Path, target: Path) -> None:
         OutputError: if ``target`` cannot be written.
     """
     facts = _facts(folder)
-    end_token, unknown_token = facts["end_token"], facts.get("unknown_token")  # caches of before do not name it
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end_token, "pad_token": end_token}
-    config |= {"unk_token": unknown_token} if unknown_token else {}
-    write_atomically(target / _TOKENIZER_FILE, (folder / _TOKENIZER_FILE).read_bytes(), "cache folder")
-    write_atomically(target / "tokenizer_config.json", json.dumps(config, indent=2).encode(), "cache folder")
+    own = {path.name.removeprefix(_OWN): path.read_bytes() for path in sorted(folder.glob(f"{_OWN}*"))}
+    if not own:
+        end_token, unknown_token = facts["end_token"], facts.get("unknown_token")  # caches of before do not name it
+        roles = {"eos_token": end_token, "pad_token": end_token}
+        roles |= {"unk_token": unknown_token} if unknown_token else {}
+        own = {TOKENIZER_FILE: (folder / TOKENIZER_FILE).read_bytes(), CONFIG_FILE: described(roles)}
+    for name, content in own.items():
+        write_atomically(target / name, content, "cache folder")
 
 
 def _facts(folder: Path) -> Facts:
@@ -179,10 +221,6 @@ def _hash(*parts: str) -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
 
 
-def _key(backend: tokenizers.Tokenizer, end_token: str) -> str:
-    return _hash(backend.to_str(), end_token)
-
-
 def _settings(source: TokenizerSource, corpus: Corpus) -> tuple[str | int, ...]:
     """Return everything the trained tokenizer depends on."""
     import tokenizers
@@ -194,13 +232,21 @@ def _settings(source: TokenizerSource, corpus: Corpus) -> tuple[str | int, ...]:
 
 
 def _write(folder: Path, loaded: Loaded) -> Facts:
-    loaded.backend.save(str(folder / _TOKENIZER_FILE))
-    unknown_token = getattr(loaded.backend.model, "unk_token", None)
-    is_known = unknown_token is not None and loaded.backend.token_to_id(unknown_token) is not None
+    backend = loaded.backend
+    backend.save(str(folder / TOKENIZER_FILE))
+    for name, content in loaded.own_files.items():
+        (folder / f"{_OWN}{name}").write_bytes(content)
+    unknown_token = getattr(backend.model, "unk_token", None)
+    is_known = unknown_token is not None and backend.token_to_id(unknown_token) is not None
     return {
         "end_token": loaded.end_token,
         "mask_token": loaded.mask_token,
         "unknown_token": unknown_token if is_known else None,
+        "pad_token": loaded.pad_token,
+        "template": template_of(backend),
+        "keeps_end": loaded.keeps_end,
+        "is_given": bool(loaded.own_files),
+        "splits_special": backend.encode_special_tokens,
     }
 
 
@@ -243,72 +289,3 @@ def _counted(corpus: Corpus, progress: Progress) -> Iterator[str]:
         yield text
         done_bytes += len(text.encode())
         progress("tokenizer", done_bytes, total_bytes)
-
-
-class Loaded(NamedTuple):
-    """A tokenizer that is not in the cache yet, with its tokens for the end of a text and, if any, for a mask."""
-
-    backend: tokenizers.Tokenizer
-    end_token: str
-    mask_token: str | None = None
-
-
-def load_tokenizer(path: Path) -> Loaded:
-    """Load an existing tokenizer, and name its token for the end of a text.
-
-    Raises:
-        DataError: if there is none that can be loaded, or it has no such token.
-    """
-    if not path.exists():
-        raise DataError(f"there is no tokenizer at {path}: give a folder with a {_TOKENIZER_FILE}, or such a file")
-    file = path / _TOKENIZER_FILE if path.is_dir() else path
-    backend, roles = _from_file(file) if file.is_file() else _from_transformers(path)
-    end_token = _first_known(backend, roles, _END_ROLES, _END_NAMES)
-    if end_token is None:
-        raise DataError(
-            f"the tokenizer {path} has no token for the end of a text: name one of its tokens as `eos_token` in the "
-            f"tokenizer_config.json beside it"
-        )
-    backend.no_truncation()
-    backend.no_padding()
-    return Loaded(backend, end_token, _first_known(backend, roles, ("mask_token",), _MASK_NAMES))
-
-
-def _first_known(
-    backend: tokenizers.Tokenizer, roles: dict[str, str], wanted: tuple[str, ...], names: tuple[str, ...]
-) -> str | None:
-    """Return the token of the first of these roles that has one, or of these names."""
-    tokens = [roles[role] for role in wanted if roles.get(role)] + list(names)
-    return next((token for token in tokens if backend.token_to_id(token) is not None), None)
-
-
-def _from_file(file: Path) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
-    """Read a tokenizer and the roles of its special tokens, which stand in a file beside it."""
-    import tokenizers
-
-    roles: dict[str, Any] = {}
-    try:
-        backend = tokenizers.Tokenizer.from_buffer(file.read_bytes())
-        for name in ("special_tokens_map.json", "tokenizer_config.json"):
-            if (beside := file.with_name(name)).is_file():
-                roles |= json.loads(beside.read_bytes())
-    except ValueError as error:
-        raise DataError(f"{file} is not a tokenizer of the `tokenizers` library ({error}): give another") from None
-    return backend, {role: _content(roles[role]) for role in _ROLES if roles.get(role)}
-
-
-def _content(token: str | dict[str, Any]) -> str:
-    return token if isinstance(token, str) else str(token["content"])
-
-
-def _from_transformers(folder: Path) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
-    """Let transformers convert what older folders hold (vocab.json and merges.txt, vocab.txt, sentencepiece)."""
-    from transformers import AutoTokenizer
-
-    try:
-        loaded = AutoTokenizer.from_pretrained(folder, local_files_only=True, use_fast=True)
-    except (OSError, ValueError, ImportError) as error:
-        raise DataError(f"{folder} holds no tokenizer that transformers can load ({error}): give another") from None
-    if not loaded.is_fast:
-        raise DataError(f"the tokenizer in {folder} has no fast form: convert it to a {_TOKENIZER_FILE} first")
-    return loaded.backend_tokenizer, {role: getattr(loaded, role) for role in _ROLES if getattr(loaded, role)}

@@ -4,9 +4,10 @@ Texts are encoded once (encoding is hundreds of times slower than reading), in b
 cores, so the memory needed does not depend on the corpus; long texts are cut into pieces where that changes no token,
 see `Corpus.pieces`. Every 16 MiB of text what is done so far is synced and noted in a journal: after Ctrl-C, a kill or
 a full disk the next call goes on from there, to the same bytes. Tokens are stored in the smallest unsigned type that
-holds the vocabulary. No special tokens are added but the end token: a ``[CLS]`` or ``<s>`` that a tokenizer's template
-would put around a text is NOT stored. Of words with tags each token has a label beside it, made in the same pass
-(`plimsoll.data.tags`).
+holds the vocabulary. What a tokenizer puts around a text (``[CLS]``, ``<s>``) is stored only where texts are laid end
+to end (``is_stream``), once a text; else each window gets it as it is read (`plimsoll.data.spans`). Of words with tags
+each token has a label beside it, made in the same pass (`plimsoll.data.tags`). Where windows are to end at borders,
+each token has a mark of what begins with it (`plimsoll.data.borders`).
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from __future__ import annotations
 import json
 import os
 from array import array
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
+from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, Protocol
@@ -24,8 +25,11 @@ from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from plimsoll.data import ragged
+from plimsoll.data.borders import Piece, marked_pieces, marks_of
 from plimsoll.data.corpus import Corpus
 from plimsoll.data.tags import NO_LABEL, Encoded, WordEncoder, tagged_words
+from plimsoll.data.template import NO_TEMPLATE, Template
 from plimsoll.data.tokenizer import tokenizer_threads
 from plimsoll.records.base import write_atomically
 from plimsoll.store import Facts, Progress, kept_facts, require_space, silent, stored
@@ -38,7 +42,9 @@ if TYPE_CHECKING:
 _BATCH_BYTES = 1 << 20
 _SHARD_BYTES = 16 << 20
 _END_BYTES = 8
-_TOKENS_FILE, _ENDS_FILE, _LABELS_FILE, _JOURNAL_FILE = "tokens.bin", "ends.bin", "labels.bin", "done.json"
+_WORD = "a"  # that stands before a part of a text, where the tokenizer needs one
+_TOKENS_FILE, _ENDS_FILE, _LABELS_FILE, _MARKS_FILE = "tokens.bin", "ends.bin", "labels.bin", "marks.bin"
+_JOURNAL_FILE = "done.json"
 
 
 _Piece = tuple[Any, bool, int]  # what is encoded, whether it is the last of its text, and its size
@@ -48,8 +54,8 @@ class Tokens(Protocol):
     """Tokens of texts end to end, as a `TokenStore` has them, wherever they are."""
 
     @property
-    def tokens(self) -> NDArray[Any]:
-        """The tokens of all texts, the end token after each."""
+    def tokens(self) -> Any:
+        """The tokens of all texts, the end token after each: their number, and arrays of them by arrays of places."""
         ...
 
     @property
@@ -63,7 +69,7 @@ class TokenStore:
 
     Text ``i`` is ``tokens[ends[i - 1] + 1 : ends[i]]`` (from 0 for the first); ``tokens[ends[i]]`` is the end token.
     Where words have tags, ``labels`` has the number of a tag in ``tag_names``, or -100, for each token;
-    ``num_lost_words`` have no token.
+    ``num_lost_words`` have no token. ``marks`` are there if `tokenize` was asked for borders.
     """
 
     def __init__(self, folder: Path, facts: Facts) -> None:
@@ -75,12 +81,27 @@ class TokenStore:
         self.num_lost_words: int = facts.get("num_lost_words", 0)
         if self.tag_names:
             self.labels = np.memmap(folder / _LABELS_FILE, facts["label_type"], "r")
+        self._has_marks: bool = facts.get("has_marks", False)
+
+    @property
+    def marks(self) -> NDArray[np.uint8]:
+        """What begins at each token: see `plimsoll.data.borders.MARKS`."""
+        assert self._has_marks, self.folder
+        return np.memmap(self.folder / _MARKS_FILE, np.uint8, "r")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return open_tokens, (self.folder,)
 
 
-def tokenize(corpus: Corpus, tokenizer: Tokenizer, cache: Path, progress: Progress = silent) -> TokenStore:
+def tokenize(
+    corpus: Corpus,
+    tokenizer: Tokenizer,
+    cache: Path,
+    progress: Progress = silent,
+    *,
+    is_stream: bool = False,
+    borders: bool = False,
+) -> TokenStore:
     """Return the tokens of ``corpus``, from the cache or encoded now; what an earlier call has done is not done again.
 
     Args:
@@ -88,18 +109,26 @@ def tokenize(corpus: Corpus, tokenizer: Tokenizer, cache: Path, progress: Progre
         tokenizer: how to encode them.
         cache: the folder for the result.
         progress: called with the stage ``"tokens"``.
+        is_stream: whether texts are read end to end, each with what the tokenizer puts around it: what is behind a text
+            stands for the end token.
+        borders: whether windows may be asked to end at borders; that takes a byte a token more.
 
     Raises:
         DataError: if a file of the corpus has changed since it was indexed.
         OutputError: if the cache cannot be written, or as soon as it is clear that the disk will not hold the tokens.
     """
-    folder = tokens_folder(corpus, tokenizer, cache)
-    return TokenStore(folder, stored(folder, partial(_write, corpus, tokenizer, progress), goes_on=True))
+    folder = tokens_folder(corpus, tokenizer, cache, is_stream=is_stream, borders=borders)
+    write = partial(_write, corpus, tokenizer, progress, tokenizer.template if is_stream else NO_TEMPLATE, borders)
+    return TokenStore(folder, stored(folder, write, goes_on=True))
 
 
-def tokens_folder(corpus: Corpus, tokenizer: Tokenizer, cache: Path) -> Path:
+def tokens_folder(
+    corpus: Corpus, tokenizer: Tokenizer, cache: Path, *, is_stream: bool = False, borders: bool = False
+) -> Path:
     """Return where `tokenize` keeps the tokens."""
-    return cache / f"tokens-{corpus.key[:16]}-{tokenizer.key[:16]}"
+    kinds = {"-words": bool(corpus.tag_counts), "-stream": is_stream and tokenizer.template != NO_TEMPLATE}
+    kind = "".join(name for name, is_so in (kinds | {"-borders": borders}).items() if is_so)
+    return cache / f"tokens-{corpus.key[:16]}-{tokenizer.key[:16]}{kind}"
 
 
 def open_tokens(folder: Path) -> TokenStore:
@@ -132,9 +161,15 @@ class _Done(NamedTuple):
 class _Writing:
     """The files of a store that is being written, and the journal of how much of them is on the disk for sure."""
 
-    def __init__(self, folder: Path, dtype: np.dtype[Any], label_type: np.dtype[Any] | None) -> None:
-        self._folder, self._dtype, self._label_type = folder, dtype, label_type
-        self._sizes = {_TOKENS_FILE: dtype.itemsize} | ({_LABELS_FILE: label_type.itemsize} if label_type else {})
+    def __init__(
+        self, folder: Path, dtype: np.dtype[Any], label_type: np.dtype[Any] | None, borders: bool, around: Template
+    ) -> None:
+        self._folder, self._around = folder, around
+        self._types = {_TOKENS_FILE: dtype}
+        if label_type is not None:
+            self._types[_LABELS_FILE] = label_type
+        if borders:
+            self._types[_MARKS_FILE] = np.dtype(np.uint8)
         self.done = self._noted()
         self._noted_bytes = self.done.bytes
 
@@ -151,20 +186,29 @@ class _Writing:
         """What the files take so far."""
         return sum(self._num_bytes(self.done).values())
 
-    def add(self, batch: _Batch, encoded: Encoded, end_id: int) -> None:
-        """Write the tokens of some pieces, with the end token after the last piece of each text."""
-        are_last = np.array(batch.are_last)
-        stops = np.cumsum(encoded.lengths)[are_last]
-        tokens = np.insert(encoded.tokens, stops, end_id)
-        self._files[_TOKENS_FILE].write(tokens.astype(self._dtype).data)
-        self._files[_ENDS_FILE].write((stops + np.arange(len(stops)) + self.done.tokens).data)
-        if self._label_type is not None:
-            assert encoded.labels is not None
-            self._files[_LABELS_FILE].write(np.insert(encoded.labels, stops, NO_LABEL).astype(self._label_type).data)
+    def add(self, batch: _Batch, encoded: Encoded) -> None:
+        """Write the tokens of some pieces, with what stands before the first and behind the last piece of each text."""
         texts, open_pieces, num_tokens, num_bytes, num_lost_words = self.done
-        num_open = len(are_last) - 1 - int(np.flatnonzero(are_last)[-1]) if len(stops) else open_pieces + len(are_last)
+        are_last = np.array(batch.are_last)
+        are_first = np.concatenate(([not open_pieces], are_last[:-1]))
+        stops = np.cumsum(encoded.lengths)
+        prefix, suffix = map(len, self._around)
+        # Of each piece first what comes before it, then what comes behind.
+        places = np.stack((stops - encoded.lengths, stops), axis=1).ravel()
+        nums = np.stack((are_first * prefix, are_last * suffix), axis=1).ravel()
+        added = np.repeat(places, nums)
+        which = ragged.places(np.tile([0, prefix], len(stops)), nums)
+        tokens = np.insert(encoded.tokens, added, np.array([*self._around.prefix, *self._around.suffix])[which])
+        self._append(_TOKENS_FILE, tokens)
+        ends = (stops + np.cumsum(nums)[1::2] - 1)[are_last]
+        self._files[_ENDS_FILE].write((ends + num_tokens).data)
+        if encoded.labels is not None:
+            self._append(_LABELS_FILE, np.insert(encoded.labels, added, NO_LABEL))
+        if encoded.marks is not None:
+            self._append(_MARKS_FILE, np.insert(encoded.marks, added, 0))
+        num_open = len(are_last) - 1 - int(np.flatnonzero(are_last)[-1]) if len(ends) else open_pieces + len(are_last)
         self.done = _Done(
-            texts + len(stops),
+            texts + len(ends),
             num_open,
             num_tokens + len(tokens),
             num_bytes + batch.num_bytes,
@@ -173,9 +217,13 @@ class _Writing:
         if self.done.bytes - self._noted_bytes >= _SHARD_BYTES:
             self._note()
 
+    def _append(self, name: str, values: NDArray[Any]) -> None:
+        self._files[name].write(values.astype(self._types[name]).data)
+
     def _num_bytes(self, done: _Done) -> dict[str, int]:
         """Return what each file has of what is done."""
-        return {name: done.tokens * size for name, size in self._sizes.items()} | {_ENDS_FILE: done.texts * _END_BYTES}
+        sizes = {name: done.tokens * dtype.itemsize for name, dtype in self._types.items()}
+        return sizes | {_ENDS_FILE: done.texts * _END_BYTES}
 
     def _noted(self) -> _Done:
         """Return what the journal says, and nothing if the files have less than that."""
@@ -200,27 +248,31 @@ class _Writing:
         return file
 
 
-def _write(corpus: Corpus, tokenizer: Tokenizer, progress: Progress, folder: Path) -> Facts:
+def _write(  # noqa: PLR0917 -- what `tokenize` was given
+    corpus: Corpus, tokenizer: Tokenizer, progress: Progress, template: Template, borders: bool, folder: Path
+) -> Facts:
     dtype = np.min_scalar_type(tokenizer.vocab_size - 1)
     num_tags = len(corpus.tag_counts)
     label_type = np.promote_types(np.int8, np.min_scalar_type(-num_tags)) if num_tags else None
-    with _Writing(folder, dtype, label_type) as writing:
+    around = Template(template.prefix, template.suffix or (tokenizer.end_id,))
+    with _Writing(folder, dtype, label_type, borders, around) as writing:
         if num_tags:
             words = islice(tagged_words(corpus, writing.done.texts), writing.done.open_pieces, None)
             pieces: Iterator[_Piece] = ((piece, piece.is_last, piece.num_bytes) for piece in words)
             encode: Callable[[list[Any]], Encoded] = WordEncoder(tokenizer.backend).labelled
         else:
-            texts = islice(corpus.pieces(writing.done.texts), writing.done.open_pieces, None)
-            pieces = ((text, is_last, _num_bytes_of(text)) for text, is_last in texts)
-            encode = partial(_encoded_texts, tokenizer.backend)
+            marked = marked_pieces(corpus.pieces(writing.done.texts), borders)
+            texts = islice(marked, writing.done.open_pieces, None)
+            pieces = ((piece, piece.is_last, _num_bytes_of(piece.text)) for piece in texts)
+            encode = partial(TextEncoder(tokenizer.backend).encode, with_marks=borders)
         for batch, encoded in _encoded_ahead(_batches(pieces), encode):
-            writing.add(batch, encoded, tokenizer.end_id)
+            writing.add(batch, encoded)
             # Rows of a table have more bytes than their texts; a file that is one text has no other measure.
             share = max(writing.done.bytes / corpus.num_bytes, writing.done.texts / len(corpus))
             progress("tokens", round(share * corpus.num_bytes), corpus.num_bytes)
             require_space(folder, int((1 / share - 1) * writing.num_file_bytes))
     (folder / _JOURNAL_FILE).unlink(missing_ok=True)
-    facts: Facts = {"dtype": dtype.name}
+    facts: Facts = {"dtype": dtype.name, "has_marks": borders}
     if label_type is not None:
         names = list(corpus.tag_counts)
         facts |= {"label_type": label_type.name, "tag_names": names, "num_lost_words": writing.done.lost_words}
@@ -247,13 +299,39 @@ def _batches(pieces: Iterable[_Piece]) -> Iterator[_Batch]:
         yield _Batch(texts, are_last, num_bytes)
 
 
-def _encoded_texts(backend: tokenizers.Tokenizer, texts: list[str]) -> Encoded:
-    encodings = backend.encode_batch_fast(texts, add_special_tokens=False)
-    tokens = array("I")
-    for encoding in encodings:
-        tokens.fromlist(encoding.ids)
-    flat = np.frombuffer(tokens, np.uint32) if tokens else np.empty(0, np.uint32)
-    return Encoded(flat, np.array([len(encoding) for encoding in encodings], np.int64))
+class TextEncoder:
+    """Encodes texts, and parts of longer ones to the tokens that they have in the whole.
+
+    Some tokenizers put a space before whatever they are given. What is not the begin of a text is encoded behind a word
+    then, whose tokens are left out.
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer) -> None:
+        self._backend = backend
+
+    @cached_property
+    def _before(self) -> tuple[str, int]:
+        """What stands before a part that is not the begin of its text, and how many tokens that has."""
+        texts = f"{_WORD} b", _WORD, " b"
+        both, word, rest = (self._backend.encode(text, add_special_tokens=False).ids for text in texts)
+        is_needed = both != word + rest and both[: len(word)] == word
+        return (_WORD, len(word)) if is_needed else ("", 0)
+
+    def encode(self, pieces: Sequence[Piece], with_marks: bool = False) -> Encoded:
+        """Return the tokens of some pieces, and with them what begins where."""
+        encode = self._backend.encode_batch if with_marks else self._backend.encode_batch_fast  # which has no offsets
+        before = [("", 0) if piece.is_first else self._before for piece in pieces]
+        texts = [word + piece.text for (word, _), piece in zip(before, pieces, strict=True)]
+        encodings = encode(texts, add_special_tokens=False)
+        tokens, lengths, marks = array("I"), [], [np.empty(0, np.uint8)]
+        for piece, encoding, (word, left_out) in zip(pieces, encodings, before, strict=True):
+            ids = encoding.ids[left_out:] if left_out else encoding.ids
+            tokens.fromlist(ids)
+            lengths.append(len(ids))
+            if with_marks:
+                marks.append(marks_of(encoding.offsets[left_out:], piece.begins, len(word)))
+        flat = np.frombuffer(tokens, np.uint32) if tokens else np.empty(0, np.uint32)
+        return Encoded(flat, np.array(lengths, np.int64), marks=np.concatenate(marks) if with_marks else None)
 
 
 def _encoded_ahead(

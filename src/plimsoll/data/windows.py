@@ -20,10 +20,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from plimsoll.data.held_out import num_held_out
 from plimsoll.data.order import BlockShuffle, Order, Unshuffled
-from plimsoll.data.spans import checked_stride, refuse_no_window
-from plimsoll.data.tokens import TokenStore
-from plimsoll.errors import DataError
+from plimsoll.data.spans import checked_stride, num_windows, refuse_no_window
+from plimsoll.data.tokens import Tokens
 
 IGNORED_LABEL = -100  # the default `ignore_index` of torch.nn.functional.cross_entropy: a token that is not predicted
 
@@ -125,30 +125,32 @@ class WindowDataset(Samples):
         DataError: if the text does not fill one window, or the stride is out of range.
     """
 
-    def __init__(self, store: TokenStore, sequence_length: int, stride: int | None = None) -> None:
+    def __init__(self, store: Tokens, sequence_length: int, stride: int | None = None) -> None:
         self.stride = checked_stride(stride, sequence_length)
         self.sequence_length, self._store = sequence_length, store
         num_tokens = len(store.tokens)
         refuse_no_window(num_tokens, sequence_length)
-        self._windows = np.lib.stride_tricks.sliding_window_view(store.tokens, sequence_length)[:: self.stride]
-        self.num_dropped_tokens = num_tokens - sequence_length - (len(self._windows) - 1) * self.stride
+        self._num_windows = num_windows(num_tokens, sequence_length, stride)
+        self._windows: NDArray[Any] | None = None  # of tokens that lie end to end, each of them in one piece
+        if isinstance(store.tokens, np.ndarray):
+            self._windows = np.lib.stride_tricks.sliding_window_view(store.tokens, sequence_length)[:: self.stride]
+        self.num_dropped_tokens = num_tokens - sequence_length - (self._num_windows - 1) * self.stride
 
     def __reduce__(self) -> tuple[Any, ...]:
         return WindowDataset, (self._store, self.sequence_length, self.stride)
 
     def __len__(self) -> int:
-        return len(self._windows)
+        return self._num_windows
 
     def batch(self, ids: NDArray[np.int64], epoch: int = 0) -> dict[str, torch.Tensor]:
-        """Return ``input_ids`` and ``labels`` (B, T), for a model that shifts the labels.
-
-        Without overlap they are one and the same tensor.
-        """
-        input_ids_BT = torch.from_numpy(self._windows[ids].astype(np.int64))
+        """Return ``input_ids`` and ``labels`` (B, T), for a model that shifts the labels."""
+        if self._windows is not None:
+            tokens_BT = self._windows[ids]
+        else:
+            tokens_BT = self._store.tokens[(ids * self.stride)[:, None] + np.arange(self.sequence_length)]
+        input_ids_BT = torch.from_numpy(tokens_BT.astype(np.int64))
+        labels_BT = input_ids_BT.clone()  # a tensor of their own: a model may mask its inputs in place
         num_repeated = self.sequence_length - self.stride
-        if not num_repeated:
-            return {"input_ids": input_ids_BT, "labels": input_ids_BT}
-        labels_BT = input_ids_BT.clone()
         labels_BT[torch.from_numpy(ids > 0), :num_repeated] = IGNORED_LABEL
         return {"input_ids": input_ids_BT, "labels": labels_BT}
 
@@ -233,17 +235,3 @@ def split(num_samples: int, share: float, seed: int, is_drawn: bool = True) -> t
         return Selection(as_is, 0, num_training), Selection(as_is, num_training, num_samples)
     order = Order(num_samples, seed)
     return Selection(order, num_validation, num_samples), Selection(order, 0, num_validation)
-
-
-def num_held_out(num_samples: int, share: float) -> int:
-    """Return how many samples a share is: with more than 0 at least one, and at least one is left.
-
-    Raises:
-        DataError: if a share is to be held out of fewer than 2 samples.
-    """
-    if share and num_samples < 2:
-        raise DataError(
-            f"cannot hold out a share of {share:g} of {num_samples} sample: give more text, a shorter sequence_length, "
-            f"or a file for data.validation"
-        )
-    return min(max(round(num_samples * share), 1), num_samples - 1) if share else 0

@@ -42,6 +42,7 @@ class Evidence:
         has_run_out: whether memory ran out, or is predicted to.
         limit_bytes: what there was to use.
         requested_bytes: what was asked for when memory ran out.
+        asked_category: what that would have been, where it has a share of its own (`plimsoll.records.diagnosis.ASKED`).
         is_fragmented: whether the allocator then held as much as was asked for, in pieces.
         phase: of the training in which the peak is.
         holdings: what is alive at the peak, alike things together.
@@ -66,6 +67,7 @@ class Evidence:
     has_run_out: bool = False
     limit_bytes: int | None = None
     requested_bytes: int | None = None
+    asked_category: str = ""
     is_fragmented: bool = False
     phase: str = ""
     holdings: tuple[Holding, ...] = ()

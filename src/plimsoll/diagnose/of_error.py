@@ -29,7 +29,7 @@ from plimsoll.diagnose.request import Asked, tensor_asked, tensors_at_hand
 from plimsoll.diagnose.seen import Kept, Seen
 from plimsoll.memory.graph import has_graph
 from plimsoll.memory.inventory import Inventory, Piece, inventory
-from plimsoll.records.diagnosis import Share
+from plimsoll.records.diagnosis import ASKED, Share
 from plimsoll.records.oom_text import OomText
 from plimsoll.records.prediction import Holding, Moment
 
@@ -135,6 +135,7 @@ def evidence_of_error(error: BaseException, backend: Backend, before: Before, ca
         has_run_out=True,
         limit_bytes=_limit_bytes(backend),
         requested_bytes=event.tried_to_allocate,
+        asked_category=_asked_category(scene, stock),
         phase=scene.phase,
         sequence_length=_sequence_length(stock, asked),
         vocab_size=_vocab_size(stock),
@@ -158,6 +159,7 @@ def _limit_bytes(backend: Backend) -> int:
     capacity_bytes, use = backend.probe().capacity_bytes, backend.use()
     if backend.kind != "cpu":
         return capacity_bytes
+    capacity_bytes = min(capacity_bytes, use.limit_bytes or capacity_bytes)
     return max(0, capacity_bytes - max(0, use.reserved_bytes - use.used_bytes))
 
 
@@ -223,13 +225,13 @@ def _sequence_length(stock: Inventory, asked: Asked | None) -> int | None:
     return max(squares)[1][-1] if squares else None
 
 
-def _asked_category(evidence_phase: str, scene: _Scene, stock: Inventory) -> str:
-    """What the tensor that was asked for would have been."""
+def _asked_category(scene: _Scene, stock: Inventory) -> str:
+    """What the tensor that was asked for would have been; "" for a first state of an optimizer, of which all count."""
     names = {frame.f_code.co_name for frame, _ in scene.frames}
-    if evidence_phase == "optimizer":
-        return "optimizer states" if "_init_group" in names else "temporaries"
+    if scene.phase == "optimizer":
+        return "" if "_init_group" in names else "temporaries"
     records = any(one.category == "activations" for one in stock.pieces)
-    return "activations" if evidence_phase == "forward" and records else "temporaries"
+    return "activations" if scene.phase == "forward" and records else "temporaries"
 
 
 def _shares(stock: Inventory, used_bytes: int, evidence: Evidence, scene: _Scene, before: Before) -> tuple[Share, ...]:
@@ -244,10 +246,11 @@ def _shares(stock: Inventory, used_bytes: int, evidence: Evidence, scene: _Scene
         sizes[OBJECTS] = sum(one.host_bytes for one in kept)
     rest_bytes = max(0, used_bytes - sum(sizes.values()))
     if evidence.requested_bytes:
-        category = _asked_category(evidence.phase, scene, stock)
-        sizes[category] += _missing_states_bytes(scene) or evidence.requested_bytes
-        if category != "optimizer states":
-            places.setdefault(category, scene.lines[0].place if scene.lines else "")
+        if evidence.asked_category:
+            sizes[ASKED] = evidence.requested_bytes
+            places[ASKED] = scene.lines[0].place if scene.lines else ""
+        else:
+            sizes["optimizer states"] += _missing_states_bytes(scene) or evidence.requested_bytes
     sizes[BASELINE] = min(rest_bytes, before.baseline_bytes)
     sizes[UNSEEN] = rest_bytes - sizes[BASELINE]
     for one in kept:
@@ -259,7 +262,7 @@ def _shares(stock: Inventory, used_bytes: int, evidence: Evidence, scene: _Scene
         Share(
             category=name,
             num_bytes=size,
-            known="measured" if name in (BASELINE, UNSEEN) else "counted",
+            known="measured" if name in (BASELINE, UNSEEN, ASKED) else "counted",
             place=places.get(name, ""),
         )
         for name, size in sizes.most_common()
@@ -277,7 +280,7 @@ def _holdings(stock: Inventory, scene: _Scene, asked: Asked | None, before: Befo
         groups.setdefault((piece.category, piece.shape, piece.dtype, piece.op, place), []).append(piece)
     found = [_holding(key, sum(one.num_bytes for one in own), len(own)) for key, own in groups.items()]
     if asked is not None and scene.lines:
-        category = _asked_category(scene.phase, scene, stock)
+        category = _asked_category(scene, stock) or "optimizer states"
         key = (category, asked.shape, asked.dtype, _op_asked(scene), scene.lines[0].place)
         found.append(_holding(key, prod(asked.shape) * asked.dtype.itemsize, 1))
     return tuple(sorted(found, key=lambda one: -one.num_bytes)[:_MOST_HOLDINGS])

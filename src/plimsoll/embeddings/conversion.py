@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from plimsoll.embeddings.faults import FaultList
 from plimsoll.embeddings.formats import in_precision
-from plimsoll.embeddings.inspect import every_row
+from plimsoll.embeddings.inspect import every_row, first_usable
 from plimsoll.embeddings.opening import open_file, read_parts
 from plimsoll.embeddings.table import Precision, Table, TableWriter, open_table
 from plimsoll.embeddings.wanted import MISSING
@@ -65,14 +65,7 @@ def convert(
             for block, (indexes, parsed), share in read_parts(opened.vectors, None, every_row):
                 rows = in_precision(parsed, precision)
                 faults.add(block, indexes, rows)
-                wrong = {fault.at for fault in rows.faults}
-                kept = []
-                for index in sorted({*range(len(block.words))} - wrong):
-                    if block.words[index] in seen:
-                        faults.add_again([block.words[index]])
-                    else:
-                        seen.add(block.words[index])
-                        kept.append(index)
+                kept = first_usable(block, rows, seen, faults)
                 writer.add([block.words[index] for index in kept], rows.matrix[kept])
                 progress("vectors", round(share * 1000), 1000)
         faults.end()
@@ -83,6 +76,7 @@ def convert(
         source=opened.source.name,
         output=str(output),
         num_words=len(seen),
+        num_entries=faults.num_entries,
         dimension=opened.vectors.dimension,
         precision=precision,
         num_bytes=output.stat().st_size,

@@ -27,7 +27,7 @@ class FaultList:
     """Collects what is wrong with a file, part by part.
 
     Attributes:
-        num_words: words so far, those with faults included.
+        num_entries: words so far as the file has them: those with faults and those that came again are among them.
         num_duplicates: words that came again.
     """
 
@@ -35,7 +35,7 @@ class FaultList:
         self._opened, self._strict = opened, strict
         self._counts: dict[FaultKind, int] = {}
         self._examples: dict[FaultKind, list[str]] = {}
-        self.num_words = self.num_duplicates = 0
+        self.num_entries = self.num_duplicates = 0
 
     def add(self, block: Block, indexes: NDArray[np.int64], rows: Rows) -> None:
         """Add the faults of a part, and those of the vectors that were parsed of it.
@@ -46,7 +46,7 @@ class FaultList:
         of_rows = [_in_part(fault, block, int(indexes[fault.at])) for fault in rows.faults]
         for fault in sorted([*block.faults, *of_rows], key=lambda fault: fault.at):
             self._add(fault.kind, f"{self._place(fault.at)}: {fault.what}")
-        self.num_words += block.num_words
+        self.num_entries += block.num_words
 
     def end(self) -> None:
         """Say so if the file has fewer words than it promises, or more.
@@ -55,10 +55,10 @@ class FaultList:
             EmbeddingError: as `add`.
         """
         promised = self._opened.vectors.num_promised
-        if promised is not None and self.num_words < promised and "truncated" not in self._counts:
-            self._add("truncated", f"{self.num_words:,} of the {promised:,} words that the header promises")
-        elif promised is not None and self.num_words > promised:
-            self._add("header", f"it promises {promised:,} words, and there are {self.num_words:,}")
+        if promised is not None and self.num_entries < promised and "truncated" not in self._counts:
+            self._add("truncated", f"{self.num_entries:,} of the {promised:,} words that the header promises")
+        elif promised is not None and self.num_entries > promised:
+            self._add("header", f"it promises {promised:,} words, and there are {self.num_entries:,}")
 
     def add_again(self, words: Iterable[bytes]) -> None:
         """Count words that were in the file before.
@@ -93,7 +93,7 @@ class FaultList:
             examples.append(example)
 
     def _place(self, at: int) -> str:
-        number = self._opened.vectors.first_number + self.num_words + at
+        number = self._opened.vectors.first_number + self.num_entries + at
         return f"{self._opened.vectors.counted} {number:,}"
 
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from plimsoll.embeddings import host_files
 from plimsoll.embeddings.host import HostEmbedding
+from plimsoll.embeddings.sparse_gradients import refuse_wrong_gradients
 from plimsoll.errors import InputError
 
 _KINDS = (torch.optim.Adagrad, torch.optim.SparseAdam, torch.optim.SGD)
@@ -40,7 +41,7 @@ def optimizer_of(
         arguments: of ``kind``, such as ``lr``.
 
     Raises:
-        InputError: if ``kind`` takes no sparse gradients, or momentum is asked for.
+        InputError: if ``kind`` takes no sparse gradients, or none but these, or momentum or weight decay is asked for.
         OutputError: if the disk has no room for the states.
     """
     if kind not in _KINDS:
@@ -53,6 +54,8 @@ def optimizer_of(
     twin_of = {table.weight: twin for twin, table in table_of.items()}
     optimizer = kind(_with_twins(module, parameters, twin_of), **arguments)
     _refuse_momentum(optimizer, table_of)
+    names = {module: name or "the table" for name, module in module.named_modules()}
+    refuse_wrong_gradients(optimizer, {twin: names[table] for twin, table in table_of.items()})
     for group in optimizer.param_groups:
         group["params"] = [table_of[one].weight if one in table_of else one for one in group["params"]]
     kept = {

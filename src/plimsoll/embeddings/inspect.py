@@ -26,6 +26,23 @@ def every_row(block: Block) -> tuple[NDArray[np.int64], Rows]:
     return indexes, block.rows(indexes)
 
 
+def first_usable(block: Block, rows: Rows, seen: set[bytes], faults: FaultList) -> list[int]:
+    """Return which vectors of a part are those of words: whole, and the first of their word; add the words to ``seen``.
+
+    What a file has twice is counted among the faults. This is what a word of a file is, wherever words are counted.
+    """
+    wrong, kept = {fault.at for fault in rows.faults}, []
+    for index, word in enumerate(block.words):
+        if index in wrong:
+            continue
+        if word in seen:
+            faults.add_again([word])
+            continue
+        seen.add(word)
+        kept.append(index)
+    return kept
+
+
 def look_at(path: str | Path, strict: bool = False, progress: Progress = silent) -> VectorFile:
     """Read a file of word vectors from its begin to its end and say what is in it.
 
@@ -45,15 +62,10 @@ def look_at(path: str | Path, strict: bool = False, progress: Progress = silent)
     lengths = [np.empty(0)]
     for block, (indexes, rows), share in read_parts(opened.vectors, None, every_row):
         faults.add(block, indexes, rows)
-        is_usable = np.ones(len(indexes), np.bool_)
-        is_usable[[fault.at for fault in rows.faults]] = False
-        usable = rows.matrix[is_usable]
+        kept = first_usable(block, rows, seen, faults)
+        usable = rows.matrix[kept]
         lengths.append(np.sqrt(np.einsum("ij,ij->i", usable, usable, dtype=np.float64)))
-        first_words += block.words[: max(_SHOWN_WORDS - len(first_words), 0)]
-        for word in block.words:
-            if word in seen:
-                faults.add_again([word])
-            seen.add(word)
+        first_words += [block.words[index] for index in kept[: max(_SHOWN_WORDS - len(first_words), 0)]]
         progress("vectors", round(share * 1000), 1000)
     faults.end()
     norms = np.concatenate(lengths)
@@ -63,6 +75,7 @@ def look_at(path: str | Path, strict: bool = False, progress: Progress = silent)
         num_file_bytes=opened.source.num_file_bytes,
         dimension=opened.vectors.dimension,
         num_words=len(seen),
+        num_entries=faults.num_entries,
         num_promised=opened.vectors.num_promised,
         num_duplicates=faults.num_duplicates,
         faults=faults.counts(),

@@ -17,7 +17,6 @@ import json
 import mmap
 import time
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -42,7 +41,7 @@ Missing = Literal["zeros", "mean", "normal"]
 """What stands in the rows of words that the file does not have."""
 
 _FILE = "table.safetensors"
-_RECIPE = 1  # raise it when the same file, words and options give other rows
+_RECIPE = 2  # raise it when the same file, words and options give other rows
 _BLOCK_BYTES = 1 << 20
 _MOST_MISSES = 20
 _SHOWN_WORDS = 5
@@ -116,13 +115,20 @@ def take_subset(
     _require_known(options)
     file = Source(Path(source))
     folder = Path(cache or cache_folder() / "embeddings").absolute() / f"subset-{_key(file, words, options)}"
+    written: list[Path] = []
+
+    def write(folder: Path) -> Facts:
+        written.append(folder)
+        return _write(file, words, options, progress, folder)
+
     facts = stored(
         folder,
-        partial(_write, file, words, options, progress),
+        write,
         is_whole=lambda facts: facts == _sealed(_digest(folder / _FILE), facts.get("subset")),
     )
     table = open_rows(folder)
     known = facts["subset"] | {"source": file.name, "vocabulary": words.name, "folder": str(folder)}
+    known["is_from_cache"] = not written
     return Subset(table, SubsetFacts.model_validate(known | _hits(table.found, words)), facts["digest"])
 
 
@@ -180,6 +186,7 @@ def _write(source: Source, words: Vocabulary, options: _Options, progress: Progr
     if not (wanted.state < MISSING).any():
         raise EmbeddingError(_no_hits(opened, words))
     mean, deviation = _moments(table)
+    _refuse_no_deviation(table, options, deviation, opened)
     _fill_missing(table, options, mean, deviation)
     facts = {
         "source_format": opened.title,
@@ -187,7 +194,7 @@ def _write(source: Source, words: Vocabulary, options: _Options, progress: Progr
         "precision": options.precision,
         "num_rows": len(words),
         "missing": options.missing,
-        "num_file_words": faults.num_words,
+        "num_entries": faults.num_entries,
         "num_promised": opened.vectors.num_promised,
         "num_duplicates": faults.num_duplicates,
         "faults": [fault.model_dump() for fault in faults.counts()],
@@ -246,6 +253,18 @@ def _moments(table: Table) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     for block in blocks:
         total[1] += np.square(table.vectors[block] - mean).sum(axis=0)
     return mean, np.sqrt(total[1] / len(found))
+
+
+def _refuse_no_deviation(table: Table, options: _Options, deviation: NDArray[np.float64], opened: Opened) -> None:
+    """Refuse to draw rows that would all be the one vector that was found."""
+    num_others = int(((table.found == MISSING) | (table.found == NO_WORD)).sum())
+    if options.missing == "normal" and num_others and not deviation.any():
+        num_found = int((table.found < MISSING).sum())
+        raise EmbeddingError(
+            f"only {num_found} of the {len(table.found):,} rows is found in {opened.source.name}, or all found are "
+            f"alike, so the {num_others:,} others cannot be drawn with their deviation, which is 0: give missing "
+            "zeros or mean (--missing zeros; embeddings.missing of a job), or other vectors"
+        )
 
 
 def _fill_missing(table: Table, options: _Options, mean: NDArray[np.float64], deviation: NDArray[np.float64]) -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import reduce
 from typing import Any
 
 from torch import Tensor, nn
-from transformers.trainer_pt_utils import nested_concat
 
+from plimsoll.integrations._collected import concatenated
+from plimsoll.mapped import MappedPool
 from plimsoll.workload import Units
 
 
@@ -21,8 +21,10 @@ def units_of(inputs: Any, model: nn.Module) -> Units:
     return "next-tokens" if name.endswith(("ForCausalLM", "LMHeadModel")) else "tokens"
 
 
-def joined(found: list[tuple[Any, Any, Any]], counts: Sequence[float]) -> tuple[Any, Any, Any]:
-    """Put the loss, the logits and the labels of pieces together."""
+def joined(
+    found: list[tuple[Any, Any, Any]], counts: Sequence[float], pool: MappedPool | None = None
+) -> tuple[Any, Any, Any]:
+    """Put the loss, the logits and the labels of pieces together, in a pool or on their device."""
     if len(found) == 1:
         return found[0]
     losses, logits, labels = zip(*found, strict=True)
@@ -30,9 +32,4 @@ def joined(found: list[tuple[Any, Any, Any]], counts: Sequence[float]) -> tuple[
     if losses[0] is not None:
         total = sum(counts) or 1
         loss = sum(one.mean() * count / total for one, count in zip(losses, counts, strict=True) if count)
-    return loss, _concatenated(logits), _concatenated(labels)
-
-
-def _concatenated(parts: tuple[Any, ...]) -> Any:
-    """One after the other, as the trainer does it with batches: longer texts make the others longer."""
-    return None if parts[0] is None else reduce(nested_concat, parts)
+    return loss, concatenated(logits, pool=pool), concatenated(labels, pool=pool)

@@ -13,12 +13,12 @@ divides by the accumulation steps and scales, ``clip_grad_norm_`` unscales, the 
 what they skip, autocast is that of the prepared model, ``log`` goes to its trackers.
 
 Does NOT cover: several processes, DeepSpeed, FSDP, Megatron, TPUs (refused); fetching by the prepared loader, which
-brings batches to the device before a step begins.
+brings batches to the device before a step begins; an evaluation written out in the loop, which `step.evaluate` is for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -32,9 +32,13 @@ from plimsoll.integrations.transaction import ON_THE_MODEL, Transaction
 from plimsoll.records.plan import Choice, Plan
 from plimsoll.records.run import OomEvent
 from plimsoll.records.units import parse_bytes
+from plimsoll.run.additive import Additivity
 from plimsoll.run.checks import refuse
+from plimsoll.run.evaluate import Evaluation, Evaluator
 from plimsoll.run.outcome import at_least_fp32
-from plimsoll.workload import LossFunction, Units, model_loss, move_batch
+from plimsoll.run.pieces import shape_of
+from plimsoll.run.rungs import samples_of
+from plimsoll.workload import LossFunction, Units, Workload, model_loss, move_batch
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -76,6 +80,7 @@ class AccelerateStep:
         self._options = options
         self._limit = ExitStack()
         self._budget_to_plan: str | int | None = budget
+        self._evaluator: Evaluator | None = None
         self.plan: Plan | None = None
         self.transaction = self._new_transaction()
         if batch is not None:
@@ -114,6 +119,16 @@ class AccelerateStep:
             tuple(self.transaction.events),
         )
 
+    def evaluate(self, batches: Iterable[Any]) -> Evaluation:
+        """Return the mean loss over ``batches`` without gradients, in as large pieces as fit; see `TrainStep.evaluate`.
+
+        Raises:
+            OutOfMemoryError: if not even single samples fit; the training is as it was.
+        """
+        if self._evaluator is None:
+            self._evaluator = self._new_evaluator()
+        return self._evaluator.evaluate(batches)
+
     def metrics(self) -> dict[str, float]:
         """What to give to ``accelerator.log`` beside the loss: see `Transaction.metrics`."""
         return self.transaction.metrics()
@@ -121,6 +136,19 @@ class AccelerateStep:
     def _new_transaction(self, **options: Any) -> Transaction:
         put_back = partial(put_back_of_scaler, self._accelerator, self._optimizer)
         return Transaction(self._model, self._optimizer.optimizer, remember=put_back, **{**self._options, **options})
+
+    def _new_evaluator(self) -> Evaluator:
+        workload = Workload(
+            self._model, self._optimizer.optimizer, self._loss, self._options["units"] or "samples",
+            device=self._accelerator.device,
+        )  # fmt: skip
+        made = self.transaction
+        told = workload, made.backend, made.position
+        said = Additivity(*told, self._options["recut_loss"], self._options["never_cut"])
+        evaluator = Evaluator(*told, partial(shape_of, workload=workload), self._options["grow_after"], said)
+        if self.plan is not None:
+            evaluator.begin_at(samples_of(self.plan.choices))
+        return evaluator
 
     def _plan_with(self, batch: Any) -> None:
         """Plan for the budget, and enforce it from now on."""

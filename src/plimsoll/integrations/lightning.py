@@ -31,9 +31,11 @@ import torch
 from torch import Tensor, nn
 
 from plimsoll.errors import InputError
+from plimsoll.integrations._lightning_logs import joined_values, mean, remember
 from plimsoll.integrations._planned import planned, refuse_both
 from plimsoll.integrations.transaction import ON_THE_MODEL, PutBack, Transaction, scaler_as_now
 from plimsoll.records.plan import Choice, Plan
+from plimsoll.records.run import OomEvent
 from plimsoll.records.units import parse_bytes
 from plimsoll.run.outcome import at_least_fp32
 from plimsoll.workload import Units, batch_size_of
@@ -42,6 +44,8 @@ try:
     import lightning
     from lightning.pytorch import Callback, LightningModule, Trainer
     from torchmetrics import Metric
+
+    from plimsoll.integrations._lightning_evaluations import Evaluations
 except ModuleNotFoundError as missing:
     raise InputError(
         f"plimsoll.integrations.lightning needs the package {missing.name}: run `pip install torch-plimsoll[lightning]`"
@@ -115,8 +119,34 @@ class OomProof(Callback):
         self._budget, self._batch = budget, batch
         self._logs_memory = logs_memory
         self._at_work: _Optimization | None = None
+        self._evaluations: Evaluations | None = None
         self.transaction: Transaction | None = None
         self.plan: Plan | None = None
+
+    @property
+    def evaluation_events(self) -> list[OomEvent]:
+        """The times that memory ran out in a validation, test or prediction of this run."""
+        return [] if self._evaluations is None else self._evaluations.events
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Take over the steps of validation, test and prediction."""
+        self._end_evaluations()
+        if trainer.world_size == 1:  # several are refused when they train, and left alone where they do not
+            self._evaluations = Evaluations(trainer, pl_module, self._budget)
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Give the steps of validation, test and prediction back."""
+        self._end_evaluations()
+
+    def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Enforce the budget before there is a plan."""
+        if self._evaluations is not None:
+            self._evaluations.limit_sanity_check()
+
+    def on_sanity_check_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Make room for the plan, which is made outside the limit."""
+        if self._evaluations is not None:
+            self._evaluations.end_sanity_check()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Take over the optimizer steps.
@@ -151,8 +181,13 @@ class OomProof(Callback):
         self._give_back()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Give the optimizer steps back."""
+        """Give all steps back."""
         self._give_back()
+        self._end_evaluations()
+
+    def _end_evaluations(self) -> None:
+        if self._evaluations is not None:
+            self._evaluations.close()
 
     def _give_back(self) -> None:
         if self._at_work is not None:
@@ -278,7 +313,7 @@ class _Optimization:
                 continue
             if result.meta.is_mean_reduction:
                 shares = [one.share for one in passes if key in one.logged]
-                whole = _mean(values, shares)
+                whole = mean(values, shares)
             elif result.meta.is_custom_reduction:
                 continue
             else:
@@ -291,28 +326,12 @@ class _Optimization:
 
     def _remember(self) -> PutBack:
         self._is_zeroed = False
-        results = self._results
-        # Lightning's results are never changed in place, a metric's states are.
-        logged = {key: (result, dict(result.__dict__)) for key, result in results.items()}
-        metrics = [(metric, _state_of(metric)) for metric in self._metrics]
-        return partial(self._put_back, self._loop.optim_progress.state_dict(), logged, metrics)
+        return partial(self._put_back, self._loop.optim_progress.state_dict(), remember(self._results, self._metrics))
 
-    def _put_back(
-        self,
-        progress: dict[str, Any],
-        logged: dict[str, tuple[Metric, dict[str, Any]]],
-        metrics: list[tuple[Metric, dict[str, Any]]],
-    ) -> None:
+    def _put_back(self, progress: dict[str, Any], logs: PutBack) -> None:
         self._passes, self._is_zeroed = [], False
         self._loop.optim_progress.load_state_dict(progress)
-        results = self._results
-        for key in [key for key in results if key not in logged]:
-            del results[key]
-        for result, attributes in logged.values():
-            result.__dict__.clear()
-            result.__dict__.update(attributes)
-        for metric, state in metrics:
-            metric.__dict__.update(_copied(state))
+        logs()
         plugin: Any = self._trainer.precision_plugin
         if getattr(plugin, "scaler", None) is not None:
             plugin.scaler = scaler_as_now(plugin.scaler)
@@ -345,45 +364,15 @@ def _clip_norm_of(trainer: Trainer) -> float | None:
     return trainer.gradient_clip_val if is_norm and trainer.gradient_clip_val else None
 
 
-def _state_of(metric: Metric) -> dict[str, Any]:
-    """A copy of what a metric has taken in so far."""
-    names = (*metric._defaults, "_update_count", "_computed", "_forward_cache")
-    return _copied({name: getattr(metric, name) for name in names})
-
-
-def _copied(state: dict[str, Any]) -> dict[str, Any]:
-    def copied(value: Any) -> Any:
-        if isinstance(value, list):
-            return [copied(one) for one in value]
-        return value.detach().clone() if isinstance(value, Tensor) else value
-
-    return {name: copied(value) for name, value in state.items()}
-
-
-def _mean(values: list[Tensor], shares: list[float]) -> Tensor:
-    total = sum(shares)
-    return torch.stack(
-        [at_least_fp32(value) * (share / total) for value, share in zip(values, shares, strict=True)]
-    ).sum(0)
-
-
 def _joined(passes: list[_Pass]) -> dict[str, Any]:
-    """What ``training_step`` returned beside the loss, for the whole batch.
-
-    Tensors with a row for each sample are put after each other, numbers are averaged, of anything else it is the last.
-    """
-    if len(passes) == 1:
-        return passes[0].extra
-    joined = dict(passes[-1].extra)
-    for name in joined:
-        values = [one.extra[name] for one in passes if name in one.extra]
-        if not all(isinstance(value, Tensor) for value in values) or len(values) < len(passes):
-            continue
-        if all(value.ndim == 0 for value in values):
-            joined[name] = _mean(values, [one.share for one in passes])
-        elif all(value.ndim and len(value) == one.num_samples for value, one in zip(values, passes, strict=True)):
-            joined[name] = torch.cat(values)
-    return joined
+    """What ``training_step`` returned beside the loss, for the whole batch; what is not of every pass is the last's."""
+    extras = [one.extra for one in passes]
+    shares, sizes = [one.share for one in passes], [one.num_samples for one in passes]
+    both = {name for name in extras[-1] if all(name in extra for extra in extras)}
+    return {
+        name: joined_values([extra[name] for extra in extras], shares, sizes) if name in both else value
+        for name, value in extras[-1].items()
+    }
 
 
 def _refuse(trainer: Trainer, module: LightningModule) -> None:

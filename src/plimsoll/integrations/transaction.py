@@ -42,6 +42,7 @@ from plimsoll.run.pieces import Piece, Shape, no_way_out, shape_of, weighted_pie
 from plimsoll.run.recover import Ladder, Size
 from plimsoll.run.rungs import Rungs, after_oom, ladder_of
 from plimsoll.run.undo import Undo
+from plimsoll.run.unreached import UnreachedWatch
 from plimsoll.techniques._whole import WholeBatch
 from plimsoll.workload import (
     LossFunction,
@@ -146,6 +147,7 @@ class Transaction:
         self._whole = WholeBatch(self.workload, recut_batch_norm)
         self._parameters = list(model.parameters())  # walking the modules anew in every step would cost more
         self._undo = Undo(model, self.backend)
+        self._unreached = UnreachedWatch(model)
         self._commit = StepCommit(optimizer, self.backend, self.position)
         self._remember = remember
         self._put_back_of_caller: PutBack = _nothing
@@ -233,6 +235,7 @@ class Transaction:
     def close(self) -> None:
         """Take the techniques of the rungs back."""
         self._commit.forget()
+        self._unreached.close()
         self._rungs.close()
 
     # -- one try -------------------------------------------------------------------------------------------------------
@@ -259,6 +262,7 @@ class Transaction:
     def _gradients(self, samples: int) -> Tensor:
         """Run the batches that are not done; returns the mean loss of the last one."""
         total = self.loss
+        self._unreached.begin()
         for number in range(self._num_done, len(self._window)):
             batch, shape, one_pass, random_state, _ = self._window[number]
             if (
@@ -328,6 +332,7 @@ class Transaction:
         self._window = []
         self._put_back_of_caller = _nothing
         self.position.step += 1
+        self._unreached.look(self.position.step)
         for tidy_up in self.workload.after_step:
             tidy_up()
 

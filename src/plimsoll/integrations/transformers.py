@@ -8,18 +8,20 @@ The trainer stays what it is: its loop, loss, accumulation, logs, callbacks, sch
 optimizer's ``step``, both wrapped while it trains: where memory runs out in either, everything is as it was before the
 first batch of the accumulation window, and its batches are done again in smaller pieces. A piece counts as much as it
 has of what the batch's loss averages over, which is put on the loss in ``accelerator.backward``; where the trainer
-divides by ``num_items_in_batch``, it is given those of the piece. ``prediction_step`` is done in smaller pieces too.
+divides by ``num_items_in_batch``, it is given those of the piece. Evaluations are cut too, and what they collect is
+kept outside the device (`plimsoll.integrations._evaluated`); what else runs out has an error that says what
+(`plimsoll.integrations._covered`).
 
 With a budget the fastest mix of techniques that fits is planned and installed while it trains, its fallbacks are what
 follows where memory runs out, and the budget is enforced. ``auto_find_batch_size`` has nothing to do then: it begins
 the whole training again with another batch size, and keeps the weights of the first try.
 
 Does NOT cover several processes or devices (torchrun's ranks would wait for each other: `plimsoll train --nproc`),
-DeepSpeed, optimizers that update inside backward (all refused), memory that runs out while the next batch is collated
-or in the callbacks between the gradients and the update, and what a subclass's ``training_step`` or ``compute_loss``
-changes that is no gradient, buffer or random number: it runs for each piece, and again with each try. A batch
-is cut only where its loss is the sum of those of its parts (`plimsoll.run.additive`). Written for transformers 5.23 and
-tested with it; the names it needs are checked.
+DeepSpeed, optimizers that update inside backward (all refused), going on where memory runs out while the next batch is
+collated or in callbacks (an error says so), and what a subclass's ``training_step`` or ``compute_loss``
+changes that is no gradient, buffer or random number: it runs for each piece, and again with each try. A batch is cut
+only where its loss is the sum of those of its parts (`plimsoll.run.additive`); the loss of an evaluation is not asked.
+Written for transformers 5.23 and tested with it; the names it needs are checked.
 
 Source: https://huggingface.co/docs/transformers/main_classes/trainer
 """
@@ -27,7 +29,6 @@ Source: https://huggingface.co/docs/transformers/main_classes/trainer
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -42,23 +43,23 @@ from torch import Tensor, nn
 from transformers.trainer_pt_utils import LayerWiseDummyOptimizer
 from transformers.trainer_utils import TrainOutput
 
-from plimsoll.device.base import backend_for
-from plimsoll.errors import InputError, OutOfMemoryError
+from plimsoll.device.base import Backend, backend_for
+from plimsoll.errors import InputError
 from plimsoll.integrations._accelerated import put_back_of_scaler, stepped_as_now
 from plimsoll.integrations._accumulated import has_known_loss, loss_check_of_trainer, loss_of_piece, warn_if_undivided
 from plimsoll.integrations._attributes import attributes
-from plimsoll.integrations._inputs import joined, units_of
+from plimsoll.integrations._covered import covered
+from plimsoll.integrations._evaluated import Evaluations
+from plimsoll.integrations._inputs import units_of
 from plimsoll.integrations._planned import planned, refuse_both
+from plimsoll.integrations._trainer_loss import loss_of
 from plimsoll.integrations.training_arguments import to_training_arguments
 from plimsoll.integrations.transaction import Transaction, shape_of_any
 from plimsoll.records.plan import Choice, Plan
 from plimsoll.records.run import OomEvent
 from plimsoll.records.units import parse_bytes
-from plimsoll.run.boundary import Position, attempt
-from plimsoll.run.pieces import no_way_out
-from plimsoll.run.recover import Ladder, micro_batch_sizes
-from plimsoll.run.rungs import after_oom
-from plimsoll.workload import Precision, Units, batch_size_of, count_units, model_loss, split_batch
+from plimsoll.run.rungs import samples_of
+from plimsoll.workload import Precision, Units, count_units
 
 _NEEDED = (
     "training_step", "compute_loss", "prediction_step", "log", "get_train_dataloader", "_get_num_items_in_batch",
@@ -145,8 +146,12 @@ def protected(
         cuts = {"recut_batch_norm": recut_batch_norm, "recut_loss": recut_loss, "never_cut": never_cut}
         guard = _Guard(trainer, units, rungs, cuts, on_oom)
         if budget is not None:
-            guard.protection.plan = _planned(guard, budget, batch)
-            guard.rungs = guard.protection.plan.choices_by_rung
+            sample = _first_batch(trainer, guard.backend) if batch is None else batch
+            plan = guard.protection.plan = _planned(guard, budget, sample)
+            guard.rungs = plan.choices_by_rung
+            if guard.says_what_counts(sample):
+                per_sample = shape_of_any(sample, "samples").elements_per_sample
+                guard.evaluations.begin_with(samples_of(plan.choices) * per_sample)
             stack.enter_context(guard.backend.limited(parse_bytes(budget)))
         stack.enter_context(guard.at_work())
         yield guard.protection
@@ -192,32 +197,39 @@ def _refuse_optimizer(optimizer: object) -> None:
     )
 
 
-def _planned(guard: _Guard, budget: str | int, batch: Any) -> Plan:
-    """Find the fastest mix that fits, of the techniques that leave loop and optimizer to the trainer."""
-    trainer = guard.trainer
-    backend = backend_for(str(trainer.args.device))
-    random_state = backend.random_state()
-    if batch is None and not isinstance(trainer.train_dataset, Sized):
+def _first_batch(trainer: transformers.Trainer, backend: Backend) -> Any:
+    """The first batch of the train dataset, which is read again when the trainer begins."""
+    if not isinstance(trainer.train_dataset, Sized):
         raise InputError(
             f"the train dataset, a {type(trainer.train_dataset).__name__}, has no length: it may be a stream that "
             "gives each batch once, so none is taken to plan with; give batch=, the largest that there will be"
         )
-    sample = next(iter(trainer.get_train_dataloader())) if batch is None else batch
+    random_state = backend.random_state()
+    sample = next(iter(trainer.get_train_dataloader()))
     backend.restore_random_state(random_state)
+    return sample
+
+
+def _planned(guard: _Guard, budget: str | int, sample: Any) -> Plan:
+    """Find the fastest mix that fits, of the techniques that leave loop and optimizer to the trainer."""
+    trainer = guard.trainer
     model = trainer.model
     assert model is not None
     optimizer = trainer.optimizer or trainer.create_optimizer()
     assert isinstance(optimizer, torch.optim.Optimizer)
+    tensors = {name: value for name, value in sample.items() if isinstance(value, Tensor)}
+    others = {name: value for name, value in sample.items() if name not in tensors}
+    items = trainer._get_num_items_in_batch([sample], trainer.args.device)
     return planned(
         model,
         optimizer,
-        {name: value for name, value in sample.items() if isinstance(value, Tensor)},
-        model_loss,
+        tensors,
+        partial(loss_of, trainer, others, items),
         budget=budget,
         units=guard.units or units_of(sample, model),
         loss_check=loss_check_of_trainer(trainer, optimizer, guard.units_of, sample, guard.cuts),
         device=trainer.args.device,
-        offered=_OFFERED,
+        offered=_OFFERED if guard.says_what_counts(sample) else _OFFERED - {"micro_batch"},
         clip_norm=trainer.args.max_grad_norm or None,
         precision=_precision_of(trainer),
     )
@@ -239,8 +251,7 @@ class _Guard:
         self.protection = Protection()
         self.cuts, self.units, self._on_oom = cuts, units, on_oom
         self._training: _Training | None = None
-        self._ladder: Ladder | None = None
-        self._items: Any = None  # of a piece of an evaluation
+        self.evaluations = Evaluations(trainer, self.backend, self.units_of, self.refuse_unclear, self.note)
 
     @contextmanager
     def at_work(self) -> Iterator[None]:
@@ -249,8 +260,9 @@ class _Guard:
         wrapped = {
             "training_step": self._wrapped_step(trainer.training_step),
             "compute_loss": self._wrapped_loss(trainer.compute_loss),
-            "prediction_step": self._wrapped_prediction(trainer.prediction_step),
             "log": self._wrapped_log(trainer.log),
+            **self.evaluations.wrapped(),
+            **covered(trainer, self.backend),
         }
         with attributes(trainer, wrapped):
             try:
@@ -266,14 +278,17 @@ class _Guard:
         assert self.trainer.model is not None
         return count_units(batch, units_of(batch, self.trainer.model))
 
+    def says_what_counts(self, batch: Any) -> bool:
+        """Whether it is known what the loss of a batch averages over: without that it is not cut."""
+        return self.units is not None or bool({"labels", *self.trainer.label_names} & set(batch))
+
     def refuse_unclear(self, piece: Any) -> None:
         """Refuse to cut a batch of which nothing says what its loss averages over.
 
         Raises:
             InputError: if it has no labels, and no units were given.
         """
-        names = {"labels", *self.trainer.label_names}
-        if self.units is None and not names & set(piece):
+        if not self.says_what_counts(piece):
             raise InputError(
                 f"a batch ran out of memory that has no labels (it has {', '.join(map(str, piece))}), so that nothing "
                 'says how to weight its pieces: give units="samples" if the loss is a mean over samples, or a function '
@@ -304,8 +319,8 @@ class _Guard:
         """Where techniques are around the loss, they are around the trainer's."""
 
         def compute_loss(model: nn.Module, inputs: Any, *arguments: Any, **options: Any) -> Any:
-            if self._items is not None and "num_items_in_batch" in options:
-                options |= {"num_items_in_batch": self._items}
+            if self.evaluations.items is not None and "num_items_in_batch" in options:
+                options |= {"num_items_in_batch": self.evaluations.items}
             computed = partial(_called, original, arguments, options)
             if self._training is None or self._training.is_idle:
                 return computed(model, inputs)
@@ -321,63 +336,6 @@ class _Guard:
             original(logs, *arguments, **options)
 
         return log
-
-    # -- evaluation ----------------------------------------------------------------------------------------------------
-
-    def _wrapped_prediction(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def prediction_step(
-            model: nn.Module,
-            inputs: Any,
-            prediction_loss_only: bool,
-            ignore_keys: list[str] | None = None,
-            **options: Any,
-        ) -> Any:
-            def predicted(piece: Any) -> Any:
-                return original(model, piece, prediction_loss_only, ignore_keys, **options)
-
-            return self._predicted(predicted, inputs)
-
-        return prediction_step
-
-    def _predicted(self, predicted: Callable[[Any], Any], inputs: Any) -> Any:
-        """Loss, logits and labels of a batch; where memory runs out, in smaller pieces."""
-        shape = shape_of_any(inputs, "samples")
-        if self._ladder is None or self._ladder.sizes[0].samples < shape.num_samples:
-            self._ladder = Ladder(micro_batch_sizes(shape.num_samples))
-        rung = self._ladder.choose(shape.elements_per_sample)
-        random_state = self.backend.random_state()
-        while True:
-            size = min(self._ladder.sizes[rung].samples, shape.num_samples)
-            pieces = [inputs] if size == shape.num_samples else split_batch(inputs, size)
-            position = Position(self.trainer.state.global_step, "evaluation", size)
-            units = [self.units_of(piece) for piece in pieces] if len(pieces) > 1 else [1]
-            units = units if any(units) else [*map(batch_size_of, pieces)]
-            found = attempt(partial(self._each, predicted, inputs, pieces, units), self.backend, position)
-            if not isinstance(found, OomEvent):
-                self._ladder.held(rung, math.ceil(size * shape.elements_per_sample))
-                return joined(found, units)
-            self.backend.release()
-            self.backend.restore_random_state(random_state)
-            event, following = after_oom(found, rung, shape, self._ladder, None, self.backend)
-            self.note([event])
-            if following is None:
-                raise OutOfMemoryError(no_way_out(event, size, shape, whole=None))
-            rung = following
-
-    def _each(
-        self, predicted: Callable[[Any], Any], inputs: Any, pieces: list[Any], units: Sequence[float]
-    ) -> list[tuple[Any, Any, Any]]:
-        """What is predicted for each piece; the trainer counts the items of a batch, of which a piece has its share."""
-        if len(pieces) == 1:
-            return [predicted(inputs)]
-        items, found = self.trainer._get_num_items_in_batch([inputs], self.trainer.args.device), []
-        try:
-            for piece, count in zip(pieces, units, strict=True):
-                self._items = items * count / sum(units) if items is not None and count else None
-                found.append(predicted(piece))
-        finally:
-            self._items = None
-        return found
 
 
 class _Training:

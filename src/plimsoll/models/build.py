@@ -59,6 +59,7 @@ def build_model(  # noqa: PLR0917 -- what a sketch of the texts says is given as
     vocab_size: int,
     num_labels: int | None,
     end_id: int,
+    pad_id: int | None = None,
     device: Literal["cpu", "meta"] = "cpu",
     files: MappedPool | None = None,
 ) -> nn.Module:
@@ -68,7 +69,8 @@ def build_model(  # noqa: PLR0917 -- what a sketch of the texts says is given as
         job: ``model``, ``task`` and ``sequence_length`` are read; with ``data.order: streams`` also ``batch_size``.
         vocab_size: tokens of the tokenizer; the model has at least as many rows.
         num_labels: labels of texts or of tokens, at least 2; ``None`` for language modeling.
-        end_id: the token that ends a text and fills up shorter ones.
+        end_id: the token that ends a text.
+        pad_id: the token that fills up shorter texts; ``end_id`` by default.
         device: ``"meta"`` allocates nothing and gives the shapes only.
         files: where the weights are made, in place of memory; they are the same.
 
@@ -81,7 +83,7 @@ def build_model(  # noqa: PLR0917 -- what a sketch of the texts says is given as
             "add texts of another label"
         )
     labels, is_tagger = (num_labels if job.is_labelled else None), job.task == "token-classification"
-    shape = TextShape(vocab_size, labels, end_id, job.sequence_length, is_tagger)
+    shape = TextShape(vocab_size, labels, end_id, job.sequence_length, is_tagger, pad_id)
     with nullcontext() if files is None else made_in(files):
         model = _model(job, shape, device, files)
         if job.embeddings is not None:

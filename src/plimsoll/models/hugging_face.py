@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from plimsoll.errors import JobError, WeightsError
 from plimsoll.mapped import MappedPool
-from plimsoll.models.loading import Head, load_model
+from plimsoll.models.loading import Head, load_model, read_config
 from plimsoll.models.skeleton import quiet
 from plimsoll.records.job import near
 from plimsoll.weights.shrink._structure import FIELD, class_for
@@ -76,9 +76,9 @@ MODEL_FAULTS = (
 
 
 class TextShape(NamedTuple):
-    """What the text asks of a model. ``num_labels`` is ``None`` for language models; ``end_id`` ends and pads texts.
+    """What the text asks of a model. ``num_labels`` is ``None`` for language models; ``end_id`` ends texts.
 
-    ``is_tagger``: labels are those of tokens.
+    ``is_tagger``: labels are those of tokens. ``padding_id`` fills short rows; where it is not given ``end_id`` does.
     """
 
     vocab_size: int
@@ -86,6 +86,12 @@ class TextShape(NamedTuple):
     end_id: int
     sequence_length: int
     is_tagger: bool = False
+    padding_id: int | None = None
+
+    @property
+    def pad_id(self) -> int:
+        """The token that fills short rows."""
+        return self.end_id if self.padding_id is None else self.padding_id
 
     @property
     def head(self) -> str:
@@ -184,15 +190,6 @@ def save_hugging_face(model: PreTrainedModel, folder: Path) -> None:
         model.save_pretrained(folder)
 
 
-def padding_id(model: nn.Module, end_id: int) -> int:
-    """Return the token id that texts of unequal length are to be padded with: a checkpoint's own, or ``end_id``.
-
-    Decoders with a classification head find the last token by it, so batches must be padded with the same one.
-    """
-    own = getattr(getattr(model, "config", None), "pad_token_id", None)
-    return end_id if own is None else own
-
-
 def longest_text(folder: Path) -> int | None:
     """Return how many tokens a text may have for the model in a folder; ``None`` where nothing says so.
 
@@ -267,7 +264,7 @@ def _fields_of_text(config_class: type[PreTrainedConfig], shape: TextShape) -> d
     fields: dict[str, Any] = {
         "bos_token_id": shape.end_id,
         "eos_token_id": shape.end_id,
-        "pad_token_id": None if is_language_model and not pads_by_default else shape.end_id,
+        "pad_token_id": None if is_language_model and not pads_by_default else shape.pad_id,
     }
     if is_language_model:
         fields["is_decoder"] = True
@@ -289,7 +286,7 @@ def _checkpoint_config(folder: Path, shape: TextShape) -> PreTrainedConfig:
         config.num_labels = shape.num_labels
     config.problem_type = None if shape.is_tagger else _ONE_LABEL
     if config.pad_token_id is None:
-        config.pad_token_id = shape.end_id
+        config.pad_token_id = shape.pad_id
     return config
 
 
@@ -300,10 +297,9 @@ def read_hugging_face_config(folder: Path) -> PreTrainedConfig:
         JobError: if it cannot be read.
     """
     from huggingface_hub.errors import StrictDataclassError
-    from transformers import AutoConfig
 
     try:
-        config: PreTrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True)
+        config = read_config(folder)
     except (OSError, ValueError, StrictDataclassError) as error:
         raise JobError(
             f"model: {folder} is not a Hugging Face checkpoint that can be read ({error}): give a folder that "

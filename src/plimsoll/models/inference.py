@@ -29,6 +29,7 @@ from plimsoll.models.loading import Head as Head  # noqa: PLC0414 -- part of thi
 from plimsoll.models.pooling import MODULES_FILE, Pooling, pool, pooling_of
 from plimsoll.models.recurrent import RECURRENT
 from plimsoll.models.token_scores import token_log_probabilities
+from plimsoll.weights.shrink._structure import unmarked
 
 Batch = Mapping[str, Tensor]
 
@@ -263,7 +264,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         ) from None
     if not isinstance(config, dict):
         raise JobError(f"model: {path} is not an object of settings: save or download the model again")
-    return config
+    return unmarked(config)
 
 
 def kind_of(config: dict[str, Any], folder: Path) -> Kind:

@@ -34,6 +34,7 @@ from plimsoll.models.skeleton import Derived, Skeleton, Weight, quiet, replace, 
 from plimsoll.store import Progress, silent
 from plimsoll.weights.loading import Checkpoint, Coded, Entry, open_checkpoint
 from plimsoll.weights.parts import with_parts
+from plimsoll.weights.shrink._structure import UNMARKED, ShrunkConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -347,12 +348,26 @@ def _is_empty(weight: Weight) -> bool:
     return bool(getattr(module, name).is_meta)
 
 
+def read_config(folder: Path) -> PreTrainedConfig:
+    """Read the configuration of a model folder, also of one that was made smaller, without running code from it.
+
+    Raises:
+        OSError: if there is none, or it cannot be read.
+        ValueError: if transformers does not know it.
+    """
+    from transformers import AutoConfig, PreTrainedConfig
+
+    fields, _ = PreTrainedConfig.get_config_dict(folder, local_files_only=True)
+    reader: Any = ShrunkConfig if UNMARKED in fields else AutoConfig
+    found: PreTrainedConfig = reader.from_pretrained(folder, local_files_only=True)
+    return found
+
+
 def _config_of(folder: Path) -> PreTrainedConfig:
     from huggingface_hub.errors import StrictDataclassError
-    from transformers import AutoConfig
 
     try:
-        config: PreTrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True)
+        config = read_config(folder)
     except (OSError, ValueError, StrictDataclassError) as error:
         raise WeightsError(
             f"{folder} is not a Hugging Face checkpoint that can be read ({error}): give a folder that "

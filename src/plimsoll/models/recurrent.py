@@ -42,6 +42,9 @@ _LAYERS: dict[str, Callable[..., nn.RNNBase]] = {"lstm": nn.LSTM, "gru": nn.GRU,
 
 RECURRENT = tuple(_LAYERS)
 
+MODEL_TYPE = "recurrent of Plimsoll: load it with plimsoll.load_model(folder)"
+"""What the ``config.json`` of a recurrent model has for transformers, whose Auto classes show it as they refuse it."""
+
 _NO_STATE: State = ()
 
 
@@ -323,8 +326,9 @@ def recurrent_config(fields: dict[str, Any]) -> RecurrentConfig:
     Raises:
         JobError: if a field is unknown or has a wrong value.
     """
+    own = {name: value for name, value in fields.items() if (name, value) != ("model_type", MODEL_TYPE)}
     try:
-        return RecurrentConfig.model_validate(fields)
+        return RecurrentConfig.model_validate(own)
     except ValidationError as error:
         faults = "; ".join(_fault(fault) for fault in error.errors())
         raise JobError(f"model: `{fields.get('architecture')}` cannot be built: {faults}") from None
@@ -337,9 +341,8 @@ def save_recurrent(model: RecurrentModel, folder: Path) -> None:
     """
     with _without_carried_state(model):
         save_weights(model, folder / "model.safetensors")
-    (folder / "config.json").write_text(
-        model.config.model_dump_json(indent=2, exclude_none=True) + "\n", encoding="utf-8"
-    )
+    fields = {"model_type": MODEL_TYPE, **model.config.model_dump(mode="json", exclude_none=True)}
+    (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
 
 
 def load_recurrent(

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from plimsoll.errors import JobError, WeightsError
-from plimsoll.models.recurrent import RECURRENT, build_recurrent
+from plimsoll.models.recurrent import MODEL_TYPE, RECURRENT, build_recurrent
 from plimsoll.models.recurrent_tagger import build_tagger
 from plimsoll.models.skeleton import Skeleton, Slot, Weight, slots_of
 from plimsoll.weights.loading import Checkpoint
@@ -25,7 +25,8 @@ def recurrent_fields(folder: Path) -> dict[str, Any] | None:
         fields = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    is_ours = isinstance(fields, dict) and fields.get("architecture") in RECURRENT and "model_type" not in fields
+    is_ours = isinstance(fields, dict) and fields.get("architecture") in RECURRENT
+    is_ours = is_ours and fields.get("model_type", MODEL_TYPE) == MODEL_TYPE  # folders of before have none
     return fields if is_ours else None
 
 

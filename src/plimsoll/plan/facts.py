@@ -70,8 +70,6 @@ def _facts_of_data(job: Job) -> dict[str, str]:
         facts["samples"] = "packed rows, with positions"
     elif data.has_padding and not job.is_labelled:
         facts["samples"] = "padded texts, with a mask"
-    elif data.stride and not job.is_labelled:
-        facts["samples"] = "windows that overlap, with labels of their own"
     return facts
 
 

@@ -73,7 +73,9 @@ class Filling(Frozen):
 class Inspection(Record):
     """What is in a corpus and what becomes of it as samples of ``sequence_length`` tokens.
 
-    Lengths are in tokens, the end token not counted, of ``num_seen_texts``: all of them, or evenly drawn ones.
+    Lengths are in tokens, those around a text not counted, of ``num_seen_texts``: all of them, or evenly drawn ones.
+    ``special_tokens`` are those that the tokenizer puts around a text; ``num_borders``: between sentences or paragraphs
+    of the texts seen, where windows are to end at these.
     """
 
     record_kind: ClassVar[str] = "data-inspection"
@@ -81,6 +83,8 @@ class Inspection(Record):
     corpus: CorpusFacts
     task: str
     sequence_length: int
+    special_tokens: str | None = None
+    num_borders: int | None = None
     num_seen_texts: int
     num_seen_tokens: int
     bytes_per_token: float

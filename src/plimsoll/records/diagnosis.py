@@ -70,6 +70,10 @@ class Finding(Frozen):
     page: str = ""
 
 
+ASKED = "asked for"
+"""The category of what was refused: it is no part of what was in use."""
+
+
 class Share(Frozen):
     """What of the peak one category has, and the line of the user's that made the most of it ("": not known)."""
 

@@ -26,8 +26,9 @@ class FaultCount(Frozen):
 class VectorFile(Record):
     """A file of word vectors that was read as a whole.
 
-    ``num_words`` are different; ``num_promised`` is what its header says. ``norms`` are the shortest, the median and
-    the longest of the vectors.
+    ``num_words`` are different and have a vector; ``num_entries`` is what the file has, with those that come again and
+    those that something is wrong with; ``num_promised`` is what its header says. ``norms`` are the shortest, the median
+    and the longest of the vectors of words.
     """
 
     record_kind: ClassVar[str] = "vector-file"
@@ -37,6 +38,7 @@ class VectorFile(Record):
     num_file_bytes: int
     dimension: int
     num_words: int
+    num_entries: int
     num_promised: int | None = None
     num_duplicates: int
     faults: tuple[FaultCount, ...] = ()
@@ -51,13 +53,14 @@ class VectorFile(Record):
 
 
 class Conversion(Record):
-    """A file of word vectors that was written in another format."""
+    """A file of word vectors that was written in another format; words and entries as of a `VectorFile`."""
 
     record_kind: ClassVar[str] = "vector-conversion"
 
     source: str
     output: str
     num_words: int
+    num_entries: int
     dimension: int
     precision: str
     num_bytes: int
@@ -73,6 +76,8 @@ class SubsetFacts(Record):
     written, in lower case, capitalised, or built from their parts; ``misses`` are the most frequent of the others, the
     first ones where no counts are known (-1). ``num_tokens`` are the uses of all words, those without a row included,
     ``num_hit_tokens`` of those found; ``None``: no counts. ``mean`` and ``deviation`` are of the numbers found.
+    ``num_entries`` are those of the file, as of a `VectorFile`: which of them have a vector is looked at where a word
+    is wanted. ``seconds`` is what reading the file took, now or, where the rows are from the cache, then.
     """
 
     record_kind: ClassVar[str] = "embedding-subset"
@@ -92,7 +97,7 @@ class SubsetFacts(Record):
     num_hit_tokens: int | None = None
     misses: tuple[tuple[str, int], ...] = ()
     missing: str
-    num_file_words: int
+    num_entries: int
     num_promised: int | None = None
     num_duplicates: int
     faults: tuple[FaultCount, ...] = ()
@@ -101,6 +106,7 @@ class SubsetFacts(Record):
     num_bytes: int
     folder: str
     seconds: float
+    is_from_cache: bool = False
 
     @property
     def num_found(self) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
-from pydantic import BeforeValidator, Field, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
 from pydantic_core import ErrorDetails
 
 from plimsoll.errors import JobError
@@ -23,6 +23,8 @@ from plimsoll.records.embeddings import VectorSource
 from plimsoll.records.job_yaml import near as near  # noqa: PLC0414 -- where others look for it
 from plimsoll.records.job_yaml import parse_value, read_fields
 from plimsoll.records.plan import PinText
+from plimsoll.records.tokenizer import SMALLEST_VOCAB_SIZES as SMALLEST_VOCAB_SIZES  # noqa: PLC0414 -- as above
+from plimsoll.records.tokenizer import TokenizerSource as TokenizerSource  # noqa: PLC0414 -- as above
 
 HUB_PREFIX = "hf:"  # of a dataset by its name on the Hugging Face hub
 _NOT_EMPTY = Field(min_length=1)
@@ -114,40 +116,6 @@ class DataSource(Frozen):
     def sources(self) -> tuple[str, ...]:
         """What ``train`` names, as a list."""
         return (self.train,) if isinstance(self.train, str) else self.train
-
-
-SMALLEST_VOCAB_SIZES = {"bpe": 257, "words": 2}
-"""Tokens of a tokenizer that is trained, on no text: all bytes and the end of a text; that and the unknown word."""
-
-
-class TokenizerSource(Frozen):
-    """A folder or file of an existing tokenizer (``path``), or one trained on the spot."""
-
-    path: str | None = None
-    train: Literal["bpe", "words"] = "bpe"
-    vocab_size: int = Field(default=8000, ge=3, le=1 << 20)
-    min_count: int = Field(default=1, ge=1)
-    lowercase: bool = False
-
-    @field_validator("vocab_size")
-    @classmethod
-    def _has_all_bytes(cls, value: int, info: ValidationInfo) -> int:
-        if info.data.get("train") == "bpe" and value < SMALLEST_VOCAB_SIZES["bpe"]:
-            raise ValueError("train: bpe needs at least 257 tokens, for all bytes and the end of a text: give more")
-        return value
-
-    @model_validator(mode="after")
-    def _agrees(self) -> TokenizerSource:
-        if self.path is not None and self.train == "words":
-            raise ValueError(f"train: words makes a tokenizer, and path {self.path!r} names one: leave out one of them")
-        of_words = {"min_count": self.min_count, "lowercase": self.lowercase}
-        given = [name for name, value in of_words.items() if value != type(self).model_fields[name].default]
-        if given and self.train == "bpe":
-            raise ValueError(
-                f"train: words alone has {' and '.join(given)}: leave out what it has, or add `train: words` (and no "
-                "path)"
-            )
-        return self
 
 
 class OptimizerChoice(Frozen):
@@ -302,6 +270,17 @@ class Job(Record):
     def is_labelled(self) -> bool:
         """Whether texts, or their words, come with labels: they are samples one by one, and nothing else is learnt."""
         return self.task != "language-modeling"
+
+    @property
+    def reads_streams(self) -> bool:
+        """Whether texts are laid end to end, and a sample may reach from one into the next."""
+        data = self.data
+        return not (self.is_labelled or data.pack or data.borders or data.on_the_fly)
+
+    @property
+    def draws_held_out(self) -> bool:
+        """Whether the texts that are held out are drawn; else they are the last ones."""
+        return self.data.order not in {"blocks", "as_is", "streams"}
 
     @property
     def own_precision(self) -> Literal["fp32", "bf16", "fp16"]:

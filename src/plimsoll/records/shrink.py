@@ -19,8 +19,8 @@ HOW_TO_LOAD: dict[Form, str] = {
     "plain": "from_pretrained(folder)",
     "code": "from_pretrained(folder, trust_remote_code=True), which runs modeling_shrunk.py of the folder",
     "torchao": (
-        "from_pretrained(folder), with torchao installed (int4 then computes on a GPU only), and with "
-        "trust_remote_code=True where modeling_shrunk.py is in the folder"
+        "from_pretrained(folder), with torchao installed, and with trust_remote_code=True where modeling_shrunk.py is "
+        "in the folder; int4 computes on a GPU only"
     ),
     "recurrent": "a state_dict in model.safetensors, and its sizes in config.json, for torch.nn's layers",
 }
@@ -95,8 +95,9 @@ class TrainingCost(Frozen):
 class Small(Frozen):
     """One model: what was done to the original in this order, and what came of it.
 
-    Without a ``chain`` it is the original. ``quality`` is that before any training, ``recovered`` after
-    ``recovery_steps`` of it. ``rejected`` says why it is not the one that was asked for.
+    Without a ``chain`` it is the original. ``quality`` is that before any training here, ``recovered`` after
+    ``recovery_steps`` of it, which the original is given, too. ``rejected`` says why it is not the one that was asked
+    for.
     """
 
     chain: tuple[Choice, ...] = ()
@@ -134,7 +135,7 @@ class ShrinkRecord(Record):
     """Models made of one, the original first; ``best`` is the number of the one that was written to ``output``.
 
     ``target_bytes`` bounds the files of weights, ``budget_bytes`` the predicted peak of a training; ``saves`` says of
-    each method that was tried what becomes smaller by it.
+    each method that was tried what becomes smaller by it. One that is not complete is of a search that was stopped.
     """
 
     record_kind: ClassVar[str] = "shrink"
@@ -150,6 +151,7 @@ class ShrinkRecord(Record):
     unused: tuple[Unused, ...] = ()
     saves: dict[str, str] = {}
     seconds: float = 0.0
+    is_complete: bool = True
     versions: dict[str, str] = {}
 
     @property

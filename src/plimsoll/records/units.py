@@ -57,6 +57,16 @@ def format_bytes(num_bytes: int | None) -> str:
     return f"{sign}{size} B"
 
 
+def format_share(part: float, whole: float) -> str:
+    """Write a share for a person, in percent with one decimal; ``"100.0%"`` is all of it and ``"0.0%"`` is nothing.
+
+    What would round to one of these and is not is written as the nearest that says so: ``"99.9%"``, ``"0.1%"``.
+    """
+    if not whole or not 0 < part < whole:
+        return f"{part / (whole or 1):.1%}"
+    return f"{min(max(part / whole, 0.001), 0.999):.1%}"
+
+
 def format_seconds(seconds: float | None) -> str:
     """Write a duration for a person: ``"850 ms"``, ``"12.3 s"``, ``"4 min 05 s"``, ``"3 h 07 min"``."""
     if seconds is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from plimsoll.records.corpus import CorpusFacts, FeedRates, Filling, Inspection, TokenFacts
-from plimsoll.records.units import format_bytes, format_seconds
+from plimsoll.records.units import format_bytes, format_seconds, format_share
 from plimsoll.report.sheets import Column, Sheet
 
 _MOST_SKIPPED = 5
@@ -37,7 +37,9 @@ def skipped_sheet(corpus: CorpusFacts) -> Sheet:
 def label_sheet(corpus: CorpusFacts) -> Sheet:
     """Count the texts of each class, the most frequent first."""
     labels = sorted(corpus.labels, key=lambda label: -label.num_texts)[:_MOST_LABELS]
-    rows = tuple((label.name, f"{label.num_texts:,}", f"{label.num_texts / corpus.num_texts:.1%}") for label in labels)
+    rows = tuple(
+        (label.name, f"{label.num_texts:,}", format_share(label.num_texts, corpus.num_texts)) for label in labels
+    )
     columns = (Column("Class"), Column("Texts", True), Column("Share", True))
     return Sheet(f"Classes, {len(labels)} of {len(corpus.labels):,}", columns, rows)
 
@@ -46,7 +48,7 @@ def tag_sheet(corpus: CorpusFacts) -> Sheet:
     """Count the words of each tag, the most frequent first."""
     num_words = sum(tag.num_words for tag in corpus.tags)
     tags = sorted(corpus.tags, key=lambda tag: -tag.num_words)[:_MOST_LABELS]
-    rows = tuple((tag.name, f"{tag.num_words:,}", f"{tag.num_words / num_words:.1%}") for tag in tags)
+    rows = tuple((tag.name, f"{tag.num_words:,}", format_share(tag.num_words, num_words)) for tag in tags)
     columns = (Column("Tag"), Column("Words", True), Column("Share", True))
     return Sheet(f"Tags, {len(tags)} of {len(corpus.tags):,}", columns, rows)
 
@@ -70,6 +72,8 @@ def length_sheet(inspection: Inspection) -> Sheet:
         ("Mean", f"{inspection.mean_tokens:,.1f}"),
         *((_quantile_name(share), f"{length:,}") for share, length in inspection.quantiles),
         ("All texts together", f"{inspection.num_tokens:,}"),
+        *((("Special tokens", inspection.special_tokens),) if inspection.special_tokens else ()),
+        *((("Borders", f"{inspection.num_borders:,}"),) if inspection.num_borders is not None else ()),
         ("Bytes of the files per token", f"{inspection.bytes_per_token:.2f}"),
     )
     return Sheet(f"Tokens of a text ({of} texts)", (Column("Of the texts"), Column("Tokens", True)), rows)
@@ -96,7 +100,7 @@ def _filling_row(filling: Filling) -> tuple[str, ...]:
     return (
         f"{filling.name} {_THIS_JOB}" if filling.is_this_job else filling.name,
         f"{filling.num_samples:,}",
-        f"{filling.padding_share:.1%}",
+        format_share(filling.padding_share, 1),
         f"{filling.useful_tokens:,.0f}",
         f"{filling.num_dropped_tokens:,}",
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from plimsoll.records.diagnosis import Diagnosis, Finding, Remedy, Share
+from plimsoll.records.diagnosis import ASKED, Diagnosis, Finding, Remedy, Share
 from plimsoll.records.oom_text import OomText
 from plimsoll.records.units import format_bytes
 from plimsoll.report.prediction_sheets import share_text
@@ -129,7 +129,9 @@ def shares_sheet(shares: Sequence[Share]) -> Sheet:
         for one in shares
         if total_bytes
     ]
-    return Sheet("What the peak is made of", _SHARES, tuple(rows))
+    was_refused = any(one.category == ASKED for one in shares)
+    title = "What was in use, and what was asked for" if was_refused else "What the peak is made of"
+    return Sheet(title, _SHARES, tuple(rows))
 
 
 def finding_sheets(finding: Finding) -> tuple[Sheet, Sheet]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from plimsoll.records.embeddings import CompressionFacts, Conversion, FaultCount, SubsetFacts, VectorFile
-from plimsoll.records.units import format_bytes, format_seconds
+from plimsoll.records.units import format_bytes, format_seconds, format_share
 from plimsoll.report.sheets import Column, Sheet
 
 _FACTS = (Column("Property"), Column("Value"))
@@ -22,9 +22,9 @@ _MISSING = {
 
 def subset_sheets(subset: SubsetFacts) -> tuple[Sheet, ...]:
     """Say which words were found, where the rows are, and what was not found."""
-    full_bytes = 4 * subset.num_file_words * subset.dimension
+    full_bytes = 4 * subset.num_entries * subset.dimension
     rows = [
-        ("Vectors", f"{subset.source_format}, {subset.num_file_words:,} words of {subset.dimension} numbers"),
+        ("Vectors", f"{subset.source_format}, {subset.num_entries:,} entries of {subset.dimension} numbers"),
         ("Words", f"{subset.num_words:,}, of {subset.vocabulary}"),
         ("Found", f"{_share(subset.num_found, subset.num_words)} of the words: {_found_as(subset)}"),
     ]
@@ -35,7 +35,7 @@ def subset_sheets(subset: SubsetFacts) -> tuple[Sheet, ...]:
         ("Values", f"mean {subset.mean:.4f}, deviation {subset.deviation:.4f}"),
         ("Rows", f"{subset.num_rows:,} in {subset.precision}, {format_bytes(subset.num_bytes)} in {subset.folder}"),
         ("All of the file", f"would take {format_bytes(full_bytes)}"),
-        ("Time", format_seconds(subset.seconds)),
+        ("Time", _time(subset)),
     ]
     return (
         Sheet(f"Word vectors {subset.source}", _FACTS, tuple(rows)),
@@ -46,10 +46,10 @@ def subset_sheets(subset: SubsetFacts) -> tuple[Sheet, ...]:
 
 def vector_file_sheets(file: VectorFile) -> tuple[Sheet, ...]:
     """Say what is in a file of word vectors."""
-    promised = "" if file.num_promised is None else f", its header says {file.num_promised:,}"
+    promised = "" if file.num_promised is None else f"; its header says {file.num_promised:,}"
     rows = [
         ("Format", file.format),
-        ("Words", f"{file.num_words:,}{promised}"),
+        ("Words", f"{_words(file)}{promised}"),
         ("Numbers of a vector", f"{file.dimension:,}"),
         ("File", format_bytes(file.num_file_bytes)),
         ("In memory", f"{format_bytes(file.num_full_bytes)} in single precision"),
@@ -66,7 +66,7 @@ def conversion_sheets(conversion: Conversion) -> tuple[Sheet, ...]:
     """Say what was written."""
     rows = (
         ("From", conversion.source),
-        ("Words", f"{conversion.num_words:,} of {conversion.dimension} numbers"),
+        ("Words", f"{_words(conversion)}, of {conversion.dimension} numbers"),
         ("Size", f"{format_bytes(conversion.num_bytes)} in {conversion.precision}"),
         ("Time", format_seconds(conversion.seconds)),
     )
@@ -88,7 +88,17 @@ def compression_sheets(compression: CompressionFacts) -> tuple[Sheet, ...]:
 
 
 def _share(part: int, whole: int) -> str:
-    return f"{part:,} ({part / max(whole, 1):.1%})"
+    return f"{part:,} ({format_share(part, whole)})"
+
+
+def _words(file: VectorFile | Conversion) -> str:
+    """The words that have a vector, of what the file has."""
+    return f"{file.num_words:,}" + ("" if file.num_words == file.num_entries else f" in {file.num_entries:,} entries")
+
+
+def _time(subset: SubsetFacts) -> str:
+    seconds = format_seconds(subset.seconds)
+    return f"none: it is from the cache, where reading the file took {seconds}" if subset.is_from_cache else seconds
 
 
 def _found_as(subset: SubsetFacts) -> str:

@@ -15,6 +15,11 @@ _SLOW_SPEED = 0.5
 def headline(record: ShrinkRecord) -> str:
     """Say in one sentence what came of it."""
     original = record.original
+    if not record.is_complete:
+        return (
+            f"stopped after {len(record.models) - 1} ways to make {record.model} smaller, each measured on "
+            f"{record.evaluated_on}: the same command goes on."
+        )
     if record.best is None:
         return (
             f"{len(record.models) - 1} ways to make {record.model} smaller, each measured on {record.evaluated_on}; "
@@ -24,8 +29,19 @@ def headline(record: ShrinkRecord) -> str:
     share = best.file_bytes / original.file_bytes
     return (
         f"{best.name}: {format_bytes(original.file_bytes)} -> {format_bytes(best.file_bytes)} ({share:.0%}), "
-        f"{change_text(original.quality, best.best_quality)}; written to {record.output}.{_slowness(best)}"
+        f"{change_text(original.best_quality, best.best_quality)}{_trainings(original, best)}; written to "
+        f"{record.output}.{_slowness(best)}"
     )
+
+
+def _trainings(original: Small, best: Small) -> str:
+    """Say which of the two that are compared were trained on."""
+    if best.recovered is None:
+        return ""
+    steps = f"{best.recovery_steps:,} more steps"
+    if original.recovered is None:
+        return f" after {steps} (the original, which had none, might be better after as many)"
+    return f", both after {steps} where these helped"
 
 
 def _slowness(small: Small) -> str:

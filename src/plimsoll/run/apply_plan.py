@@ -11,8 +11,10 @@ import subprocess
 import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
-from plimsoll.errors import BudgetError, InputError
+from plimsoll import errors
+from plimsoll.errors import BudgetError, InputError, PlimsollError
 from plimsoll.records.placement import InferencePlan
 from plimsoll.records.units import format_bytes
 from plimsoll.report.plan_sheets import budget_word
@@ -44,7 +46,7 @@ def plan_apart(  # noqa: PLR0917 -- one call
         command += ["--dtype", dtype]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if not plan.is_file():
-            raise InputError(f"cannot plan how {folder} is applied ({_why(done)}): leave --budget out, or correct that")
+            raise _said(done, folder)
         found = InferencePlan.load(plan)
     least_bytes = found.smallest_budget_bytes
     if least_bytes is not None:
@@ -55,9 +57,14 @@ def plan_apart(  # noqa: PLR0917 -- one call
     return found
 
 
-def _why(done: subprocess.CompletedProcess[str]) -> str:
+def _said(done: subprocess.CompletedProcess[str], folder: Path) -> PlimsollError:
+    """What the process said of itself, which names what is wrong; else that it ended."""
     try:
-        message: str = json.loads(done.stdout)["message"]
-    except (ValueError, KeyError, TypeError):
-        return (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-    return message
+        said = json.loads(done.stdout)
+        kind: Any = getattr(errors, said["error"])
+        message = str(said["message"])
+    except (ValueError, KeyError, TypeError, AttributeError):
+        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        return InputError(f"cannot plan how {folder} is applied ({last}): leave --budget out, or correct that")
+    found: PlimsollError = (kind if issubclass(kind, InputError) else InputError)(message)
+    return found

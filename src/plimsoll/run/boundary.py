@@ -65,17 +65,21 @@ def _family(error: BaseException, backend: Backend) -> str | None:
     return None if isinstance(error, PlimsollError) else backend.oom_family(error)
 
 
-def fitting(work: Callable[[], T], backend: Backend, what: str) -> T:
+def fitting(work: Callable[[], T], backend: Backend, what: str, otherwise: str = " or a smaller model") -> T:
     """Run ``work``, which cannot be done in less memory; where it does not fit, say so.
+
+    Args:
+        work: what is done.
+        backend: of the device that has the memory.
+        what: what is done, as in "while building the model".
+        otherwise: what follows "give a larger budget", as another remedy.
 
     Raises:
         OutOfMemoryError: if memory ran out.
     """
     outcome = attempt(work, backend, Position())
     if isinstance(outcome, OomEvent):
-        raise OutOfMemoryError(
-            f"memory ran out while {what} ({outcome.shortage}): give a larger budget or a smaller model"
-        )
+        raise OutOfMemoryError(f"memory ran out while {what} ({outcome.shortage}): give a larger budget{otherwise}")
     return outcome
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from plimsoll.embeddings.host import HostEmbedding
+from plimsoll.embeddings.sparse_gradients import refuse_wrong_gradients
 from plimsoll.errors import DataError, InputError, NonFiniteLossError
 from plimsoll.outside import is_marked
 from plimsoll.ranks import Ranks
@@ -152,9 +153,9 @@ def refuse(
 
     Raises:
         InputError: if the model is wrapped for several devices, the precision or the units are unknown, the model is
-            in half precision under fp16, the processor has no LSTM of the precision, the optimizer needs a closure or
-            is of another model, the micro-batch is no positive number of samples, or the loss cannot be called with a
-            model and a batch.
+            in half precision under fp16, the processor has no LSTM of the precision, the optimizer needs a closure, is
+            of another model or does not take its gradients, the micro-batch is no positive number of samples, or the
+            loss cannot be called with a model and a batch.
     """
     _refuse_loss(loss)
     _refuse_wrapped(model)
@@ -185,6 +186,7 @@ def refuse(
             "optimizer, for example AdamW"
         )
     _refuse_foreign(model, optimizer, precision)
+    refuse_wrong_gradients(optimizer, _sparse_tables(model))
     if micro_batch is None:
         return
     if not isinstance(micro_batch, int) or isinstance(micro_batch, bool):
@@ -196,6 +198,15 @@ def refuse(
         raise InputError(
             f"micro_batch is {micro_batch} samples, but a pass needs at least 1: give a positive number or None"
         )
+
+
+def _sparse_tables(model: nn.Module) -> dict[torch.Tensor, str]:
+    """The parameters that get sparse gradients, and the modules they are of."""
+    return {
+        module.weight: name or "the model"
+        for name, module in model.named_modules()
+        if isinstance(module, HostEmbedding) or (isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse)
+    }
 
 
 def _refuse_loss(loss: object) -> None:

@@ -21,8 +21,9 @@ from plimsoll.assemble import loader_of
 from plimsoll.data.corpus import Corpus
 from plimsoll.data.index import open_corpus
 from plimsoll.data.inspect import index_corpus
+from plimsoll.data.of_job import kinds_of_tokens, reading_of
 from plimsoll.data.order import Order
-from plimsoll.data.prepare import open_datasets, prepare, reading_of
+from plimsoll.data.prepare import open_datasets, prepare
 from plimsoll.data.tokenizer import prepare_tokenizer, tokenizer_threads
 from plimsoll.data.tokens import tokens_folder
 from plimsoll.device.process import private_bytes
@@ -60,7 +61,8 @@ def time_corpus(job: Job, cache: Path, progress: Progress = silent) -> FeedRates
         _rate("read", f"shuffled, {_BATCH_TEXTS} at a time", "texts", (len(texts) for texts in _shuffled(corpus))),
         _rate("tokenize", "all cores", "bytes", (encode(texts) for texts in _in_order(corpus))),
     ]
-    is_ready = job.data.on_the_fly or read_facts(tokens_folder(corpus, tokenizer, cache)) is not None
+    folder = tokens_folder(corpus, tokenizer, cache, **kinds_of_tokens(job))
+    is_ready = job.data.on_the_fly or read_facts(folder) is not None
     try:
         if is_ready or corpus.num_bytes <= _SMALL_BYTES:
             return FeedRates(corpus=facts, rates=(*rates, *_fed(job, cache, progress)))

@@ -26,7 +26,7 @@ from plimsoll.memory.graph import GraphSize, graph_size, has_graph, storage_byte
 from plimsoll.records.diagnosis import GRAPH_IS_GONE
 from plimsoll.records.run import GraphLine, HeldGraph
 from plimsoll.run.held import Held, held_by
-from plimsoll.run.stores import Store, is_read, store_of
+from plimsoll.run.stores import Store, callers, is_read, store_of
 from plimsoll.techniques._over_time import SecondBackward
 from plimsoll.workload import Workload
 
@@ -139,7 +139,7 @@ class GraphWatch:
         marks.add(step, held.tensors[-_MOST_MARKED:])
         if len(alive) < _FEWEST_ALIVE:
             return None
-        marks.store = marks.store or store_of(held.owners, held.variable, held.value)
+        marks.store = marks.store or store_of((*held.owners, *callers()), held.variable, held.value)
         store = marks.store or Store("", "", "")
         size = self._walked(marks, held.tensors)
         return HeldGraph(

@@ -169,7 +169,12 @@ def tokenizer_of(folder: ModelFolder, longest_tokens: int | None, new_tokens: in
     if longest_tokens is None and folder.job is not None:
         limits.append(folder.job.sequence_length)
     longest = longest_tokens if longest_tokens is not None else min(limits, default=None)
-    return ModelTokenizer(tokenizer, longest, with_special=folder.job is None, keeps_end=new_tokens > 0)
+    return ModelTokenizer(tokenizer, longest, with_special=_keeps_template(folder.job), keeps_end=new_tokens > 0)
+
+
+def _keeps_template(job: Job | None) -> bool:
+    """Whether a model reads what its tokenizer puts around a text, as it has since jobs say so: before, none did."""
+    return job is None or "special_tokens" in job.tokenizer.model_fields_set
 
 
 def _room(folder: Path, positions: int, longest_tokens: int | None, new_tokens: int) -> int:

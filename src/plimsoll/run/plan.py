@@ -296,8 +296,19 @@ class Planner:
     def plan(self) -> Plan:
         """Find what fits, or what needs least and the budget in which something is found."""
         found, chosen = self._found()
+        if self._has_grown():
+            found, chosen = self._found()
         smallest_bytes = None if found.fits else self._smallest_bytes(chosen.need_bytes)
         return self._record(found, (chosen, *found.fallbacks), smallest_bytes)
+
+    def _has_grown(self) -> bool:
+        """Whether this process, if it is the one that will train, takes more now: what planning imports and leaves."""
+        if self._target.baseline is None:
+            return False
+        now = self.subject.baseline()
+        grown_bytes = now.likely_bytes - self._target.baseline.likely_bytes
+        self._target = replace(self._target, baseline=now)
+        return grown_bytes > 0
 
     @property
     def limit_bytes(self) -> int:

@@ -20,27 +20,28 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from plimsoll.errors import InputError, OutputError
 from plimsoll.records.base import write_atomically
 from plimsoll.records.job import Job, near
-from plimsoll.records.plan import Choice, Pin
+from plimsoll.records.plan import Choice
 from plimsoll.records.run import RunRecord
 from plimsoll.records.shrink import SHRINK_RECORD, Quality, ShrinkRecord, Small, TrainingCost, Unused
+from plimsoll.records.shrink_methods import METHODS
 from plimsoll.records.units import format_bytes
 from plimsoll.report.plan_sheets import budget_word
 from plimsoll.run.directory import RunDirectory
 from plimsoll.run.shrink_folder import drop_if_empty, opened, refuse_overlap, take
 from plimsoll.run.shrink_process import Chain, Made, Offer, ShrinkProcess, ShrinkRequest, Source
 from plimsoll.run.shrink_recover import Trained, cost_of, train_again
+from plimsoll.run.shrink_request import ShrinkOptions, ShrinkSource, decisive
 from plimsoll.run.shrink_search import Guess, Single, guesses, smallest, varied
 from plimsoll.run.supervise import prepare_data
 from plimsoll.store import Progress, silent
 
-_VALUES = "values"
 _VOCABULARY = "vocabulary"
-_STEPS_OF_ORIGINAL = 4  # of a training that is only looked at: the first one makes states
+_MOST_GUESSED = 8  # chains, of those expected to be smallest, whose size says what can be reached at all
+_SURELY = 1.5  # what others than these may be smaller by: of a BERT 1.15 (150 chains, each looked at)
 _MOST_SIZED = 400  # guesses whose size is looked at, in the order of the loss expected
 _ALONE, _CHAINS = "methods alone", "chains"
 
@@ -51,62 +52,6 @@ class RefusedError(Exception):
     def __init__(self, exit_code: int) -> None:
         super().__init__(exit_code)
         self.exit_code = exit_code
-
-
-@dataclass(frozen=True)
-class ShrinkOptions:
-    """What is wanted.
-
-    Attributes:
-        target_bytes: of the files of weights; ``None``: every method is tried alone, and no model is chosen.
-        budget_bytes: that each training here stays inside, planned as ``plimsoll train --budget`` does it.
-        methods: exactly this chain, in this order; empty: search.
-        forbids: names of methods that are not used.
-        recover_steps: of training behind what changed shapes; 0 for none.
-        distills: whether that training also follows the original's answers.
-        most_tries: chains that are made under the target.
-        most_samples: of the evaluation; ``None`` for all.
-    """
-
-    target_bytes: int | None = None
-    budget_bytes: int | None = None
-    methods: tuple[Pin, ...] = ()
-    forbids: tuple[str, ...] = ()
-    recover_steps: int = 0
-    distills: bool = True
-    most_tries: int = 4
-    most_samples: int | None = None
-
-
-@dataclass(frozen=True)
-class ShrinkSource:
-    """The model, and what it is judged by: a job whose ``model`` is the folder, or texts for a model of embeddings.
-
-    ``cache`` holds the tokens of the job already, where it was trained here; ``trained`` is the record of that run.
-    """
-
-    folder: Path
-    job: Job | None = None
-    data: Path | None = None
-    columns: tuple[str, ...] | None = None
-    has_header: bool | None = None
-    cache: Path | None = None
-    trained: Path | None = None
-
-    @property
-    def belongings(self) -> tuple[Path, ...]:
-        """What is read while smaller models are made."""
-        paths = (self.folder, self.data, self.cache, self.trained)
-        sources = [] if self.job is None else [Path(one) for one in self.job.data.sources]
-        return (*(path for path in paths if path is not None), *sources)
-
-    @property
-    def described(self) -> str:
-        """What the quality is measured on, in words."""
-        if self.job is None:
-            return f"the texts of {self.data}"
-        validation = self.job.data.validation
-        return f"{validation:.0%} of the training data" if isinstance(validation, float) else str(validation)
 
 
 def shrink(
@@ -137,8 +82,11 @@ def shrink(
         OutputError: if ``out`` is there and is of something else, or cannot be written.
     """
     began = time.monotonic()
+    for name in options.forbids:
+        if name not in METHODS:
+            raise InputError(f"--forbid {name}: there is no such method; {near(name, METHODS)}")
     refuse_overlap(out, source.belongings)
-    work = opened(out, _asked(source, options), force)
+    work = opened(out, decisive(source, options), force)
     with ExitStack() as unfinished:
         unfinished.callback(drop_if_empty, work)  # which would be in the way of a command that is put right
         record, folder = _made_in(work, source, out, options, quiet, progress, say)
@@ -156,10 +104,8 @@ def _made_in(  # noqa: PLR0917 -- as `shrink` has them
     work: Path, source: ShrinkSource, out: Path, options: ShrinkOptions, quiet: bool, progress: Progress,
     say: Callable[[str], None],
 ) -> tuple[ShrinkRecord, Path | None]:  # fmt: skip
-    """Prepare the data, start the process that makes models, and search."""
+    """Start the process that makes models, refuse what cannot be, prepare the data, and search."""
     cache = source.cache or work / "data"
-    if source.job is not None:
-        _prepare(source.job, work, cache, quiet)
     request = ShrinkRequest(
         folder=str(source.folder.absolute()), cache=str(cache.absolute()), job=source.job,
         data=None if source.data is None else str(source.data.absolute()), columns=source.columns,
@@ -167,7 +113,11 @@ def _made_in(  # noqa: PLR0917 -- as `shrink` has them
     )  # fmt: skip
     request.save(work / "request.json")
     with ShrinkProcess(work / "request.json") as process:
-        return _Shrinking(source, options, work, cache, process, progress, say).run(str(out))
+        if options.methods:
+            process.check(options.methods)
+        if source.job is not None:
+            _prepare(source.job, work, cache, quiet)
+        return _Shrinking(source, options, str(out), work, cache, process, progress, say).run()
 
 
 @dataclass
@@ -176,6 +126,7 @@ class _Shrinking:
 
     source: ShrinkSource
     options: ShrinkOptions
+    out: str
     work: Path
     cache: Path
     process: ShrinkProcess
@@ -185,33 +136,72 @@ class _Shrinking:
     _models: list[Small] = field(default_factory=list)
     _failed: list[Unused] = field(default_factory=list)
 
-    def run(self, out: str) -> tuple[ShrinkRecord, Path | None]:
+    def run(self) -> tuple[ShrinkRecord, Path | None]:
         """Try what is wanted; return the record, and the folder of the model that was chosen."""
+        self.say(f"asking {len(METHODS)} methods what they have for {self.source.folder}")
         offers = self.process.offers()
-        for name in self.options.forbids:
-            if name not in (known := [one.method for one in offers]):
-                raise InputError(f"--forbid {name}: there is no such method; {near(name, known)}")
         self._offers = tuple(one for one in offers if one.method not in self.options.forbids)
-        self._models = [self._original()]
+        if self.options.target_bytes is not None:
+            self._refuse_hopeless(self.options.target_bytes)
+        self._add(self._original())
         if self.options.methods:
-            self._add(self._made(self.process.resolved(self.options.methods), recovers=True))
+            self._add(self._made(self.options.methods, recovers=True))
             best: int | None = 1
         else:
             self._try_alone()
             best = self._search() if self.options.target_bytes is not None else None
-        record = ShrinkRecord(
+        return self._record(best), None if best is None else self._place(self._models[best].chain) / "model"
+
+    def _record(self, best: int | None, is_complete: bool = True) -> ShrinkRecord:
+        """What was found so far."""
+        return ShrinkRecord(
             model=str(self.source.folder),
             task="embed" if self.source.job is None else self.source.job.task,
             evaluated_on=f"{self.source.described}, {self._models[0].quality.num_samples:,} samples",
-            output=out,
+            output=self.out,
             target_bytes=self.options.target_bytes,
             budget_bytes=self.options.budget_bytes,
             models=tuple(self._models),
             best=best,
             unused=(*self._not_offered(), *self._failed),
             saves={one.method: one.saves for one in self._offers if one.method in self._used()},
+            is_complete=is_complete,
         )
-        return record, None if best is None else self._place(self._models[best].chain) / "model"
+
+    def _refuse_hopeless(self, target_bytes: int) -> None:
+        """Refuse a target far below what the methods reach together, before any model is made.
+
+        Sizes are looked at without making models; which chains are looked at is a guess, hence the margin. What is
+        near is left to the search.
+        """
+        original_bytes = self.process.weight_bytes(())
+        assert original_bytes is not None
+        alone = [(offer, choice) for offer in self._offers for choice in offer.choices]
+        sizes = [(offer, choice, self.process.weight_bytes((choice,))) for offer, choice in alone]
+        orders = {offer.method: number for number, offer in enumerate(self._offers)}
+        singles = [
+            Single(choice, num_bytes / original_bytes, 0.0, orders[offer.method], self._is_last(choice))
+            for offer, choice, num_bytes in sizes
+            if num_bytes is not None
+        ]
+        found = [(original_bytes, "the original")]
+        for guess in smallest(singles)[:_MOST_SIZED]:
+            num_bytes = self.process.weight_bytes(guess.chain)
+            if num_bytes is not None:
+                found.append((num_bytes, " > ".join(map(str, guess.chain))))
+                if num_bytes <= target_bytes * _SURELY:
+                    return
+            if len(found) > _MOST_GUESSED:
+                break
+        raise self._unreached(target_bytes, *min(found))
+
+    def _unreached(self, target_bytes: int, smallest_bytes: int, name: str, more: str = "") -> InputError:
+        without = f" without {', '.join(self.options.forbids)}" if self.options.forbids else ""
+        return InputError(
+            f"no chain of methods{without}{more} reaches {format_bytes(target_bytes)}: the smallest has about "
+            f"{format_bytes(smallest_bytes)} ({name}); give --target {budget_word(smallest_bytes)} or more, or a "
+            "chain of your own with --method"
+        )
 
     def _not_offered(self) -> Iterator[Unused]:
         """Methods that have nothing for this model, where all were asked."""
@@ -223,25 +213,22 @@ class _Shrinking:
         return {choice.technique for model in self._models for choice in model.chain}
 
     def _original(self) -> Small:
-        small = self._made((), recovers=False)
-        cost = self._cost_of_original()
-        if cost is None or small.training is None:
-            return small
-        return small.model_copy(update={"training": cost.model_copy(update={"predicted": small.training.predicted})})
-
-    def _cost_of_original(self) -> TrainingCost | None:
-        """What training the original took, or where others are trained here, takes."""
+        """The original; trained as long as others are, so that what training alone gives is not taken for theirs."""
+        if self.options.recover_steps and self.source.job is not None:
+            self.say(f"training the original for {self.options.recover_steps} steps, as the others will be")
+        try:
+            small = self._made((), recovers=True)
+        except InputError as error:  # it may be why it is to become smaller
+            small = self._made((), recovers=False)
+            self._failed.append(Unused(method="the original, trained as long", reason=str(error)))
+            self.say(f"the original cannot be trained here: {error}")
+        inference = small.inference and small.inference.model_copy(update={"speed": 1.0})  # what was timed is chance
+        training = small.training
         if self.source.trained is not None:
             record = RunRecord.load(self.source.trained)
-            return cost_of(record, has_teacher=bool(record.job.get("distill")))
-        if not self.options.recover_steps or self.source.job is None:
-            return None
-        self.say("training the original for some steps, to see what it takes; they are thrown away")
-        try:
-            return self._train(Source(folder=str(self.source.folder)), self._place(()), _STEPS_OF_ORIGINAL, None).cost
-        except InputError as error:  # it may be why it is to become smaller
-            self.say(f"the original cannot be trained here: {error}")
-            return None
+            cost = cost_of(record, has_teacher=bool(record.job.get("distill")))
+            training = cost.model_copy(update={"predicted": training and training.predicted})
+        return small.model_copy(update={"inference": inference, "training": training})
 
     def _try_alone(self) -> None:
         """Make what every method offers, each alone."""
@@ -249,7 +236,7 @@ class _Shrinking:
         for number, chain in enumerate(chains):
             self.progress(_ALONE, number, len(chains))
             # Only what is chosen, or shown as such, is worth a training.
-            self._try(chain, recovers=self.options.target_bytes is None)
+            self._try(chain, f"{number + 1} of {len(chains)}", recovers=self.options.target_bytes is None)
         self.progress(_ALONE, len(chains), len(chains))
 
     def _search(self) -> int:
@@ -259,22 +246,17 @@ class _Shrinking:
         taken = self._chains(target_bytes)
         for number, guess in enumerate(taken):
             self.progress(_CHAINS, number, len(taken))
-            self._try(guess.chain, recovers=True)
+            self._try(guess.chain, f"chain {number + 1} of {len(taken)}", recovers=True)
         self.progress(_CHAINS, len(taken), len(taken))
         self._models = [self._judged(model, target_bytes) for model in self._models]
         fitting = [number for number, model in enumerate(self._models) if not model.rejected]
         if fitting:
             return max(fitting, key=lambda number: self._models[number].best_quality.rank)
-        smallest_bytes, name = self._smallest()
-        without = f" without {', '.join(self.options.forbids)}" if self.options.forbids else ""
+        more = ""
         if self._failed:
             last = self._failed[-1]
-            without += f" ({len(self._failed)} could not be made, the last {last.method}: {last.reason})"
-        raise InputError(
-            f"no chain of methods{without} reaches {format_bytes(target_bytes)}: the smallest has about "
-            f"{format_bytes(smallest_bytes)} ({name}); give --target {budget_word(smallest_bytes)} or more, or a "
-            "chain of your own with --method"
-        )
+            more = f" ({len(self._failed)} could not be made, the last {last.method}: {last.reason})"
+        raise self._unreached(target_bytes, *self._smallest(), more)
 
     def _smallest(self) -> tuple[int, str]:
         """What the methods reach together, and how."""
@@ -325,26 +307,28 @@ class _Shrinking:
             if len(model.chain) == 1
         ]
 
-    def _try(self, chain: Chain, recovers: bool) -> None:
+    def _try(self, chain: Chain, where: str, recovers: bool) -> None:
         """Make a model; one that cannot be made, evaluated or trained is said, and the others are tried."""
         try:
-            self._add(self._made(chain, recovers))
+            self._add(self._made(chain, recovers), f"{where}, ")
         except InputError as error:
             name = " > ".join(map(str, chain))
             self._models = [one for one in self._models if one.chain != chain]  # its folder is another by now
             self._failed.append(Unused(method=name, reason=str(error)))
-            self.say(f"{name}: {error}")
+            self.say(f"{where}, {name}: {error}")
 
-    def _add(self, small: Small) -> None:
-        """Have a model in the list, in the place of what the same chain came to without training."""
+    def _add(self, small: Small, where: str = "") -> None:
+        """Have a model in the list, in the place of what the same chain came to without training, and say it."""
         self._models = [*(one for one in self._models if one.chain != small.chain), small]
-        self.say(_sentence(small))
+        self.say(f"{where}{_sentence(small, self._models[0])}")
+        self._record(None, is_complete=False).save(self.work / SHRINK_RECORD)
 
     def _can_recover(self, chain: Chain) -> bool:
-        return self.source.job is not None and any(not self._is_last(choice) for choice in chain)
+        """Whether a training changes what a chain made: not where all it did was to give values fewer bits."""
+        return self.source.job is not None and not (chain and all(map(self._is_last, chain)))
 
     def _is_last(self, choice: Choice) -> bool:
-        return any(offer.method == choice.technique and offer.stage == _VALUES for offer in self._offers)
+        return METHODS[choice.technique].stage == "values"
 
     def _made(self, chain: Chain, recovers: bool) -> Small:
         """Make a model, train it where wanted, and measure it; what was done before is read."""
@@ -365,7 +349,8 @@ class _Shrinking:
                 take(place / "recovered", folder)
                 made = again.model_copy(update={"quality": made.quality})
         final = Source(folder=str(folder), tokenizer=_tokenizer(folder, made))
-        if training is None and self.source.job is not None and not any(map(self._is_last, chain)):
+        is_asked = self.source.is_to_train or self.options.recover_steps
+        if training is None and is_asked and self.source.job is not None and not any(map(self._is_last, chain)):
             training = TrainingCost(predicted=self.process.predicted_training(final))
         small = Small(
             chain=chain,
@@ -413,7 +398,7 @@ class _Shrinking:
         values = chain[len(structure) :]
         untrained = self._fresh(Source(folder=str(self.source.folder)), structure, place / "untrained")
         begun = Source(folder=str(place / "untrained"), tokenizer=_tokenizer(place / "untrained", untrained))
-        teacher = self._teacher(structure, place) if self.options.distills else None
+        teacher = self._teacher(structure, place) if self.options.distills and chain else None
         trained = self._train(begun, place, self.options.recover_steps, teacher)
         predicted = self.process.predicted_training(begun, teacher)
         source = Source(folder=str(trained.folder), tokenizer=begun.tokenizer)
@@ -441,15 +426,15 @@ def _tokenizer(folder: Path, made: Made) -> str | None:
     return str(folder) if made.has_own_tokenizer else None
 
 
-def _sentence(small: Small) -> str:
-    quality = small.best_quality
+def _sentence(small: Small, original: Small) -> str:
+    quality, share = small.best_quality, small.file_bytes / original.file_bytes
     known = [
         *([f"accuracy {quality.accuracy:.1%}"] if quality.accuracy is not None else []),
         *([f"entity F1 {quality.entity_f1:.1%}"] if quality.entity_f1 is not None else []),
         *([f"similarity {quality.similarity:.4f}"] if quality.similarity is not None else []),
         *([f"perplexity {quality.perplexity:,.1f}"] if quality.perplexity is not None else []),
     ]
-    return f"{small.name}: {format_bytes(small.file_bytes)}, {', '.join(known)}"
+    return f"{small.name}: {format_bytes(small.file_bytes)} ({share:.0%}), {', '.join(known)}"
 
 
 def _prepare(job: Job, work: Path, cache: Path, quiet: bool) -> None:
@@ -471,21 +456,3 @@ def _prepare(job: Job, work: Path, cache: Path, quiet: bool) -> None:
             f"the texts of {job.data.train} are others than those that {work} was begun with: give --force"
         )
     write_atomically(key_file, key.encode())
-
-
-def _asked(source: ShrinkSource, options: ShrinkOptions) -> dict[str, Any]:
-    """What decides what each chain comes to; which chains are made may differ from one command to the next."""
-    model = sorted(path for path in source.folder.iterdir() if path.is_file())
-    data = [] if source.data is None else [source.data]
-    return {
-        "model": [_stamp(path) for path in model],
-        "job": None if source.job is None else source.job.model_dump(mode="json"),
-        "data": [[_stamp(path) for path in data], list(source.columns or ()), source.has_header],
-        "samples": options.most_samples,
-        "recovery": [options.recover_steps, options.distills, options.budget_bytes] if options.recover_steps else None,
-    }
-
-
-def _stamp(path: Path) -> list[Any]:
-    facts = path.stat()
-    return [path.name, facts.st_size, facts.st_mtime_ns]

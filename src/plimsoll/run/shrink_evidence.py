@@ -131,7 +131,7 @@ class JobEvidence:
         prepared = self._data(tokenizer).prepared
         # What was trained for integers has dense weights, which `int8` rounds once and for all.
         job = self.job_for(folder, tokenizer).model_copy(update={"quantization_aware": None})
-        return build_model(job, prepared.vocab_size, prepared.num_labels, prepared.end_id).eval()
+        return build_model(job, prepared.vocab_size, prepared.num_labels, prepared.end_id, prepared.pad_id).eval()
 
     def calibration(self, tokenizer: Path | None) -> Calibration:
         """As `Evidence.calibration`; batches are drawn evenly from the training samples, which come in no order."""
@@ -222,7 +222,7 @@ class JobEvidence:
         if len(folders) < len(parts):  # tokenized on the fly: nobody counts them before they are read
             return None
         total = np.zeros(prepared.vocab_size, np.int64)
-        for folder in folders:
+        for folder in dict.fromkeys(folders):  # what is held out of texts lies beside the others
             total += token_counts(folder, prepared.vocab_size)
         return total
 

@@ -13,7 +13,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar, NoReturn, Self
@@ -23,7 +23,7 @@ from plimsoll.errors import InputError, KilledError, PlimsollError
 from plimsoll.forked import ending_with_this
 from plimsoll.records.base import Frozen, Record
 from plimsoll.records.job import Job
-from plimsoll.records.plan import Choice, Pin
+from plimsoll.records.plan import Choice
 from plimsoll.records.prediction import Estimate
 from plimsoll.records.shrink import Form, InferenceCost, Quality
 
@@ -98,10 +98,9 @@ class ShrinkProcess:
         """Ask what each method has for the original."""
         return tuple(Offer.model_validate(one) for one in self._ask("offers"))
 
-    def resolved(self, pins: Sequence[Pin]) -> Chain:
-        """Ask what a chain is that a user wrote, with the names of options that were left out."""
-        found = self._ask("resolved", pins=[pin.model_dump() for pin in pins])
-        return tuple(Choice.model_validate(one) for one in found)
+    def check(self, chain: Chain) -> None:
+        """Have a chain refused that cannot be made of the original, by its configuration alone."""
+        self._ask("check", chain=_plain(chain))
 
     def weight_bytes(self, chain: Chain) -> int | None:
         """Ask what the weights have after a chain; ``None`` if it is refused."""

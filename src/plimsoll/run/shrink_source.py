@@ -15,7 +15,7 @@ from typing import Any
 from plimsoll.errors import DataError, InputError, JobError
 from plimsoll.records.job import Job
 from plimsoll.run.directory import RunDirectory
-from plimsoll.run.shrink import ShrinkSource
+from plimsoll.run.shrink_request import ShrinkSource
 
 _LONGEST_TOKENS = 256  # of a sample of a folder's job, where the model reads more
 _LENGTH_FIELDS = ("max_position_embeddings", "n_positions")
@@ -66,11 +66,18 @@ def find_source(  # noqa: PLR0917 -- options of one command
 
 
 def _of_run(run: RunDirectory, changes: tuple[str, ...]) -> ShrinkSource:
+    given = Job.from_yaml(run.job, changes)
     if not (run.model / "config.json").is_file():
+        if any(run.model.glob("*.safetensors")):
+            raise JobError(
+                f"the run {run.path} trained {given.model}, a model of your own, and only your code knows its "
+                "structure: methods are for models of transformers and lstm, gru and rnn; use torchao's `quantize_` "
+                "in your own code"
+            )
         raise JobError(
             f"the run {run.path} has no model yet: finish it, run `plimsoll train --resume --out {run.path}`"
         )
-    job = _ready(Job.from_yaml(run.job, changes), run.model)
+    job = _ready(given, run.model)
     record = run.record if run.record.is_file() else None
     cache = run.cache if run.cache.is_dir() else None
     return ShrinkSource(run.model, job, cache=cache, trained=record)
@@ -123,7 +130,7 @@ def _of_folder(  # noqa: PLR0917 -- options of one command
         "sequence_length": min([_LONGEST_TOKENS, *limits]),
         "optimizer": {"name": "adamw", "lr": _LEARNING_RATE},
     }
-    return ShrinkSource(folder, _ready(Job.from_plain(fields, Path(), changes), folder))
+    return ShrinkSource(folder, _ready(Job.from_plain(fields, Path(), changes), folder), is_to_train=False)
 
 
 def _ready(job: Job, folder: Path) -> Job:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -34,13 +34,15 @@ from plimsoll.forked import ending_with_this
 from plimsoll.memory.lowering.cpu import CpuLowering
 from plimsoll.models.hugging_face import MODEL_FAULTS
 from plimsoll.models.inference import InferenceTask
+from plimsoll.models.loading import sketch_checkpoint
+from plimsoll.models.recurrent_skeleton import recurrent_fields, recurrent_skeleton
 from plimsoll.models.shrunk import form_of, save_subject
 from plimsoll.records.distill import DistillSource
 from plimsoll.records.heap import TIGHT_HEAP
-from plimsoll.records.job import near
-from plimsoll.records.plan import Choice, Pin, micro_batch_choice
+from plimsoll.records.plan import Choice, micro_batch_choice
 from plimsoll.records.prediction import Estimate
 from plimsoll.records.shrink import InferenceCost, Quality
+from plimsoll.records.shrink_methods import METHODS, check_method
 from plimsoll.run.boundary import fitting
 from plimsoll.run.inference_model import import_first, load_for_inference, stored_dtype
 from plimsoll.run.rehearse import rehearse_job
@@ -49,9 +51,12 @@ from plimsoll.run.shrink_evidence import Evidence, JobEvidence, TextEvidence
 from plimsoll.run.shrink_process import Made, Offer, ShrinkRequest, Source
 from plimsoll.run.targets import StartedBaseline, find_target
 from plimsoll.techniques.heap import Heap
+from plimsoll.weights.loading import open_checkpoint
 from plimsoll.weights.parts import cast_saved, model_bytes, with_parts
 from plimsoll.weights.shrink import SHRINKERS, Calibration, Shrinker, Subject
-from plimsoll.weights.shrink._options import unknown_option
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 _PASSES_MEASURED = 8
 _TIGHT = Choice(technique=Heap.name, options={"mapped_from": "128KiB"})  # the heap that a peak is measured in
@@ -73,40 +78,28 @@ class Workshop:
         for method in SHRINKERS.values():
             menu = self.evidence.cannot_judge(method.name) or method.menu(subject)
             offered = {"reason": menu} if isinstance(menu, str) else {"choices": menu}
-            known = {"method": method.name, "stage": method.stage, "saves": method.saves}
+            known = {"method": method.name, "stage": METHODS[method.name].stage, "saves": method.saves}
             found.append(Offer.model_validate(known | offered))
         return tuple(found)
 
-    def resolved(self, pins: Sequence[Pin]) -> tuple[Choice, ...]:
-        """Return the choices that a user wrote, with the names of options that were left out.
+    def check(self, chain: Sequence[Choice]) -> None:
+        """Refuse a chain that cannot be made of the original, by its configuration alone.
+
+        Neither weights nor texts are read; a method may still refuse what these hold.
 
         Raises:
-            WeightsError: if there is no such method or option, or what changes shapes comes behind what changes values.
+            WeightsError: it says why.
         """
-        found: list[Choice] = []
-        for pin in pins:
-            method = _method(pin.technique)
-            given = dict(pin.options)
-            if pin.value is not None:
-                given[next(iter(method.options), "value")] = pin.value
-            choice = Choice(technique=method.name, options=given)
-            fault = unknown_option(choice, method.options)
-            if fault is not None:
-                raise WeightsError(fault)
-            if found and _method(found[-1].technique).stage == "values" and method.stage != "values":
-                raise WeightsError(
-                    f"{method.name} changes shapes and {found[-1]} the bits of values, which must be last: give "
-                    f"--method {method.name} before --method {found[-1].technique}"
-                )
-            found.append(choice)
-        return tuple(found)
+        subject = Subject(self._bare(), self._tokenizer(self.folder))
+        for choice in chain:
+            self._apply(subject, choice, Calibration())
 
     def weight_bytes(self, chain: Sequence[Choice]) -> int | None:
         """Return the bytes of the weights after a chain, without making it; ``None`` if a method refuses its part."""
         subject, is_stored = self._sketch(), False
         try:
             for choice in chain:
-                if _method(choice.technique).stage == "values" and not is_stored:
+                if METHODS[choice.technique].stage == "values" and not is_stored:
                     cast_saved(subject.model, stored_dtype(self.folder))
                     is_stored = True
                 counts = "corpus" in _method(choice.technique).needs(choice)
@@ -137,7 +130,7 @@ class Workshop:
             tokenizer = None if source.tokenizer is None else Path(source.tokenizer)
             dtype, is_stored = stored_dtype(Path(source.folder)), False
             for number, choice in enumerate(chain):
-                if _method(choice.technique).stage == "values" and not is_stored:
+                if METHODS[choice.technique].stage == "values" and not is_stored:
                     cast_saved(subject.model, dtype)
                     is_stored = True
                 before = subject.tokenizer
@@ -201,13 +194,24 @@ class Workshop:
             self._sketched = Subject(_on_meta(given.model), given.tokenizer)
         return Subject(copy.deepcopy(self._sketched.model), self._sketched.tokenizer)
 
+    def _bare(self) -> nn.Module:
+        """The original on the meta device, of which nothing but the sizes is read."""
+        fields = recurrent_fields(self.folder)
+        if fields is not None:
+            return recurrent_skeleton(open_checkpoint(self.folder), fields, None, {}).model
+        skeleton, _ = sketch_checkpoint(self.folder, head=self.evidence.head)
+        bare: nn.Module = skeleton.model
+        return bare
+
     def _subject(self, folder: Path, tokenizer: str | None) -> Subject:
         own = None if tokenizer is None else Path(tokenizer)
+        return Subject(self.evidence.load(folder, own), self._tokenizer(own or folder))
+
+    def _tokenizer(self, folder: Path) -> PreTrainedTokenizerFast | None:
         try:
-            found = load_model_tokenizer(own or folder)
+            return load_model_tokenizer(folder)
         except DataError:  # a program of one's own may have another
-            found = None
-        return Subject(self.evidence.load(folder, own), found)
+            return None
 
     def _calibration(self, choice: Choice, tokenizer: Path | None) -> Calibration:
         return self.evidence.calibration(tokenizer) if _method(choice.technique).needs(choice) else Calibration()
@@ -271,7 +275,7 @@ def answers_of(request: ShrinkRequest) -> dict[str, Callable[..., Any]]:
 
     return {
         "offers": lambda: [one.model_dump() for one in workshop.offers()],
-        "resolved": lambda pins: [one.model_dump() for one in workshop.resolved([Pin.model_validate(p) for p in pins])],
+        "check": lambda chain: workshop.check(chain_of(chain)),
         "weight_bytes": lambda chain: workshop.weight_bytes(chain_of(chain)),
         "make": make,
         "measured": measured_apart,
@@ -354,8 +358,7 @@ def _compute_of(task: InferenceTask | None) -> Any:
 
 
 def _method(name: str) -> Shrinker:
-    if name not in SHRINKERS:
-        raise WeightsError(f"there is no method `{name}`; {near(name, SHRINKERS)}")
+    check_method(name)
     return SHRINKERS[name]
 
 

@@ -64,11 +64,11 @@ from plimsoll.run.rungs import Rungs, after_oom, ladder_of
 from plimsoll.run.sparse import clip
 from plimsoll.run.together import attempt_together, told_by_all
 from plimsoll.run.undo import Undo
+from plimsoll.run.unreached import UnreachedWatch
 from plimsoll.techniques._whole import WholeBatch
 from plimsoll.workload import LossFunction, Precision, Units, Workload, model_loss, move_batch
 
 T = TypeVar("T")
-
 _SMALLEST_SCALE = 1.0  # fp16 steps are skipped while the scale falls; below this the loss itself is not finite
 
 
@@ -89,15 +89,14 @@ class TrainStep:
         schedule: a learning-rate schedule, stepped after every update.
         precision: ``"fp32"``, or ``"bf16"`` / ``"fp16"`` by autocast (fp16 with a gradient scaler).
         recut_batch_norm: allow cutting a batch although BatchNorm's statistics then differ from the whole batch's.
-        recut_loss: allow cutting a batch although its loss is not shown to be the sum of those of its parts.
-        never_cut: keep every batch whole.
+        recut_loss: allow cutting a batch although its loss is not shown to be the sum of those of its parts;
+            ``never_cut`` keeps every batch whole.
         grow_after: clean steps after which the next larger micro-batch is tried.
+        files: what the model was made in, where that was not memory.
         full_length: the tokens of the longest sample there will be. With it, and where samples of alike length are put
             together, a micro-batch is so many samples of that length, and as many more of shorter ones as have no more
             elements; without it, of the longest of each batch.
-        backend: stands in for the device's, in a rehearsal.
-        position: where the step says what it does; of its own by default.
-        files: what the model was made in, where that was not memory.
+        backend, position: stand in for the device's and the step's own, in a rehearsal.
         ranks: who trains the same model on the other parts of each batch; each has made the same step.
 
     Raises:
@@ -142,12 +141,12 @@ class TrainStep:
         self.position = position or Position()
         self.backend: Backend = backend or backend_for(str(device))
         self.ladder: Ladder | None = None
-        self.additivity = Additivity(self.workload, self.backend, self.position, recut_loss, never_cut)
+        told = self.workload, self.backend, self.position
+        self.additivity = Additivity(*told, recut_loss, never_cut)
         self._rungs = Rungs(self.workload, rungs or ())
         model, optimizer, precision = self.workload.model, self.workload.optimizer, self.workload.precision
         self._learned: dict[str, Any] | None = None
-        self._first_micro_batch = micro_batch
-        self._grow_after = grow_after
+        self._first_micro_batch, self._grow_after = micro_batch, grow_after
         self._whole = WholeBatch(self.workload, recut_batch_norm)
         self._parameters = list(model.parameters())  # walking the modules anew in every step would cost more
         self._undo = Undo(model, self.backend)
@@ -156,9 +155,8 @@ class TrainStep:
         self._early: EarlyUpdate | None = None
         self._spare = Spare(self.workload, is_lent=False)
         self.graphs = GraphWatch(self.workload, self.backend)
-        self._evaluator = Evaluator(
-            self.workload, self.backend, self.position, self._shape_of, grow_after, self.additivity
-        )
+        self._unreached = UnreachedWatch(model, is_done=backend is not None)  # a rehearsal is not a training
+        self._evaluator = Evaluator(*told, self._shape_of, grow_after, self.additivity)
         if micro_batch is not None or rungs:
             self._evaluator.begin_at(micro_batch or self._rungs.sizes[0].samples)
         self._scaler = torch.amp.GradScaler(device.type) if precision == "fp16" else None
@@ -176,9 +174,7 @@ class TrainStep:
     @property
     def rung(self) -> int:
         """The rung in force; 0 before the first batch, unless a checkpoint or a death says otherwise."""
-        if self.ladder is None and not self._rungs.sizes:
-            return 0
-        return self._ladder_for(0).in_force
+        return 0 if self.ladder is None and not self._rungs.sizes else self._ladder_for(0).in_force
 
     @property
     def num_steps(self) -> int:
@@ -186,7 +182,7 @@ class TrainStep:
         return self.position.step
 
     def __call__(self, batch: Any, on_oom: Callable[[OomEvent], None] | None = None) -> StepResult:
-        """Do one optimizer step on ``batch``, whatever number of pieces it takes.
+        """Do one optimizer step on ``batch``, in as many pieces as it takes.
 
         Args:
             batch: a dict, tuple, list or tensor whose tensors have the samples in dimension 0.
@@ -195,12 +191,12 @@ class TrainStep:
         Raises:
             OutOfMemoryError: if memory ran out and no smaller micro-batch is left; the step is undone.
             NonFiniteLossError: if the loss is NaN or infinite; the step is undone.
-            InputError: if the batch cannot be cut, or must not be (BatchNorm, scale_grad_by_freq).
+            InputError: if the batch cannot be cut, or must not be.
         """
         started = time.perf_counter()
         own = self._shape_of(batch)
-        shape, num_samples, some_have_none = parts_of_all(own, self.ranks)
-        self._spare = Spare(self.workload, is_lent=some_have_none)
+        shape, num_samples, lends = parts_of_all(own, self.ranks)
+        self._spare = Spare(self.workload, is_lent=lends)
         refuse_no_target(shape, self.num_steps + 1)
         ladder = self._ladder_for(shape.num_samples)
         rung = self._allowed(batch, ladder, ladder.choose(shape.elements_per_sample), shape)
@@ -289,6 +285,7 @@ class TrainStep:
             OutOfMemoryError: if a model that is shared out over the ranks is not whole again on all of them.
         """
         self._commit.forget()
+        self._unreached.close()
         is_shared = self.workload.sharded is not None  # then all ranks close, and none waits for one that fails in it
         event = attempt_together(self._rungs.close, self.backend, self.position, self.ranks if is_shared else Ranks())
         if isinstance(event, OomEvent) and is_shared:
@@ -341,6 +338,7 @@ class TrainStep:
         self._early = None
         self.position.step += 1
         self.graphs.look(self.num_steps)
+        self._unreached.look(self.num_steps)
         if self._scaler is not None:
             self._scaler.update()
         if updated and self.workload.schedule is not None:
@@ -410,6 +408,8 @@ class TrainStep:
         pieces = weighted_pieces(batch, micro_batch, own, self.workload, shape.num_units)
         if self.workload.sharded:
             pieces = self._spare.filled(pieces, -(-shape.num_samples // micro_batch))
+        else:
+            self._unreached.begin()
         self._early = early_update(self.workload, micro_batch, own.num_samples)
         with self._early.in_backward() if self._early else nullcontext():
             for piece, share, _ in pieces:
@@ -461,7 +461,7 @@ class TrainStep:
             self.workload.sharded.reset()
         if self._early is not None:
             self._early.undo()
-            self._early = None
+        self._early = None
         self._commit.forget()
         self._undo.restore()
         if self._scaler is not None:
@@ -488,7 +488,7 @@ class TrainStep:
     def _allowed(self, batch: Any, ladder: Ladder, rung: int, shape: Shape) -> int:
         """The rung to begin with, which cuts only where the loss allows it."""
         if not self.ranks.is_alone or ladder.sizes[rung].samples < shape.num_samples:
-            self._together(partial(self._use, ladder.sizes[rung].level))  # without which there may be no room
+            self._together(partial(self._use, ladder.sizes[rung].level))  # for there to be room
             self._rungs.keep_whole(ladder, self._whole, partial(self.additivity.before_cut, batch), shape)
             rung = ladder.choose(shape.elements_per_sample)
         refuse_recut(self._whole.reason(), ladder.sizes[rung].samples, shape, self.ranks)

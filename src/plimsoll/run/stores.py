@@ -4,7 +4,8 @@ Read from the source of the functions of the class (or of the loss function) wit
 as one of several targets, item by item or with ``+=``, and calls such as ``.append(...)`` on it. A line that detaches
 already, or stores a constant, is not the one; ``__init__`` is looked at last.
 
-Does NOT cover code without a source file, ``setattr``, and functions that do not belong to the object's own class.
+Where the object's own code does not store it, the code around the step may (`callers`): a loop that adds to a list of
+the model. Does NOT cover code without a source file, ``setattr``, and other functions.
 """
 
 from __future__ import annotations
@@ -12,13 +13,20 @@ from __future__ import annotations
 import ast
 import inspect
 import os
+import sys
+import sysconfig
 import textwrap
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 
 from torch import nn
 
+_LIBRARIES = (
+    f"{Path(__file__).parents[1]}{os.sep}",
+    *(f"{path}{os.sep}" for name, path in sysconfig.get_paths().items() if name in {"stdlib", "purelib", "platlib"}),
+)
 _ADDS = {"append", "appendleft", "extend", "insert", "add", "update", "setdefault"}
 _STATEMENTS = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Expr, ast.Return)
 _CONTAINERS = {"list", "dict", "tuple", "deque", "defaultdict", "OrderedDict"}
@@ -52,6 +60,16 @@ def store_of(owners: Iterable[Any], variable: str, value: Any = None, also_witho
     return None
 
 
+def callers() -> list[CodeType]:
+    """Return the user's code that is calling into this package, the innermost first."""
+    found, frame = [], sys._getframe(1).f_back
+    while frame is not None:
+        if not frame.f_code.co_filename.startswith(_LIBRARIES):
+            found.append(frame.f_code)
+        frame = frame.f_back
+    return found
+
+
 def is_read(owners: Iterable[Any], variable: str) -> bool:
     """Whether the code of an object uses what an attribute has, as a state that is carried on is used."""
     for owner in owners:
@@ -80,7 +98,8 @@ def _functions_of(owner: Any) -> list[FunctionType | CodeType]:
 def _statements(function: FunctionType | CodeType) -> Iterator[tuple[ast.stmt, int]]:
     """The statements of a function, or of a piece of code those in loops first, with their line numbers in its file."""
     try:
-        lines, first = inspect.getsourcelines(function)
+        is_file = isinstance(function, CodeType) and function.co_name == "<module>"  # of which it gives a block
+        lines, first = (inspect.findsource(function)[0], 0) if is_file else inspect.getsourcelines(function)
         tree = ast.parse(textwrap.dedent("".join(lines)))
     except (OSError, TypeError, SyntaxError):  # no source, or a part of a line (a lambda) that is no statement
         return

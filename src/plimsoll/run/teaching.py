@@ -19,8 +19,8 @@ import torch
 from torch import nn
 
 from plimsoll.assemble import choose_device
+from plimsoll.data.given_tokenizer import load_tokenizer
 from plimsoll.data.packable import packing_fault
-from plimsoll.data.tokenizer import load_tokenizer
 from plimsoll.device import heap
 from plimsoll.errors import JobError
 from plimsoll.models.build import loss_of
@@ -55,6 +55,11 @@ class Texts(Protocol):
     @property
     def end_id(self) -> int:
         """The token that ends a text."""
+        ...
+
+    @property
+    def pad_id(self) -> int:
+        """The token that fills up shorter texts."""
         ...
 
 
@@ -198,7 +203,8 @@ def require_alike(job: Job, model: nn.Module, teacher: nn.Module) -> None:
 
 def _shape(job: Job, texts: Texts) -> TextShape:
     labels = texts.num_labels if job.is_labelled else None
-    return TextShape(texts.vocab_size, labels, texts.end_id, job.sequence_length, job.task == "token-classification")
+    is_tagger = job.task == "token-classification"
+    return TextShape(texts.vocab_size, labels, texts.end_id, job.sequence_length, is_tagger, texts.pad_id)
 
 
 def _distillation(job: Job, teacher: nn.Module | None, texts: Texts) -> Distillation:

@@ -7,7 +7,7 @@ import functools
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, ParamSpec
@@ -48,7 +48,8 @@ def prepare_run(  # noqa: PLR0917 -- of a command
     and must come to the same data.
     """
     from plimsoll.assemble import loader_of, prepare_vectors, require_buildable
-    from plimsoll.data.prepare import Prepared, open_datasets, prepare, prepare_again, with_rows
+    from plimsoll.data.longest_rows import with_rows
+    from plimsoll.data.prepare import Prepared, open_datasets, prepare, prepare_again
     from plimsoll.data.sketch import texts_of
     from plimsoll.device.process import PeakCounter, private_bytes
     from plimsoll.plan.facts import require_prepared_for
@@ -128,9 +129,26 @@ def data_sentence(prepared: Prepared) -> str:
         parts.append(f"the tokenizer is trained without {prepared.num_left_out_words:,} of the rarest words")
     if prepared.peak_bytes is not None:
         parts.append(f"preparing took {format_bytes(prepared.peak_bytes)}")
+    parts += _held_out(prepared)
+    if prepared.special_tokens is not None:
+        parts.append(f"each text is {prepared.special_tokens}")
     if train.num_skipped:
         parts.append(f"{train.num_skipped:,} files or rows left out, the first: {train.skipped[0]}")
     return f"data: {'; '.join(parts)}"
+
+
+def _held_out(prepared: Prepared) -> Iterator[str]:
+    """Say what is held out, and what of it is not."""
+    if prepared.num_held_out_texts:
+        texts = "text is" if prepared.num_held_out_texts == 1 else "texts are"
+        yield f"{prepared.num_held_out_texts:,} {texts} held out"
+    elif prepared.holds_out_windows:
+        yield "there is one text, so windows of it are held out and the others trained on"
+    if prepared.num_trained_on:
+        yield (
+            f"{prepared.num_trained_on:,} of the held-out texts are training texts, too, word for word: what is "
+            "measured on them was learnt"
+        )
 
 
 def plan_run(  # noqa: PLR0917 -- of a command
@@ -311,7 +329,9 @@ def train_run(  # noqa: PLR0915 -- as above
             head.save(directory.head)  # before the limit: the supervisor judges a death by it
         host = backend_for("cpu") if device != "cpu" else None
         # What is imported and started inside a limit counts against it with all the address space it asks for.
-        sketched = build_model(job, prepared.vocab_size, prepared.num_labels, prepared.end_id, device="meta")
+        sketched = build_model(
+            job, prepared.vocab_size, prepared.num_labels, prepared.end_id, prepared.pad_id, device="meta"
+        )
         sketched_loss(job, prepared, sketched)
         (host or backend).baseline_bytes()
         _limit(stack, backend, job.budget.device_bytes)

@@ -85,7 +85,7 @@ def test_a_tokenizer_gives_a_row_per_id(call, folder):
     from tokenizers import Tokenizer, models
 
     Tokenizer(models.WordLevel({"<|endoftext|>": 0, "cat": 2, "##s": 1}, "cat")).save("tokenizer.json")
-    done = call("embeddings", "subset", "glove.txt", "--tokenizer", "tokenizer.json", "--json")
+    done = call("embeddings", "subset", "glove.txt", "--tokenizer", "tokenizer.json", "--missing", "zeros", "--json")
     found = json.loads(done.out)
     assert (found["num_rows"], found["num_exact"]) == (3, 1)
 

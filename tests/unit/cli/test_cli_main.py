@@ -31,17 +31,14 @@ FLAGS = {
     "probe": {"--json"},
     "predict": {
         "--device", "--budget", "--set", "--micro-batch", "--search", "--what-if", "--lengths", "--calibration",
-        "--output", "-o", "--force", "--json",
-    },
+        "--output", "-o", "--force", "--json", "--quiet", "-q"},
     "plan": {
         "--device", "--budget", "--set", "--pin", "--forbid", "--compare", "--calibration", "--output", "-o", "--force",
         "--json",
-        "--train", "--inference", "--task", "--max-length", "--max-new-tokens", "--dtype", "--export",
-    },
+        "--train", "--inference", "--task", "--max-length", "--max-new-tokens", "--dtype", "--export", "--quiet", "-q"},
     "train": {
         "--out", "-o", "--budget", "--set", "--resume", "--from-step", "--plan", "--no-plan", "--pin", "--forbid",
-        "--nproc", "--cache", "--force", "--json",
-    },
+        "--nproc", "--cache", "--force", "--json", "--quiet", "-q"},
     "apply": {
         "--data", "--out", "-o", "--task", "--column", "--keep", "--budget", "--batch-size", "--max-length", "--dtype",
         "--quantize", "--adapter", "--cache",
@@ -53,20 +50,21 @@ FLAGS = {
         "--column", "--label", "--no-header", "--set", "--tries", "--samples", "--keep-all", "--force", "--quiet",
         "-q", "--json",
     },
-    "explain": {"--budget", "--device", "--apply", "--remedy", "--output", "-o", "--force", "--json"},
-    "lint": {"--format", "--fix", "--select", "--ignore", "--json"},
+    "explain": {"--budget", "--device", "--apply", "--remedy", "--output", "-o", "--force", "--json", "--quiet", "-q"},
+    "lint": {"--format", "--fix", "--select", "--ignore", "--json", "--quiet", "-q"},
     "report": {"--output", "-o", "--json", "--force"},
     "watch": {"--pid", "--every", "--samples", "--record", "--json"},
     **{
-        f"data {verb}": {"--set", "--cache", "--output", "-o", "--force", "--json"}
+        f"data {verb}": {"--set", "--cache", "--output", "-o", "--force", "--quiet", "-q", "--json"}
         for verb in ("index", "tokenize", "inspect", "bench")
     },
     "embeddings subset": {
         "--vocabulary", "--tokenizer", "--corpus", "--set", "--min-count", "--max-words", "--missing", "--padding",
-        "--ignore-case", "--precision", "--strict", "--seed", "--output", "-o", "--cache", "--force", "--json",
+        "--ignore-case", "--precision", "--strict", "--seed", "--output", "-o", "--cache", "--force", "--quiet", "-q",
+        "--json",
     },
-    "embeddings info": {"--strict", "--json"},
-    "embeddings convert": {"--output", "-o", "--precision", "--strict", "--force", "--json"},
+    "embeddings info": {"--strict", "--quiet", "-q", "--json"},
+    "embeddings convert": {"--output", "-o", "--precision", "--strict", "--force", "--quiet", "-q", "--json"},
     "launch-worker": set(),
     "train-worker": {
         "--resume", "--from-step", "--resume-newest", "--rung", "--too-large-rung", "--restarts", "--quiet",

@@ -1,6 +1,7 @@
 """Tokens masked, deleted and swapped: by hand at the extremes, in shares, and in what never changes."""
 
 import pickle
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -100,6 +101,24 @@ def test_labels_move_with_their_tokens(rows: list[list[int]], epoch: int):
     for before, after in zip(rows, np.split(tokens, np.cumsum(kept)[:-1]), strict=True):
         special = [token for token in before if token in SPECIAL]
         assert [token for token in after.tolist() if token in SPECIAL] == special
+
+
+def test_words_are_swapped_and_deleted_whole():
+    """Words of one to three tokens, 10 to 19, 20 and 30 to 39 of the word, between special tokens."""
+    words = [[word * 100 + piece for piece in range(1 + word % 3)] for word in range(1, 40)]
+    flat = [SPECIAL[0], *(token for word in words for token in word), SPECIAL[0]]
+    begins = np.array([token in SPECIAL or token % 100 == 0 for token in flat])
+    labels = np.where(begins, np.array(flat), -100)
+    given = np.array(flat * 2), np.concatenate((labels, labels)), np.array([len(flat)] * 2)
+    augmentation = TokenAugmentation(Augmentation(swap=0.4, swap_distance=3, delete=0.2), 0, SPECIAL, None, 1000)
+    tokens, moved, lengths = augmentation.apply(*given, np.arange(2), 0, np.concatenate((begins, begins)))
+    assert tokens.tolist() != given[0].tolist()
+    for row, own in zip(np.split(tokens, lengths[:1]), np.split(moved, lengths[:1]), strict=True):
+        assert (row[0], row[-1]) == (SPECIAL[0], SPECIAL[0])
+        found = [row[begin:end].tolist() for begin, end in pairwise([*np.flatnonzero(own != -100)[1:]])]
+        assert len(found) < len(words)
+        assert all(word in words for word in found)
+        assert sorted(found) != found
 
 
 def test_one_of_each_sample_is_spared():

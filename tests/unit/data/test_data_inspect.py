@@ -4,7 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from made_tokenizers import saved, with_template, word_piece
 from plimsoll.data.inspect import index_corpus, inspect_corpus, tokenize_corpus
+from plimsoll.data.prepare import open_datasets, prepare
+from plimsoll.data.tokenizer import open_tokenizer
 from plimsoll.data.tokens import open_tokens
 from plimsoll.records.corpus import Inspection
 from plimsoll.records.job import Job
@@ -142,3 +145,38 @@ def test_tags_are_counted_and_words_measured_as_they_are_tokenized(tmp_path: Pat
     store = open_tokens(Path(tokenize_corpus(job, tmp_path / "cache").tokens_folder))
     assert found.num_seen_tokens == len(store.tokens) - 40
     assert "windows of texts" not in found.fillings[0].name
+
+
+@pytest.mark.parametrize("is_tokenized", [False, True])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"data": {"stride": 5}},
+        {"data": {"pack": True}},
+        {"data": {"borders": "sentence"}},
+        {"data": {"on_the_fly": True, "long_texts": "truncate"}},
+        {"task": "classification"},
+        {"task": "classification", "data": {"stride": 5}},
+        {"task": "classification", "data": {"borders": "sentence"}},
+    ],
+    ids=str,
+)
+def test_what_a_tokenizer_puts_around_a_text_is_shown_and_counted(tmp_path: Path, fields: dict, is_tokenized: bool):
+    texts = [f"The cat {number} left. It was {'very ' * number}late. And then it came." for number in range(12)]
+    folder = saved(tmp_path / "tokenizer", with_template(word_piece(texts), "[CLS] $A [SEP]"), "word_piece")
+    for number, text in enumerate(texts):
+        path = tmp_path / "texts" / ("ham", "spam")[number % 2] / f"{number}.txt"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    given = {"model": "gpt2", "tokenizer": str(folder), "sequence_length": 16, "batch_size": 2}
+    job = Job.from_fields(given | fields | {"data": {"train": str(tmp_path / "texts"), **fields.get("data", {})}})
+    if is_tokenized:
+        tokenize_corpus(job, tmp_path / "cache")
+    found = inspect_corpus(job, tmp_path / "cache")
+    training, _ = open_datasets(prepare(job, tmp_path / "cache"), job)
+    own = next(filling for filling in found.fillings if filling.is_this_job)
+    assert (found.special_tokens, own.num_samples) == ("[CLS] ... [SEP]", len(training))
+    backend = open_tokenizer(Path(prepare(job, tmp_path / "cache").tokenizer_folder)).backend
+    assert found.num_seen_tokens == sum(len(backend.encode(text, add_special_tokens=False).ids) for text in texts)
+    assert found.num_borders == (24 if job.data.borders else None)

@@ -46,6 +46,14 @@ def test_of_a_prompt_the_end_is_kept(text: str) -> None:
     assert found.is_truncated == (len(whole) > 4)
 
 
+@pytest.mark.parametrize("text", ["w1 w2 w3 w4", "w7 " * 5_000 + "w1 w2"])
+def test_a_tokenizer_that_keeps_the_end_of_a_text_does(text: str) -> None:
+    own = tokenizer()
+    own.truncation_side = "left"
+    whole = own(text, truncation=True, max_length=4)["input_ids"]
+    assert ModelTokenizer(own, 4).read([text])[0].ids == whole
+
+
 def test_padding_is_the_tokenizers_or_its_end() -> None:
     assert ModelTokenizer(tokenizer(), 4).padding_id == 0
     without = tokenizer()

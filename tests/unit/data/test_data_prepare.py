@@ -112,13 +112,80 @@ def test_a_relative_cache_is_found_again_from_elsewhere(texts: Path, tmp_path: P
     assert len(open_datasets(prepared, job_of(texts))[0])
 
 
-def test_a_share_is_held_out(texts: Path, tmp_path: Path):
-    job = job_of(texts, data={"validation": 0.2})
+EVERY_WAY = [
+    {},
+    {"order": "as_is"},
+    {"order": "blocks"},
+    {"order": "streams"},
+    {"stride": 8},
+    {"pack": True},
+    {"borders": "sentence"},
+    {"borders": "paragraph", "order": "by_length"},
+    {"on_the_fly": True, "long_texts": "truncate"},
+]
+
+
+@pytest.mark.parametrize("fields", [{}, {"task": "classification"}], ids=["language model", "classification"])
+@pytest.mark.parametrize("way", EVERY_WAY, ids=str)
+def test_no_text_is_on_both_sides(texts: Path, tmp_path: Path, way: dict, fields: dict):
+    if fields and ("pack" in way or way.get("order") == "streams"):
+        return
+    for number, path in enumerate(sorted(texts.rglob("*.txt"))):
+        path.write_text(f"w{number}. " * 40)
+    tokenizer = {"train": "words", "vocab_size": 100}
+    model = {"model": "lstm", "batch_size": 4} if way.get("order") == "streams" else {}
+    job = job_of(texts, data={"validation": 0.2, **way}, tokenizer=tokenizer, **model, **fields)
+    prepared = prepare(job, tmp_path / "cache")
+    backend = open_tokenizer(Path(prepared.tokenizer_folder)).backend
+    number_of = {backend.token_to_id(f"w{number}"): number for number in range(20)}
+
+    def texts_in(samples) -> set[int]:
+        ids = samples.batch(np.arange(len(samples)))["input_ids"]
+        return {number_of[token] for token in ids.unique().tolist() if token in number_of}
+
+    training, validation = map(texts_in, open_datasets(prepared, job))
+    assert (len(training), len(validation)) == (16, 4)
+    assert not training & validation
+    if way.get("order") in {"as_is", "blocks", "streams"}:
+        assert validation == {16, 17, 18, 19}
+    assert (prepared.num_held_out_texts, prepared.num_trained_on, prepared.holds_out_windows) == (4, 0, False)
+
+
+def test_of_one_text_windows_are_held_out_and_that_is_said(tmp_path: Path):
+    (tmp_path / "a.txt").write_text("one two three " * 100)
+    job = job_of(tmp_path / "a.txt", data={"validation": 0.2})
     prepared = prepare(job, tmp_path / "cache")
     training, validation = open_datasets(prepared, job)
     num_windows = prepared.train.num_tokens // 16
-    assert len(validation) == round(num_windows * 0.2)
-    assert len(training) + len(validation) == num_windows
+    assert (len(training), len(validation)) == (num_windows - round(num_windows * 0.2), round(num_windows * 0.2))
+    assert (prepared.num_held_out_texts, prepared.holds_out_windows) == (0, True)
+
+
+def test_a_held_out_text_that_is_a_training_text_too_is_counted(texts: Path, tmp_path: Path):
+    copies = tmp_path / "copies"
+    shutil.copytree(texts, copies)
+    (copies / "ham" / "0.txt").write_text("a text of its own")
+    for fields in ({}, {"task": "classification"}, {"data": {"on_the_fly": True, "long_texts": "truncate"}}):
+        job = job_of(texts, **fields | {"data": fields.get("data", {}) | {"validation": str(copies)}})
+        prepared = prepare(job, tmp_path / "cache")
+        assert (prepared.num_held_out_texts, prepared.num_trained_on) == (20, 19)
+    (tmp_path / "rows.txt").write_text("the same line again\n" * 20)
+    for data in ({}, {"pack": True}, {"borders": "sentence"}):
+        job = job_of(tmp_path / "rows.txt", data={"unit": "line", "validation": 0.4, **data})
+        assert prepare(job, tmp_path / "cache").num_trained_on == 8
+
+
+def test_a_validation_file_among_the_training_texts_is_refused(texts: Path, tmp_path: Path):
+    job = job_of(texts, data={"validation": str(texts / "ham" / "0.txt")})
+    with pytest.raises(DataError, match=r"the validation text .*0\.txt is among the training texts, so nothing would"):
+        prepare(job, tmp_path / "cache")
+
+
+def test_a_held_out_share_of_too_little_text_says_what_is_too_short(texts: Path, tmp_path: Path):
+    for path in texts.rglob("*.txt"):
+        path.write_text("few words")
+    with pytest.raises(DataError, match=r"what is held out \(1 of 20 texts\) has \d+ tokens, but one sample"):
+        prepare(job_of(texts, data={"validation": 0.01}, sequence_length=40), tmp_path / "cache")
 
 
 def test_classification_with_validation_from_another_folder(texts: Path, tmp_path: Path):
@@ -217,7 +284,8 @@ def test_preparing_loads_no_torch(texts: Path, tmp_path: Path):
 @pytest.fixture
 def lost(texts: Path, tmp_path: Path) -> tuple[Job, Prepared]:
     """Prepared data whose cache was deleted."""
-    job = job_of(texts, task="classification", data={"validation": str(texts)})
+    shutil.copytree(texts, tmp_path / "other")
+    job = job_of(texts, task="classification", data={"validation": str(tmp_path / "other")})
     prepared = prepare(job, tmp_path / "cache")
     assert is_whole(prepared)
     shutil.rmtree(tmp_path / "cache")
@@ -308,7 +376,8 @@ def test_whole_texts_are_packed_into_rows(texts: Path, tmp_path: Path):
     job = job_of(texts, data={"unit": "line", "pack": True, "validation": 0.1}, sequence_length=64)
     prepared = prepare(job, tmp_path / "cache")
     training, validation = open_datasets(prepared, job)
-    assert prepared.train.num_samples == len(training) + len(validation)
+    assert prepared.train.num_samples == len(training)
+    assert prepared.validation.num_samples == len(validation)
     batch = training.batch(np.arange(4))
     assert sorted(batch) == ["input_ids", "labels", "position_ids"]
     assert (batch["position_ids"] == 0).sum() > 4
@@ -346,20 +415,21 @@ def test_samples_that_come_as_they_are_come_so_from_a_part_too(texts: Path, tmp_
     training, validation = open_datasets(prepared, job)
     whole = open_datasets(prepared, job_of(texts))[0]
     assert first_tokens(training, 3) == first_tokens(whole, 3)
-    assert first_tokens(validation, 0) == first_tokens(whole, len(training))
+    store = open_tokens(Path(prepared.train.tokens_folder))
+    assert first_tokens(validation, 0) == store.tokens[store.ends[14] + 1 :][:16].tolist()
 
 
 def test_streams_hold_out_the_end_of_the_text_and_begin_where_texts_do(texts: Path, tmp_path: Path):
     job = job_of(texts, model="lstm", batch_size=4, data={"validation": 0.25, "order": "streams", "reset": "texts"})
     prepared = prepare(job, tmp_path / "cache")
     training, validation = open_datasets(prepared, job)
-    num_tokens = prepared.train.num_tokens
-    assert (training.lanes.begin, validation.lanes.begin) == (0, num_tokens - round(num_tokens * 0.25))
     store = open_tokens(Path(prepared.train.tokens_folder))
-    assert first_tokens(validation, 0) == store.tokens[validation.lanes.begin :][:16].tolist()
+    begin = int(store.ends[14]) + 1  # of the last 5 of 20 texts
+    assert (training.lanes.num_tokens, validation.lanes.num_tokens) == (begin, len(store.tokens) - begin)
+    assert first_tokens(validation, 0) == store.tokens[begin:][:16].tolist()
     in_lanes = training.batch(np.arange(len(training)))
     assert prepared.train.num_samples >= len(training)
-    marked = in_lanes["input_ids"][in_lanes["resets"]].tolist()
+    marked = in_lanes["input_ids"][in_lanes["resets"] & (in_lanes["labels"] >= 0)].tolist()  # and no padding
     assert set(marked) <= {int(store.tokens[0]), *(int(store.tokens[end + 1]) for end in store.ends[:-1])}
     whole = prepare(job.model_copy(update={"data": job.data.model_copy(update={"reset": None})}), tmp_path / "cache")
     assert whole.key == prepared.key

@@ -51,7 +51,7 @@ def test_of_much_text_no_tokenizer_is_trained(tmp_path: Path, monkeypatch: pytes
 def test_of_a_tokenizer_that_exists_the_largest_id_counts(tmp_path: Path):
     folder = tokenizer_file(tmp_path, {"a": 0, "b": 2, "</s>": 40}, "</s>")  # three tokens, 41 rows
     sketch = sketch_texts(job_of(tmp_path / "absent.txt", tokenizer={"path": str(folder)}))
-    assert sketch == TextSketch(vocab_size=41, num_labels=None, end_id=40)
+    assert sketch == TextSketch(vocab_size=41, num_labels=None, end_id=40, pad_id=40)
 
 
 @pytest.mark.parametrize(

@@ -151,18 +151,15 @@ def test_any_texts_are_cut_as_by_a_plain_loop(lengths, most, with_end, items_per
 CUT_WITHIN_A_LIMIT = """
 import resource, sys
 from pathlib import Path
-import numpy as np
-from plimsoll.data import borders
 from plimsoll.data.packing import pack
 from plimsoll.data.spans import cut_texts
 from plimsoll.data.tokens import open_tokens
 
-flags = np.array([0, borders._BEGINS_WORD, borders._ENDS], np.uint16)
 store = open_tokens(Path(sys.argv[1]))
 status = Path("/proc/self/status").read_text()
 used_bytes = 1024 * int(next(line for line in status.splitlines() if line.startswith("VmData")).split()[1])
 resource.setrlimit(resource.RLIMIT_DATA, (used_bytes + (96 << 20),) * 2)
-for kind in (None, borders.Borders("sentence", flags)):
+for kind in (None, "sentence"):
     spans = cut_texts(store, 16, borders=kind)
     print(len(spans), len(pack(spans)))
 """
@@ -173,10 +170,11 @@ def test_memory_does_not_depend_on_the_texts(tmp_path: Path):
     tokens[9::10] = 2
     tokens[-1] = 0
 
-    def write(place: Path) -> dict[str, str]:
+    def write(place: Path) -> dict[str, object]:
         tokens.tofile(place / "tokens.bin")
+        np.concatenate(([0], tokens[:-1] == 2)).astype(np.uint8).tofile(place / "marks.bin")
         np.array([len(tokens) - 1]).tofile(place / "ends.bin")
-        return {"dtype": "uint16"}
+        return {"dtype": "uint16", "has_marks": True}
 
     stored(tmp_path / "tokens", write)
     command = [sys.executable, "-c", CUT_WITHIN_A_LIMIT, str(tmp_path / "tokens")]

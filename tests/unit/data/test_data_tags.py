@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from plimsoll.data.loader import iterate_once
 from plimsoll.data.spans import cut_texts
-from plimsoll.data.tags import NO_LABEL, WordEncoder, are_of_entities, entity_note, tags_of
+from plimsoll.data.tags import INSIDE_WORD, NO_LABEL, WordEncoder, are_of_entities, entity_note, tags_of
 from plimsoll.data.texts import DocumentDataset, TokenLabels
 from plimsoll.data.tokens import tokenize
 from plimsoll.data.windows import IGNORED_LABEL
@@ -58,7 +58,7 @@ def test_the_first_token_of_each_word_has_its_label(tmp_path: Path, tokenizer: d
         for word, tag in sentence:
             ids = made.backend.encode(before + word).ids
             tokens += ids
-            labels += [names.index(tag)] + [NO_LABEL] * (len(ids) - 1)
+            labels += [names.index(tag)] + [INSIDE_WORD] * (len(ids) - 1)
         tokens.append(made.end_id)
         labels.append(NO_LABEL)
     assert store.tokens.tolist() == tokens

@@ -188,9 +188,9 @@ def load(folder: Path, corpus: Corpus, tokens: list[str], roles: dict[str, objec
     ("roles", "end_token"),
     [
         ({"eos_token": "stop"}, "stop"),
-        ({"eos_token": {"content": "stop", "lstrip": False}}, "stop"),
+        ({"eos_token": {"__type": "AddedToken", "content": "stop", "lstrip": False}}, "stop"),
         ({"sep_token": "stop", "pad_token": "cat"}, "stop"),
-        ({"eos_token": "not there", "sep_token": None}, "</s>"),
+        ({"eos_token": "not there", "sep_token": None}, "not there"),  # which transformers adds
         (None, "</s>"),
     ],
 )

@@ -2,6 +2,7 @@
 
 import io
 import json
+import textwrap
 
 import pytest
 
@@ -99,3 +100,28 @@ def test_a_decorated_function_may_call_itself_and_is_told_of_once():
         fail(1)
     assert len(_global_optimizer_post_hooks) == before
     assert file.getvalue().count("Out of memory") == 1
+
+
+def test_what_was_refused_is_no_part_of_what_was_in_use(tmp_path):
+    """One request that no limit allows in an otherwise small training: in use is what was, and the line is named."""
+    program = """
+import torch, plimsoll
+model = torch.nn.Linear(64, 64)
+with plimsoll.limited("600MiB"), plimsoll.explained() as told:
+    model(torch.randn(8, 64)).sum().backward()
+    big = torch.empty(2**28)
+"""
+    path = tmp_path / "train.py"
+    path.write_text(
+        f"try:\n{textwrap.indent(program, '    ')}\nexcept RuntimeError:\n    print(told.diagnosis.to_json())"
+    )
+    done = run_program(f"import runpy; runpy.run_path({str(path)!r}, run_name='__main__')")
+    assert done.returncode == 0, done.stderr
+    diagnosis = json.loads(done.stdout)
+    (finding,) = diagnosis["findings"]
+    assert (finding["cause"], finding["place"].endswith("train.py:7")) == ("absurd_request", True)
+    sizes = {share["category"]: share["num_bytes"] for share in diagnosis["shares"]}
+    assert sizes.pop("asked for") == 1 << 30
+    assert sum(sizes.values()) < 600 << 20
+    assert sizes.get("temporaries", 0) < 1 << 20
+    assert diagnosis["limit_bytes"] <= 600 << 20

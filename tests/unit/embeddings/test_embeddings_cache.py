@@ -44,7 +44,9 @@ def test_what_is_there_is_not_written_again(path: Path, cache: Path):
     written = manifest_of(first).stat()
     again = take_subset(str(path), tuple(WORDS), cache=cache, progress=lambda *_: pytest.fail("it is there"))
     assert again.rows.tobytes() == first.rows.tobytes()
-    assert (again.facts, again.digest) == (first.facts, first.digest)
+    assert (first.facts.is_from_cache, again.facts.is_from_cache) == (False, True)
+    assert again.facts.model_copy(update={"is_from_cache": False}) == first.facts
+    assert again.digest == first.digest
     assert (manifest_of(again).stat().st_ino, manifest_of(again).stat().st_mtime_ns) == (
         written.st_ino,
         written.st_mtime_ns,
@@ -61,7 +63,7 @@ def test_the_users_cache_is_the_default(path: Path):
 def test_another_option_word_or_order_is_another_entry(path: Path, cache: Path):
     calls = [
         {}, {"missing": "mean"}, {"missing": "zeros"}, {"ignore_case": False}, {"precision": "float16"},
-        {"strict": True}, {"seed": 1}, {"padding": "of"}, {"padding": "absent"},
+        {"strict": True}, {"seed": 1}, {"padding": "absent"}, {"padding": "of", "missing": "zeros"},
     ]  # fmt: skip
     found = [take_subset(path, WORDS, cache=cache, **options) for options in calls]
     found += [

@@ -30,7 +30,7 @@ def test_faults_are_counted_by_kind_and_say_their_line(opened: Opened):
     faults = FaultList(opened, strict=False)
     add(faults, [Fault("dimension", 7, "'g'")], [Fault("number", 1, "'x' is no number"), Fault("finite", 0, "nan")])
     add(faults, [Fault("dimension", 0, "'a'")], [])
-    assert faults.num_words == 16
+    assert faults.num_entries == 16
     assert faults.counts() == (
         FaultCount(kind="NaN or infinite", count=1, examples=("line 3: 'b': nan",)),
         FaultCount(kind="not a number", count=1, examples=("line 7: '\ufffd': 'x' is no number",)),
@@ -41,7 +41,7 @@ def test_faults_are_counted_by_kind_and_say_their_line(opened: Opened):
 def test_formats_that_are_no_text_count_words(opened: Opened):
     opened.vectors.counted = "word"
     faults = FaultList(opened, strict=False)
-    faults.num_words = 1_000_000
+    faults.num_entries = 1_000_000
     add(faults, [Fault("utf-8", 3, "it")], [])
     assert faults.counts()[0].examples == (f"word {1_000_000 + opened.vectors.first_number + 3:,}: it",)
 
@@ -80,14 +80,14 @@ def test_what_is_cut_off_already_or_has_all_words_is_not_said_again(opened: Open
     faults.end()
     assert [fault.count for fault in faults.counts()] == [1]
     enough = FaultList(opened, strict=True)
-    enough.num_words = opened.vectors.num_promised
+    enough.num_entries = opened.vectors.num_promised
     enough.end()
     assert enough.counts() == ()
 
 
 def test_more_words_than_a_header_promises_are_a_fault_of_the_header(opened: Opened):
     faults = FaultList(opened, strict=False)
-    faults.num_words = opened.vectors.num_promised + 6
+    faults.num_entries = opened.vectors.num_promised + 6
     faults.end()
     assert faults.counts() == (
         FaultCount(kind="wrong header", count=1, examples=("it promises 10 words, and there are 16",)),

@@ -117,11 +117,17 @@ def test_a_frozen_table_is_left_out():
     assert len(optimizer_of(model, torch.optim.Adagrad).param_groups[0]["params"]) == 2
 
 
+def test_an_optimizer_of_tables_alone_is_refused_for_other_parameters():
+    with pytest.raises(InputError, match="2 of its 3 parameters have dense ones: use torch.optim.Adagrad or SGD"):
+        optimizer_of(model_with_a_table(), torch.optim.SparseAdam)
+
+
 @pytest.mark.parametrize(
     ("kind", "arguments", "message"),
     [
         (torch.optim.AdamW, {}, "AdamW cannot update a table .*: use Adagrad, SparseAdam or SGD"),
         (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}, "momentum 0.9 would keep .*: use momentum=0"),
+        (torch.optim.Adagrad, {"lr": 0.1, "weight_decay": 0.1}, "weight_decay 0.1 would .*: set weight_decay=0"),
     ],
 )
 def test_what_would_need_the_whole_table_is_refused(kind, arguments, message):

@@ -4,7 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from plimsoll.embeddings.conversion import convert
 from plimsoll.embeddings.inspect import look_at
+from plimsoll.embeddings.subsets import take_subset
 from plimsoll.errors import EmbeddingError
 from plimsoll.records.base import Record
 from slow_vectors import PACKINGS, packed
@@ -19,8 +21,9 @@ def test_everything_is_counted(tmp_path: Path, packing: str):
     found = look_at(path, progress=lambda stage, done, total: stages.append((stage, done / total)))
     assert isinstance(found, Record)
     assert found.format == "word2vec text (fastText .vec)"
-    assert (found.dimension, found.num_words, found.num_promised, found.num_duplicates) == (2, 4, 5, 1)
-    assert found.first_words == ("the", "of", "the", "bad", "large")
+    assert (found.dimension, found.num_words, found.num_promised, found.num_duplicates) == (2, 3, 5, 1)
+    assert found.num_entries == 6
+    assert found.first_words == ("the", "of", "large")
     assert found.num_file_bytes == path.stat().st_size
     assert found.path.startswith(str(path))
     assert [(fault.kind, fault.examples) for fault in found.faults] == [
@@ -28,10 +31,20 @@ def test_everything_is_counted(tmp_path: Path, packing: str):
         ("wrong dimension", ("line 6: 'short 1', 1 numbers, not 2",)),
         ("wrong header", ("it promises 5 words, and there are 6",)),
     ]
-    # The lengths of (0, -1), (3, 4), (9, 9) and (3e38, -3e38), the last of which overflows single precision if squared.
-    assert found.norms == pytest.approx((1, (5 + 162**0.5) / 2, 18**0.5 * 1e38))
-    assert found.num_full_bytes == 4 * 4 * 2
+    # The lengths of (0, -1), (3, 4) and (3e38, -3e38), the last of which overflows single precision if squared.
+    assert found.norms == pytest.approx((1, 5, 18**0.5 * 1e38))
+    assert found.num_full_bytes == 4 * 3 * 2
     assert stages[-1] == ("vectors", 1)
+
+
+def test_the_words_of_a_faulty_file_are_as_many_whoever_counts_them(tmp_path: Path):
+    """A line is an entry; a word is what has a vector, once."""
+    (tmp_path / "x").write_bytes(RAW)
+    looked = look_at(tmp_path / "x")
+    converted = convert(tmp_path / "x", tmp_path / "y.npy")
+    taken = take_subset(tmp_path / "x", ["the", "of"], cache=tmp_path).facts
+    assert looked.num_entries == converted.num_entries == taken.num_entries == 6
+    assert looked.num_words == converted.num_words == look_at(tmp_path / "y.npy").num_words == 3
 
 
 def test_strict_a_fault_is_an_error(tmp_path: Path):
@@ -43,7 +56,7 @@ def test_strict_a_fault_is_an_error(tmp_path: Path):
 def test_a_file_without_one_good_vector_has_no_lengths(tmp_path: Path):
     (tmp_path / "x").write_bytes(b"a nan 1\nb inf 2\n")
     found = look_at(tmp_path / "x")
-    assert (found.norms, found.num_words, found.faults[0].count) == (None, 2, 2)
+    assert (found.norms, found.num_words, found.faults[0].count) == (None, 0, 2)
     (tmp_path / "x").write_bytes(b"7 2\n")
     found = look_at(tmp_path / "x")
     assert (found.norms, found.num_words, [fault.kind for fault in found.faults]) == (None, 0, ["cut off"])

@@ -49,7 +49,7 @@ def test_each_row_has_the_vector_of_its_word_and_how_is_said(path: Path):
     assert (facts.num_exact, facts.num_lower, facts.num_capitalised, facts.num_built) == (2, 2, 1, 0)
     assert facts.misses == (("absent", -1),)
     assert (facts.num_tokens, facts.num_hit_tokens) == (None, None)
-    assert (facts.num_file_words, facts.num_promised, facts.num_duplicates, facts.faults) == (6, None, 1, ())
+    assert (facts.num_entries, facts.num_promised, facts.num_duplicates, facts.faults) == (6, None, 1, ())
     assert (facts.source, facts.source_format, facts.vocabulary) == (str(path), "GloVe text", "the words")
     assert (facts.dimension, facts.precision, facts.missing) == (2, "float32", "zeros")
     assert facts.num_bytes == found.table.path.stat().st_size
@@ -95,7 +95,7 @@ def test_hostile_files_give_the_rows_that_a_slow_reader_gives(
         zeros = bytes(4 * dimension)
         expected = [vectors.get(word.encode(), zeros) for word in words]
         assert [row.tobytes() for row in found.rows] == expected
-        assert found.facts.num_file_words == len(lines)
+        assert found.facts.num_entries == len(lines)
         assert {fault.kind: fault.count for fault in found.facts.faults} == faults_of(lines, wanted)
         kept = [word for word, vector in lines if word in wanted and vector not in {"dimension", "truncated"}]
         assert found.facts.num_duplicates == len(kept) - len({*kept})
@@ -159,8 +159,8 @@ def test_strict_the_first_fault_is_an_error_and_nothing_is_kept(tmp_path: Path):
 
 def test_a_file_that_is_cut_off_says_so(tmp_path: Path):
     path = packed(tmp_path / "x", b"1000 2\nthe 1 2\na 3")
-    facts = take_subset(path, ["the", "a"]).facts
-    assert (facts.num_file_words, facts.num_promised, facts.num_exact) == (2, 1000, 1)
+    facts = take_subset(path, ["the", "a"], missing="zeros").facts
+    assert (facts.num_entries, facts.num_promised, facts.num_exact) == (2, 1000, 1)
     assert [(fault.kind, fault.examples) for fault in facts.faults] == [
         ("cut off", ("line 3: 'a 3', 1 numbers, not 2",)),
     ]
@@ -206,6 +206,19 @@ def test_drawn_rows_have_the_mean_and_deviation_of_those_found_and_follow_the_se
     assert take_subset(path, words, seed=2).rows[400:].tobytes() != rows[400:].tobytes()
 
 
+@pytest.mark.parametrize("raw", [b"the 1 2\nof 5 6\n", b"the 1 2\na 1 2\n"], ids=["one found", "alike ones found"])
+def test_rows_that_would_all_be_the_one_that_was_found_are_not_drawn(tmp_path: Path, raw: bytes):
+    path = packed(tmp_path / "x", raw)
+    words = ["the", "a", "absent", "gone"]
+    with pytest.raises(
+        EmbeddingError, match="others cannot be drawn with their deviation, which is 0: give missing zer"
+    ):
+        take_subset(path, words, cache=tmp_path)
+    assert not list(tmp_path.glob("subset-*"))
+    assert take_subset(path, ["the"]).rows.tolist() == [[1, 2]]  # nothing is to be drawn
+    assert take_subset(path, words, missing="mean").rows[2].tolist() == [1, 2]
+
+
 def test_half_precision_is_that_of_numpy_and_what_is_too_large_is_a_fault(tmp_path: Path):
     path = packed(tmp_path / "x", b"a 0.1 65504\nb 1 65520\nc 1e-8 -3\n")
     found = take_subset(path, ["a", "b", "c"], precision="float16", missing="zeros")
@@ -229,14 +242,14 @@ def test_hits_are_counted_by_word_and_by_use_and_the_most_used_misses_come_first
 
 def test_only_the_most_used_misses_are_listed(path: Path):
     words = Counter({"the": 1} | {f"absent{number}": number for number in range(100)})
-    misses = take_subset(path, words).facts.misses
+    misses = take_subset(path, words, missing="mean").facts.misses
     assert misses == tuple((f"absent{number}", number) for number in range(99, 79, -1))
 
 
 def test_the_same_words_used_otherwise_are_counted_again_but_not_read_again(path: Path, tmp_path: Path):
-    first = take_subset(path, Vocabulary(["the", "absent"], "one"), cache=tmp_path / "cache")
+    first = take_subset(path, Vocabulary(["the", "absent"], "one"), missing="mean", cache=tmp_path / "cache")
     words = Vocabulary(["the", "absent"], "other", np.array([3, 7]), num_other_tokens=2)
-    again = take_subset(path, words, cache=tmp_path / "cache")
+    again = take_subset(path, words, missing="mean", cache=tmp_path / "cache")
     assert again.table.path == first.table.path
     assert (again.facts.vocabulary, again.facts.num_tokens, again.facts.num_hit_tokens) == ("other", 12, 3)
     assert again.facts.misses == (("absent", 7),)
@@ -271,7 +284,7 @@ def test_a_subset_is_a_source_too(path: Path, tmp_path: Path):
     first = take_subset(path, ["the", "absent", "last"])
     again = take_subset(first.table.path, ["last", "the", "absent"], missing="zeros")
     assert again.rows.tolist() == [[-4, 14], [1, 2], [0, 0]]
-    assert again.facts.num_file_words == 3
+    assert again.facts.num_entries == 3
 
 
 @pytest.mark.parametrize("raw", [RAW, b"5 2\n"])

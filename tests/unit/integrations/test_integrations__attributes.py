@@ -1,10 +1,20 @@
-from types import SimpleNamespace
+"""Attributes set while a block runs."""
+
+import pytest
 
 from plimsoll.integrations._attributes import attributes
 
 
-def test_attributes_are_set_while_a_block_runs_and_are_as_before_afterwards():
-    thing = SimpleNamespace(own=1)
-    with attributes(thing, {"own": 2, "new": 3}):
-        assert vars(thing) == {"own": 2, "new": 3}
-    assert vars(thing) == {"own": 1}
+class Thing:
+    def call(self):
+        return "of the class"
+
+
+def test_attributes_of_the_object_come_back_and_those_of_its_class_show_again():
+    thing = Thing()
+    thing.own = 1
+    with attributes(thing, {"own": 2, "call": lambda: "set"}):
+        assert (thing.own, thing.call()) == (2, "set")
+    with pytest.raises(ZeroDivisionError), attributes(thing, {"own": 3}):
+        raise ZeroDivisionError
+    assert (thing.own, thing.call(), vars(thing)) == (1, "of the class", {"own": 1})

@@ -168,6 +168,20 @@ def test_a_loss_without_units_is_refused():
         oom_proof.step(accelerator, model, optimizer, mean_square)
 
 
+def test_an_evaluation_is_cut_and_is_the_whole_ones():
+    accelerator, model, optimizer, loader, _ = prepared()
+    step = oom_proof.step(accelerator, model, optimizer, mean_square, units="samples")
+    model.eval()
+    with torch.no_grad():
+        expected = sum(mean_square(model, batch).item() * len(batch["y"]) for batch in loader) / 20
+    model.train()
+    with armed("evaluation", 1, 4):
+        found = step.evaluate(loader)
+    assert found.loss == pytest.approx(expected, rel=1e-6)
+    assert (found.num_samples, len(found.oom_events)) == (20, 2)
+    assert model.training
+
+
 @pytest.fixture
 def _fresh_state():
     """Of Accelerate, which keeps the precision of a process."""

@@ -6,7 +6,7 @@ import transformers
 from torch.nn import functional
 
 from plimsoll.errors import JobError
-from plimsoll.models.hugging_face import TextShape, build_hugging_face, load_hugging_face, padding_id, save_hugging_face
+from plimsoll.models.hugging_face import TextShape, build_hugging_face, load_hugging_face, save_hugging_face
 
 TEXT = TextShape(vocab_size=50, num_labels=None, end_id=3, sequence_length=16)
 LABELS = TextShape(vocab_size=50, num_labels=3, end_id=3, sequence_length=16)
@@ -57,7 +57,7 @@ def test_the_end_token_of_packed_text_learns(architecture, fields):
 def test_a_classifier_averages_over_samples_and_does_not_see_padding(architecture, fields):
     model = build(architecture, fields, LABELS).eval()
     input_ids = torch.randint(4, 50, (2, 16))
-    input_ids[1, 6:] = padding_id(model, LABELS.end_id)
+    input_ids[1, 6:] = model.config.pad_token_id
     mask = torch.ones_like(input_ids)
     mask[1, 6:] = 0
     labels = torch.tensor([0, 2])
@@ -158,7 +158,16 @@ def test_a_language_model_becomes_a_classifier(tmp_path):
     model = load_hugging_face(tmp_path, LABELS, "cpu")
     assert torch.equal(model.transformer.wte.weight, base.transformer.wte.weight)
     assert model.score.out_features == 3
-    assert model.config.pad_token_id == padding_id(model, 9) == LABELS.end_id
+    assert model.config.pad_token_id == LABELS.end_id
+
+
+@pytest.mark.parametrize(("architecture", "fields"), CLASSIFIERS)
+def test_the_token_for_padding_is_not_that_for_the_end(architecture, fields):
+    model = build(architecture, fields, LABELS._replace(padding_id=1))
+    assert model.config.pad_token_id == 1
+    input_ids = torch.full((1, 4), LABELS.end_id)
+    model(input_ids=input_ids, labels=torch.tensor([0])).loss.backward()
+    assert model.get_input_embeddings().weight.grad[LABELS.end_id].abs().sum() > 0
 
 
 @pytest.mark.parametrize(

@@ -359,7 +359,7 @@ def test_a_share_in_quotes_is_a_share(tmp_path: Path):
 def test_a_tokenizer_of_words_may_be_small(tmp_path: Path):
     fields = {"train": "words", "vocab_size": 3, "min_count": 2, "lowercase": True}
     job = job_of(tmp_path, f"{MINIMAL}tokenizer: {fields}")
-    assert job.tokenizer.model_dump() == {"path": None, **fields}
+    assert job.tokenizer.model_dump() == {"path": None, "special_tokens": True, **fields}
     assert Job.from_fields(job.model_dump(mode="json"), folder=tmp_path) == job
 
 

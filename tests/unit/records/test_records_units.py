@@ -3,7 +3,7 @@
 import pytest
 
 from plimsoll.errors import InputError
-from plimsoll.records.units import format_bytes, format_seconds, parse_bytes
+from plimsoll.records.units import format_bytes, format_seconds, format_share, parse_bytes
 
 
 @pytest.mark.parametrize(
@@ -98,3 +98,18 @@ def test_a_size_is_written(num_bytes: int | None, text: str):
 )
 def test_a_duration_is_written(seconds: float | None, text: str):
     assert format_seconds(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("part", "whole", "text"),
+    [
+        (0, 7, "0.0%"),
+        (7, 7, "100.0%"),
+        (1, 10**6, "0.1%"),
+        (10**6 - 1, 10**6, "99.9%"),
+        (1, 3, "33.3%"),
+        (0, 0, "0.0%"),
+    ],
+)
+def test_a_share_is_all_or_nothing_only_where_it_is(part: int, whole: int, text: str):
+    assert format_share(part, whole) == text

@@ -33,7 +33,7 @@ def test_faults_are_counted_with_examples_and_words_that_come_twice_behind_them(
 
 def test_a_header_that_promises_more_is_shown_beside_what_there_is():
     facts = facts_of(embedding_sheets.vector_file_sheets(vector_records.vector_file())[0])
-    assert facts["Words"] == "1,048,576, its header says 2,000,000"
+    assert facts["Words"] == "1,048,576 in 1,048,584 entries; its header says 2,000,000"
     assert facts["In memory"] == "1.0 GiB in single precision"
     assert facts["Lengths of vectors"] == "0.5 to 25, half of them up to 5"
 
@@ -41,3 +41,12 @@ def test_a_header_that_promises_more_is_shown_beside_what_there_is():
 def test_compression_is_a_share_of_the_bytes_before():
     facts = facts_of(embedding_sheets.compression_sheets(vector_records.compression())[0])
     assert facts["Size"] == "22.9 MiB before, 1.4 MiB after, 6.2%"
+
+
+def test_all_is_said_of_all_alone_and_a_cached_subset_took_no_time():
+    facts = vector_records.subset_facts(
+        num_words=10_000, num_exact=9_999, num_lower=0, num_capitalised=0, is_from_cache=True
+    )
+    shown = facts_of(embedding_sheets.subset_sheets(facts)[0])
+    assert shown["Found"].startswith("9,999 (99.9%) of the words")
+    assert shown["Time"] == "none: it is from the cache, where reading the file took 500 ms"

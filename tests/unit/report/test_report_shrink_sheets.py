@@ -9,8 +9,13 @@ from shrink_records import language_model, shrunk, survey
 
 def test_the_sentence_says_what_was_saved_and_what_it_cost():
     assert headline(shrunk()) == (
-        "layers=2 > int8: 16.0 MiB -> 3.0 MiB (19%), accuracy 90.0% -> 88.0%; written to small."
+        "layers=2 > int8: 16.0 MiB -> 3.0 MiB (19%), accuracy 90.0% -> 88.0% after 100 more steps (the original, which "
+        "had none, might be better after as many); written to small."
     )
+    original, *others = shrunk().models
+    trained = original.model_copy(update={"recovered": others[0].quality, "recovery_steps": 100})
+    assert "accuracy 90.0% -> 88.0%, both after 100 more steps" in headline(shrunk(models=(trained, *others)))
+    assert headline(shrunk(is_complete=False)).startswith("stopped after 3 ways to make runs/a/model smaller")
     assert headline(survey()).startswith("3 ways to make runs/a/model smaller, each measured on 10% of")
 
 

@@ -11,9 +11,13 @@ import pytest
 
 from model_folders import model_folder
 from placement_records import streamed_plan
-from plimsoll.errors import BudgetError, InputError
-from plimsoll.run.apply_plan import _why, length_to_plan, plan_apart
+from plimsoll.errors import BudgetError, InputError, WeightsError
+from plimsoll.run.apply_plan import _said, length_to_plan, plan_apart
 from prediction_records import MIB
+
+
+def _unplanned(why: str) -> InputError:
+    return InputError(f"cannot plan how m is applied ({why}): leave --budget out, or correct that")
 
 
 @pytest.mark.parametrize(
@@ -81,18 +85,34 @@ def test_a_plan_comes_back_or_says_what_would_fit(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_planned_says_why(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="cannot plan how .* is applied"):
+    with pytest.raises(InputError, match="config.json cannot be read"):
         plan_apart(tmp_path, "score", 64, 0, 1 << 30, "cpu", "stored")
 
 
 @pytest.mark.parametrize(
     ("printed", "said", "expected"),
     [
-        ('{"message": "too large"}', "other", "too large"),
-        ("{}", "a warning\nno room\n", "no room"),
-        ("[]", "no room", "no room"),
-        ("", "", "exit code 5"),
+        ('{"error": "BudgetError", "message": "too large"}', "other", BudgetError("too large")),
+        ('{"error": "KilledError", "message": "killed"}', "other", InputError("killed")),
+        ('{"error": "AnyError", "message": "too large"}', "no room", _unplanned("no room")),
+        ("{}", "a warning\nno room\n", _unplanned("no room")),
+        ("[]", "no room", _unplanned("no room")),
+        ("", "", _unplanned("exit code 5")),
     ],
 )
-def test_a_process_that_does_not_say_why_is_told_by_its_last_line(printed: str, said: str, expected: str) -> None:
-    assert _why(subprocess.CompletedProcess([], 5, printed, said)) == expected
+def test_what_a_process_says_is_raised_and_its_last_line_where_it_says_nothing(printed, said, expected) -> None:
+    found = _said(subprocess.CompletedProcess([], 5, printed, said), Path("m"))
+    assert (type(found), str(found)) == (type(expected), str(expected))
+
+
+def test_a_damaged_file_is_named_as_it_is_without_a_budget(tmp_path):
+    """The process that plans says which file is wrong and by how many bytes; nothing is put around that."""
+    folder = model_folder(tmp_path / "model", "GPT2LMHeadModel")
+    weights = folder / "model.safetensors"
+    raw = weights.read_bytes()
+    weights.write_bytes(raw[: len(raw) // 2])
+    with pytest.raises(WeightsError) as raised:
+        plan_apart(folder, "score", 16, 0, 1 << 31, "cpu", "stored")
+    said = str(raised.value)
+    assert said.startswith(f"{weights} is cut off: {len(raw) - len(raw) // 2} of its {len(raw)} bytes are missing")
+    assert "--budget" not in said

@@ -10,7 +10,7 @@ import pytest
 import plimsoll.run.feed
 from plimsoll.data.index import open_corpus
 from plimsoll.data.inspect import tokenize_corpus
-from plimsoll.data.prepare import reading_of
+from plimsoll.data.of_job import reading_of
 from plimsoll.records.job import Job
 from plimsoll.run.feed import _in_order, _shuffled, time_corpus
 

@@ -277,3 +277,28 @@ def test_other_errors_of_backward_stay_as_they_are():
     step = step_of(nn.Linear(4, 4), loss=lambda model, batch: Broken.apply(model(batch["x"])).mean())
     with pytest.raises(RuntimeError, match="^a message of its own$"):
         step({"x": torch.ones(4, 4)})
+
+
+@pytest.mark.parametrize("is_nested", [False, True], ids=["in a script", "in a function"])
+def test_a_list_that_the_loop_around_the_step_fills_has_its_line(tmp_path, is_nested):
+    """Neither the model's code nor the loss stores anything: the user's loop does."""
+    program = [
+        "model.history = []",
+        "for _ in range(6):",
+        "    step(batch)",
+        "    model.history.append(model(batch).sum())",
+    ]
+    if is_nested:
+        program = ["def train():", *(f"    {line}" for line in program), "train()"]
+    (tmp_path / "loop.py").write_text("\n".join(program))
+    model = nn.Linear(2, 2)
+    step = TrainStep(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), lambda model, batch: model(batch).square().mean(),
+        units="samples",
+    )  # fmt: skip
+    code = compile((tmp_path / "loop.py").read_text(), str(tmp_path / "loop.py"), "exec")
+    exec(code, {"model": model, "step": step, "batch": torch.ones(4, 2)})
+    (held,) = step.graphs.lines[-1].held
+    assert held.holder == "model.history"
+    assert held.place.endswith(f"loop.py:{program.index(program[3 + is_nested]) + 1}")
+    assert held.remedy == "model.history.append(model(batch).sum().detach())"

@@ -44,11 +44,20 @@ def test_a_run_stands_for_its_model(tmp_path: Path) -> None:
         assert (folder.path, folder.job is not None) == (run / "model", True)
         names = tokenizer_of(folder, None)
         assert names.longest_tokens == 24  # what it was trained with
-        assert names.read(["w0 w1"])[0].ids == [4, 5]  # and without special tokens
+        assert names.read(["w0 w1"])[0].ids == [4, 5]  # and without special tokens, as before a job said so
         assert tokenizer_of(folder, 200).longest_tokens == 200  # a recurrent model has no end
     assert load_for_inference(run / "model", "language-modeling", torch.float64, "cpu").embedding.weight.dtype == (
         torch.float64
     )
+
+
+@pytest.mark.parametrize("special_tokens", [True, False])
+def test_a_run_reads_what_its_tokenizer_puts_around_a_text(tmp_path: Path, special_tokens: bool) -> None:
+    """The tokenizer that is saved with the model puts there what the model was trained with, or nothing."""
+    run = run_with_model(tmp_path / "run")
+    said = f"tokenizer: {{path: t, special_tokens: {str(special_tokens).lower()}}}\n"
+    (run / "job.yaml").write_text(JOB + said)
+    assert tokenizer_of(model_folder(run), None).read(["w0 w1"])[0].ids == [2, 4, 5, 3]
 
 
 def test_a_folder_that_is_no_model_is_refused(tmp_path: Path) -> None:

@@ -9,11 +9,14 @@ import sys
 
 import pytest
 import torch
+from torch import nn
 
 from plimsoll.errors import BudgetError, InputError
 from plimsoll.records.job import Job
 from plimsoll.records.plan import Plan, micro_batch_choice, parse_pin
-from plimsoll.run.plan import plan_job, require_same, require_that_fits
+from plimsoll.records.prediction import Estimate
+from plimsoll.run import subjects
+from plimsoll.run.plan import plan_job, plan_step, require_same, require_that_fits
 from plimsoll.run.wishes import require_possible
 
 MIB = 1 << 20
@@ -297,3 +300,22 @@ def test_ranks_that_have_room_for_all_of_a_model_do_not_share_it_out():
     assert plan.prediction.exchange.added_up_bytes > 4 * 12 * 4 * 512**2  # the blocks' gradients, of 4 bytes
     (shared,) = [one for one in plan.rejected if "fully_shard" in names(one.choices)]
     assert shared.reason.startswith("slower: ")
+
+
+def test_a_plan_for_this_process_counts_what_planning_leaves_in_it(monkeypatch):
+    """Imports, and a heap with holes: the training that follows has so much less of its budget."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))
+    read, real = [], subjects.own_baseline
+
+    def growing(traced_bytes):
+        read.append(real(traced_bytes).likely_bytes + len(read) * (40 << 20))
+        return Estimate(likely_bytes=read[-1], low_bytes=read[-1], high_bytes=read[-1], measured_bytes=read[-1])
+
+    monkeypatch.setattr(subjects, "own_baseline", growing)
+    plan = plan_step(
+        model, torch.optim.SGD(model.parameters()), {"x": torch.ones(4, 8)},
+        lambda model, batch: model(batch["x"]).mean(), units="samples", budget="4GiB", device="cpu",
+    )  # fmt: skip
+    assert len(read) == 2
+    assert plan.prediction.peak.likely_bytes >= read[-1]
+    assert all(rung.peak.likely_bytes >= read[-1] for rung in plan.rungs)

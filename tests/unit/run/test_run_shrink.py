@@ -12,97 +12,32 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from made_up_shrinks import BYTES, EFFECTS, MadeUp
 from small_runs import write_text
 
 from plimsoll.data.prepare import prepare
 from plimsoll.errors import InputError, KilledError, OutputError
 from plimsoll.records.job import Job
-from plimsoll.records.plan import Choice, Pin
-from plimsoll.records.shrink import InferenceCost, Quality, ShrinkRecord, TrainingCost
+from plimsoll.records.plan import Choice
+from plimsoll.records.shrink import ShrinkRecord, TrainingCost
 from plimsoll.run import shrink as module
-from plimsoll.run.shrink import RefusedError, ShrinkOptions, ShrinkSource, shrink
-from plimsoll.run.shrink_process import Made, Offer
+from plimsoll.run.shrink import RefusedError, shrink
 from plimsoll.run.shrink_recover import Trained
+from plimsoll.run.shrink_request import ShrinkOptions, ShrinkSource
 from shrink_records import trained_record
-
-BYTES = 1000
-EFFECTS = {"layers": (0.5, 0.4), "heads": (0.8, 0.1), "int8": (0.3, 0.01), "int4": (0.2, 0.5)}
-
-
-class MadeUp:
-    """Answers in place of the process; notes what it was asked to make."""
-
-    made: list[str] = []
-    teachers: list[Path | None] = []
-    trainings: list[tuple[int, Path | None]] = []
-    dies_at: str | None = None
-    refuses: tuple[str, ...] = ()
-    original_loss = 0.0
-    header_bytes = 0
-
-    def __init__(self, request):
-        fields = json.loads(request.read_text())
-        assert fields["record"] == "shrink-request"
-        self.is_job = fields["job"] is not None
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        pass
-
-    def offers(self):
-        stages = {"int8": "values", "int4": "values"}
-        known = [
-            Offer(method=name, stage=stages.get(name, "structure"), saves="much", choices=(Choice(technique=name),))
-            for name in EFFECTS
-        ]
-        return (*known, Offer(method="units", stage="structure", saves="more", reason="no recurrent layers"))
-
-    def resolved(self, pins):
-        return tuple(Choice(technique=pin.technique, options=pin.options) for pin in pins)
-
-    def weight_bytes(self, chain):
-        if {"int8", "int4"} <= {choice.technique for choice in chain}:
-            return None
-        size = BYTES
-        for choice in chain:
-            size = int(size * EFFECTS[choice.technique][0])
-        return size
-
-    def make(self, source, chain, target):
-        name = " > ".join(map(str, chain)) or "original"
-        if name == MadeUp.dies_at:
-            raise KilledError("the process was killed: give the same command again", 9)
-        if name in MadeUp.refuses:
-            raise InputError(f"{name} cannot be judged: leave it out")
-        MadeUp.made.append(name)
-        (target / "config.json").write_text(json.dumps({"name": name}))
-        size = self.weight_bytes(chain)
-        loss = MadeUp.original_loss + sum(EFFECTS[choice.technique][1] for choice in chain)
-        if self.is_job:
-            gain = Path(source.folder) / "gain.json"
-            if gain.is_file():  # a model that was trained, here from 0.4
-                loss, name = loss + 0.4 - json.loads(gain.read_text()), " > ".join(["run", *map(str, chain)])
-            (target / "config.json").write_text(json.dumps({"name": name}))
-            quality = Quality(loss=loss, num_samples=10)
-        else:
-            quality = Quality(loss=loss, num_samples=10, similarity=1 - loss)
-        file_bytes = size + MadeUp.header_bytes
-        return Made(form="plain", file_bytes=file_bytes, weight_bytes=size, quality=quality, has_own_tokenizer=False)
-
-    def measured(self, source):
-        return InferenceCost(rows=1, longest_tokens=1, peak_bytes=2 * BYTES, baseline_bytes=BYTES, row_seconds=0.5)
-
-    def predicted_training(self, source, teacher=None):
-        MadeUp.teachers.append(teacher)
-        return None
 
 
 @pytest.fixture
 def source(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "ShrinkProcess", MadeUp)
-    for name, value in {"made": [], "teachers": [], "trainings": [], "dies_at": None, "refuses": ()}.items():
+    for name, value in {
+        "made": [],
+        "teachers": [],
+        "trainings": [],
+        "dies_at": None,
+        "refuses": (),
+        "no": None,
+    }.items():
         monkeypatch.setattr(MadeUp, name, value)
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
@@ -138,8 +73,8 @@ def test_of_the_chains_that_fit_as_many_are_made_as_asked_for(source, tmp_path):
 
 
 def test_four_chains_are_made_where_no_number_of_them_is_given(source, tmp_path, monkeypatch):
-    for number in range(6):
-        monkeypatch.setitem(EFFECTS, f"small-{number}", (0.24, number / 10))
+    for number, name in enumerate(["units", "tied", "hidden", "channels", "vocabulary", "low_rank"]):
+        monkeypatch.setitem(EFFECTS, name, (0.24, number / 10))
     shrink(source, tmp_path / "out", ShrinkOptions(target_bytes=100))
     assert len(MadeUp.made[11:]) == 4
 
@@ -170,7 +105,7 @@ def test_where_no_guess_is_small_enough_all_methods_together_are_made(source, tm
 
 def test_what_a_method_costs_is_counted_from_the_originals_loss(source, tmp_path, monkeypatch):
     monkeypatch.setattr(MadeUp, "original_loss", 0.2)
-    monkeypatch.setitem(EFFECTS, "int2", (0.24, 0.15))  # alone worse than heads and int8 together
+    monkeypatch.setitem(EFFECTS, "tied", (0.24, 0.15))  # alone worse than heads and int8 together
     shrink(source, tmp_path / "out", ShrinkOptions(target_bytes=250, most_tries=1))
     assert MadeUp.made[6:] == ["heads > int8"]
 
@@ -188,14 +123,14 @@ def test_the_smallest_that_was_made_is_said_where_no_size_can_be_looked_at(sourc
 
     monkeypatch.setattr(MadeUp, "weight_bytes", weight_bytes)
     forbids = ("heads", "int8", "int4")
-    with pytest.raises(InputError, match=r"without heads, int8, int4 reaches 50 B: the smallest has about 500 B"):
-        shrink(source, tmp_path / "out", ShrinkOptions(target_bytes=50, forbids=forbids))
+    with pytest.raises(InputError, match=r"without heads, int8, int4 reaches 400 B: the smallest has about 500 B"):
+        shrink(source, tmp_path / "out", ShrinkOptions(target_bytes=400, forbids=forbids))
 
 
 def test_of_what_could_not_be_made_the_number_and_the_last_reason_are_said(source, tmp_path):
     MadeUp.refuses = ("layers", "heads", "int8")
     with pytest.raises(InputError, match=r"\(3 could not be made, the last int8: int8 cannot be judged"):
-        shrink(source, tmp_path / "out", ShrinkOptions(target_bytes=50))
+        shrink(source, tmp_path / "out", ShrinkOptions(target_bytes=70))
 
 
 def test_a_method_that_is_forbidden_is_not_used(source, tmp_path):
@@ -206,16 +141,21 @@ def test_a_method_that_is_forbidden_is_not_used(source, tmp_path):
         shrink(source, tmp_path / "other", ShrinkOptions(forbids=("int_4",)))
 
 
-def test_a_target_that_nothing_reaches_says_the_smallest_there_was(source, tmp_path):
+@pytest.mark.parametrize(("target_bytes", "is_tried"), [(70, True), (50, False), (1, False)])
+def test_a_target_that_nothing_reaches_is_refused_with_the_smallest_and_one_far_below_at_once(
+    source, tmp_path, target_bytes, is_tried
+):
     with pytest.raises(
         InputError,
-        match="no chain of methods reaches 50 B: the smallest has about 80 B .layers > heads > int4.; give",
+        match=f"no chain of methods reaches {target_bytes} B: the smallest has about 80 B .layers > heads > int4.",
     ):
-        shrink(source, tmp_path / "out", ShrinkOptions(target_bytes=50))
+        shrink(source, tmp_path / "out", ShrinkOptions(target_bytes=target_bytes))
+    assert bool(MadeUp.made) == is_tried
+    assert (tmp_path / "out").exists() == is_tried
 
 
 def test_a_chain_of_the_users_own_is_made_as_it_is(source, tmp_path):
-    pins = (Pin(technique="heads"), Pin(technique="int4"))
+    pins = (Choice(technique="heads"), Choice(technique="int4"))
     record = shrink(source, tmp_path / "out", ShrinkOptions(methods=pins))
     assert MadeUp.made == ["original", "heads > int4"]
     assert (record.best, record.unused, record.saves) == (1, (), {"heads": "much", "int4": "much"})
@@ -282,7 +222,7 @@ def test_what_cannot_be_made_is_said_and_the_others_are_tried(source, tmp_path):
     assert ("heads", "heads cannot be judged: leave it out") in [(one.method, one.reason) for one in record.unused]
     assert record.models[record.best].name == "layers > int8"
     with pytest.raises(InputError, match="heads cannot be judged"):
-        shrink(source, tmp_path / "own", ShrinkOptions(methods=(Pin(technique="heads"),)))
+        shrink(source, tmp_path / "own", ShrinkOptions(methods=(Choice(technique="heads"),)))
 
 
 def test_a_place_that_holds_what_is_read_is_refused(source, tmp_path):
@@ -335,11 +275,12 @@ def trained(source, monkeypatch):
 def test_a_training_that_helps_is_what_is_written(trained, tmp_path):
     source, gains = trained
     gains["loss"] = 0.2
-    options = ShrinkOptions(methods=(Pin(technique="layers"), Pin(technique="int8")), recover_steps=9)
+    options = ShrinkOptions(methods=(Choice(technique="layers"), Choice(technique="int8")), recover_steps=9)
     original, small = shrink(source, tmp_path / "out", options).models
-    # A few steps of the original show what it takes.
-    assert MadeUp.trainings == [(4, None), (9, source.folder)]
-    assert (original.training.peak_bytes, original.recovery_steps) == (5 * BYTES, 0)
+    # The original is trained as long, from the labels alone, so that like is compared with like.
+    assert MadeUp.trainings == [(9, None), (9, source.folder)]
+    assert (original.training.peak_bytes, original.recovery_steps) == (5 * BYTES, 9)
+    assert original.recovered.loss == pytest.approx(0.2)
     assert source.folder in MadeUp.teachers  # what is predicted is the training that was done
     assert small.quality.loss == pytest.approx(0.41)
     assert small.recovered.loss == pytest.approx(0.21)
@@ -380,7 +321,7 @@ def test_what_cannot_be_applied_behind_its_training_is_not_taken_for_what_it_was
 @pytest.mark.parametrize("distills", [False, True], ids=["alone", "with the answers of the original"])
 def test_a_training_follows_the_original_where_that_is_asked_for(trained, tmp_path, distills):
     source, _ = trained
-    options = ShrinkOptions(methods=(Pin(technique="layers"),), recover_steps=9, distills=distills)
+    options = ShrinkOptions(methods=(Choice(technique="layers"),), recover_steps=9, distills=distills)
     shrink(source, tmp_path / "out", options)
     assert MadeUp.trainings[1:] == [(9, source.folder if distills else None)]
 
@@ -389,9 +330,9 @@ def test_only_what_changes_shapes_is_trained_and_of_a_search_only_chains(trained
     source, _ = trained
     record = shrink(source, tmp_path / "out", ShrinkOptions(recover_steps=9, target_bytes=250, most_tries=2))
     steps = {model.name: model.recovery_steps for model in record.models}
-    alone = dict.fromkeys(["original", "layers", "heads", "int8", "int4"], 0)
-    assert steps == alone | {"heads > int8": 9, "layers > int8": 9}
-    own = ShrinkOptions(methods=(Pin(technique="int8"),), recover_steps=9)
+    alone = dict.fromkeys(["layers", "heads", "int8", "int4"], 0)
+    assert steps == alone | {"original": 9, "heads > int8": 9, "layers > int8": 9}
+    own = ShrinkOptions(methods=(Choice(technique="int8"),), recover_steps=9)
     assert shrink(source, tmp_path / "own", own).models[1].recovered is None
 
 
@@ -409,7 +350,7 @@ def test_what_the_original_took_is_read_of_its_run(trained, tmp_path, distill):
     trained_record(9.0, 2.5, 3.0, peak_bytes=7 * BYTES, job={"distill": distill}).save(tmp_path / "run.json")
     source = replace(trained[0], trained=tmp_path / "run.json")
     original = shrink(source, tmp_path / "out", ShrinkOptions(recover_steps=9)).models[0]
-    assert [steps for steps, _ in MadeUp.trainings] == [9, 9]  # of layers and of heads
+    assert [steps for steps, _ in MadeUp.trainings] == [9, 9, 9]  # of the original, of layers and of heads
     assert (original.training.peak_bytes, original.training.step_seconds) == (7 * BYTES, 2.75)
     assert original.training.has_teacher == bool(distill)
 
@@ -418,7 +359,7 @@ def test_what_the_original_took_is_read_of_its_run(trained, tmp_path, distill):
 def test_a_training_that_does_harm_or_nothing_is_not(trained, tmp_path, gain):
     source, gains = trained
     gains["loss"] = gain
-    options = ShrinkOptions(methods=(Pin(technique="layers"),), recover_steps=9)
+    options = ShrinkOptions(methods=(Choice(technique="layers"),), recover_steps=9)
     small = shrink(source, tmp_path / "out", options).models[1]
     assert small.recovered.loss == pytest.approx(0.4 - gain)
     assert small.quality.loss == small.best_quality.loss == 0.4
@@ -431,18 +372,18 @@ def test_fewer_tokens_to_divide_among_are_no_better_language_model(trained, tmp_
     record = shrink(source, tmp_path / "out", ShrinkOptions())
     losses = {model.name: model.quality.loss for model in record.models}
     assert losses["vocabulary"] == pytest.approx(losses["original"])
-    options = ShrinkOptions(methods=(Pin(technique="vocabulary"), Pin(technique="layers")))
+    options = ShrinkOptions(methods=(Choice(technique="vocabulary"), Choice(technique="layers")))
     small = shrink(source, tmp_path / "both", options).models[1]
     assert small.quality.loss == pytest.approx(losses["layers"])
     options = replace(options, recover_steps=9)
     shrink(source, tmp_path / "taught", options, keep_all=True)
-    (teacher,) = {teacher for steps, teacher in MadeUp.trainings if steps == 9}
+    _, (_, teacher) = MadeUp.trainings
     assert json.loads((teacher / "config.json").read_text()) == {"name": "vocabulary"}  # it reads the same tokens
 
 
 def test_embeddings_of_fewer_tokens_are_as_near_as_they_are(source, tmp_path, monkeypatch):
     monkeypatch.setitem(EFFECTS, "vocabulary", (0.5, 0.3))
-    small = shrink(source, tmp_path / "out", ShrinkOptions(methods=(Pin(technique="vocabulary"),))).models[1]
+    small = shrink(source, tmp_path / "out", ShrinkOptions(methods=(Choice(technique="vocabulary"),))).models[1]
     assert (small.quality.loss, small.quality.similarity) == (0.3, 0.7)
 
 
@@ -472,3 +413,60 @@ def test_models_judged_by_other_texts_are_not_gone_on_with(source, tmp_path, mon
     (tmp_path / "ship.txt").write_text("other words\n" * 900)
     with pytest.raises(OutputError, match="are others than those that .* was begun with: give --force"):
         shrink(given, tmp_path / "out", ShrinkOptions())
+
+
+def test_what_the_model_refuses_is_refused_before_the_data_are_read_and_leaves_nothing(trained, tmp_path, monkeypatch):
+    source, _ = trained
+    MadeUp.no = "layers cannot keep 99 of 6: give keep from 1 to 5"
+    monkeypatch.setattr(module, "_prepare", lambda *arguments: pytest.fail("it is too early for the data"))
+    with pytest.raises(InputError, match="layers cannot keep 99 of 6"):
+        shrink(source, tmp_path / "out", ShrinkOptions(methods=(Choice(technique="layers", options={"keep": 99}),)))
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_was_found_is_kept_and_said_model_by_model(source, tmp_path):
+    said = []
+    MadeUp.dies_at = "int8"
+    with pytest.raises(KilledError):
+        shrink(source, tmp_path / "out", ShrinkOptions(), say=said.append)
+    assert said[1:] == [
+        "original: 1000 B (100%), similarity 1.0000",
+        "1 of 4, layers: 500 B (50%), similarity 0.6000",
+        "2 of 4, heads: 800 B (80%), similarity 0.9000",
+    ]
+    found = ShrinkRecord.load(tmp_path / "out" / ".shrink" / "shrink.json")
+    assert ([one.name for one in found.models], found.is_complete) == (["original", "layers", "heads"], False)
+
+
+def test_the_original_is_once_as_fast_as_itself(source, tmp_path, monkeypatch):
+    def measured(self, given, before=MadeUp.measured):
+        return before(self, given).model_copy(update={"speed": 1.1})  # what two timings of one model came to
+
+    monkeypatch.setattr(MadeUp, "measured", measured)
+    record = shrink(source, tmp_path / "out", ShrinkOptions())
+    assert [one.inference.speed for one in record.models] == [1.0, 1.1, 1.1, 1.1, 1.1]
+
+
+def test_an_original_that_cannot_be_trained_as_long_is_said(trained, tmp_path, monkeypatch):
+    source, _ = trained
+
+    def train(job, begun, place, cache, num_steps, budget_bytes, teacher, before=module.train_again):
+        if teacher is None:
+            raise InputError("the budget is too small for it")
+        return before(job, begun, place, cache, num_steps, budget_bytes, teacher)
+
+    monkeypatch.setattr(module, "train_again", train)
+    options = ShrinkOptions(methods=(Choice(technique="layers"),), recover_steps=9)
+    record = shrink(source, tmp_path / "out", options)
+    assert record.original.recovered is None
+    assert [(one.method, one.reason) for one in record.unused] == [
+        ("the original, trained as long", "the budget is too small for it")
+    ]
+
+
+def test_a_peak_of_training_is_predicted_where_a_training_was_asked_for(trained, tmp_path):
+    source, _ = trained
+    folder = replace(source, is_to_train=False)
+    assert all(one.training is None for one in shrink(folder, tmp_path / "out", ShrinkOptions()).models)
+    record = shrink(folder, tmp_path / "again", ShrinkOptions(recover_steps=9))
+    assert [one.name for one in record.models if one.training is not None] == ["original", "layers", "heads"]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from plimsoll.errors import KilledError, WeightsError
-from plimsoll.records.plan import Choice, Pin
+from plimsoll.records.plan import Choice
 from plimsoll.run.shrink_process import ShrinkProcess, Source
 
 ANSWERS = """
@@ -46,7 +46,7 @@ def predicted_training(source, teacher):
 serve(lambda: {
     "weight_bytes": weight_bytes,
     "offers": lambda: [{"method": "heads", "stage": "structure", "saves": "much", "reason": "none"}],
-    "resolved": lambda pins: [{"technique": pin["technique"], "options": {"share": pin["value"]}} for pin in pins],
+    "check": lambda chain: weight_bytes(chain) and None,
     "make": make, "measured": measured, "predicted_training": predicted_training,
 })
 """
@@ -69,7 +69,9 @@ def chain(*names):
 def test_what_libraries_print_is_no_answer(process):
     assert [process.weight_bytes(chain(*"abc")), process.weight_bytes(chain("a"))] == [3, 1]
     assert process.offers()[0].reason == "none"
-    assert process.resolved([Pin(technique="heads", value=0.5)]) == (Choice(technique="heads", options={"share": 0.5}),)
+    assert process.check(chain("heads")) is None
+    with pytest.raises(WeightsError, match="heads cannot be 3: give 4"):
+        process.check(chain("fails"))
     assert process.predicted_training(Source(folder="x")) is None
 
 

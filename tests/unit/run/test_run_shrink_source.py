@@ -10,7 +10,7 @@ import pytest
 from plimsoll.errors import DataError, InputError, JobError
 from plimsoll.records.job import Job
 from plimsoll.run.directory import RunDirectory
-from plimsoll.run.shrink import ShrinkSource
+from plimsoll.run.shrink_request import ShrinkSource
 from plimsoll.run.shrink_source import find_source
 
 JOB = {
@@ -66,7 +66,9 @@ def test_the_state_between_windows_is_not_what_a_smaller_model_is_judged_by(tmp_
 
 def test_a_classifier_with_a_file_gets_a_job_of_its_own(tmp_path):
     model = folder(tmp_path / "model", architectures=["BertForSequenceClassification"], max_position_embeddings=64)
-    job = find_source(model, tmp_path / "x.csv", ("body",), "stars", False, ("batch_size=8",)).job
+    found = find_source(model, tmp_path / "x.csv", ("body",), "stars", False, ("batch_size=8",))
+    job = found.job
+    assert not found.is_to_train  # nobody asked for a training
     assert (job.task, job.sequence_length, job.batch_size) == ("classification", 64, 8)
     assert (job.data.text, job.data.label, job.data.header, job.data.validation) == (("body",), "stars", False, 0.2)
     assert (job.optimizer.name, job.optimizer.lr) == ("adamw", 5e-5)
@@ -186,3 +188,15 @@ def test_a_job_without_weights_or_without_data_to_judge_by_is_refused(tmp_path):
     job = write_job(tmp_path / "job.yaml", data={"train": "train.jsonl", "label": "stars"})
     with pytest.raises(DataError, match="data.validation is None.*data.validation=0.1"):
         find_source(job)
+
+
+def test_a_model_of_ones_own_that_was_trained_is_not_asked_to_be_finished(tmp_path):
+    """Its run has weights and no configuration: finishing it again would change nothing."""
+    run = RunDirectory.create(tmp_path / "run", force=False)
+    job = {"model": "mine:build", "data": {"train": "x.txt", "validation": 0.5}}
+    run.write_job(Job.from_fields(job))
+    (run.path / "plan.json").write_text("{}")
+    run.model.mkdir()
+    (run.model / "model.safetensors").write_bytes(b"")
+    with pytest.raises(JobError, match="trained mine:build, a model of your own, .*: methods are for models of"):
+        find_source(tmp_path / "run")

@@ -15,10 +15,12 @@ from torch.nn.modules.module import register_module_forward_hook
 from model_folders import model_folder, some_texts
 from plimsoll.data.model_tokens import load_model_tokenizer
 from plimsoll.errors import InputError, WeightsError
+from plimsoll.models.build import save_model
 from plimsoll.models.loading import load_model
+from plimsoll.models.recurrent import build_recurrent
 from plimsoll.records.heap import TIGHT_HEAP
 from plimsoll.records.job import Job
-from plimsoll.records.plan import Choice, Pin, parse_pin
+from plimsoll.records.plan import Choice
 from plimsoll.records.prediction import Estimate
 from plimsoll.records.shrink import InferenceCost
 from plimsoll.run import shrink_evidence, shrinking
@@ -152,33 +154,28 @@ def test_weights_are_written_in_the_type_they_had(place, tmp_path):
     assert {weight.dtype for weight in load_model(tmp_path / "small").model.parameters()} == {torch.bfloat16}
 
 
-@pytest.mark.parametrize(
-    ("pins", "said"),
-    [
-        ("heds=0.5", "there is no method `heds`; did you mean `heads`?"),
-        ("layers(keeps=3)", "`layers` has no option `keeps` (3): it takes `keep`, `share`, `importance`"),
-        ("int8=3", "`int8` has no option `value` (3): it takes no options"),
-        ("int8 layers=1", "layers changes shapes and int8 the bits of values, which must be last"),
-        ("layers=1 int8 heads=0.5", "heads changes shapes and int8 the bits of values, which must be last"),
-    ],
-)
-def test_what_a_user_wrote_wrongly_is_refused(workshop, pins, said):
-    with pytest.raises(WeightsError, match=re.escape(said)):
-        workshop.resolved([parse_pin(pin) for pin in pins.split()])
-
-
-def test_a_value_is_of_the_first_option(workshop):
-    pins = [Pin(technique="layers", value=1), parse_pin("heads(importance=taylor)")]
-    assert workshop.resolved(pins) == (LAYERS, Choice(technique="heads", options={"importance": "taylor"}))
-    pins = [parse_pin(pin) for pin in ("layers=1", "int8", "int8_embeddings")]
-    assert workshop.resolved(pins) == (LAYERS, INT8, EMBEDDINGS)
-
-
 def test_a_choice_that_cannot_be_is_refused_and_has_no_size(place, workshop, tmp_path):
     many = Choice(technique="layers", options={"keep": 7})
     with pytest.raises(WeightsError, match=r"layers\(keep=7\) cannot be used for .*leave it out, or change it"):
         workshop.make(original(place), (many,), tmp_path / "small")
     assert workshop.weight_bytes((many,)) is None
+
+
+@pytest.mark.parametrize("kind", ["BertModel", "lstm"])
+def test_a_chain_is_refused_from_the_configuration_alone(kind, tmp_path):
+    """Before data are prepared: neither texts nor the numbers of the weights are read."""
+    folder = tmp_path / "model"
+    if kind == "lstm":
+        folder.mkdir()
+        save_model(build_recurrent({"architecture": "lstm", "vocab_size": 9, "hidden_size": 8}), folder)
+    else:
+        model_folder(folder, kind)
+    workshop = Workshop(folder, TextEvidence(folder, tmp_path / "none.txt"))
+    too_many = {"BertModel": LAYERS.model_copy(update={"options": {"keep": 99}}), "lstm": LAYERS}[kind]
+    good = {"BertModel": LAYERS, "lstm": Choice(technique="units")}[kind]
+    workshop.check((good,))
+    with pytest.raises(WeightsError, match=re.escape(f"{too_many.in_full} cannot be used for {folder}")):
+        workshop.check((good, too_many))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -319,7 +316,7 @@ def test_answers_are_plain_values(place):
     request = ShrinkRequest(folder=str(place / "model"), cache=str(place / "cache"), job=job_of(place))
     answers = answers_of(request)
     assert json.dumps(answers["offers"]())
-    assert answers["resolved"](pins=[{"technique": "layers", "value": 1}]) == [LAYERS.model_dump()]
+    assert answers["check"](chain=[LAYERS.model_dump()]) is None
     assert answers["weight_bytes"](chain=[LAYERS.model_dump()]) > 0
     texts = answers_of(ShrinkRequest(folder=str(place / "model"), cache="", data=str(place / "x.jsonl")))
     asked = {"source": {"folder": str(place / "model")}, "teacher": None}

@@ -14,7 +14,8 @@ from torch import nn
 
 from plimsoll.assemble import Assembled, assemble
 from plimsoll.data.loader import iterate_once
-from plimsoll.data.prepare import prepare, with_rows
+from plimsoll.data.longest_rows import with_rows
+from plimsoll.data.prepare import prepare
 from plimsoll.data.sketch import TextSketch, texts_of
 from plimsoll.errors import InputError
 from plimsoll.records.job import Job

@@ -101,6 +101,8 @@ def test_a_teacher_reads_the_tokens_of_the_job_where_its_folder_says_which(
 ) -> None:
     folder = tmp_path / "teacher"
     save_model(model_of("gpt2", 1), folder)
+    # Without it transformers would take GPT-2's class, which adds a token of its own.
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
     (tmp_path / "same").mkdir()
     write_tokenizer(tmp_path / "same" / "tokenizer.json", "a", "b")
     job = job_of(folder, tokenizer={"path": str(tmp_path / "same")})

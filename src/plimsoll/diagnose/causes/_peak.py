@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from plimsoll.diagnose.evidence import Evidence, place_of
-from plimsoll.records.diagnosis import Fact, Finding, KnownHow, Remedy
+from plimsoll.records.diagnosis import ASKED, Fact, Finding, KnownHow, Remedy
 from plimsoll.records.prediction import Holding
 from plimsoll.records.units import format_bytes
 
@@ -32,11 +32,14 @@ class Part:
 
 
 def part_of_category(evidence: Evidence, category: str) -> Part | None:
-    """Return what of the peak one category has; ``None`` where that is not known."""
-    for share in evidence.shares:
-        if share.category == category:
-            return Part(share.num_bytes, share.known, (share.place,) if share.place else ())
-    return None
+    """Return what of the peak one category has, with what was asked for it; ``None`` where that is not known."""
+    own = [share for share in evidence.shares if share.category == category]
+    if category == evidence.asked_category:
+        own += [share for share in evidence.shares if share.category == ASKED]
+    if not own:
+        return None
+    places = tuple(share.place for share in own if share.place)
+    return Part(sum(share.num_bytes for share in own), own[0].known, places)
 
 
 def part_of_holdings(holdings: Sequence[Holding], known: KnownHow = "predicted") -> Part | None:

@@ -6,12 +6,14 @@ numbers of an error's text leave nothing else, of the device or of the host.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Final
 
 from plimsoll.diagnose.causes._peak import BEFORE_THE_MODEL
 from plimsoll.diagnose.causes._text import is_possible, perhaps
 from plimsoll.diagnose.evidence import Evidence
-from plimsoll.records.diagnosis import Fact, Finding
+from plimsoll.records.diagnosis import ASKED, Fact, Finding, Share
 from plimsoll.records.oom_text import OomText
 from plimsoll.records.units import format_bytes
 
@@ -25,9 +27,37 @@ def findings(evidence: Evidence) -> tuple[Finding, ...]:
     event = evidence.event
     if event is not None and not evidence.shares:
         return (_of_text(event),) if is_possible(event, _CAUSE) or is_possible(event, "host_ram") else ()
-    if not evidence.has_run_out:
+    if not evidence.has_run_out or not evidence.shares:
         return ()
-    return (_of_training(evidence),) if evidence.shares else ()
+    asked = next((share for share in evidence.shares if share.category == ASKED), None)
+    if asked is None:
+        return (_of_training(evidence),)
+    rest = [share for share in evidence.shares if share is not asked]
+    if evidence.limit_bytes is not None and asked.num_bytes > evidence.limit_bytes - _before_bytes(rest):
+        return ()  # no training would leave room for it: see `absurd_request`
+    if asked.num_bytes > sum(share.num_bytes for share in rest) - _before_bytes(rest):
+        return (_of_request(asked, rest),)
+    return (_of_training(replace(evidence, shares=tuple(rest))),)
+
+
+def _before_bytes(shares: Sequence[Share]) -> int:
+    return sum(share.num_bytes for share in shares if share.category in BEFORE_THE_MODEL)
+
+
+def _of_request(asked: Share, rest: Sequence[Share]) -> Finding:
+    """One request that is larger than all that the training had in use."""
+    in_use = format_bytes(sum(share.num_bytes for share in rest))
+    return Finding(
+        cause=_CAUSE,
+        title=f"{in_use} were in use, when {format_bytes(asked.num_bytes)} more had to fit, asked for in one piece",
+        place=asked.place,
+        evidence=_of_shares((asked, *rest)),
+        remedy=f"look at the line that asked for it; where its size follows the batch, {_IN_A_LOOP}",
+    )
+
+
+def _of_shares(shares: Iterable[Share]) -> tuple[Fact, ...]:
+    return tuple(Fact(text=f"{share.category}: {format_bytes(share.num_bytes)}", known=share.known) for share in shares)
 
 
 def _of_training(evidence: Evidence) -> Finding:
@@ -42,14 +72,11 @@ def _of_training(evidence: Evidence) -> Finding:
         asked = None if evidence.event is None else evidence.event.tried_to_allocate
         more = "more" if asked is None else f"{format_bytes(asked)} more"
         title = f"{format_bytes(total_bytes)} were in use, most of it {most.category}, when {more} had to fit"
-    facts = [
-        Fact(text=f"{share.category}: {format_bytes(share.num_bytes)}", known=share.known) for share in evidence.shares
-    ]
     return Finding(
         cause=_CAUSE,
         title=title,
         place=most.place or (evidence.event.place if evidence.event is not None else ""),
-        evidence=tuple(facts),
+        evidence=_of_shares(evidence.shares),
         peak_share=min(most.num_bytes / total_bytes, 1.0) if total_bytes else None,
         remedy=_IN_A_LOOP if is_within else f"take one of the remedies that fit; {_PLAN}",
     )

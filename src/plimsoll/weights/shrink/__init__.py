@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from plimsoll.weights.shrink._base import Calibration, Choices, Need, Shrinker, Stage, Subject
+from plimsoll.weights.shrink._base import Calibration, Choices, Need, Shrinker, Subject
 from plimsoll.weights.shrink.bf16 import Bf16
 from plimsoll.weights.shrink.channels import Channels
 from plimsoll.weights.shrink.dynamic_int8 import DynamicInt8
@@ -47,4 +47,4 @@ _METHODS: tuple[Shrinker, ...] = (
 
 SHRINKERS: Mapping[str, Shrinker] = {method.name: method for method in _METHODS}
 
-__all__ = ["SHRINKERS", "Calibration", "Choices", "Need", "Shrinker", "Stage", "Subject"]
+__all__ = ["SHRINKERS", "Calibration", "Choices", "Need", "Shrinker", "Subject"]

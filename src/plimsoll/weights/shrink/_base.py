@@ -17,16 +17,12 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from plimsoll.records.plan import Choice, Value
+from plimsoll.records.plan import Choice
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 Choices = tuple[Choice, ...]
-
-Stage = Literal["structure", "values"]
-"""``structure``: other shapes, which can be trained on and made smaller again. ``values``: the same shapes in fewer
-bits, which comes last."""
 
 Need = Literal["batches", "gradients", "corpus"]
 """What of the user's data a method looks at: some batches, the gradients of their loss, or how often each token is in
@@ -63,15 +59,13 @@ class Shrinker(Protocol):
 
     ``name`` is the registry's key, the word on the command line, the page in ``docs/shrink`` and the test's id;
     ``title`` what it does, for a table; ``saves`` one sentence that says what becomes smaller (the file, the memory,
-    the time of a pass, that of training) and what does not. ``options`` are what a choice may have, with what is taken
-    where it is left out (``None``: nothing); the first is what ``name=value`` on a command line means.
+    the time of a pass, that of training) and what does not. What a choice may have is in
+    `plimsoll.records.shrink_methods`.
     """
 
     name: ClassVar[str]
     title: ClassVar[str]
     saves: ClassVar[str]
-    stage: ClassVar[Stage]
-    options: ClassVar[Mapping[str, Value | None]]
 
     def menu(self, subject: Subject) -> Choices | str:
         """Return what is worth trying, mildest first, or a sentence that says why nothing is.

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import Literal
+from typing import Any
 
 from plimsoll.records.plan import Choice
+from plimsoll.records.shrink_methods import SHARE, options_of
 from plimsoll.weights.shrink._base import Need
-from plimsoll.weights.shrink._options import share_fault, unknown_option, value_fault
-
-Importance = Literal["magnitude", "taylor", "activation"]
-
-IMPORTANCES: tuple[Importance, ...] = ("magnitude", "taylor", "activation")
 
 NEEDS: dict[str, frozenset[Need]] = {
     "taylor": frozenset({"gradients"}),
@@ -19,27 +14,16 @@ NEEDS: dict[str, frozenset[Need]] = {
 }
 """What a way to judge importance must be given; others look at the weights alone."""
 
-SHARE = 0.25
-"""What is taken away where nobody says how much."""
-
 
 def share_of(choice: Choice) -> float:
-    """Return the share that is taken away; call it only where `options_fault` found none."""
-    return float(choice.options.get("share", SHARE))
+    """Return the share that is taken away."""
+    share: Any = options_of(choice)["share"]
+    return float(SHARE if share is None else share)
 
 
-def importance_of(choice: Choice, default: str = "magnitude") -> str:
+def importance_of(choice: Choice) -> str:
     """Return how parts are judged."""
-    return str(choice.options.get("importance", default))
-
-
-def options_fault(
-    choice: Choice, names: Collection[str] = ("share", "importance"), importances: Collection[str] = IMPORTANCES
-) -> str | None:
-    """Return a sentence that says which option or value is wrong, or ``None``."""
-    fault = unknown_option(choice, dict.fromkeys(names)) or share_fault("share", choice.options.get("share", SHARE))
-    known = tuple(importances)
-    return fault or value_fault("importance", choice.options.get("importance", known[0]), known)
+    return str(options_of(choice)["importance"])
 
 
 def num_removed(num_parts: int, share: float) -> int:

@@ -5,27 +5,32 @@
       "attributes": {"bert.encoder.layer.0.attention.self": {"num_attention_heads": 6, "all_head_size": 192}},
       "as_linear":  ["transformer.h.0.attn.c_attn"],
       "factored":   {"bert.encoder.layer.0.output.dense": 64},
-      "shared":     {"bert.encoder.layer.1": "bert.encoder.layer.0"}
+      "shared":     {"bert.encoder.layer.1": "bert.encoder.layer.0"},
+      "gpu_only":   ["bert.encoder.layer.0.output.dense"]
     }
 
 They are done in this order. ``resized`` has the sizes of a module: of a Linear or Conv1D what goes in and what comes
 out, of an Embedding its rows and width, of a norm its width; ``null`` leaves one as it is. ``as_linear`` makes an
 ``nn.Linear`` of a Conv1D. ``factored`` puts two factors of a rank in the place of a Linear, Conv1D or Embedding.
 ``shared`` gives a module the parameters of another; the objects stay apart, so that each layer has its own place in a
-cache of keys and values. Names are those in the model it was noted for; with another head, or without one, the same
-parts are found, and what belongs to a head that is not there is left out.
+cache of keys and values. ``gpu_only`` builds nothing: it lists weights that nothing but Plimsoll computes with on a
+CPU. Names are those in the model it was noted for; with another head, or without one, the same parts are found, and
+what belongs to a head that is not there is left out.
 
 This file is also copied, as it is, into the folder of such a model (``modeling_shrunk.py``), from where transformers
 loads it without Plimsoll: ``AutoModel.from_pretrained(folder, trust_remote_code=True)``. It therefore imports torch and
-transformers only. Written for transformers 5.23. It does NOT cover `resize_token_embeddings` of factored embeddings.
+transformers only. Loaded in any other way the folder must not become another model in silence (`marked`).
+
+Written for transformers 5.23. It does NOT cover `resize_token_embeddings` of factored embeddings.
 """
 
 from __future__ import annotations
 
 import functools
+import json
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -37,12 +42,19 @@ if TYPE_CHECKING:
 
 FIELD = "shrunk"
 CODE_FILE = "modeling_shrunk.py"
-KINDS = ("resized", "attributes", "as_linear", "factored", "shared")
+KINDS = ("resized", "attributes", "as_linear", "factored", "shared", "gpu_only")
+
+LISTS = ("as_linear", "gpu_only")  # kinds that note names alone
+UNMARKED = "shrunk_from"  # in a config.json: the fields without the marks, in pairs (a dict would be read as a model)
 
 _AUTO_CLASSES = (
     *("AutoModel", "AutoModelForPreTraining", "AutoModelForCausalLM", "AutoModelForMaskedLM", "AutoModelForSeq2SeqLM"),
     *("AutoModelForSequenceClassification", "AutoModelForTokenClassification", "AutoModelForQuestionAnswering"),
     *("AutoModelForMultipleChoice", "AutoModelForNextSentencePrediction", "AutoModelForTextEncoding"),
+)
+_HOW_TO_LOAD = (
+    "this model was made smaller: load it with AutoModel.from_pretrained(folder, trust_remote_code=True), or the Auto "
+    f"class of its head, which runs the {CODE_FILE} beside this file; or with plimsoll.load_model(folder)"
 )
 _NEW_WEIGHTS_STD = 0.02  # of a Conv1D of transformers, which cannot reset itself
 _IS_INITIALIZED = "_is_hf_initialized"  # transformers' mark, on modules and parameters
@@ -116,7 +128,7 @@ def _made_class(model_class: Any) -> type[PreTrainedModel]:
         model_class.__init__(self, config, *args, **kwargs)
         self._ties_before = dict(self.all_tied_weights_keys)
         restructure(self, getattr(config, FIELD, None) or {})
-        _refresh_ties(self)
+        refresh_ties(self)
         self.init_weights()  # of what is new only; on the meta device, of nothing
 
     def get_expanded_tied_weights_keys(self: Any, all_submodels: bool = False) -> dict[str, str]:
@@ -138,6 +150,12 @@ def _made_class(model_class: Any) -> type[PreTrainedModel]:
         _copy_code(Path(save_directory))
         with _all_ties_told(self):
             model_class.save_pretrained(self, save_directory, *args, **kwargs)
+        _mark(Path(save_directory) / "config.json", self.config)
+
+    def from_pretrained(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        loaded = model_class.from_pretrained.__func__(cls, *args, **kwargs)
+        _refuse_cpu(loaded[0] if isinstance(loaded, tuple) else loaded)
+        return loaded
 
     own = {
         "__module__": __name__,
@@ -146,6 +164,7 @@ def _made_class(model_class: Any) -> type[PreTrainedModel]:
         "get_expanded_tied_weights_keys": get_expanded_tied_weights_keys,
         "_adjust_bias": _adjust_bias,
         "save_pretrained": save_pretrained,
+        "from_pretrained": classmethod(from_pretrained),
     }
     return type(model_class.__name__, (_Shrunk, model_class), own)
 
@@ -164,6 +183,62 @@ class _Shrunk:
     """Marks the classes that are made here."""
 
 
+def _refuse_cpu(model: Any) -> None:
+    """Refuse a model whose first pass would fail for want of kernels.
+
+    Raises:
+        RuntimeError: if weights that only a GPU computes with are on a CPU, in the form that they have in files.
+    """
+    for name in (getattr(model.config, FIELD, None) or {}).get("gpu_only", ()):
+        found = find(model, name)
+        weight = None if found is None else _weight(model.get_submodule(found))
+        if weight is not None and weight.device.type == "cpu" and type(weight).__name__ == "Int4Tensor":
+            raise RuntimeError(
+                f'{name} has 4 bits for a weight, which torchao computes with on a GPU only: give device_map="cuda", '
+                "or load the folder with plimsoll.load_model(folder) for the CPU (pip install torch-plimsoll)"
+            )
+
+
+def marked(fields: Mapping[str, Any], number_of_layers: str) -> dict[str, Any]:
+    """Return a configuration, as a file has it, that transformers cannot take for one of a plain model.
+
+    Without the code in the folder the Auto classes do not know the ``model_type``, and say what to give. A class that
+    is called by its name (``BertModel.from_pretrained``) takes any type, with a warning, and would draw new values for
+    weights that it does not find; but its configuration refuses a number of layers (called ``number_of_layers`` there)
+    that is none, and shows it.
+    """
+    marks = {"model_type": f"shrunk-{fields['model_type']}", number_of_layers: _HOW_TO_LOAD}
+    return {**fields, **marks, UNMARKED: [[name, fields[name]] for name in marks]}
+
+
+def unmarked(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a configuration as it was before `marked`; any other as it is."""
+    return {name: value for name, value in fields.items() if name != UNMARKED} | dict(fields.get(UNMARKED, ()))
+
+
+def _mark(path: Path, config: Any) -> None:
+    fields = json.loads(path.read_text(encoding="utf-8"))
+    made = marked(fields, config.attribute_map.get("num_hidden_layers", "num_hidden_layers"))
+    path.write_text(json.dumps(made, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+class ShrunkConfig:
+    """What ``AutoConfig`` asks, in a folder of a model that was made smaller, for its configuration."""
+
+    @classmethod
+    def from_pretrained(cls, folder: Any, **kwargs: Any) -> Any:
+        """Return the configuration of the architecture, with the note of what was changed."""
+        from transformers import CONFIG_MAPPING, PreTrainedConfig
+
+        found, unused = PreTrainedConfig.get_config_dict(folder, **kwargs)
+        fields = unmarked(found)
+        return CONFIG_MAPPING[fields["model_type"]].from_dict(fields, **unused)
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
+        """Do nothing: what is saved again has its code copied along."""
+
+
 def __getattr__(name: str) -> Any:
     """Make the classes that ``auto_map`` names of this file, when they are asked for."""
     if name.startswith("_"):
@@ -180,7 +255,7 @@ def auto_map(model_class: Any) -> dict[str, str]:
     """Return which class of this file each Auto class of transformers is to load, as its configuration keeps it."""
     from transformers.models.auto import modeling_auto
 
-    found = {}
+    found = {"AutoConfig": f"{Path(CODE_FILE).stem}.{ShrunkConfig.__name__}"}
     for name in _AUTO_CLASSES:
         mapping = getattr(getattr(modeling_auto, name, None), "_model_mapping", {})
         if model_class.config_class in mapping:
@@ -203,10 +278,10 @@ def note(model: Any, kind: str, name: str, value: Any = None) -> None:
         model: as it is now.
         kind: one of `KINDS`.
         name: of a module; a later note of it takes the place of an earlier one, ``attributes`` are added to.
-        value: see the top of the file; of ``as_linear`` none.
+        value: see the top of the file; of ``as_linear`` and ``gpu_only`` none.
     """
     before = getattr(model.config, FIELD, None) or {}
-    if kind == "as_linear":
+    if kind in LISTS:
         value = [*(one for one in before.get(kind, ()) if one != name), name]
         model.config.shrunk = {**before, kind: value}
     else:
@@ -214,7 +289,7 @@ def note(model: Any, kind: str, name: str, value: Any = None) -> None:
             value = {**before.get(kind, {}).get(name, {}), **value}
         model.config.shrunk = {**before, kind: {**before.get(kind, {}), name: value}}
     _become_shrunk(model)
-    _refresh_ties(model)
+    refresh_ties(model)
 
 
 def _become_shrunk(model: Any) -> None:
@@ -388,11 +463,10 @@ def use_parameters_of(source: nn.Module, module: nn.Module) -> None:
 
 
 def _weight(module: Any) -> Tensor:
-    weight: Tensor = module.weight
-    return weight
+    return cast(Tensor, module.weight)
 
 
-def _refresh_ties(model: Any) -> None:
+def refresh_ties(model: Any) -> None:
     model.all_tied_weights_keys = model.get_expanded_tied_weights_keys(all_submodels=True)
 
 
@@ -424,45 +498,3 @@ def _tied_part(model: Any, name: str) -> str | None:
     if isinstance(module, FactoredEmbedding):
         return f"{path}.0.{last}"
     return name if hasattr(module, last) else None
-
-
-def renumber(model: Any, layers: str, kept: list[int]) -> None:
-    """Rename what is noted of layers after some of them were taken away.
-
-    Args:
-        model: whose configuration is changed.
-        layers: the name of the list of layers.
-        kept: the numbers, before, of those that are left.
-    """
-    before = getattr(model.config, FIELD, None)
-    if before:
-        model.config.shrunk = renumbered(before, layers, kept)
-        _refresh_ties(model)
-
-
-def renumbered(shrunk: Mapping[str, Any], layers: str, kept: list[int]) -> dict[str, Any]:
-    """Return what is noted of layers after some of them were taken away; see `renumber`."""
-    renamed = functools.partial(_renamed, layers=layers, kept=kept)
-    return {kind: _renamed_changes(kind, changes, renamed) for kind, changes in shrunk.items()}
-
-
-def _renamed(name: str, layers: str, kept: list[int]) -> str | None:
-    if not name.startswith(f"{layers}."):
-        return name
-    number, dot, rest = name[len(layers) + 1 :].partition(".")
-    return f"{layers}.{kept.index(int(number))}{dot}{rest}" if int(number) in kept else None
-
-
-def _renamed_changes(kind: str, changes: Any, renamed: Callable[[str], str | None]) -> Any:
-    if kind == "as_linear":
-        return [name for name in map(renamed, changes) if name is not None]
-    if kind != "shared":
-        return {name: value for old, value in changes.items() if (name := renamed(old)) is not None}
-    after: dict[str, str] = {}
-    heirs: dict[str, str] = {}  # where the layer that had the parameters is gone, the first that is left has them
-    for old, source in changes.items():
-        name = renamed(old)
-        if name is not None:
-            first = renamed(source) or heirs.setdefault(source, name)
-            after |= {} if first == name else {name: first}
-    return after

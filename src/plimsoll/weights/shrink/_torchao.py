@@ -16,18 +16,18 @@ Does NOT cover models that are not of transformers: torchao has no recurrent lay
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from typing import Any
 
 from torch import Tensor, nn
 
-from plimsoll.records.plan import Choice, Value
+from plimsoll.records.plan import Choice
+from plimsoll.records.shrink_methods import options_fault
 from plimsoll.weights.linear_in_parts import LinearInParts
 from plimsoll.weights.parts import is_made_of_parts
 from plimsoll.weights.saved_by import saved_by
 from plimsoll.weights.shrink._base import Subject
-from plimsoll.weights.shrink._options import unknown_option
 from plimsoll.weights.shrink._structure import as_linear, note, put
 
 Config = Any
@@ -47,10 +47,10 @@ def why_not(subject: Subject, method: str) -> str | None:
     return None
 
 
-def why_not_linear(subject: Subject, choice: Choice, options: Mapping[str, Value | None]) -> str | None:
+def why_not_linear(subject: Subject, choice: Choice) -> str | None:
     """Return why no linear layer of a subject can be quantized, or which option of the choice there is not."""
     method = choice.technique
-    fault = unknown_option(choice, options) or why_not(subject, method)
+    fault = options_fault(choice) or why_not(subject, method)
     return fault or (None if plain_layers(subject.model) else nothing_found(subject.model, method))
 
 

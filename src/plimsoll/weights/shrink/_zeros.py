@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
-from plimsoll.records.plan import Choice, Value
+from plimsoll.records.plan import Choice
+from plimsoll.records.shrink_methods import options_fault
 from plimsoll.weights.shrink._base import Subject
-from plimsoll.weights.shrink._options import options_of, share_fault, unknown_option
 from plimsoll.weights.shrink._torchao import nothing_found, plain_layers
 
 
@@ -19,11 +18,9 @@ def layers_of(model: Any) -> dict[str, Any]:
     return dict(found.values())
 
 
-def why_no_zeros(subject: Subject, choice: Choice, defaults: Mapping[str, Value | None]) -> str | None:
+def why_no_zeros(subject: Subject, choice: Choice) -> str | None:
     """Return why a choice of zeros cannot be: an option there is not, a share that is none, no layer."""
-    fault = unknown_option(choice, defaults)
-    if fault is None and "share" in defaults:
-        fault = share_fault("share", options_of(choice, defaults)["share"])
+    fault = options_fault(choice)
     if fault is not None:
         return fault
     model: Any = subject.model

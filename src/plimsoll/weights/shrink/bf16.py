@@ -7,15 +7,14 @@ that are in 16 bits already, and those with quantized weights, which decode to t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
 
-from plimsoll.records.plan import Choice, Value
+from plimsoll.records.plan import Choice
+from plimsoll.records.shrink_methods import options_fault
 from plimsoll.weights.parts import cast_saved, is_made_of_parts
-from plimsoll.weights.shrink._base import Calibration, Choices, Need, Stage, Subject
-from plimsoll.weights.shrink._options import unknown_option
+from plimsoll.weights.shrink._base import Calibration, Choices, Need, Subject
 
 
 class Bf16:
@@ -27,8 +26,6 @@ class Bf16:
         "the file and the memory of all weights, and of what is computed with them, fall to a half of float32; the "
         "time of a pass falls where the processor multiplies in bfloat16, and rises where it does not"
     )
-    stage: ClassVar[Stage] = "values"
-    options: ClassVar[Mapping[str, Value | None]] = {}
 
     def menu(self, subject: Subject) -> Choices | str:
         """Offer it where there is something in float32."""
@@ -52,7 +49,7 @@ class Bf16:
         wide = [one for one in model.parameters() if one.dtype in {torch.float32, torch.float64}]
         if not wide:
             return f"no weight of {type(model).__name__} is wider than 16 bits: leave it out"
-        return unknown_option(choice, self.options)
+        return options_fault(choice)
 
     def shrink(self, subject: Subject, choice: Choice, calibration: Calibration) -> None:
         """Round all weights."""

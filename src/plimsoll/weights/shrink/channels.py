@@ -17,15 +17,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from plimsoll.records.plan import Choice, Value
-from plimsoll.weights.shrink._base import Calibration, Choices, Need, Stage, Subject, possible
+from plimsoll.records.plan import Choice
+from plimsoll.records.shrink_methods import options_fault
+from plimsoll.weights.shrink._base import Calibration, Choices, Need, Subject, possible
 from plimsoll.weights.shrink._importance import Rows, best, is_meta, norms, read_scores
 from plimsoll.weights.shrink._shares import (
     NEEDS,
-    SHARE,
     importance_of,
     num_removed,
-    options_fault,
     removal_fault,
     share_of,
 )
@@ -60,8 +59,6 @@ class Channels:
         "the file, the memory of weights, gradients and optimizer states, the activations of these layers and the time "
         "of a pass become smaller in proportion; embeddings and attention stay as they are"
     )
-    stage: ClassVar[Stage] = "structure"
-    options: ClassVar[Mapping[str, Value | None]] = {"share": SHARE, "importance": "magnitude"}
 
     def menu(self, subject: Subject) -> Choices | str:
         """Offer an eighth, a quarter and a half."""

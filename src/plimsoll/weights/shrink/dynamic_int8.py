@@ -8,14 +8,13 @@ through a layer after the other (`plimsoll.weights.linear_in_parts`). Does NOT c
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import ClassVar
 
 import torch
 
-from plimsoll.records.plan import Choice, Value
+from plimsoll.records.plan import Choice
 from plimsoll.weights.linear_in_parts import compute_in_parts
-from plimsoll.weights.shrink._base import Calibration, Choices, Need, Stage, Subject
+from plimsoll.weights.shrink._base import Calibration, Choices, Need, Subject
 from plimsoll.weights.shrink._torchao import Config, plain_layers, quantize_layers, why_not_linear
 
 
@@ -29,8 +28,6 @@ class DynamicInt8:
         "on the processor and the size of the layers; without Plimsoll a pass also makes int32 and float32 products "
         "of a whole layer's output, so that with many tokens its peak may rise; it cannot be trained"
     )
-    stage: ClassVar[Stage] = "values"
-    options: ClassVar[Mapping[str, Value | None]] = {}
 
     def menu(self, subject: Subject) -> Choices | str:
         """Offer it where there is a linear layer."""
@@ -42,7 +39,7 @@ class DynamicInt8:
 
     def refusal(self, subject: Subject, choice: Choice) -> str | None:
         """Refuse models without linear layers, and what torchao cannot do."""
-        return why_not_linear(subject, choice, self.options)
+        return why_not_linear(subject, choice)
 
     def shrink(self, subject: Subject, choice: Choice, calibration: Calibration) -> None:
         """Quantize the linear layers of the base model."""

@@ -7,14 +7,13 @@ embeddings.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import ClassVar
 
 import torch
 
-from plimsoll.records.plan import Choice, Value
-from plimsoll.weights.shrink._base import Calibration, Choices, Need, Stage, Subject
-from plimsoll.weights.shrink._options import value_fault
+from plimsoll.records.plan import Choice
+from plimsoll.records.shrink_methods import options_of
+from plimsoll.weights.shrink._base import Calibration, Choices, Need, Subject
 from plimsoll.weights.shrink._torchao import Config, plain_layers, quantize_layers, why_not_linear
 
 _LEAST_CAPABILITY = (8, 9)
@@ -30,8 +29,6 @@ class Float8:
         "dynamic=true on a GPU that multiplies in float8, and slower elsewhere, where a layer is decoded whole while "
         "it computes and the peak falls by less than the weights; it cannot be trained"
     )
-    stage: ClassVar[Stage] = "values"
-    options: ClassVar[Mapping[str, Value | None]] = {"dynamic": False}
 
     def menu(self, subject: Subject) -> Choices | str:
         """Offer it where a device multiplies in float8; elsewhere ``int8`` is as small and closer."""
@@ -44,8 +41,7 @@ class Float8:
 
     def refusal(self, subject: Subject, choice: Choice) -> str | None:
         """Refuse ``dynamic`` without a device for it, models without linear layers, and what torchao cannot do."""
-        fault = why_not_linear(subject, choice, self.options)
-        fault = fault or value_fault("dynamic", choice.options.get("dynamic", False), (False, True))
+        fault = why_not_linear(subject, choice)
         if fault is None and _is_dynamic(choice) and not _multiplies_in_float8():
             return (
                 f"{choice.in_full} multiplies in float8, which needs a GPU of compute capability "
@@ -60,7 +56,7 @@ class Float8:
 
 
 def _is_dynamic(choice: Choice) -> bool:
-    return bool(choice.options.get("dynamic", False))
+    return bool(options_of(choice)["dynamic"])
 
 
 def _multiplies_in_float8() -> bool:

@@ -16,16 +16,15 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from plimsoll.records.plan import Choice, Value
+from plimsoll.records.plan import Choice
+from plimsoll.records.shrink_methods import options_fault
 from plimsoll.weights.shrink._attention import Attention, attentions_of, group_scores, head_width_of
-from plimsoll.weights.shrink._base import Calibration, Choices, Need, Stage, Subject, possible
+from plimsoll.weights.shrink._base import Calibration, Choices, Need, Subject, possible
 from plimsoll.weights.shrink._importance import best, is_meta
 from plimsoll.weights.shrink._shares import (
     NEEDS,
-    SHARE,
     importance_of,
     num_removed,
-    options_fault,
     removal_fault,
     share_of,
 )
@@ -45,8 +44,6 @@ class Heads:
         "the weights, gradients and optimizer states of attention, its activations, its cache of keys and values and "
         "its time become smaller in proportion; feed-forward layers and embeddings stay as they are"
     )
-    stage: ClassVar[Stage] = "structure"
-    options: ClassVar[Mapping[str, Value | None]] = {"share": SHARE, "importance": "magnitude"}
 
     def menu(self, subject: Subject) -> Choices | str:
         """Offer a quarter and a half of the heads."""

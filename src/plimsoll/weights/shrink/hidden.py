@@ -23,16 +23,15 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from plimsoll.records.plan import Choice, Value
+from plimsoll.records.plan import Choice
+from plimsoll.records.shrink_methods import options_fault
 from plimsoll.weights.shrink._attention import Attention, attentions_of, head_width_of
-from plimsoll.weights.shrink._base import Calibration, Choices, Need, Stage, Subject, possible
+from plimsoll.weights.shrink._base import Calibration, Choices, Need, Subject, possible
 from plimsoll.weights.shrink._importance import Rows, best, first_order, is_meta, norms, read_scores
 from plimsoll.weights.shrink._shares import (
     NEEDS,
-    SHARE,
     importance_of,
     num_removed,
-    options_fault,
     removal_fault,
     share_of,
 )
@@ -65,8 +64,6 @@ class Hidden:
         "everything becomes smaller in proportion, embeddings as well: the file, the memory of weights, gradients, "
         "optimizer states and activations, and the time of a pass"
     )
-    stage: ClassVar[Stage] = "structure"
-    options: ClassVar[Mapping[str, Value | None]] = {"share": SHARE, "importance": "magnitude"}
 
     def menu(self, subject: Subject) -> Choices | str:
         """Offer about an eighth, a quarter and a half; where heads leave with it, shares that are whole heads.

@@ -9,23 +9,21 @@ layers whose sizes the kernel does not have: they stay dense.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
-from plimsoll.records.plan import Choice, Value
+from plimsoll.records.plan import Choice
+from plimsoll.records.shrink_methods import options_of
 from plimsoll.weights.int4 import INT4_ROWS, packed_int4
 from plimsoll.weights.parts import cast_saved, is_made_of_parts
-from plimsoll.weights.shrink._base import Calibration, Choices, Need, Stage, Subject
-from plimsoll.weights.shrink._options import options_of, value_fault
-from plimsoll.weights.shrink._structure import sizes_of
+from plimsoll.weights.shrink._base import Calibration, Choices, Need, Subject
+from plimsoll.weights.shrink._structure import note, sizes_of
 from plimsoll.weights.shrink._torchao import Config, plain_layers, replace_weights, why_not_linear
 
-_GROUPS = (32, 64, 128)
 _COMPUTE = {"bf16": torch.bfloat16, "fp32": torch.float32}
-SMALLEST_GROUP = _GROUPS[0]
+SMALLEST_GROUP, _LARGEST_GROUP = 32, 128
 
 
 class Int4:
@@ -38,12 +36,10 @@ class Int4:
         "32, 0.53 of 128), those of all others to half (bfloat16); a pass on the CPU is slower than in dense "
         "bfloat16; without Plimsoll the folder computes on a GPU only; it cannot be trained"
     )
-    stage: ClassVar[Stage] = "values"
-    options: ClassVar[Mapping[str, Value | None]] = {"group": SMALLEST_GROUP, "compute": "bf16"}
 
     def menu(self, subject: Subject) -> Choices | str:
         """Offer small groups, which are closer, and large ones, which are smaller."""
-        choices = [Choice(technique=self.name, options={"group": group}) for group in (SMALLEST_GROUP, _GROUPS[-1])]
+        choices = [Choice(technique=self.name, options={"group": group}) for group in (SMALLEST_GROUP, _LARGEST_GROUP)]
         fitting = tuple(choice for choice in choices if self.refusal(subject, choice) is None)
         return fitting or self.refusal(subject, choices[0]) or ()
 
@@ -53,7 +49,7 @@ class Int4:
 
     def refusal(self, subject: Subject, choice: Choice) -> str | None:
         """Refuse groups that the kernel has not, and models none of whose layers it has."""
-        fault = why_not_linear(subject, choice, self.options) or _options_fault(choice)
+        fault = why_not_linear(subject, choice)
         if fault is not None:
             return fault
         group = _group(choice)
@@ -76,11 +72,8 @@ class Int4:
         cast_saved(subject.model, _COMPUTE[_compute(choice)])
         names = fitting_layers(subject.model, group)
         replace_weights(subject.model, names, _config(group), lambda weight: packed_int4(weight, group))
-
-
-def _options_fault(choice: Choice) -> str | None:
-    options = options_of(choice, Int4.options)
-    return value_fault("group", options["group"], _GROUPS) or value_fault("compute", options["compute"], (*_COMPUTE,))
+        for name in names:
+            note(subject.model, "gpu_only", name)
 
 
 def _decodes_to_another(model: nn.Module, choice: Choice) -> str | None:
@@ -97,11 +90,12 @@ def _decodes_to_another(model: nn.Module, choice: Choice) -> str | None:
 
 
 def _group(choice: Choice) -> int:
-    return int(choice.options.get("group", SMALLEST_GROUP))
+    group: Any = options_of(choice)["group"]
+    return int(group)
 
 
 def _compute(choice: Choice) -> str:
-    return str(choice.options.get("compute", "bf16"))
+    return str(options_of(choice)["compute"])
 
 
 def fitting_layers(model: Any, group: int) -> list[str]:

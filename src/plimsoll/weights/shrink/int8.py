@@ -6,11 +6,10 @@ weights lie in, and no less time. Does NOT cover the head and embeddings.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import ClassVar
 
-from plimsoll.records.plan import Choice, Value
-from plimsoll.weights.shrink._base import Calibration, Choices, Need, Stage, Subject
+from plimsoll.records.plan import Choice
+from plimsoll.weights.shrink._base import Calibration, Choices, Need, Subject
 from plimsoll.weights.shrink._torchao import Config, plain_layers, quantize_layers, why_not_linear
 
 
@@ -24,8 +23,6 @@ class Int8:
         "a layer is decoded whole while it computes, so that with many tokens the peak falls by less than the weights; "
         "the head and the embeddings stay; it cannot be trained"
     )
-    stage: ClassVar[Stage] = "values"
-    options: ClassVar[Mapping[str, Value | None]] = {}
 
     def menu(self, subject: Subject) -> Choices | str:
         """Offer it where there is a linear layer."""
@@ -37,7 +34,7 @@ class Int8:
 
     def refusal(self, subject: Subject, choice: Choice) -> str | None:
         """Refuse models without linear layers, and what torchao cannot do."""
-        return why_not_linear(subject, choice, self.options)
+        return why_not_linear(subject, choice)
 
     def shrink(self, subject: Subject, choice: Choice, calibration: Calibration) -> None:
         """Quantize the linear layers of the base model."""

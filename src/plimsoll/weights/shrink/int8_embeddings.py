@@ -7,16 +7,15 @@ every pass: its memory then rises by the dense table. Loaded by Plimsoll only th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from torch import nn
 
-from plimsoll.records.plan import Choice, Value
+from plimsoll.records.plan import Choice
+from plimsoll.records.shrink_methods import options_fault
 from plimsoll.weights.coded_embedding import decode_rows_only
 from plimsoll.weights.parts import is_made_of_parts
-from plimsoll.weights.shrink._base import Calibration, Choices, Need, Stage, Subject
-from plimsoll.weights.shrink._options import unknown_option
+from plimsoll.weights.shrink._base import Calibration, Choices, Need, Subject
 from plimsoll.weights.shrink._torchao import num_holders, say_quantized, why_not
 from plimsoll.weights.shrink.int8 import int8_config
 
@@ -30,8 +29,6 @@ class Int8Embeddings:
         "the file and the memory of the token embeddings fall to a little over a quarter of float32; loaded without "
         "Plimsoll the table is decoded whole in every pass, and the peak of memory rises; it cannot be trained"
     )
-    stage: ClassVar[Stage] = "values"
-    options: ClassVar[Mapping[str, Value | None]] = {}
 
     def menu(self, subject: Subject) -> Choices | str:
         """Offer it where the model has a table of its own."""
@@ -43,7 +40,7 @@ class Int8Embeddings:
 
     def refusal(self, subject: Subject, choice: Choice) -> str | None:
         """Refuse tables that are shared with the output, are none of torch, or are quantized."""
-        fault = unknown_option(choice, self.options) or why_not(subject, self.name)
+        fault = options_fault(choice) or why_not(subject, self.name)
         if fault is not None:
             return fault
         model: Any = subject.model

@@ -21,14 +21,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from plimsoll.records.plan import Choice, Value
-from plimsoll.weights.shrink._base import Calibration, Choices, Need, Stage, Subject
+from plimsoll.records.plan import Choice
+from plimsoll.records.shrink_methods import options_fault
+from plimsoll.weights.shrink._base import Calibration, Choices, Need, Subject
 from plimsoll.weights.shrink._importance import best, first_order, is_meta, norms, passes, tokens_of
-from plimsoll.weights.shrink._shares import NEEDS, importance_of, num_removed, options_fault, removal_fault, share_of
-from plimsoll.weights.shrink._structure import renumber, renumbered
+from plimsoll.weights.shrink._renumbered import renumber, renumbered
+from plimsoll.weights.shrink._shares import NEEDS, importance_of, num_removed, removal_fault, share_of
 from plimsoll.weights.shrink._twins import checked, is_place, other_numbers, take_fields, take_numbers, twin_of
-
-_IMPORTANCES = ("even", "magnitude", "taylor", "activation")
 
 
 class Layers:
@@ -40,8 +39,6 @@ class Layers:
         "the file, the memory of weights, gradients, optimizer states and activations, and the time of a pass become "
         "smaller by what the layers had of them; embeddings stay as they are"
     )
-    stage: ClassVar[Stage] = "structure"
-    options: ClassVar[Mapping[str, Value | None]] = {"keep": None, "share": None, "importance": "even"}
 
     def menu(self, subject: Subject) -> Choices | str:
         """Offer to keep three quarters and a half of the layers."""
@@ -57,11 +54,11 @@ class Layers:
 
     def needs(self, choice: Choice) -> frozenset[Need]:
         """Need what the importance does."""
-        return NEEDS.get(importance_of(choice, "even"), frozenset())
+        return NEEDS.get(importance_of(choice), frozenset())
 
     def refusal(self, subject: Subject, choice: Choice) -> str | None:
         """Refuse wrong options, and models whose layers cannot be left out."""
-        fault = options_fault(choice, ("keep", "share", "importance"), _IMPORTANCES)
+        fault = options_fault(choice)
         found = _lists(subject.model)
         if fault is not None or isinstance(found, str):
             return fault or str(found)
@@ -69,9 +66,7 @@ class Layers:
         keep = choice.options.get("keep")
         if keep is None:
             fault = removal_fault("layers", num_layers, share_of(choice))
-        elif "share" in choice.options:
-            fault = f"layers cannot have keep {keep} and a share at once: leave one out"
-        elif not isinstance(keep, int) or isinstance(keep, bool) or not 0 < keep < num_layers:
+        elif not int(keep) < num_layers:
             fault = f"layers cannot keep {keep} of {num_layers}: give keep from 1 to {num_layers - 1}"
         return fault or _other_places(subject.model, _kept_evenly(num_layers, _num_kept(choice, num_layers)))
 
@@ -79,7 +74,7 @@ class Layers:
         """Keep the best layers."""
         model = subject.model
         lists = checked(_lists(model))
-        importance, num_layers = importance_of(choice, "even"), len(lists[0][1])
+        importance, num_layers = importance_of(choice), len(lists[0][1])
         num_kept = _num_kept(choice, num_layers)
         if importance == "even" or is_meta(model):
             kept = _kept_evenly(num_layers, num_kept)

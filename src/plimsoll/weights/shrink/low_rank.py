@@ -13,7 +13,7 @@ classifier), experts kept as one tensor, and recurrent layers, whose matrices to
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar, cast
 
@@ -21,13 +21,12 @@ import torch
 from torch import Tensor, nn
 
 from plimsoll.errors import WeightsError
-from plimsoll.records.plan import Choice, Value
-from plimsoll.weights.shrink._base import Calibration, Choices, Need, Stage, Subject
+from plimsoll.records.plan import Choice
+from plimsoll.records.shrink_methods import options_fault, options_of
+from plimsoll.weights.shrink._base import Calibration, Choices, Need, Subject
 from plimsoll.weights.shrink._layers import block_of, is_of_transformers, linear_weight, linears_of_blocks
-from plimsoll.weights.shrink._options import count_fault, options_of, share_fault, unknown_option
 from plimsoll.weights.shrink._structure import factored, note, put, sizes_of, use_parameters_of
 
-_DEFAULTS: Mapping[str, Value | None] = {"share": None, "rank": None, "aware": True}
 _DEFAULT_SHARE = 0.25
 _RIDGE_SHARE = 1e-6  # of the mean of the diagonal
 
@@ -45,8 +44,6 @@ class LowRank:
         "the share of the factored layers; a training keeps one more activation for each of them, and small layers "
         "are no faster"
     )
-    stage: ClassVar[Stage] = "structure"
-    options: ClassVar[Mapping[str, Value | None]] = _DEFAULTS
 
     def menu(self, subject: Subject) -> Choices | str:
         """Return a quarter and a half, or why it cannot be."""
@@ -56,11 +53,11 @@ class LowRank:
 
     def needs(self, choice: Choice) -> frozenset[Need]:
         """Return batches, but for a plain SVD."""
-        return frozenset({"batches"} if options_of(choice, _DEFAULTS)["aware"] else ())
+        return frozenset({"batches"} if options_of(choice)["aware"] else ())
 
     def refusal(self, subject: Subject, choice: Choice) -> str | None:
         """Return why this cannot be: no such layers, or no rank that pays."""
-        fault = unknown_option(choice, _DEFAULTS) or _options_fault(choice)
+        fault = options_fault(choice)
         if fault is not None:
             return fault
         model = subject.model
@@ -86,7 +83,7 @@ class LowRank:
             WeightsError: if it needs batches and there are none.
         """
         model = subject.model
-        is_aware = bool(options_of(choice, _DEFAULTS)["aware"]) and not next(model.parameters()).is_meta
+        is_aware = bool(options_of(choice)["aware"]) and not next(model.parameters()).is_meta
         for groups in _blocks(model):
             ranks = {group[0]: _rank(model.get_submodule(group[0]), choice) for group in groups}
             chosen = [group for group in groups if ranks[group[0]]]
@@ -123,21 +120,10 @@ def _whitened(matrix: Tensor, second_moment: Tensor | None) -> Tensor:
     return cast(Tensor, matrix @ (vectors * (values.clamp(min=0) + ridge).sqrt()))
 
 
-def _options_fault(choice: Choice) -> str | None:
-    options = options_of(choice, _DEFAULTS)
-    if options["share"] is not None and options["rank"] is not None:
-        return f"`{choice.technique}` has share {options['share']} and rank {options['rank']}: give one of them"
-    if not isinstance(options["aware"], bool):
-        return f"`aware` {options['aware']} is neither true nor false: leave it out"
-    if options["rank"] is not None:
-        return count_fault("rank", options["rank"])
-    return None if options["share"] is None else share_fault("share", options["share"])
-
-
 def _rank(module: nn.Module, choice: Choice) -> int:
     """The rank for a layer; 0 where factors would not be smaller."""
     num_in, num_out = sizes_of(module)
-    options: Any = options_of(choice, _DEFAULTS)
+    options: Any = options_of(choice)
     share = options["share"] or _DEFAULT_SHARE
     rank: int = options["rank"] or rank_for(num_in, num_out, share)
     return rank if rank * (num_in + num_out) < num_in * num_out else 0

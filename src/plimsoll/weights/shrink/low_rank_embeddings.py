@@ -10,20 +10,18 @@ models of ours, whose configuration has no field for it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
 
-from plimsoll.records.plan import Choice, Value
-from plimsoll.weights.shrink._base import Calibration, Choices, Need, Stage, Subject
+from plimsoll.records.plan import Choice
+from plimsoll.records.shrink_methods import options_fault, options_of
+from plimsoll.weights.shrink._base import Calibration, Choices, Need, Subject
 from plimsoll.weights.shrink._layers import is_of_transformers
-from plimsoll.weights.shrink._options import count_fault, options_of, share_fault, unknown_option
 from plimsoll.weights.shrink._structure import factored, note, put
 from plimsoll.weights.shrink.low_rank import rank_for
 
-_DEFAULTS: Mapping[str, Value | None] = {"share": None, "rank": None}
 _DEFAULT_SHARE = 0.5
 
 
@@ -36,8 +34,6 @@ class LowRankEmbeddings:
         "the file, the memory of the weights and of a training's gradients and optimizer states, by the share of the "
         "table; a pass takes a small product more, and a tied output fewer operations"
     )
-    stage: ClassVar[Stage] = "structure"
-    options: ClassVar[Mapping[str, Value | None]] = _DEFAULTS
 
     def menu(self, subject: Subject) -> Choices | str:
         """Return a half and three quarters, or why it cannot be."""
@@ -51,7 +47,7 @@ class LowRankEmbeddings:
 
     def refusal(self, subject: Subject, choice: Choice) -> str | None:
         """Return why this cannot be: no such table, or no rank that pays."""
-        fault = unknown_option(choice, _DEFAULTS) or _options_fault(choice)
+        fault = options_fault(choice)
         if fault is not None:
             return fault
         model: Any = subject.model
@@ -101,17 +97,8 @@ class LowRankEmbeddings:
         note(model, "factored", names[id(table)], rank)
 
 
-def _options_fault(choice: Choice) -> str | None:
-    options = options_of(choice, _DEFAULTS)
-    if options["share"] is not None and options["rank"] is not None:
-        return f"`{choice.technique}` has share {options['share']} and rank {options['rank']}: give one of them"
-    if options["rank"] is not None:
-        return count_fault("rank", options["rank"])
-    return None if options["share"] is None else share_fault("share", options["share"])
-
-
 def _rank(num_rows: int, width: int, choice: Choice) -> int:
-    options: Any = options_of(choice, _DEFAULTS)
+    options: Any = options_of(choice)
     return int(options["rank"] or rank_for(num_rows, width, options["share"] or _DEFAULT_SHARE))
 
 

@@ -12,20 +12,16 @@ whose layers differ in their sizes, and recurrent layers.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
-from plimsoll.records.plan import Choice, Value
-from plimsoll.weights.shrink._base import Calibration, Choices, Need, Stage, Subject
+from plimsoll.records.plan import Choice
+from plimsoll.records.shrink_methods import options_fault, options_of
+from plimsoll.weights.shrink._base import Calibration, Choices, Need, Subject
 from plimsoll.weights.shrink._layers import is_of_transformers, layer_list
-from plimsoll.weights.shrink._options import count_fault, options_of, unknown_option
 from plimsoll.weights.shrink._structure import note, use_parameters_of
-
-_DEFAULTS: Mapping[str, Value | None] = {"groups": 1, "start": "first"}
-_STARTS = ("mean", "first")
 
 
 class SharedLayers:
@@ -37,8 +33,6 @@ class SharedLayers:
         "the file, the memory of the weights and of a training's gradients and optimizer states, by the layers that "
         "have none of their own; not activations, and not time: as many layers are computed as before"
     )
-    stage: ClassVar[Stage] = "structure"
-    options: ClassVar[Mapping[str, Value | None]] = _DEFAULTS
 
     def menu(self, subject: Subject) -> Choices | str:
         """Return two groups and one, where there are so many layers, or why it cannot be."""
@@ -52,7 +46,7 @@ class SharedLayers:
 
     def refusal(self, subject: Subject, choice: Choice) -> str | None:
         """Return why this cannot be: no layers, or layers of several shapes."""
-        fault = _options_fault(choice)
+        fault = options_fault(choice)
         if fault is not None:
             return fault
         model = subject.model
@@ -63,7 +57,7 @@ class SharedLayers:
                 "of transformers; use `units` for recurrent models"
             )
         name, layers = found
-        groups: Any = options_of(choice, _DEFAULTS)["groups"]
+        groups: Any = options_of(choice)["groups"]
         if len(layers) <= groups:
             return f"{name} has {len(layers)} layers, which {groups} groups do not make fewer: give fewer groups"
         return _layers_fault(name, layers)
@@ -73,7 +67,7 @@ class SharedLayers:
         found = layer_list(subject.model)
         assert found is not None, "it was not refused"
         name, layers = found
-        options: Any = options_of(choice, _DEFAULTS)
+        options: Any = options_of(choice)
         for group in _groups(len(layers), options["groups"]):
             if options["start"] == "mean":
                 _take_mean([layers[number] for number in group])
@@ -82,14 +76,6 @@ class SharedLayers:
         for group in _groups(len(layers), options["groups"]):
             for number in group[1:]:
                 note(subject.model, "shared", f"{name}.{number}", f"{name}.{group[0]}")
-
-
-def _options_fault(choice: Choice) -> str | None:
-    options = options_of(choice, _DEFAULTS)
-    fault = unknown_option(choice, _DEFAULTS) or count_fault("groups", options["groups"])
-    if fault is None and options["start"] not in _STARTS:
-        return f"`start` {options['start']} is none of {' and '.join(_STARTS)}: give one of them"
-    return fault
 
 
 def _layers_fault(name: str, layers: nn.ModuleList) -> str | None:

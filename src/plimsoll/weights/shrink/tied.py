@@ -9,14 +9,13 @@ It does NOT cover models without an output over the vocabulary, tables of differ
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from torch import nn
 
-from plimsoll.records.plan import Choice, Value
-from plimsoll.weights.shrink._base import Calibration, Choices, Need, Stage, Subject
-from plimsoll.weights.shrink._options import unknown_option
+from plimsoll.records.plan import Choice
+from plimsoll.records.shrink_methods import options_fault
+from plimsoll.weights.shrink._base import Calibration, Choices, Need, Subject
 
 
 class Tied:
@@ -28,8 +27,6 @@ class Tied:
         "the file, the memory of the weights and of a training's gradients and optimizer states, by the output's "
         "table; not time: the output is computed as before"
     )
-    stage: ClassVar[Stage] = "structure"
-    options: ClassVar[Mapping[str, Value | None]] = {}
 
     def menu(self, subject: Subject) -> Choices | str:
         """Return the one choice, or why it cannot be."""
@@ -42,7 +39,7 @@ class Tied:
 
     def refusal(self, subject: Subject, choice: Choice) -> str | None:
         """Return why this cannot be."""
-        fault = unknown_option(choice, {})
+        fault = options_fault(choice)
         if fault is not None:
             return fault
         name = type(subject.model).__name__

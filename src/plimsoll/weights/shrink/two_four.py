@@ -7,14 +7,13 @@ embeddings and recurrent layers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from plimsoll.records.plan import Choice, Value
-from plimsoll.weights.shrink._base import Calibration, Choices, Need, Stage, Subject
+from plimsoll.records.plan import Choice
+from plimsoll.weights.shrink._base import Calibration, Choices, Need, Subject
 from plimsoll.weights.shrink._structure import sizes_of
 from plimsoll.weights.shrink._zeros import layers_of, why_no_zeros
 
@@ -30,8 +29,6 @@ class TwoFour:
         "nothing by itself: zeros are stored and multiplied like any number, 0 bytes and 0 seconds; on a GPU of "
         "compute capability 8.0 or more torch.sparse.to_sparse_semi_structured then halves the linear weights"
     )
-    stage: ClassVar[Stage] = "values"
-    options: ClassVar[Mapping[str, Value | None]] = {}
 
     def menu(self, subject: Subject) -> Choices | str:
         """Offer nothing, and say why."""
@@ -43,7 +40,7 @@ class TwoFour:
 
     def refusal(self, subject: Subject, choice: Choice) -> str | None:
         """Refuse models none of whose layers has rows of fours."""
-        fault = why_no_zeros(subject, choice, self.options)
+        fault = why_no_zeros(subject, choice)
         if fault is None and not _of_fours(subject.model):
             widths = sorted({sizes_of(one)[0] for one in layers_of(subject.model).values()})
             return (

@@ -21,15 +21,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from plimsoll.records.plan import Choice, Value
-from plimsoll.weights.shrink._base import Calibration, Choices, Need, Stage, Subject, possible
+from plimsoll.records.plan import Choice
+from plimsoll.records.shrink_methods import options_fault
+from plimsoll.weights.shrink._base import Calibration, Choices, Need, Subject, possible
 from plimsoll.weights.shrink._importance import best, first_order, is_meta, norms, passes
 from plimsoll.weights.shrink._shares import (
     NEEDS,
-    SHARE,
     importance_of,
     num_removed,
-    options_fault,
     removal_fault,
     share_of,
 )
@@ -60,8 +59,6 @@ class Units:
         "states; activations and what reads the layers in proportion, the time of a pass with both; the embedding "
         "stays, unless the output shares its weights"
     )
-    stage: ClassVar[Stage] = "structure"
-    options: ClassVar[Mapping[str, Value | None]] = {"share": SHARE, "importance": "magnitude"}
 
     def menu(self, subject: Subject) -> Choices | str:
         """Offer an eighth, a quarter and a half."""

@@ -7,16 +7,14 @@ the CPU these are slower than dense ones below some 90 % of zeros.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch.nn.utils import prune
 
-from plimsoll.records.plan import Choice, Value
-from plimsoll.weights.shrink._base import Calibration, Choices, Need, Stage, Subject
+from plimsoll.records.plan import Choice
+from plimsoll.records.shrink_methods import options_of
+from plimsoll.weights.shrink._base import Calibration, Choices, Need, Subject
 from plimsoll.weights.shrink._zeros import layers_of, why_no_zeros
-
-_SHARE = 0.5
 
 
 class Unstructured:
@@ -28,8 +26,6 @@ class Unstructured:
         "nothing: zeros are stored and multiplied like any number, 0 bytes of the file, 0 bytes of memory, 0 seconds; "
         "only what packs the file (zip) makes it smaller"
     )
-    stage: ClassVar[Stage] = "values"
-    options: ClassVar[Mapping[str, Value | None]] = {"share": _SHARE}
 
     def menu(self, subject: Subject) -> Choices | str:
         """Offer nothing, and say why."""
@@ -41,11 +37,11 @@ class Unstructured:
 
     def refusal(self, subject: Subject, choice: Choice) -> str | None:
         """Refuse shares that leave all or nothing, and models without linear layers."""
-        return why_no_zeros(subject, choice, self.options)
+        return why_no_zeros(subject, choice)
 
     def shrink(self, subject: Subject, choice: Choice, calibration: Calibration) -> None:
         """Set the share of each layer that is smallest to zero."""
-        share = float(choice.options.get("share", _SHARE))
+        share: Any = options_of(choice)["share"]
         for layer in layers_of(subject.model).values():
             if not layer.weight.is_meta:
                 prune.l1_unstructured(layer, "weight", share)  # type: ignore[no-untyped-call]

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -25,13 +25,11 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from plimsoll.errors import WeightsError
-from plimsoll.records.plan import Choice, Value
-from plimsoll.weights.shrink._base import Calibration, Choices, Need, Stage, Subject
-from plimsoll.weights.shrink._options import count_fault, options_of, unknown_option
+from plimsoll.records.plan import Choice
+from plimsoll.records.shrink_methods import options_fault, options_of
+from plimsoll.weights.shrink._base import Calibration, Choices, Need, Subject
 from plimsoll.weights.shrink._structure import class_for, tell_sizes
 from plimsoll.weights.shrink._token_needs import KINDS, tokens_needed, with_only
-
-_DEFAULTS: Mapping[str, Value | None] = {"min_count": 1}
 
 
 class Slot(NamedTuple):
@@ -52,8 +50,6 @@ class Vocabulary:
         "taken away, and of a language model the time and memory of its logits; an embedding's lookups take the same "
         "time"
     )
-    stage: ClassVar[Stage] = "structure"
-    options: ClassVar[Mapping[str, Value | None]] = _DEFAULTS
 
     def menu(self, subject: Subject) -> Choices | str:
         """Return the one choice, or why it cannot be."""
@@ -66,7 +62,7 @@ class Vocabulary:
 
     def refusal(self, subject: Subject, choice: Choice) -> str | None:
         """Return why this cannot be: no fast tokenizer, or weights that are not found by their number of rows."""
-        fault = unknown_option(choice, _DEFAULTS) or count_fault("min_count", _min_count(choice))
+        fault = options_fault(choice)
         if fault is not None:
             return fault
         if subject.tokenizer is None:
@@ -102,7 +98,7 @@ class Vocabulary:
 
 
 def _min_count(choice: Choice) -> Any:
-    return options_of(choice, _DEFAULTS)["min_count"]
+    return options_of(choice)["min_count"]
 
 
 def _occurring(counts: NDArray[np.int64], min_count: int, num_rows: int, num_tokens: int) -> set[int]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from plimsoll.records.shrink_methods import METHODS
 from plimsoll.weights.shrink import SHRINKERS
 
 
 def test_methods_are_listed_by_their_names_structure_before_values():
     assert all(name == method.name for name, method in SHRINKERS.items())
-    stages = [method.stage for method in SHRINKERS.values()]
+    assert [*SHRINKERS] == [*METHODS], "what may be asked of each is known before torch is"
+    stages = [METHODS[name].stage for name in SHRINKERS]
     assert stages == sorted(stages), "a chain ends with what only changes the bits of values"

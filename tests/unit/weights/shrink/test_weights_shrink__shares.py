@@ -5,19 +5,19 @@ from __future__ import annotations
 import pytest
 
 from plimsoll.records.plan import Choice
+from plimsoll.records.shrink_methods import IMPORTANCES
 from plimsoll.weights.shrink._shares import (
-    IMPORTANCES,
     importance_of,
     num_removed,
-    options_fault,
     removal_fault,
     share_of,
 )
 
 
 def test_without_options_a_quarter_goes_by_magnitude():
-    bare = Choice(technique="x")
-    assert (share_of(bare), importance_of(bare), options_fault(bare)) == (0.25, IMPORTANCES[0], None)
+    bare = Choice(technique="heads")
+    assert (share_of(bare), importance_of(bare)) == (0.25, IMPORTANCES[0])
+    assert share_of(Choice(technique="layers")) == 0.25  # where nothing is taken by default
 
 
 @pytest.mark.parametrize(("num_parts", "share", "removed"), [(12, 0.25, 3), (12, 0.3, 4), (8, 0.05, 0), (3, 0.9, 3)])
@@ -36,8 +36,3 @@ def test_a_share_is_to_the_nearest_part(num_parts: int, share: float, removed: i
 )
 def test_none_and_all_are_refused(num_parts: int, share: float, said: str | None):
     assert removal_fault("heads", num_parts, share) == said
-
-
-@pytest.mark.parametrize("share", [0, 1, -0.5, True, "half", 2])
-def test_a_share_is_between_none_and_all(share: float | str):
-    assert f"`share` {share} is not the share" in str(options_fault(Choice(technique="x", options={"share": share})))

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import copy
+import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import (
+    AutoConfig,
+    AutoModel,
     BertConfig,
     BertForMaskedLM,
     BertForSequenceClassification,
@@ -21,8 +25,9 @@ from transformers import (
     LlamaForCausalLM,
 )
 
+from plimsoll.models.loading import read_config
 from plimsoll.weights.shrink import _structure
-from plimsoll.weights.shrink._structure import note, restructure, shrunk_class
+from plimsoll.weights.shrink._structure import note, restructure, shrunk_class, unmarked
 
 IDS_BT = torch.arange(14).reshape(2, 7)
 
@@ -93,7 +98,7 @@ def test_what_is_noted_is_built_and_loaded_with_the_same_outputs(make, tmp_path)
     assert len(before.hidden_states) == 4  # transformers finds what to return by the class
     assert type(model).__name__ == type(model).__mro__[2].__name__
     model.save_pretrained(tmp_path)
-    loaded = shrunk_class(type(model).__mro__[2]).from_pretrained(tmp_path).eval()
+    loaded = shrunk_class(type(model).__mro__[2]).from_pretrained(tmp_path, config=read_config(tmp_path)).eval()
     assert torch.equal(loaded(IDS_BT).logits, before.logits)
     assert loaded.config.shrunk == model.config.shrunk
     names = [{id(p): n for n, p in one.named_parameters()}.values() for one in (loaded, model)]
@@ -150,14 +155,36 @@ def test_it_is_loaded_and_saved_again_without_plimsoll(tmp_path):
     assert done.stdout.strip() == "the same", done.stderr[-2000:]
 
 
+@pytest.mark.parametrize("make", [changed_bert, changed_gpt2])
+def test_without_the_code_of_the_folder_no_class_of_transformers_takes_it(make, tmp_path):
+    """Their weights would be drawn anew where a class does not find them: loading must fail, and say what to type."""
+    model = make()
+    plain_class = type(model).__mro__[2]
+    model.save_pretrained(tmp_path)
+    for load in (AutoConfig, AutoModel, plain_class, plain_class.config_class):
+        with pytest.raises((ValueError, StrictDataclassError), match="trust_remote_code=True"):
+            load.from_pretrained(tmp_path)
+
+
+def test_a_folder_of_before_it_had_a_type_of_its_own_is_read(tmp_path):
+    model = changed_bert()
+    model.save_pretrained(tmp_path)
+    fields = json.loads((tmp_path / "config.json").read_text())
+    assert fields["model_type"] == "shrunk-bert"
+    (tmp_path / "config.json").write_text(json.dumps(unmarked(fields)))
+    assert type(read_config(tmp_path)) is BertConfig
+    assert read_config(tmp_path).shrunk == model.config.shrunk
+
+
 def test_names_are_found_with_another_head_and_without_one(tmp_path):
     changed_bert().save_pretrained(tmp_path)
-    bare = shrunk_class(BertModel).from_pretrained(tmp_path)
+    bare = shrunk_class(BertModel).from_pretrained(tmp_path, config=read_config(tmp_path))
     assert bare.encoder.layer[0].attention.self.query.out_features == 8
     bare.save_pretrained(tmp_path / "bare")
-    again = shrunk_class(BertForSequenceClassification).from_pretrained(tmp_path / "bare")
+    folder, config = tmp_path / "bare", read_config(tmp_path / "bare")
+    again = shrunk_class(BertForSequenceClassification).from_pretrained(folder, config=config)
     assert again.bert.encoder.layer[0].output.dense.rank == 3
-    masked = shrunk_class(BertForMaskedLM).from_pretrained(tmp_path / "bare")
+    masked = shrunk_class(BertForMaskedLM).from_pretrained(folder, config=read_config(folder))
     # The embedding is factored and the output is not: they cannot be the same rows any more.
     assert "cls.predictions.decoder.weight" not in masked.all_tied_weights_keys
     masked.save_pretrained(tmp_path / "masked")
@@ -226,16 +253,6 @@ def test_llama_has_norms_and_layers_of_other_kinds():
     restructure(model, {"resized": {"model.layers.0.mlp.up_proj": [16, 8], "model.norm": [8]}})
     assert model.model.norm.weight.shape == (8,)
     assert model.model.layers[0].mlp.up_proj.out_features == 8
-
-
-def test_layers_that_are_taken_away_are_renamed():
-    model = changed_bert()
-    model.bert.encoder.layer = nn.ModuleList([model.bert.encoder.layer[1], model.bert.encoder.layer[2]])
-    _structure.renumber(model, "bert.encoder.layer", [1, 2])
-    assert model.config.shrunk["shared"] == {"bert.encoder.layer.1": "bert.encoder.layer.0"}
-    assert model.config.shrunk["factored"] == {"bert.embeddings.word_embeddings": 3}
-    _structure.renumber(model, "bert.encoder.layer", [1])
-    assert model.config.shrunk["shared"] == {}
 
 
 def test_what_is_unknown_is_refused():

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from plimsoll.models.loading import load_model
 from plimsoll.records.plan import Choice
 from plimsoll.weights.shrink import SHRINKERS, Calibration, Subject
 from plimsoll.weights.shrink.layers import Layers
@@ -85,7 +86,7 @@ def test_what_is_noted_of_layers_goes_with_them(tmp_path):
     noted = model.config.shrunk["attributes"]
     assert sorted(noted) == [f"bert.encoder.layer.{number}.attention.self" for number in (0, 1)]
     model.save_pretrained(tmp_path)
-    assert torch.equal(logits_of(type(model).from_pretrained(tmp_path).eval()), logits_of(model))
+    assert torch.equal(logits_of(load_model(tmp_path).model.eval()), logits_of(model))
 
 
 def test_what_the_configuration_says_of_each_layer_is_shortened():
@@ -106,7 +107,7 @@ def test_it_offers_three_quarters_and_a_half():
     ("name", "fields", "options", "said"),
     [
         ("bert", {}, {"keep": 2}, "cannot keep 2 of 2: give keep from 1 to 1"),
-        ("bert", {}, {"keep": 1, "share": 0.5}, "cannot have keep 1 and a share at once: leave one out"),
+        ("bert", {}, {"keep": 1, "share": 0.5}, "`layers` has keep 1 and share 0.5: give one of them"),
         ("bert", {}, {"share": 0.1}, "a share of 0.1 of 2 layers is none of them: give a share from 0.5 to 0.5"),
         ("bert", {"num_hidden_layers": 1}, {"keep": 1}, "has 1 layer, and none can be spared"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True, "n_layer": 4}, {"keep": 2}, "keep all layers"),

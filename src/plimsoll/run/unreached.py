@@ -1,0 +1,179 @@
+"""Trainable parameters that no gradient reaches: said once, by name, with the cause where it shows.
+
+Nothing else tells of them: an optimizer leaves out a parameter without a gradient, and the loss of the others falls. A
+hook on each parameter notes its first gradient, so that it is no matter who frees it and when; a parameter that has had
+one is not looked at again, and most trainings are done with this after their first step. In that step the modules note
+how they run.
+
+What runs without gradients is said after the first step: under ``torch.no_grad()``, or in a re-entrant checkpoint whose
+inputs need none. Anything else may come later, and is said after a few steps; where the same parameter of another layer
+or expert has had a gradient, it is one of many branches, which have more time.
+
+Does NOT see parameters that are no part of the model, and gradients that are zero. Of modules that are compiled or
+scripted it does not say why. Parameters that are shared out over ranks are not watched.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+_FEW_STEPS, _MANY_STEPS = 5, 100
+_MOST_NAMES = 3
+_CHECKPOINTED = (
+    "they run in torch.utils.checkpoint with use_reentrant=True on inputs that need no gradient, which gives "
+    "them none: give use_reentrant=False, or make the inputs need one (enable_input_require_grads() of a Hugging Face "
+    "model)"
+)
+_WITHOUT_GRAD = "their modules run under torch.no_grad(): leave that out, or set requires_grad_(False) if it is meant"
+_NOT_USED = (
+    "their modules run, and the loss does not depend on what they return, which is detached or not used: if that is "
+    "meant, set requires_grad_(False)"
+)
+_NOT_CALLED = "their modules are not called: if that is meant, set requires_grad_(False)"
+_UNKNOWN = "the loss does not depend on them: if that is meant, set requires_grad_(False)"
+_IS_SURE = (_CHECKPOINTED, _WITHOUT_GRAD)
+
+
+class UnreachedWatch:
+    """Looks after the first steps of one training.
+
+    Args:
+        model: what is trained; its parameters may be exchanged before the first step.
+        is_done: watch nothing.
+    """
+
+    def __init__(self, model: nn.Module, is_done: bool = False) -> None:
+        self._model, self._is_done = model, is_done
+        self._num_steps = 0
+        self._reached: set[str] = set()
+        self._watched: dict[str, tuple[nn.Parameter, RemovableHandle]] = {}
+        self._causes: dict[str, str] = {}
+        self._handles: list[RemovableHandle] = []
+        self._said: set[str] = set()
+
+    def begin(self) -> None:
+        """Watch the backward passes of a step, or of another try of it."""
+        if self._is_done:
+            return
+        parameters = dict(self._model.named_parameters())
+        for name in self._watched.keys() | parameters.keys():
+            parameter, watched = parameters.get(name), self._watched.get(name)
+            if watched is not None and watched[0] is not parameter:  # a technique has exchanged it
+                self._watched.pop(name)[1].remove()
+                watched = None
+            if watched is None and parameter is not None and parameter.requires_grad and name not in self._reached:
+                hook = self._note(name)
+                self._watched[name] = parameter, parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+        if self._num_steps == 0 and not self._causes:
+            self._causes = dict.fromkeys(self._watched, _UNKNOWN)
+            self._handles = _watch_modules(self._model, self._causes)
+
+    def look(self, step: int) -> None:
+        """After a step that happened, warn of what no gradient has reached, if that is known by now."""
+        if self._is_done:
+            return
+        for name in self._reached & self._watched.keys():
+            self._watched.pop(name)[1].remove()
+        if not self._reached:  # this rank has had nothing to learn from
+            return
+        self._num_steps += 1
+        self._let_modules_go()
+        found: dict[str, list[str]] = {}
+        branches = {_branch_of(name) for name in self._reached}
+        for name in self._watched.keys() - self._said:
+            cause = self._causes.get(name, _UNKNOWN)
+            pause_steps = _MANY_STEPS if _branch_of(name) in branches else _FEW_STEPS
+            if cause in _IS_SURE or self._num_steps >= pause_steps:
+                found.setdefault(cause, []).append(name)
+        self._say(found, step)
+        if self._num_steps >= _MANY_STEPS or not self._watched.keys() - self._said:
+            self.close()
+
+    def close(self) -> None:
+        """Take the hooks away."""
+        self._is_done = True
+        self._let_modules_go()
+        for _, handle in self._watched.values():
+            handle.remove()
+        self._watched.clear()
+
+    def _note(self, name: str) -> Callable[[Tensor], None]:
+        def hook(parameter: Tensor) -> None:
+            self._reached.add(name)
+
+        return hook
+
+    def _let_modules_go(self) -> None:
+        while self._handles:
+            self._handles.pop().remove()
+
+    def _say(self, found: dict[str, list[str]], step: int) -> None:
+        if not found:
+            return
+        order = [name for name, _ in self._model.named_parameters()]
+        num_all = len(self._reached) + len(self._watched)
+        for cause, names in found.items():
+            names.sort(key=order.index)
+            more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+            warnings.warn(
+                f"{len(names)} of {num_all} trainable parameters have had no gradient up to step {step} and stay as "
+                f"they are ({', '.join(names[:_MOST_NAMES])}{more}): {cause}",
+                stacklevel=5,
+            )
+            self._said.update(names)
+
+
+def _branch_of(name: str) -> str:
+    """A parameter's name without the numbers of layers and experts."""
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
+
+
+def _watch_modules(model: nn.Module, causes: dict[str, str]) -> list[RemovableHandle]:
+    """Have modules note how they run, for their own parameters; returns what ends that."""
+    if any(_is_compiled(module) for module in model.modules()):
+        return []
+    handles = []
+    for prefix, module in model.named_modules():
+        own = [f"{prefix}.{name}" if prefix else name for name in module._parameters]
+        own = [name for name in own if name in causes]
+        if own:
+            causes.update(dict.fromkeys(own, _NOT_CALLED))
+            handles.append(module.register_forward_pre_hook(_noted(own, causes)))
+    return handles
+
+
+def _noted(own: list[str], causes: dict[str, str]) -> Callable[[nn.Module, Any], None]:
+    def before(module: nn.Module, arguments: Any) -> None:
+        if torch.is_grad_enabled():
+            cause = _NOT_USED
+        elif causes[own[0]] == _NOT_USED:  # evaluated beside
+            return
+        else:
+            cause = _CHECKPOINTED if _is_in_checkpoint() else _WITHOUT_GRAD
+        causes.update(dict.fromkeys(own, cause))
+
+    return before
+
+
+def _is_in_checkpoint() -> bool:
+    """Whether the caller runs in the forward pass of a re-entrant checkpoint."""
+    frame = sys._getframe()
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "forward" and code.co_filename.endswith(("utils/checkpoint.py", "utils\\checkpoint.py")):
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    is_compiled = hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
+    return is_compiled or isinstance(module, torch.jit.ScriptModule)
