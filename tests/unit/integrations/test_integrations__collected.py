@@ -1,7 +1,6 @@
 """What is collected outside the device equals what transformers' own container comes to."""
 
-from __future__ import subprocess
-
+import subprocess
 import sys
 from collections.abc import Iterator
 from typing import Any
