@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from io import StringIO
+from itertools import zip_longest
 
 from rich import box
 from rich.console import Console, Group, RenderableType
@@ -93,7 +94,7 @@ def _number_grid(numbers: Sequence[tuple[str, str]]) -> Table:
     table = Table.grid(padding=(0, 2, 0, 1), expand=False)
     for style in ("dim", "bold", "dim", "bold"):
         table.add_column(style=style)
-    for left, right in zip(numbers[0::2], numbers[1::2], strict=True):
+    for left, right in zip_longest(numbers[0::2], numbers[1::2], fillvalue=("", "")):
         table.add_row(*(Text(cell) for cell in (*left, *right)))
     return table
 
