@@ -162,14 +162,14 @@ class CudaBackend:
         return free_bytes < _NEARLY_FULL_BYTES
 
     def random_state(self) -> dict[str, Any]:
-        """Copy the state of this device's generator, of cuDNN's dropout where it is known, and of the host's."""
+        """Copy the state of this device's generator, of cuDNN's dropout where it is in use, and of the host's."""
         import torch
 
         from plimsoll.device import cudnn_dropout
 
         state = copy_host_state() | {"device": torch.cuda.get_rng_state(self._index)}
-        dropout = cudnn_dropout.known_state(self._index)
-        return state if dropout is None else state | {"cudnn_dropout": dropout.clone()}
+        dropout = cudnn_dropout.copied_state(self._index)
+        return state if dropout is None else state | {"cudnn_dropout": dropout}
 
     def restore_random_state(self, state: dict[str, Any]) -> None:
         """Put back a state that `random_state` returned."""
@@ -180,8 +180,8 @@ class CudaBackend:
         restore_host_state(state)
         if "device" in state:  # a checkpoint written on the CPU has none
             torch.cuda.set_rng_state(state["device"], self._index)
-        if "cudnn_dropout" in state and (dropout := cudnn_dropout.state_of(self._index)) is not None:
-            dropout.copy_(state["cudnn_dropout"])
+        if "cudnn_dropout" in state:
+            cudnn_dropout.put_back(self._index, state["cudnn_dropout"])
 
     def synchronize(self) -> None:
         """Wait until every stream of the device is done."""

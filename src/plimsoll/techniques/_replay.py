@@ -1,6 +1,6 @@
 """What a computation that is done a second time needs, to be the first one again: random numbers and autocast.
 
-Covers torch's generators on the host and on devices. Does NOT cover generators of one's own, Python's and numpy's.
+Covers torch's generators on the host and on devices, and cuDNN's dropout of recurrent layers. Does NOT cover generators of one's own, Python's and numpy's.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import get_device_states, set_device_states
 
+from plimsoll.device import cudnn_dropout
+
 
 @dataclass(frozen=True)
 class RandomNumbers:
@@ -21,22 +23,27 @@ class RandomNumbers:
     host: Tensor | None
     devices: list[int]
     states: list[Tensor]
+    dropouts: list[Tensor | None]  # of recurrent layers, on the same devices
 
     @classmethod
     def now(cls, tensors: Sequence[Tensor]) -> RandomNumbers:
         """Copy them; the devices are those of some tensors."""
-        return cls(torch.get_rng_state(), *get_device_states(*tensors))
+        devices, states = get_device_states(*tensors)
+        return cls(torch.get_rng_state(), devices, states, [cudnn_dropout.copied_state(one) for one in devices])
 
     @classmethod
     def none(cls) -> RandomNumbers:
         """For what draws nothing."""
-        return cls(None, [], [])
+        return cls(None, [], [], [])
 
     def restore(self) -> None:
         """Put them back."""
         if self.host is not None:
             torch.set_rng_state(self.host)
             set_device_states(self.devices, self.states)
+            for device, dropout in zip(self.devices, self.dropouts, strict=True):
+                if dropout is not None:
+                    cudnn_dropout.put_back(device, dropout)
 
     @contextmanager
     def kept(self) -> Iterator[None]:
