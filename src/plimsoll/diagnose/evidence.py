@@ -19,6 +19,7 @@ from plimsoll.records.run import GraphLine, RunRecord
 
 if TYPE_CHECKING:
     from plimsoll.run.step import TrainStep
+    from plimsoll.run.unreached import Unreached
 
 _OF_MEMORY = ("OOM killer", "memory ran out")  # what the evidence of a death says where memory was why
 
@@ -51,6 +52,7 @@ class Evidence:
         padding_share: of the tokens of a batch, on average, those that are padding.
         remedies: what was found to free memory, best first.
         seen: what was seen in a live process.
+        unreached: trainable parameters that no gradient has reached.
     """
 
     subject: str
@@ -76,6 +78,7 @@ class Evidence:
     padding_share: float | None = None
     remedies: tuple[Remedy, ...] = ()
     seen: Seen | None = None
+    unreached: tuple[Unreached, ...] = ()
 
     @property
     def holdings_known(self) -> KnownHow:
@@ -181,4 +184,5 @@ def evidence_of_step(step: TrainStep) -> Evidence:
         graphs=tuple(step.graphs.lines),
         peak_bytes=max((used_bytes for _, used_bytes in used), default=None),
         message=step.graphs.failure,
+        unreached=step.unreached.found,
     )

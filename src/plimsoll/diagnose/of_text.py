@@ -26,6 +26,11 @@ _MOST_CODE_BYTES = 128 << 10  # checked in seconds, also where nothing else is i
 _MOST_MISTAKES = 5
 _CAUSES = {"host_ram": "true_capacity", "tiny_shm": "shm"}  # whose words in a text's labels are others
 
+_POOL = (
+    "A process of a pool ended without a word, as one does that the kernel kills for memory, or that crashes: "
+    "`dmesg | grep -i oom` tells which, and `plimsoll watch` shows how much the processes use."
+)
+
 
 def diagnosis_of_text(file: BinaryIO, subject: str, report: Callable[[int], None] = lambda _: None) -> Diagnosis:
     """Read a text or a log to its end and explain the last out-of-memory error in it.
@@ -66,7 +71,8 @@ def _remedies(found: tuple[Finding, ...]) -> tuple[Remedy, ...]:
 
 def _notes(event: OomText, log: Log, is_explained: bool) -> list[str]:
     if not event.is_oom:
-        return [f"No text that means out of memory was found in {log.num_lines:,} line{'s' * (log.num_lines != 1)}."]
+        nothing = f"No text that means out of memory was found in {log.num_lines:,} line{'s' * (log.num_lines != 1)}."
+        return [nothing, _POOL] if "terminated abruptly" in log.tail else [nothing]
     notes = [] if is_explained else [_unknown(event)]
     others = len(log.events) - 1
     if others > 0:

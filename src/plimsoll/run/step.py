@@ -155,7 +155,7 @@ class TrainStep:
         self._early: EarlyUpdate | None = None
         self._spare = Spare(self.workload, is_lent=False)
         self.graphs = GraphWatch(self.workload, self.backend)
-        self._unreached = UnreachedWatch(model, is_done=backend is not None)  # a rehearsal is not a training
+        self.unreached = UnreachedWatch(model, is_done=backend is not None)  # a rehearsal is not a training
         self._evaluator = Evaluator(*told, self._shape_of, grow_after, self.additivity)
         if micro_batch is not None or rungs:
             self._evaluator.begin_at(micro_batch or self._rungs.sizes[0].samples)
@@ -285,7 +285,7 @@ class TrainStep:
             OutOfMemoryError: if a model that is shared out over the ranks is not whole again on all of them.
         """
         self._commit.forget()
-        self._unreached.close()
+        self.unreached.close()
         is_shared = self.workload.sharded is not None  # then all ranks close, and none waits for one that fails in it
         event = attempt_together(self._rungs.close, self.backend, self.position, self.ranks if is_shared else Ranks())
         if isinstance(event, OomEvent) and is_shared:
@@ -338,7 +338,7 @@ class TrainStep:
         self._early = None
         self.position.step += 1
         self.graphs.look(self.num_steps)
-        self._unreached.look(self.num_steps)
+        self.unreached.look(self.num_steps)
         if self._scaler is not None:
             self._scaler.update()
         if updated and self.workload.schedule is not None:
@@ -409,7 +409,7 @@ class TrainStep:
         if self.workload.sharded:
             pieces = self._spare.filled(pieces, -(-shape.num_samples // micro_batch))
         else:
-            self._unreached.begin()
+            self.unreached.begin()
         self._early = early_update(self.workload, micro_batch, own.num_samples)
         with self._early.in_backward() if self._early else nullcontext():
             for piece, share, _ in pieces:

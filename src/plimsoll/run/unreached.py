@@ -19,7 +19,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,18 +27,51 @@ from torch.utils.hooks import RemovableHandle
 
 _FEW_STEPS, _MANY_STEPS = 5, 100
 _MOST_NAMES = 3
-_CHECKPOINTED = (
-    "they run in torch.utils.checkpoint with use_reentrant=True on inputs that need no gradient, which gives "
-    "them none: give use_reentrant=False, or make the inputs need one (enable_input_require_grads() of a Hugging Face "
-    "model)"
+
+
+class Cause(NamedTuple):
+    """Why parameters have no gradient, and what to do."""
+
+    why: str
+    remedy: str
+
+
+class Unreached(NamedTuple):
+    """Parameters of one cause that had no gradient up to a step.
+
+    Attributes:
+        names: of the parameters, in the model's order.
+        num_all: how many parameters are to be trained.
+        step: after which it was known.
+        cause: why.
+    """
+
+    names: tuple[str, ...]
+    num_all: int
+    step: int
+    cause: Cause
+
+    def __str__(self) -> str:
+        more = f" and {len(self.names) - _MOST_NAMES} more" if len(self.names) > _MOST_NAMES else ""
+        return (
+            f"{len(self.names)} of {self.num_all} trainable parameters have had no gradient up to step {self.step} and "
+            f"stay as they are ({', '.join(self.names[:_MOST_NAMES])}{more})"
+        )
+
+
+_IF_MEANT = "if that is meant, set requires_grad_(False)"
+_CHECKPOINTED = Cause(
+    "they run in torch.utils.checkpoint with use_reentrant=True on inputs that need no gradient, which gives them none",
+    "give use_reentrant=False, or make the inputs need one (enable_input_require_grads() of a Hugging Face model)",
 )
-_WITHOUT_GRAD = "their modules run under torch.no_grad(): leave that out, or set requires_grad_(False) if it is meant"
-_NOT_USED = (
-    "their modules run, and the loss does not depend on what they return, which is detached or not used: if that is "
-    "meant, set requires_grad_(False)"
+_WITHOUT_GRAD = Cause(
+    "their modules run under torch.no_grad()", "leave that out, or set requires_grad_(False) if it is meant"
 )
-_NOT_CALLED = "their modules are not called: if that is meant, set requires_grad_(False)"
-_UNKNOWN = "the loss does not depend on them: if that is meant, set requires_grad_(False)"
+_NOT_USED = Cause(
+    "their modules run, and the loss does not depend on what they return, which is detached or not used", _IF_MEANT
+)
+_NOT_CALLED = Cause("their modules are not called", _IF_MEANT)
+_UNKNOWN = Cause("the loss does not depend on them", _IF_MEANT)
 _IS_SURE = (_CHECKPOINTED, _WITHOUT_GRAD)
 
 
@@ -55,9 +88,18 @@ class UnreachedWatch:
         self._num_steps = 0
         self._reached: set[str] = set()
         self._watched: dict[str, tuple[nn.Parameter, RemovableHandle]] = {}
-        self._causes: dict[str, str] = {}
+        self._causes: dict[str, Cause] = {}
         self._handles: list[RemovableHandle] = []
         self._said: set[str] = set()
+        self._found: list[Unreached] = []
+
+    @property
+    def found(self) -> tuple[Unreached, ...]:
+        """What was warned of, without parameters that have had a gradient since."""
+        left = [
+            one._replace(names=tuple(name for name in one.names if name not in self._reached)) for one in self._found
+        ]
+        return tuple(one for one in left if one.names)
 
     def begin(self) -> None:
         """Watch the backward passes of a step, or of another try of it."""
@@ -86,7 +128,7 @@ class UnreachedWatch:
             return
         self._num_steps += 1
         self._let_modules_go()
-        found: dict[str, list[str]] = {}
+        found: dict[Cause, list[str]] = {}
         branches = {_branch_of(name) for name in self._reached}
         for name in self._watched.keys() - self._said:
             cause = self._causes.get(name, _UNKNOWN)
@@ -115,19 +157,15 @@ class UnreachedWatch:
         while self._handles:
             self._handles.pop().remove()
 
-    def _say(self, found: dict[str, list[str]], step: int) -> None:
+    def _say(self, found: dict[Cause, list[str]], step: int) -> None:
         if not found:
             return
         order = [name for name, _ in self._model.named_parameters()]
         num_all = len(self._reached) + len(self._watched)
         for cause, names in found.items():
-            names.sort(key=order.index)
-            more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
-            warnings.warn(
-                f"{len(names)} of {num_all} trainable parameters have had no gradient up to step {step} and stay as "
-                f"they are ({', '.join(names[:_MOST_NAMES])}{more}): {cause}",
-                stacklevel=5,
-            )
+            one = Unreached(tuple(sorted(names, key=order.index)), num_all, step, cause)
+            warnings.warn(f"{one}: {cause.why}: {cause.remedy}", stacklevel=5)
+            self._found.append(one)
             self._said.update(names)
 
 
@@ -136,7 +174,7 @@ def _branch_of(name: str) -> str:
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
 
 
-def _watch_modules(model: nn.Module, causes: dict[str, str]) -> list[RemovableHandle]:
+def _watch_modules(model: nn.Module, causes: dict[str, Cause]) -> list[RemovableHandle]:
     """Have modules note how they run, for their own parameters; returns what ends that."""
     if any(_is_compiled(module) for module in model.modules()):
         return []
@@ -150,7 +188,7 @@ def _watch_modules(model: nn.Module, causes: dict[str, str]) -> list[RemovableHa
     return handles
 
 
-def _noted(own: list[str], causes: dict[str, str]) -> Callable[[nn.Module, Any], None]:
+def _noted(own: list[str], causes: dict[str, Cause]) -> Callable[[nn.Module, Any], None]:
     def before(module: nn.Module, arguments: Any) -> None:
         if torch.is_grad_enabled():
             cause = _NOT_USED

@@ -150,3 +150,10 @@ def test_a_program_in_place_of_what_it_said_is_refused_with_what_to_type(tmp_pat
     program.write_text(TRAIN)
     with pytest.raises(InputError, match=r"is a program, not what it said: give .*`python .*train\.py 2>&1 \|"):
         explain(program)
+
+
+def test_a_pool_whose_process_was_ended_may_have_run_out():
+    text = b"BrokenProcessPool: A process in the process pool was terminated abruptly while the future was running"
+    found = diagnosis_of_text(io.BytesIO(text), "a.log")
+    assert not found.event.is_oom
+    assert "the kernel kills for memory, or that crashes" in found.notes[1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable
 
@@ -76,6 +77,10 @@ def test_what_gets_no_gradient_is_said_once_with_its_cause(how, num_steps, cause
     with pytest.warns(UserWarning, match=f"{names}.*{cause}") as said:
         step(BATCH)
     assert len(said) == 1
+    (finding,) = plimsoll.explain(step).findings
+    assert finding.title == "4 of 6 trainable parameters are not trained"
+    assert re.search(names, finding.evidence[0].text)
+    assert re.search(cause, finding.evidence[1].text)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for _ in range(100):
@@ -89,6 +94,7 @@ def test_a_training_in_which_all_get_gradients_is_left_alone(micro_batch: int | 
     with warnings.catch_warnings(), armed("backward", 1):
         warnings.simplefilter("error")
         step(BATCH)
+    assert plimsoll.explain(step).findings == ()
     assert not any(module._forward_pre_hooks for module in model.modules())
     assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
 
@@ -114,6 +120,8 @@ def test_a_branch_that_is_not_taken_yet_has_more_time_than_a_head_that_nothing_u
     with pytest.warns(UserWarning, match=r"2 of 6 .*up to step 100 .*blocks.1.weight, blocks.1.bias\)") as said:
         assert [step(BATCH).step for _ in range(110)][-1] == 110
     assert len(said) == 1
+    (one,) = step.unreached.found
+    assert (one.names, one.num_all, one.step) == (("blocks.1.weight", "blocks.1.bias"), 6, 100)
 
 
 def test_what_a_compiled_model_does_not_reach_is_said_without_a_cause():

@@ -7,7 +7,8 @@ first 1,000 are kept, and always the last. Escape sequences of terminals, carria
 line ends and UTF-16 are read, what gzip packed, also where the end is missing, and lines of JSON whose message is text.
 
 The user's line is the last one of the Python traceback above a message that is not in an installed package or in
-Python's library. Does NOT read tracebacks of notebooks and of other languages.
+Python's library; or, below a message that aborts the process, the first such line that `faulthandler` writes of the
+current thread. Does NOT read tracebacks of notebooks and of other languages.
 """
 
 from __future__ import annotations
@@ -63,6 +64,9 @@ _PREFIX = re.compile(
 )
 _TRACEBACK = "Traceback (most recent call last)"
 _FRAME = re.compile(r'^\s*File "([^"]{1,4096})", line (\d+), in ')
+# What `faulthandler` writes below an abort: of each thread the last line first, without its code.
+_DUMPED_THREAD = re.compile(r"^(Current thread|Thread) 0x[0-9a-f]+ .{0,80}\(most recent call first\)")
+_DUMPED_FRAME = re.compile(r'^  File "([^"]{1,4096})", line (\d+) in ')
 _NOT_THE_USERS = re.compile(r"site-packages|dist-packages|[/\\]lib(?:64)?[/\\]python\d|^<frozen|^/pytorch/")
 
 
@@ -86,6 +90,17 @@ class _Message:
     code: str
     lines: list[str]
     above: str = ""
+    is_in_dump: bool = False
+
+    def takes_of_dump(self, line: str) -> bool:
+        """Whether a line is of the threads that `faulthandler` writes; the user's in the current one is the place."""
+        if (thread := _DUMPED_THREAD.match(line)) is not None:
+            self.is_in_dump = thread[1] == "Current thread"
+        elif (frame := _DUMPED_FRAME.match(line)) is None:
+            return False
+        elif self.is_in_dump and not self.place and is_users(frame[1]):
+            self.place = f"{frame[1]}:{frame[2]}"
+        return True
 
     def event(self) -> OomText:
         event = event_of("\n".join(self.lines), self.family)
@@ -105,6 +120,9 @@ class _Reader:
 
     def read(self, number: int, line: str) -> OomText | None:
         """Take one line; return the message that ended with the line before it."""
+        if self.message is not None and self.message.takes_of_dump(line):
+            self.tail.append(line)
+            return None
         ended = self._ended_by(line)
         if self.is_code_next or "File" in line or _TRACEBACK in line:
             self._note_frame(line)

@@ -12,13 +12,18 @@ layers or directions in one call (torch makes none), other builds of torch.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
 from typing import Any, NamedTuple
+
+import torch
 
 from plimsoll.memory.lowering.mkldnn_rnn import written_in_backward_bytes
 from plimsoll.records.prediction import Estimate
 
 _MIB = 1 << 20
+_WITHOUT_BFLOAT16 = {"SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI"}
 
 
 class Kept(NamedTuple):
@@ -89,22 +94,31 @@ def _rnn_output_bytes(args: Sequence[Any]) -> int:
 def _rnn(args: Sequence[Any], num_threads: int) -> int:
     """Both weights in oneDNN's layout, and in float32 the four gates of every step from the input.
 
-    In half precision the products of input and gates are made step by step (``n_iter_scratch_gates``).
+    In half precision the products of input and gates are made step by step (``n_iter_scratch_gates``), if the processor
+    has it; else the gates of every step are there in float32.
     """
-    is_half = args[0].element_size() < 4
-    return (0 if is_half else 4 * _rnn_output_bytes(args)) + _bytes(args[1]) + _bytes(args[2])
+    is_half, output_bytes = args[0].element_size() < 4, _rnn_output_bytes(args)
+    gates_bytes = 4 * output_bytes if not is_half else 0 if _has_bfloat16() else 8 * output_bytes
+    return gates_bytes + _bytes(args[1]) + _bytes(args[2])
 
 
 def _rnn_backward(args: Sequence[Any], num_threads: int) -> int:
     """Both weights and their gradients in oneDNN's layout; in float32 the four gates of every step, in half precision
-    the output's gradient in float32; that gradient once more if it is not contiguous; and what is now written of the
-    workspace that the forward left untouched, until it is freed.
+    the output's gradient in float32 and, if the processor has no bfloat16, those gates; that gradient once more if it
+    is not contiguous; and what is now written of the workspace that the forward left untouched, until it is freed.
     """
     output_bytes = _rnn_output_bytes(args)
     copied_bytes = 0 if args[10] is None or args[10].is_contiguous() else output_bytes
     is_half = args[0].element_size() < 4
-    kept_bytes = 2 * output_bytes if is_half else 4 * output_bytes
+    kept_bytes = (2 if _has_bfloat16() else 6) * output_bytes if is_half else 4 * output_bytes
     return kept_bytes + copied_bytes + 2 * (_bytes(args[1]) + _bytes(args[2])) + written_in_backward_bytes(tuple(args))
+
+
+@cache
+def _has_bfloat16() -> bool:
+    """Whether oneDNN multiplies in bfloat16 by instructions of the processor, which it may be told not to use."""
+    most = os.environ.get("ONEDNN_MAX_CPU_ISA") or os.environ.get("DNNL_MAX_CPU_ISA") or ""
+    return torch.cpu._is_avx512_bf16_supported() and most.upper() not in _WITHOUT_BFLOAT16
 
 
 def _safe_softmax(args: Sequence[Any], num_threads: int) -> int:

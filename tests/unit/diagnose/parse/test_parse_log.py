@@ -34,6 +34,19 @@ def test_the_users_line_is_the_last_one_outside_of_libraries():
     assert event.tried_to_allocate == 20 * MIB
 
 
+def test_the_users_line_of_an_abort_is_in_the_dump_of_the_current_thread():
+    deep = "".join(
+        f'  File "/usr/lib/python3.11/site-packages/a.py", line {number} in encode\n' for number in range(30)
+    )
+    log = log_of(
+        "memory allocation of 4096 bytes failed\nFatal Python error: Aborted\n\n"
+        'Thread 0x00007f01 (most recent call first):\n  File "watch.py", line 3 in wait\n\n'
+        f'Current thread 0x00007f00 (most recent call first):\n{deep}  File "prepare.py", line 12 in tokens\n'
+        '  File "prepare.py", line 40 in <module>\n\nExtension modules: numpy (total: 1)\n'
+    )
+    assert (log.last.place, log.last.line_number, len(log.events)) == ("prepare.py:12", 1, 1)
+
+
 def test_ranks_that_say_the_same_are_one_event_and_the_last_one_is_explained():
     log = log_of("".join(OOM.format("20.00", rank) for rank in range(4)) + "go on\n" * 20 + OOM.format("7.00", 0))
     assert [(event.tried_to_allocate // MIB, event.num_times) for event in log.events] == [(20, 4), (7, 1)]
