@@ -211,14 +211,22 @@ def cut_over_ranks(ranks: Ranks, case: dict[str, Any]) -> dict[str, Any]:
     units: Units = weights_of if case["units"] == "weights" else case["units"]
     step = TrainStep(model, optimizer, LOSSES[case["own_loss"]], units=units, ranks=ranks)
     losses: list[float] = []
-    refused = ""
+    refused = not_evaluated = ""
+    try:
+        evaluation = TrainStep(model, optimizer, LOSSES[case["own_loss"]], units=units, ranks=ranks)
+        evaluation.evaluate([part_of(batch_of(0), ranks)])
+    except InputError as error:
+        not_evaluated = str(error)
     try:
         losses.extend(step(part_of(batch_of(number), ranks)).loss for number in range(NUM_STEPS))
     except InputError as error:
         refused = str(error)
     is_as_before = all(map(torch.equal, model.parameters(), before.parameters()))
     weights = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
-    return {"losses": losses, "weights": weights.tolist(), "refused": refused, "is_as_before": is_as_before}
+    return {
+        "losses": losses, "weights": weights.tolist(), "refused": refused, "not_evaluated": not_evaluated,
+        "is_as_before": is_as_before,
+    }  # fmt: skip
 
 
 def read(case: dict[str, Any], ranks: Ranks) -> Iterator[dict[str, torch.Tensor]]:

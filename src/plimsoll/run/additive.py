@@ -144,11 +144,13 @@ class Additivity:
         if isinstance(rows, LossCheck) or rows is None:
             return rows
         self._num_checks += 1
-        precision, phase = self._workload.precision, self._position.phase
+        position, precision = self._position, self._workload.precision
+        phase, samples = position.phase, position.samples
+        position.samples = ()  # of an evaluation, whose answers these are not
         try:
             found = self._compared(rows, loss_of)
         finally:
-            self._workload.precision, self._position.phase = precision, phase
+            self._workload.precision, position.phase, position.samples = precision, phase, samples
         if isinstance(found, OomEvent):
             return LossCheck(
                 verdict="not shown",
